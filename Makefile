@@ -1,0 +1,36 @@
+# Two commands on a fresh machine: `make demo` and `make test`. Everything else is for developers.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: demo test check proof docs clean
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[dev]' -c constraints.txt
+	touch $@
+
+demo: $(STAMP)  ## train the bundled model on the bundled data and show what it learned
+	$(BIN)/python examples/demo.py
+
+check: $(STAMP)  ## format, lint, types and the fast tests
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/pytest -n 2 --ignore tests/journey --ignore tests/crash
+
+test: $(STAMP)  ## everything but the long proofs
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/pytest -n 2 -m 'not proof'
+
+proof: $(STAMP)  ## thousands of kills, long fuzzing
+	$(BIN)/pytest -n 2 -m proof
+
+docs: $(STAMP)  ## regenerate the reference pages from the code
+	$(BIN)/python -m surefoot.cli.reference docs/reference
+
+clean:
+	rm -rf $(VENV) runs .pytest_cache .mypy_cache .ruff_cache .hypothesis

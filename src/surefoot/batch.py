@@ -1,0 +1,95 @@
+"""The small types that cross the layers: features, a batch, a window of batches, outputs and a loss.
+
+Shapes: B rows, T tokens of a row, N trained positions of the whole batch, D documents of a packed row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+IGNORE_INDEX = -100  # a label that does not count; the value torch's cross entropy ignores
+
+# One encoded training item: names (input_ids, labels, ...) to token lists, as the cache stores them.
+Features = Mapping[str, Sequence[int]]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One micro-batch of examples.
+
+    A packed batch is one row of all examples end to end (B = 1) with ``cu_seqlens``, the bounds of
+    its documents; a padded one is a rectangle with an ``attention_mask``. ``labels[b, t]`` is the
+    token to predict *at* position t, that is, from the tokens before t; it is ``IGNORE_INDEX``
+    where nothing is trained, and always at the first token of a document.
+    """
+
+    input_ids: torch.Tensor  # [B, T] int64
+    labels: torch.Tensor  # [B, T] int64
+    position_ids: torch.Tensor  # [B, T] int64, from 0 in every document
+    attention_mask: torch.Tensor | None = None  # [B, T] int64, 1 for real tokens; None when packed
+    cu_seqlens: torch.Tensor | None = None  # [D + 1] int32, 0 first and T last; None when padded
+    extras: Mapping[str, torch.Tensor] = field(default_factory=dict)  # what a stage adds for its loss
+
+    @property
+    def num_tokens(self) -> int:
+        """Real tokens, padding not counted."""
+        if self.attention_mask is None:
+            return self.input_ids.numel()
+        return int(self.attention_mask.sum())
+
+    @property
+    def num_trained(self) -> int:
+        """Positions that carry a label."""
+        return int((self.labels != IGNORE_INDEX).sum())
+
+    def to(self, device: torch.device) -> Batch:
+        """The same batch on ``device``."""
+
+        def move(tensor: torch.Tensor | None) -> torch.Tensor | None:
+            return None if tensor is None else tensor.to(device, non_blocking=True)
+
+        return Batch(
+            self.input_ids.to(device, non_blocking=True),
+            self.labels.to(device, non_blocking=True),
+            self.position_ids.to(device, non_blocking=True),
+            move(self.attention_mask),
+            move(self.cu_seqlens),
+            {name: tensor.to(device, non_blocking=True) for name, tensor in self.extras.items()},
+        )
+
+
+Window = Sequence[Batch]  # the micro-batches of one optimizer step
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """What a stage asked of the model, at the trained positions in reading order.
+
+    ``predictions`` is what the model would have said itself there: the most probable token.
+    """
+
+    logps: torch.Tensor  # [N] float32, log-probability of each label
+    entropies: torch.Tensor | None = None  # [N] float32, nats
+    values: torch.Tensor | None = None  # [N] float32, from a value head
+    predictions: torch.Tensor | None = None  # [N] int64
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A sum and what it is a sum over. The loop divides once, by the global weight of the step."""
+
+    total: torch.Tensor  # scalar, summed over the batch
+    weight: torch.Tensor  # scalar: trained tokens, pairs, ... of the batch
+    metrics: Mapping[str, torch.Tensor] = field(default_factory=dict)  # sums over the same weight
+
+    def detach(self) -> Loss:
+        """The same figures without their graph."""
+        metrics = {name: value.detach() for name, value in self.metrics.items()}
+        return Loss(self.total.detach(), self.weight.detach(), metrics)
+
+
+LossFunction = Callable[[Outputs, Batch], Loss]  # pure: what the model said, what it should have
+ForwardBackward = Callable[[Window, LossFunction], list[Loss]]  # leaves summed gradients behind

@@ -1,0 +1,1 @@
+"""Folders of weights in the formats of others, opened as sources."""

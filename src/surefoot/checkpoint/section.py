@@ -1,0 +1,34 @@
+"""The recipe's ``checkpoint`` section."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointSection:
+    """When to save, what to keep, and where to go on from. The last step is always saved."""
+
+    save_steps: int | None = 200
+    """Save every so many steps."""
+    save_minutes: float | None = None
+    """Save every so many minutes."""
+    save_epoch: bool = False
+    """Save at the end of every epoch."""
+    keep: int | None = 3
+    """How many of the newest checkpoints stay, beside the best one; unset, all do."""
+    resume: str = "auto"
+    """``auto``: the newest checkpoint in output_dir that verifies; ``none``: start anew; or a checkpoint folder."""
+    max_shard_size: int = 5_000_000_000
+    """Largest weight file in bytes; bigger models are split as Hugging Face splits them."""
+    on_save_error: Literal["stop", "continue"] = "stop"
+    """When a save fails (a full disk, say): stop the run, or go on and try again at the next save."""
+
+    def __post_init__(self) -> None:
+        for name in ("save_steps", "keep", "max_shard_size"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        if self.save_minutes is not None and self.save_minutes <= 0:
+            raise ValueError(f"save_minutes must be positive, got {self.save_minutes}")

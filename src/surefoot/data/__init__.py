@@ -1,0 +1,1 @@
+"""From dataset files to micro-batches."""

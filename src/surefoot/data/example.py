@@ -1,0 +1,36 @@
+"""What every dataset format becomes: messages of one conversation, in the roles chat templates know."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+Role = Literal["system", "user", "assistant", "tool"]
+JSON = Mapping[str, object]
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One turn. ``learn`` overrides what the recipe trains on: None leaves it to the recipe."""
+
+    role: Role
+    content: str
+    tool_calls: tuple[JSON, ...] = ()  # [{"name": ..., "arguments": {...}}] of an assistant turn
+    learn: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """One dataset row. ``messages`` end in the answer, but for ranking rows, where it follows.
+
+    ``text`` is set instead for a row of plain text (``stage: pt``).
+    """
+
+    messages: tuple[Message, ...] = ()
+    tools: tuple[JSON, ...] = ()  # JSON schemas of the functions the model may call
+    text: str | None = None
+    chosen: Message | None = None  # ranking: the better answer
+    rejected: Message | None = None  # ranking: the worse one
+    label: bool | None = None  # kto: whether the last answer is desirable
+    origin: str = ""  # "dataset:row", for messages to people

@@ -1,0 +1,37 @@
+"""The recipe's ``generate`` section."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateSection:
+    """How answers are sampled, in ``chat`` and ``eval``."""
+
+    max_new_tokens: int = 256
+    """Longest answer in tokens."""
+    do_sample: bool = False
+    """Sample instead of always taking the most probable token."""
+    temperature: float = 1.0
+    """Flattens (above 1) or sharpens (below 1) the distribution sampled from."""
+    top_p: float = 1.0
+    """Sample from the most probable tokens that together have this probability."""
+    top_k: int = 0
+    """Sample from this many most probable tokens; 0 means all."""
+    repetition_penalty: float = 1.0
+    """Above 1, tokens that already occurred become less probable (arXiv:1909.05858)."""
+    batch_size: int = 16
+    """Prompts answered at once by ``eval``."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_new_tokens", "batch_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name in ("temperature", "repetition_penalty"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
+        if self.top_k < 0:
+            raise ValueError(f"top_k must not be negative, got {self.top_k}")

@@ -1,0 +1,39 @@
+"""Logging for the whole package: one logger tree, text for people, nothing else on the screen.
+
+Modules use ``logging.getLogger(__name__)``; the CLI calls ``configure`` once. Under torchrun only
+rank 0 speaks below WARNING, and every other line carries its rank.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import warnings
+
+QUIET = ("transformers", "huggingface_hub", "datasets", "peft", "matplotlib", "filelock")
+
+
+class _Ranked(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        text = super().format(record)
+        if record.levelno >= logging.WARNING:
+            text = f"{record.levelname.lower()}: {text}"
+        rank = os.environ.get("RANK", "0")
+        return f"[rank {rank}] {text}" if rank != "0" else text
+
+
+def configure(handler: logging.Handler | None = None, *, verbose: bool = False) -> None:
+    """Send the package's log to ``handler`` (default: plain lines on standard error)."""
+    handler = handler or logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_Ranked("%(message)s"))
+    if os.environ.get("RANK", "0") != "0":
+        handler.addFilter(lambda record: record.levelno >= logging.WARNING)
+    root = logging.getLogger("surefoot")
+    root.handlers[:] = [handler]
+    root.setLevel(logging.DEBUG if verbose else logging.INFO)
+    root.propagate = False
+    for name in QUIET:
+        logging.getLogger(name).setLevel(logging.ERROR)
+    if not verbose:
+        warnings.filterwarnings("ignore")

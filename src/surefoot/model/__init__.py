@@ -1,0 +1,1 @@
+"""A pretrained model: loading, packed attention, outputs."""

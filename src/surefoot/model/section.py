@@ -1,0 +1,31 @@
+"""The recipe's ``model`` section."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSection:
+    """Which pretrained model to start from, and how it is held in memory."""
+
+    path: str
+    """A folder with a Hugging Face model, or a hub id such as ``Qwen/Qwen3-0.6B``."""
+    revision: str | None = None
+    """Branch, tag or commit of a hub model."""
+    hub: Literal["huggingface", "modelscope"] = "huggingface"
+    """Where a hub id is looked up. ``modelscope`` needs ``pip install surefoot[modelscope]``."""
+    adapter: Path | None = None
+    """A PEFT adapter to go on training from (with ``method: lora``)."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Type of the weights. ``auto``: trained weights in float32, frozen ones as stored (float32 on a CPU)."""
+    attention: Literal["auto", "sdpa", "eager", "flash_attention_2"] = "auto"
+    """Attention kernel. ``auto`` takes sdpa where the architecture has it, otherwise eager."""
+    new_special_tokens: tuple[str, ...] = ()
+    """Tokens to add to the vocabulary; embeddings grow and start at the mean of the old ones."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, about a fifth slower."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model. Off unless you trust its author."""

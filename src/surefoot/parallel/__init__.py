@@ -1,0 +1,1 @@
+"""How a window is run forward and backward."""

@@ -1,0 +1,1 @@
+"""The recipe: one YAML file, one frozen tree of sections."""

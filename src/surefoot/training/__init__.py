@@ -1,0 +1,1 @@
+"""The training loop, and what stages, methods and callbacks owe it."""

@@ -1,0 +1,116 @@
+"""The shape of the house, kept by a test: layers, no cycles, no hidden imports, nothing too long."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent / "src" / "surefoot"
+# A module may import only from its own folder and from lower rows. Folders on one row are strangers.
+LAYERS = [
+    ["cli", "__init__"],
+    ["run"],
+    ["recipe"],
+    ["stages", "methods", "callbacks"],
+    ["training"],
+    ["data", "model", "optim", "parallel", "generate", "checkpoint"],
+    ["schema", "files", "batch"],
+    ["errors", "log"],
+]
+# Heavy third parties that may be imported inside the one function that needs them; in the command
+# line, everything may, so that `--help` stays instant.
+LAZY = {"peft", "datasets", "matplotlib", "tensorboard", "modelscope", "pandas", "psutil"}
+LAZY |= {"torch.utils.tensorboard"}
+LAZY_FILES = {"cli", "__init__"}
+MAX_FILE, MAX_FUNCTION, MAX_PARAMETERS = 400, 60, 8
+TORCH_FREE = ("errors", "log", "schema", "files", "checkpoint/box", "checkpoint/plan", "checkpoint/index")
+
+LEVEL = {name: i for i, row in enumerate(LAYERS) for name in row}
+FILES = {f: ast.parse(f.read_text()) for f in sorted(ROOT.rglob("*.py"))}
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+def part(file):
+    return file.relative_to(ROOT).with_suffix("").parts[0]
+
+
+def imported(file, node):
+    """The files of this package that a relative import names."""
+    if not isinstance(node, ast.ImportFrom) or not node.level:
+        return []
+    folder = file.parent
+    for _ in range(node.level - 1):
+        folder = folder.parent
+    base = folder.joinpath(*node.module.split(".")) if node.module else folder
+    targets = [base / a.name for a in node.names] + [base]
+    found = [p for t in targets for p in (t.with_suffix(".py"), t / "__init__.py") if p in FILES]
+    return [p for p in found if p != file and p != ROOT / "__init__.py"]
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda f: str(f.relative_to(ROOT)))
+def test_imports_point_down(file):
+    for node in ast.walk(FILES[file]):
+        for target in imported(file, node):
+            here, there = part(file), part(target)
+            assert here == there or LEVEL[here] < LEVEL[there], f"must not import {target.name} ({there})"
+
+
+def test_every_part_has_its_row():
+    assert {part(f) for f in FILES} <= LEVEL.keys()
+
+
+def test_no_cycles():
+    graph = {f: {t for n in ast.walk(tree) for t in imported(f, n)} for f, tree in FILES.items()}
+    while leaves := [f for f, deps in graph.items() if not deps & graph.keys()]:
+        for leaf in leaves:
+            del graph[leaf]
+    assert not graph, f"import cycle among {sorted(f.name for f in graph)}"
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda f: str(f.relative_to(ROOT)))
+def test_no_hidden_imports(file):
+    if part(file) in LAZY_FILES:
+        return
+    for function in ast.walk(FILES[file]):
+        if isinstance(function, FUNCTIONS):
+            for node in ast.walk(function):
+                names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+                names += [node.module or "."] if isinstance(node, ast.ImportFrom) else []
+                hidden = [n for n in names if n not in LAZY and n.split(".")[0] not in LAZY]
+                assert not hidden, f"line {node.lineno} imports {hidden} inside {function.name}"
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda f: str(f.relative_to(ROOT)))
+def test_nothing_is_too_long(file):
+    assert len(file.read_text().splitlines()) <= MAX_FILE
+    for node in ast.walk(FILES[file]):
+        if isinstance(node, FUNCTIONS):
+            assert node.end_lineno - node.lineno < MAX_FUNCTION, f"{node.name} is too long"
+            assert len(node.args.args) + len(node.args.kwonlyargs) <= MAX_PARAMETERS, node.name
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda f: str(f.relative_to(ROOT)))
+def test_every_module_says_what_it_is(file):
+    assert ast.get_docstring(FILES[file])
+
+
+@pytest.mark.parametrize("name", TORCH_FREE)
+def test_the_heart_needs_no_torch(name):
+    file = ROOT / f"{name}.py"
+    seen, queue = set(), [file]
+    while queue:
+        current = queue.pop()
+        seen.add(current)
+        for node in ast.walk(FILES[current]):
+            names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
+            assert not any(n.split(".")[0] in ("torch", "transformers") for n in names), current
+            queue += [t for t in imported(current, node) if t not in seen]
+
+
+def test_nothing_is_unpickled_and_nothing_is_left_for_later():
+    for file in FILES:
+        text = file.read_text()
+        for word in ("torch.load(", "torch.save(", "import pickle", "TODO", "FIXME", "print("):
+            allowed = word == "print(" and part(file) == "cli"
+            assert allowed or word not in text, f"{file.name}: {word}"
