@@ -1,1 +1,5 @@
-"""Optimizers and learning-rate schedules."""
+"""Optimizers and learning-rate schedules. To add an optimizer: write its file, add its line."""
+
+from .adamw import AdamW
+
+OPTIMIZERS = {"adamw": AdamW}

@@ -1,1 +1,6 @@
-"""The training objectives."""
+"""The training objectives. To add one: write its file, add its line."""
+
+from .pt import PT
+from .sft import SFT
+
+STAGES = {"pt": PT, "sft": SFT}

@@ -1,0 +1,69 @@
+"""Tune some layers and leave the rest as it is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from torch import nn
+
+from ..errors import RecipeError
+from ..model.targets import children, decoder_layers
+
+
+@dataclass(frozen=True, kw_only=True)
+class Freeze:
+    """Tune the last (or first) layers, or some modules of them, and any modules outside the layers."""
+
+    kind: ClassVar[Literal["full", "adapter"]] = "full"
+
+    num_layers: int = 2
+    """Layers to tune: the last ones if positive, the first ones if negative."""
+    modules: tuple[str, ...] = ("all",)
+    """Modules to tune inside those layers, such as ``mlp`` or ``self_attn``."""
+    extra_modules: tuple[str, ...] = ()
+    """Modules to tune outside the layers, such as ``embed_tokens``, ``norm`` or ``lm_head``."""
+
+    def __post_init__(self) -> None:
+        if self.num_layers == 0 and not self.extra_modules:
+            raise ValueError("num_layers is 0 and extra_modules is empty, so nothing would learn")
+
+    def apply(self, model: nn.Module) -> nn.Module:
+        """Freeze everything, then let the chosen modules learn.
+
+        Raises:
+            RecipeError: a named module does not exist, or there are fewer layers than asked for.
+        """
+        layers = decoder_layers(model)
+        if abs(self.num_layers) > len(layers):
+            raise RecipeError(
+                f"method.freeze.num_layers: {self.num_layers} asked for, the model has {len(layers)} layers"
+            )
+        model.requires_grad_(False)
+        chosen = layers[-self.num_layers :] if self.num_layers > 0 else layers[: -self.num_layers]
+        for layer in chosen if self.num_layers else ():
+            for module in self._inside(layer):
+                module.requires_grad_(True)
+        outside = {
+            name.rsplit(".", 1)[-1]: module
+            for name, module in model.named_modules()
+            if name and not any(module is inner for layer in layers for inner in layer.modules())
+        }
+        for name in self.extra_modules:
+            if name not in outside:
+                raise RecipeError(_no_module("extra_modules", name, sorted(outside)))
+            outside[name].requires_grad_(True)
+        return model
+
+    def _inside(self, layer: nn.Module) -> list[nn.Module]:
+        if self.modules == ("all",):
+            return [layer]
+        known = children(layer)
+        for name in self.modules:
+            if name not in known:
+                raise RecipeError(_no_module("modules", name, sorted(known)))
+        return [module for name in self.modules for module in known[name]]
+
+
+def _no_module(field: str, name: str, known: list[str]) -> str:
+    return f"method.freeze.{field}: no module {name!r} there; the model has {', '.join(known)}"

@@ -1,0 +1,36 @@
+"""Finding modules in a model by what they are: its decoder layers, its linear maps."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from ..errors import ModelError
+
+
+def decoder_layers(model: nn.Module) -> list[nn.Module]:
+    """The transformer blocks in order: the longest ``ModuleList`` of one class."""
+    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) > 0]
+    same = [m for m in lists if len({type(layer) for layer in m}) == 1]
+    if not same:
+        raise ModelError(f"{type(model).__name__}: found no list of layers; use method full or lora")
+    return list(max(same, key=len))
+
+
+def children(layer: nn.Module) -> dict[str, list[nn.Module]]:
+    """Every submodule of ``layer`` under the last part of its name (``mlp``, ``q_proj``, ...)."""
+    found: dict[str, list[nn.Module]] = {}
+    for name, module in layer.named_modules():
+        if name:
+            found.setdefault(name.rsplit(".", 1)[-1], []).append(module)
+    return found
+
+
+def linear_names(model: nn.Module) -> list[str]:
+    """The last parts of the names of all linear maps but the output head, sorted."""
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    found = {
+        name.rsplit(".", 1)[-1]
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and module is not head
+    }
+    return sorted(found)

@@ -1,0 +1,66 @@
+"""Learning-rate schedules as pure functions of the step: nothing to save, nothing to restore.
+
+Steps count from 0: the first update uses ``factor(0)``. Warm-up rises over ``warmup_steps`` updates and
+is never zero (the Hugging Face schedules waste their first step at zero).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+ScheduleName = Literal["cosine", "linear", "constant", "wsd"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """A factor in [0, 1] of the peak learning rate for every step of a run."""
+
+    name: ScheduleName
+    total_steps: int
+    warmup_steps: int = 0
+    min_ratio: float = 0.0  # the factor at the end
+    decay_steps: int = 0  # wsd only: how many of the last steps decay
+
+    def factor(self, step: int) -> float:
+        """Factor of the update number ``step`` (from 0)."""
+        if step < self.warmup_steps:
+            return (step + 1) / self.warmup_steps
+        return SHAPES[self.name](self, step)
+
+
+def _progress(step: int, start: int, total: int) -> float:
+    """How far ``step`` is on the way from ``start`` to ``total``, in [0, 1]."""
+    return min(1.0, max(0.0, (step - start) / max(1, total - start)))
+
+
+def _cosine(schedule: Schedule, step: int) -> float:
+    """Half a cosine from 1 to ``min_ratio`` (arXiv:1608.03983, without restarts)."""
+    done = _progress(step, schedule.warmup_steps, schedule.total_steps)
+    return schedule.min_ratio + (1 - schedule.min_ratio) * 0.5 * (1 + math.cos(math.pi * done))
+
+
+def _linear(schedule: Schedule, step: int) -> float:
+    done = _progress(step, schedule.warmup_steps, schedule.total_steps)
+    return schedule.min_ratio + (1 - schedule.min_ratio) * (1 - done)
+
+
+def _constant(_schedule: Schedule, _step: int) -> float:
+    return 1.0
+
+
+def _wsd(schedule: Schedule, step: int) -> float:
+    """Warm up, stay, decay linearly over the last ``decay_steps`` (arXiv:2404.06395)."""
+    start = max(schedule.warmup_steps, schedule.total_steps - schedule.decay_steps)
+    done = _progress(step, start, schedule.total_steps)
+    return schedule.min_ratio + (1 - schedule.min_ratio) * (1 - done)
+
+
+SHAPES: dict[ScheduleName, Callable[[Schedule, int], float]] = {
+    "cosine": _cosine,
+    "linear": _linear,
+    "constant": _constant,
+    "wsd": _wsd,
+}

@@ -1,0 +1,45 @@
+"""The state of a torch optimizer under its parameters' names, which no order or grouping changes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from ..errors import CheckpointError
+
+State = Mapping[str, Mapping[str, torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class NamedState:
+    """``{parameter: {exp_avg: ..., exp_avg_sq: ..., step: ...}}`` of an optimizer whose groups have ``names``.
+
+    Learning rate and other settings are not in it: they follow from the recipe and the step.
+    """
+
+    optimizer: torch.optim.Optimizer
+
+    def state_dict(self) -> dict[str, dict[str, torch.Tensor]]:
+        """The live tensors by parameter name; empty before the first step."""
+        return {
+            name: dict(self.optimizer.state[parameter])
+            for group in self.optimizer.param_groups
+            for name, parameter in zip(group["names"], group["params"], strict=True)
+            if parameter in self.optimizer.state
+        }
+
+    def load_state_dict(self, state: State) -> None:
+        """Become ``state``. Raises ``CheckpointError`` if it is of other parameters."""
+        names = [name for group in self.optimizer.param_groups for name in group["names"]]
+        unknown, missing = sorted(state.keys() - set(names)), sorted(set(names) - state.keys())
+        if state and (unknown or missing):
+            example = (unknown or missing)[0]
+            raise CheckpointError(
+                f"optimizer state of other parameters: {len(unknown)} unknown, {len(missing)} missing "
+                f"(for one, {example}); resume with the method and model the checkpoint was made with"
+            )
+        plain = self.optimizer.state_dict()
+        plain["state"] = {i: dict(state[name]) for i, name in enumerate(names) if name in state}
+        self.optimizer.load_state_dict(plain)

@@ -1,0 +1,43 @@
+"""Pretraining: raise the probability of every token of plain text given those before it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ..batch import Batch, Features, Loss, Outputs
+from ..data.chat import Codec
+from ..data.collate import collate
+from ..data.encode import Dropped, Encoded
+from ..data.example import Example
+from ..training.losses import negative_log_likelihood
+
+
+@dataclass(frozen=True, kw_only=True)
+class PT:
+    """Learn whole texts, cut into pieces of at most ``data.cutoff_len`` tokens; no chat template."""
+
+    roles: ClassVar[tuple[str, ...]] = ("policy",)
+    needs: ClassVar[tuple[str, ...]] = ("logps",)
+
+    def encode(self, examples: Sequence[Example], codec: Codec) -> list[Encoded]:
+        """Cut each text into consecutive pieces; nothing of it is lost."""
+        texts = [_text(example) for example in examples]
+        encoded = iter(codec.encode_documents([text for text in texts if text]))
+        return [next(encoded) if text else Dropped("no text in this row") for text in texts]
+
+    def collate(self, features: Sequence[Features], *, packing: bool) -> Batch:
+        """Lay pieces end to end, or in a padded rectangle."""
+        return collate(features, packing=packing)
+
+    def loss(self, outputs: Outputs, batch: Batch) -> Loss:  # noqa: ARG002 (the Protocol's shape)
+        """Cross entropy of every token but the first of a piece."""
+        return negative_log_likelihood(outputs.logps)
+
+
+def _text(example: Example) -> str:
+    """The row's text; of a conversation, its turns one after the other."""
+    if example.text is not None:
+        return example.text
+    return "\n".join(message.content for message in example.messages if message.content)

@@ -1,0 +1,34 @@
+"""Supervised fine-tuning: raise the probability of the answer given the prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ..batch import Batch, Features, Loss, Outputs
+from ..data.chat import Codec
+from ..data.collate import collate
+from ..data.encode import Encoded
+from ..data.example import Example
+from ..training.losses import negative_log_likelihood
+
+
+@dataclass(frozen=True, kw_only=True)
+class SFT:
+    """Learn the answers of conversations; prompts are read, not learnt (see ``data.train_on_prompt``)."""
+
+    roles: ClassVar[tuple[str, ...]] = ("policy",)
+    needs: ClassVar[tuple[str, ...]] = ("logps",)
+
+    def encode(self, examples: Sequence[Example], codec: Codec) -> list[Encoded]:
+        """Render conversations with the chat template; labels on the answers."""
+        return codec.encode_chats(examples)
+
+    def collate(self, features: Sequence[Features], *, packing: bool) -> Batch:
+        """Lay examples end to end, or in a padded rectangle."""
+        return collate(features, packing=packing)
+
+    def loss(self, outputs: Outputs, batch: Batch) -> Loss:  # noqa: ARG002 (the Protocol's shape)
+        """Cross entropy of the answers' tokens."""
+        return negative_log_likelihood(outputs.logps)
