@@ -1,0 +1,64 @@
+"""The text of a recipe file, or why there is none."""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+
+from ..errors import RecipeError
+
+MAX_BYTES = 1_000_000
+SUFFIXES = (".yaml", ".yml", ".json")
+
+
+def read_text(path: Path) -> str:
+    """The text of ``path``.
+
+    Raises:
+        RecipeError: it is missing (near names are suggested), a folder, unreadable, or no text.
+    """
+    try:
+        if path.is_dir():
+            raise RecipeError(f"{path}: is a folder, expected a recipe file{_inside(path)}")
+        if path.stat().st_size > MAX_BYTES:
+            size = f"{path.stat().st_size:,} bytes"
+            raise RecipeError(f"{path}: {size} is too large for a recipe; is it another file?")
+        raw = path.read_bytes()
+    except FileNotFoundError:
+        raise RecipeError(f"{path}: no such file{_near(path)}") from None
+    except OSError as error:
+        raise RecipeError(f"{path}: cannot be read: {error.strerror}") from None
+    return _decode(raw, path)
+
+
+def _decode(raw: bytes, path: Path) -> str:
+    try:
+        text = raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = raw.count(b"\n", 0, error.start) + 1
+        raise RecipeError(
+            f"{path}:{line}: not UTF-8 text (byte 0x{raw[error.start]:02x}); save it as UTF-8"
+        ) from None
+    if "\0" in text:
+        raise RecipeError(f"{path}: a binary file, expected a recipe in YAML")
+    return text
+
+
+def _recipes(folder: Path) -> list[str]:
+    """Names of the files in ``folder`` that look like recipes."""
+    try:
+        return sorted(f.name for f in folder.iterdir() if f.suffix in SUFFIXES)
+    except OSError:
+        return []
+
+
+def _inside(folder: Path) -> str:
+    found = _recipes(folder)[:3]
+    return f" such as {', '.join(str(folder / name) for name in found)}" if found else ""
+
+
+def _near(path: Path) -> str:
+    close = difflib.get_close_matches(path.name, _recipes(path.parent), n=1)
+    if not close:
+        close = [name for name in _recipes(path.parent) if Path(name).stem == path.stem][:1]
+    return f" (did you mean {path.parent / close[0]}?)" if close else ""

@@ -1,0 +1,69 @@
+"""Settings that win over the file: ``optim.adamw.learning_rate=5e-5`` on the command line."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from ..errors import RecipeError
+from ..schema import Keys, Setting, expand, settings
+from .document import Document
+from .yaml import parse
+
+
+def override(cls: type, document: Document, arguments: Sequence[str]) -> Document:
+    """``document`` with every ``dotted.path=value`` of ``arguments`` on top, the last one winning.
+
+    Raises:
+        RecipeError: an argument is not of that form. Unknown paths are left for reading to refuse.
+    """
+    for argument in arguments:
+        path, value = _split(argument)
+        document = put(cls, document, path, value, f"command line: {argument}")
+    return document
+
+
+def put(cls: type, document: Document, path: Keys, value: object, origin: str) -> Document:
+    """``document`` with ``value`` at ``path``.
+
+    A mapping changes the settings it names and leaves their neighbours alone. Naming another
+    variant replaces the one that was there; naming the same one keeps its settings.
+    """
+    patch = value
+    for key in reversed(path):
+        patch = {key: patch}
+    data = _merge_section(cls, expand(cls, document.data), expand(cls, patch))
+    return dataclasses.replace(document, data=data, overrides={**document.overrides, path: origin})
+
+
+def _split(argument: str) -> tuple[Keys, object]:
+    path, equals, text = argument.partition("=")
+    keys = tuple(path.strip().split("."))
+    if not equals or not all(keys):
+        raise RecipeError(
+            f"command line: {argument!r}: expected an override such as train.max_steps=100"
+        )
+    return keys, parse(text, f"command line: {argument}").data
+
+
+def _merge_section(cls: type, old: object, new: object) -> object:
+    if not isinstance(old, Mapping) or not isinstance(new, Mapping):
+        return new
+    known = settings(cls)
+    merged = {key: _merge(known.get(key), old.get(key), value) for key, value in new.items()}
+    return {**old, **merged}
+
+
+def _merge(setting: Setting | None, old: object, new: object) -> object:
+    if setting is None or old is None:
+        return new
+    if setting.section is not None:
+        return _merge_section(setting.section, old, new)
+    if setting.choices is not None and isinstance(old, Mapping) and isinstance(new, Mapping):
+        return {
+            name: _merge_section(setting.choices[name], old[name], settings_of)
+            if name in old and name in setting.choices
+            else settings_of
+            for name, settings_of in new.items()
+        }
+    return new

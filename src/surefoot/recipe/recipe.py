@@ -1,0 +1,218 @@
+"""The recipe: one YAML file, one frozen tree of sections, and the rules between them.
+
+A path in it is relative to the recipe file if it exists there, otherwise to the current folder;
+only ``train.output_dir`` is always relative to the current folder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated
+
+from .. import schema
+from ..checkpoint.section import CheckpointSection
+from ..data.section import DataSection
+from ..generate.section import GenerateSection
+from ..methods import METHODS
+from ..methods.full import Full
+from ..model.section import ModelSection
+from ..optim import OPTIMIZERS
+from ..optim.adamw import AdamW
+from ..schema import Problem, Variants
+from ..stages import STAGES
+from ..training.method import Method
+from ..training.section import TrainSection
+from ..training.stage import Stage
+from .document import Document
+from .files import read_text
+from .overrides import override, put
+from .places import locate, locate_model
+from .yaml import emit, parse
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """Everything a run is made of."""
+
+    model: ModelSection
+    """The pretrained model."""
+    data: DataSection
+    """What to train on."""
+    method: Annotated[Method, Variants(METHODS)] = Full()
+    """Which weights learn."""
+    stage: Annotated[Stage, Variants(STAGES)]
+    """The training objective."""
+    train: TrainSection
+    """How long, in what steps, with what reports."""
+    optim: Annotated[AdamW, Variants(OPTIMIZERS)] = AdamW()
+    """The optimizer and its learning rate."""
+    checkpoint: CheckpointSection = CheckpointSection()
+    """When to save, what to keep, where to go on from."""
+    generate: GenerateSection = GenerateSection()
+    """How answers are sampled."""
+
+
+def load(path: Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Read the recipe file ``path``, with ``optim.adamw.learning_rate=5e-5`` and the like on top.
+
+    Raises:
+        RecipeError: with every problem of the recipe, each with file, line and column.
+    """
+    document = parse(read_text(path), str(path))
+    return _build(override(Recipe, document, overrides), path.parent)
+
+
+def read(
+    data: Mapping[str, object], overrides: Mapping[str, object] | None = None, base: Path = Path()
+) -> Recipe:
+    """Build a recipe from plain data, or from the dataclasses themselves.
+
+    Args:
+        data: sections by name; what a recipe file would hold.
+        overrides: dotted paths, or sections with some of their settings, that win over ``data``.
+        base: the folder that paths are relative to.
+
+    Raises:
+        RecipeError: with every problem there is.
+    """
+    document = Document(data)
+    for dotted, value in (overrides or {}).items():
+        document = put(Recipe, document, tuple(dotted.split(".")), value, f"override {dotted}")
+    return _build(document, base)
+
+
+def _build(document: Document, base: Path) -> Recipe:
+    recipe = schema.read(Recipe, document.data, fail=document.error)
+    problems = [problem for rule in RULES for problem in rule(recipe)]
+    if problems:
+        raise document.error(problems)
+    return _with_places(recipe, base)
+
+
+def _with_places(recipe: Recipe, base: Path) -> Recipe:
+    """The recipe with its folders found, so that it means the same wherever it is read again."""
+    model, data, train = recipe.model, recipe.data, recipe.train
+    adapter = locate(model.adapter, base) if model.adapter else None
+    cache = data.cache_dir.expanduser().absolute() if data.cache_dir else None
+    return replace(
+        recipe,
+        model=replace(model, path=locate_model(model.path, base), adapter=adapter),
+        data=replace(data, dataset_dir=locate(data.dataset_dir, base), cache_dir=cache),
+        train=replace(train, output_dir=train.output_dir.expanduser()),
+    )
+
+
+def dump(recipe: Recipe) -> str:
+    """The recipe as YAML, every setting spelled out; ``load`` gives an equal recipe back."""
+    return emit(schema.write(recipe))
+
+
+def changes(old: Recipe, new: Recipe) -> list[Change]:
+    """The settings whose values differ, in the order of the recipe."""
+    return list(_changes(old, new, ()))
+
+
+@dataclass(frozen=True)
+class Change:
+    """A setting that has another value than before."""
+
+    path: str
+    old: object
+    new: object
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.old} -> {self.new}"
+
+
+def _changes(old: object, new: object, path: schema.Keys) -> Iterator[Change]:
+    cls: type = type(old)
+    for name, setting in schema.settings(cls).items():
+        before, after, here = getattr(old, name), getattr(new, name), (*path, name)
+        if setting.choices is not None:
+            variants = [schema.variant_name(setting.choices, value) for value in (before, after)]
+            if variants[0] != variants[1]:
+                yield Change(schema.dotted(here), *variants)
+                continue
+            here = (*here, variants[0])
+        if schema.is_section(before):
+            yield from _changes(before, after, here)
+        elif before != after:
+            yield Change(schema.dotted(here), before, after)
+
+
+# --- rules between sections ------------------------------------------------------------------
+# What one section can know of itself it checks in its own __post_init__.
+
+Rule = Callable[[Recipe], Iterator[Problem]]
+
+
+def _evaluates(recipe: Recipe) -> str | None:
+    """The setting that asks for evaluations, if there is one."""
+    names = ("eval_steps", "eval_minutes", "eval_epoch")
+    return next((name for name in names if getattr(recipe.train, name)), None)
+
+
+def evaluating_needs_data(recipe: Recipe) -> Iterator[Problem]:
+    """There is something to evaluate on when evaluations are asked for."""
+    name = _evaluates(recipe)
+    if name and not recipe.data.eval_datasets and not recipe.data.val_size:
+        message = "nothing to evaluate on; set data.val_size or data.eval_datasets"
+        yield Problem(("train", name), message)
+
+
+def best_needs_evaluations(recipe: Recipe) -> Iterator[Problem]:
+    """The best checkpoint and early stopping are known by evaluations only."""
+    asked = ("load_best_model_at_end", "early_stopping_patience")
+    if _evaluates(recipe) is None:
+        for name in asked:
+            if getattr(recipe.train, name):
+                message = "needs evaluations; set train.eval_steps, eval_minutes or eval_epoch"
+                yield Problem(("train", name), message)
+
+
+def an_adapter_needs_lora(recipe: Recipe) -> Iterator[Problem]:
+    """Only an adapter method can go on from an adapter."""
+    if recipe.model.adapter is not None and recipe.method.kind != "adapter":
+        name = schema.variant_name(METHODS, recipe.method)
+        yield Problem(
+            ("model", "adapter"),
+            f"method {name} does not train adapters; use method: lora, "
+            "or merge it into the model first with `surefoot export`",
+        )
+
+
+def rolling_back_needs_checkpoints(recipe: Recipe) -> Iterator[Problem]:
+    """``on_nan: rollback`` goes back to a checkpoint, so some must be saved on the way."""
+    saves = recipe.checkpoint
+    saved = saves.save_steps or saves.save_minutes or saves.save_epoch
+    if recipe.train.on_nan == "rollback" and not saved:
+        yield Problem(("train", "on_nan"), "rollback needs checkpoints; set checkpoint.save_steps")
+
+
+def pretraining_has_no_conversations(recipe: Recipe) -> Iterator[Problem]:
+    """Stage pt learns plain text in full: what shapes conversations would do nothing."""
+    if schema.variant_name(STAGES, recipe.stage) == "pt":
+        for name in ("train_on_prompt", "mask_history", "default_system"):
+            if getattr(recipe.data, name):
+                yield Problem(("data", name), "means nothing to stage pt, which learns whole texts")
+
+
+def trained_weights_need_range(recipe: Recipe) -> Iterator[Problem]:
+    """In float16 the optimizer's epsilon is 0 and small updates vanish."""
+    if recipe.model.dtype == "float16" and recipe.method.kind == "full":
+        yield Problem(
+            ("model", "dtype"),
+            "weights that learn cannot be float16; use auto (and train.precision: fp16)",
+        )
+
+
+RULES: list[Rule] = [
+    evaluating_needs_data,
+    best_needs_evaluations,
+    an_adapter_needs_lora,
+    rolling_back_needs_checkpoints,
+    pretraining_has_no_conversations,
+    trained_weights_need_range,
+]

@@ -1,0 +1,170 @@
+"""YAML to plain data with the place of every key, and back. The only module that knows ruamel.yaml.
+
+YAML 1.2: ``1e-4`` is a number, ``no`` is text. Two keys of one name, tags, and whatever nests or
+repeats itself beyond reason are refused.
+"""
+
+from __future__ import annotations
+
+import io
+import warnings
+from dataclasses import dataclass, field
+
+from ruamel.yaml import YAML
+from ruamel.yaml.error import MarkedYAMLError, YAMLError
+from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
+from ruamel.yaml.reader import ReaderError
+
+from ..errors import RecipeError
+from ..schema import Keys, Problem
+from .document import Document, Mark
+
+MAX_DEPTH = 32  # a recipe is four levels deep
+MAX_NODES = 20_000  # aliases of aliases grow exponentially; a recipe has about a hundred nodes
+TAG = "tag:yaml.org,2002:"
+
+
+def parse(text: str, name: str = "") -> Document:
+    """Read one YAML document. ``name`` stands before ``:line:column`` in messages.
+
+    Raises:
+        RecipeError: it is not YAML, or not plain: every duplicate key, tag and odd key is named.
+    """
+    builder = _Builder()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # an anchor used twice
+            node = YAML(typ="safe", pure=True).compose(io.StringIO(text))
+        data = None if node is None else builder.build(node, (), 0)
+    except YAMLError as error:
+        raise RecipeError(_syntax(error, name, text)) from None
+    except RecursionError:
+        raise RecipeError(f"{name}: nested too deeply for a recipe") from None
+    document = Document(data, name, builder.marks)
+    if builder.problems:
+        raise document.error(builder.problems)
+    return document
+
+
+def emit(data: object) -> str:
+    """Plain data as YAML, in block style, that ``parse`` gives back."""
+    yaml = YAML(typ="safe", pure=True)
+    yaml.default_flow_style = False
+    yaml.allow_unicode = True
+    yaml.sort_base_mapping_type_on_output = False  # type: ignore[assignment]
+    yaml.width = 1_000_000
+    stream = io.StringIO()
+    yaml.dump(data, stream)
+    return stream.getvalue()
+
+
+@dataclass
+class _Builder:
+    """Turns nodes into plain data, noting places and problems on the way."""
+
+    marks: dict[Keys, Mark] = field(default_factory=dict)
+    problems: list[Problem] = field(default_factory=list)
+    num_nodes: int = 0
+
+    def build(self, node: Node, path: Keys, depth: int) -> object:
+        self.num_nodes += 1
+        if depth > MAX_DEPTH or self.num_nodes > MAX_NODES:
+            raise MarkedYAMLError(
+                problem="nested or repeated far beyond what a recipe needs",
+                problem_mark=node.start_mark,
+            )
+        if isinstance(node, MappingNode):
+            self._refuse_tag(node, path, ("map",))
+            return self._mapping(node, path, depth)
+        if isinstance(node, SequenceNode):
+            self._refuse_tag(node, path, ("seq",))
+            return [self._item(item, (*path, i), depth) for i, item in enumerate(node.value)]
+        self._refuse_tag(node, path, tuple(SCALARS) + TEXTS)
+        return _scalar(node)
+
+    def _mapping(self, node: MappingNode, path: Keys, depth: int) -> dict[str, object]:
+        values: dict[str, object] = {}
+        for key_node, value_node in node.value:
+            line, column = mark = _mark(key_node)
+            if not isinstance(key_node, ScalarNode):
+                self.problems.append(Problem(path, f"a key must be a word (line {line}:{column})"))
+                continue
+            key = str(key_node.value)
+            here = (*path, key)
+            if key in values:
+                first = self.marks[here][0]
+                twice = f"given twice, in line {first} and in line {line}; keep one"
+                self.problems.append(Problem(here, twice))
+            self.marks.setdefault(here, mark)
+            values[key] = self.build(value_node, here, depth + 1)
+        return values
+
+    def _item(self, node: Node, path: Keys, depth: int) -> object:
+        self.marks[path] = _mark(node)
+        return self.build(node, path, depth + 1)
+
+    def _refuse_tag(self, node: Node, path: Keys, known: tuple[str, ...]) -> None:
+        if node.tag not in [TAG + name for name in known]:
+            shown = str(node.tag).replace(TAG, "!!")
+            line, column = _mark(node)
+            self.problems.append(
+                Problem(
+                    path, f"tags have no meaning in a recipe, got {shown} (line {line}:{column})"
+                )
+            )
+
+
+def _bool(text: str) -> bool:
+    return text.lower() in ("true", "yes", "on", "y")  # the others only after %YAML 1.1
+
+
+def _int(text: str) -> int:
+    digits = text.replace("_", "")
+    is_prefixed = digits.lstrip("+-")[:2].lower() in ("0b", "0o", "0x")
+    return int(digits, 0 if is_prefixed else 10)
+
+
+def _float(text: str) -> float:
+    digits = text.replace("_", "").lower()
+    return float(digits.replace(".", "") if digits.endswith(("inf", "nan")) else digits)
+
+
+SCALARS = {"null": lambda _: None, "bool": _bool, "int": _int, "float": _float}
+TEXTS = ("str", "timestamp", "value", "merge")  # a date is text to us
+
+
+def _scalar(node: Node) -> object:
+    read = SCALARS.get(str(node.tag).removeprefix(TAG), str)
+    try:
+        return read(node.value)
+    except ValueError:  # "1__": what looks like a number but is none; reading says what is expected
+        return str(node.value)
+
+
+def _mark(node: Node) -> Mark:
+    return node.start_mark.line + 1, node.start_mark.column + 1
+
+
+def _syntax(error: YAMLError, name: str, text: str) -> str:
+    """A syntax error with its place, in one line."""
+    if isinstance(error, ReaderError):
+        before = text[: error.position]
+        line, column = before.count("\n") + 1, error.position - before.rfind("\n")
+        return f"{name}:{line}:{column} not YAML: unprintable character #x{error.character:04x}"
+    if not isinstance(error, MarkedYAMLError):
+        return f"{name}: not YAML: {error}"
+    mark = error.problem_mark or error.context_mark
+    place = f"{name}:{mark.line + 1}:{mark.column + 1} " if mark else f"{name}: "
+    said = ": ".join(part for part in (error.context, error.problem) if part)
+    return f"{place}not YAML: {said}{_advice(said)}"
+
+
+def _advice(said: str) -> str:
+    """What most often is behind a complaint of the parser's."""
+    if "'\\t'" in said:
+        return " (indent with spaces, not with tabs)"
+    if "mapping values are not allowed" in said:
+        return " (quote a text that contains ': ', or check the indentation of this line)"
+    if "cannot start any token" in said:
+        return " (quote a text that starts with a special character)"
+    return ""

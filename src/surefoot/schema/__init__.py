@@ -1,0 +1,26 @@
+"""Read plain data into frozen dataclasses, strictly, and say everything that is wrong with it.
+
+A section is a frozen dataclass; the string below a field documents it. A choice between variants
+is declared as ``Annotated[Protocol, Variants(CHOICES)]`` and written ``name`` or
+``{name: {settings}}``; that dict is the only registry there is.
+"""
+
+from .problem import Problem, dotted
+from .read import expand, read, write
+from .setting import Keys, Setting, Variants, describe, is_section, paths, settings, variant_name
+
+__all__ = [
+    "Keys",
+    "Problem",
+    "Setting",
+    "Variants",
+    "describe",
+    "dotted",
+    "expand",
+    "is_section",
+    "paths",
+    "read",
+    "settings",
+    "variant_name",
+    "write",
+]

@@ -1,0 +1,158 @@
+"""What is wrong with data, in words a person can act on: where, found, expected, did you mean."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from pydantic_core import ErrorDetails
+
+from .setting import Keys, Setting, describe, paths, settings
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong, and where in the data."""
+
+    path: Keys
+    message: str
+
+    def __str__(self) -> str:
+        return f"{dotted(self.path)}: {self.message}" if self.path else self.message
+
+
+def dotted(path: Keys) -> str:
+    """``("data", "datasets", 0)`` as people write it: ``data.datasets[0]``."""
+    text = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in path)
+    return text.removeprefix(".")
+
+
+@dataclass(frozen=True)
+class _Spot:
+    """Where a location of pydantic's leads in the settings."""
+
+    path: Keys  # as far as there are settings
+    owner: type  # the section that the last key belongs to
+    setting: Setting | None = None  # what that key is; None below a variant's name, or if unknown
+    section: type | None = None  # the section it leads to
+
+
+def _trace(root: type, loc: Keys) -> _Spot:
+    spot = _Spot((), root, section=root)
+    for key in loc:
+        choices = spot.setting.choices if spot.setting else None
+        here = (*spot.path, key)
+        if spot.section is not None:
+            setting = settings(spot.section).get(str(key))
+            spot = _Spot(here, spot.section, setting, setting.section if setting else None)
+        elif choices is not None and key in choices:
+            spot = _Spot(here, choices[str(key)], section=choices[str(key)])
+        elif isinstance(key, int):
+            spot = dataclasses.replace(spot, path=here)
+        else:  # an unknown variant, or pydantic's name for one arm of a union
+            break
+    return spot
+
+
+def explain(root: type, data: object, error: ErrorDetails) -> Problem:
+    """What pydantic found in ``data`` for ``root``, as a person would say it."""
+    # the adapter reads a tuple of one, so every location starts with its index, 0
+    spot = _trace(root, error["loc"][1:])
+    if error["type"] == "value_error":  # raised by __post_init__: a fact about this section alone
+        return _own_problem(spot, str(error["ctx"]["error"]))
+    if error["type"] == "json_invalid":
+        return Problem((), f"not plain data: {error['msg']}")
+    found = _look_up(data, spot.path)
+    return Problem(spot.path, _message(root, spot, found, is_missing=error["type"] == "missing"))
+
+
+def _message(root: type, spot: _Spot, found: object, *, is_missing: bool) -> str:
+    if is_missing and spot.setting is not None:
+        return f"missing; {_needed(spot.setting)}"
+    if spot.section is not None:
+        return f"expected a section (key: value), got {_shown(found)}"
+    if spot.setting is None:
+        return f"unknown key{_hint(root, spot)}"
+    if spot.setting.choices is not None:
+        return _wrong_variant(root, spot.setting.choices, found)
+    return _wrong_value(spot, spot.setting.hint, found)
+
+
+def _own_problem(spot: _Spot, message: str) -> Problem:
+    """A section's own complaint, attributed to the field whose name it starts with."""
+    name = message.split(maxsplit=1)[0].rstrip(":") if message.strip() else ""
+    if name not in settings(spot.section or spot.owner):
+        return Problem(spot.path, message)
+    for opening in (f"{name}: ", f"{name} must "):
+        if message.startswith(opening):
+            message = message[len(name) :].lstrip(": ")
+    return Problem((*spot.path, name), message)
+
+
+def _needed(setting: Setting) -> str:
+    """What to write where there is nothing."""
+    if setting.section is None:
+        return f"expected {setting.expected}"
+    required = [name for name, s in settings(setting.section).items() if s.is_required]
+    return f"expected a section with {', '.join(required)}"
+
+
+def _wrong_variant(root: type, choices: Mapping[str, type], found: object) -> str:
+    expected = "expected one of " + ", ".join(choices)
+    if not isinstance(found, Mapping):
+        return f"{expected}, got {_shown(found)}"
+    unknown = [name for name in found if name not in choices]
+    if not unknown:
+        return f"{expected}, got {' and '.join(found) or 'none of them'}"
+    return f"{expected}, got {unknown[0]!r}{_did_you_mean(root, unknown[0], choices)}"
+
+
+def _wrong_value(spot: _Spot, hint: object, found: object) -> str:
+    is_item = isinstance(spot.path[-1], int)
+    expected = typing.get_args(hint)[0] if is_item else hint
+    known = [str(arg) for arg in typing.get_args(expected)] if isinstance(found, str) else []
+    close = difflib.get_close_matches(str(found), known, n=1)
+    did_you_mean = f" (did you mean {close[0]}?)" if close else ""
+    return f"expected {describe(expected)}, got {_shown(found)}{did_you_mean}"
+
+
+def _hint(root: type, spot: _Spot) -> str:
+    known = settings(spot.owner)
+    close = _did_you_mean(root, str(spot.path[-1]), known)
+    return close or ("; expected one of " + ", ".join(known) if known else "; there are none here")
+
+
+def _did_you_mean(root: type, word: str, known: Mapping[str, object]) -> str:
+    """The same word elsewhere in the recipe, or else the most similar one, here first."""
+    word = word.lower().replace("-", "_")
+    ways = paths(root)
+    names = [str(way[-1]) for way in ways]
+    here = difflib.get_close_matches(word, known, n=1)
+    there = difflib.get_close_matches(word, names, n=1, cutoff=0.75)
+    if word in names or (there and _likeness(word, there[0]) > _likeness(word, *here)):
+        here = [dotted(way) for way in ways if way[-1] == there[0]]
+    return f" (did you mean {' or '.join(here[:3])}?)" if here else ""
+
+
+def _likeness(word: str, other: str = "") -> float:
+    return difflib.SequenceMatcher(None, word, other).ratio()
+
+
+def _look_up(data: object, path: Keys) -> object:
+    """The value at ``path``; None where there is none."""
+    for key in path:
+        if isinstance(data, Mapping):
+            data = data.get(key)
+        else:
+            data = data[key] if isinstance(data, list) and isinstance(key, int) else None
+    return data
+
+
+def _shown(value: object) -> str:
+    """A value as it stands in an error, on one short line."""
+    text = repr(value) if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 60 else text[:57] + "..."

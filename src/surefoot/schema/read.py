@@ -1,0 +1,117 @@
+"""Plain data to sections and back: short forms are written out, then pydantic checks."""
+
+from __future__ import annotations
+
+import functools
+import json
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from ..errors import RecipeError
+from .problem import Problem, explain
+from .setting import Setting, is_section, settings, variant_name
+
+T = TypeVar("T")
+STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
+
+
+def recipe_error(problems: Sequence[Problem]) -> Exception:
+    """All problems as one error, one per line."""
+    return RecipeError("\n".join(map(str, problems)))
+
+
+def read(
+    cls: type[T], data: object, fail: Callable[[Sequence[Problem]], Exception] = recipe_error
+) -> T:
+    """Build ``cls`` from plain ``data``.
+
+    Raises:
+        fail(problems): by default a ``RecipeError``, with every problem there is.
+    """
+    section: type = cls
+    plain = expand(section, data)
+    try:
+        text = json.dumps([plain])
+    except (TypeError, ValueError) as error:
+        raise fail([Problem((), f"not plain data: {error}")]) from None
+    try:
+        return typing.cast(T, _adapter(section).validate_json(text)[0])
+    except ValidationError as error:
+        found = [explain(section, plain, e) for e in error.errors(include_url=False)]
+        raise fail(list(dict.fromkeys(found))) from None
+
+
+@functools.cache
+def _adapter(cls: type) -> TypeAdapter[tuple[Any]]:
+    # JSON mode is strict about values, yet takes lists for tuples, text for paths and mappings for
+    # dataclasses. The tuple around cls carries the config, which a dataclass cannot be given here.
+    one: Any = types.GenericAlias(tuple, (cls,))
+    return TypeAdapter(one, config=STRICT)
+
+
+def expand(cls: type, data: object) -> object:
+    """Write out the short forms: ``lora`` is ``{lora: {}}``, nothing is ``{}``, one item a list.
+
+    Instances of ``cls`` and of the variants become mappings. What fits nowhere stays as it is.
+    """
+    if data is None:
+        return {}
+    if isinstance(data, cls):
+        data = {name: getattr(data, name) for name in settings(cls)}
+    if not isinstance(data, Mapping):
+        return data
+    known = settings(cls)
+    return {str(key): _expand_value(known.get(str(key)), value) for key, value in data.items()}
+
+
+def _expand_value(setting: Setting | None, value: object) -> object:
+    if isinstance(value, Path):
+        return str(value)
+    if setting is None:
+        return value
+    if setting.choices is not None:
+        return _expand_variant(setting.choices, value)
+    if setting.section is not None:
+        return expand(setting.section, value)
+    if typing.get_origin(setting.hint) is tuple and isinstance(value, str | int | float):
+        return [value]
+    return value
+
+
+def _expand_variant(choices: Mapping[str, type], value: object) -> object:
+    if isinstance(value, str):
+        value = {value: None}
+    for name, cls in choices.items():
+        if type(value) is cls:
+            value = {name: value}
+    if not isinstance(value, Mapping):
+        return value
+    return {
+        str(name): expand(choices[name], inner) if name in choices else inner
+        for name, inner in value.items()
+    }
+
+
+def write(value: object) -> Any:
+    """Plain data that ``read`` gives back as ``value``; every setting is spelled out.
+
+    A variant without settings is written as its name alone.
+    """
+    if is_section(value):
+        cls: type = type(value)
+        return {name: _write_setting(s, getattr(value, name)) for name, s in settings(cls).items()}
+    if isinstance(value, tuple | list):
+        return [write(item) for item in value]
+    return str(value) if isinstance(value, Path) else value
+
+
+def _write_setting(setting: Setting, value: object) -> Any:
+    if setting.choices is None:
+        return write(value)
+    name = variant_name(setting.choices, value)
+    return {name: write(value)} if settings(setting.choices[name]) else name

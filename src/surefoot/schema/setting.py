@@ -1,0 +1,153 @@
+"""What a section holds: its settings, their types, defaults, choices and words about them."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import functools
+import inspect
+import itertools
+import textwrap
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Union
+
+from pydantic import GetCoreSchemaHandler
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+
+Keys = tuple[str | int, ...]  # the way to a value: section, variant, field, index in a list
+
+
+@dataclass(frozen=True)
+class Variants:
+    """Marks a field that holds one of ``choices``: name in the recipe -> its dataclass."""
+
+    choices: Mapping[str, type]
+
+    def __get_pydantic_core_schema__(
+        self, _source: object, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        """Expect a mapping with exactly one of the names; give the dataclass under it."""
+        fields = {
+            name: core_schema.typed_dict_field(handler.generate_schema(cls), required=False)
+            for name, cls in self.choices.items()
+        }
+        one = core_schema.typed_dict_schema(fields, extra_behavior="forbid")
+        return core_schema.no_info_after_validator_function(self._only, one)
+
+    def _only(self, named: dict[str, object]) -> object:
+        if len(named) != 1:
+            raise PydanticCustomError("variant", "exactly one")
+        return next(iter(named.values()))
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One field of a section, as readers, writers and the reference pages see it."""
+
+    name: str
+    hint: object  # its type, without Annotated
+    default: object  # dataclasses.MISSING if it must be given
+    doc: str
+    choices: Mapping[str, type] | None = None  # set if it holds a variant
+    section: type | None = None  # set if it holds a section
+
+    @property
+    def is_required(self) -> bool:
+        """Whether the recipe must give it."""
+        return self.default is dataclasses.MISSING
+
+    @property
+    def expected(self) -> str:
+        """What to write there, in words."""
+        if self.choices is not None:
+            return "one of " + ", ".join(self.choices)
+        return describe(self.hint)
+
+
+@functools.cache
+def settings(cls: type) -> Mapping[str, Setting]:
+    """The fields of the section ``cls`` by name."""
+    hints, docs = typing.get_type_hints(cls, include_extras=True), documentation(cls)
+    return {
+        f.name: _setting(f, hints[f.name], docs.get(f.name, ""))
+        for f in dataclasses.fields(cls)
+        if f.init
+    }
+
+
+def _setting(field: dataclasses.Field[Any], hint: object, doc: str) -> Setting:
+    default = field.default
+    if field.default_factory is not dataclasses.MISSING:
+        default = field.default_factory()
+    variants = next((m for m in getattr(hint, "__metadata__", ()) if isinstance(m, Variants)), None)
+    if variants is not None:
+        return Setting(field.name, hint, default, doc, choices=variants.choices)
+    section = hint if isinstance(hint, type) and dataclasses.is_dataclass(hint) else None
+    return Setting(field.name, hint, default, doc, section=section)
+
+
+def documentation(cls: type) -> dict[str, str]:
+    """The string below each field of ``cls``, by field; empty where there is no source to read."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(cls)))
+    except OSError:
+        return {}
+    body = tree.body[0].body if isinstance(tree.body[0], ast.ClassDef) else []
+    docs = {}
+    for field, below in itertools.pairwise(body):
+        if not (isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)):
+            continue
+        if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
+            docs[field.target.id] = inspect.cleandoc(str(below.value.value))
+    return docs
+
+
+WORDS = {
+    int: "an integer",
+    float: "a number",
+    bool: "true or false",
+    str: "text",
+    Path: "a path",
+    type(None): "null",
+}
+
+
+def describe(hint: object) -> str:
+    """A type in words: ``an integer or null``, ``one of cosine, linear``, ``a list of text``."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Literal:
+        return "one of " + ", ".join(map(str, args))
+    if origin is tuple:
+        return f"a list: {describe(args[0])}"
+    if origin in (Union, types.UnionType):
+        return " or ".join(describe(arg) for arg in args)
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+        return "a section (key: value)"
+    return WORDS.get(hint, str(hint)) if isinstance(hint, type) else str(hint)
+
+
+def is_section(value: object) -> bool:
+    """Whether ``value`` is a section or a variant, not a plain value."""
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+
+
+def variant_name(choices: Mapping[str, type], value: object) -> str:
+    """What the recipe calls the variant that ``value`` is an instance of."""
+    return next(name for name, cls in choices.items() if type(value) is cls)
+
+
+@functools.cache
+def paths(cls: type) -> tuple[Keys, ...]:
+    """The way to every setting and variant there is under the section ``cls``."""
+    ways: list[Keys] = []
+    for name, setting in settings(cls).items():
+        ways.append((name,))
+        if setting.section is not None:
+            ways += [(name, *way) for way in paths(setting.section)]
+        for variant, inner in (setting.choices or {}).items():
+            ways += [(name, variant), *((name, variant, *way) for way in paths(inner))]
+    return tuple(ways)
