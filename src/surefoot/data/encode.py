@@ -1,4 +1,4 @@
-"""The outcome of encoding one example: its features, or the reason why there are none."""
+"""The outcome of encoding one example: features, perhaps cut, or why there are none."""
 
 from __future__ import annotations
 
@@ -10,9 +10,19 @@ from ..batch import Features
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
-    """An example that carries nothing to learn; counted and reported, never trained."""
+    """An example that carries nothing to learn; counted and reported, never trained.
+
+    Equal reasons are counted together, so a reason names no row and no length.
+    """
 
     reason: str
 
 
-Encoded = Sequence[Features] | Dropped  # a long text may give several items
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Features of an example that lost a part to ``cutoff_len``; counted and reported."""
+
+    features: Sequence[Features]
+
+
+Encoded = Sequence[Features] | Cut | Dropped  # a long text may give several items

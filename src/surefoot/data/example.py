@@ -1,4 +1,4 @@
-"""What every dataset format becomes: messages of one conversation, in the roles chat templates know."""
+"""What every dataset format becomes: the messages of one conversation, in the usual roles."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ class Example:
     """
 
     messages: tuple[Message, ...] = ()
-    tools: tuple[JSON, ...] = ()  # JSON schemas of the functions the model may call
+    tools: tuple[
+        JSON, ...
+    ] = ()  # functions the model may call: [{"name", "description", "parameters"}]
     text: str | None = None
     chosen: Message | None = None  # ranking: the better answer
     rejected: Message | None = None  # ranking: the worse one

@@ -18,11 +18,11 @@ class DataSection:
     eval_datasets: tuple[str, ...] = ()
     """Datasets to evaluate on. Excludes ``val_size``."""
     val_size: float = 0.0
-    """Part of the training examples held out for evaluation: a share below 1, or a number of examples."""
+    """Training rows held out for evaluation: a share below 1, or a number of rows."""
     max_samples: int | None = None
     """Use at most this many rows of each dataset (the first ones)."""
     max_broken_rows: int = 10
-    """Unreadable rows are reported and left out; more than this many in one dataset stop the run."""
+    """Unreadable rows are reported and left out; more than this in one dataset stop the run."""
     template: str = "auto"
     """Chat template: ``auto`` takes the tokenizer's own, otherwise the name of a bundled one."""
     default_system: str | None = None
@@ -30,30 +30,43 @@ class DataSection:
     cutoff_len: int = 2048
     """Longest example in tokens."""
     on_too_long: Literal["cut", "drop"] = "cut"
-    """What happens to a longer conversation: later whole turns are cut, then the last answer's end; or it is dropped."""
+    """A longer conversation loses later turns, then the last answer's end; or it is dropped."""
     train_on_prompt: bool = False
     """Also learn the prompt's tokens, not only the answers'."""
     mask_history: bool = False
     """Learn only the last answer of a conversation."""
     packing: bool = True
-    """Lay the examples of a micro-batch end to end in one row, attention kept inside each example."""
+    """Lay the examples of a micro-batch end to end in one row; none attends to another."""
     shuffle: bool = True
     """Visit the examples in a new order every epoch, a function of (train.seed, epoch)."""
     cache_dir: Path | None = None
     """Folder for encoded datasets (default: ``surefoot`` in the user's cache folder)."""
 
     def __post_init__(self) -> None:
-        if not self.datasets:
-            raise ValueError("datasets: name at least one dataset of dataset_info.json")
+        self._check_names()
         if self.cutoff_len < 4:
             raise ValueError(f"cutoff_len must be at least 4 tokens, got {self.cutoff_len}")
         if self.val_size < 0:
             raise ValueError(f"val_size must not be negative, got {self.val_size}")
-        if self.val_size and self.eval_datasets:
-            raise ValueError("val_size and eval_datasets exclude each other; keep one of them")
+        if self.val_size > 1 and self.val_size % 1:
+            raise ValueError(
+                f"val_size is a share below 1 or a whole number of rows, got {self.val_size}"
+            )
         if self.max_samples is not None and self.max_samples < 1:
             raise ValueError(f"max_samples must be at least 1, got {self.max_samples}")
         if self.max_broken_rows < 0:
             raise ValueError(f"max_broken_rows must not be negative, got {self.max_broken_rows}")
         if self.train_on_prompt and self.mask_history:
-            raise ValueError("train_on_prompt and mask_history exclude each other; keep one of them")
+            raise ValueError(
+                "train_on_prompt and mask_history exclude each other; keep one of them"
+            )
+
+    def _check_names(self) -> None:
+        if not self.datasets:
+            raise ValueError("datasets: name at least one dataset of dataset_info.json")
+        for names in (self.datasets, self.eval_datasets):
+            for name in names:
+                if names.count(name) > 1:
+                    raise ValueError(f"dataset {name!r} is named twice")
+        if self.val_size and self.eval_datasets:
+            raise ValueError("val_size and eval_datasets exclude each other; keep one of them")

@@ -1,0 +1,124 @@
+"""Windows of micro-batches in an order that is a pure function of (seed, epoch).
+
+The position is two integers, the epoch and the window in it, so a resume skips nothing, and the
+examples of step k are the same whatever the number of ranks and the size of a micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import KW_ONLY, dataclass, field
+
+import numpy as np
+
+from ..batch import Batch, Features, Window
+from ..errors import DataError
+from .dataset import EncodedDataset
+from .mix import Index, permutation
+
+Collate = Callable[[Sequence[Features]], Batch]
+
+
+@dataclass
+class Loader:
+    """Endless windows of one rank's micro-batches. Every example comes once an epoch.
+
+    The last window of an epoch holds what is left, evenly spread over micro-batches and ranks;
+    where fewer examples are left than there are ranks, some ranks get no micro-batch in it.
+    """
+
+    dataset: EncodedDataset
+    collate: Collate
+    _: KW_ONLY
+    global_batch_size: int
+    micro_batch_size: int
+    seed: int
+    shuffle: bool = True
+    rank: int = 0
+    world_size: int = 1
+    epoch: int = field(default=0, init=False)  # of the next window
+    window: int = field(default=0, init=False)  # the next one, counted from 0 in each epoch
+    _order: tuple[int, Index] | None = field(default=None, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if not len(self.dataset):
+            raise DataError("there are no examples to load")
+        if self.global_batch_size % (self.micro_batch_size * self.world_size):
+            raise DataError(
+                f"global_batch_size ({self.global_batch_size}) must be a multiple of "
+                f"micro_batch_size x ranks ({self.micro_batch_size} x {self.world_size})"
+            )
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Windows in an epoch."""
+        return -(-len(self.dataset) // self.global_batch_size)
+
+    def __iter__(self) -> Iterator[Window]:
+        while True:
+            yield self.next_window()
+
+    def next_window(self) -> Window:
+        """This rank's micro-batches of the next optimizer step; moves on."""
+        batches = [
+            self.collate([self.dataset[int(item)] for item in group])
+            for group in self.groups(self.epoch, self.window)
+        ]
+        self.skip()
+        return batches
+
+    def skip(self) -> None:
+        """Leave out the next window."""
+        self.window += 1
+        if self.window == self.steps_per_epoch:
+            self.epoch, self.window = self.epoch + 1, 0
+
+    def groups(self, epoch: int, window: int) -> list[Index]:
+        """The items of each of this rank's micro-batches in any window."""
+        start = window * self.global_batch_size
+        items = self.order(epoch)[start : start + self.global_batch_size]
+        share = self.micro_batch_size * self.world_size
+        num_micro_batches = -(-len(items) // share)
+        groups = np.array_split(items, num_micro_batches * self.world_size)
+        return [group for group in groups[self.rank :: self.world_size] if len(group)]
+
+    def order(self, epoch: int) -> Index:
+        """All items in the order of an epoch."""
+        if not self.shuffle:
+            return np.arange(len(self.dataset))
+        if self._order is None or self._order[0] != epoch:
+            self._order = epoch, permutation(len(self.dataset), seed=self.seed, stream=epoch)
+        return self._order[1]
+
+    def state_dict(self) -> dict[str, int | str | bool]:
+        """The position, and what it is a position in."""
+        return {"epoch": self.epoch, "window": self.window, **self._identity()}
+
+    def load_state_dict(self, state: dict[str, int | str | bool]) -> None:
+        """Go to a saved position; raises DataError if it is one in other data or another order."""
+        for name, here in self._identity().items():
+            if state.get(name) != here:
+                raise DataError(
+                    f"cannot go on in the middle of the data: {NAMES[name]} was {state.get(name)} "
+                    f"when the checkpoint was saved and is {here} now; "
+                    "use the recipe of that run, or start a new one from its weights"
+                )
+        self.epoch, self.window = int(state["epoch"]), int(state["window"])
+
+    def _identity(self) -> dict[str, int | str | bool]:
+        return {
+            "length": len(self.dataset),
+            "seed": self.seed,
+            "global_batch_size": self.global_batch_size,
+            "shuffle": self.shuffle,
+            "dataset": self.dataset.fingerprint,
+        }
+
+
+NAMES = {
+    "length": "the number of examples",
+    "seed": "train.seed",
+    "global_batch_size": "train.global_batch_size",
+    "shuffle": "data.shuffle",
+    "dataset": "the fingerprint of the encoded examples",
+}

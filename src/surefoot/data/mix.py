@@ -1,0 +1,60 @@
+"""Which items, in which order: splits and shuffles as pure functions of a few integers.
+
+The order is made of integer arithmetic spelled out here, so it depends on no library's version:
+a run resumed after an upgrade sees the same data.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import DataError
+
+Index = NDArray[np.int64]
+GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio, the step of splitmix64
+MASK = 2**64 - 1
+
+
+def permutation(length: int, *, seed: int, stream: int) -> Index:
+    """The numbers below ``length`` in an order that depends on (seed, stream) and nothing else.
+
+    Every number gets a random key, and the keys are sorted. ``stream`` tells apart the orders of
+    one seed, such as those of the epochs.
+    """
+    key = np.uint64(_scramble_one(_scramble_one(seed & MASK) ^ (stream & MASK)))
+    keys = _scramble(np.arange(length, dtype=np.uint64) ^ key)
+    return np.argsort(_scramble(keys + key), kind="stable")
+
+
+def hold_out(rows: Index, *, val_size: float, seed: int) -> NDArray[np.bool_]:
+    """Which items to hold out for evaluation: true for all items of some rows.
+
+    Args:
+        rows: [items] the row that each item comes from; the items of one row stay together.
+        val_size: a share of the rows if below 1, otherwise how many rows.
+        seed: decides which rows.
+    """
+    distinct = np.unique(rows)
+    count = math.ceil(val_size * len(distinct)) if val_size < 1 else int(val_size)
+    if count >= len(distinct):
+        raise DataError(
+            f"data.val_size = {val_size:g} leaves nothing to train on: "
+            f"there are {len(distinct)} usable rows"
+        )
+    chosen = permutation(len(distinct), seed=seed, stream=-1)[:count]
+    return np.isin(rows, distinct[chosen])
+
+
+def _scramble(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Steele, Lea and Flood's splitmix64 finaliser: a bijection on 64 bits; arithmetic wraps."""
+    x = x + np.uint64(GOLDEN)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def _scramble_one(value: int) -> int:
+    return int(_scramble(np.array([value], dtype=np.uint64))[0])

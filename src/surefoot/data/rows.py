@@ -1,0 +1,74 @@
+"""From a dataset's entry to its examples, with every row that gives none accounted for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import islice
+
+from ..errors import DataError
+from .example import Example
+from .formats.fields import Row, nearest
+from .registry import Entry
+from .sources import BrokenRow
+
+SHOWN = 3  # broken rows that an error shows
+
+
+def read_examples(
+    entry: Entry, *, max_samples: int | None = None, max_broken_rows: int = 0
+) -> Iterator[Example | BrokenRow]:
+    """One item a row, in order.
+
+    Raises DataError where there is no row, where a column that the entry lists is in none of them,
+    and at the first broken row above ``max_broken_rows``.
+    """
+    found: dict[str, None] = {}  # all columns so far, in the order in which they came
+    broken: list[BrokenRow] = []
+    rows = iter(entry.source.rows())
+    limit = min((n for n in (max_samples, entry.num_samples) if n is not None), default=None)
+    for index, row in enumerate(islice(rows, limit)):
+        if not isinstance(row, BrokenRow):
+            found.update(dict.fromkeys(row))
+        item = _read(entry, index, row)
+        if isinstance(item, BrokenRow):
+            broken.append(item)
+        if len(broken) > max_broken_rows:
+            _check_columns(entry, found, rows)
+            raise _too_many(entry, broken)
+        yield item
+    if not found and not broken:
+        raise DataError(f"dataset {entry.name!r}: {entry.source} has no rows")
+    _check_columns(entry, found, rows)
+
+
+def _read(entry: Entry, index: int, row: Row | BrokenRow) -> Example | BrokenRow:
+    if isinstance(row, BrokenRow):
+        return row
+    try:
+        return replace(entry.format.read(row), origin=f"{entry.name}:{index}")
+    except DataError as error:
+        return BrokenRow(index, str(error))
+
+
+def _check_columns(entry: Entry, found: dict[str, None], rest: Iterator[Row | BrokenRow]) -> None:
+    """Every column that the entry names must be in some row, even if in one that is not used."""
+    absent = set(entry.columns) - found.keys()
+    while absent and (row := next(rest, None)) is not None:
+        found.update({} if isinstance(row, BrokenRow) else dict.fromkeys(row))
+        absent -= found.keys()
+    for column in entry.columns:
+        if column in absent and found:
+            columns = ", ".join(found)
+            raise DataError(
+                f"dataset {entry.name!r}: no row has the column {column!r}"
+                f"{nearest(column, found)}; the columns of {entry.source} are: {columns}"
+            )
+
+
+def _too_many(entry: Entry, broken: list[BrokenRow]) -> DataError:
+    shown = "".join(f"\n  row {row.index}: {row.reason}" for row in broken[:SHOWN])
+    return DataError(
+        f"dataset {entry.name!r}: more than max_broken_rows = {len(broken) - 1} rows cannot be "
+        f"read; mend them or raise data.max_broken_rows. The first ones:{shown}"
+    )
