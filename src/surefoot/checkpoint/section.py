@@ -19,11 +19,11 @@ class CheckpointSection:
     keep: int | None = 3
     """How many of the newest checkpoints stay, beside the best one; unset, all do."""
     resume: str = "auto"
-    """``auto``: the newest checkpoint in output_dir that verifies; ``none``: start anew; or a checkpoint folder."""
+    """``auto``: the newest checkpoint that verifies; ``none``: start anew; or a folder."""
     max_shard_size: int = 5_000_000_000
     """Largest weight file in bytes; bigger models are split as Hugging Face splits them."""
     on_save_error: Literal["stop", "continue"] = "stop"
-    """When a save fails (a full disk, say): stop the run, or go on and try again at the next save."""
+    """When a save fails (a full disk, say): stop the run, or go on and try at the next save."""
 
     def __post_init__(self) -> None:
         for name in ("save_steps", "keep", "max_shard_size"):

@@ -1,0 +1,80 @@
+"""Boxes: where a piece of a tensor lies in the whole tensor. Integers only; no torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class Box:
+    """The half-open box ``[start, start + shape)`` inside a tensor. A scalar is ``Box((), ())``."""
+
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.start) != len(self.shape):
+            raise ValueError(f"start {self.start} and shape {self.shape} differ in length")
+        if any(n < 0 for n in self.start + self.shape):
+            raise ValueError(f"start {self.start} and shape {self.shape} must not be negative")
+
+    @classmethod
+    def whole(cls, shape: tuple[int, ...]) -> Box:
+        """The box that is all of a tensor of ``shape``."""
+        return cls((0,) * len(shape), tuple(shape))
+
+    @property
+    def stop(self) -> tuple[int, ...]:
+        """One past the last index, per dimension."""
+        return tuple(a + n for a, n in zip(self.start, self.shape, strict=True))
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
+
+    def __and__(self, other: Box) -> Box | None:
+        """The common part; None if there is no common element."""
+        start = tuple(map(max, self.start, other.start))
+        stop = tuple(map(min, self.stop, other.stop))
+        if any(a >= b for a, b in zip(start, stop, strict=True)):
+            return None
+        return Box(start, tuple(b - a for a, b in zip(start, stop, strict=True)))
+
+    def __contains__(self, other: Box) -> bool:
+        """Whether all of ``other`` lies inside this box."""
+        bounds = zip(self.start, self.stop, other.start, other.stop, strict=True)
+        return all(a <= c and d <= b for a, b, c, d in bounds)
+
+    def slices_in(self, outer: Box) -> tuple[slice, ...]:
+        """How to index a tensor that holds ``outer`` to get this box."""
+        starts = (a - o for a, o in zip(self.start, outer.start, strict=True))
+        return tuple(slice(a, a + n) for a, n in zip(starts, self.shape, strict=True))
+
+    def moved(self, *offset: int) -> Box:
+        """The same box, its start shifted by ``offset``."""
+        return Box(tuple(a + d for a, d in zip(self.start, offset, strict=True)), self.shape)
+
+    def runs_in(self, outer: Box) -> Iterator[tuple[int, int]]:
+        """Where this box lies in the row-major elements of ``outer``: (first element, how many).
+
+        The runs come in order, and laid end to end they are this box in row-major order. Trailing
+        dimensions that the box fills are folded, so that a box of whole rows is one run.
+        """
+        if not self.size:
+            return
+        fold = len(self.shape)
+        while fold and self.shape[fold - 1] == outer.shape[fold - 1]:
+            fold -= 1
+        fold = max(fold - 1, 0)  # the last dimension that is cut still gives contiguous elements
+        strides = [prod(outer.shape[d + 1 :]) for d in range(len(outer.shape))]
+        inside = [a - o for a, o in zip(self.start, outer.start, strict=True)]
+        length = prod(self.shape[fold:])
+        first = sum(a * s for a, s in zip(inside[fold:], strides[fold:], strict=True))
+        for index in product(
+            *(range(a, a + n) for a, n in zip(inside[:fold], self.shape[:fold], strict=True))
+        ):
+            yield first + sum(i * s for i, s in zip(index, strides[:fold], strict=True)), length

@@ -1,0 +1,122 @@
+"""Tensors to bytes at positions and back: positional reads and writes, no library between.
+
+Writing: space is reserved, then every tensor goes straight from its memory to its final place,
+hashed block by block while the block is in the cache. Reading: a box goes straight from the file
+into the tensor that will hold it. Neither needs more memory than one block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+
+from .. import files
+from ..errors import CheckpointError
+from .box import Box
+from .plan import FilePlan
+from .tensorfile import TensorFile
+
+DTYPES = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "U16": torch.uint16,
+    "I16": torch.int16,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "U32": torch.uint32,
+    "I32": torch.int32,
+    "F32": torch.float32,
+    "U64": torch.uint64,
+    "I64": torch.int64,
+    "F64": torch.float64,
+    "C64": torch.complex64,
+}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+def describe(name: str, tensor: torch.Tensor) -> tuple[str, tuple[int, ...]]:
+    """The tensor's stored type and shape; a ``CheckpointError`` if it cannot be stored as it is."""
+    if tensor.layout != torch.strided or tensor.device.type == "meta":
+        kind = "a meta tensor" if tensor.device.type == "meta" else f"a {tensor.layout} tensor"
+        raise CheckpointError(f"{name}: cannot store {kind}; only dense tensors with values")
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
+        raise CheckpointError(f"{name}: cannot store a {type(tensor).__name__}; only plain tensors")
+    if tensor.dtype not in NAMES:
+        known = ", ".join(str(dtype).removeprefix("torch.") for dtype in NAMES)
+        raise CheckpointError(f"{name}: cannot store {tensor.dtype}; safetensors has {known}")
+    return NAMES[tensor.dtype], tuple(tensor.shape)
+
+
+def raw(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor, in place."""
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
+
+
+def write_file(folder: Path, plan: FilePlan, tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """Write and flush the file that ``plan`` describes; the hash of each tensor's bytes by name."""
+    hashes = {}
+    with files.create(folder / plan.name) as file:
+        file.reserve(plan.header.file_size)
+        file.write_at(0, plan.head)
+        for name, entry in plan.header.entries.items():
+            hashes[name] = write_tensor(file, entry.offset, tensors[name])
+        file.sync()
+    return hashes
+
+
+def write_tensor(file: files.File, offset: int, tensor: torch.Tensor) -> str:
+    """Write the tensor's values in row-major order from ``offset`` on; their hash."""
+    digest = files.Hash()
+    for part in _dense_parts(tensor.detach()):
+        data = raw(part)
+        for at in range(0, len(data), files.BLOCK):
+            block = data[at : at + files.BLOCK]
+            digest.update(block)
+            file.write_at(offset, block)
+            offset += len(block)
+    return digest.hex()
+
+
+def _dense_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The tensor as contiguous CPU tensors that follow each other in row-major order.
+
+    One that is not contiguous, or lies on a device, is copied about a block at a time.
+    """
+    is_plain = tensor.device.type == "cpu" and tensor.is_contiguous()
+    if is_plain and not (tensor.is_conj() or tensor.is_neg()):
+        yield tensor
+    elif tensor.ndim == 0 or tensor.nbytes <= files.BLOCK:
+        yield tensor.resolve_conj().resolve_neg().cpu().contiguous()
+    else:
+        rows = max(1, files.BLOCK // max(1, tensor.nbytes // tensor.shape[0]))
+        for part in torch.split(tensor, rows):
+            yield from _dense_parts(part) if len(part) > 1 else _dense_parts(part[0])
+
+
+def fill(tensor: torch.Tensor, file: TensorFile, key: str) -> str:
+    """Fill a contiguous CPU tensor with all of ``key``; the hash of the bytes."""
+    found = file.read_into(key, raw(tensor))
+    _check_bools(tensor, file, key)
+    return found
+
+
+def read_box(file: TensorFile, key: str, box: Box) -> torch.Tensor:
+    """The values of ``box``, reading no other bytes."""
+    found = torch.empty(box.shape, dtype=DTYPES[file.entry(key).dtype])
+    file.read_box_into(key, box, raw(found))
+    _check_bools(found, file, key)
+    return found
+
+
+def _check_bools(tensor: torch.Tensor, file: TensorFile, key: str) -> None:
+    """A bool that is neither 0 nor 1 makes torch contradict itself."""
+    if tensor.dtype == torch.bool and tensor.numel() and tensor.view(torch.uint8).max() > 1:
+        raise CheckpointError(f"{file.path}: {key}: a bool must be 0 or 1")

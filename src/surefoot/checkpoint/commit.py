@@ -1,0 +1,161 @@
+"""A checkpoint exists or it does not: written aside, flushed, then renamed into place.
+
+The folder aside, ``.checkpoint-N.<nonce>.part``, holds a manifest from the first moment: empty, and
+locked by the process that writes. The lock ends with the process, however it ends, also across
+machines and containers where process numbers say nothing; so whoever finds a folder whose manifest
+can be locked knows that nobody writes it any more, and may remove it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import secrets
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from .. import files
+from ..errors import CheckpointError
+from .index import MANIFEST
+
+_COMMITTED = re.compile(r"checkpoint-(0|[1-9]\d{0,17})")
+_PART = re.compile(r"\.checkpoint-\d+\.[0-9a-f]+\.part")
+_FORGOTTEN = re.compile(r"\.checkpoint-\d+\.[0-9a-f]+\.forgotten")
+_ATTEMPTS = 8
+
+
+@dataclass(frozen=True)
+class Part:
+    """A checkpoint in the making."""
+
+    folder: Path
+    manifest: files.File
+
+    def commit(self, target: Path, manifest: bytes) -> None:
+        """Write the manifest, flush, and give the folder its name: from then on it exists."""
+        self.manifest.reserve(len(manifest))
+        self.manifest.write_at(0, manifest)
+        self.manifest.sync()
+        for folder in _folders(self.folder):
+            files.sync_folder(folder)
+        if files.exists(target):  # a rename would replace an empty folder
+            raise CheckpointError(f"{target}: it exists already; a checkpoint is never overwritten")
+        files.rename(self.folder, target)
+        files.sync_folder(target.parent)
+
+
+@contextlib.contextmanager
+def aside(target: Path) -> Iterator[Part]:
+    """A new folder beside ``target`` to write into; removed unless it was committed."""
+    files.make_folder(target.parent)
+    part = _start(target)
+    try:
+        with part.manifest:
+            yield part
+    finally:
+        with contextlib.suppress(
+            OSError
+        ):  # what stopped the save matters more; `clean` tries again
+            files.remove_tree(part.folder)  # of that name nothing is left after a commit
+
+
+def _start(target: Path) -> Part:
+    for _ in range(_ATTEMPTS):
+        folder = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
+        files.make_folder(folder, exist_ok=False)
+        with contextlib.suppress(FileNotFoundError):  # cleaned away before the file was there
+            manifest = files.create(folder / MANIFEST)
+            if _is_mine(manifest):
+                return Part(folder, manifest)
+            manifest.close()
+    raise CheckpointError(
+        f"{target.parent}: another process keeps removing the folder of this save"
+    )
+
+
+def _is_mine(manifest: files.File) -> bool:
+    try:
+        manifest.lock()
+    except BlockingIOError:
+        return False  # the cleaner of another process was faster
+    except OSError:
+        return True  # no locks on this file system: then nobody cleans either
+    return manifest.is_at_its_path()
+
+
+def _folders(folder: Path) -> list[Path]:
+    """``folder`` and those in it, innermost first."""
+    inner = [folder / name for name in files.list_folder(folder)]
+    return [*(deep for path in inner if files.is_folder(path) for deep in _folders(path)), folder]
+
+
+def step_of(folder: Path) -> int:
+    """The N of ``checkpoint-N``; -1 for any other name."""
+    match = _COMMITTED.fullmatch(folder.name)
+    return int(match.group(1)) if match else -1
+
+
+def named(root: Path) -> list[Path]:
+    """The folders under ``root`` with a checkpoint's name, committed or not, oldest step first."""
+    if not files.is_folder(root):
+        return []
+    found = [root / name for name in files.list_folder(root)]
+    return sorted((p for p in found if step_of(p) >= 0 and files.is_folder(p)), key=step_of)
+
+
+def committed(root: Path) -> list[Path]:
+    """The checkpoints that exist under ``root``, oldest step first. Only the name is looked at."""
+    return [folder for folder in named(root) if files.exists(folder / MANIFEST)]
+
+
+def clean(root: Path) -> list[Path]:
+    """Remove what killed processes left half written or half forgotten; what was removed.
+
+    The folder of a process that still writes is left alone.
+    """
+    if not files.is_folder(root):
+        return []
+    removed = []
+    for name in files.list_folder(root):
+        is_leftover = bool(_FORGOTTEN.fullmatch(name))
+        remove: Callable[[Path], bool] = _remove if is_leftover else _remove_if_dead
+        if (is_leftover or _PART.fullmatch(name)) and remove(root / name):
+            removed.append(root / name)
+    return removed
+
+
+def _remove(folder: Path) -> bool:
+    files.remove_tree(folder)
+    return True
+
+
+def _remove_if_dead(folder: Path) -> bool:
+    try:
+        with files.open_file(folder / MANIFEST, follow=False, write=True) as manifest:
+            manifest.lock()
+            return manifest.is_at_its_path() and _remove(folder)
+    except FileNotFoundError:
+        # Killed, or still alive, between making the folder and the file: take it only while it is
+        # empty. The owner, if there is one, then finds it gone and starts again.
+        return files.remove_empty_folder(folder)
+    except OSError:
+        return False  # it is being written, or it cannot be told
+
+
+def set_aside(folder: Path) -> Path:
+    """Rename a damaged checkpoint, so that its step can be saved again; its new path."""
+    target = folder.with_name(f"damaged-{folder.name}")
+    while files.exists(target):
+        target = folder.with_name(f"damaged-{folder.name}-{secrets.token_hex(2)}")
+    files.rename(folder, target)
+    files.sync_folder(folder.parent)
+    return target
+
+
+def drop(folder: Path) -> None:
+    """Make a checkpoint cease to exist at one stroke, then free its space."""
+    gone = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.forgotten")
+    files.rename(folder, gone)
+    files.sync_folder(folder.parent)
+    files.remove_tree(gone)

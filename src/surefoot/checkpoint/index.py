@@ -1,0 +1,270 @@
+"""What a checkpoint holds and where: the manifest, as objects and as text.
+
+``manifest.json`` carries a seal: the xxh3-128 of its own bytes, taken with the seal's 32 digits as
+zeros. So every bit of the manifest is covered, the manifest covers every file's length, every small
+file and every header by a hash, and every piece of a tensor by a hash.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+from .. import files
+from ..errors import CheckpointError
+from . import strict
+from .box import Box
+from .header import ITEM_SIZES, integers, num_bytes
+
+MANIFEST = "manifest.json"
+STATE = "state.json"
+FORMAT = "surefoot-checkpoint"
+VERSION = (1, 0)  # a reader takes any minor version of its major one
+MAX_SMALL = 1 << 30  # bytes of a file that is hashed as a whole
+Kind = Literal["full", "adapter"]
+
+_SEAL = "0" * 32
+_HASH = re.compile(r"[0-9a-f]{32}")
+_NAME = re.compile(r"[^./\\\x00-\x1f\x7f][^/\\\x00-\x1f\x7f]{0,200}")
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One box of one tensor: stored in ``file`` under ``key``, with the hash of its bytes."""
+
+    tensor: str  # "model/...", "optimizer/..." or "state/...": unique in the checkpoint
+    dtype: str  # safetensors' name for it
+    shape: tuple[int, ...]  # of the whole tensor
+    box: Box
+    file: str
+    key: str
+    hash: str
+
+    @property
+    def num_bytes(self) -> int:
+        """Length of the stored bytes."""
+        return num_bytes(self.dtype, self.box.shape)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """Everything about a checkpoint but its bytes."""
+
+    step: int
+    kind: Kind
+    created: str  # UTC, ISO 8601
+    versions: Mapping[str, str]  # of the libraries that wrote it
+    files: Mapping[str, int]  # name -> bytes; all files but the manifest
+    hashes: Mapping[str, str]  # of whole small files, and of what precedes the data in safetensors
+    pieces: Sequence[Piece]
+    parent: str | None = None
+    layout: Literal["full"] = "full"
+    world_size: int = 1  # of the run that wrote it; no reader needs it, nor the mesh
+    mesh: Mapping[str, int] = field(default_factory=dict)
+
+    def pieces_in(self, file: str) -> dict[str, Piece]:
+        """The pieces of one file by their key there."""
+        return {piece.key: piece for piece in self.pieces if piece.file == file}
+
+    def tensors(self, role: str) -> dict[str, Piece]:
+        """The pieces of one role ("model", "optimizer", "state") by the rest of their name."""
+        prefix = f"{role}/"
+        return {
+            p.tensor.removeprefix(prefix): p for p in self.pieces if p.tensor.startswith(prefix)
+        }
+
+
+def is_plain_name(name: str) -> bool:
+    """Whether ``name`` can only mean a file inside the folder it is put in, on any system."""
+    parts = name.split("/")
+    return len(parts) <= 4 and all(_NAME.fullmatch(part) for part in parts)
+
+
+def is_safetensors(name: str) -> bool:
+    """Whether a file of that name holds tensors: its hash covers only what precedes them."""
+    return name.endswith(".safetensors")
+
+
+# --- writing -----------------------------------------------------------------------------------
+
+
+def dump(manifest: Manifest) -> bytes:
+    """The manifest's text, sealed: sorted keys and one entry a line, for people and ``diff``."""
+    fields: dict[str, Any] = {
+        "created": manifest.created,
+        "files": dict(manifest.files),
+        "format": FORMAT,
+        "hashes": dict(manifest.hashes),
+        "kind": manifest.kind,
+        "layout": manifest.layout,
+        "mesh": dict(manifest.mesh),
+        "parent": manifest.parent,
+        "pieces": [
+            _dump_piece(p) for p in sorted(manifest.pieces, key=lambda p: (p.tensor, p.box))
+        ],
+        "seal": _SEAL,
+        "step": manifest.step,
+        "version": ".".join(map(str, VERSION)),
+        "versions": dict(manifest.versions),
+        "world_size": manifest.world_size,
+    }
+    text = (
+        "{\n"
+        + ",\n".join(f"{json.dumps(k)}: {_lines(fields[k])}" for k in sorted(fields))
+        + "\n}\n"
+    )
+    data = text.encode()
+    return data.replace(_SEAL.encode(), files.digest(data).encode())
+
+
+def _dump_piece(piece: Piece) -> dict[str, Any]:
+    return {
+        "box": [list(piece.box.start), list(piece.box.shape)],
+        "dtype": piece.dtype,
+        "file": piece.file,
+        "hash": piece.hash,
+        "key": piece.key,
+        "shape": list(piece.shape),
+        "tensor": piece.tensor,
+    }
+
+
+def _lines(value: object) -> str:
+    if isinstance(value, dict) and value:
+        rows = (f"  {json.dumps(k)}: {json.dumps(v)}" for k, v in sorted(value.items()))
+        return "{\n" + ",\n".join(rows) + "\n}"
+    if isinstance(value, list) and value:
+        return "[\n" + ",\n".join(f"  {json.dumps(v, sort_keys=True)}" for v in value) + "\n]"
+    return json.dumps(value)
+
+
+# --- reading -----------------------------------------------------------------------------------
+
+
+def parse(data: bytes, where: str) -> Manifest:
+    """Read a manifest, and refuse one that is damaged, of a later format, or contradicts itself."""
+    raw = strict.parse_object(data, where)
+    _check_version(raw, where)
+    _check_seal(data, raw.get("seal"), where)
+    _check_fields(raw, where)
+    manifest = Manifest(
+        step=raw["step"],
+        kind=raw["kind"],
+        created=raw["created"],
+        versions=raw["versions"],
+        files=raw["files"],
+        hashes=raw["hashes"],
+        pieces=tuple(_parse_piece(p, f"{where}: piece {i}") for i, p in enumerate(raw["pieces"])),
+        parent=raw["parent"],
+        layout=raw["layout"],
+        world_size=raw["world_size"],
+        mesh=raw["mesh"],
+    )
+    _check_consistent(manifest, where)
+    return manifest
+
+
+def _check_version(raw: Mapping[str, Any], where: str) -> None:
+    if raw.get("format") != FORMAT:
+        raise CheckpointError(
+            f"{where}: format is {str(raw.get('format'))[:40]!r}, expected {FORMAT!r}"
+        )
+    version = raw.get("version")
+    if not isinstance(version, str) or not re.fullmatch(r"\d{1,9}\.\d{1,9}", version):
+        raise CheckpointError(
+            f"{where}: version is {str(version)[:40]!r}, expected for example '1.0'"
+        )
+    if int(version.split(".")[0]) > VERSION[0]:
+        versions = raw.get("versions")
+        writer = versions.get("surefoot", "later") if isinstance(versions, dict) else "later"
+        raise CheckpointError(
+            f"{where}: format version {version} was written by Surefoot {str(writer)[:40]}; this "
+            f"one reads version {VERSION[0]}: install surefoot {str(writer)[:40]} or newer"
+        )
+
+
+def _check_seal(data: bytes, seal: object, where: str) -> None:
+    if not isinstance(seal, str) or not _HASH.fullmatch(seal):
+        raise CheckpointError(f"{where}: it carries no seal; the file is damaged")
+    digits = seal.encode()
+    if data.count(digits) != 1 or files.digest(data.replace(digits, _SEAL.encode())) != seal:
+        raise CheckpointError(f"{where}: its seal does not match its content; the file is damaged")
+
+
+def _check_fields(raw: Mapping[str, Any], where: str) -> None:
+    def is_size(value: object) -> bool:
+        return type(value) is int and 0 <= value < 1 << 63
+
+    def is_map(kind: Any) -> Any:
+        return lambda value: isinstance(value, dict) and all(map(kind, value.values()))
+
+    def is_text(value: object) -> bool:
+        return isinstance(value, str)
+
+    expected = {
+        "created": is_text,
+        "files": is_map(is_size),
+        "hashes": is_map(lambda value: isinstance(value, str) and _HASH.fullmatch(value)),
+        "kind": lambda value: value in get_args(Kind),
+        "layout": lambda value: value == "full",
+        "mesh": is_map(is_size),
+        "parent": lambda value: value is None or isinstance(value, str),
+        "pieces": lambda value: isinstance(value, list),
+        "step": is_size,
+        "versions": is_map(is_text),
+        "world_size": is_size,
+    }
+    for name, is_good in expected.items():
+        if name not in raw:
+            raise CheckpointError(f"{where}: {name} is missing")
+        if not is_good(raw[name]):
+            raise CheckpointError(f"{where}: {name} cannot be {str(raw[name])[:80]!r}")
+
+
+def _parse_piece(raw: object, where: str) -> Piece:
+    names = {"box", "dtype", "file", "hash", "key", "shape", "tensor"}
+    if not isinstance(raw, dict) or raw.keys() != names:
+        raise CheckpointError(f"{where}: expected the fields {', '.join(sorted(names))}")
+    if not all(isinstance(raw[name], str) for name in names - {"box", "shape"}):
+        raise CheckpointError(f"{where}: all fields but box and shape must be text")
+    if raw["dtype"] not in ITEM_SIZES:
+        raise CheckpointError(f"{where}: unknown dtype {raw['dtype'][:40]!r}")
+    if not _HASH.fullmatch(raw["hash"]):
+        raise CheckpointError(f"{where}: {raw['hash'][:40]!r} is not an xxh3-128 in hexadecimal")
+    shape = integers(raw["shape"], None, f"{where}: shape")
+    if not isinstance(raw["box"], list) or len(raw["box"]) != 2:
+        raise CheckpointError(f"{where}: box must be a start and a shape")
+    start, extent = (integers(side, len(shape), f"{where}: box") for side in raw["box"])
+    text = {name: raw[name] for name in ("tensor", "dtype", "file", "key", "hash")}
+    return Piece(shape=shape, box=Box(start, extent), **text)
+
+
+def _check_consistent(manifest: Manifest, where: str) -> None:
+    """Names stay in the folder, every tensor is there once and whole, every piece has its file."""
+    for name, size in manifest.files.items():
+        if not is_plain_name(name) or name == MANIFEST:
+            raise CheckpointError(
+                f"{where}: {name[:200]!r} is not the name of a file inside the folder"
+            )
+        if size > MAX_SMALL and not is_safetensors(name):
+            raise CheckpointError(
+                f"{where}: {name[:200]!r} has {size} bytes, more than {MAX_SMALL}"
+            )
+    for name in manifest.files.keys() ^ manifest.hashes.keys():
+        raise CheckpointError(f"{where}: {name[:200]!r} has a length or a hash, but not both")
+    seen: set[str] = set()
+    for piece in manifest.pieces:
+        if piece.file not in manifest.files or not is_safetensors(piece.file):
+            raise CheckpointError(
+                f"{where}: {piece.tensor[:200]!r} lies in {piece.file[:200]!r}, no such file"
+            )
+        if piece.tensor in seen:
+            raise CheckpointError(f"{where}: tensor {piece.tensor[:200]!r} occurs twice")
+        if piece.box != Box.whole(piece.shape):
+            raise CheckpointError(
+                f"{where}: tensor {piece.tensor[:200]!r} is not whole, as layout full has it"
+            )
+        seen.add(piece.tensor)

@@ -1,0 +1,80 @@
+"""Decide what goes where, without doing it: tensors into files, boxes into copies. Pure functions.
+
+``plan_save`` puts whole tensors into files of bounded size, named as Hugging Face names them.
+``plan_load`` lists the copies that fill wanted boxes from saved ones, whoever cut either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ..errors import CheckpointError
+from .box import Box
+from .header import Header, build, num_bytes
+
+Tensors = Mapping[str, tuple[str, tuple[int, ...]]]  # name -> dtype, shape
+
+
+@dataclass(frozen=True)
+class FilePlan:
+    """One safetensors file to be: its first bytes, and the place of every tensor after them."""
+
+    name: str
+    head: bytes
+    header: Header
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """Copy ``box`` out of ``source``, a saved box that holds all of it."""
+
+    box: Box
+    source: Box
+
+
+def plan_save(stem: str, tensors: Tensors, max_shard_size: int | None) -> list[FilePlan]:
+    """Files for ``tensors``: one, or several of at most ``max_shard_size`` bytes of tensors each.
+
+    Tensors keep their order over the files, so that a layer stays together; one that is larger
+    than the limit has a file of its own.
+    """
+    groups = _groups(tensors, max_shard_size)
+    if len(groups) == 1:
+        names = [f"{stem}.safetensors"]
+    else:
+        names = [
+            f"{stem}-{i:05d}-of-{len(groups):05d}.safetensors" for i in range(1, len(groups) + 1)
+        ]
+    return [FilePlan(name, *build(group)) for name, group in zip(names, groups, strict=True)]
+
+
+def _groups(tensors: Tensors, limit: int | None) -> list[dict[str, tuple[str, tuple[int, ...]]]]:
+    groups: list[dict[str, tuple[str, tuple[int, ...]]]] = [{}]
+    filled = 0
+    for name, (dtype, shape) in tensors.items():
+        size = num_bytes(dtype, shape)
+        if limit is not None and groups[-1] and filled + size > limit:
+            groups.append({})
+            filled = 0
+        groups[-1][name] = (dtype, shape)
+        filled += size
+    return groups
+
+
+def plan_load(saved: Sequence[Box], wanted: Box) -> list[Copy]:
+    """The copies that fill ``wanted``, each element once; a ``CheckpointError`` if one is missing.
+
+    ``saved`` boxes may be replicas of each other, but must not overlap otherwise.
+    """
+    copies = []
+    filled = 0
+    for source in dict.fromkeys(saved):
+        if (part := wanted & source) is not None:
+            copies.append(Copy(part, source))
+            filled += part.size
+    if filled != wanted.size:
+        raise CheckpointError(
+            f"the saved pieces cover {filled} of the {wanted.size} elements of {wanted}"
+        )
+    return copies

@@ -1,0 +1,356 @@
+"""The one seam for durable bytes: everything that must survive a crash is written and read here.
+
+Every call to the operating system goes through this module's ``os``, so that a test can make any
+one of them fail, fall short or be the last thing the process ever does. Functions raise plain
+``OSError`` with the file's name; ``raising(SomeError)`` turns it into a message for people.
+File modes follow the umask.
+"""
+# The functions of `os` are the seam; pathlib would go around it.
+# ruff: noqa: PTH102, PTH104, PTH106, PTH108, PTH116, PTH208
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import secrets
+import stat
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+
+import xxhash
+
+from .errors import SurefootError
+
+BLOCK = 8 << 20  # bytes per write or read: large enough for the disk, small enough to stay in cache
+
+_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # a pipe of that name must not hang the reader
+_FOLDER = os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECTORY
+_CREATE = os.O_RDWR | os.O_CLOEXEC | os.O_CREAT | os.O_EXCL
+
+_REASONS = {
+    errno.ENOSPC: "the disk is full; free some space or choose another folder",
+    errno.EDQUOT: "your disk quota is used up; free some space or choose another folder",
+    errno.EROFS: "the file system is read-only; choose another folder",
+    errno.EACCES: "no permission; check the owner and mode of the file and its folders",
+    errno.EPERM: "not permitted; check the owner and mode of the file and its folders",
+    errno.EIO: "the disk reports an input/output error; check its health before going on",
+    errno.ENOENT: "it does not exist",
+    errno.EEXIST: "it exists already",
+    errno.ENOTEMPTY: "it exists already and is not empty",
+    errno.ENOTDIR: "a part of the path is not a folder",
+    errno.EISDIR: "it is a folder",
+    errno.ELOOP: "it is a symbolic link, which is not followed here",
+    errno.ENAMETOOLONG: "the name is too long",
+    errno.EFBIG: "the file system does not allow files this large",
+    errno.EMFILE: "too many open files; raise `ulimit -n`",
+}
+
+
+# --- errors ------------------------------------------------------------------------------------
+
+
+def explain(error: OSError) -> str:
+    """One sentence for people: which file, what happened, what to do."""
+    reason = _REASONS.get(error.errno or 0) or (error.strerror or str(error))
+    where = f"{os.fsdecode(error.filename)}: " if error.filename is not None else ""
+    return f"{where}{reason}"
+
+
+@contextlib.contextmanager
+def raising(kind: type[SurefootError], doing: str = "") -> Iterator[None]:
+    """Turn an ``OSError`` of the block into ``kind``, with a message for people."""
+    try:
+        yield
+    except OSError as error:
+        raise kind(f"{doing}: {explain(error)}" if doing else explain(error)) from error
+
+
+@contextlib.contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Give an ``OSError`` of a call on a descriptor the name of its file."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
+
+
+# --- hashes ------------------------------------------------------------------------------------
+
+
+class Hash:
+    """xxh3-128, fed piece by piece; equal to hashing the bytes in one go."""
+
+    def __init__(self) -> None:
+        self._state = xxhash.xxh3_128()
+
+    def update(self, data: bytes | memoryview) -> None:
+        """Add ``data``."""
+        self._state.update(data)
+
+    def hex(self) -> str:
+        """The 32 hexadecimal digits of what was added so far."""
+        return self._state.hexdigest()
+
+
+def digest(data: bytes | memoryview) -> str:
+    """xxh3-128 of ``data`` as 32 hexadecimal digits."""
+    return xxhash.xxh3_128_hexdigest(data)
+
+
+# --- files -------------------------------------------------------------------------------------
+
+
+class File:
+    """An open file, read and written at positions, so that threads can share it."""
+
+    def __init__(self, descriptor: int, path: Path) -> None:
+        self.path = path
+        self._descriptor = descriptor
+
+    def __enter__(self) -> File:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give the descriptor back. Closing twice is harmless."""
+        if self._descriptor >= 0:
+            descriptor, self._descriptor = self._descriptor, -1
+            with _naming(self.path):
+                os.close(descriptor)
+
+    @property
+    def size(self) -> int:
+        """Length in bytes."""
+        with _naming(self.path):
+            return os.fstat(self._descriptor).st_size
+
+    def read_into(self, offset: int, view: memoryview) -> None:
+        """Fill ``view`` with the bytes from ``offset`` on; ``OSError`` if the file ends before."""
+        done = 0
+        with _naming(self.path):
+            while done < len(view):
+                count = os.preadv(self._descriptor, [view[done : done + BLOCK]], offset + done)
+                if not count:
+                    missing = len(view) - done
+                    raise OSError(errno.ENODATA, f"the file ends {missing} bytes too early")
+                done += count
+
+    def read(self, offset: int, length: int) -> bytes:
+        """The ``length`` bytes from ``offset`` on. The caller bounds ``length``."""
+        data = bytearray(length)
+        self.read_into(offset, memoryview(data))
+        return bytes(data)
+
+    def reserve(self, length: int) -> None:
+        """Claim space for ``length`` bytes: a full disk shows before any is written."""
+        if not length:
+            return
+        with _naming(self.path):
+            try:
+                os.posix_fallocate(self._descriptor, 0, length)
+            except OSError as error:
+                if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+                    raise
+                space = os.fstatvfs(
+                    self._descriptor
+                )  # some file systems cannot reserve: look instead
+                if space.f_bavail * space.f_frsize < length:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from error
+                os.ftruncate(self._descriptor, length)
+
+    def write_at(self, offset: int, data: bytes | memoryview) -> None:
+        """Write all of ``data`` at ``offset``."""
+        view = memoryview(data)
+        done = 0
+        with _naming(self.path):
+            while done < len(view):
+                done += os.pwrite(self._descriptor, view[done : done + BLOCK], offset + done)
+
+    def sync(self) -> None:
+        """Return when the bytes are on the disk."""
+        with _naming(self.path):
+            os.fsync(self._descriptor)
+
+    def lock(self) -> None:
+        """Lock the file until it is closed or the process ends, however it ends.
+
+        Raises ``BlockingIOError`` if somebody else has the lock, another ``OSError`` if the file
+        system knows no locks.
+        """
+        with _naming(self.path):
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    def is_at_its_path(self) -> bool:
+        """Whether the path still leads to this very file."""
+        try:
+            return os.path.samestat(os.fstat(self._descriptor), os.stat(self.path))
+        except FileNotFoundError:
+            return False
+
+
+def create(path: Path) -> File:
+    """A new empty file; an ``OSError`` if there is one already."""
+    return File(os.open(path, _CREATE, 0o666), path)
+
+
+def open_file(path: Path, *, follow: bool = True, write: bool = False) -> File:
+    """An existing regular file; ``follow=False`` refuses a symbolic link at the end of the path."""
+    flags = _READ | (os.O_RDWR if write else 0) | (0 if follow else os.O_NOFOLLOW)
+    file = File(os.open(path, flags), path)
+    _must_be_regular(file)
+    return file
+
+
+def open_inside(folder: Path, name: str) -> File:
+    """The regular file ``name`` (``a.json``, ``sub/b.txt``) that truly lies inside ``folder``.
+
+    No symbolic link is followed below ``folder``, so that nothing outside it can be read.
+    """
+    *folders, last = PurePosixPath(name).parts
+    path = folder / name
+    with _naming(path):
+        parent = os.open(folder, _FOLDER)
+        try:
+            for part in folders:
+                child = os.open(part, _FOLDER | os.O_NOFOLLOW, dir_fd=parent)
+                os.close(parent)
+                parent = child
+            file = File(os.open(last, _READ | os.O_NOFOLLOW, dir_fd=parent), path)
+        except OSError as error:
+            error.filename = str(path)
+            raise
+        finally:
+            os.close(parent)
+    _must_be_regular(file)
+    return file
+
+
+def _must_be_regular(file: File) -> None:
+    if not stat.S_ISREG(os.fstat(file._descriptor).st_mode):
+        file.close()
+        raise OSError(errno.EINVAL, "not a regular file", str(file.path))
+
+
+def read_all(file: File, limit: int) -> bytes:
+    """The whole file, if it has at most ``limit`` bytes."""
+    size = file.size
+    if size > limit:
+        raise OSError(
+            errno.EINVAL, f"{size} bytes are more than the {limit} allowed", str(file.path)
+        )
+    return file.read(0, size)
+
+
+def write_new(path: Path, data: bytes) -> None:
+    """Write and flush a new file. It is not durable before its folder is flushed too."""
+    with create(path) as file:
+        file.reserve(len(data))
+        file.write_at(0, data)
+        file.sync()
+
+
+def write_aside(path: Path, data: bytes) -> None:
+    """Give ``path`` the content ``data`` at one stroke: a crash leaves the old or the new.
+
+    Written beside it, flushed, renamed over it, and the folder flushed.
+    """
+    aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
+    try:
+        write_new(aside, data)
+        rename(aside, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.unlink(aside)
+        raise
+    sync_folder(path.parent)
+
+
+def append_line(path: Path, text: str) -> None:
+    """Add one line at the end of ``path``, whole or not at all; readers see it at once."""
+    line = (text + "\n").encode()
+    descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_CREAT | os.O_APPEND, 0o666)
+    with _naming(path), File(descriptor, path) as file:
+        before = file.size
+        if (written := os.write(descriptor, line)) < len(line):
+            os.ftruncate(descriptor, before)
+            raise OSError(errno.ENOSPC, f"only {written} of {len(line)} bytes were written")
+
+
+# --- folders -----------------------------------------------------------------------------------
+
+
+def make_folder(path: Path, *, exist_ok: bool = True) -> None:
+    """Make ``path`` and what is missing above it, so that a crash does not take it away again."""
+    try:
+        os.mkdir(path)
+    except FileNotFoundError:
+        make_folder(path.parent)
+        os.mkdir(path)
+    except FileExistsError:
+        if exist_ok and is_folder(path):
+            return
+        raise
+    sync_folder(path.parent)
+
+
+def sync_folder(path: Path) -> None:
+    """Return when the names in ``path`` (not the files' bytes) are on the disk."""
+    with _naming(path), File(os.open(path, _FOLDER), path) as folder:
+        folder.sync()
+
+
+def rename(old: Path, new: Path) -> None:
+    """Rename at one stroke. Replaces a file; ``OSError`` where ``new`` is a folder with files."""
+    os.rename(old, new)
+
+
+def list_folder(path: Path) -> list[str]:
+    """The names in ``path``, sorted."""
+    return sorted(os.listdir(path))
+
+
+def remove_tree(path: Path) -> None:
+    """Remove a file, a link (not what it leads to) or a folder with all it holds.
+
+    What has gone meanwhile is no error, so that two processes may clean up at once.
+    """
+    try:
+        if not stat.S_ISDIR(os.lstat(path).st_mode):
+            os.unlink(path)
+            return
+        for name in os.listdir(path):
+            remove_tree(path / name)
+        os.rmdir(path)
+    except FileNotFoundError:
+        return
+
+
+def remove_empty_folder(path: Path) -> bool:
+    """Remove ``path`` if nothing is in it; whether it was."""
+    try:
+        os.rmdir(path)
+    except OSError:
+        return False
+    return True
+
+
+def exists(path: Path) -> bool:
+    """Whether there is anything of that name, be it a link to nowhere."""
+    try:
+        os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
+
+
+def is_folder(path: Path) -> bool:
+    """Whether ``path`` is a folder, links followed."""
+    try:
+        return stat.S_ISDIR(os.stat(path).st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
