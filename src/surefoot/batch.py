@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
@@ -30,8 +31,12 @@ class Batch:
     labels: torch.Tensor  # [B, T] int64
     position_ids: torch.Tensor  # [B, T] int64, from 0 in every document
     attention_mask: torch.Tensor | None = None  # [B, T] int64, 1 for real tokens; None when packed
-    cu_seqlens: torch.Tensor | None = None  # [D + 1] int32, 0 first and T last; None when padded
-    extras: Mapping[str, torch.Tensor] = field(default_factory=dict)  # what a stage adds for its loss
+    cu_seqlens: torch.Tensor | None = (
+        None  # [D + 1] int32, on the CPU, 0 first and T last; None when padded
+    )
+    extras: Mapping[str, torch.Tensor] = field(
+        default_factory=dict
+    )  # what a stage adds for its loss
 
     @property
     def num_tokens(self) -> int:
@@ -56,7 +61,7 @@ class Batch:
             self.labels.to(device, non_blocking=True),
             self.position_ids.to(device, non_blocking=True),
             move(self.attention_mask),
-            move(self.cu_seqlens),
+            self.cu_seqlens,  # read on the host, where kernels are launched from
             {name: tensor.to(device, non_blocking=True) for name, tensor in self.extras.items()},
         )
 
@@ -92,4 +97,17 @@ class Loss:
 
 
 LossFunction = Callable[[Outputs, Batch], Loss]  # pure: what the model said, what it should have
-ForwardBackward = Callable[[Window, LossFunction], list[Loss]]  # leaves summed gradients behind
+
+
+class ForwardBackward(Protocol):
+    """An engine: runs a window through the model and leaves summed gradients behind."""
+
+    def __call__(
+        self,
+        window: Window,
+        loss_function: LossFunction,
+        *,
+        before: Callable[[int], None],
+        after: Callable[[int], None],
+    ) -> list[Loss]:
+        """One detached loss per micro-batch; ``before`` and ``after`` are told each one's index."""

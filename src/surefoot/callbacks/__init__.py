@@ -1,1 +1,1 @@
-"""Watchers of the loop."""
+"""Watchers of the loop. To add one: write its file, build it in ``run``."""

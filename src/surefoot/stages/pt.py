@@ -9,7 +9,7 @@ from typing import ClassVar
 from ..batch import Batch, Features, Loss, Outputs
 from ..data.chat import Codec
 from ..data.collate import collate
-from ..data.encode import Dropped, Encoded
+from ..data.encode import Encoded
 from ..data.example import Example
 from ..training.losses import negative_log_likelihood
 
@@ -20,12 +20,11 @@ class PT:
 
     roles: ClassVar[tuple[str, ...]] = ("policy",)
     needs: ClassVar[tuple[str, ...]] = ("logps",)
+    uses_template: ClassVar[bool] = False
 
     def encode(self, examples: Sequence[Example], codec: Codec) -> list[Encoded]:
         """Cut each text into consecutive pieces; nothing of it is lost."""
-        texts = [_text(example) for example in examples]
-        encoded = iter(codec.encode_documents([text for text in texts if text]))
-        return [next(encoded) if text else Dropped("no text in this row") for text in texts]
+        return codec.encode_documents([_text(example) for example in examples])
 
     def collate(self, features: Sequence[Features], *, packing: bool) -> Batch:
         """Lay pieces end to end, or in a padded rectangle."""

@@ -20,6 +20,7 @@ class SFT:
 
     roles: ClassVar[tuple[str, ...]] = ("policy",)
     needs: ClassVar[tuple[str, ...]] = ("logps",)
+    uses_template: ClassVar[bool] = True
 
     def encode(self, examples: Sequence[Example], codec: Codec) -> list[Encoded]:
         """Render conversations with the chat template; labels on the answers."""

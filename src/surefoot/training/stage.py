@@ -30,6 +30,7 @@ class Stage(Protocol):
 
     roles: ClassVar[tuple[str, ...]]  # the models it needs; "policy" is the one that learns
     needs: ClassVar[tuple[str, ...]]  # the fields of Outputs that its loss reads
+    uses_template: ClassVar[bool]  # whether its examples are conversations
 
     def encode(self, examples: Sequence[Example], codec: Codec) -> list[Encoded]:
         """Turn examples into token lists: one entry per example, its features or why it was dropped."""

@@ -1,0 +1,168 @@
+"""The screen: a live line with rich on a terminal, plain ``key=value`` lines anywhere else."""
+
+from __future__ import annotations
+
+import logging
+import resource
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
+from rich.text import Text
+
+from ..training.callback import Context, TrainerCallback
+from ..training.state import TrainerControl, TrainerState
+
+logger = logging.getLogger(__name__)
+SPARKS = "▁▂▃▄▅▆▇█"
+
+
+@dataclass
+class Screen(TrainerCallback):
+    """Shows how far the run is, its figures, the time left and the last checkpoint."""
+
+    console: Console
+    _progress: Progress | None = field(default=None, init=False)
+    _started: float = field(default=0.0, init=False)
+    _first_step: int = field(default=0, init=False)
+    _figures: dict[str, str] = field(default_factory=dict, init=False)
+
+    def on_train_begin(self, args: Context, state: TrainerState, control: TrainerControl) -> None:
+        """Start the clock and, on a terminal, the live line."""
+        self._started, self._first_step = time.monotonic(), state.global_step
+        if self.console.is_terminal:
+            self._progress = Progress(
+                TextColumn("[bold]step"),
+                _Steps(),
+                BarColumn(bar_width=24),
+                _Figures(self._figures),
+                console=self.console,
+                refresh_per_second=4,
+            )
+            self._progress.add_task("train", total=state.max_steps, completed=state.global_step)
+            self._progress.start()
+
+    def on_step_end(self, args: Context, state: TrainerState, control: TrainerControl) -> None:
+        """Move the bar."""
+        self._figures["left"] = duration(self._seconds_left(state))
+        if self._progress is not None:
+            self._progress.update(self._progress.task_ids[0], completed=state.global_step)
+
+    def on_log(
+        self,
+        args: Context,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: Mapping[str, float],
+    ) -> None:
+        """Show the figures: in the live line, or as a line of their own."""
+        shown = {name: _short(name, value) for name, value in logs.items() if name in FORMATS}
+        if "loss" in logs:
+            shown["memory"] = _memory()
+            self._figures.update(shown)
+            self._figures["trend"] = sparkline(
+                [r["loss"] for r in state.log_history if "loss" in r]
+            )
+        if self._progress is None:
+            left = {} if "loss" not in logs else {"left": self._figures.get("left", "?")}
+            pairs = [f"{name}={value}" for name, value in (shown | left).items()]
+            logger.info("step=%d/%d %s", state.global_step, state.max_steps, " ".join(pairs))
+        elif "loss" not in logs:
+            pairs = [f"{name.removeprefix('eval_')} [bold]{v}[/]" for name, v in shown.items()]
+            self._progress.console.print(
+                f"[cyan]eval[/] at step {state.global_step}: " + "  ".join(pairs)
+            )
+
+    def on_save(self, args: Context, state: TrainerState, control: TrainerControl) -> None:
+        """Name the checkpoint."""
+        self._figures["checkpoint"] = f"checkpoint-{state.global_step}"
+        if self._progress is None:
+            logger.info("saved %s", args.output_dir / f"checkpoint-{state.global_step}")
+
+    def on_train_end(self, args: Context, state: TrainerState, control: TrainerControl) -> None:
+        """Leave the last state of the live line on the screen."""
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+
+    def _seconds_left(self, state: TrainerState) -> float:
+        """From the speed of this session alone: earlier ones may have run elsewhere."""
+        done = state.global_step - self._first_step
+        if not done:
+            return float("inf")
+        return (time.monotonic() - self._started) / done * (state.max_steps - state.global_step)
+
+
+class _Steps(ProgressColumn):
+    def render(self, task: Task) -> Text:
+        return Text(f"{int(task.completed)}/{int(task.total or 0)}")
+
+
+class _Figures(ProgressColumn):
+    def __init__(self, figures: Mapping[str, str]) -> None:
+        super().__init__()
+        self.figures = figures
+
+    def render(self, task: Task) -> Text:
+        text = Text()
+        for name, label in LABELS.items():
+            if name in self.figures:
+                text.append(f" {label} " if label else " ", style="dim")
+                text.append(self.figures[name])
+        return text
+
+
+FORMATS = {
+    "loss": "{:.4f}",
+    "grad_norm": "{:.3g}",
+    "learning_rate": "{:.3g}",
+    "tokens_per_second": "{:,.0f}",
+    "eval_loss": "{:.4f}",
+    "eval_perplexity": "{:.4g}",
+    "eval_token_accuracy": "{:.1%}",
+}
+LABELS = {
+    "loss": "loss",
+    "trend": "",
+    "learning_rate": "lr",
+    "grad_norm": "grad",
+    "tokens_per_second": "tok/s",
+    "memory": "mem",
+    "checkpoint": "saved",
+    "left": "left",
+}
+
+
+def _short(name: str, value: float) -> str:
+    return FORMATS[name].format(value)
+
+
+def sparkline(values: list[float], width: int = 12) -> str:
+    """The last values as a row of bars, lowest to highest."""
+    tail = [v for v in values[-width:] if v == v]
+    if len(tail) < 2:
+        return ""
+    low, span = min(tail), (max(tail) - min(tail)) or 1.0
+    return "".join(SPARKS[int((v - low) / span * (len(SPARKS) - 1))] for v in tail)
+
+
+def duration(seconds: float) -> str:
+    """``1:02:03`` or ``2:03``; ``?`` when unknown."""
+    if seconds == float("inf"):
+        return "?"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def _memory() -> str:
+    """Peak memory of the GPU, or of this process where there is none."""
+    if torch.cuda.is_available():
+        return f"{torch.cuda.max_memory_allocated() / 2**30:.1f} GiB"
+    unit = 1 if sys.platform == "darwin" else 1024  # bytes there, KiB elsewhere
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return f"{peak * unit / 2**30:.1f} GiB"

@@ -1,0 +1,55 @@
+"""Stop when evaluations no longer get better; its patience survives a resume."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ..training.best import is_better
+from ..training.callback import Context, TrainerCallback
+from ..training.state import TrainerControl, TrainerState
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class EarlyStop(TrainerCallback):
+    """Stops after ``patience`` evaluations in a row whose metric beats the best by no more than ``threshold``."""
+
+    patience: int
+    threshold: float = 0.0
+    best: float | None = None
+    num_worse: int = 0
+
+    def on_evaluate(
+        self,
+        args: Context,
+        state: TrainerState,
+        control: TrainerControl,
+        metrics: Mapping[str, float],
+    ) -> None:
+        """Count evaluations without a better metric."""
+        section = args.section
+        metric = metrics[section.metric_for_best_model]
+        if is_better(metric, self.best, greater=section.is_greater_better, by=self.threshold):
+            self.best, self.num_worse = metric, 0
+            return
+        self.num_worse += 1
+        if self.num_worse >= self.patience:
+            control.should_training_stop = control.should_save = True
+            logger.info(
+                "early stop at step %d: %s was no better than %.4g for %d evaluations",
+                state.global_step,
+                section.metric_for_best_model,
+                self.best,
+                self.num_worse,
+            )
+
+    def state_dict(self) -> dict[str, float | None]:
+        """Best metric and how many evaluations were no better."""
+        return {"best": self.best, "num_worse": self.num_worse}
+
+    def load_state_dict(self, state: Mapping[str, float | None]) -> None:
+        """Go on counting."""
+        self.best, self.num_worse = state["best"], int(state["num_worse"] or 0)

@@ -1,0 +1,61 @@
+"""TensorBoard event files under ``tensorboard/`` of the run, for ``report_to: [tensorboard]``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..errors import RecipeError
+from ..training.callback import Context, TrainerCallback
+from ..training.state import TrainerControl, TrainerState
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+
+@dataclass
+class TensorBoard(TrainerCallback):
+    """Writes every log as scalars; steps that a resume repeats replace the old ones on the board."""
+
+    folder: Path
+    _writer: SummaryWriter | None = field(default=None, init=False)
+
+    def on_init_end(self, args: Context, state: TrainerState, control: TrainerControl) -> None:
+        """Find a missing package before the first step, not at the first log."""
+        try:
+            import tensorboard  # noqa: F401
+        except ImportError:
+            raise RecipeError(
+                "train.report_to: tensorboard is not installed; pip install 'surefoot[tensorboard]'"
+            ) from None
+
+    def on_train_begin(self, args: Context, state: TrainerState, control: TrainerControl) -> None:
+        """Open the event file; ``purge_step`` hides what a killed run wrote after its last checkpoint."""
+        from torch.utils.tensorboard import SummaryWriter
+
+        purge = state.global_step + 1 if state.global_step else None
+        self._writer = SummaryWriter(str(self.folder), purge_step=purge)
+
+    def on_log(
+        self,
+        args: Context,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: Mapping[str, float],
+    ) -> None:
+        """``loss`` as ``train/loss``, ``eval_loss`` as ``eval/loss``."""
+        if self._writer is None:
+            return
+        for name, value in logs.items():
+            if name not in ("step", "epoch"):
+                tag = f"eval/{name[5:]}" if name.startswith("eval_") else f"train/{name}"
+                self._writer.add_scalar(tag, value, state.global_step)
+        self._writer.flush()
+
+    def on_train_end(self, args: Context, state: TrainerState, control: TrainerControl) -> None:
+        """Close the file."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None

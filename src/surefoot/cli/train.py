@@ -1,0 +1,29 @@
+"""``surefoot train``: from a recipe to tuned weights; again, and it goes on where it left off."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+
+@click.command()
+@click.argument("recipe", type=click.Path(path_type=Path))
+@click.argument("overrides", nargs=-1)
+def train(recipe: Path, overrides: tuple[str, ...]) -> None:
+    """Train as RECIPE says; OVERRIDES are dotted fields such as optim.adamw.learning_rate=5e-5.
+
+    Started again, the same command goes on from the newest checkpoint in train.output_dir that
+    verifies. Ctrl-C or SIGTERM finish the step, save, and leave with 128 + the signal's number.
+    """
+    from surefoot.recipe.recipe import load
+    from surefoot.run import run
+
+    outcome = run(load(recipe, overrides))
+    if outcome.signal is not None:
+        click.echo(
+            f"stopped at step {outcome.state.global_step} by {outcome.signal.name}, saved; "
+            "the same command goes on from here",
+            err=True,
+        )
+        raise SystemExit(128 + outcome.signal)

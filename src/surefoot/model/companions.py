@@ -1,0 +1,69 @@
+"""The small files beside the weights that make a folder open everywhere: config, tokenizer, template."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+STRAY = ("is_local", "local_files_only")  # what transformers leaks into tokenizer_config.json
+
+
+def tokenizer_files(tokenizer: PreTrainedTokenizerBase) -> dict[str, bytes]:
+    """``tokenizer.json``, ``tokenizer_config.json``, ``chat_template.jinja`` and their like."""
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer.save_pretrained(folder)
+        files = _read_all(Path(folder))
+    config = json.loads(files["tokenizer_config.json"])
+    kept = {name: value for name, value in config.items() if name not in STRAY}
+    files["tokenizer_config.json"] = _json(kept)
+    return files
+
+
+def model_files(
+    model: PreTrainedModel, folder: Path, stop_token_ids: Sequence[int]
+) -> dict[str, bytes]:
+    """``config.json``, ``generation_config.json`` and, for models that bring code, that code.
+
+    Args:
+        model: as it is saved, its vocabulary and dtype included.
+        folder: where it was loaded from.
+        stop_token_ids: tokens that end an answer; added to the end-of-sequence tokens.
+    """
+    config = json.loads(model.config.to_json_string(use_diff=True))
+    config["architectures"] = [type(model).__name__]
+    config["dtype"] = str(next(model.parameters()).dtype).removeprefix("torch.")
+    generation = json.loads(model.generation_config.to_json_string(use_diff=True))
+    known = generation.get("eos_token_id")
+    known = known if isinstance(known, list) else [known] if known is not None else []
+    ends = list(dict.fromkeys([*known, *stop_token_ids]))
+    if ends:
+        generation["eos_token_id"] = ends[0] if len(ends) == 1 else ends
+    code = {path.name: path.read_bytes() for path in sorted(folder.glob("*.py"))}
+    return {"config.json": _json(config), "generation_config.json": _json(generation), **code}
+
+
+def adapter_files(model: nn.Module) -> dict[str, bytes]:
+    """``adapter_config.json`` as PEFT writes it, its sets sorted so that equal runs give equal bytes."""
+    with tempfile.TemporaryDirectory() as folder:
+        config = model.peft_config["default"]  # type: ignore[index, union-attr]
+        was_training, config.inference_mode = config.inference_mode, True  # type: ignore[union-attr]
+        config.save_pretrained(folder)  # type: ignore[union-attr, operator]
+        config.inference_mode = was_training  # type: ignore[union-attr]
+        plain = json.loads((Path(folder) / "adapter_config.json").read_text())
+    for name in ("target_modules", "modules_to_save"):
+        if isinstance(plain.get(name), list):
+            plain[name] = sorted(plain[name])
+    return {"adapter_config.json": _json(plain)}
+
+
+def _read_all(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.is_file()}
+
+
+def _json(content: object) -> bytes:
+    return (json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()

@@ -1,0 +1,177 @@
+"""A pretrained model from a folder or a hub: found, checked, loaded whole, or a clear error."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Literal
+
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+from huggingface_hub.utils import HFValidationError
+from safetensors import SafetensorError
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+
+from ..errors import ModelError
+from .section import ModelSection
+
+logger = logging.getLogger(__name__)
+FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.py")  # never pickles
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def device() -> torch.device:
+    """The GPU of this process if there is one, otherwise the CPU."""
+    return (
+        torch.device("cuda", torch.cuda.current_device())
+        if torch.cuda.is_available()
+        else torch.device("cpu")
+    )
+
+
+def resolve(section: ModelSection) -> Path:
+    """The local folder of a model: ``section.path`` itself, or its files fetched from the hub.
+
+    Raises:
+        ModelError: no such folder and no such hub model, or a folder without safetensors weights.
+    """
+    local = Path(section.path)
+    folder = local if local.exists() else _download(section)
+    if not folder.is_dir():
+        raise ModelError(
+            f"model.path: {folder} is a file; expected the folder that holds config.json"
+        )
+    if not (folder / "config.json").is_file():
+        raise ModelError(
+            f"model.path: no config.json in {folder}; expected a Hugging Face model folder"
+        )
+    _refuse_pickles(folder)
+    return folder
+
+
+def _download(section: ModelSection) -> Path:
+    if section.hub == "modelscope":
+        return _download_modelscope(section)
+    try:
+        return Path(
+            snapshot_download(section.path, revision=section.revision, allow_patterns=list(FILES))
+        )
+    except HFValidationError:
+        raise ModelError(
+            f"model.path: no folder {section.path!r} here, and it is not a hub id such as Qwen/Qwen3-0.6B"
+        ) from None
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ModelError(
+            f"model.path: no folder {section.path!r} here, and the Hugging Face hub did not give it: {reason}"
+        ) from None
+
+
+def _download_modelscope(section: ModelSection) -> Path:
+    try:
+        from modelscope import snapshot_download as modelscope_download
+    except ImportError:
+        raise ModelError("model.hub: modelscope needs `pip install surefoot[modelscope]`") from None
+    return Path(
+        modelscope_download(section.path, revision=section.revision, allow_patterns=list(FILES))
+    )
+
+
+def _refuse_pickles(folder: Path) -> None:
+    if any(folder.glob("*.safetensors")):
+        return
+    pickles = sorted(p.name for p in folder.iterdir() if p.suffix in (".bin", ".pt", ".pth"))
+    if pickles:
+        raise ModelError(
+            f"model.path: {folder} holds its weights as {pickles[0]}, a pickle, which can run code when read. "
+            'If you trust it, convert it once: python -c "from transformers import AutoModelForCausalLM as M; '
+            f"M.from_pretrained('{folder}', weights_only=True).save_pretrained('{folder}-safetensors')\""
+        )
+    raise ModelError(f"model.path: no *.safetensors in {folder}; the weights are missing")
+
+
+def load_model(
+    folder: Path,
+    section: ModelSection,
+    *,
+    dtype: torch.dtype | Literal["auto"],
+) -> PreTrainedModel:
+    """The causal language model in ``folder``, on this process's device, in evaluation mode.
+
+    Raises:
+        ModelError: not a causal language model, or weights that are missing, unexpected or damaged.
+    """
+    attention = None if section.attention == "auto" else section.attention
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=section.trust_remote_code)
+        model, info = AutoModelForCausalLM.from_pretrained(
+            folder,
+            config=config,
+            dtype=dtype,
+            attn_implementation=attention,
+            use_safetensors=True,
+            trust_remote_code=section.trust_remote_code,
+            output_loading_info=True,
+        )
+    except (SafetensorError, json.JSONDecodeError) as error:
+        raise ModelError(
+            f"{folder}: damaged or truncated file: {error}; fetch the model again"
+        ) from None
+    except (ValueError, OSError, ImportError, KeyError, RuntimeError) as error:
+        raise ModelError(
+            f"{folder}: cannot load the model: {str(error).strip().splitlines()[0]}"
+        ) from None
+    _check_complete(folder, info)
+    return model.to(device()).eval()
+
+
+def _check_complete(folder: Path, info: dict[str, object]) -> None:
+    for kind, advice in (
+        ("missing_keys", "the model needs them and would start them at random"),
+        ("unexpected_keys", "they are of another architecture than config.json says"),
+        ("mismatched_keys", "their shapes are not what config.json says"),
+    ):
+        names = sorted(str(name) for name in info.get(kind) or ())  # type: ignore[attr-defined]
+        if names:
+            raise ModelError(
+                f"{folder}: {len(names)} tensors {kind.removesuffix('_keys')} ({names[0]}): {advice}"
+            )
+
+
+def training_dtype(section: ModelSection) -> torch.dtype | Literal["auto"]:
+    """The type to load weights in before a method picks those that learn."""
+    if section.dtype != "auto":
+        return DTYPES[section.dtype]
+    return "auto" if torch.cuda.is_available() else torch.float32
+
+
+def upcast_trained(model: nn.Module, section: ModelSection) -> None:
+    """With ``dtype: auto``, hold the weights that learn in float32, where small updates survive."""
+    if section.dtype == "auto":
+        for parameter in model.parameters():
+            if parameter.requires_grad and parameter.dtype in (torch.float16, torch.bfloat16):
+                parameter.data = parameter.data.float()
+
+
+@torch.no_grad()
+def grow_embeddings(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Make room for tokens the tokenizer has and the model has not; they start at the mean of the others.
+
+    Never shrinks (vocabularies are often padded). Returns whether anything grew.
+    """
+    before = model.get_input_embeddings().num_embeddings
+    if len(tokenizer) <= before:
+        return False
+    model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+    embeddings = [model.get_input_embeddings(), model.get_output_embeddings()]
+    for weight in {id(m.weight): m.weight for m in embeddings if m is not None}.values():
+        weight[before:] = weight[:before].float().mean(0).to(weight.dtype)
+    logger.info(
+        "embeddings: %d new tokens, started at the mean of the %d old ones",
+        len(tokenizer) - before,
+        before,
+    )
+    return True

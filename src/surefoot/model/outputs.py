@@ -1,0 +1,62 @@
+"""What stages need of a model, computed in one place, so that no stage ever sees a batch of logits.
+
+Logits exist only at trained positions: the head is asked for those alone (``logits_to_keep``), which is
+most of the memory and, with a large vocabulary, much of the time. Chunked and fused heads belong here.
+
+Shapes: B rows, T tokens, N trained positions in reading order, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+import torch.nn.functional as F
+from transformers import PreTrainedModel
+
+from ..batch import IGNORE_INDEX, Batch, Outputs
+from .attention import packed_arguments
+
+
+def compute(model: torch.nn.Module, batch: Batch, needs: Collection[str]) -> Outputs:
+    """Run ``model`` on ``batch`` and keep what a stage ``needs`` (names of ``Outputs``' fields)."""
+    logits_NV, labels_N = trained_logits(model, batch)
+    if logits_NV.dtype in (torch.float16, torch.bfloat16):
+        logits_NV = logits_NV.float()
+    return Outputs(
+        logps=-F.cross_entropy(logits_NV, labels_N, reduction="none"),
+        entropies=_entropies(logits_NV) if "entropies" in needs else None,
+        predictions=logits_NV.argmax(-1) if "predictions" in needs else None,
+    )
+
+
+def trained_logits(model: torch.nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    """The logits [N, V] that predict the trained labels, and those labels [N].
+
+    ``labels[b, t]`` is predicted at position t - 1.
+    """
+    rows, columns = (batch.labels[:, 1:] != IGNORE_INDEX).nonzero(as_tuple=True)
+    labels_N = batch.labels[rows, columns + 1]
+    # A packed row keeps just its trained positions; a rectangle, the columns where any row is trained.
+    kept, place = (columns, None) if len(batch.labels) == 1 else columns.unique(return_inverse=True)
+    logits = model(
+        input_ids=batch.input_ids,
+        attention_mask=batch.attention_mask,
+        position_ids=batch.position_ids,
+        logits_to_keep=kept,
+        use_cache=False,
+        **({} if batch.cu_seqlens is None else packed_arguments(_inner(model), batch.cu_seqlens)),
+    ).logits
+    return (logits[0] if place is None else logits[rows, place]), labels_N
+
+
+def _inner(model: torch.nn.Module) -> PreTrainedModel:
+    """The transformers model inside a PEFT wrapper, or ``model`` itself."""
+    inner: PreTrainedModel = model.get_base_model() if hasattr(model, "get_base_model") else model
+    return inner
+
+
+def _entropies(logits_NV: torch.Tensor) -> torch.Tensor:
+    """Entropy of each next-token distribution in nats: ``-sum p log p``."""
+    logps_NV = F.log_softmax(logits_NV, dim=-1)
+    return -(logps_NV.exp() * logps_NV).sum(-1)

@@ -1,0 +1,86 @@
+"""The weights of a model as states to save and restore, under the names its files use.
+
+transformers 5 fuses and renames tensors at load for some architectures (experts, for one); a file with
+module names would not come back through ``from_pretrained``, so names are turned back before a save.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+
+from ..errors import CheckpointError
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class FullWeights:
+    """All weights of a transformers model; tied ones once, under the name transformers keeps."""
+
+    model: PreTrainedModel
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """The live tensors under the names of the model's Hugging Face files."""
+        tied = self.model.all_tied_weights_keys
+        own = {name: t for name, t in self.model.state_dict().items() if name not in tied}
+        renamed: dict[str, torch.Tensor] = revert_weight_conversion(self.model, own)
+        return renamed
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Tensors) -> None:
+        """Copy ``state`` into the model. Raises ``CheckpointError`` if it is of another model."""
+        own = self.model.state_dict()
+        wanted = {name: own[name] for name in own.keys() - self.model.all_tied_weights_keys.keys()}
+        if state.keys() != wanted.keys():
+            wanted = self.state_dict()
+            _check_names(state, wanted)
+            self._load_converted(state)
+            return
+        for name, tensor in wanted.items():
+            if tensor is not state[name] and tensor.data_ptr() != state[name].data_ptr():
+                tensor.copy_(state[name])
+
+    def _load_converted(self, state: Tensors) -> None:
+        """Let transformers fuse and rename ``state`` as it does when it loads a folder."""
+        fresh = type(self.model).from_pretrained(
+            None, config=self.model.config, state_dict=dict(state), dtype=self.model.dtype
+        )
+        self.model.load_state_dict(fresh.state_dict())
+
+
+@dataclass(frozen=True)
+class AdapterWeights:
+    """The weights of a PEFT adapter under the names of ``adapter_model.safetensors``."""
+
+    model: nn.Module
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """The live tensors by PEFT's names, without the adapter's own name."""
+        from peft import get_peft_model_state_dict
+
+        state: dict[str, torch.Tensor] = get_peft_model_state_dict(
+            self.model, save_embedding_layers=False
+        )
+        return state
+
+    def load_state_dict(self, state: Tensors) -> None:
+        """Copy ``state`` into the adapter. Raises ``CheckpointError`` if it is of another one."""
+        from peft import set_peft_model_state_dict
+
+        _check_names(state, self.state_dict())
+        set_peft_model_state_dict(self.model, dict(state))
+
+
+def _check_names(found: Tensors, wanted: Tensors) -> None:
+    missing, unexpected = sorted(wanted.keys() - found.keys()), sorted(found.keys() - wanted.keys())
+    if missing or unexpected:
+        raise CheckpointError(
+            f"weights of another model: {len(missing)} tensors missing, {len(unexpected)} unexpected "
+            f"(for one, {(missing or unexpected)[0]})"
+        )

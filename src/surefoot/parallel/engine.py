@@ -1,0 +1,34 @@
+"""How a window is run through the model. The loop and the stages cannot tell one engine from another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from ..batch import Batch, ForwardBackward, Loss, LossFunction, Outputs, Window
+
+Forward = Callable[[Batch], Outputs]
+
+
+def plain(forward: Forward, device: torch.device) -> ForwardBackward:
+    """One micro-batch after the other, on a model this rank holds whole."""
+
+    def run(
+        window: Window,
+        loss_function: LossFunction,
+        *,
+        before: Callable[[int], None],
+        after: Callable[[int], None],
+    ) -> list[Loss]:
+        losses = []
+        for index, batch in enumerate(window):
+            before(index)
+            batch = batch.to(device)
+            loss = loss_function(forward(batch), batch)
+            loss.total.backward()  # type: ignore[no-untyped-call]
+            losses.append(loss.detach())
+            after(index)
+        return losses
+
+    return run

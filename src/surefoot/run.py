@@ -1,0 +1,366 @@
+"""From a recipe to a trained model, in reading order. The only place where the parts meet."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from .batch import Batch, ForwardBackward, Outputs
+from .callbacks.console import Screen
+from .callbacks.early_stop import EarlyStop
+from .callbacks.jsonl import NAME as METRICS
+from .callbacks.jsonl import Jsonl
+from .callbacks.plot import NAME as PLOT
+from .callbacks.plot import Plot
+from .callbacks.tensorboard import TensorBoard
+from .checkpoint.load import load as load_checkpoint
+from .data.chat import Codec
+from .data.loader import Loader
+from .data.prepare import Prepared, prepare
+from .data.templates import disagreement, load_template
+from .errors import RecipeError
+from .files import write_aside
+from .model import attention, companions, outputs
+from .model.adapter import continue_adapter
+from .model.load import (
+    device,
+    grow_embeddings,
+    load_model,
+    resolve,
+    training_dtype,
+    upcast_trained,
+)
+from .model.tokenizer import load_tokenizer
+from .model.weights import AdapterWeights, FullWeights
+from .optim.state import NamedState
+from .parallel.engine import plain
+from .recipe.recipe import Recipe, dump, load, read
+from .run_folder import opened, resume_point, write_recipe
+from .training.callback import Callbacks, Context, TrainerCallback
+from .training.interval import Interval
+from .training.precision import LossScaler, PrecisionName, autocast, choose
+from .training.randomness import seed_everything, use_deterministic_kernels
+from .training.saver import Saver
+from .training.stage import Models
+from .training.state import TrainerControl, TrainerState
+from .training.step import Step
+from .training.trainer import Trainer
+from .training.triggers import Flow, Trigger
+
+logger = logging.getLogger(__name__)
+
+
+def train(
+    recipe: Recipe | str | Path | Mapping[str, object],
+    *,
+    callbacks: Sequence[TrainerCallback] = (),
+    **overrides: object,
+) -> TrainerState:
+    """Train as the recipe says, from where its output_dir left off, and return the final state.
+
+    Args:
+        recipe: a ``Recipe``, the path of a YAML file, or the same as nested mappings.
+        callbacks: watchers beside those of the recipe.
+        overrides: sections to change, as nested mappings (``optim={"adamw": {"learning_rate": 5e-5}}``)
+            or dotted paths (``**{"optim.adamw.learning_rate": 5e-5}``).
+
+    Raises:
+        SurefootError: whatever a user can put right; see ``errors``.
+    """
+    return run(read_recipe(recipe, overrides), callbacks=callbacks).state
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended: its state, and the signal that stopped it, if one did."""
+
+    state: TrainerState
+    signal: signal.Signals | None = None
+
+
+def run(recipe: Recipe, *, callbacks: Sequence[TrainerCallback] = ()) -> Outcome:
+    """Start a run, or go on with it; see ``train``."""
+    with opened(recipe) as folder:
+        start = resume_point(folder, recipe.checkpoint.resume)
+        trainer = build(recipe, callbacks=callbacks, resume=start)
+        write_recipe(folder, recipe)
+        state = trainer.state
+        if state.global_step >= state.max_steps and not state.pending:
+            logger.info(
+                "this run is complete: %d of %d steps. To train on, raise train.num_epochs or max_steps",
+                state.global_step,
+                state.max_steps,
+            )
+            return Outcome(state)
+        trainer.fit()
+        finish(trainer)
+        return Outcome(state, trainer.stop.received)
+
+
+def read_recipe(
+    recipe: Recipe | str | Path | Mapping[str, object], overrides: Mapping[str, object]
+) -> Recipe:
+    """The recipe to run, from whatever form it is given in."""
+    if isinstance(recipe, Recipe):
+        return read(recipe, overrides) if overrides else recipe
+    if isinstance(recipe, Mapping):
+        return read(recipe, overrides)
+    return load(Path(recipe), overrides)
+
+
+def build(
+    recipe: Recipe,
+    *,
+    callbacks: Sequence[TrainerCallback] = (),
+    resume: Path | None = None,
+) -> Trainer:
+    """The trainer of a recipe, its states those of the checkpoint ``resume`` if one is given."""
+    seed_everything(recipe.train.seed)
+    use_deterministic_kernels(recipe.train.deterministic)
+    base = resolve(recipe.model)
+    codec = build_codec(recipe, base)
+    data = prepare_data(recipe, codec)
+    policy, inner = build_policy(recipe, base, codec.tokenizer)
+    loader = build_loader(recipe, data)
+    trainer = assemble(recipe, policy, loader, data, Parts(inner, codec, base))
+    trainer.callbacks.members = [*standard_callbacks(recipe), *callbacks]
+    if resume is not None:
+        load_checkpoint(resume, trainer.states)
+        trainer.saver.newest = trainer.saver.resumed_from = resume
+        logger.info("going on from %s, step %d", resume.name, trainer.state.global_step)
+    trainer.callbacks.emit("on_init_end")
+    return trainer
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What the saved companions are made of."""
+
+    inner: PreTrainedModel  # the policy without its adapter
+    codec: Codec
+    base: Path
+
+
+def build_codec(recipe: Recipe, base: Path) -> Codec:
+    """Tokenizer and chat template; from here on the tokenizer carries the template that is used."""
+    tokenizer = load_tokenizer(
+        base,
+        trust_remote_code=recipe.model.trust_remote_code,
+        new_special_tokens=recipe.model.new_special_tokens,
+    )
+    if not recipe.stage.uses_template:
+        return Codec(tokenizer, None, recipe.data)
+    template = load_template(recipe.data.template, tokenizer)
+    if difference := disagreement(template, tokenizer):
+        logger.warning("%s", difference)
+    tokenizer.chat_template = template.source
+    return Codec(tokenizer, template, recipe.data)
+
+
+def prepare_data(recipe: Recipe, codec: Codec) -> Prepared:
+    """Encoded datasets, from the cache where they are in it; what was left out is logged."""
+    prepared = prepare(
+        recipe.data,
+        lambda examples: recipe.stage.encode(examples, codec),
+        fingerprint={"codec": codec.fingerprint, "stage": repr(recipe.stage)},
+        seed=recipe.train.seed,
+    )
+    for line in prepared.report.lines():
+        logger.info("%s", line)
+    return prepared
+
+
+def build_policy(
+    recipe: Recipe, base: Path, tokenizer: PreTrainedTokenizerBase
+) -> tuple[nn.Module, PreTrainedModel]:
+    """The model that learns, and the transformers model inside it."""
+    model = load_model(base, recipe.model, dtype=training_dtype(recipe.model))
+    grew = grow_embeddings(model, tokenizer)
+    if recipe.data.packing:
+        attention.use_packed(model)
+    if recipe.model.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.enable_input_require_grads()
+    seed_everything(recipe.train.seed, 1)
+    if recipe.model.adapter is not None:
+        policy = continue_adapter(model, recipe.model.adapter)
+    else:
+        policy = recipe.method.apply(model)
+    if grew and not model.get_input_embeddings().weight.requires_grad:
+        _refuse_frozen_new_tokens(policy)
+    upcast_trained(policy, recipe.model)
+    trained = sum(p.numel() for p in policy.parameters() if p.requires_grad)
+    total = sum(p.numel() for p in policy.parameters())
+    logger.info("%s parameters, %s of them learn (%.2f %%)", f"{total:,}", f"{trained:,}", 100 * trained / total)
+    return policy, model
+
+
+def _refuse_frozen_new_tokens(policy: nn.Module) -> None:
+    embeddings = policy.get_input_embeddings()
+    if not any(p.requires_grad for p in embeddings.parameters()):
+        raise RecipeError(
+            "model.new_special_tokens: the embeddings of the new tokens would never learn; "
+            "name them in method.lora.modules_to_save (embed_tokens, lm_head) or in "
+            "method.freeze.extra_modules, or use method: full"
+        )
+
+
+def build_loader(recipe: Recipe, data: Prepared) -> Loader:
+    """Windows of micro-batches from the training examples."""
+    return Loader(
+        data.train,
+        lambda features: recipe.stage.collate(features, packing=recipe.data.packing),
+        global_batch_size=recipe.train.global_batch_size,
+        micro_batch_size=recipe.train.micro_batch_size,
+        seed=recipe.train.seed,
+        shuffle=recipe.data.shuffle,
+    )
+
+
+def assemble(
+    recipe: Recipe, policy: nn.Module, loader: Loader, data: Prepared, parts: Parts
+) -> Trainer:
+    """Put the parts together."""
+    section, precision = recipe.train, choose(recipe.train.precision)
+    max_steps = section.max_steps or math.ceil(section.num_epochs * loader.steps_per_epoch)
+    state = TrainerState(
+        max_steps=max_steps,
+        num_train_epochs=section.num_epochs,
+        train_batch_size=section.micro_batch_size,
+    )
+    optimizer = recipe.optim.build([(n, p) for n, p in policy.named_parameters() if p.requires_grad])
+    scaler = LossScaler(enabled=precision == "fp16")
+    step = Step(
+        optimizer,
+        recipe.optim.schedule_over(max_steps),
+        build_engine(recipe, policy, precision),
+        section.max_grad_norm,
+        scaler,
+    )
+    control = TrainerControl()
+    context = Context(
+        section, policy, optimizer, section.output_dir, len(data.train), loader.steps_per_epoch
+    )
+    is_adapter = recipe.method.kind == "adapter"
+    return Trainer(
+        section=section,
+        stage=recipe.stage,
+        models=Models(policy),
+        weights=AdapterWeights(policy) if is_adapter else FullWeights(parts.inner),
+        optimizer_state=NamedState(optimizer),
+        step=step,
+        forward=build_forward(policy, precision, (*recipe.stage.needs, "predictions")),
+        loader=loader,
+        evals={name: Batches(recipe, dataset) for name, dataset in data.evals.items()},
+        saver=build_saver(recipe, policy, parts),
+        callbacks=Callbacks(context, state, control),
+        state=state,
+        control=control,
+        interval=Interval(state, sum(p.numel() for p in policy.parameters())),
+    )
+
+
+def build_forward(policy: nn.Module, precision: PrecisionName, needs: Sequence[str]):  # noqa: ANN201
+    """A batch through the model to what a stage needs of it."""
+
+    def forward(batch: Batch) -> Outputs:
+        with autocast(precision, batch.input_ids.device):
+            return outputs.compute(policy, batch, needs)
+
+    return forward
+
+
+def build_engine(recipe: Recipe, policy: nn.Module, precision: PrecisionName) -> ForwardBackward:
+    """How a window is run; one process holds the whole model."""
+    return plain(build_forward(policy, precision, recipe.stage.needs), device())
+
+
+@dataclass(frozen=True)
+class Batches:
+    """The micro-batches of an evaluation set, in order, as often as they are asked for."""
+
+    recipe: Recipe
+    dataset: Sequence[Mapping[str, Sequence[int]]]
+
+    def __iter__(self):  # noqa: ANN204
+        size = self.recipe.train.micro_batch_size
+        for start in range(0, len(self.dataset), size):
+            rows = [self.dataset[i] for i in range(start, min(start + size, len(self.dataset)))]
+            yield self.recipe.stage.collate(rows, packing=self.recipe.data.packing)
+
+
+def build_saver(recipe: Recipe, policy: nn.Module, parts: Parts) -> Saver:
+    """Where checkpoints go and what lies beside the weights in each of them."""
+    files = {"recipe.yaml": dump(recipe).encode(), **companions.tokenizer_files(parts.codec.tokenizer)}
+    if recipe.method.kind == "adapter":
+        files |= companions.adapter_files(policy)
+    else:
+        files |= companions.model_files(parts.inner, parts.base, parts.codec.stop_token_ids)
+    return Saver(
+        output_dir=recipe.train.output_dir,
+        section=recipe.checkpoint,
+        kind=recipe.method.kind,
+        companions=files,
+        steps={
+            "log_steps": recipe.train.log_steps,
+            "eval_steps": recipe.train.eval_steps,
+            "save_steps": recipe.checkpoint.save_steps,
+        },
+    )
+
+
+def standard_callbacks(recipe: Recipe) -> list[TrainerCallback]:
+    """The callbacks the recipe asks for, in the order they are called."""
+    section, checkpoint, folder = recipe.train, recipe.checkpoint, recipe.train.output_dir
+    members: list[TrainerCallback] = [
+        Flow(
+            Trigger(section.log_steps, section.log_minutes, section.log_epoch),
+            Trigger(section.eval_steps, section.eval_minutes, section.eval_epoch),
+            Trigger(checkpoint.save_steps, checkpoint.save_minutes, checkpoint.save_epoch),
+        )
+    ]
+    if section.early_stopping_patience is not None:
+        members.append(
+            EarlyStop(section.early_stopping_patience, section.early_stopping_threshold)
+        )
+    members += [Jsonl(folder / METRICS), Screen(Console(stderr=True)), Plot(folder / PLOT)]
+    if "tensorboard" in section.report_to:
+        members.append(TensorBoard(folder / "tensorboard"))
+    return members
+
+
+def finish(trainer: Trainer) -> None:
+    """Write ``all_results.json``; end with the best weights if the recipe says so."""
+    state, section = trainer.state, trainer.section
+    if trainer.stop.received is not None:
+        return
+    best = state.best_global_step
+    if section.load_best_model_at_end and best is not None:
+        load_checkpoint(trainer.saver.path_of(best), trainer.states, only=["model"])
+        logger.info("best: checkpoint-%d, %s %.4g", best, section.metric_for_best_model, state.best_metric)
+    steps = max(1, state.global_step - state.num_skipped_steps)
+    evaluations = [record for record in state.log_history if "eval_loss" in record]
+    results: dict[str, object] = {
+        "global_step": state.global_step,
+        "epoch": state.epoch,
+        "train_loss": state.train_loss_total / steps,
+        "train_runtime": state.train_runtime,
+        "num_input_tokens_seen": state.num_input_tokens_seen,
+        "total_flos": state.total_flos,
+        "best_metric": state.best_metric,
+        "best_global_step": best,
+        **(evaluations[-1] if evaluations else {}),
+    }
+    results.pop("step", None)
+    text = json.dumps(results, indent=2, sort_keys=True, allow_nan=True) + "\n"
+    write_aside(section.output_dir / "all_results.json", text.encode())

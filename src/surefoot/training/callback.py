@@ -1,0 +1,144 @@
+"""Callbacks watch the loop and may raise the flags of TrainerControl; they never touch the loop itself.
+
+Events and argument order are those of the Hugging Face ``TrainerCallback``; the first argument, there
+``args``, is here a ``Context`` with the run's parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from .section import TrainSection
+from .state import TrainerControl, TrainerState
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class Context:
+    """What callbacks may look at."""
+
+    section: TrainSection
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    output_dir: Path
+    num_examples: int
+    steps_per_epoch: int
+
+
+class TrainerCallback:
+    """Does nothing at every event; override the ones you care about.
+
+    A callback with memory has ``state_dict`` and ``load_state_dict``; its state is then part of every
+    checkpoint, under its class's name.
+    """
+
+    def on_init_end(self, args: Context, state: TrainerState, control: TrainerControl) -> None:
+        """The trainer is built and, on a resume, its states are restored."""
+
+    def on_train_begin(self, args: Context, state: TrainerState, control: TrainerControl) -> None:
+        """The loop starts."""
+
+    def on_epoch_begin(self, args: Context, state: TrainerState, control: TrainerControl) -> None:
+        """The first step of an epoch comes next."""
+
+    def on_step_begin(self, args: Context, state: TrainerState, control: TrainerControl) -> None:
+        """An optimizer step starts."""
+
+    def on_substep_end(self, args: Context, state: TrainerState, control: TrainerControl) -> None:
+        """A micro-batch other than the last of its step has run forward and backward."""
+
+    def on_pre_optimizer_step(
+        self, args: Context, state: TrainerState, control: TrainerControl
+    ) -> None:
+        """Gradients are normalised and clipped; the optimizer comes next."""
+
+    def on_optimizer_step(
+        self, args: Context, state: TrainerState, control: TrainerControl
+    ) -> None:
+        """The optimizer has updated the weights; gradients are still there."""
+
+    def on_step_end(self, args: Context, state: TrainerState, control: TrainerControl) -> None:
+        """An optimizer step is done and counted."""
+
+    def on_epoch_end(self, args: Context, state: TrainerState, control: TrainerControl) -> None:
+        """The last step of an epoch is done."""
+
+    def on_log(
+        self,
+        args: Context,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: Mapping[str, float],
+    ) -> None:
+        """Figures since the last log, or of an evaluation."""
+
+    def on_prediction_step(
+        self, args: Context, state: TrainerState, control: TrainerControl
+    ) -> None:
+        """One batch of an evaluation has run."""
+
+    def on_evaluate(
+        self,
+        args: Context,
+        state: TrainerState,
+        control: TrainerControl,
+        metrics: Mapping[str, float],
+    ) -> None:
+        """An evaluation is done; the best metric is up to date."""
+
+    def on_predict(
+        self,
+        args: Context,
+        state: TrainerState,
+        control: TrainerControl,
+        metrics: Mapping[str, float],
+    ) -> None:
+        """``Trainer.predict`` is done."""
+
+    def on_save(self, args: Context, state: TrainerState, control: TrainerControl) -> None:
+        """A checkpoint of ``state.global_step`` is committed."""
+
+    def on_train_end(self, args: Context, state: TrainerState, control: TrainerControl) -> None:
+        """The loop has ended, finished or stopped."""
+
+
+@dataclass
+class Callbacks:
+    """All callbacks of a run, called in order."""
+
+    args: Context
+    state: TrainerState
+    control: TrainerControl
+    members: Sequence[TrainerCallback] = field(default_factory=list)
+
+    def emit(self, event: str, **details: Mapping[str, float]) -> None:
+        """Call ``event`` of every callback."""
+        for member in self.members:
+            getattr(member, event)(self.args, self.state, self.control, **details)
+
+    def state_dict(self) -> dict[str, object]:
+        """The states of those that have one."""
+        return {name: member.state_dict() for name, member in self._stateful().items()}  # type: ignore[attr-defined]
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        """Restore those that are in ``state``; a callback that is new in this run starts afresh."""
+        for name, member in self._stateful().items():
+            if name in state:
+                member.load_state_dict(state[name])  # type: ignore[attr-defined]
+
+    def _stateful(self) -> dict[str, TrainerCallback]:
+        found: dict[str, TrainerCallback] = {}
+        for member in self.members:
+            if hasattr(member, "state_dict"):
+                name, count = type(member).__name__, 2
+                while name in found:
+                    name, count = f"{type(member).__name__}-{count}", count + 1
+                found[name] = member
+        return found

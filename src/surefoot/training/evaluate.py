@@ -1,0 +1,57 @@
+"""Loss, perplexity and token accuracy on held-out examples, without touching anything the training uses."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+
+from ..batch import IGNORE_INDEX, Batch, LossFunction, Outputs
+
+
+@torch.no_grad()
+def evaluate(
+    batches: Iterable[Batch],
+    forward: Callable[[Batch], Outputs],
+    loss_function: LossFunction,
+    *,
+    device: torch.device,
+    after: Callable[[], None],
+) -> dict[str, float]:
+    """Metrics over ``batches``: ``loss`` (nats per unit of weight), ``perplexity``, ``token_accuracy``.
+
+    ``after`` is called after every batch and may raise to break off.
+    """
+    total, weight, correct, trained = 0.0, 0.0, 0, 0
+    extra: dict[str, float] = {}
+    for cpu_batch in batches:
+        batch = cpu_batch.to(device)
+        outputs = forward(batch)
+        loss = loss_function(outputs, batch)
+        total, weight = total + float(loss.total), weight + float(loss.weight)
+        for name, value in loss.metrics.items():
+            extra[name] = extra.get(name, 0.0) + float(value)
+        if outputs.predictions is not None:
+            labels = batch.labels[:, 1:][batch.labels[:, 1:] != IGNORE_INDEX]
+            correct += int((outputs.predictions == labels).sum())
+            trained += len(labels)
+        after()
+    mean = total / weight if weight else float("nan")
+    metrics = {"loss": mean, "perplexity": math.exp(min(mean, 700.0))}
+    if trained:
+        metrics["token_accuracy"] = correct / trained
+    return metrics | {name: value / weight for name, value in extra.items()}
+
+
+def prefixed(parts: Mapping[str, Mapping[str, float]], prefix: str) -> dict[str, float]:
+    """``{"": m}`` as ``eval_loss``; several datasets as ``eval_NAME_loss`` and their mean as ``eval_loss``."""
+    if list(parts) == [""]:
+        return {f"{prefix}_{name}": value for name, value in parts[""].items()}
+    named = {f"{prefix}_{part}_{name}": v for part, m in parts.items() for name, v in m.items()}
+    common = set.intersection(*(set(metrics) for metrics in parts.values()))
+    means = {
+        f"{prefix}_{name}": sum(m[name] for m in parts.values()) / len(parts)
+        for name in sorted(common)
+    }
+    return named | means

@@ -1,0 +1,66 @@
+"""The arithmetic of forward and backward: fp32, or autocast to bf16 or fp16; fp16 with a loss scaler."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+PrecisionName = Literal["fp32", "bf16", "fp16"]
+
+
+def choose(name: Literal["auto"] | PrecisionName) -> PrecisionName:
+    """``auto`` resolved for this machine: bf16 on a GPU that has it, otherwise fp32.
+
+    CPUs without bf16 units run it at a third of fp32's speed, so there auto never takes it.
+    """
+    if name != "auto":
+        return name
+    return "bf16" if torch.cuda.is_available() and torch.cuda.is_bf16_supported() else "fp32"
+
+
+def autocast(name: PrecisionName, device: torch.device) -> AbstractContextManager[object]:
+    """The context to run a forward pass in."""
+    if name == "fp32":
+        return nullcontext()
+    return torch.autocast(device.type, torch.bfloat16 if name == "bf16" else torch.float16)
+
+
+@dataclass
+class LossScaler:
+    """Dynamic loss scaling (arXiv:1710.03740): halve on overflow, double after calm steps.
+
+    The scale is a power of two, so scaling and unscaling are exact. Switched off it stays at 1.
+    """
+
+    enabled: bool
+    scale: float = 1.0
+    calm_steps: int = 0
+    growth_interval: int = 2000
+
+    def __post_init__(self) -> None:
+        if self.enabled and self.scale == 1.0:
+            self.scale = 2.0**16
+
+    def update(self, *, overflowed: bool) -> None:
+        """Learn from one step."""
+        if not self.enabled:
+            return
+        if overflowed:
+            self.scale, self.calm_steps = max(1.0, self.scale / 2), 0
+            return
+        self.calm_steps += 1
+        if self.calm_steps == self.growth_interval:
+            self.scale, self.calm_steps = self.scale * 2, 0
+
+    def state_dict(self) -> dict[str, float]:
+        """Scale and calm steps."""
+        return {"scale": self.scale, "calm_steps": self.calm_steps}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Go on with a saved scale."""
+        if self.enabled:
+            self.scale, self.calm_steps = float(state["scale"]), int(state["calm_steps"])

@@ -1,0 +1,46 @@
+"""SIGTERM and SIGINT: the first asks the loop to finish its step, save and leave; a second leaves at once."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+from types import FrameType, TracebackType
+
+logger = logging.getLogger(__name__)
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class StopSignal:
+    """A context in which a signal becomes a request; ``received`` names it, or is None."""
+
+    def __init__(self) -> None:
+        self.received: signal.Signals | None = None
+        self._before: dict[signal.Signals, object] = {}
+
+    def __enter__(self) -> StopSignal:
+        if (
+            threading.current_thread() is threading.main_thread()
+        ):  # elsewhere Python forbids handlers
+            self._before = {s: signal.signal(s, self._receive) for s in SIGNALS}
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+
+    def _receive(self, number: int, _frame: FrameType | None) -> None:
+        if self.received is not None:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+            return
+        self.received = signal.Signals(number)
+        logger.warning(
+            "%s: finishing this step, then saving; once more to leave at once", self.received.name
+        )

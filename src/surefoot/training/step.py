@@ -1,0 +1,117 @@
+"""One optimizer step: forward and backward over a window, one normalisation, clipping, the update."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from ..batch import Batch, ForwardBackward, Loss, LossFunction, Outputs, Window
+from ..optim.schedules import Schedule
+from .precision import LossScaler
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What a step says about itself. Sums are over the whole window."""
+
+    loss: float  # sum
+    weight: float  # what it is a sum over
+    grad_norm: float  # before clipping
+    learning_rate: float
+    metrics: dict[str, float]  # sums
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether loss and gradient are numbers."""
+        return all(abs(x) < float("inf") for x in (self.loss, self.grad_norm))  # false for nan too
+
+
+@dataclass
+class Step:
+    """The parts of an optimizer step. ``gradients`` runs the window, ``update`` applies the result."""
+
+    optimizer: torch.optim.Optimizer
+    schedule: Schedule
+    run_window: ForwardBackward
+    max_grad_norm: float
+    scaler: LossScaler
+
+    def gradients(
+        self,
+        window: Window,
+        loss_function: LossFunction,
+        *,
+        step: int,
+        before: Callable[[int], None],
+        after: Callable[[int], None],
+    ) -> Figures:
+        """Leave the normalised, clipped gradient of ``window`` in the parameters.
+
+        The gradient of the summed loss is divided once, by the weight of all micro-batches together, so
+        accumulation changes it only by float rounding.
+        """
+        learning_rate = self._set_learning_rate(step)
+        factor = self._factor(window)
+        losses = self.run_window(window, _scaled(loss_function, factor), before=before, after=after)
+        total = float(torch.stack([loss.total.double() for loss in losses]).sum()) / factor
+        weight = float(torch.stack([loss.weight.double() for loss in losses]).sum())
+        metrics: dict[str, float] = {}
+        for loss in losses:
+            for name, value in loss.metrics.items():
+                metrics[name] = metrics.get(name, 0.0) + float(value)
+        norm = self._normalise(factor * weight)
+        return Figures(total, weight, norm, learning_rate, metrics)
+
+    def update(self, figures: Figures) -> None:
+        """Move the weights, unless the gradient overflowed fp16's range; then only the scale learns."""
+        overflowed = not figures.is_finite
+        if not overflowed:
+            self.optimizer.step()
+        self.scaler.update(overflowed=overflowed)
+
+    def is_usable(self, figures: Figures) -> bool:
+        """Whether to go on: the figures are numbers, or fp16's scale was too high, which heals itself."""
+        healing = self.scaler.scale > 1.0 and abs(figures.loss) < float("inf")
+        return figures.is_finite or healing
+
+    def _set_learning_rate(self, step: int) -> float:
+        for group in self.optimizer.param_groups:
+            peak = group.setdefault("peak_lr", group["lr"])
+            group["lr"] = peak * self.schedule.factor(step)
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    def _factor(self, window: Window) -> float:
+        """What the loss is multiplied by for the backward pass: 1, but in fp16 the scale per trained token.
+
+        A sum over thousands of tokens would overflow fp16 long before the scale is of any use.
+        """
+        if not self.scaler.enabled:
+            return 1.0
+        return self.scaler.scale / max(1, sum(batch.num_trained for batch in window))
+
+    def _normalise(self, divisor: float) -> float:
+        """Divide all gradients, clip them, and return their global norm before clipping."""
+        parameters = [
+            p for g in self.optimizer.param_groups for p in g["params"] if p.grad is not None
+        ]
+        gradients = [p.grad for p in parameters]
+        if not gradients:
+            return 0.0
+        torch._foreach_div_(gradients, divisor or 1.0)
+        norm = torch.nn.utils.get_total_norm(gradients)
+        if self.max_grad_norm > 0:
+            torch.nn.utils.clip_grads_with_norm_(parameters, self.max_grad_norm, norm)
+        return float(norm)
+
+
+def _scaled(loss_function: LossFunction, factor: float) -> LossFunction:
+    if factor == 1.0:
+        return loss_function
+
+    def scaled(outputs: Outputs, batch: Batch) -> Loss:
+        loss = loss_function(outputs, batch)
+        return replace(loss, total=loss.total * factor)
+
+    return scaled

@@ -1,0 +1,196 @@
+"""The training loop. It knows nothing of stages, methods, parallelism or file formats."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from ..batch import Batch, Outputs, Window
+from ..checkpoint.load import load
+from ..checkpoint.states import Stateful
+from ..data.loader import Loader
+from ..errors import RunError
+from .best import note_evaluation
+from .callback import Callbacks
+from .evaluate import evaluate, prefixed
+from .interval import Interval
+from .randomness import RandomState, seed_everything
+from .saver import Saver
+from .section import TrainSection
+from .signals import StopSignal
+from .stage import Models, PreparingStage, Stage
+from .state import TrainerControl, TrainerState
+from .step import Figures, Step
+
+MAX_ROLLBACKS = 3  # in a row without a good step between them
+
+
+class _BrokenOffError(Exception):
+    """A signal arrived during an evaluation."""
+
+
+@dataclass
+class Trainer:
+    """Everything one run needs, built elsewhere (``run.build``). ``fit`` runs it.
+
+    ``states`` is all it takes to resume it.
+    """
+
+    section: TrainSection
+    stage: Stage
+    models: Models
+    weights: Stateful
+    optimizer_state: Stateful
+    step: Step
+    forward: Callable[[Batch], Outputs]  # for evaluation; the engine has its own
+    loader: Loader
+    evals: Mapping[str, Iterable[Batch]]
+    saver: Saver
+    callbacks: Callbacks
+    state: TrainerState
+    control: TrainerControl
+    interval: Interval
+    stop: StopSignal = field(default_factory=StopSignal)
+    rollbacks: int = 0
+
+    @property
+    def states(self) -> dict[str, Stateful]:
+        """What a checkpoint holds. The schedule is a pure function of the step and needs no state."""
+        return {
+            "model": self.weights,
+            "optimizer": self.optimizer_state,
+            "scaler": self.step.scaler,
+            "loader": self.loader,
+            "trainer": self.state,
+            "callbacks": self.callbacks,
+            "random": RandomState(),
+        }
+
+    def fit(self) -> TrainerState:
+        """Train until ``max_steps``, a callback's stop, or a signal; every way out leaves a checkpoint.
+
+        Raises:
+            RunError: the loss is not a number and ``on_nan`` says stop.
+            CheckpointError: a save failed and ``on_save_error`` says stop.
+        """
+        self.control.should_training_stop = False
+        self.callbacks.emit("on_train_begin")
+        with self.stop:
+            for flag in self.state.pending:
+                setattr(self.control, flag, True)
+            if self.section.on_nan == "rollback" and self.saver.newest is None:
+                self.saver.save(self.state, self.states)  # somewhere to go back to
+            self._act()
+            while not self._is_done():
+                self._one_window()
+                self._act()
+        self.callbacks.emit("on_train_end")
+        return self.state
+
+    def predict(self, batches: Iterable[Batch]) -> dict[str, float]:
+        """Metrics over ``batches`` as ``predict_loss`` and so on; nothing of the run changes."""
+        metrics = prefixed({"": self._measure(batches)}, "predict")
+        self.callbacks.emit("on_predict", metrics=metrics)
+        return metrics
+
+    def _is_done(self) -> bool:
+        asked = self.control.should_training_stop or self.stop.received is not None
+        return asked or self.state.global_step >= self.state.max_steps
+
+    def _one_window(self) -> None:
+        """Take the next window of the data and learn from it."""
+        while (place := (self.loader.epoch, self.loader.window)) in self.state.skipped_windows:
+            self.loader.skip()
+        if self.loader.window == 0:
+            self.control.should_epoch_stop = False
+            self.callbacks.emit("on_epoch_begin")
+        window = self.loader.next_window()
+        prepares = isinstance(self.stage, PreparingStage)
+        for learnable in self.stage.prepare(self.models, window) if prepares else (window,):
+            if not self._step(learnable, place):
+                return
+        while self.control.should_epoch_stop and self.loader.window:
+            self.loader.skip()
+            self.state.epoch = float(self.loader.epoch)
+        if self.loader.window == 0:
+            self.callbacks.emit("on_epoch_end")
+
+    def _step(self, window: Window, place: tuple[int, int]) -> bool:
+        """One optimizer step; False if it led back to the last checkpoint."""
+        started = time.monotonic()
+        state, step = self.state, self.state.global_step
+        self.callbacks.emit("on_step_begin")
+        self.models.policy.train()
+        figures = self.step.gradients(
+            window,
+            self.stage.loss,
+            step=step,
+            before=lambda index: seed_everything(self.section.seed, step, index, 0),
+            after=lambda i: self.callbacks.emit("on_substep_end") if i + 1 < len(window) else None,
+        )
+        if not self.step.is_usable(figures) and not self._bear(figures, place):
+            return False
+        self.callbacks.emit("on_pre_optimizer_step")
+        self.step.update(figures)
+        self.callbacks.emit("on_optimizer_step")
+        self.step.optimizer.zero_grad(set_to_none=True)
+        state.global_step += 1
+        state.epoch = self.loader.epoch + self.loader.window / self.loader.steps_per_epoch
+        self.interval.add(figures, window, time.monotonic() - started)
+        self.callbacks.emit("on_step_end")
+        return True
+
+    def _bear(self, figures: Figures, place: tuple[int, int]) -> bool:
+        """Deal with a loss or gradient that is not a number: True to go on without an update."""
+        what = f"step {self.state.global_step + 1}: loss {figures.loss / max(1, figures.weight)}, "
+        what += f"gradient norm {figures.grad_norm}"
+        newest = self.saver.newest
+        if self.section.on_nan == "skip":
+            self.state.num_skipped_steps += 1
+            self.rollbacks = 0
+            return True
+        if self.section.on_nan == "rollback" and newest and self.rollbacks < MAX_ROLLBACKS:
+            self.step.optimizer.zero_grad(set_to_none=True)
+            load(newest, self.states)
+            self.state.skipped_windows.append(place)
+            self.rollbacks += 1
+            return False
+        raise RunError(
+            f"{what} is not a number; training stopped, the newest checkpoint is {newest or 'none yet'}. "
+            "Lower the learning rate, look at the data of that step, or set train.on_nan to skip or rollback."
+        )
+
+    def _measure(self, batches: Iterable[Batch]) -> dict[str, float]:
+        def after() -> None:
+            self.callbacks.emit("on_prediction_step")
+            if self.stop.received is not None:
+                raise _BrokenOffError
+
+        device = next(self.models.policy.parameters()).device
+        random = RandomState()
+        drawn = random.state_dict()
+        self.models.policy.eval()
+        try:
+            return evaluate(batches, self.forward, self.stage.loss, device=device, after=after)
+        finally:
+            random.load_state_dict(drawn)
+
+    def _act(self) -> None:
+        """Do what the flags ask: log, evaluate, save, in that order."""
+        control, state = self.control, self.state
+        state.pending = []
+        if control.should_log:
+            self.interval.log(self.callbacks)
+        if control.should_evaluate and self.evals:
+            try:
+                parts = {name: self._measure(batches) for name, batches in self.evals.items()}
+                note_evaluation(self.section, self.callbacks, prefixed(parts, "eval"))
+            except _BrokenOffError:
+                state.pending = ["should_evaluate"]
+        control.should_log = control.should_evaluate = False
+        control.should_save |= self.stop.received is not None
+        if control.should_save:
+            control.should_save = False
+            if self.saver.save(state, self.states):
+                self.callbacks.emit("on_save")

@@ -1,0 +1,59 @@
+"""When to log, evaluate and save: by steps, by minutes, at the end of an epoch, or any of these."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from .callback import Context, TrainerCallback
+from .state import TrainerControl, TrainerState
+
+
+@dataclass
+class Trigger:
+    """Due every ``steps`` steps, every ``minutes`` minutes of the clock, or when an epoch ends."""
+
+    steps: int | None = None
+    minutes: float | None = None
+    epoch: bool = False
+    clock: Callable[[], float] = time.monotonic
+    since: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.since = self.clock()
+
+    def is_due(self, step: int) -> bool:
+        """Whether it is due after ``step`` steps; by the clock, it then starts to count anew."""
+        if self.minutes is not None and self.clock() - self.since >= 60 * self.minutes:
+            self.since = self.clock()
+            return True
+        return self.steps is not None and step % self.steps == 0
+
+
+@dataclass
+class Flow(TrainerCallback):
+    """Raises the flags of the loop when its triggers are due; at the last step, all that are in use."""
+
+    log: Trigger
+    evaluate: Trigger
+    save: Trigger
+
+    def on_step_end(self, args: Context, state: TrainerState, control: TrainerControl) -> None:
+        """By steps and minutes; and at the end of the run."""
+        control.should_log |= self.log.is_due(state.global_step)
+        control.should_evaluate |= self.evaluate.is_due(state.global_step)
+        control.should_save |= self.save.is_due(state.global_step)
+        if state.global_step >= state.max_steps:
+            control.should_log = control.should_save = True
+            control.should_evaluate |= self._evaluates()
+
+    def on_epoch_end(self, args: Context, state: TrainerState, control: TrainerControl) -> None:
+        """By epoch."""
+        control.should_log |= self.log.epoch
+        control.should_evaluate |= self.evaluate.epoch
+        control.should_save |= self.save.epoch
+
+    def _evaluates(self) -> bool:
+        trigger = self.evaluate
+        return trigger.steps is not None or trigger.minutes is not None or trigger.epoch

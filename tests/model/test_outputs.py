@@ -1,0 +1,72 @@
+"""Log-probabilities of the labels against the model's own full logits."""
+
+import pytest
+import torch
+
+import tiny
+from surefoot.batch import IGNORE_INDEX, Batch
+from surefoot.model import outputs
+from surefoot.model.attention import use_packed
+
+
+def padded(rows, labels):
+    length = max(map(len, rows))
+    fill = lambda lists, value: torch.tensor([[*x, *[value] * (length - len(x))] for x in lists])  # noqa: E731
+    return Batch(
+        input_ids=fill(rows, 0),
+        labels=fill(labels, IGNORE_INDEX),
+        position_ids=torch.arange(length).repeat(len(rows), 1),
+        attention_mask=fill([[1] * len(r) for r in rows], 0),
+    )
+
+
+def flat(rows, labels):
+    return Batch(
+        input_ids=torch.tensor([sum(rows, [])]),
+        labels=torch.tensor([sum(([IGNORE_INDEX, *x[1:]] for x in labels), [])]),
+        position_ids=torch.tensor([[i for r in rows for i in range(len(r))]]),
+        cu_seqlens=torch.tensor([0, *torch.tensor([len(r) for r in rows]).cumsum(0)]).int(),
+    )
+
+
+ROWS = [[5, 9, 11, 7], [8, 3], [4, 4, 6, 21, 30, 31]]
+LABELS = [[-100, -100, 11, 7], [-100, 3], [4, 4, -100, 21, 30, 31]]
+
+
+def expected(model):
+    logps, entropies, best = [], [], []
+    for row, label in zip(ROWS, LABELS, strict=True):
+        logits = model(input_ids=torch.tensor([row])).logits[0].log_softmax(-1)
+        for t in range(1, len(row)):
+            if label[t] != IGNORE_INDEX:
+                logps.append(logits[t - 1, label[t]])
+                entropies.append(-(logits[t - 1].exp() * logits[t - 1]).sum())
+                best.append(logits[t - 1].argmax())
+    return torch.stack(logps), torch.stack(entropies), torch.stack(best)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+@pytest.mark.parametrize("make", [padded, flat])
+def test_outputs_are_those_of_each_row_alone_in_reading_order(kind, make):
+    reference, model = (tiny.model(kind, dtype=torch.float64) for _ in range(2))
+    if make is flat:
+        use_packed(model)
+    found = outputs.compute(model, make(ROWS, LABELS), ("logps", "entropies", "predictions"))
+    logps, entropies, best = expected(reference)
+    torch.testing.assert_close(found.logps, logps)
+    torch.testing.assert_close(found.entropies, entropies)
+    assert torch.equal(found.predictions, best)
+
+
+def test_what_was_not_asked_for_is_not_computed():
+    found = outputs.compute(tiny.model(), padded(ROWS, LABELS), ("logps",))
+    assert found.entropies is None
+    assert found.predictions is None
+
+
+def test_a_batch_with_nothing_to_learn_gives_no_outputs_but_a_gradient_of_zero():
+    model = tiny.model().requires_grad_(True)
+    found = outputs.compute(model, padded(ROWS, [[-100] * len(r) for r in ROWS]), ("logps",))
+    assert found.logps.shape == (0,)
+    found.logps.sum().backward()
+    assert all(not p.grad.any() for p in model.parameters() if p.grad is not None)

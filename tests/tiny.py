@@ -1,0 +1,45 @@
+"""Tiny random models of real architectures, the same for every test that needs one."""
+
+import torch
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+KINDS = {
+    "llama": (LlamaConfig, LlamaForCausalLM, {}),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM, {"tie_word_embeddings": True}),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM, {}),
+    "mistral": (MistralConfig, MistralForCausalLM, {"sliding_window": 4}),
+    "gemma2": (Gemma2Config, Gemma2ForCausalLM, {"sliding_window": 4}),
+}
+
+
+def model(kind="llama", *, attention="sdpa", dtype=torch.float32, **changes):
+    """A random model of ``kind``; the same seed gives the same weights."""
+    config_class, model_class, extra = KINDS[kind]
+    torch.manual_seed(0)
+    config = config_class(**{**SIZES, **extra, **changes})
+    config._attn_implementation = attention
+    return model_class(config).to(dtype).eval()

@@ -1,0 +1,309 @@
+"""The loop: exact resume, one normalisation, events in order, what happens when things go wrong."""
+
+import json
+import math
+import os
+import signal
+
+import pytest
+import torch
+import transformers
+
+import small
+import tiny
+from surefoot.errors import CheckpointError, RunError
+from surefoot.methods.freeze import Freeze
+from surefoot.methods.full import Full
+from surefoot.methods.lora import LoRA
+from surefoot.optim.adamw import AdamW
+from surefoot.training.callback import TrainerCallback
+
+METHODS = {"full": Full(), "freeze": Freeze(num_layers=1), "lora": LoRA(rank=2, dropout=0.2)}
+
+
+@pytest.mark.parametrize("packing", [True, False])
+@pytest.mark.parametrize("method", METHODS)
+def test_a_resumed_run_is_bitwise_the_uninterrupted_run(method, packing, tmp_path):
+    """Steps 7 and 8 of 4 windows an epoch: dropout, accumulation, shuffling, in mid-epoch."""
+    options = {"method": METHODS[method], "packing": packing, "log_steps": 2}
+    whole_log, first_log, second_log = small.Seen(), small.Seen(), small.Seen()
+    whole = small.trainer(tmp_path / "whole", whole_log, **options)
+    whole.fit()
+    first = small.trainer(tmp_path / "cut", first_log, small.StopAt(7), **options)
+    first.fit()
+    assert {p.name for p in (tmp_path / "cut").iterdir()} == {"checkpoint-3", "checkpoint-6"}
+
+    second = small.trainer(tmp_path / "cut", second_log, **options)
+    small.resume(second, tmp_path / "cut" / "checkpoint-6")
+    torch.rand(7)  # what ran before must not matter
+    second.fit()
+    small.assert_same_weights(small.weights(second), small.weights(whole))
+    assert first_log.losses | second_log.losses == whole_log.losses
+    assert second.state.train_loss_total == whole.state.train_loss_total
+    assert [r["step"] for r in second.state.log_history] == [2, 4, 6, 8]
+    assert (second.loader.epoch, second.loader.window) == (whole.loader.epoch, whole.loader.window)
+
+
+def test_a_log_interval_that_spans_a_resume_reports_the_same_mean(tmp_path):
+    whole, cut = small.Seen(), small.Seen()
+    small.trainer(tmp_path / "whole", whole, log_steps=4).fit()
+    small.trainer(tmp_path / "cut", small.StopAt(3), log_steps=4).fit()
+    second = small.trainer(tmp_path / "cut", cut, log_steps=4)
+    small.resume(second, tmp_path / "cut" / "checkpoint-3").fit()
+    assert cut.losses == whole.losses
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_accumulation_changes_a_step_only_by_rounding(packing, tmp_path):
+    """Micro-batches of unequal token counts, summed and divided once, equal one big batch."""
+    logs = []
+    for size in (1, 2, 4):
+        seen = small.Seen()
+        model = tiny.model(dtype=torch.float64)
+        built = small.trainer(tmp_path / str(size), seen, model=model, micro_batch_size=size, packing=packing)
+        built.fit()
+        logs.append((seen.losses, small.weights(built)))
+    for losses, weights in logs[1:]:
+        assert losses == pytest.approx(logs[0][0], rel=1e-9)
+        for name, value in weights.items():
+            torch.testing.assert_close(value, logs[0][1][name], rtol=1e-7, atol=1e-9)
+
+
+def test_one_step_is_that_of_a_plain_torch_loop(tmp_path):
+    """Mean cross entropy over all trained tokens, clipped, AdamW: written out with torch alone."""
+    model = tiny.model(dtype=torch.float64)
+    built = small.trainer(tmp_path, model=model, max_steps=1, max_grad_norm=0.1, save_steps=None)
+    order = built.loader.order(0)[:4]
+    reference = tiny.model(dtype=torch.float64)
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": [p for p in reference.parameters() if p.ndim > 1], "weight_decay": 0.1},
+            {"params": [p for p in reference.parameters() if p.ndim == 1], "weight_decay": 0.0},
+        ],
+        lr=5e-3,
+    )
+    total, count = 0.0, 0
+    for i in order:
+        ids = torch.tensor(built.loader.dataset[i]["input_ids"])[None]
+        labels = torch.tensor(built.loader.dataset[i]["labels"])[None]
+        logits = reference(input_ids=ids).logits[:, :-1]
+        total = total + torch.nn.functional.cross_entropy(
+            logits.transpose(1, 2), labels[:, 1:], reduction="sum"
+        )
+        count += int((labels != -100).sum())
+    mean = total / count
+    mean.backward()
+    norm = torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
+    optimizer.step()
+    built.fit()
+    record = built.state.log_history[0]
+    assert record["loss"] == pytest.approx(mean.item(), rel=1e-9)
+    assert record["grad_norm"] == pytest.approx(float(norm), rel=1e-9)
+    for name, value in reference.state_dict().items():
+        torch.testing.assert_close(built.models.policy.state_dict()[name], value, rtol=1e-7, atol=1e-9)
+
+
+def test_events_come_in_the_order_trainer_users_know(tmp_path):
+    seen = small.Seen()
+    built = small.trainer(
+        tmp_path, seen, max_steps=4, log_steps=2, eval_steps=4, save_steps=4, evals=small.examples(2)
+    )
+    built.fit()
+    step = ["on_step_begin", "on_substep_end", "on_pre_optimizer_step", "on_optimizer_step"]
+    last = [name for name in step if name != "on_substep_end"]  # two examples are left: one micro-batch
+    assert seen.events == [
+        "on_train_begin",
+        "on_epoch_begin",
+        *[*step, "on_step_end"],
+        *[*step, "on_step_end", "on_log"],
+        *[*step, "on_step_end"],
+        *[*last, "on_step_end", "on_epoch_end"],
+        *["on_log", "on_prediction_step", "on_log", "on_evaluate", "on_save"],
+        "on_train_end",
+    ]
+
+
+def test_every_example_is_learnt_once_an_epoch_and_the_epoch_is_counted(tmp_path):
+    built = small.trainer(tmp_path, max_steps=8)
+    state = built.fit()
+    assert state.epoch == 2.0
+    assert state.num_input_tokens_seen == 2 * sum(len(e["input_ids"]) for e in small.examples())
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_half_precision_learns(precision, tmp_path):
+    seen = small.Seen()
+    options = {"max_steps": 25, "precision": precision, "optim": AdamW(learning_rate=1e-2)}
+    small.trainer(tmp_path, seen, **options).fit()
+    losses = list(seen.losses.values())
+    assert losses[-1] < 0.8 * losses[0]
+    assert all(map(math.isfinite, losses))
+
+
+def test_fp16_gradients_that_overflow_lower_the_scale_and_move_nothing(tmp_path):
+    built = small.trainer(tmp_path, max_steps=1, precision="fp16")
+    built.step.scaler.scale = 2.0**40
+    before = small.weights(built)
+    built.fit()
+    assert built.step.scaler.scale == 2.0**39
+    small.assert_same_weights(small.weights(built), before)
+
+
+class Poison(TrainerCallback):
+    """Makes one window of the data give nan, whenever it comes."""
+
+    def __init__(self, built, place):
+        self.built, self.place, self.inner = built, place, built.step.run_window
+
+    def on_step_begin(self, args, state, control):
+        epoch, window = divmod(self.built.loader.epoch * 4 + self.built.loader.window - 1, 4)
+
+        def run(batches, loss, **hooks):
+            losses = self.inner(batches, loss, **hooks)
+            if (epoch, window) == self.place:
+                losses[0].total.fill_(float("nan"))
+            return losses
+
+        self.built.step.run_window = run
+
+
+def poisoned(folder, place, *members, **options):
+    built = small.trainer(folder, *members, **options)
+    built.callbacks.members.append(Poison(built, place))
+    return built
+
+
+def test_a_loss_that_is_not_a_number_stops_the_run_and_names_the_last_checkpoint(tmp_path):
+    built = poisoned(tmp_path, (1, 0))
+    with pytest.raises(RunError, match=r"step 5: loss nan.*checkpoint-3"):
+        built.fit()
+    assert built.state.global_step == 4
+
+
+def test_skip_leaves_the_step_out_and_goes_on(tmp_path):
+    seen = small.Seen()
+    built = poisoned(tmp_path, (1, 0), seen, on_nan="skip")
+    state = built.fit()
+    assert (state.global_step, state.num_skipped_steps) == (8, 1)
+    assert all(map(math.isfinite, small.weights(built)["model.norm.weight"].tolist()))
+    assert math.isfinite(state.train_loss_total)
+
+
+def test_rollback_goes_back_and_leaves_out_the_window(tmp_path):
+    built = poisoned(tmp_path, (1, 0), on_nan="rollback")
+    state = built.fit()
+    assert state.skipped_windows == [(1, 0)]
+    assert state.global_step == 8
+
+    without = small.trainer(tmp_path / "without", on_nan="rollback")
+    without.state.skipped_windows.append((1, 0))
+    without.fit()
+    small.assert_same_weights(small.weights(built), small.weights(without))
+
+
+def test_rollback_gives_up_when_everything_is_nan(tmp_path):
+    built = small.trainer(tmp_path, on_nan="rollback", max_grad_norm=0.0)
+    next(built.models.policy.parameters()).data.fill_(float("nan"))
+    with pytest.raises(RunError, match="not a number"):
+        built.fit()
+
+
+class Signal(TrainerCallback):
+    def __init__(self, event, step):
+        setattr(self, event, self.send)
+        self.step, self.sent = step, False
+
+    def send(self, args, state, control, **_):
+        if state.global_step == self.step and not self.sent:
+            self.sent = True
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_sigterm_finishes_the_step_saves_and_stops(tmp_path):
+    built = small.trainer(tmp_path / "cut", Signal("on_pre_optimizer_step", 3), save_steps=None)
+    built.fit()
+    assert built.stop.received == signal.SIGTERM
+    assert [p.name for p in (tmp_path / "cut").iterdir()] == ["checkpoint-4"]
+    second = small.resume(small.trainer(tmp_path / "cut"), tmp_path / "cut" / "checkpoint-4")
+    second.fit()
+    whole = small.trainer(tmp_path / "whole")
+    whole.fit()
+    small.assert_same_weights(small.weights(second), small.weights(whole))
+
+
+def test_an_evaluation_that_sigterm_broke_off_is_made_after_the_resume(tmp_path):
+    options = {"evals": small.examples(2), "eval_steps": 4, "save_steps": None}
+    built = small.trainer(tmp_path, Signal("on_prediction_step", 4), **options)
+    built.fit()
+    assert not any("eval_loss" in r for r in built.state.log_history)
+    seen = small.Seen()
+    second = small.trainer(tmp_path, seen, **options)
+    small.resume(second, tmp_path / "checkpoint-4").fit()
+    assert [log["step"] for log in seen.logs if "eval_loss" in log] == [4, 8]
+
+
+def test_evaluating_changes_nothing_of_the_training(tmp_path):
+    plain = small.trainer(tmp_path / "a")
+    plain.fit()
+    watched = small.trainer(tmp_path / "b", evals=small.examples(3), eval_steps=1)
+    watched.fit()
+    small.assert_same_weights(small.weights(plain), small.weights(watched))
+
+
+def test_the_best_checkpoint_is_saved_at_its_step_and_survives_retention(tmp_path):
+    options = {"evals": small.examples(2, seed=9), "eval_steps": 1, "save_steps": 4, "keep": 1}
+    optim = AdamW(learning_rate=3e-2, schedule="constant")
+    built = small.trainer(tmp_path, load_best_model_at_end=True, optim=optim, **options)
+    state = built.fit()
+    evaluated = {r["step"]: r["eval_loss"] for r in state.log_history if "eval_loss" in r}
+    best = min(evaluated, key=evaluated.get)
+    assert (state.best_global_step, state.best_metric) == (best, evaluated[best])
+    assert {p.name for p in tmp_path.iterdir()} == {f"checkpoint-{best}", "checkpoint-8"}
+
+
+def test_a_metric_that_is_not_there_is_named_with_those_that_are(tmp_path):
+    options = {"evals": small.examples(2), "eval_steps": 1, "metric_for_best_model": "eval_bleu"}
+    with pytest.raises(RunError, match=r"eval_bleu.*eval_loss"):
+        small.trainer(tmp_path, **options).fit()
+
+
+def test_transformers_reads_trainer_state_json(tmp_path):
+    small.trainer(tmp_path, evals=small.examples(2), eval_steps=2, keep=2).fit()
+    path = tmp_path / "checkpoint-8" / "trainer_state.json"
+    state = transformers.TrainerState.load_from_json(str(path))
+    assert (state.global_step, state.max_steps, state.epoch) == (8, 8, 2.0)
+    assert state.best_model_checkpoint == str(tmp_path / f"checkpoint-{state.best_global_step}")
+    assert [r["step"] for r in state.log_history if "loss" in r] == list(range(1, 9))
+    json.loads(path.read_text(), parse_constant=lambda word: pytest.fail(word))
+
+
+def test_a_failed_save_stops_the_run_or_is_survived_as_the_recipe_says(tmp_path):
+    (tmp_path / "a" / "checkpoint-3").mkdir(parents=True)
+    with pytest.raises(CheckpointError, match="checkpoint-3"):
+        small.trainer(tmp_path / "a").fit()
+    (tmp_path / "b" / "checkpoint-3").mkdir(parents=True)
+    built = small.trainer(tmp_path / "b")
+    built.saver.section = type(built.saver.section)(save_steps=3, on_save_error="continue")
+    built.fit()
+    assert {p.name for p in (tmp_path / "b").iterdir()} == {"checkpoint-3", "checkpoint-6", "checkpoint-8"}
+
+
+def test_a_callback_may_end_the_epoch(tmp_path):
+    class ShortEpochs(TrainerCallback):
+        def on_step_end(self, args, state, control):
+            control.should_epoch_stop = state.global_step % 2 == 0
+
+    built = small.trainer(tmp_path, ShortEpochs(), max_steps=6)
+    assert built.fit().epoch == 3.0
+
+
+def test_predict_measures_and_changes_nothing(tmp_path):
+    seen = small.Seen()
+    built = small.trainer(tmp_path, seen)
+    before = small.weights(built)
+    batches = [built.loader.collate(small.examples(3))]
+    metrics = built.predict(batches)
+    assert set(metrics) == {"predict_loss", "predict_perplexity", "predict_token_accuracy"}
+    assert metrics["predict_perplexity"] == pytest.approx(math.exp(metrics["predict_loss"]))
+    assert seen.events == ["on_prediction_step", "on_predict"]
+    small.assert_same_weights(small.weights(built), before)
