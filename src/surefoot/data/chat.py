@@ -1,0 +1,289 @@
+"""Conversations and documents to ids and labels; an answer is learnt behind its own prompt.
+
+Every learnt answer stands behind exactly the ids that ``tokenizer.apply_chat_template(messages,
+add_generation_prompt=True)`` gives for the messages before it; labels lie on the answer and its
+end-of-turn token. Nearly always one sequence does this for all answers of a conversation. An answer
+that is written otherwise once it is history, or whose first letters the tokenizer would join to the
+prompt, gets a sequence of its own.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
+
+import xxhash
+from transformers import PreTrainedTokenizerBase
+
+from ..batch import IGNORE_INDEX, Features
+from ..errors import TemplateError
+from .encode import Cut, Dropped, Encoded
+from .example import JSON, Example, Message
+from .section import DataSection
+from .templates import Template
+from .templates.render import Dicts, Renderer, message_dicts, tool_dicts
+from .templates.turns import Locator, Turn
+from .tokenize import Text, Tokenization, Tokens
+
+VERSION = 1  # of what this module makes of an example; part of the fingerprint
+
+NOTHING = Dropped("no answer to learn in this conversation")
+NO_ROOM = Dropped("the prompt leaves no room for an answer within data.cutoff_len")
+TOO_LONG = Dropped("longer than data.cutoff_len (on_too_long: drop)")
+NO_TEXT = Dropped("empty text")
+
+
+@dataclass(frozen=True, slots=True)
+class _Draft:
+    """A rendered conversation and what of it is learnt."""
+
+    text: Text
+    turns: Sequence[Turn]  # answers: the learnt ones, or with train_on_prompt all of them
+    parts: Sequence[Turn]  # what else is learnt, or with train_on_prompt, what is not
+
+
+@dataclass(frozen=True, slots=True)
+class _Item:
+    """One sequence. ``answers`` are bounds in tokens, in reading order: where it may be cut."""
+
+    ids: list[int]
+    labels: list[int]
+    answers: Sequence[tuple[int, int]]
+
+    def cut(self, end: int) -> _Item:
+        """Its first ``end`` tokens."""
+        return replace(self, ids=self.ids[:end], labels=self.labels[:end])
+
+    def num_learnt(self) -> int:
+        """Tokens that carry a label."""
+        return len(self.labels) - self.labels.count(IGNORE_INDEX)
+
+    def fit(self, length: int) -> _Item | None:
+        """Whole turns up to the last answer that fits; else the first answer without its end."""
+        if len(self.ids) <= length:
+            return self
+        if ends := [end for _, end in self.answers if end <= length]:
+            return self.cut(ends[-1])
+        if self.answers and self.answers[0][0] < length:
+            return self.cut(length)
+        return None
+
+
+class Codec:
+    """Turns examples into token ids and labels, and messages into prompts, for one recipe."""
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        template: Template | None,
+        section: DataSection,
+    ) -> None:
+        """``template`` may be None where only documents are encoded (``stage: pt``)."""
+        self.tokenizer = tokenizer
+        self.section = section
+        self._template = template
+
+    def encode_chats(self, examples: Sequence[Example]) -> list[Encoded]:
+        """Ids and labels of each conversation, cut to ``cutoff_len``, or why it is dropped."""
+        drafts = [self._draft(example) for example in examples]
+        tokens = iter(self._chat.encode([d.text for d in drafts if isinstance(d, _Draft)]))
+        return [
+            self._finish(draft, next(tokens)) if isinstance(draft, _Draft) else draft
+            for draft in drafts
+        ]
+
+    def encode_documents(self, texts: Sequence[str]) -> list[Encoded]:
+        """Each text with its first and last token (BOS if the tokenizer has it, EOS), in pieces."""
+        tokenization, head, tail = self._documents
+        marked = [Text(tokenization.protect(t), tokenization.spells_control(t)) for t in texts]
+        found = tokenization.encode(marked)
+        return [
+            list(self._pieces([*head, *tokens.ids, *tail])) if text else NO_TEXT
+            for text, tokens in zip(texts, found, strict=True)
+        ]
+
+    def encode_prompt(self, messages: Sequence[Message], tools: Sequence[JSON] = ()) -> list[int]:
+        """Ids up to where the next answer begins, as ``apply_chat_template`` gives them."""
+        dicts, schemas, marked = self._protected(self._with_system(messages), tools)
+        text = self._renderer.render(dicts, schemas, prompt=True)
+        return self._chat.encode([Text(text, marked)])[0].ids
+
+    @cached_property
+    def template(self) -> Template:
+        """The chat template in use."""
+        if self._template is None:
+            raise TemplateError("conversations need a chat template; set data.template")
+        return self._template
+
+    @cached_property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """Tokens that end an answer: the template's, and the tokenizer's end of sequence."""
+        names = [*(self._template.stop if self._template else ()), self.tokenizer.eos_token]
+        found = [self.tokenizer.convert_tokens_to_ids(name) for name in names if name]
+        return tuple(dict.fromkeys(i for i in found if i is not None))
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Equal for equal ids and labels: tokenizer, template and the settings that matter."""
+        fields = ("default_system", "cutoff_len", "on_too_long", "train_on_prompt", "mask_history")
+        parts = [
+            VERSION,
+            self.tokenizer.backend_tokenizer.to_str(),
+            sorted((name, str(token)) for name, token in self.tokenizer.special_tokens_map.items()),
+            self._template and [self._template.source, self._template.stop],
+            [getattr(self.section, field) for field in fields],
+        ]
+        return xxhash.xxh3_128_hexdigest(json.dumps(parts).encode())
+
+    @cached_property
+    def _renderer(self) -> Renderer:
+        return Renderer(self.template.source, self.tokenizer)
+
+    @cached_property
+    def _locator(self) -> Locator:
+        return Locator(self._renderer)
+
+    @cached_property
+    def _chat(self) -> Tokenization:
+        written = self._renderer.written_tokens()
+        return Tokenization(self.tokenizer, {*written, *self.template.stop, *self._ends})
+
+    @cached_property
+    def _ends(self) -> set[str]:
+        """The tokens that begin, end and fill a sequence."""
+        named = self.tokenizer.special_tokens_map
+        return {str(named[n]) for n in ("bos_token", "eos_token", "pad_token") if named.get(n)}
+
+    @cached_property
+    def _documents(self) -> tuple[Tokenization, list[int], list[int]]:
+        """The tokenization of plain text, and the ids in front of and behind a document."""
+        first = self.tokenizer("a", add_special_tokens=True)["input_ids"][:1]
+        head = first if first == [self.tokenizer.bos_token_id] else []
+        return Tokenization(self.tokenizer, self._ends), head, [self.tokenizer.eos_token_id]
+
+    def _pieces(self, ids: list[int]) -> Iterator[Features]:
+        """Pieces of at most ``cutoff_len``; none has one token only, nothing to learn from."""
+        length = self.section.cutoff_len
+        bounds = [*range(0, len(ids), length), len(ids)]
+        if len(bounds) > 2 and bounds[-1] - bounds[-2] == 1:
+            bounds[-2] -= 1
+        for start, end in pairwise(bounds):
+            yield {"input_ids": ids[start:end], "labels": ids[start:end]}
+
+    def _with_system(self, messages: Sequence[Message]) -> list[Message]:
+        """The messages, after the recipe's system message if they have none."""
+        system = self.section.default_system
+        if system is None or (messages and messages[0].role == "system"):
+            return list(messages)
+        return [Message("system", system), *messages]
+
+    def _protected(
+        self, messages: Sequence[Message], tools: Sequence[JSON]
+    ) -> tuple[Dicts, Dicts | None, bool]:
+        """Messages and tools for the template, and whether they hold marks around plain text."""
+        dicts, schemas = message_dicts(messages), tool_dicts(tools)
+        marked = self._chat.spells_control([dicts, schemas])
+        if marked:
+            dicts, schemas = self._chat.protect(dicts), self._chat.protect(schemas)
+        return dicts, schemas or None, marked
+
+    def _is_learnt(self, messages: Sequence[Message], index: int) -> bool:
+        """Whether the message at ``index`` is learnt: its own word, else the recipe's."""
+        message = messages[index]
+        if message.learn is not None:
+            return message.learn
+        if message.role != "assistant":
+            return self.section.train_on_prompt
+        later = (message.role == "assistant" for message in messages[index + 1 :])
+        return not self.section.mask_history or not any(later)
+
+    def _draft(self, example: Example) -> _Draft | Dropped:
+        """Render a conversation up to the last message to learn."""
+        messages = self._with_system(example.messages)
+        learnt = [i for i in range(len(messages)) if self._is_learnt(messages, i)]
+        if not learnt:
+            return NOTHING
+        messages = messages[: learnt[-1] + 1]
+        locator, whole = self._locator, self.section.train_on_prompt
+        answers = [i for i, message in enumerate(messages) if message.role == "assistant"]
+        wanted = answers if whole else [i for i in answers if i in learnt]
+        others = [
+            i for i in range(len(messages)) if (i in learnt) != whole and (whole or i not in wanted)
+        ]
+        try:
+            dicts, tools, marked = self._protected(messages, example.tools)
+            text, turns = locator.locate(dicts, tools, wanted)
+            parts = [locator.content(dicts, tools, i, text) for i in others if i not in wanted]
+        except TemplateError as error:
+            return Dropped(str(error))
+        parts += [turn for turn in turns if turn.index in others]
+        return _Draft(Text(text, marked), turns, parts)
+
+    def _finish(self, draft: _Draft, tokens: Tokens) -> Encoded:
+        """Labels, and the cut to ``cutoff_len``."""
+        items = (
+            self._whole(draft, tokens)
+            if self.section.train_on_prompt
+            else self._items(draft, tokens)
+        )
+        items = [item for item in items if item.num_learnt()]
+        if not items:
+            return NOTHING
+        fitted = [item.fit(self.section.cutoff_len) for item in items]
+        is_cut = [
+            a is None or a.num_learnt() < b.num_learnt() for a, b in zip(fitted, items, strict=True)
+        ]
+        if any(is_cut) and self.section.on_too_long == "drop":
+            return TOO_LONG
+        features = [{"input_ids": i.ids, "labels": i.labels} for i in fitted if i is not None]
+        if not features:
+            return NO_ROOM
+        return Cut(features) if any(is_cut) else features
+
+    def _whole(self, draft: _Draft, tokens: Tokens) -> list[_Item]:
+        """The conversation as one text to learn, but for the parts that say no."""
+        labels = list(tokens.ids)
+        for start, end in filter(None, (_bounds(tokens, part) for part in draft.parts)):
+            labels[start:end] = [IGNORE_INDEX] * (end - start)
+        inside = [turn for turn in draft.turns if turn.text is draft.text.text]
+        answers = [span for turn in inside if (span := _bounds(tokens, turn))]
+        return [_Item(tokens.ids, labels, answers)]
+
+    def _items(self, draft: _Draft, tokens: Tokens) -> list[_Item]:
+        """One sequence for the answers that stand behind their prompts in the whole text."""
+        spans = {turn.index: self._span(draft, tokens, turn) for turn in draft.turns}
+        own = [self._own(draft, turn) for turn in draft.turns if not spans[turn.index]]
+        answers = [span for span in spans.values() if span]
+        parts = [span for part in draft.parts if (span := _bounds(tokens, part))]
+        if not answers and not parts:
+            return own
+        labels = [IGNORE_INDEX] * len(tokens.ids)
+        for start, end in (*answers, *parts):
+            labels[start:end] = tokens.ids[start:end]
+        item = _Item(tokens.ids, labels, answers)
+        return [item.cut(max(end for _, end in (*answers, *parts))) if own else item, *own]
+
+    def _span(self, draft: _Draft, tokens: Tokens, turn: Turn) -> tuple[int, int] | None:
+        """The answer in tokens, if chat would give just the ids that stand in front of it."""
+        if turn.text is not draft.text.text or not self._chat.is_prefix(
+            tokens, draft.text, turn.start
+        ):
+            return None
+        return _bounds(tokens, turn)
+
+    def _own(self, draft: _Draft, turn: Turn) -> _Item:
+        """A sequence for one answer: its prompt as chat encodes it, then the answer."""
+        text = Text(turn.text, draft.text.marked)
+        prompt = self._chat.encode([text[: turn.start]])[0].ids
+        answer = self._chat.encode_after(text[turn.start : turn.end])
+        ids = prompt + answer
+        return _Item(ids, [IGNORE_INDEX] * len(prompt) + answer, [(len(prompt), len(ids))])
+
+
+def _bounds(tokens: Tokens, turn: Turn) -> tuple[int, int] | None:
+    """A turn's bounds in tokens; None if tokens lie across them or there are none."""
+    start, end = tokens.index(turn.start), tokens.index(turn.end)
+    return None if start is None or end is None or start >= end else (start, end)

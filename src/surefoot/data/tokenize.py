@@ -1,0 +1,185 @@
+"""Text to ids in batches through the Rust tokenizer; a message never writes a control token.
+
+``<|im_end|>`` in a user's text is some letters and signs, not the end of the turn. Where a message
+spells one of the tokens that frame turns, it is wrapped in private-use marks before rendering, and
+what is wrapped is encoded as plain text: what transformers does with ``sanitize_control_tokens``.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_left
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeVar, cast
+
+from tokenizers import Encoding, Tokenizer
+from transformers import PreTrainedTokenizerBase
+
+from ..errors import TemplateError
+
+OPEN, CLOSE = "\U000f0000", "\U000f0001"  # as transformers has them; no message keeps its own
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """Rendered text. ``marked``: it holds marks around words that must stay plain text."""
+
+    text: str
+    marked: bool = False
+
+    def __getitem__(self, part: slice) -> Text:
+        return Text(self.text[part], self.marked)
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """Token ids and, for each, the characters it covers."""
+
+    ids: list[int]
+    offsets: Sequence[tuple[int, int]]
+
+    def index(self, position: int) -> int | None:
+        """Number of tokens before a character; None if a token lies across its beginning."""
+        before = bisect_left(self.offsets, (position, -1))
+        if before and self.offsets[before - 1][1] > position:
+            return None
+        return before
+
+
+class Tokenization:
+    """A tokenizer that protects control tokens and knows what it does at a text's joints.
+
+    It works on its own copy of the Rust tokenizer, without a post-processor: those trim offsets.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, control: Collection[str]) -> None:
+        self._rust = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+        self._rust.post_processor = None
+        self._rust.no_truncation()
+        self._rust.no_padding()
+        added = tokenizer.added_tokens_decoder
+        self._special = frozenset(i for i, token in added.items() if token.special)
+        longest_first = sorted(control, key=len, reverse=True)
+        words = "|".join(map(re.escape, longest_first)) or "(?!)"  # (?!) never matches
+        self._control = re.compile(words)
+        self._marks = re.compile(f"{OPEN}({words}){CLOSE}|[{OPEN}{CLOSE}]")
+        self._control_ids = frozenset(tokenizer.convert_tokens_to_ids(longest_first))
+        self._newline = self._rust.encode("\n", add_special_tokens=False).ids
+        self._short: dict[str, list[int]] = {}
+
+    def spells_control(self, value: object) -> bool:
+        """Whether ``value``, a string or lists and dicts of them, spells a control token."""
+        return any(self._control.search(text) for text in _strings(value))
+
+    def protect(self, value: T) -> T:
+        """``value`` with marks around the control tokens that its strings spell."""
+        return _map_strings(value, self._protect)
+
+    def encode(self, texts: Sequence[Text]) -> list[Tokens]:
+        """Ids and offsets of every text; nothing is added in front or behind."""
+        plain = [text.text for text in texts if not text.marked]
+        encoded = map(_tokens, self._rust.encode_batch(plain, add_special_tokens=False))
+        return [self._encode_marked(t.text) if t.marked else next(encoded) for t in texts]
+
+    def encode_after(self, text: Text) -> list[int]:
+        """Ids of a text that continues another: without the space some tokenizers put first."""
+        if text.marked:
+            return [
+                i for part, plain in self._parts(text.text) for i in self._after(part, plain).ids
+            ]
+        return self._after(text.text, False).ids
+
+    def is_prefix(self, tokens: Tokens, text: Text, end: int) -> bool:
+        """Whether ``text[:end]``, encoded alone, gives just the first of ``tokens``, of ``text``.
+
+        Special tokens split a text before anything else, so only what follows the last one counts.
+        """
+        count = tokens.index(end)
+        if count is None:
+            return False
+        first = count
+        while first > 0:
+            first -= 1
+            if tokens.ids[first] in self._special:
+                break
+        if first == count:
+            return True
+        tail = text[tokens.offsets[first][0] if first else 0 : end]
+        return self._ids(tail) == tokens.ids[first:count]
+
+    def _ids(self, text: Text) -> list[int]:
+        """Ids of one text; short ones, such as the headers of turns, are remembered."""
+        if text.marked or len(text.text) > 64:
+            return self.encode([text])[0].ids
+        if text.text not in self._short:
+            if len(self._short) > 10_000:
+                self._short.clear()
+            self._short[text.text] = self.encode([text])[0].ids
+        return self._short[text.text]
+
+    def _protect(self, text: str) -> str:
+        return self._control.sub(f"{OPEN}\\g<0>{CLOSE}", text.replace(OPEN, "").replace(CLOSE, ""))
+
+    def _encode_marked(self, text: str) -> Tokens:
+        ids: list[int] = []
+        offsets: list[tuple[int, int]] = []
+        position = 0
+        for part, plain in self._parts(text):
+            start = text.index(part, position)
+            found = self._after(part, plain) if start else self._encode_part(part, plain)
+            ids += found.ids
+            offsets += [(a + start, b + start) for a, b in found.offsets]
+            position = start + len(part)
+        return Tokens(ids, offsets)
+
+    def _parts(self, marked: str) -> Iterator[tuple[str, bool]]:
+        """A marked text's parts, and whether each is to be plain; marks and empty ones left out."""
+        for i, part in enumerate(self._marks.split(marked)):
+            if part:
+                yield part, i % 2 == 1
+
+    def _after(self, text: str, plain: bool) -> Tokens:
+        """Encode after a line break and remove it, so that no space is put in front."""
+        found = self._encode_part("\n" + text, plain)
+        skip = len(self._newline)
+        if found.ids[:skip] != self._newline:
+            return self._encode_part(text, plain)
+        return Tokens(found.ids[skip:], [(max(a - 1, 0), b - 1) for a, b in found.offsets[skip:]])
+
+    def _encode_part(self, text: str, plain: bool) -> Tokens:
+        self._rust.encode_special_tokens = plain
+        try:
+            found = _tokens(self._rust.encode(text, add_special_tokens=False))
+        finally:
+            self._rust.encode_special_tokens = False
+        if plain and self._control_ids.intersection(found.ids):
+            raise TemplateError(f"this tokenizer has no spelling of {text!r} as plain text")
+        return found
+
+
+def _tokens(encoding: Encoding) -> Tokens:
+    return Tokens(encoding.ids, encoding.offsets)
+
+
+def _strings(value: object) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _strings(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _strings(item)
+
+
+def _map_strings(value: T, change: Callable[[str], str]) -> T:
+    if isinstance(value, str):
+        return cast(T, change(value))
+    if isinstance(value, dict):
+        return cast(T, {key: _map_strings(item, change) for key, item in value.items()})
+    if isinstance(value, list | tuple):
+        return cast(T, [_map_strings(item, change) for item in value])
+    return value
