@@ -1,4 +1,8 @@
-"""Settings that win over the file: ``optim.adamw.learning_rate=5e-5`` on the command line."""
+"""Settings that win over the recipe's.
+
+On the command line ``optim.adamw.learning_rate=5e-5``; from Python a dotted path and its value, or
+a section with some of its settings.
+"""
 
 from __future__ import annotations
 
@@ -10,16 +14,22 @@ from ..schema import Keys, Setting, expand, settings
 from .document import Document
 from .yaml import parse
 
+Overrides = Sequence[str] | Mapping[str, object]  # path=value, or path -> value
 
-def override(cls: type, document: Document, arguments: Sequence[str]) -> Document:
-    """``document`` with every ``dotted.path=value`` of ``arguments`` on top, the last one winning.
+
+def override(cls: type, document: Document, overrides: Overrides) -> Document:
+    """``document`` with ``overrides`` on top, the last one winning.
 
     Raises:
-        RecipeError: an argument is not of that form. Unknown paths are left for reading to refuse.
+        RecipeError: a text is not ``path=value``. Unknown paths are left for reading to refuse.
     """
-    for argument in arguments:
-        path, value = _split(argument)
-        document = put(cls, document, path, value, f"command line: {argument}")
+    if isinstance(overrides, Mapping):
+        for path, value in overrides.items():
+            document = put(cls, document, tuple(path.split(".")), value, "override")
+        return document
+    for argument in overrides:
+        keys, value = _split(argument)
+        document = put(cls, document, keys, value, f"command line: {argument}")
     return document
 
 

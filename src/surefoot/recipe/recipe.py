@@ -6,7 +6,7 @@ only ``train.output_dir`` is always relative to the current folder.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
@@ -27,7 +27,7 @@ from ..training.section import TrainSection
 from ..training.stage import Stage
 from .document import Document
 from .files import read_text
-from .overrides import override, put
+from .overrides import Overrides, override
 from .places import locate, locate_model
 from .yaml import emit, parse
 
@@ -54,8 +54,8 @@ class Recipe:
     """How answers are sampled."""
 
 
-def load(path: Path, overrides: Sequence[str] = ()) -> Recipe:
-    """Read the recipe file ``path``, with ``optim.adamw.learning_rate=5e-5`` and the like on top.
+def load(path: Path, overrides: Overrides = ()) -> Recipe:
+    """Read the recipe file ``path``, with ``overrides`` on top.
 
     Raises:
         RecipeError: with every problem of the recipe, each with file, line and column.
@@ -65,22 +65,19 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Recipe:
 
 
 def read(
-    data: Mapping[str, object], overrides: Mapping[str, object] | None = None, base: Path = Path()
+    data: Recipe | Mapping[str, object], overrides: Overrides = (), base: Path = Path()
 ) -> Recipe:
     """Build a recipe from plain data, or from the dataclasses themselves.
 
     Args:
         data: sections by name; what a recipe file would hold.
-        overrides: dotted paths, or sections with some of their settings, that win over ``data``.
+        overrides: what wins over ``data``; see ``recipe.overrides``.
         base: the folder that paths are relative to.
 
     Raises:
         RecipeError: with every problem there is.
     """
-    document = Document(data)
-    for dotted, value in (overrides or {}).items():
-        document = put(Recipe, document, tuple(dotted.split(".")), value, f"override {dotted}")
-    return _build(document, base)
+    return _build(override(Recipe, Document(data), overrides), base)
 
 
 def _build(document: Document, base: Path) -> Recipe:
@@ -191,12 +188,14 @@ def rolling_back_needs_checkpoints(recipe: Recipe) -> Iterator[Problem]:
         yield Problem(("train", "on_nan"), "rollback needs checkpoints; set checkpoint.save_steps")
 
 
-def pretraining_has_no_conversations(recipe: Recipe) -> Iterator[Problem]:
-    """Stage pt learns plain text in full: what shapes conversations would do nothing."""
-    if schema.variant_name(STAGES, recipe.stage) == "pt":
+def plain_text_has_no_turns(recipe: Recipe) -> Iterator[Problem]:
+    """A stage that learns plain text learns all of it; what shapes turns would do nothing."""
+    if not recipe.stage.uses_template:
+        stage = schema.variant_name(STAGES, recipe.stage)
         for name in ("train_on_prompt", "mask_history", "default_system"):
             if getattr(recipe.data, name):
-                yield Problem(("data", name), "means nothing to stage pt, which learns whole texts")
+                message = f"means nothing to stage {stage}, which learns whole texts"
+                yield Problem(("data", name), message)
 
 
 def trained_weights_need_range(recipe: Recipe) -> Iterator[Problem]:
@@ -213,6 +212,6 @@ RULES: list[Rule] = [
     best_needs_evaluations,
     an_adapter_needs_lora,
     rolling_back_needs_checkpoints,
-    pretraining_has_no_conversations,
+    plain_text_has_no_turns,
     trained_weights_need_range,
 ]

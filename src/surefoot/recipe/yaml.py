@@ -14,6 +14,7 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 from ruamel.yaml.reader import ReaderError
+from ruamel.yaml.representer import SafeRepresenter
 
 from ..errors import RecipeError
 from ..schema import Keys, Problem
@@ -47,15 +48,33 @@ def parse(text: str, name: str = "") -> Document:
 
 
 def emit(data: object) -> str:
-    """Plain data as YAML, in block style, that ``parse`` gives back."""
+    """Plain data as YAML, in block style but for lists, that ``parse`` gives back."""
     yaml = YAML(typ="safe", pure=True)
+    yaml.Representer = _Representer
     yaml.default_flow_style = False
     yaml.allow_unicode = True
     yaml.sort_base_mapping_type_on_output = False  # type: ignore[assignment]
-    yaml.width = 1_000_000
+    yaml.width = 1_000_000  # one setting, one line
     stream = io.StringIO()
     yaml.dump(data, stream)
     return stream.getvalue()
+
+
+class _Representer(SafeRepresenter):
+    """Lists on one line, text of several lines as a quoted one."""
+
+    def represent_list(self, data: list[object]) -> SequenceNode:
+        """``[a, b]``."""
+        return self.represent_sequence(f"{TAG}seq", data, flow_style=True)
+
+    def represent_str(self, data: str) -> ScalarNode:
+        """Plain where that reads back as text."""
+        style = '"' if not data.isprintable() else None
+        return self.represent_scalar(f"{TAG}str", data, style=style)
+
+
+_Representer.add_representer(list, _Representer.represent_list)
+_Representer.add_representer(str, _Representer.represent_str)
 
 
 @dataclass

@@ -5,9 +5,20 @@ is declared as ``Annotated[Protocol, Variants(CHOICES)]`` and written ``name`` o
 ``{name: {settings}}``; that dict is the only registry there is.
 """
 
+from .jsonschema import json_schema
 from .problem import Problem, dotted
 from .read import expand, read, write
-from .setting import Keys, Setting, Variants, describe, is_section, paths, settings, variant_name
+from .setting import (
+    Keys,
+    Setting,
+    Variants,
+    describe,
+    is_section,
+    markdown,
+    paths,
+    settings,
+    variant_name,
+)
 
 __all__ = [
     "Keys",
@@ -18,6 +29,8 @@ __all__ = [
     "dotted",
     "expand",
     "is_section",
+    "json_schema",
+    "markdown",
     "paths",
     "read",
     "settings",

@@ -17,7 +17,7 @@ from .problem import Problem, explain
 from .setting import Setting, is_section, settings, variant_name
 
 T = TypeVar("T")
-STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
+STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
 
 def recipe_error(problems: Sequence[Problem]) -> Exception:
@@ -104,13 +104,14 @@ def write(value: object) -> Any:
     """
     if is_section(value):
         cls: type = type(value)
-        return {name: _write_setting(s, getattr(value, name)) for name, s in settings(cls).items()}
+        return {name: write_setting(s, getattr(value, name)) for name, s in settings(cls).items()}
     if isinstance(value, tuple | list):
         return [write(item) for item in value]
     return str(value) if isinstance(value, Path) else value
 
 
-def _write_setting(setting: Setting, value: object) -> Any:
+def write_setting(setting: Setting, value: object) -> Any:
+    """The same for the value of one setting, which may be a variant."""
     if setting.choices is None:
         return write(value)
     name = variant_name(setting.choices, value)

@@ -91,7 +91,10 @@ def _setting(field: dataclasses.Field[Any], hint: object, doc: str) -> Setting:
 
 
 def documentation(cls: type) -> dict[str, str]:
-    """The string below each field of ``cls``, by field; empty where there is no source to read."""
+    """The string below each field of ``cls``, as one line of Markdown, by field.
+
+    Empty where there is no source to read, as in an interactive session.
+    """
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(cls)))
     except OSError:
@@ -102,8 +105,13 @@ def documentation(cls: type) -> dict[str, str]:
         if not (isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)):
             continue
         if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
-            docs[field.target.id] = inspect.cleandoc(str(below.value.value))
+            docs[field.target.id] = markdown(str(below.value.value))
     return docs
+
+
+def markdown(docstring: str) -> str:
+    """A docstring's text on one line, with Markdown's single backticks."""
+    return " ".join(docstring.replace("``", "`").split())
 
 
 WORDS = {

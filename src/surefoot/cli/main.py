@@ -1,0 +1,102 @@
+"""``surefoot``: a table of commands, each imported when it is used, so that help is instant."""
+
+from __future__ import annotations
+
+import importlib
+import traceback
+
+import click
+
+from .. import __version__
+from ..errors import SurefootError
+from ..log import configure
+
+# name -> what it does, in the order of help; the command stands in the module of that name
+COMMANDS = {
+    "train": "Fine-tune a model as a recipe says; again, and it goes on.",
+    "preview": "Show what the model will see of the data, and what it learns.",
+    "chat": "Talk to a model, a checkpoint or an adapter.",
+    "eval": "Loss, perplexity and exact match on held-out data.",
+    "export": "Write a model to use elsewhere, its adapter merged.",
+    "ckpt": "List, show and verify checkpoints.",
+    "recipe": "Show a recipe in full, or the JSON schema of recipes.",
+    "env": "Report versions, devices, memory and disk.",
+    "version": "Print the version.",
+}
+
+
+class Commands(click.Group):
+    """A group that knows its commands' names and help without importing them."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """The names, in the order of the table."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Import the module of a command."""
+        if cmd_name in self.commands or cmd_name not in COMMANDS:
+            return super().get_command(ctx, cmd_name)
+        module = importlib.import_module(f".{cmd_name}", __package__)
+        values = vars(module).values()
+        return next(v for v in values if isinstance(v, click.Command) and v.name == cmd_name)
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Find the command, or say which one is near."""
+        if args[0] not in COMMANDS and not args[0].startswith("-"):
+            raise click.NoSuchCommand(args[0], possibilities=COMMANDS, ctx=ctx)
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """The table."""
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Let --verbose stand anywhere on the line."""
+        rest = [arg for arg in args if arg != "--verbose"]
+        return super().parse_args(ctx, ["--verbose"] * (len(rest) < len(args)) + rest)
+
+    def invoke(self, ctx: click.Context) -> object:
+        """Run the command; what a user can put right is said in red, without a traceback."""
+        try:
+            return super().invoke(ctx)
+        except SurefootError as error:
+            if ctx.params["verbose"]:
+                traceback.print_exc()
+            raise Failure(str(error)) from error
+        except KeyboardInterrupt:
+            click.echo(err=True)  # end the line that has the terminal's ^C
+            raise click.exceptions.Exit(130) from None  # 128 + SIGINT, as shells have it
+
+
+class Failure(click.ClickException):
+    """A mistake of the user's, or of the world's: exit code 2, as for a wrong option."""
+
+    exit_code = 2
+
+    def show(self, file: object = None) -> None:
+        """Print ``error: ...`` on standard error."""
+        lines = self.message.splitlines()
+        text = lines[0] if len(lines) == 1 else "".join(f"\n  {line}" for line in lines)
+        click.echo(f"{click.style('error:', fg='red', bold=True)} {text}", err=True)
+
+
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--verbose", is_flag=True, help="Log more, and show the traceback of errors.")
+@click.version_option(__version__, prog_name="surefoot", message="%(prog)s %(version)s")
+def main(verbose: bool) -> None:
+    """Fine-tune large language models from one YAML file; no step is ever lost.
+
+    \b
+    surefoot train recipe.yaml
+    surefoot train recipe.yaml optim.adamw.learning_rate=5e-5
+    """
+    configure(verbose=verbose)
+
+
+@main.command()
+def version() -> None:
+    """Print the version."""
+    click.echo(__version__)

@@ -1,0 +1,43 @@
+"""``surefoot recipe``: a recipe in full, and the JSON schema that editors check recipes with."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+
+
+@click.group()
+def recipe() -> None:
+    """Show a recipe in full, or the JSON schema of recipes."""
+
+
+@recipe.command()
+@click.argument("path", metavar="RECIPE", type=click.Path(path_type=Path))
+@click.argument("overrides", nargs=-1)
+@click.option("--docs", is_flag=True, help="Say above every setting what it is for.")
+def show(path: Path, overrides: tuple[str, ...], docs: bool) -> None:
+    """Print RECIPE with every setting spelled out, defaults dimmed and marked.
+
+    OVERRIDES are dotted fields such as optim.adamw.learning_rate=5e-5. What is printed is a recipe
+    itself.
+    """
+    from ..recipe.recipe import load
+    from ..recipe.show import lines
+
+    for line in lines(load(path, overrides), docs=docs):
+        click.secho(line.text, dim=line.is_default)
+
+
+@recipe.command()
+def schema() -> None:
+    """Print the JSON schema of recipes, for completion and checks in editors.
+
+    For the YAML extension of VS Code, save it and write on top of a recipe:
+    # yaml-language-server: $schema=surefoot.schema.json
+    """
+    from ..recipe.recipe import Recipe
+    from ..schema import json_schema
+
+    click.echo(json.dumps(json_schema(Recipe), indent=2))
