@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from ..batch import IGNORE_INDEX, Batch, Features
@@ -21,14 +22,19 @@ def collate(features: Sequence[Features], *, packing: bool, pad_token_id: int = 
 def pad(features: Sequence[Features], pad_token_id: int = 0) -> Batch:
     """A rectangle as wide as the longest example, the others filled up on the right."""
     shape = (len(features), max(len(item["input_ids"]) for item in features))
-    input_ids = torch.full(shape, pad_token_id)
-    labels = torch.full(shape, IGNORE_INDEX)
-    attention_mask = torch.zeros(shape, dtype=torch.int64)
+    input_ids = np.full(shape, pad_token_id)
+    labels = np.full(shape, IGNORE_INDEX)
+    attention_mask = np.zeros(shape, np.int64)
     for row, item in enumerate(features):
         length = len(item["input_ids"])
-        input_ids[row, :length] = torch.as_tensor(item["input_ids"])
-        labels[row, :length] = torch.as_tensor(item["labels"])
+        input_ids[row, :length] = item["input_ids"]
+        labels[row, :length] = item["labels"]
         attention_mask[row, :length] = 1
     labels[:, 0] = IGNORE_INDEX
-    position_ids = torch.arange(shape[1]).expand(shape).contiguous()
-    return Batch(input_ids, labels, position_ids, attention_mask)
+    position_ids = np.tile(np.arange(shape[1]), (shape[0], 1))
+    return Batch(
+        torch.from_numpy(input_ids),
+        torch.from_numpy(labels),
+        torch.from_numpy(position_ids),
+        torch.from_numpy(attention_mask),
+    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 
@@ -10,9 +10,8 @@ from ..errors import DataError
 from .example import Example
 from .formats.fields import Row, nearest
 from .registry import Entry
+from .report import shown
 from .sources import BrokenRow
-
-SHOWN = 3  # broken rows that an error shows
 
 
 def read_examples(
@@ -35,7 +34,7 @@ def read_examples(
             broken.append(item)
         if len(broken) > max_broken_rows:
             _check_columns(entry, found, rows)
-            raise _too_many(entry, broken)
+            raise too_many_broken(entry, broken, max_broken_rows)
         yield item
     if not found and not broken:
         raise DataError(f"dataset {entry.name!r}: {entry.source} has no rows")
@@ -66,9 +65,10 @@ def _check_columns(entry: Entry, found: dict[str, None], rest: Iterator[Row | Br
             )
 
 
-def _too_many(entry: Entry, broken: list[BrokenRow]) -> DataError:
-    shown = "".join(f"\n  row {row.index}: {row.reason}" for row in broken[:SHOWN])
+def too_many_broken(entry: Entry, broken: Sequence[BrokenRow], limit: int) -> DataError:
+    """The error that shows the first broken rows."""
+    lines = "".join(f"\n{line}" for line in shown(broken))
     return DataError(
-        f"dataset {entry.name!r}: more than max_broken_rows = {len(broken) - 1} rows cannot be "
-        f"read; mend them or raise data.max_broken_rows. The first ones:{shown}"
+        f"dataset {entry.name!r}: more than data.max_broken_rows = {limit} rows cannot be read; "
+        f"mend them or raise the limit. The first ones:{lines}"
     )
