@@ -9,7 +9,11 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 for folder in ("", "training"):
     sys.path.insert(0, str(Path(__file__).parent / folder))
 
+import hypothesis
 import pytest
+
+hypothesis.settings.register_profile("surefoot", deadline=None)  # a busy machine is no failure
+hypothesis.settings.load_profile("surefoot")
 
 SHARED = Path(__file__).parent.parent.parent / "shared"
 

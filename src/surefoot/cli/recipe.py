@@ -32,9 +32,10 @@ def show(path: Path, overrides: tuple[str, ...], docs: bool) -> None:
 
 @recipe.command()
 def schema() -> None:
-    """Print the JSON schema of recipes, for completion and checks in editors.
+    r"""Print the JSON schema of recipes, for completion and checks in editors.
 
-    For the YAML extension of VS Code, save it and write on top of a recipe:
+    \b
+    Save it, and editors know recipes by a first line such as
     # yaml-language-server: $schema=surefoot.schema.json
     """
     from ..recipe.recipe import Recipe

@@ -122,6 +122,7 @@ WORDS = {
     Path: "a path",
     type(None): "null",
 }
+MANY = {int: "integers", float: "numbers", Path: "paths"}
 
 
 def describe(hint: object) -> str:
@@ -130,7 +131,7 @@ def describe(hint: object) -> str:
     if origin is Literal:
         return "one of " + ", ".join(map(str, args))
     if origin is tuple:
-        return f"a list: {describe(args[0])}"
+        return "a list of " + MANY.get(args[0], describe(args[0]).replace("one of", "any of"))
     if origin in (Union, types.UnionType):
         return " or ".join(describe(arg) for arg in args)
     if isinstance(hint, type) and dataclasses.is_dataclass(hint):
