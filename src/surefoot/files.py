@@ -116,6 +116,10 @@ class File:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def __del__(self) -> None:
+        with contextlib.suppress(OSError):
+            self.close()
+
     def close(self) -> None:
         """Give the descriptor back. Closing twice is harmless."""
         if self._descriptor >= 0:

@@ -58,6 +58,23 @@ class Box:
         """The same box, its start shifted by ``offset``."""
         return Box(tuple(a + d for a, d in zip(self.start, offset, strict=True)), self.shape)
 
+    def blocks(self, limit: int) -> Iterator[Box]:
+        """Cut into boxes of at most ``limit`` elements, each contiguous, in row-major order."""
+        if self.size <= limit or not self.shape:
+            yield self
+            return
+        row = self.size // self.shape[0]
+        step = max(1, limit // row)
+        for first in range(0, self.shape[0], step):
+            rows = min(step, self.shape[0] - first)
+            block = Box((self.start[0] + first, *self.start[1:]), (rows, *self.shape[1:]))
+            if rows > 1 or row <= limit or len(self.shape) == 1:
+                yield block
+            else:
+                inner = Box(self.start[1:], self.shape[1:])
+                for part in inner.blocks(limit):
+                    yield Box((block.start[0], *part.start), (1, *part.shape))
+
     def runs_in(self, outer: Box) -> Iterator[tuple[int, int]]:
         """Where this box lies in the row-major elements of ``outer``: (first element, how many).
 

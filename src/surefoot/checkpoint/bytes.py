@@ -93,12 +93,11 @@ def _dense_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     is_plain = tensor.device.type == "cpu" and tensor.is_contiguous()
     if is_plain and not (tensor.is_conj() or tensor.is_neg()):
         yield tensor
-    elif tensor.ndim == 0 or tensor.nbytes <= files.BLOCK:
-        yield tensor.resolve_conj().resolve_neg().cpu().contiguous()
     else:
-        rows = max(1, files.BLOCK // max(1, tensor.nbytes // tensor.shape[0]))
-        for part in torch.split(tensor, rows):
-            yield from _dense_parts(part) if len(part) > 1 else _dense_parts(part[0])
+        whole = Box.whole(tuple(tensor.shape))
+        for box in whole.blocks(files.BLOCK // tensor.element_size()):
+            part = tensor[box.slices_in(whole)]
+            yield part.resolve_conj().resolve_neg().cpu().contiguous()
 
 
 def fill(tensor: torch.Tensor, file: TensorFile, key: str) -> str:

@@ -9,6 +9,7 @@ can be locked knows that nobody writes it any more, and may remove it.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import re
 import secrets
 from collections.abc import Callable, Iterator
@@ -145,9 +146,11 @@ def _remove_if_dead(folder: Path) -> bool:
 
 def set_aside(folder: Path) -> Path:
     """Rename a damaged checkpoint, so that its step can be saved again; its new path."""
-    target = folder.with_name(f"damaged-{folder.name}")
-    while files.exists(target):
-        target = folder.with_name(f"damaged-{folder.name}-{secrets.token_hex(2)}")
+    target = folder.with_name(f"{folder.name}.damaged")
+    for number in itertools.count(2):
+        if not files.exists(target):
+            break
+        target = folder.with_name(f"{folder.name}.damaged-{number}")
     files.rename(folder, target)
     files.sync_folder(folder.parent)
     return target

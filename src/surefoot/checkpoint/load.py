@@ -46,6 +46,8 @@ def load(
     is changed before names, shapes, lengths and headers are known to be right; the hash of every
     piece is checked as it is read. Raises ``CheckpointError``.
     """
+    if only is not None and (unknown := sorted(set(only) - set(states))):
+        raise ValueError(f"only: no state {unknown[0]!r}; there are {', '.join(states)}")
     checkpoint = open_checkpoint(folder)
     wanted = {name: state for name, state in states.items() if only is None or name in only}
     skeleton = checkpoint.skeleton()

@@ -8,9 +8,13 @@ from pathlib import Path
 
 from .. import files
 from ..errors import CheckpointError
+from . import strict
 from .commit import named
 from .folder import CheckpointFolder, open_checkpoint
 from .index import MANIFEST, is_safetensors
+from .weights import open_weights, recognise
+
+PLAIN_JSON = ("config.json", "adapter_config.json", "generation_config.json")
 
 
 @dataclass(frozen=True)
@@ -20,7 +24,6 @@ class Report:
     folder: Path
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    num_bytes: int = 0  # that were read and hashed
 
     @property
     def ok(self) -> bool:
@@ -37,24 +40,50 @@ class Found:
 
 
 def verify(folder: Path, *, full: bool) -> Report:
+    """Check a folder of weights; with ``full`` every byte that has a hash.
+
+    In a checkpoint of ours everything has one. In a folder of others, headers, index and
+    configuration are checked to be whole and to agree.
+    """
+    if recognise(folder) in ("huggingface", "peft"):
+        return _verify_plain(folder)
+    return verify_checkpoint(folder, full=full)
+
+
+def verify_checkpoint(folder: Path, *, full: bool) -> Report:
     """Check a checkpoint of ours: lengths, headers and small files; with ``full`` every byte."""
-    report = Report(folder)
     try:
         checkpoint = open_checkpoint(folder)
+        problems = [
+            problem
+            for name in sorted(checkpoint.manifest.files)
+            for problem in _problems(checkpoint, name, full=full)
+        ]
+        return Report(folder, problems, list(_strays(checkpoint)))
     except CheckpointError as error:
-        report.problems.append(str(error))
-        return report
-    for name in sorted(checkpoint.manifest.files):
-        report.problems.extend(_problems(checkpoint, name, full=full))
-    report.notes.extend(_strays(checkpoint))
-    return report
+        return Report(folder, [str(error)])
+
+
+def _verify_plain(folder: Path) -> Report:
+    problems = []
+    try:
+        open_weights(folder).close()
+        for name in PLAIN_JSON:
+            if files.exists(folder / name):
+                with files.raising(CheckpointError), files.open_file(folder / name) as file:
+                    text = files.read_all(file, strict.MAX_BYTES)
+                strict.parse_object(text, str(folder / name))
+    except CheckpointError as error:
+        problems.append(str(error))
+    note = "not a Surefoot checkpoint, so it has no hashes: only its structure was checked"
+    return Report(folder, problems, [f"{folder}: {note}"])
 
 
 def find(root: Path) -> Found:
     """The newest checkpoint under ``root`` that verifies to the last byte."""
     passed_over: list[tuple[Path, str]] = []
     for folder in reversed(named(root)):
-        report = verify(folder, full=True)
+        report = verify_checkpoint(folder, full=True)
         if report.ok:
             return Found(folder, passed_over)
         passed_over.append((folder, report.problems[0]))

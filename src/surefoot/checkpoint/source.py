@@ -1,0 +1,199 @@
+"""A source answers: what tensors are there, and what values fill this box of one of them?
+
+A folder in any layout opens as a source. Renaming, joining, casting and merging are sources over
+sources, so that a conversion is one expression, reads only what it writes, and builds no model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Protocol
+
+import torch
+
+from .. import files
+from ..errors import CheckpointError
+from .box import Box
+from .bytes import DTYPES, raw, read_box
+from .weights import Place, Weights
+
+Shape = tuple[int, ...]
+
+
+class Source(Protocol):
+    """Named tensors that can be read box by box."""
+
+    def shapes(self) -> Mapping[str, Shape]:
+        """The name and whole shape of every tensor."""
+
+    def dtypes(self) -> Mapping[str, torch.dtype]:
+        """The type of every tensor."""
+
+    def read(self, name: str, box: Box) -> torch.Tensor:
+        """The values in one box of one tensor, on the CPU."""
+
+
+def read_whole(source: Source, name: str) -> torch.Tensor:
+    """All of one tensor."""
+    return source.read(name, Box.whole(source.shapes()[name]))
+
+
+@dataclass(frozen=True)
+class Stored:
+    """The weights of a folder.
+
+    Where a hash is known, a tensor read whole, or block by block in order, is checked against it.
+    """
+
+    weights: Weights
+    _half_read: dict[str, tuple[int, files.Hash]] = field(
+        default_factory=dict, repr=False, compare=False
+    )  # tensor -> elements hashed so far, and their hash
+
+    @cached_property
+    def _shapes(self) -> Mapping[str, Shape]:
+        return {name: place.entry.shape for name, place in self.weights.tensors.items()}
+
+    def shapes(self) -> Mapping[str, Shape]:
+        """As stored."""
+        return self._shapes
+
+    def dtypes(self) -> Mapping[str, torch.dtype]:
+        """As stored."""
+        return {name: DTYPES[place.entry.dtype] for name, place in self.weights.tensors.items()}
+
+    def read(self, name: str, box: Box) -> torch.Tensor:
+        """Just the bytes of ``box``, from the file into a new tensor."""
+        place = self.weights.tensors[name]
+        with files.raising(CheckpointError):
+            found = read_box(place.file, place.key, box)
+        if place.hash is not None:
+            self._check(name, place, box, found)
+        return found
+
+    def _check(self, name: str, place: Place, box: Box, found: torch.Tensor) -> None:
+        whole = Box.whole(place.entry.shape)
+        if found.numel() == 0 and whole.size:
+            return
+        first, count = next(box.runs_in(whole), (0, 0))
+        if count != box.size:
+            return  # not one run of the file
+        expected, digest = (
+            (0, files.Hash()) if first == 0 else self._half_read.pop(name, (-1, None))
+        )
+        if first != expected or digest is None:
+            return  # out of order
+        digest.update(raw(found))
+        if first + count < whole.size:
+            self._half_read[name] = (first + count, digest)
+        elif digest.hex() != place.hash:
+            raise CheckpointError(f"{place.file.path}: {name} is damaged: its hash does not match")
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Tensors that are already here."""
+
+    tensors: Mapping[str, torch.Tensor]
+
+    def shapes(self) -> Mapping[str, Shape]:
+        """As they are."""
+        return {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}
+
+    def dtypes(self) -> Mapping[str, torch.dtype]:
+        """As they are."""
+        return {name: tensor.dtype for name, tensor in self.tensors.items()}
+
+    def read(self, name: str, box: Box) -> torch.Tensor:
+        """A view."""
+        tensor = self.tensors[name]
+        return tensor[box.slices_in(Box.whole(tuple(tensor.shape)))].detach().cpu()
+
+
+@dataclass(frozen=True)
+class Renamed:
+    """Tensors under other names (new name -> old name); those not named are left out."""
+
+    source: Source
+    names: Mapping[str, str]
+
+    def shapes(self) -> Mapping[str, Shape]:
+        """By new name."""
+        shapes = self.source.shapes()
+        return {new: shapes[old] for new, old in self.names.items()}
+
+    def dtypes(self) -> Mapping[str, torch.dtype]:
+        """By new name."""
+        dtypes = self.source.dtypes()
+        return {new: dtypes[old] for new, old in self.names.items()}
+
+    def read(self, name: str, box: Box) -> torch.Tensor:
+        """By new name."""
+        return self.source.read(self.names[name], box)
+
+
+@dataclass(frozen=True)
+class Joined:
+    """Tensors laid end to end along the first dimension, as fused projections are."""
+
+    source: Source
+    parts: Mapping[str, tuple[str, ...]]
+
+    def shapes(self) -> Mapping[str, Shape]:
+        """The parts disappear, the joined tensor appears."""
+        shapes = self.source.shapes()
+        joined = {
+            name: (sum(shapes[part][0] for part in parts), *shapes[parts[0]][1:])
+            for name, parts in self.parts.items()
+        }
+        return {name: shapes[name] for name in self._left()} | joined
+
+    def dtypes(self) -> Mapping[str, torch.dtype]:
+        """That of the first part."""
+        dtypes = self.source.dtypes()
+        joined = {name: dtypes[parts[0]] for name, parts in self.parts.items()}
+        return {name: dtypes[name] for name in self._left()} | joined
+
+    def read(self, name: str, box: Box) -> torch.Tensor:
+        """From each part just the rows that lie in ``box``."""
+        if name not in self.parts:
+            return self.source.read(name, box)
+        shapes, dtype = self.source.shapes(), self.dtypes()[name]
+        found, first = [], 0
+        for part in self.parts[name]:
+            start = (first, *(0,) * (len(shapes[part]) - 1))
+            if (common := box & Box(start, shapes[part])) is not None:
+                inside = Box((common.start[0] - first, *common.start[1:]), common.shape)
+                found.append(self.source.read(part, inside).to(dtype))
+            first += shapes[part][0]
+        return torch.cat(found) if found else torch.empty(box.shape, dtype=dtype)
+
+    def _left(self) -> list[str]:
+        used = {part for parts in self.parts.values() for part in parts}
+        return [name for name in self.source.shapes() if name not in used]
+
+
+@dataclass(frozen=True)
+class Cast:
+    """The same values in another floating point type. Integers, bools and 8-bit floats stay."""
+
+    source: Source
+    dtype: torch.dtype
+
+    def shapes(self) -> Mapping[str, Shape]:
+        """Unchanged."""
+        return self.source.shapes()
+
+    def dtypes(self) -> Mapping[str, torch.dtype]:
+        """``dtype`` for what is a plain floating point number."""
+        return {name: self._target(dtype) for name, dtype in self.source.dtypes().items()}
+
+    def read(self, name: str, box: Box) -> torch.Tensor:
+        """Rounded to nearest."""
+        found = self.source.read(name, box)
+        return found.to(self._target(found.dtype))
+
+    def _target(self, dtype: torch.dtype) -> torch.dtype:
+        return self.dtype if dtype.is_floating_point and dtype.itemsize > 1 else dtype

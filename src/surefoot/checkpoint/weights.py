@@ -1,0 +1,157 @@
+"""What weights lie in a folder, ours or somebody else's, from names and headers alone. No torch.
+
+A folder of weights is one of three: a checkpoint of ours (``manifest.json``), a PEFT adapter
+(``adapter_config.json``) or a Hugging Face model (``model.safetensors``, whole or sharded).
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from .. import files
+from ..errors import CheckpointError
+from . import strict, tensorfile
+from .commit import committed
+from .folder import CheckpointFolder, open_checkpoint
+from .header import Entry
+from .index import MANIFEST, is_plain_name
+
+Layout = Literal["native", "peft", "huggingface"]
+
+MODEL = "model.safetensors"
+MODEL_INDEX = "model.safetensors.index.json"
+ADAPTER = "adapter_model.safetensors"
+ADAPTER_CONFIG = "adapter_config.json"
+PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+
+# Reads pickles as tensors only, joins the shards, and writes what every tool can read.
+_CONVERT = (
+    "from pathlib import Path; from safetensors.torch import save_file; from torch import load; "
+    "save_file({{name: tensor.contiguous().clone() "
+    "for file in sorted(Path({folder!r}).glob({glob!r})) "
+    "for name, tensor in load(file, map_location='cpu', weights_only=True).items()}}, "
+    "Path({folder!r}) / {target!r}, {{'format': 'pt'}})"
+)
+
+
+@dataclass(frozen=True)
+class Place:
+    """One tensor in a file. ``hash`` is known for checkpoints of ours."""
+
+    file: tensorfile.TensorFile
+    key: str
+    entry: Entry
+    hash: str | None = None
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The weights of a folder by name."""
+
+    layout: Layout
+    folder: Path
+    tensors: Mapping[str, Place]
+
+    def close(self) -> None:
+        """Close the files; they close by themselves when nobody refers to them any more."""
+        for place in self.tensors.values():
+            place.file.close()
+
+
+def recognise(folder: Path) -> Layout | None:
+    """Which kind of folder of weights ``folder`` is; None if it is none that can be read."""
+    if files.exists(folder / MANIFEST):
+        return "native"
+    has_model = any(files.exists(folder / name) for name in (MODEL, MODEL_INDEX))
+    if files.exists(folder / ADAPTER) and not has_model:
+        return "peft"
+    return "huggingface" if has_model else None
+
+
+def open_weights(folder: Path) -> Weights:
+    """The weights in ``folder``, whatever its layout; a ``CheckpointError`` if there are none."""
+    layout = recognise(folder)
+    with files.raising(CheckpointError, f"cannot read the weights in {folder}"):
+        if layout is None:
+            raise CheckpointError(_why_not(folder))
+        return {"native": open_native, "peft": open_peft, "huggingface": open_huggingface}[layout](
+            folder
+        )
+
+
+def open_native(folder: Path) -> Weights:
+    """The model (or adapter) part of a checkpoint of ours."""
+    checkpoint: CheckpointFolder = open_checkpoint(folder)
+    pieces = checkpoint.manifest.tensors("model")
+    opened = {name: checkpoint.tensors(name) for name in {p.file for p in pieces.values()}}
+    tensors = {
+        name: Place(opened[p.file], p.key, opened[p.file].entry(p.key), p.hash)
+        for name, p in pieces.items()
+    }
+    return Weights("native", folder, tensors)
+
+
+def open_peft(folder: Path) -> Weights:
+    """A PEFT adapter."""
+    return Weights("peft", folder, _stored([tensorfile.open_path(folder / ADAPTER)]))
+
+
+def open_huggingface(folder: Path) -> Weights:
+    """A Hugging Face model. Like transformers, the single file wins over the index."""
+    if files.exists(folder / MODEL):
+        return Weights("huggingface", folder, _stored([tensorfile.open_path(folder / MODEL)]))
+    where = folder / MODEL_INDEX
+    with files.open_file(where) as file:
+        index = strict.parse_object(files.read_all(file, strict.MAX_BYTES), str(where))
+    names = index.get("weight_map")
+    if not isinstance(names, dict) or not all(isinstance(n, str) for n in names.values()):
+        raise CheckpointError(f"{where}: weight_map must map tensor names to file names")
+    for name in sorted(set(names.values())):
+        if not is_plain_name(name) or "/" in name:
+            raise CheckpointError(f"{where}: {name[:200]!r} is not a file in this folder")
+    opened = [tensorfile.open_path(folder / name) for name in sorted(set(names.values()))]
+    found = _stored(opened)
+    for tensor, name in names.items():
+        if tensor not in found or found[tensor].file.path.name != name:
+            raise CheckpointError(
+                f"{folder / name}: the index promises {tensor[:200]!r} in this file"
+            )
+    return Weights("huggingface", folder, found)
+
+
+def _stored(opened: list[tensorfile.TensorFile]) -> dict[str, Place]:
+    found: dict[str, Place] = {}
+    for file in opened:
+        for name, entry in file.header.entries.items():
+            if name in found:
+                raise CheckpointError(
+                    f"{file.path}: {name[:200]!r} is in {found[name].file.path.name} as well"
+                )
+            found[name] = Place(file, name, entry)
+    return found
+
+
+def _why_not(folder: Path) -> str:
+    if not files.is_folder(folder):
+        what = "is a file, not a folder" if files.exists(folder) else "does not exist"
+        return f"{folder} {what}"
+    names = files.list_folder(folder)
+    if pickled := [name for name in names if name.endswith(PICKLES)]:
+        return f"{folder / pickled[0]}: {_refusal(folder, pickled)}"
+    if checkpoints := committed(folder):
+        return f"{folder}: holds no weights itself; did you mean {checkpoints[-1]}?"
+    return f"{folder}: holds no weights; expected {MODEL}, {MODEL_INDEX}, {ADAPTER} or {MANIFEST}"
+
+
+def _refusal(folder: Path, names: list[str]) -> str:
+    """Why a pickled file is not read, and the command that turns it into one that is."""
+    reason = "a pickled file can run code when it is read, so it is never read here"
+    for stem, target in (("pytorch_model", MODEL), ("adapter_model", ADAPTER)):
+        if any(name.startswith(stem) and name.endswith(".bin") for name in names):
+            code = _CONVERT.format(folder=str(folder), glob=f"{stem}*.bin", target=target)
+            return f"{reason}. Convert it once, as tensors only: python -c {shlex.quote(code)}"
+    return f"{reason}. Convert it to safetensors with the tool that wrote it"
