@@ -352,6 +352,15 @@ def exists(path: Path) -> bool:
     return True
 
 
+def size_of(path: Path) -> int | None:
+    """The length of a regular file, links followed; None if there is none."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_size if stat.S_ISREG(found.st_mode) else None
+
+
 def is_folder(path: Path) -> bool:
     """Whether ``path`` is a folder, links followed."""
     try:

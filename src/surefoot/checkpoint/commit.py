@@ -12,7 +12,7 @@ import contextlib
 import itertools
 import re
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -110,6 +110,11 @@ def committed(root: Path) -> list[Path]:
     return [folder for folder in named(root) if files.exists(folder / MANIFEST)]
 
 
+def is_leftover(name: str) -> bool:
+    """Whether ``name`` is that of a folder half written or half removed."""
+    return bool(_PART.fullmatch(name) or _FORGOTTEN.fullmatch(name))
+
+
 def clean(root: Path) -> list[Path]:
     """Remove what killed processes left half written or half forgotten; what was removed.
 
@@ -119,9 +124,8 @@ def clean(root: Path) -> list[Path]:
         return []
     removed = []
     for name in files.list_folder(root):
-        is_leftover = bool(_FORGOTTEN.fullmatch(name))
-        remove: Callable[[Path], bool] = _remove if is_leftover else _remove_if_dead
-        if (is_leftover or _PART.fullmatch(name)) and remove(root / name):
+        remove = _remove if _FORGOTTEN.fullmatch(name) else _remove_if_dead
+        if is_leftover(name) and remove(root / name):
             removed.append(root / name)
     return removed
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -39,7 +39,10 @@ class Found:
     passed_over: list[tuple[Path, str]]
 
 
-def verify(folder: Path, *, full: bool) -> Report:
+Progress = Callable[[int], None]  # is told the bytes of every tensor once it is hashed
+
+
+def verify(folder: Path, *, full: bool, progress: Progress | None = None) -> Report:
     """Check a folder of weights; with ``full`` every byte that has a hash.
 
     In a checkpoint of ours everything has one. In a folder of others, headers, index and
@@ -47,17 +50,17 @@ def verify(folder: Path, *, full: bool) -> Report:
     """
     if recognise(folder) in ("huggingface", "peft"):
         return _verify_plain(folder)
-    return verify_checkpoint(folder, full=full)
+    return verify_checkpoint(folder, full=full, progress=progress)
 
 
-def verify_checkpoint(folder: Path, *, full: bool) -> Report:
+def verify_checkpoint(folder: Path, *, full: bool, progress: Progress | None = None) -> Report:
     """Check a checkpoint of ours: lengths, headers and small files; with ``full`` every byte."""
     try:
         checkpoint = open_checkpoint(folder)
         problems = [
             problem
             for name in sorted(checkpoint.manifest.files)
-            for problem in _problems(checkpoint, name, full=full)
+            for problem in _problems(checkpoint, name, full=full, progress=progress or _silent)
         ]
         return Report(folder, problems, list(_strays(checkpoint)))
     except CheckpointError as error:
@@ -90,7 +93,13 @@ def find(root: Path) -> Found:
     return Found(None, passed_over)
 
 
-def _problems(checkpoint: CheckpointFolder, name: str, *, full: bool) -> Iterator[str]:
+def _silent(num_bytes: int) -> None:
+    """Report no progress."""
+
+
+def _problems(
+    checkpoint: CheckpointFolder, name: str, *, full: bool, progress: Progress
+) -> Iterator[str]:
     try:
         if not is_safetensors(name):
             checkpoint.small(name)
@@ -101,6 +110,7 @@ def _problems(checkpoint: CheckpointFolder, name: str, *, full: bool) -> Iterato
                     checkpoint.check_piece(piece, file.hash(key))
                 except CheckpointError as error:
                     yield str(error)
+                progress(piece.num_bytes)
     except CheckpointError as error:
         yield str(error)
 

@@ -1,0 +1,252 @@
+"""What a checkpoint is, for people and tools: read from manifests and headers, never from tensors."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from .. import files
+from ..errors import CheckpointError
+from . import strict
+from .commit import is_leftover, named, step_of
+from .folder import CheckpointFolder, open_checkpoint
+from .index import STATE, Piece
+from .weights import ADAPTER_CONFIG, Weights, open_weights, recognise
+
+TRAINER_STATE = "trainer_state.json"
+CONFIG = "config.json"
+
+
+@dataclass(frozen=True)
+class Line:
+    """One entry of a run's folder. ``problem`` is set if it cannot be used."""
+
+    path: Path
+    step: int | None = None
+    created: str | None = None
+    kind: str | None = None
+    num_bytes: int | None = None
+    loss: float | None = None
+    is_best: bool = False
+    problem: str | None = None
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One tensor, as it is stored."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    num_bytes: int
+    file: str
+
+
+@dataclass(frozen=True)
+class Group:
+    """The tensors of one role in figures."""
+
+    role: str  # model, optimizer or state
+    tensors: tuple[Tensor, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all tensors."""
+        return sum(tensor.num_bytes for tensor in self.tensors)
+
+    @property
+    def num_elements(self) -> int:
+        """Of all tensors: the number of parameters, for a model."""
+        return sum(prod(tensor.shape) for tensor in self.tensors)
+
+    @property
+    def dtypes(self) -> dict[str, int]:
+        """How many tensors there are of each type."""
+        return dict(Counter(tensor.dtype for tensor in self.tensors).most_common())
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A folder of weights: what it says about itself, and what is in it."""
+
+    path: Path
+    layout: str  # native, huggingface or peft
+    facts: Mapping[str, str]  # in the order of interest
+    files: Mapping[str, int]  # name -> bytes
+    groups: tuple[Group, ...]
+    states: Mapping[str, str]  # name -> what it holds, in a few words
+
+
+def summarise(folder: Path) -> Summary:
+    """Look into a folder of weights of any layout. Raises ``CheckpointError`` if it is none."""
+    if recognise(folder) == "native":
+        return _summarise_native(open_checkpoint(folder))
+    weights = open_weights(folder)
+    try:
+        return _summarise_plain(weights)
+    finally:
+        weights.close()
+
+
+def list_run(root: Path) -> list[Line]:
+    """The checkpoints under ``root``, oldest first, then what is left of others. Hashes nothing.
+
+    A folder that is a checkpoint itself is a list of one.
+    """
+    if step_of(root) >= 0 and recognise(root):
+        return [_line(root, None)]
+    folders = named(root)
+    best = next((_best_step(folder) for folder in reversed(folders) if _is_sound(folder)), None)
+    lines = [_line(folder, best) for folder in folders]
+    names = files.list_folder(root)
+    leftovers = [root / name for name in names if is_leftover(name)]
+    return lines + [Line(path, problem="half written or half removed") for path in leftovers]
+
+
+# --- a line of the list ------------------------------------------------------------------------
+
+
+def _line(folder: Path, best: int | None) -> Line:
+    try:
+        checkpoint = open_checkpoint(folder)
+    except CheckpointError as error:
+        return Line(folder, step_of(folder), problem=str(error).removeprefix(f"{folder}: "))
+    manifest = checkpoint.manifest
+    return Line(
+        folder,
+        step=manifest.step,
+        created=manifest.created,
+        kind=manifest.kind,
+        num_bytes=sum(manifest.files.values()),
+        loss=_last_loss(_trainer_state(checkpoint)),
+        is_best=manifest.step == best,
+        problem=_wrong_length(checkpoint),
+    )
+
+
+def _wrong_length(checkpoint: CheckpointFolder) -> str | None:
+    for name, expected in checkpoint.manifest.files.items():
+        found = files.size_of(checkpoint.path / name)
+        if found != expected:
+            return f"{name}: {'missing' if found is None else f'{found} of {expected} bytes'}"
+    return None
+
+
+def _is_sound(folder: Path) -> bool:
+    return _line(folder, None).problem is None
+
+
+def _best_step(folder: Path) -> int | None:
+    best = _trainer_state(open_checkpoint(folder)).get("best_global_step")
+    return best if isinstance(best, int) else None
+
+
+def _trainer_state(checkpoint: CheckpointFolder) -> Mapping[str, Any]:
+    """The state for people; empty if it is not there or not to be read, which is no reason to fail."""
+    if TRAINER_STATE not in checkpoint.manifest.files:
+        return {}
+    try:
+        return strict.parse_object(checkpoint.small(TRAINER_STATE), TRAINER_STATE)
+    except CheckpointError:
+        return {}
+
+
+def _last_loss(state: Mapping[str, Any]) -> float | None:
+    history = state.get("log_history")
+    rows = history if isinstance(history, list) else []
+    losses = [row["loss"] for row in rows if isinstance(row, dict) and "loss" in row]
+    return float(losses[-1]) if losses and isinstance(losses[-1], int | float) else None
+
+
+# --- a whole folder ----------------------------------------------------------------------------
+
+
+def _summarise_native(checkpoint: CheckpointFolder) -> Summary:
+    manifest = checkpoint.manifest
+    facts = {
+        "step": str(manifest.step),
+        "kind": {"full": "full weights", "adapter": "adapter"}[manifest.kind],
+        "saved": manifest.created,
+        "parent": manifest.parent or "none",
+        "world size": str(manifest.world_size),
+        "versions": ", ".join(
+            f"{name} {value}" for name, value in sorted(manifest.versions.items())
+        ),
+    }
+    skeleton = checkpoint.skeleton() if STATE in manifest.files else {}
+    return Summary(
+        checkpoint.path,
+        "native",
+        facts,
+        manifest.files,
+        _groups(manifest.pieces),
+        {name: _in_words(value) for name, value in skeleton.items()},
+    )
+
+
+def _groups(pieces: Iterable[Piece]) -> tuple[Group, ...]:
+    found: dict[str, list[Tensor]] = {}
+    for piece in pieces:
+        role, _, name = piece.tensor.partition("/")
+        tensor = Tensor(name, piece.dtype, piece.shape, piece.num_bytes, piece.file)
+        found.setdefault(role, []).append(tensor)
+    return tuple(Group(role, tuple(found[role])) for role in sorted(found))
+
+
+def _summarise_plain(weights: Weights) -> Summary:
+    tensors = tuple(
+        Tensor(
+            name, place.entry.dtype, place.entry.shape, place.entry.num_bytes, place.file.path.name
+        )
+        for name, place in sorted(weights.tensors.items())
+    )
+    sizes = {
+        name: files.size_of(weights.folder / name) for name in files.list_folder(weights.folder)
+    }
+    return Summary(
+        weights.folder,
+        weights.layout,
+        _config_facts(weights.folder),
+        {name: size for name, size in sizes.items() if size is not None},
+        (Group("model", tensors),),
+        {},
+    )
+
+
+def _config_facts(folder: Path) -> dict[str, str]:
+    """A few words from ``config.json`` or ``adapter_config.json``."""
+    facts: dict[str, str] = {}
+    wanted = {
+        CONFIG: ("architectures", "model_type", "hidden_size", "num_hidden_layers", "vocab_size"),
+        ADAPTER_CONFIG: (
+            "peft_type",
+            "base_model_name_or_path",
+            "r",
+            "lora_alpha",
+            "target_modules",
+        ),
+    }
+    for name, keys in wanted.items():
+        if files.exists(folder / name):
+            with files.raising(CheckpointError), files.open_file(folder / name) as file:
+                text = files.read_all(file, strict.MAX_BYTES)
+            config = strict.parse_object(text, str(folder / name))
+            facts |= {key: _plain(config[key]) for key in keys if config.get(key) is not None}
+    return facts
+
+
+def _plain(value: object) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _in_words(value: object) -> str:
+    """What a state holds: its keys, or its value if that is short."""
+    if isinstance(value, dict) and value and not next(iter(value)).startswith("$"):
+        keys = list(value)
+        return ", ".join(keys[:6]) + (f", … ({len(keys)} entries)" if len(keys) > 6 else "")
+    text = str(value)
+    return text if len(text) <= 60 else f"{text[:59]}…"
