@@ -1,4 +1,4 @@
-"""What a checkpoint is, for people and tools: read from manifests and headers, never from tensors."""
+"""What a checkpoint is, for people and tools: read from manifests and headers, not from tensors."""
 
 from __future__ import annotations
 
@@ -14,11 +14,21 @@ from ..errors import CheckpointError
 from . import strict
 from .commit import is_leftover, named, step_of
 from .folder import CheckpointFolder, open_checkpoint
+from .header import Entry
 from .index import STATE, Piece
 from .weights import ADAPTER_CONFIG, Weights, open_weights, recognise
 
 TRAINER_STATE = "trainer_state.json"
-CONFIG = "config.json"
+_WANTED = {  # configuration file -> what is said of it
+    "config.json": (
+        "architectures",
+        "model_type",
+        "hidden_size",
+        "num_hidden_layers",
+        "vocab_size",
+    ),
+    ADAPTER_CONFIG: ("peft_type", "base_model_name_or_path", "r", "lora_alpha", "target_modules"),
+}
 
 
 @dataclass(frozen=True)
@@ -146,7 +156,7 @@ def _best_step(folder: Path) -> int | None:
 
 
 def _trainer_state(checkpoint: CheckpointFolder) -> Mapping[str, Any]:
-    """The state for people; empty if it is not there or not to be read, which is no reason to fail."""
+    """The state for people; empty if it is missing or damaged, which is no reason to fail here."""
     if TRAINER_STATE not in checkpoint.manifest.files:
         return {}
     try:
@@ -173,9 +183,7 @@ def _summarise_native(checkpoint: CheckpointFolder) -> Summary:
         "saved": manifest.created,
         "parent": manifest.parent or "none",
         "world size": str(manifest.world_size),
-        "versions": ", ".join(
-            f"{name} {value}" for name, value in sorted(manifest.versions.items())
-        ),
+        "versions": ", ".join(" ".join(pair) for pair in sorted(manifest.versions.items())),
     }
     skeleton = checkpoint.skeleton() if STATE in manifest.files else {}
     return Summary(
@@ -199,38 +207,29 @@ def _groups(pieces: Iterable[Piece]) -> tuple[Group, ...]:
 
 def _summarise_plain(weights: Weights) -> Summary:
     tensors = tuple(
-        Tensor(
-            name, place.entry.dtype, place.entry.shape, place.entry.num_bytes, place.file.path.name
-        )
+        _tensor(name, place.entry, place.file.path.name)
         for name, place in sorted(weights.tensors.items())
     )
-    sizes = {
-        name: files.size_of(weights.folder / name) for name in files.list_folder(weights.folder)
-    }
+    folder = weights.folder
+    sizes = {name: files.size_of(folder / name) for name in files.list_folder(folder)}
     return Summary(
-        weights.folder,
+        folder,
         weights.layout,
-        _config_facts(weights.folder),
+        _config_facts(folder),
         {name: size for name, size in sizes.items() if size is not None},
         (Group("model", tensors),),
         {},
     )
 
 
+def _tensor(name: str, entry: Entry, file: str) -> Tensor:
+    return Tensor(name, entry.dtype, entry.shape, entry.num_bytes, file)
+
+
 def _config_facts(folder: Path) -> dict[str, str]:
     """A few words from ``config.json`` or ``adapter_config.json``."""
     facts: dict[str, str] = {}
-    wanted = {
-        CONFIG: ("architectures", "model_type", "hidden_size", "num_hidden_layers", "vocab_size"),
-        ADAPTER_CONFIG: (
-            "peft_type",
-            "base_model_name_or_path",
-            "r",
-            "lora_alpha",
-            "target_modules",
-        ),
-    }
-    for name, keys in wanted.items():
+    for name, keys in _WANTED.items():
         if files.exists(folder / name):
             with files.raising(CheckpointError), files.open_file(folder / name) as file:
                 text = files.read_all(file, strict.MAX_BYTES)

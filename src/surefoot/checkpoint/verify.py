@@ -24,6 +24,7 @@ class Report:
     folder: Path
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    checked: str = ""  # how thoroughly, in words
 
     @property
     def ok(self) -> bool:
@@ -62,7 +63,8 @@ def verify_checkpoint(folder: Path, *, full: bool, progress: Progress | None = N
             for name in sorted(checkpoint.manifest.files)
             for problem in _problems(checkpoint, name, full=full, progress=progress or _silent)
         ]
-        return Report(folder, problems, list(_strays(checkpoint)))
+        checked = "every byte checked" if full else "lengths, headers and small files checked"
+        return Report(folder, problems, list(_strays(checkpoint)), checked)
     except CheckpointError as error:
         return Report(folder, [str(error)])
 
@@ -78,8 +80,8 @@ def _verify_plain(folder: Path) -> Report:
                 strict.parse_object(text, str(folder / name))
     except CheckpointError as error:
         problems.append(str(error))
-    note = "not a Surefoot checkpoint, so it has no hashes: only its structure was checked"
-    return Report(folder, problems, [f"{folder}: {note}"])
+    note = f"{folder}: not a Surefoot checkpoint, so it has no hashes to check its values by"
+    return Report(folder, problems, [note], "structure checked")
 
 
 def find(root: Path) -> Found:

@@ -24,6 +24,7 @@ from ..checkpoint.verify import Report, verify
 
 _FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 _JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
+_NUMBERS = ("step", "size", "loss", "tensors", "elements")  # columns of figures
 _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 _LAYOUTS = {"native": "Surefoot", "huggingface": "Hugging Face", "peft": "PEFT adapter"}
 
@@ -50,20 +51,17 @@ def ls(folder: Path, as_json: bool) -> None:
     elif not lines:
         click.echo(f"{folder}: no checkpoints")
     else:
-        Console().print(_run_table(lines))
+        _console().print(_run_table(lines))
 
 
 def _run_table(lines: list[Line]) -> Table:
-    table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
-    for name in ("checkpoint", "step", "saved", "size", "kind", "loss", "state"):
-        is_number = name in ("step", "size", "loss")
-        table.add_column(name, justify="right" if is_number else "left", no_wrap=name != "state")
+    table = _table("checkpoint", "step", "saved", "size", "kind", "loss", "state")
     newest = next((line for line in reversed(lines) if line.problem is None), None)
     for line in lines:
         table.add_row(
             line.path.name,
             "" if line.step is None else f"{line.step:,}",
-            _when(line.created),
+            _time(line.created),
             _size(line.num_bytes),
             line.kind or "",
             "" if line.loss is None else f"{line.loss:.4g}",
@@ -93,7 +91,7 @@ def show(checkpoint: Path, tensors: bool, as_json: bool) -> None:
     if as_json:
         _print_json(_as_json(summary))
         return
-    console = Console()
+    console = _console()
     console.print(_facts(summary))
     console.print(_groups_table(summary.groups))
     if summary.states:
@@ -138,9 +136,8 @@ def _tensors_table(groups: Iterable[Group]) -> Table:
 def _table(*columns: str) -> Table:
     table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
     for name in columns:
-        table.add_column(
-            name, justify="right" if name in ("tensors", "elements", "size") else "left"
-        )
+        is_last = name == columns[-1]
+        table.add_column(name, justify="right" if name in _NUMBERS else "left", no_wrap=not is_last)
     return table
 
 
@@ -167,22 +164,17 @@ def verify_command(checkpoint: Path, full: bool, as_json: bool) -> None:
     began = time.perf_counter()
     report = _verify(checkpoint, full)
     if as_json:
-        _print_json({**_as_json(report), "ok": report.ok, "full": full})
+        _print_json({**_as_json(report), "ok": report.ok})
     else:
-        _print_report(report, full, time.perf_counter() - began)
+        _print_report(report, time.perf_counter() - began)
     if not report.ok:
         raise click.exceptions.Exit(1)
 
 
 def _verify(checkpoint: Path, full: bool) -> Report:
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-    )
+    columns = (TextColumn("verifying"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(f"verifying {checkpoint.name}", total=_total(checkpoint) if full else 0)
+        task = bar.add_task("", total=_total(checkpoint) if full else 0)
         return verify(checkpoint, full=full, progress=lambda count: bar.advance(task, count))
 
 
@@ -192,16 +184,21 @@ def _total(checkpoint: Path) -> int | None:
     return found[0].num_bytes if len(found) == 1 else None
 
 
-def _print_report(report: Report, full: bool, seconds: float) -> None:
-    console = Console()
+def _print_report(report: Report, seconds: float) -> None:
+    console = _console()
     for problem in report.problems:
         console.print(Text.assemble(("✗ ", "bold red"), problem), soft_wrap=True)
     for note in report.notes:
         console.print(Text.assemble(("· ", "dim"), note), soft_wrap=True, style="dim")
     if report.ok:
-        what = "every byte checked" if full else "lengths, headers and small files checked"
-        text = f"{report.folder}: whole ({what}, {seconds:.1f} s)"
+        text = f"{report.folder}: whole ({report.checked}, {seconds:.1f} s)"
         console.print(Text.assemble(("✓ ", "bold green"), text), soft_wrap=True)
+
+
+def _console() -> Console:
+    """The terminal as it is; a file or a pipe gets whole lines, to search and cut."""
+    console = Console()
+    return console if console.is_terminal else Console(width=240)
 
 
 # --- words -------------------------------------------------------------------------------------
@@ -219,15 +216,22 @@ def _size(num_bytes: int | None) -> str:
 
 def _when(created: str | None) -> str:
     """Local date and time, and how long ago; the text itself if it is no time."""
-    try:
-        then = datetime.fromisoformat(created or "")
-    except ValueError:
-        return created or ""
-    seconds = (datetime.now(UTC) - then).total_seconds()
+    text = _time(created)
+    if text == (created or ""):
+        return text
+    seconds = max((datetime.now(UTC) - datetime.fromisoformat(created or "")).total_seconds(), 0)
     for limit, unit, length in ((120, "s", 1), (7200, "min", 60), (172800, "h", 3600)):
         if seconds < limit:
-            return f"{then.astimezone():%Y-%m-%d %H:%M} ({max(seconds, 0) / length:.0f} {unit} ago)"
-    return f"{then.astimezone():%Y-%m-%d %H:%M} ({seconds / 86400:.0f} days ago)"
+            return f"{text} ({seconds / length:.0f} {unit} ago)"
+    return f"{text} ({seconds / 86400:.0f} days ago)"
+
+
+def _time(created: str | None) -> str:
+    """Local date and time; the text itself if it is no time."""
+    try:
+        return f"{datetime.fromisoformat(created or '').astimezone():%Y-%m-%d %H:%M}"
+    except ValueError:
+        return created or ""
 
 
 def _as_json(value: object) -> dict[str, object]:
