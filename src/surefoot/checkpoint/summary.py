@@ -114,7 +114,10 @@ def list_run(root: Path) -> list[Line]:
     lines = [_line(folder, best) for folder in folders]
     names = files.list_folder(root)
     leftovers = [root / name for name in names if is_leftover(name)]
-    return lines + [Line(path, problem="half written or half removed") for path in leftovers]
+    return lines + [
+        Line(path, problem="a save or removal cut short; removed when the run goes on")
+        for path in leftovers
+    ]
 
 
 # --- a line of the list ------------------------------------------------------------------------

@@ -51,29 +51,35 @@ def ls(folder: Path, as_json: bool) -> None:
     elif not lines:
         click.echo(f"{folder}: no checkpoints")
     else:
-        _console().print(_run_table(lines))
+        console = _console()
+        console.print(_run_table(lines))
+        for line in lines:
+            if line.problem is not None:
+                text = Text.assemble(("✗ ", "bold red"), f"{line.path.name}: {line.problem}")
+                console.print(text, soft_wrap=True)
 
 
 def _run_table(lines: list[Line]) -> Table:
-    table = _table("checkpoint", "step", "saved", "size", "kind", "loss", "state")
     newest = next((line for line in reversed(lines) if line.problem is None), None)
-    for line in lines:
-        table.add_row(
-            line.path.name,
-            "" if line.step is None else f"{line.step:,}",
-            _time(line.created),
-            _size(line.num_bytes),
-            line.kind or "",
-            "" if line.loss is None else f"{line.loss:.4g}",
-            _state(line, newest),
-            style="bold" if line is newest else "",
-        )
+    columns = {
+        "checkpoint": [line.path.name for line in lines],
+        "step": ["" if line.step is None else f"{line.step:,}" for line in lines],
+        "saved": [_time(line.created) for line in lines],
+        "size": [_size(line.num_bytes) for line in lines],
+        "kind": [line.kind or "" for line in lines],
+        "loss": ["" if line.loss is None else f"{line.loss:.4g}" for line in lines],
+        "state": [_state(line, newest) for line in lines],
+    }
+    told = {name: cells for name, cells in columns.items() if any(cells)}
+    table = _table(*told)
+    for line, *row in zip(lines, *told.values(), strict=True):
+        table.add_row(*row, style="bold" if line is newest else "")
     return table
 
 
 def _state(line: Line, newest: Line | None) -> Text:
     if line.problem is not None:
-        return Text(line.problem, style="red")
+        return Text("damaged" if line.step is not None else "leftover", style="red")
     words = [word for word, holds in (("newest", line is newest), ("best", line.is_best)) if holds]
     return Text(", ".join(words) or "whole", style="green")
 
@@ -107,7 +113,9 @@ def _facts(summary: Summary) -> Panel:
     for name, value in {"layout": _LAYOUTS[summary.layout], **summary.facts}.items():
         grid.add_row(Text(name, style="dim"), _when(value) if name == "saved" else value)
     grid.add_row(Text("tensors", style="dim"), _size(total))
-    return Panel(grid, title=str(summary.path), title_align="left", border_style="dim")
+    return Panel(
+        grid, title=str(summary.path), title_align="left", border_style="dim", expand=False
+    )
 
 
 def _groups_table(groups: Iterable[Group]) -> Table:
