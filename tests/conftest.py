@@ -6,7 +6,7 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
-for folder in ("", "training"):
+for folder in ("", "training", "journey"):
     sys.path.insert(0, str(Path(__file__).parent / folder))
 
 import hypothesis

@@ -10,6 +10,7 @@ import logging
 import os
 import sys
 import warnings
+from typing import TextIO
 
 QUIET = ("transformers", "huggingface_hub", "datasets", "peft", "matplotlib", "filelock")
 
@@ -23,9 +24,20 @@ class _Ranked(logging.Formatter):
         return f"[rank {rank}] {text}" if rank != "0" else text
 
 
+class _Stderr(logging.StreamHandler):  # type: ignore[type-arg]
+    """Writes to standard error as it is now: rich puts its own in place while a live line is on."""
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+
+    @property
+    def stream(self) -> TextIO:
+        return sys.stderr
+
+
 def configure(handler: logging.Handler | None = None, *, verbose: bool = False) -> None:
     """Send the package's log to ``handler`` (default: plain lines on standard error)."""
-    handler = handler or logging.StreamHandler(sys.stderr)
+    handler = handler or _Stderr()
     handler.setFormatter(_Ranked("%(message)s"))
     if os.environ.get("RANK", "0") != "0":
         handler.addFilter(lambda record: record.levelno >= logging.WARNING)

@@ -6,7 +6,7 @@ import json
 import logging
 import math
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +25,7 @@ from .callbacks.plot import Plot
 from .callbacks.tensorboard import TensorBoard
 from .checkpoint.load import load as load_checkpoint
 from .data.chat import Codec
+from .data.dataset import EncodedDataset
 from .data.loader import Loader
 from .data.prepare import Prepared, prepare
 from .data.templates import disagreement, load_template
@@ -43,7 +44,7 @@ from .model.load import (
 from .model.tokenizer import load_tokenizer
 from .model.weights import AdapterWeights, FullWeights
 from .optim.state import NamedState
-from .parallel.engine import plain
+from .parallel.engine import Forward, plain
 from .recipe.recipe import Recipe, dump, load, read
 from .run_folder import opened, resume_point, write_recipe
 from .training.callback import Callbacks, Context, TrainerCallback
@@ -196,17 +197,22 @@ def build_policy(
         policy = continue_adapter(model, recipe.model.adapter)
     else:
         policy = recipe.method.apply(model)
-    if grew and not model.get_input_embeddings().weight.requires_grad:
+    if grew:
         _refuse_frozen_new_tokens(policy)
     upcast_trained(policy, recipe.model)
     trained = sum(p.numel() for p in policy.parameters() if p.requires_grad)
     total = sum(p.numel() for p in policy.parameters())
-    logger.info("%s parameters, %s of them learn (%.2f %%)", f"{total:,}", f"{trained:,}", 100 * trained / total)
+    logger.info(
+        "%s parameters, %s of them learn (%.2f %%)",
+        f"{total:,}",
+        f"{trained:,}",
+        100 * trained / total,
+    )
     return policy, model
 
 
 def _refuse_frozen_new_tokens(policy: nn.Module) -> None:
-    embeddings = policy.get_input_embeddings()
+    embeddings: nn.Module = policy.get_input_embeddings()  # type: ignore[operator]
     if not any(p.requires_grad for p in embeddings.parameters()):
         raise RecipeError(
             "model.new_special_tokens: the embeddings of the new tokens would never learn; "
@@ -218,8 +224,8 @@ def _refuse_frozen_new_tokens(policy: nn.Module) -> None:
 def build_loader(recipe: Recipe, data: Prepared) -> Loader:
     """Windows of micro-batches from the training examples."""
     return Loader(
-        data.train,
-        lambda features: recipe.stage.collate(features, packing=recipe.data.packing),
+        dataset=data.train,
+        collate=lambda features: recipe.stage.collate(features, packing=recipe.data.packing),
         global_batch_size=recipe.train.global_batch_size,
         micro_batch_size=recipe.train.micro_batch_size,
         seed=recipe.train.seed,
@@ -238,7 +244,9 @@ def assemble(
         num_train_epochs=section.num_epochs,
         train_batch_size=section.micro_batch_size,
     )
-    optimizer = recipe.optim.build([(n, p) for n, p in policy.named_parameters() if p.requires_grad])
+    optimizer = recipe.optim.build(
+        [(n, p) for n, p in policy.named_parameters() if p.requires_grad]
+    )
     scaler = LossScaler(enabled=precision == "fp16")
     step = Step(
         optimizer,
@@ -270,7 +278,7 @@ def assemble(
     )
 
 
-def build_forward(policy: nn.Module, precision: PrecisionName, needs: Sequence[str]):  # noqa: ANN201
+def build_forward(policy: nn.Module, precision: PrecisionName, needs: Sequence[str]) -> Forward:
     """A batch through the model to what a stage needs of it."""
 
     def forward(batch: Batch) -> Outputs:
@@ -290,9 +298,9 @@ class Batches:
     """The micro-batches of an evaluation set, in order, as often as they are asked for."""
 
     recipe: Recipe
-    dataset: Sequence[Mapping[str, Sequence[int]]]
+    dataset: EncodedDataset
 
-    def __iter__(self):  # noqa: ANN204
+    def __iter__(self) -> Iterator[Batch]:
         size = self.recipe.train.micro_batch_size
         for start in range(0, len(self.dataset), size):
             rows = [self.dataset[i] for i in range(start, min(start + size, len(self.dataset)))]
@@ -301,7 +309,10 @@ class Batches:
 
 def build_saver(recipe: Recipe, policy: nn.Module, parts: Parts) -> Saver:
     """Where checkpoints go and what lies beside the weights in each of them."""
-    files = {"recipe.yaml": dump(recipe).encode(), **companions.tokenizer_files(parts.codec.tokenizer)}
+    files = {
+        "recipe.yaml": dump(recipe).encode(),
+        **companions.tokenizer_files(parts.codec.tokenizer),
+    }
     if recipe.method.kind == "adapter":
         files |= companions.adapter_files(policy)
     else:
@@ -330,9 +341,7 @@ def standard_callbacks(recipe: Recipe) -> list[TrainerCallback]:
         )
     ]
     if section.early_stopping_patience is not None:
-        members.append(
-            EarlyStop(section.early_stopping_patience, section.early_stopping_threshold)
-        )
+        members.append(EarlyStop(section.early_stopping_patience, section.early_stopping_threshold))
     members += [Jsonl(folder / METRICS), Screen(Console(stderr=True)), Plot(folder / PLOT)]
     if "tensorboard" in section.report_to:
         members.append(TensorBoard(folder / "tensorboard"))
@@ -347,7 +356,9 @@ def finish(trainer: Trainer) -> None:
     best = state.best_global_step
     if section.load_best_model_at_end and best is not None:
         load_checkpoint(trainer.saver.path_of(best), trainer.states, only=["model"])
-        logger.info("best: checkpoint-%d, %s %.4g", best, section.metric_for_best_model, state.best_metric)
+        logger.info(
+            "best: checkpoint-%d, %s %.4g", best, section.metric_for_best_model, state.best_metric
+        )
     steps = max(1, state.global_step - state.num_skipped_steps)
     evaluations = [record for record in state.log_history if "eval_loss" in record]
     results: dict[str, object] = {

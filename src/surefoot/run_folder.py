@@ -18,7 +18,12 @@ from .recipe.recipe import Recipe, changes, dump, load
 logger = logging.getLogger(__name__)
 RECIPE = "recipe.yaml"
 # What may differ between two starts of one run: how long, what to report, keep and survive.
-FREE = ("checkpoint", "generate", "model.attention", "model.gradient_checkpointing")
+FREE: tuple[str, ...] = (
+    "checkpoint",
+    "generate",
+    "model.attention",
+    "model.gradient_checkpointing",
+)
 FREE += ("train.output_dir", "train.num_epochs", "train.max_steps", "train.micro_batch_size")
 FREE += ("train.on_nan", "train.report_to", "train.deterministic", "train.load_best_model_at_end")
 FREE += ("train.log_", "train.eval_", "train.early_", "train.metric_", "train.greater_")
@@ -95,7 +100,9 @@ def resume_point(folder: Path, resume: str) -> Path | None:
                 "choose another train.output_dir"
             )
         return None
-    if resume == "auto" or (committed(folder) and Path(resume).resolve().parent != folder.resolve()):
+    if resume == "auto" or (
+        committed(folder) and Path(resume).resolve().parent != folder.resolve()
+    ):
         return _newest_sound(folder)
     return _asked_for(folder, Path(resume))
 

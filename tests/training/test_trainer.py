@@ -72,7 +72,9 @@ def test_accumulation_changes_a_step_only_by_rounding(packing, tmp_path):
 def test_one_step_is_that_of_a_plain_torch_loop(tmp_path):
     """Mean cross entropy over all trained tokens, clipped, AdamW: written out with torch alone."""
     model = tiny.model(dtype=torch.float64)
-    built = small.trainer(tmp_path, model=model, max_steps=1, max_grad_norm=0.1, save_steps=None)
+    optim = AdamW(learning_rate=5e-3, weight_decay=0.1, epsilon=1e-4)
+    options = {"max_steps": 1, "max_grad_norm": 0.1, "save_steps": None, "optim": optim}
+    built = small.trainer(tmp_path, model=model, **options)
     order = built.loader.order(0)[:4]
     reference = tiny.model(dtype=torch.float64)
     optimizer = torch.optim.AdamW(
@@ -81,6 +83,7 @@ def test_one_step_is_that_of_a_plain_torch_loop(tmp_path):
             {"params": [p for p in reference.parameters() if p.ndim == 1], "weight_decay": 0.0},
         ],
         lr=5e-3,
+        eps=1e-4,
     )
     total, count = 0.0, 0
     for i in order:
@@ -98,9 +101,9 @@ def test_one_step_is_that_of_a_plain_torch_loop(tmp_path):
     built.fit()
     record = built.state.log_history[0]
     assert record["loss"] == pytest.approx(mean.item(), rel=1e-9)
-    assert record["grad_norm"] == pytest.approx(float(norm), rel=1e-9)
+    assert record["grad_norm"] == pytest.approx(float(norm), rel=1e-6)  # RMSNorm works in float32
     for name, value in reference.state_dict().items():
-        torch.testing.assert_close(built.models.policy.state_dict()[name], value, rtol=1e-7, atol=1e-9)
+        torch.testing.assert_close(built.models.policy.state_dict()[name], value, rtol=1e-5, atol=1e-6)
 
 
 def test_events_come_in_the_order_trainer_users_know(tmp_path):

@@ -20,6 +20,7 @@ from ..training.state import TrainerControl, TrainerState
 
 NAME = "metrics.jsonl"
 OF_THE_CLOCK = ("tokens_per_second", "elapsed")  # figures that no resume can repeat
+Record = Mapping[str, float | None]
 Key = tuple[int, bool]  # step, and whether the line is of an evaluation
 
 
@@ -28,7 +29,7 @@ class Jsonl(TrainerCallback):
     """Appends every log to ``path``."""
 
     path: Path
-    _lines: dict[Key, tuple[int, Mapping[str, float]]] = field(default_factory=dict)
+    _lines: dict[Key, tuple[int, Record]] = field(default_factory=dict)
 
     def on_train_begin(self, args: Context, state: TrainerState, control: TrainerControl) -> None:
         """Learn what the file holds; a line that a crash tore is cut off."""
@@ -49,7 +50,7 @@ class Jsonl(TrainerCallback):
         logs: Mapping[str, float],
     ) -> None:
         """Append one line, unless it is there already."""
-        record = {name: _finite(value) for name, value in logs.items()}
+        record: Record = {name: _finite(value) for name, value in logs.items()}
         key = _key(record)
         if key in self._lines:
             offset, old = self._lines[key]
@@ -62,7 +63,7 @@ class Jsonl(TrainerCallback):
         append_line(self.path, json.dumps(record))
 
 
-def _parse(line: bytes) -> Mapping[str, float] | None:
+def _parse(line: bytes) -> Record | None:
     if not line.endswith(b"\n"):
         return None
     try:

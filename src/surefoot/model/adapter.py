@@ -30,12 +30,17 @@ def attach(model: PreTrainedModel, folder: Path, *, trainable: bool = False) -> 
         wrapped: nn.Module = PeftModel.from_pretrained(model, str(folder), is_trainable=trainable)
     except (RuntimeError, ValueError, KeyError) as error:
         reason = str(error).strip().splitlines()
-        detail = next((line.strip() for line in reason if "mismatch" in line or "not found" in line), reason[0])
+        detail = next(
+            (line.strip() for line in reason if "mismatch" in line or "not found" in line),
+            reason[0],
+        )
         raise ModelError(
             f"{folder}: this adapter was made for another model than {model.name_or_path}: {detail}"
         ) from None
     except SafetensorError as error:
-        raise ModelError(f"{folder}: damaged or truncated adapter_model.safetensors: {error}") from None
+        raise ModelError(
+            f"{folder}: damaged or truncated adapter_model.safetensors: {error}"
+        ) from None
     return wrapped
 
 

@@ -6,6 +6,7 @@ import json
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -50,10 +51,11 @@ def model_files(
 def adapter_files(model: nn.Module) -> dict[str, bytes]:
     """``adapter_config.json`` as PEFT writes it, its sets sorted so that equal runs give equal bytes."""
     with tempfile.TemporaryDirectory() as folder:
-        config = model.peft_config["default"]  # type: ignore[index, union-attr]
-        was_training, config.inference_mode = config.inference_mode, True  # type: ignore[union-attr]
-        config.save_pretrained(folder)  # type: ignore[union-attr, operator]
-        config.inference_mode = was_training  # type: ignore[union-attr]
+        configs: Any = model.peft_config
+        config = configs["default"]
+        was_training, config.inference_mode = config.inference_mode, True
+        config.save_pretrained(folder)
+        config.inference_mode = was_training
         plain = json.loads((Path(folder) / "adapter_config.json").read_text())
     for name in ("target_modules", "modules_to_save"):
         if isinstance(plain.get(name), list):

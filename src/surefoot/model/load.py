@@ -9,11 +9,11 @@ from typing import Literal
 
 import torch
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-from huggingface_hub.utils import HFValidationError
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils.logging import disable_progress_bar
 
 from ..errors import ModelError
 from .section import ModelSection
@@ -105,6 +105,7 @@ def load_model(
         ModelError: not a causal language model, or weights that are missing, unexpected or damaged.
     """
     attention = None if section.attention == "auto" else section.attention
+    disable_progress_bar()  # of transformers; the screen is ours
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=section.trust_remote_code)
         model, info = AutoModelForCausalLM.from_pretrained(

@@ -9,6 +9,7 @@ Shapes: B rows, T tokens, N trained positions in reading order, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -38,7 +39,9 @@ def trained_logits(model: torch.nn.Module, batch: Batch) -> tuple[torch.Tensor, 
     rows, columns = (batch.labels[:, 1:] != IGNORE_INDEX).nonzero(as_tuple=True)
     labels_N = batch.labels[rows, columns + 1]
     # A packed row keeps just its trained positions; a rectangle, the columns where any row is trained.
-    kept, place = (columns, None) if len(batch.labels) == 1 else columns.unique(return_inverse=True)
+    kept, place = (
+        (columns, None) if len(batch.labels) == 1 else torch.unique(columns, return_inverse=True)
+    )
     logits = model(
         input_ids=batch.input_ids,
         attention_mask=batch.attention_mask,
@@ -52,8 +55,8 @@ def trained_logits(model: torch.nn.Module, batch: Batch) -> tuple[torch.Tensor, 
 
 def _inner(model: torch.nn.Module) -> PreTrainedModel:
     """The transformers model inside a PEFT wrapper, or ``model`` itself."""
-    inner: PreTrainedModel = model.get_base_model() if hasattr(model, "get_base_model") else model
-    return inner
+    inner = model if isinstance(model, PreTrainedModel) else model.get_base_model()  # type: ignore[operator]
+    return cast(PreTrainedModel, inner)
 
 
 def _entropies(logits_NV: torch.Tensor) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from torch import nn
+from transformers import PreTrainedModel
 
 from ..errors import ModelError
 
@@ -12,8 +13,11 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
     lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) > 0]
     same = [m for m in lists if len({type(layer) for layer in m}) == 1]
     if not same:
-        raise ModelError(f"{type(model).__name__}: found no list of layers; use method full or lora")
-    return list(max(same, key=len))
+        raise ModelError(
+            f"{type(model).__name__}: found no list of layers; use method full or lora"
+        )
+    longest: nn.ModuleList = max(same, key=lambda found: len(found))
+    return list(longest)
 
 
 def children(layer: nn.Module) -> dict[str, list[nn.Module]]:
@@ -27,7 +31,7 @@ def children(layer: nn.Module) -> dict[str, list[nn.Module]]:
 
 def linear_names(model: nn.Module) -> list[str]:
     """The last parts of the names of all linear maps but the output head, sorted."""
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
     found = {
         name.rsplit(".", 1)[-1]
         for name, module in model.named_modules()

@@ -9,10 +9,12 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import torch
 import xxhash
+from torch.utils import deterministic
 
 
 def derive(*parts: int) -> int:
@@ -33,39 +35,41 @@ def use_deterministic_kernels(wanted: bool) -> None:
     if wanted and torch.cuda.is_available():
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it at its start
     torch.use_deterministic_algorithms(wanted, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = (
-        False  # a debugging aid that costs a write
-    )
+    # a debugging aid that costs a write of every new tensor
+    deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 class RandomState:
     """The random generators of this process, as one state."""
 
-    def state_dict(self) -> dict[str, object]:
-        """Python's, numpy's and torch's generators; torch's of every device in use."""
+    def state_dict(self) -> dict[str, Any]:
+        """Python's, numpy's and torch's generators, and that of the GPU in use."""
         version, words, gauss = random.getstate()
-        kind, keys, position, has_gauss, cached = np.random.get_state()
-        state: dict[str, object] = {
+        numpy: dict[str, Any] = np.random.get_state(legacy=False)
+        state: dict[str, Any] = {
             "python": [version, list(words), gauss],
-            "numpy": [
-                str(kind),
-                torch.from_numpy(keys.astype(np.int64)),
-                position,
-                has_gauss,
-                cached,
-            ],
+            "numpy": {**numpy, "state": _words_to_tensor(numpy["state"])},
             "torch": torch.get_rng_state(),
         }
         if torch.cuda.is_available():
             state["cuda"] = torch.cuda.get_rng_state()
         return state
 
-    def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Set the generators; a device that is not here is left out."""
-        version, words, gauss = state["python"]  # type: ignore[misc]
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Set the generators; one of a device that is not here is left out."""
+        version, words, gauss = state["python"]
         random.setstate((version, tuple(words), gauss))
-        kind, keys, position, has_gauss, cached = state["numpy"]  # type: ignore[misc]
-        np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, cached))
-        torch.set_rng_state(state["torch"])  # type: ignore[arg-type]
+        numpy = state["numpy"]
+        np.random.set_state({**numpy, "state": _tensor_to_words(numpy["state"])})
+        torch.set_rng_state(state["torch"])
         if "cuda" in state and torch.cuda.is_available():
-            torch.cuda.set_rng_state(state["cuda"])  # type: ignore[arg-type]
+            torch.cuda.set_rng_state(state["cuda"])
+
+
+def _words_to_tensor(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The Mersenne twister's 624 words as a tensor: files know no numpy arrays."""
+    return {"key": torch.from_numpy(state["key"].astype(np.int64)), "pos": int(state["pos"])}
+
+
+def _tensor_to_words(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {"key": state["key"].numpy().astype(np.uint32), "pos": state["pos"]}

@@ -106,8 +106,7 @@ class Trainer:
             self.control.should_epoch_stop = False
             self.callbacks.emit("on_epoch_begin")
         window = self.loader.next_window()
-        prepares = isinstance(self.stage, PreparingStage)
-        for learnable in self.stage.prepare(self.models, window) if prepares else (window,):
+        for learnable in self._learnables(window):
             if not self._step(learnable, place):
                 return
         while self.control.should_epoch_stop and self.loader.window:
@@ -115,6 +114,12 @@ class Trainer:
             self.state.epoch = float(self.loader.epoch)
         if self.loader.window == 0:
             self.callbacks.emit("on_epoch_end")
+
+    def _learnables(self, window: Window) -> Iterable[Window]:
+        stage = self.stage
+        return (
+            stage.prepare(self.models, window) if isinstance(stage, PreparingStage) else (window,)
+        )
 
     def _step(self, window: Window, place: tuple[int, int]) -> bool:
         """One optimizer step; False if it led back to the last checkpoint."""

@@ -1,0 +1,98 @@
+"""Early stopping, the plot, TensorBoard and the screen, on a real run of the loop."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+import small
+from surefoot.callbacks.console import Screen, duration, sparkline
+from surefoot.callbacks.early_stop import EarlyStop
+from surefoot.callbacks.plot import Plot
+from surefoot.callbacks.tensorboard import TensorBoard
+from surefoot.training.callback import TrainerCallback
+
+
+class Script(TrainerCallback):
+    """Makes evaluations give scripted losses."""
+
+    def __init__(self, built, losses):
+        losses = dict(enumerate(losses, start=1))
+        built._measure = lambda _: {"loss": losses[built.state.global_step]}
+
+
+LOSSES = [5.0, 4.0, 4.5, 3.95, 4.2, 4.1, 4.0, 4.0]
+
+
+def stopping(folder, **options):
+    stop = EarlyStop(patience=3, threshold=0.1)
+    built = small.trainer(folder, stop, evals=small.examples(1), eval_steps=1, save_steps=2, **options)
+    Script(built, LOSSES)
+    return built
+
+
+def test_early_stop_counts_evaluations_that_are_not_better_by_the_threshold(tmp_path):
+    state = stopping(tmp_path).fit()
+    assert state.global_step == 5  # 4.5, 3.95 (only 0.05 better) and 4.2
+    assert (tmp_path / "checkpoint-5").is_dir()
+
+
+def test_early_stop_goes_on_counting_after_a_resume(tmp_path):
+    first = stopping(tmp_path)
+    first.callbacks.members.append(small.StopAt(4))
+    first.fit()
+    second = small.resume(stopping(tmp_path), tmp_path / "checkpoint-4")
+    assert second.fit().global_step == 5
+
+
+def test_a_callback_that_is_new_on_a_resume_starts_afresh(tmp_path):
+    small.trainer(tmp_path, small.StopAt(4), save_steps=4).fit()
+    second = small.resume(stopping(tmp_path), tmp_path / "checkpoint-4")
+    assert second.fit().global_step == 8
+
+
+def test_the_plot_is_a_png_of_both_curves(tmp_path):
+    options = {"evals": small.examples(1), "eval_steps": 2, "max_steps": 24}
+    small.trainer(tmp_path, Plot(tmp_path / "loss.png"), **options).fit()
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_tensorboard_holds_every_step_once_after_a_crash_and_a_resume(tmp_path):
+    event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    board = tmp_path / "board"
+    first = small.trainer(tmp_path, TensorBoard(board), small.StopAt(5))
+    first.fit()
+    second = small.trainer(tmp_path, TensorBoard(board))
+    small.resume(second, tmp_path / "checkpoint-3").fit()
+    reader = event_accumulator.EventAccumulator(str(board))
+    reader.Reload()
+    assert [event.step for event in reader.Scalars("train/loss")] == list(range(1, 9))
+
+
+def screen_of(folder, *, terminal):
+    text = io.StringIO()
+    console = Console(file=text, force_terminal=terminal, width=160, color_system=None)
+    small.trainer(folder, Screen(console), evals=small.examples(1), eval_steps=4).fit()
+    return text.getvalue()
+
+
+def test_a_terminal_shows_a_live_line_with_figures_and_the_last_checkpoint(tmp_path):
+    lines = screen_of(tmp_path, terminal=True).splitlines()
+    last = [line for line in lines if "step" in line][-1]
+    for word in ("8/8", "loss", "lr", "grad", "tok/s", "mem", "checkpoint-8", "left 0:00"):
+        assert word in last
+
+
+def test_without_a_terminal_the_log_has_plain_lines(tmp_path, caplog):
+    with caplog.at_level("INFO", logger="surefoot"):
+        assert screen_of(tmp_path, terminal=False) == ""
+    lines = [r.getMessage() for r in caplog.records]
+    assert any(line.startswith("step=8/8 loss=") and "left=0:00" in line for line in lines)
+    assert any("eval_loss=" in line for line in lines)
+    assert f"saved {tmp_path / 'checkpoint-8'}" in lines
+
+
+def test_durations_and_sparklines_read_well():
+    assert [duration(s) for s in (5, 65, 3_725, float("inf"))] == ["0:05", "1:05", "1:02:05", "?"]
+    assert sparkline([3.0, 2.0, 1.0]) == "█▄▁"
+    assert sparkline([1.0]) == ""

@@ -1,0 +1,174 @@
+"""A user's project in a folder: a tiny model with a real tokenizer, a dataset, a recipe; and the CLI."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+import tiny
+
+TEXTS = [f"What is {a} plus {b}? It is {a + b}, said the hen." for a in range(9) for b in range(9)]
+CHATML = """{% for m in messages %}<|im_start|>{{ m.role }}
+{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}
+{% else %}{{ m.content }}<|im_end|>
+{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+
+def tokenizer(template=CHATML):
+    inner = Tokenizer(models.BPE())
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=special,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    inner.train_from_iterator(TEXTS, trainer)
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=inner, eos_token="<|endoftext|>", pad_token="<|endoftext|>"
+    )
+    made.chat_template = template
+    return made
+
+
+def model_folder(folder, kind="llama", **changes):
+    made = tokenizer()
+    model = tiny.model(kind, vocab_size=len(made), **{"eos_token_id": 0, "bos_token_id": 0, **changes})
+    model.save_pretrained(folder)
+    made.save_pretrained(folder)
+    return folder
+
+
+def rows(count=24):
+    return [
+        {"instruction": f"What is {i % 9} plus {i // 9}?", "output": f"It is {i % 9 + i // 9}."}
+        for i in range(count)
+    ]
+
+
+class Project:
+    """``recipe.yaml`` in ``folder``, with everything it names beside it."""
+
+    def __init__(self, folder, kind="llama", **sections):
+        self.folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+        model_folder(folder / "model", kind)
+        (folder / "data").mkdir()
+        (folder / "data" / "sums.jsonl").write_text("\n".join(map(json.dumps, rows())) + "\n")
+        (folder / "data" / "dataset_info.json").write_text(json.dumps({"sums": {"file_name": "sums.jsonl"}}))
+        self.sections = {
+            "model": {"path": "model"},
+            "data": {"datasets": ["sums"], "cutoff_len": 64},
+            "stage": "sft",
+            "train": {
+                "output_dir": str(folder / "run"),
+                "max_steps": 12,
+                "global_batch_size": 4,
+                "micro_batch_size": 2,
+                "log_steps": 1,
+            },
+            "optim": {"adamw": {"learning_rate": 0.003}},
+            "checkpoint": {"save_steps": 3},
+        }
+        for name, fields in sections.items():
+            self.sections[name] = fields if isinstance(fields, str) else {**self.sections.get(name, {}), **fields}
+        self.write()
+
+    def write(self):
+        self.recipe.write_text(json.dumps(self.sections))  # YAML is a superset of JSON
+
+    @property
+    def recipe(self):
+        return self.folder / "recipe.yaml"
+
+    @property
+    def run(self):
+        return Path(self.sections["train"]["output_dir"])
+
+
+def start(*arguments, **options):
+    """The CLI as a user starts it."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
+    return subprocess.Popen(
+        [sys.executable, "-m", "surefoot", *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        **options,
+    )
+
+
+def surefoot(*arguments, stdin=None):
+    """Run a command to its end: exit code, standard output, standard error."""
+    process = start(*arguments, stdin=subprocess.PIPE)
+    out, err = process.communicate(stdin, timeout=300)
+    return process.returncode, out, err
+
+
+def in_child(work, *, kill_after=None):
+    """Run ``work()`` in a forked process, killed without mercy after so many seconds; its exit code."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115, PTH123
+            work()
+            os._exit(0)
+        except BaseException:
+            os._exit(1)
+    if kill_after is not None:
+        kill_later(pid, kill_after)
+    _, status = os.waitpid(pid, 0)
+    return os.waitstatus_to_exitcode(status)
+
+
+def kill_later(pid, seconds):
+    import threading
+
+    def kill():
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+
+    timer = threading.Timer(seconds, kill)
+    timer.daemon = True
+    timer.start()
+
+
+def metrics(run):
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(run):
+    """Step to loss; a step that comes twice fails."""
+    found = [(r["step"], r["loss"]) for r in metrics(run) if "loss" in r]
+    assert len(dict(found)) == len(found), "a step is logged twice"
+    return dict(found)
+
+
+def checkpoints(run):
+    found = {p.name.removeprefix("checkpoint-"): p for p in run.glob("checkpoint-*")}
+    return [found[step] for step in sorted(filter(str.isdigit, found), key=int)]
+
+
+def final_weights(run):
+    folder = checkpoints(run)[-1]
+    (file,) = [*folder.glob("model.safetensors"), *folder.glob("adapter_model.safetensors")]
+    return load_file(file)
+
+
+def assert_same(a, b):
+    assert a.keys() == b.keys()
+    for name in a:
+        assert torch.equal(a[name], b[name]), name

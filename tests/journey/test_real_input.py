@@ -1,0 +1,105 @@
+"""A real pretrained model and real datasets: loss falls, chat answers, everything opens everywhere."""
+
+import math
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import surefoot
+from project import losses, surefoot as command
+
+DATA = {
+    "alpaca_en_demo": {"template": "alpaca"},
+    "glaive_toolcall_en_demo": {"template": "default"},
+    "c4_demo": {},
+}
+METHODS = {"full": "full", "freeze": {"freeze": {"num_layers": 2}}, "lora": {"lora": {"rank": 8}}}
+CASES = [
+    ("pt", "c4_demo", "full"),
+    ("pt", "c4_demo", "freeze"),
+    ("pt", "c4_demo", "lora"),
+    ("sft", "alpaca_en_demo", "full"),
+    ("sft", "alpaca_en_demo", "freeze"),
+    ("sft", "alpaca_en_demo", "lora"),
+    ("sft", "glaive_toolcall_en_demo", "full"),
+    ("sft", "glaive_toolcall_en_demo", "lora"),
+]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """Where the module's runs lie; each is trained once."""
+    return tmp_path_factory.mktemp("real")
+
+
+@pytest.mark.parametrize(("stage", "dataset", "method"), CASES)
+def test_training_on_real_input(stage, dataset, method, shared, tmp_path):
+    model = shared / "models" / "stories260k"
+    run = tmp_path / "run"
+    learning_rate = 3e-3 if method == "lora" else 1e-3
+    surefoot.train(
+        {
+            "model": {"path": str(model)},
+            "data": {
+                "dataset_dir": str(shared / "data"),
+                "datasets": [dataset],
+                "cutoff_len": 256,
+                "max_samples": 120,
+                "val_size": 12,
+                **DATA[dataset],
+            },
+            "method": METHODS[method],
+            "stage": stage,
+            "train": {
+                "output_dir": str(run),
+                "max_steps": 24,
+                "global_batch_size": 8,
+                "log_steps": 4,
+                "eval_steps": 12,
+            },
+            "optim": {"adamw": {"learning_rate": learning_rate, "warmup_steps": 3}},
+            "checkpoint": {"save_steps": 12},
+        }
+    )
+    course = list(losses(run).values())
+    assert all(map(math.isfinite, course))
+    assert course[-1] < course[0] - 0.2
+    newest = run / "checkpoint-24"
+    opened = opens_everywhere(newest, model, is_adapter=method == "lora")
+    tokenizer = AutoTokenizer.from_pretrained(newest)
+    ids = tokenizer("Once upon a time", return_tensors="pt").input_ids
+    assert torch.isfinite(opened(input_ids=ids).logits).all()
+    code, out, err = command("chat", run, "--prompt", "Once upon a time", "--max-new-tokens", 12)
+    assert (code, err) == (0, "") or code == 0, err
+    assert out.strip()
+
+
+def opens_everywhere(folder, model, *, is_adapter):
+    if not is_adapter:
+        return AutoModelForCausalLM.from_pretrained(folder)
+    opened = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model), folder)
+    assert any(p.abs().sum() > 0 for n, p in opened.named_parameters() if "lora_B" in n)
+    return opened
+
+
+def test_the_logits_of_a_checkpoint_are_those_of_the_model_that_was_trained(shared, tmp_path):
+    from surefoot.recipe.recipe import read
+    from surefoot.run import build
+
+    recipe = read(
+        {
+            "model": {"path": str(shared / "models" / "stories260k")},
+            "data": {"dataset_dir": str(shared / "data"), "datasets": ["c4_demo"], "max_samples": 20},
+            "stage": "pt",
+            "train": {"output_dir": str(tmp_path / "run"), "max_steps": 3},
+        }
+    )
+    trainer = build(recipe)
+    trainer.fit()
+    opened = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "checkpoint-3")
+    ids = torch.arange(3, 40)[None]
+    policy = trainer.models.policy.eval()
+    policy.set_attn_implementation("sdpa")
+    assert torch.equal(opened(input_ids=ids).logits, policy(input_ids=ids).logits)
