@@ -61,7 +61,7 @@ def ls(folder: Path, as_json: bool) -> None:
 
 def _run_table(lines: list[Line]) -> Table:
     newest = next((line for line in reversed(lines) if line.problem is None), None)
-    columns = {
+    columns: dict[str, list[str | Text]] = {
         "checkpoint": [line.path.name for line in lines],
         "step": ["" if line.step is None else f"{line.step:,}" for line in lines],
         "saved": [_time(line.created) for line in lines],
@@ -72,7 +72,7 @@ def _run_table(lines: list[Line]) -> Table:
     }
     told = {name: cells for name, cells in columns.items() if any(cells)}
     table = _table(*told)
-    for line, *row in zip(lines, *told.values(), strict=True):
+    for line, row in zip(lines, zip(*told.values(), strict=True), strict=True):
         table.add_row(*row, style="bold" if line is newest else "")
     return table
 
