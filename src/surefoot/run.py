@@ -29,8 +29,8 @@ from .data.dataset import EncodedDataset
 from .data.loader import Loader
 from .data.prepare import Prepared, prepare
 from .data.templates import disagreement, load_template
-from .errors import RecipeError
-from .files import write_aside
+from .errors import RecipeError, RunError
+from .files import raising, write_aside
 from .model import attention, companions, outputs
 from .model.adapter import continue_adapter
 from .model.load import (
@@ -373,5 +373,6 @@ def finish(trainer: Trainer) -> None:
         **(evaluations[-1] if evaluations else {}),
     }
     results.pop("step", None)
-    text = json.dumps(results, indent=2, sort_keys=True, allow_nan=True) + "\n"
-    write_aside(section.output_dir / "all_results.json", text.encode())
+    text = json.dumps(results, indent=2, sort_keys=True) + "\n"
+    with raising(RunError, "results"):
+        write_aside(section.output_dir / "all_results.json", text.encode())

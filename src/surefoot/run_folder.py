@@ -12,7 +12,7 @@ from pathlib import Path
 from .checkpoint.commit import clean, committed
 from .checkpoint.verify import find
 from .errors import CheckpointError, RunError
-from .files import write_aside
+from .files import raising, write_aside
 from .recipe.recipe import Recipe, changes, dump, load
 
 logger = logging.getLogger(__name__)
@@ -79,7 +79,8 @@ def _refuse_another_run(folder: Path, recipe: Recipe) -> None:
 
 def write_recipe(folder: Path, recipe: Recipe) -> None:
     """Leave the resolved recipe in the run's folder."""
-    write_aside(folder / RECIPE, dump(recipe).encode())
+    with raising(RunError, "recipe"):
+        write_aside(folder / RECIPE, dump(recipe).encode())
 
 
 def resume_point(folder: Path, resume: str) -> Path | None:

@@ -28,12 +28,6 @@ CASES = [
 ]
 
 
-@pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    """Where the module's runs lie; each is trained once."""
-    return tmp_path_factory.mktemp("real")
-
-
 @pytest.mark.parametrize(("stage", "dataset", "method"), CASES)
 def test_training_on_real_input(stage, dataset, method, shared, tmp_path):
     model = shared / "models" / "stories260k"
@@ -71,9 +65,6 @@ def test_training_on_real_input(stage, dataset, method, shared, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(newest)
     ids = tokenizer("Once upon a time", return_tensors="pt").input_ids
     assert torch.isfinite(opened(input_ids=ids).logits).all()
-    code, out, err = command("chat", run, "--prompt", "Once upon a time", "--max-new-tokens", 12)
-    assert (code, err) == (0, "") or code == 0, err
-    assert out.strip()
 
 
 def opens_everywhere(folder, model, *, is_adapter):
@@ -91,7 +82,7 @@ def test_the_logits_of_a_checkpoint_are_those_of_the_model_that_was_trained(shar
     recipe = read(
         {
             "model": {"path": str(shared / "models" / "stories260k")},
-            "data": {"dataset_dir": str(shared / "data"), "datasets": ["c4_demo"], "max_samples": 20},
+            "data": {"dataset_dir": str(shared / "data"), "datasets": ["c4_demo"], "max_samples": 20, "cutoff_len": 128},
             "stage": "pt",
             "train": {"output_dir": str(tmp_path / "run"), "max_steps": 3},
         }

@@ -14,7 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..files import append_line
+from ..errors import RunError
+from ..files import append_line, make_folder, raising
 from ..training.callback import Context, TrainerCallback
 from ..training.state import TrainerControl, TrainerState
 
@@ -34,6 +35,8 @@ class Jsonl(TrainerCallback):
     def on_train_begin(self, args: Context, state: TrainerState, control: TrainerControl) -> None:
         """Learn what the file holds; a line that a crash tore is cut off."""
         self._lines, offset = {}, 0
+        with raising(RunError, "metrics"):
+            make_folder(self.path.parent)
         for line in self.path.read_bytes().splitlines(keepends=True) if self.path.exists() else ():
             record = _parse(line)
             if record is None:
@@ -60,7 +63,8 @@ class Jsonl(TrainerCallback):
             self._lines = {k: line for k, line in self._lines.items() if line[0] < offset}
         offset = self.path.stat().st_size if self.path.exists() else 0
         self._lines[key] = (offset, record)
-        append_line(self.path, json.dumps(record))
+        with raising(RunError, "metrics"):
+            append_line(self.path, json.dumps(record))
 
 
 def _parse(line: bytes) -> Record | None:

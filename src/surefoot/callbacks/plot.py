@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import io
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..files import write_aside
+from ..files import explain, write_aside
 from ..training.callback import Context, TrainerCallback
 from ..training.state import TrainerControl, TrainerState
 
+logger = logging.getLogger(__name__)
 NAME = "loss.png"
 SMOOTHING = 0.9  # of the exponential mean drawn over the raw curve
 
@@ -50,7 +52,10 @@ class Plot(TrainerCallback):
             axes.legend(frameon=False)
         buffer = io.BytesIO()
         figure.savefig(buffer, format="png", dpi=120)
-        write_aside(self.path, buffer.getvalue())
+        try:
+            write_aside(self.path, buffer.getvalue())
+        except OSError as error:  # a picture is not worth stopping for
+            logger.warning("could not draw %s", explain(error))
 
 
 def _smooth(values: Sequence[float]) -> list[float]:

@@ -39,7 +39,7 @@ def resolve(section: ModelSection) -> Path:
         ModelError: no such folder and no such hub model, or a folder without safetensors weights.
     """
     local = Path(section.path)
-    folder = local if local.exists() else _download(section)
+    folder = local if local.exists() else fetch(section)
     if not folder.is_dir():
         raise ModelError(
             f"model.path: {folder} is a file; expected the folder that holds config.json"
@@ -52,7 +52,8 @@ def resolve(section: ModelSection) -> Path:
     return folder
 
 
-def _download(section: ModelSection) -> Path:
+def fetch(section: ModelSection) -> Path:
+    """The files of a hub model (or adapter) in the local cache; no pickles among them."""
     if section.hub == "modelscope":
         return _download_modelscope(section)
     try:
