@@ -317,6 +317,7 @@ def test_types_are_told_in_words():
 
 def test_paths_are_written_with_dots_and_indices():
     assert dotted(("data", "datasets", 0)) == "data.datasets[0]"
+    assert dotted(("a", "", "b\n")) == "a.''.'b\\n'"
     assert str(Problem((), "bad")) == "bad"
     assert ("method", "lora", "rank") in paths(Root)
     assert ("method", "full") in paths(Root)

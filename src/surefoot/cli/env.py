@@ -80,7 +80,7 @@ def env(as_json: bool) -> None:
 def collect() -> dict[str, Facts]:
     """The whole report, by title."""
     with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
-        said = pool.submit(_probe, TORCH)
+        said = pool.submit(probe, TORCH)
         states = dict(zip(names := [*PACKAGES, *OPTIONAL], pool.map(_state, names), strict=True))
     return {
         "surefoot": {
@@ -119,11 +119,11 @@ def _state(name: str) -> str:
         version = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return "not installed"
-    _, error = _probe(f"import {({**PACKAGES, **OPTIONAL})[name]}")
+    _, error = probe(f"import {({**PACKAGES, **OPTIONAL})[name]}")
     return f"{version}, does not load: {error}" if error else version
 
 
-def _probe(code: str) -> tuple[str, str]:
+def probe(code: str) -> tuple[str, str]:
     """Run ``code`` in a new interpreter: its output, and how its error ends if it failed."""
     command = [sys.executable, "-W", "ignore", "-c", code]
     try:

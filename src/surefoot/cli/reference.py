@@ -56,13 +56,22 @@ anywhere on the line, adds the traceback. Ctrl-C gives 130.
 """
 
 
-def pages() -> dict[str, str]:
-    """Every page by file name."""
-    return {
-        "recipe.md": "\n".join([NOTE, RECIPE, *_sections()]),
-        "recipe.schema.json": json.dumps(json_schema(Recipe), indent=2, ensure_ascii=False) + "\n",
-        "cli.md": "\n".join([NOTE, CLI, *_commands()]),
-    }
+def recipe_page() -> str:
+    """Every section, variant and setting."""
+    return "\n".join([NOTE, RECIPE, *_sections()])
+
+
+def schema_page() -> str:
+    """The JSON schema of recipes."""
+    return json.dumps(json_schema(Recipe), indent=2, ensure_ascii=False) + "\n"
+
+
+def cli_page() -> str:
+    """Every command and option."""
+    return "\n".join([NOTE, CLI, *_commands()])
+
+
+PAGES = {"recipe.md": recipe_page, "recipe.schema.json": schema_page, "cli.md": cli_page}
 
 
 def _sections() -> Iterator[str]:
@@ -129,8 +138,8 @@ def _help(command: click.Command, context: click.Context) -> Iterator[str]:
 def reference(folder: Path) -> None:
     """Write the reference pages into FOLDER."""
     folder.mkdir(parents=True, exist_ok=True)
-    for name, text in pages().items():
-        (folder / name).write_text(text, encoding="utf-8")
+    for name, page in PAGES.items():
+        (folder / name).write_text(page(), encoding="utf-8")
         click.echo(f"wrote {folder / name}")
 
 

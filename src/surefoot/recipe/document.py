@@ -37,5 +37,5 @@ class Document:
 
     def _mark(self, path: Keys) -> Mark | None:
         """Where ``path`` stands, or the nearest part of the recipe it would stand in."""
-        ways = (path[:length] for length in range(len(path), 0, -1))
+        ways = (path[:length] for length in range(len(path), -1, -1))
         return next((self.marks[way] for way in ways if way in self.marks), None)

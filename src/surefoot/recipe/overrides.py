@@ -58,7 +58,7 @@ def _split(argument: str) -> tuple[Keys, object]:
 
 def _merge_section(cls: type, old: object, new: object) -> object:
     if not isinstance(old, Mapping) or not isinstance(new, Mapping):
-        return new
+        return old if isinstance(new, Mapping) else new  # what is wrong in the file stays seen
     known = settings(cls)
     merged = {key: _merge(known.get(key), old.get(key), value) for key, value in new.items()}
     return {**old, **merged}

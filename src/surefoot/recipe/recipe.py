@@ -136,7 +136,7 @@ def _changes(old: object, new: object, path: schema.Keys) -> Iterator[Change]:
         if schema.is_section(before):
             yield from _changes(before, after, here)
         elif before != after:
-            yield Change(schema.dotted(here), before, after)
+            yield Change(schema.dotted(here), schema.write(before), schema.write(after))
 
 
 # --- rules between sections ------------------------------------------------------------------

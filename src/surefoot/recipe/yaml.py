@@ -81,7 +81,7 @@ _Representer.add_representer(str, _Representer.represent_str)
 class _Builder:
     """Turns nodes into plain data, noting places and problems on the way."""
 
-    marks: dict[Keys, Mark] = field(default_factory=dict)
+    marks: dict[Keys, Mark] = field(default_factory=lambda: {(): (1, 1)})
     problems: list[Problem] = field(default_factory=list)
     num_nodes: int = 0
 
@@ -104,16 +104,14 @@ class _Builder:
     def _mapping(self, node: MappingNode, path: Keys, depth: int) -> dict[str, object]:
         values: dict[str, object] = {}
         for key_node, value_node in node.value:
-            line, column = mark = _mark(key_node)
-            if not isinstance(key_node, ScalarNode):
-                self.problems.append(Problem(path, f"a key must be a word (line {line}:{column})"))
-                continue
-            key = str(key_node.value)
-            here = (*path, key)
-            if key in values:
-                first = self.marks[here][0]
-                twice = f"given twice, in line {first} and in line {line}; keep one"
-                self.problems.append(Problem(here, twice))
+            is_word = isinstance(key_node, ScalarNode)
+            key = str(key_node.value) if is_word else "?"  # YAML's own sign for such a key
+            here, mark = (*path, key), _mark(key_node)
+            if not is_word:
+                self._refuse(here, "a key must be a word, got a list or a mapping")
+            elif key in values:
+                lines = f"in line {self.marks[here][0]} and in line {mark[0]}"
+                self._refuse(here, f"given twice, {lines}; keep one")
             self.marks.setdefault(here, mark)
             values[key] = self.build(value_node, here, depth + 1)
         return values
@@ -125,12 +123,10 @@ class _Builder:
     def _refuse_tag(self, node: Node, path: Keys, known: tuple[str, ...]) -> None:
         if node.tag not in [TAG + name for name in known]:
             shown = str(node.tag).replace(TAG, "!!")
-            line, column = _mark(node)
-            self.problems.append(
-                Problem(
-                    path, f"tags have no meaning in a recipe, got {shown} (line {line}:{column})"
-                )
-            )
+            self._refuse(path, f"tags have no meaning in a recipe, got {shown}")
+
+    def _refuse(self, path: Keys, message: str) -> None:
+        self.problems.append(Problem(path, message))
 
 
 def _bool(text: str) -> bool:

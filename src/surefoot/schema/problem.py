@@ -27,8 +27,13 @@ class Problem:
 
 def dotted(path: Keys) -> str:
     """``("data", "datasets", 0)`` as people write it: ``data.datasets[0]``."""
-    text = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in path)
+    text = "".join(f"[{key}]" if isinstance(key, int) else f".{_word(key)}" for key in path)
     return text.removeprefix(".")
+
+
+def _word(key: str) -> str:
+    """A key as it stands in a message: as it is, or quoted if it could not be seen."""
+    return key if key.strip() == key != "" and key.isprintable() else repr(key)
 
 
 @dataclass(frozen=True)

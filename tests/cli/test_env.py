@@ -1,0 +1,64 @@
+import json
+import subprocess
+import sys
+
+import pytest
+from click.testing import CliRunner
+
+from surefoot import __version__
+from surefoot.cli import env
+from surefoot.cli.main import main
+
+
+@pytest.fixture
+def few(monkeypatch):
+    """Only packages that import quickly."""
+    monkeypatch.setattr(env, "PACKAGES", {"click": "click", "xxhash": "xxhash.no_such_part"})
+    monkeypatch.setattr(env, "OPTIONAL", {"no-such-package": "no_such_package"})
+
+
+def run(*args):
+    return CliRunner().invoke(main, ["env", *args])
+
+
+def test_env_tells_versions_devices_memory_and_disk(few):
+    result = run()
+    assert result.exit_code == 0
+    assert __version__ in result.stdout
+    for word in ("python", "memory", "disk", "GiB free", "devices", "bf16"):
+        assert word in result.stdout
+
+
+def test_a_package_that_does_not_load_or_is_not_there_is_named(few):
+    packages = json.loads(run("--json").stdout)
+    assert packages["packages"]["click"][0].isdigit()
+    assert "does not load: ModuleNotFoundError" in packages["packages"]["xxhash"]
+    assert packages["optional"] == {"no-such-package": "not installed"}
+
+
+def test_a_torch_that_does_not_load_is_no_end_of_the_report():
+    assert env.torch_facts("", "OSError: libcudart.so: no such file") == {
+        "build": "does not load: OSError: libcudart.so: no such file"
+    }
+
+
+def test_a_crash_in_a_package_is_told_by_its_exit_code():
+    assert env.probe("import os; os._exit(139)") == ("", "exit code 139")
+    assert env.probe("print(1)") == ("1\n", "")
+
+
+def test_a_package_that_hangs_is_given_up(monkeypatch):
+    monkeypatch.setattr(env, "TIMEOUT", 0.5)
+    assert env.probe("import time; time.sleep(60)") == ("", "nothing after 0.5 s")
+
+
+def test_every_package_we_need_is_asked_for():
+    """What pyproject.toml requires and has compiled parts is in the list, so that it is loaded."""
+    listed = {**env.PACKAGES, **env.OPTIONAL}
+    assert {"torch", "tokenizers", "safetensors", "pyarrow", "numpy", "xxhash"} <= listed.keys()
+    code = "import importlib.util as u; print([n for n in %r if u.find_spec(n) is None])"
+    tops = sorted({name.split(".")[0] for name in env.PACKAGES.values()})
+    done = subprocess.run(
+        [sys.executable, "-c", code % tops], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "[]\n"

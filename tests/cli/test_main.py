@@ -1,0 +1,149 @@
+import os
+import subprocess
+import sys
+
+import click
+import pytest
+from click.testing import CliRunner
+
+import surefoot.cli
+from surefoot import __version__
+from surefoot.cli.main import COMMANDS, main
+from surefoot.errors import DataError
+
+HEAVY = {"torch", "transformers", "peft", "pydantic", "numpy", "rich", "datasets", "asyncio"}
+HEAVY |= {"ruamel", "pyarrow", "tokenizers", "importlib.metadata"}
+
+
+def run(*args):
+    return CliRunner().invoke(main, args)
+
+
+@pytest.fixture
+def command(monkeypatch):
+    """Give `surefoot train` another body."""
+
+    def become(body):
+        module = type(sys)("surefoot.cli.train")
+        module.train = click.command("train")(body)
+        monkeypatch.setitem(sys.modules, "surefoot.cli.train", module)
+        monkeypatch.setattr(surefoot.cli, "train", module, raising=False)
+
+    return become
+
+
+def python(code):
+    environment = {**os.environ, "COLUMNS": "100"}
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment
+    )
+
+
+@pytest.mark.parametrize("args", [["--help"], ["--version"], ["version"], ["trian"], []])
+def test_the_first_words_import_nothing_heavy(args):
+    done = python(
+        "import sys\n"
+        "from surefoot.cli.main import main\n"
+        f"try: main({args!r}, prog_name='surefoot')\n"
+        "except SystemExit: pass\n"
+        "print('MODULES', *sorted(sys.modules))"
+    )
+    modules = set(done.stdout.partition("MODULES")[2].split())
+    assert not modules & HEAVY
+    assert len(modules) < 220, "each module is a file to find and run"
+
+
+def test_help_shows_every_command_without_importing_any():
+    result = run("--help")
+    assert result.exit_code == 0
+    for name, purpose in COMMANDS.items():
+        assert name in result.output
+        assert purpose.split()[0] in result.output
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_of_the_table_has_its_module_and_help(name):
+    result = run(name, "--help")
+    assert result.exit_code == 0, result.output
+    assert result.output.startswith(f"Usage: main {name}")
+
+
+def test_a_misspelt_command_gets_the_near_one():
+    result = run("trian", "x.yaml")
+    assert result.exit_code == 2
+    assert "No such command 'trian'. Did you mean 'train'?" in result.output
+
+
+def test_a_misspelt_option_gets_the_near_one():
+    result = run("recipe", "show", "x.yaml", "--doc")
+    assert result.exit_code == 2
+    assert "--docs" in result.output
+
+
+def test_the_version_is_told_in_both_ways():
+    assert run("version").output == f"{__version__}\n"
+    assert run("--version").output == f"surefoot {__version__}\n"
+
+
+def test_a_users_mistake_is_one_line_and_exit_code_2(command):
+    def fail():
+        raise DataError("dataset x: no such file")
+
+    command(fail)
+    result = run("train")
+    assert result.exit_code == 2
+    assert result.stderr == "error: dataset x: no such file\n"
+    assert result.stdout == ""
+
+
+def test_several_problems_stand_below_each_other(command):
+    def fail():
+        raise DataError("first\nsecond")
+
+    command(fail)
+    assert run("train").stderr == "error: \n  first\n  second\n"
+
+
+@pytest.mark.parametrize("args", [["--verbose", "train"], ["train", "--verbose"]])
+def test_verbose_shows_the_traceback_wherever_it_stands(command, args):
+    def fail():
+        raise DataError("dataset x: no such file")
+
+    command(fail)
+    result = run(*args)
+    assert result.exit_code == 2
+    assert "Traceback (most recent call last)" in result.stderr
+    assert "raise DataError" in result.stderr
+
+
+def test_a_fault_of_ours_is_not_dressed_up_as_the_users(command):
+    def fail():
+        raise RuntimeError("bug")
+
+    command(fail)
+    result = run("train")
+    assert isinstance(result.exception, RuntimeError)
+    assert result.exit_code == 1
+
+
+def test_ctrl_c_gives_130(command):
+    def interrupt():
+        raise KeyboardInterrupt
+
+    command(interrupt)
+    assert run("train").exit_code == 130
+
+
+def test_the_exit_code_of_a_command_is_kept(command):
+    def leave():
+        raise SystemExit(143)
+
+    command(leave)
+    assert run("train").exit_code == 143
+
+
+def test_the_package_runs_as_a_module():
+    done = subprocess.run(
+        [sys.executable, "-m", "surefoot", "version"], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == f"{__version__}\n"

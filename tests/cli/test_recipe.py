@@ -1,0 +1,65 @@
+import json
+
+import pytest
+from click.testing import CliRunner
+
+from surefoot.cli.main import main
+from surefoot.recipe.recipe import Recipe, load
+from surefoot.schema import json_schema
+
+RECIPE = """\
+model: {path: m}
+data: {datasets: d}
+stage: sft
+train: {output_dir: runs/x, max_steps: 5}
+"""
+
+
+@pytest.fixture
+def path(tmp_path):
+    file = tmp_path / "recipe.yaml"
+    file.write_text(RECIPE)
+    return file
+
+
+def run(*args, **options):
+    return CliRunner().invoke(main, ["recipe", *map(str, args)], **options)
+
+
+def test_show_prints_a_recipe_with_every_setting_and_marks_defaults(path, tmp_path):
+    result = run("show", path)
+    assert result.exit_code == 0
+    assert "  max_steps: 5\n" in result.stdout
+    assert "  seed: 42  # default\n" in result.stdout
+    again = tmp_path / "again.yaml"
+    again.write_text(result.stdout)
+    assert load(again) == load(path)
+
+
+def test_show_takes_overrides(path):
+    result = run("show", path, "method=lora", "method.lora.rank=4")
+    assert "    rank: 4\n" in result.stdout
+
+
+def test_show_dims_defaults_on_a_terminal_only(path):
+    assert "\x1b[2m  seed: 42" in run("show", path, color=True).stdout
+    assert "\x1b" not in run("show", path).stdout
+
+
+def test_docs_explain_every_setting(path):
+    assert "  # Optimizer steps to train for.\n" in run("show", path, "--docs").stdout
+
+
+def test_a_wrong_recipe_says_where(path):
+    path.write_text(RECIPE.replace("max_steps", "max_stps"))
+    result = run("show", path)
+    assert result.exit_code == 2
+    assert result.stderr == (
+        f"error: {path}:4:29 train.max_stps: unknown key (did you mean max_steps?)\n"
+    )
+
+
+def test_schema_is_the_json_schema_of_recipes():
+    result = run("schema")
+    assert result.exit_code == 0
+    assert json.loads(result.stdout) == json_schema(Recipe)

@@ -1,0 +1,91 @@
+import os
+
+import pytest
+
+from surefoot.errors import RecipeError
+from surefoot.recipe.files import read_text
+
+
+def refused(path):
+    with pytest.raises(RecipeError) as caught:
+        read_text(path)
+    return str(caught.value)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "qwen.yaml").write_text("a: 1\n")
+    (tmp_path / "llama_sft.yml").write_text("a: 1\n")
+    (tmp_path / "notes.txt").write_text("x")
+    return tmp_path
+
+
+def test_text_comes_without_a_byte_order_mark(tmp_path):
+    (tmp_path / "r.yaml").write_bytes(b"\xef\xbb\xbfa: \xc3\xa9\r\n")
+    assert read_text(tmp_path / "r.yaml") == "a: é\r\n"
+
+
+@pytest.mark.parametrize(
+    ("asked", "near"), [("qwn.yaml", "qwen.yaml"), ("llama_sft.yaml", "llama_sft.yml")]
+)
+def test_a_missing_file_gets_a_near_name(folder, asked, near):
+    assert refused(folder / asked) == (
+        f"{folder / asked}: no such file (did you mean {folder / near}?)"
+    )
+
+
+def test_a_name_without_its_ending_is_completed(folder):
+    assert refused(folder / "qwen").endswith(f"(did you mean {folder / 'qwen.yaml'}?)")
+
+
+def test_a_missing_file_with_nothing_near_says_just_that(folder):
+    assert refused(folder / "zebra") == f"{folder / 'zebra'}: no such file"
+    assert refused(folder / "no" / "r.yaml") == f"{folder / 'no' / 'r.yaml'}: no such file"
+
+
+def test_a_folder_is_refused_with_the_recipes_in_it(folder):
+    assert refused(folder) == (
+        f"{folder}: is a folder, expected a recipe file such as "
+        f"{folder / 'llama_sft.yml'}, {folder / 'qwen.yaml'}"
+    )
+
+
+def test_an_empty_folder_is_refused(tmp_path):
+    assert refused(tmp_path) == f"{tmp_path}: is a folder, expected a recipe file"
+
+
+def test_a_file_as_a_folder_is_refused(folder):
+    assert refused(folder / "qwen.yaml" / "x").endswith("cannot be read: Not a directory")
+
+
+def test_text_that_is_not_utf_8_says_where(tmp_path):
+    path = tmp_path / "r.yaml"
+    path.write_bytes(b"a: 1\nb: caf\xe9\n")
+    assert refused(path) == f"{path}:2: not UTF-8 text (byte 0xe9); save it as UTF-8"
+    path.write_bytes("a: 1\n".encode("utf-16"))
+    assert "not UTF-8 text" in refused(path)
+
+
+def test_a_binary_file_is_refused(tmp_path):
+    path = tmp_path / "r.yaml"
+    path.write_bytes(b"GGUF\x03\x00\x00\x00")
+    assert refused(path) == f"{path}: a binary file, expected a recipe in YAML"
+
+
+def test_a_large_file_is_refused_unread(tmp_path):
+    path = tmp_path / "model.safetensors"
+    with path.open("wb") as file:
+        file.truncate(10_000_000_000)  # a hole: takes no space, would take long to read
+    assert refused(path) == (
+        f"{path}: 10,000,000,000 bytes is too large for a recipe; is it another file?"
+    )
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_a_file_without_permission_is_refused(folder):
+    (folder / "qwen.yaml").chmod(0)
+    assert refused(folder / "qwen.yaml").endswith("cannot be read: Permission denied")
+
+
+def test_a_name_too_long_for_the_disk_is_refused(tmp_path):
+    assert "cannot be read" in refused(tmp_path / ("x" * 5000))

@@ -1,0 +1,150 @@
+from dataclasses import dataclass
+from typing import Annotated, Protocol
+
+import pytest
+
+from surefoot.errors import RecipeError
+from surefoot.recipe.document import Document
+from surefoot.recipe.overrides import override
+from surefoot.recipe.yaml import parse
+from surefoot.schema import Variants, read
+
+
+class Method(Protocol):
+    pass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Full:
+    pass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lora:
+    rank: int = 8
+    targets: tuple[str, ...] = ("all",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Train:
+    steps: int = 1
+    name: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Root:
+    train: Train = Train()
+    method: Annotated[Method, Variants({"full": Full, "lora": Lora})] = Full()
+
+
+def build(text, *overrides):
+    document = override(Root, parse(text, "r.yaml"), overrides)
+    return read(Root, document.data, fail=document.error)
+
+
+def refused(text, *overrides):
+    with pytest.raises(RecipeError) as caught:
+        build(text, *overrides)
+    return str(caught.value)
+
+
+def test_a_value_is_read_as_yaml():
+    assert build("", "train.steps=5").train.steps == 5
+    assert build("", "train.name=5e-5 x").train.name == "5e-5 x"
+    assert build("", "train.name='5'").train.name == "5"
+    assert build("", "method.lora.targets=[a, b]").method.targets == ("a", "b")
+    assert build("", "method.lora.targets=a").method.targets == ("a",)
+
+
+def test_a_value_may_hold_an_equals_sign():
+    assert build("", "train.name=a=b").train.name == "a=b"
+
+
+def test_nothing_after_the_equals_sign_unsets():
+    assert build("train: {name: x}", "train.name=").train.name is None
+
+
+def test_the_last_override_wins():
+    assert build("train: {steps: 1}", "train.steps=2", "train.steps=3").train.steps == 3
+
+
+def test_neighbours_stay():
+    assert build("train: {name: x}", "train.steps=2").train == Train(steps=2, name="x")
+    assert build("train: {name: x}", "train={steps: 2}").train == Train(steps=2, name="x")
+
+
+@pytest.mark.parametrize(
+    "text", ["", "method: full", "method: lora", "method: {lora: {rank: 2}}", "method:"]
+)
+def test_a_setting_of_a_variant_chooses_it(text):
+    assert build(text, "method.lora.rank=4").method == Lora(rank=4)
+
+
+def test_naming_a_variant_switches_to_it():
+    assert build("method: {lora: {rank: 2}}", "method=full").method == Full()
+    assert build("method: full", "method=lora").method == Lora()
+
+
+def test_naming_the_variant_that_is_there_keeps_its_settings():
+    assert build("method: {lora: {rank: 2}}", "method=lora").method == Lora(rank=2)
+    assert build("method: {lora: {rank: 2}}", "method={lora: {targets: x}}").method == Lora(
+        rank=2, targets=("x",)
+    )
+
+
+def test_from_python_overrides_are_paths_and_values():
+    document = override(
+        Root,
+        Document({"method": Lora(rank=2), "train": {"name": "x"}}),
+        {"method.lora.targets": ("a",), "train": {"steps": 3}},
+    )
+    assert read(Root, document.data) == Root(
+        train=Train(steps=3, name="x"), method=Lora(rank=2, targets=("a",))
+    )
+
+
+@pytest.mark.parametrize("argument", ["train.steps", "=3", "train..steps=3", ".train=1", "a b"])
+def test_what_is_no_override_is_refused(argument):
+    assert refused("", argument) == (
+        f"command line: {argument!r}: expected an override such as train.max_steps=100"
+    )
+
+
+def test_a_value_that_is_no_yaml_is_refused():
+    assert refused("", "train.steps=[1").startswith("command line: train.steps=[1:1:3 not YAML")
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("trian.steps=3", "trian: unknown key (did you mean train?)"),
+        ("train.step=3", "train.step: unknown key (did you mean steps?)"),
+        ("train.steps=x", "train.steps: expected an integer, got 'x'"),
+        ("train.steps.x=3", 'train.steps: expected an integer, got {"x": 3}'),
+        ("train=3", "train: expected a section (key: value), got 3"),
+        ("method=lroa", "method: expected one of full, lora, got 'lroa' (did you mean lora?)"),
+        (
+            "method.rank=3",
+            "method: expected one of full, lora, got 'rank' (did you mean method.lora.rank?)",
+        ),
+        ("method.lora.rnk=3", "method.lora.rnk: unknown key (did you mean rank?)"),
+    ],
+)
+def test_a_wrong_override_is_named_as_the_place(argument, message):
+    assert refused("train: {steps: 3}", argument) == f"command line: {argument}: {message}"
+
+
+def test_a_wrong_value_in_the_file_keeps_its_place_beside_overrides():
+    assert refused("train:\n  steps: x\n", "train.name=y") == (
+        "r.yaml:2:3 train.steps: expected an integer, got 'x'"
+    )
+    assert refused("train:\n  steps: x\n", "train.name=3").splitlines() == [
+        "command line: train.name=3: train.name: expected text or null, got 3",
+        "r.yaml:2:3 train.steps: expected an integer, got 'x'",
+    ]
+
+
+def test_overrides_of_a_file_that_is_no_mapping_do_not_hide_that():
+    assert refused("[1]", "train.steps=3") == (
+        "r.yaml:1:1 expected a section (key: value), got [1]"
+    )

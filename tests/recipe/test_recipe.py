@@ -1,0 +1,408 @@
+import dataclasses
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given
+from hypothesis import settings as examples
+from hypothesis import strategies as st
+
+from surefoot.checkpoint.section import CheckpointSection
+from surefoot.data.section import DataSection
+from surefoot.errors import RecipeError
+from surefoot.generate.section import GenerateSection
+from surefoot.methods import METHODS
+from surefoot.methods.freeze import Freeze
+from surefoot.methods.full import Full
+from surefoot.methods.lora import LoRA
+from surefoot.model.section import ModelSection
+from surefoot.optim.adamw import AdamW
+from surefoot.recipe.recipe import RULES, Change, Recipe, changes, dump, load, read
+from surefoot.schema import paths, write
+from surefoot.stages.sft import SFT
+from surefoot.training.section import TrainSection
+
+GOOD = """\
+model:      {path: Qwen/Qwen2.5-0.5B, dtype: bfloat16}
+data:       {dataset_dir: data, datasets: [alpaca_en, identity], template: qwen, cutoff_len: 512}
+method:     {lora: {rank: 16}}
+stage:      sft
+train:      {output_dir: runs/qwen, num_epochs: 2, global_batch_size: 64, micro_batch_size: 2}
+optim:      {adamw: {learning_rate: 1.0e-4, schedule: cosine}}
+checkpoint: {save_steps: 100, keep: 3, resume: auto}
+"""
+SMALL = {
+    "model": {"path": "m"},
+    "data": {"datasets": "d"},
+    "stage": "sft",
+    "train": {"output_dir": "runs/x"},
+}
+
+
+@pytest.fixture
+def recipe_file(tmp_path):
+    def write_file(text):
+        path = tmp_path / "recipe.yaml"
+        path.write_text(text)
+        return path
+
+    return write_file
+
+
+def refused(path, *overrides):
+    with pytest.raises(RecipeError) as caught:
+        load(path, overrides)
+    return str(caught.value).replace(str(path), path.name)
+
+
+def small(**sections):
+    return read({**SMALL, **sections})
+
+
+def refused_data(**sections):
+    with pytest.raises(RecipeError) as caught:
+        small(**sections)
+    return str(caught.value).splitlines()
+
+
+def test_a_recipe_is_read_from_its_file(recipe_file):
+    path = recipe_file(GOOD)
+    assert load(path) == Recipe(
+        model=ModelSection(path="Qwen/Qwen2.5-0.5B", dtype="bfloat16"),
+        data=DataSection(
+            dataset_dir=path.parent / "data",
+            datasets=("alpaca_en", "identity"),
+            template="qwen",
+            cutoff_len=512,
+        ),
+        method=LoRA(rank=16),
+        stage=SFT(),
+        train=TrainSection(
+            output_dir=Path("runs/qwen"), num_epochs=2, global_batch_size=64, micro_batch_size=2
+        ),
+        optim=AdamW(learning_rate=1e-4),
+        checkpoint=CheckpointSection(save_steps=100),
+        generate=GenerateSection(),
+    )
+
+
+def test_what_is_left_out_has_its_default():
+    recipe = small()
+    assert recipe.method == Full()
+    assert recipe.optim == AdamW()
+    assert recipe.checkpoint == CheckpointSection()
+
+
+def test_the_eight_lines_of_a_beginner_are_enough(recipe_file):
+    load(recipe_file("model: {path: m}\ndata: {datasets: d}\nstage: sft\ntrain: {output_dir: x}"))
+
+
+def test_all_problems_have_file_line_column_path_and_advice(recipe_file):
+    text = """\
+model: {pth: 3}
+learning_rate: 1
+num_train_epochs: 4
+cutoff_len: 512
+data:
+  datasets: [1, a]
+  template: [1]
+method: {lroa: {rank: 16}}
+stage: {sft: {x: 1}}
+train:
+  output_dir: runs/x
+  max_steps: true
+  precision: bf17
+  save_steps: 3
+  learning_rat: 3
+  global_batch_size: "16"
+optim: {adamw: {learning_rate: 0}}
+checkpoint: 3
+"""
+    assert refused(recipe_file(text)).splitlines() == [
+        "recipe.yaml:1:1 model.path: missing; expected text",
+        "recipe.yaml:1:9 model.pth: unknown key (did you mean path?)",
+        "recipe.yaml:2:1 learning_rate: unknown key (did you mean optim.adamw.learning_rate?)",
+        "recipe.yaml:3:1 num_train_epochs: unknown key (did you mean train.num_epochs?)",
+        "recipe.yaml:4:1 cutoff_len: unknown key (did you mean data.cutoff_len?)",
+        "recipe.yaml:6:14 data.datasets[0]: expected text, got 1",
+        "recipe.yaml:7:3 data.template: expected text, got [1]",
+        "recipe.yaml:8:1 method: expected one of " + ", ".join(METHODS) + ", got 'lroa' "
+        "(did you mean lora?)",
+        "recipe.yaml:9:15 stage.sft.x: unknown key; there are none here",
+        "recipe.yaml:12:3 train.max_steps: expected an integer or null, got true",
+        "recipe.yaml:13:3 train.precision: expected one of auto, fp32, bf16, fp16, got 'bf17' "
+        "(did you mean bf16?)",
+        "recipe.yaml:14:3 train.save_steps: unknown key (did you mean checkpoint.save_steps?)",
+        "recipe.yaml:15:3 train.learning_rat: unknown key "
+        "(did you mean optim.adamw.learning_rate?)",
+        "recipe.yaml:16:3 train.global_batch_size: expected an integer, got '16'",
+        "recipe.yaml:17:17 optim.adamw.learning_rate: must be positive, got 0.0",
+        "recipe.yaml:18:1 checkpoint: expected a section (key: value), got 3",
+    ]
+
+
+def test_an_empty_file_lists_the_sections_that_must_be_there(recipe_file):
+    assert refused(recipe_file("")).splitlines() == [
+        "recipe.yaml:1:1 model: missing; expected a section with path",
+        "recipe.yaml:1:1 data: missing; expected a section with datasets",
+        "recipe.yaml:1:1 stage: missing; expected one of pt, sft",
+        "recipe.yaml:1:1 train: missing; expected a section with output_dir",
+    ]
+
+
+@pytest.mark.parametrize("text", ["- 1\n", "just text\n", "3\n"])
+def test_a_file_without_keys_is_refused(recipe_file, text):
+    assert refused(recipe_file(text)).startswith(
+        "recipe.yaml:1:1 expected a section (key: value), got "
+    )
+
+
+def test_a_missing_file_is_refused(tmp_path):
+    with pytest.raises(RecipeError, match="no such file"):
+        load(tmp_path / "r.yaml")
+
+
+def test_overrides_win_over_the_file(recipe_file):
+    recipe = load(
+        recipe_file(GOOD), ["optim.adamw.learning_rate=5e-5", "method=full", "train.max_steps=3"]
+    )
+    assert recipe.optim == AdamW(learning_rate=5e-5)
+    assert recipe.method == Full()
+    assert (recipe.train.max_steps, recipe.train.micro_batch_size) == (3, 2)
+
+
+def test_a_method_of_the_command_line_replaces_that_of_the_file(recipe_file):
+    assert load(recipe_file(GOOD), ["method.freeze.num_layers=1"]).method == Freeze(num_layers=1)
+
+
+def test_a_wrong_override_is_told_beside_what_is_wrong_in_the_file(recipe_file):
+    path = recipe_file(GOOD.replace("cutoff_len: 512", "cutoff_len: 1"))
+    assert refused(path, "optim.adamw.learning_rat=5e-5").splitlines() == [
+        "recipe.yaml:2:82 data.cutoff_len: must be at least 4 tokens, got 1",
+        "command line: optim.adamw.learning_rat=5e-5: optim.adamw.learning_rat: unknown key "
+        "(did you mean learning_rate?)",
+    ]
+
+
+def test_from_python_overrides_are_a_mapping(recipe_file):
+    overrides = {"optim": {"adamw": {"schedule": "linear"}}, "train.max_steps": 3}
+    recipe = load(recipe_file(GOOD), overrides)
+    assert recipe.optim == AdamW(learning_rate=1e-4, schedule="linear")
+    assert recipe.train.max_steps == 3
+    assert read(recipe, overrides) == recipe
+    assert read(recipe, {"method": LoRA(rank=2)}).method == LoRA(rank=2)
+
+
+def test_folders_are_found_beside_the_recipe(recipe_file, tmp_path):
+    for folder in ("models/base", "adapter", "data"):
+        (tmp_path / folder).mkdir(parents=True)
+    text = GOOD.replace("Qwen/Qwen2.5-0.5B", "models/base").replace(
+        "model:      {", "model: {adapter: adapter, "
+    )
+    recipe = load(recipe_file(text))
+    assert recipe.model.path == str(tmp_path / "models/base")
+    assert recipe.model.adapter == tmp_path / "adapter"
+    assert recipe.data.dataset_dir == tmp_path / "data"
+    assert recipe.train.output_dir == Path("runs/qwen")
+
+
+def test_a_resolved_recipe_means_the_same_in_another_folder(recipe_file, tmp_path, monkeypatch):
+    (tmp_path / "data").mkdir()
+    recipe = load(recipe_file(GOOD))
+    run = tmp_path / "runs/qwen"
+    run.mkdir(parents=True)
+    (run / "recipe.yaml").write_text(dump(recipe))
+    monkeypatch.chdir(run)
+    assert load(Path("recipe.yaml")) == recipe
+
+
+def test_changes_are_named_by_path_with_both_values():
+    old = small(method="lora")
+    new = small(
+        method={"lora": {"rank": 4}}, optim={"adamw": {"beta1": 0.5}}, data={"datasets": ["d", "e"]}
+    )
+    assert changes(old, old) == []
+    assert list(map(str, changes(old, new))) == [
+        "data.datasets: ['d'] -> ['d', 'e']",
+        "method.lora.rank: 8 -> 4",
+        "optim.adamw.beta1: 0.9 -> 0.5",
+    ]
+
+
+def test_another_variant_is_one_change():
+    assert changes(small(method="lora"), small()) == [Change("method", "lora", "full")]
+
+
+# --- rules -----------------------------------------------------------------------------------
+
+
+def test_evaluating_needs_data():
+    for asked in ({"eval_steps": 5}, {"eval_minutes": 1}, {"eval_epoch": True}):
+        (name,) = asked
+        assert refused_data(train={"output_dir": "x", **asked}) == [
+            f"train.{name}: nothing to evaluate on; set data.val_size or data.eval_datasets"
+        ]
+    small(data={"datasets": "d", "val_size": 0.1}, train={"output_dir": "x", "eval_steps": 5})
+
+
+def test_the_best_checkpoint_and_early_stopping_need_evaluations():
+    train = {"output_dir": "x", "load_best_model_at_end": True, "early_stopping_patience": 3}
+    assert refused_data(train=train) == [
+        f"train.{name}: needs evaluations; set train.eval_steps, eval_minutes or eval_epoch"
+        for name in ("load_best_model_at_end", "early_stopping_patience")
+    ]
+    small(train={**train, "eval_epoch": True}, data={"datasets": "d", "eval_datasets": "e"})
+
+
+def test_an_adapter_needs_lora():
+    model = {"path": "m", "adapter": "a"}
+    (problem,) = refused_data(model=model)
+    assert problem.startswith("model.adapter: method full does not train adapters")
+    assert "method: lora" in problem
+    small(model=model, method="lora")
+
+
+def test_rolling_back_needs_checkpoints():
+    train = {"output_dir": "x", "on_nan": "rollback"}
+    assert refused_data(train=train, checkpoint={"save_steps": None}) == [
+        "train.on_nan: rollback needs checkpoints; set checkpoint.save_steps"
+    ]
+    small(train=train)
+
+
+def test_plain_text_has_no_turns():
+    data = {"datasets": "d", "mask_history": True, "default_system": "Be brief."}
+    assert refused_data(stage="pt", data=data) == [
+        "data.mask_history: means nothing to stage pt, which learns whole texts",
+        "data.default_system: means nothing to stage pt, which learns whole texts",
+    ]
+    small(data=data)
+
+
+def test_trained_weights_cannot_be_float16():
+    model = {"path": "m", "dtype": "float16"}
+    (problem,) = refused_data(model=model)
+    assert problem.startswith("model.dtype: weights that learn cannot be float16")
+    small(model=model, method="lora")
+
+
+def test_every_rule_that_is_broken_is_told(recipe_file):
+    path = recipe_file(GOOD.replace("num_epochs: 2", "eval_steps: 2, load_best_model_at_end: on"))
+    assert "expected true or false, got 'on'" in refused(path)
+    path.write_text(GOOD.replace("num_epochs: 2", "eval_steps: 2"))
+    assert refused(path, "model.adapter=x", "method=full").splitlines() == [
+        "command line: model.adapter=x: model.adapter: method full does not train adapters; use "
+        "method: lora, or merge it into the model first with `surefoot export`",
+        "recipe.yaml:5:37 train.eval_steps: nothing to evaluate on; set data.val_size or "
+        "data.eval_datasets",
+    ]
+
+
+def test_every_rule_says_what_it_is():
+    assert all(rule.__doc__ for rule in RULES)
+
+
+# --- properties ------------------------------------------------------------------------------
+
+WORDS = st.text(st.characters(codec="utf-8"), min_size=1, max_size=8)
+NAMES = st.lists(WORDS, max_size=3).map(tuple)
+FOLDERS = st.from_regex(r"/[a-z0-9_][a-z0-9_. -]{0,8}(/[a-z0-9 ]{1,5})?", fullmatch=True).map(Path)
+COUNTS = st.integers(1, 10**6)
+SHARES = st.floats(0, 1)
+RECIPES = st.builds(
+    Recipe,
+    model=st.builds(
+        ModelSection,
+        path=st.from_regex(r"[A-Z]{3}/[a-z0-9.]{1,9}[a-z0-9]", fullmatch=True),
+        revision=st.none() | WORDS,
+        dtype=st.sampled_from(["auto", "float32", "bfloat16"]),
+        new_special_tokens=NAMES,
+        gradient_checkpointing=st.booleans(),
+    ),
+    data=st.builds(
+        DataSection,
+        datasets=st.lists(WORDS, min_size=1, max_size=3, unique=True).map(tuple),
+        dataset_dir=FOLDERS,
+        val_size=SHARES,
+        max_samples=st.none() | COUNTS,
+        default_system=st.none() | WORDS,
+        cutoff_len=st.integers(4, 10**6),
+        packing=st.booleans(),
+        cache_dir=st.none() | FOLDERS,
+    ),
+    method=st.one_of(
+        st.just(Full()),
+        st.builds(Freeze, num_layers=COUNTS, modules=NAMES, extra_modules=NAMES),
+        st.builds(
+            LoRA,
+            rank=COUNTS,
+            alpha=st.none() | st.floats(1e-300, 1e300),
+            dropout=st.floats(0, 0.9),
+            targets=st.lists(WORDS, min_size=1, max_size=3).map(tuple),
+            dora=st.booleans(),
+        ),
+    ),
+    stage=st.just(SFT()),
+    train=st.builds(
+        TrainSection,
+        output_dir=FOLDERS,
+        num_epochs=st.floats(1e-9, 1e9),
+        max_steps=st.none() | COUNTS,
+        global_batch_size=st.sampled_from([8, 16]),
+        seed=st.integers(0, 2**63),
+        precision=st.sampled_from(["auto", "fp32", "bf16", "fp16"]),
+        log_minutes=st.none() | st.floats(1e-9, 1e9),
+        report_to=st.sampled_from([(), ("tensorboard",)]),
+    ),
+    optim=st.builds(
+        AdamW,
+        learning_rate=st.floats(1e-300, 1e3),
+        schedule=st.sampled_from(["cosine", "linear", "constant", "wsd"]),
+        warmup_ratio=SHARES,
+        weight_decay=SHARES,
+    ),
+    checkpoint=st.builds(CheckpointSection, keep=st.none() | COUNTS, resume=WORDS),
+    generate=st.builds(GenerateSection, temperature=st.floats(1e-6, 1e6), top_k=COUNTS),
+)
+
+
+@given(RECIPES)
+@examples(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+def test_any_recipe_that_is_dumped_reads_back_equal(recipe_file, recipe):
+    assert load(recipe_file(dump(recipe))) == recipe
+    assert read(write(recipe)) == recipe
+    assert changes(recipe, read(write(recipe))) == []
+
+
+KEYS = st.sampled_from(sorted({str(way[-1]) for way in paths(Recipe)}))
+VALUES = st.none() | st.booleans() | st.integers() | st.floats() | WORDS
+NONSENSE = st.recursive(
+    VALUES,
+    lambda inner: st.dictionaries(KEYS | WORDS, inner, max_size=4) | st.lists(inner, max_size=3),
+    max_leaves=15,
+)
+
+
+@given(st.dictionaries(KEYS, NONSENSE, max_size=8))
+@examples(suppress_health_check=[HealthCheck.too_slow])
+def test_nonsense_gives_nothing_but_a_recipe_error(data):
+    try:
+        read(data)
+    except RecipeError as error:
+        assert str(error)
+
+
+@given(st.sampled_from(paths(Recipe)), NONSENSE)
+@examples(suppress_health_check=[HealthCheck.too_slow])
+def test_one_wrong_value_never_does_more_than_name_itself(path, value):
+    whole = ".".join(map(str, path))
+    try:
+        recipe = read(SMALL, {whole: value})
+    except RecipeError as error:
+        assert all(line.startswith("override: ") for line in str(error).splitlines()), str(error)
+    else:
+        assert read(write(recipe)) == recipe
+
+
+def test_sections_are_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        small().train.seed = 3
