@@ -53,7 +53,12 @@ _REASONS = {
 
 def explain(error: OSError) -> str:
     """One sentence for people: which file, what happened, what to do."""
-    reason = _REASONS.get(error.errno or 0) or (error.strerror or str(error))
+    said = error.strerror or str(error)
+    reason = _REASONS.get(error.errno or 0)
+    if reason is None:
+        reason = said
+    elif said != os.strerror(error.errno or 0):
+        reason = f"{reason} ({said})"
     where = f"{os.fsdecode(error.filename)}: " if error.filename is not None else ""
     return f"{where}{reason}"
 
@@ -158,13 +163,14 @@ class File:
             try:
                 os.posix_fallocate(self._descriptor, 0, length)
             except OSError as error:
-                if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+                space = os.fstatvfs(self._descriptor)
+                free = space.f_bavail * space.f_frsize
+                can_reserve = error.errno not in (errno.EOPNOTSUPP, errno.EINVAL)
+                if error.errno == errno.ENOSPC or (free < length and not can_reserve):
+                    said = f"{length:,} bytes are needed, {free:,} are free"
+                    raise OSError(errno.ENOSPC, said) from error
+                if can_reserve:
                     raise
-                space = os.fstatvfs(
-                    self._descriptor
-                )  # some file systems cannot reserve: look instead
-                if space.f_bavail * space.f_frsize < length:
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from error
                 os.ftruncate(self._descriptor, length)
 
     def write_at(self, offset: int, data: bytes | memoryview) -> None:

@@ -54,10 +54,6 @@ class Box:
         starts = (a - o for a, o in zip(self.start, outer.start, strict=True))
         return tuple(slice(a, a + n) for a, n in zip(starts, self.shape, strict=True))
 
-    def moved(self, *offset: int) -> Box:
-        """The same box, its start shifted by ``offset``."""
-        return Box(tuple(a + d for a, d in zip(self.start, offset, strict=True)), self.shape)
-
     def blocks(self, limit: int) -> Iterator[Box]:
         """Cut into boxes of at most ``limit`` elements, each contiguous, in row-major order."""
         if self.size <= limit or not self.shape:

@@ -8,13 +8,14 @@ into the tensor that will hold it. Neither needs more memory than one block.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 
 import torch
 
 from .. import files
 from ..errors import CheckpointError
 from .box import Box
+from .header import Entry
+from .index import Piece
 from .plan import FilePlan
 from .tensorfile import TensorFile
 
@@ -60,15 +61,16 @@ def raw(tensor: torch.Tensor) -> memoryview:
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 
 
-def write_file(folder: Path, plan: FilePlan, tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """Write and flush the file that ``plan`` describes; the hash of each tensor's bytes by name."""
-    hashes = {}
-    with files.create(folder / plan.name) as file:
-        file.reserve(plan.header.file_size)
-        file.write_at(0, plan.head)
-        for name, entry in plan.header.entries.items():
-            hashes[name] = write_tensor(file, entry.offset, tensors[name])
-        file.sync()
+def write_file(
+    file: files.File, plan: FilePlan, tensors: Mapping[str, torch.Tensor]
+) -> dict[str, str]:
+    """Fill and flush the file that ``plan`` describes; the hash of each tensor's bytes by name."""
+    file.write_at(0, plan.head)
+    hashes = {
+        name: write_tensor(file, entry.offset, tensors[name])
+        for name, entry in plan.header.entries.items()
+    }
+    file.sync()
     return hashes
 
 
@@ -98,6 +100,15 @@ def _dense_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         for box in whole.blocks(files.BLOCK // tensor.element_size()):
             part = tensor[box.slices_in(whole)]
             yield part.resolve_conj().resolve_neg().cpu().contiguous()
+
+
+def new_tensor(stored: Entry | Piece) -> torch.Tensor:
+    """A tensor to read ``stored`` into; a ``CheckpointError`` if there is no memory for it."""
+    try:
+        return torch.empty(stored.shape, dtype=DTYPES[stored.dtype])
+    except RuntimeError as error:
+        need = f"{stored.num_bytes:,} bytes for a tensor of shape {list(stored.shape)}"
+        raise CheckpointError(f"not enough memory: {need}") from error
 
 
 def fill(tensor: torch.Tensor, file: TensorFile, key: str) -> str:

@@ -139,7 +139,7 @@ def _entry(value: Any, start: int, where: str) -> Entry:
         known = ", ".join(sorted(ITEM_SIZES))
         raise CheckpointError(f"{where}: unknown dtype {str(dtype)[:40]!r}; known are {known}")
     begin, end = integers(offsets, 2, f"{where}: data_offsets")
-    entry = Entry(dtype, integers(shape, None, f"{where}: shape"), start + begin)
+    entry = Entry(dtype, sizes(shape, f"{where}: shape"), start + begin)
     if end - begin != entry.num_bytes:
         raise CheckpointError(
             f"{where}: {end - begin} bytes, but {dtype} {list(entry.shape)} takes {entry.num_bytes}"
@@ -149,10 +149,18 @@ def _entry(value: Any, start: int, where: str) -> Entry:
 
 def integers(value: object, count: int | None, where: str) -> tuple[int, ...]:
     """``value`` as a tuple of ``count`` sizes: integers of 0 to 2^63 - 1, and none is a bool."""
-    sizes = value if isinstance(value, list) and len(value) <= 64 else [None]
-    if (count is not None and len(sizes) != count) or not all(map(_is_size, sizes)):
+    found = value if isinstance(value, list) and len(value) <= 64 else [None]
+    if (count is not None and len(found) != count) or not all(map(_is_size, found)):
         raise CheckpointError(f"{where}: expected sizes, found {reprlib.repr(value)}")
-    return tuple(sizes)
+    return tuple(found)
+
+
+def sizes(value: object, where: str) -> tuple[int, ...]:
+    """``value`` as a shape whose elements can be counted, even without its empty dimensions."""
+    shape = integers(value, None, where)
+    if prod(max(n, 1) for n in shape) >= 1 << 60:
+        raise CheckpointError(f"{where}: {reprlib.repr(value)} is larger than any memory")
+    return shape
 
 
 def _is_size(value: object) -> bool:

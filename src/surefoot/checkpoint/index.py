@@ -17,7 +17,7 @@ from .. import files
 from ..errors import CheckpointError
 from . import strict
 from .box import Box
-from .header import ITEM_SIZES, integers, num_bytes
+from .header import ITEM_SIZES, integers, num_bytes, sizes
 
 MANIFEST = "manifest.json"
 STATE = "state.json"
@@ -234,7 +234,7 @@ def _parse_piece(raw: object, where: str) -> Piece:
         raise CheckpointError(f"{where}: unknown dtype {raw['dtype'][:40]!r}")
     if not _HASH.fullmatch(raw["hash"]):
         raise CheckpointError(f"{where}: {raw['hash'][:40]!r} is not an xxh3-128 in hexadecimal")
-    shape = integers(raw["shape"], None, f"{where}: shape")
+    shape = sizes(raw["shape"], f"{where}: shape")
     if not isinstance(raw["box"], list) or len(raw["box"]) != 2:
         raise CheckpointError(f"{where}: box must be a start and a shape")
     start, extent = (integers(side, len(shape), f"{where}: box") for side in raw["box"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ import torch
 
 from .. import files
 from ..errors import CheckpointError
-from .bytes import DTYPES, fill
+from .bytes import DTYPES, fill, new_tensor
 from .folder import CheckpointFolder, open_checkpoint
 from .index import Piece
 from .states import Stateful
@@ -26,15 +26,15 @@ _READERS = min(4, os.cpu_count() or 1)  # one core copies slower than the memory
 
 @dataclass(frozen=True)
 class _Job:
-    """One state to load: its pieces by tensor name, and where each is read to."""
+    """One state to load: its pieces by tensor name, what it has now, and how it is put together."""
 
     name: str
     pieces: Mapping[str, Piece]
-    into: Mapping[str, torch.Tensor]
+    current: Mapping[str, torch.Tensor]
     skeleton: Any
 
-    def tree(self, where: str) -> Any:
-        return dict(self.into) if self.name == "model" else join(self.skeleton, self.into, where)
+    def tree(self, tensors: Mapping[str, torch.Tensor], where: str) -> Any:
+        return dict(tensors) if self.name == "model" else join(self.skeleton, tensors, where)
 
 
 def load(
@@ -53,9 +53,12 @@ def load(
     skeleton = checkpoint.skeleton()
     with files.raising(CheckpointError, f"cannot load {folder}"):
         jobs = [_prepare(checkpoint, name, state, skeleton) for name, state in wanted.items()]
-        _read(checkpoint, jobs)
-    for job, state in zip(jobs, wanted.values(), strict=True):
-        state.load_state_dict(job.tree(f"{folder}: {job.name}"))
+        tensors = _read(checkpoint, jobs)
+        trees = [
+            job.tree(into, f"{folder}: {job.name}") for job, into in zip(jobs, tensors, strict=True)
+        ]
+    for state, tree in zip(wanted.values(), trees, strict=True):
+        state.load_state_dict(tree)
 
 
 def _prepare(
@@ -79,7 +82,7 @@ def _prepare(
         pieces[pointer] = saved[pointer]
     if is_optimizer:
         _check_shapes(checkpoint, name, current, pieces)
-    return _Job(name, pieces, _targets(current, pieces), skeleton[name])
+    return _Job(name, pieces, current, skeleton[name])
 
 
 def _prepare_model(checkpoint: CheckpointFolder, state: Stateful) -> _Job:
@@ -93,7 +96,7 @@ def _prepare_model(checkpoint: CheckpointFolder, state: Stateful) -> _Job:
             f"{_some(unexpected)} unknown here"
         )
     _check_shapes(checkpoint, "model", current, pieces)
-    return _Job("model", pieces, _targets(current, pieces), None)
+    return _Job("model", pieces, current, None)
 
 
 def _some(names: list[str]) -> str:
@@ -119,6 +122,30 @@ def _check_shapes(
         )
 
 
+def _read(checkpoint: CheckpointFolder, jobs: Sequence[_Job]) -> list[dict[str, torch.Tensor]]:
+    """Open and check every file that is needed, then fill the tensors, several at a time."""
+    names = sorted({piece.file for job in jobs for piece in job.pieces.values()})
+    with ExitStack() as stack:
+        opened = {name: stack.enter_context(checkpoint.tensors(name)) for name in names}
+        found = [_targets(job.current, job.pieces) for job in jobs]
+
+        def read(piece: Piece, tensor: torch.Tensor) -> None:
+            checkpoint.check_piece(piece, fill(tensor, opened[piece.file], piece.key))
+
+        with ThreadPoolExecutor(_READERS) as pool:
+            running = [
+                pool.submit(read, piece, into[name])
+                for job, into in zip(jobs, found, strict=True)
+                for name, piece in job.pieces.items()
+            ]
+            try:
+                for done in running:
+                    done.result()
+            finally:
+                pool.shutdown(cancel_futures=True)
+    return found
+
+
 def _targets(
     current: Mapping[str, torch.Tensor], pieces: Mapping[str, Piece]
 ) -> dict[str, torch.Tensor]:
@@ -126,32 +153,11 @@ def _targets(
     found = {}
     for name, piece in pieces.items():
         own = current.get(name)
-        if own is None or not _fits(own, piece):
-            own = torch.empty(piece.shape, dtype=DTYPES[piece.dtype])
-        found[name] = own
+        found[name] = own if own is not None and _fits(own, piece) else new_tensor(piece)
     return found
 
 
 def _fits(tensor: torch.Tensor, piece: Piece) -> bool:
-    is_plain = (
-        tensor.device.type == "cpu" and tensor.layout == torch.strided and tensor.is_contiguous()
-    )
-    same = tuple(tensor.shape) == piece.shape and tensor.dtype == DTYPES[piece.dtype]
-    return is_plain and same and not (tensor.is_conj() or tensor.is_neg())
-
-
-def _read(checkpoint: CheckpointFolder, jobs: Iterable[_Job]) -> None:
-    """Open and check every file that is needed, then fill the tensors, several at a time."""
-    todo = [(piece, job.into[name]) for job in jobs for name, piece in job.pieces.items()]
-    with ExitStack() as stack, ThreadPoolExecutor(_READERS) as pool:
-        opened = {
-            name: stack.enter_context(checkpoint.tensors(name))
-            for name in sorted({piece.file for piece, _ in todo})
-        }
-
-        def read(item: tuple[Piece, torch.Tensor]) -> None:
-            piece, tensor = item
-            checkpoint.check_piece(piece, fill(tensor, opened[piece.file], piece.key))
-
-        for _ in pool.map(read, todo):
-            pass
+    is_plain = tensor.device.type == "cpu" and tensor.layout == torch.strided
+    is_dense = is_plain and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+    return is_dense and tuple(tensor.shape) == piece.shape and tensor.dtype == DTYPES[piece.dtype]

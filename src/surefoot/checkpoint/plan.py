@@ -1,16 +1,13 @@
-"""Decide what goes where, without doing it: tensors into files, boxes into copies. Pure functions.
+"""Decide what goes into which file at which byte, without doing it. Pure; no torch here.
 
-``plan_save`` puts whole tensors into files of bounded size, named as Hugging Face names them.
-``plan_load`` lists the copies that fill wanted boxes from saved ones, whoever cut either.
+Tensors go whole into files of bounded size, which are named as Hugging Face names them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ..errors import CheckpointError
-from .box import Box
 from .header import Header, build, num_bytes
 
 Tensors = Mapping[str, tuple[str, tuple[int, ...]]]  # name -> dtype, shape
@@ -23,14 +20,6 @@ class FilePlan:
     name: str
     head: bytes
     header: Header
-
-
-@dataclass(frozen=True, slots=True)
-class Copy:
-    """Copy ``box`` out of ``source``, a saved box that holds all of it."""
-
-    box: Box
-    source: Box
 
 
 def plan_save(stem: str, tensors: Tensors, max_shard_size: int | None) -> list[FilePlan]:
@@ -60,21 +49,3 @@ def _groups(tensors: Tensors, limit: int | None) -> list[dict[str, tuple[str, tu
         groups[-1][name] = (dtype, shape)
         filled += size
     return groups
-
-
-def plan_load(saved: Sequence[Box], wanted: Box) -> list[Copy]:
-    """The copies that fill ``wanted``, each element once; a ``CheckpointError`` if one is missing.
-
-    ``saved`` boxes may be replicas of each other, but must not overlap otherwise.
-    """
-    copies = []
-    filled = 0
-    for source in dict.fromkeys(saved):
-        if (part := wanted & source) is not None:
-            copies.append(Copy(part, source))
-            filled += part.size
-    if filled != wanted.size:
-        raise CheckpointError(
-            f"the saved pieces cover {filled} of the {wanted.size} elements of {wanted}"
-        )
-    return copies

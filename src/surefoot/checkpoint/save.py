@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib import metadata
@@ -18,7 +19,7 @@ from ..errors import CheckpointError
 from . import strict
 from .box import Box
 from .bytes import describe, write_file
-from .commit import Part, aside
+from .commit import aside
 from .index import MANIFEST, MAX_SMALL, STATE, Kind, Manifest, Piece, dump, is_plain_name
 from .plan import FilePlan, plan_save
 from .states import Stateful
@@ -26,6 +27,15 @@ from .tensors import split
 
 WEIGHT_STEMS: Mapping[Kind, str] = {"full": "model", "adapter": "adapter_model"}
 LIBRARIES = ("surefoot", "torch", "transformers", "peft", "safetensors")
+
+
+@dataclass(frozen=True)
+class _Shard:
+    """One file of tensors to be."""
+
+    role: str  # model, optimizer or state
+    plan: FilePlan
+    tensors: Mapping[str, torch.Tensor]
 
 
 @dataclass
@@ -59,18 +69,12 @@ def save(
             f"{target}: it exists already, and a checkpoint is never overwritten; "
             f"move it away or choose another output_dir"
         )
-    trees = {name: state.state_dict() for name, state in states.items()}
-    groups, skeleton = _split(trees)
-    plans = _plan(groups, kind, max_shard_size)
-    ours = {**_indexes(plans), STATE: _dump_skeleton(skeleton)}
+    groups, skeleton = _split({name: state.state_dict() for name, state in states.items()})
+    shards = _plan(groups, kind, max_shard_size)
+    ours = {**_indexes(shards), STATE: _dump_skeleton(skeleton)}
     small = {**_checked(companions or {}, {*ours, MANIFEST}), **ours}
     with files.raising(CheckpointError, f"cannot save {target}"), aside(target) as part:
-        written = _Written()
-        for role, role_plans in plans.items():
-            for plan in role_plans:
-                _write_tensors(part, role, plan, groups[role], written)
-        for name, data in sorted(small.items()):
-            _write_small(part, name, data, written)
+        written = _write(part.folder, shards, small)
         manifest = Manifest(
             step=step,
             kind=kind,
@@ -104,6 +108,8 @@ def _split(
     skeleton: dict[str, Any] = {}
     rest: dict[str, Any] = {}
     for name, tree in trees.items():
+        if not name.isidentifier():
+            raise CheckpointError(f"a state cannot be called {name!r}; choose a plain word")
         if name == "model":
             groups["model"] = _flat(tree)
         elif name == "optimizer":
@@ -123,45 +129,35 @@ def _flat(tree: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 
 def _plan(
     groups: Mapping[str, Mapping[str, torch.Tensor]], kind: Kind, max_shard_size: int
-) -> dict[str, list[FilePlan]]:
-    """Files for every role that has tensors. An adapter is one file, as PEFT knows no shards."""
+) -> list[_Shard]:
+    """The files of every role that has tensors. An adapter is one file: PEFT knows no shards."""
     stems = {"model": WEIGHT_STEMS[kind], "optimizer": "optimizer", "state": "state"}
-    limits = {
-        "model": max_shard_size if kind == "full" else None,
-        "optimizer": max_shard_size,
-        "state": None,
-    }
-    return {
-        role: plan_save(
-            stems[role], {n: describe(f"{role}: {n}", t) for n, t in tensors.items()}, limits[role]
-        )
-        for role, tensors in groups.items()
-        if tensors
-    }
+    is_whole = {"model": kind == "adapter", "optimizer": False, "state": True}
+    shards = []
+    for role, tensors in groups.items():
+        described = {name: describe(f"{role}: {name}", t) for name, t in tensors.items()}
+        limit = None if is_whole[role] else max_shard_size
+        plans = plan_save(stems[role], described, limit) if tensors else []
+        shards += [_Shard(role, plan, tensors) for plan in plans]
+    return shards
 
 
-def _indexes(plans: Mapping[str, list[FilePlan]]) -> dict[str, bytes]:
+def _indexes(shards: Sequence[_Shard]) -> dict[str, bytes]:
     """The ``*.safetensors.index.json`` of every role that took several files."""
     found = {}
-    for role_plans in plans.values():
-        if len(role_plans) > 1:
-            stem = role_plans[0].name.rpartition("-00001-of-")[0]
-            found[f"{stem}.safetensors.index.json"] = dump_index(role_plans)
+    for role in dict.fromkeys(shard.role for shard in shards):
+        plans = [shard.plan for shard in shards if shard.role == role]
+        if len(plans) > 1:
+            stem = plans[0].name.rpartition("-00001-of-")[0]
+            found[f"{stem}.safetensors.index.json"] = dump_index(plans)
     return found
 
 
-def dump_index(plans: list[FilePlan]) -> bytes:
+def dump_index(plans: Sequence[FilePlan]) -> bytes:
     """Hugging Face's index over weight files."""
-    entries = [
-        (name, entry, plan.name) for plan in plans for name, entry in plan.header.entries.items()
-    ]
-    return strict.dump(
-        {
-            "metadata": {"total_size": sum(entry.num_bytes for _, entry, _ in entries)},
-            "weight_map": {name: file for name, _, file in entries},
-        },
-        indent=2,
-    )
+    total = sum(plan.header.file_size - plan.header.data_start for plan in plans)
+    names = {name: plan.name for plan in plans for name in plan.header.entries}
+    return strict.dump({"metadata": {"total_size": total}, "weight_map": names}, indent=2)
 
 
 def _dump_skeleton(skeleton: Mapping[str, Any]) -> bytes:
@@ -189,24 +185,39 @@ def _checked(companions: Mapping[str, bytes], taken: Collection[str]) -> Mapping
     return companions
 
 
-def _write_tensors(
-    part: Part, role: str, plan: FilePlan, tensors: Mapping[str, torch.Tensor], written: _Written
-) -> None:
-    hashes = write_file(part.folder, plan, tensors)
+def _write(folder: Path, shards: Sequence[_Shard], small: Mapping[str, bytes]) -> _Written:
+    """Write and flush all files but the manifest. Space for the large ones is claimed first."""
+    written = _Written()
+    with ExitStack() as stack:
+        opened = []
+        for shard in shards:
+            opened.append(stack.enter_context(files.create(folder / shard.plan.name)))
+            opened[-1].reserve(shard.plan.header.file_size)
+        for file, shard in zip(opened, shards, strict=True):
+            _note(written, shard, write_file(file, shard.plan, shard.tensors))
+    for name, data in sorted(small.items()):
+        path = folder / name
+        if path.parent != folder:
+            files.make_folder(path.parent)
+        files.write_new(path, data)
+        written.files[name] = len(data)
+        written.hashes[name] = files.digest(data)
+    return written
+
+
+def _note(written: _Written, shard: _Shard, hashes: Mapping[str, str]) -> None:
+    plan = shard.plan
     written.files[plan.name] = plan.header.file_size
     written.hashes[plan.name] = files.digest(plan.head)
-    for name, entry in plan.header.entries.items():
-        box = Box.whole(entry.shape)
-        tensor = f"{role}/{name}"
-        written.pieces.append(
-            Piece(tensor, entry.dtype, entry.shape, box, plan.name, name, hashes[name])
+    written.pieces += [
+        Piece(
+            tensor=f"{shard.role}/{name}",
+            dtype=entry.dtype,
+            shape=entry.shape,
+            box=Box.whole(entry.shape),
+            file=plan.name,
+            key=name,
+            hash=hashes[name],
         )
-
-
-def _write_small(part: Part, name: str, data: bytes, written: _Written) -> None:
-    path = part.folder / name
-    if path.parent != part.folder:
-        files.make_folder(path.parent)
-    files.write_new(path, data)
-    written.files[name] = len(data)
-    written.hashes[name] = files.digest(data)
+        for name, entry in plan.header.entries.items()
+    ]
