@@ -13,6 +13,8 @@ from .formats.fields import Row, shown
 
 Line = Row | str  # what a reader yields: a row, or the reason why there is none
 CHUNK = 1 << 20  # characters that are read at a time
+BOM = b"\xef\xbb\xbf"  # some editors put it in front of UTF-8 text
+TOKEN = 32  # longer than any JSON token but a string or number
 SPACE = re.compile(r"[ \t\r\n]*")
 
 
@@ -40,10 +42,12 @@ def read_jsonl(path: Path) -> Iterator[Line]:
 def read_json(path: Path) -> Iterator[Line]:
     """A list of objects; or, as some tools name such files too, one object a line."""
     with path.open("rb") as file:
-        start = file.read(CHUNK).decode("utf-8-sig", errors="replace").strip()
+        start = file.read(3).removeprefix(BOM).lstrip()
+        while not start and (more := file.read(CHUNK)):
+            start = more.lstrip()
     if not start:
         return iter(())
-    if not start.startswith("{"):
+    if not start.startswith(b"{"):
         return _read_list(path)
     number, line = next(text_lines(path))
     try:
@@ -114,7 +118,8 @@ class _Window:
             try:
                 value, end = self._decode(self._text, self._at)
             except json.JSONDecodeError as error:
-                if not self._slide(size):
+                is_cut = error.msg.startswith("Unterminated") or error.pos > len(self._text) - TOKEN
+                if not is_cut or not self._slide(size):
                     self._at = error.pos
                     raise self.error(error.msg) from None
             except RecursionError:

@@ -1,0 +1,149 @@
+"""JSON files row by row are the same as JSON files at once."""
+
+import json
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from surefoot.data import json_rows
+from surefoot.data.json_rows import read_json, read_jsonl
+from surefoot.errors import DataError
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=5,
+)
+ROWS = st.lists(st.dictionaries(st.text(), VALUES, max_size=3), max_size=5)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return tmp_path_factory.mktemp("json") / "rows.json"
+
+
+def write(path, text):
+    path.write_bytes(text.encode("utf-8", "surrogatepass"))
+    return path
+
+
+@given(
+    rows=ROWS,
+    indent=st.sampled_from([None, 0, 3]),
+    ascii_only=st.booleans(),
+    chunk=st.integers(1, 40),
+    space=st.sampled_from(["", " ", "\r\n\t", "\ufeff"]),
+)
+@example(rows=[{"a": 1}], indent=None, ascii_only=True, chunk=1, space="\ufeff")
+def test_a_list_is_read_as_json_reads_it_whatever_the_window(
+    path, rows, indent, ascii_only, chunk, space
+):
+    text = json.dumps(rows, indent=indent, ensure_ascii=ascii_only)
+    try:
+        write(path, space + text + space.replace("\ufeff", ""))
+        json.loads(path.read_bytes())
+    except UnicodeError:
+        return  # half a surrogate pair cannot be written
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(json_rows, "CHUNK", chunk)
+        assert list(read_json(path)) == rows
+
+
+@given(rows=ROWS, chunk=st.integers(1, 40), part=st.floats(0, 1, exclude_max=True))
+def test_a_list_that_is_torn_anywhere_is_an_error_never_fewer_rows(path, rows, chunk, part):
+    text = json.dumps(rows)
+    write(path, text[: 1 + int(part * (len(text) - 1))])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(json_rows, "CHUNK", chunk)
+        with pytest.raises(DataError, match="not valid JSON at line 1"):
+            list(read_json(path))
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "reason"),
+    [
+        ('[\n{"a": 1},\n{"a": 2', 3, "Expecting ',' delimiter"),
+        ('[\n{"a": 1}\n{"a": 2}\n]', 3, "expected ',' or ']' after a row"),
+        ('[\n{"a": 1},\n]', 3, "Expecting value"),
+        ('[\n{"a": 1}\n]\n\nmore', 5, "expected nothing after the list"),
+        ('\n\n"text"', 3, "expected a list of rows"),
+    ],
+)
+@pytest.mark.parametrize("chunk", [3, 1 << 20])
+def test_a_broken_list_says_on_which_line(path, monkeypatch, text, line, reason, chunk):
+    monkeypatch.setattr(json_rows, "CHUNK", chunk)
+    with pytest.raises(DataError) as caught:
+        list(read_json(write(path, text)))
+    assert f"at line {line}: {reason}" in str(caught.value)
+
+
+def test_a_list_of_other_things_has_broken_rows(path):
+    rows = list(read_json(write(path, '[{"a": 1}, 2, null, [3]]')))
+    assert rows[0] == {"a": 1}
+    assert rows[1:] == [
+        "row 2: expected an object, got int 2",
+        "row 3: expected an object, got null",
+        "row 4: expected an object, got list [3]",
+    ]
+
+
+def test_too_many_brackets_are_an_error_not_a_crash(path):
+    with pytest.raises(DataError, match="brackets"):
+        list(read_json(write(path, "[" * 200_000)))
+
+
+def test_a_json_file_with_one_object_a_line_is_read_as_lines(path):
+    assert list(read_json(write(path, '\n{"a": 1}\n{"a": 2}\n'))) == [{"a": 1}, {"a": 2}]
+
+
+def test_a_single_object_is_no_dataset(path):
+    with pytest.raises(DataError, match=r"rows.json: line 1 begins a single JSON object; expected"):
+        list(read_json(write(path, '{\n "data": []\n}')))
+
+
+@pytest.mark.parametrize("text", ["", " \n\t\n", "\ufeff"])
+def test_an_empty_file_has_no_rows(path, text):
+    assert list(read_json(write(path, text))) == []
+    assert list(read_jsonl(path)) == []
+
+
+def test_a_torn_last_line_costs_only_itself(path):
+    rows = list(read_jsonl(write(path, '{"a": 1}\n{"a": 2}\n{"a": "th')))
+    assert rows[:2] == [{"a": 1}, {"a": 2}]
+    assert rows[2].startswith("line 3 is not valid JSON (Unterminated string")
+
+
+def test_lines_that_are_no_objects_are_broken_rows_and_blank_lines_none(path):
+    rows = list(read_jsonl(write(path, '\ufeff{"a": 1}\r\n\r\n7\n' + "[" * 100_000 + "\n")))
+    assert rows[0] == {"a": 1}
+    assert rows[1] == "line 3: expected an object, got int 7"
+    assert rows[2].startswith("line 4 is not valid JSON")
+
+
+@given(rows=ROWS, end=st.sampled_from(["\n", "\r\n", "\n\n"]))
+def test_lines_are_read_as_json_reads_them(path, rows, end):
+    text = "".join(json.dumps(row) + end for row in rows)
+    assert list(read_jsonl(write(path, text))) == rows
+
+
+def test_a_mistake_is_told_without_reading_on(path, monkeypatch):
+    monkeypatch.setattr(json_rows, "CHUNK", 100)
+    rest = '{"a": 1},' * 100
+    path.write_bytes(b'[{"a" 1}' + rest.encode() + "é".encode("latin-1"))
+    with pytest.raises(DataError, match="not valid JSON at line 1: Expecting ':' delimiter"):
+        list(read_json(path))
+
+
+@pytest.mark.parametrize(("read", "where"), [(read_json, "the file"), (read_jsonl, "line 2")])
+def test_text_in_another_encoding_is_refused(path, read, where):
+    text = '[{"a": "x"},\n{"a": "é"}]' if read is read_json else '{"a": "x"}\n{"a": "é"}'
+    path.write_bytes(text.encode("latin-1"))
+    with pytest.raises(DataError, match=rf"{where}: byte 0xe9 is not UTF-8 text; convert it"):
+        list(read(path))
+
+
+def test_a_file_in_utf16_is_refused(path):
+    path.write_text('[{"a": 1}]', encoding="utf-16")
+    with pytest.raises(DataError, match="byte 0xff is not UTF-8 text"):
+        list(read_json(path))
