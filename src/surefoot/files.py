@@ -29,6 +29,8 @@ _READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # a pipe of that name must n
 _FOLDER = os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECTORY
 _CREATE = os.O_RDWR | os.O_CLOEXEC | os.O_CREAT | os.O_EXCL
 
+_NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EBADF)  # on some network disks
+
 _REASONS = {
     errno.ENOSPC: "the disk is full; free some space or choose another folder",
     errno.EDQUOT: "your disk quota is used up; free some space or choose another folder",
@@ -186,14 +188,19 @@ class File:
         with _naming(self.path):
             os.fsync(self._descriptor)
 
-    def lock(self) -> None:
+    def lock(self) -> bool:
         """Lock the file until it is closed or the process ends, however it ends.
 
-        Raises ``BlockingIOError`` if somebody else has the lock, another ``OSError`` if the file
-        system knows no locks.
+        False if the file system knows no locks. Raises ``BlockingIOError`` if somebody has it.
         """
         with _naming(self.path):
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            try:
+                fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                if error.errno not in _NO_LOCKS:
+                    raise
+                return False
+        return True
 
     def is_at_its_path(self) -> bool:
         """Whether the path still leads to this very file."""

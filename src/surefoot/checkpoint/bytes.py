@@ -50,10 +50,15 @@ def describe(name: str, tensor: torch.Tensor) -> tuple[str, tuple[int, ...]]:
         raise CheckpointError(f"{name}: cannot store {kind}; only dense tensors with values")
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
         raise CheckpointError(f"{name}: cannot store a {type(tensor).__name__}; only plain tensors")
-    if tensor.dtype not in NAMES:
+    return dtype_name(name, tensor.dtype), tuple(tensor.shape)
+
+
+def dtype_name(name: str, dtype: torch.dtype) -> str:
+    """What safetensors calls ``dtype``; a ``CheckpointError`` if it does not know it."""
+    if dtype not in NAMES:
         known = ", ".join(str(dtype).removeprefix("torch.") for dtype in NAMES)
-        raise CheckpointError(f"{name}: cannot store {tensor.dtype}; safetensors has {known}")
-    return NAMES[tensor.dtype], tuple(tensor.shape)
+        raise CheckpointError(f"{name}: cannot store {dtype}; safetensors has {known}")
+    return NAMES[dtype]
 
 
 def raw(tensor: torch.Tensor) -> memoryview:

@@ -40,8 +40,7 @@ class Part:
         self.manifest.sync()
         for folder in _folders(self.folder):
             files.sync_folder(folder)
-        if files.exists(target):  # a rename would replace an empty folder
-            raise CheckpointError(f"{target}: it exists already; a checkpoint is never overwritten")
+        refuse_existing(target)  # a rename would replace an empty folder
         files.rename(self.folder, target)
         files.sync_folder(target.parent)
 
@@ -61,6 +60,15 @@ def aside(target: Path) -> Iterator[Part]:
             files.remove_tree(part.folder)  # of that name nothing is left after a commit
 
 
+def refuse_existing(target: Path) -> None:
+    """Raise ``CheckpointError`` if there is anything of that name."""
+    if files.exists(target):
+        raise CheckpointError(
+            f"{target}: it exists already, and a checkpoint is never overwritten; "
+            f"move it away or choose another folder"
+        )
+
+
 def _start(target: Path) -> Part:
     for _ in range(_ATTEMPTS):
         folder = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
@@ -77,11 +85,9 @@ def _start(target: Path) -> Part:
 
 def _is_mine(manifest: files.File) -> bool:
     try:
-        manifest.lock()
+        manifest.lock()  # where there are no locks, nobody cleans either
     except BlockingIOError:
         return False  # the cleaner of another process was faster
-    except OSError:
-        return True  # no locks on this file system: then nobody cleans either
     return manifest.is_at_its_path()
 
 
@@ -99,15 +105,17 @@ def step_of(folder: Path) -> int:
 
 def named(root: Path) -> list[Path]:
     """The folders under ``root`` with a checkpoint's name, committed or not, oldest step first."""
-    if not files.is_folder(root):
-        return []
-    found = [root / name for name in files.list_folder(root)]
-    return sorted((p for p in found if step_of(p) >= 0 and files.is_folder(p)), key=step_of)
+    with files.raising(CheckpointError):
+        if not files.is_folder(root):
+            return []
+        found = [root / name for name in files.list_folder(root)]
+        return sorted((p for p in found if step_of(p) >= 0 and files.is_folder(p)), key=step_of)
 
 
 def committed(root: Path) -> list[Path]:
     """The checkpoints that exist under ``root``, oldest step first. Only the name is looked at."""
-    return [folder for folder in named(root) if files.exists(folder / MANIFEST)]
+    with files.raising(CheckpointError):
+        return [folder for folder in named(root) if files.exists(folder / MANIFEST)]
 
 
 def is_leftover(name: str) -> bool:
@@ -120,13 +128,13 @@ def clean(root: Path) -> list[Path]:
 
     The folder of a process that still writes is left alone.
     """
-    if not files.is_folder(root):
-        return []
     removed = []
-    for name in files.list_folder(root):
-        remove = _remove if _FORGOTTEN.fullmatch(name) else _remove_if_dead
-        if is_leftover(name) and remove(root / name):
-            removed.append(root / name)
+    with files.raising(CheckpointError, f"cannot clean up in {root}"):
+        names = files.list_folder(root) if files.is_folder(root) else []
+        for name in names:
+            remove = _remove if _FORGOTTEN.fullmatch(name) else _remove_if_dead
+            if is_leftover(name) and remove(root / name):
+                removed.append(root / name)
     return removed
 
 
@@ -138,25 +146,26 @@ def _remove(folder: Path) -> bool:
 def _remove_if_dead(folder: Path) -> bool:
     try:
         with files.open_file(folder / MANIFEST, follow=False, write=True) as manifest:
-            manifest.lock()
-            return manifest.is_at_its_path() and _remove(folder)
+            is_dead = manifest.lock() and manifest.is_at_its_path()
+            return is_dead and _remove(folder)
     except FileNotFoundError:
         # Killed, or still alive, between making the folder and the file: take it only while it is
         # empty. The owner, if there is one, then finds it gone and starts again.
         return files.remove_empty_folder(folder)
-    except OSError:
-        return False  # it is being written, or it cannot be told
+    except BlockingIOError:
+        return False  # it is being written
 
 
 def set_aside(folder: Path) -> Path:
     """Rename a damaged checkpoint, so that its step can be saved again; its new path."""
     target = folder.with_name(f"{folder.name}.damaged")
-    for number in itertools.count(2):
-        if not files.exists(target):
-            break
-        target = folder.with_name(f"{folder.name}.damaged-{number}")
-    files.rename(folder, target)
-    files.sync_folder(folder.parent)
+    with files.raising(CheckpointError, f"cannot set {folder} aside"):
+        for number in itertools.count(2):
+            if not files.exists(target):
+                break
+            target = folder.with_name(f"{folder.name}.damaged-{number}")
+        files.rename(folder, target)
+        files.sync_folder(folder.parent)
     return target
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -12,11 +12,14 @@ import torch
 from .. import files
 from ..errors import CheckpointError
 from .box import Box
-from .bytes import DTYPES, NAMES, write_tensor
+from .bytes import dtype_name, write_tensor
+from .header import ITEM_SIZES
 from .plan import FilePlan, plan_save
 from .save import dump_index
 from .source import Cast, Source
 
+Progress = Callable[[int], None]  # is told the bytes of each block written
+_PART = ".part"
 _BLOCK = 16 << 20  # bytes read, computed and written at a time
 _CASTS = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -28,61 +31,77 @@ def copy(
     stem: str = "model",
     dtype: str | None = None,
     max_shard_size: int | None = 5_000_000_000,
-    progress: Callable[[int], None] | None = None,
+    progress: Progress | None = None,
 ) -> None:
     """Write ``source`` into ``target_folder`` as ``{stem}.safetensors``, or as shards and an index.
 
-    ``dtype`` (float32, float16, bfloat16) casts floating point tensors. ``progress`` is told the
-    number of bytes of each block written. The files appear when all are whole; a folder that has
-    such weights already is refused.
+    ``dtype`` (float32, float16, bfloat16) casts floating point tensors. The files appear when all
+    are whole; a folder that has such weights already is refused.
     """
     if dtype is not None:
         if dtype not in _CASTS:
             raise CheckpointError(f"dtype {dtype!r}: expected one of {', '.join(_CASTS)}")
         source = Cast(source, _CASTS[dtype])
     dtypes = source.dtypes()
-    tensors = {name: (NAMES[dtypes[name]], shape) for name, shape in source.shapes().items()}
+    tensors = {n: (dtype_name(n, dtypes[n]), shape) for n, shape in source.shapes().items()}
     plans = plan_save(stem, tensors, max_shard_size)
-    nonce = secrets.token_hex(4)
     with files.raising(CheckpointError, f"cannot write weights to {target_folder}"):
         files.make_folder(target_folder)
-        _refuse_old(target_folder, stem)
-        aside = {plan.name: target_folder / f".{plan.name}.{nonce}.part" for plan in plans}
-        try:
-            for plan in plans:
-                _write(source, aside[plan.name], plan, progress)
-            for name, path in aside.items():
-                files.rename(path, target_folder / name)
-        finally:
-            with contextlib.suppress(OSError):
-                for path in aside.values():
-                    files.remove_tree(path)
+        _make_room(target_folder, stem)
+        _write(source, target_folder, plans, progress or _silent)
         if len(plans) > 1:
             files.write_aside(target_folder / f"{stem}.safetensors.index.json", dump_index(plans))
         files.sync_folder(target_folder)
 
 
-def _refuse_old(folder: Path, stem: str) -> None:
+def _silent(num_bytes: int) -> None:
+    """Report no progress."""
+
+
+def _make_room(folder: Path, stem: str) -> None:
+    """Refuse a folder with such weights; remove what a killed copy left behind."""
     for name in files.list_folder(folder):
         if name.startswith(stem) and ".safetensors" in name:
-            raise CheckpointError(
-                f"{folder / name}: there are weights already; choose another folder"
-            )
+            raise CheckpointError(f"{folder / name}: it exists already; choose another folder")
+        if name.startswith(f".{stem}") and name.endswith(_PART):
+            with (
+                contextlib.suppress(BlockingIOError),  # another process writes it
+                files.open_file(folder / name, follow=False, write=True) as file,
+            ):
+                if file.lock():
+                    files.remove_tree(folder / name)
 
 
-def _write(
-    source: Source, path: Path, plan: FilePlan, progress: Callable[[int], None] | None
-) -> None:
-    with files.create(path) as file:
-        file.reserve(plan.header.file_size)
-        file.write_at(0, plan.head)
-        for name, entry in plan.header.entries.items():
-            offset = entry.offset
-            dtype = DTYPES[entry.dtype]
-            for box in Box.whole(entry.shape).blocks(_BLOCK // dtype.itemsize):
-                block = source.read(name, box)
-                write_tensor(file, offset, block)
-                offset += block.nbytes
-                if progress is not None:
-                    progress(block.nbytes)
-        file.sync()
+def _write(source: Source, folder: Path, plans: Sequence[FilePlan], progress: Progress) -> None:
+    """Write all files aside, then give them their names."""
+    nonce = secrets.token_hex(4)
+    with contextlib.ExitStack() as stack:
+        opened = []
+        for plan in plans:
+            path = folder / f".{plan.name}.{nonce}{_PART}"
+            file = stack.enter_context(files.create(path))
+            stack.callback(_remove, path)
+            file.lock()
+            file.reserve(plan.header.file_size)
+            opened.append(file)
+        for file, plan in zip(opened, plans, strict=True):
+            _fill(file, source, plan, progress)
+        for file, plan in zip(opened, plans, strict=True):
+            files.rename(file.path, folder / plan.name)
+
+
+def _remove(path: Path) -> None:
+    with contextlib.suppress(OSError):  # what stopped the copy matters more
+        files.remove_tree(path)
+
+
+def _fill(file: files.File, source: Source, plan: FilePlan, progress: Progress) -> None:
+    file.write_at(0, plan.head)
+    for name, entry in plan.header.entries.items():
+        offset = entry.offset
+        for box in Box.whole(entry.shape).blocks(_BLOCK // ITEM_SIZES[entry.dtype]):
+            block = source.read(name, box)
+            write_tensor(file, offset, block)
+            offset += block.nbytes
+            progress(block.nbytes)
+    file.sync()

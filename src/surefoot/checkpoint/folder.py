@@ -25,8 +25,9 @@ class CheckpointFolder:
     def small(self, name: str) -> bytes:
         """The content of a file that is not tensors, its length and hash checked."""
         with files.raising(CheckpointError), files.open_inside(self.path, name) as file:
-            self._check_size(name, file.size)
-            data = file.read(0, file.size)
+            size = file.size
+            self._check_size(name, size)
+            data = file.read(0, size)
         if files.digest(data) != self.manifest.hashes[name]:
             raise CheckpointError(
                 f"{self.path / name}: its hash is not the manifest's; {WHAT_TO_DO}"
@@ -88,13 +89,11 @@ class CheckpointFolder:
 def open_checkpoint(folder: Path) -> CheckpointFolder:
     """Open ``folder`` by its manifest; a ``CheckpointError`` if it is not a whole checkpoint."""
     where = folder / MANIFEST
-    if not files.exists(where):
-        what = (
-            "was never committed: it has no manifest.json"
-            if files.exists(folder)
-            else "does not exist"
-        )
-        raise CheckpointError(f"{folder}: this checkpoint {what}")
-    with files.raising(CheckpointError), files.open_inside(folder, MANIFEST) as file:
-        data = files.read_all(file, strict.MAX_BYTES)
+    with files.raising(CheckpointError):
+        if not files.exists(where):
+            why = f"was never committed: it has no {MANIFEST}"
+            why = why if files.exists(folder) else "does not exist"
+            raise CheckpointError(f"{folder}: this checkpoint {why}")
+        with files.open_inside(folder, MANIFEST) as file:
+            data = files.read_all(file, strict.MAX_BYTES)
     return CheckpointFolder(folder, parse(data, str(where)))

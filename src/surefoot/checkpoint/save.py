@@ -19,7 +19,7 @@ from ..errors import CheckpointError
 from . import strict
 from .box import Box
 from .bytes import describe, write_file
-from .commit import aside
+from .commit import aside, refuse_existing
 from .index import MANIFEST, MAX_SMALL, STATE, Kind, Manifest, Piece, dump, is_plain_name
 from .plan import FilePlan, plan_save
 from .states import Stateful
@@ -64,11 +64,8 @@ def save(
     if the checkpoint exists already, a state cannot be stored, or the disk fails.
     """
     target = root / f"checkpoint-{step}"
-    if files.exists(target):
-        raise CheckpointError(
-            f"{target}: it exists already, and a checkpoint is never overwritten; "
-            f"move it away or choose another output_dir"
-        )
+    with files.raising(CheckpointError, f"cannot save {target}"):
+        refuse_existing(target)
     groups, skeleton = _split({name: state.state_dict() for name, state in states.items()})
     shards = _plan(groups, kind, max_shard_size)
     ours = {**_indexes(shards), STATE: _dump_skeleton(skeleton)}

@@ -93,13 +93,10 @@ class Summary:
 
 def summarise(folder: Path) -> Summary:
     """Look into a folder of weights of any layout. Raises ``CheckpointError`` if it is none."""
-    if recognise(folder) == "native":
-        return _summarise_native(open_checkpoint(folder))
-    weights = open_weights(folder)
-    try:
-        return _summarise_plain(weights)
-    finally:
-        weights.close()
+    with files.raising(CheckpointError):
+        if recognise(folder) == "native":
+            return _summarise_native(open_checkpoint(folder))
+        return _summarise_plain(open_weights(folder))
 
 
 def list_run(root: Path) -> list[Line]:
@@ -107,6 +104,11 @@ def list_run(root: Path) -> list[Line]:
 
     A folder that is a checkpoint itself is a list of one.
     """
+    with files.raising(CheckpointError):
+        return _list_run(root)
+
+
+def _list_run(root: Path) -> list[Line]:
     if step_of(root) >= 0 and recognise(root):
         return [_line(root, None)]
     folders = named(root)

@@ -9,7 +9,7 @@ from pathlib import Path
 from .. import files
 from ..errors import CheckpointError
 from . import strict
-from .commit import named
+from .commit import named, step_of
 from .folder import CheckpointFolder, open_checkpoint
 from .index import MANIFEST, is_safetensors
 from .weights import open_weights, recognise
@@ -47,9 +47,14 @@ def verify(folder: Path, *, full: bool, progress: Progress | None = None) -> Rep
     """Check a folder of weights; with ``full`` every byte that has a hash.
 
     In a checkpoint of ours everything has one. In a folder of others, headers, index and
-    configuration are checked to be whole and to agree.
+    configuration are checked to be whole and to agree. Raises ``CheckpointError`` only if there
+    is nothing to check.
     """
-    if recognise(folder) in ("huggingface", "peft"):
+    with files.raising(CheckpointError):
+        layout = recognise(folder)
+    if layout is None and step_of(folder) < 0:
+        open_weights(folder)  # says what there is instead
+    if layout in ("huggingface", "peft"):
         return _verify_plain(folder)
     return verify_checkpoint(folder, full=full, progress=progress)
 
@@ -58,13 +63,14 @@ def verify_checkpoint(folder: Path, *, full: bool, progress: Progress | None = N
     """Check a checkpoint of ours: lengths, headers and small files; with ``full`` every byte."""
     try:
         checkpoint = open_checkpoint(folder)
+        notes = _strays(checkpoint)
         problems = [
             problem
             for name in sorted(checkpoint.manifest.files)
             for problem in _problems(checkpoint, name, full=full, progress=progress or _silent)
         ]
         checked = "every byte checked" if full else "lengths, headers and small files checked"
-        return Report(folder, problems, list(_strays(checkpoint)), checked)
+        return Report(folder, problems, notes, checked)
     except CheckpointError as error:
         return Report(folder, [str(error)])
 
@@ -72,7 +78,7 @@ def verify_checkpoint(folder: Path, *, full: bool, progress: Progress | None = N
 def _verify_plain(folder: Path) -> Report:
     problems = []
     try:
-        open_weights(folder).close()
+        open_weights(folder)
         for name in PLAIN_JSON:
             if files.exists(folder / name):
                 with files.raising(CheckpointError), files.open_file(folder / name) as file:
@@ -117,8 +123,9 @@ def _problems(
         yield str(error)
 
 
-def _strays(checkpoint: CheckpointFolder) -> Iterator[str]:
+def _strays(checkpoint: CheckpointFolder) -> list[str]:
+    """What lies in the folder beside the checkpoint: notes of a user, or files that others read."""
     known = {MANIFEST} | {name.split("/")[0] for name in checkpoint.manifest.files}
-    for name in files.list_folder(checkpoint.path):
-        if name not in known:
-            yield f"{checkpoint.path / name}: was not saved with this checkpoint"
+    with files.raising(CheckpointError):
+        strays = [name for name in files.list_folder(checkpoint.path) if name not in known]
+    return [f"{checkpoint.path / name}: was not saved with this checkpoint" for name in strays]

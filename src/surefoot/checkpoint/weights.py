@@ -50,16 +50,11 @@ class Place:
 
 @dataclass(frozen=True)
 class Weights:
-    """The weights of a folder by name."""
+    """The weights of a folder by name. The files close when nobody refers to them any more."""
 
     layout: Layout
     folder: Path
     tensors: Mapping[str, Place]
-
-    def close(self) -> None:
-        """Close the files; they close by themselves when nobody refers to them any more."""
-        for place in self.tensors.values():
-            place.file.close()
 
 
 def recognise(folder: Path) -> Layout | None:

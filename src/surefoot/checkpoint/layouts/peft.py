@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,11 +17,13 @@ from ... import files
 from ...errors import CheckpointError
 from .. import strict
 from ..lora import Delta, Merged, same_values
-from ..source import Source, Stored
+from ..source import Renamed, Shape, Source, Stored
 from ..weights import ADAPTER_CONFIG, open_peft, open_weights
 from ..weights import recognise as kind_of
 
 PREFIX = "base_model.model."
+HEAD = "lm_head.weight"
+_EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight")
 _ROLES = {
     "lora_A.weight": "a",
     "lora_B.weight": "b",
@@ -70,14 +72,22 @@ def open(path: Path) -> Source:  # noqa: A001 - the word for it
 def merged(base: Source, adapter_folder: Path) -> Merged:
     """``base`` with the LoRA or DoRA adapter in ``adapter_folder`` folded in.
 
+    A base with tied embeddings stores no ``lm_head.weight``. If the adapter gives the head values
+    of its own, the result has that tensor, and its configuration must say
+    ``tie_word_embeddings: false``.
+
     Raises ``CheckpointError`` if the adapter was trained on another model, or is of a kind that
     cannot be folded in.
     """
     config = read_config(adapter_folder)
     adapter = Stored(open_weights(adapter_folder))
     modules, replaced = _sort(adapter, adapter_folder)
+    replaced = _without_tied(adapter, replaced, base.shapes())
+    base = _with_head(base, {*replaced, *(f"{module}.weight" for module in modules)})
     shapes = base.shapes()
-    replaced = _without_tied(adapter, replaced, shapes, adapter_folder)
+    for name, key in replaced.items():
+        if name not in shapes:
+            raise _other_model(adapter_folder, key, name)
     deltas, added = {}, {}
     for module, found in modules.items():
         name = f"{module}.weight"
@@ -137,16 +147,25 @@ def _sort(adapter: Source, folder: Path) -> tuple[dict[str, _Module], dict[str, 
 
 
 def _without_tied(
-    adapter: Source, replaced: Mapping[str, str], shapes: Mapping[str, Any], folder: Path
+    adapter: Source, replaced: Mapping[str, str], shapes: Mapping[str, Shape]
 ) -> dict[str, str]:
-    """Leave out a tensor the base does not store because it is tied to another that is replaced."""
+    """Leave out a copy of a replaced tensor that the base does not store, because it is tied."""
     kept = {name: key for name, key in replaced.items() if name in shapes}
-    for name, key in replaced.items():
-        if name not in kept and not any(
-            same_values(adapter, key, other) for other in kept.values()
-        ):
-            raise _other_model(folder, key, name)
-    return kept
+    own = {
+        name: key
+        for name, key in replaced.items()
+        if name not in shapes and not any(same_values(adapter, key, k) for k in kept.values())
+    }
+    return kept | own
+
+
+def _with_head(base: Source, touched: Collection[str]) -> Source:
+    """``base``, with the head it ties to its embeddings as a tensor if the adapter changes it."""
+    shapes = base.shapes()
+    tied = [name for name in shapes if name.endswith(_EMBEDDINGS)]
+    if HEAD not in touched or HEAD in shapes or len(tied) != 1:
+        return base
+    return Renamed(base, {**{name: name for name in shapes}, HEAD: tied[0]})
 
 
 def _delta(
@@ -154,7 +173,7 @@ def _delta(
     folder: Path,
     module: str,
     roles: Mapping[str, str],
-    shape: tuple[int, ...],
+    shape: Shape,
     config: Mapping[str, Any],
 ) -> Delta:
     is_embedding = "embedding_a" in roles
