@@ -36,10 +36,10 @@ KINDS = {
 }
 
 
-def model(kind="llama", *, attention="sdpa", dtype=torch.float32, **changes):
+def model(kind="llama", *, attention=None, dtype=torch.float32, **changes):
     """A random model of ``kind``; the same seed gives the same weights."""
     config_class, model_class, extra = KINDS[kind]
     torch.manual_seed(0)
     config = config_class(**{**SIZES, **extra, **changes})
-    config._attn_implementation = attention
+    config._attn_implementation = attention or ("eager" if kind == "gemma2" else "sdpa")
     return model_class(config).to(dtype).eval()

@@ -116,6 +116,7 @@ def load_model(
             attn_implementation=attention,
             use_safetensors=True,
             trust_remote_code=section.trust_remote_code,
+            ignore_mismatched_sizes=True,  # reported below, with their names
             output_loading_info=True,
         )
     except (SafetensorError, json.JSONDecodeError) as error:
