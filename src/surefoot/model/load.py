@@ -62,12 +62,14 @@ def fetch(section: ModelSection) -> Path:
         )
     except HFValidationError:
         raise ModelError(
-            f"model.path: no folder {section.path!r} here, and it is not a hub id such as Qwen/Qwen3-0.6B"
+            f"model.path: no folder {section.path!r} here, "
+            "and it is not a hub id such as Qwen/Qwen3-0.6B"
         ) from None
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ModelError(
-            f"model.path: no folder {section.path!r} here, and the Hugging Face hub did not give it: {reason}"
+            f"model.path: no folder {section.path!r} here, "
+            f"and the Hugging Face hub did not give it: {reason}"
         ) from None
 
 
@@ -87,9 +89,10 @@ def _refuse_pickles(folder: Path) -> None:
     pickles = sorted(p.name for p in folder.iterdir() if p.suffix in (".bin", ".pt", ".pth"))
     if pickles:
         raise ModelError(
-            f"model.path: {folder} holds its weights as {pickles[0]}, a pickle, which can run code when read. "
-            'If you trust it, convert it once: python -c "from transformers import AutoModelForCausalLM as M; '
-            f"M.from_pretrained('{folder}', weights_only=True).save_pretrained('{folder}-safetensors')\""
+            f"model.path: {folder} holds its weights as {pickles[0]}, a pickle, which can run code "
+            "when read. If you trust it, convert it once: python -c "
+            f'"from transformers import AutoModelForCausalLM as M; M.from_pretrained('
+            f"'{folder}', weights_only=True).save_pretrained('{folder}-safetensors')\""
         )
     raise ModelError(f"model.path: no *.safetensors in {folder}; the weights are missing")
 
@@ -140,7 +143,8 @@ def _check_complete(folder: Path, info: dict[str, object]) -> None:
         names = sorted(str(name) for name in info.get(kind) or ())  # type: ignore[attr-defined]
         if names:
             raise ModelError(
-                f"{folder}: {len(names)} tensors {kind.removesuffix('_keys')} ({names[0]}): {advice}"
+                f"{folder}: {len(names)} tensors {kind.removesuffix('_keys')} "
+                f"({names[0]}): {advice}"
             )
 
 
@@ -161,7 +165,8 @@ def upcast_trained(model: nn.Module, section: ModelSection) -> None:
 
 @torch.no_grad()
 def grow_embeddings(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Make room for tokens the tokenizer has and the model has not; they start at the mean of the others.
+    """Make room for tokens the tokenizer has and the model has not; they start at the mean of the
+    others.
 
     Never shrinks (vocabularies are often padded). Returns whether anything grew.
     """

@@ -1,0 +1,256 @@
+"""Write a model out whole: an adapter merged into its base, or a checkpoint in another type.
+
+Weights go from file to file box by box, so that memory does not grow with the model. The folder
+appears when all of it is written, and opens with ``AutoModelForCausalLM.from_pretrained``.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
+
+from .. import files
+from ..checkpoint.copy import copy
+from ..checkpoint.layouts import open_folder
+from ..checkpoint.layouts.peft import PREFIX, merged
+from ..checkpoint.lora import same_values
+from ..checkpoint.source import Cast, Renamed, Source
+from ..data.chat import Codec
+from ..data.section import DataSection
+from ..data.templates import load_template, saved_source
+from ..errors import ModelError
+from ..model.load import DTYPES
+from ..model.tokenizer import load_tokenizer
+from .grown import Grown
+from .opened import Parts, find_parts
+
+DtypeName = Literal["float32", "bfloat16", "float16"]
+# What lies beside the weights: the tokenizer, its template, processors, and code a model brings.
+TOKENIZER = (
+    *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"),
+    *("*.model", "*.jinja", "chat_template.json", "additional_chat_templates/*"),
+)
+MODEL = ("*.py", "preprocessor_config.json", "processor_config.json", "LICENSE*")
+
+
+def export(
+    path: str | Path,
+    out: str | Path,
+    *,
+    base: str | Path | None = None,
+    dtype: DtypeName | None = None,
+    max_shard_size: int = 5_000_000_000,
+    trust_remote_code: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+) -> Path:
+    """Write what ``path`` leads to (see ``locate``) as a whole model into the new folder ``out``.
+
+    Args:
+        path: a run, checkpoint or model; of an adapter, the merge with its base is written.
+        out: a folder that does not exist or is empty.
+        base: the base of an adapter, if it is not where the adapter says.
+        dtype: of the weights; unset, as stored (in an adapter's base).
+        max_shard_size: largest weight file in bytes.
+        trust_remote_code: run code that comes with the model, to learn its tensors' names.
+        progress: told how many bytes of how many are written.
+
+    Raises:
+        ModelError: nothing to export there, a base that is missing, or ``out`` is not empty.
+        CheckpointError: damaged weights, an adapter of another model, or a write that fails.
+    """
+    parts, target = find_parts(path, base=base), Path(out).expanduser().absolute()
+    _refuse_taken(target)
+    whole = _whole(parts, trust_remote_code)
+    source = whole.source if dtype is None else Cast(whole.source, DTYPES[dtype])
+    small = {**_beside(parts), **_configs(parts, whole, source)}
+    total, done = _num_bytes(source), 0
+
+    def advance(count: int) -> None:
+        nonlocal done
+        done += count
+        if progress is not None:
+            progress(done, total)
+
+    with _aside(target) as folder:
+        copy(source, folder, max_shard_size=max_shard_size, progress=advance)
+        for name, data in small.items():
+            files.make_folder((folder / name).parent)
+            files.write_new(folder / name, data)
+    return target
+
+
+def _refuse_taken(out: Path) -> None:
+    if out.is_dir() and not any(out.iterdir()):
+        return
+    if files.exists(out):
+        raise ModelError(f"{out}: it is there already, and nothing is overwritten; choose another")
+
+
+@contextmanager
+def _aside(target: Path) -> Iterator[Path]:
+    """A folder that becomes ``target`` at one stroke; removed if the block fails."""
+    folder = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
+    with files.raising(ModelError, f"cannot write {target}"):
+        files.make_folder(folder, exist_ok=False)
+        try:
+            yield folder
+            files.sync_folder(folder)
+            files.rename(folder, target)
+            files.sync_folder(target.parent)
+        except BaseException:
+            files.remove_tree(folder)
+            raise
+
+
+@dataclass(frozen=True)
+class _Whole:
+    """The weights to write, and what they change in ``config.json``."""
+
+    source: Source
+    changes: Mapping[str, object]
+    stop_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Names:
+    """The embedding tensors of a model; ``head`` is stored unless it is tied to ``embed``."""
+
+    embed: str
+    head: str | None
+
+
+def _whole(parts: Parts, trust_remote_code: bool) -> _Whole:
+    base = open_folder(parts.model)
+    if parts.adapter is None:
+        return _Whole(base, {})
+    tokenizer = load_tokenizer(parts.tokenizer, trust_remote_code=trust_remote_code)
+    names = _names(parts.model, trust_remote_code)
+    old = base.shapes().get(names.embed, (0,))[0]
+    source, is_untied = _merge(_grow(base, names, len(tokenizer)), parts.adapter, names)
+    rows = source.shapes().get(names.embed, (0,))[0]
+    changes: dict[str, object] = {"vocab_size": rows} if rows != old else {}
+    if is_untied:
+        changes["tie_word_embeddings"] = False
+    return _Whole(source, changes, _stop_token_ids(tokenizer))
+
+
+def _names(folder: Path, trust_remote_code: bool) -> _Names:
+    """The names of the embeddings, from a model without weights."""
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    except (ValueError, OSError, ImportError, KeyError) as error:
+        raise ModelError(f"{folder}: cannot read the model: {str(error).splitlines()[0]}") from None
+    modules = {id(module): name for name, module in model.named_modules()}
+    head = model.get_output_embeddings()
+    embed = modules[id(model.get_input_embeddings())]
+    return _Names(f"{embed}.weight", None if head is None else f"{modules[id(head)]}.weight")
+
+
+def _grow(base: Source, names: _Names, rows: int) -> Source:
+    """``base`` with an embedding for every token of the tokenizer, as training would start."""
+    stored = base.shapes()
+    present = [name for name in (names.embed, names.head or "") if name in stored]
+    if not present or stored[present[0]][0] >= rows:
+        return base
+    return Grown(base, frozenset(present), rows)
+
+
+def _merge(base: Source, adapter: Path, names: _Names) -> tuple[Source, bool]:
+    """The merge, and whether it untied the embeddings.
+
+    PEFT trains one of two tied embeddings without the other, or each for itself, so both are stored
+    then. If they come out equal (``ensure_weight_tying``), they stay tied.
+    """
+    stored = base.shapes()
+    is_tied = names.head is not None and names.head not in stored and names.embed in stored
+    touched = _touched(adapter, names) if is_tied else set()
+    if not touched or names.head is None:
+        return merged(base, adapter), False
+    everything = {name: name for name in stored}
+    both = merged(Renamed(base, {**everything, names.head: names.embed}), adapter)
+    if len(touched) > 1 and same_values(both, names.embed, names.head):
+        return Renamed(both, everything), False
+    return both, True
+
+
+def _touched(adapter: Path, names: _Names) -> set[str]:
+    """Which of the embeddings the adapter changes."""
+    keys = [key.removeprefix(PREFIX) for key in open_folder(adapter).shapes()]
+    pair = [name for name in (names.embed, names.head) if name is not None]
+    return {name for name in pair if any(k.startswith(name.removesuffix("weight")) for k in keys)}
+
+
+def _stop_token_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    if not saved_source(tokenizer):
+        return ()
+    section = DataSection(datasets=("none",))
+    return Codec(tokenizer, load_template("auto", tokenizer), section).stop_token_ids
+
+
+def _beside(parts: Parts) -> dict[str, bytes]:
+    """The small files that are copied as they are."""
+    found = {}
+    for folder, patterns in ((parts.model, MODEL), (parts.tokenizer, TOKENIZER)):
+        for pattern in patterns:
+            for path in sorted(folder.glob(pattern)):
+                if path.is_file():
+                    found[str(path.relative_to(folder))] = path.read_bytes()
+    return found
+
+
+def _configs(parts: Parts, whole: _Whole, source: Source) -> dict[str, bytes]:
+    """``config.json`` and ``generation_config.json`` as they are true of what is written."""
+    config = {**_read(parts.model / "config.json"), **whole.changes}
+    inner = config.get("text_config")
+    if isinstance(inner, dict):
+        inner.update({name: value for name, value in whole.changes.items() if name in inner})
+    config.pop("torch_dtype", None)  # the old name
+    config["dtype"] = _main_dtype(source)
+    found = {"config.json": _json(config)}
+    path = parts.model / "generation_config.json"
+    generation = _read(path) if path.is_file() else {}
+    known = generation.get("eos_token_id")
+    known = known if isinstance(known, list) else [known] if known is not None else []
+    if ends := list(dict.fromkeys([*known, *whole.stop_token_ids])):
+        generation["eos_token_id"] = ends[0] if len(ends) == 1 else ends
+    if generation:
+        found[path.name] = _json(generation)
+    return found
+
+
+def _main_dtype(source: Source) -> str:
+    """The type most of the weights have."""
+    sizes: dict[torch.dtype, int] = {}
+    shapes = source.shapes()
+    for name, dtype in source.dtypes().items():
+        if dtype.is_floating_point:
+            sizes[dtype] = sizes.get(dtype, 0) + prod(shapes[name])
+    return str(max(sizes, key=lambda dtype: sizes[dtype], default=torch.float32))[len("torch.") :]
+
+
+def _num_bytes(source: Source) -> int:
+    dtypes = source.dtypes()
+    return sum(prod(shape) * dtypes[name].itemsize for name, shape in source.shapes().items())
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        content: dict[str, Any] = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path}: cannot be read: {error}") from None
+    return content
+
+
+def _json(content: object) -> bytes:
+    return (json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()

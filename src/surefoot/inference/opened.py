@@ -1,0 +1,199 @@
+"""A model opened to be used: with the adapter, vocabulary and chat template it was trained with."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, cast
+
+from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ..data.chat import Codec
+from ..data.example import JSON, Message
+from ..data.section import DataSection
+from ..data.templates import Template, load_template, saved_source
+from ..errors import ModelError
+from ..generate.section import GenerateSection
+from ..model.adapter import attach
+from ..model.load import grow_embeddings, load_model, resolve, training_dtype
+from ..model.section import ModelSection
+from ..model.tokenizer import FILES as TOKENIZER_FILES
+from ..model.tokenizer import load_tokenizer
+from ..recipe.recipe import Recipe
+from .located import ADAPTER, Located, locate
+
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A model in evaluation mode and all that it takes to talk to it."""
+
+    model: nn.Module
+    tokenizer: PreTrainedTokenizerBase
+    template: Template | None  # None: it only continues plain text
+    recipe: Recipe | None = None  # of the run that made it
+
+    @cached_property
+    def codec(self) -> Codec:
+        """Messages to ids as in training, with the recipe's default system message."""
+        section = self.recipe.data if self.recipe else DataSection(datasets=("none",))
+        return Codec(self.tokenizer, self.template, section)
+
+    @cached_property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """Tokens that end an answer: the template's, the tokenizer's and the model's own."""
+        own = self._inner.generation_config.eos_token_id
+        found = own if isinstance(own, list) else [own]
+        known = [i for i in found if isinstance(i, int)]
+        return tuple(dict.fromkeys([*self.codec.stop_token_ids, *known]))
+
+    @property
+    def generate(self) -> GenerateSection:
+        """How the run's recipe says to sample; greedily if there is none."""
+        return self.recipe.generate if self.recipe else GenerateSection()
+
+    def prompt(self, messages: Sequence[Message], tools: Sequence[JSON] = ()) -> list[int]:
+        """The ids of a conversation up to where the next answer begins."""
+        return self.codec.encode_prompt(messages, tools)
+
+    def continuation(self, text: str) -> list[int]:
+        """The ids of plain text to go on from, after whatever the tokenizer puts in front."""
+        ids: list[int] = self.tokenizer(text)["input_ids"]
+        ends = ids and ids[-1] == self.tokenizer.eos_token_id
+        return ids[:-1] if ends and not text.endswith(str(self.tokenizer.eos_token)) else ids
+
+    @property
+    def _inner(self) -> PreTrainedModel:
+        is_plain = isinstance(self.model, PreTrainedModel)
+        return cast(PreTrainedModel, self.model if is_plain else self.model.get_base_model())  # type: ignore[operator]
+
+
+def open_model(
+    path: str | Path,
+    *,
+    adapter: str | Path | None = None,
+    base: str | Path | None = None,
+    dtype: Dtype = "auto",
+    trust_remote_code: bool = False,
+) -> Opened:
+    """Open what ``path`` leads to (see ``locate``), ready to answer.
+
+    Args:
+        path: a model, or an adapter, whose base is then loaded too.
+        adapter: an adapter to put on the model of ``path``.
+        base: the base of an adapter, if it is not where ``adapter_config.json`` says.
+        dtype: of the weights; ``auto``: as stored on a GPU, float32 on a CPU.
+        trust_remote_code: run code that comes with the model.
+
+    Raises:
+        ModelError: no such model, damaged files, an adapter of another model, or no base for it.
+        CheckpointError: a damaged checkpoint, or a run that has none.
+    """
+    parts = find_parts(path, adapter=adapter, base=base)
+    section = ModelSection(path=str(parts.model), dtype=dtype, trust_remote_code=trust_remote_code)
+    tokenizer = load_tokenizer(parts.tokenizer, trust_remote_code=trust_remote_code)
+    template = load_template("auto", tokenizer) if saved_source(tokenizer) else None
+    model = _load(parts.model, section, tokenizer, parts.adapter)
+    return Opened(model, tokenizer, template, parts.recipe)
+
+
+def open_start(recipe: Recipe) -> Opened:
+    """What the training of a recipe begins with: its model, with its tokens and template."""
+    folder = resolve(recipe.model)
+    tokenizer = load_tokenizer(
+        folder,
+        trust_remote_code=recipe.model.trust_remote_code,
+        new_special_tokens=recipe.model.new_special_tokens,
+    )
+    uses_template = recipe.stage.uses_template
+    template = load_template(recipe.data.template, tokenizer) if uses_template else None
+    model = _load(folder, recipe.model, tokenizer, recipe.model.adapter)
+    return Opened(model, tokenizer, template, recipe)
+
+
+def _load(
+    folder: Path,
+    section: ModelSection,
+    tokenizer: PreTrainedTokenizerBase,
+    adapter: Path | None,
+) -> nn.Module:
+    model = load_model(folder, section, dtype=training_dtype(section))
+    grow_embeddings(model, tokenizer)
+    return model if adapter is None else attach(model, adapter).eval()
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The folders a model is opened from."""
+
+    model: Path
+    adapter: Path | None
+    tokenizer: Path  # the adapter's own if it has one: the template and tokens it was trained with
+    recipe: Recipe | None
+
+
+def find_parts(
+    path: str | Path, *, adapter: str | Path | None = None, base: str | Path | None = None
+) -> Parts:
+    """The folders of the model, its adapter and its tokenizer; see ``open_model``."""
+    located = locate(path)
+    if adapter is not None:
+        if located.is_adapter:
+            raise ModelError(f"{located}: is an adapter already; --adapter goes with a whole model")
+        top = locate(adapter)
+        if not top.is_adapter:
+            raise ModelError(f"{top}: holds no {ADAPTER}; expected the folder of an adapter")
+        return _on_base(top, located.folder)
+    if located.is_adapter:
+        return _on_base(located, _base_of(located, base))
+    if base is not None:
+        raise ModelError(f"{located}: is a whole model, not an adapter, so it has no --base")
+    return Parts(located.folder, None, located.folder, located.recipe)
+
+
+def _on_base(adapter: Located, base: Path) -> Parts:
+    has_tokenizer = any((adapter.folder / name).is_file() for name in TOKENIZER_FILES)
+    tokenizer = adapter.folder if has_tokenizer else base
+    return Parts(base, adapter.folder, tokenizer, adapter.recipe)
+
+
+def _base_of(adapter: Located, given: str | Path | None) -> Path:
+    """The folder of an adapter's base: the one given, or where its files say it was."""
+    if given is not None:
+        located = locate(given)
+        if located.is_adapter:
+            raise ModelError(
+                f"--base {given}: is an adapter; merge it first with `surefoot export`"
+            )
+        return located.folder
+    config = _read_config(adapter.folder)
+    name = config.get("base_model_name_or_path")
+    if isinstance(name, str) and Path(name).is_dir():
+        return Path(name)
+    sections = [adapter.recipe.model] if adapter.recipe else []
+    if isinstance(name, str) and name and not Path(name).is_absolute():
+        sections.append(ModelSection(path=name, revision=config.get("revision")))
+    for section in sections:
+        try:
+            return resolve(section)
+        except ModelError:
+            continue
+    raise ModelError(
+        f"{adapter}: this adapter needs its base model, {name!r}, which is not there; "
+        "say where it is with --base FOLDER"
+    )
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    try:
+        config = json.loads((folder / ADAPTER).read_bytes())
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{folder / ADAPTER}: cannot be read: {error}") from None
+    if not isinstance(config, dict):
+        raise ModelError(f"{folder / ADAPTER}: expected a JSON object, found {str(config)[:40]}")
+    return config

@@ -1,0 +1,139 @@
+"""What a path means: whatever somebody points at, the right weights, or why there are none."""
+
+import shutil
+
+import pytest
+import torch
+
+import surefoot
+from folders import edit_json, save_adapter, save_model, save_recipe
+from surefoot.errors import CheckpointError, ModelError, SurefootError
+from surefoot.inference import locate
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory):
+    """A finished LoRA run with checkpoints 2 and 4."""
+    folder = tmp_path_factory.mktemp("project")
+    recipe = save_recipe(folder, method={"lora": {"rank": 2}}, generate={"max_new_tokens": 7})
+    surefoot.train(recipe)
+    return folder
+
+
+@pytest.fixture
+def run(project, tmp_path):
+    """A copy of the run, to be damaged."""
+    return shutil.copytree(project / "run", tmp_path / "run")
+
+
+def test_a_run_is_its_newest_checkpoint(project):
+    found = locate(project / "run")
+    assert found.folder == project / "run" / "checkpoint-4"
+    assert found.is_adapter
+    assert found.recipe.generate.max_new_tokens == 7
+
+
+def test_a_recipe_is_its_run(project):
+    assert locate(project / "recipe.yaml") == locate(str(project / "run"))
+
+
+def test_a_checkpoint_is_itself(project):
+    assert locate(project / "run" / "checkpoint-2").folder.name == "checkpoint-2"
+
+
+def test_a_run_that_ends_with_its_best_is_its_best(tmp_path):
+    worst_is_best = {"greater_is_better": True, "load_best_model_at_end": True, "max_steps": 6}
+    state = surefoot.train(save_recipe(tmp_path, train=worst_is_best))
+    assert state.best_global_step == 2
+    assert locate(tmp_path / "run").folder.name == "checkpoint-2"
+    shutil.rmtree(tmp_path / "run" / "checkpoint-2")
+    assert locate(tmp_path / "run").folder.name == "checkpoint-6"
+
+
+def test_a_damaged_newest_checkpoint_is_passed_over(run):
+    (run / "checkpoint-4" / "tokenizer.json").write_text("{}")
+    assert locate(run).folder.name == "checkpoint-2"
+
+
+def test_a_damaged_checkpoint_that_is_asked_for_is_refused(run):
+    path = run / "checkpoint-4" / "adapter_model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match=r"adapter_model\.safetensors.*bytes"):
+        locate(run / "checkpoint-4")
+
+
+def test_a_run_without_a_whole_checkpoint_is_refused(run):
+    for checkpoint in run.glob("checkpoint-*"):
+        (checkpoint / "manifest.json").unlink()
+        (checkpoint / "adapter_model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="none of its checkpoints is whole"):
+        locate(run)
+
+
+def test_a_run_before_its_first_checkpoint_says_so(project, tmp_path):
+    (tmp_path / "run").mkdir()
+    shutil.copy(project / "run" / "recipe.yaml", tmp_path / "run")
+    with pytest.raises(CheckpointError, match="no checkpoint yet"):
+        locate(tmp_path / "run")
+    recipe = save_recipe(tmp_path)
+    with pytest.raises(CheckpointError, match=r"surefoot train .*recipe\.yaml"):
+        locate(recipe)
+
+
+def test_a_recipe_that_no_longer_reads_does_not_hide_the_weights(tmp_path):
+    save_model(tmp_path / "model")
+    (tmp_path / "model" / "recipe.yaml").write_text("nonsense: 1")
+    found = locate(tmp_path / "model")
+    assert found.folder == tmp_path / "model"
+    assert found.recipe is None
+
+
+def test_plain_folders_are_models_or_adapters(tmp_path):
+    save_model(tmp_path / "base")
+    save_adapter(tmp_path / "base", tmp_path / "adapter")
+    assert not locate(tmp_path / "base").is_adapter
+    assert locate(tmp_path / "adapter").is_adapter
+
+
+def test_folders_with_checkpoints_of_others_work_too(tmp_path):
+    for step in (5, 10):
+        save_model(tmp_path / "outputs" / f"checkpoint-{step}")
+    assert locate(tmp_path / "outputs").folder.name == "checkpoint-10"
+
+
+def test_a_pickle_is_refused_with_the_command_that_converts_it(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    torch.save({}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(SurefootError, match=r"pytorch_model\.bin.*run code(.|\n)*python -c"):
+        locate(tmp_path)
+
+
+def test_what_is_not_there_is_said_plainly(tmp_path):
+    with pytest.raises(ModelError, match="no folder"):
+        locate(tmp_path / "nowhere")
+    with pytest.raises(ModelError, match=r"^no folder 'no/such-model' here"):
+        locate("no/such-model")
+    with pytest.raises(SurefootError, match="holds no weights"):
+        locate(tmp_path)
+
+
+def test_a_weight_file_is_not_a_folder(tmp_path):
+    save_model(tmp_path / "base")
+    with pytest.raises(ModelError, match="is a file; expected the folder"):
+        locate(tmp_path / "base" / "model.safetensors")
+
+
+def test_a_folder_with_broken_json_is_refused(tmp_path):
+    save_model(tmp_path / "base")
+    (tmp_path / "base" / "config.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        locate(tmp_path / "base")
+
+
+def test_a_best_step_that_was_never_saved_leaves_the_newest(tmp_path):
+    recipe = save_recipe(tmp_path, train={"load_best_model_at_end": True, "max_steps": 2})
+    surefoot.train(recipe)
+    newest = tmp_path / "run" / "checkpoint-2"
+    edit_json(newest / "trainer_state.json", best_global_step=99)
+    (newest / "manifest.json").unlink()  # so that it is a plain folder of weights
+    assert locate(tmp_path / "run").folder == newest
