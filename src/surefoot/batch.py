@@ -1,6 +1,8 @@
-"""The small types that cross the layers: features, a batch, a window of batches, outputs and a loss.
+"""The small types that cross the layers: features, a batch, a window of batches, outputs and a
+loss.
 
-Shapes: B rows, T tokens of a row, N trained positions of the whole batch, D documents of a packed row.
+Shapes: B rows, T tokens of a row, N trained positions of the whole batch, D documents of a packed
+row.
 """
 
 from __future__ import annotations
@@ -13,7 +15,8 @@ import torch
 
 IGNORE_INDEX = -100  # a label that does not count; the value torch's cross entropy ignores
 
-# One encoded training item: names (input_ids, labels, ...) to token lists, as the cache stores them.
+# One encoded training item: names (input_ids, labels, ...) to token lists, as the cache stores
+# them.
 Features = Mapping[str, Sequence[int]]
 
 

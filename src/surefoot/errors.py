@@ -1,17 +1,20 @@
-"""Every error a user can cause derives from one base, so that the CLI prints it without a traceback.
+"""Every error a user can cause derives from one base, so that the CLI prints it without a
+traceback.
 
     SurefootError
     ├── RecipeError         the YAML: unknown key, wrong type, values that contradict each other
     ├── DataError           a dataset, a file or a row of it
     │   └── TemplateError   a chat template that is unknown or cannot be masked
-    ├── ModelError          a model, tokenizer or adapter that is missing, damaged or of another kind
-    ├── CheckpointError     a checkpoint that is missing, damaged, or does not hold what was asked
-    └── RunError            a run that cannot start or go on: output_dir taken, loss is not a number
+    ├── ModelError          a model, tokenizer or adapter that is missing, damaged or of another
+    kind ├── CheckpointError     a checkpoint that is missing, damaged, or does not hold what was
+    asked └── RunError            a run that cannot start or go on: output_dir taken, loss is not a
+    number
 """
 
 
 class SurefootError(Exception):
-    """Base of the errors this package raises on purpose. The message says where, what and what to do."""
+    """Base of the errors this package raises on purpose. The message says where, what and what to
+    do."""
 
 
 class RecipeError(SurefootError):

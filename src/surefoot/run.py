@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from rich.console import Console
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -72,8 +71,9 @@ def train(
     Args:
         recipe: a ``Recipe``, the path of a YAML file, or the same as nested mappings.
         callbacks: watchers beside those of the recipe.
-        overrides: sections to change, as nested mappings (``optim={"adamw": {"learning_rate": 5e-5}}``)
-            or dotted paths (``**{"optim.adamw.learning_rate": 5e-5}``).
+        overrides: sections to change, as nested mappings
+            (``optim={"adamw": {"learning_rate": 5e-5}}``) or as dotted paths
+            (``**{"optim.adamw.learning_rate": 5e-5}``).
 
     Raises:
         SurefootError: whatever a user can put right; see ``errors``.
@@ -98,7 +98,8 @@ def run(recipe: Recipe, *, callbacks: Sequence[TrainerCallback] = ()) -> Outcome
         state = trainer.state
         if state.global_step >= state.max_steps and not state.pending:
             logger.info(
-                "this run is complete: %d of %d steps. To train on, raise train.num_epochs or max_steps",
+                "this run is complete: %d of %d steps. "
+                "To train on, raise train.num_epochs or train.max_steps",
                 state.global_step,
                 state.max_steps,
             )

@@ -32,7 +32,8 @@ FREE += ("data.cache_dir", "data.max_broken_rows", "data.packing")
 
 @contextmanager
 def opened(recipe: Recipe) -> Iterator[Path]:
-    """The run's folder, made if need be, locked against a second process for as long as the block lasts.
+    """The run's folder, made if need be, locked against a second process for as long as the block
+    lasts.
 
     Raises:
         RunError: it cannot be written, another process trains in it, or it holds another run.
@@ -72,8 +73,8 @@ def _refuse_another_run(folder: Path, recipe: Recipe) -> None:
     if differing and committed(folder) and recipe.checkpoint.resume == "auto":
         listed = "; ".join(str(change) for change in differing[:4])
         raise RunError(
-            f"train.output_dir: {folder} holds another run ({listed}). Choose another folder, or go on "
-            "from one of its checkpoints with checkpoint.resume=PATH in a new folder"
+            f"train.output_dir: {folder} holds another run ({listed}). Choose another folder, "
+            "or go on from one of its checkpoints with checkpoint.resume=PATH in a new folder"
         )
 
 

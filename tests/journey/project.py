@@ -1,10 +1,12 @@
-"""A user's project in a folder: a tiny model with a real tokenizer, a dataset, a recipe; and the CLI."""
+"""A user's project in a folder: a tiny model, its tokenizer, a dataset, a recipe; and the CLI."""
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import torch
@@ -43,7 +45,9 @@ def tokenizer(template=CHATML):
 
 def model_folder(folder, kind="llama", **changes):
     made = tokenizer()
-    model = tiny.model(kind, vocab_size=len(made), **{"eos_token_id": 0, "bos_token_id": 0, **changes})
+    model = tiny.model(
+        kind, vocab_size=len(made), **{"eos_token_id": 0, "bos_token_id": 0, **changes}
+    )
     model.save_pretrained(folder)
     made.save_pretrained(folder)
     return folder
@@ -65,7 +69,9 @@ class Project:
         model_folder(folder / "model", kind)
         (folder / "data").mkdir()
         (folder / "data" / "sums.jsonl").write_text("\n".join(map(json.dumps, rows())) + "\n")
-        (folder / "data" / "dataset_info.json").write_text(json.dumps({"sums": {"file_name": "sums.jsonl"}}))
+        (folder / "data" / "dataset_info.json").write_text(
+            json.dumps({"sums": {"file_name": "sums.jsonl"}})
+        )
         self.sections = {
             "model": {"path": "model"},
             "data": {"datasets": ["sums"], "cutoff_len": 64},
@@ -81,7 +87,9 @@ class Project:
             "checkpoint": {"save_steps": 3},
         }
         for name, fields in sections.items():
-            self.sections[name] = fields if isinstance(fields, str) else {**self.sections.get(name, {}), **fields}
+            self.sections[name] = (
+                fields if isinstance(fields, str) else {**self.sections.get(name, {}), **fields}
+            )
         self.write()
 
     def write(self):
@@ -117,7 +125,7 @@ def surefoot(*arguments, stdin=None):
 
 
 def in_child(work, *, kill_after=None):
-    """Run ``work()`` in a forked process, killed without mercy after so many seconds; its exit code."""
+    """Run ``work()`` in a forked process, killed after so many seconds; its exit code."""
     pid = os.fork()
     if pid == 0:
         try:
@@ -133,13 +141,9 @@ def in_child(work, *, kill_after=None):
 
 
 def kill_later(pid, seconds):
-    import threading
-
     def kill():
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
 
     timer = threading.Timer(seconds, kill)
     timer.daemon = True

@@ -5,10 +5,10 @@ import os
 
 import pytest
 from click.testing import CliRunner
+from project import Project
 from safetensors.torch import load_file, save_file
 
 import tiny
-from project import Project
 from surefoot.cli.main import main
 
 
@@ -29,7 +29,9 @@ def edit(**sections):
 
     def make(project):
         for name, fields in sections.items():
-            project.sections[name] = fields if isinstance(fields, str) else {**project.sections.get(name, {}), **fields}
+            project.sections[name] = (
+                fields if isinstance(fields, str) else {**project.sections.get(name, {}), **fields}
+            )
         project.write()
 
     return make
@@ -58,7 +60,9 @@ def adapter_of_another_model(project):
 
     other = LoRA(rank=2).apply(tiny.model("llama", hidden_size=16, head_dim=4))
     companions = adapter_files(other)
-    made = save(project.folder, 1, {"model": AdapterWeights(other)}, kind="adapter", companions=companions)
+    made = save(
+        project.folder, 1, {"model": AdapterWeights(other)}, kind="adapter", companions=companions
+    )
     edit(method="lora", model={"adapter": str(made)})(project)
 
 
@@ -70,12 +74,18 @@ def template_that_cannot_be_masked(project):
 
 
 MISTAKES = {
-    "unknown key": (edit(optim={"adamw": {"learning_rat": 1e-3}}), ["optim.adamw.learning_rat", "learning_rate"]),
+    "unknown key": (
+        edit(optim={"adamw": {"learning_rat": 1e-3}}),
+        ["optim.adamw.learning_rat", "learning_rate"],
+    ),
     "wrong type": (edit(train={"max_steps": "many"}), ["train.max_steps", "many"]),
     "bad YAML": (write("recipe.yaml", "model: [\n"), ["recipe.yaml:"]),
     "missing model": (edit(model={"path": "nowhere"}), ["model.path", "nowhere"]),
     "missing dataset": (edit(data={"datasets": ["summs"]}), ["summs", "sums"]),
-    "missing file": (write("data/dataset_info.json", '{"sums": {"file_name": "no.jsonl"}}'), ["no.jsonl"]),
+    "missing file": (
+        write("data/dataset_info.json", '{"sums": {"file_name": "no.jsonl"}}'),
+        ["no.jsonl"],
+    ),
     "empty dataset": (write("data/sums.jsonl", ""), ["sums", "no rows"]),
     "absent column": (
         write(
@@ -118,7 +128,10 @@ def trained(tmp_path):
 
 
 CHANGES = {
-    "another learning rate": (edit(optim={"adamw": {"learning_rate": 1.0}}), "optim.adamw.learning_rate"),
+    "another learning rate": (
+        edit(optim={"adamw": {"learning_rate": 1.0}}),
+        "optim.adamw.learning_rate",
+    ),
     "another method": (edit(method="lora"), "method"),
     "another seed": (edit(train={"seed": 1}), "train.seed"),
     "resume none": (edit(checkpoint={"resume": "none"}), "checkpoint.resume"),

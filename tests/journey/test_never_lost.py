@@ -1,13 +1,13 @@
-"""No step is ever lost: killed at any moment, the same command ends in the same losses and weights."""
+"""No step is ever lost: killed at any moment, the same command ends in the same bits."""
 
 import random
 import signal
 import time
 
 import pytest
+from project import Project, assert_same, checkpoints, final_weights, in_child, losses, start
 
 import surefoot
-from project import Project, assert_same, checkpoints, final_weights, in_child, losses, start
 from surefoot.checkpoint.verify import verify
 
 CASES = {
@@ -40,7 +40,9 @@ def test_killed_again_and_again_a_run_ends_in_the_same_bits(case, tmp_path):
     moments = random.Random(case)
     kills = 0
     for _ in range(40):
-        code = in_child(lambda: surefoot.train(project.recipe), kill_after=moments.uniform(0.2, 1.6))
+        code = in_child(
+            lambda: surefoot.train(project.recipe), kill_after=moments.uniform(0.2, 1.6)
+        )
         if code == 0:
             break
         assert code == -signal.SIGKILL
@@ -96,6 +98,8 @@ def test_proof_of_many_kills(seed, tmp_path_factory):
     project = Project(folder / "killed", **CASES[case])
     moments = random.Random(seed)
     longest = 1.2
-    while in_child(lambda: surefoot.train(project.recipe), kill_after=moments.uniform(0.3, longest)):
+    while in_child(
+        lambda: surefoot.train(project.recipe), kill_after=moments.uniform(0.3, longest)
+    ):
         longest += 0.1  # so that a loaded machine gets there too
     assert_no_worse_for_it(project, reference)

@@ -1,14 +1,14 @@
-"""A real pretrained model and real datasets: loss falls, chat answers, everything opens everywhere."""
+"""A real pretrained model and real datasets: loss falls, everything opens everywhere."""
 
 import math
 
 import pytest
 import torch
 from peft import PeftModel
+from project import losses
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import surefoot
-from project import losses, surefoot as command
 
 DATA = {
     "alpaca_en_demo": {"template": "alpaca"},
@@ -82,7 +82,12 @@ def test_the_logits_of_a_checkpoint_are_those_of_the_model_that_was_trained(shar
     recipe = read(
         {
             "model": {"path": str(shared / "models" / "stories260k")},
-            "data": {"dataset_dir": str(shared / "data"), "datasets": ["c4_demo"], "max_samples": 20, "cutoff_len": 128},
+            "data": {
+                "dataset_dir": str(shared / "data"),
+                "datasets": ["c4_demo"],
+                "max_samples": 20,
+                "cutoff_len": 128,
+            },
             "stage": "pt",
             "train": {"output_dir": str(tmp_path / "run"), "max_steps": 3},
         }

@@ -22,7 +22,10 @@ def test_full_tunes_every_weight():
 
 
 def test_freeze_tunes_the_last_or_the_first_layers():
-    last, first = Freeze(num_layers=2).apply(tiny.model()), Freeze(num_layers=-1).apply(tiny.model())
+    last, first = (
+        Freeze(num_layers=2).apply(tiny.model()),
+        Freeze(num_layers=-1).apply(tiny.model()),
+    )
     assert {name.split(".")[2] for name in learning(last)} == {"1", "2"}
     assert {name.split(".")[2] for name in learning(first)} == {"0"}
     assert all(name.startswith("model.layers.") for name in learning(last) | learning(first))

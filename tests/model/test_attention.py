@@ -74,5 +74,5 @@ def test_a_recurrent_architecture_is_refused():
 
     torch.manual_seed(0)
     model = MambaForCausalLM(MambaConfig(vocab_size=64, hidden_size=16, num_hidden_layers=2))
-    with pytest.raises(ModelError, match="data.packing: false"):
+    with pytest.raises(ModelError, match=r"data\.packing: false"):
         use_packed(model)

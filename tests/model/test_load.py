@@ -31,7 +31,9 @@ def opened(folder, **options):
 
 def test_the_model_is_loaded_whole(folder):
     ids = torch.arange(3, 12)[None]
-    assert torch.equal(opened(folder)(input_ids=ids).logits, tiny.model("llama")(input_ids=ids).logits)
+    assert torch.equal(
+        opened(folder)(input_ids=ids).logits, tiny.model("llama")(input_ids=ids).logits
+    )
 
 
 def change_tensors(folder, change):

@@ -22,8 +22,8 @@ def padded(rows, labels):
 
 def flat(rows, labels):
     return Batch(
-        input_ids=torch.tensor([sum(rows, [])]),
-        labels=torch.tensor([sum(([IGNORE_INDEX, *x[1:]] for x in labels), [])]),
+        input_ids=torch.tensor([[i for row in rows for i in row]]),
+        labels=torch.tensor([[i for x in labels for i in (IGNORE_INDEX, *x[1:])]]),
         position_ids=torch.tensor([[i for r in rows for i in range(len(r))]]),
         cu_seqlens=torch.tensor([0, *torch.tensor([len(r) for r in rows]).cumsum(0)]).int(),
     )

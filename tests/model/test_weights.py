@@ -72,7 +72,8 @@ def test_weights_of_another_model_are_refused_and_change_nothing(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"dora": True}, {"rslora": True}, {"modules_to_save": ("embed_tokens", "lm_head")}]
+    "options",
+    [{}, {"dora": True}, {"rslora": True}, {"modules_to_save": ("embed_tokens", "lm_head")}],
 )
 def test_an_adapter_checkpoint_opens_with_peft_and_loads_back(options, tmp_path):
     made, other = (LoRA(rank=2, **options).apply(tiny.model()).eval() for _ in range(2))

@@ -42,7 +42,10 @@ def test_state_goes_by_name_whatever_the_order():
     named = parameters()
     optimizer = AdamW().build(named)
     train(optimizer, named, 3)
-    state = {n: {k: t.clone() for k, t in s.items()} for n, s in NamedState(optimizer).state_dict().items()}
+    state = {
+        n: {k: t.clone() for k, t in s.items()}
+        for n, s in NamedState(optimizer).state_dict().items()
+    }
     assert set(state) == {"layer.weight", "layer.bias"}
 
     again = parameters()
@@ -65,7 +68,13 @@ def test_state_of_other_parameters_is_refused():
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("learning_rate", 0.0), ("warmup_ratio", 1.5), ("beta2", 1.0), ("epsilon", 0.0), ("weight_decay", -1.0)],
+    [
+        ("learning_rate", 0.0),
+        ("warmup_ratio", 1.5),
+        ("beta2", 1.0),
+        ("epsilon", 0.0),
+        ("weight_decay", -1.0),
+    ],
 )
 def test_settings_that_make_no_sense_are_refused_by_name(field, value):
     with pytest.raises(ValueError, match=field):

@@ -1,5 +1,7 @@
 """Schedules against the formulas of transformers and the papers."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import given
@@ -68,4 +70,4 @@ def test_factors_stay_in_range_and_never_rise_after_warm_up(name, total, warmup,
     found = [schedule.factor(s) for s in range(total + 2)]
     assert all(0 <= f <= 1 + 1e-9 for f in found)
     after = found[schedule.warmup_steps :]
-    assert all(a >= b - 1e-9 for a, b in zip(after, after[1:], strict=False))
+    assert all(a >= b - 1e-9 for a, b in pairwise(after))

@@ -1,4 +1,4 @@
-"""A whole trainer on a tiny random model and a few random examples, without recipe, files or tokenizer."""
+"""A whole trainer on a tiny random model and a few examples, without recipe or tokenizer."""
 
 import numpy as np
 import torch
@@ -115,7 +115,9 @@ def trainer(
         Trigger(section.eval_steps, section.eval_minutes, section.eval_epoch),
         Trigger(save_steps),
     )
-    context = Context(section, policy, optimizer, folder, len(loader.dataset), loader.steps_per_epoch)
+    context = Context(
+        section, policy, optimizer, folder, len(loader.dataset), loader.steps_per_epoch
+    )
     return Trainer(
         section=section,
         stage=SFT(),

@@ -6,10 +6,10 @@ import os
 import signal
 
 import pytest
+import small
 import torch
 import transformers
 
-import small
 import tiny
 from surefoot.errors import CheckpointError, RunError
 from surefoot.methods.freeze import Freeze
@@ -60,7 +60,9 @@ def test_accumulation_changes_a_step_only_by_rounding(packing, tmp_path):
     for size in (1, 2, 4):
         seen = small.Seen()
         model = tiny.model(dtype=torch.float64)
-        built = small.trainer(tmp_path / str(size), seen, model=model, micro_batch_size=size, packing=packing)
+        built = small.trainer(
+            tmp_path / str(size), seen, model=model, micro_batch_size=size, packing=packing
+        )
         built.fit()
         logs.append((seen.losses, small.weights(built)))
     for losses, weights in logs[1:]:
@@ -103,17 +105,27 @@ def test_one_step_is_that_of_a_plain_torch_loop(tmp_path):
     assert record["loss"] == pytest.approx(mean.item(), rel=1e-9)
     assert record["grad_norm"] == pytest.approx(float(norm), rel=1e-6)  # RMSNorm works in float32
     for name, value in reference.state_dict().items():
-        torch.testing.assert_close(built.models.policy.state_dict()[name], value, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(
+            built.models.policy.state_dict()[name], value, rtol=1e-5, atol=1e-6
+        )
 
 
 def test_events_come_in_the_order_trainer_users_know(tmp_path):
     seen = small.Seen()
     built = small.trainer(
-        tmp_path, seen, max_steps=4, log_steps=2, eval_steps=4, save_steps=4, evals=small.examples(2)
+        tmp_path,
+        seen,
+        max_steps=4,
+        log_steps=2,
+        eval_steps=4,
+        save_steps=4,
+        evals=small.examples(2),
     )
     built.fit()
     step = ["on_step_begin", "on_substep_end", "on_pre_optimizer_step", "on_optimizer_step"]
-    last = [name for name in step if name != "on_substep_end"]  # two examples are left: one micro-batch
+    last = [
+        name for name in step if name != "on_substep_end"
+    ]  # two examples are left: one micro-batch
     assert seen.events == [
         "on_train_begin",
         "on_epoch_begin",
@@ -288,7 +300,11 @@ def test_a_failed_save_stops_the_run_or_is_survived_as_the_recipe_says(tmp_path)
     built = small.trainer(tmp_path / "b")
     built.saver.section = type(built.saver.section)(save_steps=3, on_save_error="continue")
     built.fit()
-    assert {p.name for p in (tmp_path / "b").iterdir()} == {"checkpoint-3", "checkpoint-6", "checkpoint-8"}
+    assert {p.name for p in (tmp_path / "b").iterdir()} == {
+        "checkpoint-3",
+        "checkpoint-6",
+        "checkpoint-8",
+    }
 
 
 def test_a_callback_may_end_the_epoch(tmp_path):

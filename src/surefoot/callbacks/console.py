@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import resource
 import sys
 import time
@@ -143,7 +144,7 @@ def _short(name: str, value: float) -> str:
 
 def sparkline(values: list[float], width: int = 12) -> str:
     """The last values as a row of bars, lowest to highest."""
-    tail = [v for v in values[-width:] if v == v]
+    tail = [v for v in values[-width:] if math.isfinite(v)]
     if len(tail) < 2:
         return ""
     low, span = min(tail), (max(tail) - min(tail)) or 1.0

@@ -1,8 +1,8 @@
 """``metrics.jsonl``: one JSON object a line, appended as it happens, no step twice.
 
 A run that was killed has lines of steps after its last checkpoint. When it resumes it repeats those
-steps; bitwise the same figures are not written again. Should they differ (another recipe, a rollback), the
-file is cut where the old line of events ends, and goes on with the new one.
+steps; bitwise the same figures are not written again. Should they differ (another recipe, a
+rollback), the file is cut where the old line of events ends, and goes on with the new one.
 """
 
 from __future__ import annotations

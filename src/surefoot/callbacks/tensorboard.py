@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 @dataclass
 class TensorBoard(TrainerCallback):
-    """Writes every log as scalars; steps that a resume repeats replace the old ones on the board."""
+    """Writes every log as scalars; steps that a resume repeats replace the old ones on the
+    board."""
 
     folder: Path
     _writer: SummaryWriter | None = field(default=None, init=False)
@@ -32,7 +33,8 @@ class TensorBoard(TrainerCallback):
             ) from None
 
     def on_train_begin(self, args: Context, state: TrainerState, control: TrainerControl) -> None:
-        """Open the event file; ``purge_step`` hides what a killed run wrote after its last checkpoint."""
+        """Open the event file; ``purge_step`` hides what a killed run wrote after its last
+        checkpoint."""
         from torch.utils.tensorboard import SummaryWriter
 
         purge = state.global_step + 1 if state.global_step else None

@@ -13,7 +13,8 @@ from ..model.targets import children, decoder_layers
 
 @dataclass(frozen=True, kw_only=True)
 class Freeze:
-    """Tune the last (or first) layers, or some modules of them, and any modules outside the layers."""
+    """Tune the last (or first) layers, or some modules of them, and any modules outside the
+    layers."""
 
     kind: ClassVar[Literal["full", "adapter"]] = "full"
 
@@ -37,7 +38,8 @@ class Freeze:
         layers = decoder_layers(model)
         if abs(self.num_layers) > len(layers):
             raise RecipeError(
-                f"method.freeze.num_layers: {self.num_layers} asked for, the model has {len(layers)} layers"
+                f"method.freeze.num_layers: {self.num_layers} asked for, "
+                f"the model has {len(layers)} layers"
             )
         model.requires_grad_(False)
         chosen = layers[-self.num_layers :] if self.num_layers > 0 else layers[: -self.num_layers]

@@ -1,4 +1,5 @@
-"""LoRA (arXiv:2106.09685) through PEFT: low-rank updates beside frozen weights, in PEFT's own format."""
+"""LoRA (arXiv:2106.09685) through PEFT: low-rank updates beside frozen weights, in PEFT's own
+format."""
 
 from __future__ import annotations
 
@@ -20,13 +21,16 @@ class LoRA:
     rank: int = 8
     """Rank of the update."""
     alpha: float | None = None
-    """The update is scaled by ``alpha / rank`` (by ``alpha / sqrt(rank)`` with rslora). Unset: twice the rank."""
+    """The update is scaled by ``alpha / rank`` (by ``alpha / sqrt(rank)`` with rslora). Unset:
+    twice the rank."""
     dropout: float = 0.0
     """Dropout on the input of the update."""
     targets: tuple[str, ...] = ("all",)
-    """Linear maps to adapt by the last part of their name (``q_proj``); ``all`` is every one but the head."""
+    """Linear maps to adapt by the last part of their name (``q_proj``); ``all`` is every one but
+    the head."""
     modules_to_save: tuple[str, ...] = ()
-    """Modules to train in full and save with the adapter, such as ``embed_tokens`` or ``lm_head``."""
+    """Modules to train in full and save with the adapter, such as ``embed_tokens`` or
+    ``lm_head``."""
     rslora: bool = False
     """Scale by ``alpha / sqrt(rank)`` (arXiv:2312.03732)."""
     dora: bool = False

@@ -1,4 +1,5 @@
-"""The small files beside the weights that make a folder open everywhere: config, tokenizer, template."""
+"""The small files beside the weights that make a folder open everywhere: config, tokenizer,
+template."""
 
 from __future__ import annotations
 
@@ -49,7 +50,8 @@ def model_files(
 
 
 def adapter_files(model: nn.Module) -> dict[str, bytes]:
-    """``adapter_config.json`` as PEFT writes it, its sets sorted so that equal runs give equal bytes."""
+    """``adapter_config.json`` as PEFT writes it, its sets sorted so that equal runs give equal
+    bytes."""
     with tempfile.TemporaryDirectory() as folder:
         configs: Any = model.peft_config
         config = configs["default"]

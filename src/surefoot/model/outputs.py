@@ -1,7 +1,8 @@
 """What stages need of a model, computed in one place, so that no stage ever sees a batch of logits.
 
-Logits exist only at trained positions: the head is asked for those alone (``logits_to_keep``), which is
-most of the memory and, with a large vocabulary, much of the time. Chunked and fused heads belong here.
+Logits exist only at trained positions: the head is asked for those alone (``logits_to_keep``),
+which is most of the memory and, with a large vocabulary, much of the time. Chunked and fused heads
+belong here.
 
 Shapes: B rows, T tokens, N trained positions in reading order, V vocabulary.
 """
@@ -38,7 +39,8 @@ def trained_logits(model: torch.nn.Module, batch: Batch) -> tuple[torch.Tensor, 
     """
     rows, columns = (batch.labels[:, 1:] != IGNORE_INDEX).nonzero(as_tuple=True)
     labels_N = batch.labels[rows, columns + 1]
-    # A packed row keeps just its trained positions; a rectangle, the columns where any row is trained.
+    # A packed row keeps just its trained positions; a rectangle, the columns where any row is
+    # trained.
     kept, place = (
         (columns, None) if len(batch.labels) == 1 else torch.unique(columns, return_inverse=True)
     )

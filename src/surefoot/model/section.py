@@ -20,7 +20,8 @@ class ModelSection:
     adapter: Path | None = None
     """A PEFT adapter to go on training from (with ``method: lora``)."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Type of the weights. ``auto``: trained weights in float32, frozen ones as stored (float32 on a CPU)."""
+    """Type of the weights. ``auto``: trained weights in float32, frozen ones as stored (float32 on
+    a CPU)."""
     attention: Literal["auto", "sdpa", "eager", "flash_attention_2"] = "auto"
     """Attention kernel. ``auto`` takes sdpa where the architecture has it, otherwise eager."""
     new_special_tokens: tuple[str, ...] = ()

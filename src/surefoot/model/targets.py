@@ -16,7 +16,7 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
         raise ModelError(
             f"{type(model).__name__}: found no list of layers; use method full or lora"
         )
-    longest: nn.ModuleList = max(same, key=lambda found: len(found))
+    longest: nn.ModuleList = max(same, key=lambda found: len(found))  # noqa: PLW0108 (len alone does not type-check)
     return list(longest)
 
 

@@ -1,7 +1,8 @@
 """The weights of a model as states to save and restore, under the names its files use.
 
-transformers 5 fuses and renames tensors at load for some architectures (experts, for one); a file with
-module names would not come back through ``from_pretrained``, so names are turned back before a save.
+transformers 5 fuses and renames tensors at load for some architectures (experts, for one); a file
+with module names would not come back through ``from_pretrained``, so names are turned back before a
+save.
 """
 
 from __future__ import annotations
@@ -81,6 +82,6 @@ def _check_names(found: Tensors, wanted: Tensors) -> None:
     missing, unexpected = sorted(wanted.keys() - found.keys()), sorted(found.keys() - wanted.keys())
     if missing or unexpected:
         raise CheckpointError(
-            f"weights of another model: {len(missing)} tensors missing, {len(unexpected)} unexpected "
-            f"(for one, {(missing or unexpected)[0]})"
+            f"weights of another model: {len(missing)} tensors missing, "
+            f"{len(unexpected)} unexpected (for one, {(missing or unexpected)[0]})"
         )

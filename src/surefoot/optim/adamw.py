@@ -53,7 +53,8 @@ class AdamW:
             raise ValueError(f"epsilon must be positive, got {self.epsilon}")
 
     def build(self, named: Named) -> torch.optim.Optimizer:
-        """The optimizer over ``named`` parameters; every group carries its parameters' ``names``."""
+        """The optimizer over ``named`` parameters; every group carries its parameters'
+        ``names``."""
         return torch.optim.AdamW(
             decay_groups(named, self.weight_decay),
             lr=self.learning_rate,

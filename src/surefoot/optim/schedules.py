@@ -1,7 +1,7 @@
 """Learning-rate schedules as pure functions of the step: nothing to save, nothing to restore.
 
-Steps count from 0: the first update uses ``factor(0)``. Warm-up rises over ``warmup_steps`` updates and
-is never zero (the Hugging Face schedules waste their first step at zero).
+Steps count from 0: the first update uses ``factor(0)``. Warm-up rises over ``warmup_steps`` updates
+and is never zero (the Hugging Face schedules waste their first step at zero).
 """
 
 from __future__ import annotations

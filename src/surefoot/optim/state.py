@@ -1,4 +1,5 @@
-"""The state of a torch optimizer under its parameters' names, which no order or grouping changes."""
+"""The state of a torch optimizer under its parameters' names, which no order or grouping
+changes."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ State = Mapping[str, Mapping[str, torch.Tensor]]
 
 @dataclass(frozen=True)
 class NamedState:
-    """``{parameter: {exp_avg: ..., exp_avg_sq: ..., step: ...}}`` of an optimizer whose groups have ``names``.
+    """``{parameter: {exp_avg: ..., exp_avg_sq: ..., step: ...}}`` of an optimizer whose groups have
+    ``names``.
 
     Learning rate and other settings are not in it: they follow from the recipe and the step.
     """
@@ -37,8 +39,8 @@ class NamedState:
         if state and (unknown or missing):
             example = (unknown or missing)[0]
             raise CheckpointError(
-                f"optimizer state of other parameters: {len(unknown)} unknown, {len(missing)} missing "
-                f"(for one, {example}); resume with the method and model the checkpoint was made with"
+                f"optimizer state of other parameters: {len(unknown)} unknown, {len(missing)} "
+                f"missing (for one, {example}); resume with the method and model of the checkpoint"
             )
         plain = self.optimizer.state_dict()
         plain["state"] = {i: dict(state[name]) for i, name in enumerate(names) if name in state}

@@ -1,4 +1,5 @@
-"""How a window is run through the model. The loop and the stages cannot tell one engine from another."""
+"""How a window is run through the model. The loop and the stages cannot tell one engine from
+another."""
 
 from __future__ import annotations
 
@@ -24,8 +25,8 @@ def plain(forward: Forward, device: torch.device) -> ForwardBackward:
         losses = []
         for index, batch in enumerate(window):
             before(index)
-            batch = batch.to(device)
-            loss = loss_function(forward(batch), batch)
+            here = batch.to(device)
+            loss = loss_function(forward(here), here)
             loss.total.backward()  # type: ignore[no-untyped-call]
             losses.append(loss.detach())
             after(index)

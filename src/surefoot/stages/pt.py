@@ -16,7 +16,8 @@ from ..training.losses import negative_log_likelihood
 
 @dataclass(frozen=True, kw_only=True)
 class PT:
-    """Learn whole texts, cut into pieces of at most ``data.cutoff_len`` tokens; no chat template."""
+    """Learn whole texts, cut into pieces of at most ``data.cutoff_len`` tokens; no chat
+    template."""
 
     roles: ClassVar[tuple[str, ...]] = ("policy",)
     needs: ClassVar[tuple[str, ...]] = ("logps",)
@@ -30,7 +31,7 @@ class PT:
         """Lay pieces end to end, or in a padded rectangle."""
         return collate(features, packing=packing)
 
-    def loss(self, outputs: Outputs, batch: Batch) -> Loss:  # noqa: ARG002 (the Protocol's shape)
+    def loss(self, outputs: Outputs, batch: Batch) -> Loss:
         """Cross entropy of every token but the first of a piece."""
         return negative_log_likelihood(outputs.logps)
 

@@ -16,7 +16,8 @@ from ..training.losses import negative_log_likelihood
 
 @dataclass(frozen=True, kw_only=True)
 class SFT:
-    """Learn the answers of conversations; prompts are read, not learnt (see ``data.train_on_prompt``)."""
+    """Learn the answers of conversations; prompts are read, not learnt (see
+    ``data.train_on_prompt``)."""
 
     roles: ClassVar[tuple[str, ...]] = ("policy",)
     needs: ClassVar[tuple[str, ...]] = ("logps",)
@@ -30,6 +31,6 @@ class SFT:
         """Lay examples end to end, or in a padded rectangle."""
         return collate(features, packing=packing)
 
-    def loss(self, outputs: Outputs, batch: Batch) -> Loss:  # noqa: ARG002 (the Protocol's shape)
+    def loss(self, outputs: Outputs, batch: Batch) -> Loss:
         """Cross entropy of the answers' tokens."""
         return negative_log_likelihood(outputs.logps)

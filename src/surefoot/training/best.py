@@ -27,7 +27,8 @@ def note_evaluation(
     name = section.metric_for_best_model
     if name not in metrics:
         raise RunError(
-            f"train.metric_for_best_model: no metric {name!r}; expected one of {', '.join(sorted(metrics))}"
+            f"train.metric_for_best_model: no metric {name!r}; "
+            f"expected one of {', '.join(sorted(metrics))}"
         )
     if is_better(metrics[name], state.best_metric, greater=section.is_greater_better):
         state.best_metric, state.best_global_step = metrics[name], state.global_step

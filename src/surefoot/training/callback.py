@@ -1,7 +1,8 @@
-"""Callbacks watch the loop and may raise the flags of TrainerControl; they never touch the loop itself.
+"""Callbacks watch the loop and may raise the flags of TrainerControl; they never touch the loop
+itself.
 
-Events and argument order are those of the Hugging Face ``TrainerCallback``; the first argument, there
-``args``, is here a ``Context`` with the run's parts.
+Events and argument order are those of the Hugging Face ``TrainerCallback``; the first argument,
+there ``args``, is here a ``Context`` with the run's parts.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ class Context:
 class TrainerCallback:
     """Does nothing at every event; override the ones you care about.
 
-    A callback with memory has ``state_dict`` and ``load_state_dict``; its state is then part of every
-    checkpoint, under its class's name.
+    A callback with memory has ``state_dict`` and ``load_state_dict``; its state is then part of
+    every checkpoint, under its class's name.
     """
 
     def on_init_end(self, args: Context, state: TrainerState, control: TrainerControl) -> None:

@@ -1,4 +1,5 @@
-"""Loss, perplexity and token accuracy on held-out examples, without touching anything the training uses."""
+"""Loss, perplexity and token accuracy on held-out examples, without touching anything the training
+uses."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ def evaluate(
     device: torch.device,
     after: Callable[[], None],
 ) -> dict[str, float]:
-    """Metrics over ``batches``: ``loss`` (nats per unit of weight), ``perplexity``, ``token_accuracy``.
+    """Metrics over ``batches``: ``loss`` (nats per unit of weight), ``perplexity``,
+    ``token_accuracy``.
 
     ``after`` is called after every batch and may raise to break off.
     """
@@ -45,7 +47,8 @@ def evaluate(
 
 
 def prefixed(parts: Mapping[str, Mapping[str, float]], prefix: str) -> dict[str, float]:
-    """``{"": m}`` as ``eval_loss``; several datasets as ``eval_NAME_loss`` and their mean as ``eval_loss``."""
+    """``{"": m}`` as ``eval_loss``; several datasets as ``eval_NAME_loss`` and their mean as
+    ``eval_loss``."""
     if list(parts) == [""]:
         return {f"{prefix}_{name}": value for name, value in parts[""].items()}
     named = {f"{prefix}_{part}_{name}": v for part, m in parts.items() for name, v in m.items()}

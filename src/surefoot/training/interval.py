@@ -1,4 +1,5 @@
-"""The figures between two logs. Sums live in TrainerState, so that a log after a resume is right."""
+"""The figures between two logs. Sums live in TrainerState, so that a log after a resume is
+right."""
 
 from __future__ import annotations
 

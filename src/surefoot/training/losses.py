@@ -11,5 +11,6 @@ from ..batch import Loss
 
 
 def negative_log_likelihood(logps_N: torch.Tensor) -> Loss:
-    """Cross entropy of the labels, summed over trained positions, in nats: ``-sum log p(label)``."""
+    """Cross entropy of the labels, summed over trained positions, in nats: ``-sum log
+    p(label)``."""
     return Loss(-logps_N.sum(), torch.tensor(logps_N.numel(), device=logps_N.device))

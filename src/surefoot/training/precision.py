@@ -1,4 +1,5 @@
-"""The arithmetic of forward and backward: fp32, or autocast to bf16 or fp16; fp16 with a loss scaler."""
+"""The arithmetic of forward and backward: fp32, or autocast to bf16 or fp16; fp16 with a loss
+scaler."""
 
 from __future__ import annotations
 

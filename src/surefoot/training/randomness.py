@@ -1,7 +1,7 @@
 """Randomness as a function of (seed, step, micro-batch, rank), re-derived before every micro-batch.
 
-So dropout at a step does not depend on what ran before it: a resumed run draws the same numbers. The
-generators are saved as well, for callbacks and methods that draw between steps.
+So dropout at a step does not depend on what ran before it: a resumed run draws the same numbers.
+The generators are saved as well, for callbacks and methods that draw between steps.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ def seed_everything(*parts: int) -> None:
 
 
 def use_deterministic_kernels(wanted: bool) -> None:
-    """Only kernels that give the same bits every time; those without one warn instead of failing."""
+    """Only kernels that give the same bits every time; those without one warn instead of
+    failing."""
     if wanted and torch.cuda.is_available():
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it at its start
     torch.use_deterministic_algorithms(wanted, warn_only=True)

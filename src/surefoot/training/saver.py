@@ -1,4 +1,5 @@
-"""The loop's side of checkpoints: where they go, what lies beside the weights, what becomes of old ones."""
+"""The loop's side of checkpoints: where they go, what lies beside the weights, what becomes of old
+ones."""
 
 from __future__ import annotations
 

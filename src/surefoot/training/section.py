@@ -12,7 +12,8 @@ class TrainSection:
     """How long to train, in what steps, and what to report on the way."""
 
     output_dir: Path
-    """Folder of the run: checkpoints, ``metrics.jsonl``, ``recipe.yaml``. Relative to the current folder."""
+    """Folder of the run: checkpoints, ``metrics.jsonl``, ``recipe.yaml``. Relative to the current
+    folder."""
     num_epochs: float = 3.0
     """Passes over the training examples; ``max_steps`` wins over it."""
     max_steps: int | None = None
@@ -30,7 +31,8 @@ class TrainSection:
     max_grad_norm: float = 1.0
     """Clip the global gradient norm to this; 0 turns clipping off."""
     on_nan: Literal["stop", "skip", "rollback"] = "stop"
-    """When a loss or gradient is not a number: stop, leave the step out, or go back to the last checkpoint and leave out the batch."""
+    """When a loss or gradient is not a number: stop, leave the step out, or go back to the last
+    checkpoint and leave out the batch."""
     log_steps: int | None = 10
     """Report every so many steps."""
     log_minutes: float | None = None
@@ -46,7 +48,8 @@ class TrainSection:
     metric_for_best_model: str = "eval_loss"
     """Metric by which the best checkpoint is chosen."""
     greater_is_better: bool | None = None
-    """Whether more of that metric is better; unset, it is not for a name that ends in ``loss`` or ``perplexity``."""
+    """Whether more of that metric is better; unset, it is not for a name that ends in ``loss`` or
+    ``perplexity``."""
     load_best_model_at_end: bool = False
     """End with the weights of the best checkpoint: evaluations are then always saved."""
     early_stopping_patience: int | None = None
@@ -54,7 +57,8 @@ class TrainSection:
     early_stopping_threshold: float = 0.0
     """By how much a metric must be better to count for early stopping."""
     report_to: tuple[Literal["tensorboard"], ...] = ()
-    """Trackers beside ``metrics.jsonl``. ``tensorboard`` needs ``pip install surefoot[tensorboard]``."""
+    """Trackers beside ``metrics.jsonl``. ``tensorboard`` needs ``pip install
+    surefoot[tensorboard]``."""
 
     def __post_init__(self) -> None:
         for name in ("global_batch_size", "micro_batch_size"):

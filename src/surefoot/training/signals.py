@@ -1,4 +1,5 @@
-"""SIGTERM and SIGINT: the first asks the loop to finish its step, save and leave; a second leaves at once."""
+"""SIGTERM and SIGINT: the first asks the loop to finish its step, save and leave; a second leaves
+at once."""
 
 from __future__ import annotations
 

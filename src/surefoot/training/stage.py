@@ -1,4 +1,5 @@
-"""What a stage owes the loop: how examples become tokens and batches, and how a batch becomes a loss."""
+"""What a stage owes the loop: how examples become tokens and batches, and how a batch becomes a
+loss."""
 
 from __future__ import annotations
 
@@ -33,13 +34,15 @@ class Stage(Protocol):
     uses_template: ClassVar[bool]  # whether its examples are conversations
 
     def encode(self, examples: Sequence[Example], codec: Codec) -> list[Encoded]:
-        """Turn examples into token lists: one entry per example, its features or why it was dropped."""
+        """Turn examples into token lists: one entry per example, its features or why it was
+        dropped."""
 
     def collate(self, features: Sequence[Features], *, packing: bool) -> Batch:
         """Turn token lists into one micro-batch."""
 
     def loss(self, outputs: Outputs, batch: Batch) -> Loss:
-        """What to minimise on one micro-batch. Pure: no model is called here, so any engine can run it."""
+        """What to minimise on one micro-batch. Pure: no model is called here, so any engine can run
+        it."""
 
 
 @runtime_checkable
@@ -47,4 +50,5 @@ class PreparingStage(Stage, Protocol):
     """A stage that first asks its models something: reference odds, samples, values, rewards."""
 
     def prepare(self, models: Models, window: Window) -> Iterable[Window]:
-        """Turn what was loaded into what to learn from; every window yielded is one optimizer step."""
+        """Turn what was loaded into what to learn from; every window yielded is one optimizer
+        step."""

@@ -1,6 +1,7 @@
 """What the loop knows (TrainerState) and what callbacks may ask of it (TrainerControl).
 
-Names and spelling are those of the Hugging Face Trainer, so that ``trainer_state.json`` reads the same.
+Names and spelling are those of the Hugging Face Trainer, so that ``trainer_state.json`` reads the
+same.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ class TrainerState:
     def for_people(
         self, section_steps: Mapping[str, int | None], best: str | None
     ) -> dict[str, object]:
-        """The content of ``trainer_state.json``: the fields the Hugging Face Trainer knows, no others.
+        """The content of ``trainer_state.json``: the fields the Hugging Face Trainer knows, no
+        others.
 
         Args:
             section_steps: ``log_steps``, ``eval_steps`` and ``save_steps`` of the recipe.

@@ -1,4 +1,5 @@
-"""One optimizer step: forward and backward over a window, one normalisation, clipping, the update."""
+"""One optimizer step: forward and backward over a window, one normalisation, clipping, the
+update."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ class Figures:
 
 @dataclass
 class Step:
-    """The parts of an optimizer step. ``gradients`` runs the window, ``update`` applies the result."""
+    """The parts of an optimizer step. ``gradients`` runs the window, ``update`` applies the
+    result."""
 
     optimizer: torch.optim.Optimizer
     schedule: Schedule
@@ -49,8 +51,8 @@ class Step:
     ) -> Figures:
         """Leave the normalised, clipped gradient of ``window`` in the parameters.
 
-        The gradient of the summed loss is divided once, by the weight of all micro-batches together, so
-        accumulation changes it only by float rounding.
+        The gradient of the summed loss is divided once, by the weight of all micro-batches
+        together, so accumulation changes it only by float rounding.
         """
         learning_rate = self._set_learning_rate(step)
         factor = self._factor(window)
@@ -65,14 +67,16 @@ class Step:
         return Figures(total, weight, norm, learning_rate, metrics)
 
     def update(self, figures: Figures) -> None:
-        """Move the weights, unless the gradient overflowed fp16's range; then only the scale learns."""
+        """Move the weights, unless the gradient overflowed fp16's range; then only the scale
+        learns."""
         overflowed = not figures.is_finite
         if not overflowed:
             self.optimizer.step()
         self.scaler.update(overflowed=overflowed)
 
     def is_usable(self, figures: Figures) -> bool:
-        """Whether to go on: the figures are numbers, or fp16's scale was too high, which heals itself."""
+        """Whether to go on: the figures are numbers, or fp16's scale was too high, which heals
+        itself."""
         healing = self.scaler.scale > 1.0 and abs(figures.loss) < float("inf")
         return figures.is_finite or healing
 
@@ -83,7 +87,8 @@ class Step:
         return float(self.optimizer.param_groups[0]["lr"])
 
     def _factor(self, window: Window) -> float:
-        """What the loss is multiplied by for the backward pass: 1, but in fp16 the scale per trained token.
+        """What the loss is multiplied by for the backward pass: 1, but in fp16 the scale per
+        trained token.
 
         A sum over thousands of tokens would overflow fp16 long before the scale is of any use.
         """

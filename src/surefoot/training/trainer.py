@@ -56,7 +56,8 @@ class Trainer:
 
     @property
     def states(self) -> dict[str, Stateful]:
-        """What a checkpoint holds. The schedule is a pure function of the step and needs no state."""
+        """What a checkpoint holds. The schedule is a pure function of the step and needs no
+        state."""
         return {
             "model": self.weights,
             "optimizer": self.optimizer_state,
@@ -68,7 +69,8 @@ class Trainer:
         }
 
     def fit(self) -> TrainerState:
-        """Train until ``max_steps``, a callback's stop, or a signal; every way out leaves a checkpoint.
+        """Train until ``max_steps``, a callback's stop, or a signal; every way out leaves a
+        checkpoint.
 
         Raises:
             RunError: the loss is not a number and ``on_nan`` says stop.
@@ -162,8 +164,9 @@ class Trainer:
             self.rollbacks += 1
             return False
         raise RunError(
-            f"{what} is not a number; training stopped, the newest checkpoint is {newest or 'none yet'}. "
-            "Lower the learning rate, look at the data of that step, or set train.on_nan to skip or rollback."
+            f"{what} is not a number; training stopped, the newest checkpoint is "
+            f"{newest or 'none yet'}. Lower the learning rate, look at the data of that step, "
+            "or set train.on_nan to skip or rollback."
         )
 
     def _measure(self, batches: Iterable[Batch]) -> dict[str, float]:

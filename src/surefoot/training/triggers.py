@@ -33,7 +33,8 @@ class Trigger:
 
 @dataclass
 class Flow(TrainerCallback):
-    """Raises the flags of the loop when its triggers are due; at the last step, all that are in use."""
+    """Raises the flags of the loop when its triggers are due; at the last step, all that are in
+    use."""
 
     log: Trigger
     evaluate: Trigger
