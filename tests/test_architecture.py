@@ -9,7 +9,8 @@ import pytest
 ROOT = Path(__file__).parent.parent / "src" / "surefoot"
 # A module may import only from its own folder and from lower rows. Folders on one row are strangers.
 LAYERS = [
-    ["cli", "__init__", "__main__"],
+    ["__init__", "__main__"],
+    ["cli"],
     ["run", "inference"],
     ["run_folder"],
     ["recipe"],
@@ -25,7 +26,15 @@ LAZY = {"peft", "datasets", "matplotlib", "tensorboard", "modelscope", "pandas",
 LAZY |= {"torch.utils.tensorboard"}
 LAZY_FILES = {"cli", "__init__", "__main__"}
 MAX_FILE, MAX_FUNCTION, MAX_PARAMETERS = 400, 60, 8
-TORCH_FREE = ("errors", "log", "schema/__init__", "files", "checkpoint/box", "checkpoint/plan", "checkpoint/index")
+TORCH_FREE = (
+    "errors",
+    "log",
+    "schema/__init__",
+    "files",
+    "checkpoint/box",
+    "checkpoint/plan",
+    "checkpoint/index",
+)
 
 LEVEL = {name: i for i, row in enumerate(LAYERS) for name in row}
 FILES = {f: ast.parse(f.read_text()) for f in sorted(ROOT.rglob("*.py"))}
@@ -54,7 +63,9 @@ def test_imports_point_down(file):
     for node in ast.walk(FILES[file]):
         for target in imported(file, node):
             here, there = part(file), part(target)
-            assert here == there or LEVEL[here] < LEVEL[there], f"must not import {target.name} ({there})"
+            assert here == there or LEVEL[here] < LEVEL[there], (
+                f"must not import {target.name} ({there})"
+            )
 
 
 def test_every_part_has_its_row():
@@ -105,7 +116,9 @@ def test_the_heart_needs_no_torch(name):
         seen.add(current)
         for node in ast.walk(FILES[current]):
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
-            names += [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
+            names += (
+                [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
+            )
             assert not any(n.split(".")[0] in ("torch", "transformers") for n in names), current
             queue += [t for t in imported(current, node) if t not in seen]
 
