@@ -50,7 +50,7 @@ def test_the_first_words_import_nothing_heavy(args):
     )
     modules = set(done.stdout.partition("MODULES")[2].split())
     assert not modules & HEAVY
-    assert len(modules) < 220, "each module is a file to find and run"
+    assert len(modules) < 150, "each module is a file to find and run"
 
 
 def test_help_shows_every_command_without_importing_any():

@@ -192,9 +192,17 @@ PLAIN = st.recursive(
 @given(PLAIN)
 @example({"a": "x\ny", "b": ["\u2028", "\ufeff", "\x00", "\x85", "\U0001f600"]})
 @example({"": "", " ": " ", "a ": "b\t"})
+@example([{":0": ":0", "": None}, ":", {"?0": "?"}])
 @example([1e-08, 1e22, 123456789.123456789, 5e-324])
 def test_what_is_emitted_parses_back_equal(data):
     assert parse(emit(data)).data == data
+
+
+def test_small_and_large_numbers_have_a_point_for_readers_of_yaml_1_1():
+    assert emit({"a": 1e-08, "b": 1.5e300, "c": 0.25, "d": -2e-9}) == (
+        "a: 1.0e-08\nb: 1.5e+300\nc: 0.25\nd: -2.0e-09\n"
+    )
+    assert parse(emit([math.inf, -math.inf])).data == [math.inf, -math.inf]
 
 
 def test_a_setting_stands_on_one_line():

@@ -61,18 +61,25 @@ def emit(data: object) -> str:
 
 
 class _Representer(SafeRepresenter):
-    """Lists on one line, text of several lines as a quoted one."""
+    """Lists on one line, text of several lines quoted, numbers as older readers know them."""
 
     def represent_list(self, data: list[object]) -> SequenceNode:
         """``[a, b]``."""
         return self.represent_sequence(f"{TAG}seq", data, flow_style=True)
 
     def represent_str(self, data: str) -> ScalarNode:
-        """Plain where that reads back as text."""
-        style = '"' if not data.isprintable() else None
+        """Plain where that reads back as text; ruamel overlooks a sign in front."""
+        style = '"' if not data.isprintable() or data.startswith((":", "?")) else None
         return self.represent_scalar(f"{TAG}str", data, style=style)
 
+    def represent_float(self, data: float) -> ScalarNode:
+        """``1.0e-08``: without the point, YAML 1.1 takes it for text."""
+        digits, e, exponent = repr(data).partition("e")
+        text = f"{digits}.0e{exponent}" if e and "." not in digits else repr(data)
+        return self.represent_scalar(f"{TAG}float", text.replace("inf", ".inf"))
 
+
+_Representer.add_representer(float, _Representer.represent_float)
 _Representer.add_representer(list, _Representer.represent_list)
 _Representer.add_representer(str, _Representer.represent_str)
 

@@ -160,4 +160,5 @@ def _look_up(data: object, path: Keys) -> object:
 def _shown(value: object) -> str:
     """A value as it stands in an error, on one short line."""
     text = repr(value) if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    text = text if text.isprintable() else json.dumps(value)
     return text if len(text) <= 60 else text[:57] + "..."
