@@ -207,8 +207,8 @@ def _mapped(path: Path, written: _Written) -> NDArray[Any]:
 
 def _build(folder: Path, build: Callable[[Writer], JSON]) -> Cached:
     aside = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.part")
-    files.make_folder(aside)
     try:
+        files.make_folder(aside, exist_ok=False)
         with Writer(aside) as writer:
             writer.finish(build(writer))
         built = _open(aside)  # before it gets its name: what is mapped stays, whoever removes it
@@ -243,7 +243,13 @@ def _remove_leftovers(folder: Path) -> None:
 @contextlib.contextmanager
 def _alone(path: Path) -> Iterator[bool]:
     """Wait until no other process is here. False where the file system knows no locks."""
-    file, is_locked = _lock(path)
+    has_said_so = False
+    while (lock := _try_lock(path)) is None:
+        if not has_said_so:
+            logger.info("waiting for another process that encodes the same dataset")
+        has_said_so = True
+        time.sleep(POLL_SECONDS)
+    file, is_locked = lock
     try:
         yield is_locked
     finally:
@@ -251,29 +257,23 @@ def _alone(path: Path) -> Iterator[bool]:
         file.close()
 
 
-def _lock(path: Path) -> tuple[files.File, bool]:
-    has_said_so = False
-    while True:
-        with contextlib.suppress(FileExistsError):
-            files.create(path).close()
-        try:
-            file = files.open_file(path, write=True)
-        except FileNotFoundError:  # the one who was here has just removed it
-            continue
-        try:
-            file.lock()
-        except BlockingIOError:
-            file.close()
-            if not has_said_so:
-                logger.info("waiting for another process that encodes the same dataset")
-            has_said_so = True
-            time.sleep(POLL_SECONDS)
-            continue
-        except OSError:
-            return file, False
-        if file.is_at_its_path():
-            return file, True
+def _try_lock(path: Path) -> tuple[files.File, bool] | None:
+    """The lock file and whether it is locked; None if another process has it or takes it away."""
+    with contextlib.suppress(FileExistsError):
+        files.create(path).close()
+    try:
+        file = files.open_file(path, write=True)
+    except FileNotFoundError:
+        return None
+    try:
+        is_locked = file.lock()
+    except BlockingIOError:
         file.close()
+        return None
+    if is_locked and not file.is_at_its_path():
+        file.close()
+        return None
+    return file, is_locked
 
 
 def _canonical(value: object) -> bytes:

@@ -46,7 +46,7 @@ class Entry:
 
     def describe(self) -> str:
         """Everything but the content that says what examples come out of this entry."""
-        return f"{self.format} {self.num_samples}"
+        return f"{self.format} {self.columns} {self.num_samples}"
 
 
 @dataclass(frozen=True)

@@ -105,7 +105,7 @@ def test_an_empty_text_is_a_bad_row():
 
 @pytest.mark.parametrize("row", [{"instruction": "a"}, {"instruction": "a", "chosen": "b"}])
 def test_a_ranking_row_needs_both_answers(row):
-    with pytest.raises(DataError, match="no column '(chosen|rejected)'"):
+    with pytest.raises(DataError, match=r"no column '(chosen|rejected)'"):
         Alpaca(ranking=True).read(row)
 
 

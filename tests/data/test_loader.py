@@ -1,0 +1,161 @@
+"""Windows whose order is a function of (seed, epoch) and whose position is two integers."""
+
+from functools import partial
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from surefoot.data.collate import collate
+from surefoot.data.dataset import EncodedDataset, in_memory
+from surefoot.data.loader import Loader
+from surefoot.data.pack import unpack
+from surefoot.errors import DataError
+
+COLLATE = partial(collate, packing=True)
+
+
+def numbers(length):
+    """A dataset whose item i is the token i."""
+    return in_memory([{"input_ids": [i], "labels": [i]} for i in range(length)])
+
+
+def loader(length=23, **changes):
+    settings = {"global_batch_size": 8, "micro_batch_size": 2, "seed": 1, **changes}
+    return Loader(numbers(length), COLLATE, **settings)
+
+
+def items(window):
+    return [[item["input_ids"][0] for item in unpack(batch)] for batch in window]
+
+
+def flat(window):
+    return [item for batch in items(window) for item in batch]
+
+
+def test_every_example_comes_once_an_epoch_in_a_new_order():
+    it = loader()
+    first, second = ([i for _ in range(3) for i in flat(it.next_window())] for _ in range(2))
+    assert sorted(first) == sorted(second) == list(range(23))
+    assert first != second
+    assert (it.epoch, it.window) == (2, 0)
+
+
+def test_the_last_window_of_an_epoch_is_smaller_and_evenly_spread():
+    it = loader()
+    assert it.steps_per_epoch == 3
+    assert [[len(b) for b in items(it.next_window())] for _ in range(3)] == [
+        [2, 2, 2, 2],
+        [2, 2, 2, 2],
+        [2, 2, 2, 1],
+    ]
+
+
+def test_without_shuffling_the_order_is_that_of_the_data():
+    it = loader(10, shuffle=False)
+    assert flat(it.next_window()) == list(range(8))
+    assert flat(it.next_window()) == [8, 9]
+    assert flat(it.next_window()) == list(range(8))
+
+
+@given(
+    length=st.integers(1, 40),
+    seed=st.integers(0, 5),
+    ranks=st.sampled_from([1, 2, 4]),
+    micro=st.sampled_from([1, 2]),
+)
+def test_a_step_has_the_same_examples_whatever_the_ranks_and_micro_batches(
+    length, seed, ranks, micro
+):
+    alone = loader(length, seed=seed, micro_batch_size=8)
+    crowd = [
+        loader(length, seed=seed, micro_batch_size=micro, rank=rank, world_size=ranks)
+        for rank in range(ranks)
+    ]
+    for _ in range(2 * alone.steps_per_epoch):
+        windows = [items(each.next_window()) for each in crowd]
+        assert sorted(i for w in windows for b in w for i in b) == sorted(flat(alone.next_window()))
+        assert max(len(batch) for w in windows for batch in w) <= micro
+        sizes = [len(window) for window in windows]
+        assert max(sizes) - min(sizes) <= 1
+
+
+@given(steps=st.integers(0, 12), more=st.integers(1, 7), shuffle=st.booleans())
+def test_a_resumed_loader_goes_on_where_the_saved_one_was(steps, more, shuffle):
+    saved = loader(shuffle=shuffle)
+    for _ in range(steps):
+        saved.next_window()
+    resumed = loader(shuffle=shuffle)
+    resumed.load_state_dict(saved.state_dict())
+    for _ in range(more):
+        assert items(resumed.next_window()) == items(saved.next_window())
+
+
+def test_another_micro_batch_size_or_number_of_ranks_may_go_on():
+    saved = loader()
+    saved.next_window()
+    resumed = loader(micro_batch_size=8)
+    resumed.load_state_dict(saved.state_dict())
+    assert flat(resumed.next_window()) == flat(saved.next_window())
+
+
+def test_a_skipped_window_is_left_out():
+    whole, skipping = loader(), loader()
+    windows = [items(whole.next_window()) for _ in range(4)]
+    skipping.next_window()
+    skipping.skip()
+    assert items(skipping.next_window()) == windows[2]
+    assert (skipping.epoch, skipping.window) == (1, 0)
+    assert items(skipping.next_window()) == windows[3]
+
+
+def test_iterating_is_taking_windows_for_ever():
+    it, other = loader(), loader()
+    for window, _ in zip(it, range(7), strict=False):
+        assert items(window) == items(other.next_window())
+
+
+def test_the_state_is_plain_values():
+    it = loader()
+    it.next_window()
+    state = it.state_dict()
+    assert {type(value) for value in state.values()} <= {int, str, bool}
+    assert (state["epoch"], state["window"]) == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"length": 22}, "the number of examples was 22 when the checkpoint was saved and is 23"),
+        ({"seed": 2}, "train.seed was 2 .* and is 1 now"),
+        ({"global_batch_size": 4}, "train.global_batch_size was 4 .* and is 8 now"),
+        ({"shuffle": False}, "data.shuffle was False .* and is True now"),
+    ],
+)
+def test_a_position_in_other_data_is_refused(changes, reason):
+    here = loader()
+    with pytest.raises(DataError, match=reason):
+        here.load_state_dict(loader(**changes).state_dict())
+    assert (here.epoch, here.window) == (0, 0)
+
+
+def test_a_position_in_data_of_other_content_is_refused():
+    data = numbers(23)
+    other = EncodedDataset(data.stores, np.arange(23)[::-1].copy())
+    settings = {"global_batch_size": 8, "micro_batch_size": 2, "seed": 1}
+    state = Loader(other, COLLATE, **settings).state_dict()
+    with pytest.raises(DataError, match="the fingerprint of the encoded examples was"):
+        Loader(data, COLLATE, **settings).load_state_dict(state)
+
+
+def test_batch_sizes_that_do_not_divide_are_refused():
+    with pytest.raises(
+        DataError, match=r"global_batch_size \(8\) must be a multiple of .* \(2 x 3"
+    ):
+        loader(world_size=3)
+
+
+def test_nothing_to_load_is_refused():
+    with pytest.raises(DataError, match="no examples"):
+        loader(0)
