@@ -101,7 +101,7 @@ def test_several_problems_stand_below_each_other(command):
         raise DataError("first\nsecond")
 
     command(fail)
-    assert run("train").stderr == "error: \n  first\n  second\n"
+    assert run("train").stderr == "error:\n  first\n  second\n"
 
 
 @pytest.mark.parametrize("args", [["--verbose", "train"], ["train", "--verbose"]])

@@ -253,6 +253,16 @@ def test_the_best_checkpoint_and_early_stopping_need_evaluations():
     small(train={**train, "eval_epoch": True}, data={"datasets": "d", "eval_datasets": "e"})
 
 
+def test_the_best_is_known_by_an_evaluation_metric():
+    train = {"output_dir": "x", "eval_steps": 5, "metric_for_best_model": "loss"}
+    data = {"datasets": "d", "val_size": 2}
+    assert refused_data(train=train, data=data) == [
+        "train.metric_for_best_model: expected a metric of evaluations such as eval_loss, "
+        "got 'loss'"
+    ]
+    small(train={**train, "metric_for_best_model": "eval_token_accuracy"}, data=data)
+
+
 def test_an_adapter_needs_lora():
     model = {"path": "m", "adapter": "a"}
     (problem,) = refused_data(model=model)

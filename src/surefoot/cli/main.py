@@ -79,8 +79,9 @@ class Failure(click.ClickException):
     def show(self, file: object = None) -> None:
         """Print ``error: ...`` on standard error."""
         lines = self.message.splitlines()
-        text = lines[0] if len(lines) == 1 else "".join(f"\n  {line}" for line in lines)
-        click.echo(f"{click.style('error:', fg='red', bold=True)} {text}", err=True)
+        before = " " if len(lines) == 1 else "\n  "
+        text = "".join(f"{before}{line}" for line in lines)
+        click.echo(click.style("error:", fg="red", bold=True) + text, err=True)
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})

@@ -169,6 +169,14 @@ def best_needs_evaluations(recipe: Recipe) -> Iterator[Problem]:
                 yield Problem(("train", name), message)
 
 
+def the_best_is_known_by_an_evaluation_metric(recipe: Recipe) -> Iterator[Problem]:
+    """What evaluations measure is called ``eval_...``; the rest shows at the first of them."""
+    name = recipe.train.metric_for_best_model
+    if _evaluates(recipe) and not name.startswith("eval_"):
+        message = f"expected a metric of evaluations such as eval_loss, got {name!r}"
+        yield Problem(("train", "metric_for_best_model"), message)
+
+
 def an_adapter_needs_lora(recipe: Recipe) -> Iterator[Problem]:
     """Only an adapter method can go on from an adapter."""
     if recipe.model.adapter is not None and recipe.method.kind != "adapter":
@@ -210,6 +218,7 @@ def trained_weights_need_range(recipe: Recipe) -> Iterator[Problem]:
 RULES: list[Rule] = [
     evaluating_needs_data,
     best_needs_evaluations,
+    the_best_is_known_by_an_evaluation_metric,
     an_adapter_needs_lora,
     rolling_back_needs_checkpoints,
     plain_text_has_no_turns,
