@@ -1,0 +1,244 @@
+"""``surefoot chat``: talk to a model on the terminal, or let a script ask it line by line."""
+
+from __future__ import annotations
+
+import re
+import sys
+import unicodedata
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ..generate.section import GenerateSection
+    from ..inference.conversation import Answer, Conversation
+
+HELP = """\
+/clear          start anew; the system message stays
+/system TEXT    set the system message; without TEXT, take it away
+/exit           leave; so does Ctrl-D. Ctrl-C ends an answer early"""
+_COMMAND = re.compile(r"/([a-z]+)(?:\s+(.*))?", re.DOTALL)
+
+
+@click.command()
+@click.argument("path")
+@click.option("--base", help="The base model of an adapter, if it moved.")
+@click.option("--adapter", help="An adapter to put on the model of PATH.")
+@click.option("--system", help="A system message.")
+@click.option("--prompt", help="Ask this once, print the answer and leave.")
+@click.option("--max-new-tokens", type=click.IntRange(1), help="Longest answer in tokens.")
+@click.option(
+    "--temperature",
+    type=click.FloatRange(0),
+    help="Sample, flatter above 1, sharper below; 0 is --greedy.",
+)
+@click.option(
+    "--top-p",
+    type=click.FloatRange(0, 1, min_open=True),
+    help="Sample from the most probable tokens that together have this probability.",
+)
+@click.option(
+    "--top-k",
+    type=click.IntRange(0),
+    help="Sample from this many most probable tokens; 0 means all.",
+)
+@click.option(
+    "--repetition-penalty",
+    type=click.FloatRange(0, min_open=True),
+    help="Above 1, tokens that already occurred become less probable.",
+)
+@click.option("--greedy", is_flag=True, help="Always the most probable token.")
+@click.option("--seed", type=int, help="Make sampling repeatable.")
+@click.option(
+    "--dtype",
+    type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
+    default="auto",
+    show_default=True,
+    help="Type of the weights.",
+)
+@click.option("--trust-remote-code", is_flag=True, help="Run code that comes with the model.")
+def chat(path: str, **options: object) -> None:
+    """Talk to a model.
+
+    PATH is a run's folder (its best or newest checkpoint), a checkpoint, an adapter, a model
+    folder, a hub id, or a recipe. The chat template is the one saved with the model. Sampling is
+    as the run's recipe says (section generate), greedy if there is none; options win.
+
+    Piped, every line of standard input is a question of its own, and its answer is one line of
+    standard output, in which line breaks are written \\n.
+    """
+    conversation = _open(path, options)
+    if options["prompt"] is not None:
+        _ask_once(conversation, str(options["prompt"]))
+    elif sys.stdin.isatty():
+        _talk_on_terminal(conversation, path)
+    else:
+        _ask_lines(conversation)
+
+
+def _open(path: str, options: dict[str, object]) -> Conversation:
+    from ..inference import Conversation, open_model
+
+    opened = open_model(
+        path,
+        adapter=options["adapter"],  # type: ignore[arg-type]
+        base=options["base"],  # type: ignore[arg-type]
+        dtype=options["dtype"],  # type: ignore[arg-type]
+        trust_remote_code=bool(options["trust_remote_code"]),
+    )
+    return Conversation(
+        opened,
+        with_options(opened.generate, options),
+        system=options["system"],  # type: ignore[arg-type]
+        seed=options["seed"],  # type: ignore[arg-type]
+    )
+
+
+def with_options(section: GenerateSection, options: dict[str, object]) -> GenerateSection:
+    """The recipe's way of sampling, changed by what was given on the command line."""
+    names = ("max_new_tokens", "temperature", "top_p", "top_k", "repetition_penalty")
+    given = {name: options[name] for name in names if options.get(name) is not None}
+    is_greedy = bool(options.get("greedy")) or given.get("temperature") == 0
+    if is_greedy:
+        given = {
+            name: given[name] for name in given if name not in ("temperature", "top_p", "top_k")
+        }
+        given["do_sample"] = False
+    elif given.keys() & {"temperature", "top_p", "top_k"}:
+        given["do_sample"] = True
+    return replace(section, **given)  # type: ignore[arg-type]
+
+
+def _ask_once(conversation: Conversation, text: str) -> None:
+    show = _writer()
+    note_plain(conversation)
+    answer = conversation.ask(text, show)
+    click.echo()
+    if note := note_on(answer):
+        click.echo(note, err=True)
+
+
+def _ask_lines(conversation: Conversation) -> None:
+    """Answer every line by itself; one without an answer gives an empty line, and a reason."""
+    from ..errors import SurefootError
+
+    note_plain(conversation)
+    is_terminal = sys.stdout.isatty()
+    for number, line in enumerate(sys.stdin, 1):
+        conversation.clear()
+        text = line.rstrip("\r\n")
+        try:
+            answer = conversation.ask(text).text if text.strip() else ""
+        except SurefootError as error:
+            click.echo(f"line {number}: {error}", err=True)
+            answer = ""
+        answer = answer.replace("\n", "\\n")
+        click.echo(visible(answer) if is_terminal else answer)
+        sys.stdout.flush()
+
+
+def _talk_on_terminal(conversation: Conversation, path: str) -> None:
+    import contextlib
+
+    from rich.console import Console
+
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401 - line editing and history for input()
+    console = Console(highlight=False)
+    console.print(f"[bold]{path}[/] · /help shows the commands, Ctrl-D leaves", style="cyan")
+    talk(conversation, console, lambda: input("\nyou> "))
+
+
+def talk(conversation: Conversation, console: Console, read: Callable[[], str]) -> None:
+    """Questions from ``read``, answers to ``console``, until there are no more or /exit."""
+    from ..errors import RunError, SurefootError
+
+    note_plain(conversation)
+    while True:
+        try:
+            line = read()
+        except (EOFError, KeyboardInterrupt):
+            console.print()
+            return
+        try:
+            if not _reply(conversation, console, line):
+                return
+        except SurefootError as error:
+            advice = (
+                "; it was not taken in, /clear starts anew" if isinstance(error, RunError) else ""
+            )
+            console.print(f"{error}{advice}", style="yellow", markup=False)
+
+
+def _reply(conversation: Conversation, console: Console, line: str) -> bool:
+    """Do what the line says; False to leave."""
+    from rich.text import Text
+
+    if not line.strip():
+        return True
+    if command := _COMMAND.fullmatch(line.strip()):
+        return _obey(conversation, console, command[1], command[2] or "")
+    answer = conversation.ask(
+        line, lambda piece: console.print(Text(visible(piece)), end="", soft_wrap=True)
+    )
+    console.print()
+    if note := note_on(answer):
+        console.print(note, style="yellow")
+    return True
+
+
+def _obey(conversation: Conversation, console: Console, command: str, text: str) -> bool:
+    if command in ("exit", "quit"):
+        return False
+    if command == "clear":
+        conversation.clear()
+        console.print("a new conversation", style="dim")
+    elif command == "system":
+        conversation.set_system(text.strip())
+        console.print(f"system message: {conversation.system or 'none'}", style="dim", markup=False)
+    else:
+        if command != "help":
+            console.print(f"no command /{command}; there are", style="yellow")
+        console.print(HELP, style="dim", markup=False)
+    return True
+
+
+def note_plain(conversation: Conversation) -> None:
+    """Say it once if the model cannot talk in turns."""
+    if not conversation.has_template:
+        click.echo(
+            "this model has no chat template: every text is continued by itself, as plain text",
+            err=True,
+        )
+
+
+def note_on(answer: Answer) -> str | None:
+    """What is to be said of an answer that did not come to its own end."""
+    return {
+        "stop": None,
+        "length": "(cut at max_new_tokens; --max-new-tokens N allows more)",
+        "window": "(cut: the context window is full; /clear starts anew)",
+        "interrupted": "(interrupted)",
+    }[answer.ending]
+
+
+def visible(text: str) -> str:
+    """``text`` without what could command a terminal: a model may write escape sequences too."""
+    return "".join(
+        "\ufffd" if unicodedata.category(c) == "Cc" and c not in "\n\t" else c for c in text
+    )
+
+
+def _writer() -> Callable[[str], None]:
+    """Writes pieces to standard output as they come."""
+    is_terminal = sys.stdout.isatty()
+
+    def write(piece: str) -> None:
+        click.echo(visible(piece) if is_terminal else piece, nl=False)
+        sys.stdout.flush()
+
+    return write

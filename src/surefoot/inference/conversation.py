@@ -1,0 +1,121 @@
+"""One conversation with a model: what was said so far, and the next answer as it is written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from ..data.example import Message
+from ..errors import RunError, TemplateError
+from ..generate.decode import decoder
+from ..generate.engine import context_length, room, stream
+from ..generate.section import GenerateSection
+from .opened import Opened
+
+Ending = Literal["stop", "length", "window", "interrupted"]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the model said, and why it ended.
+
+    ``stop``: it was done. ``length``: ``max_new_tokens``. ``window``: the context window is full.
+    ``interrupted``: by Ctrl-C.
+    """
+
+    text: str
+    ending: Ending
+
+
+@dataclass
+class Conversation:
+    """Messages so far. Nothing of them is ever dropped, and nothing is added that was not said.
+
+    Without a chat template there is no conversation: every text is continued by itself.
+    """
+
+    opened: Opened
+    section: GenerateSection
+    system: str | None = None
+    seed: int | None = None  # makes sampling repeatable
+    messages: list[Message] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.set_system(self.system)
+
+    @property
+    def has_template(self) -> bool:
+        """Whether the model was taught to talk in turns."""
+        return self.opened.template is not None
+
+    def clear(self) -> None:
+        """Start anew; the system message stays."""
+        self.messages.clear()
+
+    def set_system(self, text: str | None) -> None:
+        """Set the system message, or take it away.
+
+        Raises:
+            TemplateError: the model has no chat template, so nowhere to put it.
+        """
+        if text and not self.has_template:
+            raise TemplateError("this model has no chat template, so it takes no system message")
+        self.system = text or None
+
+    def ask(self, text: str, on_text: Callable[[str], None] | None = None) -> Answer:
+        """The answer to ``text``, shown piece by piece through ``on_text``.
+
+        Raises:
+            RunError: there is no room for an answer; ``text`` is not taken into the conversation.
+            TemplateError: the template refuses such a conversation.
+        """
+        said = Message("user", text)
+        ids = self._ids(said)
+        left = room(self.opened.model, ids)
+        if left == 0:
+            raise RunError(
+                f"no room for an answer: with this message the prompt has {len(ids):,} tokens, the "
+                f"model's context window is {context_length(self.opened.model):,}"
+            )
+        answer = self._answer(ids, left, on_text)
+        self.messages += [said, Message("assistant", answer.text)]
+        return answer
+
+    def _ids(self, said: Message) -> list[int]:
+        if not self.has_template:
+            ids = self.opened.continuation(said.content)
+            if not ids:
+                raise RunError("there is no text to continue")
+            return ids
+        first = [Message("system", self.system)] if self.system else []
+        return self.opened.prompt([*first, *self.messages, said])
+
+    def _answer(
+        self, ids: list[int], left: int | None, on_text: Callable[[str], None] | None
+    ) -> Answer:
+        pieces: list[str] = []
+
+        def show(piece: str) -> None:
+            pieces.append(piece)
+            if on_text is not None:
+                on_text(piece)
+
+        try:
+            found = stream(
+                self.opened.model,
+                ids,
+                self.section,
+                stop_token_ids=self.opened.stop_token_ids,
+                decode=decoder(self.opened.tokenizer),
+                on_text=show,
+                seed=None if self.seed is None else self.seed + len(self.messages),
+            )
+        except KeyboardInterrupt:
+            return Answer("".join(pieces), "interrupted")
+        return Answer("".join(pieces), self._ending(len(found), left))
+
+    def _ending(self, length: int, left: int | None) -> Ending:
+        if left is not None and length >= left:
+            return "window"
+        return "length" if length >= self.section.max_new_tokens else "stop"
