@@ -14,7 +14,7 @@ from rich.console import Console
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from .batch import Batch, ForwardBackward, Outputs
+from .batch import Batch, Outputs
 from .callbacks.console import Screen
 from .callbacks.early_stop import EarlyStop
 from .callbacks.jsonl import NAME as METRICS
@@ -36,12 +36,13 @@ from .model.load import (
     device,
     grow_embeddings,
     load_model,
+    recompute_activations,
     resolve,
     training_dtype,
     upcast_trained,
 )
 from .model.tokenizer import load_tokenizer
-from .model.weights import AdapterWeights, FullWeights
+from .model.weights import AdapterWeights, FullWeights, trained
 from .optim.state import NamedState
 from .parallel.engine import Forward, plain
 from .recipe.recipe import Recipe, dump, load, read
@@ -132,9 +133,9 @@ def build(
     base = resolve(recipe.model)
     codec = build_codec(recipe, base)
     data = prepare_data(recipe, codec)
-    policy, inner = build_policy(recipe, base, codec.tokenizer)
-    loader = build_loader(recipe, data)
-    trainer = assemble(recipe, policy, loader, data, Parts(inner, codec, base))
+    policy = build_policy(recipe, base, codec.tokenizer)
+    saver = build_saver(recipe, policy, codec, base)
+    trainer = assemble(recipe, policy, data, saver)
     trainer.callbacks.members = [*standard_callbacks(recipe), *callbacks]
     if resume is not None:
         load_checkpoint(resume, trainer.states)
@@ -142,15 +143,6 @@ def build(
         logger.info("going on from %s, step %d", resume.name, trainer.state.global_step)
     trainer.callbacks.emit("on_init_end")
     return trainer
-
-
-@dataclass(frozen=True)
-class Parts:
-    """What the saved companions are made of."""
-
-    inner: PreTrainedModel  # the policy without its adapter
-    codec: Codec
-    base: Path
 
 
 def build_codec(recipe: Recipe, base: Path) -> Codec:
@@ -182,17 +174,23 @@ def prepare_data(recipe: Recipe, codec: Codec) -> Prepared:
     return prepared
 
 
-def build_policy(
-    recipe: Recipe, base: Path, tokenizer: PreTrainedTokenizerBase
-) -> tuple[nn.Module, PreTrainedModel]:
-    """The model that learns, and the transformers model inside it."""
+@dataclass(frozen=True)
+class Policy:
+    """The model that learns."""
+
+    model: nn.Module
+    inner: PreTrainedModel  # the same without its adapter
+    weights: FullWeights | AdapterWeights  # what its checkpoints hold
+
+
+def build_policy(recipe: Recipe, base: Path, tokenizer: PreTrainedTokenizerBase) -> Policy:
+    """The pretrained model, made ready to learn by the recipe's method."""
     model = load_model(base, recipe.model, dtype=training_dtype(recipe.model))
     grew = grow_embeddings(model, tokenizer)
     if recipe.data.packing:
         attention.use_packed(model)
     if recipe.model.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-        model.enable_input_require_grads()
+        recompute_activations(model)
     seed_everything(recipe.train.seed, 1)
     if recipe.model.adapter is not None:
         policy = continue_adapter(model, recipe.model.adapter)
@@ -201,15 +199,11 @@ def build_policy(
     if grew:
         _refuse_frozen_new_tokens(policy)
     upcast_trained(policy, recipe.model)
-    trained = sum(p.numel() for p in policy.parameters() if p.requires_grad)
-    total = sum(p.numel() for p in policy.parameters())
-    logger.info(
-        "%s parameters, %s of them learn (%.2f %%)",
-        f"{total:,}",
-        f"{trained:,}",
-        100 * trained / total,
-    )
-    return policy, model
+    learning = sum(p.numel() for p in policy.parameters() if p.requires_grad)
+    share = learning / sum(p.numel() for p in policy.parameters())
+    logger.info("%s parameters learn, %.3g %% of all", f"{learning:,}", 100 * share)
+    is_adapter = recipe.method.kind == "adapter"
+    return Policy(policy, model, AdapterWeights(policy) if is_adapter else FullWeights(model))
 
 
 def _refuse_frozen_new_tokens(policy: nn.Module) -> None:
@@ -234,10 +228,9 @@ def build_loader(recipe: Recipe, data: Prepared) -> Loader:
     )
 
 
-def assemble(
-    recipe: Recipe, policy: nn.Module, loader: Loader, data: Prepared, parts: Parts
-) -> Trainer:
+def assemble(recipe: Recipe, policy: Policy, data: Prepared, saver: Saver) -> Trainer:
     """Put the parts together."""
+    loader = build_loader(recipe, data)
     section, precision = recipe.train, choose(recipe.train.precision)
     max_steps = section.max_steps or math.ceil(section.num_epochs * loader.steps_per_epoch)
     state = TrainerState(
@@ -245,53 +238,49 @@ def assemble(
         num_train_epochs=section.num_epochs,
         train_batch_size=section.micro_batch_size,
     )
-    optimizer = recipe.optim.build(
-        [(n, p) for n, p in policy.named_parameters() if p.requires_grad]
-    )
-    scaler = LossScaler(enabled=precision == "fp16")
+    optimizer = recipe.optim.build(trained(policy.model, policy.weights))
     step = Step(
         optimizer,
         recipe.optim.schedule_over(max_steps),
-        build_engine(recipe, policy, precision),
+        plain(build_forward(policy.model, precision, recipe.stage.needs), device()),
         section.max_grad_norm,
-        scaler,
+        LossScaler(enabled=precision == "fp16"),
     )
     control = TrainerControl()
     context = Context(
-        section, policy, optimizer, section.output_dir, len(data.train), loader.steps_per_epoch
+        section,
+        policy.model,
+        optimizer,
+        section.output_dir,
+        len(data.train),
+        loader.steps_per_epoch,
     )
-    is_adapter = recipe.method.kind == "adapter"
     return Trainer(
         section=section,
         stage=recipe.stage,
-        models=Models(policy),
-        weights=AdapterWeights(policy) if is_adapter else FullWeights(parts.inner),
+        models=Models(policy.model),
+        weights=policy.weights,
         optimizer_state=NamedState(optimizer),
         step=step,
-        forward=build_forward(policy, precision, (*recipe.stage.needs, "predictions")),
+        forward=build_forward(policy.model, precision, (*recipe.stage.needs, "predictions")),
         loader=loader,
         evals={name: Batches(recipe, dataset) for name, dataset in data.evals.items()},
-        saver=build_saver(recipe, policy, parts),
+        saver=saver,
         callbacks=Callbacks(context, state, control),
         state=state,
         control=control,
-        interval=Interval(state, sum(p.numel() for p in policy.parameters())),
+        interval=Interval(state, sum(p.numel() for p in policy.model.parameters())),
     )
 
 
-def build_forward(policy: nn.Module, precision: PrecisionName, needs: Sequence[str]) -> Forward:
+def build_forward(model: nn.Module, precision: PrecisionName, needs: Sequence[str]) -> Forward:
     """A batch through the model to what a stage needs of it."""
 
     def forward(batch: Batch) -> Outputs:
         with autocast(precision, batch.input_ids.device):
-            return outputs.compute(policy, batch, needs)
+            return outputs.compute(model, batch, needs)
 
     return forward
-
-
-def build_engine(recipe: Recipe, policy: nn.Module, precision: PrecisionName) -> ForwardBackward:
-    """How a window is run; one process holds the whole model."""
-    return plain(build_forward(policy, precision, recipe.stage.needs), device())
 
 
 @dataclass(frozen=True)
@@ -308,16 +297,16 @@ class Batches:
             yield self.recipe.stage.collate(rows, packing=self.recipe.data.packing)
 
 
-def build_saver(recipe: Recipe, policy: nn.Module, parts: Parts) -> Saver:
+def build_saver(recipe: Recipe, policy: Policy, codec: Codec, base: Path) -> Saver:
     """Where checkpoints go and what lies beside the weights in each of them."""
     files = {
         "recipe.yaml": dump(recipe).encode(),
-        **companions.tokenizer_files(parts.codec.tokenizer),
+        **companions.tokenizer_files(codec.tokenizer),
     }
     if recipe.method.kind == "adapter":
-        files |= companions.adapter_files(policy)
+        files |= companions.adapter_files(policy.model)
     else:
-        files |= companions.model_files(parts.inner, parts.base, parts.codec.stop_token_ids)
+        files |= companions.model_files(policy.inner, base, codec.stop_token_ids)
     return Saver(
         output_dir=recipe.train.output_dir,
         section=recipe.checkpoint,

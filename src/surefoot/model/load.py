@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import warnings
 from pathlib import Path
 from typing import Literal
 
@@ -161,6 +162,14 @@ def upcast_trained(model: nn.Module, section: ModelSection) -> None:
         for parameter in model.parameters():
             if parameter.requires_grad and parameter.dtype in (torch.float16, torch.bfloat16):
                 parameter.data = parameter.data.float()
+
+
+def recompute_activations(model: PreTrainedModel) -> None:
+    """Keep no activations of the layers; compute them again in the backward pass."""
+    with warnings.catch_warnings():  # 5.23 renamed it; this name works in all of transformers 5
+        warnings.simplefilter("ignore", FutureWarning)
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.enable_input_require_grads()  # else nothing flows back through frozen embeddings
 
 
 @torch.no_grad()

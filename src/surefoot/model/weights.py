@@ -78,6 +78,18 @@ class AdapterWeights:
         set_peft_model_state_dict(self.model, dict(state))
 
 
+def trained(
+    model: nn.Module, weights: FullWeights | AdapterWeights
+) -> list[tuple[str, nn.Parameter]]:
+    """The parameters that learn, each under its name in the weight files where it has one there."""
+    in_files = {tensor.data_ptr(): name for name, tensor in weights.state_dict().items()}
+    return [
+        (in_files.get(parameter.data_ptr(), name), parameter)
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    ]
+
+
 def _check_names(found: Tensors, wanted: Tensors) -> None:
     missing, unexpected = sorted(wanted.keys() - found.keys()), sorted(found.keys() - wanted.keys())
     if missing or unexpected:
