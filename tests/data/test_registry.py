@@ -97,6 +97,7 @@ def test_hub_datasets(entry):
         ({"columns": {"query": ""}}, "columns.query: expected a name, got str ''"),
         ({"columns": {"chosen": "a"}}, 'columns.chosen: is read only with "ranking": true'),
         ({"columns": {"images": "a"}}, "columns.images: only text is read, not images"),
+        ({"columns": {"main": "a"}}, "columns: unknown name 'main'"),
         ({"columns": {"ranking": "a"}}, "columns: unknown name 'ranking'"),
         ({"tags": {"role_tag": "a"}}, r"tags: unknown name 'role_tag' \(alpaca has no tags\)"),
         ({"formatting": "openai", "tags": {"role_tag": None}}, "tags.role_tag: expected a name"),

@@ -86,7 +86,7 @@ class Writer:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._columns: dict[str, _Column] = {}
-        self._rows: list[int] = []
+        self._rows = array("q")
 
     def __enter__(self) -> Writer:
         return self
@@ -103,7 +103,7 @@ class Writer:
             self._columns = {name: _Column(self._folder, name) for name in items[0]}
         for name, column in self._columns.items():
             column.add([item[name] for item in items])
-        self._rows += rows
+        self._rows.extend(rows)
 
     def finish(self, report: JSON) -> None:
         """Write the indexes and the header, and return when all of it is on the disk."""
@@ -149,7 +149,7 @@ class _Column:
 
     def finish(self) -> dict[str, _Written]:
         self._file.sync()
-        offsets = np.cumsum([0, *self._lengths], dtype=np.int64)
+        offsets = np.concatenate([[0], np.cumsum(self._lengths, dtype=np.int64)])
         written = {f"{self._name}{TOKENS}": _Written(self._size, self._hash.hex())}
         return written | _write_index(self._folder, f"{self._name}{OFFSETS}", offsets)
 
@@ -208,7 +208,7 @@ def _mapped(path: Path, written: _Written) -> NDArray[Any]:
 def _build(folder: Path, build: Callable[[Writer], JSON]) -> Cached:
     aside = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.part")
     try:
-        files.make_folder(aside, exist_ok=False)
+        files.make_folder(aside)
         with Writer(aside) as writer:
             writer.finish(build(writer))
         built = _open(aside)  # before it gets its name: what is mapped stays, whoever removes it

@@ -21,12 +21,12 @@ MASK = 2**64 - 1
 def permutation(length: int, *, seed: int, stream: int) -> Index:
     """The numbers below ``length`` in an order that depends on (seed, stream) and nothing else.
 
-    Every number gets a random key, and the keys are sorted. ``stream`` tells apart the orders of
-    one seed, such as those of the epochs.
+    Every number gets a key of its own, scrambled, and the keys are sorted. ``stream`` tells apart
+    the orders of one seed, such as those of the epochs.
     """
     key = np.uint64(_scramble_one(_scramble_one(seed & MASK) ^ (stream & MASK)))
     keys = _scramble(np.arange(length, dtype=np.uint64) ^ key)
-    return np.argsort(_scramble(keys + key), kind="stable")
+    return np.argsort(_scramble(keys + key))  # no two are equal: scrambling is a bijection
 
 
 def hold_out(rows: Index, *, val_size: float, seed: int) -> NDArray[np.bool_]:

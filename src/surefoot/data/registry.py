@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -156,8 +156,8 @@ def _names(raw: JSON, key: str, kind: str, where: str) -> dict[str, str | None]:
     """What an entry calls the columns or the tags of its format."""
     where = f"{where}.{key}"
     listed = _object(raw.get(key) or {}, where)
-    fields = FORMATS[kind].__dataclass_fields__.keys() - {"ranking"}
-    known = dict.fromkeys(sorted(fields & TAGS if key == "tags" else fields - TAGS))
+    names = {field.name for field in fields(FORMATS[kind])} - {"ranking"}
+    known = dict.fromkeys(sorted(names & TAGS if key == "tags" else names - TAGS))
     for name, value in listed.items():
         if name in MEDIA:
             raise DataError(f"{where}.{name}: only text is read, not {name}")
