@@ -301,18 +301,25 @@ def append_line(path: Path, text: str) -> None:
 # --- folders -----------------------------------------------------------------------------------
 
 
-def make_folder(path: Path, *, exist_ok: bool = True) -> None:
+def make_folder(path: Path) -> None:
     """Make ``path`` and what is missing above it, so that a crash does not take it away again."""
+    if is_folder(path):
+        return
     try:
         os.mkdir(path)
     except FileNotFoundError:
         make_folder(path.parent)
-        os.mkdir(path)
+        make_folder(path)
     except FileExistsError:
-        if exist_ok and is_folder(path):
-            return
-        raise
-    sync_folder(path.parent)
+        if not is_folder(path):  # another process may have been faster
+            raise NotADirectoryError(errno.ENOTDIR, "it is a file", str(path)) from None
+    else:
+        sync_folder(path.parent)
+
+
+def new_folder(path: Path) -> None:
+    """Make ``path``, which must not exist. The name is not durable before its folder is flushed."""
+    os.mkdir(path)
 
 
 def sync_folder(path: Path) -> None:

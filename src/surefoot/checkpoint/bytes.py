@@ -63,7 +63,8 @@ def dtype_name(name: str, dtype: torch.dtype) -> str:
 
 def raw(tensor: torch.Tensor) -> memoryview:
     """The bytes of a contiguous CPU tensor, in place."""
-    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
+    flat = tensor.detach().as_strided((tensor.numel(),), (1,))  # one element may have any stride
+    return flat.view(torch.uint8).numpy().data
 
 
 def write_file(

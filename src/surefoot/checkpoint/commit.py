@@ -23,7 +23,7 @@ from .index import MANIFEST
 _COMMITTED = re.compile(r"checkpoint-(0|[1-9]\d{0,17})")
 _PART = re.compile(r"\.checkpoint-\d+\.[0-9a-f]+\.part")
 _FORGOTTEN = re.compile(r"\.checkpoint-\d+\.[0-9a-f]+\.forgotten")
-_ATTEMPTS = 8
+_ATTEMPTS = 100
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def refuse_existing(target: Path) -> None:
 def _start(target: Path) -> Part:
     for _ in range(_ATTEMPTS):
         folder = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
-        files.make_folder(folder, exist_ok=False)
+        files.new_folder(folder)
         with contextlib.suppress(FileNotFoundError):  # cleaned away before the file was there
             manifest = files.create(folder / MANIFEST)
             if _is_mine(manifest):

@@ -38,7 +38,7 @@ def split(tree: object, where: str) -> tuple[dict[str, torch.Tensor], Skeleton]:
                 f"{where}: nested deeper than {_LEVELS} levels: {'.'.join(path)[:200]}"
             )
         if isinstance(value, dict):
-            return _dict(value, path, walk)
+            return _dict(value, path, walk, where)
         if type(value) in (list, tuple):
             items = [walk(item, (*path, str(i))) for i, item in enumerate(value)]
             return items if type(value) is list else {"$tuple": items}
@@ -76,11 +76,11 @@ def pointers(skeleton: Skeleton) -> list[str]:
 
 
 def _dict(
-    value: Mapping[Any, Any], path: tuple[str, ...], walk: Callable[..., Skeleton]
+    value: Mapping[Any, Any], path: tuple[str, ...], walk: Callable[..., Skeleton], where: str
 ) -> Skeleton:
     if all(type(key) is str and not key.startswith("$") for key in value):
         return {key: walk(item, (*path, key)) for key, item in value.items()}
-    where = ".".join(path)
+    where = ".".join((where, *path))
     return {"$dict": [[_key(k, where), walk(v, (*path, str(k)))] for k, v in value.items()]}
 
 

@@ -1,0 +1,269 @@
+"""A folder becomes a checkpoint at one stroke; what is cut short is cleaned, what is alive is not."""
+
+import os
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from surefoot import files
+from surefoot.checkpoint.commit import (
+    aside,
+    clean,
+    committed,
+    drop,
+    is_leftover,
+    named,
+    set_aside,
+    step_of,
+)
+from surefoot.errors import CheckpointError
+
+
+def names(root):
+    return sorted(p.name for p in root.iterdir())
+
+
+def publish(root, step, content=b"{}"):
+    target = root / f"checkpoint-{step}"
+    with aside(target) as part:
+        files.write_new(part.folder / "file", b"x")
+        part.commit(target, content)
+    return target
+
+
+def test_a_committed_folder_has_its_name_and_its_manifest(tmp_path):
+    target = publish(tmp_path / "new" / "run", 5)
+    assert names(target.parent) == ["checkpoint-5"]
+    assert (target / "manifest.json").read_bytes() == b"{}"
+    assert committed(target.parent) == [target]
+
+
+def test_before_the_commit_there_is_no_checkpoint(tmp_path):
+    with aside(tmp_path / "checkpoint-5") as part:
+        assert part.folder.name.startswith(".checkpoint-5.")
+        assert named(tmp_path) == committed(tmp_path) == []
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])
+def test_what_is_not_committed_is_removed(tmp_path, error):
+    with pytest.raises(error), aside(tmp_path / "checkpoint-5") as part:
+        files.write_new(part.folder / "file", b"x")
+        raise error
+    assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    "make", [lambda p: p.mkdir(), lambda p: p.write_text("x"), lambda p: p.symlink_to("no")]
+)
+def test_what_has_the_name_already_is_never_replaced(tmp_path, make):
+    target = tmp_path / "checkpoint-5"
+    with pytest.raises(CheckpointError, match="exists already"), aside(target) as part:
+        make(target)
+        part.commit(target, b"{}")
+    assert names(tmp_path) == ["checkpoint-5"]
+    assert not (target / "manifest.json").exists()
+
+
+def test_folders_inside_are_committed_with_it(tmp_path):
+    target = tmp_path / "checkpoint-1"
+    with aside(target) as part:
+        files.make_folder(part.folder / "sub" / "deep")
+        files.write_new(part.folder / "sub" / "deep" / "file", b"x")
+        part.commit(target, b"{}")
+    assert (target / "sub" / "deep" / "file").read_bytes() == b"x"
+
+
+def test_checkpoints_are_listed_by_step_not_by_name(tmp_path):
+    for step in (100, 20, 3):
+        publish(tmp_path, step)
+    (tmp_path / "checkpoint-50").mkdir()
+    for other in (
+        "checkpoint-",
+        "checkpoint-1x",
+        "checkpoint--1",
+        "checkpoint-007",
+        "xcheckpoint-1",
+        "checkpoint-1.damaged",
+    ):
+        (tmp_path / other).mkdir()
+    (tmp_path / "checkpoint-60").write_text("a file")
+    assert [p.name for p in committed(tmp_path)] == [
+        "checkpoint-3",
+        "checkpoint-20",
+        "checkpoint-100",
+    ]
+    assert [step_of(p) for p in named(tmp_path)] == [3, 20, 50, 100]
+    assert committed(tmp_path / "none") == named(tmp_path / "none") == []
+
+
+def test_the_folder_of_a_living_process_is_not_cleaned(tmp_path):
+    with aside(tmp_path / "checkpoint-5") as part:
+        assert clean(tmp_path) == []
+        assert part.folder.exists()
+        part.commit(tmp_path / "checkpoint-5", b"{}")
+    assert clean(tmp_path) == []
+    assert names(tmp_path) == ["checkpoint-5"]
+
+
+def test_the_folder_of_a_killed_process_is_cleaned(tmp_path):
+    code = (
+        "import os, sys; from pathlib import Path; from surefoot.checkpoint.commit import aside; "
+    )
+    code += "part = aside(Path(sys.argv[1]) / 'checkpoint-5'); part.__enter__(); os._exit(9)"
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False)
+    (left,) = tmp_path.iterdir()
+    assert is_leftover(left.name)
+    assert clean(tmp_path) == [left]
+    assert names(tmp_path) == []
+
+
+def test_the_folder_of_another_living_process_is_not_cleaned(tmp_path):
+    code = "import sys; from pathlib import Path; from surefoot.checkpoint.commit import aside\n"
+    code += (
+        "with aside(Path(sys.argv[1]) / 'checkpoint-5'): print('in', flush=True); sys.stdin.read()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as other:
+        other.stdout.readline()
+        assert clean(tmp_path) == []
+        assert len(names(tmp_path)) == 1
+        other.stdin.close()
+        other.wait()
+
+
+def test_an_empty_part_is_cleaned_but_not_one_that_fills(tmp_path):
+    (tmp_path / ".checkpoint-1.0a.part").mkdir()
+    strange = tmp_path / ".checkpoint-2.0b.part"
+    strange.mkdir()
+    files.write_new(strange / "file", b"not ours: we make the manifest first")
+    assert [p.name for p in clean(tmp_path)] == [".checkpoint-1.0a.part"]
+    assert names(tmp_path) == [".checkpoint-2.0b.part"]
+
+
+def test_half_forgotten_checkpoints_are_cleaned(tmp_path):
+    gone = tmp_path / ".checkpoint-1.0a.forgotten"
+    gone.mkdir()
+    files.write_new(gone / "manifest.json", b"{}")
+    assert clean(tmp_path) == [gone]
+
+
+def test_nothing_else_is_cleaned(tmp_path):
+    publish(tmp_path, 1)
+    for other in (
+        "checkpoint-2",
+        ".checkpoint-3",
+        "checkpoint-1.0a.part",
+        ".checkpoint-x.0a.part",
+        ".git",
+    ):
+        (tmp_path / other).mkdir()
+    before = names(tmp_path)
+    assert clean(tmp_path) == []
+    assert names(tmp_path) == before
+    assert clean(tmp_path / "none") == []
+
+
+def test_a_save_starts_again_if_its_folder_is_cleaned_at_the_first_moment(tmp_path, monkeypatch):
+    """Another process may clean between making the folder and locking the manifest."""
+    taken = []
+
+    class Meddler:
+        def __getattr__(self, name):
+            return getattr(os, name)
+
+        def open(self, path, flags, *args, **kwargs):
+            if str(path).endswith("manifest.json") and flags & os.O_CREAT and len(taken) < 2:
+                taken.append(path)
+                if len(taken) == 1:  # before the file is there
+                    os.rmdir(os.path.dirname(path))
+                else:  # after it is there, before it is locked
+                    descriptor = os.open(path, flags, *args, **kwargs)
+                    files.remove_tree(path.parent)
+                    return descriptor
+            return os.open(path, flags, *args, **kwargs)
+
+    monkeypatch.setattr(files, "os", Meddler())
+    publish(tmp_path, 5)
+    assert len(taken) == 2
+    assert names(tmp_path) == ["checkpoint-5"]
+
+
+def test_cleaners_and_savers_at_once_never_harm_each_other(tmp_path):
+    stop = threading.Event()
+    errors = []
+
+    def cleaning():
+        while not stop.is_set():
+            time.sleep(0.001)
+            try:
+                clean(tmp_path)
+            except Exception as error:
+                errors.append(error)
+
+    threads = [threading.Thread(target=cleaning) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    try:
+        for step in range(60):
+            publish(tmp_path, step)
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+    assert errors == []
+    assert names(tmp_path) == sorted(f"checkpoint-{step}" for step in range(60))
+
+
+def test_a_folder_that_is_taken_away_again_and_again_is_an_error(tmp_path, monkeypatch):
+    class Thief:
+        def __getattr__(self, name):
+            return getattr(os, name)
+
+        def open(self, path, flags, *args, **kwargs):
+            if flags & os.O_CREAT:
+                os.rmdir(os.path.dirname(path))
+            return os.open(path, flags, *args, **kwargs)
+
+    monkeypatch.setattr(files, "os", Thief())
+    with pytest.raises(CheckpointError, match="keeps removing"):
+        publish(tmp_path, 5)
+
+
+def test_without_locks_a_save_works_and_nothing_is_cleaned(tmp_path, monkeypatch):
+    def no_locks(*_):
+        raise OSError(37, "No locks available")
+
+    monkeypatch.setattr(files.fcntl, "flock", no_locks)
+    publish(tmp_path, 5)
+    with aside(tmp_path / "checkpoint-6") as part:
+        assert clean(tmp_path) == []
+        assert part.folder.exists()
+
+
+def test_a_dropped_checkpoint_is_gone(tmp_path):
+    drop(publish(tmp_path, 5))
+    assert names(tmp_path) == []
+
+
+def test_a_damaged_checkpoint_makes_way_for_a_new_one(tmp_path):
+    for expected in ("checkpoint-5.damaged", "checkpoint-5.damaged-2", "checkpoint-5.damaged-3"):
+        assert set_aside(publish(tmp_path, 5)).name == expected
+    assert committed(tmp_path) == []
+
+
+def test_a_root_that_cannot_be_listed_is_an_error_of_the_checkpoint(tmp_path, monkeypatch):
+    class Denied:
+        def __getattr__(self, name):
+            return getattr(os, name)
+
+        def listdir(self, path):
+            raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(files, "os", Denied())
+    for function in (named, committed, clean):
+        with pytest.raises(CheckpointError, match="no permission"):
+            function(tmp_path)
