@@ -4,6 +4,7 @@ import json
 import math
 import os
 import signal
+import time
 
 import pytest
 import small
@@ -11,6 +12,7 @@ import torch
 import transformers
 
 import tiny
+from project import in_child
 from surefoot.errors import CheckpointError, RunError
 from surefoot.methods.freeze import Freeze
 from surefoot.methods.full import Full
@@ -244,6 +246,18 @@ def test_sigterm_finishes_the_step_saves_and_stops(tmp_path):
     whole = small.trainer(tmp_path / "whole")
     whole.fit()
     small.assert_same_weights(small.weights(second), small.weights(whole))
+
+
+def test_a_second_signal_leaves_at_once(tmp_path):
+    class Stuck(TrainerCallback):
+        def on_pre_optimizer_step(self, args, state, control):
+            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(60)
+
+    code = in_child(lambda: small.trainer(tmp_path, Stuck()).fit())
+    assert code == -signal.SIGTERM
+    assert not list(tmp_path.iterdir())
 
 
 def test_an_evaluation_that_sigterm_broke_off_is_made_after_the_resume(tmp_path):

@@ -52,3 +52,8 @@ class PreparingStage(Stage, Protocol):
     def prepare(self, models: Models, window: Window) -> Iterable[Window]:
         """Turn what was loaded into what to learn from; every window yielded is one optimizer
         step."""
+
+
+def learnables(stage: Stage, models: Models, window: Window) -> Iterable[Window]:
+    """The windows to learn from, one per optimizer step: what ``stage`` prepares, or ``window``."""
+    return stage.prepare(models, window) if isinstance(stage, PreparingStage) else (window,)

@@ -19,7 +19,7 @@ from .randomness import RandomState, seed_everything
 from .saver import Saver
 from .section import TrainSection
 from .signals import StopSignal
-from .stage import Models, PreparingStage, Stage
+from .stage import Models, Stage, learnables
 from .state import TrainerControl, TrainerState
 from .step import Figures, Step
 
@@ -108,7 +108,7 @@ class Trainer:
             self.control.should_epoch_stop = False
             self.callbacks.emit("on_epoch_begin")
         window = self.loader.next_window()
-        for learnable in self._learnables(window):
+        for learnable in learnables(self.stage, self.models, window):
             if not self._step(learnable, place):
                 return
         while self.control.should_epoch_stop and self.loader.window:
@@ -116,12 +116,6 @@ class Trainer:
             self.state.epoch = float(self.loader.epoch)
         if self.loader.window == 0:
             self.callbacks.emit("on_epoch_end")
-
-    def _learnables(self, window: Window) -> Iterable[Window]:
-        stage = self.stage
-        return (
-            stage.prepare(self.models, window) if isinstance(stage, PreparingStage) else (window,)
-        )
 
     def _step(self, window: Window, place: tuple[int, int]) -> bool:
         """One optimizer step; False if it led back to the last checkpoint."""
