@@ -11,7 +11,7 @@ import re
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeVar, cast
+from typing import Protocol, TypeVar, cast
 
 from tokenizers import Encoding, Tokenizer
 from transformers import PreTrainedTokenizerBase
@@ -34,12 +34,20 @@ class Text:
         return Text(self.text[part], self.marked)
 
 
+class Offsets(Protocol):
+    """For each token, the characters it covers: first, and one past the last."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> tuple[int, int]: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """Token ids and, for each, the characters it covers."""
+    """Token ids, and where they are in the text."""
 
     ids: list[int]
-    offsets: Sequence[tuple[int, int]]
+    offsets: Offsets
 
     def index(self, position: int) -> int | None:
         """Number of tokens before a character; None if a token lies across its beginning."""
@@ -131,7 +139,8 @@ class Tokenization:
             start = text.index(part, position)
             found = self._after(part, plain) if start else self._encode_part(part, plain)
             ids += found.ids
-            offsets += [(a + start, b + start) for a, b in found.offsets]
+            every = map(found.offsets.__getitem__, range(len(found.ids)))
+            offsets += [(a + start, b + start) for a, b in every]
             position = start + len(part)
         return Tokens(ids, offsets)
 
@@ -147,7 +156,8 @@ class Tokenization:
         skip = len(self._newline)
         if found.ids[:skip] != self._newline:
             return self._encode_part(text, plain)
-        return Tokens(found.ids[skip:], [(max(a - 1, 0), b - 1) for a, b in found.offsets[skip:]])
+        rest = (found.offsets[i] for i in range(skip, len(found.ids)))
+        return Tokens(found.ids[skip:], [(max(a - 1, 0), b - 1) for a, b in rest])
 
     def _encode_part(self, text: str, plain: bool) -> Tokens:
         self._rust.encode_special_tokens = plain
@@ -160,8 +170,21 @@ class Tokenization:
         return found
 
 
+@dataclass(frozen=True, slots=True)
+class _LazyOffsets:
+    """Offsets of an encoding, fetched one by one: few are ever looked at."""
+
+    encoding: Encoding
+
+    def __len__(self) -> int:
+        return len(self.encoding)
+
+    def __getitem__(self, index: int, /) -> tuple[int, int]:
+        return cast(tuple[int, int], self.encoding.token_to_chars(index))
+
+
 def _tokens(encoding: Encoding) -> Tokens:
-    return Tokens(encoding.ids, encoding.offsets)
+    return Tokens(encoding.ids, _LazyOffsets(encoding))
 
 
 def _strings(value: object) -> Iterator[str]:

@@ -2,9 +2,9 @@
 
 A file begins with a Jinja comment that holds YAML: ``description``, ``aliases``, ``tokens`` (the
 special tokens it writes), ``stop`` (what ends an answer; the end-of-sequence token if absent) and
-``tools``. The rest is the template as it is saved with the weights, ``{% generation %}`` marks around
-what is learnt of an answer. ``{%- include "x.part" %}`` is replaced by that file's text, so that what
-is saved stands alone. Nothing else is added to a conversation, here or later.
+``tools``. The rest is the template as it is saved with the weights, with ``{% generation %}`` marks
+around what is learnt of an answer. ``{%- include "x.part" %}`` is replaced by that file's text, so
+that what is saved stands alone. Nothing else is added to a conversation, here or later.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ruamel.yaml import YAML
 from transformers import PreTrainedTokenizerBase
 
 from ...errors import TemplateError
-from .render import PROBES, Renderer
+from .render import PROBES, Probe, Renderer
 
 FOLDER = Path(__file__).parent
 AUTO = "auto"
@@ -82,16 +82,18 @@ def disagreement(template: Template, tokenizer: PreTrainedTokenizerBase) -> str 
     saved = saved_source(tokenizer)
     if saved is None or template.name == AUTO or saved == template.source:
         return None
-    ours, theirs = Renderer(template.source, tokenizer), Renderer(saved, tokenizer)
-    different = [case for case, probe in PROBES.items() if _try(ours, probe) != _try(theirs, probe)]
+    renderers = Renderer(template.source, tokenizer), Renderer(saved, tokenizer)
+    pairs = {case: [_try(each, probe) for each in renderers] for case, probe in PROBES.items()}
+    different = {case: pair for case, pair in pairs.items() if pair[0] != pair[1]}
     if not different:
         return None
-    probe = PROBES[different[0]]
+    first, pair = next(iter(different.items()))
+    ours, theirs = _where_they_part(*pair)
     return (
-        f"template {template.name!r} differs from the chat template saved with the model "
-        f"({', '.join(different)}). Of {different[0]}, {template.name!r} makes "
-        f"{_try(ours, probe)!r}, the model's own makes {_try(theirs, probe)!r}. The run trains "
-        f"with {template.name!r} and saves it with the weights; `template: auto` keeps the model's."
+        f"template {template.name!r} differs from the chat template saved with the model, for "
+        f"{', '.join(different)}. For {first}, {template.name!r} writes {ours} where the model's "
+        f"own writes {theirs}. The run learns with {template.name!r} and saves it with the "
+        "weights; `template: auto` keeps the model's own"
     )
 
 
@@ -139,11 +141,23 @@ def _nearest(name: str) -> str:
     return f"{hint}; choose auto or one of {', '.join(names())}"
 
 
-def _try(renderer: Renderer, probe: Mapping[str, list[dict[str, object]]]) -> str:
+def _where_they_part(ours: str, theirs: str) -> tuple[str, str]:
+    """Two texts from a little before they begin to differ."""
+    pairs = enumerate(zip(ours, theirs, strict=False))
+    same = next((i for i, (a, b) in pairs if a != b), min(len(ours), len(theirs)))
+    start = max(0, same - 20)
+    return repr(ours[start : start + 80]), repr(theirs[start : start + 80])
+
+
+def _try(renderer: Renderer, probe: Probe) -> str:
+    """A probe with its next answer, or where it begins: the two must agree in both."""
+    answer: dict[str, object] = {"role": "assistant", "content": "Answer"}
+    answered = [*probe["messages"], answer]
     try:
-        return renderer.render(probe["messages"], probe.get("tools"), prompt=True)
+        prompt = renderer.render(probe["messages"], probe.get("tools"), prompt=True)
+        return prompt + renderer.render(answered, probe.get("tools")).removeprefix(prompt).rstrip()
     except TemplateError as error:
-        return f"an error: {error}"
+        return f"an error ({error})"
 
 
 def _read(path: Path) -> Bundled:

@@ -14,6 +14,7 @@ from ...errors import TemplateError
 from ..example import JSON, Message
 
 Dicts = Sequence[Mapping[str, object]]
+Probe = Mapping[str, list[dict[str, object]]]  # "messages", "tools"
 Spans = list[tuple[int, int]]
 
 _MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -36,7 +37,7 @@ _TURNS: list[dict[str, object]] = [
 ]
 _SYSTEM: dict[str, object] = {"role": "system", "content": "Instruction"}
 # Conversations that show how a template treats the common cases.
-PROBES: Mapping[str, Mapping[str, list[dict[str, object]]]] = {
+PROBES: Mapping[str, Probe] = {
     "a question": {"messages": _TURNS[:1]},
     "several turns": {"messages": _TURNS},
     "a system message": {"messages": [_SYSTEM, *_TURNS]},
@@ -99,6 +100,9 @@ class Renderer:
                 return_assistant_tokens_mask=marks,
                 **self._names,
             )
+        except jinja2.TemplateSyntaxError as error:
+            where = f"line {error.lineno}: {error.message}"
+            raise TemplateError(f"the chat template is not valid Jinja, {where}") from error
         except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
             raise TemplateError(f"the chat template refuses this conversation: {error}") from error
         return cast(str, texts[0]), list(spans[0]) if spans else []

@@ -9,11 +9,18 @@ conversation that ends with it.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 from ...errors import TemplateError
 from .render import PROBES, Dicts, Renderer
+
+logger = logging.getLogger(__name__)
+
+PLAIN, THINKING = "An answer to it", "<think>\nIt is easy.\n</think>\n\nAn answer to it"
+ENDLESS = "nothing teaches the model to stop"
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +34,7 @@ class Turn:
 
 
 class Locator:
-    """Finds answers in what a template renders; decides once how, on a short conversation.
+    """Finds answers in what a template renders; decides once how, on short conversations.
 
     Raises:
         TemplateError: answers cannot be told from prompts.
@@ -40,6 +47,8 @@ class Locator:
         self._marks_hold = renderer.has_marks and self._probe_marks()
         if not self._marks_hold:
             self._probe_prefixes()
+        if self._closing is None:
+            logger.warning("this chat template ends an answer with no special token: %s", ENDLESS)
 
     def locate(
         self, messages: Dicts, tools: Dicts | None, wanted: Sequence[int]
@@ -49,18 +58,17 @@ class Locator:
         Raises:
             TemplateError: the template refuses the conversation, or it cannot be masked.
         """
-        if not self._marks_hold:
+        if self._marks_hold:
+            text, turns = self._by_marks(messages, tools)
+            turns = [turn for turn in turns if turn.index in wanted]
+        else:
             text = self._renderer.render(messages, tools)
-            return text, [self._by_prefix(messages, tools, i, text) for i in wanted]
-        text, spans = self._renderer.render_marked(messages, tools)
-        answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-        if len(spans) != len(answers):
-            raise TemplateError(
-                f"the template marks {len(spans)} generations in a conversation of {len(answers)} "
-                "answers; each answer needs exactly one {% generation %} block"
-            )
-        turns = [self._by_mark(text, i, span) for i, span in zip(answers, spans, strict=True)]
-        return text, [turn for turn in turns if turn.index in set(wanted)]
+            turns = [self._by_prefix(messages, tools, i, text) for i in wanted]
+        for turn in turns:
+            _check_written(messages[turn.index], turn)
+        if any(_name_of(tool) not in text for tool in tools or ()):
+            raise TemplateError("the chat template does not write the tools of a conversation")
+        return text, turns
 
     def content(self, messages: Dicts, tools: Dicts | None, index: int, whole: str) -> Turn:
         """Where the content of any message stands in the conversation's text.
@@ -72,35 +80,38 @@ class Locator:
         after = self._renderer.render(messages[: index + 1], tools)
         content = str(messages[index]["content"])
         start = after.find(content, len(before))
-        if not whole.startswith(after[: start + len(content)]) or start < 0:
+        if start < 0 or not whole.startswith(after[: start + len(content)]):
             raise TemplateError(
-                f"message {index + 1} has `learn` set, but the template does not keep it in place"
+                f"message {index + 1} has `learn` set, but the chat template moves or rewrites it"
             )
         return Turn(index, whole, start, start + len(content))
 
-    def _by_mark(self, text: str, index: int, span: tuple[int, int]) -> Turn:
-        start, end = span
-        if self._lead and text.startswith(self._lead, start):
-            start += len(self._lead)
-        end = self._trimmed(text, start, end)
-        if end <= start:
-            raise TemplateError(f"message {index + 1}: its {{% generation %}} block is empty")
-        return Turn(index, text, start, end)
+    def _by_marks(self, messages: Dicts, tools: Dicts | None) -> tuple[str, list[Turn]]:
+        """Every answer, as its ``{% generation %}`` block has it."""
+        text, spans = self._renderer.render_marked(messages, tools)
+        answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        if len(spans) != len(answers):
+            raise TemplateError(
+                f"the chat template has {len(spans)} {{% generation %}} blocks for {len(answers)} "
+                "answers; each needs exactly one"
+            )
+        turns = []
+        for index, (start, end) in zip(answers, spans, strict=True):
+            skip = len(self._lead) if text.startswith(self._lead, start) else 0
+            turns.append(Turn(index, text, start + skip, self._trimmed(text, start + skip, end)))
+        return text, turns
 
     def _by_prefix(self, messages: Dicts, tools: Dicts | None, index: int, whole: str) -> Turn:
+        """One answer: what its conversation has behind its prompt."""
         prompt = self._renderer.render(messages[:index], tools, prompt=True)
-        last = index + 1 == len(messages)
-        own = whole if last else self._renderer.render(messages[: index + 1], tools)
+        is_last = index + 1 == len(messages)
+        own = whole if is_last else self._renderer.render(messages[: index + 1], tools)
         if not own.startswith(prompt):
             raise TemplateError(
-                f"message {index + 1}: the prompt of this answer ends in {prompt[-40:]!r}, but the "
-                "conversation with the answer does not begin with the prompt, so the answer cannot "
-                f"be told from it; name another data.template, or put {{% generation %}} marks "
-                "around the answers of this one"
+                f"the prompt of message {index + 1} ends in {prompt[-30:]!r}, but the conversation "
+                "with that answer does not begin with its prompt, so they cannot be told apart"
             )
         end = self._trimmed(own, len(prompt), len(own))
-        if end <= len(prompt):
-            raise TemplateError(f"message {index + 1}: the template renders nothing of this answer")
         text = whole if whole.startswith(own[:end]) else own
         return Turn(index, text, len(prompt), end)
 
@@ -113,30 +124,66 @@ class Locator:
 
     def _probe_marks(self) -> bool:
         """Whether marks lie around the answers; notes what they cover of the generation prompt."""
-        messages = _answered(PROBES["several turns"]["messages"])
+        messages = _answered(PROBES["several turns"]["messages"], PLAIN)
         try:
-            text, spans = self._renderer.render_marked(messages)
-            prompts = [self._renderer.render(messages[:i], prompt=True) for i in (1, 3)]
+            text, turns = self._by_marks(messages, None)
+            for turn in turns:
+                _check_written(messages[turn.index], turn)
+            prompts = [self._renderer.render(messages[: t.index], prompt=True) for t in turns]
         except TemplateError:
-            return False
-        answers = [str(messages[i]["content"]) for i in (1, 3)]
-        if len(spans) != 2 or any(
-            a not in text[slice(*s)] for a, s in zip(answers, spans, strict=True)
-        ):
-            return False  # in a macro or a set block, where their place is not known
-        heads = {prompt[start:] for prompt, (start, _) in zip(prompts, spans, strict=True)}
+            return False  # such as marks in a macro, whose place is not known
+        heads = {prompt[t.start :] for prompt, t in zip(prompts, turns, strict=True)}
         self._lead = heads.pop() if len(heads) == 1 else ""
+        if not all(text.startswith(prompt) for prompt in prompts):
+            logger.warning(
+                "this chat template's generation prompt is not what its answers stand behind, so "
+                "chat differs from training: its prompt ends in %r",
+                prompts[-1][-30:],
+            )
         return True
 
     def _probe_prefixes(self) -> None:
+        """Refuse a template under which neither plain nor thinking answers can be found."""
+        errors: list[TemplateError] = []
+        for answer in (PLAIN, THINKING):
+            try:
+                self._probe_prefix(answer)
+            except TemplateError as error:
+                errors.append(error)
+        if len(errors) == 2:
+            raise TemplateError(
+                f"this chat template cannot be masked: {errors[0]}. Name another data.template, "
+                "or put {% generation %} marks around the answers of this one"
+            )
+
+    def _probe_prefix(self, answer: str) -> None:
         for case in ("a question", "several turns"):
-            messages = _answered(PROBES[case]["messages"])
+            messages = _answered(PROBES[case]["messages"], answer)
+            indices = range(1, len(messages), 2)
             whole = self._renderer.render(messages)
-            for i in range(1, len(messages), 2):
-                turn = self._by_prefix(messages, None, i, whole)
-                if str(messages[i]["content"]) not in turn.text[turn.start : turn.end]:
-                    raise TemplateError("the template does not write the answers of a conversation")
+            for turn in (self._by_prefix(messages, None, i, whole) for i in indices):
+                _check_written(messages[turn.index], turn)
 
 
-def _answered(messages: Dicts) -> list[Mapping[str, object]]:
-    return [*messages, {"role": "assistant", "content": "The answer to it"}]
+def _check_written(message: Mapping[str, object], turn: Turn) -> None:
+    """Refuse an answer of which the template leaves something out."""
+    text = turn.text[turn.start : turn.end]
+    if not text:
+        raise TemplateError("the chat template writes nothing of an answer")
+    words = str(message["content"]).rpartition("</think>")[2]  # templates write thoughts anew
+    if words.strip()[-20:] not in text:
+        raise TemplateError("the chat template does not write an answer as it is")
+    calls = cast(Dicts, message.get("tool_calls", ()))
+    if any(_name_of(call) not in text for call in calls):
+        raise TemplateError("the chat template does not write the tool calls of an answer")
+
+
+def _name_of(tool: Mapping[str, object]) -> str:
+    function = cast(Mapping[str, object], tool["function"])
+    return str(function.get("name", ""))
+
+
+def _answered(messages: Dicts, answer: str) -> list[Mapping[str, object]]:
+    """A probe in which every answer, the last one included, is ``answer``."""
+    reply: Mapping[str, object] = {"role": "assistant", "content": answer}
+    return [*(reply if m["role"] == "assistant" else m for m in messages), reply]
