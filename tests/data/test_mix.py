@@ -55,21 +55,31 @@ def test_every_place_is_equally_likely():
 )
 def test_the_pieces_of_a_row_stay_on_one_side(rows, share, seed):
     rows = np.array(sorted(rows))
-    is_held = hold_out(rows, val_size=share, seed=seed)
+    is_held = hold_out(rows, num_rows=21, val_size=share, seed=seed)
     held, kept = set(rows[is_held]), set(rows[~is_held])
     assert not held & kept
     assert len(held) == -(-len(set(rows)) * share // 1)
-    assert (hold_out(rows, val_size=share, seed=seed) == is_held).all()
+    assert (hold_out(rows, num_rows=21, val_size=share, seed=seed) == is_held).all()
 
 
 def test_a_number_of_rows_is_held_out_and_another_seed_takes_others():
     rows = np.arange(100)
-    first, second = (hold_out(rows, val_size=30, seed=seed) for seed in (1, 2))
+    first, second = (hold_out(rows, num_rows=100, val_size=30, seed=seed) for seed in (1, 2))
     assert first.sum() == second.sum() == 30
     assert (first != second).any()
+
+
+@given(usable=st.sets(st.integers(0, 49), min_size=12), lost=st.integers(0, 49))
+def test_a_row_that_is_no_longer_usable_moves_at_most_one_other(usable, lost):
+    before, after = (
+        set(np.array(rows)[hold_out(np.array(rows), num_rows=50, val_size=10, seed=3)])
+        for rows in (sorted(usable), sorted(usable - {lost}))
+    )
+    assert before - after <= {lost}
+    assert len(after - before) <= 1
 
 
 @pytest.mark.parametrize("val_size", [3, 10, 0.9])
 def test_holding_out_everything_is_an_error(val_size):
     with pytest.raises(DataError, match=r"val_size = .* leaves nothing to train on: there are 3"):
-        hold_out(np.array([4, 4, 5, 9]), val_size=val_size, seed=1)
+        hold_out(np.array([4, 4, 5, 9]), num_rows=10, val_size=val_size, seed=1)

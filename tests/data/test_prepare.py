@@ -88,12 +88,12 @@ def test_the_report_in_words(section, tmp_path):
     write(tmp_path, one=[*rows, "{"])
     lines = list(run(replace(section, val_size=1)).report.lines())
     assert lines[0] == "one: 4 rows, 2 examples, 6 tokens, 4 of them to learn"
-    assert lines[1] == "one: left out 1 rows that cannot be read, such as"
+    assert lines[1] == "one: rows left out, for they cannot be read: 1"
     assert lines[2].startswith("  row 3: one.jsonl: line 4 is not valid JSON")
     assert lines[3:] == [
-        "one: dropped 1 examples: not wanted",
-        "one: cut 1 examples to data.cutoff_len",
-        "held out for evaluation: 1 examples",
+        "one: examples dropped: 1 (not wanted)",
+        "one: examples cut to data.cutoff_len: 1",
+        "examples held out for evaluation: 1",
     ]
 
 

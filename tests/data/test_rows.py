@@ -68,9 +68,24 @@ def test_a_listed_column_that_no_row_has_is_named_with_those_there_are(entry):
 
 def test_an_absent_question_is_told_once_and_not_as_broken_rows(entry):
     with pytest.raises(
-        DataError, match=r"no row has the column 'instruction'; the columns of .*text"
+        DataError, match=r"no row has the column 'instruction'; the columns of .* txt$"
     ):
-        list(read_examples(entry({"text": "a"}, {"text": "b"})))
+        list(read_examples(entry({"txt": "a"}, {"txt": "b"})))
+
+
+@pytest.mark.parametrize(
+    ("row", "raw", "advice"),
+    [
+        ({"messages": []}, {}, 'add "formatting": "openai" to the entry'),
+        ({"conversations": []}, {}, 'add "formatting": "sharegpt" to the entry'),
+        (GOOD, {"formatting": "openai"}, 'add "formatting": "alpaca" to the entry'),
+        ({"text": "a"}, {}, 'add "columns": {"prompt": "text"} to the entry'),
+    ],
+)
+def test_columns_of_another_format_tell_what_to_add_to_the_entry(entry, row, raw, advice):
+    with pytest.raises(DataError) as caught:
+        list(read_examples(entry(row, **raw)))
+    assert f"({advice}?); the columns of" in str(caught.value)
 
 
 def test_a_listed_column_may_be_in_few_rows(entry):

@@ -29,12 +29,16 @@ def permutation(length: int, *, seed: int, stream: int) -> Index:
     return np.argsort(_scramble(keys + key))  # no two are equal: scrambling is a bijection
 
 
-def hold_out(rows: Index, *, val_size: float, seed: int) -> NDArray[np.bool_]:
+def hold_out(rows: Index, *, num_rows: int, val_size: float, seed: int) -> NDArray[np.bool_]:
     """Which items to hold out for evaluation: true for all items of some rows.
+
+    All rows are put in an order, and the first usable ones are held out: where a few rows more or
+    fewer are usable, with another template say, the others stay on their side.
 
     Args:
         rows: [items] the row that each item comes from; the items of one row stay together.
-        val_size: a share of the rows if below 1, otherwise how many rows.
+        num_rows: how many rows there are, usable or not.
+        val_size: a share of the usable rows if below 1, otherwise how many.
         seed: decides which rows.
     """
     distinct = np.unique(rows)
@@ -44,8 +48,9 @@ def hold_out(rows: Index, *, val_size: float, seed: int) -> NDArray[np.bool_]:
             f"data.val_size = {val_size:g} leaves nothing to train on: "
             f"there are {len(distinct)} usable rows"
         )
-    chosen = permutation(len(distinct), seed=seed, stream=-1)[:count]
-    return np.isin(rows, distinct[chosen])
+    order = permutation(num_rows, seed=seed, stream=-1)
+    usable = order[np.isin(order, distinct)]
+    return np.isin(rows, usable[:count])
 
 
 def _scramble(x: NDArray[np.uint64]) -> NDArray[np.uint64]:

@@ -90,7 +90,9 @@ def _split(
     """What to train on and what to hold out; all pieces of a row are on the same side."""
     starts = np.cumsum([0, *(part.report.rows for part in parts)])
     rows = [part.store.rows + start for part, start in zip(parts, starts, strict=False)]
-    is_held = hold_out(np.concatenate(rows), val_size=section.val_size, seed=seed)
+    is_held = hold_out(
+        np.concatenate(rows), num_rows=int(starts[-1]), val_size=section.val_size, seed=seed
+    )
     whole = join([part.store for part in parts])
     train, held = np.flatnonzero(~is_held), np.flatnonzero(is_held)
     return EncodedDataset(whole.stores, train), EncodedDataset(whole.stores, held)

@@ -28,12 +28,12 @@ class DatasetReport:
         learnt = f"{self.tokens:,} tokens, {self.trained_tokens:,} of them to learn"
         yield f"{self.name}: {self.rows:,} rows, {self.items:,} examples, {learnt}"
         if self.broken:
-            yield f"{self.name}: left out {len(self.broken):,} rows that cannot be read, such as"
+            yield f"{self.name}: rows left out, for they cannot be read: {len(self.broken):,}"
             yield from shown(self.broken)
         for reason, count in self.dropped.items():
-            yield f"{self.name}: dropped {count:,} examples: {reason}"
+            yield f"{self.name}: examples dropped: {count:,} ({reason})"
         if self.cut:
-            yield f"{self.name}: cut {self.cut:,} examples to data.cutoff_len"
+            yield f"{self.name}: examples cut to data.cutoff_len: {self.cut:,}"
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Report:
         for dataset in self.datasets:
             yield from dataset.lines()
         if self.held_out:
-            yield f"held out for evaluation: {self.held_out:,} examples"
+            yield f"examples held out for evaluation: {self.held_out:,}"
 
 
 def shown(broken: Sequence[BrokenRow]) -> Iterator[str]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 
 from ..errors import DataError
 from .example import Example
+from .formats import FORMATS
 from .formats.fields import Row, nearest
 from .registry import Entry
 from .report import shown
@@ -61,8 +62,19 @@ def _check_columns(entry: Entry, found: dict[str, None], rest: Iterator[Row | Br
             columns = ", ".join(found)
             raise DataError(
                 f"dataset {entry.name!r}: no row has the column {column!r}"
-                f"{nearest(column, found)}; the columns of {entry.source} are: {columns}"
+                f"{_advice(entry, column, found)}; the columns of {entry.source} are: {columns}"
             )
+
+
+def _advice(entry: Entry, column: str, found: Mapping[str, None]) -> str:
+    """What the dataset may have meant, if the columns that it has tell."""
+    if hint := nearest(column, found):
+        return hint
+    for name, kind in FORMATS.items():
+        main = getattr(kind(), kind.main)
+        if main in found and not isinstance(entry.format, kind):
+            return f' (add "formatting": "{name}" to the entry?)'
+    return ' (add "columns": {"prompt": "text"} to the entry?)' if "text" in found else ""
 
 
 def too_many_broken(entry: Entry, broken: Sequence[BrokenRow], limit: int) -> DataError:
