@@ -1,7 +1,6 @@
 """The chat command: on a terminal, with one prompt, and in a pipe."""
 
 import io
-import json
 import os
 import pty
 import subprocess
@@ -201,4 +200,17 @@ def test_help_tells_of_every_way_to_use_it():
     text = CliRunner().invoke(main, ["chat", "--help"]).output
     for word in ("adapter", "recipe", "Piped", "--system", "--temperature", "--seed"):
         assert word in text
-    assert json.dumps(text)
+
+
+def test_a_real_model_tells_a_story(shared):
+    path = shared / "models" / "stories260k"
+    done = run(path, "--prompt", "Once upon a time, there was a", "--max-new-tokens", 40)
+    assert "continued by itself" in done.stderr
+    words = done.stdout.split()
+    assert len(words) > 8
+    assert {"the", "and", "was", "to", "a"} & set(words)
+    sampled = [
+        run(path, "--prompt", "Once upon", "--temperature", 0.9, "--seed", seed).stdout
+        for seed in (1, 1, 2)
+    ]
+    assert sampled[0] == sampled[1] != sampled[2]

@@ -1,17 +1,26 @@
 """Using what was trained: find it by any path, open it as it was trained, write it out whole."""
 
 from .conversation import Answer, Conversation
+from .evaluation import Generation, adopt, generations, measure, num_batches
 from .export import export
+from .heldout import HeldOut, held_out
 from .located import Located, locate
 from .opened import Opened, open_model, open_start
 
 __all__ = [
     "Answer",
     "Conversation",
+    "Generation",
+    "HeldOut",
     "Located",
     "Opened",
+    "adopt",
     "export",
+    "generations",
+    "held_out",
     "locate",
+    "measure",
+    "num_batches",
     "open_model",
     "open_start",
 ]

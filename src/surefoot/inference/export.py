@@ -100,7 +100,8 @@ def _aside(target: Path) -> Iterator[Path]:
     """A folder that becomes ``target`` at one stroke; removed if the block fails."""
     folder = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
     with files.raising(ModelError, f"cannot write {target}"):
-        files.make_folder(folder, exist_ok=False)
+        files.make_folder(target.parent)
+        files.new_folder(folder)
         try:
             yield folder
             files.sync_folder(folder)

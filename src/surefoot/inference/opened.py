@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, cast
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -47,7 +48,7 @@ class Opened:
     @cached_property
     def stop_token_ids(self) -> tuple[int, ...]:
         """Tokens that end an answer: the template's, the tokenizer's and the model's own."""
-        own = self._inner.generation_config.eos_token_id
+        own = self.inner.generation_config.eos_token_id
         found = own if isinstance(own, list) else [own]
         known = [i for i in found if isinstance(i, int)]
         return tuple(dict.fromkeys([*self.codec.stop_token_ids, *known]))
@@ -68,7 +69,13 @@ class Opened:
         return ids[:-1] if ends and not text.endswith(str(self.tokenizer.eos_token)) else ids
 
     @property
-    def _inner(self) -> PreTrainedModel:
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return cast(torch.device, self.inner.device)
+
+    @property
+    def inner(self) -> PreTrainedModel:
+        """The transformers model, without an adapter's wrapper."""
         is_plain = isinstance(self.model, PreTrainedModel)
         return cast(PreTrainedModel, self.model if is_plain else self.model.get_base_model())  # type: ignore[operator]
 

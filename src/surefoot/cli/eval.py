@@ -1,0 +1,215 @@
+"""``surefoot eval``: how good a model is on data it was not trained on."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from ..inference import Generation, HeldOut, Opened
+    from ..recipe.recipe import Recipe
+
+BASE = "base"
+Advance = Callable[[int], None]
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came out for one dataset."""
+
+    name: str
+    num_examples: int
+    metrics: dict[str, float]  # loss, perplexity, token_accuracy
+    answers: Sequence[Generation] = field(default=())
+
+    @property
+    def matches(self) -> int:
+        """Answers that are just those of the data."""
+        return sum(found.is_match for found in self.answers)
+
+    def figures(self) -> dict[str, object]:
+        """All of it but the texts; what is not a number is null."""
+        found: dict[str, object] = {"examples": self.num_examples}
+        found |= {n: v if math.isfinite(v) else None for n, v in self.metrics.items()}
+        if self.answers:
+            found |= {"exact_match": self.matches / len(self.answers)}
+            found |= {"matches": self.matches, "answers": len(self.answers)}
+        return found
+
+
+@click.command("eval")
+@click.argument("recipe", type=click.Path(path_type=Path))
+@click.argument("overrides", nargs=-1)
+@click.option(
+    "--model",
+    help="A checkpoint (checkpoint-60 is enough), or any model; base: the recipe's, untrained.",
+)
+@click.option("--base", help="The base model of an adapter, if it moved.")
+@click.option("--dataset", help="Evaluate on this dataset instead.")
+@click.option("--limit", type=click.IntRange(1), help="Only the first N examples of each dataset.")
+@click.option("--output", type=click.Path(path_type=Path), help="Where to write the generations.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def eval_(recipe: Path, overrides: tuple[str, ...], **options: object) -> None:
+    """Evaluate the run of RECIPE on data that it was not trained on.
+
+    That is data.eval_datasets, or what data.val_size holds out. Prints loss, perplexity and token
+    accuracy; for conversations the model also answers every one itself (section generate; greedy
+    unless it samples), and exact match is the share of answers that are those of the data, white
+    space around them aside. All answers go to generations-CHECKPOINT.jsonl in the run's folder.
+
+    Without --model, the best checkpoint of the run if its recipe ends with that one, otherwise the
+    newest. OVERRIDES are dotted fields such as generate.max_new_tokens=64.
+    """
+    from ..inference import adopt, held_out
+    from ..recipe.recipe import load
+
+    loaded = load(recipe, overrides)
+    opened, name = _open(loaded, options["model"], options["base"])  # type: ignore[arg-type]
+    opened = adopt(opened, loaded)
+    parts = held_out(
+        loaded,
+        opened.codec,
+        dataset=options["dataset"],  # type: ignore[arg-type]
+        limit=options["limit"],  # type: ignore[arg-type]
+    )
+    results = [_evaluate(opened, loaded, part) for part in parts]
+    written = None
+    if any(result.answers for result in results):
+        written = options["output"] or loaded.train.output_dir / f"generations-{name}.jsonl"
+        write_generations(Path(str(written)), results)
+    if options["as_json"]:
+        click.echo(json.dumps(summary(name, results, written), indent=2))
+    else:
+        _print(name, results, written)
+
+
+def _open(recipe: Recipe, model: str | None, base: str | None) -> tuple[Opened, str]:
+    """The model to evaluate, and a short name for it."""
+    from ..errors import CheckpointError
+    from ..inference import locate, open_model, open_start
+
+    if model == BASE:
+        return open_start(recipe), BASE
+    folder = recipe.train.output_dir
+    if model is None:
+        path = folder
+        if not folder.is_dir():
+            raise CheckpointError(
+                f"{folder}: nothing was trained there yet; run `surefoot train` first, or use "
+                "--model base"
+            )
+    else:
+        path = folder / model if (folder / model).is_dir() else Path(model)
+    located = locate(path if path.exists() else str(model))
+    opened = open_model(
+        located.folder,
+        base=base,
+        dtype=recipe.model.dtype,
+        trust_remote_code=recipe.model.trust_remote_code,
+    )
+    return opened, located.folder.name
+
+
+def _evaluate(opened: Opened, recipe: Recipe, part: HeldOut) -> Result:
+    from ..inference import generations, measure, num_batches
+
+    count = len(part.examples)
+    with _progress(f"{part.name}: loss", num_batches(recipe, count)) as advance:
+        metrics = measure(opened, recipe, part.examples, on_batch=lambda: advance(1))
+    answers: list[Generation] = []
+    if recipe.stage.uses_template:
+        with _progress(f"{part.name}: answers", count) as advance:
+            answers = generations(opened, recipe, part.examples, on_answered=advance)
+    return Result(part.name, count, metrics, answers)
+
+
+@contextmanager
+def _progress(title: str, total: int) -> Iterator[Advance]:
+    """A bar on standard error, if that is a terminal; it leaves nothing behind."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(title, total=total)
+        yield lambda count: bar.advance(task, count)
+
+
+def write_generations(path: Path, results: Sequence[Result]) -> None:
+    """One JSON object a line: origin, prompt, reference, answer, match. Replaces an old file."""
+    from ..errors import RunError
+    from ..files import make_folder, raising, write_aside
+
+    lines = [
+        json.dumps(
+            {
+                "origin": found.origin,
+                "prompt": found.prompt,
+                "reference": found.reference,
+                "answer": found.answer,
+                "match": found.is_match,
+            },
+            ensure_ascii=False,
+        )
+        for result in results
+        for found in result.answers
+    ]
+    with raising(RunError, "cannot write the generations"):
+        make_folder(path.absolute().parent)
+        write_aside(path, ("\n".join(lines) + "\n").encode(errors="replace"))
+
+
+def summary(name: str, results: Sequence[Result], written: object) -> dict[str, object]:
+    """Everything as plain data: the whole, then each dataset.
+
+    As in training, loss and the like of several datasets are the means over the datasets; exact
+    match is over all answers.
+    """
+    known = set.intersection(*(set(result.metrics) for result in results))
+    means = {
+        metric: sum(result.metrics[metric] for result in results) / len(results)
+        for metric in results[0].metrics
+        if metric in known
+    }
+    answers = [found for result in results for found in result.answers]
+    whole = Result("", sum(result.num_examples for result in results), means, answers)
+    return {
+        "model": name,
+        **whole.figures(),
+        "generations": None if written is None else str(written),
+        "datasets": {result.name: result.figures() for result in results},
+    }
+
+
+def _print(name: str, results: Sequence[Result], written: object) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False)
+    table = Table("dataset", title=f"{name} on held-out data", title_justify="left")
+    metrics = list(results[0].metrics)
+    for column in ("examples", *(metric.replace("_", " ") for metric in metrics)):
+        table.add_column(column, justify="right")
+    for result in results:
+        values = (f"{result.metrics.get(metric, math.nan):.4f}" for metric in metrics)
+        table.add_row(result.name, f"{result.num_examples:,}", *values)
+    console.print(table)
+    for result in results if len(results) > 1 else ():
+        if result.answers:
+            console.print(f"{result.name}: {match_line(result.answers)}", markup=False)
+    if answers := [found for result in results for found in result.answers]:
+        console.print(f"generations: {written}", style="dim", markup=False, soft_wrap=True)
+        console.print(match_line(answers), style="bold")
+
+
+def match_line(answers: Sequence[Generation]) -> str:
+    """The line people look for."""
+    matches = sum(found.is_match for found in answers)
+    return f"exact match {100 * matches / len(answers):.1f} % ({matches}/{len(answers)})"

@@ -1,0 +1,183 @@
+"""How good a model is on examples it has not seen: its loss there, and its own answers."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from ..batch import IGNORE_INDEX, Batch, Features, Outputs
+from ..data.chat import Codec
+from ..data.encode import Cut, Dropped
+from ..data.example import Example
+from ..data.templates import load_template
+from ..errors import DataError
+from ..generate.decode import decoder
+from ..generate.engine import answer, room
+from ..model import outputs
+from ..model.attention import use_packed
+from ..recipe.recipe import Recipe
+from ..training.evaluate import evaluate
+from ..training.precision import autocast, choose
+from .opened import Opened
+
+logger = logging.getLogger(__name__)
+UNCUT = 1_000_000_000  # tokens; more than any window
+
+
+@dataclass(frozen=True)
+class Generation:
+    """A question of the data, what the data answers, and what the model does."""
+
+    origin: str  # "dataset:row"
+    prompt: str  # as the model reads it, control tokens and all
+    reference: str
+    answer: str
+
+    @property
+    def is_match(self) -> bool:
+        """Whether both say the same, white space around it aside."""
+        return self.answer.strip() == self.reference.strip()
+
+
+def adopt(opened: Opened, recipe: Recipe) -> Opened:
+    """``opened`` with the recipe's settings; with its template, too, if the model brings none."""
+    template = opened.template
+    if not recipe.stage.uses_template:
+        template = None
+    elif template is None:
+        template = load_template(recipe.data.template, opened.tokenizer)
+    return replace(opened, recipe=recipe, template=template)
+
+
+def measure(
+    opened: Opened,
+    recipe: Recipe,
+    examples: Sequence[Example],
+    *,
+    on_batch: Callable[[], None] | None = None,
+) -> dict[str, float]:
+    """Loss, perplexity and token accuracy, as training measures them on the way."""
+    items = _items(opened, recipe, examples)
+    needs = (*recipe.stage.needs, "predictions")
+    precision = choose(recipe.train.precision)
+
+    def forward(batch: Batch) -> Outputs:
+        with autocast(precision, opened.device):
+            return outputs.compute(opened.model, batch, needs)
+
+    with _packed(opened, recipe):
+        return evaluate(
+            _batches(recipe, items),
+            forward,
+            recipe.stage.loss,
+            device=opened.device,
+            after=on_batch or (lambda: None),
+        )
+
+
+def _items(opened: Opened, recipe: Recipe, examples: Sequence[Example]) -> list[Features]:
+    outcomes = recipe.stage.encode(examples, opened.codec)
+    dropped = [outcome for outcome in outcomes if isinstance(outcome, Dropped)]
+    if len(dropped) == len(outcomes):
+        reason = dropped[0].reason if dropped else "there are none"
+        raise DataError(f"no example of {len(outcomes)} can be evaluated: {reason}")
+    if dropped:
+        logger.warning(
+            "left out %d of %d examples: %s", len(dropped), len(outcomes), dropped[0].reason
+        )
+    kept = (outcome for outcome in outcomes if not isinstance(outcome, Dropped))
+    return [f for o in kept for f in (o.features if isinstance(o, Cut) else o)]
+
+
+def num_batches(recipe: Recipe, num_examples: int) -> int:
+    """About how many batches ``measure`` goes through."""
+    return -(-num_examples // recipe.train.micro_batch_size)
+
+
+def _batches(recipe: Recipe, items: Sequence[Features]) -> Iterator[Batch]:
+    size = recipe.train.micro_batch_size
+    for start in range(0, len(items), size):
+        yield recipe.stage.collate(items[start : start + size], packing=recipe.data.packing)
+
+
+@contextmanager
+def _packed(opened: Opened, recipe: Recipe) -> Iterator[None]:
+    """Attention for packed rows while the block lasts; generating needs the plain one."""
+    inner = opened.inner
+    plain = inner.config._attn_implementation
+    if recipe.data.packing:
+        use_packed(inner)
+    try:
+        yield
+    finally:
+        inner.set_attn_implementation(plain)
+
+
+@dataclass(frozen=True)
+class _Question:
+    origin: str
+    prompt: list[int]
+    reference: list[int]
+
+
+def generations(
+    opened: Opened,
+    recipe: Recipe,
+    examples: Sequence[Example],
+    *,
+    on_answered: Callable[[int], None] | None = None,
+) -> list[Generation]:
+    """The model's own last answer in every conversation that ends in one, in order.
+
+    The prompt is what training puts before that answer; the recipe's ``generate`` section says how
+    to answer. A prompt that fills the context window has the empty answer, which is said.
+    """
+    questions = _questions(opened, recipe, examples)
+    full = sum(room(opened.model, question.prompt) == 0 for question in questions)
+    if full:
+        logger.warning("%d prompts fill the model's context window and get no answer", full)
+    with autocast(choose(recipe.train.precision), opened.device):
+        answers = answer(
+            opened.model,
+            [question.prompt for question in questions],
+            recipe.generate,
+            stop_token_ids=opened.stop_token_ids,
+            seed=recipe.train.seed,
+            on_answered=on_answered,
+        )
+    decode = decoder(opened.tokenizer)
+    return [
+        Generation(asked.origin, decode(asked.prompt), decode(asked.reference), decode(said))
+        for asked, said in zip(questions, answers, strict=True)
+    ]
+
+
+def _questions(opened: Opened, recipe: Recipe, examples: Sequence[Example]) -> list[_Question]:
+    """Split conversations where training does: before the last answer's first label."""
+    section = replace(
+        recipe.data,
+        mask_history=True,
+        train_on_prompt=False,
+        cutoff_len=UNCUT,
+        on_too_long="cut",
+    )
+    codec = Codec(opened.tokenizer, opened.template, section)
+    stops = frozenset(opened.stop_token_ids)
+    found = []
+    for example, outcome in zip(examples, codec.encode_chats(examples), strict=True):
+        if not isinstance(outcome, Dropped | Cut):
+            ids, labels = (list(outcome[-1][name]) for name in ("input_ids", "labels"))
+            start, end = _last_span(labels)
+            last = next((i for i in range(start, end) if ids[i] in stops), end)
+            found.append(_Question(example.origin, ids[:start], ids[start:last]))
+    return found
+
+
+def _last_span(labels: Sequence[int]) -> tuple[int, int]:
+    """The bounds of the last run of labels."""
+    learnt = [i for i, label in enumerate(labels) if label != IGNORE_INDEX]
+    breaks = [b for a, b in pairwise(learnt) if b > a + 1]
+    return (breaks[-1] if breaks else learnt[0]), learnt[-1] + 1

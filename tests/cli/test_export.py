@@ -1,0 +1,56 @@
+"""The export command."""
+
+import pytest
+import torch
+from click.testing import CliRunner
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from folders import save_adapter, save_model
+from surefoot.cli.main import main
+from surefoot.inference import open_model
+
+IDS = torch.arange(60, 76)[None]
+
+
+def run(*args):
+    return CliRunner().invoke(main, ["export", *map(str, args)])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    save_model(folder / "base")
+    save_adapter(folder / "base", folder / "adapter")
+    return folder
+
+
+def test_an_adapter_becomes_a_model_of_its_own(folder, tmp_path):
+    done = run(folder / "adapter", tmp_path / "out")
+    assert (done.exit_code, done.stdout) == (0, f"wrote {tmp_path / 'out'}\n")
+    expected = open_model(folder / "adapter").model(IDS).logits
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()(IDS).logits
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template
+
+
+def test_type_and_shards_are_as_asked(folder, tmp_path):
+    options = ["--dtype", "bfloat16", "--max-shard-size", "40KB", "--base", folder / "base"]
+    assert run(folder / "adapter", tmp_path / "out", *options).exit_code == 0
+    shards = list((tmp_path / "out").glob("model-*.safetensors"))
+    assert len(shards) > 1
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("size", ["5 elephants", "0", "-1GB"])
+def test_a_size_that_is_none_is_refused(folder, tmp_path, size):
+    done = run(folder / "base", tmp_path / "out", f"--max-shard-size={size}")
+    assert done.exit_code == 2
+    assert "such as 5GB" in done.stderr
+
+
+def test_mistakes_are_told_plainly(folder, tmp_path):
+    done = run(folder / "base", folder / "adapter")
+    assert done.exit_code == 2
+    assert "nothing is overwritten" in done.stderr
+    done = run(tmp_path / "nowhere", tmp_path / "out")
+    assert done.stderr.startswith("error: no folder")
