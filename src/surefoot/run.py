@@ -140,6 +140,7 @@ def build(
     if resume is not None:
         load_checkpoint(resume, trainer.states)
         trainer.saver.newest = trainer.saver.resumed_from = resume
+        trainer.saver.forget_old(trainer.state)  # a smaller keep makes room before the next save
         logger.info("going on from %s, step %d", resume.name, trainer.state.global_step)
     trainer.callbacks.emit("on_init_end")
     return trainer

@@ -40,7 +40,9 @@ def test_a_full_checkpoint_opens_with_from_pretrained_and_loads_back(kind, tmp_p
     model = MAKE[kind]()
     companions = model_files(model, tmp_path, (2,))
     folder = save(tmp_path, 1, {"model": FullWeights(model)}, kind="full", companions=companions)
-    opened, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    opened, info = AutoModelForCausalLM.from_pretrained(
+        folder, output_loading_info=True, attn_implementation=model.config._attn_implementation
+    )
     assert not any(info.values()), info
     assert torch.equal(logits(opened), logits(model))
 

@@ -10,9 +10,9 @@ import pytest
 import small
 import torch
 import transformers
+from project import in_child
 
 import tiny
-from project import in_child
 from surefoot.errors import CheckpointError, RunError
 from surefoot.methods.freeze import Freeze
 from surefoot.methods.full import Full
