@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from .checkpoint.commit import clean, committed
+from .checkpoint.commit import clean, committed, set_aside, step_of
 from .checkpoint.verify import find
 from .errors import CheckpointError, RunError
 from .files import raising, write_aside
@@ -112,7 +112,7 @@ def resume_point(folder: Path, resume: str) -> Path | None:
 def _newest_sound(folder: Path) -> Path | None:
     found = find(folder)
     for path, reason in found.passed_over:
-        aside = _set_aside(path)
+        aside = set_aside(path)
         logger.warning("%s does not verify (%s); kept as %s", path.name, reason, aside.name)
     if found.passed_over and found.path is None:
         logger.warning("no sound checkpoint in %s: starting anew", folder)
@@ -122,24 +122,10 @@ def _newest_sound(folder: Path) -> Path | None:
 def _asked_for(folder: Path, path: Path) -> Path:
     if not path.is_dir():
         raise CheckpointError(f"checkpoint.resume: no checkpoint folder {path}")
-    later = [p for p in committed(folder) if _step(p) > _step(path)]
+    later = [p for p in committed(folder) if step_of(p) > step_of(path)]
     if path.resolve().parent == folder.resolve() and later:
         raise RunError(
             f"checkpoint.resume: {folder} holds later checkpoints than {path.name} (up to "
             f"{later[-1].name}), which training would run into; choose another train.output_dir"
         )
     return path
-
-
-def _step(path: Path) -> int:
-    digits = path.name.rpartition("-")[2]
-    return int(digits) if digits.isdigit() else -1
-
-
-def _set_aside(path: Path) -> Path:
-    """Rename a damaged checkpoint so that its step can be saved anew; nothing of it is lost."""
-    aside, count = path.with_name(f"{path.name}.damaged"), 2
-    while aside.exists():
-        aside, count = path.with_name(f"{path.name}.damaged-{count}"), count + 1
-    path.rename(aside)
-    return aside
