@@ -134,6 +134,7 @@ def test_plain_text_has_no_generations(tmp_path):
     ("arguments", "error"),
     [
         (["--model", "/nowhere"], "no folder /nowhere"),
+        (["--model", "checkpoint-3"], "has checkpoint-2, checkpoint-4"),
         (["--dataset", "nothing"], "dataset 'nothing' is not in"),
         (["train.output_dir=/nowhere"], "--model base"),
         (["data.val_size=0", "train.eval_steps=null"], "nothing to evaluate on"),

@@ -92,22 +92,11 @@ def eval_(recipe: Path, overrides: tuple[str, ...], **options: object) -> None:
 
 def _open(recipe: Recipe, model: str | None, base: str | None) -> tuple[Opened, str]:
     """The model to evaluate, and a short name for it."""
-    from ..errors import CheckpointError
     from ..inference import locate, open_model, open_start
 
     if model == BASE:
         return open_start(recipe), BASE
-    folder = recipe.train.output_dir
-    if model is None:
-        path = folder
-        if not folder.is_dir():
-            raise CheckpointError(
-                f"{folder}: nothing was trained there yet; run `surefoot train` first, or use "
-                "--model base"
-            )
-    else:
-        path = folder / model if (folder / model).is_dir() else Path(model)
-    located = locate(path if path.exists() else str(model))
+    located = locate(_path(recipe.train.output_dir, model))
     opened = open_model(
         located.folder,
         base=base,
@@ -115,6 +104,26 @@ def _open(recipe: Recipe, model: str | None, base: str | None) -> tuple[Opened, 
         trust_remote_code=recipe.model.trust_remote_code,
     )
     return opened, located.folder.name
+
+
+def _path(run: Path, model: str | None) -> str:
+    """What to look for: the run itself, one of its checkpoints, or any other model."""
+    from ..checkpoint.commit import named
+    from ..errors import CheckpointError
+
+    if model is None:
+        if not run.is_dir():
+            raise CheckpointError(
+                f"{run}: nothing was trained there yet; run `surefoot train` first, or use "
+                "--model base"
+            )
+        return str(run)
+    if (run / model).is_dir():
+        return str(run / model)
+    if model.startswith("checkpoint-") and not Path(model).exists():
+        known = ", ".join(path.name for path in named(run)) or "no checkpoint"
+        raise CheckpointError(f"--model {model}: {run} has {known}")
+    return model
 
 
 def _evaluate(opened: Opened, recipe: Recipe, part: HeldOut) -> Result:

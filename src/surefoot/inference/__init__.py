@@ -2,7 +2,7 @@
 
 from .conversation import Answer, Conversation
 from .evaluation import Generation, adopt, generations, measure, num_batches
-from .export import export
+from .exported import export
 from .heldout import HeldOut, held_out
 from .located import Located, locate
 from .opened import Opened, open_model, open_start

@@ -1,0 +1,65 @@
+"""Every command and every piece of Python on the pages about using a model does what it says."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+import surefoot
+from folders import save_data, save_model, save_recipe
+from surefoot.cli.main import main
+
+PAGES = Path(__file__).parent.parent / "docs" / "how-to"
+NAMES = ("chat", "evaluate", "export")
+
+
+def blocks(page, language):
+    text = (PAGES / f"{page}.md").read_text()
+    return re.findall(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+
+
+def commands(page):
+    return [line for block in blocks(page, "sh") for line in block.splitlines()]
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory):
+    """The folder the pages speak of, with a finished run in it."""
+    folder = tmp_path_factory.mktemp("project")
+    save_model(folder / "models" / "base")
+    save_data(folder / "data")
+    save_data(folder / "data", "exam", [{"instruction": "1+1?", "output": "2"}])
+    (folder / "questions.txt").write_text("1+1?\n2+2?\n")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        recipe = save_recipe(
+            folder,
+            model={"path": "models/base"},
+            data={"dataset_dir": "data"},
+            method={"lora": {"rank": 2}},
+            train={"output_dir": "runs/demo"},
+        )
+        surefoot.train(recipe)
+        yield folder
+
+
+@pytest.mark.parametrize("page", NAMES)
+def test_commands_run_as_they_stand(project, page):
+    assert commands(page)
+    for command in commands(page):
+        words = shlex.split(command)
+        assert words[0] == "surefoot"
+        stdin = (project / "questions.txt").read_text() if "<" in words else None
+        words = words[1 : words.index("<") if "<" in words else None]
+        done = CliRunner().invoke(main, words, input=stdin)
+        assert done.exit_code == 0, f"{command}: {done.stderr}"
+        assert stdin is None or len(done.stdout.splitlines()) == len(stdin.splitlines())
+
+
+@pytest.mark.parametrize("page", ["chat", "export"])
+def test_python_runs_as_it_stands(project, page, capsys):
+    (code,) = blocks(page, "python")
+    exec(compile(code, page, "exec"), {})
+    assert len(capsys.readouterr().out.splitlines()) >= (2 if page == "chat" else 0)
