@@ -135,13 +135,13 @@ def test_the_folder_of_another_living_process_is_not_cleaned(tmp_path):
         other.wait()
 
 
-def test_an_empty_part_is_cleaned_but_not_one_that_fills(tmp_path):
+def test_parts_without_a_manifest_are_cleaned(tmp_path):
+    """Killed before it was made, or the power failed before it was flushed."""
     (tmp_path / ".checkpoint-1.0a.part").mkdir()
-    strange = tmp_path / ".checkpoint-2.0b.part"
-    strange.mkdir()
-    files.write_new(strange / "file", b"not ours: we make the manifest first")
-    assert [p.name for p in clean(tmp_path)] == [".checkpoint-1.0a.part"]
-    assert names(tmp_path) == [".checkpoint-2.0b.part"]
+    (tmp_path / ".checkpoint-2.0b.part").mkdir()
+    files.write_new(tmp_path / ".checkpoint-2.0b.part" / "model.safetensors", b"x")
+    assert len(clean(tmp_path)) == 2
+    assert names(tmp_path) == []
 
 
 def test_half_forgotten_checkpoints_are_cleaned(tmp_path):

@@ -144,16 +144,19 @@ def _remove(folder: Path) -> bool:
 
 
 def _remove_if_dead(folder: Path) -> bool:
-    try:
-        with files.open_file(folder / MANIFEST, follow=False, write=True) as manifest:
-            is_dead = manifest.lock() and manifest.is_at_its_path()
-            return is_dead and _remove(folder)
-    except FileNotFoundError:
-        # Killed, or still alive, between making the folder and the file: take it only while it is
-        # empty. The owner, if there is one, then finds it gone and starts again.
-        return files.remove_empty_folder(folder)
-    except BlockingIOError:
-        return False  # it is being written
+    for _ in range(2):
+        try:
+            with files.open_file(folder / MANIFEST, follow=False, write=True) as manifest:
+                is_dead = manifest.lock() and manifest.is_at_its_path()
+                return is_dead and _remove(folder)
+        except BlockingIOError:
+            return False  # it is being written
+        except FileNotFoundError:
+            # Killed, or still alive, between making the folder and the file: take it only while
+            # it is empty. The owner, if there is one, then finds it gone and starts again.
+            if files.remove_empty_folder(folder):
+                return True
+    return _remove(folder)  # not empty, and still no manifest, which is made first: a power cut
 
 
 def set_aside(folder: Path) -> Path:

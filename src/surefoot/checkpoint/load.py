@@ -34,7 +34,9 @@ class _Job:
     skeleton: Any
 
     def tree(self, tensors: Mapping[str, torch.Tensor], where: str) -> Any:
-        return dict(tensors) if self.name == "model" else join(self.skeleton, tensors, where)
+        if self.name == "model":
+            return {name: tensors[name] for name in self.current}
+        return join(self.skeleton, tensors, where)
 
 
 def load(

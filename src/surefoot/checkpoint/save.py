@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -88,13 +89,15 @@ def save(
 
 def versions() -> dict[str, str]:
     """The versions of what wrote the checkpoint."""
-    found = {"python": platform.python_version()}
-    for name in LIBRARIES:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:  # run from a source tree that is not installed
-            found[name] = "unknown"
-    return found
+    return {"python": platform.python_version(), **{name: _version(name) for name in LIBRARIES}}
+
+
+@cache  # looking it up takes longer than saving a small state
+def _version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:  # run from a source tree that is not installed
+        return "unknown"
 
 
 def _split(

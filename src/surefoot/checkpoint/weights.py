@@ -18,7 +18,7 @@ from . import strict, tensorfile
 from .commit import committed
 from .folder import CheckpointFolder, open_checkpoint
 from .header import Entry
-from .index import MANIFEST, is_plain_name
+from .index import MANIFEST, STATE, is_plain_name
 
 Layout = Literal["native", "peft", "huggingface"]
 
@@ -59,8 +59,8 @@ class Weights:
 
 def recognise(folder: Path) -> Layout | None:
     """Which kind of folder of weights ``folder`` is; None if it is none that can be read."""
-    if files.exists(folder / MANIFEST):
-        return "native"
+    if files.exists(folder / MANIFEST) or files.exists(folder / STATE):
+        return "native"  # without a manifest it is damaged, not somebody else's
     has_model = any(files.exists(folder / name) for name in (MODEL, MODEL_INDEX))
     if files.exists(folder / ADAPTER) and not has_model:
         return "peft"

@@ -1,0 +1,61 @@
+"""A run with two checkpoints that saves a third and forgets the first; and what must hold whatever happens."""
+
+import shutil
+
+from checkpoint.sample import blank, same_states, sample_states, tree_bytes
+from surefoot.checkpoint.commit import clean, committed
+from surefoot.checkpoint.load import load
+from surefoot.checkpoint.retention import forget
+from surefoot.checkpoint.save import save
+from surefoot.checkpoint.verify import find
+
+OLD, NEW = (1, 2), 3
+COMPANIONS = {"config.json": b"{}", "templates/chat.jinja": b"{{ messages }}"}
+
+
+def prepare(root):
+    """The run before: two checkpoints."""
+    for step in OLD:
+        save(root, step, sample_states(step), kind="full", companions=COMPANIONS)
+    return {step: tree_bytes(root / f"checkpoint-{step}") for step in OLD}
+
+
+def act(root):
+    """What is interrupted: clean up, save in shards, forget, clean up."""
+    clean(root)
+    save(root, NEW, sample_states(NEW), kind="full", companions=COMPANIONS, max_shard_size=700)
+    forget(root, keep=2)
+    clean(root)
+
+
+def check(root, before, finished=False):
+    """The newest checkpoint is whole and loads, nothing old was touched, leftovers can be cleaned."""
+    found = find(root)
+    there = {int(p.name.split("-")[1]): p for p in committed(root)}
+    assert found.path is not None, "no checkpoint left"
+    assert found.passed_over == [], f"a damaged checkpoint: {found.passed_over}"
+    newest = max(there)
+    assert found.path == there[newest]
+    assert newest == NEW or not finished, "a save that had returned is lost"
+    assert 2 in there and (1 in there or newest == NEW), "forgotten before the new one was there"
+    for step in there.keys() & before.keys():
+        assert tree_bytes(there[step]) == before[step], f"checkpoint-{step} was touched"
+    states = blank(sample_states(newest))
+    load(found.path, states)
+    assert same_states(sample_states(newest), states)
+    clean(root)
+    assert {p.name for p in root.iterdir()} == {p.name for p in there.values()}
+
+
+def go_on(root):
+    """The next start of the run saves the same step again, if it is not there, and ends as planned."""
+    clean(root)
+    if find(root).path != root / f"checkpoint-{NEW}":
+        act(root)
+    forget(root, keep=2)
+    assert [p.name for p in committed(root)] == ["checkpoint-2", "checkpoint-3"]
+
+
+def copy_of(root, target):
+    shutil.copytree(root, target)
+    return target

@@ -1,0 +1,146 @@
+"""A fault of the system at every call of the seam: an error with a reason, and nothing is lost."""
+
+import errno
+import itertools
+
+import pytest
+
+from surefoot import files
+from surefoot.checkpoint.load import load
+from surefoot.checkpoint.verify import find, verify
+from surefoot.errors import CheckpointError
+
+from checkpoint.sample import blank, same_states, sample_states
+
+from . import scene
+from .system import System, fails, short
+
+CODES = [errno.ENOSPC, errno.EIO, errno.EROFS, errno.EACCES, errno.EDQUOT]
+
+
+@pytest.fixture(scope="module")
+def start(scratch):
+    root = scratch / "start"
+    return root, scene.prepare(root)
+
+
+@pytest.fixture(scope="module")
+def calls(start, scratch):
+    """The calls of the scene when nothing fails."""
+    system = System()
+    root = scene.copy_of(start[0], scratch / "count")
+    with_system(system, lambda: scene.act(root))
+    scene.check(root, start[1], finished=True)
+    return system.seen
+
+
+def with_system(system, work):
+    real, files.os = files.os, system
+    try:
+        return work()
+    finally:
+        files.os = real
+
+
+def test_the_scene_reaches_the_disk_by_every_kind_of_call(calls):
+    wanted = {"open", "close", "pwrite", "posix_fallocate", "fsync", "mkdir", "rename", "unlink"}
+    assert wanted | {"rmdir", "listdir", "fstat", "stat", "lstat", "preadv"} - {"preadv"} <= set(
+        calls
+    )
+
+
+@pytest.mark.parametrize("code", CODES, ids=errno.errorcode.get)
+@pytest.mark.parametrize("stride", [11, pytest.param(1, marks=pytest.mark.proof)])
+def test_an_error_at_any_call_loses_nothing(start, calls, scratch, code, stride):
+    refused = 0
+    numbers = range(code % stride, len(calls), stride)  # other calls for other errors
+    for at in numbers:
+        root = scene.copy_of(start[0], scratch / f"{code}-{stride}-{at}")
+        try:
+            with_system(System(fails(code), at), lambda: scene.act(root))
+        except CheckpointError as error:
+            refused += 1
+            assert files.explain(OSError(code, "")).split(";")[0].split(" (")[0] in str(error), (
+                f"{calls[at]}: {error}"
+            )
+        scene.check(root, start[1])
+        scene.go_on(root)
+    assert refused > len(numbers) * 0.8
+
+
+@pytest.mark.parametrize("stride", [9, pytest.param(1, marks=pytest.mark.proof)])
+def test_from_some_call_on_every_change_fails(start, calls, scratch, stride):
+    """A disk that fails goes on failing: also the cleaning up after the failure meets the error."""
+    changing = ("write", "pwrite", "posix_fallocate", "fsync", "mkdir", "rename", "unlink", "rmdir")
+    for at in range(0, sum(name in changing for name in calls), stride):
+        root = scene.copy_of(start[0], scratch / f"dying-{stride}-{at}")
+        numbers = itertools.count()
+
+        class Dying(System):
+            def __getattr__(self, name):
+                call = super().__getattr__(name)
+                if name in changing and next(numbers) >= at:
+                    return lambda *args, **kwargs: fails(errno.EROFS)(name, call, args, kwargs)
+                return call
+
+        try:
+            with_system(Dying(), lambda: scene.act(root))
+        except CheckpointError:
+            pass
+        scene.check(root, start[1])
+        scene.go_on(root)
+
+
+def test_a_call_that_does_less_than_asked_is_called_again(start, calls, scratch):
+    for at in range(len(calls)):
+        if calls[at] in ("pwrite", "preadv"):
+            root = scene.copy_of(start[0], scratch / f"short-{at}")
+            with_system(System(short, at), lambda: scene.act(root))
+            scene.check(root, start[1], finished=True)
+
+
+def test_a_load_that_meets_an_error_at_any_call_says_so(start):
+    root, _ = start
+    system = System()
+    states = sample_states(9)
+    with_system(system, lambda: load(root / "checkpoint-2", states))
+    for at in range(len(system.seen)):
+        states = blank(sample_states(2))
+        try:
+            with_system(System(fails(errno.EIO), at), lambda: load(root / "checkpoint-2", states))
+        except CheckpointError as error:
+            assert "input/output error" in str(error)
+            assert all(state.loads == 0 for state in states.values())
+        else:
+            assert same_states(sample_states(2), states)
+
+
+def test_short_reads_are_read_on(start):
+    root, _ = start
+    system = System()
+    with_system(system, lambda: load(root / "checkpoint-2", blank(sample_states(2))))
+    for at, name in enumerate(system.seen):
+        if name == "preadv":
+            states = blank(sample_states(2))
+            with_system(System(short, at), lambda: load(root / "checkpoint-2", states))
+            assert same_states(sample_states(2), states)
+
+
+def test_finding_and_verifying_never_raise_what_the_disk_does(start):
+    root, _ = start
+    system = System()
+    with_system(system, lambda: find(root))
+    for at in range(len(system.seen)):
+        try:
+            found = with_system(System(fails(errno.EIO), at), lambda: find(root))
+        except CheckpointError as error:
+            assert "input/output error" in str(error)
+        else:
+            assert found.path is not None
+    for at in range(len(system.seen)):
+        try:
+            with_system(
+                System(fails(errno.EACCES), at), lambda: verify(root / "checkpoint-2", full=True)
+            )
+        except CheckpointError as error:
+            assert "no permission" in str(error)
