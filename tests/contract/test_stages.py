@@ -1,0 +1,121 @@
+"""What every stage, method and optimizer owes the run, whichever it is."""
+
+import dataclasses
+
+import pytest
+import torch
+
+import surefoot
+import tiny
+from project import Project, assert_same, final_weights, losses, tokenizer
+from surefoot.batch import Outputs
+from surefoot.data.chat import Codec
+from surefoot.data.encode import Cut, Dropped
+from surefoot.data.example import Example, Message
+from surefoot.data.section import DataSection
+from surefoot.data.templates import load_template
+from surefoot.methods import METHODS
+from surefoot.optim import OPTIMIZERS
+from surefoot.schema import settings
+from surefoot.stages import STAGES
+from surefoot.training import TrainerCallback
+
+VARIANTS = {**STAGES, **METHODS, **OPTIMIZERS}
+EXAMPLES = [
+    Example(messages=(Message("user", "What is 1 plus 1?"), Message("assistant", "It is 2."))),
+    Example(messages=(Message("user", "And then?"),), text="Once upon a time."),
+    Example(messages=(Message("user", ""), Message("assistant", ""))),
+]
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_variant_is_a_frozen_dataclass_whose_fields_are_documented(name):
+    variant = VARIANTS[name]
+    assert dataclasses.is_dataclass(variant)
+    assert variant.__dataclass_params__.frozen
+    assert variant.__doc__
+    assert all(setting.doc for setting in settings(variant).values())
+
+
+def codec():
+    made = tokenizer()
+    return Codec(made, load_template("auto", made), DataSection(datasets=("any",), cutoff_len=64))
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_a_stage_gives_one_outcome_per_example_and_batches_of_what_it_kept(name):
+    stage = STAGES[name]()
+    outcomes = stage.encode(EXAMPLES, codec())
+    assert len(outcomes) == len(EXAMPLES)
+    assert all(o.reason for o in outcomes if isinstance(o, Dropped))
+    kept = [o.features if isinstance(o, Cut) else o for o in outcomes if not isinstance(o, Dropped)]
+    items = [item for features in kept for item in features]
+    assert items
+    packed, padded = (stage.collate(items, packing=packing) for packing in (True, False))
+    assert packed.num_trained == padded.num_trained > 0
+    assert packed.num_tokens == padded.num_tokens
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_a_loss_is_a_sum_with_its_weight_so_batches_add_up(name):
+    stage = STAGES[name]()
+    outcomes = [o for o in stage.encode(EXAMPLES, codec()) if not isinstance(o, Dropped)]
+    items = [item for features in outcomes for item in features]
+    items = (items * 2)[:2]
+    halves = [stage.collate([item], packing=True) for item in items]
+    whole = stage.collate(items, packing=True)
+    logps = [torch.randn(batch.num_trained, dtype=torch.float64) for batch in halves]
+    parts = [stage.loss(Outputs(x), b) for x, b in zip(logps, halves, strict=True)]
+    together = stage.loss(Outputs(torch.cat(logps)), whole)
+    torch.testing.assert_close(together.total, sum(part.total for part in parts))
+    assert together.weight == sum(part.weight for part in parts)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_method_lets_something_learn_and_the_model_still_speaks(name):
+    model = METHODS[name]().apply(tiny.model())
+    learning = [p for p in model.parameters() if p.requires_grad]
+    assert learning
+    model(input_ids=torch.tensor([[5, 6, 7]])).logits.sum().backward()
+    assert all(p.grad is not None for p in learning)
+    assert METHODS[name].kind in ("full", "adapter")
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("method", METHODS)
+def test_every_stage_and_method_resumes_to_the_same_bits(stage, method, tmp_path):
+    project = Project(tmp_path, stage=stage, method=method, train={"max_steps": 8})
+    surefoot.train(project.recipe)
+    cut = str(tmp_path / "cut")
+    options = {"train.output_dir": cut, "checkpoint.save_steps": 5}
+    surefoot.train(project.recipe, callbacks=[Stop(7)], **options)
+    (tmp_path / "cut" / "checkpoint-5").rename(tmp_path / "five")
+    for left in (tmp_path / "cut").glob("checkpoint-*"):
+        left.rename(tmp_path / left.name)  # only step 5 remains: 6 and 7 are lost
+    (tmp_path / "five").rename(tmp_path / "cut" / "checkpoint-5")
+    surefoot.train(project.recipe, **options)
+    assert losses(tmp_path / "cut") == losses(project.run)
+    assert_same(final_weights(tmp_path / "cut"), final_weights(project.run))
+
+
+class Stop(TrainerCallback):
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, args, state, control):
+        control.should_training_stop |= state.global_step == self.step
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_optimizer_lowers_a_loss_and_follows_its_schedule(name):
+    made = OPTIMIZERS[name](learning_rate=0.1)
+    weight = torch.nn.Parameter(torch.full((3, 3), 2.0))
+    optimizer = made.build([("weight", weight)])
+    for _ in range(10):
+        optimizer.zero_grad()
+        loss = (weight**2).sum()
+        loss.backward()
+        optimizer.step()
+    assert (weight**2).sum() < 36
+    assert optimizer.param_groups[0]["names"] == ["weight"]
+    assert made.schedule_over(10).factor(0) > 0
