@@ -12,7 +12,7 @@ LAYERS = [
     ["__init__", "__main__"],
     ["cli"],
     ["run", "inference"],
-    ["run_folder"],
+    ["run_folder", "encoding"],
     ["recipe"],
     ["stages", "methods", "callbacks"],
     ["training"],

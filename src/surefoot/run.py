@@ -26,8 +26,9 @@ from .checkpoint.load import load as load_checkpoint
 from .data.chat import Codec
 from .data.dataset import EncodedDataset
 from .data.loader import Loader
-from .data.prepare import Prepared, prepare
-from .data.templates import disagreement, load_template
+from .data.prepare import Prepared
+from .data.templates import disagreement
+from .encoding import codec_of, prepared
 from .errors import RecipeError, RunError
 from .files import raising, write_aside
 from .model import attention, companions, outputs
@@ -41,7 +42,6 @@ from .model.load import (
     training_dtype,
     upcast_trained,
 )
-from .model.tokenizer import load_tokenizer
 from .model.weights import AdapterWeights, FullWeights, trained
 from .optim.state import NamedState
 from .parallel.engine import Forward, plain
@@ -148,31 +148,20 @@ def build(
 
 def build_codec(recipe: Recipe, base: Path) -> Codec:
     """Tokenizer and chat template; from here on the tokenizer carries the template that is used."""
-    tokenizer = load_tokenizer(
-        base,
-        trust_remote_code=recipe.model.trust_remote_code,
-        new_special_tokens=recipe.model.new_special_tokens,
-    )
-    if not recipe.stage.uses_template:
-        return Codec(tokenizer, None, recipe.data)
-    template = load_template(recipe.data.template, tokenizer)
-    if difference := disagreement(template, tokenizer):
-        logger.warning("%s", difference)
-    tokenizer.chat_template = template.source
-    return Codec(tokenizer, template, recipe.data)
+    codec = codec_of(recipe, base)
+    if recipe.stage.uses_template:
+        if difference := disagreement(codec.template, codec.tokenizer):
+            logger.warning("%s", difference)
+        codec.tokenizer.chat_template = codec.template.source
+    return codec
 
 
 def prepare_data(recipe: Recipe, codec: Codec) -> Prepared:
     """Encoded datasets, from the cache where they are in it; what was left out is logged."""
-    prepared = prepare(
-        recipe.data,
-        lambda examples: recipe.stage.encode(examples, codec),
-        fingerprint={"codec": codec.fingerprint, "stage": repr(recipe.stage)},
-        seed=recipe.train.seed,
-    )
-    for line in prepared.report.lines():
+    found = prepared(recipe, codec)
+    for line in found.report.lines():
         logger.info("%s", line)
-    return prepared
+    return found
 
 
 @dataclass(frozen=True)
@@ -305,7 +294,7 @@ def build_saver(recipe: Recipe, policy: Policy, codec: Codec, base: Path) -> Sav
         **companions.tokenizer_files(codec.tokenizer),
     }
     if recipe.method.kind == "adapter":
-        files |= companions.adapter_files(policy.model)
+        files |= companions.adapter_files(policy.model, recipe.model)
     else:
         files |= companions.model_files(policy.inner, base, codec.stop_token_ids)
     return Saver(

@@ -177,10 +177,14 @@ def test_a_run_opens_with_its_recipe(tmp_path):
 def test_a_run_whose_base_moved_finds_it_by_its_recipe(tmp_path):
     recipe = save_recipe(tmp_path, method={"lora": {"rank": 2}})
     surefoot.train(recipe)
-    checkpoint = tmp_path / "run" / "checkpoint-4"
-    (checkpoint / "manifest.json").unlink()  # a plain adapter folder, which may be edited
-    edit_json(checkpoint / "adapter_config.json", base_model_name_or_path="/gone")
-    assert open_model(checkpoint).recipe is not None
+    copy = tmp_path / "adapter"  # a plain adapter folder, which may be edited
+    shutil.copytree(
+        tmp_path / "run" / "checkpoint-4",
+        copy,
+        ignore=shutil.ignore_patterns("manifest.json", "state.*", "optimizer.*"),
+    )
+    edit_json(copy / "adapter_config.json", base_model_name_or_path="/gone")
+    assert open_model(copy).recipe is not None
 
 
 def test_a_start_is_what_training_begins_with(tmp_path):

@@ -11,14 +11,12 @@ import numpy as np
 from ..data.chat import Codec
 from ..data.dataset import EncodedDataset
 from ..data.example import Example
-from ..data.prepare import Prepared, prepare
 from ..data.registry import read_registry
 from ..data.rows import read_examples
 from ..data.section import DataSection
-from ..data.templates import load_template
+from ..encoding import codec_of, prepared
 from ..errors import ModelError, RecipeError
 from ..model.load import resolve
-from ..model.tokenizer import load_tokenizer
 from ..recipe.recipe import Recipe
 
 logger = logging.getLogger(__name__)
@@ -75,38 +73,22 @@ def _own_codec(recipe: Recipe, fallback: Codec) -> Codec:
         folder = resolve(recipe.model)
     except ModelError:
         return fallback
-    tokenizer = load_tokenizer(
-        folder,
-        trust_remote_code=recipe.model.trust_remote_code,
-        new_special_tokens=recipe.model.new_special_tokens,
-    )
-    uses_template = recipe.stage.uses_template
-    template = load_template(recipe.data.template, tokenizer) if uses_template else None
-    if template is not None:
-        tokenizer.chat_template = template.source
-    return Codec(tokenizer, template, recipe.data)
-
-
-def _prepare(recipe: Recipe, codec: Codec, section: DataSection) -> Prepared:
-    """As training prepares it, so that it is found in the same cache."""
-    return prepare(
-        section,
-        lambda examples: recipe.stage.encode(examples, codec),
-        fingerprint={"codec": codec.fingerprint, "stage": repr(recipe.stage)},
-        seed=recipe.train.seed,
-    )
+    codec = codec_of(recipe, folder)
+    if recipe.stage.uses_template:
+        codec.tokenizer.chat_template = codec.template.source
+    return codec
 
 
 def _rows_of(recipe: Recipe, codec: Codec, name: str) -> list[int]:
     """The rows of a dataset that give something to learn."""
     section = replace(recipe.data, datasets=(name,), eval_datasets=(), val_size=0.0)
-    (rows,) = _rows(_prepare(recipe, codec, section).train)
+    (rows,) = _rows(prepared(recipe, codec, section).train)
     return rows
 
 
 def _split(recipe: Recipe, codec: Codec) -> dict[str, list[int]]:
     """The rows that ``val_size`` holds out, by dataset."""
-    rows = _rows(_prepare(recipe, codec, recipe.data).evals[""])
+    rows = _rows(prepared(recipe, codec).evals[""])
     return dict(zip(recipe.data.datasets, rows, strict=True))
 
 

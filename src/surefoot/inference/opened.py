@@ -17,6 +17,7 @@ from ..data.chat import Codec
 from ..data.example import JSON, Message
 from ..data.section import DataSection
 from ..data.templates import Template, load_template, saved_source
+from ..encoding import codec_of
 from ..errors import ModelError
 from ..generate.section import GenerateSection
 from ..model.adapter import attach
@@ -112,15 +113,10 @@ def open_model(
 def open_start(recipe: Recipe) -> Opened:
     """What the training of a recipe begins with: its model, with its tokens and template."""
     folder = resolve(recipe.model)
-    tokenizer = load_tokenizer(
-        folder,
-        trust_remote_code=recipe.model.trust_remote_code,
-        new_special_tokens=recipe.model.new_special_tokens,
-    )
-    uses_template = recipe.stage.uses_template
-    template = load_template(recipe.data.template, tokenizer) if uses_template else None
-    model = _load(folder, recipe.model, tokenizer, recipe.model.adapter)
-    return Opened(model, tokenizer, template, recipe)
+    codec = codec_of(recipe, folder)
+    model = _load(folder, recipe.model, codec.tokenizer, recipe.model.adapter)
+    template = codec.template if recipe.stage.uses_template else None
+    return Opened(model, codec.tokenizer, template, recipe)
 
 
 def _load(

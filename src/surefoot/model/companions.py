@@ -12,6 +12,8 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from .section import ModelSection
+
 STRAY = ("is_local", "local_files_only")  # what transformers leaks into tokenizer_config.json
 
 
@@ -49,9 +51,11 @@ def model_files(
     return {"config.json": _json(config), "generation_config.json": _json(generation), **code}
 
 
-def adapter_files(model: nn.Module) -> dict[str, bytes]:
-    """``adapter_config.json`` as PEFT writes it, its sets sorted so that equal runs give equal
-    bytes."""
+def adapter_files(model: nn.Module, base: ModelSection | None = None) -> dict[str, bytes]:
+    """``adapter_config.json`` as PEFT writes it, but sorted, so that equal runs give equal bytes.
+
+    ``base`` names the model as the user did: a hub id rather than the folder it was fetched to.
+    """
     with tempfile.TemporaryDirectory() as folder:
         configs: Any = model.peft_config
         config = configs["default"]
@@ -59,6 +63,8 @@ def adapter_files(model: nn.Module) -> dict[str, bytes]:
         config.save_pretrained(folder)
         config.inference_mode = was_training
         plain = json.loads((Path(folder) / "adapter_config.json").read_text())
+    if base is not None:
+        plain |= {"base_model_name_or_path": base.path, "revision": base.revision}
     for name in ("target_modules", "modules_to_save"):
         if isinstance(plain.get(name), list):
             plain[name] = sorted(plain[name])
