@@ -1,0 +1,100 @@
+"""What every layout of checkpoint/layouts promises, whoever wrote the folder."""
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from checkpoint.sample import Holder, same_bits
+from surefoot.checkpoint.box import Box
+from surefoot.checkpoint.copy import copy
+from surefoot.checkpoint.layouts import LAYOUTS, open_folder
+from surefoot.checkpoint.save import save
+from surefoot.checkpoint.source import Memory, read_whole
+from surefoot.checkpoint.weights import recognise
+from surefoot.errors import CheckpointError
+
+TENSORS = {
+    "model.layers.0.weight": torch.randn(6, 4),
+    "model.layers.1.weight": torch.randn(3, 2, 2).bfloat16(),
+    "model.mask": torch.rand(5) > 0.5,
+    "model.scale": torch.tensor(3.5),
+    "model.none": torch.empty(0, 4),
+}
+
+
+def write_native(folder, tensors):
+    return save(folder, 1, {"model": Holder(tensors), "trainer": Holder({"step": 1})}, kind="full")
+
+
+def write_huggingface(folder, tensors):
+    copy(Memory(tensors), folder, max_shard_size=60)
+    return folder
+
+
+def write_peft(folder, tensors):
+    save_file(tensors, folder / "adapter_model.safetensors")
+    return folder
+
+
+WRITERS = {"native": write_native, "huggingface": write_huggingface, "peft": write_peft}
+
+
+@pytest.fixture(params=LAYOUTS)
+def layout(request):
+    return request.param
+
+
+@pytest.fixture
+def folder(layout, tmp_path):
+    return WRITERS[layout](tmp_path, TENSORS)
+
+
+def test_a_folder_is_recognised_by_its_layout_alone(layout, folder):
+    assert [name for name, each in LAYOUTS.items() if each.recognise(folder)] == [layout]
+    assert recognise(folder) == layout
+
+
+def test_a_source_has_the_names_shapes_types_and_values_that_were_written(layout, folder):
+    for source in (LAYOUTS[layout].open(folder), open_folder(folder)):
+        assert source.shapes() == {name: tuple(t.shape) for name, t in TENSORS.items()}
+        assert source.dtypes() == {name: t.dtype for name, t in TENSORS.items()}
+        assert all(same_bits(read_whole(source, name), t) for name, t in TENSORS.items())
+
+
+def test_a_box_is_read_as_a_slice(layout, folder):
+    source = LAYOUTS[layout].open(folder)
+    for start, shape in (((0, 0), (6, 4)), ((2, 1), (3, 2)), ((5, 3), (1, 1)), ((1, 0), (0, 4))):
+        box = Box(start, shape)
+        expected = TENSORS["model.layers.0.weight"][box.slices_in(Box.whole((6, 4)))]
+        assert torch.equal(source.read("model.layers.0.weight", box), expected)
+
+
+def test_what_is_read_belongs_to_the_reader(layout, folder):
+    source = LAYOUTS[layout].open(folder)
+    read_whole(source, "model.layers.0.weight").zero_()
+    assert torch.equal(read_whole(source, "model.layers.0.weight"), TENSORS["model.layers.0.weight"])
+
+
+def test_a_box_that_sticks_out_is_refused(layout, folder):
+    with pytest.raises(CheckpointError, match="outside of shape"):
+        LAYOUTS[layout].open(folder).read("model.layers.0.weight", Box((5, 0), (2, 4)))
+
+
+def test_any_layout_can_be_copied_to_a_model_folder(layout, folder, tmp_path):
+    copy(open_folder(folder), tmp_path / "copy")
+    again = open_folder(tmp_path / "copy")
+    assert all(same_bits(read_whole(again, name), t) for name, t in TENSORS.items())
+
+
+def test_a_damaged_file_is_an_error_when_it_is_opened(layout, folder):
+    for path in folder.glob("*.safetensors"):
+        path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match="safetensors"):
+        LAYOUTS[layout].open(folder)
+
+
+def test_an_empty_folder_is_no_layout(layout, tmp_path):
+    (tmp_path / "empty").mkdir()
+    assert not LAYOUTS[layout].recognise(tmp_path / "empty")
+    with pytest.raises(CheckpointError):
+        LAYOUTS[layout].open(tmp_path / "empty")
