@@ -91,9 +91,9 @@ def _refuse_pickles(folder: Path) -> None:
     if pickles:
         raise ModelError(
             f"model.path: {folder} holds its weights as {pickles[0]}, a pickle, which can run code "
-            "when read. If you trust it, convert it once: python -c "
+            "when read. If you trust it, write safetensors beside it once: python -c "
             f'"from transformers import AutoModelForCausalLM as M; M.from_pretrained('
-            f"'{folder}', weights_only=True).save_pretrained('{folder}-safetensors')\""
+            f"'{folder}', weights_only=True).save_pretrained('{folder}')\""
         )
     raise ModelError(f"model.path: no *.safetensors in {folder}; the weights are missing")
 
