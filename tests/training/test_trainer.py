@@ -167,17 +167,17 @@ def test_fp16_gradients_that_overflow_lower_the_scale_and_move_nothing(tmp_path)
 
 
 class Poison(TrainerCallback):
-    """Makes one window of the data give nan, whenever it comes."""
+    """Makes some windows of the data give nan, whenever they come."""
 
-    def __init__(self, built, place):
-        self.built, self.place, self.inner = built, place, built.step.run_window
+    def __init__(self, built, places):
+        self.built, self.places, self.inner = built, places, built.step.run_window
 
     def on_step_begin(self, args, state, control):
         epoch, window = divmod(self.built.loader.epoch * 4 + self.built.loader.window - 1, 4)
 
         def run(batches, loss, **hooks):
             losses = self.inner(batches, loss, **hooks)
-            if (epoch, window) == self.place:
+            if (epoch, window) in self.places:
                 losses[0].total.fill_(float("nan"))
             return losses
 
@@ -186,7 +186,8 @@ class Poison(TrainerCallback):
 
 def poisoned(folder, place, *members, **options):
     built = small.trainer(folder, *members, **options)
-    built.callbacks.members.append(Poison(built, place))
+    places = place if isinstance(place, list) else [place]
+    built.callbacks.members.append(Poison(built, places))
     return built
 
 
@@ -216,6 +217,12 @@ def test_rollback_goes_back_and_leaves_out_the_window(tmp_path):
     without.state.skipped_windows.append((1, 0))
     without.fit()
     small.assert_same_weights(small.weights(built), small.weights(without))
+
+
+def test_rollback_remembers_every_window_that_it_left_out(tmp_path):
+    places = [(0, 3), (1, 0), (1, 3), (2, 1)]  # three after checkpoint 3, one after 6
+    state = poisoned(tmp_path, places, on_nan="rollback").fit()
+    assert (state.skipped_windows, state.global_step) == (places, 8)
 
 
 def test_rollback_gives_up_when_everything_is_nan(tmp_path):

@@ -23,7 +23,7 @@ from .stage import Models, Stage, learnables
 from .state import TrainerControl, TrainerState
 from .step import Figures, Step
 
-MAX_ROLLBACKS = 3  # in a row without a good step between them
+MAX_ROLLBACKS = 3  # to one checkpoint: more bad windows than that are no accident
 
 
 class _BrokenOffError(Exception):
@@ -149,12 +149,12 @@ class Trainer:
         newest = self.saver.newest
         if self.section.on_nan == "skip":
             self.state.num_skipped_steps += 1
-            self.rollbacks = 0
             return True
         if self.section.on_nan == "rollback" and newest and self.rollbacks < MAX_ROLLBACKS:
             self.step.optimizer.zero_grad(set_to_none=True)
-            load(newest, self.states)
-            self.state.skipped_windows.append(place)
+            skipped = [*self.state.skipped_windows, place]
+            load(newest, self.states)  # which knows only those that were left out before it
+            self.state.skipped_windows = skipped
             self.rollbacks += 1
             return False
         raise RunError(
@@ -195,4 +195,5 @@ class Trainer:
         if control.should_save:
             control.should_save = False
             if self.saver.save(state, self.states):
+                self.rollbacks = 0
                 self.callbacks.emit("on_save")
