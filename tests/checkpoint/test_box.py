@@ -87,7 +87,7 @@ def test_blocks_are_small_and_contiguous_and_follow_each_other(shape, limit):
 
 @given(shapes_and_boxes(), st.integers(1, 20))
 def test_blocks_of_a_part_stay_inside_it(case, limit):
-    shape, box = case
+    _, box = case
     assert sum(block.size for block in box.blocks(limit)) == box.size
     assert all(block in box for block in box.blocks(limit))
 

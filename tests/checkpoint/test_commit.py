@@ -1,4 +1,4 @@
-"""A folder becomes a checkpoint at one stroke; what is cut short is cleaned, what is alive is not."""
+"""A folder becomes a checkpoint at one stroke; what is cut short is cleaned, what lives is not."""
 
 import os
 import subprocess
@@ -179,7 +179,7 @@ def test_a_save_starts_again_if_its_folder_is_cleaned_at_the_first_moment(tmp_pa
             if str(path).endswith("manifest.json") and flags & os.O_CREAT and len(taken) < 2:
                 taken.append(path)
                 if len(taken) == 1:  # before the file is there
-                    os.rmdir(os.path.dirname(path))
+                    path.parent.rmdir()
                 else:  # after it is there, before it is locked
                     descriptor = os.open(path, flags, *args, **kwargs)
                     files.remove_tree(path.parent)
@@ -225,7 +225,7 @@ def test_a_folder_that_is_taken_away_again_and_again_is_an_error(tmp_path, monke
 
         def open(self, path, flags, *args, **kwargs):
             if flags & os.O_CREAT:
-                os.rmdir(os.path.dirname(path))
+                path.parent.rmdir()
             return os.open(path, flags, *args, **kwargs)
 
     monkeypatch.setattr(files, "os", Thief())

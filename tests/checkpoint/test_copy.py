@@ -19,7 +19,7 @@ from surefoot.errors import CheckpointError
 
 from .sample import Holder, same_bits, sample_states
 
-TENSORS = {name: t for name, t in sample_states(scale=5)["model"].state.items()}
+TENSORS = dict(sample_states(scale=5)["model"].state)
 
 
 def names(folder):
@@ -56,13 +56,17 @@ def test_a_copy_is_cast_as_asked(tmp_path):
 
 
 def test_a_dtype_that_is_none_is_refused(tmp_path):
-    with pytest.raises(CheckpointError, match="dtype 'int8': expected one of float32, float16, bfloat16"):
+    with pytest.raises(
+        CheckpointError, match="dtype 'int8': expected one of float32, float16, bfloat16"
+    ):
         copy(Memory(TENSORS), tmp_path, dtype="int8")
-    with pytest.raises(CheckpointError, match="w: cannot store torch.complex128"):
+    with pytest.raises(CheckpointError, match="w: cannot store"):
         copy(Memory({"w": torch.ones(1, dtype=torch.complex128)}), tmp_path)
 
 
-@pytest.mark.parametrize("old", ["model.safetensors", "model.safetensors.index.json", "model-00001-of-00002.safetensors"])
+@pytest.mark.parametrize(
+    "old", ["model.safetensors", "model.safetensors.index.json", "model-00001-of-00002.safetensors"]
+)
 def test_weights_that_are_there_are_never_overwritten(tmp_path, old):
     (tmp_path / old).write_bytes(b"precious")
     with pytest.raises(CheckpointError, match=f"{old}: it exists already; choose another folder"):
@@ -99,7 +103,7 @@ class Failing:
 @pytest.mark.parametrize("room", [0, 1000, 3000])
 def test_a_full_disk_leaves_no_copy(tmp_path, monkeypatch, room):
     monkeypatch.setattr(files, "os", Failing(room))
-    with pytest.raises(CheckpointError, match="cannot write weights to .*the disk is full"):
+    with pytest.raises(CheckpointError, match=r"cannot write weights to .*the disk is full"):
         copy(Memory(TENSORS), tmp_path, max_shard_size=1000)
     assert names(tmp_path) == []
 
@@ -127,7 +131,9 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 
 def test_memory_does_not_grow_with_the_model(tmp_path):
     (tmp_path / "old").mkdir()
-    save_file({f"w{i}": torch.zeros(16 << 20) for i in range(4)}, tmp_path / "old" / "model.safetensors")  # 4 x 64 MiB
+    save_file(
+        {f"w{i}": torch.zeros(16 << 20) for i in range(4)}, tmp_path / "old" / "model.safetensors"
+    )  # 4 x 64 MiB
     command = [sys.executable, "-c", MEASURE, str(tmp_path / "old"), str(tmp_path / "new")]
     grown = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout) << 10
     assert grown < 64 << 20

@@ -13,13 +13,18 @@ from surefoot.checkpoint.save import save
 from surefoot.checkpoint.source import Cast, Joined, Memory, Renamed, read_whole
 from surefoot.errors import CheckpointError
 
-from .sample import Holder, same_bits
+from .sample import Holder, num_open, same_bits
 from .test_box import boxes
 
 
 def parts():
     torch.manual_seed(0)
-    return {"q": torch.randn(6, 4), "k": torch.randn(2, 4), "v": torch.randn(2, 4).bfloat16(), "ids": torch.arange(3)}
+    return {
+        "q": torch.randn(6, 4),
+        "k": torch.randn(2, 4),
+        "v": torch.randn(2, 4).bfloat16(),
+        "ids": torch.arange(3),
+    }
 
 
 def agree(view, expected):
@@ -33,7 +38,10 @@ def agree(view, expected):
 @given(st.data())
 def test_any_box_of_any_view_is_that_box_of_the_whole(data):
     q, k, v, ids = parts().values()
-    view = Cast(Renamed(Joined(Memory(parts()), {"qkv": ("q", "k", "v")}), {"new": "qkv", "i": "ids"}), torch.float16)
+    view = Cast(
+        Renamed(Joined(Memory(parts()), {"qkv": ("q", "k", "v")}), {"new": "qkv", "i": "ids"}),
+        torch.float16,
+    )
     whole = {"new": torch.cat([q, k, v.float()]).half(), "i": ids}
     name = data.draw(st.sampled_from(["new", "i"]))
     box = data.draw(boxes(tuple(whole[name].shape)))
@@ -48,7 +56,10 @@ def test_renaming_leaves_out_what_is_not_named():
 
 def test_joining_replaces_the_parts():
     p = parts()
-    agree(Joined(Memory(p), {"qk": ("q", "k")}), {"v": p["v"], "ids": p["ids"], "qk": torch.cat([p["q"], p["k"]])})
+    agree(
+        Joined(Memory(p), {"qk": ("q", "k")}),
+        {"v": p["v"], "ids": p["ids"], "qk": torch.cat([p["q"], p["k"]])},
+    )
 
 
 def test_casting_leaves_integers_bools_and_tiny_floats():
@@ -85,7 +96,9 @@ def test_only_what_a_box_needs_is_read():
 
 @pytest.fixture
 def native(tmp_path):
-    return save(tmp_path, 1, {"model": Holder({"w": torch.arange(40.0).reshape(8, 5)})}, kind="full")
+    return save(
+        tmp_path, 1, {"model": Holder({"w": torch.arange(40.0).reshape(8, 5)})}, kind="full"
+    )
 
 
 def damage(folder):
@@ -117,7 +130,13 @@ def test_a_damaged_tensor_is_refused_when_its_last_block_is_read_in_order(native
 
 def test_parts_read_out_of_order_are_given_unchecked(native):
     source = open_folder(native)
-    for box in (Box((3, 0), (2, 5)), Box((0, 0), (3, 5)), Box((5, 0), (3, 5)), Box((0, 2), (8, 1)), Box((0, 0), (0, 5))):
+    for box in (
+        Box((3, 0), (2, 5)),
+        Box((0, 0), (3, 5)),
+        Box((5, 0), (3, 5)),
+        Box((0, 2), (8, 1)),
+        Box((0, 0), (0, 5)),
+    ):
         assert tuple(source.read("w", box).shape) == box.shape
     for box in Box.whole((8, 5)).blocks(10):  # and in order again
         source.read("w", box)
@@ -138,11 +157,9 @@ def test_a_file_that_shrinks_under_a_source_is_an_error(tmp_path):
 
 
 def test_a_source_needs_no_closing(tmp_path):
-    import os
-
     save_file({"w": torch.ones(1)}, tmp_path / "model.safetensors")
-    before = len(os.listdir("/proc/self/fd"))
+    before = num_open()
     for _ in range(50):
         open_folder(tmp_path)
-    assert len(os.listdir("/proc/self/fd")) <= before
+    assert num_open() <= before
     assert sources.Source  # a Protocol: nothing to inherit

@@ -57,8 +57,8 @@ def test_any_state_comes_back_exactly(tree):
     [
         0.1 + 0.2, -0.0, 5e-324, 1.7976931348623157e308, math.inf, -math.inf, math.nan, 1.0, 1,
         2**53, 2**53 + 1, -(2**64), 10**5000, True, False, None, "", "\x00\ud800", [], (), {},
-        {"$tensor": 1}, {"$": {}}, {1: {2: 3}, "1": 4}, {(1, "a"): (None,)}, {True: 1, "x": 2}, {1.5: 2, None: 3},
-        [[], [()], ({},)], (3, tuple(range(625)), None),
+        {"$tensor": 1}, {"$": {}}, {1: {2: 3}, "1": 4}, {(1, "a"): (None,)}, {True: 1, "x": 2},
+        {1.5: 2, None: 3}, [[], [()], ({},)], (3, tuple(range(625)), None),
     ],
     ids=lambda v: type(v).__name__,
 )  # fmt: skip
@@ -127,8 +127,9 @@ def test_two_tensors_of_one_name_are_refused():
 @pytest.mark.parametrize(
     "skeleton",
     [
-        {"$tensor": "nowhere"}, {"$tensor": 5}, {"$tensor": ["a"]}, {"$tuple": 3}, {"$dict": [[1]]}, {"$dict": 1},
-        {"$dict": [[[1], 2]]}, {"$dict": [[{}, 2]]}, {"$int": "12z"}, {"$int": 5}, {"$float": "1"}, {"$float": []},
+        {"$tensor": "nowhere"}, {"$tensor": 5}, {"$tensor": ["a"]}, {"$tuple": 3},
+        {"$dict": [[1]]}, {"$dict": 1}, {"$dict": [[[1], 2]]}, {"$dict": [[{}, 2]]},
+        {"$int": "12z"}, {"$int": 5}, {"$float": "1"}, {"$float": []},
         {"$nothing": 1}, {"$tensor": "t", "more": 1}, {"$": 0}, {"a": {"$b": 1}},
     ],
     ids=str,

@@ -20,7 +20,10 @@ from .sample import Holder, sample_states
 def shards(folder, index=None):
     save_file({"a": torch.ones(2)}, folder / "model-00001-of-00002.safetensors")
     save_file({"b": torch.ones(3)}, folder / "model-00002-of-00002.safetensors")
-    names = index or {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
+    names = index or {
+        "a": "model-00001-of-00002.safetensors",
+        "b": "model-00002-of-00002.safetensors",
+    }
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
 
 
@@ -78,13 +81,17 @@ def test_an_index_that_promises_what_is_not_there_is_refused(tmp_path):
 
 def test_a_tensor_in_two_files_is_refused(tmp_path):
     shards(tmp_path)
-    save_file({"b": torch.ones(3), "a": torch.ones(2)}, tmp_path / "model-00002-of-00002.safetensors")
-    with pytest.raises(CheckpointError, match=r"'a' is in model-00001-of-00002.safetensors as well"):
+    save_file(
+        {"b": torch.ones(3), "a": torch.ones(2)}, tmp_path / "model-00002-of-00002.safetensors"
+    )
+    with pytest.raises(
+        CheckpointError, match=r"'a' is in model-00001-of-00002.safetensors as well"
+    ):
         open_weights(tmp_path)
 
 
 def test_a_folder_without_weights_says_what_was_expected(tmp_path):
-    with pytest.raises(CheckpointError, match="holds no weights; expected model.safetensors"):
+    with pytest.raises(CheckpointError, match=r"holds no weights; expected model\.safetensors"):
         open_weights(tmp_path)
     with pytest.raises(CheckpointError, match="does not exist"):
         open_weights(tmp_path / "none")
@@ -114,7 +121,10 @@ def command_for(folder):
     ("names", "target"),
     [
         (["pytorch_model.bin"], "model.safetensors"),
-        (["pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin"], "model.safetensors"),
+        (
+            ["pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin"],
+            "model.safetensors",
+        ),
         (["adapter_model.bin"], "adapter_model.safetensors"),
     ],
 )
@@ -124,7 +134,12 @@ def test_the_command_that_a_refusal_names_converts_the_weights(tmp_path, names, 
     expected = {}
     for i, name in enumerate(names):
         tied = torch.randn(4, 3)
-        tensors = {f"w{i}": tied, f"tied{i}": tied, f"t{i}": torch.randn(2, 5).t(), f"h{i}": torch.ones(1).bfloat16()}
+        tensors = {
+            f"w{i}": tied,
+            f"tied{i}": tied,
+            f"t{i}": torch.randn(2, 5).t(),
+            f"h{i}": torch.ones(1).bfloat16(),
+        }
         torch.save(tensors, folder / name)
         expected |= tensors
     (folder / "training_args.bin").write_bytes(b"not to be touched")

@@ -72,7 +72,9 @@ def test_a_box_is_read_as_a_slice(layout, folder):
 def test_what_is_read_belongs_to_the_reader(layout, folder):
     source = LAYOUTS[layout].open(folder)
     read_whole(source, "model.layers.0.weight").zero_()
-    assert torch.equal(read_whole(source, "model.layers.0.weight"), TENSORS["model.layers.0.weight"])
+    assert torch.equal(
+        read_whole(source, "model.layers.0.weight"), TENSORS["model.layers.0.weight"]
+    )
 
 
 def test_a_box_that_sticks_out_is_refused(layout, folder):

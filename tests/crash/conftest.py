@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-MEMORY = Path("/dev/shm")  # noqa: S108
+MEMORY = Path("/dev/shm")
 
 
 @pytest.fixture(scope="module")

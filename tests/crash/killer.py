@@ -1,4 +1,4 @@
-"""Run by test_kills.py in a process of its own: fork, kill the child at every call, leave what is left.
+"""Run by test_kills.py in a process of its own: fork, kill the child at a call, leave what is left.
 
 A process of one thread forks safely; the tests' own process is not one.
 """

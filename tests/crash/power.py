@@ -105,7 +105,7 @@ class Disk(System):
     # --- what a power cut may leave ------------------------------------------------------------
 
     def _possible(self):
-        """Nothing that was not flushed; names but not bytes; bytes but not names; some; everything."""
+        """Nothing that was not flushed; names, not bytes; bytes, not names; some; everything."""
         for names in (flushed_names, some_names, written_names):
             for bytes_of in (flushed_bytes, zeroed_bytes, some_bytes, written_bytes):
                 is_chance = names is some_names or bytes_of is some_bytes

@@ -1,4 +1,4 @@
-"""A run with two checkpoints that saves a third and forgets the first; and what must hold whatever happens."""
+"""A run with two checkpoints saves a third and forgets the first; and what must hold then."""
 
 import shutil
 
@@ -29,7 +29,7 @@ def act(root):
 
 
 def check(root, before, finished=False):
-    """The newest checkpoint is whole and loads, nothing old was touched, leftovers can be cleaned."""
+    """The newest checkpoint is whole and loads, nothing old was touched, leftovers go."""
     found = find(root)
     there = {int(p.name.split("-")[1]): p for p in committed(root)}
     assert found.path is not None, "no checkpoint left"
@@ -48,7 +48,7 @@ def check(root, before, finished=False):
 
 
 def go_on(root):
-    """The next start of the run saves the same step again, if it is not there, and ends as planned."""
+    """The next start of the run saves the step again if it is not there, and ends as planned."""
     clean(root)
     if find(root).path != root / f"checkpoint-{NEW}":
         act(root)

@@ -5,15 +5,15 @@ import os
 
 # Every function of ``os`` through which files.py reaches the disk.
 CALLS = (
-    "open", "close", "read", "write", "preadv", "pwrite", "posix_fallocate", "ftruncate", "fsync", "fstat",
-    "fstatvfs", "stat", "lstat", "listdir", "mkdir", "rename", "unlink", "rmdir",
+    "open", "close", "write", "preadv", "pwrite", "posix_fallocate", "ftruncate", "fsync",
+    "fstat", "fstatvfs", "stat", "lstat", "listdir", "mkdir", "rename", "unlink", "rmdir",
 )  # fmt: skip
 WRITES = ("write", "pwrite", "preadv")  # calls that may do less than they were asked to
 DEAD = 9  # exit code of a process that a fault ended
 
 
 class System:
-    """``os``, but call number ``at`` (from 0) does what ``fault`` says. Counts and names the calls."""
+    """``os``, but call number ``at`` (from 0) does what ``fault`` says. Notes the calls."""
 
     def __init__(self, fault=None, at=None, calls=CALLS):
         self.fault, self.at, self.calls = fault, at, calls

@@ -1,4 +1,4 @@
-"""Every flipped bit and every truncation of a checkpoint is found, and the one before it is taken."""
+"""Every flipped bit and every truncation of a checkpoint is found, and the one before is taken."""
 
 import random
 

@@ -1,16 +1,16 @@
 """A fault of the system at every call of the seam: an error with a reason, and nothing is lost."""
 
+import contextlib
 import errno
-import itertools
+from functools import partial
 
 import pytest
 
+from checkpoint.sample import blank, same_states, sample_states
 from surefoot import files
 from surefoot.checkpoint.load import load
 from surefoot.checkpoint.verify import find, verify
 from surefoot.errors import CheckpointError
-
-from checkpoint.sample import blank, same_states, sample_states
 
 from . import scene
 from .system import System, fails, short
@@ -29,7 +29,7 @@ def calls(start, scratch):
     """The calls of the scene when nothing fails."""
     system = System()
     root = scene.copy_of(start[0], scratch / "count")
-    with_system(system, lambda: scene.act(root))
+    with_system(system, partial(scene.act, root))
     scene.check(root, start[1], finished=True)
     return system.seen
 
@@ -57,7 +57,7 @@ def test_an_error_at_any_call_loses_nothing(start, calls, scratch, code, stride)
     for at in numbers:
         root = scene.copy_of(start[0], scratch / f"{code}-{stride}-{at}")
         try:
-            with_system(System(fails(code), at), lambda: scene.act(root))
+            with_system(System(fails(code), at), partial(scene.act, root))
         except CheckpointError as error:
             refused += 1
             assert files.explain(OSError(code, "")).split(";")[0].split(" (")[0] in str(error), (
@@ -68,25 +68,34 @@ def test_an_error_at_any_call_loses_nothing(start, calls, scratch, code, stride)
     assert refused > len(numbers) * 0.8
 
 
+class FromThenOn(System):
+    """Every call of a kind fails from number ``first`` on."""
+
+    def __init__(self, first, kinds):
+        super().__init__(calls=kinds)
+        self.first = first
+
+    def __getattr__(self, name):
+        call = super().__getattr__(name)
+        if name not in self.calls:
+            return call
+
+        def counted(*args, **kwargs):
+            if len(self.seen) >= self.first:
+                return fails(errno.EROFS)(name, call, args, kwargs)
+            return call(*args, **kwargs)
+
+        return counted
+
+
 @pytest.mark.parametrize("stride", [9, pytest.param(1, marks=pytest.mark.proof)])
 def test_from_some_call_on_every_change_fails(start, calls, scratch, stride):
     """A disk that fails goes on failing: also the cleaning up after the failure meets the error."""
     changing = ("write", "pwrite", "posix_fallocate", "fsync", "mkdir", "rename", "unlink", "rmdir")
     for at in range(0, sum(name in changing for name in calls), stride):
         root = scene.copy_of(start[0], scratch / f"dying-{stride}-{at}")
-        numbers = itertools.count()
-
-        class Dying(System):
-            def __getattr__(self, name):
-                call = super().__getattr__(name)
-                if name in changing and next(numbers) >= at:
-                    return lambda *args, **kwargs: fails(errno.EROFS)(name, call, args, kwargs)
-                return call
-
-        try:
-            with_system(Dying(), lambda: scene.act(root))
-        except CheckpointError:
-            pass
+        with contextlib.suppress(CheckpointError):
+            with_system(FromThenOn(at, changing), partial(scene.act, root))
         scene.check(root, start[1])
         scene.go_on(root)
 
@@ -95,7 +104,7 @@ def test_a_call_that_does_less_than_asked_is_called_again(start, calls, scratch)
     for at in range(len(calls)):
         if calls[at] in ("pwrite", "preadv"):
             root = scene.copy_of(start[0], scratch / f"short-{at}")
-            with_system(System(short, at), lambda: scene.act(root))
+            with_system(System(short, at), partial(scene.act, root))
             scene.check(root, start[1], finished=True)
 
 
@@ -103,11 +112,11 @@ def test_a_load_that_meets_an_error_at_any_call_says_so(start):
     root, _ = start
     system = System()
     states = sample_states(9)
-    with_system(system, lambda: load(root / "checkpoint-2", states))
+    with_system(system, partial(load, root / "checkpoint-2", states))
     for at in range(len(system.seen)):
         states = blank(sample_states(2))
         try:
-            with_system(System(fails(errno.EIO), at), lambda: load(root / "checkpoint-2", states))
+            with_system(System(fails(errno.EIO), at), partial(load, root / "checkpoint-2", states))
         except CheckpointError as error:
             assert "input/output error" in str(error)
             assert all(state.loads == 0 for state in states.values())
@@ -122,7 +131,7 @@ def test_short_reads_are_read_on(start):
     for at, name in enumerate(system.seen):
         if name == "preadv":
             states = blank(sample_states(2))
-            with_system(System(short, at), lambda: load(root / "checkpoint-2", states))
+            with_system(System(short, at), partial(load, root / "checkpoint-2", states))
             assert same_states(sample_states(2), states)
 
 

@@ -1,4 +1,4 @@
-"""Killed at every call of the seam, and at any moment: the newest checkpoint is whole, nothing is lost."""
+"""Killed at every call of the seam, and at any moment: the newest checkpoint is whole."""
 
 import os
 import subprocess

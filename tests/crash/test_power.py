@@ -1,4 +1,4 @@
-"""The power fails after any call: whatever the disk had not flushed is gone, and nothing else is."""
+"""The power fails after any call: what the disk had not flushed is gone, and nothing else is."""
 
 import os
 import shutil
@@ -63,7 +63,7 @@ def test_the_model_is_the_disk(disk):
 
 
 def test_after_the_last_call_nothing_is_left_to_lose(disk, start, scratch):
-    """What save() returned for is on the platter. (A removal may come back; it is removed again.)"""
+    """What save() returned for is on the platter; what was removed may come back once."""
     least = disk.moments[-1][0]
     write_tree(scratch / "least", least)
     assert "checkpoint-3" in least
@@ -84,12 +84,12 @@ def test_whatever_the_disk_forgets_in_thousands_of_ways(start, scratch):
 
 @pytest.mark.parametrize("forgotten", ["files", "folders"])
 def test_the_model_catches_a_save_that_does_not_flush(start, scratch, monkeypatch, forgotten):
-    """The proof proves something: it finds the losses as soon as either kind of flush is left out."""
+    """The proof proves something: it finds losses as soon as one kind of flush is left out."""
     if forgotten == "files":
         flush = files.File.sync
         monkeypatch.setattr(files.File, "sync", lambda f: flush(f) if f.path.is_dir() else None)
     else:
         monkeypatch.setattr(files, "sync_folder", lambda path: None)
-    disk = recorded(start, scratch / f"careless-{forgotten}", samples=0)
+    disk = recorded(start, scratch / f"careless-{forgotten}", samples=1)
     monkeypatch.undo()
     assert len(losses(disk, start, scratch)) > 10
