@@ -132,3 +132,10 @@ def bare_tokenizer():
     return PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer.from_str(json.dumps(made)), bos_token="<s>", eos_token="</s>"
     )
+
+
+def word_tokenizer():
+    """One that knows whole words only, among them its special tokens."""
+    made = Tokenizer(models.WordLevel({"a": 0, "</s>": 1, "<unk>": 2}, unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="</s>", unk_token="<unk>")

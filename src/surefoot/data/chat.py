@@ -111,6 +111,13 @@ class Codec:
         text = self._renderer.render(dicts, schemas, prompt=True)
         return self._chat.encode([Text(text, marked)])[0].ids
 
+    def with_section(self, section: DataSection) -> Codec:
+        """The same tokenizer and template under other settings."""
+        made = Codec(self.tokenizer, self._template, section)
+        shared = ("_renderer", "_locator", "_chat", "_documents")
+        vars(made).update({name: vars(self)[name] for name in shared if name in vars(self)})
+        return made
+
     @cached_property
     def template(self) -> Template:
         """The chat template in use."""

@@ -7,10 +7,12 @@ what is wrapped is encoded as plain text: what transformers does with ``sanitize
 
 from __future__ import annotations
 
+import json
 import re
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol, TypeVar, cast
 
 from tokenizers import Encoding, Tokenizer
@@ -19,6 +21,7 @@ from transformers import PreTrainedTokenizerBase
 from ..errors import TemplateError
 
 OPEN, CLOSE = "\U000f0000", "\U000f0001"  # as transformers has them; no message keeps its own
+GUARDS = ("\n", ":", "x")  # a text is encoded behind the first of these that it does not join
 
 T = TypeVar("T")
 
@@ -75,7 +78,6 @@ class Tokenization:
         self._control = re.compile(words)
         self._marks = re.compile(f"{OPEN}({words}){CLOSE}|[{OPEN}{CLOSE}]")
         self._control_ids = frozenset(tokenizer.convert_tokens_to_ids(longest_first))
-        self._newline = self._rust.encode("\n", add_special_tokens=False).ids
         self._short: dict[str, list[int]] = {}
 
     def spells_control(self, value: object) -> bool:
@@ -106,15 +108,13 @@ class Tokenization:
         Special tokens split a text before anything else, so only what follows the last one counts.
         """
         count = tokens.index(end)
-        if count is None:
-            return False
+        if not count:
+            return count == 0
         first = count
         while first > 0:
             first -= 1
             if tokens.ids[first] in self._special:
                 break
-        if first == count:
-            return True
         tail = text[tokens.offsets[first][0] if first else 0 : end]
         return self._ids(tail) == tokens.ids[first:count]
 
@@ -139,7 +139,7 @@ class Tokenization:
             start = text.index(part, position)
             found = self._after(part, plain) if start else self._encode_part(part, plain)
             ids += found.ids
-            every = map(found.offsets.__getitem__, range(len(found.ids)))
+            every = (found.offsets[i] for i in range(len(found.ids)))
             offsets += [(a + start, b + start) for a, b in every]
             position = start + len(part)
         return Tokens(ids, offsets)
@@ -151,23 +151,32 @@ class Tokenization:
                 yield part, i % 2 == 1
 
     def _after(self, text: str, plain: bool) -> Tokens:
-        """Encode after a line break and remove it, so that no space is put in front."""
-        found = self._encode_part("\n" + text, plain)
-        skip = len(self._newline)
-        if found.ids[:skip] != self._newline:
-            return self._encode_part(text, plain)
-        rest = (found.offsets[i] for i in range(skip, len(found.ids)))
-        return Tokens(found.ids[skip:], [(max(a - 1, 0), b - 1) for a, b in rest])
+        """Encode behind a letter that is taken away again, so that no space is put in front."""
+        rust = self._without_tokens if plain else self._rust
+        for guard in GUARDS:
+            alone = rust.encode(guard, add_special_tokens=False).ids
+            found = rust.encode(guard + text, add_special_tokens=False)
+            if found.ids[: len(alone)] == alone:
+                return self._checked(text, plain, found, len(alone))
+        return self._encode_part(text, plain)
 
     def _encode_part(self, text: str, plain: bool) -> Tokens:
-        self._rust.encode_special_tokens = plain
-        try:
-            found = _tokens(self._rust.encode(text, add_special_tokens=False))
-        finally:
-            self._rust.encode_special_tokens = False
-        if plain and self._control_ids.intersection(found.ids):
+        rust = self._without_tokens if plain else self._rust
+        return self._checked(text, plain, rust.encode(text, add_special_tokens=False), 0)
+
+    def _checked(self, text: str, plain: bool, found: Encoding, skip: int) -> Tokens:
+        """What follows the first ``skip`` tokens, of one letter; no control token if ``plain``."""
+        ids = found.ids[skip:]
+        if plain and self._control_ids.intersection(ids):
             raise TemplateError(f"this tokenizer has no spelling of {text!r} as plain text")
-        return found
+        before = 1 if skip else 0
+        return Tokens(ids, [(max(a - before, 0), b - before) for a, b in found.offsets[skip:]])
+
+    @cached_property
+    def _without_tokens(self) -> Tokenizer:
+        """The same tokenizer without its added tokens, to which all is plain text."""
+        parts = json.loads(self._rust.to_str())
+        return Tokenizer.from_str(json.dumps({**parts, "added_tokens": []}))
 
 
 @dataclass(frozen=True, slots=True)

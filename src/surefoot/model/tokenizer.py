@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -27,31 +28,32 @@ def load_tokenizer(
     Raises:
         ModelError: files missing or damaged, no Rust tokenizer, or no end-of-sequence token.
     """
-    if Path(path).is_dir():
-        _check_folder(Path(path))
+    folder = Path(path)
+    if folder.is_dir():
+        _check_files(folder)
+    elif folder.is_absolute():
+        raise ModelError(f"{path}: no such folder, so no tokenizer in it")
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             str(path), revision=revision or "main", trust_remote_code=trust_remote_code
         )
     except Exception as error:  # the Rust side raises plain Exception for a damaged file
-        raise ModelError(f"{path}: cannot load its tokenizer: {_first_line(error)}") from error
+        raise ModelError(f"{path}: cannot load its tokenizer: {_cause(folder, error)}") from error
     if not tokenizer.is_fast:
         raise ModelError(
             f"{path}: {type(tokenizer).__name__} has no fast (Rust) version; "
             "save it as tokenizer.json first"
         )
     _complete(tokenizer, path)
-    known = tokenizer.get_vocab()
-    new = [token for token in dict.fromkeys(new_special_tokens) if token not in known]
+    new = [t for t in dict.fromkeys(new_special_tokens) if t not in tokenizer.added_tokens_encoder]
     tokenizer.add_tokens([AddedToken(t, special=True, normalized=False) for t in new], True)
     return tokenizer
 
 
-def _check_folder(path: Path) -> None:
-    if not any((path / name).is_file() for name in FILES):
-        raise ModelError(
-            f"{path}: no tokenizer here; expected tokenizer.json (or one of {', '.join(FILES[1:])})"
-        )
+def _check_files(folder: Path) -> None:
+    if not any((folder / name).is_file() for name in FILES):
+        rest = ", ".join(FILES[1:])
+        raise ModelError(f"{folder}: no tokenizer here; expected tokenizer.json (or {rest})")
 
 
 def _complete(tokenizer: PreTrainedTokenizerBase, path: str | Path) -> None:
@@ -64,6 +66,14 @@ def _complete(tokenizer: PreTrainedTokenizerBase, path: str | Path) -> None:
         tokenizer.pad_token = tokenizer.eos_token
 
 
-def _first_line(error: Exception) -> str:
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__
+def _cause(folder: Path, error: Exception) -> str:
+    """Which file is damaged, if one is; else the first line of what the library says."""
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        try:
+            json.loads((folder / name).read_bytes())
+        except ValueError as damage:
+            return f"{name} is damaged ({damage}); copy it again from the model"
+        except OSError:
+            continue
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0].rstrip(": ") if lines else type(error).__name__

@@ -122,8 +122,8 @@ def _check_tokens(found: Bundled, tokenizer: PreTrainedTokenizerBase) -> None:
         raise TemplateError(
             f"template {found.name!r} ends answers with the tokenizer's eos_token, and it has none"
         )
-    vocabulary = tokenizer.get_vocab()
-    if missing := [token for token in found.tokens if token not in vocabulary]:
+    pieces = {token: tokenizer.encode(token, add_special_tokens=False) for token in found.tokens}
+    if missing := [token for token, ids in pieces.items() if len(ids) != 1]:
         raise TemplateError(
             f"template {found.name!r} writes {', '.join(missing)}, which this tokenizer would "
             f"split into pieces; add model.new_special_tokens: [{', '.join(map(repr, missing))}] "

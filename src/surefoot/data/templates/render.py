@@ -52,9 +52,9 @@ class Renderer:
         self.source = source
         self.has_marks = _MARK.search(source) is not None
         self._names = dict(tokenizer.special_tokens_map)
-        self._special = {
-            token.content for token in tokenizer.added_tokens_decoder.values() if token.special
-        }
+        added = tokenizer.added_tokens_decoder.values()
+        self._added = {token.content for token in added if token.content.strip()}
+        self._special = {token.content for token in added if token.special}
 
     def render(self, messages: Dicts, tools: Dicts | None = None, *, prompt: bool = False) -> str:
         """The text of a conversation; with ``prompt``, up to where the next answer begins.
@@ -69,24 +69,32 @@ class Renderer:
         return self._render(messages, tools, marks=True)
 
     def closing_token(self) -> str | None:
-        """The special token that ends an answer, seen in a short conversation; None without one."""
+        """The token that ends an answer, seen in a short conversation; None without one."""
         probe: Dicts = [*_TURNS[:1], {"role": "assistant", "content": "Answer"}]
         try:
             tail = self.render(probe).rpartition("Answer")[2]
         except TemplateError:
             return None
-        found = [(tail.find(token), -len(token), token) for token in self._special if token in tail]
+        found = [(tail.find(token), -len(token), token) for token in self._added if token in tail]
         return min(found)[2] if found else None
 
     def written_tokens(self) -> frozenset[str]:
-        """Special tokens this template writes itself, as text in its source or in a rendering."""
-        texts = [self.source]
-        for probe in PROBES.values():
-            try:
-                texts.append(self.render(probe["messages"], probe.get("tools"), prompt=True))
-            except TemplateError:
-                continue
-        return frozenset(token for token in self._special if any(token in text for text in texts))
+        """Tokens that frame the turns: special ones it writes anywhere, others around turns.
+
+        So those of DeepSeek are among them, which are not special there (``<｜User｜>``), and not
+        Qwen's ``<think>``, which answers may write.
+        """
+        renderings = [self._rendered(probe, prompt=True) for probe in PROBES.values()]
+        everywhere = "\0".join([self.source, *renderings])
+        around = self._rendered(PROBES["several turns"])
+        found = {token for token in self._special if token in everywhere}
+        return frozenset(found | {token for token in self._added if token in around})
+
+    def _rendered(self, probe: Probe, *, prompt: bool = False) -> str:
+        try:
+            return self.render(probe["messages"], probe.get("tools"), prompt=prompt)
+        except TemplateError:
+            return ""
 
     def _render(
         self, messages: Dicts, tools: Dicts | None, *, prompt: bool = False, marks: bool = False

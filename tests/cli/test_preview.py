@@ -1,0 +1,137 @@
+"""The preview command: what is learnt can be seen, and nothing that is left out goes unsaid."""
+
+import io
+import json
+
+import pytest
+from click.testing import CliRunner
+from rich.console import Console
+
+from folders import save_data, save_recipe
+from surefoot.cli.main import main
+from surefoot.cli.preview import Figures, Part, Rendered, Shown, histogram, show
+
+LONG = "long " * 40
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory):
+    """A project whose rows are short, long, and of no use."""
+    folder = tmp_path_factory.mktemp("project")
+    data = {"cutoff_len": 100, "val_size": 0.0}
+    path = save_recipe(folder, data=data, train={"eval_steps": None})
+    rows = [
+        {"instruction": "1+1?", "output": "2"},
+        {"instruction": "Tell more", "output": LONG},
+        {"instruction": LONG, "output": "no"},
+        {"instruction": "what?", "output": 7.5},
+        {"instruction": "And [bold]1+2[/bold]?", "output": "3"},
+    ]
+    save_data(folder / "data", rows=rows)
+    save_data(folder / "data", "other")
+    return path
+
+
+def run(*args):
+    return CliRunner().invoke(main, ["preview", *map(str, args)])
+
+
+def test_what_is_learnt_stands_between_marks(recipe):
+    done = run(recipe, "-n", 1)
+    assert done.exit_code == 0, done.stderr
+    assert (
+        "<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n[[2<|im_end|>]]\n" in done.stdout
+    )
+    assert "── sums:0: 26 tokens, 2 learnt" in done.stdout
+    assert "[[ ]] is learnt; the rest is read only" in done.stdout
+    assert "sums:1" not in done.stdout
+
+
+def test_what_is_cut_left_out_or_broken_is_said_with_the_reason(recipe):
+    out = run(recipe, "-n", 5).stdout
+    assert "── sums:1: 100 tokens, cut from 230, " in out
+    assert "── sums:2: left out: the prompt leaves no room for an answer" in out
+    assert "5 rows, 3 sequences" in out
+    assert "1 row cannot be read, such as sums:3: " in out
+    assert "1 example left out: the prompt leaves no room" in out
+    assert "1 example cut to data.cutoff_len" in out
+    assert "[bold]1+2[/bold]?" in out, "a dataset's text is never markup"
+
+
+def test_the_histogram_shows_where_the_cut_is(recipe):
+    out = run(recipe, "-n", 0).stdout
+    assert "longest 230" in out
+    assert "data.cutoff_len 100" in out
+    assert "[[" not in out
+    enough = run(recipe, "data.cutoff_len=300", "-n", 0).stdout
+    assert "data.cutoff_len 300 is enough for all of them" in enough
+    assert "cut to" not in enough
+
+
+def test_one_dataset_can_be_asked_for(recipe):
+    out = run(recipe, "--dataset", "other").stdout
+    assert "other:0" in out
+    assert "sums:0" not in out
+    missing = run(recipe, "--dataset", "othr")
+    assert missing.exit_code == 2
+    assert "did you mean" in missing.stderr
+
+
+def test_json_holds_all_of_it(recipe):
+    found = json.loads(run(recipe, "--json", "-n", 2).stdout)
+    assert found["cutoff_len"] == 100
+    (sums,) = found["datasets"]
+    assert (sums["name"], sums["rows"], sums["all_rows"]) == ("sums", 5, True)
+    assert (sums["items"], sums["cut"], len(sums["broken"])) == (3, 1, 1)
+    assert sums["dropped"] == {"the prompt leaves no room for an answer within data.cutoff_len": 1}
+    assert len(sums["lengths"]) == 4
+    first, second = sums["shown"]
+    assert first["items"][0]["parts"] == [
+        {"text": "<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n", "learnt": False},
+        {"text": "2<|im_end|>", "learnt": True},
+        {"text": "\n", "learnt": False},
+    ]
+    assert (second["cut"], second["tokens"], second["items"][0]["tokens"]) == (True, 230, 100)
+
+
+def test_plain_text_is_learnt_as_a_whole(recipe):
+    found = json.loads(run(recipe, "stage=pt", "--json", "-n", 1).stdout)
+    (sums,) = found["datasets"]
+    ((part,),) = [item["parts"] for item in sums["shown"][0]["items"]]
+    assert part["learnt"]
+    assert sums["cut"] == 0
+
+
+def test_a_wrong_recipe_is_an_error_without_a_traceback(recipe):
+    done = run(recipe, "data.template=chatmll")
+    assert done.exit_code == 2
+    assert "did you mean chatml?" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_on_a_terminal_what_is_learnt_is_green():
+    items = [Rendered([Part("question ", False), Part("answer", True)], 5, 2)]
+    figures = Figures("sums", rows=1, shown=[Shown("sums:0", 5, False, None, items)])
+    console = Console(file=io.StringIO(), force_terminal=True, color_system="standard")
+    show(console, figures, 10)
+    out = console.file.getvalue()
+    assert "\x1b[1;32manswer\x1b[0m" in out
+    assert "\x1b[2mquestion \x1b[0m" in out
+    assert "[[" not in out
+
+
+@pytest.mark.parametrize(("lengths", "cutoff"), [([1], 4), ([5, 5, 5], 4), (range(1, 400), 64)])
+def test_every_length_is_in_one_bar(lengths, cutoff):
+    first, *bars = histogram(list(lengths), cutoff)
+    assert f"longest {max(lengths)}" in first
+    counts = [int(line.rsplit(" ", 1)[1]) for line in bars if " to " in line]
+    assert sum(counts) == len(lengths)
+    below = [c for c, line in zip(counts, bars, strict=False) if " to " in line]
+    assert len(below) <= 16
+    if max(lengths) > cutoff:
+        marked = next(i for i, line in enumerate(bars) if "cutoff_len" in line)
+        assert sum(counts[:marked]) == sum(length <= cutoff for length in lengths)
+
+
+def test_no_lengths_make_no_histogram():
+    assert list(histogram([], 10)) == []

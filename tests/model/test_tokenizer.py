@@ -1,0 +1,84 @@
+"""Loading a tokenizer: what is missing is completed or refused, with the file at fault."""
+
+import json
+
+import pytest
+
+import tiny_tokenizers
+from surefoot.errors import ModelError
+from surefoot.model.tokenizer import load_tokenizer
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A saved tokenizer without a padding token."""
+    tiny_tokenizers.tokenizer("llama3").save_pretrained(tmp_path)
+    return tmp_path
+
+
+def test_it_pads_with_the_end_of_sequence_token_if_it_has_nothing_else(folder):
+    tokenizer = load_tokenizer(folder)
+    assert tokenizer.is_fast
+    assert tokenizer.pad_token == "</s>"
+    tiny_tokenizers.tokenizer(pad_token="<unk>").save_pretrained(folder)
+    assert load_tokenizer(folder).pad_token == "<unk>"
+
+
+def test_new_special_tokens_are_one_token_each_and_survive_saving(folder, tmp_path):
+    before = len(load_tokenizer(folder))
+    tokenizer = load_tokenizer(folder, new_special_tokens=("<a>", "<|im_end|>", "<b>", "<a>"))
+    assert len(tokenizer) == before + 2
+    assert tokenizer.encode("<a>x<b>", add_special_tokens=False)[::2] == [before, before + 1]
+    tokenizer.save_pretrained(tmp_path / "saved")
+    again = load_tokenizer(tmp_path / "saved")
+    assert again.encode("<a>x<b> <|im_end|>") == tokenizer.encode("<a>x<b> <|im_end|>")
+    assert again.decode(again.encode("<a>x"), skip_special_tokens=True) == "x"
+
+
+def test_a_word_of_the_vocabulary_can_become_special_without_a_new_embedding(folder):
+    before = load_tokenizer(folder)
+    word = next(token for token in before.get_vocab() if token.isalpha() and len(token) > 3)
+    after = load_tokenizer(folder, new_special_tokens=(word,))
+    assert len(after) == len(before)
+    assert after.encode(f"a{word}b", add_special_tokens=False)[1] == before.get_vocab()[word]
+
+
+def test_a_folder_without_a_tokenizer_is_said(tmp_path):
+    with pytest.raises(ModelError, match=r"no tokenizer here; expected tokenizer\.json"):
+        load_tokenizer(tmp_path)
+    with pytest.raises(ModelError, match="no such folder"):
+        load_tokenizer(tmp_path / "missing")
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("rest", [b"", b'{"version": "1.0", ', b"\xff\xfe\x00"])
+def test_a_damaged_file_is_named(folder, name, rest):
+    (folder / name).write_bytes(rest)
+    with pytest.raises(ModelError, match=rf"{name} is damaged"):
+        load_tokenizer(folder)
+
+
+def test_a_file_of_something_else_is_an_error(folder):
+    (folder / "tokenizer.json").write_text(json.dumps({"model": {"type": "none"}}))
+    with pytest.raises(ModelError, match="cannot load its tokenizer"):
+        load_tokenizer(folder)
+
+
+def test_a_tokenizer_that_ends_nothing_is_refused(folder):
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    del config["eos_token"]
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match="names no eos_token"):
+        load_tokenizer(folder)
+
+
+def test_a_slow_tokenizer_is_refused(tmp_path):
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "ByT5Tokenizer"}')
+    (tmp_path / "vocab.txt").write_text("unused")
+    with pytest.raises(ModelError, match=r"no fast \(Rust\) version"):
+        load_tokenizer(tmp_path)
+
+
+def test_a_hub_id_without_network_is_an_error_and_not_a_traceback():
+    with pytest.raises(ModelError, match=r"someone/nothing: cannot load its tokenizer"):
+        load_tokenizer("someone/nothing")
