@@ -16,6 +16,7 @@ import fcntl
 import os
 import secrets
 import stat
+import weakref
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
@@ -23,7 +24,7 @@ import xxhash
 
 from .errors import SurefootError
 
-BLOCK = 8 << 20  # bytes per write or read: large enough for the disk, small enough to stay in cache
+BLOCK = 512 << 10  # bytes per read or write: still in the core's own cache when they are hashed
 
 _READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # a pipe of that name must not hang the reader
 _FOLDER = os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECTORY
@@ -116,6 +117,8 @@ class File:
     def __init__(self, descriptor: int, path: Path) -> None:
         self.path = path
         self._descriptor = descriptor
+        self._close = weakref.finalize(self, os.close, descriptor)  # whoever forgets to
+        self._close.atexit = False
 
     def __enter__(self) -> File:
         return self
@@ -123,16 +126,11 @@ class File:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def __del__(self) -> None:
-        with contextlib.suppress(OSError):
-            self.close()
-
     def close(self) -> None:
         """Give the descriptor back. Closing twice is harmless."""
-        if self._descriptor >= 0:
-            descriptor, self._descriptor = self._descriptor, -1
-            with _naming(self.path):
-                os.close(descriptor)
+        self._descriptor = -1  # its number may soon be another file's
+        with _naming(self.path):
+            self._close()
 
     @property
     def size(self) -> int:

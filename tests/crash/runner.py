@@ -60,7 +60,7 @@ def main(root, kills):
     rng = random.Random(0)
     newest = 0
     for _ in range(kills):
-        first, last = life(root, rng.uniform(0, 0.03))
+        first, last = life(root, rng.uniform(0, 0.1))
         assert first >= newest, f"step {newest} was saved, but the next start went on from {first}"
         newest = last
     print(newest)

@@ -55,4 +55,4 @@ def test_killed_at_random_moments(scratch):
 @pytest.mark.proof
 def test_killed_at_random_moments_a_thousand_times(tmp_path):
     """On a real disk, whose flushes take time."""
-    assert int(run("crash.runner", tmp_path / "many", 1000)) > 1000
+    assert int(run("crash.runner", tmp_path / "many", 1000)) > 300
