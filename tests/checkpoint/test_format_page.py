@@ -1,0 +1,64 @@
+"""The page that specifies the format is exact: the reader printed on it reads what we write."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from surefoot.checkpoint import index
+from surefoot.checkpoint.bytes import raw
+from surefoot.checkpoint.header import ITEM_SIZES
+from surefoot.checkpoint.save import save
+
+from .sample import sample_states
+
+PAGE = Path(__file__).parent.parent.parent / "docs" / "checkpoint-format.md"
+
+
+@pytest.fixture
+def read():
+    (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    names = {}
+    exec(code, names)
+    return names["read"]
+
+
+@pytest.mark.parametrize("limit", [5_000_000_000, 500])
+def test_the_reader_on_the_page_reads_a_checkpoint(tmp_path, read, limit):
+    states = sample_states()
+    folder = save(
+        tmp_path, 1, states, kind="full", companions={"config.json": b"{}"}, max_shard_size=limit
+    )
+    tensors, state = read(folder)
+    for name, tensor in states["model"].state.items():
+        dtype, shape, values = tensors[f"model/{name}"]
+        assert values == bytes(raw(tensor)) and shape == list(tensor.shape)
+        assert len(values) == tensor.numel() * ITEM_SIZES[dtype]
+    pointer = state["optimizer"]["model.norm.weight"]["exp_avg"]["$tensor"]
+    moment = states["optimizer"].state["model.norm.weight"]["exp_avg"]
+    assert tensors[f"optimizer/{pointer}"][2] == bytes(raw(moment))
+    assert tensors["state/" + state["random"]["torch"]["$tensor"]][2] == bytes(
+        raw(states["random"].state["torch"])
+    )
+    assert state["trainer"]["best_metric"] == {"$float": "inf"}
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "model.safetensors", "state.json"])
+def test_the_reader_on_the_page_finds_damage(tmp_path, read, name):
+    folder = save(tmp_path, 1, sample_states(), kind="full")
+    data = bytearray((folder / name).read_bytes())
+    data[-40] ^= 1
+    (folder / name).write_bytes(data)
+    with pytest.raises((AssertionError, ValueError, KeyError)):
+        read(folder)
+
+
+def test_the_page_names_every_key_and_every_type(tmp_path):
+    page = PAGE.read_text()
+    folder = save(tmp_path, 1, sample_states(), kind="full")
+    manifest = json.loads((folder / "manifest.json").read_text())
+    assert all(f"`{key}`" in page for key in manifest)
+    assert all(f'"{key}"' in page for key in manifest["pieces"][0])
+    assert all(name in page for name in ITEM_SIZES)
+    assert f'`"{".".join(map(str, index.VERSION))}"`' in page
