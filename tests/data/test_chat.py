@@ -395,6 +395,14 @@ def test_a_new_special_token_that_the_template_does_not_write_stays_one_token():
     assert tokenizer.convert_tokens_to_ids("<place>") in item["labels"]
 
 
+def test_a_word_that_has_no_other_spelling_drops_its_row_only():
+    tokenizer = tiny_tokenizers.word_tokenizer()
+    made = Codec(tokenizer, load_template("empty", tokenizer), DataSection(datasets=("any",)))
+    good, bad = made.encode_chats([chat("a", "a"), chat("a </s>", "a")])
+    assert len(good) == 1
+    assert bad == Dropped("this tokenizer has no spelling of '</s>' as plain text")
+
+
 def test_tools_and_calls_cannot_write_control_tokens_either():
     made = made_once("chatml")
     tool = {**TOOL, "description": "ends <|im_end|> here"}
@@ -466,6 +474,24 @@ def test_the_tokens_that_end_an_answer():
         "</s>"
     ]
     assert codec(None).stop_token_ids == (codec(None).tokenizer.eos_token_id,)
+
+
+def test_padding_that_another_call_left_in_the_tokenizer_changes_nothing():
+    made, padded = codec(), codec()
+    padded.tokenizer.pad_token = made.tokenizer.pad_token = "</s>"
+    padded.tokenizer(["a", "a long one"], padding=True, truncation=True, max_length=5)
+    assert padded.tokenizer.backend_tokenizer.padding
+    assert padded.fingerprint == made.fingerprint
+    examples = [chat("a", "one"), chat("a", "a longer answer " * 5)]
+    assert padded.encode_chats(examples) == made.encode_chats(examples)
+
+
+def test_other_settings_keep_tokenizer_and_template():
+    made = codec()
+    long = chat("a", "one", "b", "two")
+    assert len(only(encode(made, long))["input_ids"]) > 20
+    section = dataclasses.replace(made.section, cutoff_len=20)
+    assert len(only(encode(made.with_section(section), long))["input_ids"]) <= 20
 
 
 def test_the_fingerprint_changes_with_all_that_changes_the_ids_and_nothing_else():

@@ -11,22 +11,22 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 
 import xxhash
 from transformers import PreTrainedTokenizerBase
 
-from ..batch import IGNORE_INDEX, Features
+from ..batch import Features
 from ..errors import TemplateError
 from .encode import Cut, Dropped, Encoded
 from .example import JSON, Example, Message
 from .section import DataSection
+from .sequence import Rendered, split, whole
 from .templates import Template
 from .templates.render import Dicts, Renderer, message_dicts, tool_dicts
-from .templates.turns import Locator, Turn
-from .tokenize import Text, Tokenization, Tokens
+from .templates.turns import Locator
+from .tokenize import Text, Tokenization, Tokens, canonical
 
 VERSION = 1  # of what this module makes of an example; part of the fingerprint
 
@@ -34,42 +34,6 @@ NOTHING = Dropped("no answer to learn in this conversation")
 NO_ROOM = Dropped("the prompt leaves no room for an answer within data.cutoff_len")
 TOO_LONG = Dropped("longer than data.cutoff_len (on_too_long: drop)")
 NO_TEXT = Dropped("empty text")
-
-
-@dataclass(frozen=True, slots=True)
-class _Draft:
-    """A rendered conversation and what of it is learnt."""
-
-    text: Text
-    turns: Sequence[Turn]  # answers: the learnt ones, or with train_on_prompt all of them
-    parts: Sequence[Turn]  # what else is learnt, or with train_on_prompt, what is not
-
-
-@dataclass(frozen=True, slots=True)
-class _Item:
-    """One sequence. ``answers`` are bounds in tokens, in reading order: where it may be cut."""
-
-    ids: list[int]
-    labels: list[int]
-    answers: Sequence[tuple[int, int]]
-
-    def cut(self, end: int) -> _Item:
-        """Its first ``end`` tokens."""
-        return replace(self, ids=self.ids[:end], labels=self.labels[:end])
-
-    def num_learnt(self) -> int:
-        """Tokens that carry a label."""
-        return len(self.labels) - self.labels.count(IGNORE_INDEX)
-
-    def fit(self, length: int) -> _Item | None:
-        """Whole turns up to the last answer that fits; else the first answer without its end."""
-        if len(self.ids) <= length:
-            return self
-        if ends := [end for _, end in self.answers if end <= length]:
-            return self.cut(ends[-1])
-        if self.answers and self.answers[0][0] < length:
-            return self.cut(length)
-        return None
 
 
 class Codec:
@@ -89,9 +53,9 @@ class Codec:
     def encode_chats(self, examples: Sequence[Example]) -> list[Encoded]:
         """Ids and labels of each conversation, cut to ``cutoff_len``, or why it is dropped."""
         drafts = [self._draft(example) for example in examples]
-        tokens = iter(self._chat.encode([d.text for d in drafts if isinstance(d, _Draft)]))
+        tokens = iter(self._chat.encode([d.text for d in drafts if isinstance(d, Rendered)]))
         return [
-            self._finish(draft, next(tokens)) if isinstance(draft, _Draft) else draft
+            self._encoded(draft, next(tokens)) if isinstance(draft, Rendered) else draft
             for draft in drafts
         ]
 
@@ -129,8 +93,8 @@ class Codec:
     def stop_token_ids(self) -> tuple[int, ...]:
         """Tokens that end an answer: the template's, and the tokenizer's end of sequence."""
         names = [*(self._template.stop if self._template else ()), self.tokenizer.eos_token]
-        found = [self.tokenizer.convert_tokens_to_ids(name) for name in names if name]
-        return tuple(dict.fromkeys(i for i in found if i is not None))
+        vocabulary = self.tokenizer.get_vocab()
+        return tuple(dict.fromkeys(vocabulary[name] for name in names if name in vocabulary))
 
     @cached_property
     def fingerprint(self) -> str:
@@ -138,7 +102,7 @@ class Codec:
         fields = ("default_system", "cutoff_len", "on_too_long", "train_on_prompt", "mask_history")
         parts = [
             VERSION,
-            self.tokenizer.backend_tokenizer.to_str(),
+            canonical(self.tokenizer),
             sorted((name, str(token)) for name, token in self.tokenizer.special_tokens_map.items()),
             self._template and [self._template.source, self._template.stop],
             [getattr(self.section, field) for field in fields],
@@ -207,90 +171,44 @@ class Codec:
         later = (message.role == "assistant" for message in messages[index + 1 :])
         return not self.section.mask_history or not any(later)
 
-    def _draft(self, example: Example) -> _Draft | Dropped:
+    def _draft(self, example: Example) -> Rendered | Dropped:
         """Render a conversation up to the last message to learn."""
         messages = self._with_system(example.messages)
         learnt = [i for i in range(len(messages)) if self._is_learnt(messages, i)]
         if not learnt:
             return NOTHING
         messages = messages[: learnt[-1] + 1]
-        locator, whole = self._locator, self.section.train_on_prompt
+        locator, is_whole = self._locator, self.section.train_on_prompt
         answers = [i for i, message in enumerate(messages) if message.role == "assistant"]
-        wanted = answers if whole else [i for i in answers if i in learnt]
-        others = [
-            i for i in range(len(messages)) if (i in learnt) != whole and (whole or i not in wanted)
-        ]
+        wanted = answers if is_whole else [i for i in answers if i in learnt]
+        odd = {i for i in range(len(messages)) if (i in learnt) != is_whole}
         try:
             dicts, tools, marked = self._protected(messages, example.tools)
             text, turns = locator.locate(dicts, tools, wanted)
-            parts = [locator.content(dicts, tools, i, text) for i in others if i not in wanted]
+            parts = [locator.content(dicts, tools, i, text) for i in sorted(odd.difference(wanted))]
+            if marked:
+                self._chat.encode([Text(text, marked)])  # this row may fail, its batch must not
         except TemplateError as error:
             return Dropped(str(error))
-        parts += [turn for turn in turns if turn.index in others]
-        return _Draft(Text(text, marked), turns, parts)
+        if is_whole:
+            parts += [turn for turn in turns if turn.index in odd]
+        return Rendered(Text(text, marked), turns, parts)
 
-    def _finish(self, draft: _Draft, tokens: Tokens) -> Encoded:
+    def _encoded(self, rendered: Rendered, tokens: Tokens) -> Encoded:
         """Labels, and the cut to ``cutoff_len``."""
-        items = (
-            self._whole(draft, tokens)
-            if self.section.train_on_prompt
-            else self._items(draft, tokens)
-        )
-        items = [item for item in items if item.num_learnt()]
+        if self.section.train_on_prompt:
+            found = [whole(rendered, tokens)]
+        else:
+            found = split(rendered, tokens, self._chat)
+        items = [item for item in found if item.num_learnt]
         if not items:
             return NOTHING
         fitted = [item.fit(self.section.cutoff_len) for item in items]
-        is_cut = [
-            a is None or a.num_learnt() < b.num_learnt() for a, b in zip(fitted, items, strict=True)
-        ]
-        if any(is_cut) and self.section.on_too_long == "drop":
+        pairs = zip(fitted, items, strict=True)
+        is_cut = any(fit is None or fit.num_learnt < item.num_learnt for fit, item in pairs)
+        if is_cut and self.section.on_too_long == "drop":
             return TOO_LONG
-        features = [{"input_ids": i.ids, "labels": i.labels} for i in fitted if i is not None]
+        features = [item.features for item in fitted if item is not None]
         if not features:
             return NO_ROOM
-        return Cut(features) if any(is_cut) else features
-
-    def _whole(self, draft: _Draft, tokens: Tokens) -> list[_Item]:
-        """The conversation as one text to learn, but for the parts that say no."""
-        labels = list(tokens.ids)
-        for start, end in filter(None, (_bounds(tokens, part) for part in draft.parts)):
-            labels[start:end] = [IGNORE_INDEX] * (end - start)
-        inside = [turn for turn in draft.turns if turn.text is draft.text.text]
-        answers = [span for turn in inside if (span := _bounds(tokens, turn))]
-        return [_Item(tokens.ids, labels, answers)]
-
-    def _items(self, draft: _Draft, tokens: Tokens) -> list[_Item]:
-        """One sequence for the answers that stand behind their prompts in the whole text."""
-        spans = {turn.index: self._span(draft, tokens, turn) for turn in draft.turns}
-        own = [self._own(draft, turn) for turn in draft.turns if not spans[turn.index]]
-        answers = [span for span in spans.values() if span]
-        parts = [span for part in draft.parts if (span := _bounds(tokens, part))]
-        if not answers and not parts:
-            return own
-        labels = [IGNORE_INDEX] * len(tokens.ids)
-        for start, end in (*answers, *parts):
-            labels[start:end] = tokens.ids[start:end]
-        item = _Item(tokens.ids, labels, answers)
-        return [item.cut(max(end for _, end in (*answers, *parts))) if own else item, *own]
-
-    def _span(self, draft: _Draft, tokens: Tokens, turn: Turn) -> tuple[int, int] | None:
-        """The answer in tokens, if chat would give just the ids that stand in front of it."""
-        if turn.text is not draft.text.text or not self._chat.is_prefix(
-            tokens, draft.text, turn.start
-        ):
-            return None
-        return _bounds(tokens, turn)
-
-    def _own(self, draft: _Draft, turn: Turn) -> _Item:
-        """A sequence for one answer: its prompt as chat encodes it, then the answer."""
-        text = Text(turn.text, draft.text.marked)
-        prompt = self._chat.encode([text[: turn.start]])[0].ids
-        answer = self._chat.encode_after(text[turn.start : turn.end])
-        ids = prompt + answer
-        return _Item(ids, [IGNORE_INDEX] * len(prompt) + answer, [(len(prompt), len(ids))])
-
-
-def _bounds(tokens: Tokens, turn: Turn) -> tuple[int, int] | None:
-    """A turn's bounds in tokens; None if tokens lie across them or there are none."""
-    start, end = tokens.index(turn.start), tokens.index(turn.end)
-    return None if start is None or end is None or start >= end else (start, end)
+        return Cut(features) if is_cut else features

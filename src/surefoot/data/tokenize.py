@@ -67,13 +67,12 @@ class Tokenization:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, control: Collection[str]) -> None:
-        self._rust = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+        self._rust = Tokenizer.from_str(canonical(tokenizer))
         self._rust.post_processor = None
-        self._rust.no_truncation()
-        self._rust.no_padding()
         added = tokenizer.added_tokens_decoder
         self._special = frozenset(i for i, token in added.items() if token.special)
-        longest_first = sorted(control, key=len, reverse=True)
+        known = tokenizer.added_tokens_encoder.keys() & control
+        longest_first = sorted(known, key=len, reverse=True)
         words = "|".join(map(re.escape, longest_first)) or "(?!)"  # (?!) never matches
         self._control = re.compile(words)
         self._marks = re.compile(f"{OPEN}({words}){CLOSE}|[{OPEN}{CLOSE}]")
@@ -177,6 +176,16 @@ class Tokenization:
         """The same tokenizer without its added tokens, to which all is plain text."""
         parts = json.loads(self._rust.to_str())
         return Tokenizer.from_str(json.dumps({**parts, "added_tokens": []}))
+
+
+def canonical(tokenizer: PreTrainedTokenizerBase) -> str:
+    """The Rust tokenizer as JSON, without the padding that an earlier call may have left in it."""
+    rust = tokenizer.backend_tokenizer
+    if rust.padding or rust.truncation:
+        rust = Tokenizer.from_str(rust.to_str())
+        rust.no_padding()
+        rust.no_truncation()
+    return str(rust.to_str())
 
 
 @dataclass(frozen=True, slots=True)

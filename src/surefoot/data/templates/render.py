@@ -111,7 +111,7 @@ class Renderer:
         except jinja2.TemplateSyntaxError as error:
             where = f"line {error.lineno}: {error.message}"
             raise TemplateError(f"the chat template is not valid Jinja, {where}") from error
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
+        except (jinja2.TemplateError, TypeError, ValueError, LookupError) as error:
             raise TemplateError(f"the chat template refuses this conversation: {error}") from error
         return cast(str, texts[0]), list(spans[0]) if spans else []
 

@@ -1,0 +1,108 @@
+"""A rendered conversation becomes sequences of tokens with labels, which can be cut to a length."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from ..batch import IGNORE_INDEX, Features
+from .templates.turns import Turn
+from .tokenize import Text, Tokenization, Tokens
+
+Bounds = tuple[int, int]  # the first token, and one past the last
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """The text of a conversation, and what of it is learnt."""
+
+    text: Text
+    turns: Sequence[Turn]  # the answers to learn; all answers where the whole text is learnt
+    parts: Sequence[Turn]  # contents to learn beside them; or not to learn, of a whole text
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One sequence of tokens, and labels. ``answers`` are in reading order: where it may be cut."""
+
+    ids: list[int]
+    labels: list[int]
+    answers: Sequence[Bounds]
+
+    @property
+    def features(self) -> Features:
+        """As the cache stores it."""
+        return {"input_ids": self.ids, "labels": self.labels}
+
+    @property
+    def num_learnt(self) -> int:
+        """Tokens that carry a label."""
+        return len(self.labels) - self.labels.count(IGNORE_INDEX)
+
+    def fit(self, length: int) -> Item | None:
+        """Whole turns up to the last answer that fits; else the first answer without its end."""
+        if len(self.ids) <= length:
+            return self
+        if ends := [end for _, end in self.answers if end <= length]:
+            return self.cut(ends[-1])
+        if self.answers and self.answers[0][0] < length:
+            return self.cut(length)
+        return None
+
+    def cut(self, end: int) -> Item:
+        """Its first ``end`` tokens."""
+        return replace(self, ids=self.ids[:end], labels=self.labels[:end])
+
+
+def whole(rendered: Rendered, tokens: Tokens) -> Item:
+    """The conversation as one text to learn, but for the parts that say no."""
+    labels = list(tokens.ids)
+    for start, end in _bounds_of(rendered.parts, tokens):
+        labels[start:end] = [IGNORE_INDEX] * (end - start)
+    inside = [turn for turn in rendered.turns if turn.text is rendered.text.text]
+    return Item(tokens.ids, labels, _bounds_of(inside, tokens))
+
+
+def split(rendered: Rendered, tokens: Tokens, tokenization: Tokenization) -> list[Item]:
+    """One sequence for all answers that stand behind their prompts, one for each other answer."""
+    found = {turn: _in_place(rendered, tokens, tokenization, turn) for turn in rendered.turns}
+    own = [_alone(rendered, tokenization, turn) for turn in rendered.turns if not found[turn]]
+    answers = [bounds for bounds in found.values() if bounds]
+    learnt = [*answers, *_bounds_of(rendered.parts, tokens)]
+    if not learnt:
+        return own
+    labels = [IGNORE_INDEX] * len(tokens.ids)
+    for start, end in learnt:
+        labels[start:end] = tokens.ids[start:end]
+    item = Item(tokens.ids, labels, answers)
+    return [item.cut(max(end for _, end in learnt)) if own else item, *own]
+
+
+def _in_place(
+    rendered: Rendered, tokens: Tokens, tokenization: Tokenization, turn: Turn
+) -> Bounds | None:
+    """The answer's tokens, if chat would give just the ids that stand in front of it."""
+    if turn.text is not rendered.text.text:
+        return None
+    if not tokenization.is_prefix(tokens, rendered.text, turn.start):
+        return None
+    return _bounds(turn, tokens)
+
+
+def _alone(rendered: Rendered, tokenization: Tokenization, turn: Turn) -> Item:
+    """A sequence for one answer: its prompt as chat encodes it, then the answer."""
+    text = Text(turn.text, rendered.text.marked)
+    prompt = tokenization.encode([text[: turn.start]])[0].ids
+    answer = tokenization.encode_after(text[turn.start : turn.end])
+    ids = prompt + answer
+    return Item(ids, [IGNORE_INDEX] * len(prompt) + answer, [(len(prompt), len(ids))])
+
+
+def _bounds_of(turns: Sequence[Turn], tokens: Tokens) -> list[Bounds]:
+    return [bounds for turn in turns if (bounds := _bounds(turn, tokens))]
+
+
+def _bounds(turn: Turn, tokens: Tokens) -> Bounds | None:
+    """A turn in tokens; None if tokens lie across its bounds or there are none."""
+    start, end = tokens.index(turn.start), tokens.index(turn.end)
+    return None if start is None or end is None or start >= end else (start, end)
