@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Protocol, runtime_checkable
+
 from torch import nn
-from transformers import PreTrainedModel
 
 from ..errors import ModelError
+
+
+@runtime_checkable
+class HasHead(Protocol):
+    """A ``PreTrainedModel``, said without importing it: reading a recipe would take twice as long.
+
+    Methods are named in recipes and import this module.
+    """
+
+    def get_output_embeddings(self) -> nn.Module | None:
+        """The output head."""
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
@@ -31,7 +43,7 @@ def children(layer: nn.Module) -> dict[str, list[nn.Module]]:
 
 def linear_names(model: nn.Module) -> list[str]:
     """The last parts of the names of all linear maps but the output head, sorted."""
-    head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
+    head = model.get_output_embeddings() if isinstance(model, HasHead) else None
     found = {
         name.rsplit(".", 1)[-1]
         for name, module in model.named_modules()
