@@ -27,9 +27,6 @@ def umask():
     os.umask(old)
 
 
-# --- whole files -------------------------------------------------------------------------------
-
-
 def test_write_aside_replaces_the_content_and_leaves_nothing_else(tmp_path):
     path = tmp_path / "recipe.yaml"
     files.write_aside(path, b"old")
@@ -79,9 +76,6 @@ def test_an_append_that_falls_short_leaves_no_half_line(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="only 3 of 12 bytes were written"):
         files.append_line(tmp_path / "log", "second line")
     assert (tmp_path / "log").read_text() == "whole\n"
-
-
-# --- positions ---------------------------------------------------------------------------------
 
 
 @given(st.lists(st.tuples(st.integers(0, 100), st.binary(max_size=50))))
@@ -163,9 +157,6 @@ def test_a_file_longer_than_allowed_is_not_read(tmp_path):
             files.read_all(file, 4)
 
 
-# --- what is opened ----------------------------------------------------------------------------
-
-
 def test_a_pipe_is_refused_and_does_not_hang(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(OSError, match="not a regular file"):
@@ -202,9 +193,6 @@ def test_errors_carry_the_whole_path(tmp_path):
     assert files.explain(caught.value) == f"{tmp_path}/sub/file: it does not exist"
 
 
-# --- locks -------------------------------------------------------------------------------------
-
-
 def test_a_lock_is_held_until_the_file_is_closed(tmp_path):
     first = files.create(tmp_path / "x")
     assert first.lock()
@@ -230,9 +218,6 @@ def test_a_file_knows_when_its_path_leads_elsewhere(tmp_path):
     assert not file.is_at_its_path()
     files.write_new(tmp_path / "x", b"")
     assert not file.is_at_its_path()
-
-
-# --- folders -----------------------------------------------------------------------------------
 
 
 def test_folders_are_made_with_what_is_above_them(tmp_path):
@@ -283,9 +268,6 @@ def test_questions_about_paths(tmp_path):
     assert files.list_folder(tmp_path) == ["dangling", "file"]
 
 
-# --- hashes and words --------------------------------------------------------------------------
-
-
 @given(st.lists(st.binary(max_size=100)))
 def test_hashing_piece_by_piece_is_hashing_at_once(parts):
     state = files.Hash()
@@ -328,3 +310,16 @@ def test_an_error_of_the_system_becomes_the_callers_error():
     assert isinstance(caught.value.__cause__, OSError)
     with pytest.raises(CheckpointError, match=r"^mine$"), files.raising(RunError):
         raise CheckpointError("mine")
+
+
+def test_a_disk_that_takes_nothing_is_an_error_not_a_hang(tmp_path, monkeypatch):
+    class Idle:
+        def __getattr__(self, name):
+            return getattr(os, name)
+
+        def pwrite(self, descriptor, data, offset):
+            return 0
+
+    monkeypatch.setattr(files, "os", Idle())
+    with pytest.raises(OSError, match="nothing was written"):
+        files.write_new(tmp_path / "x", b"123")

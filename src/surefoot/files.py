@@ -51,9 +51,6 @@ _REASONS = {
 }
 
 
-# --- errors ------------------------------------------------------------------------------------
-
-
 def explain(error: OSError) -> str:
     """One sentence for people: which file, what happened, what to do."""
     said = error.strerror or str(error)
@@ -85,9 +82,6 @@ def _naming(path: Path) -> Iterator[None]:
         raise
 
 
-# --- hashes ------------------------------------------------------------------------------------
-
-
 class Hash:
     """xxh3-128, fed piece by piece; equal to hashing the bytes in one go."""
 
@@ -106,9 +100,6 @@ class Hash:
 def digest(data: bytes | memoryview) -> str:
     """xxh3-128 of ``data`` as 32 hexadecimal digits."""
     return xxhash.xxh3_128_hexdigest(data)
-
-
-# --- files -------------------------------------------------------------------------------------
 
 
 class File:
@@ -179,7 +170,10 @@ class File:
         done = 0
         with _naming(self.path):
             while done < len(view):
-                done += os.pwrite(self._descriptor, view[done : done + BLOCK], offset + done)
+                count = os.pwrite(self._descriptor, view[done : done + BLOCK], offset + done)
+                if not count:
+                    raise OSError(errno.EIO, "nothing was written")
+                done += count
 
     def sync(self) -> None:
         """Return when the bytes are on the disk."""
@@ -228,19 +222,17 @@ def open_inside(folder: Path, name: str) -> File:
     """
     *folders, last = PurePosixPath(name).parts
     path = folder / name
-    with _naming(path):
-        parent = os.open(folder, _FOLDER)
-        try:
+    try:
+        with contextlib.ExitStack() as stack:
+            parent = os.open(folder, _FOLDER)
+            stack.callback(os.close, parent)
             for part in folders:
-                child = os.open(part, _FOLDER | os.O_NOFOLLOW, dir_fd=parent)
-                os.close(parent)
-                parent = child
+                parent = os.open(part, _FOLDER | os.O_NOFOLLOW, dir_fd=parent)
+                stack.callback(os.close, parent)
             file = File(os.open(last, _READ | os.O_NOFOLLOW, dir_fd=parent), path)
-        except OSError as error:
-            error.filename = str(path)
-            raise
-        finally:
-            os.close(parent)
+    except OSError as error:
+        error.filename = str(path)  # not just the part of it that was to be opened
+        raise
     _must_be_regular(file)
     return file
 
@@ -278,11 +270,10 @@ def write_aside(path: Path, data: bytes) -> None:
     try:
         write_new(aside, data)
         rename(aside, path)
-    except OSError:
+        sync_folder(path.parent)
+    finally:
         with contextlib.suppress(OSError):
-            os.unlink(aside)
-        raise
-    sync_folder(path.parent)
+            os.unlink(aside)  # of that name nothing is left after the rename
 
 
 def append_line(path: Path, text: str) -> None:
@@ -294,9 +285,6 @@ def append_line(path: Path, text: str) -> None:
         if (written := os.write(descriptor, line)) < len(line):
             os.ftruncate(descriptor, before)
             raise OSError(errno.ENOSPC, f"only {written} of {len(line)} bytes were written")
-
-
-# --- folders -----------------------------------------------------------------------------------
 
 
 def make_folder(path: Path) -> None:

@@ -76,9 +76,6 @@ def test_a_model_can_be_loaded_while_another_part_is_damaged(folder):
     load(folder, blank(sample_states()), only=["model"])
 
 
-# --- another model -----------------------------------------------------------------------------
-
-
 def unchanged_after(folder, states, match):
     before = sample_states(seed=1)
     with pytest.raises(CheckpointError, match=match):
@@ -145,9 +142,6 @@ def test_a_state_that_was_not_saved_is_named(folder):
     assert all(state.loads == 0 for state in states.values())
 
 
-# --- damage ------------------------------------------------------------------------------------
-
-
 def test_a_flipped_bit_in_a_tensor_stops_the_load(folder):
     path = folder / "model.safetensors"
     data = bytearray(path.read_bytes())
@@ -183,9 +177,6 @@ def test_a_folder_that_is_no_checkpoint_says_so(tmp_path):
     (tmp_path / "checkpoint-9").mkdir()
     with pytest.raises(CheckpointError, match="was never committed"):
         load(tmp_path / "checkpoint-9", {})
-
-
-# --- a manifest that is whole but lies ---------------------------------------------------------
 
 
 def rewrite(folder, change):

@@ -188,9 +188,6 @@ def test_an_adapter_checkpoint_of_ours_is_merged_and_its_hashes_are_checked(tmp_
             read_whole(damaged, name)
 
 
-# --- a vocabulary that grew, and a head that is tied -------------------------------------------
-
-
 def grown(tmp_path, **changes):
     """An adapter trained after the vocabulary grew; the base on disk still has the old one."""
     model = llama(**changes)
@@ -237,9 +234,6 @@ def test_a_tied_head_that_was_tuned_becomes_a_tensor_of_its_own(tmp_path):
     torch.testing.assert_close(
         AutoModelForCausalLM.from_pretrained(tmp_path / "new").eval()(ids).logits, expected
     )
-
-
-# --- what is refused ---------------------------------------------------------------------------
 
 
 CONFIG = {"peft_type": "LORA", "r": 2, "lora_alpha": 4}

@@ -91,9 +91,6 @@ def test_only_what_a_box_needs_is_read():
     assert base.elements == 6
 
 
-# --- on disk -----------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def native(tmp_path):
     return save(

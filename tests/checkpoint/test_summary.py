@@ -6,6 +6,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from surefoot.checkpoint.commit import aside
 from surefoot.checkpoint.save import save
 from surefoot.checkpoint.summary import list_run, summarise
 from surefoot.errors import CheckpointError
@@ -41,6 +42,15 @@ def test_a_run_is_listed_oldest_first_with_what_is_wrong_last(tmp_path):
     files = (tmp_path / "checkpoint-5").iterdir()
     assert lines[0].num_bytes == sum(p.stat().st_size for p in files if p.name != "manifest.json")
     assert lines[0].kind == "full" and lines[0].created.endswith("Z")
+
+
+def test_a_save_in_progress_is_no_leftover(tmp_path):
+    with aside(tmp_path / "checkpoint-5") as part:
+        (line,) = list_run(tmp_path)
+        assert line.path == part.folder and line.is_being_written and line.problem is None
+        part.commit(tmp_path / "checkpoint-5", b"{}")  # looking on has not disturbed it
+    (line,) = list_run(tmp_path)
+    assert not line.is_being_written
 
 
 def test_a_missing_file_and_a_damaged_manifest_are_told(tmp_path):

@@ -99,9 +99,6 @@ def test_a_file_that_cannot_be_read_is_a_problem(folder, monkeypatch):
     assert "input/output error" in verify(folder, full=True).problems[0]
 
 
-# --- plain folders -----------------------------------------------------------------------------
-
-
 def test_plain_folders_are_checked_for_structure(shared, tmp_path):
     source = shared / "models" / "stories260k"
     for path in source.iterdir():
@@ -115,9 +112,6 @@ def test_plain_folders_are_checked_for_structure(shared, tmp_path):
     for broken in (data[:-1], data[:1000], b"", data + b"x", b"\xff" * 8 + data[8:]):
         (tmp_path / "model.safetensors").write_bytes(broken)
         assert "model.safetensors" in verify(tmp_path, full=False).problems[0]
-
-
-# --- find --------------------------------------------------------------------------------------
 
 
 def test_the_newest_whole_checkpoint_is_found(tmp_path):

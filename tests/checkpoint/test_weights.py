@@ -107,9 +107,6 @@ def test_a_runs_folder_names_its_newest_checkpoint(tmp_path):
         open_weights(tmp_path)
 
 
-# --- pickles -----------------------------------------------------------------------------------
-
-
 def command_for(folder):
     with pytest.raises(CheckpointError, match="can run code when it is read") as caught:
         open_weights(folder)

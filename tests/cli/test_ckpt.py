@@ -9,6 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from checkpoint.sample import sample_states
+from surefoot.checkpoint.commit import aside
 from surefoot.checkpoint.save import save
 from surefoot.cli import ckpt as command
 from surefoot.cli.main import main
@@ -34,9 +35,6 @@ def damage(folder):
     path.write_bytes(data)
 
 
-# --- ls ----------------------------------------------------------------------------------------
-
-
 def test_ls_shows_a_line_a_checkpoint(folder):
     (folder.parent / "checkpoint-2000").mkdir()
     (folder.parent / ".checkpoint-3.0a.part").mkdir()
@@ -52,6 +50,11 @@ def test_ls_shows_a_line_a_checkpoint(folder):
     assert lines[3].split() == ["checkpoint-2000", "2,000", "damaged"]
     assert lines[4].split() == [".checkpoint-3.0a.part", "leftover"]
     assert "✗ checkpoint-2000: this checkpoint was never committed" in result.output
+
+
+def test_ls_shows_a_save_in_progress(tmp_path):
+    with aside(tmp_path / "checkpoint-5"):
+        assert "being saved" in run("ls", tmp_path).output
 
 
 def test_ls_as_json(folder):
@@ -78,9 +81,6 @@ def test_ls_needs_no_torch(folder):
     subprocess.run(
         [sys.executable, "-c", code, str(folder.parent)], check=True, capture_output=True
     )
-
-
-# --- show --------------------------------------------------------------------------------------
 
 
 def test_show_tells_what_is_in_a_checkpoint(folder):
@@ -114,9 +114,6 @@ def test_show_of_what_is_no_checkpoint_is_a_users_mistake(tmp_path):
     result = run("show", tmp_path)
     assert result.exit_code == 2
     assert "error:" in result.output and "holds no weights" in result.output
-
-
-# --- verify ------------------------------------------------------------------------------------
 
 
 def test_verify_of_a_whole_checkpoint(folder):
@@ -159,9 +156,6 @@ def test_verify_of_a_model_of_others_says_what_was_checked(shared):
         and "structure checked" in result.output
         and "no hashes" in result.output
     )
-
-
-# --- words -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -52,8 +52,6 @@ class Disk(System):
 
         return traced
 
-    # --- the model -----------------------------------------------------------------------------
-
     def _read(self, path):
         """What lies there at the beginning is on the platter."""
         if path.is_file():
@@ -101,8 +99,6 @@ class Disk(System):
         del self._find(Path(path).parent).now[Path(path).name]
 
     _rmdir = _unlink
-
-    # --- what a power cut may leave ------------------------------------------------------------
 
     def _possible(self):
         """Nothing that was not flushed; names, not bytes; bytes, not names; some; everything."""

@@ -123,6 +123,18 @@ def is_leftover(name: str) -> bool:
     return bool(_PART.fullmatch(name) or _FORGOTTEN.fullmatch(name))
 
 
+def is_being_written(folder: Path) -> bool:
+    """Whether a living process is making a checkpoint in ``folder``."""
+    try:
+        with files.open_file(folder / MANIFEST, follow=False, write=True) as manifest:
+            manifest.lock()  # given back at once; a saver that meets it takes another folder
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
 def clean(root: Path) -> list[Path]:
     """Remove what killed processes left half written or half forgotten; what was removed.
 

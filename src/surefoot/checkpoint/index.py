@@ -88,9 +88,6 @@ def is_safetensors(name: str) -> bool:
     return name.endswith(".safetensors")
 
 
-# --- writing -----------------------------------------------------------------------------------
-
-
 def dump(manifest: Manifest) -> bytes:
     """The manifest's text, sealed: sorted keys and one entry a line, for people and ``diff``."""
     fields: dict[str, Any] = {
@@ -139,9 +136,6 @@ def _lines(value: object) -> str:
     if isinstance(value, list) and value:
         return "[\n" + ",\n".join(f"  {json.dumps(v, sort_keys=True)}" for v in value) + "\n]"
     return json.dumps(value)
-
-
-# --- reading -----------------------------------------------------------------------------------
 
 
 def parse(data: bytes, where: str) -> Manifest:

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 
-from .. import files
 from .box import Box
 from .source import Shape, Source, read_whole
+
+_BLOCK = 4 << 20  # elements computed at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +44,14 @@ class Merged:
     added: Mapping[str, tuple[str, float]] = field(default_factory=dict)  # biases: name, scale
     _norms: dict[str, torch.Tensor] = field(default_factory=dict, repr=False, compare=False)
 
-    def shapes(self) -> Mapping[str, Shape]:
-        """Those of the base, but for replaced tensors: a grown vocabulary has more rows."""
+    @cached_property
+    def _shapes(self) -> Mapping[str, Shape]:
         shapes = self.adapter.shapes()
         return {**self.base.shapes(), **{name: shapes[new] for name, new in self.replaced.items()}}
+
+    def shapes(self) -> Mapping[str, Shape]:
+        """Those of the base, but for replaced tensors: a grown vocabulary has more rows."""
+        return self._shapes
 
     def dtypes(self) -> Mapping[str, torch.dtype]:
         """Those of the base."""
@@ -83,7 +89,7 @@ class Merged:
 
     def _scaled(self, name: str, box: Box, delta: Delta, exact: torch.dtype) -> torch.Tensor:
         """DoRA: rows of V brought to their learned lengths; the norm is over whole rows."""
-        assert delta.magnitude is not None
+        assert delta.magnitude is not None  # or there is nothing to scale to
         out = 1 if delta.is_transposed else 0
         outs = Box((box.start[out],), (box.shape[out],))
         m_O: torch.Tensor = self.adapter.read(delta.magnitude, outs).to(exact)
@@ -103,7 +109,7 @@ class Merged:
         if name not in self._norms:
             shape = self.shapes()[name]
             total = torch.zeros(shape[1], dtype=torch.float64)
-            for box in Box.whole(shape).blocks(max(shape[1], files.BLOCK // 4)):
+            for box in Box.whole(shape).blocks(max(shape[1], _BLOCK)):
                 total += self._with_update(name, box, delta, exact).double().square().sum(0)
             self._norms[name] = total.sqrt().to(exact)
         return self._norms[name]

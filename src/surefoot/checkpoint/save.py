@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import platform
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import cache
@@ -188,12 +187,11 @@ def _checked(companions: Mapping[str, bytes], taken: Collection[str]) -> Mapping
 def _write(folder: Path, shards: Sequence[_Shard], small: Mapping[str, bytes]) -> _Written:
     """Write and flush all files but the manifest. Space for the large ones is claimed first."""
     written = _Written()
-    with ExitStack() as stack:
-        opened = []
-        for shard in shards:
-            opened.append(stack.enter_context(files.create(folder / shard.plan.name)))
-            opened[-1].reserve(shard.plan.header.file_size)
-        for file, shard in zip(opened, shards, strict=True):
+    for shard in shards:
+        with files.create(folder / shard.plan.name) as file:
+            file.reserve(shard.plan.header.file_size)
+    for shard in shards:
+        with files.open_file(folder / shard.plan.name, follow=False, write=True) as file:
             _note(written, shard, write_file(file, shard.plan, shard.tensors))
     for name, data in sorted(small.items()):
         path = folder / name

@@ -60,9 +60,13 @@ class Stored:
         """As stored."""
         return self._shapes
 
+    @cached_property
+    def _dtypes(self) -> Mapping[str, torch.dtype]:
+        return {name: DTYPES[place.entry.dtype] for name, place in self.weights.tensors.items()}
+
     def dtypes(self) -> Mapping[str, torch.dtype]:
         """As stored."""
-        return {name: DTYPES[place.entry.dtype] for name, place in self.weights.tensors.items()}
+        return self._dtypes
 
     def read(self, name: str, box: Box) -> torch.Tensor:
         """Just the bytes of ``box``, from the file into a new tensor."""
@@ -119,15 +123,23 @@ class Renamed:
     source: Source
     names: Mapping[str, str]
 
-    def shapes(self) -> Mapping[str, Shape]:
-        """By new name."""
+    @cached_property
+    def _shapes(self) -> Mapping[str, Shape]:
         shapes = self.source.shapes()
         return {new: shapes[old] for new, old in self.names.items()}
 
-    def dtypes(self) -> Mapping[str, torch.dtype]:
-        """By new name."""
+    @cached_property
+    def _dtypes(self) -> Mapping[str, torch.dtype]:
         dtypes = self.source.dtypes()
         return {new: dtypes[old] for new, old in self.names.items()}
+
+    def shapes(self) -> Mapping[str, Shape]:
+        """By new name."""
+        return self._shapes
+
+    def dtypes(self) -> Mapping[str, torch.dtype]:
+        """By new name."""
+        return self._dtypes
 
     def read(self, name: str, box: Box) -> torch.Tensor:
         """By new name."""
@@ -141,26 +153,39 @@ class Joined:
     source: Source
     parts: Mapping[str, tuple[str, ...]]
 
-    def shapes(self) -> Mapping[str, Shape]:
-        """The parts disappear, the joined tensor appears."""
+    @cached_property
+    def _left(self) -> list[str]:
+        used = {part for parts in self.parts.values() for part in parts}
+        return [name for name in self.source.shapes() if name not in used]
+
+    @cached_property
+    def _shapes(self) -> Mapping[str, Shape]:
         shapes = self.source.shapes()
         joined = {
             name: (sum(shapes[part][0] for part in parts), *shapes[parts[0]][1:])
             for name, parts in self.parts.items()
         }
-        return {name: shapes[name] for name in self._left()} | joined
+        return {name: shapes[name] for name in self._left} | joined
+
+    @cached_property
+    def _dtypes(self) -> Mapping[str, torch.dtype]:
+        dtypes = self.source.dtypes()
+        joined = {name: dtypes[parts[0]] for name, parts in self.parts.items()}
+        return {name: dtypes[name] for name in self._left} | joined
+
+    def shapes(self) -> Mapping[str, Shape]:
+        """The parts disappear, the joined tensor appears."""
+        return self._shapes
 
     def dtypes(self) -> Mapping[str, torch.dtype]:
         """That of the first part."""
-        dtypes = self.source.dtypes()
-        joined = {name: dtypes[parts[0]] for name, parts in self.parts.items()}
-        return {name: dtypes[name] for name in self._left()} | joined
+        return self._dtypes
 
     def read(self, name: str, box: Box) -> torch.Tensor:
         """From each part just the rows that lie in ``box``."""
         if name not in self.parts:
             return self.source.read(name, box)
-        shapes, dtype = self.source.shapes(), self.dtypes()[name]
+        shapes, dtype = self.source.shapes(), self._dtypes[name]
         found, first = [], 0
         for part in self.parts[name]:
             start = (first, *(0,) * (len(shapes[part]) - 1))
@@ -169,10 +194,6 @@ class Joined:
                 found.append(self.source.read(part, inside).to(dtype))
             first += shapes[part][0]
         return torch.cat(found) if found else torch.empty(box.shape, dtype=dtype)
-
-    def _left(self) -> list[str]:
-        used = {part for parts in self.parts.values() for part in parts}
-        return [name for name in self.source.shapes() if name not in used]
 
 
 @dataclass(frozen=True)

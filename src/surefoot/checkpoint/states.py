@@ -14,7 +14,11 @@ class Stateful(Protocol):
     """
 
     def state_dict(self) -> dict[str, Any]:
-        """The state as it is now. Tensors may share memory with the owner: they are only read."""
+        """The state as it is now. Tensors may be the owner's own: saving only reads them.
+
+        Loading asks for the state as well, and reads into the tensors of it that fit, so that
+        ``load_state_dict`` may find its own tensors filled already.
+        """
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Become ``state``."""

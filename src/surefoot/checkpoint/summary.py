@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 from .. import files
 from ..errors import CheckpointError
 from . import strict
-from .commit import is_leftover, named, step_of
+from .commit import is_being_written, is_leftover, named, step_of
 from .folder import CheckpointFolder, open_checkpoint
 from .header import Entry
 from .index import STATE, Piece
@@ -42,6 +42,7 @@ class Line:
     num_bytes: int | None = None
     loss: float | None = None
     is_best: bool = False
+    is_being_written: bool = False
     problem: str | None = None
 
 
@@ -110,37 +111,39 @@ def list_run(root: Path) -> list[Line]:
 
 def _list_run(root: Path) -> list[Line]:
     if step_of(root) >= 0 and recognise(root):
-        return [_line(root, None)]
-    folders = named(root)
-    best = next((_best_step(folder) for folder in reversed(folders) if _is_sound(folder)), None)
-    lines = [_line(folder, best) for folder in folders]
+        return [_line(root)[0]]
+    found = [_line(folder) for folder in named(root)]
+    best = next((best for line, best in reversed(found) if line.problem is None), None)
+    lines = [replace(line, is_best=line.step == best) for line, _ in found]
     names = files.list_folder(root)
-    leftovers = [root / name for name in names if is_leftover(name)]
-    return lines + [
-        Line(path, problem="a save or removal cut short; removed when the run goes on")
-        for path in leftovers
-    ]
+    return lines + [_leftover(root / name) for name in names if is_leftover(name)]
 
 
-# --- a line of the list ------------------------------------------------------------------------
-
-
-def _line(folder: Path, best: int | None) -> Line:
+def _line(folder: Path) -> tuple[Line, int | None]:
+    """A checkpoint, and the step of the best one as far as it knows."""
     try:
         checkpoint = open_checkpoint(folder)
     except CheckpointError as error:
-        return Line(folder, step_of(folder), problem=str(error).removeprefix(f"{folder}: "))
-    manifest = checkpoint.manifest
-    return Line(
+        problem = str(error).removeprefix(f"{folder}: ")
+        return Line(folder, step_of(folder), problem=problem), None
+    manifest, state = checkpoint.manifest, _trainer_state(checkpoint)
+    line = Line(
         folder,
         step=manifest.step,
         created=manifest.created,
         kind=manifest.kind,
         num_bytes=sum(manifest.files.values()),
-        loss=_last_loss(_trainer_state(checkpoint)),
-        is_best=manifest.step == best,
+        loss=_last_loss(state),
         problem=_wrong_length(checkpoint),
     )
+    best = state.get("best_global_step")
+    return line, best if isinstance(best, int) else None
+
+
+def _leftover(folder: Path) -> Line:
+    if is_being_written(folder):
+        return Line(folder, is_being_written=True)
+    return Line(folder, problem="a save or removal cut short; removed when the run goes on")
 
 
 def _wrong_length(checkpoint: CheckpointFolder) -> str | None:
@@ -149,15 +152,6 @@ def _wrong_length(checkpoint: CheckpointFolder) -> str | None:
         if found != expected:
             return f"{name}: {'missing' if found is None else f'{found} of {expected} bytes'}"
     return None
-
-
-def _is_sound(folder: Path) -> bool:
-    return _line(folder, None).problem is None
-
-
-def _best_step(folder: Path) -> int | None:
-    best = _trainer_state(open_checkpoint(folder)).get("best_global_step")
-    return best if isinstance(best, int) else None
 
 
 def _trainer_state(checkpoint: CheckpointFolder) -> Mapping[str, Any]:
@@ -175,9 +169,6 @@ def _last_loss(state: Mapping[str, Any]) -> float | None:
     rows = history if isinstance(history, list) else []
     losses = [row["loss"] for row in rows if isinstance(row, dict) and "loss" in row]
     return float(losses[-1]) if losses and isinstance(losses[-1], int | float) else None
-
-
-# --- a whole folder ----------------------------------------------------------------------------
 
 
 def _summarise_native(checkpoint: CheckpointFolder) -> Summary:

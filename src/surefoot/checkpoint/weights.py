@@ -7,7 +7,7 @@ A folder of weights is one of three: a checkpoint of ours (``manifest.json``), a
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -15,8 +15,8 @@ from typing import Literal
 from .. import files
 from ..errors import CheckpointError
 from . import strict, tensorfile
-from .commit import committed
-from .folder import CheckpointFolder, open_checkpoint
+from .commit import named
+from .folder import open_checkpoint
 from .header import Entry
 from .index import MANIFEST, STATE, is_plain_name
 
@@ -73,14 +73,12 @@ def open_weights(folder: Path) -> Weights:
     with files.raising(CheckpointError, f"cannot read the weights in {folder}"):
         if layout is None:
             raise CheckpointError(_why_not(folder))
-        return {"native": open_native, "peft": open_peft, "huggingface": open_huggingface}[layout](
-            folder
-        )
+        return _OPEN[layout](folder)
 
 
 def open_native(folder: Path) -> Weights:
     """The model (or adapter) part of a checkpoint of ours."""
-    checkpoint: CheckpointFolder = open_checkpoint(folder)
+    checkpoint = open_checkpoint(folder)
     pieces = checkpoint.manifest.tensors("model")
     opened = {name: checkpoint.tensors(name) for name in {p.file for p in pieces.values()}}
     tensors = {
@@ -134,11 +132,11 @@ def _why_not(folder: Path) -> str:
     if not files.is_folder(folder):
         what = "is a file, not a folder" if files.exists(folder) else "does not exist"
         return f"{folder} {what}"
+    if inside := [path for path in named(folder) if recognise(path) is not None]:
+        return f"{folder}: holds no weights itself; did you mean {inside[-1]}?"
     names = files.list_folder(folder)
     if pickled := [name for name in names if name.endswith(PICKLES)]:
         return f"{folder / pickled[0]}: {_refusal(folder, pickled)}"
-    if checkpoints := committed(folder):
-        return f"{folder}: holds no weights itself; did you mean {checkpoints[-1]}?"
     return f"{folder}: holds no weights; expected {MODEL}, {MODEL_INDEX}, {ADAPTER} or {MANIFEST}"
 
 
@@ -150,3 +148,10 @@ def _refusal(folder: Path, names: list[str]) -> str:
             code = _CONVERT.format(folder=str(folder), glob=f"{stem}*.bin", target=target)
             return f"{reason}. Convert it once, as tensors only: python -c {shlex.quote(code)}"
     return f"{reason}. Convert it to safetensors with the tool that wrote it"
+
+
+_OPEN: Mapping[Layout, Callable[[Path], Weights]] = {
+    "native": open_native,
+    "peft": open_peft,
+    "huggingface": open_huggingface,
+}

@@ -34,9 +34,6 @@ def ckpt() -> None:
     """List, show and verify checkpoints."""
 
 
-# --- ls ----------------------------------------------------------------------------------------
-
-
 @ckpt.command()
 @click.argument("folder", metavar="RUN", type=_FOLDER)
 @_JSON
@@ -60,7 +57,8 @@ def ls(folder: Path, as_json: bool) -> None:
 
 
 def _run_table(lines: list[Line]) -> Table:
-    newest = next((line for line in reversed(lines) if line.problem is None), None)
+    usable = [line for line in lines if line.problem is None and line.step is not None]
+    newest = usable[-1] if usable else None
     columns: dict[str, list[str | Text]] = {
         "checkpoint": [line.path.name for line in lines],
         "step": ["" if line.step is None else f"{line.step:,}" for line in lines],
@@ -78,13 +76,12 @@ def _run_table(lines: list[Line]) -> Table:
 
 
 def _state(line: Line, newest: Line | None) -> Text:
+    if line.is_being_written:
+        return Text("being saved", style="yellow")
     if line.problem is not None:
         return Text("damaged" if line.step is not None else "leftover", style="red")
     words = [word for word, holds in (("newest", line is newest), ("best", line.is_best)) if holds]
     return Text(", ".join(words) or "whole", style="green")
-
-
-# --- show --------------------------------------------------------------------------------------
 
 
 @ckpt.command()
@@ -156,9 +153,6 @@ def _pairs(title: str, pairs: Iterable[tuple[str, str]]) -> Table:
     return table
 
 
-# --- verify ------------------------------------------------------------------------------------
-
-
 @ckpt.command("verify")
 @click.argument("checkpoint", metavar="CHECKPOINT", type=_FOLDER)
 @click.option(
@@ -207,9 +201,6 @@ def _console() -> Console:
     """The terminal as it is; a file or a pipe gets whole lines, to search and cut."""
     console = Console()
     return console if console.is_terminal else Console(width=240)
-
-
-# --- words -------------------------------------------------------------------------------------
 
 
 def _size(num_bytes: int | None) -> str:
