@@ -53,8 +53,8 @@ class Renderer:
         self.has_marks = _MARK.search(source) is not None
         self._names = dict(tokenizer.special_tokens_map)
         added = tokenizer.added_tokens_decoder.values()
-        self._added = {token.content for token in added if token.content.strip()}
         self._special = {token.content for token in added if token.special}
+        self._added = self._special | {t.content for t in added if _is_markup(t.content)}
 
     def render(self, messages: Dicts, tools: Dicts | None = None, *, prompt: bool = False) -> str:
         """The text of a conversation; with ``prompt``, up to where the next answer begins.
@@ -114,6 +114,11 @@ class Renderer:
         except (jinja2.TemplateError, TypeError, ValueError, LookupError) as error:
             raise TemplateError(f"the chat template refuses this conversation: {error}") from error
         return cast(str, texts[0]), list(spans[0]) if spans else []
+
+
+def _is_markup(token: str) -> bool:
+    """Whether an added token can be a sign of a template's, rather than a word or white space."""
+    return len(token) > 2 and not token.isalnum() and not token.isspace()
 
 
 def message_dicts(messages: Sequence[Message]) -> list[dict[str, object]]:
