@@ -1,5 +1,6 @@
 """A folder becomes a checkpoint at one stroke; what is cut short is cleaned, what lives is not."""
 
+import fcntl
 import os
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from surefoot.checkpoint.commit import (
     clean,
     committed,
     drop,
+    is_being_written,
     is_leftover,
     named,
     set_aside,
@@ -190,6 +192,36 @@ def test_a_save_starts_again_if_its_folder_is_cleaned_at_the_first_moment(tmp_pa
     publish(tmp_path, 5)
     assert len(taken) == 2
     assert names(tmp_path) == ["checkpoint-5"]
+
+
+def test_a_save_starts_again_if_a_cleaner_has_the_lock_first(tmp_path, monkeypatch):
+    held = []
+
+    class Faster:
+        def __getattr__(self, name):
+            return getattr(os, name)
+
+        def open(self, path, flags, *args, **kwargs):
+            descriptor = os.open(path, flags, *args, **kwargs)
+            if flags & os.O_CREAT and not held:
+                held.append(os.open(path, os.O_RDWR))
+                fcntl.flock(held[0], fcntl.LOCK_EX)
+            return descriptor
+
+    monkeypatch.setattr(files, "os", Faster())
+    publish(tmp_path, 5)
+    os.close(held[0])
+    assert len(names(tmp_path)) == 2  # the cleaner would have removed the other one
+    assert len(clean(tmp_path)) == 1
+    assert names(tmp_path) == ["checkpoint-5"]
+
+
+def test_who_is_writing(tmp_path):
+    with aside(tmp_path / "checkpoint-5") as part:
+        assert is_being_written(part.folder)
+        part.commit(tmp_path / "checkpoint-5", b"{}")
+    assert not is_being_written(part.folder)
+    assert not is_being_written(tmp_path / "checkpoint-5")
 
 
 def test_cleaners_and_savers_at_once_never_harm_each_other(tmp_path):

@@ -105,6 +105,16 @@ def test_missing_and_unexpected_tensors_are_another_model(folder):
     )
 
 
+def test_tensors_that_are_only_missing_or_only_unexpected_are_another_model(folder):
+    states = sample_states(seed=1)
+    states["model"].state["extra"] = torch.zeros(1)
+    unchanged_after(
+        folder, states, r"extra is missing in it, and of its own 4 none are unknown here"
+    )
+    del states["model"].state["extra"], states["model"].state["model.norm.weight"]
+    unchanged_after(folder, states, r"of the 3 tensors of this one none are missing in it")
+
+
 def test_another_shape_is_another_model(folder):
     states = sample_states(seed=1)
     states["model"].state["model.norm.weight"] = torch.zeros(9)

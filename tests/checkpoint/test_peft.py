@@ -120,12 +120,10 @@ def test_any_box_is_that_box_of_the_whole(tmp_path, kind):
             Box((rows // 2, 1), (3, 2)),
             Box((0, columns - 1), (rows, 1)),
         ):
-            part = ours(tmp_path).read(
-                name, box
-            )  # a fresh one: nothing depends on what was read before
-            torch.testing.assert_close(
-                part, whole[box.slices_in(Box.whole((rows, columns)))], rtol=1e-6, atol=1e-7
-            )
+            expected = whole[box.slices_in(Box.whole((rows, columns)))]
+            for source in (found, ours(tmp_path)):  # also one that has read nothing before
+                part = source.read(name, box)
+                torch.testing.assert_close(part, expected, rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -286,7 +284,7 @@ def other(**tensors):
         (other(base_model__model__x__token_adapter__delta=(1,)), "is a tensor this cannot merge"),
         (other(x__weight=(6, 4)), "is a tensor this cannot merge"),
     ],
-    ids=range(11),
+    ids=range(12),
 )
 def test_an_adapter_of_another_model_is_named(tmp_path, tensors, why):
     write_adapter(tmp_path, tensors)

@@ -82,7 +82,8 @@ def test_a_checkpoint_in_words(tmp_path):
     states = {
         **sample_states(),
         "many": Holder({f"k{i}": i for i in range(9)}),
-        "long": Holder({"x": 1}),
+        "list": Holder([1, 2]),
+        "long": Holder(dict.fromkeys(range(90), "x")),
     }
     summary = summarise(save(tmp_path, 7, states, kind="full", parent="checkpoint-3"))
     assert summary.layout == "native"
@@ -93,6 +94,7 @@ def test_a_checkpoint_in_words(tmp_path):
     assert model.num_bytes == sum(t.nbytes for t in states["model"].state.values())
     assert model.dtypes == {"F32": 2, "BF16": 1, "BOOL": 1}
     assert summary.states["loader"] == "epoch, index, seed"
+    assert summary.states["list"] == "[1, 2]" and len(summary.states["long"]) == 60
     assert summary.states["many"] == "k0, k1, k2, k3, k4, k5, … (9 entries)"
 
 

@@ -9,7 +9,6 @@ can be locked knows that nobody writes it any more, and may remove it.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import re
 import secrets
 from collections.abc import Iterator
@@ -173,11 +172,10 @@ def _remove_if_dead(folder: Path) -> bool:
 
 def set_aside(folder: Path) -> Path:
     """Rename a damaged checkpoint, so that its step can be saved again; its new path."""
-    target = folder.with_name(f"{folder.name}.damaged")
+    target, number = folder.with_name(f"{folder.name}.damaged"), 1
     with files.raising(CheckpointError, f"cannot set {folder} aside"):
-        for number in itertools.count(2):
-            if not files.exists(target):
-                break
+        while files.exists(target):
+            number += 1
             target = folder.with_name(f"{folder.name}.damaged-{number}")
         files.rename(folder, target)
         files.sync_folder(folder.parent)
