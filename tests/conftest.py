@@ -1,16 +1,13 @@
-"""What every test may rely on: the tiny models on the path, one thread, no network, no user cache."""
+"""What every test may rely on: one thread, no network, a cache of its own."""
 
 import os
-import sys
 from pathlib import Path
-
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ["HF_HUB_OFFLINE"] = "1"
-for folder in ("", "training", "journey"):
-    sys.path.insert(0, str(Path(__file__).parent / folder))
 
 import hypothesis
 import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
+os.environ["HF_HUB_OFFLINE"] = "1"
 
 hypothesis.settings.register_profile("surefoot", deadline=None)  # a busy machine is no failure
 hypothesis.settings.load_profile("surefoot")

@@ -1,4 +1,4 @@
-"""The shape of the house, kept by a test: layers, no cycles, no hidden imports, nothing too long."""
+"""The shape of the house: layers, no cycles, no hidden imports, nothing too long."""
 
 import ast
 import re
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent / "src" / "surefoot"
-# A module may import only from its own folder and from lower rows. Folders on one row are strangers.
+# A module may import from its own folder and from lower rows; folders on one row are strangers.
 LAYERS = [
     ["__init__", "__main__"],
     ["cli"],

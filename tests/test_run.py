@@ -1,4 +1,4 @@
-"""From a recipe to a trained model in Python: what is built, and what is refused before it starts."""
+"""From a recipe to a trained model in Python: what is built, and what is refused."""
 
 import json
 
@@ -138,7 +138,7 @@ def test_an_adapter_that_cannot_be_read_is_named(broken, tmp_path):
     else:
         weights.rename(folder / ("adapter_model.bin" if broken == "pickle" else "other"))
     options = {"model": {"adapter": str(folder)}, "train": {"output_dir": str(tmp_path / "x")}}
-    with pytest.raises(ModelError, match="adapter_model.safetensors"):
+    with pytest.raises(ModelError, match=r"adapter_model\.safetensors"):
         surefoot.train(project.recipe, **options)
 
 

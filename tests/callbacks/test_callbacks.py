@@ -26,7 +26,9 @@ LOSSES = [5.0, 4.0, 4.5, 3.95, 4.2, 4.1, 4.0, 4.0]
 
 def stopping(folder, **options):
     stop = EarlyStop(patience=3, threshold=0.1)
-    built = small.trainer(folder, stop, evals=small.examples(1), eval_steps=1, save_steps=2, **options)
+    built = small.trainer(
+        folder, stop, evals=small.examples(1), eval_steps=1, save_steps=2, **options
+    )
     Script(built, LOSSES)
     return built
 
@@ -58,7 +60,9 @@ def test_the_plot_is_a_png_of_both_curves(tmp_path):
 
 
 def test_tensorboard_holds_every_step_once_after_a_crash_and_a_resume(tmp_path):
-    event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    event_accumulator = pytest.importorskip(
+        "tensorboard.backend.event_processing.event_accumulator"
+    )
     board = tmp_path / "board"
     first = small.trainer(tmp_path, TensorBoard(board), small.StopAt(5))
     first.fit()

@@ -43,7 +43,9 @@ def test_another_course_of_events_replaces_the_old_one_from_where_they_part(tmp_
     assert lines(tmp_path / "m") == [step(1), step(2), {"step": 2, "eval_loss": 9.0}, step(4)]
 
 
-@pytest.mark.parametrize("torn", [b'{"step": 3, "lo', b'{"step": 3}garbage\n', b"\x00\x00\x00\n", b"[]\n"])
+@pytest.mark.parametrize(
+    "torn", [b'{"step": 3, "lo', b'{"step": 3}garbage\n', b"\x00\x00\x00\n", b"[]\n"]
+)
 def test_a_torn_last_line_is_cut_off(torn, tmp_path):
     write(tmp_path / "m", [step(1), step(2)])
     with (tmp_path / "m").open("ab") as file:

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 from pages import ROOT, blocks
-from project import Project, losses
 
 import surefoot
+from project import Project, losses
 from surefoot.recipe.recipe import load
 from surefoot.stages import STAGES
 

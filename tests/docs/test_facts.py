@@ -5,9 +5,9 @@ from dataclasses import fields
 
 import pytest
 from pages import ROOT
-from project import Project, metrics
 
 import surefoot
+from project import Project, metrics
 from surefoot.run_folder import FREE
 from surefoot.training import Context, TrainerCallback, TrainerControl, TrainerState
 

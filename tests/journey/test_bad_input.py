@@ -5,10 +5,10 @@ import os
 
 import pytest
 from click.testing import CliRunner
-from project import Project
 from safetensors.torch import load_file, save_file
 
 import tiny
+from project import Project
 from surefoot.cli.main import main
 
 

@@ -5,9 +5,9 @@ import signal
 import time
 
 import pytest
-from project import Project, assert_same, checkpoints, final_weights, in_child, losses, start
 
 import surefoot
+from project import Project, assert_same, checkpoints, final_weights, in_child, losses, start
 from surefoot.checkpoint.verify import verify
 
 CASES = {

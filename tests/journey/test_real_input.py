@@ -5,10 +5,10 @@ import math
 import pytest
 import torch
 from peft import PeftModel
-from project import losses
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import surefoot
+from project import losses
 
 DATA = {
     "alpaca_en_demo": {"template": "alpaca"},

@@ -7,12 +7,12 @@ import signal
 import time
 
 import pytest
-import small
 import torch
 import transformers
-from project import in_child
 
+import small
 import tiny
+from project import in_child
 from surefoot.errors import CheckpointError, RunError
 from surefoot.methods.freeze import Freeze
 from surefoot.methods.full import Full

@@ -1,0 +1,119 @@
+"""Every recipe, command, link and piece of Python in the documentation is one that exists."""
+
+import re
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner
+from pages import PAGES, ROOT, SHELLS, blocks, lines, name, prose, surefoot_commands
+from ruamel.yaml import YAML
+
+from surefoot.cli.main import main
+from surefoot.recipe.recipe import Recipe, load, read
+from surefoot.recipe.yaml import parse
+from surefoot.schema import paths
+
+MINIMAL = {
+    "model": {"path": "."},
+    "data": {"datasets": ["a"]},
+    "stage": "sft",
+    "train": {"output_dir": "run"},
+}
+SECTIONS = {way[0] for way in paths(Recipe)}
+RECIPES = [b for page in PAGES for b in blocks(page, "yaml")]
+COMMANDS = [
+    (f"{block}: {line}", arguments)
+    for page in PAGES
+    for block in blocks(page, *SHELLS)
+    for line in lines(block)
+    for arguments in surefoot_commands(line)
+]
+PYTHON = [b for page in PAGES for b in blocks(page, "python")]
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+DECISION = re.compile(r"\d{4}-")
+
+
+@pytest.mark.parametrize("block", RECIPES, ids=str)
+def test_a_yaml_block_is_a_recipe_or_sections_of_one(block, tmp_path):
+    sections = parse(block.text, str(block)).data
+    assert sections.keys() <= SECTIONS
+    if "model" in sections and "data" in sections:
+        (tmp_path / "recipe.yaml").write_text(block.text)
+        assert load(tmp_path / "recipe.yaml")
+    else:
+        assert read(MINIMAL, sections)
+
+
+@pytest.fixture
+def dry(monkeypatch):
+    """Commands are read, not run; a file is there. Gives the contexts of what would have run."""
+    contexts = []
+    monkeypatch.setattr(click.Command, "invoke", lambda self, context: contexts.append(context))
+    monkeypatch.setattr(click.Path, "convert", lambda self, value, *_: value)
+    return contexts
+
+
+@pytest.mark.parametrize(("where", "arguments"), COMMANDS, ids=[c[0] for c in COMMANDS])
+def test_a_command_exists_with_its_options(where, arguments, dry):
+    result = CliRunner().invoke(main, arguments)
+    assert result.exit_code == 0, result.output
+    overrides = dry[-1].params.get("overrides", ()) if dry else ()
+    for override in overrides:
+        way = tuple(override.partition("=")[0].split("."))
+        assert way in set(paths(Recipe)), f"no setting {override}"
+
+
+def anchors(page):
+    """The headings of a page, as GitHub and MkDocs name them in links."""
+    heads = re.findall(
+        r"^#+ (.+)$", re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S), re.M
+    )
+    return {re.sub(r"[^\w\- ]", "", head.lower()).strip().replace(" ", "-") for head in heads}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_links_lead_somewhere(page):
+    for link in LINK.findall(prose(page)):
+        if "://" in link:
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), f"{link}: no such file"
+        if anchor and target.suffix == ".md":
+            assert anchor in anchors(target), f"{link}: no such heading"
+
+
+@pytest.mark.parametrize("block", PYTHON, ids=str)
+def test_python_compiles(block):
+    compile(block.text, str(block), "exec")
+
+
+def test_every_page_is_in_the_table_of_contents_once():
+    contents = YAML(typ="safe").load(ROOT / "mkdocs.yml")["nav"]
+    pages = {
+        name(p).removeprefix("docs/")
+        for p in ROOT.glob("docs/**/*.md")
+        if not DECISION.match(p.name)
+    }
+    assert sorted(leaves(contents)) == sorted(pages)
+
+
+def test_every_decision_is_in_the_list_of_decisions():
+    folder = ROOT / "docs" / "decisions"
+    listed = LINK.findall((folder / "README.md").read_text())
+    assert listed == sorted(p.name for p in folder.iterdir() if DECISION.match(p.name))
+
+
+def leaves(contents):
+    for entry in contents:
+        for value in entry.values() if isinstance(entry, dict) else [entry]:
+            yield from leaves(value) if isinstance(value, list) else [value]
+
+
+@pytest.mark.parametrize("picture", sorted((ROOT / "docs" / "img").iterdir()), ids=name)
+def test_pictures_are_small_and_plain(picture):
+    assert picture.stat().st_size < 60_000
+    if picture.suffix == ".svg":
+        assert not [e for e in ET.parse(picture).iter() if Path(e.tag).name.endswith("script")]

@@ -1,0 +1,76 @@
+"""The tutorial, done as a reader does it: every file written, every command and Python block run.
+
+Training takes few steps here, so nothing is learnt; that it works from end to end is what counts.
+"""
+
+import re
+import runpy
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from pages import README, ROOT, SHELLS, TUTORIAL, blocks, lines
+
+from project import checkpoints, in_child
+from surefoot.cli.main import main
+
+FEW = ["train.max_steps=6", "train.eval_steps=3", "checkpoint.save_steps=2", "data.max_samples=40"]
+SHORTER = {"train": FEW, "preview": ["data.max_samples=40"], "eval": ["--limit", "4"]}
+ONCE = {"git", "cd", "make", "source"}  # how a reader got here, and CI as well
+
+
+@pytest.fixture
+def desk(tmp_path, monkeypatch):
+    """A folder that looks like a fresh clone."""
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def follow(page):
+    """Do what the page says, in order."""
+    namespace = {}
+    for block in blocks(page):
+        if block.title:
+            Path(block.title).parent.mkdir(parents=True, exist_ok=True)
+            Path(block.title).write_text(block.text)
+        elif block.language == "python":
+            exec(compile(with_real_steps(block.text), str(block), "exec"), namespace)
+        elif block.language in SHELLS:
+            for line in lines(block):
+                type_in(line, where=f"{block}: {line}")
+
+
+def type_in(line, *, where):
+    words = shlex.split(with_real_steps(line), comments=True)
+    if words[0] == "surefoot":
+        result = CliRunner().invoke(main, [*words[1:], *SHORTER.get(words[1], [])])
+        assert result.exit_code == 0, f"{where}\n{result.output}"
+    elif words[0] == "timeout":  # a surefoot command, killed in the middle
+        assert words[1:3] == ["-s", "KILL"]
+        arguments = [*words[5:], *SHORTER[words[5]]]
+        in_child(lambda: main(arguments, standalone_mode=False), kill_after=1.5)
+    elif words[0] == "python":
+        runpy.run_path(words[1], run_name="__main__")
+    elif words[0] not in ONCE:
+        subprocess.run(words, check=True, stdout=subprocess.DEVNULL)
+
+
+def with_real_steps(text):
+    """``text`` with the newest checkpoint of a run in place of one that only a full run has."""
+
+    def newest(match):
+        found = checkpoints(Path(match[1]))
+        return str(found[-1]) if found else match[0]
+
+    return re.sub(r"(runs/[\w-]+)/checkpoint-\d+", newest, text)
+
+
+def test_the_tutorial_works_from_top_to_bottom(desk, capsys):
+    follow(TUTORIAL)
+
+
+def test_the_commands_of_the_readme_work(desk, capsys):
+    follow(README)

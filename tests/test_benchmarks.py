@@ -1,0 +1,45 @@
+"""The benchmarks stand, and what they found is written down. Nothing is timed here."""
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).parent.parent / "benchmarks"
+BENCHMARKS = ["startup.py", "encode.py"]
+FILES = sorted(f for f in FOLDER.rglob("*.py") if ".venv-peers" not in f.parts)
+RESULTS = (FOLDER / "RESULTS.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda f: str(f.relative_to(FOLDER)))
+def test_a_file_parses_and_says_what_it_is(file):
+    assert ast.get_docstring(ast.parse(file.read_text(encoding="utf-8")))
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_a_benchmark_is_importable_and_explains_itself_without_its_peers(name):
+    done = subprocess.run(
+        [sys.executable, FOLDER / name, "--help"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "--repetitions" in done.stdout
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_results_give_the_command_of_every_benchmark(name):
+    assert re.search(rf"^\.venv/bin/python benchmarks/{name}\b", RESULTS, re.MULTILINE)
+
+
+def test_results_are_dated_and_name_the_machine():
+    assert re.search(r"\b20\d\d-\d\d-\d\d\b", RESULTS)
+    assert "2 cores" in RESULTS
+
+
+def test_every_peer_is_pinned():
+    lines = (FOLDER / "requirements.txt").read_text(encoding="utf-8").splitlines()
+    wanted = [line for line in lines if line and not line.startswith("#")]
+    assert wanted
+    assert all(re.fullmatch(r"[\w-]+==[\w.]+", line) for line in wanted)

@@ -1,0 +1,130 @@
+"""The bundled demo: its data can be made again, hides what is held out; its recipes are valid."""
+
+import importlib
+import json
+import random
+import sys
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from surefoot.recipe.recipe import load
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+DATA = EXAMPLES / "data"
+
+
+def rows(name):
+    with (DATA / name).open(encoding="utf-8") as lines:
+        return [json.loads(line) for line in lines]
+
+
+@pytest.fixture(scope="module")
+def make_data():
+    sys.path.insert(0, str(EXAMPLES))
+    try:
+        return importlib.import_module("make_data")
+    finally:
+        sys.path.remove(str(EXAMPLES))
+
+
+@pytest.fixture(scope="module")
+def village(make_data):
+    return sys.modules["village"]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(EXAMPLES / "base-model")
+
+
+def test_the_bundled_rows_are_those_the_generator_writes(make_data):
+    train, held_out = rows("orders_train.jsonl"), rows("orders_held_out.jsonl")
+    assert train == make_data.notes(len(train), seed=1, reserved=False)
+    assert held_out == make_data.notes(len(held_out), seed=1, reserved=True)
+    assert len(train) >= 2000
+    assert len(held_out) >= 200
+
+
+def test_no_held_out_note_name_or_kind_of_goods_is_trained_on(make_data):
+    train, held_out = rows("orders_train.jsonl"), rows("orders_held_out.jsonl")
+    assert not {row["input"] for row in train} & {row["input"] for row in held_out}
+    for key in ("name", "item"):
+        seen = {json.loads(row["output"])[key] for row in train}
+        assert not seen & {json.loads(row["output"])[key] for row in held_out}
+    prose = [text["text"] for text in make_data.corpus(2000, seed=1)]
+    make_data.check_nothing_leaks([*prose, *(row["input"] for row in train)], held_out)
+
+
+def test_a_leaked_name_is_noticed(make_data):
+    held_out = rows("orders_held_out.jsonl")
+    name = json.loads(held_out[0]["output"])["name"]
+    with pytest.raises(SystemExit, match=name.split()[0].lower()):
+        make_data.check_nothing_leaks([f"Yesterday {name} came by."], held_out)
+
+
+def test_held_out_words_are_all_known_from_training():
+    def words(name):
+        answers = [json.loads(row["output"]) for row in rows(name)]
+        return {w for a in answers for key in ("name", "item") for w in a[key].split()}
+
+    assert words("orders_held_out.jsonl") <= words("orders_train.jsonl")
+
+
+def test_an_answer_says_what_its_note_says(make_data, village):
+    rng = random.Random(0)
+    for _ in range(200):
+        row = make_data.note(village.draw(rng, reserved=False), rng)
+        answer = json.loads(row["output"])
+        assert answer["name"] in row["input"]
+        assert answer["item"].split()[0] in row["input"].lower()
+        assert (answer["city"] or "") in row["input"]
+        assert 1 <= answer["quantity"] <= 20
+        assert (answer["date"] is None) == (
+            not any(month in row["input"] for month in village.MONTHS)
+        )
+
+
+def test_the_corpus_has_no_json_and_no_instruction(make_data):
+    for text in make_data.corpus(2000, seed=1):
+        assert '{"name' not in text["text"]
+        assert make_data.INSTRUCTION not in text["text"]
+
+
+@pytest.mark.parametrize("recipe", ["quickstart.yaml", "base.yaml"])
+def test_the_recipes_are_valid(recipe):
+    assert load(EXAMPLES / recipe).data.dataset_dir == DATA
+
+
+def test_the_bundle_is_small():
+    files = [f for folder in ("base-model", "data") for f in (EXAMPLES / folder).iterdir()]
+    assert sum(f.stat().st_size for f in files if f.name != "corpus.jsonl") < 8_000_000
+
+
+def test_the_base_model_opens_and_knows_every_token(tokenizer):
+    model = AutoModelForCausalLM.from_pretrained(EXAMPLES / "base-model")
+    assert 1_000_000 <= model.num_parameters() <= 3_000_000
+    assert model.get_input_embeddings().num_embeddings >= len(tokenizer)
+    assert model.config.eos_token_id == tokenizer.convert_tokens_to_ids("<|im_end|>")
+
+
+def test_the_tokenizer_spells_any_text_and_has_every_village_word_whole(tokenizer, village):
+    texts = ["Grüße, 世界! \n\t 1234 {}", *(row["input"] for row in rows("orders_held_out.jsonl"))]
+    for text in texts:
+        assert tokenizer.decode(tokenizer(text).input_ids) == text
+    for word in (*village.FIRST, *village.LAST, *village.GOODS, *village.GOODS.values()):
+        assert len(tokenizer(f" {word}").input_ids) == 1
+
+
+def test_the_chat_template_marks_the_answer(tokenizer):
+    turns = [{"role": "user", "content": "Hello."}, {"role": "assistant", "content": "Good day."}]
+    encoded = tokenizer.apply_chat_template(
+        turns, return_assistant_tokens_mask=True, return_dict=True
+    )
+    learned = [
+        i for i, m in zip(encoded["input_ids"], encoded["assistant_masks"], strict=True) if m
+    ]
+    assert tokenizer.decode(learned) == "Good day.<|im_end|>"
+    prompt = tokenizer.apply_chat_template(turns[:1], add_generation_prompt=True)["input_ids"]
+    assert encoded["input_ids"][: len(prompt)] == prompt
