@@ -269,6 +269,10 @@ def other(**tensors):
             r"another model: base_model\.model\.new\.weight",
         ),
         (
+            other(base_model__model__x__bias=(6,), base_model__model__new__weight=(1,)),
+            r"another model: base_model\.model\.new\.weight",
+        ),
+        (
             other(base_model__model__x__lora_B__weight=(7, 2)),
             r"gives \[7, 4\], but x\.weight of the",
         ),

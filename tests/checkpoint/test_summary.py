@@ -83,6 +83,8 @@ def test_a_checkpoint_in_words(tmp_path):
         **sample_states(),
         "many": Holder({f"k{i}": i for i in range(9)}),
         "list": Holder([1, 2]),
+        "empty": Holder({}),
+        "wide": Holder({"x" * 99: 1}),
         "long": Holder(dict.fromkeys(range(90), "x")),
     }
     summary = summarise(save(tmp_path, 7, states, kind="full", parent="checkpoint-3"))
@@ -95,7 +97,9 @@ def test_a_checkpoint_in_words(tmp_path):
     assert model.dtypes == {"F32": 2, "BF16": 1, "BOOL": 1}
     assert summary.states["loader"] == "epoch, index, seed"
     assert summary.states["list"] == "[1, 2]" and len(summary.states["long"]) == 60
-    assert summary.states["many"] == "k0, k1, k2, k3, k4, k5, … (9 entries)"
+    assert summary.states["many"] == "k0, k1, k2, k3, k4, k5, k6, k7, k8"
+    assert summary.states["optimizer"].endswith("… (4 entries)")
+    assert summary.states["empty"] == "{}" and summary.states["wide"] == "1 entries"
 
 
 def test_a_model_of_others_in_words(shared):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from .header import Entry
 from .index import STATE, Piece
 from .weights import ADAPTER_CONFIG, Weights, open_weights, recognise
 
+_WIDTH = 60  # characters in which a state is told
 TRAINER_STATE = "trainer_state.json"
 _WANTED = {  # configuration file -> what is said of it
     "config.json": (
@@ -240,8 +242,12 @@ def _plain(value: object) -> str:
 
 def _in_words(value: object) -> str:
     """What a state holds: its keys, or its value if that is short."""
-    if isinstance(value, dict) and value and not next(iter(value)).startswith("$"):
-        keys = list(value)
-        return ", ".join(keys[:6]) + (f", … ({len(keys)} entries)" if len(keys) > 6 else "")
-    text = str(value)
-    return text if len(text) <= 60 else f"{text[:59]}…"
+    if not isinstance(value, dict) or next(iter(value), "$").startswith("$"):
+        text = str(value)
+        return text if len(text) <= _WIDTH else f"{text[: _WIDTH - 1]}…"
+    lengths = accumulate(len(key) + 2 for key in value)
+    shown = [key for key, length in zip(value, lengths, strict=True) if length <= _WIDTH]
+    if not shown:
+        return f"{len(value)} entries"
+    rest = [f"… ({len(value)} entries)"] if len(shown) < len(value) else []
+    return ", ".join(shown + rest)

@@ -81,7 +81,7 @@ def _state(line: Line, newest: Line | None) -> Text:
     if line.problem is not None:
         return Text("damaged" if line.step is not None else "leftover", style="red")
     words = [word for word, holds in (("newest", line is newest), ("best", line.is_best)) if holds]
-    return Text(", ".join(words) or "whole", style="green")
+    return Text(", ".join(words) or "complete", style="green")
 
 
 @ckpt.command()
