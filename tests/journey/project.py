@@ -1,12 +1,11 @@
 """A user's project in a folder: a tiny model, its tokenizer, a dataset, a recipe; and the CLI."""
 
-import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
-import threading
+import time
 from pathlib import Path
 
 import torch
@@ -124,8 +123,8 @@ def surefoot(*arguments, stdin=None):
     return process.returncode, out, err
 
 
-def in_child(work, *, kill_after=None):
-    """Run ``work()`` in a forked process, killed after so many seconds; its exit code."""
+def in_child(work, *, kill_when=None):
+    """Run ``work()`` in a forked process, killed as soon as ``kill_when()``; its exit code."""
     pid = os.fork()
     if pid == 0:
         try:
@@ -134,20 +133,15 @@ def in_child(work, *, kill_after=None):
             os._exit(0)
         except BaseException:
             os._exit(1)
-    if kill_after is not None:
-        kill_later(pid, kill_after)
-    _, status = os.waitpid(pid, 0)
-    return os.waitstatus_to_exitcode(status)
-
-
-def kill_later(pid, seconds):
-    def kill():
-        with contextlib.suppress(ProcessLookupError):
+    while True:
+        done, status = os.waitpid(pid, os.WNOHANG if kill_when else 0)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        if kill_when():
             os.kill(pid, signal.SIGKILL)
-
-    timer = threading.Timer(seconds, kill)
-    timer.daemon = True
-    timer.start()
+            kill_when = None
+        else:
+            time.sleep(0.001)
 
 
 def metrics(run):

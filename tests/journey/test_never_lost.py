@@ -32,24 +32,43 @@ def assert_no_worse_for_it(project, reference):
     assert not list(project.run.glob(".checkpoint*"))
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_killed_again_and_again_a_run_ends_in_the_same_bits(case, tmp_path):
-    """Kills at random moments of start-up, steps and saves; every start is the same command."""
-    reference = whole(tmp_path / "whole", **CASES[case])
-    project = Project(tmp_path / "killed", **CASES[case])
-    moments = random.Random(case)
+def num_logged(project):
+    path = project.run / "metrics.jsonl"
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def moment(project, moments):
+    """When to kill next: some new steps on, or in the middle of a save, and a little later."""
+    lines = num_logged(project) + moments.randint(1, 4)
+    in_a_save = moments.random() < 0.5
+
+    def reached():
+        saving = in_a_save and any(project.run.glob(".checkpoint-*.part"))
+        if not saving and num_logged(project) < lines:
+            return False
+        time.sleep(moments.uniform(0, 0.03))
+        return True
+
+    return reached
+
+
+def killed_again_and_again(project, moments):
+    """Start the same command until it comes to its end; how often it was killed."""
     kills = 0
-    for _ in range(40):
-        code = in_child(
-            lambda: surefoot.train(project.recipe), kill_after=moments.uniform(0.2, 1.6)
-        )
-        if code == 0:
-            break
+    while code := in_child(
+        lambda: surefoot.train(project.recipe), kill_when=moment(project, moments)
+    ):
         assert code == -signal.SIGKILL
         kills += 1
-    else:
-        assert in_child(lambda: surefoot.train(project.recipe)) == 0
-    assert kills
+    return kills
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_killed_again_and_again_a_run_ends_in_the_same_bits(case, tmp_path):
+    """Kills between steps, within them and in the middle of saves; every start is the same."""
+    reference = whole(tmp_path / "whole", **CASES[case])
+    project = Project(tmp_path / "killed", **CASES[case])
+    assert killed_again_and_again(project, random.Random(case)) >= 2
     assert_no_worse_for_it(project, reference)
 
 
@@ -59,7 +78,7 @@ def test_the_command_line_goes_on_after_kill_9_and_after_sigterm(tmp_path):
     for number, code in ((signal.SIGKILL, -9), (signal.SIGTERM, 128 + 15)):
         process = start("train", project.recipe)
         before = len(losses(project.run)) if project.run.exists() else 0
-        while process.poll() is None and _logged(project) < before + 8:
+        while process.poll() is None and num_logged(project) < before + 8:
             time.sleep(0.02)
         process.send_signal(number)
         _, err = process.communicate(timeout=60)
@@ -70,11 +89,6 @@ def test_the_command_line_goes_on_after_kill_9_and_after_sigterm(tmp_path):
     assert process.returncode == 0, err
     assert "going on from checkpoint-" in err
     assert_no_worse_for_it(project, reference)
-
-
-def _logged(project):
-    path = project.run / "metrics.jsonl"
-    return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
 def test_a_damaged_newest_checkpoint_is_passed_over_and_kept(tmp_path):
@@ -96,10 +110,5 @@ def test_proof_of_many_kills(seed, tmp_path_factory):
     case = list(CASES)[seed % len(CASES)]
     reference = whole(folder / "whole", **CASES[case])
     project = Project(folder / "killed", **CASES[case])
-    moments = random.Random(seed)
-    longest = 1.2
-    while in_child(
-        lambda: surefoot.train(project.recipe), kill_after=moments.uniform(0.3, longest)
-    ):
-        longest += 0.1  # so that a loaded machine gets there too
+    assert killed_again_and_again(project, random.Random(seed))
     assert_no_worse_for_it(project, reference)
