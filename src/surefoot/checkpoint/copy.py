@@ -20,7 +20,7 @@ from .source import Cast, Source
 
 Progress = Callable[[int], None]  # is told the bytes of each block written
 _PART = ".part"
-_BLOCK = 16 << 20  # bytes read, computed and written at a time
+_BLOCK = 1 << 20  # bytes read, computed and written at a time: still in the cache as float32
 _CASTS = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 

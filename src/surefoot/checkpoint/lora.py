@@ -43,6 +43,7 @@ class Merged:
     replaced: Mapping[str, str] = field(default_factory=dict)  # base name -> adapter name
     added: Mapping[str, tuple[str, float]] = field(default_factory=dict)  # biases: name, scale
     _norms: dict[str, torch.Tensor] = field(default_factory=dict, repr=False, compare=False)
+    _factors: dict[str, torch.Tensor] = field(default_factory=dict, repr=False, compare=False)
 
     @cached_property
     def _shapes(self) -> Mapping[str, Shape]:
@@ -79,13 +80,21 @@ class Merged:
 
     def _with_update(self, name: str, box: Box, delta: Delta, exact: torch.dtype) -> torch.Tensor:
         """V = W + scale * B A in ``box``."""
-        rank = self.adapter.shapes()[delta.a][0]
-        out, inner = (1, 0) if delta.is_transposed else (0, 1)
-        a_RI = self.adapter.read(delta.a, Box((0, box.start[inner]), (rank, box.shape[inner])))
-        b_OR = self.adapter.read(delta.b, Box((box.start[out], 0), (box.shape[out], rank)))
-        update_OI = (b_OR.to(exact) @ a_RI.to(exact)) * delta.scale
         weight = self._plain(name, box).to(exact)
-        return weight + (update_OI.T if delta.is_transposed else update_OI)
+        out, inner = (1, 0) if delta.is_transposed else (0, 1)
+        a_RI, b_OR = self._factor(delta.a, exact), self._factor(delta.b, exact)
+        a_RI = a_RI[:, box.start[inner] : box.stop[inner]]
+        b_OR = b_OR[box.start[out] : box.stop[out]]
+        one, other = (a_RI.T, b_OR.T) if delta.is_transposed else (b_OR, a_RI)
+        return torch.addmm(weight, one, other, alpha=delta.scale)
+
+    def _factor(self, name: str, exact: torch.dtype) -> torch.Tensor:
+        """A or B; the last few are kept, as every block of a weight needs them."""
+        if name not in self._factors:
+            while len(self._factors) > 1:
+                del self._factors[next(iter(self._factors))]
+            self._factors[name] = read_whole(self.adapter, name).to(exact)
+        return self._factors[name]
 
     def _scaled(self, name: str, box: Box, delta: Delta, exact: torch.dtype) -> torch.Tensor:
         """DoRA: rows of V brought to their learned lengths; the norm is over whole rows."""
