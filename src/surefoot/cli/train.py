@@ -17,9 +17,11 @@ def train(recipe: Path, overrides: tuple[str, ...]) -> None:
     verifies. Ctrl-C or SIGTERM finish the step, save, and leave with 128 + the signal's number.
     """
     from surefoot.recipe.recipe import load
+
+    loaded = load(recipe, overrides)  # what is wrong with it is said before the slow imports
     from surefoot.run import run
 
-    outcome = run(load(recipe, overrides))
+    outcome = run(loaded)
     if outcome.signal is not None:
         click.echo(
             f"stopped at step {outcome.state.global_step} by {outcome.signal.name}, saved; "
