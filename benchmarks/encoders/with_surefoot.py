@@ -1,0 +1,39 @@
+"""Encode the rows as ``surefoot train`` does: ``data.prepare``, the codec and ``stage: sft``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from outcome import Item, task
+
+from surefoot.data.chat import Codec
+from surefoot.data.dataset import EncodedDataset
+from surefoot.data.prepare import prepare
+from surefoot.data.section import DataSection
+from surefoot.data.templates import load_template
+from surefoot.model.tokenizer import load_tokenizer
+from surefoot.stages.sft import SFT
+
+todo = task()
+section = DataSection(
+    datasets=("rows",), dataset_dir=todo.inputs, template="chatml", cutoff_len=todo.cutoff_len
+)
+tokenizer = load_tokenizer(todo.inputs)
+codec = Codec(tokenizer, load_template(section.template, tokenizer), section)
+stage = SFT()
+
+
+def encode() -> EncodedDataset:
+    """Through the cache, which XDG_CACHE_HOME places."""
+    fingerprint = {"codec": codec.fingerprint, "stage": repr(stage)}
+    encode = lambda examples: stage.encode(examples, codec)  # noqa: E731
+    return prepare(section, encode, fingerprint=fingerprint, seed=42).train
+
+
+def items(dataset: EncodedDataset) -> Iterator[Item]:
+    """Ids and labels of every row."""
+    for index in range(len(dataset)):
+        yield dataset[index]["input_ids"], dataset[index]["labels"]
+
+
+todo.run(encode, items)
