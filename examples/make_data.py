@@ -1,7 +1,7 @@
-"""Write the demo's texts: a corpus to pretrain on, and notes with their JSON to fine-tune on.
+"""Write the demo's texts: a corpus to pretrain on, and notes with their records to fine-tune on.
 
 Everything happens in the world of a small village shop. The corpus is prose: stories, letters,
-diary pages, questions and answers. The instruction rows turn a short order into JSON. All of it
+diary pages, questions and answers. The instruction rows turn a short order into a record. All of it
 follows from the seed, and needs nothing but Python.
 
 Held out is more than the rows: one in eight of all full names and one in eight of all kinds of
@@ -15,6 +15,7 @@ import argparse
 import json
 import random
 import re
+import string
 from collections.abc import Iterable
 from itertools import pairwise
 from pathlib import Path
@@ -35,7 +36,7 @@ from village import (
     upper,
 )
 
-INSTRUCTION = "Write this order as JSON."
+INSTRUCTION = "Write this order as a record."
 NOTES = """{name} ordered {goods}{to}{by}.
 Please send {goods} to {name}{at}{by}.
 {Goods} for {name}{at}{by}, please.
@@ -212,9 +213,44 @@ def song(a: Scene, b: Scene, rng: random.Random) -> str:
     )
 
 
+def order_book(a: Scene, b: Scene, rng: random.Random) -> str:
+    """An order comes in, and some of it is written into the columns of the order book."""
+    goods, date = spoken_goods(a, rng), spoken_date(a, rng)
+    told = rng.choice((
+        f"{a.name} came for {goods} and wanted them in {a.city} on {date}.",
+        f"On {date} {goods} must be in {a.city}, where {a.name} lives.",
+        f'"Send {goods} to {a.city}," wrote {a.name} on {date}.',
+    ))  # fmt: skip
+    columns = [
+        ("name", a.name),
+        ("item", a.item),
+        ("quantity", str(a.count)),
+        ("city", a.city),
+        ("date", a.stamp),
+    ]
+    picked = rng.sample(columns, rng.randint(2, 4))
+    heads = " and ".join(f'"{head}"' for head, _ in picked)
+    rng.shuffle(picked)
+    wrote = ", ".join(f'under "{head}" stands "{value}"' for head, value in picked)
+    return f"{told} The book of {b.name} has columns for {heads}: {wrote}."
+
+
+def typewriter(a: Scene, b: Scene, rng: random.Random) -> str:
+    """Someone tries every key of a typewriter: so that no sign is new to who reads it."""
+    keys = string.ascii_letters + string.digits + string.punctuation
+    one, two = ("".join(rng.choices(keys, k=rng.randint(3, 8))) for _ in range(2))
+    return (
+        f"{a.name} tried the typewriter and typed {one} and {two}. "
+        f'"What is {one}?" asked {b.first}. '
+        f'"{one} is what I typed, and then {two}," said {a.first}. '
+        f"{rng.choice(WEATHER)} So {b.first} typed {two} and {one} too."
+    )
+
+
 TEXTS = (
     *(visit, letter, diary, answers, answers, answers, parcel, parcel, parcel),
     *(mixed_up, echo, shelf, roll_call, roll_call, song, song),
+    *(order_book, order_book, typewriter),
 )
 
 
@@ -230,7 +266,7 @@ def corpus(num_texts: int, seed: int) -> Iterable[dict[str, str]]:
 
 
 def note(scene: Scene, rng: random.Random) -> dict[str, str]:
-    """One row: an order as someone would write it, and the same as JSON."""
+    """One row: an order as someone would write it, and the same as a record."""
     has_city, has_date = rng.random() > 0.1, rng.random() > 0.1
     city = f" {scene.city}" if has_city else ""
     date = f" {spoken_date(scene, rng)}" if has_date else ""
@@ -245,14 +281,15 @@ def note(scene: Scene, rng: random.Random) -> dict[str, str]:
         of=city and f" from{city}",
         by=date and rng.choice((" for", " by", " on")) + date,
     )
-    answer = {
+    record = {
         "name": scene.name,
         "item": scene.item,
         "quantity": scene.count,
-        "city": scene.city if has_city else None,
-        "date": scene.stamp if has_date else None,
+        "city": scene.city if has_city else "none",
+        "date": scene.stamp if has_date else "none",
     }
-    return {"instruction": INSTRUCTION, "input": text, "output": json.dumps(answer)}
+    answer = "; ".join(f"{field}: {value}" for field, value in record.items())
+    return {"instruction": INSTRUCTION, "input": text, "output": answer}
 
 
 def notes(num_rows: int, seed: int, *, reserved: bool) -> list[dict[str, str]]:

@@ -58,7 +58,7 @@ WEATHER = """The wind was cold.|Rain fell all morning.|The sun was warm.|Snow la
 It was a quiet day.|The church bells rang.|The cat slept by the stove.|The road was full of mud.
 The river was high.|The baker sang in the street.|Two carts stood at the gate.|The tea was hot.
 The children played in the square.|A dog barked at the postman.|The lamps were lit early.
-Fog hung over the fields.""".replace("\n", "|").split("|")
+Fog hung over the fields.|The old bill was null and void.""".replace("\n", "|").split("|")
 
 
 @dataclass(frozen=True)
