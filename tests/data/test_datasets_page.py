@@ -12,7 +12,9 @@ from surefoot.data.registry import read_registry
 from surefoot.data.rows import read_examples
 
 PAGE = (Path(__file__).parents[2] / "docs" / "how-to" / "datasets.md").read_text(encoding="utf-8")
-PAIRS = re.findall(r"```jsonl (\S+)\n(.*?)```\n\n```json dataset_info.json\n(.*?)```", PAGE, re.S)
+PAIRS = re.findall(
+    r'```json title="(\S+)"\n(.*?)```\n\n```json title="dataset_info.json"\n(.*?)```', PAGE, re.S
+)
 
 
 @pytest.mark.parametrize(("file", "rows", "info"), PAIRS, ids=[file for file, *_ in PAIRS])
@@ -26,7 +28,7 @@ def test_the_rows_are_read_by_the_entry_below_them(tmp_path, file, rows, info):
 
 
 def test_every_block_of_rows_has_its_entry():
-    assert len(PAIRS) == PAGE.count("```jsonl") == PAGE.count("```json dataset_info.json") == 6
+    assert len(PAIRS) == PAGE.count('.jsonl"\n') == PAGE.count('title="dataset_info.json"') == 6
 
 
 @pytest.mark.parametrize("name", FORMATS)
