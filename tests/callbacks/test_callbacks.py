@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 import small
-from surefoot.callbacks.console import Screen, duration, sparkline
+from surefoot.callbacks.console import LABELS, Screen, duration, fitting, sparkline
 from surefoot.callbacks.early_stop import EarlyStop
 from surefoot.callbacks.plot import Plot
 from surefoot.callbacks.tensorboard import TensorBoard
@@ -85,6 +85,14 @@ def test_a_terminal_shows_a_live_line_with_figures_and_the_last_checkpoint(tmp_p
     last = [line for line in lines if "step" in line][-1]
     for word in ("8/8", "loss", "lr", "grad", "tok/s", "mem", "checkpoint-8", "left 0:00"):
         assert word in last
+
+
+def test_the_live_line_leaves_out_what_a_narrow_terminal_has_no_room_for():
+    figures = dict.fromkeys(LABELS, "1234")
+    assert fitting(figures, 200) == set(LABELS)
+    assert fitting(figures, 22) == {"loss", "left"}
+    assert fitting(figures, 5) == {"trend"}
+    assert fitting({}, 200) == set()
 
 
 def test_without_a_terminal_the_log_has_plain_lines(tmp_path, caplog):

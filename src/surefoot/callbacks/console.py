@@ -39,8 +39,8 @@ class Screen(TrainerCallback):
             self._progress = Progress(
                 TextColumn("[bold]step"),
                 _Steps(),
-                BarColumn(bar_width=24),
-                _Figures(self._figures),
+                BarColumn(bar_width=BAR),
+                _Figures(self._figures, self.console),
                 console=self.console,
                 refresh_per_second=4,
             )
@@ -75,7 +75,7 @@ class Screen(TrainerCallback):
         elif "loss" not in logs:
             pairs = [f"{name.removeprefix('eval_')} [bold]{v}[/]" for name, v in shown.items()]
             self._progress.console.print(
-                f"[cyan]eval[/] at step {state.global_step}: " + "  ".join(pairs)
+                f"[cyan]eval[/] at step {state.global_step}: " + "  ".join(pairs), highlight=False
             )
 
     def on_save(self, args: Context, state: TrainerState, control: TrainerControl) -> None:
@@ -104,17 +104,32 @@ class _Steps(ProgressColumn):
 
 
 class _Figures(ProgressColumn):
-    def __init__(self, figures: Mapping[str, str]) -> None:
+    """As many figures as the line has room for, in one order, the least important left out."""
+
+    def __init__(self, figures: Mapping[str, str], console: Console) -> None:
         super().__init__()
-        self.figures = figures
+        self.figures, self.console = figures, console
 
     def render(self, task: Task) -> Text:
-        text = Text()
+        taken = len(f"step {int(task.completed)}/{int(task.total or 0)} ") + BAR + 2
+        shown = fitting(self.figures, self.console.width - taken)
+        text = Text(no_wrap=True)
         for name, label in LABELS.items():
-            if name in self.figures:
+            if name in shown:
                 text.append(f" {label} " if label else " ", style="dim")
                 text.append(self.figures[name])
         return text
+
+
+def fitting(figures: Mapping[str, str], width: int) -> set[str]:
+    """The names of the most important figures that fit side by side in ``width`` characters."""
+    shown = set()
+    for name in BY_IMPORTANCE:
+        needed = len(LABELS[name]) + len(figures.get(name, "")) + (2 if LABELS[name] else 1)
+        if name in figures and needed <= width:
+            shown.add(name)
+            width -= needed
+    return shown
 
 
 FORMATS = {
@@ -126,6 +141,11 @@ FORMATS = {
     "eval_perplexity": "{:.4g}",
     "eval_token_accuracy": "{:.1%}",
 }
+BAR = 20  # characters
+BY_IMPORTANCE = (
+    *("loss", "left", "checkpoint", "tokens_per_second"),
+    *("learning_rate", "trend", "grad_norm", "memory"),
+)
 LABELS = {
     "loss": "loss",
     "trend": "",
