@@ -53,13 +53,14 @@ def prose(page):
     return re.sub(r"`[^`\n]+`", "", FENCE.sub("", page.read_text(encoding="utf-8")))
 
 
-def lines(block):
-    """The lines a reader would type: all of them, or in a ``console`` those after ``$``."""
+def steps(block):
+    """What a reader types, line by line, each with what is said to come out of it."""
     text = block.text.replace("\\\n", " ")
-    typed = [line.strip() for line in text.splitlines() if line.strip()]
-    if block.language != "console":
-        return [line for line in typed if not line.startswith("#")]
-    return [line[2:] for line in typed if line.startswith("$ ")]
+    if block.language == "console":
+        parts = re.split(r"^\$ (.*)\n", text, flags=re.MULTILINE)
+        return list(zip(parts[1::2], parts[2::2], strict=True))
+    typed = [line.strip() for line in text.splitlines()]
+    return [(line, "") for line in typed if line and not line.startswith("#")]
 
 
 def surefoot_commands(line):

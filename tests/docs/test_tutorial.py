@@ -6,19 +6,21 @@ Training takes few steps here, so nothing is learnt; that it works from end to e
 import re
 import runpy
 import shlex
+import signal
 import subprocess
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from pages import README, ROOT, SHELLS, TUTORIAL, blocks, lines
+from pages import README, ROOT, SHELLS, TUTORIAL, blocks, steps
 
 from project import checkpoints, in_child
 from surefoot.cli.main import main
+from surefoot.recipe.recipe import load
 
 FEW = ["train.max_steps=6", "train.eval_steps=3", "checkpoint.save_steps=2", "data.max_samples=40"]
 SHORTER = {"train": FEW, "preview": ["data.max_samples=40"], "eval": ["--limit", "4"]}
-ONCE = {"git", "cd", "make", "source"}  # how a reader got here, and CI as well
+ONCE = {"make", "pip", "source"}  # how a reader got here, and CI as well
 
 
 @pytest.fixture
@@ -39,23 +41,33 @@ def follow(page):
         elif block.language == "python":
             exec(compile(with_real_steps(block.text), str(block), "exec"), namespace)
         elif block.language in SHELLS:
-            for line in lines(block):
-                type_in(line, where=f"{block}: {line}")
+            for line, output in steps(block):
+                type_in(line, output, where=f"{block}: {line}")
 
 
-def type_in(line, *, where):
+def type_in(line, output, *, where):
     words = shlex.split(with_real_steps(line), comments=True)
-    if words[0] == "surefoot":
-        result = CliRunner().invoke(main, [*words[1:], *SHORTER.get(words[1], [])])
+    if words[0] == "surefoot" and output.startswith("error:"):
+        result = CliRunner().invoke(main, words[1:])
+        assert (result.exit_code, result.output) == (2, output), where
+    elif words[0] == "surefoot":
+        result = CliRunner().invoke(main, [*words[1:], *SHORTER.get(words[1], [])], input="")
         assert result.exit_code == 0, f"{where}\n{result.output}"
-    elif words[0] == "timeout":  # a surefoot command, killed in the middle
-        assert words[1:3] == ["-s", "KILL"]
-        arguments = [*words[5:], *SHORTER[words[5]]]
-        in_child(lambda: main(arguments, standalone_mode=False), kill_after=1.5)
+    elif words[:3] == ["timeout", "-s", "KILL"]:
+        assert train_and_be_killed([*words[6:], *FEW]) == -signal.SIGKILL, where
     elif words[0] == "python":
         runpy.run_path(words[1], run_name="__main__")
     elif words[0] not in ONCE:
-        subprocess.run(words, check=True, stdout=subprocess.DEVNULL)
+        subprocess.run(with_real_steps(line), shell=True, check=True, stdout=subprocess.DEVNULL)
+
+
+def train_and_be_killed(arguments):
+    """Exit code of ``surefoot train``, killed as soon as there is a checkpoint to go on from."""
+    run = load(Path(arguments[0]), arguments[1:]).train.output_dir
+    return in_child(
+        lambda: main(["train", *arguments], standalone_mode=False),
+        kill_when=lambda: checkpoints(run),
+    )
 
 
 def with_real_steps(text):
