@@ -29,7 +29,7 @@ from .data.loader import Loader
 from .data.prepare import Prepared
 from .data.templates import disagreement
 from .encoding import codec_of, prepared
-from .errors import RecipeError, RunError
+from .errors import CheckpointError, RecipeError, RunError
 from .files import raising, write_aside
 from .model import attention, companions, outputs
 from .model.adapter import continue_adapter
@@ -106,8 +106,20 @@ def run(recipe: Recipe, *, callbacks: Sequence[TrainerCallback] = ()) -> Outcome
             )
             return Outcome(state)
         trainer.fit()
+        _must_be_saved(trainer)
         finish(trainer)
         return Outcome(state, trainer.stop.received)
+
+
+def _must_be_saved(trainer: Trainer) -> None:
+    """A run whose last save failed (``on_save_error: continue``) has not done what it was for."""
+    step, newest = trainer.state.global_step, trainer.saver.newest
+    ended = step >= trainer.state.max_steps or trainer.stop.received is not None
+    if ended and newest != trainer.saver.path_of(step):
+        raise CheckpointError(
+            f"step {step}, the last one, could not be saved; the newest checkpoint is "
+            f"{newest or 'none'}. Make room, then start the same command again to go on from there"
+        )
 
 
 def read_recipe(

@@ -70,7 +70,8 @@ def _refuse_another_run(folder: Path, recipe: Recipe) -> None:
             )
         return
     differing = [c for c in changes(load(known), recipe) if not c.path.startswith(FREE)]
-    if differing and committed(folder) and recipe.checkpoint.resume == "auto":
+    asked = Path(recipe.checkpoint.resume).resolve().parent == folder.resolve()
+    if differing and committed(folder) and not asked:
         listed = "; ".join(str(change) for change in differing[:4])
         raise RunError(
             f"train.output_dir: {folder} holds another run ({listed}). Choose another folder, "

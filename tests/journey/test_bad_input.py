@@ -7,9 +7,12 @@ import pytest
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
+import surefoot
 import tiny
 from project import Project
 from surefoot.cli.main import main
+from surefoot.errors import CheckpointError
+from surefoot.training import TrainerCallback
 
 
 def train(project, *overrides):
@@ -146,6 +149,27 @@ def test_an_output_dir_that_holds_another_run_is_left_alone(change, trained):
     code, message = train(trained, "train.max_steps=6")
     assert (code, word in message) == (2, True), message
     assert files(trained.run) == before
+
+
+def test_a_run_gone_on_from_elsewhere_is_still_one_run(trained, tmp_path):
+    """With ``resume=PATH`` the first start takes PATH; later ones go on, with the same recipe."""
+    start = f"checkpoint.resume={trained.run / 'checkpoint-3'}"
+    elsewhere = [f"train.output_dir={tmp_path / 'elsewhere'}", "train.max_steps=6", start]
+    assert train(trained, *elsewhere)[0] == 0
+    code, message = train(trained, *elsewhere, "optim.adamw.learning_rate=0.5")
+    assert (code, "holds another run" in message) == (2, True), message
+
+
+def test_a_run_whose_last_save_fails_does_not_call_itself_done(tmp_path):
+    project = Project(tmp_path, train={"max_steps": 4}, checkpoint={"on_save_error": "continue"})
+
+    class InTheWay(TrainerCallback):
+        def on_train_begin(self, args, state, control):
+            (args.output_dir / "checkpoint-4").mkdir()
+
+    with pytest.raises(CheckpointError, match=r"the last one, could not be saved.*checkpoint-3"):
+        surefoot.train(project.recipe, callbacks=[InTheWay()])
+    assert not (project.run / "all_results.json").exists()
 
 
 def test_a_longer_run_goes_on_from_the_shorter_one(trained):

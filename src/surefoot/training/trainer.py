@@ -69,8 +69,7 @@ class Trainer:
         }
 
     def fit(self) -> TrainerState:
-        """Train until ``max_steps``, a callback's stop, or a signal; every way out leaves a
-        checkpoint.
+        """Train until ``max_steps`` or a signal, which both end in a save, or a callback's stop.
 
         Raises:
             RunError: the loss is not a number and ``on_nan`` says stop.
