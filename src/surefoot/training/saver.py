@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -33,7 +33,6 @@ class Saver:
     steps: Mapping[str, int | None]  # log_steps, eval_steps, save_steps, for trainer_state.json
     resumed_from: Path | None = None
     newest: Path | None = None
-    on_saved: Callable[[Path], None] | None = None
 
     def save(self, state: TrainerState, states: Mapping[str, Stateful]) -> Path | None:
         """Save step ``state.global_step``; None if that failed and the recipe says to go on.
