@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from .retention import Rule
+
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointSection:
@@ -18,6 +20,12 @@ class CheckpointSection:
     """Save at the end of every epoch."""
     keep: int | None = 3
     """How many of the newest checkpoints stay, beside the best one; unset, all do."""
+    keep_every: int | None = None
+    """Checkpoints whose step is a multiple of this stay as well, for ever."""
+    keep_best: int | None = None
+    """How many of the best checkpoints by ``train.metric_for_best_model`` stay; unset, one."""
+    keep_hours: float | None = None
+    """Checkpoints saved within so many hours before the newest stay as well."""
     resume: str = "auto"
     """``auto``: the newest checkpoint that verifies; ``none``: start anew; or a folder."""
     max_shard_size: int = 5_000_000_000
@@ -26,9 +34,19 @@ class CheckpointSection:
     """When a save fails (a full disk, say): stop the run, or go on and try at the next save."""
 
     def __post_init__(self) -> None:
-        for name in ("save_steps", "keep", "max_shard_size"):
+        for name in ("save_steps", "max_shard_size"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
         if self.save_minutes is not None and self.save_minutes <= 0:
             raise ValueError(f"save_minutes must be positive, got {self.save_minutes}")
+        self.rule()  # which checks its own settings
+
+    def rule(self) -> Rule:
+        """Which checkpoints stay."""
+        return Rule(
+            keep=self.keep,
+            keep_every=self.keep_every,
+            keep_best=self.keep_best,
+            keep_hours=self.keep_hours,
+        )
