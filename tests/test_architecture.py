@@ -18,6 +18,7 @@ LAYERS = [
     ["training"],
     ["data", "model", "optim", "parallel", "generate", "checkpoint"],
     ["schema", "files", "batch"],
+    ["reasons"],
     ["errors", "log"],
 ]
 # Heavy third parties that may be imported inside the one function that needs them; in the command

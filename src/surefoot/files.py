@@ -22,54 +22,21 @@ from pathlib import Path, PurePosixPath
 
 import xxhash
 
-from .errors import SurefootError
+from .reasons import explain as explain  # noqa: PLC0414 - exported from here
+from .reasons import raising as raising  # noqa: PLC0414
 
 BLOCK = 512 << 10  # bytes per read or write: still in the core's own cache when they are hashed
+PAGE = 4096  # bytes; what lies at a page, in memory and in the file, can go to the disk uncopied
+_DIRECT_BLOCK = 4 << 20  # bytes per write that goes to the disk uncopied
 
 _READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # a pipe of that name must not hang the reader
 _FOLDER = os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECTORY
+_DIRECT: int = getattr(os, "O_DIRECT", 0)
 _CREATE = os.O_RDWR | os.O_CLOEXEC | os.O_CREAT | os.O_EXCL
 
+_CLONE = 0x40049409  # FICLONE of linux/fs.h
+
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EBADF)  # on some network disks
-
-_REASONS = {
-    errno.ENOSPC: "the disk is full; free some space or choose another folder",
-    errno.EDQUOT: "your disk quota is used up; free some space or choose another folder",
-    errno.EROFS: "the file system is read-only; choose another folder",
-    errno.EACCES: "no permission; check the owner and mode of the file and its folders",
-    errno.EPERM: "not permitted; check the owner and mode of the file and its folders",
-    errno.EIO: "the disk reports an input/output error; check its health before going on",
-    errno.ENOENT: "it does not exist",
-    errno.EEXIST: "it exists already",
-    errno.ENOTEMPTY: "it exists already and is not empty",
-    errno.ENOTDIR: "a part of the path is not a folder",
-    errno.EISDIR: "it is a folder",
-    errno.ELOOP: "it is a symbolic link, which is not followed here",
-    errno.ENAMETOOLONG: "the name is too long",
-    errno.EFBIG: "the file system does not allow files this large",
-    errno.EMFILE: "too many open files; raise `ulimit -n`",
-}
-
-
-def explain(error: OSError) -> str:
-    """One sentence for people: which file, what happened, what to do."""
-    said = error.strerror or str(error)
-    reason = _REASONS.get(error.errno or 0)
-    if reason is None:
-        reason = said
-    elif said != os.strerror(error.errno or 0):
-        reason = f"{reason} ({said})"
-    where = f"{os.fsdecode(error.filename)}: " if error.filename is not None else ""
-    return f"{where}{reason}"
-
-
-@contextlib.contextmanager
-def raising(kind: type[SurefootError], doing: str = "") -> Iterator[None]:
-    """Turn an ``OSError`` of the block into ``kind``, with a message for people."""
-    try:
-        yield
-    except OSError as error:
-        raise kind(f"{doing}: {explain(error)}" if doing else explain(error)) from error
 
 
 @contextlib.contextmanager
@@ -105,9 +72,10 @@ def digest(data: bytes | memoryview) -> str:
 class File:
     """An open file, read and written at positions, so that threads can share it."""
 
-    def __init__(self, descriptor: int, path: Path) -> None:
+    def __init__(self, descriptor: int, path: Path, *, direct: bool = False) -> None:
         self.path = path
         self._descriptor = descriptor
+        self._is_direct = direct
         self._close = weakref.finalize(self, os.close, descriptor)  # whoever forgets to
         self._close.atexit = False
 
@@ -170,10 +138,25 @@ class File:
         done = 0
         with _naming(self.path):
             while done < len(view):
-                count = os.pwrite(self._descriptor, view[done : done + BLOCK], offset + done)
+                count = self._write(view[done:], offset + done)
                 if not count:
                     raise OSError(errno.EIO, "nothing was written")
                 done += count
+
+    def _write(self, view: memoryview, offset: int) -> int:
+        """One write: past the page cache as long as whole pages are asked for, else through it."""
+        if self._is_direct:
+            whole = min(len(view) // PAGE * PAGE, _DIRECT_BLOCK)
+            if whole and offset % PAGE == 0:
+                try:
+                    return os.pwrite(self._descriptor, view[:whole], offset)
+                except OSError as error:
+                    if error.errno != errno.EINVAL:  # not from this memory, or not on this disk
+                        raise
+            flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
+            fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags & ~_DIRECT)
+            self._is_direct = False
+        return os.pwrite(self._descriptor, view[:BLOCK], offset)
 
     def sync(self) -> None:
         """Return when the bytes are on the disk."""
@@ -213,6 +196,21 @@ def open_file(path: Path, *, follow: bool = True, write: bool = False) -> File:
     file = File(os.open(path, flags), path)
     _must_be_regular(file)
     return file
+
+
+def open_direct(path: Path) -> File:
+    """An existing file to write past the page cache, where system and disk allow it.
+
+    A checkpoint is not read again soon: through the cache its bytes would be copied once more, and
+    would push out what is.
+    """
+    flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
+    try:
+        return File(os.open(path, flags | _DIRECT), path, direct=bool(_DIRECT))
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        return File(os.open(path, flags), path)
 
 
 def open_inside(folder: Path, name: str) -> File:
@@ -317,6 +315,27 @@ def sync_folder(path: Path) -> None:
 def rename(old: Path, new: Path) -> None:
     """Rename at one stroke. Replaces a file; ``OSError`` where ``new`` is a folder with files."""
     os.rename(old, new)
+
+
+def share(old: Path, new: Path) -> bool:
+    """Give ``new`` the content of ``old`` without a copy; False where this file system cannot.
+
+    A clone (its own file, the same blocks until one changes) where there are clones, else a hard
+    link.
+    """
+    try:
+        with open_file(old, follow=False) as source, create(new) as target:
+            fcntl.ioctl(target._descriptor, _CLONE, source._descriptor)
+            target.sync()
+        return True
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.unlink(new)
+    try:
+        os.link(old, new, follow_symlinks=False)
+    except OSError:
+        return False
+    return True
 
 
 def list_folder(path: Path) -> list[str]:

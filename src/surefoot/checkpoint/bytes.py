@@ -83,14 +83,27 @@ def write_file(
 def write_tensor(file: files.File, offset: int, tensor: torch.Tensor) -> str:
     """Write the tensor's values in row-major order from ``offset`` on; their hash."""
     digest = files.Hash()
+    for block in _blocks(tensor):
+        digest.update(block)
+        file.write_at(offset, block)
+        offset += len(block)
+    return digest.hex()
+
+
+def hash_tensor(tensor: torch.Tensor) -> str:
+    """The hash of the tensor's values in row-major order."""
+    digest = files.Hash()
+    for block in _blocks(tensor):
+        digest.update(block)
+    return digest.hex()
+
+
+def _blocks(tensor: torch.Tensor) -> Iterator[memoryview]:
+    """The tensor's bytes in row-major order, in blocks that stay in the core's cache."""
     for part in _dense_parts(tensor.detach()):
         data = raw(part)
         for at in range(0, len(data), files.BLOCK):
-            block = data[at : at + files.BLOCK]
-            digest.update(block)
-            file.write_at(offset, block)
-            offset += len(block)
-    return digest.hex()
+            yield data[at : at + files.BLOCK]
 
 
 def _dense_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:

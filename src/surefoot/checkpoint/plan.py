@@ -5,7 +5,7 @@ Tensors go whole into files of bounded size, which are named as Hugging Face nam
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from .header import Header, build, num_bytes
@@ -22,13 +22,17 @@ class FilePlan:
     header: Header
 
 
-def plan_save(stem: str, tensors: Tensors, max_shard_size: int | None) -> list[FilePlan]:
+def plan_save(
+    stem: str, tensors: Tensors, max_shard_size: int | None, *, apart: Collection[str] = ()
+) -> list[FilePlan]:
     """Files for ``tensors``: one, or several of at most ``max_shard_size`` bytes of tensors each.
 
     Tensors keep their order over the files, so that a layer stays together; one that is larger
-    than the limit has a file of its own.
+    than the limit has a file of its own. Those ``apart`` come first, in files without the others.
     """
-    groups = _groups(tensors, max_shard_size)
+    aside = {name: described for name, described in tensors.items() if name in apart}
+    rest = {name: described for name, described in tensors.items() if name not in apart}
+    groups = [group for part in (aside, rest) if part for group in _groups(part, max_shard_size)]
     if len(groups) == 1:
         names = [f"{stem}.safetensors"]
     else:

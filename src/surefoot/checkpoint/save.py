@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import platform
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cache
 from importlib import metadata
@@ -17,34 +17,20 @@ import torch
 from .. import files
 from ..errors import CheckpointError
 from . import strict
-from .box import Box
-from .bytes import describe, write_file
-from .commit import aside, refuse_existing
-from .index import MANIFEST, MAX_SMALL, STATE, Kind, Manifest, Piece, dump, is_plain_name
+from .bytes import describe, hash_tensor, write_file
+from .index import MANIFEST, MAX_SMALL, STATE, Kind, is_plain_name
+from .job import Job, Shard
 from .plan import FilePlan, plan_save
 from .states import Stateful
 from .tensors import split
+from .write import write
 
 WEIGHT_STEMS: Mapping[Kind, str] = {"full": "model", "adapter": "adapter_model"}
 LIBRARIES = ("surefoot", "torch", "transformers", "peft", "safetensors")
+_WORTH_SHARING = 0.1  # of the weights' bytes
 
 
-@dataclass(frozen=True)
-class _Shard:
-    """One file of tensors to be."""
-
-    role: str  # model, optimizer or state
-    plan: FilePlan
-    tensors: Mapping[str, torch.Tensor]
-
-
-@dataclass
-class _Written:
-    """What lies in the folder so far."""
-
-    files: dict[str, int] = field(default_factory=dict)
-    hashes: dict[str, str] = field(default_factory=dict)
-    pieces: list[Piece] = field(default_factory=list)
+Tensors = Mapping[str, torch.Tensor]
 
 
 def save(
@@ -60,30 +46,62 @@ def save(
     """Write ``root/checkpoint-{step}`` and return it; it is on the disk when this returns.
 
     ``companions`` are small files that lie beside (config.json, tokenizer.json, ...). ``parent``
-    names the checkpoint this run went on from. Raises ``CheckpointError``, leaving nothing behind,
-    if the checkpoint exists already, a state cannot be stored, or the disk fails.
+    names the checkpoint this run went on from; files that are equal in it are linked. Raises
+    ``CheckpointError``, leaving nothing behind, if the checkpoint exists already, a state cannot be
+    stored, or the disk fails.
     """
-    target = root / f"checkpoint-{step}"
-    with files.raising(CheckpointError, f"cannot save {target}"):
-        refuse_existing(target)
+    job, live = prepare(
+        root,
+        step,
+        states,
+        kind=kind,
+        companions=companions,
+        parent=parent,
+        max_shard_size=max_shard_size,
+    )
+    return write(job, live).path
+
+
+def prepare(
+    root: Path,
+    step: int,
+    states: Mapping[str, Stateful],
+    *,
+    kind: Kind,
+    companions: Mapping[str, bytes] | None = None,
+    parent: str | None = None,
+    max_shard_size: int = 5_000_000_000,
+) -> tuple[Job, Live]:
+    """What ``save`` would write, and the live tensors; nothing is read from these yet."""
     groups, skeleton = _split({name: state.state_dict() for name, state in states.items()})
     shards = _plan(groups, kind, max_shard_size)
     ours = {**_indexes(shards), STATE: _dump_skeleton(skeleton)}
-    small = {**_checked(companions or {}, {*ours, MANIFEST}), **ours}
-    with files.raising(CheckpointError, f"cannot save {target}"), aside(target) as part:
-        written = _write(part.folder, shards, small)
-        manifest = Manifest(
-            step=step,
-            kind=kind,
-            created=datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z"),
-            versions=versions(),
-            files=written.files,
-            hashes=written.hashes,
-            pieces=written.pieces,
-            parent=parent,
-        )
-        part.commit(target, dump(manifest))
-    return target
+    job = Job(
+        root=root,
+        step=step,
+        kind=kind,
+        created=datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z"),
+        versions=versions(),
+        shards=shards,
+        small={**_checked(companions or {}, {*ours, MANIFEST}), **ours},
+        parent=parent,
+    )
+    return job, Live(groups)
+
+
+@dataclass(frozen=True)
+class Live:
+    """The tensors of a job as they are now, by role and name."""
+
+    groups: Mapping[str, Tensors]
+
+    def write(self, shard: Shard, file: files.File) -> Mapping[str, str]:
+        """Fill and flush the file; the hash of each tensor's bytes by name."""
+        return write_file(file, shard.plan, self.groups[shard.role])
+
+    def hash(self, shard: Shard, name: str) -> str:
+        """The hash of one tensor's bytes."""
+        return hash_tensor(self.groups[shard.role][name])
 
 
 def versions() -> dict[str, str]:
@@ -126,9 +144,7 @@ def _flat(tree: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     return dict(tree)
 
 
-def _plan(
-    groups: Mapping[str, Mapping[str, torch.Tensor]], kind: Kind, max_shard_size: int
-) -> list[_Shard]:
+def _plan(groups: Mapping[str, Tensors], kind: Kind, max_shard_size: int) -> list[Shard]:
     """The files of every role that has tensors. An adapter is one file: PEFT knows no shards."""
     stems = {"model": WEIGHT_STEMS[kind], "optimizer": "optimizer", "state": "state"}
     is_whole = {"model": kind == "adapter", "optimizer": False, "state": True}
@@ -136,12 +152,26 @@ def _plan(
     for role, tensors in groups.items():
         described = {name: describe(f"{role}: {name}", t) for name, t in tensors.items()}
         limit = None if is_whole[role] else max_shard_size
-        plans = plan_save(stems[role], described, limit) if tensors else []
-        shards += [_Shard(role, plan, tensors) for plan in plans]
+        apart = _still(groups) if role == "model" and not is_whole[role] else ()
+        plans = plan_save(stems[role], described, limit, apart=apart) if tensors else []
+        shards += [Shard(role, plan) for plan in plans]
     return shards
 
 
-def _indexes(shards: Sequence[_Shard]) -> dict[str, bytes]:
+def _still(groups: Mapping[str, Tensors]) -> set[str]:
+    """Weights that no optimizer moves, if they are worth files of their own, to be shared.
+
+    The optimizer's tensors are named after the weights it moves.
+    """
+    moved = {name.rpartition(".")[0] for name in groups["optimizer"]}
+    model = groups["model"]
+    still = {name for name in model if name not in moved}
+    size = sum(tensor.nbytes for tensor in model.values())
+    share = sum(model[name].nbytes for name in still) / max(size, 1)
+    return still if _WORTH_SHARING <= share < 1 else set()
+
+
+def _indexes(shards: Sequence[Shard]) -> dict[str, bytes]:
     """The ``*.safetensors.index.json`` of every role that took several files."""
     found = {}
     for role in dict.fromkeys(shard.role for shard in shards):
@@ -182,40 +212,3 @@ def _checked(companions: Mapping[str, bytes], taken: Collection[str]) -> Mapping
                 f"companion {name!r}: {len(data)} bytes, more than the {MAX_SMALL} allowed"
             )
     return companions
-
-
-def _write(folder: Path, shards: Sequence[_Shard], small: Mapping[str, bytes]) -> _Written:
-    """Write and flush all files but the manifest. Space for the large ones is claimed first."""
-    written = _Written()
-    for shard in shards:
-        with files.create(folder / shard.plan.name) as file:
-            file.reserve(shard.plan.header.file_size)
-    for shard in shards:
-        with files.open_file(folder / shard.plan.name, follow=False, write=True) as file:
-            _note(written, shard, write_file(file, shard.plan, shard.tensors))
-    for name, data in sorted(small.items()):
-        path = folder / name
-        if path.parent != folder:
-            files.make_folder(path.parent)
-        files.write_new(path, data)
-        written.files[name] = len(data)
-        written.hashes[name] = files.digest(data)
-    return written
-
-
-def _note(written: _Written, shard: _Shard, hashes: Mapping[str, str]) -> None:
-    plan = shard.plan
-    written.files[plan.name] = plan.header.file_size
-    written.hashes[plan.name] = files.digest(plan.head)
-    written.pieces += [
-        Piece(
-            tensor=f"{shard.role}/{name}",
-            dtype=entry.dtype,
-            shape=entry.shape,
-            box=Box.whole(entry.shape),
-            file=plan.name,
-            key=name,
-            hash=hashes[name],
-        )
-        for name, entry in plan.header.entries.items()
-    ]

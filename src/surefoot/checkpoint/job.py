@@ -1,0 +1,50 @@
+"""A save on its way: all of a checkpoint to be but the bytes of its tensors. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from .index import Kind
+from .plan import FilePlan
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One file of tensors to be."""
+
+    role: str  # model, optimizer or state
+    plan: FilePlan
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What to write where, and what may go once it is committed."""
+
+    root: Path
+    step: int
+    kind: Kind
+    created: str  # UTC, ISO 8601
+    versions: Mapping[str, str]
+    shards: Sequence[Shard]
+    small: Mapping[str, bytes]  # the other files, by name
+    parent: str | None = None  # the checkpoint this run went on from
+    forget: Sequence[str] = ()  # checkpoints under ``root`` that this one takes the place of
+    share: bool = True  # files equal to the parent's are linked instead of written again
+
+    @property
+    def target(self) -> Path:
+        """The folder that the checkpoint will be."""
+        return self.root / f"checkpoint-{self.step}"
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A committed checkpoint."""
+
+    path: Path
+    num_bytes: int  # of all its files
+    num_shared: int = 0  # of these, bytes that lie in files it shares with its parent
+    seconds: float = 0.0  # from the first byte to the commit
+    problem: str | None = None  # why an older checkpoint could not be removed

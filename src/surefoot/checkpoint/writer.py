@@ -1,0 +1,106 @@
+"""The process that writes checkpoints: ``python -m surefoot.checkpoint.writer DESCRIPTOR SIZE``.
+
+It reads a job a line from its standard input, writes it from the arena at idle priority, and
+answers with a line. At the end of its input, which is also how it learns that the process that
+trains is dead, it ends, once it has committed what it has.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import select
+import signal
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+from ..errors import CheckpointError
+from .arena import Arena, Images
+from .header import parse
+from .job import Job, Shard
+from .plan import FilePlan
+from .write import write
+
+_DEAF = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # meant for the process that trains
+
+
+class _OrphanedError(Exception):
+    """The process that trains died before the folder aside was there."""
+
+
+def main(descriptor: int, size: int) -> None:
+    """Serve until the end of the input."""
+    for number in _DEAF:
+        signal.signal(number, signal.SIG_IGN)
+    _step_back()
+    arena = Arena(descriptor, size)
+    with contextlib.suppress(_OrphanedError, BrokenPipeError):
+        for line in sys.stdin.buffer:
+            sys.stdout.write(json.dumps(_serve(json.loads(line), arena)) + "\n")
+            sys.stdout.flush()
+
+
+def _step_back() -> None:
+    """Run only when nobody else wants the core."""
+    try:
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    except (AttributeError, OSError):
+        os.nice(19)
+
+
+def _serve(told: dict[str, Any], arena: Arena) -> dict[str, object]:
+    job = _job(told, arena)
+    images = Images(arena, [start for _, _, start, _ in told["shards"]], job.shards)
+    try:
+        saved = write(job, images, started=_must_not_be_orphaned)
+    except CheckpointError as error:
+        return {"error": str(error)}
+    except Exception as error:
+        if isinstance(error, _OrphanedError):
+            raise
+        traceback.print_exc()
+        return {"error": f"cannot save {job.target}: {type(error).__name__}: {error}"}
+    return {**dataclasses.asdict(saved), "path": str(saved.path)}
+
+
+def _must_not_be_orphaned() -> None:
+    """Give up if the process that trains has died already.
+
+    The folder aside is locked by now. Whoever starts the run again after this moment sees it, and
+    waits; whoever did before would not have.
+    """
+    poll = select.poll()
+    poll.register(sys.stdin.fileno(), select.POLLIN)
+    if any(event & select.POLLHUP for _, event in poll.poll(0)):
+        raise _OrphanedError
+
+
+def _job(told: dict[str, Any], arena: Arena) -> Job:
+    def cut(start: int, length: int) -> memoryview:
+        return arena.view[start : start + length]
+
+    shards = [
+        Shard(role, _plan(name, cut(start, size))) for role, name, start, size in told["shards"]
+    ]
+    small = {name: bytes(cut(start, size)) for name, (start, size) in told["small"].items()}
+    plain = ("step", "kind", "created", "versions", "parent", "forget", "share")
+    return Job(
+        root=Path(told["root"]),
+        shards=shards,
+        small=small,
+        **{name: told[name] for name in plain},
+    )
+
+
+def _plan(name: str, image: memoryview) -> FilePlan:
+    length = 8 + int.from_bytes(image[:8], "little")
+    head = bytes(image[:length])
+    return FilePlan(name, head, parse(head[8:], len(image), name))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))
