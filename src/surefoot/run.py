@@ -319,6 +319,8 @@ def build_saver(recipe: Recipe, policy: Policy, codec: Codec, base: Path) -> Sav
             "eval_steps": recipe.train.eval_steps,
             "save_steps": recipe.checkpoint.save_steps,
         },
+        metric=recipe.train.metric_for_best_model,
+        greater=recipe.train.is_greater_better,
     )
 
 

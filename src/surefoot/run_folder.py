@@ -5,11 +5,12 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from .checkpoint.commit import clean, committed, set_aside, step_of
+from .checkpoint.commit import being_written, clean, committed, set_aside, step_of
 from .checkpoint.verify import find
 from .errors import CheckpointError, RunError
 from .files import raising, write_aside
@@ -17,6 +18,7 @@ from .recipe.recipe import Recipe, changes, dump, load
 
 logger = logging.getLogger(__name__)
 RECIPE = "recipe.yaml"
+_PAUSE = 0.1  # seconds between two looks
 # What may differ between two starts of one run: how long, what to report, keep and survive.
 FREE: tuple[str, ...] = (
     "checkpoint",
@@ -54,10 +56,26 @@ def opened(recipe: Recipe) -> Iterator[Path]:
                 f"train.output_dir: another process is training in {folder}; "
                 "stop it or choose another folder"
             ) from None
+        _wait_for_orphans(folder)
         _refuse_another_run(folder, recipe)
         yield folder
     finally:
         os.close(descriptor)
+
+
+def _wait_for_orphans(folder: Path) -> None:
+    """Wait for a save that outlived its run: the run goes on from there, not from the one before.
+
+    Nobody trains here, so what is still being written is the last snapshot of a run that died.
+    """
+    is_told = False
+    while writing := being_written(folder):
+        if not is_told:
+            logger.info(
+                "a run died here; waiting for its last save, %s, to finish", writing[0].name
+            )
+            is_told = True
+        time.sleep(_PAUSE)
 
 
 def _refuse_another_run(folder: Path, recipe: Recipe) -> None:

@@ -134,6 +134,13 @@ def is_being_written(folder: Path) -> bool:
     return False
 
 
+def being_written(root: Path) -> list[Path]:
+    """The folders under ``root`` in which a living process makes a checkpoint."""
+    with files.raising(CheckpointError):
+        names = files.list_folder(root) if files.is_folder(root) else []
+        return [root / n for n in names if _PART.fullmatch(n) and is_being_written(root / n)]
+
+
 def clean(root: Path) -> list[Path]:
     """Remove what killed processes left half written or half forgotten; what was removed.
 

@@ -30,6 +30,15 @@ class CheckpointSection:
     """``auto``: the newest checkpoint that verifies; ``none``: start anew; or a folder."""
     max_shard_size: int = 5_000_000_000
     """Largest weight file in bytes; bigger models are split as Hugging Face splits them."""
+    async_save: bool = True
+    """Save in the background: training stops for a copy in memory only. Takes memory of the size of
+    a checkpoint; where there is too little, or on a system other than Linux, training waits."""
+    on_save_busy: Literal["wait", "skip"] = "wait"
+    """When the last save is still being written: wait for it, or leave this one out. The last step
+    is never left out."""
+    share_unchanged: bool = True
+    """Weights that did not change since the last checkpoint (frozen ones) share its file, by clone
+    or hard link. Every checkpoint stays whole when another is deleted."""
     on_save_error: Literal["stop", "continue"] = "stop"
     """When a save fails (a full disk, say): stop the run, or go on and try at the next save."""
 

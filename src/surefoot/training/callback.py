@@ -8,7 +8,7 @@ there ``args``, is here a ``Context`` with the run's parts.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -104,7 +104,10 @@ class TrainerCallback:
         """``Trainer.predict`` is done."""
 
     def on_save(self, args: Context, state: TrainerState, control: TrainerControl) -> None:
-        """A checkpoint of ``state.global_step`` is committed."""
+        """The checkpoint of ``state.global_step`` is committed.
+
+        It was written in the background, so the loop may have gone on by a few steps since.
+        """
 
     def on_train_end(self, args: Context, state: TrainerState, control: TrainerControl) -> None:
         """The loop has ended, finished or stopped."""
@@ -143,3 +146,9 @@ class Callbacks:
                     name, count = f"{type(member).__name__}-{count}", count + 1
                 found[name] = member
         return found
+
+    def emit_saved(self, step: int) -> None:
+        """``on_save`` for the checkpoint of ``step``, which is committed now."""
+        saved = replace(self.state, global_step=step)
+        for member in self.members:
+            member.on_save(self.args, saved, self.control)

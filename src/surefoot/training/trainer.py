@@ -77,15 +77,16 @@ class Trainer:
         """
         self.control.should_training_stop = False
         self.callbacks.emit("on_train_begin")
-        with self.stop:
+        with self.stop, self.saver:
             for flag in self.state.pending:
                 setattr(self.control, flag, True)
             if self.section.on_nan == "rollback" and self.saver.newest is None:
-                self.saver.save(self.state, self.states)  # somewhere to go back to
+                self._save()  # somewhere to go back to
             self._act()
             while not self._is_done():
                 self._one_window()
                 self._act()
+            self._collect(wait=True)
         self.callbacks.emit("on_train_end")
         return self.state
 
@@ -145,10 +146,11 @@ class Trainer:
         """Deal with a loss or gradient that is not a number: True to go on without an update."""
         what = f"step {self.state.global_step + 1}: loss {figures.loss / max(1, figures.weight)}, "
         what += f"gradient norm {figures.grad_norm}"
-        newest = self.saver.newest
         if self.section.on_nan == "skip":
             self.state.num_skipped_steps += 1
             return True
+        self._collect(wait=True)
+        newest = self.saver.newest
         if self.section.on_nan == "rollback" and newest and self.rollbacks < MAX_ROLLBACKS:
             self.step.optimizer.zero_grad(set_to_none=True)
             skipped = [*self.state.skipped_windows, place]
@@ -193,6 +195,19 @@ class Trainer:
         control.should_save |= self.stop.received is not None
         if control.should_save:
             control.should_save = False
-            if self.saver.save(state, self.states):
-                self.rollbacks = 0
-                self.callbacks.emit("on_save")
+            self._save()
+        self._collect()
+
+    def _save(self) -> None:
+        """Start to save this step. The last one, and a best one to end with, are never left out."""
+        state = self.state
+        is_best = (
+            self.section.load_best_model_at_end and state.best_global_step == state.global_step
+        )
+        self.saver.save(state, self.states, insist=is_best or self._is_done())
+
+    def _collect(self, *, wait: bool = False) -> None:
+        """Tell the callbacks of saves that are committed by now."""
+        for step in self.saver.collect(wait=wait):
+            self.rollbacks = 0
+            self.callbacks.emit_saved(step)
