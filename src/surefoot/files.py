@@ -72,10 +72,10 @@ def digest(data: bytes | memoryview) -> str:
 class File:
     """An open file, read and written at positions, so that threads can share it."""
 
-    def __init__(self, descriptor: int, path: Path, *, direct: bool = False) -> None:
+    def __init__(self, descriptor: int, path: Path) -> None:
         self.path = path
         self._descriptor = descriptor
-        self._is_direct = direct
+        self._is_direct = False
         self._close = weakref.finalize(self, os.close, descriptor)  # whoever forgets to
         self._close.atexit = False
 
@@ -143,6 +143,19 @@ class File:
                     raise OSError(errno.EIO, "nothing was written")
                 done += count
 
+    def bypass_cache(self) -> None:
+        """Write past the page cache from now on, where system and disk allow it.
+
+        What is not read again soon would be copied once more on its way, and push out what is.
+        """
+        with contextlib.suppress(OSError):
+            self._set_direct(True)
+
+    def _set_direct(self, on: bool) -> None:
+        flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL) & ~_DIRECT
+        fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags | (_DIRECT if on else 0))
+        self._is_direct = on
+
     def _write(self, view: memoryview, offset: int) -> int:
         """One write: past the page cache as long as whole pages are asked for, else through it."""
         if self._is_direct:
@@ -153,9 +166,7 @@ class File:
                 except OSError as error:
                     if error.errno != errno.EINVAL:  # not from this memory, or not on this disk
                         raise
-            flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
-            fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags & ~_DIRECT)
-            self._is_direct = False
+            self._set_direct(False)
         return os.pwrite(self._descriptor, view[:BLOCK], offset)
 
     def sync(self) -> None:
@@ -196,21 +207,6 @@ def open_file(path: Path, *, follow: bool = True, write: bool = False) -> File:
     file = File(os.open(path, flags), path)
     _must_be_regular(file)
     return file
-
-
-def open_direct(path: Path) -> File:
-    """An existing file to write past the page cache, where system and disk allow it.
-
-    A checkpoint is not read again soon: through the cache its bytes would be copied once more, and
-    would push out what is.
-    """
-    flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
-    try:
-        return File(os.open(path, flags | _DIRECT), path, direct=bool(_DIRECT))
-    except OSError as error:
-        if error.errno != errno.EINVAL:
-            raise
-        return File(os.open(path, flags), path)
 
 
 def open_inside(folder: Path, name: str) -> File:

@@ -17,6 +17,7 @@ from .box import Box
 from .header import Entry
 from .index import Piece
 from .plan import FilePlan
+from .stream import Stream
 from .tensorfile import TensorFile
 
 DTYPES = {
@@ -71,22 +72,17 @@ def write_file(
     file: files.File, plan: FilePlan, tensors: Mapping[str, torch.Tensor]
 ) -> dict[str, str]:
     """Fill and flush the file that ``plan`` describes; the hash of each tensor's bytes by name."""
-    file.write_at(0, plan.head)
-    hashes = {
-        name: write_tensor(file, entry.offset, tensors[name])
-        for name, entry in plan.header.entries.items()
-    }
-    file.sync()
-    return hashes
+    with Stream(file) as stream:
+        stream.write(plan.head)
+        return {name: write_tensor(stream, tensors[name]) for name in plan.header.entries}
 
 
-def write_tensor(file: files.File, offset: int, tensor: torch.Tensor) -> str:
-    """Write the tensor's values in row-major order from ``offset`` on; their hash."""
+def write_tensor(stream: Stream, tensor: torch.Tensor) -> str:
+    """Add the tensor's values in row-major order; their hash."""
     digest = files.Hash()
     for block in _blocks(tensor):
         digest.update(block)
-        file.write_at(offset, block)
-        offset += len(block)
+        stream.write(block)
     return digest.hex()
 
 

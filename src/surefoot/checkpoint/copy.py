@@ -17,6 +17,7 @@ from .header import ITEM_SIZES
 from .plan import FilePlan, plan_save
 from .save import dump_index
 from .source import Cast, Source
+from .stream import Stream
 
 Progress = Callable[[int], None]  # is told the bytes of each block written
 _PART = ".part"
@@ -83,6 +84,7 @@ def _write(source: Source, folder: Path, plans: Sequence[FilePlan], progress: Pr
             stack.callback(_remove, path)
             file.lock()
             file.reserve(plan.header.file_size)
+            file.bypass_cache()
             opened.append(file)
         for file, plan in zip(opened, plans, strict=True):
             _fill(file, source, plan, progress)
@@ -96,12 +98,10 @@ def _remove(path: Path) -> None:
 
 
 def _fill(file: files.File, source: Source, plan: FilePlan, progress: Progress) -> None:
-    file.write_at(0, plan.head)
-    for name, entry in plan.header.entries.items():
-        offset = entry.offset
-        for box in Box.whole(entry.shape).blocks(_BLOCK // ITEM_SIZES[entry.dtype]):
-            block = source.read(name, box)
-            write_tensor(file, offset, block)
-            offset += block.nbytes
-            progress(block.nbytes)
-    file.sync()
+    with Stream(file) as stream:
+        stream.write(plan.head)
+        for name, entry in plan.header.entries.items():
+            for box in Box.whole(entry.shape).blocks(_BLOCK // ITEM_SIZES[entry.dtype]):
+                block = source.read(name, box)
+                write_tensor(stream, block)
+                progress(block.nbytes)

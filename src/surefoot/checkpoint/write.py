@@ -96,7 +96,8 @@ def _write(job: Job, content: Content, folder: Path) -> _Written:
             file.reserve(shard.plan.header.file_size)
     for shard in own:
         path = folder / shard.plan.name
-        with files.open_direct(path) as file:
+        with files.open_file(path, follow=False, write=True) as file:
+            file.bypass_cache()
             _note(written, shard, content.write(shard, file))
     for name, data in sorted(job.small.items()):
         path = folder / name
