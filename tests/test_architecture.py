@@ -12,6 +12,7 @@ LAYERS = [
     ["__init__", "__main__"],
     ["cli"],
     ["run", "inference"],
+    ["interchange"],
     ["run_folder", "encoding"],
     ["recipe"],
     ["stages", "methods", "callbacks"],
@@ -27,6 +28,7 @@ LAZY = {"peft", "datasets", "matplotlib", "tensorboard", "modelscope", "pandas",
 LAZY |= {"torch.utils.tensorboard"}
 LAZY_FILES = {"cli", "__init__", "__main__"}
 MAX_FILE, MAX_FUNCTION, MAX_PARAMETERS = 400, 60, 8
+PICKLES = {"interchange/pickles.py"}  # checkpoints of the Hugging Face Trainer, and no others
 TORCH_FREE = (
     "errors",
     "log",
@@ -127,6 +129,9 @@ def test_the_heart_needs_no_torch(name):
 def test_nothing_is_unpickled_and_nothing_is_left_for_later():
     for file in FILES:
         text = file.read_text()
+        if str(file.relative_to(ROOT)) in PICKLES:
+            assert text.count("torch.load(") == text.count("weights_only=True") == 1
+            text = text.replace("torch.load(", "").replace("torch.save(", "")
         for word in ("torch.load(", "torch.save(", "import pickle", "TODO", "FIXME"):
             assert word not in text, f"{file.name}: {word}"
         assert part(file) == "cli" or not re.search(r"(?<![\w.])print\(", text), file.name

@@ -82,12 +82,17 @@ def trained(
     model: nn.Module, weights: FullWeights | AdapterWeights
 ) -> list[tuple[str, nn.Parameter]]:
     """The parameters that learn, each under its name in the weight files where it has one there."""
-    in_files = {tensor.data_ptr(): name for name, tensor in weights.state_dict().items()}
+    in_files = {_place(tensor): name for name, tensor in weights.state_dict().items()}
     return [
-        (in_files.get(parameter.data_ptr(), name), parameter)
+        (in_files.get(_place(parameter), name), parameter)
         for name, parameter in model.named_parameters()
         if parameter.requires_grad
     ]
+
+
+def _place(tensor: torch.Tensor) -> tuple[int, int]:
+    """Where the values lie; on the meta device, which has no addresses, where they would lie."""
+    return tensor.untyped_storage()._cdata, int(tensor.storage_offset())
 
 
 def _check_names(found: Tensors, wanted: Tensors) -> None:

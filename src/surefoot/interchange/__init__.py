@@ -1,0 +1,17 @@
+"""Runs that began, or go on, in another trainer: weights, moments, progress, in both directions.
+
+Hugging Face's Trainer keeps a training's state in pickles. They are opened in ``pickles`` alone,
+as tensors and plain values only, and only for a user who says so.
+"""
+
+from .arguments import training_arguments
+from .from_trainer import load_trainer_checkpoint
+from .to_trainer import save_trainer_checkpoint
+from .trainer_folder import is_trainer_checkpoint
+
+__all__ = [
+    "is_trainer_checkpoint",
+    "load_trainer_checkpoint",
+    "save_trainer_checkpoint",
+    "training_arguments",
+]

@@ -1,0 +1,58 @@
+"""The Trainer's arguments that mean what a recipe says. Its checkpoints do not hold them."""
+
+from __future__ import annotations
+
+from ..optim.adamw import AdamW
+from ..recipe.recipe import Recipe
+
+
+def training_arguments(recipe: Recipe, max_steps: int) -> dict[str, object]:
+    """Keywords of ``TrainingArguments`` with which the Trainer goes on as the run would have.
+
+    The schedules agree after the warm-up; in it, the Trainer is one step behind (it starts at 0).
+    """
+    section = recipe.train
+    found: dict[str, object] = {
+        "max_steps": max_steps,
+        "per_device_train_batch_size": section.micro_batch_size,
+        "gradient_accumulation_steps": section.gradient_accumulation_steps,
+        "max_grad_norm": section.max_grad_norm,
+        "seed": section.seed,
+        **_optimizer(recipe.optim, max_steps),
+    }
+    if section.precision in ("bf16", "fp16"):
+        found[section.precision] = True
+    if recipe.model.gradient_checkpointing:
+        found["gradient_checkpointing"] = True
+    return found
+
+
+def _optimizer(optim: AdamW, max_steps: int) -> dict[str, object]:
+    return {
+        "learning_rate": optim.learning_rate,
+        "weight_decay": optim.weight_decay,
+        "adam_beta1": optim.beta1,
+        "adam_beta2": optim.beta2,
+        "adam_epsilon": optim.epsilon,
+        **_schedule(optim, max_steps),
+    }
+
+
+def _schedule(optim: AdamW, max_steps: int) -> dict[str, object]:
+    schedule = optim.schedule_over(max_steps)
+    name: str = schedule.name
+    settings: dict[str, object] = {}
+    if name == "constant" and schedule.warmup_steps:
+        name = "constant_with_warmup"
+    elif name == "cosine" and schedule.min_ratio:
+        name, settings = "cosine_with_min_lr", {"min_lr_rate": schedule.min_ratio}
+    elif name == "linear" and schedule.min_ratio:
+        lowest = optim.learning_rate * schedule.min_ratio
+        name, settings = "polynomial", {"lr_end": lowest, "power": 1.0}
+    elif name == "wsd":
+        start = max(schedule.warmup_steps, max_steps - schedule.decay_steps)
+        settings = {"num_decay_steps": max_steps - start, "decay_type": "linear"}
+        name = "warmup_stable_decay"
+        settings["min_lr_ratio"] = schedule.min_ratio
+    found: dict[str, object] = {"lr_scheduler_type": name, "warmup_steps": schedule.warmup_steps}
+    return found | ({"lr_scheduler_kwargs": settings} if settings else {})

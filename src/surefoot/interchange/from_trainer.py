@@ -1,0 +1,258 @@
+"""Go on where Hugging Face's Trainer stopped: its weights, moments and progress become the run's.
+
+Everything is read and checked before anything of the run changes. What cannot come along, the order
+the Trainer shuffled the data in, is said in the log.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .. import files
+from ..callbacks.early_stop import EarlyStop
+from ..checkpoint.source import Source, read_whole
+from ..data.loader import Loader
+from ..errors import CheckpointError
+from ..training.randomness import RandomState
+from ..training.trainer import Trainer
+from .moments import Moments, moments_by_name, trainer_groups
+from .pickles import read_pickle
+from .same_model import open_same
+from .trainer_folder import (
+    OPTIMIZER,
+    RANDOM,
+    SCALER,
+    SCHEDULER,
+    Progress,
+    pickles_in,
+    read_progress,
+    refuse_incomplete,
+)
+
+logger = logging.getLogger(__name__)
+HYPERPARAMETERS = {"betas": "beta1, beta2", "eps": "epsilon", "weight_decay": "weight_decay"}
+
+
+def load_trainer_checkpoint(folder: Path, trainer: Trainer, *, trust_pickle: bool) -> None:
+    """Make ``trainer`` what the Trainer's checkpoint ``folder`` says it was, at its step.
+
+    Args:
+        folder: ``checkpoint-N`` as the Trainer wrote it: of a model, or of a PEFT adapter.
+        trainer: built from the recipe; nothing of it changes if this raises.
+        trust_pickle: whether the user said that the pickles in the folder may be read.
+
+    Raises:
+        CheckpointError: pickles that are not trusted, files that are missing or damaged, or a
+            checkpoint of another model, method or optimizer.
+    """
+    refuse_incomplete(folder)
+    if not trust_pickle:
+        raise CheckpointError(_refusal(folder))
+    progress = read_progress(folder)
+    policy = trainer.models.policy
+    source = open_same(folder, policy, trainer.weights)
+    saved = read_pickle(folder / OPTIMIZER)
+    moments = _moments(folder, trainer, moments_by_name(saved, policy, folder / OPTIMIZER))
+    extras = _Extras(*(_optional(folder / name) for name in (SCHEDULER, SCALER, RANDOM)))
+    scale = _scale(extras.scaler, folder / SCALER)
+    for line in _differences(saved, extras.scheduler, progress, moments, trainer):
+        logger.warning("%s: %s", folder.name, line)
+    if extras.random is not None:
+        _take_random(extras.random, folder / RANDOM)
+
+    _load_weights(source, trainer)
+    trainer.optimizer_state.load_state_dict(moments)
+    if scale is not None:
+        trainer.step.scaler.load_state_dict(scale)
+    _take_progress(progress, trainer)
+    _take_place(progress, trainer.loader)
+
+
+@dataclass(frozen=True)
+class _Extras:
+    """The content of the pickles that a folder may lack."""
+
+    scheduler: object
+    scaler: object
+    random: object
+
+
+def _optional(path: Path) -> object:
+    return read_pickle(path) if files.exists(path) else None
+
+
+def _refusal(folder: Path) -> str:
+    names = pickles_in(folder)
+    listed = ", ".join(names[:-1]) + f" and {names[-1]}" if len(names) > 1 else names[0]
+    them = "are pickles" if len(names) > 1 else "is a pickle"
+    return (
+        f"{folder}: a checkpoint of the Hugging Face Trainer. Its {listed} {them}, which can run "
+        "code when read. If you trust whoever wrote it, add --trust-pickle (from Python: "
+        "trust_pickle=True); tensors and plain values alone are then read, and anything else is "
+        "an error"
+    )
+
+
+@torch.no_grad()
+def _load_weights(source: Source, trainer: Trainer) -> None:
+    """Tensor by tensor into those that are there, so that no second model is in memory."""
+    current = trainer.weights.state_dict()
+    for name, tensor in current.items():
+        tensor.copy_(read_whole(source, name))
+    trainer.weights.load_state_dict(current)
+
+
+def _moments(folder: Path, trainer: Trainer, by_module: Moments) -> Moments:
+    """The same moments under the names that our optimizer's state has."""
+    optimizer = trainer.step.optimizer
+    if not isinstance(optimizer, torch.optim.AdamW):
+        raise CheckpointError(
+            f"{folder / OPTIMIZER}: it holds AdamW's moments, but the recipe's optimizer is "
+            f"{type(optimizer).__name__}; set optim to adamw"
+        )
+    names = {id(p): name for name, p in trainer.models.policy.named_parameters()}
+    return {
+        ours: by_module[names[id(parameter)]]
+        for group in optimizer.param_groups
+        for ours, parameter in zip(group["names"], group["params"], strict=True)
+    }
+
+
+def _differences(
+    saved: Any, scheduler: object, progress: Progress, moments: Moments, trainer: Trainer
+) -> Iterator[str]:
+    """What goes on otherwise than it was."""
+    step = progress.global_step
+    updates = max(int(values["step"]) for values in moments.values())
+    if updates > step:
+        raise CheckpointError(
+            f"{OPTIMIZER} has made {updates} updates, but trainer_state.json is of step {step}: "
+            "two saves are mixed in this folder; go on from another checkpoint"
+        )
+    if updates < step:
+        yield f"{OPTIMIZER} has made {updates} updates in {step} steps"
+    if isinstance(scheduler, Mapping) and scheduler.get("last_epoch") not in (None, step):
+        yield (
+            f"{SCHEDULER} is at step {scheduler['last_epoch']}, trainer_state.json at {step}; the "
+            f"learning rate goes on from step {step}"
+        )
+    if progress.max_steps not in (0, trainer.state.max_steps):
+        yield (
+            f"the Trainer was to make {progress.max_steps} steps, this run makes "
+            f"{trainer.state.max_steps}"
+        )
+    yield from _other_settings(saved["param_groups"], scheduler, step, trainer)
+
+
+def _other_settings(
+    theirs: Sequence[Mapping[str, Any]], scheduler: object, step: int, trainer: Trainer
+) -> Iterator[str]:
+    ours = trainer.step.optimizer.param_groups
+    for key, name in HYPERPARAMETERS.items():
+        was, now = theirs[0].get(key), ours[0][key]
+        if was is not None and was != now and tuple(_listed(was)) != tuple(_listed(now)):
+            yield f"optim.adamw.{name} was {was}, and is {now} from here on"
+    if ours[0]["weight_decay"]:
+        decay = trainer_groups(trainer.models.policy)[0]
+        names = {id(p): name for name, p in trainer.models.policy.named_parameters()}
+        here = {names[id(p)] for g in ours if g["weight_decay"] for p in g["params"]}
+        if odd := sorted(here ^ set(decay)):
+            yield f"weight decay: {len(odd)} parameters differ from the Trainer's, {odd[0]} for one"
+    rates = scheduler.get("_last_lr") if isinstance(scheduler, Mapping) else None
+    if isinstance(rates, list) and rates and isinstance(rates[0], float):
+        rate = ours[0]["lr"] * trainer.step.schedule.factor(step)
+        if not math.isclose(rate, rates[0], rel_tol=1e-6, abs_tol=1e-12):
+            yield f"the next learning rate would have been {rates[0]:.4g}, and is {rate:.4g}"
+
+
+def _listed(value: object) -> Sequence[object]:
+    return value if isinstance(value, list | tuple) else (value,)
+
+
+def _scale(saved: object, where: Path) -> dict[str, float] | None:
+    """torch's GradScaler in our words: both multiply the mean loss of a step."""
+    if not saved:
+        return None
+    scale = saved.get("scale") if isinstance(saved, Mapping) else None
+    calm = saved.get("_growth_tracker", 0) if isinstance(saved, Mapping) else 0
+    if not isinstance(scale, int | float) or not 0 < scale < 1e30 or not isinstance(calm, int):
+        raise CheckpointError(f"{where}: it is not the state of torch's GradScaler")
+    return {"scale": float(scale), "calm_steps": calm}
+
+
+def _take_random(saved: Any, where: Path) -> None:
+    """Set the generators, for what draws between steps; inside a step they follow from the seed."""
+    try:
+        version, words, gauss = saved["python"]
+        name, key, position, has_gauss, cached = saved["numpy"]
+        state: dict[str, Any] = {
+            "python": [version, list(words), gauss],
+            "numpy": {
+                "bit_generator": name,
+                "state": {"key": torch.from_numpy(key.astype("int64")), "pos": int(position)},
+                "has_gauss": has_gauss,
+                "gauss": cached,
+            },
+            "torch": saved["cpu"],
+        }
+        if isinstance(saved.get("cuda"), torch.Tensor):  # a list is of several GPUs
+            state["cuda"] = saved["cuda"]
+        RandomState().load_state_dict(state)
+    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError):
+        raise CheckpointError(
+            f"{where}: it does not hold the generators of a process; delete the file to go on "
+            "without them"
+        ) from None
+
+
+def _take_progress(progress: Progress, trainer: Trainer) -> None:
+    state = trainer.state
+    best = progress.best_global_step
+    if best is not None and trainer.section.load_best_model_at_end:
+        logger.info(
+            "the best so far, step %d of the Trainer's run, cannot be loaded at the end; the best "
+            "is looked for anew from here",
+            best,
+        )
+    keeps = best is not None and not trainer.section.load_best_model_at_end
+    state.load_state_dict(
+        {
+            "global_step": progress.global_step,
+            "epoch": progress.epoch,
+            "best_metric": progress.best_metric if keeps else None,
+            "best_global_step": best if keeps else None,
+            "num_input_tokens_seen": progress.num_input_tokens_seen,
+            "total_flos": progress.total_flos,
+            "log_history": progress.log_history,
+            "train_loss_total": progress.train_loss_total,
+            "train_runtime": 0.0,
+        }
+    )
+    if progress.num_worse is not None:
+        counted = {"best": progress.best_metric, "num_worse": progress.num_worse}
+        trainer.callbacks.load_state_dict({EarlyStop.__name__: counted})
+
+
+def _take_place(progress: Progress, loader: Loader) -> None:
+    """Go to the window of the step; by the share of the epoch if batches differ."""
+    windows = loader.steps_per_epoch
+    epoch, window = divmod(progress.global_step, windows)
+    if abs(progress.global_step / windows - progress.epoch) > 1 / windows:
+        epoch, window = divmod(round(progress.epoch * windows), windows)
+    loader.load_state_dict({**loader.state_dict(), "epoch": epoch, "window": window})
+    logger.info(
+        "the data goes on in epoch %d after %d of its %d examples; their order is %s",
+        epoch + 1,
+        window * loader.global_batch_size,
+        len(loader.dataset),
+        "ours, not the Trainer's, which is not in its checkpoints"
+        if loader.shuffle
+        else "as stored",
+    )

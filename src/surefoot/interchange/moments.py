@@ -1,0 +1,132 @@
+"""``optimizer.pt``: moments by number. Which parameter has which number follows from the Trainer.
+
+The Trainer numbers the parameters that learn: first those that decay, then the others, each in the
+order of ``named_parameters``. Nothing in the file says so; what can be checked is checked: how many
+there are in each group, their shapes, and which tensors each has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.trainer_pt_utils import get_parameter_names
+
+from ..errors import CheckpointError
+
+Moments = dict[str, dict[str, torch.Tensor]]
+KEYS = {"step", "exp_avg", "exp_avg_sq"}
+# Trainer.get_decay_parameter_names, of transformers 5, and as it was until 4.49
+NO_DECAY = (r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)")
+NO_DECAY_OF_OLD = (r"bias",)
+
+
+def trainer_groups(model: nn.Module, patterns: Sequence[str] = NO_DECAY) -> list[list[str]]:
+    """The parameters of ``model`` that learn, as the Trainer groups and orders them."""
+    decays = set(get_parameter_names(model, [nn.LayerNorm], list(patterns)))
+    learns = [name for name, p in model.named_parameters() if p.requires_grad]
+    return [[n for n in learns if n in decays], [n for n in learns if n not in decays]]
+
+
+def _orders(model: nn.Module) -> Iterator[list[list[str]]]:
+    """Every grouping a Trainer may have used, the likeliest first."""
+    yield trainer_groups(model)
+    yield trainer_groups(model, NO_DECAY_OF_OLD)
+    yield [[name for name, p in model.named_parameters() if p.requires_grad]]  # an optimizer given
+
+
+def moments_by_name(saved: object, model: nn.Module, where: Path) -> Moments:
+    """The state of every parameter of ``model`` that learns, by its name in the model.
+
+    Raises:
+        CheckpointError: not AdamW's state, or that of other parameters.
+    """
+    numbers, state = _taken_apart(saved, where)
+    shapes = {name: p.shape for name, p in model.named_parameters()}
+    reason = ""
+    for groups in _orders(model):
+        if [len(g) for g in groups if g] != [len(n) for n in numbers if n]:
+            continue
+        names = [name for group in groups for name in group]
+        order = [number for group in numbers for number in group]
+        found = {name: state.get(number, {}) for name, number in zip(names, order, strict=True)}
+        problems = ((name, _problem(found[name], shapes[name])) for name in names)
+        problem = next((f"{name}: {why}" for name, why in problems if why), None)
+        if problem is None:
+            return {name: _plain(values) for name, values in found.items()}
+        reason = reason or problem
+    raise CheckpointError(f"{where}: {reason or _count(numbers, model)}; {_ADVICE}")
+
+
+_ADVICE = "give the run the model and method of the checkpoint"
+
+
+def _taken_apart(saved: object, where: Path) -> tuple[list[list[int]], Mapping[int, Any]]:
+    groups = saved.get("param_groups") if isinstance(saved, dict) else None
+    state = saved.get("state") if isinstance(saved, dict) else None
+    if not isinstance(groups, list) or not isinstance(state, dict):
+        raise CheckpointError(f"{where}: it is not the state of a torch optimizer")
+    numbers = [group.get("params") if isinstance(group, dict) else None for group in groups]
+    if not all(isinstance(found, list) for found in numbers):
+        raise CheckpointError(f"{where}: it is not the state of a torch optimizer")
+    if not state:
+        raise CheckpointError(f"{where}: it holds no moments; go on from another checkpoint")
+    return [list(found or ()) for found in numbers], state
+
+
+def _problem(values: object, shape: torch.Size) -> str | None:
+    """Why ``values`` cannot be the state of a parameter of ``shape``."""
+    if not isinstance(values, dict) or not values:
+        return "it learns, but has no moments in the file"
+    if values.keys() != KEYS:
+        names = ", ".join(sorted(map(str, values)))[:200]
+        return (
+            f"it holds {names}, expected {', '.join(sorted(KEYS))}: only AdamW can be gone on with"
+        )
+    for name in ("exp_avg", "exp_avg_sq"):
+        found = values[name]
+        if not isinstance(found, torch.Tensor) or found.shape != shape:
+            what = list(found.shape) if isinstance(found, torch.Tensor) else type(found).__name__
+            return f"its {name} is {what}, expected {list(shape)}"
+    return None
+
+
+def _plain(values: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """With the number of updates as torch counts it now."""
+    step = torch.as_tensor(values["step"], dtype=torch.float32)
+    return {"step": step, "exp_avg": values["exp_avg"], "exp_avg_sq": values["exp_avg_sq"]}
+
+
+def _count(numbers: Sequence[Sequence[int]], model: nn.Module) -> str:
+    found = " and ".join(str(len(group)) for group in numbers)
+    wanted = " and ".join(str(len(group)) for group in trainer_groups(model))
+    return (
+        f"it holds the moments of {found} parameters (with decay and without), but {wanted} learn "
+        "in this run"
+    )
+
+
+def moments_by_number(
+    moments: Mapping[str, Mapping[str, torch.Tensor]],
+    groups: Sequence[Sequence[str]],
+    settings: Sequence[Mapping[str, object]],
+) -> dict[str, Any]:
+    """The content of ``optimizer.pt``.
+
+    Args:
+        moments: by the parameter's name in the model; empty before the first update.
+        groups: ``trainer_groups`` of the model.
+        settings: learning rate and so on, of each group.
+    """
+    names = [name for group in groups for name in group]
+    numbers = iter(range(len(names)))
+    return {
+        "state": {i: dict(moments[name]) for i, name in enumerate(names) if name in moments},
+        "param_groups": [
+            {**setting, "params": [next(numbers) for _ in group]}
+            for group, setting in zip(groups, settings, strict=True)
+        ],
+    }

@@ -1,0 +1,129 @@
+"""Weights that must be those of the model in training: the same tensors, meaning the same."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from .. import files
+from ..checkpoint.layouts import open_folder
+from ..checkpoint.source import Source
+from ..checkpoint.states import Stateful
+from ..checkpoint.weights import ADAPTER_CONFIG, recognise
+from ..errors import CheckpointError
+from ..model.companions import adapter_files
+from ..model.weights import AdapterWeights
+
+logger = logging.getLogger(__name__)
+# Settings of an adapter that change what its weights mean; targets and rank show in its tensors.
+MEANING = (
+    *("lora_alpha", "alpha_pattern", "use_rslora", "use_dora", "bias", "fan_in_fan_out"),
+    *("layer_replication", "lora_bias", "alora_invocation_tokens", "use_qalora"),
+)
+SETTINGS = {"lora_alpha": ".alpha", "use_rslora": ".rslora", "use_dora": ".dora"}  # in a recipe
+SHOWN = ("r", "rank_pattern", "target_modules", "modules_to_save", "peft_type")
+CHANGED_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+
+
+def open_same(folder: Path, policy: nn.Module, weights: Stateful) -> Source:
+    """The weights in ``folder``, if they are those of the model in training.
+
+    Args:
+        folder: of a Hugging Face model or a PEFT adapter.
+        policy: the model in training, with its adapter.
+        weights: what its checkpoints hold.
+
+    Raises:
+        CheckpointError: names or shapes differ, or an adapter's settings.
+    """
+    is_adapter = isinstance(weights, AdapterWeights)
+    layout = recognise(folder)
+    if layout is not None and (layout == "peft") != is_adapter:
+        found, kind = ("an adapter", "a whole model")[:: 1 if layout == "peft" else -1]
+        raise CheckpointError(
+            f"{folder}: it holds {found}, but the recipe's method trains {kind}; "
+            f"set method to {'lora' if layout == 'peft' else 'full'}"
+        )
+    source = open_folder(folder)
+    if is_adapter:
+        _refuse_drift(folder, policy)
+    wanted = {name: tuple(t.shape) for name, t in weights.state_dict().items()}
+    shapes = source.shapes()
+    odd = sorted(wanted.keys() ^ shapes.keys()) or [n for n in wanted if wanted[n] != shapes[n]]
+    if odd:
+        name = odd[0]
+        here, there = (_shape(found.get(name)) for found in (wanted, shapes))
+        raise CheckpointError(
+            f"{folder}: it is the checkpoint of another model: {len(odd)} tensors differ; "
+            f"{name} is {there} in it, {here} in this run"
+            + (f" ({_targets(folder, policy)})" if is_adapter else "")
+        )
+    return source
+
+
+def _shape(found: tuple[int, ...] | None) -> str:
+    return "not there" if found is None else f"of shape {list(found)}"
+
+
+def _configs(folder: Path, policy: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+    """``adapter_config.json`` in the folder, and as this run would write it."""
+    path = folder / ADAPTER_CONFIG
+    try:
+        with files.raising(CheckpointError):
+            theirs = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise CheckpointError(f"{path}: not JSON: {error}") from None
+    ours = json.loads(adapter_files(policy)[ADAPTER_CONFIG])
+    return (theirs if isinstance(theirs, dict) else {}), ours
+
+
+def _refuse_drift(folder: Path, policy: nn.Module) -> None:
+    """Refuse an adapter whose equal tensors would mean something else in this run."""
+    theirs, ours = _configs(folder, policy)
+    where = folder / ADAPTER_CONFIG
+    for name in ("peft_type", *MEANING):
+        was, now = theirs.get(name), ours.get(name)
+        if _given(was) != _given(now):
+            raise CheckpointError(
+                f"{where}: {name} is {was} in it and {now} in this run; set "
+                f"method.lora{SETTINGS.get(name, '')} to what it was, or start a new run from it "
+                f"with model.adapter={folder}"
+            )
+    init = str(theirs.get("init_lora_weights")).lower()
+    if init.startswith(CHANGED_BASE):
+        raise CheckpointError(
+            f"{where}: init_lora_weights {init} changed the base at the start of training, so its "
+            "moments go with that base only; this run's base is the model as it was"
+        )
+    base, here = str(theirs.get("base_model_name_or_path")), str(ours["base_model_name_or_path"])
+    if Path(base).name not in here:
+        logger.warning(
+            "%s: the adapter was trained on %s, this run's base is %s", where, base, here
+        )
+    if theirs.get("lora_dropout") != ours["lora_dropout"]:
+        logger.warning(
+            "%s: lora_dropout was %s, and is %s from here on",
+            where,
+            theirs.get("lora_dropout"),
+            ours["lora_dropout"],
+        )
+
+
+def _given(value: object) -> object:
+    """None for every way of saying nothing."""
+    return None if value in (None, False, "none", {}, []) else value
+
+
+def _targets(folder: Path, policy: nn.Module) -> str:
+    theirs, ours = _configs(folder, policy)
+    odd = [n for n in SHOWN if _sorted(theirs.get(n)) != _sorted(ours.get(n))]
+    pairs = (f"{n} {_sorted(theirs.get(n))} in it, {_sorted(ours.get(n))} here" for n in odd)
+    return "; ".join(pairs) or "its adapter_config.json is the same"
+
+
+def _sorted(value: object) -> object:
+    return sorted(map(str, value)) if isinstance(value, list) else value

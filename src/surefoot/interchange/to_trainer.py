@@ -1,0 +1,234 @@
+"""Write a checkpoint of ours as one that Hugging Face's Trainer goes on from.
+
+Weights and small files as they lie, the moments by number, the schedule's position, the generators
+and ``trainer_state.json``. ``training_args.bin`` is left out: the Trainer never reads it.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM
+
+from .. import files
+from ..callbacks.early_stop import EarlyStop
+from ..checkpoint import strict
+from ..checkpoint.copy import copy
+from ..checkpoint.folder import CheckpointFolder, open_checkpoint
+from ..checkpoint.index import STATE as OURS
+from ..checkpoint.index import is_safetensors
+from ..checkpoint.layouts import open_folder
+from ..checkpoint.load import load
+from ..checkpoint.source import Memory, Source
+from ..errors import CheckpointError
+from ..recipe.recipe import Recipe
+from .arguments import training_arguments
+from .moments import moments_by_number, trainer_groups
+from .pickles import write_pickle
+from .skeleton import Skeleton, build_skeleton
+from .trainer_folder import OPTIMIZER, RANDOM, SCALER, SCHEDULER, STATE
+
+LEFT_OUT = {OURS, STATE, "recipe.yaml"}
+LOGGING_STEPS, SAVE_STEPS = 500, 500  # the Trainer's own defaults; it divides by them
+
+
+def save_trainer_checkpoint(
+    checkpoint: Path, target: Path, *, recipe: Recipe, base: Path | None = None
+) -> dict[str, object]:
+    """Write ``checkpoint`` into the new folder ``target``, which appears when all of it is written.
+
+    Returns the ``TrainingArguments`` with which the Trainer goes on as the run would have.
+
+    Args:
+        checkpoint: one of ours.
+        target: what ``Trainer.train(resume_from_checkpoint=...)`` is given.
+        recipe: of the run that saved it.
+        base: the folder of the model below the adapter, if it is the checkpoint of one.
+
+    Raises:
+        CheckpointError: ``target`` exists, or ``checkpoint`` is damaged or not AdamW's.
+        ModelError: the model cannot be built from its configuration.
+    """
+    opened = open_checkpoint(checkpoint)
+    is_adapter = opened.manifest.kind == "adapter"
+    if is_adapter and base is None:
+        raise CheckpointError(f"{checkpoint}: the checkpoint of an adapter; name its base")
+    skeleton = build_skeleton(base or checkpoint, checkpoint if is_adapter else None, recipe)
+    states = _read_states(checkpoint)
+    progress = states["trainer"]
+    groups = trainer_groups(skeleton.policy)
+    settings = _settings(recipe, progress)
+    with _aside(target) as folder:
+        _write_weights(opened, skeleton, folder)
+        moments = _moments(opened, skeleton, states.pop("optimizer"))
+        write_pickle(folder / OPTIMIZER, moments_by_number(moments, groups, settings))
+        write_pickle(folder / SCHEDULER, _scheduler(settings, progress["global_step"]))
+        write_pickle(folder / RANDOM, _generators(states["random"]))
+        if recipe.train.precision == "fp16":
+            write_pickle(folder / SCALER, _scaler(states["scaler"]))
+        text = _state(opened, recipe, progress, states.get("callbacks", {}))
+        files.write_new(folder / STATE, text)
+    return training_arguments(recipe, progress["max_steps"])
+
+
+@contextmanager
+def _aside(target: Path) -> Iterator[Path]:
+    """A folder that becomes ``target`` at one stroke; removed if the block fails."""
+    folder = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
+    with files.raising(CheckpointError, f"cannot write {target}"):
+        if files.exists(target):
+            raise CheckpointError(f"{target}: it exists already; choose another folder")
+        files.make_folder(target.parent)
+        files.new_folder(folder)
+        try:
+            yield folder
+            files.sync_folder(folder)
+            files.rename(folder, target)
+            files.sync_folder(target.parent)
+        except BaseException:
+            files.remove_tree(folder)
+            raise
+
+
+@dataclass
+class _Kept:
+    """Takes whatever state it is given."""
+
+    state: dict[str, Any] = field(default_factory=dict)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+
+def _read_states(checkpoint: Path) -> dict[str, dict[str, Any]]:
+    names = open_checkpoint(checkpoint).skeleton()
+    kept = {name: _Kept() for name in names}
+    load(checkpoint, kept)
+    return {name: keeper.state for name, keeper in kept.items()}
+
+
+def _moments(
+    opened: CheckpointFolder, skeleton: Skeleton, saved: Mapping[str, Mapping[str, torch.Tensor]]
+) -> dict[str, Mapping[str, torch.Tensor]]:
+    """The optimizer's state by the parameters' names in the model."""
+    names = skeleton.names()
+    if odd := sorted(saved.keys() ^ set(names.values())) if saved else []:
+        raise CheckpointError(
+            f"{opened.path}: its optimizer state is not of the parameters that its recipe trains: "
+            f"{len(odd)} differ, {odd[0]} for one"
+        )
+    return {name: saved[ours] for name, ours in names.items() if ours in saved}
+
+
+def _write_weights(opened: CheckpointFolder, skeleton: Skeleton, folder: Path) -> None:
+    """The weights and what lies beside them.
+
+    The Trainer resumes by ``load_state_dict`` into its modules, so where files and modules have
+    other names (experts that are fused in memory), the modules' are written: otherwise it would
+    leave these weights as they are, with no more than a warning. ``from_pretrained`` takes both.
+    """
+    source: Source = open_folder(opened.path)
+    if skeleton.converted():
+        model = AutoModelForCausalLM.from_pretrained(opened.path, dtype="auto")
+        tied = model.all_tied_weights_keys
+        source = Memory({n: t for n, t in model.state_dict().items() if n not in tied})
+    is_adapter = opened.manifest.kind == "adapter"
+    stem, limit = ("adapter_model", None) if is_adapter else ("model", 5_000_000_000)
+    copy(source, folder, stem=stem, max_shard_size=limit)
+    for name in opened.manifest.files:
+        is_weights = is_safetensors(name) or name.endswith(".safetensors.index.json")
+        if not is_weights and name not in LEFT_OUT:
+            files.make_folder((folder / name).parent)
+            files.write_new(folder / name, opened.small(name))
+
+
+def _settings(recipe: Recipe, progress: Mapping[str, Any]) -> list[dict[str, object]]:
+    """What the Trainer's optimizer has in its two groups after this step."""
+    made = recipe.optim.build([("w", torch.nn.Parameter(torch.zeros(1, 1)))])
+    if not isinstance(made, torch.optim.AdamW):
+        raise CheckpointError(
+            f"the run's optimizer is {type(made).__name__}; only AdamW's state can be converted"
+        )
+    group = {k: v for k, v in made.param_groups[0].items() if k not in ("params", "names")}
+    peak = group["lr"]
+    factor = recipe.optim.schedule_over(progress["max_steps"]).factor(progress["global_step"])
+    group |= {"lr": peak * factor, "initial_lr": peak}
+    return [group, {**group, "weight_decay": 0.0}]
+
+
+def _scheduler(settings: list[dict[str, object]], step: int) -> dict[str, object]:
+    """torch's LambdaLR after ``step`` steps. Its shape comes from the Trainer's arguments."""
+    return {
+        "base_lrs": [group["initial_lr"] for group in settings],
+        "last_epoch": step,
+        "_step_count": step + 1,
+        "_is_initial": False,
+        "_get_lr_called_within_step": False,
+        "_last_lr": [group["lr"] for group in settings],
+        "lr_lambdas": [None for _ in settings],
+    }
+
+
+def _generators(saved: Mapping[str, Any]) -> dict[str, object]:
+    version, words, gauss = saved["python"]
+    numpy = saved["numpy"]
+    key = numpy["state"]["key"].numpy().astype(np.uint32)
+    place = (numpy["state"]["pos"], numpy["has_gauss"], numpy["gauss"])
+    found: dict[str, object] = {
+        "python": (version, tuple(words), gauss),
+        "numpy": (numpy["bit_generator"], key, *place),
+        "cpu": saved["torch"],
+    }
+    return found | ({"cuda": saved["cuda"]} if "cuda" in saved else {})
+
+
+def _scaler(saved: Mapping[str, Any]) -> dict[str, object]:
+    """torch's GradScaler."""
+    return {
+        "scale": float(saved["scale"]),
+        "growth_factor": 2.0,
+        "backoff_factor": 0.5,
+        "growth_interval": 2000,
+        "_growth_tracker": int(saved["calm_steps"]),
+    }
+
+
+def _state(
+    opened: CheckpointFolder, recipe: Recipe, progress: Mapping[str, Any], callbacks: Any
+) -> bytes:
+    """``trainer_state.json`` as the Trainer needs it: it takes its steps from here, and fails at
+    its next save if its own flags are not among the callbacks."""
+    content = strict.parse_object(opened.small(STATE), str(opened.path / STATE))
+    content |= {
+        "logging_steps": recipe.train.log_steps or LOGGING_STEPS,
+        "eval_steps": recipe.train.eval_steps or recipe.train.log_steps or LOGGING_STEPS,
+        "save_steps": recipe.checkpoint.save_steps or SAVE_STEPS,
+        "best_model_checkpoint": None,
+    }
+    if (best := progress.get("best_global_step")) is not None:
+        folder = opened.path.absolute().with_name(f"checkpoint-{best}")
+        content["best_model_checkpoint"] = str(folder) if files.is_folder(folder) else None
+    flags = ("training_stop", "epoch_stop", "save", "evaluate", "log")
+    control = {"args": {f"should_{flag}": False for flag in flags}, "attributes": {}}
+    known: dict[str, object] = {"TrainerControl": control}
+    if stopper := callbacks.get(EarlyStop.__name__):
+        known["EarlyStoppingCallback"] = {
+            "args": {
+                "early_stopping_patience": recipe.train.early_stopping_patience,
+                "early_stopping_threshold": recipe.train.early_stopping_threshold,
+            },
+            "attributes": {"early_stopping_patience_counter": stopper["num_worse"]},
+        }
+    content["stateful_callbacks"] = known
+    return (json.dumps(content, indent=2, sort_keys=True) + "\n").encode()

@@ -1,0 +1,178 @@
+"""A checkpoint of Hugging Face's Trainer: what lies in it, what its ``trainer_state.json`` says.
+
+It is recognised by names alone. Written in place and unflushed, it may be incomplete, so everything
+that is missing is an error here, never a silent fresh start.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .. import files
+from ..checkpoint import strict
+from ..checkpoint.commit import step_of
+from ..checkpoint.index import MANIFEST
+from ..checkpoint.index import STATE as OURS
+from ..errors import CheckpointError
+
+OPTIMIZER, SCHEDULER = "optimizer.pt", "scheduler.pt"
+RANDOM, SCALER = "rng_state.pth", "scaler.pt"
+STATE = "trainer_state.json"
+ARGUMENTS = "training_args.bin"  # a pickled object of theirs; never read, never needed
+PICKLES = (OPTIMIZER, SCHEDULER, RANDOM, SCALER)
+# Sharded states of several processes, by the names only they use.
+SHARDED = {
+    "latest": "DeepSpeed",
+    "zero_to_fp32.py": "DeepSpeed",
+    "optimizer_0": "FSDP",
+    "optimizer.bin": "FSDP",
+    "pytorch_model_fsdp_0": "FSDP",
+    "pytorch_model_fsdp.bin": "FSDP",
+}
+
+
+def is_trainer_checkpoint(folder: Path) -> bool:
+    """Whether ``folder`` is a checkpoint of the Trainer, whole or not. By names alone."""
+    if any(files.exists(folder / name) for name in (MANIFEST, OURS)):
+        return False
+    return any(files.exists(folder / name) for name in (STATE, ARGUMENTS, OPTIMIZER))
+
+
+def pickles_in(folder: Path) -> list[str]:
+    """The pickles that going on from ``folder`` would read."""
+    return [name for name in PICKLES if files.exists(folder / name)]
+
+
+def refuse_incomplete(folder: Path) -> None:
+    """Raise ``CheckpointError`` if ``folder`` does not hold what it takes to go on."""
+    for name, what in SHARDED.items():
+        if files.exists(folder / name):
+            raise CheckpointError(
+                f"{folder}: its {name} is the sharded state of a {what} run, which cannot be gone "
+                f"on from here; {_anew(folder)}"
+            )
+    if not files.exists(folder / STATE):
+        raise CheckpointError(
+            f"{folder}: it has no {STATE}, which the Trainer writes last, so the save was cut "
+            "short; go on from an earlier checkpoint"
+        )
+    if not files.exists(folder / OPTIMIZER):
+        raise CheckpointError(
+            f"{folder}: it has no {OPTIMIZER} (saved with save_only_model?), so there are no "
+            f"moments to go on with; {_anew(folder)}"
+        )
+
+
+def _anew(folder: Path) -> str:
+    is_adapter = files.exists(folder / "adapter_config.json")
+    return (
+        "to start anew from its weights, with a fresh optimizer, leave checkpoint.resume out and "
+        f"set model.{'adapter' if is_adapter else 'path'}={folder}"
+    )
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What ``trainer_state.json`` says that a run of ours can take over."""
+
+    global_step: int
+    epoch: float
+    max_steps: int
+    best_metric: float | None
+    best_global_step: int | None
+    num_input_tokens_seen: int
+    total_flos: float
+    log_history: list[dict[str, float]]
+    num_worse: int | None  # of EarlyStoppingCallback, if the run had one
+
+    @property
+    def train_loss_total(self) -> float:
+        """The sum of the losses of all steps: the Trainer logs means since the log before.
+
+        Steps after the last log count as much as those before it.
+        """
+        logged = [
+            (int(r["step"]), r["loss"]) for r in self.log_history if {"step", "loss"} <= r.keys()
+        ]
+        total, before, loss = 0.0, 0, 0.0
+        for step, loss in logged:
+            total += loss * max(0, step - before)
+            before = step
+        return total + loss * max(0, self.global_step - before)
+
+
+def read_progress(folder: Path) -> Progress:
+    """``trainer_state.json``. Raises ``CheckpointError`` if it is torn or of another step."""
+    where = folder / STATE
+    content = _read(where)
+    progress = Progress(
+        global_step=int(_number(content, "global_step", where)),
+        epoch=_number(content, "epoch", where),
+        max_steps=int(_number(content, "max_steps", where, 0)),
+        best_metric=_finite(content.get("best_metric")),
+        best_global_step=content.get("best_global_step"),
+        num_input_tokens_seen=int(_number(content, "num_input_tokens_seen", where, 0)),
+        total_flos=_number(content, "total_flos", where, 0),
+        log_history=_records(content.get("log_history") or [], where),
+        num_worse=_num_worse(content.get("stateful_callbacks")),
+    )
+    if step_of(folder) not in (-1, progress.global_step):
+        raise CheckpointError(
+            f"{where}: it is of step {progress.global_step}, but the folder is {folder.name}: two "
+            "saves are mixed in it, or it was renamed; go on from another checkpoint"
+        )
+    return progress
+
+
+def _read(where: Path) -> Mapping[str, Any]:
+    """The Trainer writes NaN and Infinity where JSON has no word for them."""
+    with files.raising(CheckpointError), files.open_file(where) as file:
+        data = files.read_all(file, strict.MAX_BYTES)
+    try:
+        content = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(
+            f"{where}: not JSON ({error}): the save was cut short; go on from an earlier checkpoint"
+        ) from None
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{where}: expected a JSON object, found {str(content)[:40]}")
+    return content
+
+
+def _number(
+    content: Mapping[str, Any], name: str, where: Path, default: float | None = None
+) -> float:
+    value = content.get(name)
+    value = default if value is None else value
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e30:
+        raise CheckpointError(f"{where}: {name} must be a number, found {str(value)[:40]!r}")
+    return value
+
+
+def _finite(value: object) -> float | None:
+    """Before the first finite metric the Trainer's best one may be an infinity."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return float(value) if is_number and abs(value) < float("inf") else None  # type: ignore[arg-type]
+
+
+def _records(found: object, where: Path) -> list[dict[str, float]]:
+    """The log, without what is no number in it."""
+    if not isinstance(found, list) or not all(isinstance(record, dict) for record in found):
+        raise CheckpointError(f"{where}: log_history must be a list of objects")
+    return [{str(k): v for k, v in record.items() if type(v) in (int, float)} for record in found]
+
+
+def _num_worse(callbacks: object) -> int | None:
+    found = callbacks.get("EarlyStoppingCallback") if isinstance(callbacks, dict) else None
+    found = found[0] if isinstance(found, list) and found else found
+    attributes = found.get("attributes") if isinstance(found, dict) else None
+    counter = (
+        attributes.get("early_stopping_patience_counter") if isinstance(attributes, dict) else 0
+    )
+    if found is None:
+        return None
+    return counter if isinstance(counter, int) else 0

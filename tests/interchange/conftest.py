@@ -1,0 +1,70 @@
+"""One run of each trainer, whole, for the tests to switch in the middle of."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+from theirs import STEPS, Losses, policy_of, recipe_in, their_trainer, weights_of
+
+from surefoot.recipe.recipe import Recipe
+from surefoot.run import build
+
+HALF = STEPS // 2
+METHODS = {
+    "full": {},
+    "freeze": {"method": {"freeze": {"num_layers": 1, "extra_modules": ["norm", "lm_head"]}}},
+    "lora": {"method": {"lora": {"rank": 4, "modules_to_save": ["lm_head"]}}},
+}
+
+
+@dataclass(frozen=True)
+class Both:
+    """What our run and their run of one recipe left: ``STEPS`` steps, a checkpoint half way."""
+
+    recipe: Recipe
+    ours: Path
+    theirs: Path
+    base: Path | None  # of an adapter
+    our_weights: dict
+    their_weights: dict
+    our_losses: dict
+    their_losses: dict
+
+    def start(self):
+        """A model for their trainer, as their own run began with."""
+        return start(self.recipe, self.ours.parent / "start")
+
+
+def start(recipe, folder):
+    """Their model with our first adapter, or with our choice of what learns."""
+    policy = build(recipe).models.policy
+    if recipe.method.kind == "adapter":
+        policy.save_pretrained(folder)
+        return policy_of(recipe, folder)
+    model = policy_of(recipe)
+    learns = {name for name, p in policy.named_parameters() if p.requires_grad}
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name in learns)
+    return model
+
+
+@pytest.fixture(scope="package", params=METHODS)
+def both(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp(request.param)
+    recipe = recipe_in(folder, **METHODS[request.param])
+    recipe = replace(recipe, train=replace(recipe.train, output_dir=folder / "ours"))
+    losses = Losses()
+    theirs = their_trainer(recipe, folder / "theirs", losses, model=start(recipe, folder / "start"))
+    theirs.train()
+    ours = build(recipe)
+    ours.fit()
+    return Both(
+        recipe,
+        folder / "ours" / f"checkpoint-{HALF}",
+        folder / "theirs" / f"checkpoint-{HALF}",
+        Path(recipe.model.path) if recipe.method.kind == "adapter" else None,
+        weights_of(ours.models.policy),
+        weights_of(theirs.model),
+        {r["step"]: r["loss"] for r in ours.state.log_history},
+        losses.of,
+    )
