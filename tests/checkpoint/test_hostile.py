@@ -102,7 +102,7 @@ READER = """
 import resource, sys
 from pathlib import Path
 from surefoot.checkpoint.verify import verify
-from surefoot.checkpoint.summary import list_run
+from surefoot.checkpoint.listing import list_run
 from surefoot.errors import CheckpointError
 assert "torch" not in sys.modules
 limit = int(sys.argv[2])

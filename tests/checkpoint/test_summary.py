@@ -8,7 +8,8 @@ from safetensors.torch import save_file
 
 from surefoot.checkpoint.commit import aside
 from surefoot.checkpoint.save import save
-from surefoot.checkpoint.summary import list_run, summarise
+from surefoot.checkpoint.listing import list_run
+from surefoot.checkpoint.summary import summarise
 from surefoot.errors import CheckpointError
 
 from .sample import Holder, sample_states

@@ -21,20 +21,24 @@ _STRING = re.compile(rb'"[^"]*+"?')  # possessive: linear on any input
 _NESTING = re.compile(rb"[^\[\]{}]+")
 
 
-def parse(data: bytes, where: str) -> Any:
-    """What ``data`` says; ``where`` names the file in errors."""
+def parse(data: bytes, where: str, *, allow_nan: bool = False) -> Any:
+    """What ``data`` says; ``where`` names the file in errors.
+
+    ``allow_nan`` takes NaN and Infinity, which Python writes and JSON does not know.
+    """
     _bound(data, where)
+    constant = float if allow_nan else _no_constant
     try:
         return json.loads(
-            data.decode("utf-8"), object_pairs_hook=_no_twins, parse_constant=_no_constant
+            data.decode("utf-8"), object_pairs_hook=_no_twins, parse_constant=constant
         )
     except (ValueError, RecursionError) as error:  # a UnicodeDecodeError is a ValueError too
         raise CheckpointError(f"{where}: not valid JSON: {error}") from error
 
 
-def parse_object(data: bytes, where: str) -> dict[str, Any]:
+def parse_object(data: bytes, where: str, *, allow_nan: bool = False) -> dict[str, Any]:
     """The same, where only an object will do."""
-    found = parse(data, where)
+    found = parse(data, where, allow_nan=allow_nan)
     if not isinstance(found, dict):
         raise CheckpointError(f"{where}: expected a JSON object, found a {type(found).__name__}")
     return found

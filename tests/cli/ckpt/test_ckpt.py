@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from checkpoint.sample import sample_states
 from surefoot.checkpoint.commit import aside
 from surefoot.checkpoint.save import save
-from surefoot.cli import ckpt as command
+from surefoot.cli.ckpt import table
 from surefoot.cli.main import main
 
 
@@ -172,7 +172,7 @@ def test_verify_of_a_model_of_others_says_what_was_checked(shared):
     ],
 )
 def test_sizes(count, text):
-    assert command._size(count) == text
+    assert table.in_bytes(count) == text
 
 
 @pytest.mark.parametrize(
@@ -186,5 +186,5 @@ def test_sizes(count, text):
 )
 def test_times(ago, words):
     then = (datetime.now(UTC) - ago).isoformat(timespec="seconds").replace("+00:00", "Z")
-    assert command._when(then).endswith(words)
-    assert command._when("once") == "once" and command._when(None) == ""
+    assert table.when(then).endswith(words)
+    assert table.when("once") == "once" and table.when(None) == ""

@@ -1,0 +1,164 @@
+"""What differs between two checkpoints of any layout, tensor by tensor, in bounded memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from .. import files
+from ..errors import CheckpointError
+from . import strict
+from .contents import ROLES, open_contents, plain, states_of
+from .folder import open_checkpoint
+from .norms import blocks, in_double, norm
+from .source import Stored
+from .values import ValueChange, differences
+from .weights import Place, Weights, recognise
+
+Verdict = Literal["equal", "differs", "only in A", "only in B", "other type", "other shape"]
+Progress = Callable[[int], None]  # is told the bytes of every tensor that has been compared
+CONFIGS = ("config.json", "adapter_config.json", "generation_config.json")
+
+
+@dataclass(frozen=True)
+class Figures:
+    """How far two tensors of one shape are apart.
+
+    ``max_absolute`` is infinite where one value is finite and the other is not; the norms are over
+    the places where both are finite.
+    """
+
+    num_different: int  # values that are not the same number; nan is nan, -0.0 is 0.0
+    max_absolute: float  # largest |B - A|
+    norm: float  # of B - A
+    norm_a: float
+    norm_b: float
+
+    @property
+    def relative(self) -> float:
+        """The norm of B - A as a share of the larger of both norms: 0 to 2."""
+        larger = max(self.norm_a, self.norm_b)
+        return self.norm / larger if larger else 0.0
+
+
+@dataclass(frozen=True)
+class TensorChange:
+    """One tensor in both checkpoints. ``figures`` are there if the values could be compared."""
+
+    name: str  # role/name
+    verdict: Verdict
+    types: tuple[str | None, str | None]
+    shapes: tuple[tuple[int, ...] | None, tuple[int, ...] | None]
+    figures: Figures | None = None
+
+    @property
+    def role(self) -> str:
+        """model, optimizer or state."""
+        return self.name.partition("/")[0]
+
+
+def compare_tensors(
+    a: Path, b: Path, roles: Collection[str] = ROLES, progress: Progress | None = None
+) -> Iterator[TensorChange]:
+    """Every tensor of both folders, those of ``a`` first. Equal hashes spare the reading.
+
+    Raises ``CheckpointError`` if a folder cannot be read, or is found to be damaged.
+    """
+    one, other = open_contents(a, roles), open_contents(b, roles)
+    sources = Stored(one), Stored(other)
+    with files.raising(CheckpointError):
+        for name in [*one.tensors, *(name for name in other.tensors if name not in one.tensors)]:
+            yield _compare(name, one.tensors.get(name), other.tensors.get(name), sources)
+            if progress is not None:
+                progress(num_bytes(name, one, other))
+
+
+def num_bytes(name: str, *contents: Weights) -> int:
+    """The length of a tensor in all ``contents`` that have it."""
+    places = (weights.tensors.get(name) for weights in contents)
+    return sum(place.entry.num_bytes for place in places if place is not None)
+
+
+def _compare(
+    name: str, a: Place | None, b: Place | None, sources: tuple[Stored, Stored]
+) -> TensorChange:
+    types = a.entry.dtype if a else None, b.entry.dtype if b else None
+    shapes = a.entry.shape if a else None, b.entry.shape if b else None
+    if a is None or b is None:
+        return TensorChange(name, "only in B" if a is None else "only in A", types, shapes)
+    if shapes[0] != shapes[1]:
+        return TensorChange(name, "other shape", types, shapes)
+    if types[0] == types[1] and a.hash is not None and a.hash == b.hash:
+        return TensorChange(name, "equal", types, shapes)
+    if types[0] != types[1] and "C64" in types:
+        return TensorChange(name, "other type", types, shapes)
+    is_equal, figures = _measure(name, sources)
+    if types[0] != types[1]:
+        return TensorChange(name, "other type", types, shapes, figures)
+    verdict: Verdict = "equal" if is_equal else "differs"
+    return TensorChange(name, verdict, types, shapes, None if is_equal else figures)
+
+
+def _measure(name: str, sources: tuple[Stored, Stored]) -> tuple[bool, Figures]:
+    """Whether the bytes are equal, and how far the values are apart."""
+    is_equal, num_different, largest = True, 0, 0.0
+    totals = [0.0, 0.0, 0.0]  # norms of the difference, of A and of B
+    for box in blocks(sources[0].shapes()[name]):
+        parts = [source.read(name, box) for source in sources]
+        is_equal &= _same_bytes(*parts)
+        a, b = map(in_double, parts)
+        both = a.isfinite() & b.isfinite()
+        odd = ~both & (a != b) & ~(a.isnan() & b.isnan())
+        a, b = a[both], b[both]
+        apart = b - a
+        if odd.any():
+            largest = math.inf
+        if apart.numel():
+            largest = max(largest, apart.abs().max().item())
+        num_different += int(odd.sum()) + int((apart != 0).sum())
+        totals = [math.hypot(x, norm(y)) for x, y in zip(totals, (apart, a, b), strict=True)]
+    return is_equal, Figures(num_different, largest, *totals)
+
+
+def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if a.dtype != b.dtype:
+        return False
+    return torch.equal(*(t.reshape(-1).view(torch.uint8) for t in (a, b)))
+
+
+def compare_values(a: Path, b: Path) -> Mapping[str, list[ValueChange]]:
+    """Whatever is not a tensor, by role: the states, library versions, and configurations.
+
+    States are compared only if both folders keep them in the same way. Raises ``CheckpointError``.
+    """
+    with files.raising(CheckpointError):
+        ours = [recognise(folder) == "native" for folder in (a, b)]
+        found = {"config": differences(_configs(a), _configs(b))}
+        if ours[0] == ours[1]:
+            one, other = plain(dict(states_of(a))), plain(dict(states_of(b)))
+            found["optimizer"] = differences(
+                one.pop("optimizer", {}), other.pop("optimizer", {}), "optimizer"
+            )
+            found["state"] = differences(one, other)
+        if all(ours):
+            found["versions"] = differences(_versions(a), _versions(b))
+    return found
+
+
+def _versions(folder: Path) -> dict[str, str]:
+    return dict(open_checkpoint(folder).manifest.versions)
+
+
+def _configs(folder: Path) -> dict[str, object]:
+    found: dict[str, object] = {}
+    for name in CONFIGS:
+        if files.exists(folder / name):
+            with files.open_file(folder / name) as file:
+                text = files.read_all(file, strict.MAX_BYTES)
+            found[name] = strict.parse_object(text, str(folder / name))
+    return found

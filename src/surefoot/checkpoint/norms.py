@@ -1,0 +1,69 @@
+"""The size of tensors, in 64-bit arithmetic and one block of memory, whatever their size."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from .box import Box
+from .source import Source
+
+BLOCK = 1 << 20  # elements; 8 MB in 64 bits
+
+
+@dataclass(frozen=True)
+class Norms:
+    """One tensor in figures, over its finite values; None where there are none.
+
+    Of complex numbers the two parts count as values.
+    """
+
+    l2: float
+    minimum: float | None
+    maximum: float | None
+    mean: float | None
+    num_nan: int
+    num_inf: int
+
+
+def norms(source: Source, name: str) -> Norms:
+    """The figures of one tensor, read block by block."""
+    l2, total, count, num_nan, num_inf = 0.0, 0.0, 0, 0, 0
+    low, high = math.inf, -math.inf
+    for box in blocks(source.shapes()[name]):
+        values = in_double(source.read(name, box))
+        num_nan += int(values.isnan().sum())
+        num_inf += int(values.isinf().sum())
+        values = values[values.isfinite()]
+        if values.numel():
+            l2 = math.hypot(l2, norm(values))
+            low, high = min(low, values.min().item()), max(high, values.max().item())
+            total += values.sum().item()
+            count += values.numel()
+    if not count:
+        return Norms(0.0, None, None, None, num_nan, num_inf)
+    return Norms(l2, low, high, total / count, num_nan, num_inf)
+
+
+def blocks(shape: tuple[int, ...]) -> Iterator[Box]:
+    """The boxes to read a tensor of ``shape`` by, one after the other."""
+    return Box.whole(shape).blocks(BLOCK)
+
+
+def in_double(tensor: torch.Tensor) -> torch.Tensor:
+    """All values in one dimension and 64 bits."""
+    parts = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return parts.reshape(-1).to(torch.float64)
+
+
+def norm(values: torch.Tensor) -> float:
+    """L2 norm of 64-bit values, without overflow or underflow of the squares."""
+    largest = float(values.abs().max()) if values.numel() else 0.0
+    if largest == 0 or math.isinf(largest):  # a difference may overflow
+        return largest
+    if 1e-140 < largest < 1e140:
+        return float(torch.linalg.vector_norm(values))
+    return largest * float(torch.linalg.vector_norm(values / largest))

@@ -1,0 +1,23 @@
+"""``surefoot ckpt``: what checkpoints there are, what is in them, whether they are whole, what
+differs between two, and which can go.
+
+Whatever needs torch is imported by the command that needs it, so that ``ls`` answers at once.
+"""
+
+import click
+
+from .cat import cat
+from .diff import diff
+from .ls import ls
+from .prune import prune
+from .show import show
+from .verify import verify_command
+
+
+@click.group()
+def ckpt() -> None:
+    """List, show, compare, verify and prune checkpoints."""
+
+
+for command in (ls, show, diff, cat, verify_command, prune):
+    ckpt.add_command(command)

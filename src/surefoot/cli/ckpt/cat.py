@@ -1,0 +1,118 @@
+"""``surefoot ckpt cat``: the values of a tensor, or of a slice of it."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from ...checkpoint.contents import find_tensor, open_contents, shown
+from ...checkpoint.slices import select
+from ...errors import CheckpointError
+from .table import FOLDER, JSON, cell, console, dims, print_json
+
+if TYPE_CHECKING:
+    import torch
+
+    from ...checkpoint.excerpt import Excerpt
+
+_SHOWN = 1000  # values; of more, only the edges are shown
+_MOST = 1_000_000  # values that --all and --json print
+
+
+@click.command(context_settings={"ignore_unknown_options": True})  # a SLICE may be -1
+@click.argument("checkpoint", metavar="CHECKPOINT", type=FOLDER)
+@click.argument("tensor")
+@click.argument("where", metavar="[SLICE]", default="")
+@click.option("--all", "whole", is_flag=True, help="Print every value, not just the edges.")
+@JSON
+def cat(checkpoint: Path, tensor: str, where: str, whole: bool, as_json: bool) -> None:
+    """Print the values of TENSOR in CHECKPOINT, or a SLICE of them such as '0:8' or '0, :, ::2'.
+
+    Tensors are called as `show --tensors` lists them: optimizer/NAME.exp_avg, say. A SLICE is
+    numpy's: indices, start:stop:step and ...; negative numbers count from the end, a step is
+    positive. No other part of the file is read.
+    """
+    from ...checkpoint.excerpt import excerpt
+    from ...checkpoint.source import Stored
+
+    contents = open_contents(checkpoint)
+    name = find_tensor(contents, tensor)
+    entry = contents.tensors[name].entry
+    selection = select(where, entry.shape)
+    count = math.prod(selection.shape)
+    if (whole or as_json) and count > _MOST:
+        raise CheckpointError(
+            f"{tensor}: {count:,} values are too many to print, at most {_MOST:,}; take a slice"
+        )
+    found = excerpt(Stored(contents), name, selection, _MOST if whole or as_json else _SHOWN)
+    if as_json:
+        facts = {"tensor": shown(name), "dtype": entry.dtype, "shape": entry.shape}
+        print_json(facts | {"slice": where, "values": _plain(found.values)})
+        return
+    what = f"{shown(name)}  {entry.dtype} {dims(entry.shape)}"
+    if where:
+        what = f"{shown(name)}[{where}]  {entry.dtype} {dims(selection.shape)}"
+    console().print(cell(what), style="dim", soft_wrap=True)
+    click.echo(render(found))
+
+
+def _plain(values: torch.Tensor) -> object:
+    """Nested lists of numbers; what JSON has no number for is text, a complex number a pair."""
+    import torch
+
+    if values.is_complex():
+        values = torch.view_as_real(values)
+    found = values.to(torch.float64) if values.is_floating_point() else values
+    return _spelled(found.tolist())
+
+
+def _spelled(value: object) -> object:
+    if isinstance(value, list):
+        return [_spelled(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def render(found: Excerpt) -> str:
+    """The values in rows, as torch prints them; ``…`` where some are left out."""
+    import torch
+
+    values = found.values
+    if values.is_floating_point():
+        values = values.to(torch.float64)
+    texts = [_text(value) for value in values.reshape(-1).tolist()]
+    width = max(map(len, texts), default=0)
+    cells = iter([text.rjust(width) for text in texts])
+
+    def nested(dim: int) -> str:
+        if dim == values.ndim:
+            return next(cells)
+        parts = [nested(dim + 1) for _ in range(values.shape[dim])]
+        if found.is_cut[dim]:
+            parts.insert(len(parts) // 2, "…")
+        deeper = values.ndim - dim - 1
+        between = ", " if not deeper else "," + "\n" * deeper + " " * (dim + 1)
+        return f"[{_wrapped(parts, dim) if not deeper else between.join(parts)}]"
+
+    return nested(0)
+
+
+_COLUMNS = 100
+
+
+def _wrapped(parts: list[str], dim: int) -> str:
+    """A row of values, in several lines where it is long."""
+    width = max(map(len, parts), default=0) + 2
+    per_line = max(1, (_COLUMNS - dim - 2) // width)
+    lines = [parts[i : i + per_line] for i in range(0, len(parts), per_line)]
+    return (",\n" + " " * (dim + 1)).join(", ".join(line) for line in lines)
+
+
+def _text(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    if isinstance(value, complex):
+        return f"{value.real:.6g}{value.imag:+.6g}j"
+    return str(value)

@@ -1,0 +1,237 @@
+"""``surefoot ckpt diff``: what differs between two checkpoints."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ...checkpoint.contents import ROLES, open_contents, shown
+from ...checkpoint.values import ValueChange, differences
+from ...errors import CheckpointError, RecipeError
+from ...recipe.files import read_text
+from ...recipe.yaml import parse
+from .table import (
+    FOLDER,
+    JSON,
+    as_dict,
+    cell,
+    console,
+    dims,
+    fitted,
+    mark,
+    number,
+    print_json,
+    reading,
+    table,
+)
+
+if TYPE_CHECKING:
+    from ...checkpoint.diff import Figures, TensorChange, Verdict
+
+_PARTS = ("model", "optimizer", "state", "config", "recipe", "versions")
+_LARGEST = 5  # tensors of each role, and values of each part, in the summary
+_WIDTH = 60  # characters of a value
+RECIPE = "recipe.yaml"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """All that was compared."""
+
+    tensors: Sequence[TensorChange]
+    values: dict[str, list[ValueChange]]  # part -> what differs
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether nothing differs."""
+        changed = any(tensor.verdict != "equal" for tensor in self.tensors)
+        return not changed and not any(self.values.values())
+
+
+@click.command()
+@click.argument("a", type=FOLDER)
+@click.argument("b", type=FOLDER)
+@click.option(
+    "--only",
+    "parts",
+    type=click.Choice(_PARTS),
+    multiple=True,
+    help="Compare this part only; may be given several times.",
+)
+@click.option("--all", "everything", is_flag=True, help="List all that differs or is equal.")
+@JSON
+def diff(a: Path, b: Path, parts: tuple[str, ...], everything: bool, as_json: bool) -> None:
+    """Compare checkpoints A and B of any layout, tensor by tensor.
+
+    Shown are the largest |B - A|, the L2 norms of B - A, A and B, and "relative": the norm of B - A
+    over the larger of the other two. Tensors whose hashes are equal are not read. Exit code 0: all
+    is equal; 1: something differs; 2: they cannot be compared.
+    """
+    found = _compare(a, b, parts or _PARTS)
+    if as_json:
+        print_json(_as_json(a, b, found))
+    else:
+        _print(a, b, found, everything=everything)
+    if not found.is_equal:
+        raise click.exceptions.Exit(1)
+
+
+def _compare(a: Path, b: Path, parts: Sequence[str]) -> Comparison:
+    from ...checkpoint.diff import compare_tensors, compare_values, num_bytes
+
+    roles = [role for role in ROLES if role in parts]
+    contents = open_contents(a, roles), open_contents(b, roles)
+    names = contents[0].tensors.keys() | contents[1].tensors.keys()
+    with reading("comparing", sum(num_bytes(name, *contents) for name in names)) as advance:
+        tensors = list(compare_tensors(a, b, roles, advance))
+    values = dict(compare_values(a, b))
+    if all((folder / RECIPE).exists() for folder in (a, b)):
+        values["recipe"] = differences(_recipe(a), _recipe(b))
+    return Comparison(
+        tensors, {part: values[part] for part in _PARTS if part in {*parts} & {*values}}
+    )
+
+
+def _recipe(folder: Path) -> object:
+    path = folder / RECIPE
+    try:
+        return parse(read_text(path), str(path)).data
+    except RecipeError as error:
+        raise CheckpointError(str(error)) from error
+
+
+def _as_json(a: Path, b: Path, found: Comparison) -> dict[str, object]:
+    tensors = []
+    for tensor in found.tensors:
+        relative = {"relative": tensor.figures.relative} if tensor.figures else {}
+        row = as_dict(tensor)
+        figures = row.pop("figures")
+        tensors.append(row | (figures if isinstance(figures, dict) else {}) | relative)
+    values = {
+        part: [as_dict(change) for change in changes] for part, changes in found.values.items()
+    }
+    return {"a": a, "b": b, "equal": found.is_equal, "tensors": tensors, "values": values}
+
+
+def _print(a: Path, b: Path, found: Comparison, *, everything: bool) -> None:
+    screen = console()
+    for letter, folder in (("A", a), ("B", b)):
+        screen.print(mark(letter, "bold", str(folder)), soft_wrap=True)
+    if found.is_equal:
+        num = f"{len(found.tensors):,} tensors"
+        screen.print(mark("✓", "bold green", f"equal: {num}, and all that was compared"))
+    if found.tensors and not (found.is_equal and not everything):
+        screen.print(_counts(found.tensors))
+    changed = [t for t in found.tensors if everything or t.verdict != "equal"]
+    listed = changed if everything else _largest(changed)
+    if listed:
+        screen.print()
+        screen.print(_tensors(listed, screen))
+        _more(screen, len(changed) - len(listed))
+    for part, changes in found.values.items():
+        if changes:
+            limit = len(changes) if everything else _LARGEST
+            screen.print()
+            screen.print(_values(part, changes[:limit]))
+            _more(screen, len(changes) - limit)
+
+
+def _more(screen: Console, left: int) -> None:
+    if left > 0:
+        screen.print(f"… and {left:,} more (--all lists them)", style="dim")
+
+
+def _largest(changed: Sequence[TensorChange]) -> list[TensorChange]:
+    """Those of each role that differ most."""
+    found = []
+    for role in ROLES:
+        mine = sorted((t for t in changed if t.role == role), key=_distance, reverse=True)
+        found += mine[:_LARGEST]
+    return found
+
+
+def _distance(change: TensorChange) -> float:
+    """How much a tensor stands out: what has no figures comes first."""
+    if change.figures is None:
+        return -1.0 if change.verdict == "equal" else float("inf")
+    return change.figures.relative
+
+
+def _counts(tensors: Sequence[TensorChange]) -> Table:
+    known: tuple[Verdict, ...] = (
+        "equal",
+        "differs",
+        "other type",
+        "other shape",
+        "only in A",
+        "only in B",
+    )
+    counts = {
+        role: Counter(t.verdict for t in tensors if t.role == role)
+        for role in dict.fromkeys(t.role for t in tensors)
+    }
+    columns = [v for v in known if any(count[v] for count in counts.values())]
+    made = table("tensors", *columns, numbers=columns)
+    for role, count in counts.items():
+        cells = (
+            Text(f"{count[v]:,}", style="green" if v == "equal" else "yellow")
+            if count[v]
+            else Text("")
+            for v in columns
+        )
+        made.add_row(cell(role), *cells)
+    return made
+
+
+def _tensors(changes: Sequence[TensorChange], screen: Console) -> Table:
+    columns = {
+        "tensor": [cell(shown(change.name)) for change in changes],
+        "": [cell(_verdict(change)) for change in changes],
+        "values": [_of(change, lambda f: f"{f.num_different:,}") for change in changes],
+        "relative": [_of(change, lambda f: number(f.relative)) for change in changes],
+        "max |B-A|": [_of(change, lambda f: number(f.max_absolute)) for change in changes],
+        "‖B-A‖": [_of(change, lambda f: number(f.norm)) for change in changes],
+        "‖A‖": [_of(change, lambda f: number(f.norm_a)) for change in changes],
+        "‖B‖": [_of(change, lambda f: number(f.norm_b)) for change in changes],
+    }
+    figures = list(columns)[2:]
+    return fitted(screen, columns, numbers=figures, optional=("‖B‖", "‖A‖", "values", "‖B-A‖"))
+
+
+def _of(change: TensorChange, say: Callable[[Figures], str]) -> Text:
+    return Text("" if change.figures is None else say(change.figures))
+
+
+def _verdict(change: TensorChange) -> str:
+    if change.verdict == "other type":
+        return f"{change.types[0]} → {change.types[1]}"
+    if change.verdict == "other shape":
+        return f"{dims(change.shapes[0])} → {dims(change.shapes[1])}"
+    if change.figures is not None and not change.figures.num_different:
+        return "bits only"  # the sign of a zero, or another nan
+    return change.verdict
+
+
+def _values(part: str, changes: Sequence[ValueChange]) -> Table:
+    made = table(part, "A", "B")
+    for change in changes:
+        texts = (
+            "" if change.what == missing else _clipped(value)
+            for missing, value in (("only in B", change.a), ("only in A", change.b))
+        )
+        made.add_row(cell(change.path), *map(cell, texts))
+    return made
+
+
+def _clipped(value: object) -> str:
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= _WIDTH else f"{text[: _WIDTH - 1]}…"

@@ -1,0 +1,117 @@
+"""``surefoot ckpt ls``: the checkpoints of a run, one line each."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ...checkpoint.listing import Line, list_run, verified
+from .table import (
+    FOLDER,
+    JSON,
+    as_dict,
+    cell,
+    console,
+    fitted,
+    in_bytes,
+    mark,
+    number,
+    print_json,
+    reading,
+    time,
+)
+
+_NUMBERS = ("step", "size", "on disk", "loss", "eval loss", "parent")
+_OPTIONAL = ("parent", "kind", "layout", "step", "on disk")  # goes where there is no room
+_SHARED = 0.99  # below this share of a checkpoint's size, it shares files with older ones
+
+
+@click.command()
+@click.argument("folder", metavar="RUN", type=FOLDER)
+@click.option("--verify", is_flag=True, help="Check every byte, and say which are whole.")
+@JSON
+def ls(folder: Path, verify: bool, as_json: bool) -> None:
+    """List the checkpoints of RUN, a run's folder, oldest first.
+
+    RUN may be the Hugging Face Trainer's as well. Files are checked to be there at full length.
+    Loss is the last that was logged, eval loss that of the very step. A column "on disk" appears
+    where checkpoints share files: it is what each adds to the older ones. The exit code is 1 if
+    --verify finds one that is not whole.
+    """
+    lines = list_run(folder)
+    if verify:
+        lines = _verified(lines)
+    if as_json:
+        print_json([as_dict(line) for line in lines])
+    elif not lines:
+        click.echo(f"{folder}: no checkpoints")
+    else:
+        _print(lines)
+    if verify and any(line.step is not None and line.problem is not None for line in lines):
+        raise click.exceptions.Exit(1)
+
+
+def _verified(lines: list[Line]) -> list[Line]:
+    with reading("verifying", sum(line.num_bytes or 0 for line in lines)) as advance:
+        return [verified(line, advance) for line in lines]
+
+
+def _print(lines: list[Line]) -> None:
+    screen = console()
+    screen.print(_table(lines, screen))
+    for line in lines:
+        if line.problem is not None:
+            screen.print(mark("✗", "bold red", f"{line.path.name}: {line.problem}"), soft_wrap=True)
+
+
+def _table(lines: list[Line], screen: Console) -> Table:
+    usable = [line for line in lines if line.problem is None and line.step is not None]
+    newest = usable[-1] if usable else None
+    columns = {name: cells for name, cells in _columns(lines, newest).items() if any(cells)}
+    styles = ["bold" if line is newest else "" for line in lines]
+    return fitted(screen, columns, numbers=_NUMBERS, optional=_OPTIONAL, styles=styles)
+
+
+def _columns(lines: list[Line], newest: Line | None) -> dict[str, list[Text]]:
+    shares = any(_shares(line) for line in lines)
+    cells = {
+        "checkpoint": [line.path.name for line in lines],
+        "step": ["" if line.step is None else f"{line.step:,}" for line in lines],
+        "saved": [time(line.created) for line in lines],
+        "size": [in_bytes(line.num_bytes) for line in lines],
+        "on disk": [in_bytes(line.disk_bytes) if shares and line.step else "" for line in lines],
+        "kind": [line.kind or "" for line in lines],
+        "layout": ["Trainer" if line.layout in _OTHERS else "" for line in lines],
+        "loss": [number(line.loss) for line in lines],
+        "eval loss": [number(line.eval_loss) for line in lines],
+        "parent": [(line.parent or "").removeprefix("checkpoint-") for line in lines],
+    }
+    found = {name: [cell(text) for text in texts] for name, texts in cells.items()}
+    return found | {"state": [_state(line, newest) for line in lines]}
+
+
+_OTHERS = ("huggingface", "peft")
+
+
+def _shares(line: Line) -> bool:
+    known = line.num_bytes is not None and line.disk_bytes is not None
+    return known and (line.disk_bytes or 0) < _SHARED * (line.num_bytes or 0)
+
+
+def _state(line: Line, newest: Line | None) -> Text:
+    if line.is_being_written:
+        return Text("being saved", style="yellow")
+    if line.problem is not None:
+        return Text("damaged" if line.step is not None else "leftover", style="red")
+    words = {
+        "newest": line is newest,
+        "best": line.is_best,
+        "verified": line.verified == "every byte",
+        "no hashes": line.verified == "structure",
+    }
+    said = ", ".join(word for word, holds in words.items() if holds)
+    return Text(said or "complete", style="green")

@@ -1,0 +1,179 @@
+"""``surefoot ckpt show``: what is in a folder of weights."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+from rich.console import Console
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from ...checkpoint.contents import open_contents, shown, states_of
+from ...checkpoint.summary import Group, Summary, Tensor, summarise
+from ...errors import CheckpointError
+from .table import (
+    FOLDER,
+    JSON,
+    as_dict,
+    cell,
+    console,
+    dims,
+    fitted,
+    in_bytes,
+    number,
+    print_json,
+    reading,
+    table,
+    when,
+)
+
+if TYPE_CHECKING:
+    from ...checkpoint.norms import Norms
+
+_NUMBERS = ("tensors", "elements", "size", "L2 norm", "min", "max", "mean", "NaN", "inf")
+_LAYOUTS = {"native": "Surefoot", "huggingface": "Hugging Face", "peft": "PEFT adapter"}
+AllNorms = Mapping[str, "Norms"]  # by a tensor's full name
+
+
+@click.command()
+@click.argument("checkpoint", metavar="CHECKPOINT", type=FOLDER)
+@click.option("--tensors", is_flag=True, help="List every tensor.")
+@click.option(
+    "--norms", is_flag=True, help="List them with L2 norm, smallest, largest, mean, NaN, inf."
+)
+@click.option("--state", metavar="NAME", help="Print a state in full, as it is stored.")
+@JSON
+def show(checkpoint: Path, tensors: bool, norms: bool, state: str | None, as_json: bool) -> None:
+    """Show what is in CHECKPOINT: one of ours, or of Hugging Face, its Trainer or PEFT.
+
+    Norms are of the finite values, in 64 bits, and need little memory. Pickled files are listed,
+    but never read.
+    """
+    if state is not None:
+        print_json(_state(checkpoint, state))
+        return
+    summary = summarise(checkpoint)
+    found = _norms(checkpoint) if norms else {}
+    if as_json:
+        print_json(_as_json(summary, found))
+        return
+    screen = console()
+    screen.print(_facts(summary))
+    screen.print(_groups_table(summary.groups))
+    if summary.states:
+        screen.print(_pairs("states", summary.states.items()))
+    sizes = ((name, in_bytes(count)) for name, count in summary.files.items())
+    screen.print(_pairs("files", sizes))
+    if summary.pickles:
+        names = ", ".join(summary.pickles)
+        screen.print(cell(f"pickled, so not read: {names}"), style="dim", soft_wrap=True)
+    if tensors or norms:
+        screen.print(_tensors_table(summary.groups, found, screen))
+
+
+def _state(checkpoint: Path, name: str) -> object:
+    states = states_of(checkpoint)
+    if name in states:
+        return states[name]
+    if not states:
+        raise CheckpointError(f"{checkpoint}: it holds no states, so no {name!r}")
+    near = difflib.get_close_matches(name, states, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(sorted(states))}"
+    raise CheckpointError(f"{checkpoint}: it holds no state {name!r}; {hint}")
+
+
+def _norms(checkpoint: Path) -> AllNorms:
+    from ...checkpoint.norms import norms
+    from ...checkpoint.source import Stored
+
+    contents = open_contents(checkpoint)
+    total = sum(place.entry.num_bytes for place in contents.tensors.values())
+    source, found = Stored(contents), {}
+    with reading("reading", total) as advance:
+        for name, place in contents.tensors.items():
+            found[name] = norms(source, name)
+            advance(place.entry.num_bytes)
+    return found
+
+
+def _as_json(summary: Summary, found: AllNorms) -> dict[str, object]:
+    groups = [
+        {
+            "role": group.role,
+            "tensors": [_tensor_as_json(group, tensor, found) for tensor in group.tensors],
+        }
+        for group in summary.groups
+    ]
+    return {**as_dict(summary), "groups": groups, "pickles": summary.pickles}
+
+
+def _tensor_as_json(group: Group, tensor: Tensor, found: AllNorms) -> dict[str, object]:
+    norms = found.get(f"{group.role}/{tensor.name}")
+    return as_dict(tensor) | ({"norms": as_dict(norms)} if norms else {})
+
+
+def _facts(summary: Summary) -> Panel:
+    grid = Table.grid(padding=(0, 2))
+    total = sum(group.num_bytes for group in summary.groups)
+    for name, value in {"layout": _LAYOUTS[summary.layout], **summary.facts}.items():
+        grid.add_row(Text(name, style="dim"), cell(when(value) if name == "saved" else value))
+    grid.add_row(Text("tensors", style="dim"), in_bytes(total))
+    title = cell(summary.path)
+    return Panel(grid, title=title, title_align="left", border_style="dim", expand=False)
+
+
+def _groups_table(groups: Iterable[Group]) -> Table:
+    made = table("", "tensors", "elements", "size", "types", numbers=_NUMBERS)
+    for group in groups:
+        types = ", ".join(f"{name} ({count:,})" for name, count in group.dtypes.items())
+        made.add_row(
+            cell(group.role),
+            f"{len(group.tensors):,}",
+            f"{group.num_elements:,}",
+            in_bytes(group.num_bytes),
+            types,
+        )
+    return made
+
+
+def _tensors_table(groups: Iterable[Group], found: AllNorms, screen: Console) -> Table:
+    known = [(group.role, tensor) for group in groups for tensor in group.tensors]
+    columns = {
+        "tensor": [cell(shown(f"{role}/{tensor.name}")) for role, tensor in known],
+        "type": [Text(tensor.dtype) for _, tensor in known],
+        "shape": [Text(dims(tensor.shape)) for _, tensor in known],
+    }
+    if found:
+        columns |= _figures([found[f"{role}/{tensor.name}"] for role, tensor in known])
+    else:
+        columns["size"] = [Text(in_bytes(tensor.num_bytes)) for _, tensor in known]
+        columns["file"] = [cell(tensor.file) for _, tensor in known]
+    return fitted(screen, columns, numbers=_NUMBERS, optional=("file", "size", "type"))
+
+
+def _figures(all_norms: Sequence[Norms]) -> dict[str, list[Text]]:
+    found = {
+        "L2 norm": [Text(number(norms.l2)) for norms in all_norms],
+        "min": [Text(number(norms.minimum)) for norms in all_norms],
+        "max": [Text(number(norms.maximum)) for norms in all_norms],
+        "mean": [Text(number(norms.mean)) for norms in all_norms],
+        "NaN": [_alarm(norms.num_nan) for norms in all_norms],
+        "inf": [_alarm(norms.num_inf) for norms in all_norms],
+    }
+    return {name: cells for name, cells in found.items() if any(cells)}
+
+
+def _alarm(count: int) -> Text:
+    return Text(f"{count:,}" if count else "", style="bold red")
+
+
+def _pairs(title: str, pairs: Iterable[tuple[str, str]]) -> Table:
+    made = table(title, "")
+    for name, value in pairs:
+        made.add_row(cell(name), Text(value, style="dim") if value.isprintable() else cell(value))
+    return made

@@ -1,0 +1,164 @@
+"""How the commands about checkpoints look: tables, figures, JSON, and a bar while they read."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+from rich.table import Table
+from rich.text import Text
+
+FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
+JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
+_UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
+_PIPE_WIDTH = 240
+_UNLIMITED = 100_000  # columns
+_NAME = 44  # characters of a name for which columns are given up
+
+Advance = Callable[[int], None]
+
+
+def console() -> Console:
+    """The terminal as it is; a file or a pipe gets whole lines, to search and cut."""
+    found = Console(highlight=False)
+    return found if found.is_terminal else Console(width=_PIPE_WIDTH, highlight=False)
+
+
+@contextmanager
+def reading(what: str, total: int | None) -> Iterator[Advance]:
+    """A bar on standard error while bytes are read, if that is a terminal; it leaves nothing."""
+    columns = (TextColumn(what), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    screen = Console(stderr=True)
+    with Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal) as bar:
+        task = bar.add_task("", total=total)
+        yield lambda count: bar.advance(task, count)
+
+
+def table(*columns: str, numbers: Iterable[str] = ()) -> Table:
+    """An open table; ``numbers`` are the columns of figures."""
+    made = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
+    for name in columns:
+        is_last = name == columns[-1]
+        made.add_column(name, justify="right" if name in numbers else "left", no_wrap=not is_last)
+    return made
+
+
+def fitted(
+    screen: Console,
+    columns: Mapping[str, Sequence[Text]],
+    *,
+    numbers: Iterable[str] = (),
+    optional: Iterable[str] = (),
+    styles: Sequence[str] = (),
+) -> Table:
+    """A table that fits the screen: long names in its first column lose their beginnings, then
+    ``optional`` columns go. ``styles`` are those of the rows."""
+    left, unlimited = dict(columns), screen.options.update(max_width=_UNLIMITED)
+    for dropped in ("", *optional):
+        left.pop(dropped, None)
+        made = _filled(left, numbers, styles)
+        excess = screen.measure(made, options=unlimited).maximum - screen.width
+        if excess <= 0:
+            return made
+        first = next(iter(left))
+        room = max((len(text) for text in left[first]), default=0) - excess
+        if room >= _NAME:
+            break
+    left[first] = [_cropped(text, max(room, _NAME // 2)) for text in left[first]]
+    return _filled(left, numbers, styles)
+
+
+def _filled(
+    columns: Mapping[str, Sequence[Text]], numbers: Iterable[str], styles: Sequence[str]
+) -> Table:
+    made = table(*columns, numbers=numbers)
+    for i, row in enumerate(zip(*columns.values(), strict=True)):
+        made.add_row(*row, style=styles[i] if styles else "")
+    return made
+
+
+def _cropped(name: Text, room: int) -> Text:
+    """The end of a name, which tells more than its beginning."""
+    return name if len(name) <= room else Text(f"…{name.plain[len(name) - room + 1 :]}")
+
+
+def cell(value: object) -> Text:
+    """Any text as it is: no markup, and nothing in it that a terminal could act on."""
+    text = str(value)
+    return Text(text if text.isprintable() else text.encode("unicode_escape").decode("ascii"))
+
+
+def mark(sign: str, style: str, text: str) -> Text:
+    """A line that begins with a coloured sign."""
+    return Text.assemble((f"{sign} ", style), cell(text))
+
+
+def number(value: float | None) -> str:
+    """Four digits, as losses and norms are read."""
+    return "" if value is None else f"{value:.4g}"
+
+
+def in_bytes(num_bytes: int | None) -> str:
+    """Three digits and a decimal unit, as disks are sold and file managers count."""
+    if num_bytes is None:
+        return ""
+    value, unit = float(num_bytes), 0
+    while value >= 999.5 and unit < len(_UNITS) - 1:
+        value, unit = value / 1000, unit + 1
+    return f"{value:.3g} {_UNITS[unit]}"
+
+
+def dims(shape: Iterable[int] | None) -> str:
+    """A shape as people write it."""
+    return "" if shape is None else " × ".join(map(str, shape)) or "scalar"
+
+
+def when(created: str | None) -> str:
+    """Local date and time, and how long ago; the text itself if it is no time."""
+    text = time(created)
+    if text == (created or ""):
+        return text
+    then = datetime.fromisoformat(created or "").astimezone()
+    seconds = max((datetime.now(UTC) - then).total_seconds(), 0)
+    for limit, unit, length in ((120, "s", 1), (7200, "min", 60), (172800, "h", 3600)):
+        if seconds < limit:
+            return f"{text} ({seconds / length:.0f} {unit} ago)"
+    return f"{text} ({seconds / 86400:.0f} days ago)"
+
+
+def time(created: str | None) -> str:
+    """Local date and time; the text itself if it is no time."""
+    try:
+        return f"{datetime.fromisoformat(created or '').astimezone():%Y-%m-%d %H:%M}"
+    except (ValueError, OverflowError):
+        return created or ""
+
+
+def as_dict(value: object) -> dict[str, object]:
+    """The fields of a dataclass."""
+    assert dataclasses.is_dataclass(value)
+    assert not isinstance(value, type)
+    return dataclasses.asdict(value)
+
+
+def print_json(value: object) -> None:
+    """Strict JSON; what is not a finite number is null."""
+    click.echo(json.dumps(_strict(value), indent=2, default=str, allow_nan=False))
+
+
+def _strict(value: object) -> object:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {str(key): _strict(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_strict(item) for item in value]
+    return value

@@ -1,0 +1,51 @@
+"""``surefoot ckpt verify``: is a checkpoint what was saved?"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import click
+from rich.text import Text
+
+from ...checkpoint.listing import list_run
+from ...checkpoint.verify import Report, verify
+from .table import FOLDER, JSON, as_dict, cell, console, mark, print_json, reading
+
+
+@click.command("verify")
+@click.argument("checkpoint", metavar="CHECKPOINT", type=FOLDER)
+@click.option(
+    "--full/--quick",
+    default=True,
+    help="Check every byte (default), or lengths, headers and small files only.",
+)
+@JSON
+def verify_command(checkpoint: Path, full: bool, as_json: bool) -> None:
+    """Check that CHECKPOINT is what was saved. The exit code is 1 if it is not."""
+    began = time.perf_counter()
+    with reading("verifying", _total(checkpoint) if full else 0) as advance:
+        report = verify(checkpoint, full=full, progress=advance)
+    if as_json:
+        print_json({**as_dict(report), "ok": report.ok})
+    else:
+        _print(report, time.perf_counter() - began)
+    if not report.ok:
+        raise click.exceptions.Exit(1)
+
+
+def _total(checkpoint: Path) -> int | None:
+    """Bytes to hash; None if the folder does not even say."""
+    found = list_run(checkpoint)
+    return found[0].num_bytes if len(found) == 1 else None
+
+
+def _print(report: Report, seconds: float) -> None:
+    screen = console()
+    for problem in report.problems:
+        screen.print(mark("✗", "bold red", problem), soft_wrap=True)
+    for note in report.notes:
+        screen.print(Text.assemble(("· ", "dim"), cell(note)), soft_wrap=True, style="dim")
+    if report.ok:
+        text = f"{report.folder}: whole ({report.checked}, {seconds:.1f} s)"
+        screen.print(mark("✓", "bold green", text), soft_wrap=True)
