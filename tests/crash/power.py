@@ -91,6 +91,9 @@ class Disk(System):
     def _mkdir(self, _, path):
         self._find(Path(path).parent).now[Path(path).name] = FolderNode()
 
+    def _link(self, _, old, new, **options):
+        self._find(Path(new).parent).now[Path(new).name] = self._find(old)
+
     def _rename(self, _, old, new):
         node = self._find(Path(old).parent).now.pop(Path(old).name)
         self._find(Path(new).parent).now[Path(new).name] = node

@@ -9,18 +9,20 @@ import random
 import signal
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from checkpoint.sample import blank, same_states, sample_states
-from surefoot.checkpoint.commit import clean
+from surefoot.checkpoint.background import Background
+from surefoot.checkpoint.commit import being_written, clean, committed
 from surefoot.checkpoint.load import load
-from surefoot.checkpoint.retention import forget
-from surefoot.checkpoint.save import save
+from surefoot.checkpoint.retention import drop_all
+from surefoot.checkpoint.save import prepare, save
 from surefoot.checkpoint.verify import find
 
 
-def train(root, told):
-    """Go on from the newest checkpoint, and save until killed."""
+def start(root):
+    """Go on from the newest checkpoint: its step."""
     clean(root)
     found = find(root)
     assert not found.passed_over, found.passed_over
@@ -30,18 +32,40 @@ def train(root, told):
         states = blank(sample_states(step))
         load(found.path, states)
         assert same_states(sample_states(step), states)
+    return step
+
+
+def train(root, told):
+    """Go on, and save until killed."""
+    step = start(root)
     while True:
         os.write(told, b"%d\n" % step)
         step += 1
         save(root, step, sample_states(step), kind="full", max_shard_size=700)
-        forget(root, keep=2)
+        drop_all(committed(root)[:-2])
 
 
-def life(root, seconds):
+def train_in_the_background(root, told):
+    """The same with saves in a process of their own, which may outlive the one that trains."""
+    while being_written(root):
+        time.sleep(0.01)
+    step = start(root)
+    background = Background()
+    while True:
+        os.write(told, b"%d\n" % step)
+        step += 1
+        parent = f"checkpoint-{step - 1}"
+        job, live = prepare(root, step, sample_states(step), kind="full", parent=parent)
+        background.start(replace(job, forget=[f"checkpoint-{step - 2}"]), live)
+        background.wait()
+
+
+def life(root, seconds, train, everybody):
     """One start and its end: the step it went on from, and the last one it told of."""
     listen, told = os.pipe()
     if (child := os.fork()) == 0:
         try:
+            os.setpgid(0, 0)
             train(root, told)
         finally:
             os._exit(1)
@@ -49,22 +73,25 @@ def life(root, seconds):
     with os.fdopen(listen, "rb") as pipe:
         first = pipe.readline()  # killed no earlier than this, so that every start gets somewhere
         time.sleep(seconds)
-        os.kill(child, signal.SIGKILL)
+        (os.killpg if everybody else os.kill)(child, signal.SIGKILL)
         rest = [line for line in pipe.read().split(b"\n") if line]
     _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) == -signal.SIGKILL, f"it ended by itself: {status}"
     return int(first), int((rest or [first])[-1])
 
 
-def main(root, kills):
+def main(root, kills, how):
     rng = random.Random(0)
-    newest = 0
+    newest, train_so = 0, TRAINERS[how]
     for _ in range(kills):
-        first, last = life(root, rng.uniform(0, 0.1))
+        seconds = rng.uniform(0, 0.1 if how == "direct" else 0.3)
+        first, last = life(root, seconds, train_so, everybody=rng.random() < 0.5)
         assert first >= newest, f"step {newest} was saved, but the next start went on from {first}"
         newest = last
     print(newest)
 
 
+TRAINERS = {"direct": train, "background": train_in_the_background}
+
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3])

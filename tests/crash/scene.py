@@ -1,30 +1,60 @@
 """A run with two checkpoints saves a third and forgets the first; and what must hold then."""
 
 import shutil
+from dataclasses import replace
+
+import torch
 
 from checkpoint.sample import blank, same_states, sample_states, tree_bytes
+from surefoot.checkpoint.arena import Arena, Images, places
 from surefoot.checkpoint.commit import clean, committed
 from surefoot.checkpoint.load import load
-from surefoot.checkpoint.retention import forget
-from surefoot.checkpoint.save import save
+from surefoot.checkpoint.retention import drop_all
+from surefoot.checkpoint.save import prepare, save
+from surefoot.checkpoint.snapshot import take
 from surefoot.checkpoint.verify import find
+from surefoot.checkpoint.write import write
+from surefoot.errors import CheckpointError
 
 OLD, NEW = (1, 2), 3
 COMPANIONS = {"config.json": b"{}", "templates/chat.jinja": b"{{ messages }}"}
 
 
-def prepare(root):
+def states(step):
+    """A model of which a part is frozen, so that its file is shared by all checkpoints."""
+    made = sample_states(step)
+    made["model"].state["model.frozen.weight"] = torch.arange(200.0)
+    return made
+
+
+def set_up(root):
     """The run before: two checkpoints."""
     for step in OLD:
-        save(root, step, sample_states(step), kind="full", companions=COMPANIONS)
+        save(root, step, states(step), kind="full", companions=COMPANIONS)
     return {step: tree_bytes(root / f"checkpoint-{step}") for step in OLD}
 
 
 def act(root):
-    """What is interrupted: clean up, save in shards, forget, clean up."""
+    """What is interrupted: clean up, save a snapshot in shards, forget the oldest, clean up."""
     clean(root)
-    save(root, NEW, sample_states(NEW), kind="full", companions=COMPANIONS, max_shard_size=700)
-    forget(root, keep=2)
+    job, live = prepare(
+        root,
+        NEW,
+        states(NEW),
+        kind="full",
+        companions=COMPANIONS,
+        max_shard_size=900,
+        parent="checkpoint-2",
+    )
+    job = replace(job, forget=["checkpoint-1"])
+    starts, size = places([shard.plan.header.file_size for shard in job.shards])
+    arena = Arena.create(size)
+    images = Images(arena, starts, job.shards)
+    take(images, live.groups)
+    saved = write(job, images)
+    arena.close()
+    if saved.problem:
+        raise CheckpointError(saved.problem)
     clean(root)
 
 
@@ -40,9 +70,9 @@ def check(root, before, finished=False):
     assert 2 in there and (1 in there or newest == NEW), "forgotten before the new one was there"
     for step in there.keys() & before.keys():
         assert tree_bytes(there[step]) == before[step], f"checkpoint-{step} was touched"
-    states = blank(sample_states(newest))
-    load(found.path, states)
-    assert same_states(sample_states(newest), states)
+    loaded = blank(states(newest))
+    load(found.path, loaded)
+    assert same_states(states(newest), loaded)
     clean(root)
     assert {p.name for p in root.iterdir()} == {p.name for p in there.values()}
 
@@ -52,7 +82,7 @@ def go_on(root):
     clean(root)
     if find(root).path != root / f"checkpoint-{NEW}":
         act(root)
-    forget(root, keep=2)
+    drop_all(committed(root)[:-2])
     assert [p.name for p in committed(root)] == ["checkpoint-2", "checkpoint-3"]
 
 

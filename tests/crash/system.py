@@ -6,7 +6,7 @@ import os
 # Every function of ``os`` through which files.py reaches the disk.
 CALLS = (
     "open", "close", "write", "preadv", "pwrite", "posix_fallocate", "ftruncate", "fsync",
-    "fstat", "fstatvfs", "stat", "lstat", "listdir", "mkdir", "rename", "unlink", "rmdir",
+    "fstat", "fstatvfs", "stat", "lstat", "listdir", "mkdir", "rename", "link", "unlink", "rmdir",
 )  # fmt: skip
 WRITES = ("write", "pwrite", "preadv")  # calls that may do less than they were asked to
 DEAD = 9  # exit code of a process that a fault ended

@@ -25,7 +25,7 @@ def run(module, *args):
 @pytest.fixture(scope="module")
 def start(scratch):
     root = scratch / "start"
-    return root, scene.prepare(root)
+    return root, scene.set_up(root)
 
 
 def kill_at_calls(start, target, step):
@@ -48,11 +48,13 @@ def test_killed_before_within_and_after_every_call(start, scratch):
     assert kill_at_calls(start, scratch / "all-victims", step=1) > 300
 
 
-def test_killed_at_random_moments(scratch):
-    assert int(run("crash.runner", scratch / "few", 25)) > 0
+@pytest.mark.parametrize("how", ["direct", "background"])
+def test_killed_at_random_moments(scratch, how):
+    assert int(run("crash.runner", scratch / f"few-{how}", 25, how)) > 0
 
 
 @pytest.mark.proof
-def test_killed_at_random_moments_a_thousand_times(tmp_path):
+@pytest.mark.parametrize("how", ["direct", "background"])
+def test_killed_at_random_moments_a_thousand_times(tmp_path, how):
     """On a real disk, whose flushes take time."""
-    assert int(run("crash.runner", tmp_path / "many", 1000)) > 300
+    assert int(run("crash.runner", tmp_path / "many", 1000, how)) > 300

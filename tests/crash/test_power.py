@@ -14,7 +14,7 @@ from .power import Disk, write_tree
 @pytest.fixture(scope="module")
 def start(scratch):
     root = scratch / "start"
-    return root, scene.prepare(root)
+    return root, scene.set_up(root)
 
 
 def recorded(start, root, samples=2):

@@ -6,7 +6,9 @@ whole snapshot, so it finishes and commits even if the one that trains dies; it 
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import os
 import select
 import signal
@@ -20,8 +22,13 @@ import surefoot
 from ..errors import CheckpointError
 from . import snapshot
 from .arena import Arena, Images, places
+from .commit import clean
 from .job import Job, Saved
 from .save import Live
+
+logger = logging.getLogger(__name__)
+_DEAF = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # meant for the process that trains
+_ATTEMPTS = 2
 
 
 class Background:
@@ -29,13 +36,19 @@ class Background:
 
     def __init__(self) -> None:
         self._arena: Arena | None = None
-        self._process: subprocess.Popen[bytes] | None = None
+        self._writer: _Writer | None = None
         self._target: Path | None = None  # of the save in flight
+        self._message = b""  # the job sent last
 
     @property
     def is_busy(self) -> bool:
         """Whether a save is in flight, or one has ended that nobody has asked about."""
         return self._target is not None
+
+    @property
+    def pid(self) -> int:
+        """Number of the process that writes; -1 if there is none."""
+        return -1 if self._writer is None else self._writer.process.pid
 
     def start(self, job: Job, live: Live) -> None:
         """Take a snapshot and start to write it; the live tensors may change from then on.
@@ -54,39 +67,52 @@ class Background:
         small = dict(zip(job.small, zip(starts[len(sizes) :], blobs, strict=True), strict=True))
         for name, (start, length) in small.items():
             arena.view[start : start + length] = job.small[name]
-        self._send(_describe(job, images, small), arena)
+        self._message = json.dumps(describe(job, images, small)).encode() + b"\n"
+        self._send(arena)
         self._target = job.target
 
     def poll(self) -> Saved | None:
         """The save that has ended since, if one has. Raises ``CheckpointError`` if it failed."""
-        if self._target is None or not self._has_answer(0):
+        if self._target is None or self._writer is None or not self._writer.has_answer():
             return None
         return self.wait()
 
     def wait(self) -> Saved | None:
         """Wait for the save in flight, if there is one. Raises ``CheckpointError`` if it failed."""
-        if self._target is None or self._process is None or self._process.stdout is None:
+        if self._target is None:
             return None
-        target, self._target = self._target, None
-        answer = self._process.stdout.readline()
-        if not answer.endswith(b"\n"):
-            raise CheckpointError(f"cannot save {target}: {self._death()}")
-        told = json.loads(answer)
-        if "error" in told:
-            raise CheckpointError(told["error"])
-        return Saved(
-            target, told["num_bytes"], told["num_shared"], told["seconds"], told["problem"]
-        )
+        try:
+            told = json.loads(self._answer(self._target))
+            if "error" in told:
+                raise CheckpointError(told["error"])
+            return Saved(**{**told, "path": self._target})
+        finally:
+            self._target = None
 
     def close(self) -> None:
-        """End the process, once it has written what it has, and give the memory back."""
-        if self._process is not None and self._process.stdin and self._process.stdout:
-            self._process.stdin.close()
-            self._process.wait()
-            self._process.stdout.close()
-        if self._arena is not None:
-            self._arena.close()
-        self._process = self._arena = self._target = None
+        """Wait for the save in flight, end the process and give the memory back."""
+        try:
+            self.wait()
+        finally:
+            if self._writer is not None:
+                self._writer.close()
+            if self._arena is not None:
+                self._arena.close()
+            self._writer = self._arena = None
+
+    def _answer(self, target: Path) -> bytes:
+        """The answer to the job sent last; if the process died, another one gets a try."""
+        for attempt in range(_ATTEMPTS):
+            assert self._writer is not None
+            assert self._arena is not None
+            if answer := self._writer.answer():
+                return answer
+            death = self._writer.death()
+            clean(target.parent)
+            if attempt + 1 < _ATTEMPTS:
+                logger.warning("%s; trying once more", death)
+                self._send(self._arena)  # the snapshot is still there
+        raise CheckpointError(f"cannot save {target}: {death}")
 
     def _room(self, size: int, live: Live) -> Arena:
         """The arena, made anew (and with it the process that maps it) if it is too small."""
@@ -97,50 +123,77 @@ class Background:
                 snapshot.pin(self._arena)
         return self._arena
 
-    def _send(self, message: Mapping[str, object], arena: Arena) -> None:
-        if self._process is None or self._process.poll() is not None:
-            self._process = _start(arena)
-        assert self._process.stdin is not None
+    def _send(self, arena: Arena) -> None:
+        if self._writer is not None and not self._writer.is_alive:
+            self._writer.close()
+            self._writer = None
+        if self._writer is None:
+            self._writer = _Writer(arena)
+        self._writer.send(self._message)
+
+
+class _Writer:
+    """The process, and the pipes to it."""
+
+    def __init__(self, arena: Arena) -> None:
+        home, known = str(Path(surefoot.__file__).parent.parent), os.environ.get("PYTHONPATH")
+        packages = os.pathsep.join([home, known] if known else [home])
+        # -P and the path: it imports this very package, and nothing that lies about.
+        command = [sys.executable, "-P", "-m", "surefoot.checkpoint.writer"]
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _DEAF)  # the process inherits the mask
         try:
-            self._process.stdin.write(json.dumps(message).encode() + b"\n")
-            self._process.stdin.flush()
-        except BrokenPipeError as error:
-            raise CheckpointError(f"cannot save {message['step']}: {self._death()}") from error
+            self.process = subprocess.Popen(
+                [*command, str(arena.descriptor), str(arena.size)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                pass_fds=[arena.descriptor],
+                env={
+                    **os.environ,
+                    "PYTHONPATH": os.pathsep.join([home, known] if known else [home]),
+                },
+            )
+        except OSError as error:
+            raise CheckpointError(
+                f"cannot start the process that writes checkpoints: {error}"
+            ) from error
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self._jobs, self._answers = self.process.stdin, self.process.stdout
 
-    def _has_answer(self, seconds: float) -> bool:
-        assert self._process is not None
-        assert self._process.stdout is not None
-        return bool(select.select([self._process.stdout], [], [], seconds)[0])
+    @property
+    def is_alive(self) -> bool:
+        return self.process.poll() is None
 
-    def _death(self) -> str:
+    def send(self, message: bytes) -> None:
+        with contextlib.suppress(BrokenPipeError):  # it died; whoever waits for an answer sees it
+            self._jobs.write(message)
+            self._jobs.flush()
+
+    def has_answer(self) -> bool:
+        return bool(select.select([self._answers], [], [], 0)[0])
+
+    def answer(self) -> bytes:
+        """Wait for a line; empty if the process died instead."""
+        line = self._answers.readline()
+        return line if line.endswith(b"\n") else b""
+
+    def death(self) -> str:
         """How the process ended, for people."""
-        assert self._process is not None
-        code = self._process.wait()
+        code = self.process.wait()
         how = f"with exit code {code}" if code >= 0 else f"by {signal.Signals(-code).name}"
         hint = "; is memory short?" if code == -signal.SIGKILL else ""
         return f"the process that writes checkpoints was ended {how}{hint}"
 
-
-def _start(arena: Arena) -> subprocess.Popen[bytes]:
-    """The process; `-P` and the path, so that it imports this very package and nothing beside."""
-    home = str(Path(surefoot.__file__).parent.parent)
-    known = os.environ.get("PYTHONPATH")
-    command = [sys.executable, "-P", "-m", "surefoot.checkpoint.writer"]
-    try:
-        return subprocess.Popen(
-            [*command, str(arena.descriptor), str(arena.size)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            pass_fds=[arena.descriptor],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join([home, known] if known else [home])},
-        )
-    except OSError as error:
-        raise CheckpointError(
-            f"cannot start the process that writes checkpoints: {error}"
-        ) from error
+    def close(self) -> None:
+        with contextlib.suppress(BrokenPipeError):
+            self._jobs.close()
+        self.process.wait()
+        self._answers.close()
 
 
-def _describe(job: Job, images: Images, small: Mapping[str, tuple[int, int]]) -> dict[str, object]:
+def describe(job: Job, images: Images, small: Mapping[str, tuple[int, int]]) -> dict[str, object]:
     """A job as JSON; what is large lies in the arena."""
     starts = zip(job.shards, images.starts, strict=True)
     return {

@@ -39,7 +39,7 @@ class Stream:
     def write(self, data: bytes | memoryview) -> None:
         """Add ``data``, which may change afterwards. ``OSError`` if an earlier write failed."""
         view = memoryview(data)
-        while len(view):
+        while view:
             count = min(len(view), _BUFFER - self._filled)
             self._buffers[0][self._filled : self._filled + count] = view[:count]
             self._filled += count

@@ -12,7 +12,6 @@ import dataclasses
 import json
 import os
 import select
-import signal
 import sys
 import traceback
 from pathlib import Path
@@ -25,8 +24,6 @@ from .job import Job, Shard
 from .plan import FilePlan
 from .write import write
 
-_DEAF = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # meant for the process that trains
-
 
 class _OrphanedError(Exception):
     """The process that trains died before the folder aside was there."""
@@ -34,8 +31,6 @@ class _OrphanedError(Exception):
 
 def main(descriptor: int, size: int) -> None:
     """Serve until the end of the input."""
-    for number in _DEAF:
-        signal.signal(number, signal.SIG_IGN)
     _step_back()
     arena = Arena(descriptor, size)
     with contextlib.suppress(_OrphanedError, BrokenPipeError):
