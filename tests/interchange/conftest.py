@@ -1,15 +1,15 @@
 """One run of each trainer, whole, for the tests to switch in the middle of."""
 
+import functools
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
-from theirs import STEPS, Losses, policy_of, recipe_in, their_trainer, weights_of
+from theirs import HALF, Losses, policy_of, recipe_in, their_trainer, weights_of
 
 from surefoot.recipe.recipe import Recipe
 from surefoot.run import build
 
-HALF = STEPS // 2
 METHODS = {
     "full": {},
     "freeze": {"method": {"freeze": {"num_layers": 1, "extra_modules": ["norm", "lm_head"]}}},
@@ -48,10 +48,8 @@ def start(recipe, folder):
     return model
 
 
-@pytest.fixture(scope="package", params=METHODS)
-def both(request, tmp_path_factory):
-    folder = tmp_path_factory.mktemp(request.param)
-    recipe = recipe_in(folder, **METHODS[request.param])
+def train_both(folder, method):
+    recipe = recipe_in(folder, **METHODS[method])
     recipe = replace(recipe, train=replace(recipe.train, output_dir=folder / "ours"))
     losses = Losses()
     theirs = their_trainer(recipe, folder / "theirs", losses, model=start(recipe, folder / "start"))
@@ -68,3 +66,24 @@ def both(request, tmp_path_factory):
         {r["step"]: r["loss"] for r in ours.state.log_history},
         losses.of,
     )
+
+
+@pytest.fixture(scope="package")
+def runs(tmp_path_factory):
+    """The runs of a method by its name, made when they are first asked for."""
+    return functools.cache(lambda method: train_both(tmp_path_factory.mktemp(method), method))
+
+
+@pytest.fixture(params=METHODS)
+def both(request, runs):
+    return runs(request.param)
+
+
+@pytest.fixture
+def full(runs):
+    return runs("full")
+
+
+@pytest.fixture
+def lora(runs):
+    return runs("lora")

@@ -9,8 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import HALF
-from theirs import Losses, furthest, their_trainer, weights_of
+from theirs import HALF, Losses, furthest, their_trainer, weights_of
 
 from surefoot.interchange import load_trainer_checkpoint, save_trainer_checkpoint
 from surefoot.run import build

@@ -10,16 +10,16 @@ from surefoot.interchange import training_arguments
 from surefoot.recipe.recipe import load
 from surefoot.run import build
 
-STEPS = 8  # of a whole run; the switch is in the middle, six steps are an epoch
+STEPS, HALF = 8, 4  # of a whole run, and where to switch; six steps are an epoch
 
 
 def recipe_in(folder, *overrides, kind="llama", **sections):
-    """22 examples in order, four a step, two at a time: the last step of an epoch is a short one."""
+    """22 examples in order, four a step, two at a time; an epoch ends in a short step."""
     content = {
         "data": {"val_size": 0, "shuffle": False, "packing": False, "cutoff_len": 64},
         "train": {"max_steps": STEPS, "eval_steps": None, "log_steps": 1},
         "optim": {"adamw": {"learning_rate": 0.003, "weight_decay": 0.1}},
-        "checkpoint": {"save_steps": STEPS // 2, "keep": None},
+        "checkpoint": {"save_steps": HALF, "keep": None},
     }
     for name, fields in sections.items():
         both = isinstance(fields, dict) and isinstance(content.get(name), dict)
@@ -78,7 +78,7 @@ def their_trainer(recipe, folder, *callbacks, model=None, **changes):
         "use_cpu": True,
         "report_to": "none",
         "disable_tqdm": True,
-        "save_steps": STEPS // 2,
+        "save_steps": HALF,
         "logging_steps": 1,
         "train_sampling_strategy": "sequential",
         **arguments,

@@ -22,8 +22,6 @@ def training_arguments(recipe: Recipe, max_steps: int) -> dict[str, object]:
     }
     if section.precision in ("bf16", "fp16"):
         found[section.precision] = True
-    if recipe.model.gradient_checkpointing:
-        found["gradient_checkpointing"] = True
     return found
 
 

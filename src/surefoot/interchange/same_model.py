@@ -13,7 +13,7 @@ from .. import files
 from ..checkpoint.layouts import open_folder
 from ..checkpoint.source import Source
 from ..checkpoint.states import Stateful
-from ..checkpoint.weights import ADAPTER_CONFIG, recognise
+from ..checkpoint.weights import ADAPTER, ADAPTER_CONFIG, MODEL, recognise
 from ..errors import CheckpointError
 from ..model.companions import adapter_files
 from ..model.weights import AdapterWeights
@@ -42,6 +42,10 @@ def open_same(folder: Path, policy: nn.Module, weights: Stateful) -> Source:
     """
     is_adapter = isinstance(weights, AdapterWeights)
     layout = recognise(folder)
+    if layout is None and not any(folder.glob("*_model*.bin")):  # which are pickles, told below
+        raise CheckpointError(
+            f"{folder}: it holds no weights ({MODEL} or {ADAPTER}); go on from another checkpoint"
+        )
     if layout is not None and (layout == "peft") != is_adapter:
         found, kind = ("an adapter", "a whole model")[:: 1 if layout == "peft" else -1]
         raise CheckpointError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -64,5 +65,7 @@ def _wrapped(model: PreTrainedModel, adapter: Path) -> nn.Module:
 
     config = PeftConfig.from_pretrained(str(adapter))
     config.inference_mode = config.init_lora_weights = False
-    wrapped: nn.Module = get_peft_model(model, config)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what they say was said when the run began
+        wrapped: nn.Module = get_peft_model(model, config)
     return wrapped
