@@ -24,6 +24,7 @@ def states(step):
     """A model of which a part is frozen, so that its file is shared by all checkpoints."""
     made = sample_states(step)
     made["model"].state["model.frozen.weight"] = torch.arange(200.0)
+    made["model"].state["model.layers.0.mask"] = torch.ones(5, dtype=torch.bool)
     return made
 
 
