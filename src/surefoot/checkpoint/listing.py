@@ -55,7 +55,7 @@ def verified(line: Line, progress: Progress | None = None) -> Line:
         return line
     report = verify(line.path, full=True, progress=progress)
     if not report.ok:
-        return replace(line, problem=report.problems[0].removeprefix(f"{line.path}: "))
+        return replace(line, problem=_inside(line.path, report.problems[0]))
     return replace(line, verified="every byte" if line.layout == "native" else "structure")
 
 
@@ -83,8 +83,13 @@ def _line(folder: Path) -> tuple[Line, TrainerState]:
     try:
         return _of_trainer(folder, layout) if is_trainers else _of_ours(folder)
     except CheckpointError as error:
-        problem = str(error).removeprefix(f"{folder}: ")
+        problem = _inside(folder, str(error))
         return Line(folder, step_of(folder), layout=layout, problem=problem), TrainerState()
+
+
+def _inside(folder: Path, problem: str) -> str:
+    """What is wrong, without the name of the folder it begins with."""
+    return problem.removeprefix(str(folder)).removeprefix(": ").removeprefix("/")
 
 
 def _of_ours(folder: Path) -> tuple[Line, TrainerState]:

@@ -1,0 +1,26 @@
+"""Commands as a user types them."""
+
+import re
+
+from click.testing import CliRunner
+
+from surefoot.cli.main import main
+
+
+def run(*args, answer=None):
+    return CliRunner().invoke(main, ["ckpt", *map(str, args)], input=answer)
+
+
+def damage(folder, name="model.safetensors"):
+    """Flip the last bit of a file."""
+    data = bytearray((folder / name).read_bytes())
+    data[-1] ^= 1
+    (folder / name).write_bytes(data)
+
+
+def on_screen(monkeypatch, columns, *args):
+    """The lines on a terminal of that width, without the colours."""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", columns)
+    return re.sub(r"\x1b\[[\d;]*m", "", run(*args).stdout).splitlines()

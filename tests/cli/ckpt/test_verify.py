@@ -1,0 +1,53 @@
+"""``ckpt verify``: exit codes for scripts."""
+
+import json
+
+from .runner import damage, run
+
+
+def test_verify_of_a_whole_checkpoint(folder):
+    for option, words in (
+        ("--full", "every byte checked"),
+        ("--quick", "lengths, headers and small files checked"),
+    ):
+        result = run("verify", folder, option)
+        assert result.exit_code == 0
+        assert f"✓ {folder}: whole ({words}" in result.output
+    assert "every byte checked" in run("verify", folder).output
+
+
+def test_verify_of_a_damaged_one_fails(folder):
+    damage(folder)
+    result = run("verify", folder)
+    assert result.exit_code == 1
+    assert "✗" in result.output and "are not those that were saved" in result.output
+    assert run("verify", folder, "--quick").exit_code == 0
+
+
+def test_verify_as_json(folder):
+    (folder / "notes.txt").write_text("x")
+    found = json.loads(run("verify", folder, "--json").output)
+    assert found["ok"] and found["problems"] == [] and len(found["notes"]) == 1
+    damage(folder)
+    result = run("verify", folder, "--json")
+    assert result.exit_code == 1 and not json.loads(result.output)["ok"]
+
+
+def test_verify_of_what_is_no_checkpoint_is_a_users_mistake(tmp_path):
+    assert run("verify", tmp_path).exit_code == 2
+    assert run("verify", tmp_path / "none").exit_code == 2
+
+
+def test_verify_of_a_model_of_others_says_what_was_checked(shared):
+    result = run("verify", shared / "models" / "stories260k")
+    assert (
+        result.exit_code == 0
+        and "structure checked" in result.output
+        and "no hashes" in result.output
+    )
+
+
+def test_verify_prints_no_empty_line(folder):
+    for arguments in ((folder,), (folder, "--quick")):
+        result = run("verify", *arguments)
+        assert result.stdout.startswith("✓") and result.stderr == ""
