@@ -18,7 +18,7 @@ COMMANDS = {
     "chat": "Talk to a model, a checkpoint or an adapter.",
     "eval": "Loss, perplexity and exact match on held-out data.",
     "export": "Write a model to use elsewhere, its adapter merged.",
-    "ckpt": "List, show, compare, verify and prune checkpoints.",
+    "ckpt": "List, show, compare, verify, prune and convert checkpoints.",
     "recipe": "Show a recipe in full, or the JSON schema of recipes.",
     "env": "Report versions, devices, memory and disk.",
     "version": "Print the version.",

@@ -18,9 +18,9 @@ import torch
 from .. import files
 from ..callbacks.early_stop import EarlyStop
 from ..checkpoint.source import Source, read_whole
+from ..checkpoint.states import Stateful
 from ..data.loader import Loader
 from ..errors import CheckpointError
-from ..training.randomness import RandomState
 from ..training.trainer import Trainer
 from .moments import Moments, moments_by_name, trainer_groups
 from .pickles import read_pickle
@@ -65,7 +65,7 @@ def load_trainer_checkpoint(folder: Path, trainer: Trainer, *, trust_pickle: boo
     for line in _differences(saved, extras.scheduler, progress, moments, trainer):
         logger.warning("%s: %s", folder.name, line)
     if extras.random is not None:
-        _take_random(extras.random, folder / RANDOM)
+        _take_random(extras.random, folder / RANDOM, trainer.states["random"])
 
     _load_weights(source, trainer)
     trainer.optimizer_state.load_state_dict(moments)
@@ -187,7 +187,7 @@ def _scale(saved: object, where: Path) -> dict[str, float] | None:
     return {"scale": float(scale), "calm_steps": calm}
 
 
-def _take_random(saved: Any, where: Path) -> None:
+def _take_random(saved: Any, where: Path, generators: Stateful) -> None:
     """Set the generators, for what draws between steps; inside a step they follow from the seed."""
     try:
         version, words, gauss = saved["python"]
@@ -204,7 +204,7 @@ def _take_random(saved: Any, where: Path) -> None:
         }
         if isinstance(saved.get("cuda"), torch.Tensor):  # a list is of several GPUs
             state["cuda"] = saved["cuda"]
-        RandomState().load_state_dict(state)
+        generators.load_state_dict(state)
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError):
         raise CheckpointError(
             f"{where}: it does not hold the generators of a process; delete the file to go on "

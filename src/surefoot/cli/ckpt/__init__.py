@@ -1,5 +1,5 @@
 """``surefoot ckpt``: what checkpoints there are, what is in them, whether they are whole, what
-differs between two, and which can go.
+differs between two, which can go, and how others read them.
 
 Whatever needs torch is imported by the command that needs it, so that ``ls`` answers at once.
 """
@@ -7,6 +7,7 @@ Whatever needs torch is imported by the command that needs it, so that ``ls`` an
 import click
 
 from .cat import cat
+from .convert import convert
 from .diff import diff
 from .ls import ls
 from .prune import prune
@@ -16,8 +17,8 @@ from .verify import verify_command
 
 @click.group()
 def ckpt() -> None:
-    """List, show, compare, verify and prune checkpoints."""
+    """List, show, compare, verify, prune and convert checkpoints."""
 
 
-for command in (ls, show, diff, cat, verify_command, prune):
+for command in (ls, show, diff, cat, verify_command, prune, convert):
     ckpt.add_command(command)

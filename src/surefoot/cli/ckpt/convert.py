@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import click
+
+from .table import FOLDER, JSON, print_json
 
 
 @dataclass(frozen=True)
@@ -28,17 +29,17 @@ class Done:
 
 
 def _to_huggingface(request: Request) -> Done:
-    from ..inference import export
+    from ...inference import export
 
     export(request.checkpoint, request.target, base=request.base)
     return Done()
 
 
 def _to_trainer(request: Request) -> Done:
-    from ..checkpoint.folder import open_checkpoint
-    from ..errors import CheckpointError
-    from ..inference.opened import find_parts
-    from ..interchange import save_trainer_checkpoint
+    from ...checkpoint.folder import open_checkpoint
+    from ...errors import CheckpointError
+    from ...inference.opened import find_parts
+    from ...interchange import save_trainer_checkpoint
 
     open_checkpoint(request.checkpoint)  # ours; nobody else's holds what it takes
     parts = find_parts(request.checkpoint, base=request.base)
@@ -63,7 +64,7 @@ TARGETS: dict[str, Callable[[Request], Done]] = {
 
 
 @click.command()
-@click.argument("checkpoint", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.argument("checkpoint", metavar="CHECKPOINT", type=FOLDER)
 @click.argument("target", metavar="DST", type=click.Path(path_type=Path))
 @click.option(
     "--to",
@@ -74,7 +75,7 @@ TARGETS: dict[str, Callable[[Request], Done]] = {
     "huggingface: weights, configuration and tokenizer, an adapter merged into its base.",
 )
 @click.option("--base", help="The base model of an adapter, if it moved.")
-@click.option("--json", "as_json", is_flag=True, help="Print what was written as JSON.")
+@JSON
 def convert(checkpoint: Path, target: Path, kind: str, base: str | None, as_json: bool) -> None:
     """Write CHECKPOINT as another program reads it.
 
@@ -84,7 +85,7 @@ def convert(checkpoint: Path, target: Path, kind: str, base: str | None, as_json
     written = {p.name: p.stat().st_size for p in sorted(target.iterdir()) if p.is_file()}
     if as_json:
         told = {"path": str(target), "to": kind, "files": written, **done.notes}
-        click.echo(json.dumps(told, indent=2))
+        print_json(told)
         return
     click.echo(f"wrote {target} ({len(written)} files, {sum(written.values()):,} bytes)")
     if done.words:
