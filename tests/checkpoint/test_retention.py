@@ -222,6 +222,8 @@ def test_metrics_are_read_from_a_log():
         {"step": 2, "eval_loss": 1.5},  # rolled back, and done again
         {"step": 3, "eval_loss": None},
         {"step": 4, "eval_loss": "x"},
+        {"step": 6, "eval_loss": True},
+        {"step": 7, "eval_loss": 10**400},
         {"step": "5", "eval_loss": 1.0},
         {"eval_loss": 1.0},
         7,

@@ -106,23 +106,46 @@ def _compare(
 
 def _measure(name: str, sources: tuple[Stored, Stored]) -> tuple[bool, Figures]:
     """Whether the bytes are equal, and how far the values are apart."""
-    is_equal, num_different, largest = True, 0, 0.0
-    totals = [0.0, 0.0, 0.0]  # norms of the difference, of A and of B
+    is_equal, total = True, Figures(0, 0.0, 0.0, 0.0, 0.0)
     for box in blocks(sources[0].shapes()[name]):
-        parts = [source.read(name, box) for source in sources]
-        is_equal &= _same_bytes(*parts)
-        a, b = map(in_double, parts)
-        both = a.isfinite() & b.isfinite()
-        odd = ~both & (a != b) & ~(a.isnan() & b.isnan())
-        a, b = a[both], b[both]
-        apart = b - a
-        if odd.any():
-            largest = math.inf
-        if apart.numel():
-            largest = max(largest, apart.abs().max().item())
-        num_different += int(odd.sum()) + int((apart != 0).sum())
-        totals = [math.hypot(x, norm(y)) for x, y in zip(totals, (apart, a, b), strict=True)]
-    return is_equal, Figures(num_different, largest, *totals)
+        a, b = (source.read(name, box) for source in sources)
+        is_same = _same_bytes(a, b)
+        is_equal &= is_same
+        total = _joined(total, _figures_of_same(a) if is_same else _figures(a, b))
+    return is_equal, total
+
+
+def _joined(one: Figures, other: Figures) -> Figures:
+    """The figures of two parts of a tensor together."""
+    return Figures(
+        one.num_different + other.num_different,
+        max(one.max_absolute, other.max_absolute),
+        math.hypot(one.norm, other.norm),
+        math.hypot(one.norm_a, other.norm_a),
+        math.hypot(one.norm_b, other.norm_b),
+    )
+
+
+def _figures_of_same(part: torch.Tensor) -> Figures:
+    values = in_double(part)
+    size = norm(values[values.isfinite()])
+    return Figures(0, 0.0, 0.0, size, size)
+
+
+def _figures(one: torch.Tensor, other: torch.Tensor) -> Figures:
+    a, b = in_double(one), in_double(other)
+    both = a.isfinite() & b.isfinite()
+    odd = ~both & (a != b) & ~(a.isnan() & b.isnan())
+    a, b = a[both], b[both]
+    apart = b - a
+    largest = apart.abs().max().item() if apart.numel() else 0.0
+    return Figures(
+        int(odd.sum()) + int((apart != 0).sum()),
+        math.inf if odd.any() else largest,
+        norm(apart),
+        norm(a),
+        norm(b),
+    )
 
 
 def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -113,10 +113,20 @@ def metrics_in(history: Iterable[object], name: str) -> dict[int, float]:
     found: dict[int, float] = {}
     for record in history:
         if isinstance(record, dict):
-            step, value = record.get("step"), record.get(name)
-            if type(step) is int and isinstance(value, int | float) and type(value) is not bool:
-                found[step] = float(value)
+            step, value = record.get("step"), number(record.get(name))
+            if type(step) is int and value is not None:
+                found[step] = value
     return found
+
+
+def number(value: object) -> float | None:
+    """``value`` if it is a number that a float can hold, nan and infinities included."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        return float(value)
+    except OverflowError:
+        return None
 
 
 def more_is_better(metric: str) -> bool:

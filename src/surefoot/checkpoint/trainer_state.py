@@ -11,7 +11,7 @@ from .. import files
 from ..errors import CheckpointError
 from . import strict
 from .commit import step_of
-from .retention import metrics_in
+from .retention import metrics_in, number
 
 NAME = "trainer_state.json"
 
@@ -29,10 +29,7 @@ class TrainerState:
         rows: Iterator[Any] = (
             row.get(metric) for row in reversed(self.history) if isinstance(row, dict)
         )
-        found = next((value for value in rows if value is not None), None)
-        if isinstance(found, bool) or not isinstance(found, int | float):
-            return None
-        return float(found)
+        return number(next((value for value in rows if value is not None), None))
 
     def at(self, metric: str, step: int | None) -> float | None:
         """What was logged of ``metric`` at just this step."""

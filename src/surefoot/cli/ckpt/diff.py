@@ -195,8 +195,8 @@ def _counts(tensors: Sequence[TensorChange]) -> Table:
 def _tensors(changes: Sequence[TensorChange], screen: Console) -> Table:
     columns = {
         "tensor": [cell(shown(change.name)) for change in changes],
-        "": [cell(_verdict(change)) for change in changes],
-        "values": [_of(change, lambda f: f"{f.num_different:,}") for change in changes],
+        "verdict": [cell(_verdict(change)) for change in changes],
+        "differing": [_of(change, lambda f: f"{f.num_different:,}") for change in changes],
         "relative": [_of(change, lambda f: number(f.relative)) for change in changes],
         "max |B-A|": [_of(change, lambda f: number(f.max_absolute)) for change in changes],
         "‖B-A‖": [_of(change, lambda f: number(f.norm)) for change in changes],
@@ -204,7 +204,9 @@ def _tensors(changes: Sequence[TensorChange], screen: Console) -> Table:
         "‖B‖": [_of(change, lambda f: number(f.norm_b)) for change in changes],
     }
     figures = list(columns)[2:]
-    return fitted(screen, columns, numbers=figures, optional=("‖B‖", "‖A‖", "values", "‖B-A‖"))
+    if all(text.plain == "differs" for text in columns["verdict"]):
+        del columns["verdict"]
+    return fitted(screen, columns, numbers=figures, optional=("‖B‖", "‖A‖", "differing", "‖B-A‖"))
 
 
 def _of(change: TensorChange, say: Callable[[Figures], str]) -> Text:

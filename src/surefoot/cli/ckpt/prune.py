@@ -129,7 +129,12 @@ def _recipe(path: Path) -> tuple[CheckpointSection, dict[str, Any]]:
     """Two of its sections; the others need not be of this version."""
     document = parse(read_text(path), str(path))
     sections = document.data if isinstance(document.data, dict) else {}
-    section = schema.read(CheckpointSection, sections.get("checkpoint"), fail=document.error)
+
+    def wrong(problems: Sequence[schema.Problem]) -> Exception:
+        inside = [schema.Problem(("checkpoint", *p.path), p.message) for p in problems]
+        return document.error(inside)
+
+    section = schema.read(CheckpointSection, sections.get("checkpoint"), fail=wrong)
     train = sections.get("train")
     return section, train if isinstance(train, dict) else {}
 
@@ -148,6 +153,11 @@ def _nobody_trains_in(folder: Path) -> Iterator[None]:
                 f"{folder}: a process is training there, and prunes by itself; stop it first, or "
                 "look with --dry-run"
             ) from None
+        if saving := [line for line in list_run(folder) if line.is_being_written]:
+            raise CheckpointError(
+                f"{saving[0].path}: a checkpoint is still being saved, by a process that outlived "
+                "its run; try again when it is done"
+            )
         yield
 
 

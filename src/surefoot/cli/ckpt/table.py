@@ -62,8 +62,8 @@ def fitted(
     """A table that fits the screen: long names in its first column lose their beginnings, then
     ``optional`` columns go. ``styles`` are those of the rows."""
     left, unlimited = dict(columns), screen.options.update(max_width=_UNLIMITED)
-    for dropped in ("", *optional):
-        left.pop(dropped, None)
+    for dropped in (None, *optional):
+        left = {name: cells for name, cells in left.items() if name != dropped}
         made = _filled(left, numbers, styles)
         excess = screen.measure(made, options=unlimited).maximum - screen.width
         if excess <= 0:

@@ -1,0 +1,199 @@
+"""``ckpt prune``: the rule of the run, nothing behind anybody's back."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from checkpoint.sample import sample_states
+from surefoot.checkpoint.commit import aside
+from surefoot.checkpoint.save import save
+from surefoot.cli.ckpt.prune import LOCK, RECIPE
+from surefoot.recipe.recipe import read
+
+from .runner import run
+
+LOSSES = {1: 0.9, 2: 0.2, 3: 0.7, 4: 0.3, 5: 0.8}
+
+
+@pytest.fixture
+def root(tmp_path):
+    """Five checkpoints; the second is the best."""
+    history = []
+    for step, loss in LOSSES.items():
+        history.append({"step": step, "eval_loss": loss, "eval_accuracy": loss})
+        state = {"log_history": history, "best_global_step": min(2, step)}
+        companions = {"trainer_state.json": json.dumps(state).encode()}
+        save(tmp_path / "run", step, sample_states(), kind="full", companions=companions)
+    (tmp_path / "run" / RECIPE).write_text("checkpoint: {keep: 2}\ntrain: {output_dir: run}\n")
+    return tmp_path / "run"
+
+
+def left(root):
+    return sorted(int(path.name.split("-")[1]) for path in root.glob("checkpoint-*"))
+
+
+def test_the_runs_own_rule_is_followed(root):
+    result = run("prune", root, "--yes")
+    assert result.exit_code == 0, result.output
+    assert left(root) == [2, 4, 5]
+    assert "2 checkpoints of 5 can go" in result.output
+    assert "✓ removed 2 checkpoints" in result.output
+    assert not list(root.glob(".checkpoint*"))
+    assert "nothing to remove" in run("prune", root, "--yes").output
+
+
+@pytest.mark.parametrize(
+    ("options", "steps"),
+    [
+        (["--keep", 1], [2, 5]),
+        (["--keep-every", 3], [2, 3, 4, 5]),
+        (["--keep", 1, "--keep-best", 2], [2, 4, 5]),
+        (["--keep", 1, "--keep-best", 2, "--metric", "eval_accuracy"], [1, 2, 5]),
+        (["--keep", 1, "--keep-best", 2, "--metric", "eval_accuracy", "--smaller"], [2, 4, 5]),
+        (["--keep", 1, "--keep-best", 2, "--greater"], [1, 2, 5]),
+        (["--keep-hours", 1], [1, 2, 3, 4, 5]),
+    ],
+)
+def test_options_replace_single_settings(root, options, steps):
+    run("prune", root, "--yes", *options)
+    assert left(root) == steps
+
+
+def test_a_dry_run_shows_and_removes_nothing(root):
+    result = run("prune", root, "--dry-run", "--keep", 1)
+    assert left(root) == [1, 2, 3, 4, 5] and not (root / LOCK).exists()
+    rows = [line.split() for line in result.output.splitlines()]
+    assert rows[0] == ["checkpoint", "saved", "size", "eval", "loss", "why"]
+    assert rows[1][-1] == "goes" and rows[2][-2:] == ["stays", "best"]
+    assert rows[5][-2:] == ["stays", "newest"]
+
+
+def test_what_comes_free_counts_shared_files_once(root):
+    one, two = root / "checkpoint-1", root / "checkpoint-3"
+    (two / "model.safetensors").unlink()
+    os.link(one / "model.safetensors", two / "model.safetensors")
+    kept = root / "checkpoint-5" / "optimizer.safetensors"
+    (one / "optimizer.safetensors").unlink()
+    os.link(kept, one / "optimizer.safetensors")
+    found = json.loads(run("prune", root, "--dry-run", "--json").output)
+    gone = {
+        (path.stat().st_ino, path.stat().st_blocks * 512)
+        for path in [*one.iterdir(), *two.iterdir()]
+        if path.stat().st_ino != kept.stat().st_ino
+    }
+    assert found["freed_bytes"] == sum(size for _, size in gone)
+    assert not found["removed"]
+    stays = {row["step"]: row["why"] for row in found["checkpoints"] if row["stays"]}
+    assert stays == {2: ["best"], 4: ["among the newest 2"], 5: ["newest"]}
+
+
+def test_it_asks_first(root):
+    assert run("prune", root, answer="n\n").exit_code == 1
+    assert left(root) == [1, 2, 3, 4, 5]
+    assert run("prune", root).exit_code == 1  # nobody there to answer
+    result = run("prune", root, answer="y\n")
+    assert result.exit_code == 0 and "Remove 2 checkpoints? [y/N]" in result.stderr
+    assert left(root) == [2, 4, 5]
+
+
+def test_json_is_the_only_output(root):
+    found = json.loads(run("prune", root, "--yes", "--json").stdout)
+    assert found["removed"] and left(root) == [2, 4, 5]
+
+
+def test_it_is_refused_while_a_save_is_being_written(root):
+    with aside(root / "checkpoint-6"):
+        result = run("prune", root, "--yes")
+        assert result.exit_code == 2 and "is still being saved" in result.output
+        assert left(root) == [1, 2, 3, 4, 5]
+    assert run("prune", root, "--yes").exit_code == 0
+
+
+def test_it_is_refused_while_a_process_trains_there(root):
+    from surefoot.run_folder import opened
+
+    recipe = read(
+        {
+            "model": {"path": "."},
+            "data": {"datasets": ["a"]},
+            "stage": "sft",
+            "train": {"output_dir": str(root)},
+            "checkpoint": {"keep": 2},
+        }
+    )
+    (root / RECIPE).unlink()
+    moved = [path.rename(root.parent / path.name) for path in root.glob("checkpoint-*")]
+    with opened(recipe):
+        for path in moved:
+            path.rename(root / path.name)
+        result = run("prune", root, "--keep", 1, "--yes")
+        assert result.exit_code == 2 and "a process is training there" in result.output
+        assert left(root) == [1, 2, 3, 4, 5]
+        assert run("prune", root, "--keep", 1, "--dry-run").exit_code == 0
+    assert run("prune", root, "--keep", 1, "--yes").exit_code == 0
+    assert left(root) == [2, 5]
+
+
+def test_a_damaged_checkpoint_neither_counts_nor_goes(root):
+    (root / "checkpoint-5" / "state.json").unlink()
+    (root / "checkpoint-1" / "manifest.json").write_text("{")
+    run("prune", root, "--keep", 1, "--yes")
+    assert left(root) == [1, 2, 4, 5]  # the newest whole one is the fourth
+
+
+def test_the_checkpoint_that_the_recipe_resumes_from_stays(root, monkeypatch):
+    monkeypatch.chdir(root.parent)
+    (root / RECIPE).write_text("checkpoint: {keep: 1, resume: run/checkpoint-3}\n")
+    result = run("prune", Path("run"), "--yes")
+    assert left(root) == [2, 3, 5] and "checkpoint.resume names it" in result.output
+
+
+def test_the_metric_of_the_recipe_is_used(root):
+    text = "checkpoint: {keep: 1, keep_best: 2}\ntrain: {metric_for_best_model: eval_accuracy"
+    (root / RECIPE).write_text(text + ", greater_is_better: false}\n")
+    run("prune", root, "--yes")
+    assert left(root) == [2, 4, 5]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "options", "words"),
+    [
+        (None, [], "no recipe.yaml that says what stays; say it, with --keep 3"),
+        (
+            "checkpoint: {kep: 2}",
+            [],
+            "recipe.yaml:1:14 checkpoint.kep: unknown key (did you mean keep?)",
+        ),
+        ("checkpoint: [", [], "not YAML"),
+        ("", ["--keep-best", 2, "--metric", "eval_los"], "did you mean eval_loss?"),
+        ("", ["--keep-best", 2, "--metric", "zzz"], "there are eval_accuracy, eval_loss, step"),
+        ("", ["--keep", 0], "0 is not in the range"),
+    ],
+)
+def test_mistakes_are_told_and_remove_nothing(root, recipe, options, words):
+    (root / RECIPE).unlink()
+    if recipe is not None:
+        (root / RECIPE).write_text(recipe)
+    result = run("prune", root, "--yes", *options)
+    assert result.exit_code == 2 and words in result.output
+    assert left(root) == [1, 2, 3, 4, 5]
+
+
+def test_without_keep_all_stay(root):
+    (root / RECIPE).unlink()
+    result = run("prune", root, "--keep-every", 2, "--yes")
+    assert "nothing to remove" in result.output and "all are kept" in result.output
+
+
+def test_folders_of_others_are_left_alone(theirs, tmp_path):
+    result = run("prune", theirs.parent, "--keep", 1, "--yes")
+    assert result.exit_code == 2 and "no whole checkpoint of Surefoot's" in result.output
+    assert run("prune", tmp_path, "--keep", 1).exit_code == 2
+
+
+def test_a_folder_that_cannot_be_locked_is_an_error(root):
+    (root / LOCK).mkdir()
+    result = run("prune", root, "--yes")
+    assert result.exit_code == 2 and "cannot lock the run's folder" in result.output
