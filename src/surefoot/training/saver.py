@@ -10,7 +10,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
@@ -27,6 +27,7 @@ from ..checkpoint.section import CheckpointSection
 from ..checkpoint.states import Stateful
 from ..checkpoint.write import write
 from ..errors import CheckpointError
+from ..remote.mirror import Mirror
 from .state import TrainerState
 
 logger = logging.getLogger(__name__)
@@ -49,10 +50,12 @@ class Saver:
     greater: bool = False  # whether more of it is better
     resumed_from: Path | None = None
     newest: Path | None = None
+    mirror: Mirror | None = None  # that keeps a copy of the run in a store
     seconds_stopped: float = 0.0  # how long saves have kept the loop waiting
     num_left_out: int = 0  # saves that were not taken because one was in flight
     _background: Background = field(default_factory=Background)
     _in_flight: Path | None = None
+    _forgotten: Sequence[str] = ()  # names that the save in flight takes the place of
     _done: list[int] = field(default_factory=list)  # committed steps that nobody was told of
     _created: dict[int, float | None] = field(default_factory=dict)  # seconds since 1970, by step
 
@@ -109,12 +112,27 @@ class Saver:
             self.seconds_stopped += time.monotonic() - began
         elif self._in_flight:
             self._note(self._background.poll)
+        if self.mirror is not None:
+            self.mirror.poll()
         done, self._done = self._done, []
         return done
 
     def forget_old(self, state: TrainerState) -> None:
         """Delete what retention lets go: never the newest, the best, or the one resumed from."""
-        retention.drop_all([self.output_dir / name for name in self._old(state)])
+        old = self._old(state)
+        here = {path.name for path in committed(self.output_dir)}
+        retention.drop_all([self.output_dir / name for name in old if name in here])
+        if self.mirror is not None:
+            self.mirror.let_go(old)
+
+    def settle(self, state: TrainerState) -> None:
+        """At the end of a run: wait until its store has everything, then let go what had to wait.
+
+        Raises ``CheckpointError`` if something could not be uploaded.
+        """
+        if self.mirror is not None:
+            self.mirror.finish()
+            self.forget_old(state)
 
     def path_of(self, step: int) -> Path:
         """The folder of the checkpoint of ``step``."""
@@ -131,16 +149,19 @@ class Saver:
         )
 
     def _prepare(self, state: TrainerState, states: Mapping[str, Stateful]) -> tuple[Job, Live]:
+        parent = self.newest or self.resumed_from
         job, live = prepare(
             self.output_dir,
             state.global_step,
             states,
             kind=self.kind,
             companions={**self.companions, "trainer_state.json": self._for_people(state)},
-            parent=self.newest.name if self.newest else None,
+            parent=parent.name if parent else None,
             max_shard_size=self.section.max_shard_size,
         )
-        forget = self._old(state, coming=state.global_step)
+        forget = self._forgotten = self._old(state, coming=state.global_step)
+        if self.mirror is not None:
+            self.mirror.leave(forget)
         return replace(job, forget=forget, share=self.section.share_unchanged), live
 
     def _start(self, job: Job, live: Live) -> None:
@@ -174,6 +195,8 @@ class Saver:
             return
         self._in_flight, self.newest = None, target
         self._done.append(step_of(target))
+        if self.mirror is not None:
+            self.mirror.offer(target, self._forgotten)
         if saved.problem:
             logger.warning("%s", saved.problem)
         logger.debug(
@@ -197,6 +220,9 @@ class Saver:
             saved[coming] = self._created[coming] = now
         newest = self.newest if coming is None else None  # the coming one takes its place
         protected = {step_of(path) for path in (self.resumed_from, newest) if path}
+        if self.mirror is not None:
+            saved = dict.fromkeys(self.mirror.steps) | saved
+            protected |= self.mirror.protected
         if state.best_global_step is not None:
             protected.add(state.best_global_step)
         verdicts = retention.choose(
