@@ -13,7 +13,7 @@ from typing import Any
 
 from .. import files
 from ..errors import CheckpointError
-from . import trainer_state
+from . import strict, trainer_state
 from .folder import open_checkpoint
 from .index import STATE
 from .weights import Place, Weights, open_weights, recognise
@@ -78,6 +78,19 @@ def states_of(folder: Path) -> Mapping[str, Any]:
         if files.exists(folder / trainer_state.NAME):
             return {"trainer_state": trainer_state.load(folder)}
     return {}
+
+
+def small_file(folder: Path, name: str) -> bytes | None:
+    """The content of a file beside the weights, its hash checked in a checkpoint of ours; None if
+    there is no such file. Raises ``CheckpointError``."""
+    with files.raising(CheckpointError):
+        if recognise(folder) == "native":
+            checkpoint = open_checkpoint(folder)
+            return checkpoint.small(name) if name in checkpoint.manifest.files else None
+        if not files.exists(folder / name):
+            return None
+        with files.open_file(folder / name) as file:
+            return files.read_all(file, strict.MAX_BYTES)
 
 
 def plain(skeleton: Any) -> Any:

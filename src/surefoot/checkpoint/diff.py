@@ -13,7 +13,7 @@ import torch
 from .. import files
 from ..errors import CheckpointError
 from . import strict
-from .contents import ROLES, open_contents, plain, states_of
+from .contents import ROLES, open_contents, plain, small_file, states_of
 from .folder import open_checkpoint
 from .norms import blocks, in_double, norm
 from .source import Stored
@@ -178,10 +178,9 @@ def _versions(folder: Path) -> dict[str, str]:
 
 
 def _configs(folder: Path) -> dict[str, object]:
-    found: dict[str, object] = {}
-    for name in CONFIGS:
-        if files.exists(folder / name):
-            with files.open_file(folder / name) as file:
-                text = files.read_all(file, strict.MAX_BYTES)
-            found[name] = strict.parse_object(text, str(folder / name))
-    return found
+    texts = {name: small_file(folder, name) for name in CONFIGS}
+    return {
+        name: strict.parse_object(text, str(folder / name))
+        for name, text in texts.items()
+        if text is not None
+    }

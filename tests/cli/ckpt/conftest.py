@@ -17,6 +17,7 @@ def folder(tmp_path):
         history = [{"step": step, "loss": 2.5 / step}, {"step": step, "eval_loss": step / 10}]
         state = {"log_history": history, "best_global_step": 5}
         companions = {"trainer_state.json": json.dumps(state).encode()}
+        companions["config.json"] = b'{"model_type": "llama"}'
         companions["recipe.yaml"] = f"checkpoint: {{keep: 3, save_steps: {step}}}".encode()
         found = save(
             tmp_path / "run",

@@ -29,7 +29,7 @@ def test_cat_prints_what_numpy_would(folder, where):
     assert result.exit_code == 0, result.output
     np.testing.assert_allclose(numbers(result.output), whole[index].reshape(-1), rtol=1e-5)
     found = json.loads(run("cat", folder, "model.embed_tokens.weight", where, "--json").output)
-    assert found["values"] == whole[index].tolist()
+    assert found["values"] == (whole[index].tolist() if whole[index].size else [])
     assert found["dtype"] == "F32" and found["shape"] == [16, 8]
 
 

@@ -63,6 +63,8 @@ def _plain(values: torch.Tensor) -> object:
     """Nested lists of numbers; what JSON has no number for is text, a complex number a pair."""
     import torch
 
+    if not values.numel():  # the other dimensions may be of any length
+        return []
     if values.is_complex():
         values = torch.view_as_real(values)
     found = values.to(torch.float64) if values.is_floating_point() else values
@@ -80,6 +82,8 @@ def render(found: Excerpt) -> str:
     import torch
 
     values = found.values
+    if not values.numel():
+        return "[]"
     if values.is_floating_point():
         values = values.to(torch.float64)
     texts = [_text(value) for value in values.reshape(-1).tolist()]

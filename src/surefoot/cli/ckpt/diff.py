@@ -14,10 +14,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ...checkpoint.contents import ROLES, open_contents, shown
+from ...checkpoint.contents import ROLES, open_contents, shown, small_file
 from ...checkpoint.values import ValueChange, differences
-from ...errors import CheckpointError, RecipeError
-from ...recipe.files import read_text
 from ...recipe.yaml import parse
 from .table import (
     FOLDER,
@@ -94,19 +92,20 @@ def _compare(a: Path, b: Path, parts: Sequence[str]) -> Comparison:
     with reading("comparing", sum(num_bytes(name, *contents) for name in names)) as advance:
         tensors = list(compare_tensors(a, b, roles, advance))
     values = dict(compare_values(a, b))
-    if all((folder / RECIPE).exists() for folder in (a, b)):
-        values["recipe"] = differences(_recipe(a), _recipe(b))
+    recipes = _recipe(a), _recipe(b)
+    if None not in recipes:
+        values["recipe"] = differences(*recipes)
     return Comparison(
         tensors, {part: values[part] for part in _PARTS if part in {*parts} & {*values}}
     )
 
 
 def _recipe(folder: Path) -> object:
-    path = folder / RECIPE
-    try:
-        return parse(read_text(path), str(path)).data
-    except RecipeError as error:
-        raise CheckpointError(str(error)) from error
+    """The recipe of a checkpoint as plain data; None if it has none."""
+    text = small_file(folder, RECIPE)
+    if text is None:
+        return None
+    return parse(text.decode(errors="replace"), str(folder / RECIPE)).data
 
 
 def _as_json(a: Path, b: Path, found: Comparison) -> dict[str, object]:
