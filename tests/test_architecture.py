@@ -17,15 +17,16 @@ LAYERS = [
     ["recipe"],
     ["stages", "methods", "callbacks"],
     ["training"],
+    ["remote"],
     ["data", "model", "optim", "parallel", "generate", "checkpoint"],
     ["schema", "files", "batch"],
-    ["reasons"],
+    ["reasons", "address"],
     ["errors", "log"],
 ]
 # Heavy third parties that may be imported inside the one function that needs them; in the command
 # line, everything may, so that `--help` stays instant.
 LAZY = {"peft", "datasets", "matplotlib", "tensorboard", "modelscope", "pandas", "psutil"}
-LAZY |= {"torch.utils.tensorboard"}
+LAZY |= {"torch.utils.tensorboard", "fsspec"}
 LAZY_FILES = {"cli", "__init__", "__main__"}
 MAX_FILE, MAX_FUNCTION, MAX_PARAMETERS = 400, 60, 8
 PICKLES = {"interchange/pickles.py"}  # checkpoints of the Hugging Face Trainer, and no others

@@ -46,7 +46,7 @@ from .model.weights import AdapterWeights, FullWeights, trained
 from .optim.state import NamedState
 from .parallel.engine import Forward, plain
 from .recipe.recipe import Recipe, dump, load, read
-from .run_folder import opened, resume_point, write_recipe
+from .run_folder import mirrored, opened, resume_point, write_recipe
 from .training.callback import Callbacks, Context, TrainerCallback
 from .training.interval import Interval
 from .training.precision import LossScaler, PrecisionName, autocast, choose
@@ -93,22 +93,29 @@ class Outcome:
 def run(recipe: Recipe, *, callbacks: Sequence[TrainerCallback] = ()) -> Outcome:
     """Start a run, or go on with it; see ``train``."""
     with opened(recipe) as folder:
-        start = resume_point(folder, recipe.checkpoint.resume)
+        start = resume_point(folder, recipe)
         trainer = build(recipe, callbacks=callbacks, resume=start)
         write_recipe(folder, recipe)
-        state = trainer.state
-        if state.global_step >= state.max_steps and not state.pending:
-            logger.info(
-                "this run is complete: %d of %d steps. "
-                "To train on, raise train.num_epochs or train.max_steps",
-                state.global_step,
-                state.max_steps,
-            )
-            return Outcome(state)
-        trainer.fit()
-        _must_be_saved(trainer)
-        finish(trainer)
-        return Outcome(state, trainer.stop.received)
+        with mirrored(folder, recipe) as mirror:
+            trainer.saver.mirror = mirror
+            return _fit(trainer)
+
+
+def _fit(trainer: Trainer) -> Outcome:
+    state = trainer.state
+    if state.global_step >= state.max_steps and not state.pending:
+        logger.info(
+            "this run is complete: %d of %d steps. "
+            "To train on, raise train.num_epochs or train.max_steps",
+            state.global_step,
+            state.max_steps,
+        )
+        return Outcome(state)
+    trainer.fit()
+    _must_be_saved(trainer)
+    finish(trainer)
+    trainer.saver.settle(state)
+    return Outcome(state, trainer.stop.received)
 
 
 def _must_be_saved(trainer: Trainer) -> None:
@@ -253,7 +260,7 @@ def assemble(recipe: Recipe, policy: Policy, data: Prepared, saver: Saver) -> Tr
         section,
         policy.model,
         optimizer,
-        section.output_dir,
+        section.folder,
         len(data.train),
         loader.steps_per_epoch,
     )
@@ -310,7 +317,7 @@ def build_saver(recipe: Recipe, policy: Policy, codec: Codec, base: Path) -> Sav
     else:
         files |= companions.model_files(policy.inner, base, codec.stop_token_ids)
     return Saver(
-        output_dir=recipe.train.output_dir,
+        output_dir=recipe.train.folder,
         section=recipe.checkpoint,
         kind=recipe.method.kind,
         companions=files,
@@ -326,7 +333,7 @@ def build_saver(recipe: Recipe, policy: Policy, codec: Codec, base: Path) -> Sav
 
 def standard_callbacks(recipe: Recipe) -> list[TrainerCallback]:
     """The callbacks the recipe asks for, in the order they are called."""
-    section, checkpoint, folder = recipe.train, recipe.checkpoint, recipe.train.output_dir
+    section, checkpoint, folder = recipe.train, recipe.checkpoint, recipe.train.folder
     members: list[TrainerCallback] = [
         Flow(
             Trigger(section.log_steps, section.log_minutes, section.log_epoch),
@@ -369,4 +376,4 @@ def finish(trainer: Trainer) -> None:
     results.pop("step", None)
     text = json.dumps(results, indent=2, sort_keys=True) + "\n"
     with raising(RunError, "results"):
-        write_aside(section.output_dir / "all_results.json", text.encode())
+        write_aside(section.folder / "all_results.json", text.encode())

@@ -7,14 +7,18 @@ import logging
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 
+from .address import Address, is_address
 from .checkpoint.commit import being_written, clean, committed, set_aside, step_of
 from .checkpoint.verify import find
 from .errors import CheckpointError, RunError
 from .files import raising, write_aside
 from .recipe.recipe import Recipe, changes, dump, load
+from .remote.mirror import Mirror
+from .remote.resume import Away, away, fetch, is_within
 
 logger = logging.getLogger(__name__)
 RECIPE = "recipe.yaml"
@@ -29,18 +33,27 @@ FREE: tuple[str, ...] = (
 FREE += ("train.output_dir", "train.num_epochs", "train.max_steps", "train.micro_batch_size")
 FREE += ("train.on_nan", "train.report_to", "train.deterministic", "train.load_best_model_at_end")
 FREE += ("train.log_", "train.eval_", "train.early_", "train.metric_", "train.greater_")
-FREE += ("data.cache_dir", "data.max_broken_rows", "data.packing")
+FREE += ("data.cache_dir", "train.cache_dir", "data.max_broken_rows", "data.packing")
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Where a run works, and what of it lies in a store."""
+
+    path: Path
+    away: Away | None = None  # of a run whose output_dir is a URL
 
 
 @contextmanager
-def opened(recipe: Recipe) -> Iterator[Path]:
+def opened(recipe: Recipe) -> Iterator[RunFolder]:
     """The run's folder, made if need be, locked against a second process for as long as the block
     lasts.
 
     Raises:
         RunError: it cannot be written, another process trains in it, or it holds another run.
+        StoreError: ``output_dir`` is a URL of a store that cannot be used.
     """
-    folder = recipe.train.output_dir
+    folder = recipe.train.folder
     try:
         folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
@@ -57,10 +70,34 @@ def opened(recipe: Recipe) -> Iterator[Path]:
                 "stop it or choose another folder"
             ) from None
         _wait_for_orphans(folder)
+        found = _look_away(folder, recipe)
         _refuse_another_run(folder, recipe)
-        yield folder
+        yield RunFolder(folder, found)
     finally:
         os.close(descriptor)
+
+
+def _look_away(folder: Path, recipe: Recipe) -> Away | None:
+    """The part of the run that lies in a store, its recipe brought here."""
+    address = recipe.train.output_dir
+    if not isinstance(address, Address):
+        return None
+    found = away(address, folder, seconds=recipe.checkpoint.remote_seconds)
+    found.bring_recipe()
+    return found
+
+
+def mirrored(folder: RunFolder, recipe: Recipe) -> AbstractContextManager[Mirror | None]:
+    """What keeps the copy in the store up to date while the run trains; nothing for a local run."""
+    if folder.away is None:
+        return nullcontext()
+    return Mirror(
+        folder.away.store,
+        folder.path,
+        there=folder.away.steps,
+        damaged=folder.away.damaged,
+        seconds=recipe.checkpoint.remote_seconds,
+    )
 
 
 def _wait_for_orphans(folder: Path) -> None:
@@ -88,22 +125,38 @@ def _refuse_another_run(folder: Path, recipe: Recipe) -> None:
             )
         return
     differing = [c for c in changes(load(known), recipe) if not c.path.startswith(FREE)]
-    asked = Path(recipe.checkpoint.resume).resolve().parent == folder.resolve()
+    resume = recipe.checkpoint.resume
+    asked = is_within(resume, recipe.train.output_dir) or _is_inside(resume, folder)
     if differing and committed(folder) and not asked:
         listed = "; ".join(str(change) for change in differing[:4])
         raise RunError(
-            f"train.output_dir: {folder} holds another run ({listed}). Choose another folder, "
-            "or go on from one of its checkpoints with checkpoint.resume=PATH in a new folder"
+            f"train.output_dir: {_place(folder, recipe)} holds another run ({listed}). "
+            "Choose another folder, or go on from one of its checkpoints with "
+            "checkpoint.resume=PATH in a new folder"
         )
 
 
-def write_recipe(folder: Path, recipe: Recipe) -> None:
-    """Leave the resolved recipe in the run's folder."""
+def _place(folder: Path, recipe: Recipe) -> str:
+    """The run's folder, for people."""
+    address = recipe.train.output_dir
+    return f"{address} (here: {folder})" if isinstance(address, Address) else str(folder)
+
+
+def _is_inside(path: str, folder: Path) -> bool:
+    return not is_address(path) and Path(path).resolve().parent == folder.resolve()
+
+
+def write_recipe(folder: RunFolder, recipe: Recipe) -> None:
+    """Leave the resolved recipe in the run's folder, and in the store: so it is known that that can
+    be written to before anything is learnt."""
+    text = dump(recipe).encode()
     with raising(RunError, "recipe"):
-        write_aside(folder / RECIPE, dump(recipe).encode())
+        write_aside(folder.path / RECIPE, text)
+    if folder.away is not None:
+        folder.away.store.write(RECIPE, text)
 
 
-def resume_point(folder: Path, resume: str) -> Path | None:
+def resume_point(folder: RunFolder, recipe: Recipe) -> Path | None:
     """The checkpoint to go on from, or None to start anew.
 
     Checkpoints that do not verify are named, kept under another name, and passed over.
@@ -112,20 +165,45 @@ def resume_point(folder: Path, resume: str) -> Path | None:
         RunError: ``none`` was asked for, but the folder holds checkpoints.
         CheckpointError: the checkpoint asked for is missing or damaged.
     """
-    for leftover in clean(folder):
+    for leftover in clean(folder.path):
         logger.info("removed %s, left by a save that was cut short", leftover.name)
+    resume, steps = recipe.checkpoint.resume, _steps(folder)
     if resume == "none":
-        if there := committed(folder):
+        if steps:
             raise RunError(
-                f"checkpoint.resume is none, but {folder} holds {there[-1].name}; "
-                "choose another train.output_dir"
+                f"checkpoint.resume is none, but {recipe.train.output_dir} holds "
+                f"checkpoint-{max(steps)}; choose another train.output_dir"
             )
         return None
-    if resume == "auto" or (
-        committed(folder) and Path(resume).resolve().parent != folder.resolve()
-    ):
-        return _newest_sound(folder)
-    return _asked_for(folder, Path(resume))
+    is_own = is_within(resume, recipe.train.output_dir) or _is_inside(resume, folder.path)
+    if resume == "auto" or (steps and not is_own):
+        return _newest_sound(folder.path) if folder.away is None else folder.away.newest_sound()
+    step = step_of(Path(resume))
+    if is_own and any(later > step for later in steps):
+        raise RunError(
+            f"checkpoint.resume: {recipe.train.output_dir} holds later checkpoints than "
+            f"checkpoint-{step} (up to checkpoint-{max(steps)}), which training would run into; "
+            "choose another train.output_dir"
+        )
+    return _asked_for(resume, folder, recipe)
+
+
+def _steps(folder: RunFolder) -> set[int]:
+    """The steps that the run has saved, here or in its store."""
+    here = {step_of(path) for path in committed(folder.path)}
+    return here | (folder.away.steps if folder.away else set())
+
+
+def _asked_for(resume: str, folder: RunFolder, recipe: Recipe) -> Path:
+    if not is_address(resume):
+        if not Path(resume).is_dir():
+            raise CheckpointError(f"checkpoint.resume: no checkpoint folder {resume}")
+        return Path(resume)
+    asked = Address(resume)
+    if folder.away is not None and asked.parent == folder.away.store.address:
+        folder.away.bring_run_files()
+        return folder.away.get(asked.name)
+    return fetch(asked, recipe.train.cache_dir, seconds=recipe.checkpoint.remote_seconds)
 
 
 def _newest_sound(folder: Path) -> Path | None:
@@ -136,15 +214,3 @@ def _newest_sound(folder: Path) -> Path | None:
     if found.passed_over and found.path is None:
         logger.warning("no sound checkpoint in %s: starting anew", folder)
     return found.path
-
-
-def _asked_for(folder: Path, path: Path) -> Path:
-    if not path.is_dir():
-        raise CheckpointError(f"checkpoint.resume: no checkpoint folder {path}")
-    later = [p for p in committed(folder) if step_of(p) > step_of(path)]
-    if path.resolve().parent == folder.resolve() and later:
-        raise RunError(
-            f"checkpoint.resume: {folder} holds later checkpoints than {path.name} (up to "
-            f"{later[-1].name}), which training would run into; choose another train.output_dir"
-        )
-    return path

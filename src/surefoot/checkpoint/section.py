@@ -39,6 +39,9 @@ class CheckpointSection:
     share_unchanged: bool = True
     """Weights that did not change since the last checkpoint (frozen ones) share its file, by clone
     or hard link. Every checkpoint stays whole when another is deleted."""
+    remote_timeout_minutes: float = 10.0
+    """Where ``train.output_dir`` is a URL: how long one transfer is tried again while the network or
+    the store fails."""
     on_save_error: Literal["stop", "continue"] = "stop"
     """When a save fails (a full disk, say): stop the run, or go on and try at the next save."""
 
@@ -49,7 +52,16 @@ class CheckpointSection:
                 raise ValueError(f"{name} must be at least 1, got {value}")
         if self.save_minutes is not None and self.save_minutes <= 0:
             raise ValueError(f"save_minutes must be positive, got {self.save_minutes}")
+        if self.remote_timeout_minutes < 0:
+            raise ValueError(
+                f"remote_timeout_minutes must not be negative, got {self.remote_timeout_minutes}"
+            )
         self.rule()  # which checks its own settings
+
+    @property
+    def remote_seconds(self) -> float:
+        """How long to try again, in seconds."""
+        return 60 * self.remote_timeout_minutes
 
     def rule(self) -> Rule:
         """Which checkpoints stay."""

@@ -43,13 +43,14 @@ class Found:
 Progress = Callable[[int], None]  # is told the bytes of every tensor once it is hashed
 
 
-def verify(folder: Path, *, full: bool, progress: Progress | None = None) -> Report:
+def verify(folder: Path | str, *, full: bool = True, progress: Progress | None = None) -> Report:
     """Check a folder of weights; with ``full`` every byte that has a hash.
 
     In a checkpoint of ours everything has one. In a folder of others, headers, index and
     configuration are checked to be whole and to agree. Raises ``CheckpointError`` only if there
     is nothing to check.
     """
+    folder = Path(folder)
     with files.raising(CheckpointError):
         layout = recognise(folder)
     if layout is None and step_of(folder) < 0:
@@ -90,15 +91,20 @@ def _verify_plain(folder: Path) -> Report:
     return Report(folder, problems, [note], "structure checked")
 
 
-def find(root: Path) -> Found:
+def find(root: Path | str) -> Found:
     """The newest checkpoint under ``root`` that verifies to the last byte."""
     passed_over: list[tuple[Path, str]] = []
-    for folder in reversed(named(root)):
+    for folder in reversed(named(Path(root))):
         report = verify_checkpoint(folder, full=True)
         if report.ok:
             return Found(folder, passed_over)
         passed_over.append((folder, report.problems[0]))
     return Found(None, passed_over)
+
+
+def problems_in(checkpoint: CheckpointFolder, name: str) -> list[str]:
+    """What is wrong with one file of an opened checkpoint, every byte of it checked."""
+    return list(_problems(checkpoint, name, full=True, progress=_silent))
 
 
 def _silent(num_bytes: int) -> None:

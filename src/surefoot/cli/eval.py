@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import click
 
 if TYPE_CHECKING:
+    from ..address import Address
     from ..inference import Generation, HeldOut, Opened
     from ..recipe.recipe import Recipe
 
@@ -82,7 +83,7 @@ def eval_(recipe: Path, overrides: tuple[str, ...], **options: object) -> None:
     results = [_evaluate(opened, loaded, part) for part in parts]
     written = None
     if any(result.answers for result in results):
-        written = options["output"] or loaded.train.output_dir / f"generations-{name}.jsonl"
+        written = options["output"] or loaded.train.folder / f"generations-{name}.jsonl"
         write_generations(Path(str(written)), results)
     if options["as_json"]:
         click.echo(json.dumps(summary(name, results, written), indent=2))
@@ -106,11 +107,14 @@ def _open(recipe: Recipe, model: str | None, base: str | None) -> tuple[Opened, 
     return opened, located.folder.name
 
 
-def _path(run: Path, model: str | None) -> str:
+def _path(run: Address | Path, model: str | None) -> str:
     """What to look for: the run itself, one of its checkpoints, or any other model."""
     from ..checkpoint.commit import named
     from ..errors import CheckpointError
 
+    if not isinstance(run, Path):
+        is_own = model is not None and model.startswith("checkpoint-") and not Path(model).exists()
+        return f"{run}/{model}" if is_own else model or str(run)
     if model is None:
         if not run.is_dir():
             raise CheckpointError(

@@ -7,7 +7,8 @@ import logging
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..checkpoint.commit import named
+from ..address import Address, is_address
+from ..checkpoint.commit import named, step_of
 from ..checkpoint.verify import verify
 from ..checkpoint.weights import open_weights, recognise
 from ..errors import CheckpointError, ModelError, RecipeError
@@ -15,6 +16,7 @@ from ..model.load import fetch
 from ..model.section import ModelSection
 from ..recipe.files import SUFFIXES
 from ..recipe.recipe import Recipe, load
+from ..remote import resume as remote
 
 logger = logging.getLogger(__name__)
 RECIPE = "recipe.yaml"
@@ -38,12 +40,15 @@ def locate(path: str | Path) -> Located:
 
     Args:
         path: a run's folder (its best checkpoint if the recipe ends with that one, otherwise the
-            newest that is whole), a checkpoint, a model or adapter folder, a recipe file, a hub id.
+            newest that is whole), a checkpoint, the URL of either, a model or adapter folder, a
+            recipe file, a hub id.
 
     Raises:
         ModelError: nothing is there, or no weights that can be read.
         CheckpointError: a checkpoint is damaged, or a run has none yet.
     """
+    if isinstance(path, str) and is_address(path):
+        return _of_address(Address(path))
     local = Path(path).expanduser()
     if local.is_file():
         return _of_recipe(local)
@@ -65,11 +70,25 @@ def _of_recipe(path: Path) -> Located:
     if path.suffix not in SUFFIXES:
         raise ModelError(f"{path}: is a file; expected the folder it lies in, or a recipe")
     folder = load(path).train.output_dir
+    if isinstance(folder, Address):
+        return _of_address(folder)
     if not named(folder):
         raise CheckpointError(
             f"{path}: its run in {folder} has no checkpoint yet; run `surefoot train {path}` first"
         )
     return _of_run(folder)
+
+
+def _of_address(address: Address) -> Located:
+    """The same in a store; what is asked for is downloaded."""
+    if step_of(Path(address.name)) >= 0:
+        return _with_recipe(remote.fetch(address))
+    newest = remote.fetch_newest(address)
+    located = _with_recipe(newest)
+    if located.recipe is None or not located.recipe.train.load_best_model_at_end:
+        return located
+    best = _best_step(newest)
+    return located if best is None else _with_recipe(remote.fetch(address.inside(best)))
 
 
 def _of_folder(folder: Path) -> Located:
@@ -115,17 +134,23 @@ def _newest(run: Path) -> Path:
 
 def _best_beside(newest: Path) -> Path | None:
     """The checkpoint that ``newest`` calls the best of its run, if it is there and whole."""
-    try:
-        step = json.loads((newest / "trainer_state.json").read_bytes()).get("best_global_step")
-    except (OSError, ValueError):
-        return None
-    best = newest.with_name(f"checkpoint-{step}")
-    if not best.is_dir():
+    name = _best_step(newest)
+    best = newest.with_name(name) if name else newest
+    if name is None or not best.is_dir():
         return None
     if not verify(best, full=False).ok:
         logger.warning("the best checkpoint, %s, is damaged: taking %s", best.name, newest.name)
         return None
     return best
+
+
+def _best_step(newest: Path) -> str | None:
+    """The name of the checkpoint that ``newest`` calls the best of its run."""
+    try:
+        step = json.loads((newest / "trainer_state.json").read_bytes()).get("best_global_step")
+    except (OSError, ValueError):
+        return None
+    return None if step is None else f"checkpoint-{step}"
 
 
 def _with_recipe(folder: Path) -> Located:

@@ -92,12 +92,17 @@ def _with_places(recipe: Recipe, base: Path) -> Recipe:
     """The recipe with its folders found, so that it means the same wherever it is read again."""
     model, data, train = recipe.model, recipe.data, recipe.train
     adapter = locate(model.adapter, base) if model.adapter else None
-    cache = data.cache_dir.expanduser().absolute() if data.cache_dir else None
+    run, caches = train.output_dir, (data.cache_dir, train.cache_dir)
+    data_cache, run_cache = (path.expanduser().absolute() if path else None for path in caches)
     return replace(
         recipe,
         model=replace(model, path=locate_model(model.path, base), adapter=adapter),
-        data=replace(data, dataset_dir=locate(data.dataset_dir, base), cache_dir=cache),
-        train=replace(train, output_dir=train.output_dir.expanduser()),
+        data=replace(data, dataset_dir=locate(data.dataset_dir, base), cache_dir=data_cache),
+        train=replace(
+            train,
+            output_dir=run.expanduser() if isinstance(run, Path) else run,
+            cache_dir=run_cache,
+        ),
     )
 
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, Union
 
+from ..address import Address
 from .read import write_setting
 from .setting import Setting, markdown, settings
 
@@ -19,6 +20,7 @@ TYPES = {
     bool: "boolean",
     str: "string",
     Path: "string",
+    Address: "string",
     type(None): "null",
 }
 

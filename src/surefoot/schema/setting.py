@@ -18,6 +18,8 @@ from typing import Any, Literal, Union
 from pydantic import GetCoreSchemaHandler
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
+from ..address import Address
+
 Keys = tuple[str | int, ...]  # the way to a value: section, variant, field, index in a list
 
 
@@ -120,6 +122,7 @@ WORDS = {
     bool: "true or false",
     str: "text",
     Path: "a path",
+    Address: "a URL",
     type(None): "null",
 }
 MANY = {int: "integers", float: "numbers", Path: "paths"}

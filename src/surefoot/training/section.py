@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
+
+from ..address import Address, default_cache
+
+_HALF_A_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:(/|$)")  # as a path, s3:// has lost a slash
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainSection:
     """How long to train, in what steps, and what to report on the way."""
 
-    output_dir: Path
+    output_dir: Address | Path  # a URL first: any text is a path
     """Folder of the run: checkpoints, ``metrics.jsonl``, ``recipe.yaml``. Relative to the current
-    folder."""
+    folder; or the URL of a folder in a store (``s3://bucket/run``, ``gs://…``)."""
+    cache_dir: Path | None = None
+    """Where runs with a URL work before what they save is uploaded; unset, ``surefoot/runs`` in the
+    user's cache folder (``XDG_CACHE_HOME``, or ``~/.cache``)."""
     num_epochs: float = 3.0
     """Passes over the training examples; ``max_steps`` wins over it."""
     max_steps: int | None = None
@@ -61,6 +69,11 @@ class TrainSection:
     surefoot[tensorboard]``."""
 
     def __post_init__(self) -> None:
+        if isinstance(self.output_dir, Path) and _HALF_A_URL.match(str(self.output_dir)):
+            raise ValueError(
+                f"output_dir: {str(self.output_dir)!r} is neither a path nor a whole URL; "
+                "expected for example runs/qwen or s3://bucket/run"
+            )
         for name in ("global_batch_size", "micro_batch_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
@@ -81,6 +94,13 @@ class TrainSection:
             raise ValueError(f"num_epochs must be positive, got {self.num_epochs}")
         if self.max_grad_norm < 0:
             raise ValueError(f"max_grad_norm must not be negative, got {self.max_grad_norm}")
+
+    @property
+    def folder(self) -> Path:
+        """The local folder that the run works in: ``output_dir``, or its place in the cache."""
+        if isinstance(self.output_dir, Path):
+            return self.output_dir
+        return (self.cache_dir or default_cache()) / self.output_dir.slug
 
     @property
     def gradient_accumulation_steps(self) -> int:

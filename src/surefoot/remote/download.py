@@ -1,0 +1,110 @@
+"""Bring a checkpoint from a store here: aside, verified to the last byte, then renamed."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from .. import files
+from ..checkpoint.commit import aside
+from ..checkpoint.folder import CheckpointFolder
+from ..checkpoint.index import MANIFEST, Manifest, parse
+from ..checkpoint.verify import problems_in
+from ..errors import CheckpointError
+from .contents import Contents, readable
+from .parallel import in_parallel
+from .patience import MissingError
+from .store import Store
+
+logger = logging.getLogger(__name__)
+_WORKERS = 8
+_RANGE = 16 << 20  # bytes asked for at a time
+_TRIES = 2  # a file that arrives damaged may have been damaged on its way
+
+
+class DamagedError(CheckpointError):
+    """What lies in the store is not a whole checkpoint."""
+
+
+def download(store: Store, name: str, root: Path) -> Path:
+    """Download the checkpoint ``name`` of the run to ``root/name``, and return that.
+
+    Raises:
+        DamagedError: it is not whole, or not what was saved.
+        StoreError: the store cannot be reached or refuses.
+        CheckpointError: the disk fails, or there is such a folder already.
+    """
+    text, manifest = _manifest(store, name)
+    size = sum(manifest.files.values())
+    logger.info("downloading %s (%s) from %s", name, readable(size), store.address)
+    doing = f"cannot download {name} to {root}"
+    with files.raising(CheckpointError, doing), aside(root / name) as part:
+        _prepare(part.folder, manifest)
+        _fetch_sound(store, name, CheckpointFolder(part.folder, manifest))
+        part.commit(root / name, text)
+    return root / name
+
+
+def _manifest(store: Store, name: str) -> tuple[bytes, Manifest]:
+    """The manifest, which must fit with the files that there are."""
+    there = Contents(store.list(name)).inside(name)
+    if MANIFEST not in there:
+        raise DamagedError(f"{store.address.inside(name)} was never committed: no {MANIFEST}")
+    text = store.read(f"{name}/{MANIFEST}")
+    try:
+        manifest = parse(text, f"{store.address.inside(name)}/{MANIFEST}")
+    except CheckpointError as error:
+        raise DamagedError(str(error)) from error
+    for file, size in manifest.files.items():
+        if there.get(file) != size:
+            found = f"{there[file]} bytes" if file in there else "missing"
+            raise DamagedError(
+                f"{store.address.inside(name)}/{file}: {found}, expected {size} bytes"
+            )
+    return text, manifest
+
+
+def _prepare(folder: Path, manifest: Manifest) -> None:
+    """Claim the space for all files, so that a full disk shows before a byte is downloaded."""
+    for name, size in manifest.files.items():
+        files.make_folder((folder / name).parent)
+        with files.create(folder / name) as file:
+            file.reserve(size)
+
+
+def _fetch_sound(store: Store, name: str, checkpoint: CheckpointFolder) -> None:
+    """Fill all files, and those again that do not hold what was saved."""
+    wanted, problems = set(checkpoint.manifest.files), {}
+    for _ in range(_TRIES):
+        _fetch(store, name, checkpoint, wanted)
+        problems = {file: problems_in(checkpoint, file) for file in sorted(wanted)}
+        wanted = {file for file, found in problems.items() if found}
+        if not wanted:
+            return
+    first = next(found[0] for found in problems.values() if found)
+    said = first.replace(str(checkpoint.path), str(store.address.inside(name)))
+    raise DamagedError(said)
+
+
+def _fetch(store: Store, name: str, checkpoint: CheckpointFolder, wanted: set[str]) -> None:
+    ranges = [
+        (file, start, min(start + _RANGE, size))
+        for file, size in sorted(checkpoint.manifest.files.items())
+        if file in wanted
+        for start in range(0, size, _RANGE)
+    ]
+    opened = {file: files.open_file(checkpoint.path / file, write=True) for file in wanted}
+
+    def fetch(part: tuple[str, int, int]) -> None:
+        file, start, stop = part
+        opened[file].write_at(start, store.read_range(f"{name}/{file}", start, stop))
+
+    try:
+        in_parallel(fetch, ranges, _WORKERS)
+        for file in opened.values():
+            file.sync()
+    except MissingError as error:
+        raise DamagedError(str(error)) from error
+    finally:
+        for file in opened.values():
+            file.close()

@@ -1,0 +1,212 @@
+"""Keeps the store's copy of a run up to date while it trains.
+
+One upload is in flight. The newest checkpoint always goes next; an older one that had to wait goes
+when nothing newer does, if retention has left it. Nothing here stops training: what goes wrong on
+the way is said, and tried again with the next save; only the end of the run insists.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from pathlib import Path
+from types import TracebackType
+
+from ..checkpoint.commit import committed, step_of
+from ..errors import CheckpointError
+from .contents import readable
+from .hand import Answer, Hand, hand
+from .store import Store
+
+logger = logging.getLogger(__name__)
+
+
+class Mirror:
+    """Uploads the checkpoints of ``folder`` to ``store``, and deletes there what the run lets go.
+
+    A context. At its end, unless the run was broken off, it waits until everything is there.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        folder: Path,
+        *,
+        there: Iterable[int] = (),
+        damaged: Iterable[int] = (),
+        seconds: float = 600,
+    ) -> None:
+        self.address = store.address
+        self._folder = folder
+        self._there = set(there)  # steps that exist in the store
+        self._damaged = set(damaged) - self._there  # steps whose place may be taken there
+        self._failed: dict[int, str] = {}  # steps that could not be uploaded, and why, until a save
+        self._let_go: set[int] = set()  # steps to delete in the store
+        self._skipped: set[int] = set()  # steps that were dropped here before their turn
+        self._going: set[int] = set()  # steps that are about to be dropped here
+        self._in_flight: int | None = None
+        self._is_busy = False
+        self._seconds = seconds
+        self._hand: Hand | None = None
+
+    def __enter__(self) -> Mirror:
+        self._start()  # what an earlier start of the run could not upload
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        try:
+            if error is None:
+                self.finish()
+            elif isinstance(error, Exception):
+                self._finish_quietly()
+        finally:
+            if self._hand is not None:
+                self._hand.close()
+
+    @property
+    def steps(self) -> frozenset[int]:
+        """The steps that exist in the store, by all that is known here."""
+        return frozenset(self._there)
+
+    @property
+    def protected(self) -> set[int]:
+        """Steps whose local copies are needed: the one on its way, and the newest to go."""
+        steps = {self._in_flight, self._next()}
+        return {step for step in steps if step is not None}
+
+    def leave(self, names: Iterable[str]) -> None:
+        """These are about to be dropped here: do not begin to upload them."""
+        self._going = set(map(_step, names))
+
+    def offer(self, path: Path, forget: Iterable[str]) -> None:
+        """``path`` was committed here, and those to ``forget`` are no longer wanted."""
+        self._failed.clear()
+        self.let_go(forget)
+        self.poll()
+        if not self._is_busy:
+            self._start()
+        elif self._in_flight is not None and self._in_flight < step_of(path):
+            logger.info(
+                "%s waits: checkpoint-%d is still on its way to %s",
+                path.name,
+                self._in_flight,
+                self.address,
+            )
+
+    def let_go(self, names: Iterable[str]) -> None:
+        """Delete these in the store too, as soon as a newer one is there."""
+        steps = set(map(_step, names))
+        self._going = steps
+        uploaded = {step for step in steps if step in self._there or step == self._in_flight}
+        self._let_go |= uploaded
+        for step in sorted(steps - uploaded - self._skipped):
+            logger.info(
+                "checkpoint-%d is not uploaded: newer ones came before its turn, "
+                "and it is no longer kept",
+                step,
+            )
+        self._skipped |= steps - uploaded
+
+    def poll(self) -> None:
+        """Hear what has become of the upload in flight, and start the next."""
+        if self._is_busy and self._hand is not None:
+            answer = self._hand.answer(wait=False)
+            if answer is not None:
+                self._note(answer)
+                self._start()
+
+    def finish(self) -> None:
+        """Wait until everything that lies here lies there.
+
+        Raises:
+            CheckpointError: it does not; the same command goes on with what is missing.
+        """
+        self._failed.clear()
+        self._wait()
+        if not self._failed:
+            self._start(run_files=True)
+            self._wait()
+        if self._failed:
+            reason = self._failed[max(self._failed)]
+            raise CheckpointError(
+                f"not everything could be uploaded to {self.address}: {reason}. What was saved "
+                f"lies in {self._folder}; start the same command again to upload what is missing"
+            )
+
+    def _wait(self) -> None:
+        """Until there is nothing to do, or something could not be done."""
+        if not self._is_busy:
+            self._start()
+        while self._is_busy and self._hand is not None:
+            if self._in_flight is not None:
+                logger.info("waiting for checkpoint-%d: %s", self._in_flight, self.address)
+            answer = self._hand.answer(wait=True)
+            assert answer is not None
+            self._note(answer)
+            if not self._failed:
+                self._start()
+
+    def _finish_quietly(self) -> None:
+        """After another error, which matters more."""
+        try:
+            self.finish()
+        except CheckpointError as error:
+            logger.error("%s", error)
+
+    def _next(self) -> int | None:
+        """The newest checkpoint that lies here, not there, and may go."""
+        here = {step_of(path) for path in committed(self._folder)}
+        gone = {self._in_flight, *self._there, *self._failed, *self._going}
+        return max(here - gone, default=None)
+
+    def _start(self, *, run_files: bool = False) -> None:
+        """Give the hand something to do, if there is anything."""
+        step = self._next()
+        # a step is deleted there once a newer one exists, so that there is always one
+        newest = max(self._there | ({step} if step is not None else set()), default=-1)
+        forget = sorted(old for old in self._let_go & self._there if old < newest)
+        if step is None and not forget and not run_files:
+            return
+        if self._hand is None:
+            self._hand = hand(self.address, self._folder, self._seconds)
+        self._in_flight, self._is_busy = step, True
+        self._hand.start(
+            {
+                "upload": None if step is None else f"checkpoint-{step}",
+                "replace": step in self._damaged,
+                "forget": [f"checkpoint-{old}" for old in forget],
+            }
+        )
+
+    def _note(self, answer: Answer) -> None:
+        """Remember what became of the upload in flight."""
+        step, self._in_flight, self._is_busy = self._in_flight, None, False
+        if "error" in answer:
+            self._failed[-1 if step is None else step] = answer["error"]
+            logger.warning("%s; training goes on, it is tried again later", answer["error"])
+            return
+        for name in answer["forgotten"]:
+            self._there.discard(_step(name))
+            self._let_go.discard(_step(name))
+        if answer["problem"]:
+            logger.warning("%s", answer["problem"])
+            self._let_go.clear()  # not again and again; the next save asks anew
+        if step is not None:
+            self._there.add(step)
+            self._damaged.discard(step)
+            logger.info(
+                "uploaded checkpoint-%d to %s (%s in %.1f s)",
+                step,
+                self.address,
+                readable(answer["num_bytes"]),
+                answer["seconds"],
+            )
+
+
+def _step(name: str) -> int:
+    return step_of(Path(name))

@@ -1,0 +1,173 @@
+"""A folder in a store, as a checkpoint needs it: list, read ranges, put, create once, delete.
+
+All calls of fsspec are here, and each is tried again while that makes sense.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ..address import Address
+from .patience import Patience, StoreError, status_of
+
+EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs"}  # scheme -> what to install of ours
+_FLAT = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "memory", "oss", "r2", "tos"}
+PRECONDITION_FAILED = 412  # HTTP: the file that must not exist does
+_PART = 16 << 20  # bytes of one part of a large file on its way
+
+
+class Store:
+    """The folder ``address``; names in it are relative, with slashes.
+
+    Raises:
+        StoreError: here and in every method, if the store cannot be used.
+    """
+
+    def __init__(self, address: Address, *, seconds: float = 600) -> None:
+        self.address = address
+        self._patience = Patience(seconds)
+        self._files, self._root = _open(address)
+
+    def list(self, below: str = "") -> dict[str, int]:
+        """Every file in the folder (or in ``below``) with its length in bytes."""
+        top = f"{self._root}/{below}".rstrip("/")
+
+        def find() -> dict[str, Any]:
+            self._files.invalidate_cache()
+            try:
+                return dict(self._files.find(top, detail=True))
+            except FileNotFoundError as error:
+                if "bucket" in str(error).lower():
+                    raise
+                return {}
+
+        found = self._patience.run(f"cannot list {self._where(below)}", find)
+        start = len(self._root) + 1
+        return {name[start:]: int(entry["size"] or 0) for name, entry in found.items()}
+
+    def read(self, name: str) -> bytes:
+        """A whole small file."""
+        return self._patience.run(
+            f"cannot read {self._where(name)}", lambda: bytes(self._files.cat_file(self._at(name)))
+        )
+
+    def read_range(self, name: str, start: int, stop: int) -> bytes:
+        """The bytes from ``start`` to ``stop``."""
+
+        def read() -> bytes:
+            data = bytes(self._files.cat_file(self._at(name), start=start, end=stop))
+            if len(data) != stop - start:
+                raise ConnectionError(f"{len(data)} bytes came, expected {stop - start}")
+            return data
+
+        return self._patience.run(f"cannot read {self._where(name)}", read)
+
+    def put(self, name: str, path: Path) -> None:
+        """Upload a file, in parts if it is large."""
+        options = {"chunksize": _PART, "max_concurrency": 4} if self._is_s3 else {}
+
+        def put() -> None:
+            self._make_room(name)
+            self._files.put_file(str(path), self._at(name), **options)
+
+        self._patience.run(f"cannot write {self._where(name)}", put)
+
+    def write(self, name: str, data: bytes) -> None:
+        """Give ``name`` the content ``data``."""
+
+        def write() -> None:
+            self._make_room(name)
+            self._files.pipe_file(self._at(name), data)
+
+        self._patience.run(f"cannot write {self._where(name)}", write)
+
+    def create(self, name: str, data: bytes) -> bool:
+        """Write a file that must not exist yet; False if there is one with other content.
+
+        Where the store can do that at one stroke, it does; elsewhere it is looked for first.
+        """
+
+        def create() -> None:
+            self._make_room(name)
+            try:
+                self._files.pipe_file(self._at(name), data, mode="create")
+            except (TypeError, NotImplementedError):
+                if self._files.exists(self._at(name)):
+                    raise FileExistsError(name) from None
+                self._files.pipe_file(self._at(name), data)
+            except Exception as error:
+                if status_of(error) != PRECONDITION_FAILED:
+                    raise
+                raise FileExistsError(name) from error
+
+        try:
+            self._patience.run(f"cannot write {self._where(name)}", create)
+        except FileExistsError:  # be it by a try of ours whose answer was lost
+            return self.read(name) == data
+        return True
+
+    def delete(self, names: Sequence[str]) -> None:
+        """Delete files, in this order. What has gone meanwhile is no error."""
+        for name in names:
+
+            def delete(name: str = name) -> None:
+                try:
+                    self._files.rm_file(self._at(name))
+                except FileNotFoundError:
+                    return
+
+            self._patience.run(f"cannot delete {self._where(name)}", delete)
+
+    @property
+    def _is_s3(self) -> bool:
+        return self.address.scheme in ("s3", "s3a")
+
+    def _at(self, name: str) -> str:
+        return f"{self._root}/{name}"
+
+    def _where(self, name: str) -> str:
+        return f"{self.address}/{name}".rstrip("/")
+
+    def _make_room(self, name: str) -> None:
+        """Make the folder of a file, in stores that have folders."""
+        if self.address.scheme not in _FLAT:
+            self._files.makedirs(self._at(name).rpartition("/")[0], exist_ok=True)
+
+
+def problem_with(address: Address) -> str | None:
+    """Why no store can be opened for the scheme of ``address``; None if one can."""
+    try:
+        _class_of(address)
+    except StoreError as error:
+        return str(error)
+    return None
+
+
+def _open(address: Address) -> tuple[Any, str]:
+    """The file system, which lists anew each time, and the folder's path in it."""
+    cls = _class_of(address)
+    try:
+        files = cls(use_listings_cache=False, **cls._get_kwargs_from_urls(str(address)))
+    except Exception as error:
+        raise StoreError(f"{address}: cannot open the store: {error}") from error
+    return files, str(files._strip_protocol(str(address))).rstrip("/")
+
+
+def _class_of(address: Address) -> Any:
+    from fsspec import get_filesystem_class
+    from fsspec.registry import available_protocols
+
+    known = ["s3", "gs", *sorted(available_protocols())]
+    if address.scheme not in known:
+        close = difflib.get_close_matches(address.scheme, known, n=1, cutoff=0.5)
+        hint = f" (did you mean {close[0]}?)" if close else ""
+        raise StoreError(f"{address}: unknown scheme {address.scheme!r}{hint}")
+    try:
+        return get_filesystem_class(address.scheme)
+    except ImportError as error:
+        extra = EXTRAS.get(address.scheme)
+        install = f"pip install 'surefoot[{extra}]'" if extra else str(error)
+        raise StoreError(f"{address}: a package is missing; {install}") from None

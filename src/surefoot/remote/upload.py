@@ -1,0 +1,98 @@
+"""Bring a committed checkpoint to a store: its files, then its manifest, which commits it there.
+
+What it consists of is read from its manifest, so that a user's notes stay at home. All lengths are
+compared with a listing of the store before the manifest goes, and the manifest is created, never
+replaced: a checkpoint that exists there is not overwritten by another of its name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from .. import files
+from ..checkpoint import strict
+from ..checkpoint.folder import open_checkpoint
+from ..checkpoint.index import MANIFEST
+from ..checkpoint.verify import verify_checkpoint
+from ..errors import CheckpointError
+from .contents import Contents
+from .parallel import in_parallel
+from .patience import StoreError
+from .store import Store
+
+DAMAGED = "manifest.damaged.json"  # what the manifest of a damaged checkpoint is renamed to
+_WORKERS = 4  # files on their way at a time
+
+
+@dataclass(frozen=True)
+class Uploaded:
+    """What went to the store."""
+
+    num_bytes: int
+    was_there: bool = False  # the very same checkpoint, from an earlier try
+
+
+def upload(store: Store, folder: Path, *, replace: bool = False) -> Uploaded:
+    """Upload the checkpoint ``folder``; when this returns, it exists in the store.
+
+    ``replace``: what lies there under its name is known to be damaged, and may go.
+
+    Raises:
+        CheckpointError: the local checkpoint is damaged, or the store holds another of its name.
+        StoreError: the store cannot be reached or refuses.
+    """
+    name = folder.name
+    report = verify_checkpoint(folder, full=True)
+    if not report.ok:
+        raise CheckpointError(f"{report.problems[0]}; it is not uploaded")
+    manifest = _manifest(folder)
+    if f"{name}/{MANIFEST}" in store.list(name):
+        there = store.read(f"{name}/{MANIFEST}")
+        if there == manifest:
+            return Uploaded(0, was_there=True)
+        if not replace:
+            raise _taken(store, name)
+        store.write(f"{name}/{DAMAGED}", there)
+        store.delete([f"{name}/{MANIFEST}"])
+    wanted = open_checkpoint(folder).manifest.files
+    _put(store, folder, wanted)
+    if not store.create(f"{name}/{MANIFEST}", manifest):
+        raise _taken(store, name)
+    return Uploaded(sum(wanted.values()) + len(manifest))
+
+
+def _taken(store: Store, name: str) -> CheckpointError:
+    return CheckpointError(
+        f"{store.address.inside(name)}: another checkpoint of this name exists there, and a "
+        "checkpoint is never overwritten; does another process train with the same output_dir?"
+    )
+
+
+def _manifest(folder: Path) -> bytes:
+    with files.raising(CheckpointError), files.open_inside(folder, MANIFEST) as file:
+        return files.read_all(file, strict.MAX_BYTES)
+
+
+def _put(store: Store, folder: Path, wanted: Mapping[str, int]) -> None:
+    """Upload all files, and make sure that they are all there, at full length."""
+    largest_first = sorted(wanted, key=lambda name: (-wanted[name], name))
+    with files.raising(CheckpointError):
+        in_parallel(
+            lambda name: store.put(f"{folder.name}/{name}", folder / name), largest_first, _WORKERS
+        )
+    found = Contents(store.list(folder.name)).inside(folder.name)
+    for name, size in wanted.items():
+        if found.get(name) != size:
+            has = "is missing" if name not in found else f"has {found[name]} bytes"
+            raise StoreError(
+                f"{store.address.inside(folder.name)}/{name}: {has} after the upload, "
+                f"expected {size} bytes"
+            )
+
+
+def remove(store: Store, name: str) -> None:
+    """Make a checkpoint cease to exist in the store, then delete what it consisted of."""
+    store.delete([f"{name}/{MANIFEST}"])
+    store.delete(sorted(store.list(name)))
