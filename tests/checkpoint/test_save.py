@@ -3,6 +3,7 @@
 import json
 import os
 import stat
+import sys
 
 import pytest
 import torch
@@ -227,7 +228,7 @@ def test_an_index_of_shards_is_no_companion(tmp_path):
 
 
 def test_a_companion_must_be_small(tmp_path, monkeypatch):
-    monkeypatch.setattr("surefoot.checkpoint.save.MAX_SMALL", 3)
+    monkeypatch.setattr(sys.modules[save.__module__], "MAX_SMALL", 3)
     with pytest.raises(CheckpointError, match="4 bytes, more than the 3 allowed"):
         save(tmp_path, 1, sample_states(), kind="full", companions={"a": b"1234"})
 
@@ -245,7 +246,7 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path):
 
 
 def test_versions_are_told_even_of_what_is_not_installed(monkeypatch):
-    monkeypatch.setattr("surefoot.checkpoint.save.LIBRARIES", ("torch", "no-such-library"))
+    monkeypatch.setattr(sys.modules[save.__module__], "LIBRARIES", ("torch", "no-such-library"))
     from surefoot.checkpoint.save import versions
 
     assert versions()["no-such-library"] == "unknown"

@@ -17,7 +17,7 @@ from ..errors import CheckpointError
 from .bytes import DTYPES, fill, new_tensor
 from .folder import CheckpointFolder, open_checkpoint
 from .index import Piece
-from .states import Stateful
+from .states import Stateful, adopted
 from .tensors import join, pointers, split
 
 _SHOWN = 3  # names in a message; the counts tell the rest
@@ -40,7 +40,7 @@ class _Job:
 
 
 def load(
-    folder: Path, states: Mapping[str, Stateful], *, only: Collection[str] | None = None
+    folder: Path | str, states: Mapping[str, Stateful], *, only: Collection[str] | None = None
 ) -> None:
     """Make every state (of ``only``, if given) what it was when ``folder`` was saved.
 
@@ -50,8 +50,8 @@ def load(
     """
     if only is not None and (unknown := sorted(set(only) - set(states))):
         raise ValueError(f"only: no state {unknown[0]!r}; there are {', '.join(states)}")
-    checkpoint = open_checkpoint(folder)
-    wanted = {name: state for name, state in states.items() if only is None or name in only}
+    checkpoint = open_checkpoint(Path(folder))
+    wanted = {n: state for n, state in adopted(states).items() if only is None or n in only}
     skeleton = checkpoint.skeleton()
     with files.raising(CheckpointError, f"cannot load {folder}"):
         jobs = [_prepare(checkpoint, name, state, skeleton) for name, state in wanted.items()]

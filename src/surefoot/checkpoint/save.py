@@ -21,7 +21,7 @@ from .bytes import describe, hash_tensor, write_file
 from .index import MANIFEST, MAX_SMALL, STATE, Kind, is_plain_name
 from .job import Job, Shard
 from .plan import FilePlan, plan_save
-from .states import Stateful
+from .states import Stateful, adopted
 from .tensors import split
 from .write import write
 
@@ -34,21 +34,23 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 def save(
-    root: Path,
+    root: Path | str,
     step: int,
     states: Mapping[str, Stateful],
     *,
-    kind: Kind,
+    kind: Kind = "full",
     companions: Mapping[str, bytes] | None = None,
     parent: str | None = None,
     max_shard_size: int = 5_000_000_000,
 ) -> Path:
     """Write ``root/checkpoint-{step}`` and return it; it is on the disk when this returns.
 
-    ``companions`` are small files that lie beside (config.json, tokenizer.json, ...). ``parent``
-    names the checkpoint this run went on from; files that are equal in it are linked. Raises
-    ``CheckpointError``, leaving nothing behind, if the checkpoint exists already, a state cannot be
-    stored, or the disk fails.
+    ``states`` are parts of a run by name. Two have files of their own: ``model``, a module or
+    anything whose state is a flat dict of tensors, and ``optimizer``. ``kind`` is ``adapter`` if
+    the model's tensors are those of a PEFT adapter. ``companions`` are small files that lie beside
+    (config.json, tokenizer.json, ...). ``parent`` names the checkpoint this run went on from; files
+    that are equal in it are linked. Raises ``CheckpointError``, leaving nothing behind, if the
+    checkpoint exists already, a state cannot be stored, or the disk fails.
     """
     job, live = prepare(
         root,
@@ -63,21 +65,21 @@ def save(
 
 
 def prepare(
-    root: Path,
+    root: Path | str,
     step: int,
     states: Mapping[str, Stateful],
     *,
-    kind: Kind,
+    kind: Kind = "full",
     companions: Mapping[str, bytes] | None = None,
     parent: str | None = None,
     max_shard_size: int = 5_000_000_000,
 ) -> tuple[Job, Live]:
     """What ``save`` would write, and the live tensors; nothing is read from these yet."""
-    groups, skeleton = _split({name: state.state_dict() for name, state in states.items()})
+    groups, skeleton = _split({name: s.state_dict() for name, s in adopted(states).items()})
     shards = _plan(groups, kind, max_shard_size)
     ours = {**_indexes(shards), STATE: _dump_skeleton(skeleton)}
     job = Job(
-        root=root,
+        root=Path(root),
         step=step,
         kind=kind,
         created=datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z"),

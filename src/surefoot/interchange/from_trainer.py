@@ -52,10 +52,7 @@ def load_trainer_checkpoint(folder: Path, trainer: Trainer, *, trust_pickle: boo
         CheckpointError: pickles that are not trusted, files that are missing or damaged, or a
             checkpoint of another model, method or optimizer.
     """
-    refuse_incomplete(folder)
-    if not trust_pickle:
-        raise CheckpointError(_refusal(folder))
-    progress = read_progress(folder)
+    progress = check_trainer_checkpoint(folder, trust_pickle=trust_pickle)
     policy = trainer.models.policy
     source = open_same(folder, policy, trainer.weights)
     saved = read_pickle(folder / OPTIMIZER)
@@ -73,6 +70,14 @@ def load_trainer_checkpoint(folder: Path, trainer: Trainer, *, trust_pickle: boo
         trainer.step.scaler.load_state_dict(scale)
     _take_progress(progress, trainer)
     _take_place(progress, trainer.loader)
+
+
+def check_trainer_checkpoint(folder: Path, *, trust_pickle: bool) -> Progress:
+    """Refuse at once what shows without a model; errors as ``load_trainer_checkpoint``."""
+    refuse_incomplete(folder)
+    if not trust_pickle:
+        raise CheckpointError(_refusal(folder))
+    return read_progress(folder)
 
 
 @dataclass(frozen=True)

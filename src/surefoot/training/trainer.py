@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 
 from ..batch import Batch, Outputs, Window
 from ..checkpoint.load import load
-from ..checkpoint.states import Stateful
+from ..checkpoint.states import RandomState, Stateful
 from ..data.loader import Loader
 from ..errors import RunError
 from .best import note_evaluation
 from .callback import Callbacks
 from .evaluate import evaluate, prefixed
 from .interval import Interval
-from .randomness import RandomState, seed_everything
+from .randomness import seed_everything
 from .saver import Saver
 from .section import TrainSection
 from .signals import StopSignal

@@ -23,6 +23,6 @@ class Layout(Protocol):
 LAYOUTS: dict[str, Layout] = {"native": native, "peft": peft, "huggingface": huggingface}
 
 
-def open_folder(path: Path) -> Source:
+def open_folder(path: Path | str) -> Source:
     """The weights in a folder of any layout. ``CheckpointError``s say what to do instead."""
-    return Stored(open_weights(path))
+    return Stored(open_weights(Path(path)))

@@ -1,0 +1,75 @@
+"""The package as a library for other loops: small, cheap to import, and free of transformers."""
+
+import subprocess
+import sys
+
+import pytest
+
+from surefoot import checkpoint
+
+BLOCKED = ["transformers", "peft", "datasets", "accelerate", "pydantic", "rich", "click"]
+NAMES = ["AsyncSaver", "CheckpointError", "Found", "NamedOptimizer", "RandomState", "Report"]
+NAMES += ["Rule", "Source", "Stateful", "copy", "find", "load", "newest", "open_folder", "save"]
+NAMES += ["verify"]
+
+
+def python(code):
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_public_names_are_these():
+    assert checkpoint.__all__ == NAMES
+    for name in NAMES:
+        assert getattr(checkpoint, name).__name__ == name
+
+
+def test_other_names_do_not_exist():
+    with pytest.raises(AttributeError, match="has no attribute 'no_such_name'"):
+        _ = checkpoint.no_such_name
+
+
+def test_a_name_is_the_function_whatever_was_imported_before():
+    code = """
+import surefoot.checkpoint.save, surefoot.checkpoint.load, surefoot.checkpoint.verify
+import surefoot.checkpoint.copy
+from surefoot.checkpoint import copy, load, save, verify
+from surefoot.checkpoint.save import save as the_same
+from surefoot import checkpoint
+print(all(map(callable, [copy, load, save, verify])), save is the_same is checkpoint.save)
+"""
+    assert python(code) == "True True\n"
+
+
+def test_it_works_where_transformers_and_its_like_are_not_installed(tmp_path):
+    code = f"""
+import sys
+blocked = {BLOCKED}
+class Block:
+    def find_spec(self, name, *_):
+        if name.split(".")[0] in blocked:
+            raise ImportError(name)
+sys.meta_path.insert(0, Block())
+from surefoot.checkpoint import *
+import torch
+model = torch.nn.Linear(3, 2)
+with AsyncSaver({str(tmp_path)!r}, keep=1) as saver:
+    saver.save(1, {{"model": model, "random": RandomState()}})
+path = newest({str(tmp_path)!r})
+load(path, {{"model": model}})
+print(path.name, verify(path).ok, dict(open_folder(path).shapes()))
+print([name for name in blocked if name in sys.modules])
+"""
+    shapes = {"bias": (2,), "weight": (2, 3)}
+    assert python(code) == f"checkpoint-1 True {shapes}\n[]\n"
+
+
+def test_importing_it_imports_no_torch():
+    code = "import sys, surefoot.checkpoint; print({'torch', 'numpy'} & set(sys.modules))"
+    assert python(code) == "set()\n"
+
+
+def test_the_process_that_writes_imports_no_torch():
+    code = "import sys, surefoot.checkpoint.writer; print({'torch', 'numpy'} & set(sys.modules))"
+    assert python(code) == "set()\n"

@@ -1,0 +1,81 @@
+"""Where a run goes on from, after all that may have happened to the one before."""
+
+import logging
+import threading
+import time
+
+import pytest
+
+from surefoot.checkpoint import load, newest, save
+from surefoot.checkpoint.commit import aside
+
+from .sample import blank, same, sample_states
+
+
+@pytest.fixture
+def root(tmp_path):
+    for step in (2, 4):
+        save(tmp_path, step, sample_states(seed=step))
+    return tmp_path
+
+
+def test_nothing_there_means_to_start_anew(tmp_path):
+    assert newest(tmp_path / "not yet there") is None
+    assert newest(tmp_path) is None
+
+
+def test_it_is_the_newest(root):
+    assert newest(str(root)) == root / "checkpoint-4"
+
+
+def test_a_damaged_one_is_named_kept_aside_and_passed_over(root, caplog):
+    file = root / "checkpoint-4" / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    found = newest(root)
+    assert found == root / "checkpoint-2"
+    assert "checkpoint-4 does not verify" in caplog.text
+    assert (root / "checkpoint-4.damaged").is_dir()
+    states = blank(sample_states())
+    load(found, states)
+    assert same(states["model"].state, sample_states(seed=2)["model"].state)
+    save(root, 4, sample_states(seed=4))
+    assert newest(root) == root / "checkpoint-4"
+
+
+def test_somebody_elses_checkpoint_is_left_alone(root, caplog):
+    (root / "checkpoint-6").mkdir()
+    (root / "checkpoint-6" / "trainer_state.json").write_text("{}")
+    assert newest(root) == root / "checkpoint-4"
+    assert "left alone" in caplog.text
+    assert (root / "checkpoint-6" / "trainer_state.json").exists()
+
+
+def test_what_a_killed_save_left_is_removed(root, caplog):
+    caplog.set_level(logging.INFO)
+    part = root / ".checkpoint-6.0123abcd.part"
+    part.mkdir()
+    (part / "manifest.json").touch()
+    assert newest(root) == root / "checkpoint-4"
+    assert not part.exists()
+    assert "removed" in caplog.text
+
+
+def test_a_save_that_outlived_its_run_is_waited_for(root, caplog):
+    caplog.set_level(logging.INFO)
+    told = threading.Event()
+
+    def finish():
+        told.wait(10)
+        time.sleep(0.2)
+        writing.__exit__(None, None, None)
+
+    writing = aside(root / "checkpoint-6")
+    writing.__enter__()
+    thread = threading.Thread(target=finish)
+    thread.start()
+    told.set()
+    assert newest(root) == root / "checkpoint-4"
+    thread.join()
+    assert "waiting for its last save" in caplog.text
