@@ -31,6 +31,12 @@ from .data.templates import disagreement
 from .encoding import codec_of, prepared
 from .errors import CheckpointError, RecipeError, RunError
 from .files import raising, write_aside
+from .interchange import (
+    check_trainer_checkpoint,
+    is_trainer_checkpoint,
+    load_trainer_checkpoint,
+    refuse_output_dir,
+)
 from .model import attention, companions, outputs
 from .model.adapter import continue_adapter
 from .model.load import (
@@ -65,6 +71,7 @@ def train(
     recipe: Recipe | str | Path | Mapping[str, object],
     *,
     callbacks: Sequence[TrainerCallback] = (),
+    trust_pickle: bool = False,
     **overrides: object,
 ) -> TrainerState:
     """Train as the recipe says, from where its output_dir left off, and return the final state.
@@ -72,6 +79,8 @@ def train(
     Args:
         recipe: a ``Recipe``, the path of a YAML file, or the same as nested mappings.
         callbacks: watchers beside those of the recipe.
+        trust_pickle: read the pickles in a checkpoint of Hugging Face's Trainer, if
+            ``checkpoint.resume`` names one.
         overrides: sections to change, as nested mappings
             (``optim={"adamw": {"learning_rate": 5e-5}}``) or as dotted paths
             (``**{"optim.adamw.learning_rate": 5e-5}``).
@@ -79,7 +88,8 @@ def train(
     Raises:
         SurefootError: whatever a user can put right; see ``errors``.
     """
-    return run(read_recipe(recipe, overrides), callbacks=callbacks).state
+    loaded = read_recipe(recipe, overrides)
+    return run(loaded, callbacks=callbacks, trust_pickle=trust_pickle).state
 
 
 @dataclass(frozen=True)
@@ -90,11 +100,14 @@ class Outcome:
     signal: signal.Signals | None = None
 
 
-def run(recipe: Recipe, *, callbacks: Sequence[TrainerCallback] = ()) -> Outcome:
+def run(
+    recipe: Recipe, *, callbacks: Sequence[TrainerCallback] = (), trust_pickle: bool = False
+) -> Outcome:
     """Start a run, or go on with it; see ``train``."""
     with opened(recipe) as folder:
+        refuse_output_dir(folder.path)
         start = resume_point(folder, recipe)
-        trainer = build(recipe, callbacks=callbacks, resume=start)
+        trainer = build(recipe, callbacks=callbacks, resume=start, trust_pickle=trust_pickle)
         write_recipe(folder, recipe)
         with mirrored(folder, recipe) as mirror:
             trainer.saver.mirror = mirror
@@ -145,8 +158,12 @@ def build(
     *,
     callbacks: Sequence[TrainerCallback] = (),
     resume: Path | None = None,
+    trust_pickle: bool = False,
 ) -> Trainer:
     """The trainer of a recipe, its states those of the checkpoint ``resume`` if one is given."""
+    is_theirs = resume is not None and is_trainer_checkpoint(resume)
+    if resume is not None and is_theirs:
+        check_trainer_checkpoint(resume, trust_pickle=trust_pickle)
     seed_everything(recipe.train.seed)
     use_deterministic_kernels(recipe.train.deterministic)
     base = resolve(recipe.model)
@@ -157,8 +174,12 @@ def build(
     trainer = assemble(recipe, policy, data, saver)
     trainer.callbacks.members = [*standard_callbacks(recipe), *callbacks]
     if resume is not None:
-        load_checkpoint(resume, trainer.states)
-        trainer.saver.newest = trainer.saver.resumed_from = resume
+        trainer.saver.resumed_from = resume
+        if is_theirs:
+            load_trainer_checkpoint(resume, trainer, trust_pickle=trust_pickle)
+        else:
+            load_checkpoint(resume, trainer.states)
+            trainer.saver.newest = resume
         trainer.saver.forget_old(trainer.state)  # a smaller keep makes room before the next save
         logger.info("going on from %s, step %d", resume.name, trainer.state.global_step)
     trainer.callbacks.emit("on_init_end")

@@ -10,7 +10,13 @@ import click
 @click.command()
 @click.argument("recipe", type=click.Path(path_type=Path))
 @click.argument("overrides", nargs=-1)
-def train(recipe: Path, overrides: tuple[str, ...]) -> None:
+@click.option(
+    "--trust-pickle",
+    is_flag=True,
+    help="Read the pickles in a checkpoint of Hugging Face's Trainer, if checkpoint.resume names "
+    "one: tensors and plain values, nothing else.",
+)
+def train(recipe: Path, overrides: tuple[str, ...], trust_pickle: bool) -> None:
     """Train as RECIPE says; OVERRIDES are dotted fields such as optim.adamw.learning_rate=5e-5.
 
     Started again, the same command goes on from the newest checkpoint in train.output_dir that
@@ -21,7 +27,7 @@ def train(recipe: Path, overrides: tuple[str, ...]) -> None:
     loaded = load(recipe, overrides)  # what is wrong with it is said before the slow imports
     from surefoot.run import run
 
-    outcome = run(loaded)
+    outcome = run(loaded, trust_pickle=trust_pickle)
     if outcome.signal is not None:
         click.echo(
             f"stopped at step {outcome.state.global_step} by {outcome.signal.name}, saved; "

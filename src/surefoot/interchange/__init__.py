@@ -5,13 +5,15 @@ as tensors and plain values only, and only for a user who says so.
 """
 
 from .arguments import training_arguments
-from .from_trainer import load_trainer_checkpoint
+from .from_trainer import check_trainer_checkpoint, load_trainer_checkpoint
 from .to_trainer import save_trainer_checkpoint
-from .trainer_folder import is_trainer_checkpoint
+from .trainer_folder import is_trainer_checkpoint, refuse_output_dir
 
 __all__ = [
+    "check_trainer_checkpoint",
     "is_trainer_checkpoint",
     "load_trainer_checkpoint",
+    "refuse_output_dir",
     "save_trainer_checkpoint",
     "training_arguments",
 ]

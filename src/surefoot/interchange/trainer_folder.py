@@ -14,16 +14,17 @@ from typing import Any
 
 from .. import files
 from ..checkpoint import strict
-from ..checkpoint.commit import step_of
+from ..checkpoint.commit import named, step_of
 from ..checkpoint.index import MANIFEST
-from ..checkpoint.index import STATE as OURS
-from ..errors import CheckpointError
+from ..checkpoint.index import STATE as SKELETON
+from ..errors import CheckpointError, RunError
 
 OPTIMIZER, SCHEDULER = "optimizer.pt", "scheduler.pt"
 RANDOM, SCALER = "rng_state.pth", "scaler.pt"
 STATE = "trainer_state.json"
 ARGUMENTS = "training_args.bin"  # a pickled object of theirs; never read, never needed
 PICKLES = (OPTIMIZER, SCHEDULER, RANDOM, SCALER)
+OURS = (MANIFEST, SKELETON, "recipe.yaml", "optimizer.safetensors")  # in no folder of theirs
 # Sharded states of several processes, by the names only they use.
 SHARDED = {
     "latest": "DeepSpeed",
@@ -37,9 +38,18 @@ SHARDED = {
 
 def is_trainer_checkpoint(folder: Path) -> bool:
     """Whether ``folder`` is a checkpoint of the Trainer, whole or not. By names alone."""
-    if any(files.exists(folder / name) for name in (MANIFEST, OURS)):
+    if any(files.exists(folder / name) for name in OURS):
         return False
     return any(files.exists(folder / name) for name in (STATE, ARGUMENTS, OPTIMIZER))
+
+
+def refuse_output_dir(folder: Path) -> None:
+    """Raise ``RunError`` if the Trainer's own checkpoints lie in ``folder``, a run's to be."""
+    if found := [path for path in named(folder) if is_trainer_checkpoint(path)]:
+        raise RunError(
+            f"train.output_dir: {folder} holds {found[-1].name} of the Hugging Face Trainer; "
+            f"choose another folder, and go on from there with checkpoint.resume={found[-1]}"
+        )
 
 
 def pickles_in(folder: Path) -> list[str]:
