@@ -56,6 +56,16 @@ def test_an_adapter_in_words(tmp_path):
     assert summary.facts == {"peft_type": "LORA", "r": "8", "target_modules": "q, v"}
 
 
+def test_a_damaged_log_says_nothing_against_the_weights(tmp_path):
+    save_file({"a": torch.ones(2)}, tmp_path / "model.safetensors")
+    (tmp_path / "trainer_state.json").write_text('{"global_step": 7}')
+    assert summarise(tmp_path).facts == {"step": "7"}
+    (tmp_path / "trainer_state.json").write_text('{"global_step": 7')
+    summary = summarise(tmp_path)
+    assert "not valid JSON" in summary.facts["log"] and summary.states == {}
+    assert len(summary.groups[0].tensors) == 1
+
+
 def test_what_is_no_folder_of_weights_is_an_error(tmp_path):
     with pytest.raises(CheckpointError, match="holds no weights"):
         summarise(tmp_path)

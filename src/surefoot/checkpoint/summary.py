@@ -11,7 +11,7 @@ from pathlib import Path
 
 from .. import files
 from ..errors import CheckpointError
-from . import strict
+from . import strict, trainer_state
 from .contents import states_of
 from .folder import CheckpointFolder, open_checkpoint
 from .header import Entry
@@ -105,7 +105,7 @@ def _summarise_native(checkpoint: CheckpointFolder) -> Summary:
         "native",
         facts,
         manifest.files,
-        _groups(manifest.pieces),
+        _groups(manifest.by_tensor()),
         _states(checkpoint.path),
     )
 
@@ -114,11 +114,13 @@ def _states(folder: Path) -> dict[str, str]:
     return {name: _in_words(value) for name, value in states_of(folder).items()}
 
 
-def _groups(pieces: Iterable[Piece]) -> tuple[Group, ...]:
+def _groups(tensors: Mapping[str, Sequence[Piece]]) -> tuple[Group, ...]:
     found: dict[str, list[Tensor]] = {}
-    for piece in pieces:
-        role, _, name = piece.tensor.partition("/")
-        tensor = Tensor(name, piece.dtype, piece.shape, piece.num_bytes, piece.file)
+    for full_name, pieces in sorted(tensors.items()):
+        role, _, name = full_name.partition("/")
+        size, names = sum(p.num_bytes for p in pieces), sorted({p.file for p in pieces})
+        files_of = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+        tensor = Tensor(name, pieces[0].dtype, pieces[0].shape, size, files_of)
         found.setdefault(role, []).append(tensor)
     return tuple(Group(role, tuple(found[role])) for role in sorted(found))
 
@@ -129,15 +131,28 @@ def _summarise_plain(weights: Weights) -> Summary:
         for name, place in sorted(weights.tensors.items())
     )
     folder = weights.folder
+    try:
+        progress, states = _progress(folder), _states(folder)
+    except CheckpointError as error:  # a damaged log says nothing against the weights
+        progress, states = {"log": f"cannot be read: {error}"}, {}
     sizes = {name: files.size_of(folder / name) for name in files.list_folder(folder)}
     return Summary(
         folder,
         weights.layout,
-        _config_facts(folder),
+        progress | _config_facts(folder),
         {name: size for name, size in sizes.items() if size is not None},
         (Group("model", tensors),),
-        _states(folder),
+        states,
     )
+
+
+def _progress(folder: Path) -> dict[str, str]:
+    """How far the run was, where the Hugging Face Trainer says so."""
+    if not files.exists(folder / trainer_state.NAME):
+        return {}
+    state = trainer_state.read(trainer_state.load(folder))
+    found = {"step": state.step, "loss": state.last("loss"), "best step": state.best_step}
+    return {name: str(value) for name, value in found.items() if value is not None}
 
 
 def _tensor(name: str, entry: Entry, file: str) -> Tensor:

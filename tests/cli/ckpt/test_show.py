@@ -85,7 +85,9 @@ def test_show_lists_pickles_and_reads_none(theirs):
     result = run("show", theirs)
     names = "optimizer.pt, rng_state.pth, scheduler.pt, training_args.bin"
     assert f"pickled, so not read: {names}" in result.output
-    assert "trainer_state" in result.output
+    assert "Hugging Face, by the Trainer" in result.output
+    facts = json.loads(run("show", theirs, "--json").output)["facts"]
+    assert (facts["step"], facts["loss"], facts["best step"]) == ("30", "1.25", "30")
     found = json.loads(run("show", theirs, "--json").output)
     assert found["pickles"] == names.split(", ")
     found = json.loads(run("show", theirs, "--state", "trainer_state").output)

@@ -120,7 +120,8 @@ def _tensor_as_json(group: Group, tensor: Tensor, found: AllNorms) -> dict[str, 
 def _facts(summary: Summary) -> Panel:
     grid = Table.grid(padding=(0, 2))
     total = sum(group.num_bytes for group in summary.groups)
-    for name, value in {"layout": _LAYOUTS[summary.layout], **summary.facts}.items():
+    layout = _LAYOUTS[summary.layout] + ", by the Trainer" * ("trainer_state" in summary.states)
+    for name, value in {"layout": layout, **summary.facts}.items():
         grid.add_row(Text(name, style="dim"), cell(when(value) if name == "saved" else value))
     grid.add_row(Text("tensors", style="dim"), in_bytes(total))
     title = cell(summary.path)
