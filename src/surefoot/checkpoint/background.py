@@ -29,6 +29,7 @@ from .save import Live
 logger = logging.getLogger(__name__)
 _DEAF = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # meant for the process that trains
 _ATTEMPTS = 2
+_SLACK = 1 << 20  # bytes; the log in the state grows from save to save
 
 
 class Background:
@@ -46,9 +47,9 @@ class Background:
         return self._target is not None
 
     @property
-    def pid(self) -> int:
-        """Number of the process that writes; -1 if there is none."""
-        return -1 if self._writer is None else self._writer.process.pid
+    def pid(self) -> int | None:
+        """Number of the process that writes; None if there is none."""
+        return None if self._writer is None else self._writer.process.pid
 
     def start(self, job: Job, live: Live) -> None:
         """Take a snapshot and start to write it; the live tensors may change from then on.
@@ -61,7 +62,7 @@ class Background:
         sizes = [shard.plan.header.file_size for shard in job.shards]
         blobs = [len(data) for data in job.small.values()]
         starts, size = places([*sizes, *blobs])
-        arena = self._room(size, live)
+        arena = self._room(size, size + sum(blobs) + _SLACK, live)
         images = Images(arena, starts[: len(sizes)], job.shards)
         snapshot.take(images, live.groups)
         small = dict(zip(job.small, zip(starts[len(sizes) :], blobs, strict=True), strict=True))
@@ -114,11 +115,11 @@ class Background:
                 self._send(self._arena)  # the snapshot is still there
         raise CheckpointError(f"cannot save {target}: {death}")
 
-    def _room(self, size: int, live: Live) -> Arena:
+    def _room(self, size: int, ample: int, live: Live) -> Arena:
         """The arena, made anew (and with it the process that maps it) if it is too small."""
         if self._arena is None or self._arena.size < size:
             self.close()
-            self._arena = Arena.create(size)
+            self._arena = Arena.create(ample)
             if any(t.is_cuda for tensors in live.groups.values() for t in tensors.values()):
                 snapshot.pin(self._arena)
         return self._arena
@@ -204,6 +205,7 @@ def describe(job: Job, images: Images, small: Mapping[str, tuple[int, int]]) -> 
         "versions": job.versions,
         "parent": job.parent,
         "forget": list(job.forget),
+        "layout": job.layout,
         "share": job.share,
         "shards": [(s.role, s.plan.name, start, s.plan.header.file_size) for s, start in starts],
         "small": small,

@@ -1,0 +1,228 @@
+"""What the loop sees of saves that happen beside it."""
+
+import os
+import signal
+import sys
+import threading
+import time
+
+import pytest
+
+import small
+from surefoot.callbacks.early_stop import EarlyStop
+from surefoot.checkpoint.arena import Arena
+from surefoot.checkpoint.commit import committed
+from surefoot.checkpoint.folder import open_checkpoint
+from surefoot.checkpoint.section import CheckpointSection
+from surefoot.checkpoint.verify import verify
+from surefoot.errors import CheckpointError
+from surefoot.training.callback import TrainerCallback
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="shared memory is Linux's")
+
+
+class Steps(TrainerCallback):
+    """Notes what was told of saves, and does something after some steps."""
+
+    def __init__(self, **at):
+        self.at = {int(name.removeprefix("step_")): act for name, act in at.items()}
+        self.saved = []
+
+    def on_step_end(self, args, state, control):
+        self.at.get(state.global_step, lambda: None)()
+
+    def on_save(self, args, state, control):
+        folder = args.output_dir / f"checkpoint-{state.global_step}"
+        self.saved.append((state.global_step, verify(folder, full=True).ok))
+
+
+def built(folder, *members, **section):
+    made = small.trainer(folder, *members, save_steps=section.get("save_steps"))
+    made.saver.section = CheckpointSection(**{"keep": None, **section})
+    return made
+
+
+def steps_in(folder):
+    return [int(path.name.split("-")[1]) for path in committed(folder)]
+
+
+def halt(made):
+    """Let the writer stand still, as one on a slow disk does, once it has nothing to do."""
+
+    def act():
+        made.saver.collect(wait=True)
+        os.kill(made.saver._background.pid, signal.SIGSTOP)
+        timer = threading.Timer(20, go_on(made))  # a test that fails must not hang
+        timer.daemon = True
+        timer.start()
+
+    return act
+
+
+def go_on(made):
+    def act():
+        if (pid := made.saver._background.pid) is not None:
+            os.kill(pid, signal.SIGCONT)
+
+    return act
+
+
+def test_a_run_that_saves_in_the_background_is_the_run_that_waits_for_its_saves(tmp_path):
+    weights = []
+    for name, is_async in (("a", True), ("b", False)):
+        made = built(tmp_path / name, save_steps=1, async_save=is_async)
+        made.fit()
+        weights.append(small.weights(made))
+        assert steps_in(tmp_path / name) == list(range(1, 9))
+    small.assert_same_weights(*weights)
+
+
+def test_every_save_is_told_once_it_lies_on_the_disk_and_names_its_step(tmp_path):
+    watch = Steps()
+    built(tmp_path, watch, save_steps=3).fit()
+    assert watch.saved == [(3, True), (6, True), (8, True)]
+
+
+def test_each_checkpoint_names_the_one_before(tmp_path):
+    built(tmp_path, save_steps=3).fit()
+    parents = [open_checkpoint(path).manifest.parent for path in committed(tmp_path)]
+    assert parents == [None, "checkpoint-3", "checkpoint-6"]
+
+
+def test_training_goes_on_while_a_save_is_written(tmp_path):
+    made, watch, steps = built(tmp_path, save_steps=2), Steps(), []
+    watch.at = {
+        3: halt(made),
+        5: lambda: steps.append(steps_in(tmp_path)),
+        6: go_on(made),
+    }
+    made.callbacks.members.append(watch)
+    made.fit()
+    assert steps == [[2]]  # step 5 was learnt while step 4 was on its way
+    assert steps_in(tmp_path) == [2, 4, 6, 8]
+
+
+def test_a_save_that_comes_too_soon_is_left_out_if_the_recipe_says_so(tmp_path, caplog):
+    made, watch = built(tmp_path, save_steps=2, on_save_busy="skip"), Steps()
+    watch.at = {3: halt(made), 7: go_on(made)}
+    made.callbacks.members.append(watch)
+    made.fit()
+    assert made.saver.num_left_out == 1
+    assert "checkpoint-6 is left out (1 so far): checkpoint-4 is still being written" in caplog.text
+    assert steps_in(tmp_path) == [2, 4, 8]  # the last one is never left out
+
+
+def test_a_save_that_comes_too_soon_waits_otherwise(tmp_path):
+    built(tmp_path, save_steps=1, on_save_busy="wait").fit()
+    assert steps_in(tmp_path) == list(range(1, 9))
+
+
+def test_a_failed_save_is_told_at_the_next_step_and_stops_the_run(tmp_path):
+    (tmp_path / "checkpoint-2").mkdir()
+    made = built(tmp_path, save_steps=2)
+    with pytest.raises(CheckpointError, match="checkpoint-2: it exists already"):
+        made.fit()
+    assert made.state.global_step < 8
+
+
+def test_a_failed_save_is_survived_and_the_next_one_names_the_last_good_one(tmp_path, caplog):
+    (tmp_path / "checkpoint-4").mkdir()
+    built(tmp_path, save_steps=2, on_save_error="continue").fit()
+    assert steps_in(tmp_path) == [2, 6, 8]
+    assert open_checkpoint(tmp_path / "checkpoint-6").manifest.parent == "checkpoint-2"
+    assert f"going on, newest checkpoint: {tmp_path / 'checkpoint-2'}" in caplog.text
+
+
+def test_a_writer_that_is_killed_costs_no_step(tmp_path, caplog):
+    made = built(tmp_path, save_steps=2)
+    watch = Steps()
+    watch.at = {5: lambda: os.kill(made.saver._background.pid, signal.SIGKILL)}
+    made.callbacks.members.append(watch)
+    made.fit()
+    assert steps_in(tmp_path) == [2, 4, 6, 8]
+
+
+def test_without_room_for_a_snapshot_training_waits_for_every_save(tmp_path, monkeypatch, caplog):
+    def none(size):
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(Arena, "create", none)
+    built(tmp_path, save_steps=2).fit()
+    assert steps_in(tmp_path) == [2, 4, 6, 8]
+    assert caplog.text.count("training waits for every save") == 1
+
+
+def test_an_error_of_the_loop_still_waits_for_the_save_in_flight(tmp_path):
+    class Failing(TrainerCallback):
+        def on_step_end(self, args, state, control):
+            if state.global_step == 4:
+                raise RuntimeError("a callback of the user")
+
+    made = built(tmp_path, Failing(), save_steps=3)
+    with pytest.raises(RuntimeError, match="a callback of the user"):
+        made.fit()
+    assert steps_in(tmp_path) == [3]
+    assert made.saver._background.pid is None
+
+
+def test_sigterm_while_a_save_is_in_flight_saves_the_step_after_it(tmp_path):
+    made = built(tmp_path, save_steps=3)
+    watch = Steps()
+    watch.at = {4: lambda: os.kill(os.getpid(), signal.SIGTERM)}
+    made.callbacks.members.append(watch)
+    made.fit()
+    assert steps_in(tmp_path) == [3, 4]
+    resumed = small.resume(built(tmp_path, save_steps=3), tmp_path / "checkpoint-4")
+    resumed.fit()
+    plain = built(tmp_path / "plain", save_steps=3)
+    plain.fit()
+    small.assert_same_weights(small.weights(resumed), small.weights(plain))
+
+
+def test_retention_keeps_what_the_recipe_says(tmp_path):
+    built(tmp_path, save_steps=1, keep=2, keep_every=3).fit()
+    assert steps_in(tmp_path) == [3, 6, 7, 8]
+
+
+def test_the_best_checkpoints_by_the_metric_stay(tmp_path):
+    made = small.trainer(
+        tmp_path, save_steps=1, evals=small.examples(2, seed=9), eval_steps=1, max_steps=6
+    )
+    made.saver.section = CheckpointSection(save_steps=1, keep=1, keep_best=2)
+    state = made.fit()
+    losses = {r["step"]: r["eval_loss"] for r in state.log_history if "eval_loss" in r}
+    best = sorted(losses, key=losses.get)[:2]
+    assert steps_in(tmp_path) == sorted({*best, 6})
+
+
+def test_an_hour_is_kept_whatever_the_number(tmp_path):
+    built(tmp_path, save_steps=1, keep=1, keep_hours=1).fit()
+    assert steps_in(tmp_path) == list(range(1, 9))
+
+
+def test_the_clock_may_jump_back_in_the_middle_of_a_run(tmp_path, monkeypatch):
+    """An NTP correction, or a machine whose clock was wrong at the start."""
+    real, made = time.time, built(tmp_path, save_steps=1, keep=2, keep_hours=0.001)
+    watch = Steps()
+    watch.at = {4: lambda: monkeypatch.setattr(time, "time", lambda: real() - 10**6)}
+    made.callbacks.members.append(watch)
+    made.fit()
+    assert {7, 8} <= set(steps_in(tmp_path))
+    assert all(verify(path, full=True).ok for path in committed(tmp_path))
+
+
+def test_patience_counts_on_after_a_resume_from_a_background_save(tmp_path):
+    def run(folder, max_steps):
+        return small.trainer(
+            folder,
+            EarlyStop(3, threshold=1e9),
+            evals=small.examples(2),
+            eval_steps=1,
+            save_steps=1,
+            max_steps=max_steps,
+        )
+
+    run(tmp_path, 2).fit()
+    resumed = small.resume(run(tmp_path, 8), tmp_path / "checkpoint-2")
+    resumed.fit()
+    assert resumed.state.global_step == 4
