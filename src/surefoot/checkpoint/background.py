@@ -138,7 +138,6 @@ class _Writer:
 
     def __init__(self, arena: Arena) -> None:
         home, known = str(Path(surefoot.__file__).parent.parent), os.environ.get("PYTHONPATH")
-        packages = os.pathsep.join([home, known] if known else [home])
         # -P and the path: it imports this very package, and nothing that lies about.
         command = [sys.executable, "-P", "-m", "surefoot.checkpoint.writer"]
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _DEAF)  # the process inherits the mask
