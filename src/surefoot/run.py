@@ -7,7 +7,7 @@ import logging
 import math
 import signal
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -337,9 +337,11 @@ def build_saver(recipe: Recipe, policy: Policy, codec: Codec, base: Path) -> Sav
         files |= companions.adapter_files(policy.model, recipe.model)
     else:
         files |= companions.model_files(policy.inner, base, codec.stop_token_ids)
+    is_remote = not isinstance(recipe.train.output_dir, Path)
+    layout = recipe.checkpoint.layout or ("distributed" if is_remote else "full")
     return Saver(
         output_dir=recipe.train.folder,
-        section=recipe.checkpoint,
+        section=replace(recipe.checkpoint, layout=layout),
         kind=recipe.method.kind,
         companions=files,
         steps={

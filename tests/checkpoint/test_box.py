@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from surefoot.checkpoint.box import Box
+from surefoot.checkpoint.box import Box, is_covered_once
 
 SHAPES = st.lists(st.integers(0, 6), max_size=4).map(tuple)
 
@@ -106,3 +106,54 @@ def test_a_scalar_is_a_box_of_one():
 def test_what_is_no_box_cannot_be_made(start, shape):
     with pytest.raises(ValueError, match="start"):
         Box(start, shape)
+
+
+@st.composite
+def cuts(draw):
+    """A box cut again and again, anywhere, and perhaps spoilt; in any order."""
+    shape = draw(st.lists(st.integers(1, 5), max_size=3).map(tuple))
+    parts = [Box.whole(shape)]
+    for _ in range(draw(st.integers(0, 6)) if shape else 0):
+        box = parts.pop(draw(st.integers(0, len(parts) - 1)))
+        dim = draw(st.integers(0, len(shape) - 1))
+        at = draw(st.integers(0, box.shape[dim]))
+        for start, length in ((0, at), (at, box.shape[dim] - at)):
+            if length:
+                first, size = list(box.start), list(box.shape)
+                first[dim] += start
+                size[dim] = length
+                parts.append(Box(tuple(first), tuple(size)))
+    if draw(st.booleans()):
+        parts += draw(st.lists(boxes(shape), max_size=2))
+    if draw(st.booleans()) and parts:
+        parts.pop()
+    return shape, draw(st.permutations(parts))
+
+
+@given(cuts())
+def test_boxes_cover_a_tensor_once_if_counting_says_so(case):
+    shape, parts = case
+    count = sum((marks(shape, box) for box in parts), np.zeros(shape, int))
+    holds_none = any(not box.size for box in parts)
+    assert is_covered_once(Box.whole(shape), parts) == (bool((count == 1).all()) and not holds_none)
+
+
+def test_boxes_outside_or_of_other_dimensions_cover_nothing():
+    whole = Box.whole((2, 2))
+    assert not is_covered_once(whole, [Box((0, 0), (2, 3))])
+    assert not is_covered_once(whole, [Box((0,), (4,))])
+    assert not is_covered_once(whole, [])
+
+
+def test_an_empty_tensor_is_one_box():
+    empty = Box.whole((0, 3))
+    assert is_covered_once(empty, [empty])
+    assert not is_covered_once(empty, [empty, empty])
+    assert not is_covered_once(empty, [])
+
+
+def test_cuts_along_too_many_dimensions_are_refused_at_once():
+    whole = Box.whole((2,) * 40)
+    assert not is_covered_once(whole, [Box((0,) * 40, (1,) * 40), Box((1,) * 40, (1,) * 40)])
+    halves = [Box((i, *[0] * 39), (1, *[2] * 39)) for i in range(2)]
+    assert is_covered_once(whole, halves)

@@ -39,6 +39,13 @@ def piece(**changes):
     return {**raw()["pieces"][0], **changes}
 
 
+def apart(*pieces):
+    return {"layout": "distributed", "pieces": list(pieces)}
+
+
+HALF = piece(box=[[0, 0], [1, 3]])
+
+
 def test_a_manifest_is_read_as_it_was_written():
     assert parse(dump(MANIFEST), "x") == MANIFEST
 
@@ -73,7 +80,8 @@ def test_the_text_has_sorted_keys_and_an_entry_a_line():
 
 
 def test_pieces_are_found_by_role_and_by_file():
-    assert MANIFEST.tensors("model") == {"w": PIECE}
+    assert MANIFEST.tensors("model") == {"w": (PIECE,)}
+    assert MANIFEST.by_tensor() == {"model/w": (PIECE,)}
     assert MANIFEST.tensors("optimizer") == {}
     assert MANIFEST.pieces_in("model.safetensors") == {"w": PIECE}
     assert MANIFEST.pieces_in("state.safetensors") == {}
@@ -123,7 +131,8 @@ def test_a_later_minor_version_is_read():
         ({"step": 2**64}, "step cannot be"),
         ({"kind": "half"}, "kind cannot be 'half'"),
         ({"kind": ["full"]}, "kind cannot be"),
-        ({"layout": "distributed"}, "layout cannot be 'distributed'"),
+        ({"layout": "scattered"}, "layout cannot be 'scattered'"),
+        ({"layout": ["full"]}, "layout cannot be"),
         ({"created": 5}, "created cannot be"),
         ({"parent": 5}, "parent cannot be"),
         ({"mesh": []}, "mesh cannot be"),
@@ -162,6 +171,12 @@ def test_a_later_minor_version_is_read():
         ({"pieces": [piece(file="nowhere.safetensors")]}, "no such file"),
         ({"pieces": [piece(file="config.json")]}, "no such file"),
         ({"pieces": [piece(), piece()]}, "occurs twice"),
+        (apart(HALF, piece(box=[[1, 0], [1, 2]], key="o")), "not all of it exactly once"),
+        (apart(HALF, piece(box=[[0, 1], [2, 2]], key="o")), "not all of it exactly once"),
+        (apart(HALF), "its 1 pieces are not all of it exactly once"),
+        (apart(HALF, piece(box=[[1, 0], [2, 3]], key="o")), "not all of it exactly once"),
+        (apart(HALF, piece(box=[[1, 0], [1, 3]])), "two pieces in one place"),
+        (apart(HALF, piece(box=[[1, 0], [1, 3]], key="o", dtype="I32")), "of different types"),
     ],
     ids=lambda v: str(v)[:40],
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
@@ -91,3 +91,34 @@ class Box:
             *(range(a, a + n) for a, n in zip(inside[:fold], self.shape[:fold], strict=True))
         ):
             yield first + sum(i * s for i, s in zip(index, strides[:fold], strict=True)), length
+
+
+MAX_CUT_DIMS = 8  # along which the boxes of one tensor may be cut
+
+
+def is_covered_once(whole: Box, boxes: Sequence[Box]) -> bool:
+    """Whether ``boxes`` hold every element of ``whole`` exactly once, and no other.
+
+    The mixed differences of an indicator function are its corners, with alternating signs; and they
+    determine it. So the boxes add up to the whole exactly where their signed corners do: linear in
+    the number of boxes, however they are cut. Cuts along more than 8 dimensions are refused.
+    """
+    if any(len(box.shape) != len(whole.shape) or box not in whole for box in boxes):
+        return False
+    if not whole.size:
+        return len(boxes) == 1
+    if not all(box.size for box in boxes):
+        return False
+    cut = [
+        d
+        for d in range(len(whole.shape))
+        if any((b.start[d], b.shape[d]) != (whole.start[d], whole.shape[d]) for b in boxes)
+    ]
+    if len(cut) > MAX_CUT_DIMS or not boxes:
+        return False
+    corners: dict[tuple[int, ...], int] = {}
+    for sign, box in [(-1, whole), *((1, box) for box in boxes)]:
+        for ends in product(*(((box.start[d], 1), (box.stop[d], -1)) for d in cut)):
+            at = tuple(end for end, _ in ends)
+            corners[at] = corners.get(at, 0) + sign * prod(side for _, side in ends)
+    return not any(corners.values())

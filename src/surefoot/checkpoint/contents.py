@@ -16,7 +16,7 @@ from ..errors import CheckpointError
 from . import strict, trainer_state
 from .folder import open_checkpoint
 from .index import STATE
-from .weights import Place, Weights, open_weights, recognise
+from .weights import Weights, open_weights, places, recognise
 
 ROLES = ("model", "optimizer", "state")
 _MODEL = "model/"
@@ -37,12 +37,9 @@ def open_contents(folder: Path, roles: Collection[str] = ROLES) -> Weights:
 
 def _open_ours(folder: Path, roles: Collection[str]) -> Weights:
     checkpoint = open_checkpoint(folder)
-    pieces = [p for p in checkpoint.manifest.pieces if p.tensor.partition("/")[0] in roles]
-    opened = {name: checkpoint.tensors(name) for name in {piece.file for piece in pieces}}
-    tensors = {
-        p.tensor: Place(opened[p.file], p.key, opened[p.file].entry(p.key), p.hash) for p in pieces
-    }
-    return Weights("native", folder, tensors)
+    found = checkpoint.manifest.by_tensor()
+    wanted = {name: pieces for name, pieces in found.items() if name.partition("/")[0] in roles}
+    return Weights("native", folder, places(checkpoint, wanted))
 
 
 def shown(name: str) -> str:

@@ -58,10 +58,15 @@ def num_bytes(dtype: str, shape: tuple[int, ...]) -> int:
     return prod(shape) * ITEM_SIZES[dtype]
 
 
-def build(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> tuple[bytes, Header]:
-    """Lay out a file for ``tensors`` (name -> dtype, shape): its first bytes, and the places."""
+def build(
+    tensors: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str] | None = None
+) -> tuple[bytes, Header]:
+    """Lay out a file for ``tensors`` (name -> dtype, shape): its first bytes, and the places.
+
+    ``metadata`` is free text for the header.
+    """
     order = sorted(tensors, key=lambda name: (-ITEM_SIZES[tensors[name][0]], name))
-    text: dict[str, Any] = {_METADATA: {"format": "pt"}}
+    text: dict[str, Any] = {_METADATA: {"format": "pt", **(metadata or {})}}
     begins, end = {}, 0
     for name in order:
         if name == _METADATA:

@@ -16,7 +16,7 @@ from typing import Any, Literal, get_args
 from .. import files
 from ..errors import CheckpointError
 from . import strict
-from .box import Box
+from .box import Box, is_covered_once
 from .header import ITEM_SIZES, integers, num_bytes, sizes
 
 MANIFEST = "manifest.json"
@@ -25,6 +25,7 @@ FORMAT = "surefoot-checkpoint"
 VERSION = (1, 0)  # a reader takes any minor version of its major one
 MAX_SMALL = 1 << 30  # bytes of a file that is hashed as a whole
 Kind = Literal["full", "adapter"]
+Layout = Literal["full", "distributed"]  # whole tensors, or boxes of them, by rank
 
 _SEAL = "0" * 32
 _HASH = re.compile(r"[0-9a-f]{32}")
@@ -61,7 +62,7 @@ class Manifest:
     hashes: Mapping[str, str]  # of whole small files, and of what precedes the data in safetensors
     pieces: Sequence[Piece]
     parent: str | None = None
-    layout: Literal["full"] = "full"
+    layout: Layout = "full"
     world_size: int = 1  # of the run that wrote it; no reader needs it, nor the mesh
     mesh: Mapping[str, int] = field(default_factory=dict)
 
@@ -69,12 +70,21 @@ class Manifest:
         """The pieces of one file by their key there."""
         return {piece.key: piece for piece in self.pieces if piece.file == file}
 
-    def tensors(self, role: str) -> dict[str, Piece]:
-        """The pieces of one role ("model", "optimizer", "state") by the rest of their name."""
-        prefix = f"{role}/"
-        return {
-            p.tensor.removeprefix(prefix): p for p in self.pieces if p.tensor.startswith(prefix)
-        }
+    def tensors(self, role: str) -> dict[str, tuple[Piece, ...]]:
+        """The pieces of each tensor of one role ("model", "optimizer", "state"), by the rest of its
+        name."""
+        start, found = f"{role}/", dict[str, tuple[Piece, ...]]()
+        for name, pieces in self.by_tensor().items():
+            if name.startswith(start):
+                found[name.removeprefix(start)] = pieces
+        return found
+
+    def by_tensor(self) -> dict[str, tuple[Piece, ...]]:
+        """The pieces of each tensor by its full name; together they are all of it."""
+        found: dict[str, list[Piece]] = {}
+        for piece in self.pieces:
+            found.setdefault(piece.tensor, []).append(piece)
+        return {name: tuple(pieces) for name, pieces in found.items()}
 
 
 def is_plain_name(name: str) -> bool:
@@ -203,7 +213,7 @@ def _check_fields(raw: Mapping[str, Any], where: str) -> None:
         "files": is_map(is_size),
         "hashes": is_map(lambda value: isinstance(value, str) and _HASH.fullmatch(value)),
         "kind": lambda value: value in get_args(Kind),
-        "layout": lambda value: value == "full",
+        "layout": lambda value: value in get_args(Layout),
         "mesh": is_map(is_size),
         "parent": lambda value: value is None or isinstance(value, str),
         "pieces": lambda value: isinstance(value, list),
@@ -237,7 +247,7 @@ def _parse_piece(raw: object, where: str) -> Piece:
 
 
 def _check_consistent(manifest: Manifest, where: str) -> None:
-    """Names stay in the folder, every tensor is there once and whole, every piece has its file."""
+    """Names stay in the folder, every piece has its file, every tensor is there exactly once."""
     for name, size in manifest.files.items():
         if not is_plain_name(name) or name == MANIFEST:
             raise CheckpointError(
@@ -249,16 +259,25 @@ def _check_consistent(manifest: Manifest, where: str) -> None:
             )
     for name in manifest.files.keys() ^ manifest.hashes.keys():
         raise CheckpointError(f"{where}: {name[:200]!r} has a length or a hash, but not both")
-    seen: set[str] = set()
     for piece in manifest.pieces:
         if piece.file not in manifest.files or not is_safetensors(piece.file):
             raise CheckpointError(
                 f"{where}: {piece.tensor[:200]!r} lies in {piece.file[:200]!r}, no such file"
             )
-        if piece.tensor in seen:
-            raise CheckpointError(f"{where}: tensor {piece.tensor[:200]!r} occurs twice")
-        if piece.box != Box.whole(piece.shape):
-            raise CheckpointError(
-                f"{where}: tensor {piece.tensor[:200]!r} is not whole, as layout full has it"
-            )
-        seen.add(piece.tensor)
+    for name, pieces in manifest.by_tensor().items():
+        _check_pieces(pieces, f"{where}: tensor {name[:200]!r}", manifest.layout)
+
+
+def _check_pieces(pieces: Sequence[Piece], where: str, layout: Layout) -> None:
+    """The pieces of one tensor are all of it, and nothing twice."""
+    first = pieces[0]
+    if layout == "full" and len(pieces) > 1:
+        raise CheckpointError(f"{where} occurs twice")
+    if layout == "full" and first.box != Box.whole(first.shape):
+        raise CheckpointError(f"{where} is not whole, as layout full has it")
+    if any((piece.dtype, piece.shape) != (first.dtype, first.shape) for piece in pieces):
+        raise CheckpointError(f"{where} has pieces of different types or whole shapes")
+    if len({(piece.file, piece.key) for piece in pieces}) < len(pieces):
+        raise CheckpointError(f"{where} has two pieces in one place")
+    if not is_covered_once(Box.whole(first.shape), [piece.box for piece in pieces]):
+        raise CheckpointError(f"{where}: its {len(pieces)} pieces are not all of it exactly once")

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from .index import Kind
+from .index import Kind, Layout
 from .plan import FilePlan
 
 
@@ -31,6 +31,7 @@ class Job:
     small: Mapping[str, bytes]  # the other files, by name
     parent: str | None = None  # the checkpoint this run went on from
     forget: Sequence[str] = ()  # checkpoints under ``root`` that this one takes the place of
+    layout: Layout = "full"
     share: bool = True  # files equal to the parent's are linked instead of written again
 
     @property

@@ -14,12 +14,15 @@ import torch
 
 from .. import files
 from ..errors import CheckpointError
+from .box import Box
 from .bytes import DTYPES, fill, new_tensor
 from .folder import CheckpointFolder, open_checkpoint
 from .index import Piece
 from .states import Stateful, adopted
+from .tensorfile import TensorFile
 from .tensors import join, pointers, split
 
+Pieces = tuple[Piece, ...]  # of one tensor
 _SHOWN = 3  # names in a message; the counts tell the rest
 _READERS = min(4, os.cpu_count() or 1)  # one core copies slower than the memory can
 
@@ -29,7 +32,7 @@ class _Job:
     """One state to load: its pieces by tensor name, what it has now, and how it is put together."""
 
     name: str
-    pieces: Mapping[str, Piece]
+    pieces: Mapping[str, Pieces]
     current: Mapping[str, torch.Tensor]
     skeleton: Any
 
@@ -112,33 +115,35 @@ def _check_shapes(
     checkpoint: CheckpointFolder,
     name: str,
     current: Mapping[str, torch.Tensor],
-    pieces: Mapping[str, Piece],
+    pieces: Mapping[str, Pieces],
 ) -> None:
-    odd = [n for n, p in pieces.items() if n in current and tuple(current[n].shape) != p.shape]
+    shapes = {name: parts[0].shape for name, parts in pieces.items()}
+    odd = [n for n, shape in shapes.items() if n in current and tuple(current[n].shape) != shape]
     if odd:
         first = odd[0]
         raise CheckpointError(
             f"{checkpoint.path}: it is the checkpoint of another model: {name} tensor {first} has "
-            f"shape {list(pieces[first].shape)} in it, {list(current[first].shape)} here"
+            f"shape {list(shapes[first])} in it, {list(current[first].shape)} here"
             + (f"; {len(odd)} tensors differ" if len(odd) > 1 else "")
         )
 
 
 def _read(checkpoint: CheckpointFolder, jobs: Sequence[_Job]) -> list[dict[str, torch.Tensor]]:
     """Open and check every file that is needed, then fill the tensors, several at a time."""
-    names = sorted({piece.file for job in jobs for piece in job.pieces.values()})
+    names = sorted({p.file for job in jobs for pieces in job.pieces.values() for p in pieces})
     with ExitStack() as stack:
         opened = {name: stack.enter_context(checkpoint.tensors(name)) for name in names}
         found = [_targets(job.current, job.pieces) for job in jobs]
 
         def read(piece: Piece, tensor: torch.Tensor) -> None:
-            checkpoint.check_piece(piece, fill(tensor, opened[piece.file], piece.key))
+            checkpoint.check_piece(piece, _fill(piece, opened[piece.file], tensor))
 
         with ThreadPoolExecutor(_READERS) as pool:
             running = [
                 pool.submit(read, piece, into[name])
                 for job, into in zip(jobs, found, strict=True)
-                for name, piece in job.pieces.items()
+                for name, pieces in job.pieces.items()
+                for piece in pieces
             ]
             try:
                 for done in running:
@@ -148,12 +153,23 @@ def _read(checkpoint: CheckpointFolder, jobs: Sequence[_Job]) -> list[dict[str, 
     return found
 
 
+def _fill(piece: Piece, file: TensorFile, tensor: torch.Tensor) -> str:
+    """Read one piece to its place in the whole tensor; the hash of its bytes."""
+    target = tensor[piece.box.slices_in(Box.whole(piece.shape))]
+    if target.is_contiguous():
+        return fill(target, file, piece.key)
+    values = torch.empty(piece.box.shape, dtype=tensor.dtype)
+    found = fill(values, file, piece.key)
+    target.copy_(values)
+    return found
+
+
 def _targets(
-    current: Mapping[str, torch.Tensor], pieces: Mapping[str, Piece]
+    current: Mapping[str, torch.Tensor], pieces: Mapping[str, Pieces]
 ) -> dict[str, torch.Tensor]:
-    """Where each piece is read to: the state's own tensor if it fits, otherwise a new one."""
+    """Where each tensor is read to: the state's own tensor if it fits, otherwise a new one."""
     found = {}
-    for name, piece in pieces.items():
+    for name, (piece, *_) in pieces.items():
         own = current.get(name)
         found[name] = own if own is not None and _fits(own, piece) else new_tensor(piece)
     return found

@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from .header import Header, build, num_bytes
+from .sharding import Boxes, explain
 
 Tensors = Mapping[str, tuple[str, tuple[int, ...]]]  # name -> dtype, shape
 
@@ -23,12 +24,18 @@ class FilePlan:
 
 
 def plan_save(
-    stem: str, tensors: Tensors, max_shard_size: int | None, *, apart: Collection[str] = ()
+    stem: str,
+    tensors: Tensors,
+    max_shard_size: int | None,
+    *,
+    apart: Collection[str] = (),
+    boxes: Boxes | None = None,
 ) -> list[FilePlan]:
     """Files for ``tensors``: one, or several of at most ``max_shard_size`` bytes of tensors each.
 
     Tensors keep their order over the files, so that a layer stays together; one that is larger
     than the limit has a file of its own. Those ``apart`` come first, in files without the others.
+    ``boxes`` says which part of its tensor each is; every file then explains itself.
     """
     aside = {name: described for name, described in tensors.items() if name in apart}
     rest = {name: described for name, described in tensors.items() if name not in apart}
@@ -39,7 +46,12 @@ def plan_save(
         names = [
             f"{stem}-{i:05d}-of-{len(groups):05d}.safetensors" for i in range(1, len(groups) + 1)
         ]
-    return [FilePlan(name, *build(group)) for name, group in zip(names, groups, strict=True)]
+    return [_file(name, group, boxes) for name, group in zip(names, groups, strict=True)]
+
+
+def _file(name: str, group: Tensors, boxes: Boxes | None) -> FilePlan:
+    told = None if boxes is None else explain({key: boxes[key] for key in group})
+    return FilePlan(name, *build(group, told))
 
 
 def _groups(tensors: Tensors, limit: int | None) -> list[dict[str, tuple[str, tuple[int, ...]]]]:

@@ -17,8 +17,9 @@ import torch
 from .. import files
 from ..errors import CheckpointError
 from . import strict
+from .box import Box
 from .bytes import describe, hash_tensor, write_file
-from .index import MANIFEST, MAX_SMALL, STATE, Kind, is_plain_name
+from .index import MANIFEST, MAX_SMALL, STATE, Kind, Layout, is_plain_name
 from .job import Job, Shard
 from .plan import FilePlan, plan_save
 from .states import Stateful, adopted
@@ -27,6 +28,7 @@ from .write import write
 
 WEIGHT_STEMS: Mapping[Kind, str] = {"full": "model", "adapter": "adapter_model"}
 LIBRARIES = ("surefoot", "torch", "transformers", "peft", "safetensors")
+RANK_FOLDER = "rank_{:05d}"  # of layout distributed
 _WORTH_SHARING = 0.1  # of the weights' bytes
 
 
@@ -42,6 +44,7 @@ def save(
     companions: Mapping[str, bytes] | None = None,
     parent: str | None = None,
     max_shard_size: int = 5_000_000_000,
+    layout: Layout = "full",
 ) -> Path:
     """Write ``root/checkpoint-{step}`` and return it; it is on the disk when this returns.
 
@@ -49,8 +52,10 @@ def save(
     anything whose state is a flat dict of tensors, and ``optimizer``. ``kind`` is ``adapter`` if
     the model's tensors are those of a PEFT adapter. ``companions`` are small files that lie beside
     (config.json, tokenizer.json, ...). ``parent`` names the checkpoint this run went on from; files
-    that are equal in it are linked. Raises ``CheckpointError``, leaving nothing behind, if the
-    checkpoint exists already, a state cannot be stored, or the disk fails.
+    that are equal in it are linked. ``layout`` is ``full``, or ``distributed`` for a folder a rank.
+
+    Raises ``CheckpointError``, leaving nothing behind, if the checkpoint exists already, a state
+    cannot be stored, or the disk fails.
     """
     job, live = prepare(
         root,
@@ -60,6 +65,7 @@ def save(
         companions=companions,
         parent=parent,
         max_shard_size=max_shard_size,
+        layout=layout,
     )
     return write(job, live).path
 
@@ -73,10 +79,11 @@ def prepare(
     companions: Mapping[str, bytes] | None = None,
     parent: str | None = None,
     max_shard_size: int = 5_000_000_000,
+    layout: Layout = "full",
 ) -> tuple[Job, Live]:
     """What ``save`` would write, and the live tensors; nothing is read from these yet."""
     groups, skeleton = _split({name: s.state_dict() for name, s in adopted(states).items()})
-    shards = _plan(groups, kind, max_shard_size)
+    shards = _plan(groups, kind, max_shard_size, layout)
     ours = {**_indexes(shards), STATE: _dump_skeleton(skeleton)}
     job = Job(
         root=Path(root),
@@ -87,6 +94,7 @@ def prepare(
         shards=shards,
         small={**_checked(companions or {}, {*ours, MANIFEST}), **ours},
         parent=parent,
+        layout=layout,
     )
     return job, Live(groups)
 
@@ -146,8 +154,14 @@ def _flat(tree: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     return dict(tree)
 
 
-def _plan(groups: Mapping[str, Tensors], kind: Kind, max_shard_size: int) -> list[Shard]:
-    """The files of every role that has tensors. An adapter is one file: PEFT knows no shards."""
+def _plan(
+    groups: Mapping[str, Tensors], kind: Kind, max_shard_size: int, layout: Layout
+) -> list[Shard]:
+    """The files of every role that has tensors. An adapter is one file: PEFT knows no shards.
+
+    In layout ``distributed`` all but an adapter lie in the folder of this rank, and say which box
+    of its tensor each one is. A single rank holds the whole of all.
+    """
     stems = {"model": WEIGHT_STEMS[kind], "optimizer": "optimizer", "state": "state"}
     is_whole = {"model": kind == "adapter", "optimizer": False, "state": True}
     shards = []
@@ -155,7 +169,11 @@ def _plan(groups: Mapping[str, Tensors], kind: Kind, max_shard_size: int) -> lis
         described = {name: describe(f"{role}: {name}", t) for name, t in tensors.items()}
         limit = None if is_whole[role] else max_shard_size
         apart = _still(groups) if role == "model" and not is_whole[role] else ()
-        plans = plan_save(stems[role], described, limit, apart=apart) if tensors else []
+        stem, boxes = stems[role], None
+        if layout == "distributed" and stem != WEIGHT_STEMS["adapter"]:
+            stem = f"{RANK_FOLDER.format(0)}/{stem}"
+            boxes = {name: (shape, Box.whole(shape)) for name, (_, shape) in described.items()}
+        plans = plan_save(stem, described, limit, apart=apart, boxes=boxes) if tensors else []
         shards += [Shard(role, plan) for plan in plans]
     return shards
 
@@ -174,13 +192,18 @@ def _still(groups: Mapping[str, Tensors]) -> set[str]:
 
 
 def _indexes(shards: Sequence[Shard]) -> dict[str, bytes]:
-    """The ``*.safetensors.index.json`` of every role that took several files."""
+    """The ``*.safetensors.index.json`` of every role that took several files.
+
+    In layout ``distributed`` it is for the weights alone, at the top, so that ``from_pretrained``
+    finds them; for the rest the manifest says what is where.
+    """
     found = {}
     for role in dict.fromkeys(shard.role for shard in shards):
         plans = [shard.plan for shard in shards if shard.role == role]
-        if len(plans) > 1:
-            stem = plans[0].name.rpartition("-00001-of-")[0]
-            found[f"{stem}.safetensors.index.json"] = dump_index(plans)
+        stem = plans[0].name.partition("-00001-of-")[0].removesuffix(".safetensors")
+        is_in_folder = "/" in stem
+        if role == "model" if is_in_folder else len(plans) > 1:
+            found[f"{stem.rpartition('/')[2]}.safetensors.index.json"] = dump_index(plans)
     return found
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from .index import Layout
 from .retention import Rule
 
 
@@ -30,6 +31,10 @@ class CheckpointSection:
     """``auto``: the newest checkpoint that verifies; ``none``: start anew; or a folder."""
     max_shard_size: int = 5_000_000_000
     """Largest weight file in bytes; bigger models are split as Hugging Face splits them."""
+    layout: Layout | None = None
+    """``full``: whole tensors in files that Hugging Face's libraries and PEFT open as they lie;
+    ``distributed``: a folder for every rank, for object stores and for PyTorch's distributed
+    checkpoints. Unset: ``distributed`` if ``train.output_dir`` is a URL, otherwise ``full``."""
     async_save: bool = True
     """Save in the background: training stops for a copy in memory only. Takes memory of the size of
     a checkpoint; where there is too little, or on a system other than Linux, training waits."""
@@ -40,7 +45,7 @@ class CheckpointSection:
     """Weights that did not change since the last checkpoint (frozen ones) share its file, by clone
     or hard link. Every checkpoint stays whole when another is deleted."""
     remote_timeout_minutes: float = 10.0
-    """Where ``train.output_dir`` is a URL: how long one transfer is tried again while the network or
+    """Where ``train.output_dir`` is a URL: how long a transfer is tried again while the network or
     the store fails."""
     on_save_error: Literal["stop", "continue"] = "stop"
     """When a save fails (a full disk, say): stop the run, or go on and try at the next save."""

@@ -7,7 +7,7 @@ A folder of weights is one of three: a checkpoint of ours (``manifest.json``), a
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -15,10 +15,11 @@ from typing import Literal
 from .. import files
 from ..errors import CheckpointError
 from . import strict, tensorfile
+from .box import Box
 from .commit import named
-from .folder import open_checkpoint
+from .folder import CheckpointFolder, open_checkpoint
 from .header import Entry
-from .index import MANIFEST, STATE, is_plain_name
+from .index import MANIFEST, STATE, Piece, is_plain_name
 
 Layout = Literal["native", "peft", "huggingface"]
 
@@ -39,13 +40,28 @@ _CONVERT = (
 
 
 @dataclass(frozen=True)
+class Part:
+    """One box of a tensor, in a file of its own rank."""
+
+    file: tensorfile.TensorFile
+    key: str
+    box: Box
+    hash: str
+
+
+@dataclass(frozen=True)
 class Place:
-    """One tensor in a file. ``hash`` is known for checkpoints of ours."""
+    """One tensor in a file. ``hash`` is known for checkpoints of ours.
+
+    A tensor that lies in several ``parts`` has no hash itself; its file and key are the first
+    part's, its entry has the type and the whole shape.
+    """
 
     file: tensorfile.TensorFile
     key: str
     entry: Entry
     hash: str | None = None
+    parts: tuple[Part, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -79,13 +95,26 @@ def open_weights(folder: Path) -> Weights:
 def open_native(folder: Path) -> Weights:
     """The model (or adapter) part of a checkpoint of ours."""
     checkpoint = open_checkpoint(folder)
-    pieces = checkpoint.manifest.tensors("model")
-    opened = {name: checkpoint.tensors(name) for name in {p.file for p in pieces.values()}}
-    tensors = {
-        name: Place(opened[p.file], p.key, opened[p.file].entry(p.key), p.hash)
-        for name, p in pieces.items()
-    }
-    return Weights("native", folder, tensors)
+    return Weights("native", folder, places(checkpoint, checkpoint.manifest.tensors("model")))
+
+
+def places(
+    checkpoint: CheckpointFolder, tensors: Mapping[str, Sequence[Piece]]
+) -> dict[str, Place]:
+    """Where the tensors of a checkpoint of ours lie, each file opened once."""
+    names = {piece.file for pieces in tensors.values() for piece in pieces}
+    opened = {name: checkpoint.tensors(name) for name in names}
+    return {name: _place(pieces, opened) for name, pieces in tensors.items()}
+
+
+def _place(pieces: Sequence[Piece], opened: Mapping[str, tensorfile.TensorFile]) -> Place:
+    first = pieces[0]
+    file = opened[first.file]
+    entry = file.entry(first.key)
+    if len(pieces) == 1:  # it is all of the tensor
+        return Place(file, first.key, entry, first.hash)
+    parts = tuple(Part(opened[p.file], p.key, p.box, p.hash) for p in pieces)
+    return Place(file, first.key, Entry(first.dtype, first.shape, entry.offset), None, parts)
 
 
 def open_peft(folder: Path) -> Weights:

@@ -15,11 +15,11 @@ from typing import Protocol
 
 from .. import files
 from ..errors import CheckpointError
-from .box import Box
 from .commit import aside, drop, refuse_existing
 from .folder import CheckpointFolder, open_checkpoint
 from .index import MANIFEST, Manifest, Piece, dump
 from .job import Job, Saved, Shard
+from .sharding import explained
 
 
 class Content(Protocol):
@@ -73,6 +73,7 @@ def _manifest(job: Job, written: _Written) -> Manifest:
         hashes=written.hashes,
         pieces=written.pieces,
         parent=job.parent,
+        layout=job.layout,
     )
 
 
@@ -92,6 +93,7 @@ def _write(job: Job, content: Content, folder: Path) -> _Written:
     written = _Written()
     own = _share(job, content, folder, written)
     for shard in own:
+        files.make_folder((folder / shard.plan.name).parent)
         with files.create(folder / shard.plan.name) as file:
             file.reserve(shard.plan.header.file_size)
     for shard in own:
@@ -116,14 +118,14 @@ def _note(written: _Written, shard: Shard, hashes: Mapping[str, str]) -> None:
     written.pieces += [
         Piece(
             tensor=f"{shard.role}/{name}",
-            dtype=entry.dtype,
-            shape=entry.shape,
-            box=Box.whole(entry.shape),
+            dtype=plan.header.entries[name].dtype,
+            shape=shape,
+            box=box,
             file=plan.name,
             key=name,
             hash=hashes[name],
         )
-        for name, entry in plan.header.entries.items()
+        for name, (shape, box) in explained(plan.header).items()
     ]
 
 
@@ -164,6 +166,7 @@ def _link(
         is_equal = all(content.hash(shard, key) == saved[key] for key in shard.plan.header.entries)
         if is_equal and _is_sound(parent, name, saved):
             new = folder / shard.plan.name
+            files.make_folder(new.parent)
             return saved if files.share(parent.path / name, new) else None
     return None
 

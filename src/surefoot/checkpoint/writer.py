@@ -82,7 +82,7 @@ def _job(told: dict[str, Any], arena: Arena) -> Job:
         Shard(role, _plan(name, cut(start, size))) for role, name, start, size in told["shards"]
     ]
     small = {name: bytes(cut(start, size)) for name, (start, size) in told["small"].items()}
-    plain = ("step", "kind", "created", "versions", "parent", "forget", "share")
+    plain = ("step", "kind", "created", "versions", "parent", "forget", "layout", "share")
     return Job(
         root=Path(told["root"]),
         shards=shards,

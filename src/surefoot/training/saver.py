@@ -158,6 +158,7 @@ class Saver:
             companions={**self.companions, "trainer_state.json": self._for_people(state)},
             parent=parent.name if parent else None,
             max_shard_size=self.section.max_shard_size,
+            layout=self.section.layout or "full",
         )
         forget = self._forgotten = self._old(state, coming=state.global_step)
         if self.mirror is not None:
