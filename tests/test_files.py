@@ -213,11 +213,11 @@ def test_a_lock_ends_with_its_process(tmp_path):
 
 def test_a_file_knows_when_its_path_leads_elsewhere(tmp_path):
     file = files.create(tmp_path / "x")
-    assert file.is_at_its_path()
+    assert file.is_at(file.path)
     (tmp_path / "x").unlink()
-    assert not file.is_at_its_path()
+    assert not file.is_at(file.path)
     files.write_new(tmp_path / "x", b"")
-    assert not file.is_at_its_path()
+    assert not file.is_at(file.path)
 
 
 def test_folders_are_made_with_what_is_above_them(tmp_path):

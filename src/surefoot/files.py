@@ -188,10 +188,10 @@ class File:
                 return False
         return True
 
-    def is_at_its_path(self) -> bool:
-        """Whether the path still leads to this very file."""
+    def is_at(self, path: Path) -> bool:
+        """Whether ``path`` leads to this very file."""
         try:
-            return os.path.samestat(os.fstat(self._descriptor), os.stat(self.path))
+            return os.path.samestat(os.fstat(self._descriptor), os.stat(path))
         except FileNotFoundError:
             return False
 

@@ -299,3 +299,34 @@ def test_a_root_that_cannot_be_listed_is_an_error_of_the_checkpoint(tmp_path, mo
     for function in (named, committed, clean):
         with pytest.raises(CheckpointError, match="no permission"):
             function(tmp_path)
+
+
+class LostAnswer:
+    """A network disk that renames, loses its answer, and is asked again: nothing is there then."""
+
+    def __getattr__(self, name):
+        return getattr(os, name)
+
+    def rename(self, old, new):
+        old.rename(new)
+        old.rename(new)
+
+
+def test_a_rename_whose_answer_was_lost_is_a_commit(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "os", LostAnswer())
+    target = publish(tmp_path, 5)
+    assert committed(tmp_path) == [target]
+    assert names(target) == ["file", "manifest.json"]
+
+
+def test_a_rename_that_failed_is_no_commit_even_if_somebody_else_was_faster(tmp_path, monkeypatch):
+    class Refusing(LostAnswer):
+        def rename(self, old, new):
+            new.mkdir()
+            (new / "manifest.json").write_text("another's")
+            raise FileExistsError(17, "File exists", str(new))
+
+    monkeypatch.setattr(files, "os", Refusing())
+    with pytest.raises(OSError, match="File exists"):
+        publish(tmp_path, 5)
+    assert (tmp_path / "checkpoint-5" / "manifest.json").read_text() == "another's"

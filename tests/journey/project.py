@@ -162,8 +162,8 @@ def checkpoints(run):
 
 def final_weights(run):
     folder = checkpoints(run)[-1]
-    (file,) = [*folder.glob("model.safetensors"), *folder.glob("adapter_model.safetensors")]
-    return load_file(file)
+    stored = [*folder.glob("model*.safetensors"), *folder.glob("adapter_model.safetensors")]
+    return {name: tensor for file in stored for name, tensor in load_file(file).items()}
 
 
 def assert_same(a, b):

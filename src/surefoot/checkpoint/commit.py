@@ -40,7 +40,12 @@ class Part:
         for folder in _folders(self.folder):
             files.sync_folder(folder)
         refuse_existing(target)  # a rename would replace an empty folder
-        files.rename(self.folder, target)
+        try:
+            files.rename(self.folder, target)
+        except OSError:
+            # A network disk may do it, lose its answer, and then find nothing to do again.
+            if not self.manifest.is_at(target / MANIFEST):
+                raise
         files.sync_folder(target.parent)
 
 
@@ -87,7 +92,7 @@ def _is_mine(manifest: files.File) -> bool:
         manifest.lock()  # where there are no locks, nobody cleans either
     except BlockingIOError:
         return False  # the cleaner of another process was faster
-    return manifest.is_at_its_path()
+    return manifest.is_at(manifest.path)
 
 
 def _folders(folder: Path) -> list[Path]:
@@ -165,7 +170,7 @@ def _remove_if_dead(folder: Path) -> bool:
     for _ in range(2):
         try:
             with files.open_file(folder / MANIFEST, follow=False, write=True) as manifest:
-                is_dead = manifest.lock() and manifest.is_at_its_path()
+                is_dead = manifest.lock() and manifest.is_at(manifest.path)
                 return is_dead and _remove(folder)
         except BlockingIOError:
             return False  # it is being written

@@ -270,7 +270,7 @@ def _try_lock(path: Path) -> tuple[files.File, bool] | None:
     except BlockingIOError:
         file.close()
         return None
-    if is_locked and not file.is_at_its_path():
+    if is_locked and not file.is_at(file.path):
         file.close()
         return None
     return file, is_locked
