@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import shutil
+import zipfile
 from dataclasses import replace
 
 import pytest
@@ -170,6 +171,19 @@ def test_an_adapter_of_other_settings_is_refused(lora, tmp_path, settings, words
     assert words in refusal(lora.theirs, trainer_of(lora, tmp_path, method=method))
 
 
+def test_embeddings_that_peft_adds_to_an_adapter_must_be_the_bases(lora, adapter, tmp_path):
+    weights = load_file(adapter / "adapter_model.safetensors")
+    trainer = trainer_of(lora, tmp_path)
+    name = "base_model.model.model.embed_tokens.weight"
+    weights[name] = trainer.models.policy.state_dict()[name].clone()
+    save_file(weights, adapter / "adapter_model.safetensors", {"format": "pt"})
+    assert load(adapter, trainer).state.global_step == HALF
+    weights[name][0] += 1
+    save_file(weights, adapter / "adapter_model.safetensors", {"format": "pt"})
+    said = refusal(adapter, trainer_of(lora, tmp_path))
+    assert f"{name} is of shape [259, 32] in it, not there in this run" in said
+
+
 def test_an_adapter_that_changed_its_base_is_refused(lora, adapter, tmp_path):
     edit_json(adapter / "adapter_config.json", init_lora_weights="pissa")
     assert "changed the base" in refusal(adapter, trainer_of(lora, tmp_path))
@@ -206,6 +220,9 @@ def test_moments_of_other_shapes_are_refused(full, theirs, tmp_path):
         (lambda c: c["state"][0].pop("exp_avg_sq"), "expected exp_avg, exp_avg_sq, step"),
         (lambda c: c.pop("param_groups"), "it is not the state of a torch optimizer"),
         (lambda c: c["state"][0].update(step=torch.tensor(9.0)), "has made 9 updates, but"),
+        (lambda c: c["state"][0].update(step="four"), "its step is of type str, expected a tensor"),
+        (lambda c: c["state"][0].update(step=torch.ones(2)), "its step is [2], expected []"),
+        (lambda c: c["param_groups"][0]["params"].append([1]), "is not the state of a torch"),
     ],
 )
 def test_an_optimizer_file_that_cannot_be_is_refused(full, theirs, tmp_path, change, words):
@@ -218,6 +235,52 @@ def test_a_folder_of_another_step_than_its_name_is_refused(full, theirs, tmp_pat
     assert "of step 4, but the folder is checkpoint-9" in refusal(
         renamed, trainer_of(full, tmp_path)
     )
+
+
+@pytest.mark.parametrize("settings", [torch.ones(2), "much", None, [torch.ones(2)]])
+def test_settings_that_are_no_numbers_are_not_compared(full, theirs, tmp_path, settings):
+    edit_pickle(
+        theirs / "optimizer.pt", lambda c: c["param_groups"][0].update(betas=settings, eps=settings)
+    )
+    edit_pickle(theirs / "scheduler.pt", lambda c: c.update(last_epoch=settings, _last_lr=settings))
+    assert load(theirs, trainer_of(full, tmp_path)).state.global_step == HALF
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"global_step": "4"},
+        {"global_step": True},
+        {"global_step": 4.5},
+        {"global_step": -4},
+        {"epoch": None},
+        {"log_history": {"step": 1}},
+        {"log_history": [1]},
+        {"max_steps": [8]},
+    ],
+    ids=str,
+)
+def test_a_state_that_cannot_be_is_refused(full, theirs, tmp_path, changes):
+    edit_json(theirs / "trainer_state.json", **changes)
+    assert f"trainer_state.json: {next(iter(changes))} must be" in refusal(
+        theirs, trainer_of(full, tmp_path)
+    )
+
+
+def test_generators_that_numpy_1_wrote_are_read(full, theirs, tmp_path):
+    path = theirs / "rng_state.pth"
+    with zipfile.ZipFile(path) as old:
+        content = {name: old.read(name) for name in old.namelist()}
+    with zipfile.ZipFile(path, "w") as new:
+        for name, data in content.items():
+            new.writestr(name, data.replace(b"numpy._core.multiarray", b"numpy.core.multiarray"))
+    assert load(theirs, trainer_of(full, tmp_path)).state.global_step == HALF
+
+
+def test_generators_of_something_else_are_refused(full, theirs, tmp_path):
+    torch.save({"cpu": torch.zeros(3)}, theirs / "rng_state.pth")
+    said = refusal(theirs, trainer_of(full, tmp_path))
+    assert "rng_state.pth: it does not hold the generators of a process; delete the file" in said
 
 
 def test_differences_that_are_the_users_to_make_are_said(full, theirs, tmp_path, caplog):

@@ -143,10 +143,11 @@ def _differences(
         )
     if updates < step:
         yield f"{OPTIMIZER} has made {updates} updates in {step} steps"
-    if isinstance(scheduler, Mapping) and scheduler.get("last_epoch") not in (None, step):
+    last = scheduler.get("last_epoch") if isinstance(scheduler, Mapping) else None
+    if isinstance(last, int) and last != step:
         yield (
-            f"{SCHEDULER} is at step {scheduler['last_epoch']}, trainer_state.json at {step}; the "
-            f"learning rate goes on from step {step}"
+            f"{SCHEDULER} is at step {last}, trainer_state.json at {step}; the learning rate goes "
+            f"on from step {step}"
         )
     if progress.max_steps not in (0, trainer.state.max_steps):
         yield (
@@ -162,7 +163,8 @@ def _other_settings(
     ours = trainer.step.optimizer.param_groups
     for key, name in HYPERPARAMETERS.items():
         was, now = theirs[0].get(key), ours[0][key]
-        if was is not None and was != now and tuple(_listed(was)) != tuple(_listed(now)):
+        has_none = key == "weight_decay" and not now and len(ours) == 1  # vectors alone learn
+        if _numbers(was) not in (None, _numbers(now)) and not has_none:
             yield f"optim.adamw.{name} was {was}, and is {now} from here on"
     if ours[0]["weight_decay"]:
         decay = trainer_groups(trainer.models.policy)[0]
@@ -177,8 +179,10 @@ def _other_settings(
             yield f"the next learning rate would have been {rates[0]:.4g}, and is {rate:.4g}"
 
 
-def _listed(value: object) -> Sequence[object]:
-    return value if isinstance(value, list | tuple) else (value,)
+def _numbers(value: object) -> tuple[object, ...] | None:
+    """The numbers of a setting, to compare; None if it is something else."""
+    found = tuple(value) if isinstance(value, list | tuple) else (value,)
+    return found if all(type(number) in (int, float) for number in found) else None
 
 
 def _scale(saved: object, where: Path) -> dict[str, float] | None:

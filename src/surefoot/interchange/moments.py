@@ -70,7 +70,7 @@ def _taken_apart(saved: object, where: Path) -> tuple[list[list[int]], Mapping[i
     if not isinstance(groups, list) or not isinstance(state, dict):
         raise CheckpointError(f"{where}: it is not the state of a torch optimizer")
     numbers = [group.get("params") if isinstance(group, dict) else None for group in groups]
-    if not all(isinstance(found, list) for found in numbers):
+    if not all(isinstance(n, list) and all(type(i) is int for i in n) for n in numbers):
         raise CheckpointError(f"{where}: it is not the state of a torch optimizer")
     if not state:
         raise CheckpointError(f"{where}: it holds no moments; go on from another checkpoint")
@@ -86,11 +86,14 @@ def _problem(values: object, shape: torch.Size) -> str | None:
         return (
             f"it holds {names}, expected {', '.join(sorted(KEYS))}: only AdamW can be gone on with"
         )
-    for name in ("exp_avg", "exp_avg_sq"):
+    for name, expected in (("exp_avg", shape), ("exp_avg_sq", shape), ("step", torch.Size())):
         found = values[name]
-        if not isinstance(found, torch.Tensor) or found.shape != shape:
-            what = list(found.shape) if isinstance(found, torch.Tensor) else type(found).__name__
-            return f"its {name} is {what}, expected {list(shape)}"
+        if name == "step" and type(found) in (int, float):
+            continue
+        if not isinstance(found, torch.Tensor):
+            return f"its {name} is of type {type(found).__name__}, expected a tensor"
+        if found.shape != expected or found.layout != torch.strided or found.is_complex():
+            return f"its {name} is {list(found.shape)}, expected {list(expected)}"
     return None
 
 

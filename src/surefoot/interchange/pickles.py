@@ -9,11 +9,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import torch
 from transformers.trainer_pt_utils import safe_globals
 
 from .. import files
 from ..errors import CheckpointError
+
+_RECONSTRUCT = np._core.multiarray._reconstruct  # type: ignore[attr-defined]
+OF_NUMPY_1 = (_RECONSTRUCT, "numpy.core.multiarray._reconstruct")  # the name it had there
 
 
 def read_pickle(path: Path) -> object:
@@ -25,7 +29,7 @@ def read_pickle(path: Path) -> object:
     with files.raising(CheckpointError), files.open_file(path):
         pass  # a regular file that may be read
     try:
-        with safe_globals():
+        with safe_globals(), torch.serialization.safe_globals([OF_NUMPY_1]):
             return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # what a made-up file makes the reader raise is anybody's choice
         reason = next(iter(str(error).strip().splitlines()), "") or type(error).__name__

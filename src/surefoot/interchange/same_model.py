@@ -7,11 +7,13 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from .. import files
+from ..checkpoint import strict
 from ..checkpoint.layouts import open_folder
-from ..checkpoint.source import Source
+from ..checkpoint.source import Source, read_whole
 from ..checkpoint.states import Stateful
 from ..checkpoint.weights import ADAPTER, ADAPTER_CONFIG, MODEL, recognise
 from ..errors import CheckpointError
@@ -57,6 +59,8 @@ def open_same(folder: Path, policy: nn.Module, weights: Stateful) -> Source:
         _refuse_drift(folder, policy)
     wanted = {name: tuple(t.shape) for name, t in weights.state_dict().items()}
     shapes = source.shapes()
+    if is_adapter:
+        shapes = {n: s for n, s in shapes.items() if n in wanted or not _is_base(source, n, policy)}
     odd = sorted(wanted.keys() ^ shapes.keys()) or [n for n in wanted if wanted[n] != shapes[n]]
     if odd:
         name = odd[0]
@@ -69,6 +73,14 @@ def open_same(folder: Path, policy: nn.Module, weights: Stateful) -> Source:
     return source
 
 
+def _is_base(source: Source, name: str, policy: nn.Module) -> bool:
+    """Whether the tensor is the base's own: PEFT adds embeddings that are a target or grew."""
+    own = policy.state_dict().get(name)
+    if own is None or tuple(own.shape) != source.shapes()[name]:
+        return False
+    return torch.equal(read_whole(source, name).to(own.dtype), own.cpu())
+
+
 def _shape(found: tuple[int, ...] | None) -> str:
     return "not there" if found is None else f"of shape {list(found)}"
 
@@ -76,13 +88,9 @@ def _shape(found: tuple[int, ...] | None) -> str:
 def _configs(folder: Path, policy: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
     """``adapter_config.json`` in the folder, and as this run would write it."""
     path = folder / ADAPTER_CONFIG
-    try:
-        with files.raising(CheckpointError):
-            theirs = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise CheckpointError(f"{path}: not JSON: {error}") from None
-    ours = json.loads(adapter_files(policy)[ADAPTER_CONFIG])
-    return (theirs if isinstance(theirs, dict) else {}), ours
+    with files.raising(CheckpointError), files.open_file(path) as file:
+        theirs = strict.parse_object(files.read_all(file, strict.MAX_BYTES), str(path))
+    return theirs, json.loads(adapter_files(policy)[ADAPTER_CONFIG])
 
 
 def _refuse_drift(folder: Path, policy: nn.Module) -> None:

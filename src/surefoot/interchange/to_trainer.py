@@ -82,10 +82,10 @@ def save_trainer_checkpoint(
 @contextmanager
 def _aside(target: Path) -> Iterator[Path]:
     """A folder that becomes ``target`` at one stroke; removed if the block fails."""
-    folder = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
     with files.raising(CheckpointError, f"cannot write {target}"):
         if files.exists(target):
             raise CheckpointError(f"{target}: it exists already; choose another folder")
+        folder = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
         files.make_folder(target.parent)
         files.new_folder(folder)
         try:
@@ -113,6 +113,8 @@ class _Kept:
 
 def _read_states(checkpoint: Path) -> dict[str, dict[str, Any]]:
     names = open_checkpoint(checkpoint).skeleton()
+    if missing := sorted({"optimizer", "trainer", "random", "scaler"} - names.keys()):
+        raise CheckpointError(f"{checkpoint}: it was not saved by a run: no state {missing[0]!r}")
     kept = {name: _Kept() for name in names}
     load(checkpoint, kept)
     return {name: keeper.state for name, keeper in kept.items()}

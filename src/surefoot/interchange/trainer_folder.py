@@ -7,13 +7,14 @@ that is missing is an error here, never a silent fresh start.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from .. import files
-from ..checkpoint import strict
+from ..checkpoint import strict, trainer_state
 from ..checkpoint.commit import named, step_of
 from ..checkpoint.index import MANIFEST
 from ..checkpoint.index import STATE as SKELETON
@@ -106,7 +107,9 @@ class Progress:
         Steps after the last log count as much as those before it.
         """
         logged = [
-            (int(r["step"]), r["loss"]) for r in self.log_history if {"step", "loss"} <= r.keys()
+            (int(r["step"]), r["loss"])
+            for r in self.log_history
+            if math.isfinite(r.get("step", math.nan)) and math.isfinite(r.get("loss", math.nan))
         ]
         total, before, loss = 0.0, 0, 0.0
         for step, loss in logged:
@@ -120,12 +123,12 @@ def read_progress(folder: Path) -> Progress:
     where = folder / STATE
     content = _read(where)
     progress = Progress(
-        global_step=int(_number(content, "global_step", where)),
+        global_step=_count(content, "global_step", where),
         epoch=_number(content, "epoch", where),
-        max_steps=int(_number(content, "max_steps", where, 0)),
+        max_steps=_count(content, "max_steps", where, 0),
         best_metric=_finite(content.get("best_metric")),
-        best_global_step=content.get("best_global_step"),
-        num_input_tokens_seen=int(_number(content, "num_input_tokens_seen", where, 0)),
+        best_global_step=trainer_state.read(content).best_step,
+        num_input_tokens_seen=_count(content, "num_input_tokens_seen", where, 0),
         total_flos=_number(content, "total_flos", where, 0),
         log_history=_records(content.get("log_history") or [], where),
         num_worse=_num_worse(content.get("stateful_callbacks")),
@@ -161,6 +164,13 @@ def _number(
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e30:
         raise CheckpointError(f"{where}: {name} must be a number, found {str(value)[:40]!r}")
     return value
+
+
+def _count(content: Mapping[str, Any], name: str, where: Path, default: float | None = None) -> int:
+    value = _number(content, name, where, default)
+    if value != int(value):
+        raise CheckpointError(f"{where}: {name} must be a whole number, found {value}")
+    return int(value)
 
 
 def _finite(value: object) -> float | None:
