@@ -1,6 +1,8 @@
 """A file with several names is on the disk once."""
 
+import inspect
 import os
+import sys
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -58,6 +60,18 @@ def test_links_are_not_followed_and_holes_take_nothing(tmp_path):
     (found,) = stored(folder)
     assert found.num_bytes == 1 << 30
     assert found.disk_bytes < 1 << 20
+
+
+def test_folders_may_be_nested_deeper_than_the_stack(tmp_path):
+    deep = tmp_path.joinpath(*["a"] * 300)
+    deep.mkdir(parents=True)
+    (deep / "x").write_text("x")
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(len(inspect.stack(0)) + 100)
+    try:
+        assert len(stored(tmp_path)) == 1
+    finally:
+        sys.setrecursionlimit(limit)
 
 
 def test_a_folder_that_is_gone_takes_nothing(tmp_path):

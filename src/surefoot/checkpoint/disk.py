@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import stat
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,19 +24,27 @@ class Stored:
 
 
 def stored(folder: Path) -> list[Stored]:
-    """Every name of a file below ``folder``, links not followed; what vanishes meanwhile is not."""
-    return list(_stored(folder))
+    """Every name of a file below ``folder``, links not followed.
+
+    What vanishes meanwhile, or is not ours to see, is left out. Clones (of Btrfs or XFS) look like
+    files of their own: no call tells what they share.
+    """
+    found, pending = [], [folder]
+    while pending:  # no recursion: folders may be nested deeper than Python's stack
+        with contextlib.suppress(OSError):
+            for path in sorted(pending.pop().iterdir()):
+                with contextlib.suppress(OSError):
+                    known = path.lstat()
+                    if stat.S_ISDIR(known.st_mode):
+                        pending.append(path)
+                    elif stat.S_ISREG(known.st_mode):
+                        found.append(_file(known))
+    return found
 
 
-def _stored(folder: Path) -> Iterator[Stored]:
-    for path in folder.rglob("*"):
-        try:
-            found = path.lstat()
-        except OSError:  # removed meanwhile, or not ours to see
-            continue
-        if stat.S_ISREG(found.st_mode):
-            inode = (found.st_dev, found.st_ino)
-            yield Stored(inode, found.st_nlink, found.st_size, found.st_blocks * _SECTOR)
+def _file(known: os.stat_result) -> Stored:
+    inode = (known.st_dev, known.st_ino)
+    return Stored(inode, known.st_nlink, known.st_size, known.st_blocks * _SECTOR)
 
 
 def added(folders: Iterable[Sequence[Stored]]) -> list[int]:

@@ -89,6 +89,15 @@ def test_what_comes_free_counts_shared_files_once(root):
     assert stays == {2: ["best"], 4: ["among the newest 2"], 5: ["newest"]}
 
 
+def test_of_a_link_only_the_link_goes(root, tmp_path):
+    elsewhere = (root / "checkpoint-1").rename(tmp_path / "checkpoint-1")
+    (root / "checkpoint-1").symlink_to(elsewhere)
+    other = sum(path.stat().st_blocks * 512 for path in (root / "checkpoint-3").iterdir())
+    found = json.loads(run("prune", root, "--yes", "--json").stdout)
+    assert left(root) == [2, 4, 5] and (elsewhere / "manifest.json").exists()
+    assert found["freed_bytes"] == other
+
+
 def test_it_asks_first(root):
     assert run("prune", root, answer="n\n").exit_code == 1
     assert left(root) == [1, 2, 3, 4, 5]

@@ -184,8 +184,8 @@ def _plan(folder: Path, wish: Wish) -> tuple[list[Planned], int]:
     planned = [
         Planned(lines[v.step], metrics.get(v.step), _named(lines[v.step], v)) for v in verdicts
     ]
-    going = [disk.stored(item.line.path) for item in planned if not item.verdict.stays]
-    return planned, disk.freed(going)
+    going = [item.line.path for item in planned if not item.verdict.stays]
+    return planned, disk.freed([disk.stored(path) for path in going if not path.is_symlink()])
 
 
 def _named(line: Line, verdict: Verdict) -> Verdict:
