@@ -1,0 +1,107 @@
+"""Files that anybody may have made: values, or an error, and never more."""
+
+import contextlib
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import tiny
+from surefoot.errors import CheckpointError
+from surefoot.interchange.moments import moments_by_name, trainer_groups
+from surefoot.interchange.pickles import read_pickle, write_pickle
+
+MODEL = tiny.model(num_hidden_layers=1)
+CONTENT = {"a": torch.arange(3.0), "b": [1, 2.5, None, "x", (True,)]}
+QUICK = settings(
+    deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+
+
+def test_what_was_written_is_read(tmp_path):
+    write_pickle(tmp_path / "a.pt", CONTENT)
+    found = read_pickle(tmp_path / "a.pt")
+    assert torch.equal(found["a"], CONTENT["a"])
+    assert found["b"] == CONTENT["b"]
+    with pytest.raises(CheckpointError, match="it exists already"):
+        write_pickle(tmp_path / "a.pt", CONTENT)
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(CheckpointError, match=r"a\.pt: it does not exist"):
+        read_pickle(tmp_path / "a.pt")
+
+
+@QUICK
+@given(data=st.data())
+def test_damage_gives_values_or_an_error(tmp_path, data):
+    path = tmp_path / "a.pt"
+    torch.save(CONTENT, path)
+    content = bytearray(path.read_bytes())
+    for _ in range(data.draw(st.integers(1, 4))):
+        content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
+    path.write_bytes(content[: data.draw(st.integers(0, len(content)))])
+    with contextlib.suppress(CheckpointError):
+        read_pickle(path)
+
+
+@QUICK
+@given(st.binary(max_size=200))
+def test_any_bytes_give_values_or_an_error(tmp_path, content):
+    path = tmp_path / "a.pt"
+    path.write_bytes(content)
+    with contextlib.suppress(CheckpointError):
+        read_pickle(path)
+
+
+@pytest.mark.parametrize("value", [Path("x"), print, CheckpointError], ids=repr)
+def test_a_plain_pickle_of_anything_else_is_an_error(tmp_path, value):
+    path = tmp_path / "a.pt"
+    path.write_bytes(pickle.dumps({"a": value}))
+    with pytest.raises(CheckpointError, match="nothing of it was run"):
+        read_pickle(path)
+
+
+VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-2, 30)
+    | st.floats()
+    | st.text(max_size=3)
+    | st.builds(torch.zeros, st.lists(st.integers(0, 3), max_size=3)),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(
+            st.sampled_from(
+                ["state", "param_groups", "params", "step", "exp_avg", "exp_avg_sq", 0, 1]
+            ),
+            inner,
+            max_size=4,
+        )
+    ),
+    max_leaves=12,
+)
+
+
+@QUICK
+@given(VALUES)
+def test_any_state_is_refused_as_a_state(saved):
+    with pytest.raises(CheckpointError, match=r"it is not the state|it holds no moments|learn"):
+        moments_by_name(saved, MODEL, Path("optimizer.pt"))
+
+
+@QUICK
+@given(VALUES, st.integers(0, 11))
+def test_any_state_of_one_parameter_is_refused(values, number):
+    sizes = [len(group) for group in trainer_groups(MODEL)]
+    order = iter(range(sum(sizes)))
+    good = {"step": 1, "exp_avg": torch.zeros(1), "exp_avg_sq": torch.zeros(1)}
+    saved = {
+        "state": {**dict.fromkeys(range(sum(sizes)), good), number: values},
+        "param_groups": [{"params": [next(order) for _ in range(size)]} for size in sizes],
+    }
+    with pytest.raises(CheckpointError, match=r"optimizer\.pt: "):
+        moments_by_name(saved, MODEL, Path("optimizer.pt"))
