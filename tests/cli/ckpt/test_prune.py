@@ -202,6 +202,20 @@ def test_folders_of_others_are_left_alone(theirs, tmp_path):
     assert run("prune", tmp_path, "--keep", 1).exit_code == 2
 
 
+def test_a_checkpoint_is_no_run(root, monkeypatch):
+    for folder in (root / "checkpoint-5", "."):
+        monkeypatch.chdir(root / "checkpoint-5")
+        result = run("prune", folder, "--keep", 1, "--yes")
+        assert result.exit_code == 2 and "name the run's folder" in result.output
+    assert not (root / "checkpoint-5" / LOCK).exists()
+
+
+def test_the_newest_is_the_newest_by_name(root):
+    (root / "checkpoint-2").rename(root / "checkpoint-9")  # its manifest says 2
+    run("prune", root, "--keep", 1, "--yes")
+    assert 9 in left(root)
+
+
 def test_a_folder_that_cannot_be_locked_is_an_error(root):
     (root / LOCK).mkdir()
     result = run("prune", root, "--yes")

@@ -17,6 +17,7 @@ from rich.text import Text
 
 from ... import files, schema
 from ...checkpoint import disk
+from ...checkpoint.commit import step_of
 from ...checkpoint.folder import open_checkpoint
 from ...checkpoint.listing import Line, list_run, state_of
 from ...checkpoint.retention import (
@@ -83,12 +84,12 @@ def prune(folder: Path, dry_run: bool, yes: bool, as_json: bool, **options: obje
     is left alone. Refused while a process trains in RUN.
     """
     wish = _wish(folder, {name: value for name, value in options.items() if value is not None})
+    planned, freed = _plan(folder, wish)
     if dry_run:
-        planned, freed = _plan(folder, wish)
         _tell(folder, planned, freed, wish.metric, as_json=as_json)
         return
     with _nobody_trains_in(folder):
-        planned, freed = _plan(folder, wish)
+        planned, freed = _plan(folder, wish)  # again, now that nobody can change it
         going = [item.line.path for item in planned if not item.verdict.stays]
         if not as_json:
             _tell(folder, planned, freed, wish.metric)
@@ -163,10 +164,12 @@ def _nobody_trains_in(folder: Path) -> Iterator[None]:
 
 def _plan(folder: Path, wish: Wish) -> tuple[list[Planned], int]:
     """Every whole checkpoint of ours and what becomes of it, and the bytes that come free."""
+    if step_of(folder.resolve()) >= 0:
+        raise CheckpointError(f"{folder}: it is a checkpoint; name the run's folder it lies in")
     lines = {
-        line.step: line
+        step_of(line.path): line  # by name, as a run finds the newest
         for line in list_run(folder)
-        if line.layout == "native" and line.problem is None and line.step is not None
+        if line.layout == "native" and line.problem is None and not line.is_being_written
     }
     if not lines:
         raise CheckpointError(f"{folder}: it holds no whole checkpoint of Surefoot's to prune")
