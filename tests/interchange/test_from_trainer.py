@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from theirs import HALF, STEPS
+from theirs import HALF, STEPS, policy_of, recipe_in, their_trainer
 
 from folders import edit_json
 from surefoot.errors import CheckpointError
@@ -297,6 +297,33 @@ def test_differences_that_are_the_users_to_make_are_said(full, theirs, tmp_path,
         "the next learning rate would have been 0.0015",
     ):
         assert words in caplog.text
+
+
+def test_what_an_adapter_had_around_it_is_said(lora, adapter, tmp_path, caplog):
+    edit_json(
+        adapter / "adapter_config.json", lora_dropout=0.3, base_model_name_or_path="org/other"
+    )
+    load(adapter, trainer_of(lora, tmp_path))
+    assert "the adapter was trained on org/other, this run's base is" in caplog.text
+    assert "lora_dropout was 0.3, and is 0.0 from here on" in caplog.text
+
+
+def test_vectors_that_only_the_trainer_lets_decay_are_said(tmp_path, caplog):
+    method = {"lora": {"rank": 2, "dora": True}}
+    recipe = recipe_in(tmp_path, method=method)
+    build(recipe).models.policy.save_pretrained(tmp_path / "start")
+    model = policy_of(recipe, tmp_path / "start")
+    their_trainer(recipe, tmp_path / "theirs", model=model).train()
+    load(tmp_path / "theirs" / "checkpoint-4", build(recipe))
+    assert "weight decay: 21 parameters differ from the Trainer's" in caplog.text
+    assert "lora_magnitude_vector" in caplog.text
+
+
+def test_moments_go_with_adamw_only(full, tmp_path):
+    trainer = trainer_of(full, tmp_path)
+    trainer.step.optimizer = torch.optim.SGD(trainer.step.optimizer.param_groups, lr=0.1)
+    said = refusal(full.theirs, trainer)
+    assert "holds AdamW's moments, but the recipe's optimizer is SGD" in said
 
 
 def test_nothing_is_said_where_nothing_differs(both, tmp_path, caplog):

@@ -2,6 +2,8 @@
 
 import contextlib
 import pickle
+import resource
+import signal
 from pathlib import Path
 
 import pytest
@@ -28,6 +30,18 @@ def test_what_was_written_is_read(tmp_path):
     assert found["b"] == CONTENT["b"]
     with pytest.raises(CheckpointError, match="it exists already"):
         write_pickle(tmp_path / "a.pt", CONTENT)
+
+
+def test_a_disk_that_takes_no_more_is_told(tmp_path):
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+        with pytest.raises(CheckpointError, match=r"cannot write .*a\.pt: "):
+            write_pickle(tmp_path / "a.pt", torch.zeros(10_000))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
 
 
 def test_a_missing_file_is_named(tmp_path):

@@ -6,7 +6,9 @@ import pytest
 from transformers import AutoModelForCausalLM, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
+from checkpoint.sample import sample_states
 from folders import save_recipe
+from surefoot.checkpoint.save import save
 from surefoot.recipe.recipe import load
 from surefoot.run import build
 
@@ -76,3 +78,7 @@ def test_a_checkpoint_without_its_recipe_is_told(checkpoint, tmp_path):
     done = run("convert", lone, tmp_path / "out", "--to", "trainer")
     assert done.exit_code == 2
     assert "recipe.yaml" in done.stderr
+    save(tmp_path, 7, sample_states(), kind="full")
+    done = run("convert", tmp_path / "checkpoint-7", tmp_path / "out", "--to", "trainer")
+    assert done.exit_code == 2
+    assert "it has no recipe.yaml, which says how its optimizer was made" in done.stderr
