@@ -14,6 +14,7 @@ from rich.console import Console
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from . import interchange
 from .batch import Batch, Outputs
 from .callbacks.console import Screen
 from .callbacks.early_stop import EarlyStop
@@ -31,12 +32,6 @@ from .data.templates import disagreement
 from .encoding import codec_of, prepared
 from .errors import CheckpointError, RecipeError, RunError
 from .files import raising, write_aside
-from .interchange import (
-    check_trainer_checkpoint,
-    is_trainer_checkpoint,
-    load_trainer_checkpoint,
-    refuse_output_dir,
-)
 from .model import attention, companions, outputs
 from .model.adapter import continue_adapter
 from .model.load import (
@@ -105,7 +100,7 @@ def run(
 ) -> Outcome:
     """Start a run, or go on with it; see ``train``."""
     with opened(recipe) as folder:
-        refuse_output_dir(folder.path)
+        interchange.refuse_output_dir(folder.path)
         start = resume_point(folder, recipe)
         trainer = build(recipe, callbacks=callbacks, resume=start, trust_pickle=trust_pickle)
         write_recipe(folder, recipe)
@@ -161,9 +156,9 @@ def build(
     trust_pickle: bool = False,
 ) -> Trainer:
     """The trainer of a recipe, its states those of the checkpoint ``resume`` if one is given."""
-    is_theirs = resume is not None and is_trainer_checkpoint(resume)
+    is_theirs = resume is not None and interchange.is_trainer_checkpoint(resume)
     if resume is not None and is_theirs:
-        check_trainer_checkpoint(resume, trust_pickle=trust_pickle)
+        interchange.check_trainer_checkpoint(resume, trust_pickle=trust_pickle)
     seed_everything(recipe.train.seed)
     use_deterministic_kernels(recipe.train.deterministic)
     base = resolve(recipe.model)
@@ -176,7 +171,7 @@ def build(
     if resume is not None:
         trainer.saver.resumed_from = resume
         if is_theirs:
-            load_trainer_checkpoint(resume, trainer, trust_pickle=trust_pickle)
+            interchange.load_trainer_checkpoint(resume, trainer, trust_pickle=trust_pickle)
         else:
             load_checkpoint(resume, trainer.states)
             trainer.saver.newest = resume
