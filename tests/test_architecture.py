@@ -12,7 +12,7 @@ LAYERS = [
     ["__init__", "__main__"],
     ["cli"],
     ["run", "inference"],
-    ["interchange"],
+    ["interchange", "integrations"],
     ["run_folder", "encoding"],
     ["recipe"],
     ["stages", "methods", "callbacks"],

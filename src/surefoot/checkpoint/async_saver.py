@@ -79,11 +79,16 @@ class AsyncSaver:
         traceback: TracebackType | None,
     ) -> None:
         try:
-            self._finish()
+            self.close()
         except CheckpointError as failure:
             if error is None:
                 raise
             logger.error("%s", failure)  # what ended the loop matters more
+
+    def close(self) -> None:
+        """Wait for the save in flight and end the process that writes. Raises as ``poll``."""
+        try:
+            self._finish()
         finally:
             self._background.close()
 

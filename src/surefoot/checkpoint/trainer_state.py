@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
@@ -53,6 +54,17 @@ def load(folder: Path) -> dict[str, Any]:
         return strict.parse_object(
             files.read_all(file, strict.MAX_BYTES), str(where), allow_nan=True
         )
+
+
+def finite(value: object) -> object:
+    """``value`` with null for what strict JSON has no word for: nan and the infinities."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [finite(item) for item in value]
+    return value
 
 
 def _integer(value: object) -> int | None:

@@ -19,36 +19,44 @@ STRAY = ("is_local", "local_files_only")  # what transformers leaks into tokeniz
 
 def tokenizer_files(tokenizer: PreTrainedTokenizerBase) -> dict[str, bytes]:
     """``tokenizer.json``, ``tokenizer_config.json``, ``chat_template.jinja`` and their like."""
-    with tempfile.TemporaryDirectory() as folder:
-        tokenizer.save_pretrained(folder)
-        files = _read_all(Path(folder))
+    files = saved_files(tokenizer)
     config = json.loads(files["tokenizer_config.json"])
     kept = {name: value for name, value in config.items() if name not in STRAY}
     files["tokenizer_config.json"] = _json(kept)
     return files
 
 
+def saved_files(processing: Any) -> dict[str, bytes]:
+    """What the ``save_pretrained`` of a tokenizer or processor writes."""
+    with tempfile.TemporaryDirectory() as folder:
+        processing.save_pretrained(folder)
+        return _read_all(Path(folder))
+
+
 def model_files(
-    model: PreTrainedModel, folder: Path, stop_token_ids: Sequence[int]
+    model: PreTrainedModel, folder: Path | None, stop_token_ids: Sequence[int]
 ) -> dict[str, bytes]:
     """``config.json``, ``generation_config.json`` and, for models that bring code, that code.
 
     Args:
         model: as it is saved, its vocabulary and dtype included.
-        folder: where it was loaded from.
+        folder: where it was loaded from, if it brings code.
         stop_token_ids: tokens that end an answer; added to the end-of-sequence tokens.
     """
     config = json.loads(model.config.to_json_string(use_diff=True))
     config["architectures"] = [type(model).__name__]
     config["dtype"] = str(next(model.parameters()).dtype).removeprefix("torch.")
+    code = {} if folder is None else {p.name: p.read_bytes() for p in sorted(folder.glob("*.py"))}
+    files = {"config.json": _json(config), **code}
+    if not model.can_generate():
+        return files
     generation = json.loads(model.generation_config.to_json_string(use_diff=True))
     known = generation.get("eos_token_id")
     known = known if isinstance(known, list) else [known] if known is not None else []
     ends = list(dict.fromkeys([*known, *stop_token_ids]))
     if ends:
         generation["eos_token_id"] = ends[0] if len(ends) == 1 else ends
-    code = {path.name: path.read_bytes() for path in sorted(folder.glob("*.py"))}
-    return {"config.json": _json(config), "generation_config.json": _json(generation), **code}
+    return {**files, "generation_config.json": _json(generation)}
 
 
 def adapter_files(model: nn.Module, base: ModelSection | None = None) -> dict[str, bytes]:

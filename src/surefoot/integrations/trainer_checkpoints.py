@@ -1,0 +1,234 @@
+"""Hugging Face's Trainer with our checkpoints: in the background, whole or not there, verified.
+
+The Trainer resumes by itself from the folder it is given, as far as it finds files of its own:
+weights and ``trainer_state.json``. The rest, without which it would silently go on with a fresh
+optimizer, is restored here before the first step, and so are the weights, every byte checked.
+
+A step is saved when the next one begins: what belongs to it is done by then, its log, its
+evaluation and the best metric. Random numbers are kept at two moments, since the Trainer draws the
+order of the data as an epoch begins, and the rest as a step begins.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from pathlib import Path
+from typing import Any
+
+from transformers import Trainer, TrainerCallback
+
+from ..checkpoint import retention
+from ..checkpoint.async_saver import AsyncSaver
+from ..checkpoint.commit import named, step_of
+from ..checkpoint.load import load
+from ..checkpoint.resume import newest
+from ..checkpoint.retention import Rule
+from ..checkpoint.states import RandomState
+from ..checkpoint.verify import verify_checkpoint
+from ..errors import CheckpointError, RunError
+from .trainer_parts import Generators, Parts, parts_of, refuse_unsupported
+from .trainer_state import STATE, dump, mark_in, mark_of, metric, restore_callbacks
+
+logger = logging.getLogger(__name__)
+
+
+class SurefootCheckpoints(TrainerCallback):  # type: ignore[misc]
+    """Saves what ``trainer`` does every ``save_steps`` steps, each best step, and the end.
+
+    It adds itself to the trainer's callbacks. To start, or to go on after whatever happened::
+
+        checkpoints = SurefootCheckpoints(trainer, save_steps=100, keep=3)
+        trainer.train(resume_from_checkpoint=checkpoints.newest())
+
+    Args:
+        trainer: with ``save_strategy="no"``; one process on one device.
+        save_steps: steps between two checkpoints.
+        keep: how many of the newest stay, or a ``Rule``; all of them by default. The best by
+            ``metric_for_best_model`` and the one resumed from always stay.
+        output_dir: the trainer's own by default.
+
+    Raises:
+        RunError: the trainer has settings that these checkpoints do not support.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        *,
+        save_steps: int,
+        keep: int | Rule | None = None,
+        output_dir: Path | str | None = None,
+    ) -> None:
+        if save_steps < 1:
+            raise ValueError(f"save_steps must be at least 1, got {save_steps}")
+        refuse_unsupported(trainer)
+        self.trainer = trainer
+        self.output_dir = Path(output_dir or trainer.args.output_dir)
+        self.save_steps = save_steps
+        self.keep = keep
+        self._asked: Path | None = None  # where the Trainer was told to go on from
+        self._saver: AsyncSaver | None = None
+        self._parts: Parts | None = None
+        self._epoch_began: dict[str, Any] | None = None  # random generators
+        self._restore: Generators | None = None  # generators still to be set
+        self._is_wanted = False  # another callback asked for a save
+        self._best: float | None = None  # metric, when last looked at
+        trainer.add_callback(self)
+
+    def newest(self) -> str | None:
+        """The newest sound checkpoint, for ``resume_from_checkpoint``; None to start anew.
+
+        One that does not verify is named, kept under another name, and passed over.
+        """
+        self._close_quietly()
+        self._asked = newest(self.output_dir)
+        return None if self._asked is None else str(self._asked)
+
+    def checked(self, folder: Path | str) -> str:
+        """``folder``, for ``resume_from_checkpoint``. Raises ``CheckpointError`` if not sound."""
+        report = verify_checkpoint(Path(folder), full=True)
+        if not report.ok:
+            raise CheckpointError(report.problems[0])
+        self._asked = Path(folder)
+        return str(folder)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Restore all that the Trainer did not, or refuse to start."""
+        self._close_quietly()
+        if state.is_hyper_param_search:
+            raise RunError("SurefootCheckpoints: hyperparameter search is not supported")
+        parts = parts_of(self.trainer, kwargs["model"], kwargs["optimizer"], kwargs["lr_scheduler"])
+        resumed = self._resumed_from(state, parts)
+        self._refuse_to_run_into(state.global_step)
+        if resumed is not None:
+            generators = Generators()
+            load(resumed, {**parts.states, "random": generators})
+            restore_callbacks(state, self.trainer)
+            self._restore = generators
+            logger.info("going on from %s, step %d", resumed.name, state.global_step)
+        self._parts, self._best = parts, state.best_metric
+        self._saver = AsyncSaver(
+            self.output_dir,
+            keep=self.keep,
+            resumed_from=resumed,
+            greater_is_better=bool(args.greater_is_better),
+        )
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """The generators as they were, or are, before the order of the data is drawn."""
+        if self._restore is not None:
+            RandomState().load_state_dict(self._restore.epoch)
+        self._epoch_began = RandomState().state_dict()
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Save the step before, if it is due, now that it is logged and evaluated."""
+        assert self._saver is not None
+        if self._restore is not None and self._restore.step is not None:
+            RandomState().load_state_dict(self._restore.step)
+        self._restore = None
+        self._note_best(state)
+        step = state.global_step
+        due = step % self.save_steps == 0 or step == state.best_global_step or self._is_wanted
+        self._is_wanted = False
+        if step and due:
+            self._save(args, state, is_end=False)
+        else:
+            self._saver.poll()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """If another callback asks for a save, do it instead of the Trainer."""
+        self._is_wanted |= control.should_save
+        control.should_save = False
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """The same."""
+        self.on_step_end(args, state, control)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Save the end, and wait until it is on the disk."""
+        assert self._saver is not None
+        self._note_best(state)
+        if state.global_step:
+            self._save(args, state, is_end=True)
+        saver, self._saver = self._saver, None
+        saver.close()
+
+    def _save(self, args: Any, state: Any, *, is_end: bool) -> None:
+        assert self._saver is not None
+        assert self._parts is not None
+        there = (self._saver.newest, self._saver.in_flight)
+        if state.global_step in [step_of(folder) for folder in there if folder]:
+            return  # this very state lies there already
+        self.trainer.store_flos()
+        content = dump(state, self.trainer, self._best_folder(state))
+        best = state.best_global_step
+        generators = self._generators(state, is_end=is_end)
+        self._saver.save(
+            state.global_step,
+            {**self._parts.states, "random": generators},
+            kind=self._parts.kind,
+            companions={**self._parts.companions, STATE: content},
+            metrics=retention.metrics_in(state.log_history, metric(args)),
+            protected=() if best is None else (best,),
+        )
+
+    def _best_folder(self, state: Any) -> Path | None:
+        """Where the best step lies, once the step of now does."""
+        assert self._saver is not None
+        folder = self.output_dir / f"checkpoint-{state.best_global_step}"
+        is_coming = state.best_global_step == state.global_step or folder == self._saver.in_flight
+        return folder if is_coming or folder in named(self.output_dir) else None
+
+    def _note_best(self, state: Any) -> None:
+        """The Trainer only remembers the step of its best metric if it saves by itself."""
+        if state.best_metric != self._best and math.isfinite(state.best_metric):
+            state.best_global_step = state.global_step
+        self._best = state.best_metric
+
+    def _generators(self, state: Any, *, is_end: bool) -> Generators:
+        """The random numbers that the next step begins with."""
+        now = RandomState().state_dict()
+        if is_end and state.epoch == int(state.epoch):  # it would begin with a new epoch
+            return Generators(now, None)
+        return Generators(self._epoch_began or now, now)
+
+    def _resumed_from(self, state: Any, parts: Parts) -> Path | None:
+        """The checkpoint of ours whose ``trainer_state.json`` the Trainer has read, if one is."""
+        if state.global_step == 0:
+            return None
+        mark = mark_of(state.stateful_callbacks)
+        if mark is None and parts.optimizer_has_moved:
+            return None  # a checkpoint of the Trainer's own, with its optimizer
+        if mark is None:
+            raise CheckpointError(
+                f"the Trainer went on from step {state.global_step} with a fresh optimizer: the "
+                "checkpoint it was given is neither one of these nor a whole one of its own"
+            )
+        for folder in (self._asked, self.output_dir / f"checkpoint-{state.global_step}"):
+            if folder is not None and mark_in(folder) == mark:
+                return folder
+        raise CheckpointError(
+            f"the Trainer was told to go on from a checkpoint of step {state.global_step} that is "
+            f"not in {self.output_dir}, so its optimizer cannot be found; pass it as "
+            "resume_from_checkpoint=checkpoints.checked(PATH)"
+        )
+
+    def _refuse_to_run_into(self, step: int) -> None:
+        """Raise ``RunError`` if a checkpoint lies where this run will want to save."""
+        later = [folder for folder in named(self.output_dir) if step_of(folder) > step]
+        if later:
+            raise RunError(
+                f"{self.output_dir} holds {later[-1].name}, which a run from step {step} would run "
+                "into; go on from it with trainer.train(resume_from_checkpoint="
+                "checkpoints.newest()), or choose another output_dir"
+            )
+
+    def _close_quietly(self) -> None:
+        """End what an interrupted ``train()`` left; its last save may still be committed."""
+        saver, self._saver, self._restore = self._saver, None, None
+        if saver is not None:
+            try:
+                saver.close()
+            except CheckpointError as error:
+                logger.error("%s", error)

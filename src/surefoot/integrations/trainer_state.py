@@ -1,0 +1,78 @@
+"""``trainer_state.json`` as the Trainer reads it, with a mark that tells which checkpoint it is of.
+
+The Trainer tells its callbacks that it goes on, but not from where. It does hand on what it read:
+the mark, unique to a save, is put where it keeps the states of its callbacks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from transformers import Trainer
+from transformers.trainer_callback import ExportableState
+
+from ..checkpoint.folder import open_checkpoint
+from ..checkpoint.trainer_state import finite
+from ..errors import CheckpointError
+
+STATE = "trainer_state.json"
+_HOLDER, _MARK = "TrainerControl", "surefoot"  # an entry that the Trainer always has
+
+
+def dump(state: Any, trainer: Trainer, best: Path | None) -> bytes:
+    """The file, with the callbacks' states of now. Strict JSON: null for what is not finite."""
+    callbacks: dict[str, Any] = {}
+    for callback in _stateful(trainer):
+        callbacks.setdefault(type(callback).__name__, []).append(callback.state())
+    known = {name: found[0] if len(found) == 1 else found for name, found in callbacks.items()}
+    known[_HOLDER] = {**trainer.control.state(), _MARK: secrets.token_hex(8)}
+    content = {
+        **dataclasses.asdict(state),
+        "best_model_checkpoint": None if best is None else str(best),
+        "stateful_callbacks": known,
+    }
+    return (json.dumps(finite(content), indent=2, sort_keys=True) + "\n").encode()
+
+
+def restore_callbacks(state: Any, trainer: Trainer) -> None:
+    """Make the trainer's callbacks what they were; those that are new stay as they are."""
+    seen: dict[str, int] = {}
+    for callback in _stateful(trainer):
+        name = type(callback).__name__
+        number = seen[name] = seen.get(name, -1) + 1
+        found = state.stateful_callbacks.get(name, [])
+        found = found if isinstance(found, list) else [found]
+        if number < len(found):
+            for attribute, value in found[number].get("attributes", {}).items():
+                setattr(callback, attribute, value)
+
+
+def mark_of(callbacks: object) -> str | None:
+    """The mark in ``stateful_callbacks``, if a save of ours put one there."""
+    holder = callbacks.get(_HOLDER) if isinstance(callbacks, dict) else None
+    mark = holder.get(_MARK) if isinstance(holder, dict) else None
+    return mark if isinstance(mark, str) else None
+
+
+def mark_in(folder: Path) -> str | None:
+    """The mark of a checkpoint of ours."""
+    try:
+        content = json.loads(open_checkpoint(folder).small(STATE))
+    except (CheckpointError, KeyError, ValueError):
+        return None
+    return mark_of(content.get("stateful_callbacks"))
+
+
+def metric(args: Any) -> str:
+    """The name under which the log has the metric of the best model."""
+    name = args.metric_for_best_model or "loss"
+    return name if name.startswith("eval_") else f"eval_{name}"
+
+
+def _stateful(trainer: Trainer) -> Iterator[Any]:
+    return (c for c in trainer.callback_handler.callbacks if isinstance(c, ExportableState))
