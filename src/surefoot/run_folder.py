@@ -71,8 +71,9 @@ def opened(recipe: Recipe) -> Iterator[RunFolder]:
             ) from None
         _wait_for_orphans(folder)
         found = _look_away(folder, recipe)
-        _refuse_another_run(folder, recipe)
-        yield RunFolder(folder, found)
+        run = RunFolder(folder, found)
+        _refuse_another_run(run, recipe)
+        yield run
     finally:
         os.close(descriptor)
 
@@ -115,31 +116,27 @@ def _wait_for_orphans(folder: Path) -> None:
         time.sleep(_PAUSE)
 
 
-def _refuse_another_run(folder: Path, recipe: Recipe) -> None:
-    known = folder / RECIPE
+def _refuse_another_run(folder: RunFolder, recipe: Recipe) -> None:
+    known, steps = folder.path / RECIPE, _steps(folder)
+    place = recipe.train.output_dir
     if not known.exists():
-        if strangers := committed(folder):
+        if steps:
             raise RunError(
-                f"train.output_dir: {folder} holds {strangers[-1].name} of a run without {RECIPE}, "
-                "so it is not one of ours; choose another folder"
+                f"train.output_dir: {place} holds checkpoint-{max(steps)} of a run without "
+                f"{RECIPE}, so it is not one of ours; choose another folder"
             )
         return
     differing = [c for c in changes(load(known), recipe) if not c.path.startswith(FREE)]
     resume = recipe.checkpoint.resume
-    asked = is_within(resume, recipe.train.output_dir) or _is_inside(resume, folder)
-    if differing and committed(folder) and not asked:
+    asked = is_within(resume, place) or _is_inside(resume, folder.path)
+    if differing and steps and not asked:
         listed = "; ".join(str(change) for change in differing[:4])
+        here = f" (and {folder.path})" if folder.away else ""
         raise RunError(
-            f"train.output_dir: {_place(folder, recipe)} holds another run ({listed}). "
-            "Choose another folder, or go on from one of its checkpoints with "
-            "checkpoint.resume=PATH in a new folder"
+            f"train.output_dir: {place}{here} holds another run ({listed}). Choose another "
+            "folder, or go on from one of its checkpoints with checkpoint.resume=PATH in a new "
+            "folder"
         )
-
-
-def _place(folder: Path, recipe: Recipe) -> str:
-    """The run's folder, for people."""
-    address = recipe.train.output_dir
-    return f"{address} (here: {folder})" if isinstance(address, Address) else str(folder)
 
 
 def _is_inside(path: str, folder: Path) -> bool:

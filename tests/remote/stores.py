@@ -74,7 +74,7 @@ class Bucket:
     def url(self):
         return f"s3://{self.name}/runs/tiny"
 
-    def keys(self):
+    def names(self):
         """Every object below the run, by its name in it."""
         text = request(self.port, "GET", f"/{self.name}?list-type=2&max-keys=1000").decode()
         return [key.removeprefix("runs/tiny/") for key in re.findall(r"<Key>(.*?)</Key>", text)]
@@ -89,12 +89,12 @@ class Bucket:
         request(self.port, "DELETE", f"/{self.name}/runs/tiny/{key}")
 
     def committed(self):
-        found = [re.fullmatch(r"checkpoint-(\d+)/manifest.json", key) for key in self.keys()]
+        found = [re.fullmatch(r"checkpoint-(\d+)/manifest.json", key) for key in self.names()]
         return sorted(int(match[1]) for match in found if match)
 
     def download(self, folder):
         """As ``aws s3 cp --recursive`` does."""
-        for key in self.keys():
+        for key in self.names():
             (folder / key).parent.mkdir(parents=True, exist_ok=True)
             (folder / key).write_bytes(self.get(key))
 
@@ -111,12 +111,18 @@ class Proxy:
         self.server = port
         self.rule = lambda method, path, count: None
         self.seen = []
+        self._serving = 0
         self._socket = socket.create_server(("127.0.0.1", 0))
         self.port = self._socket.getsockname()[1]
         threading.Thread(target=self._accept, daemon=True).start()
 
     def close(self):
         self._socket.close()
+
+    @property
+    def is_busy(self):
+        """Whether anybody is connected."""
+        return self._serving > 0
 
     def _accept(self):
         with contextlib.suppress(OSError):
@@ -125,6 +131,13 @@ class Proxy:
                 threading.Thread(target=self._serve, args=(client,), daemon=True).start()
 
     def _serve(self, client):
+        self._serving += 1
+        try:
+            self._hand_on(client)
+        finally:
+            self._serving -= 1
+
+    def _hand_on(self, client):
         with client, contextlib.suppress(OSError, ConnectionError):
             stream = client.makefile("rb")
             while head := self._head(stream):

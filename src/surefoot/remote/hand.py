@@ -34,8 +34,8 @@ class Hand(Protocol):
     def answer(self, *, wait: bool) -> Answer | None:
         """What became of the task; None if it is not done, and nobody wants to wait."""
 
-    def close(self) -> None:
-        """Let it end once it has done what it was told; do not wait for that."""
+    def close(self, *, wait: bool) -> None:
+        """Let it end once it has done what it was told."""
 
 
 def hand(address: Address, folder: Path, seconds: float) -> Hand:
@@ -59,8 +59,8 @@ class _Thread:
             return None
         return self._running.result()
 
-    def close(self) -> None:
-        self._pool.shutdown(wait=False)
+    def close(self, *, wait: bool) -> None:
+        self._pool.shutdown(wait=wait)
 
 
 class _Process:
@@ -69,7 +69,9 @@ class _Process:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self, task: Task) -> None:
-        if self._process is None or self._process.poll() is not None:
+        if self._process is not None and self._process.poll() is not None:
+            self.close(wait=True)  # it was killed
+        if self._process is None:
             self._process = _launch(self._arguments)
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # told by the answer that does not come
@@ -90,10 +92,12 @@ class _Process:
         how = f"with exit code {code}" if code >= 0 else f"by {signal.Signals(-code).name}"
         return {"error": f"the process that uploads was ended {how}"}
 
-    def close(self) -> None:
+    def close(self, *, wait: bool) -> None:
         if self._process is not None and self._process.stdin and self._process.stdout:
             with contextlib.suppress(BrokenPipeError):
                 self._process.stdin.close()
+            if wait:
+                self._process.wait()
             self._process.stdout.close()
             self._process = None
 

@@ -66,7 +66,7 @@ class Mirror:
                 self._finish_quietly()
         finally:
             if self._hand is not None:
-                self._hand.close()
+                self._hand.close(wait=not self._is_busy)
 
     @property
     def steps(self) -> frozenset[int]:
@@ -127,6 +127,7 @@ class Mirror:
             CheckpointError: it does not; the same command goes on with what is missing.
         """
         self._failed.clear()
+        self._going.clear()  # no save is on its way any more that would drop them
         self._wait()
         if not self._failed:
             self._start(run_files=True)

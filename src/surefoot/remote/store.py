@@ -5,8 +5,8 @@ All calls of fsspec are here, and each is tried again while that makes sense.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from .patience import Patience, StoreError, status_of
 EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs"}  # scheme -> what to install of ours
 _FLAT = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "memory", "oss", "r2", "tos"}
 PRECONDITION_FAILED = 412  # HTTP: the file that must not exist does
+_FEW = {"mode": "standard", "max_attempts": 2}  # by botocore; beyond that, ours
 _PART = 16 << 20  # bytes of one part of a large file on its way
 
 
@@ -109,21 +110,32 @@ class Store:
             return self.read(name) == data
         return True
 
-    def delete(self, names: Sequence[str]) -> None:
-        """Delete files, in this order. What has gone meanwhile is no error."""
-        for name in names:
+    def delete(self, name: str) -> None:
+        """Delete a file. That it has gone meanwhile is no error."""
 
-            def delete(name: str = name) -> None:
-                try:
-                    self._files.rm_file(self._at(name))
-                except FileNotFoundError:
-                    return
+        def delete() -> None:
+            with contextlib.suppress(FileNotFoundError):
+                self._files.rm_file(self._at(name))
 
+        self._patience.run(f"cannot delete {self._where(name)}", delete)
+
+    def delete_folder(self, name: str) -> None:
+        """Delete what is left of a folder whose files were deleted, where there are folders."""
+
+        def delete() -> None:
+            with contextlib.suppress(FileNotFoundError):
+                self._files.rm(self._at(name), recursive=True)
+
+        if not self._is_flat:
             self._patience.run(f"cannot delete {self._where(name)}", delete)
 
     @property
     def _is_s3(self) -> bool:
         return self.address.scheme in ("s3", "s3a")
+
+    @property
+    def _is_flat(self) -> bool:
+        return self.address.scheme in _FLAT
 
     def _at(self, name: str) -> str:
         return f"{self._root}/{name}"
@@ -133,7 +145,7 @@ class Store:
 
     def _make_room(self, name: str) -> None:
         """Make the folder of a file, in stores that have folders."""
-        if self.address.scheme not in _FLAT:
+        if not self._is_flat:
             self._files.makedirs(self._at(name).rpartition("/")[0], exist_ok=True)
 
 
@@ -149,8 +161,13 @@ def problem_with(address: Address) -> str | None:
 def _open(address: Address) -> tuple[Any, str]:
     """The file system, which lists anew each time, and the folder's path in it."""
     cls = _class_of(address)
+    options = {**cls._get_kwargs_from_urls(str(address)), "use_listings_cache": False}
+    if address.scheme in ("s3", "s3a"):
+        options["config_kwargs"] = {"retries": _FEW}
     try:
-        files = cls(use_listings_cache=False, **cls._get_kwargs_from_urls(str(address)))
+        files = cls(**options)
+        if address.scheme in ("s3", "s3a"):
+            files.retries = 2
     except Exception as error:
         raise StoreError(f"{address}: cannot open the store: {error}") from error
     return files, str(files._strip_protocol(str(address))).rstrip("/")

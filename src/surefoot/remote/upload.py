@@ -55,7 +55,7 @@ def upload(store: Store, folder: Path, *, replace: bool = False) -> Uploaded:
         if not replace:
             raise _taken(store, name)
         store.write(f"{name}/{DAMAGED}", there)
-        store.delete([f"{name}/{MANIFEST}"])
+        store.delete(f"{name}/{MANIFEST}")
     wanted = open_checkpoint(folder).manifest.files
     _put(store, folder, wanted)
     if not store.create(f"{name}/{MANIFEST}", manifest):
@@ -94,5 +94,6 @@ def _put(store: Store, folder: Path, wanted: Mapping[str, int]) -> None:
 
 def remove(store: Store, name: str) -> None:
     """Make a checkpoint cease to exist in the store, then delete what it consisted of."""
-    store.delete([f"{name}/{MANIFEST}"])
-    store.delete(sorted(store.list(name)))
+    store.delete(f"{name}/{MANIFEST}")
+    in_parallel(store.delete, sorted(store.list(name)), _WORKERS)
+    store.delete_folder(name)
