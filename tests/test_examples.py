@@ -1,14 +1,20 @@
-"""The bundled demo: its data can be made again, hides what is held out; its recipes are valid."""
+"""The bundled demo: its data can be made again, hides what is held out; its recipes are valid.
+
+And the plain torch loop, which goes on by itself when it was killed.
+"""
 
 import importlib
 import json
 import random
+import signal
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from project import checkpoints, in_child
 from surefoot.recipe.recipe import load
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -133,3 +139,23 @@ def test_the_chat_template_marks_the_answer(tokenizer):
     assert tokenizer.decode(learned) == "Good day.<|im_end|>"
     prompt = tokenizer.apply_chat_template(turns[:1], add_generation_prompt=True)["input_ids"]
     assert encoded["input_ids"][: len(prompt)] == prompt
+
+
+def test_the_plain_torch_loop_goes_on_when_it_was_killed(tmp_path, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(EXAMPLES)
+    loop = importlib.import_module("plain_torch_loop")
+    whole = loop.main(tmp_path / "whole", steps=1000)
+    for count in (1, 3):  # checkpoints there when it is killed
+        killed = in_child(
+            lambda: loop.main(tmp_path / "run", steps=1000),
+            kill_when=lambda: len(checkpoints(tmp_path / "run")) >= count,  # noqa: B023
+        )
+        assert killed == -signal.SIGKILL
+    resumed = loop.main(tmp_path / "run", steps=1000)
+    assert "going on from" in capsys.readouterr().out
+    for one, other in zip(whole.parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_the_plain_torch_loop_is_short():
+    assert len((EXAMPLES / "plain_torch_loop.py").read_text().splitlines()) < 60

@@ -13,6 +13,8 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     EarlyStoppingCallback,
+    MixtralConfig,
+    MixtralForCausalLM,
     Trainer,
     TrainerCallback,
     TrainingArguments,
@@ -60,6 +62,13 @@ def lora(**changes):
     return peft.get_peft_model(tiny.model(), config)
 
 
+def mixtral():
+    """Its experts are fused in memory, and have names of their own in files."""
+    torch.manual_seed(0)
+    sizes = {**tiny.SIZES, "num_local_experts": 4, "num_experts_per_tok": 2}
+    return MixtralForCausalLM(MixtralConfig(**sizes, attention_dropout=0.2))
+
+
 CASES = {
     "mid-epoch": {"stop": 4},
     "between saves": {"stop": 5, "cut": True},
@@ -80,6 +89,7 @@ CASES = {
         "metric_for_best_model": "loss",
     },
     "lora": {"stop": 4, "model": lora},
+    "experts": {"stop": 4, "model": lambda: mixtral()},
     "tied": {"stop": 4, "model": lambda: tiny.model("qwen2", attention_dropout=0.2)},
 }
 
