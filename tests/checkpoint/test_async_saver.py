@@ -9,8 +9,7 @@ import psutil
 import pytest
 import torch
 
-from surefoot.checkpoint import AsyncSaver, CheckpointError, Rule, load, newest, verify
-from surefoot.checkpoint import async_saver as module
+from surefoot.checkpoint import AsyncSaver, CheckpointError, Rule, flight, load, newest, verify
 from surefoot.checkpoint.commit import committed
 from surefoot.checkpoint.folder import open_checkpoint
 
@@ -187,7 +186,7 @@ def test_without_room_for_a_snapshot_training_waits_and_is_told_once(tmp_path, c
 
 
 def test_without_shared_memory_training_waits_and_is_told_once(tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr(module, "is_available", lambda: False)
+    monkeypatch.setattr(flight, "is_available", lambda: False)
     with AsyncSaver(tmp_path) as saver:
         for step in (1, 2):
             saver.save(step, weights(step))

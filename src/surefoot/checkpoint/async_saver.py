@@ -14,16 +14,13 @@ from types import TracebackType
 
 from ..errors import CheckpointError
 from . import retention
-from .arena import is_available
-from .background import Background
-from .commit import committed, step_of
-from .folder import open_checkpoint
+from .commit import step_of
+from .flight import Flight
 from .index import Kind
-from .job import Job, Saved
-from .retention import Rule
-from .save import Live, prepare
+from .job import Saved
+from .retention import Rule, Times
+from .save import prepare
 from .states import Stateful
-from .write import write
 
 logger = logging.getLogger(__name__)
 
@@ -60,14 +57,18 @@ class AsyncSaver:
         self.rule = keep if isinstance(keep, Rule) else Rule(keep=keep)
         self.resumed_from = Path(resumed_from) if resumed_from is not None else None
         self.newest = self.resumed_from
-        self.in_flight: Path | None = None
         self._share = share
         self._in_background = in_background
         self._max_shard_size = max_shard_size
         self._greater = greater_is_better
-        self._background = Background()
+        self._flight = Flight()
+        self._times = Times(self.root)
         self._done: list[Path] = []  # committed, and not yet told
-        self._created: dict[int, float | None] = {}  # seconds since 1970, by step
+
+    @property
+    def in_flight(self) -> Path | None:
+        """The checkpoint that is being written."""
+        return self._flight.target
 
     def __enter__(self) -> AsyncSaver:
         return self
@@ -88,9 +89,9 @@ class AsyncSaver:
     def close(self) -> None:
         """Wait for the save in flight and end the process that writes. Raises as ``poll``."""
         try:
-            self._finish()
+            self._note(self._flight.wait())
         finally:
-            self._background.close()
+            self._flight.close()
 
     def save(
         self,
@@ -116,7 +117,7 @@ class AsyncSaver:
             CheckpointError: the last save failed, and this one was not begun; or this one cannot
                 be. No earlier checkpoint was touched.
         """
-        self._finish()
+        self._note(self._flight.wait())
         job, live = prepare(
             self.root,
             step,
@@ -127,21 +128,21 @@ class AsyncSaver:
             max_shard_size=self._max_shard_size,
         )
         forget = self._old(metrics, protected, coming=step)
-        self._start(replace(job, forget=forget, share=self._share), live)
+        job = replace(job, forget=forget, share=self._share)
+        self._note(self._flight.start(job, live, in_background=self._in_background))
 
     def poll(self) -> list[Path]:
         """The checkpoints committed since the last time anybody asked.
 
         Raises ``CheckpointError`` if the last save failed.
         """
-        if self.in_flight:
-            self._note(self._ask(wait=False))
+        self._note(self._flight.poll())
         done, self._done = self._done, []
         return done
 
     def wait(self) -> list[Path]:
         """The same, once the save in flight has ended."""
-        self._finish()
+        self._note(self._flight.wait())
         return self.poll()
 
     def forget_old(
@@ -150,48 +151,10 @@ class AsyncSaver:
         """Delete now what the rule lets go; otherwise the next save does."""
         retention.drop_all([self.root / name for name in self._old(metrics, protected)])
 
-    def _start(self, job: Job, live: Live) -> None:
-        if self._in_background and not is_available():
-            self._give_up("this system has no shared memory of the kind that is needed")
-        if self._in_background:
-            try:
-                self._background.start(job, live)
-                self.in_flight = job.target
-                return
-            except MemoryError as error:
-                self._give_up(f"no room for a snapshot of the state ({error})")
-        self._note(write(job, live))
-
-    def _give_up(self, why: str) -> None:
-        logger.warning("%s: training waits for every save", why)
-        self._in_background = False
-
-    def _finish(self) -> None:
-        """Wait for the save in flight, if there is one."""
-        if self.in_flight:
-            self._note(self._ask(wait=True))
-
-    def _ask(self, *, wait: bool) -> Saved | None:
-        try:
-            return self._background.wait() if wait else self._background.poll()
-        except CheckpointError:
-            self.in_flight = None
-            raise
-
     def _note(self, saved: Saved | None) -> None:
-        if saved is None:
-            return
-        self.in_flight, self.newest = None, saved.path
-        self._done.append(saved.path)
-        if saved.problem:
-            logger.warning("%s", saved.problem)
-        logger.debug(
-            "%s: %d bytes, %d of them shared, in %.2f s",
-            saved.path.name,
-            saved.num_bytes,
-            saved.num_shared,
-            saved.seconds,
-        )
+        if saved is not None:
+            self.newest = saved.path
+            self._done.append(saved.path)
 
     def _old(
         self,
@@ -200,31 +163,15 @@ class AsyncSaver:
         coming: int | None = None,
     ) -> list[str]:
         """The names of the checkpoints to delete, once that of step ``coming`` is committed."""
-        saved = {step_of(path): self._when(path) for path in committed(self.root)}
-        now = time.time()
-        if coming is not None:
-            saved[coming] = self._created[coming] = now
+        saved = self._times.of(self.rule, coming=coming)
         newest = self.newest if coming is None else None  # the coming one takes its place
         kept = {step_of(path) for path in (self.resumed_from, newest) if path}
         verdicts = retention.choose(
             saved,
             self.rule,
-            now=now,
+            now=time.time(),
             metrics=metrics,
             greater=self._greater,
             protected=kept | set(protected),
         )
         return [f"checkpoint-{verdict.step}" for verdict in verdicts if not verdict.stays]
-
-    def _when(self, path: Path) -> float | None:
-        """When a checkpoint was saved, in seconds since 1970; None where nobody asks or knows."""
-        if self.rule.keep_hours is None:
-            return None
-        step = step_of(path)
-        if step not in self._created:
-            try:
-                created = open_checkpoint(path).manifest.created
-                self._created[step] = retention.seconds(created)
-            except CheckpointError:
-                self._created[step] = None
-        return self._created[step]

@@ -7,14 +7,16 @@ trusts a clock: ages count back from the newest checkpoint, or from now if now i
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
 from .. import files
 from ..errors import CheckpointError
-from .commit import committed, drop
+from .commit import committed, drop, step_of
+from .folder import open_checkpoint
 
 HOUR = 3600  # seconds
 
@@ -141,6 +143,31 @@ def seconds(created: str | None) -> float | None:
         return (found if found.tzinfo else found.replace(tzinfo=UTC)).timestamp()
     except (ValueError, OverflowError):
         return None
+
+
+@dataclass(frozen=True)
+class Times:
+    """When the checkpoints under ``root`` were saved, as far as a rule asks."""
+
+    root: Path
+    _known: dict[int, float | None] = field(default_factory=dict)
+
+    def of(self, rule: Rule, *, coming: int | None = None) -> dict[int, float | None]:
+        """Seconds since 1970 by step, None where nobody asks or knows; now, of the one to come."""
+        asks = rule.keep_hours is not None
+        times = {step_of(p): self._of(p) if asks else None for p in committed(self.root)}
+        if coming is not None:
+            times[coming] = self._known[coming] = time.time()
+        return times
+
+    def _of(self, path: Path) -> float | None:
+        step = step_of(path)
+        if step not in self._known:
+            try:
+                self._known[step] = seconds(open_checkpoint(path).manifest.created)
+            except CheckpointError:
+                self._known[step] = None
+        return self._known[step]
 
 
 def drop_all(folders: Sequence[Path]) -> None:
