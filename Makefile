@@ -27,6 +27,7 @@ test: $(STAMP)  ## everything but the long proofs
 	$(BIN)/pytest -n 2 -m 'not proof'
 
 proof: $(STAMP)  ## thousands of kills, long fuzzing
+	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[fuzz]' -c constraints.txt
 	$(BIN)/pytest -n 2 -m proof
 
 docs: $(STAMP)  ## regenerate the reference pages from the code
