@@ -51,7 +51,7 @@ def halt(made):
 
     def act():
         made.saver.collect(wait=True)
-        os.kill(made.saver._background.pid, signal.SIGSTOP)
+        os.kill(made.saver._flight.pid, signal.SIGSTOP)
         timer = threading.Timer(20, go_on(made))  # a test that fails must not hang
         timer.daemon = True
         timer.start()
@@ -61,7 +61,7 @@ def halt(made):
 
 def go_on(made):
     def act():
-        if (pid := made.saver._background.pid) is not None:
+        if (pid := made.saver._flight.pid) is not None:
             os.kill(pid, signal.SIGCONT)
 
     return act
@@ -136,7 +136,7 @@ def test_a_failed_save_is_survived_and_the_next_one_names_the_last_good_one(tmp_
 def test_a_writer_that_is_killed_costs_no_step(tmp_path, caplog):
     made = built(tmp_path, save_steps=2)
     watch = Steps()
-    watch.at = {5: lambda: os.kill(made.saver._background.pid, signal.SIGKILL)}
+    watch.at = {5: lambda: os.kill(made.saver._flight.pid, signal.SIGKILL)}
     made.callbacks.members.append(watch)
     made.fit()
     assert steps_in(tmp_path) == [2, 4, 6, 8]
@@ -162,7 +162,7 @@ def test_an_error_of_the_loop_still_waits_for_the_save_in_flight(tmp_path):
     with pytest.raises(RuntimeError, match="a callback of the user"):
         made.fit()
     assert steps_in(tmp_path) == [3]
-    assert made.saver._background.pid is None
+    assert made.saver._flight.pid is None
 
 
 def test_sigterm_while_a_save_is_in_flight_saves_the_step_after_it(tmp_path):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,15 +16,14 @@ from types import TracebackType
 from typing import Literal
 
 from ..checkpoint import retention
-from ..checkpoint.arena import is_available
-from ..checkpoint.background import Background
 from ..checkpoint.commit import committed, step_of
-from ..checkpoint.folder import open_checkpoint
+from ..checkpoint.flight import Flight
 from ..checkpoint.job import Job, Saved
+from ..checkpoint.retention import Times
 from ..checkpoint.save import Live, prepare
 from ..checkpoint.section import CheckpointSection
 from ..checkpoint.states import Stateful
-from ..checkpoint.write import write
+from ..checkpoint.trainer_state import finite
 from ..errors import CheckpointError
 from ..remote.mirror import Mirror
 from .state import TrainerState
@@ -53,11 +51,12 @@ class Saver:
     mirror: Mirror | None = None  # that keeps a copy of the run in a store
     seconds_stopped: float = 0.0  # how long saves have kept the loop waiting
     num_left_out: int = 0  # saves that were not taken because one was in flight
-    _background: Background = field(default_factory=Background)
-    _in_flight: Path | None = None
+    _flight: Flight = field(default_factory=Flight)
     _forgotten: Sequence[str] = ()  # names that the save in flight takes the place of
     _done: list[int] = field(default_factory=list)  # committed steps that nobody was told of
-    _created: dict[int, float | None] = field(default_factory=dict)  # seconds since 1970, by step
+
+    def __post_init__(self) -> None:
+        self._times = Times(self.output_dir)
 
     def __enter__(self) -> Saver:
         return self
@@ -75,7 +74,7 @@ class Saver:
                 raise
             logger.error("%s", failure)  # what ended the loop matters more
         finally:
-            self._background.close()
+            self._flight.close()
 
     def save(self, state: TrainerState, states: Mapping[str, Stateful], *, insist: bool) -> None:
         """Save step ``state.global_step``: it is committed once ``collect`` tells so.
@@ -88,17 +87,19 @@ class Saver:
                 earlier checkpoint was touched.
         """
         target = self.path_of(state.global_step)
-        if target in (self.newest, self._in_flight):
+        if target in (self.newest, self._flight.target):
             return  # this very state lies there already
         began = time.monotonic()
-        if self._in_flight and self.section.on_save_busy == "skip" and not insist:
-            self._note(self._background.poll)
-            if self._in_flight:
+        if self._flight.target and self.section.on_save_busy == "skip" and not insist:
+            self._note(self._flight.poll)
+            if self._flight.target:
                 self._leave_out(target)
                 return
         try:
             self._finish()
-            self._start(*self._prepare(state, states))
+            job, live = self._prepare(state, states)
+            in_background = self.section.async_save
+            self._note(lambda: self._flight.start(job, live, in_background=in_background))
         except CheckpointError as error:
             self._bear(error)
         finally:
@@ -110,8 +111,8 @@ class Saver:
             began = time.monotonic()
             self._finish()
             self.seconds_stopped += time.monotonic() - began
-        elif self._in_flight:
-            self._note(self._background.poll)
+        else:
+            self._note(self._flight.poll)
         if self.mirror is not None:
             self.mirror.poll()
         done, self._done = self._done, []
@@ -145,7 +146,7 @@ class Saver:
             "checkpoint.on_save_busy: wait",
             target.name,
             self.num_left_out,
-            self._in_flight.name if self._in_flight else "",
+            self._flight.target.name if self._flight.target else "",
         )
 
     def _prepare(self, state: TrainerState, states: Mapping[str, Stateful]) -> tuple[Job, Live]:
@@ -165,48 +166,22 @@ class Saver:
             self.mirror.leave(forget)
         return replace(job, forget=forget, share=self.section.share_unchanged), live
 
-    def _start(self, job: Job, live: Live) -> None:
-        if self.section.async_save and is_available():
-            try:
-                self._background.start(job, live)
-                self._in_flight = job.target
-                return
-            except MemoryError as error:
-                logger.warning(
-                    "no room for a snapshot of the state (%s): training waits for every save", error
-                )
-                self.section = replace(self.section, async_save=False)
-        self._note(lambda: write(job, live), job.target)
-
     def _finish(self) -> None:
         """Wait for the save in flight, if there is one."""
-        if self._in_flight:
-            self._note(self._background.wait)
+        self._note(self._flight.wait)
 
-    def _note(self, ask: Callable[[], Saved | None], target: Path | None = None) -> None:
+    def _note(self, ask: Callable[[], Saved | None]) -> None:
         """Ask what has become of a save, and remember it."""
-        target = target or self._in_flight
         try:
             saved = ask()
         except CheckpointError as error:
-            self._in_flight = None
             self._bear(error)
             return
-        if saved is None or target is None:
-            return
-        self._in_flight, self.newest = None, target
-        self._done.append(step_of(target))
-        if self.mirror is not None:
-            self.mirror.offer(target, self._forgotten)
-        if saved.problem:
-            logger.warning("%s", saved.problem)
-        logger.debug(
-            "%s: %d bytes, %d of them shared, in %.2f s",
-            target.name,
-            saved.num_bytes,
-            saved.num_shared,
-            saved.seconds,
-        )
+        if saved is not None:
+            self.newest = saved.path
+            self._done.append(step_of(saved.path))
+            if self.mirror is not None:
+                self.mirror.offer(saved.path, self._forgotten)
 
     def _bear(self, error: CheckpointError) -> None:
         if self.section.on_save_error == "stop":
@@ -215,10 +190,7 @@ class Saver:
 
     def _old(self, state: TrainerState, coming: int | None = None) -> list[str]:
         """The names of the checkpoints to delete, once that of step ``coming`` is committed."""
-        saved = {step_of(path): self._when(path) for path in committed(self.output_dir)}
-        now = time.time()
-        if coming is not None:
-            saved[coming] = self._created[coming] = now
+        saved = self._times.of(self.section.rule(), coming=coming)
         newest = self.newest if coming is None else None  # the coming one takes its place
         protected = {step_of(path) for path in (self.resumed_from, newest) if path}
         if self.mirror is not None:
@@ -229,38 +201,14 @@ class Saver:
         verdicts = retention.choose(
             saved,
             self.section.rule(),
-            now=now,
+            now=time.time(),
             metrics=retention.metrics_in(state.log_history, self.metric),
             greater=self.greater,
             protected=protected,
         )
         return [self.path_of(verdict.step).name for verdict in verdicts if not verdict.stays]
 
-    def _when(self, path: Path) -> float | None:
-        """When a checkpoint was saved, in seconds since 1970; None where nobody asks or knows."""
-        if self.section.keep_hours is None:
-            return None
-        step = step_of(path)
-        if step not in self._created:
-            try:
-                created = open_checkpoint(path).manifest.created
-                self._created[step] = retention.seconds(created)
-            except CheckpointError:
-                self._created[step] = None
-        return self._created[step]
-
     def _for_people(self, state: TrainerState) -> bytes:
         best = None if state.best_global_step is None else str(self.path_of(state.best_global_step))
         content = state.for_people(self.steps, best)
-        return (json.dumps(_finite(content), indent=2, sort_keys=True) + "\n").encode()
-
-
-def _finite(value: object) -> object:
-    """``value`` with null for what strict JSON has no word for: nan and the infinities."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_finite(item) for item in value]
-    return value
+        return (json.dumps(finite(content), indent=2, sort_keys=True) + "\n").encode()
