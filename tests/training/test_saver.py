@@ -1,5 +1,6 @@
 """What the loop sees of saves that happen beside it."""
 
+import json
 import os
 import signal
 import sys
@@ -226,3 +227,15 @@ def test_patience_counts_on_after_a_resume_from_a_background_save(tmp_path):
     resumed = small.resume(run(tmp_path, 8), tmp_path / "checkpoint-2")
     resumed.fit()
     assert resumed.state.global_step == 4
+
+
+def test_a_best_step_that_was_not_saved_has_no_path_in_trainer_state_json(tmp_path):
+    options = {"evals": small.examples(2, seed=9), "eval_steps": 1, "max_steps": 5}
+    state = small.trainer(tmp_path, save_steps=2, **options).fit()
+    told = json.loads((tmp_path / "checkpoint-5" / "trainer_state.json").read_text())
+    best = told["best_model_checkpoint"]
+    assert best is None or steps_in(tmp_path).count(state.best_global_step)
+    for folder in committed(tmp_path):
+        told = json.loads((folder / "trainer_state.json").read_text())
+        named, step = told["best_model_checkpoint"], told["best_global_step"]
+        assert (named is not None) == (step in steps_in(tmp_path))

@@ -25,6 +25,7 @@ from ..checkpoint.section import CheckpointSection
 from ..checkpoint.states import Stateful
 from ..checkpoint.trainer_state import finite
 from ..errors import CheckpointError
+from ..files import exists
 from ..remote.mirror import Mirror
 from .state import TrainerState
 
@@ -209,6 +210,9 @@ class Saver:
         return [self.path_of(verdict.step).name for verdict in verdicts if not verdict.stays]
 
     def _for_people(self, state: TrainerState) -> bytes:
-        best = None if state.best_global_step is None else str(self.path_of(state.best_global_step))
-        content = state.for_people(self.steps, best)
+        step = state.best_global_step
+        best = None if step is None else self.path_of(step)
+        coming = (self.path_of(state.global_step), self._flight.target)
+        is_there = best is not None and (best in coming or exists(best))  # not each step is saved
+        content = state.for_people(self.steps, str(best) if is_there else None)
         return (json.dumps(finite(content), indent=2, sort_keys=True) + "\n").encode()
