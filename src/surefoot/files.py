@@ -325,7 +325,7 @@ def share(old: Path, new: Path) -> bool:
             target.sync()
         return True
     except OSError:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(FileNotFoundError):
             os.unlink(new)
     try:
         os.link(old, new, follow_symlinks=False)
