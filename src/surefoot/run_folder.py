@@ -5,15 +5,14 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
-import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 from .address import Address, is_address
-from .checkpoint.commit import being_written, clean, committed, set_aside, step_of
-from .checkpoint.verify import find
+from .checkpoint.commit import clean, committed, step_of
+from .checkpoint.resume import newest, wait_for_orphans
 from .errors import CheckpointError, RunError
 from .files import raising, write_aside
 from .recipe.recipe import Recipe, changes, dump, load
@@ -22,7 +21,6 @@ from .remote.resume import Away, away, fetch, is_within
 
 logger = logging.getLogger(__name__)
 RECIPE = "recipe.yaml"
-_PAUSE = 0.1  # seconds between two looks
 # What may differ between two starts of one run: how long, what to report, keep and survive.
 FREE: tuple[str, ...] = (
     "checkpoint",
@@ -69,7 +67,7 @@ def opened(recipe: Recipe) -> Iterator[RunFolder]:
                 f"train.output_dir: another process is training in {folder}; "
                 "stop it or choose another folder"
             ) from None
-        _wait_for_orphans(folder)
+        wait_for_orphans(folder)
         found = _look_away(folder, recipe)
         run = RunFolder(folder, found)
         _refuse_another_run(run, recipe)
@@ -99,21 +97,6 @@ def mirrored(folder: RunFolder, recipe: Recipe) -> AbstractContextManager[Mirror
         damaged=folder.away.damaged,
         seconds=recipe.checkpoint.remote_seconds,
     )
-
-
-def _wait_for_orphans(folder: Path) -> None:
-    """Wait for a save that outlived its run: the run goes on from there, not from the one before.
-
-    Nobody trains here, so what is still being written is the last snapshot of a run that died.
-    """
-    is_told = False
-    while writing := being_written(folder):
-        if not is_told:
-            logger.info(
-                "a run died here; waiting for its last save, %s, to finish", writing[0].name
-            )
-            is_told = True
-        time.sleep(_PAUSE)
 
 
 def _refuse_another_run(folder: RunFolder, recipe: Recipe) -> None:
@@ -174,7 +157,7 @@ def resume_point(folder: RunFolder, recipe: Recipe) -> Path | None:
         return None
     is_own = is_within(resume, recipe.train.output_dir) or _is_inside(resume, folder.path)
     if resume == "auto" or (steps and not is_own):
-        return _newest_sound(folder.path) if folder.away is None else folder.away.newest_sound()
+        return newest(folder.path) if folder.away is None else folder.away.newest_sound()
     step = step_of(Path(resume))
     if is_own and any(later > step for later in steps):
         raise RunError(
@@ -201,13 +184,3 @@ def _asked_for(resume: str, folder: RunFolder, recipe: Recipe) -> Path:
         folder.away.bring_run_files()
         return folder.away.get(asked.name)
     return fetch(asked, recipe.train.cache_dir, seconds=recipe.checkpoint.remote_seconds)
-
-
-def _newest_sound(folder: Path) -> Path | None:
-    found = find(folder)
-    for path, reason in found.passed_over:
-        aside = set_aside(path)
-        logger.warning("%s does not verify (%s); kept as %s", path.name, reason, aside.name)
-    if found.passed_over and found.path is None:
-        logger.warning("no sound checkpoint in %s: starting anew", folder)
-    return found.path

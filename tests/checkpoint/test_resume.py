@@ -5,8 +5,10 @@ import threading
 import time
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
-from surefoot.checkpoint import load, newest, save
+from surefoot.checkpoint import CheckpointError, load, newest, save
 from surefoot.checkpoint.commit import aside
 
 from .sample import blank, same, sample_states
@@ -44,12 +46,21 @@ def test_a_damaged_one_is_named_kept_aside_and_passed_over(root, caplog):
     assert newest(root) == root / "checkpoint-4"
 
 
-def test_somebody_elses_checkpoint_is_left_alone(root, caplog):
-    (root / "checkpoint-6").mkdir()
-    (root / "checkpoint-6" / "trainer_state.json").write_text("{}")
+def test_somebody_elses_checkpoint_is_left_alone(root):
+    other = root / "checkpoint-3"
+    other.mkdir()
+    save_file({"a": torch.zeros(1)}, other / "model.safetensors")
     assert newest(root) == root / "checkpoint-4"
-    assert "left alone" in caplog.text
-    assert (root / "checkpoint-6" / "trainer_state.json").exists()
+    other.rename(root / "checkpoint-6")
+    with pytest.raises(CheckpointError, match="checkpoint-6: not a checkpoint of ours"):
+        newest(root)
+    assert (root / "checkpoint-6" / "model.safetensors").exists()
+
+
+def test_a_folder_that_is_nothing_is_out_of_the_way(root):
+    (root / "checkpoint-6").mkdir()
+    assert newest(root) == root / "checkpoint-4"
+    assert (root / "checkpoint-6.damaged").is_dir()
 
 
 def test_what_a_killed_save_left_is_removed(root, caplog):

@@ -6,11 +6,13 @@ import logging
 import time
 from pathlib import Path
 
+from ..errors import CheckpointError
 from .commit import being_written, clean, set_aside
 from .verify import find
 from .weights import recognise
 
 logger = logging.getLogger(__name__)
+FOREIGN = ("huggingface", "peft")
 _PAUSE = 0.1  # seconds between two looks
 
 
@@ -20,6 +22,7 @@ def newest(root: Path | str) -> Path | None:
     To be asked at the start of a run, while no other one saves to ``root``. A save that outlived a
     killed run is waited for; what other saves left half written is removed; a checkpoint that does
     not verify is kept under another name, so that its step can be saved again. All of it is logged.
+    Raises ``CheckpointError`` if somebody else's checkpoint lies where this run will want to save.
     """
     root = Path(root)
     wait_for_orphans(root)
@@ -27,11 +30,13 @@ def newest(root: Path | str) -> Path | None:
         logger.info("removed %s, left by a save that was cut short", leftover.name)
     found = find(root)
     for path, reason in found.passed_over:
-        if recognise(path) == "native":
-            aside = set_aside(path)
-            logger.warning("%s does not verify (%s); kept as %s", path.name, reason, aside.name)
-        else:
-            logger.warning("%s: not a checkpoint of ours; it is left alone", path)
+        if recognise(path) in FOREIGN:
+            raise CheckpointError(
+                f"{path}: not a checkpoint of ours, and newer than those that are; saves would run "
+                "into it, so move it away or choose another folder"
+            )
+        aside = set_aside(path)
+        logger.warning("%s does not verify (%s); kept as %s", path.name, reason, aside.name)
     if found.passed_over and found.path is None:
         logger.warning("no sound checkpoint in %s: starting anew", root)
     return found.path
