@@ -1,10 +1,12 @@
 """No step is ever lost: killed at any moment, the same command ends in the same bits."""
 
 import random
+import shutil
 import signal
 import time
 
 import pytest
+from transformers import AutoModelForCausalLM
 
 import surefoot
 from project import Project, assert_same, checkpoints, final_weights, in_child, losses, start
@@ -101,6 +103,18 @@ def test_a_damaged_newest_checkpoint_is_passed_over_and_kept(tmp_path):
     assert in_child(lambda: surefoot.train(project.recipe)) == 0
     assert (project.run / "checkpoint-12.damaged" / "model.safetensors").read_bytes() == bytes(data)
     assert_no_worse_for_it(project, reference)
+
+
+def test_frozen_weights_lie_on_the_disk_once_and_every_checkpoint_opens_alone(tmp_path):
+    project = whole(tmp_path, method={"freeze": {"num_layers": 1}}, train={"max_steps": 9})
+    found = checkpoints(project.run)
+    frozen = [folder / "model-00001-of-00002.safetensors" for folder in found]
+    assert len({path.stat().st_ino for path in frozen}) == 1 or frozen[0].stat().st_nlink == 1
+    weights = final_weights(project.run)
+    for folder in found[:-1]:
+        shutil.rmtree(folder)
+    opened = AutoModelForCausalLM.from_pretrained(found[-1])
+    assert_same(weights, {name: opened.state_dict()[name] for name in weights})
 
 
 @pytest.mark.proof

@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import signal
 import sys
 import threading
@@ -141,6 +142,25 @@ def test_a_writer_that_is_killed_costs_no_step(tmp_path, caplog):
     made.callbacks.members.append(watch)
     made.fit()
     assert steps_in(tmp_path) == [2, 4, 6, 8]
+
+
+def test_a_disk_that_fills_and_is_freed_again_costs_only_the_saves_in_between(tmp_path, caplog):
+    made, watch = built(tmp_path, save_steps=2, on_save_error="continue"), Steps()
+
+    def limit(size):
+        def act():
+            made.saver.collect(wait=True)
+            resource.prlimit(made.saver._flight.pid, resource.RLIMIT_FSIZE, (size, -1))
+
+        return act
+
+    watch.at = {3: limit(1000), 5: limit(-1)}
+    made.callbacks.members.append(watch)
+    made.fit()
+    assert steps_in(tmp_path) == [2, 6, 8]
+    assert f"going on, newest checkpoint: {tmp_path / 'checkpoint-2'}" in caplog.text
+    assert all(verify(path, full=True).ok for path in committed(tmp_path))
+    assert not list(tmp_path.glob(".*"))
 
 
 def test_without_room_for_a_snapshot_training_waits_for_every_save(tmp_path, monkeypatch, caplog):
