@@ -194,6 +194,33 @@ def test_without_shared_memory_training_waits_and_is_told_once(tmp_path, caplog,
     assert caplog.text.count("training waits for every save") == 1
 
 
+OTHER = """
+import sys
+from surefoot.checkpoint import AsyncSaver
+with AsyncSaver(sys.argv[1]):
+    print("open", flush=True)
+    sys.stdin.readline()
+"""
+
+
+def test_a_second_process_is_refused_until_the_first_is_dead(tmp_path):
+    other = [sys.executable, "-c", OTHER, str(tmp_path)]
+    with subprocess.Popen(other, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as first:
+        assert first.stdout.readline() == b"open\n"
+        with pytest.raises(CheckpointError, match="another process saves here"):
+            AsyncSaver(tmp_path)
+        first.kill()
+    with AsyncSaver(tmp_path) as saver:
+        saver.save(1, weights(1))
+    assert steps(tmp_path) == [1]
+
+
+def test_a_folder_that_cannot_be_written_is_refused_at_once(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match="cannot save to"):
+        AsyncSaver(tmp_path / "file" / "run")
+
+
 LOOP = """
 import sys, torch
 from surefoot.checkpoint import AsyncSaver, load, newest

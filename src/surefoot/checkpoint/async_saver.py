@@ -6,6 +6,7 @@ One save is in flight at a time, and what goes wrong in it is raised at the next
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import replace
@@ -18,6 +19,7 @@ from .commit import step_of
 from .flight import Flight
 from .index import Kind
 from .job import Saved
+from .lock import lock
 from .retention import Rule, Times
 from .save import prepare
 from .states import Stateful
@@ -40,6 +42,8 @@ class AsyncSaver:
         in_background: whether saves go on while the loop does, where the system can do that.
         max_shard_size: bytes of a file of weights, beyond which another one is begun.
         greater_is_better: of the metric by which a ``Rule`` keeps the best.
+
+    Raises ``CheckpointError`` if another process saves there.
     """
 
     def __init__(
@@ -62,6 +66,7 @@ class AsyncSaver:
         self._max_shard_size = max_shard_size
         self._greater = greater_is_better
         self._flight = Flight()
+        self._lock: int | None = lock(self.root)
         self._times = Times(self.root)
         self._done: list[Path] = []  # committed, and not yet told
 
@@ -92,6 +97,9 @@ class AsyncSaver:
             self._note(self._flight.wait())
         finally:
             self._flight.close()
+            if self._lock is not None:
+                os.close(self._lock)
+            self._lock = None
 
     def save(
         self,
