@@ -108,6 +108,30 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one(tmp_path, case):
     assert_same_run(resumed, whole)
 
 
+def test_the_scale_of_the_loss_goes_on_as_well(tmp_path):
+    """fp16 needs a GPU in the Trainer; torch's scaler itself does not."""
+
+    def scaled(folder, stop=None):
+        built, checkpoints = trainer(folder, stop=stop, max_grad_norm=0.0, num_train_epochs=1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)
+        prepare = built.accelerator.prepare
+
+        def with_scaler(*parts):
+            built.accelerator.scaler = scaler
+            return prepare(*parts)
+
+        built.accelerator.prepare = with_scaler
+        built.train(resume_from_checkpoint=checkpoints.newest())
+        return built, scaler.state_dict()
+
+    whole, expected = scaled(tmp_path / "whole")
+    assert expected["scale"] == 4.0 * 2**3
+    scaled(tmp_path / "run", stop=3)
+    resumed, found = scaled(tmp_path / "run")
+    assert found == expected
+    assert_same_run(resumed, whole)
+
+
 def test_the_checkpoint_opens_as_it_lies(tmp_path):
     save_model(tmp_path / "base")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")

@@ -13,7 +13,7 @@ from project import in_child
 from surefoot.checkpoint import newest
 from surefoot.checkpoint.commit import committed, step_of
 
-STEPS, KILLS = 60, 8
+STEPS, KILLS = 50, 6
 
 
 class Count(TrainerCallback):
