@@ -1,6 +1,8 @@
 """Saves of any loop in the background: what is promised when, and what is left when it fails."""
 
 import logging
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -112,6 +114,21 @@ def test_a_killed_writer_costs_nothing(tmp_path):
                 child.kill()
         assert saver.wait() == [tmp_path / "checkpoint-1"]
         saver.save(2, weights(2))
+    assert steps(tmp_path) == [1, 2]
+
+
+def test_a_forked_process_that_lives_on_holds_nothing_up(tmp_path):
+    saver = AsyncSaver(tmp_path)
+    saver.save(1, weights(1))
+    if (child := os.fork()) == 0:  # as a worker of a data loader is
+        signal.pause()
+    try:
+        saver.save(2, weights(2))
+        saver.close()
+        assert os.waitpid(child, os.WNOHANG) == (0, 0)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
     assert steps(tmp_path) == [1, 2]
 
 

@@ -14,6 +14,7 @@ import select
 import signal
 import subprocess
 import sys
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -161,6 +162,8 @@ class _Writer:
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self._jobs, self._answers = self.process.stdin, self.process.stdout
+        this = weakref.ref(self)
+        os.register_at_fork(after_in_child=lambda: _let_go(this()))
 
     @property
     def is_alive(self) -> bool:
@@ -187,10 +190,21 @@ class _Writer:
         return f"the process that writes checkpoints was ended {how}{hint}"
 
     def close(self) -> None:
+        self.let_go()
+        self.process.wait()
+
+    def let_go(self) -> None:
+        """Close the pipes."""
         with contextlib.suppress(BrokenPipeError):
             self._jobs.close()
-        self.process.wait()
         self._answers.close()
+
+
+def _let_go(writer: _Writer | None) -> None:
+    """In a forked process, such as a data loader's worker: if that held the pipes open, the writer
+    would not see the end of the process that trains, nor that this one has closed them."""
+    if writer is not None:
+        writer.let_go()
 
 
 def describe(job: Job, images: Images, small: Mapping[str, tuple[int, int]]) -> dict[str, object]:
