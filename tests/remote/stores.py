@@ -111,18 +111,12 @@ class Proxy:
         self.server = port
         self.rule = lambda method, path, count: None
         self.seen = []
-        self._serving = 0
         self._socket = socket.create_server(("127.0.0.1", 0))
         self.port = self._socket.getsockname()[1]
         threading.Thread(target=self._accept, daemon=True).start()
 
     def close(self):
         self._socket.close()
-
-    @property
-    def is_busy(self):
-        """Whether anybody is connected."""
-        return self._serving > 0
 
     def _accept(self):
         with contextlib.suppress(OSError):
@@ -131,13 +125,6 @@ class Proxy:
                 threading.Thread(target=self._serve, args=(client,), daemon=True).start()
 
     def _serve(self, client):
-        self._serving += 1
-        try:
-            self._hand_on(client)
-        finally:
-            self._serving -= 1
-
-    def _hand_on(self, client):
         with client, contextlib.suppress(OSError, ConnectionError):
             stream = client.makefile("rb")
             while head := self._head(stream):
@@ -149,12 +136,14 @@ class Proxy:
                     client.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
                 body = self._body(stream, headers, half=fault == "drop")
                 if fault == "drop":
+                    client.shutdown(socket.SHUT_RDWR)
                     return
                 if isinstance(fault, int):
                     client.sendall(f"HTTP/1.1 {fault} No\r\nContent-Length: 0\r\n\r\n".encode())
                     continue
                 answer = self._ask(method, path, headers, body)
                 if fault == "deaf":
+                    client.shutdown(socket.SHUT_RDWR)
                     return
                 client.sendall(answer)
 

@@ -1,20 +1,24 @@
 """Runs in object stores: what was uploaded is enough to go on from, on any machine, to the bit."""
 
+import fcntl
 import json
 import shutil
 import time
 from importlib.util import find_spec
 
 import pytest
+from click.testing import CliRunner
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from project import Project, assert_same, checkpoints, losses, start, surefoot
+from project import Project, assert_same, checkpoints, losses, start
 from surefoot.address import Address
 from surefoot.checkpoint.verify import verify
+from surefoot.cli.main import main
 from surefoot.errors import CheckpointError, RunError, SurefootError
 from surefoot.inference import locate
 from surefoot.recipe.recipe import load
+from surefoot.remote.uploader import LOCK
 from surefoot.run import run
 
 
@@ -35,6 +39,24 @@ def wait_until(happened):
     while not happened():
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+def killed(project, url, *arguments, when):
+    """Train in a process of its own (a fork would share connections), and kill it."""
+    process = start("train", project.recipe, f"train.output_dir={url}", *arguments)
+    wait_until(when)
+    process.kill()
+    process.communicate()
+
+
+def is_idle(folder):
+    """Whether no process uploads from ``folder``."""
+    with (folder / LOCK).open("rb+") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+    return True
 
 
 def weights(folder):
@@ -227,10 +249,10 @@ def test_a_store_that_stays_away_is_an_error_and_the_same_command_uploads_the_re
 
     proxy.rule = rule
     arguments = [f"train.output_dir={weak.url}", "checkpoint.remote_timeout_minutes=0.01"]
-    code, _, err = surefoot("train", project.recipe, *arguments)
-    assert code == 2
-    assert "not everything could be uploaded" in err
-    assert "start the same command again" in err
+    result = CliRunner().invoke(main, ["train", str(project.recipe), *arguments])
+    assert result.exit_code == 2
+    assert "not everything could be uploaded" in result.stderr
+    assert "start the same command again" in result.stderr
     assert 12 not in weak.committed()
     proxy.rule = lambda *_: None
     folder = train(project, weak.url)
@@ -242,7 +264,7 @@ def test_a_store_that_stays_away_is_an_error_and_the_same_command_uploads_the_re
 def test_a_run_killed_in_the_middle_of_an_upload_goes_on_on_another_machine(
     project, whole, weak, proxy, tmp_path, at
 ):
-    train(project, weak.url, train__max_steps=3)
+    folder = train(project, weak.url, train__max_steps=3)
     held = []
 
     def rule(method, path, count):
@@ -253,12 +275,8 @@ def test_a_run_killed_in_the_middle_of_an_upload_goes_on_on_another_machine(
         return None
 
     proxy.rule = rule
-    url = f"train.output_dir={weak.url}"
-    process = start("train", project.recipe, url, "checkpoint.remote_timeout_minutes=0")
-    wait_until(lambda: held)
-    process.kill()
-    process.communicate()
-    wait_until(lambda: not proxy.is_busy)
+    killed(project, weak.url, "checkpoint.remote_timeout_minutes=0", when=lambda: held)
+    wait_until(lambda: is_idle(folder))
     assert weak.committed() == [3]
     proxy.rule = lambda *_: None
     folder = train(project, weak.url, tmp_path / "another")
@@ -275,10 +293,7 @@ def test_an_upload_goes_on_when_the_trainer_is_killed(project, weak, proxy, tmp_
             time.sleep(0.1)
 
     proxy.rule = rule
-    process = start("train", project.recipe, f"train.output_dir={weak.url}")
-    wait_until(lambda: begun)
-    process.kill()
-    process.communicate()
+    killed(project, weak.url, when=lambda: begun)
     wait_until(weak.committed)
     assert weak.committed() == [3]
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import logging
+import tempfile
 from pathlib import Path
 
 from .. import files
 from ..checkpoint.commit import aside
 from ..checkpoint.folder import CheckpointFolder
 from ..checkpoint.index import MANIFEST, Manifest, parse
-from ..checkpoint.verify import problems_in
+from ..checkpoint.verify import Report, problems_in
 from ..errors import CheckpointError
 from .contents import Contents, readable
+from .listing import wrong_length
 from .parallel import in_parallel
 from .patience import MissingError
 from .store import Store
@@ -47,21 +49,32 @@ def download(store: Store, name: str, root: Path) -> Path:
 
 def _manifest(store: Store, name: str) -> tuple[bytes, Manifest]:
     """The manifest, which must fit with the files that there are."""
-    there = Contents(store.list(name)).inside(name)
-    if MANIFEST not in there:
+    there = Contents(store.list(name))
+    if MANIFEST not in there.inside(name):
         raise DamagedError(f"{store.address.inside(name)} was never committed: no {MANIFEST}")
     text = store.read(f"{name}/{MANIFEST}")
     try:
         manifest = parse(text, f"{store.address.inside(name)}/{MANIFEST}")
     except CheckpointError as error:
         raise DamagedError(str(error)) from error
-    for file, size in manifest.files.items():
-        if there.get(file) != size:
-            found = f"{there[file]} bytes" if file in there else "missing"
-            raise DamagedError(
-                f"{store.address.inside(name)}/{file}: {found}, expected {size} bytes"
-            )
+    if wrong := wrong_length(manifest, there, name):
+        raise DamagedError(f"{store.address.inside(name)}/{wrong}")
     return text, manifest
+
+
+def verify(store: Store, name: str, *, full: bool) -> Report:
+    """Check a checkpoint in the store: lengths and manifest; with ``full`` every byte, for which it
+    is downloaded for a moment. Raises ``StoreError``."""
+    report = Report(Path(name), checked="every byte checked" if full else "lengths checked")
+    try:
+        if not full:
+            _manifest(store, name)
+            return report
+        with tempfile.TemporaryDirectory(prefix="surefoot-verify-") as folder:
+            download(store, name, Path(folder))
+    except DamagedError as error:
+        report.problems.append(str(error))
+    return report
 
 
 def _prepare(folder: Path, manifest: Manifest) -> None:

@@ -42,7 +42,7 @@ class Mirror:
         self._damaged = set(damaged) - self._there  # steps whose place may be taken there
         self._failed: dict[int, str] = {}  # steps that could not be uploaded, and why, until a save
         self._let_go: set[int] = set()  # steps to delete in the store
-        self._skipped: set[int] = set()  # steps that were dropped here before their turn
+        self._released: set[int] = set()  # steps that nobody wants any more
         self._going: set[int] = set()  # steps that are about to be dropped here
         self._in_flight: int | None = None
         self._is_busy = False
@@ -87,6 +87,7 @@ class Mirror:
         """``path`` was committed here, and those to ``forget`` are no longer wanted."""
         self._failed.clear()
         self.let_go(forget)
+        self._released.discard(step_of(path))
         self.poll()
         if not self._is_busy:
             self._start()
@@ -104,13 +105,13 @@ class Mirror:
         self._going = steps
         uploaded = {step for step in steps if step in self._there or step == self._in_flight}
         self._let_go |= uploaded
-        for step in sorted(steps - uploaded - self._skipped):
+        for step in sorted(steps - uploaded - self._released):
             logger.info(
                 "checkpoint-%d is not uploaded: newer ones came before its turn, "
                 "and it is no longer kept",
                 step,
             )
-        self._skipped |= steps - uploaded
+        self._released |= steps
 
     def poll(self) -> None:
         """Hear what has become of the upload in flight, and start the next."""
@@ -162,7 +163,7 @@ class Mirror:
     def _next(self) -> int | None:
         """The newest checkpoint that lies here, not there, and may go."""
         here = {step_of(path) for path in committed(self._folder)}
-        gone = {self._in_flight, *self._there, *self._failed, *self._going}
+        gone = {self._in_flight, *self._there, *self._failed, *self._going, *self._released}
         return max(here - gone, default=None)
 
     def _start(self, *, run_files: bool = False) -> None:

@@ -1,6 +1,6 @@
 """The process that uploads: ``python -m surefoot.remote.uploader URL FOLDER SECONDS``.
 
-It reads a task a line from its standard input and answers with a line, at idle priority. At the end
+It reads a task a line from its standard input and answers with a line, at low priority. At the end
 of its input, which is also how it learns that the process that trains is dead, it ends, once it has
 done what it was told. Of several such processes of one run the first works and the others wait.
 """
@@ -75,7 +75,7 @@ def main(url: str, folder: Path, seconds: float) -> None:
     """Serve until the end of the input."""
     for number in _DEAF:
         signal.signal(number, signal.SIG_IGN)
-    _step_back()
+    os.nice(19)  # not idle, as the writer: a run may end while other jobs take all cores
     uploader = Uploader(Store(Address(url), seconds=seconds), folder)
     with contextlib.suppress(BrokenPipeError):
         for line in sys.stdin.buffer:
@@ -83,14 +83,6 @@ def main(url: str, folder: Path, seconds: float) -> None:
                 answer = uploader.serve(json.loads(line))
             sys.stdout.write(json.dumps(answer) + "\n")
             sys.stdout.flush()
-
-
-def _step_back() -> None:
-    """Run only when nobody else wants the core."""
-    try:
-        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-    except (AttributeError, OSError):
-        os.nice(19)
 
 
 @contextlib.contextmanager

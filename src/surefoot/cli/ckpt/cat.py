@@ -11,7 +11,8 @@ import click
 from ...checkpoint.contents import find_tensor, open_contents, shown
 from ...checkpoint.slices import select
 from ...errors import CheckpointError
-from .table import FOLDER, JSON, cell, console, dims, print_json
+from .place import CHECKPOINT
+from .table import JSON, cell, console, dims, print_json
 
 if TYPE_CHECKING:
     import torch
@@ -23,7 +24,7 @@ _MOST = 1_000_000  # values that --all and --json print
 
 
 @click.command(context_settings={"ignore_unknown_options": True})  # a SLICE may be -1
-@click.argument("checkpoint", metavar="CHECKPOINT", type=FOLDER)
+@click.argument("checkpoint", metavar="CHECKPOINT", type=CHECKPOINT)
 @click.argument("tensor")
 @click.argument("where", metavar="[SLICE]", default="")
 @click.option("--all", "whole", is_flag=True, help="Print every value, not just the edges.")

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import click
 
-from .table import FOLDER, JSON, print_json
+from .place import CHECKPOINT
+from .table import JSON, print_json
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ TARGETS: dict[str, Callable[[Request], Done]] = {
 
 
 @click.command()
-@click.argument("checkpoint", metavar="CHECKPOINT", type=FOLDER)
+@click.argument("checkpoint", metavar="CHECKPOINT", type=CHECKPOINT)
 @click.argument("target", metavar="DST", type=click.Path(path_type=Path))
 @click.option(
     "--to",

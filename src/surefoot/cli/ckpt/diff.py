@@ -17,8 +17,8 @@ from rich.text import Text
 from ...checkpoint.contents import ROLES, open_contents, shown, small_file
 from ...checkpoint.values import ValueChange, differences
 from ...recipe.yaml import parse
+from .place import CHECKPOINT
 from .table import (
-    FOLDER,
     JSON,
     as_dict,
     cell,
@@ -56,8 +56,8 @@ class Comparison:
 
 
 @click.command()
-@click.argument("a", type=FOLDER)
-@click.argument("b", type=FOLDER)
+@click.argument("a", type=CHECKPOINT)
+@click.argument("b", type=CHECKPOINT)
 @click.option(
     "--only",
     "parts",

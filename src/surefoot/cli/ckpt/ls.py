@@ -9,9 +9,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ...address import Address
 from ...checkpoint.listing import Line, list_run, verified
+from .place import PLACE
 from .table import (
-    FOLDER,
     JSON,
     as_dict,
     cell,
@@ -31,20 +32,23 @@ _SHARED = 0.99  # below this share of a checkpoint's size, it shares files with 
 
 
 @click.command()
-@click.argument("folder", metavar="RUN", type=FOLDER)
+@click.argument("folder", metavar="RUN", type=PLACE)
 @click.option("--verify", is_flag=True, help="Check every byte, and say which are whole.")
 @JSON
-def ls(folder: Path, verify: bool, as_json: bool) -> None:
-    """List the checkpoints of RUN, a run's folder, oldest first.
+def ls(folder: Path | Address, verify: bool, as_json: bool) -> None:
+    """List the checkpoints of RUN, a run's folder or its URL, oldest first.
 
     RUN may be the Hugging Face Trainer's as well. Files are checked to be there at full length.
     Loss is the last that was logged, eval loss that of the very step. A column "on disk" appears
     where checkpoints share files: it is what each adds to the older ones. The exit code is 1 if
     --verify finds one that is not whole.
     """
-    lines = list_run(folder)
-    if verify:
-        lines = _verified(lines)
+    if isinstance(folder, Address):
+        lines = _in_store(folder, verify=verify)
+    else:
+        lines = list_run(folder)
+        if verify:
+            lines = _verified(lines)
     if as_json:
         print_json([as_dict(line) for line in lines])
     elif not lines:
@@ -53,6 +57,14 @@ def ls(folder: Path, verify: bool, as_json: bool) -> None:
         _print(lines)
     if verify and any(line.step is not None and line.problem is not None for line in lines):
         raise click.exceptions.Exit(1)
+
+
+def _in_store(address: Address, *, verify: bool) -> list[Line]:
+    from ...remote.check import verified_line
+    from ...remote.listing import list_store
+
+    lines = list_store(address)
+    return [verified_line(address, line) for line in lines] if verify else lines
 
 
 def _verified(lines: list[Line]) -> list[Line]:

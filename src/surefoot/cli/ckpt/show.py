@@ -16,8 +16,8 @@ from rich.text import Text
 from ...checkpoint.contents import open_contents, shown, states_of
 from ...checkpoint.summary import Group, Summary, Tensor, summarise
 from ...errors import CheckpointError
+from .place import CHECKPOINT
 from .table import (
-    FOLDER,
     JSON,
     as_dict,
     cell,
@@ -41,7 +41,7 @@ AllNorms = Mapping[str, "Norms"]  # by a tensor's full name
 
 
 @click.command()
-@click.argument("checkpoint", metavar="CHECKPOINT", type=FOLDER)
+@click.argument("checkpoint", metavar="CHECKPOINT", type=CHECKPOINT)
 @click.option("--tensors", is_flag=True, help="List every tensor.")
 @click.option(
     "--norms", is_flag=True, help="List them with L2 norm, smallest, largest, mean, NaN, inf."

@@ -8,30 +8,41 @@ from pathlib import Path
 import click
 from rich.text import Text
 
+from ...address import Address
 from ...checkpoint.listing import list_run
 from ...checkpoint.verify import Report, verify
-from .table import FOLDER, JSON, as_dict, cell, console, mark, print_json, reading
+from .place import PLACE
+from .table import JSON, as_dict, cell, console, mark, print_json, reading
 
 
 @click.command("verify")
-@click.argument("checkpoint", metavar="CHECKPOINT", type=FOLDER)
+@click.argument("checkpoint", metavar="CHECKPOINT", type=PLACE)
 @click.option(
     "--full/--quick",
     default=True,
     help="Check every byte (default), or lengths, headers and small files only.",
 )
 @JSON
-def verify_command(checkpoint: Path, full: bool, as_json: bool) -> None:
-    """Check that CHECKPOINT is what was saved. The exit code is 1 if it is not."""
+def verify_command(checkpoint: Path | Address, full: bool, as_json: bool) -> None:
+    """Check that CHECKPOINT, a folder or a URL, is what was saved. The exit code is 1 if not."""
     began = time.perf_counter()
-    with reading("verifying", _total(checkpoint) if full else 0) as advance:
-        report = verify(checkpoint, full=full, progress=advance)
+    if isinstance(checkpoint, Address):
+        report = _in_store(checkpoint, full=full)
+    else:
+        with reading("verifying", _total(checkpoint) if full else 0) as advance:
+            report = verify(checkpoint, full=full, progress=advance)
     if as_json:
         print_json({**as_dict(report), "ok": report.ok})
     else:
         _print(report, time.perf_counter() - began)
     if not report.ok:
         raise click.exceptions.Exit(1)
+
+
+def _in_store(address: Address, *, full: bool) -> Report:
+    from ...remote.check import verify_store
+
+    return verify_store(address, full=full)
 
 
 def _total(checkpoint: Path) -> int | None:
