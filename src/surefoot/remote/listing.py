@@ -1,0 +1,74 @@
+"""The checkpoints of a run in a store, from one listing, their manifests and their logs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from ..address import Address
+from ..checkpoint import strict, trainer_state
+from ..checkpoint.commit import step_of
+from ..checkpoint.index import MANIFEST, Manifest, parse
+from ..checkpoint.listing import Line
+from ..checkpoint.trainer_state import TrainerState
+from ..errors import CheckpointError
+from ..files import digest
+from .contents import Contents, contents
+from .store import Store
+
+
+def list_store(address: Address, *, seconds: float = 60) -> list[Line]:
+    """One line a checkpoint, oldest first, as ``checkpoint.listing`` has them; nothing is hashed.
+
+    The address of a checkpoint is a list of one. Raises ``StoreError``.
+    """
+    is_one = step_of(Path(address.name)) >= 0
+    store = Store(address.parent if is_one else address, seconds=seconds)
+    there = Contents(store.list(address.name)) if is_one else contents(store)
+    found = [_line(store, there, name) for _, name in sorted(there.committed.items())]
+    best = next((state.best_step for line, state in reversed(found) if line.problem is None), None)
+    lines = [replace(line, is_best=line.step == best is not None) for line, _ in found]
+    why = "never committed: an upload or a removal cut short"
+    return lines + [Line(Path(name), problem=why) for _, name in sorted(there.uncommitted.items())]
+
+
+def _line(store: Store, there: Contents, name: str) -> tuple[Line, TrainerState]:
+    try:
+        manifest = parse(store.read(f"{name}/{MANIFEST}"), MANIFEST)
+    except CheckpointError as error:
+        return Line(Path(name), step=step_of(Path(name)), problem=str(error)), TrainerState()
+    state = _state(store, name, manifest)
+    line = Line(
+        Path(name),
+        step=manifest.step,
+        created=manifest.created,
+        layout="native",
+        kind=manifest.kind,
+        parent=manifest.parent,
+        num_bytes=sum(manifest.files.values()),
+        loss=state.last("loss"),
+        eval_loss=state.at("eval_loss", manifest.step),
+        problem=wrong_length(manifest, there, name),
+    )
+    return line, state
+
+
+def wrong_length(manifest: Manifest, there: Contents, name: str) -> str | None:
+    """The first file that is missing in the store, or has another length than the manifest says."""
+    found = there.inside(name)
+    for file, size in manifest.files.items():
+        if found.get(file) != size:
+            what = f"{found[file]} bytes" if file in found else "missing"
+            return f"{file}: {what}, expected {size} bytes"
+    return None
+
+
+def _state(store: Store, name: str, manifest: Manifest) -> TrainerState:
+    file = trainer_state.NAME
+    try:
+        data = store.read(f"{name}/{file}") if file in manifest.files else b"{}"
+        if file in manifest.hashes and digest(data) != manifest.hashes[file]:
+            return TrainerState()
+        return trainer_state.read(strict.parse_object(data, file))
+    except CheckpointError:
+        return TrainerState()
