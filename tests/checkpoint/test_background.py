@@ -187,7 +187,7 @@ root, background = Path(sys.argv[1]), Background()
 begin(background, root, 1)
 background.wait()
 begin(background, root, 2, sample_states(2, 100_000))
-while not any(name.endswith(".part") for name in os.listdir(root)):
+while not any(root.glob(".*.part/*.safetensors")):
     pass
 os.kill(os.getpid(), signal.SIGKILL)
 """

@@ -10,7 +10,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from surefoot import files
-from surefoot.checkpoint import copy as copying
 from surefoot.checkpoint.copy import copy
 from surefoot.checkpoint.layouts import open_folder
 from surefoot.checkpoint.save import save
@@ -28,7 +27,7 @@ def names(folder):
 
 @pytest.mark.parametrize("block", [1, 64, 16 << 20])
 def test_a_copy_is_the_source(tmp_path, monkeypatch, block):
-    monkeypatch.setattr(copying, "_BLOCK", block)
+    monkeypatch.setattr(sys.modules[copy.__module__], "_BLOCK", block)
     told = []
     copy(Memory(TENSORS), tmp_path / "new", progress=told.append)
     found = load_file(tmp_path / "new" / "model.safetensors")

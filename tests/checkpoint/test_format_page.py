@@ -12,6 +12,7 @@ from surefoot.checkpoint.header import ITEM_SIZES
 from surefoot.checkpoint.save import save
 
 from .sample import sample_states
+from .test_distributed import halves, saved_by_ranks
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "checkpoint-format.md"
 
@@ -24,12 +25,15 @@ def read():
     return names["read"]
 
 
+@pytest.mark.parametrize("layout", ["full", "distributed", "halves"])
 @pytest.mark.parametrize("limit", [5_000_000_000, 500])
-def test_the_reader_on_the_page_reads_a_checkpoint(tmp_path, read, limit):
+def test_the_reader_on_the_page_reads_a_checkpoint(tmp_path, read, limit, layout):
     states = sample_states()
-    folder = save(
-        tmp_path, 1, states, kind="full", companions={"config.json": b"{}"}, max_shard_size=limit
-    )
+    options = {"companions": {"config.json": b"{}"}, "max_shard_size": limit}
+    if layout == "halves":
+        folder = saved_by_ranks(tmp_path, states, halves)
+    else:
+        folder = save(tmp_path, 1, states, kind="full", layout=layout, **options)
     tensors, state = read(folder)
     for name, tensor in states["model"].state.items():
         dtype, shape, values = tensors[f"model/{name}"]

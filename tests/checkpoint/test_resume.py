@@ -46,15 +46,25 @@ def test_a_damaged_one_is_named_kept_aside_and_passed_over(root, caplog):
     assert newest(root) == root / "checkpoint-4"
 
 
-def test_somebody_elses_checkpoint_is_left_alone(root):
-    other = root / "checkpoint-3"
-    other.mkdir()
-    save_file({"a": torch.zeros(1)}, other / "model.safetensors")
+def foreign(folder):
+    folder.mkdir(parents=True)
+    save_file({"a": torch.zeros(1)}, folder / "model.safetensors")
+    return folder
+
+
+def test_somebody_elses_checkpoint_is_kept_out_of_the_way(root):
+    older, newer = foreign(root / "checkpoint-3"), foreign(root / "checkpoint-6")
     assert newest(root) == root / "checkpoint-4"
-    other.rename(root / "checkpoint-6")
+    assert older.exists()
+    assert not newer.exists()
+    assert (root / "checkpoint-6.damaged" / "model.safetensors").exists()
+
+
+def test_only_somebody_elses_checkpoints_are_no_place_to_start(tmp_path):
+    other = foreign(tmp_path / "checkpoint-6")
     with pytest.raises(CheckpointError, match="checkpoint-6: not a checkpoint of ours"):
-        newest(root)
-    assert (root / "checkpoint-6" / "model.safetensors").exists()
+        newest(tmp_path)
+    assert (other / "model.safetensors").exists()
 
 
 def test_a_folder_that_is_nothing_is_out_of_the_way(root):

@@ -22,7 +22,7 @@ def newest(root: Path | str) -> Path | None:
     To be asked at the start of a run, while no other one saves to ``root``. A save that outlived a
     killed run is waited for; what other saves left half written is removed; a checkpoint that does
     not verify is kept under another name, so that its step can be saved again. All of it is logged.
-    Raises ``CheckpointError`` if somebody else's checkpoint lies where this run will want to save.
+    Raises ``CheckpointError`` if there are only somebody else's checkpoints.
     """
     root = Path(root)
     wait_for_orphans(root)
@@ -30,10 +30,10 @@ def newest(root: Path | str) -> Path | None:
         logger.info("removed %s, left by a save that was cut short", leftover.name)
     found = find(root)
     for path, reason in found.passed_over:
-        if recognise(path) in FOREIGN:
+        if found.path is None and recognise(path) in FOREIGN:
             raise CheckpointError(
-                f"{path}: not a checkpoint of ours, and newer than those that are; saves would run "
-                "into it, so move it away or choose another folder"
+                f"{path}: not a checkpoint of ours, and saves would run into it; move it away or "
+                "choose another folder"
             )
         aside = set_aside(path)
         logger.warning("%s does not verify (%s); kept as %s", path.name, reason, aside.name)
