@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING
 
 import click
 
+from ...address import Address
 from ...checkpoint.contents import find_tensor, open_contents, shown
 from ...checkpoint.slices import select
 from ...errors import CheckpointError
-from .place import CHECKPOINT
+from .place import PLACE, local
 from .table import JSON, cell, console, dims, print_json
 
 if TYPE_CHECKING:
@@ -24,12 +25,12 @@ _MOST = 1_000_000  # values that --all and --json print
 
 
 @click.command(context_settings={"ignore_unknown_options": True})  # a SLICE may be -1
-@click.argument("checkpoint", metavar="CHECKPOINT", type=CHECKPOINT)
+@click.argument("checkpoint", metavar="CHECKPOINT", type=PLACE)
 @click.argument("tensor")
 @click.argument("where", metavar="[SLICE]", default="")
 @click.option("--all", "whole", is_flag=True, help="Print every value, not just the edges.")
 @JSON
-def cat(checkpoint: Path, tensor: str, where: str, whole: bool, as_json: bool) -> None:
+def cat(checkpoint: Path | Address, tensor: str, where: str, whole: bool, as_json: bool) -> None:
     """Print the values of TENSOR in CHECKPOINT, or a SLICE of them such as '0:8' or '0, :, ::2'.
 
     Tensors are called as `show --tensors` lists them: optimizer/NAME.exp_avg, say. A SLICE is
@@ -39,7 +40,7 @@ def cat(checkpoint: Path, tensor: str, where: str, whole: bool, as_json: bool) -
     from ...checkpoint.excerpt import excerpt
     from ...checkpoint.source import Stored
 
-    contents = open_contents(checkpoint)
+    contents = open_contents(local(checkpoint))
     name = find_tensor(contents, tensor)
     entry = contents.tensors[name].entry
     selection = select(where, entry.shape)

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import click
 
-from .place import CHECKPOINT
+from ...address import Address
+from .place import PLACE, local
 from .table import JSON, print_json
 
 
@@ -65,7 +66,7 @@ TARGETS: dict[str, Callable[[Request], Done]] = {
 
 
 @click.command()
-@click.argument("checkpoint", metavar="CHECKPOINT", type=CHECKPOINT)
+@click.argument("checkpoint", metavar="CHECKPOINT", type=PLACE)
 @click.argument("target", metavar="DST", type=click.Path(path_type=Path))
 @click.option(
     "--to",
@@ -77,12 +78,14 @@ TARGETS: dict[str, Callable[[Request], Done]] = {
 )
 @click.option("--base", help="The base model of an adapter, if it moved.")
 @JSON
-def convert(checkpoint: Path, target: Path, kind: str, base: str | None, as_json: bool) -> None:
+def convert(
+    checkpoint: Path | Address, target: Path, kind: str, base: str | None, as_json: bool
+) -> None:
     """Write CHECKPOINT as another program reads it.
 
     DST is a new folder, which appears when all of it is written. CHECKPOINT stays as it is.
     """
-    done = TARGETS[kind](Request(checkpoint, target, base))
+    done = TARGETS[kind](Request(local(checkpoint), target, base))
     written = {p.name: p.stat().st_size for p in sorted(target.iterdir()) if p.is_file()}
     if as_json:
         told = {"path": str(target), "to": kind, "files": written, **done.notes}

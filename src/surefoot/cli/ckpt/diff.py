@@ -14,10 +14,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ...address import Address
 from ...checkpoint.contents import ROLES, open_contents, shown, small_file
 from ...checkpoint.values import ValueChange, differences
 from ...recipe.yaml import parse
-from .place import CHECKPOINT
+from .place import PLACE, local
 from .table import (
     JSON,
     as_dict,
@@ -56,8 +57,8 @@ class Comparison:
 
 
 @click.command()
-@click.argument("a", type=CHECKPOINT)
-@click.argument("b", type=CHECKPOINT)
+@click.argument("a", type=PLACE)
+@click.argument("b", type=PLACE)
 @click.option(
     "--only",
     "parts",
@@ -67,13 +68,20 @@ class Comparison:
 )
 @click.option("--all", "everything", is_flag=True, help="List all that differs or is equal.")
 @JSON
-def diff(a: Path, b: Path, parts: tuple[str, ...], everything: bool, as_json: bool) -> None:
+def diff(
+    a: Path | Address,
+    b: Path | Address,
+    parts: tuple[str, ...],
+    everything: bool,
+    as_json: bool,
+) -> None:
     """Compare checkpoints A and B of any layout, tensor by tensor.
 
     Shown are the largest |B - A|, the L2 norms of B - A, A and B, and "relative": the norm of B - A
     over the larger of the other two. Tensors whose hashes are equal are not read. Exit code 0: all
     is equal; 1: something differs; 2: they cannot be compared.
     """
+    a, b = local(a), local(b)
     found = _compare(a, b, parts or _PARTS)
     if as_json:
         print_json(_as_json(a, b, found))

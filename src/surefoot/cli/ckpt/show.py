@@ -13,10 +13,11 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from ...address import Address
 from ...checkpoint.contents import open_contents, shown, states_of
 from ...checkpoint.summary import Group, Summary, Tensor, summarise
 from ...errors import CheckpointError
-from .place import CHECKPOINT
+from .place import PLACE, local
 from .table import (
     JSON,
     as_dict,
@@ -41,19 +42,22 @@ AllNorms = Mapping[str, "Norms"]  # by a tensor's full name
 
 
 @click.command()
-@click.argument("checkpoint", metavar="CHECKPOINT", type=CHECKPOINT)
+@click.argument("checkpoint", metavar="CHECKPOINT", type=PLACE)
 @click.option("--tensors", is_flag=True, help="List every tensor.")
 @click.option(
     "--norms", is_flag=True, help="List them with L2 norm, smallest, largest, mean, NaN, inf."
 )
 @click.option("--state", metavar="NAME", help="Print a state in full, as it is stored.")
 @JSON
-def show(checkpoint: Path, tensors: bool, norms: bool, state: str | None, as_json: bool) -> None:
+def show(
+    checkpoint: Path | Address, tensors: bool, norms: bool, state: str | None, as_json: bool
+) -> None:
     """Show what is in CHECKPOINT: one of ours, or of Hugging Face, its Trainer or PEFT.
 
     Norms are of the finite values, in 64 bits, and need little memory. Pickled files are listed,
     but never read.
     """
+    checkpoint = local(checkpoint)
     if state is not None:
         print_json(_state(checkpoint, state))
         return
