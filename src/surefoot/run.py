@@ -7,6 +7,7 @@ import logging
 import math
 import signal
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -47,7 +48,7 @@ from .model.weights import AdapterWeights, FullWeights, trained
 from .optim.state import NamedState
 from .parallel.engine import Forward, plain
 from .recipe.recipe import Recipe, dump, load, read
-from .run_folder import mirrored, opened, resume_point, write_recipe
+from .run_folder import mirror_of, opened, resume_point, write_recipe
 from .training.callback import Callbacks, Context, TrainerCallback
 from .training.interval import Interval
 from .training.precision import LossScaler, PrecisionName, autocast, choose
@@ -104,8 +105,10 @@ def run(
         start = resume_point(folder, recipe)
         trainer = build(recipe, callbacks=callbacks, resume=start, trust_pickle=trust_pickle)
         write_recipe(folder, recipe)
-        with mirrored(folder, recipe) as mirror:
-            trainer.saver.mirror = mirror
+        trainer.saver.mirror = mirror = mirror_of(folder, recipe)
+        if start is not None:
+            trainer.saver.forget_old(trainer.state)  # a smaller keep makes room before a save
+        with mirror or nullcontext():
             return _fit(trainer)
 
 
@@ -175,7 +178,6 @@ def build(
         else:
             load_checkpoint(resume, trainer.states)
             trainer.saver.newest = resume
-        trainer.saver.forget_old(trainer.state)  # a smaller keep makes room before the next save
         logger.info("going on from %s, step %d", resume.name, trainer.state.global_step)
     trainer.callbacks.emit("on_init_end")
     return trainer

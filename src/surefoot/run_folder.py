@@ -6,7 +6,7 @@ import fcntl
 import logging
 import os
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -86,10 +86,10 @@ def _look_away(folder: Path, recipe: Recipe) -> Away | None:
     return found
 
 
-def mirrored(folder: RunFolder, recipe: Recipe) -> AbstractContextManager[Mirror | None]:
-    """What keeps the copy in the store up to date while the run trains; nothing for a local run."""
+def mirror_of(folder: RunFolder, recipe: Recipe) -> Mirror | None:
+    """What keeps the copy in the store up to date while the run trains; None for a local run."""
     if folder.away is None:
-        return nullcontext()
+        return None
     return Mirror(
         folder.away.store,
         folder.path,

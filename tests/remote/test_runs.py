@@ -146,6 +146,23 @@ def test_retention_deletes_in_the_store_too(project, bucket, tmp_path):
     assert not [key for key in bucket.names() if key.startswith(("checkpoint-2/", "checkpoint-6/"))]
 
 
+def test_a_machine_that_comes_back_does_not_bring_back_what_retention_let_go(
+    project, whole, bucket, tmp_path
+):
+    options = {"checkpoint__save_steps": 1, "checkpoint__keep": 2}
+    train(project, bucket.url, tmp_path / "one", train__max_steps=4, **options)
+    train(project, bucket.url, tmp_path / "two", train__max_steps=8, **options)
+    proof = bucket.committed()
+    assert proof[-2:] == [7, 8]
+    folder = train(project, bucket.url, tmp_path / "one", train__max_steps=8, **options)
+    assert set(bucket.committed()) <= set(proof)
+    assert checkpoints(folder)[-1].name == "checkpoint-8"
+    folder = train(project, bucket.url, tmp_path / "one", **options)
+    assert bucket.committed()[-2:] == [11, 12]
+    assert not [step for step in bucket.committed() if step < 7]
+    assert_is(folder, whole)
+
+
 def test_a_damaged_checkpoint_in_the_store_is_passed_over_and_replaced(
     project, whole, bucket, tmp_path, caplog
 ):

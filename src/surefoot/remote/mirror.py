@@ -75,8 +75,11 @@ class Mirror:
 
     @property
     def protected(self) -> set[int]:
-        """Steps whose local copies are needed: the one on its way, and the newest to go."""
-        steps = {self._in_flight, self._next()}
+        """Steps whose local copies are needed: the one on its way, and the next if it is newer than
+        all that is there."""
+        waiting = self._next()
+        is_ahead = waiting is not None and waiting > max(self._there, default=-1)
+        steps = {self._in_flight, waiting if is_ahead else None}
         return {step for step in steps if step is not None}
 
     def leave(self, names: Iterable[str]) -> None:
@@ -86,6 +89,11 @@ class Mirror:
     def offer(self, path: Path, forget: Iterable[str]) -> None:
         """``path`` was committed here, and those to ``forget`` are no longer wanted."""
         self._failed.clear()
+        for step in sorted(set(map(_step, forget)) - self._there - {self._in_flight}):
+            logger.info(
+                "checkpoint-%d is not uploaded: newer ones came first, and it is no longer kept",
+                step,
+            )
         self.let_go(forget)
         self._released.discard(step_of(path))
         self.poll()
@@ -105,12 +113,6 @@ class Mirror:
         self._going = steps
         uploaded = {step for step in steps if step in self._there or step == self._in_flight}
         self._let_go |= uploaded
-        for step in sorted(steps - uploaded - self._released):
-            logger.info(
-                "checkpoint-%d is not uploaded: newer ones came before its turn, "
-                "and it is no longer kept",
-                step,
-            )
         self._released |= steps
 
     def poll(self) -> None:

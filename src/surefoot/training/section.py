@@ -69,11 +69,7 @@ class TrainSection:
     surefoot[tensorboard]``."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.output_dir, Path) and _HALF_A_URL.match(str(self.output_dir)):
-            raise ValueError(
-                f"output_dir: {str(self.output_dir)!r} is neither a path nor a whole URL; "
-                "expected for example runs/qwen or s3://bucket/run"
-            )
+        self._check_output_dir()
         for name in ("global_batch_size", "micro_batch_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
@@ -94,6 +90,13 @@ class TrainSection:
             raise ValueError(f"num_epochs must be positive, got {self.num_epochs}")
         if self.max_grad_norm < 0:
             raise ValueError(f"max_grad_norm must not be negative, got {self.max_grad_norm}")
+
+    def _check_output_dir(self) -> None:
+        if isinstance(self.output_dir, Path) and _HALF_A_URL.match(str(self.output_dir)):
+            raise ValueError(
+                f"output_dir: {str(self.output_dir)!r} is neither a path nor a whole URL; "
+                "expected for example runs/qwen or s3://bucket/run"
+            )
 
     @property
     def folder(self) -> Path:
