@@ -9,13 +9,13 @@ from pathlib import Path
 from .. import files
 from ..checkpoint.commit import aside
 from ..checkpoint.folder import CheckpointFolder
-from ..checkpoint.index import MANIFEST, Manifest, parse
+from ..checkpoint.index import MANIFEST, Manifest
 from ..checkpoint.verify import Report, problems_in
 from ..errors import CheckpointError
 from .contents import Contents, readable
-from .listing import wrong_length
+from .listing import read_manifest, wrong_length
 from .parallel import in_parallel
-from .patience import MissingError
+from .patience import MissingError, StoreError
 from .store import Store
 
 logger = logging.getLogger(__name__)
@@ -52,9 +52,10 @@ def _manifest(store: Store, name: str) -> tuple[bytes, Manifest]:
     there = Contents(store.list(name))
     if MANIFEST not in there.inside(name):
         raise DamagedError(f"{store.address.inside(name)} was never committed: no {MANIFEST}")
-    text = store.read(f"{name}/{MANIFEST}")
     try:
-        manifest = parse(text, f"{store.address.inside(name)}/{MANIFEST}")
+        text, manifest = read_manifest(store, there, name)
+    except StoreError:
+        raise
     except CheckpointError as error:
         raise DamagedError(str(error)) from error
     if wrong := wrong_length(manifest, there, name):

@@ -14,6 +14,7 @@ from ..checkpoint.trainer_state import TrainerState
 from ..errors import CheckpointError
 from ..files import digest
 from .contents import Contents, contents
+from .patience import StoreError
 from .store import Store
 
 
@@ -34,7 +35,9 @@ def list_store(address: Address, *, seconds: float = 60) -> list[Line]:
 
 def _line(store: Store, there: Contents, name: str) -> tuple[Line, TrainerState]:
     try:
-        manifest = parse(store.read(f"{name}/{MANIFEST}"), MANIFEST)
+        _, manifest = read_manifest(store, there, name)
+    except StoreError:
+        raise
     except CheckpointError as error:
         return Line(Path(name), step=step_of(Path(name)), problem=str(error)), TrainerState()
     state = _state(store, name, manifest)
@@ -53,6 +56,19 @@ def _line(store: Store, there: Contents, name: str) -> tuple[Line, TrainerState]
     return line, state
 
 
+def read_manifest(store: Store, there: Contents, name: str) -> tuple[bytes, Manifest]:
+    """The manifest of a checkpoint, as bytes and read.
+
+    Raises ``StoreError`` if the store fails, ``CheckpointError`` if it is not a sound manifest.
+    """
+    file = f"{name}/{MANIFEST}"
+    where = str(store.address.inside(file))
+    if there.files[file] > strict.MAX_BYTES:
+        raise CheckpointError(f"{where}: {there.files[file]} bytes are too many for a manifest")
+    text = store.read(file)
+    return text, parse(text, where)
+
+
 def wrong_length(manifest: Manifest, there: Contents, name: str) -> str | None:
     """The first file that is missing in the store, or has another length than the manifest says."""
     found = there.inside(name)
@@ -65,6 +81,8 @@ def wrong_length(manifest: Manifest, there: Contents, name: str) -> str | None:
 
 def _state(store: Store, name: str, manifest: Manifest) -> TrainerState:
     file = trainer_state.NAME
+    if manifest.files.get(file, 0) > strict.MAX_BYTES:
+        return TrainerState()
     try:
         data = store.read(f"{name}/{file}") if file in manifest.files else b"{}"
         if file in manifest.hashes and digest(data) != manifest.hashes[file]:
