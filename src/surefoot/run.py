@@ -122,10 +122,11 @@ def _fit(trainer: Trainer) -> Outcome:
             state.max_steps,
         )
         return Outcome(state)
-    trainer.fit()
-    _must_be_saved(trainer)
-    finish(trainer)
-    trainer.saver.settle(state)
+    with trainer.stop:  # also after the last step: a signal lets the last upload finish
+        trainer.fit()
+        _must_be_saved(trainer)
+        finish(trainer)
+        trainer.saver.settle(state)
     return Outcome(state, trainer.stop.received)
 
 

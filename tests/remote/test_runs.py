@@ -3,6 +3,7 @@
 import fcntl
 import json
 import shutil
+import signal
 import time
 from importlib.util import find_spec
 
@@ -313,6 +314,24 @@ def test_an_upload_goes_on_when_the_trainer_is_killed(project, weak, proxy, tmp_
     killed(project, weak.url, when=lambda: begun)
     wait_until(weak.committed)
     assert weak.committed() == [3]
+
+
+def test_sigterm_does_not_cut_the_last_upload_short(project, weak, proxy, tmp_path):
+    begun = []
+
+    def rule(method, path, count):
+        if method == "PUT" and "checkpoint-2/" in path:
+            begun.append(path)
+            time.sleep(0.1)
+
+    proxy.rule = rule
+    url = f"train.output_dir={weak.url}"
+    process = start("train", project.recipe, url, "train.max_steps=2")
+    wait_until(lambda: begun)
+    process.send_signal(signal.SIGTERM)
+    process.communicate()
+    assert process.returncode == 128 + signal.SIGTERM
+    assert weak.committed() == [2]
 
 
 # --- what a user gets wrong --------------------------------------------------------------------

@@ -14,17 +14,21 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class StopSignal:
-    """A context in which a signal becomes a request; ``received`` names it, or is None."""
+    """A context in which a signal becomes a request; ``received`` names it, or is None.
+
+    It may be entered again inside itself.
+    """
 
     def __init__(self) -> None:
         self.received: signal.Signals | None = None
         self._before: dict[signal.Signals, object] = {}
+        self._depth = 0
 
     def __enter__(self) -> StopSignal:
-        if (
-            threading.current_thread() is threading.main_thread()
-        ):  # elsewhere Python forbids handlers
+        is_main = threading.current_thread() is threading.main_thread()
+        if is_main and not self._depth:  # elsewhere Python forbids handlers
             self._before = {s: signal.signal(s, self._receive) for s in SIGNALS}
+        self._depth += 1
         return self
 
     def __exit__(
@@ -33,6 +37,9 @@ class StopSignal:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        self._depth -= 1
+        if self._depth:
+            return
         for number, handler in self._before.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
 
