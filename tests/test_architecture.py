@@ -12,6 +12,7 @@ LAYERS = [
     ["__init__", "__main__"],
     ["cli"],
     ["run", "inference"],
+    ["build"],
     ["interchange", "integrations"],
     ["run_folder", "encoding"],
     ["recipe"],

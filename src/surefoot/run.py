@@ -4,61 +4,24 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import signal
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
-from rich.console import Console
-from torch import nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
 from . import interchange
-from .batch import Batch, Outputs
-from .callbacks.console import Screen
-from .callbacks.early_stop import EarlyStop
-from .callbacks.jsonl import NAME as METRICS
-from .callbacks.jsonl import Jsonl
-from .callbacks.plot import NAME as PLOT
-from .callbacks.plot import Plot
-from .callbacks.tensorboard import TensorBoard
+from .build import build as build  # noqa: PLC0414 - part of what a run is, from Python
+from .build import refuse_in_parallel
 from .checkpoint.load import load as load_checkpoint
-from .data.chat import Codec
-from .data.dataset import EncodedDataset
-from .data.loader import Loader
-from .data.prepare import Prepared
-from .data.templates import disagreement
-from .encoding import codec_of, prepared
-from .errors import CheckpointError, RecipeError, RunError
+from .errors import CheckpointError, RunError
 from .files import raising, write_aside
-from .model import attention, companions, outputs
-from .model.adapter import continue_adapter
-from .model.load import (
-    device,
-    grow_embeddings,
-    load_model,
-    recompute_activations,
-    resolve,
-    training_dtype,
-    upcast_trained,
-)
-from .model.weights import AdapterWeights, FullWeights, trained
-from .optim.state import NamedState
-from .parallel.engine import Forward, plain
-from .recipe.recipe import Recipe, dump, load, read
+from .parallel.world import joined
+from .recipe.recipe import Recipe, load, read
 from .run_folder import mirror_of, opened, resume_point, write_recipe
-from .training.callback import Callbacks, Context, TrainerCallback
-from .training.interval import Interval
-from .training.precision import LossScaler, PrecisionName, autocast, choose
-from .training.randomness import seed_everything, use_deterministic_kernels
-from .training.saver import Saver
-from .training.stage import Models
-from .training.state import TrainerControl, TrainerState
-from .training.step import Step
+from .training.callback import TrainerCallback
+from .training.state import TrainerState
 from .training.trainer import Trainer
-from .training.triggers import Flow, Trigger
 
 logger = logging.getLogger(__name__)
 
@@ -100,10 +63,18 @@ def run(
     recipe: Recipe, *, callbacks: Sequence[TrainerCallback] = (), trust_pickle: bool = False
 ) -> Outcome:
     """Start a run, or go on with it; see ``train``."""
-    with opened(recipe) as folder:
-        interchange.refuse_output_dir(folder.path)
-        start = resume_point(folder, recipe)
-        trainer = build(recipe, callbacks=callbacks, resume=start, trust_pickle=trust_pickle)
+    with joined(recipe.parallel) as world, opened(recipe, world) as folder:
+        refuse_in_parallel(recipe, world)
+        start = None
+        if world.is_main:
+            interchange.refuse_output_dir(folder.path)
+            start = resume_point(folder, recipe)
+        start = world.from_main(start)
+        trainer = build(
+            recipe, callbacks=callbacks, resume=start, trust_pickle=trust_pickle, world=world
+        )
+        if not world.is_main:
+            return _fit(trainer)
         write_recipe(folder, recipe)
         trainer.saver.mirror = mirror = mirror_of(folder, recipe)
         if start is not None:
@@ -152,228 +123,10 @@ def read_recipe(
     return load(Path(recipe), overrides)
 
 
-def build(
-    recipe: Recipe,
-    *,
-    callbacks: Sequence[TrainerCallback] = (),
-    resume: Path | None = None,
-    trust_pickle: bool = False,
-) -> Trainer:
-    """The trainer of a recipe, its states those of the checkpoint ``resume`` if one is given."""
-    is_theirs = resume is not None and interchange.is_trainer_checkpoint(resume)
-    if resume is not None and is_theirs:
-        interchange.check_trainer_checkpoint(resume, trust_pickle=trust_pickle)
-    seed_everything(recipe.train.seed)
-    use_deterministic_kernels(recipe.train.deterministic)
-    base = resolve(recipe.model)
-    codec = build_codec(recipe, base)
-    data = prepare_data(recipe, codec)
-    policy = build_policy(recipe, base, codec.tokenizer)
-    saver = build_saver(recipe, policy, codec, base)
-    trainer = assemble(recipe, policy, data, saver)
-    trainer.callbacks.members = [*standard_callbacks(recipe), *callbacks]
-    if resume is not None:
-        trainer.saver.resumed_from = resume
-        if is_theirs:
-            interchange.load_trainer_checkpoint(resume, trainer, trust_pickle=trust_pickle)
-        else:
-            load_checkpoint(resume, trainer.states)
-            trainer.saver.newest = resume
-        logger.info("going on from %s, step %d", resume.name, trainer.state.global_step)
-    trainer.callbacks.emit("on_init_end")
-    return trainer
-
-
-def build_codec(recipe: Recipe, base: Path) -> Codec:
-    """Tokenizer and chat template; from here on the tokenizer carries the template that is used."""
-    codec = codec_of(recipe, base)
-    if recipe.stage.uses_template:
-        if difference := disagreement(codec.template, codec.tokenizer):
-            logger.warning("%s", difference)
-        codec.tokenizer.chat_template = codec.template.source
-    return codec
-
-
-def prepare_data(recipe: Recipe, codec: Codec) -> Prepared:
-    """Encoded datasets, from the cache where they are in it; what was left out is logged."""
-    found = prepared(recipe, codec)
-    for line in found.report.lines():
-        logger.info("%s", line)
-    return found
-
-
-@dataclass(frozen=True)
-class Policy:
-    """The model that learns."""
-
-    model: nn.Module
-    inner: PreTrainedModel  # the same without its adapter
-    weights: FullWeights | AdapterWeights  # what its checkpoints hold
-
-
-def build_policy(recipe: Recipe, base: Path, tokenizer: PreTrainedTokenizerBase) -> Policy:
-    """The pretrained model, made ready to learn by the recipe's method."""
-    model = load_model(base, recipe.model, dtype=training_dtype(recipe.model))
-    grew = grow_embeddings(model, tokenizer)
-    if recipe.data.packing:
-        attention.use_packed(model)
-    if recipe.model.gradient_checkpointing:
-        recompute_activations(model)
-    seed_everything(recipe.train.seed, 1)
-    if recipe.model.adapter is not None:
-        policy = continue_adapter(model, recipe.model.adapter)
-    else:
-        policy = recipe.method.apply(model)
-    if grew:
-        _refuse_frozen_new_tokens(policy)
-    upcast_trained(policy, recipe.model)
-    learning = sum(p.numel() for p in policy.parameters() if p.requires_grad)
-    share = learning / sum(p.numel() for p in policy.parameters())
-    logger.info("%s parameters learn, %.3g %% of all", f"{learning:,}", 100 * share)
-    is_adapter = recipe.method.kind == "adapter"
-    return Policy(policy, model, AdapterWeights(policy) if is_adapter else FullWeights(model))
-
-
-def _refuse_frozen_new_tokens(policy: nn.Module) -> None:
-    embeddings: nn.Module = policy.get_input_embeddings()  # type: ignore[operator]
-    if not any(p.requires_grad for p in embeddings.parameters()):
-        raise RecipeError(
-            "model.new_special_tokens: the embeddings of the new tokens would never learn; "
-            "name them in method.lora.modules_to_save (embed_tokens, lm_head) or in "
-            "method.freeze.extra_modules, or use method: full"
-        )
-
-
-def build_loader(recipe: Recipe, data: Prepared) -> Loader:
-    """Windows of micro-batches from the training examples."""
-    return Loader(
-        dataset=data.train,
-        collate=lambda features: recipe.stage.collate(features, packing=recipe.data.packing),
-        global_batch_size=recipe.train.global_batch_size,
-        micro_batch_size=recipe.train.micro_batch_size,
-        seed=recipe.train.seed,
-        shuffle=recipe.data.shuffle,
-    )
-
-
-def assemble(recipe: Recipe, policy: Policy, data: Prepared, saver: Saver) -> Trainer:
-    """Put the parts together."""
-    loader = build_loader(recipe, data)
-    section, precision = recipe.train, choose(recipe.train.precision)
-    max_steps = section.max_steps or math.ceil(section.num_epochs * loader.steps_per_epoch)
-    state = TrainerState(
-        max_steps=max_steps,
-        num_train_epochs=section.num_epochs,
-        train_batch_size=section.micro_batch_size,
-    )
-    optimizer = recipe.optim.build(trained(policy.model, policy.weights))
-    step = Step(
-        optimizer,
-        recipe.optim.schedule_over(max_steps),
-        plain(build_forward(policy.model, precision, recipe.stage.needs), device()),
-        section.max_grad_norm,
-        LossScaler(enabled=precision == "fp16"),
-    )
-    control = TrainerControl()
-    context = Context(
-        section,
-        policy.model,
-        optimizer,
-        section.folder,
-        len(data.train),
-        loader.steps_per_epoch,
-    )
-    return Trainer(
-        section=section,
-        stage=recipe.stage,
-        models=Models(policy.model),
-        weights=policy.weights,
-        optimizer_state=NamedState(optimizer),
-        step=step,
-        forward=build_forward(policy.model, precision, (*recipe.stage.needs, "predictions")),
-        loader=loader,
-        evals={name: Batches(recipe, dataset) for name, dataset in data.evals.items()},
-        saver=saver,
-        callbacks=Callbacks(context, state, control),
-        state=state,
-        control=control,
-        interval=Interval(state, sum(p.numel() for p in policy.model.parameters())),
-    )
-
-
-def build_forward(model: nn.Module, precision: PrecisionName, needs: Sequence[str]) -> Forward:
-    """A batch through the model to what a stage needs of it."""
-
-    def forward(batch: Batch) -> Outputs:
-        with autocast(precision, batch.input_ids.device):
-            return outputs.compute(model, batch, needs)
-
-    return forward
-
-
-@dataclass(frozen=True)
-class Batches:
-    """The micro-batches of an evaluation set, in order, as often as they are asked for."""
-
-    recipe: Recipe
-    dataset: EncodedDataset
-
-    def __iter__(self) -> Iterator[Batch]:
-        size = self.recipe.train.micro_batch_size
-        for start in range(0, len(self.dataset), size):
-            rows = [self.dataset[i] for i in range(start, min(start + size, len(self.dataset)))]
-            yield self.recipe.stage.collate(rows, packing=self.recipe.data.packing)
-
-
-def build_saver(recipe: Recipe, policy: Policy, codec: Codec, base: Path) -> Saver:
-    """Where checkpoints go and what lies beside the weights in each of them."""
-    files = {
-        "recipe.yaml": dump(recipe).encode(),
-        **companions.tokenizer_files(codec.tokenizer),
-    }
-    if recipe.method.kind == "adapter":
-        files |= companions.adapter_files(policy.model, recipe.model)
-    else:
-        files |= companions.model_files(policy.inner, base, codec.stop_token_ids)
-    is_remote = not isinstance(recipe.train.output_dir, Path)
-    layout = recipe.checkpoint.layout or ("distributed" if is_remote else "full")
-    return Saver(
-        output_dir=recipe.train.folder,
-        section=replace(recipe.checkpoint, layout=layout),
-        kind=recipe.method.kind,
-        companions=files,
-        steps={
-            "log_steps": recipe.train.log_steps,
-            "eval_steps": recipe.train.eval_steps,
-            "save_steps": recipe.checkpoint.save_steps,
-        },
-        metric=recipe.train.metric_for_best_model,
-        greater=recipe.train.is_greater_better,
-    )
-
-
-def standard_callbacks(recipe: Recipe) -> list[TrainerCallback]:
-    """The callbacks the recipe asks for, in the order they are called."""
-    section, checkpoint, folder = recipe.train, recipe.checkpoint, recipe.train.folder
-    members: list[TrainerCallback] = [
-        Flow(
-            Trigger(section.log_steps, section.log_minutes, section.log_epoch),
-            Trigger(section.eval_steps, section.eval_minutes, section.eval_epoch),
-            Trigger(checkpoint.save_steps, checkpoint.save_minutes, checkpoint.save_epoch),
-        )
-    ]
-    if section.early_stopping_patience is not None:
-        members.append(EarlyStop(section.early_stopping_patience, section.early_stopping_threshold))
-    members += [Jsonl(folder / METRICS), Screen(Console(stderr=True)), Plot(folder / PLOT)]
-    if "tensorboard" in section.report_to:
-        members.append(TensorBoard(folder / "tensorboard"))
-    return members
-
-
 def finish(trainer: Trainer) -> None:
     """Write ``all_results.json``; end with the best weights if the recipe says so."""
     state, section = trainer.state, trainer.section
-    if trainer.stop.received is not None:
+    if trainer.stop.received is not None or not trainer.world.is_main:
         return
     best = state.best_global_step
     if section.load_best_model_at_end and best is not None:

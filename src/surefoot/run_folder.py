@@ -15,6 +15,7 @@ from .checkpoint.commit import clean, committed, step_of
 from .checkpoint.resume import newest, wait_for_orphans
 from .errors import CheckpointError, RunError
 from .files import raising, write_aside
+from .parallel.world import ALONE, World
 from .recipe.recipe import Recipe, changes, dump, load
 from .remote.mirror import Mirror
 from .remote.resume import Away, away, fetch, is_within
@@ -25,6 +26,7 @@ RECIPE = "recipe.yaml"
 FREE: tuple[str, ...] = (
     "checkpoint",
     "generate",
+    "parallel",
     "model.attention",
     "model.gradient_checkpointing",
 )
@@ -43,15 +45,20 @@ class RunFolder:
 
 
 @contextmanager
-def opened(recipe: Recipe) -> Iterator[RunFolder]:
-    """The run's folder, made if need be, locked against a second process for as long as the block
-    lasts.
+def opened(recipe: Recipe, world: World = ALONE) -> Iterator[RunFolder]:
+    """The run's folder, made if need be, locked against a second run while the block lasts.
+
+    Of several processes the main one does all that.
 
     Raises:
         RunError: it cannot be written, another process trains in it, or it holds another run.
         StoreError: ``output_dir`` is a URL of a store that cannot be used.
     """
     folder = recipe.train.folder
+    if not world.is_main:
+        world.wait()
+        yield RunFolder(folder)
+        return
     try:
         folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
@@ -71,6 +78,7 @@ def opened(recipe: Recipe) -> Iterator[RunFolder]:
         found = _look_away(folder, recipe)
         run = RunFolder(folder, found)
         _refuse_another_run(run, recipe)
+        world.wait()
         yield run
     finally:
         os.close(descriptor)

@@ -220,6 +220,10 @@ def describe(job: Job, images: Images, small: Mapping[str, tuple[int, int]]) -> 
         "forget": list(job.forget),
         "layout": job.layout,
         "share": job.share,
+        "rank": job.rank,
+        "world_size": job.world_size,
+        "mesh": job.mesh,
+        "nonce": job.nonce,
         "shards": [(s.role, s.plan.name, start, s.plan.header.file_size) for s, start in starts],
         "small": small,
     }

@@ -50,10 +50,13 @@ class Part:
 
 
 @contextlib.contextmanager
-def aside(target: Path) -> Iterator[Part]:
-    """A new folder beside ``target`` to write into; removed unless it was committed."""
+def aside(target: Path, nonce: str | None = None) -> Iterator[Part]:
+    """A new folder beside ``target`` to write into; removed unless it was committed.
+
+    Its name is chosen at random, unless several processes have agreed on a ``nonce``.
+    """
     files.make_folder(target.parent)
-    part = _start(target)
+    part = _start(target, nonce)
     try:
         with part.manifest:
             yield part
@@ -73,9 +76,19 @@ def refuse_existing(target: Path) -> None:
         )
 
 
-def _start(target: Path) -> Part:
+def part_of(target: Path, nonce: str) -> Path:
+    """The folder aside of that name."""
+    return target.with_name(f".{target.name}.{nonce}.part")
+
+
+def new_nonce() -> str:
+    """A name that no other save has."""
+    return secrets.token_hex(4)
+
+
+def _start(target: Path, nonce: str | None) -> Part:
     for _ in range(_ATTEMPTS):
-        folder = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
+        folder = part_of(target, nonce or new_nonce())
         files.new_folder(folder)
         with contextlib.suppress(FileNotFoundError):  # cleaned away before the file was there
             manifest = files.create(folder / MANIFEST)

@@ -109,9 +109,7 @@ def dump(manifest: Manifest) -> bytes:
         "layout": manifest.layout,
         "mesh": dict(manifest.mesh),
         "parent": manifest.parent,
-        "pieces": [
-            _dump_piece(p) for p in sorted(manifest.pieces, key=lambda p: (p.tensor, p.box))
-        ],
+        "pieces": [dump_piece(p) for p in sorted(manifest.pieces, key=lambda p: (p.tensor, p.box))],
         "seal": _SEAL,
         "step": manifest.step,
         "version": ".".join(map(str, VERSION)),
@@ -127,7 +125,8 @@ def dump(manifest: Manifest) -> bytes:
     return data.replace(_SEAL.encode(), files.digest(data).encode())
 
 
-def _dump_piece(piece: Piece) -> dict[str, Any]:
+def dump_piece(piece: Piece) -> dict[str, Any]:
+    """A piece as it lies in a manifest."""
     return {
         "box": [list(piece.box.start), list(piece.box.shape)],
         "dtype": piece.dtype,
@@ -161,7 +160,7 @@ def parse(data: bytes, where: str) -> Manifest:
         versions=raw["versions"],
         files=raw["files"],
         hashes=raw["hashes"],
-        pieces=tuple(_parse_piece(p, f"{where}: piece {i}") for i, p in enumerate(raw["pieces"])),
+        pieces=tuple(parse_piece(p, f"{where}: piece {i}") for i, p in enumerate(raw["pieces"])),
         parent=raw["parent"],
         layout=raw["layout"],
         world_size=raw["world_size"],
@@ -228,7 +227,8 @@ def _check_fields(raw: Mapping[str, Any], where: str) -> None:
             raise CheckpointError(f"{where}: {name} cannot be {str(raw[name])[:80]!r}")
 
 
-def _parse_piece(raw: object, where: str) -> Piece:
+def parse_piece(raw: object, where: str) -> Piece:
+    """A piece that lay in a manifest; a ``CheckpointError`` that names ``where`` if it is none."""
     names = {"box", "dtype", "file", "hash", "key", "shape", "tensor"}
     if not isinstance(raw, dict) or raw.keys() != names:
         raise CheckpointError(f"{where}: expected the fields {', '.join(sorted(names))}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from .index import Kind, Layout
@@ -32,6 +32,10 @@ class Job:
     parent: str | None = None  # the checkpoint this run went on from
     forget: Sequence[str] = ()  # checkpoints under ``root`` that this one takes the place of
     layout: Layout = "full"
+    rank: int = 0  # which process this is of those that write the checkpoint together
+    world_size: int = 1
+    mesh: Mapping[str, int] = field(default_factory=dict)
+    nonce: str | None = None  # of the folder aside, on which they have agreed
     share: bool = True  # files equal to the parent's are linked instead of written again
 
     @property

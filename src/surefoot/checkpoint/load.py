@@ -7,15 +7,18 @@ from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
+from operator import sub
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from .. import files
 from ..errors import CheckpointError
 from .box import Box
-from .bytes import DTYPES, fill, new_tensor
+from .boxed import Part, part
+from .bytes import DTYPES, fill, new_tensor, read_box
 from .folder import CheckpointFolder, open_checkpoint
 from .index import Piece
 from .states import Stateful, adopted
@@ -77,6 +80,7 @@ def _prepare(
     is_optimizer = name == "optimizer"
     tree = state.state_dict() if is_optimizer else {name: state.state_dict()}
     current, _ = split(tree, name)
+    like = getattr(state, "like", None)  # of tensors that are not there yet: how they are cut
     saved = checkpoint.manifest.tensors("optimizer" if is_optimizer else "state")
     pieces = {}
     for pointer in pointers(skeleton[name]):
@@ -85,6 +89,8 @@ def _prepare(
                 f"{checkpoint.path}: {name}: tensor {pointer[:200]!r} is not there"
             )
         pieces[pointer] = saved[pointer]
+        if like is not None and pointer not in current and (made := like(pointer)) is not None:
+            current[pointer] = made
     if is_optimizer:
         _check_shapes(checkpoint, name, current, pieces)
     return _Job(name, pieces, current, skeleton[name])
@@ -135,12 +141,12 @@ def _read(checkpoint: CheckpointFolder, jobs: Sequence[_Job]) -> list[dict[str, 
         opened = {name: stack.enter_context(checkpoint.tensors(name)) for name in names}
         found = [_targets(job.current, job.pieces) for job in jobs]
 
-        def read(piece: Piece, tensor: torch.Tensor) -> None:
-            checkpoint.check_piece(piece, _fill(piece, opened[piece.file], tensor))
+        def read(piece: Piece, name: str, tensor: torch.Tensor) -> None:
+            _read_piece(checkpoint, piece, opened[piece.file], part(name, tensor))
 
         with ThreadPoolExecutor(_READERS) as pool:
             running = [
-                pool.submit(read, piece, into[name])
+                pool.submit(read, piece, name, into[name])
                 for job, into in zip(jobs, found, strict=True)
                 for name, pieces in job.pieces.items()
                 for piece in pieces
@@ -153,15 +159,23 @@ def _read(checkpoint: CheckpointFolder, jobs: Sequence[_Job]) -> list[dict[str, 
     return found
 
 
-def _fill(piece: Piece, file: TensorFile, tensor: torch.Tensor) -> str:
-    """Read one piece to its place in the whole tensor; the hash of its bytes."""
-    target = tensor[piece.box.slices_in(Box.whole(piece.shape))]
-    if target.is_contiguous():
-        return fill(target, file, piece.key)
-    values = torch.empty(piece.box.shape, dtype=tensor.dtype)
-    found = fill(values, file, piece.key)
-    target.copy_(values)
-    return found
+def _read_piece(checkpoint: CheckpointFolder, piece: Piece, file: TensorFile, into: Part) -> None:
+    """Read what of ``piece`` lies in the box that is wanted; a piece read whole is checked."""
+    common = piece.box & into.box
+    if piece.box.size and common is None:
+        return
+    if common is not None and common != piece.box:
+        inside = Box(tuple(map(sub, common.start, piece.box.start)), common.shape)
+        into.values[common.slices_in(into.box)].copy_(read_box(file, piece.key, inside))
+        return
+    target = into.values[piece.box.slices_in(into.box)] if piece.box.size else into.values
+    if target.is_contiguous() and target.device.type == "cpu":
+        found = fill(target, file, piece.key)
+    else:
+        values = torch.empty(piece.box.shape, dtype=target.dtype)
+        found = fill(values, file, piece.key)
+        target.copy_(values)
+    checkpoint.check_piece(piece, found)
 
 
 def _targets(
@@ -176,6 +190,9 @@ def _targets(
 
 
 def _fits(tensor: torch.Tensor, piece: Piece) -> bool:
+    if tuple(tensor.shape) != piece.shape or tensor.dtype != DTYPES[piece.dtype]:
+        return False
+    if isinstance(tensor, DTensor):
+        return True
     is_plain = tensor.device.type == "cpu" and tensor.layout == torch.strided
-    is_dense = is_plain and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
-    return is_dense and tuple(tensor.shape) == piece.shape and tensor.dtype == DTYPES[piece.dtype]
+    return is_plain and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())

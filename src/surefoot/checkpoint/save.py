@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import platform
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import cache
 from importlib import metadata
@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from .. import files
 from ..errors import CheckpointError
 from . import strict
-from .box import Box
+from .boxed import Part, part
 from .bytes import describe, hash_tensor, write_file
 from .index import MANIFEST, MAX_SMALL, STATE, Kind, Layout, is_plain_name
 from .job import Job, Shard
@@ -33,6 +34,16 @@ _WORTH_SHARING = 0.1  # of the weights' bytes
 
 
 Tensors = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Crew:
+    """The processes that write a checkpoint together, as one of them sees them."""
+
+    rank: int = 0
+    size: int = 1
+    mesh: Mapping[str, int] = field(default_factory=dict)
+    nonce: str | None = None  # on which they have agreed
 
 
 def save(
@@ -80,11 +91,23 @@ def prepare(
     parent: str | None = None,
     max_shard_size: int = 5_000_000_000,
     layout: Layout = "full",
+    crew: Crew = Crew(),
 ) -> tuple[Job, Live]:
-    """What ``save`` would write, and the live tensors; nothing is read from these yet."""
+    """What ``save`` would write, and the live tensors; nothing is read from these yet.
+
+    Of several processes (``crew``) each writes the boxes that it holds, in layout ``distributed``;
+    the first one writes what is whole in all of them.
+    """
     groups, skeleton = _split({name: s.state_dict() for name, s in adopted(states).items()})
-    shards = _plan(groups, kind, max_shard_size, layout)
-    ours = {**_indexes(shards), STATE: _dump_skeleton(skeleton)}
+    if crew.size > 1:
+        layout = "distributed"
+        if kind == "adapter":  # one small file, as PEFT wants it
+            groups["model"] = {name: _whole(tensor) for name, tensor in groups["model"].items()}
+    parts = {role: _parts(role, tensors, crew) for role, tensors in groups.items()}
+    moved = {name.rpartition(".")[0] for name in groups["optimizer"]}
+    still = _still(parts["model"], moved) if kind == "full" else set()
+    shards = _plan(parts, kind, max_shard_size, layout, crew, still)
+    ours = {**_indexes(shards, crew), STATE: _dump_skeleton(skeleton)} if crew.rank == 0 else {}
     job = Job(
         root=Path(root),
         step=step,
@@ -92,11 +115,26 @@ def prepare(
         created=datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z"),
         versions=versions(),
         shards=shards,
-        small={**_checked(companions or {}, {*ours, MANIFEST}), **ours},
+        small={**_checked(companions or {}, {*ours, MANIFEST}), **ours} if ours else {},
         parent=parent,
         layout=layout,
+        rank=crew.rank,
+        world_size=crew.size,
+        mesh=crew.mesh,
+        nonce=crew.nonce,
     )
-    return job, Live(groups)
+    values = {role: {n: p.values for n, p in found.items()} for role, found in parts.items()}
+    return job, Live(values)
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _parts(role: str, tensors: Tensors, crew: Crew) -> dict[str, Part]:
+    """What this process is to write."""
+    found = {n: part(f"{role}: {n}", t, is_main=crew.rank == 0) for n, t in tensors.items()}
+    return {name: one for name, one in found.items() if one.is_mine}
 
 
 @dataclass(frozen=True)
@@ -155,43 +193,46 @@ def _flat(tree: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def _plan(
-    groups: Mapping[str, Tensors], kind: Kind, max_shard_size: int, layout: Layout
+    groups: Mapping[str, Mapping[str, Part]],
+    kind: Kind,
+    max_shard_size: int,
+    layout: Layout,
+    crew: Crew,
+    still: Collection[str],
 ) -> list[Shard]:
     """The files of every role that has tensors. An adapter is one file: PEFT knows no shards.
 
     In layout ``distributed`` all but an adapter lie in the folder of this rank, and say which box
-    of its tensor each one is. A single rank holds the whole of all.
+    of its tensor each one is.
     """
     stems = {"model": WEIGHT_STEMS[kind], "optimizer": "optimizer", "state": "state"}
     is_whole = {"model": kind == "adapter", "optimizer": False, "state": True}
     shards = []
     for role, tensors in groups.items():
-        described = {name: describe(f"{role}: {name}", t) for name, t in tensors.items()}
+        described = {n: describe(f"{role}: {n}", one.values) for n, one in tensors.items()}
         limit = None if is_whole[role] else max_shard_size
-        apart = _still(groups) if role == "model" and not is_whole[role] else ()
+        apart = still if role == "model" else ()
         stem, boxes = stems[role], None
         if layout == "distributed" and stem != WEIGHT_STEMS["adapter"]:
-            stem = f"{RANK_FOLDER.format(0)}/{stem}"
-            boxes = {name: (shape, Box.whole(shape)) for name, (_, shape) in described.items()}
+            stem = f"{RANK_FOLDER.format(crew.rank)}/{stem}"
+            boxes = {name: (one.shape, one.box) for name, one in tensors.items()}
         plans = plan_save(stem, described, limit, apart=apart, boxes=boxes) if tensors else []
         shards += [Shard(role, plan) for plan in plans]
     return shards
 
 
-def _still(groups: Mapping[str, Tensors]) -> set[str]:
+def _still(model: Mapping[str, Part], moved: Collection[str]) -> set[str]:
     """Weights that no optimizer moves, if they are worth files of their own, to be shared.
 
     The optimizer's tensors are named after the weights it moves.
     """
-    moved = {name.rpartition(".")[0] for name in groups["optimizer"]}
-    model = groups["model"]
     still = {name for name in model if name not in moved}
-    size = sum(tensor.nbytes for tensor in model.values())
-    share = sum(model[name].nbytes for name in still) / max(size, 1)
+    size = sum(one.values.nbytes for one in model.values())
+    share = sum(model[name].values.nbytes for name in still) / max(size, 1)
     return still if _WORTH_SHARING <= share < 1 else set()
 
 
-def _indexes(shards: Sequence[Shard]) -> dict[str, bytes]:
+def _indexes(shards: Sequence[Shard], crew: Crew) -> dict[str, bytes]:
     """The ``*.safetensors.index.json`` of every role that took several files.
 
     In layout ``distributed`` it is for the weights alone, at the top, so that ``from_pretrained``
@@ -202,7 +243,7 @@ def _indexes(shards: Sequence[Shard]) -> dict[str, bytes]:
         plans = [shard.plan for shard in shards if shard.role == role]
         stem = plans[0].name.partition("-00001-of-")[0].removesuffix(".safetensors")
         is_in_folder = "/" in stem
-        if role == "model" if is_in_folder else len(plans) > 1:
+        if role == "model" and crew.size == 1 if is_in_folder else len(plans) > 1:
             found[f"{stem.rpartition('/')[2]}.safetensors.index.json"] = dump_index(plans)
     return found
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -20,6 +19,7 @@ from .folder import CheckpointFolder, open_checkpoint
 from .index import MANIFEST, Manifest, Piece, dump
 from .job import Job, Saved, Shard
 from .sharding import explained
+from .together import Written, contribute, gather
 
 
 class Content(Protocol):
@@ -32,18 +32,16 @@ class Content(Protocol):
         """The hash of one tensor's bytes."""
 
 
-@dataclass
-class _Written:
-    """What lies in the folder so far."""
-
-    files: dict[str, int] = field(default_factory=dict)
-    hashes: dict[str, str] = field(default_factory=dict)
-    pieces: list[Piece] = field(default_factory=list)
-    num_shared: int = 0
-
-
-def write(job: Job, content: Content, started: Callable[[], None] | None = None) -> Saved:
+def write(
+    job: Job,
+    content: Content,
+    started: Callable[[], None] | None = None,
+    is_orphan: Callable[[], bool] = lambda: False,
+) -> Saved:
     """Write and commit ``job``; it is on the disk when this returns.
+
+    Of several processes that write a checkpoint together, the first commits it, once all others
+    have reported their part; these return when they have.
 
     ``started`` is called once the folder aside is there and locked; it may raise to give up.
     Raises ``CheckpointError``, leaving nothing behind, if the checkpoint exists already or the disk
@@ -51,19 +49,25 @@ def write(job: Job, content: Content, started: Callable[[], None] | None = None)
     """
     began = time.monotonic()
     target = job.target
+    if job.rank > 0:
+        with files.raising(CheckpointError, f"cannot save {target}"):
+            size = contribute(job, lambda folder: write_files(job, content, folder), started)
+        return Saved(target, size, 0, time.monotonic() - began)
     with files.raising(CheckpointError, f"cannot save {target}"):
         refuse_existing(target)
-        with aside(target) as part:
+        with aside(target, job.nonce) as part:
             if started is not None:
                 started()
-            written = _write(job, content, part.folder)
+            written = write_files(job, content, part.folder)
+            if job.world_size > 1:
+                gather(job, part.folder, written, is_orphan)
             part.commit(target, dump(_manifest(job, written)))
     size = sum(written.files.values())
     seconds = time.monotonic() - began
     return Saved(target, size, written.num_shared, seconds, _forget(job))
 
 
-def _manifest(job: Job, written: _Written) -> Manifest:
+def _manifest(job: Job, written: Written) -> Manifest:
     return Manifest(
         step=job.step,
         kind=job.kind,
@@ -74,6 +78,8 @@ def _manifest(job: Job, written: _Written) -> Manifest:
         pieces=written.pieces,
         parent=job.parent,
         layout=job.layout,
+        world_size=job.world_size,
+        mesh=job.mesh,
     )
 
 
@@ -88,9 +94,9 @@ def _forget(job: Job) -> str | None:
     return None
 
 
-def _write(job: Job, content: Content, folder: Path) -> _Written:
+def write_files(job: Job, content: Content, folder: Path) -> Written:
     """Write and flush all files but the manifest. Space for the large ones is claimed first."""
-    written = _Written()
+    written = Written()
     own = _share(job, content, folder, written)
     for shard in own:
         files.make_folder((folder / shard.plan.name).parent)
@@ -111,7 +117,7 @@ def _write(job: Job, content: Content, folder: Path) -> _Written:
     return written
 
 
-def _note(written: _Written, shard: Shard, hashes: Mapping[str, str]) -> None:
+def _note(written: Written, shard: Shard, hashes: Mapping[str, str]) -> None:
     plan = shard.plan
     written.files[plan.name] = plan.header.file_size
     written.hashes[plan.name] = files.digest(plan.head)
@@ -129,7 +135,7 @@ def _note(written: _Written, shard: Shard, hashes: Mapping[str, str]) -> None:
     ]
 
 
-def _share(job: Job, content: Content, folder: Path, written: _Written) -> Sequence[Shard]:
+def _share(job: Job, content: Content, folder: Path, written: Written) -> Sequence[Shard]:
     """Link the files that are the parent's to the last byte; the shards that are left to write."""
     parent = _parent(job)
     if parent is None:

@@ -51,7 +51,7 @@ def _serve(told: dict[str, Any], arena: Arena) -> dict[str, object]:
     job = _job(told, arena)
     images = Images(arena, [start for _, _, start, _ in told["shards"]], job.shards)
     try:
-        saved = write(job, images, started=_must_not_be_orphaned)
+        saved = write(job, images, started=_must_not_be_orphaned, is_orphan=_is_orphaned)
     except CheckpointError as error:
         return {"error": str(error)}
     except Exception as error:
@@ -68,10 +68,15 @@ def _must_not_be_orphaned() -> None:
     The folder aside is locked by now. Whoever starts the run again after this moment sees it, and
     waits; whoever did before would not have.
     """
+    if _is_orphaned():
+        raise _OrphanedError
+
+
+def _is_orphaned() -> bool:
+    """Whether the process that trains is dead."""
     poll = select.poll()
     poll.register(sys.stdin.fileno(), select.POLLIN)
-    if any(event & select.POLLHUP for _, event in poll.poll(0)):
-        raise _OrphanedError
+    return any(event & select.POLLHUP for _, event in poll.poll(0))
 
 
 def _job(told: dict[str, Any], arena: Arena) -> Job:
@@ -82,7 +87,8 @@ def _job(told: dict[str, Any], arena: Arena) -> Job:
         Shard(role, _plan(name, cut(start, size))) for role, name, start, size in told["shards"]
     ]
     small = {name: bytes(cut(start, size)) for name, (start, size) in told["small"].items()}
-    plain = ("step", "kind", "created", "versions", "parent", "forget", "layout", "share")
+    apart = {"root", "shards", "small"}
+    plain = [f.name for f in dataclasses.fields(Job) if f.name not in apart]
     return Job(
         root=Path(told["root"]),
         shards=shards,

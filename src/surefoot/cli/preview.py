@@ -91,9 +91,9 @@ def preview(recipe: Path, overrides: tuple[str, ...], **options: object) -> None
 
     OVERRIDES are dotted fields such as data.cutoff_len=512.
     """
+    from ..build import build_codec
     from ..model.load import resolve
     from ..recipe.recipe import load
-    from ..run import build_codec
 
     loaded = load(recipe, overrides)
     codec = build_codec(loaded, resolve(loaded.model))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import click
@@ -25,6 +26,11 @@ def train(recipe: Path, overrides: tuple[str, ...], trust_pickle: bool) -> None:
     from surefoot.recipe.recipe import load
 
     loaded = load(recipe, overrides)  # what is wrong with it is said before the slow imports
+    from surefoot.parallel.launch import again, launch, num_processes
+
+    if (count := num_processes(loaded.parallel)) > 1:
+        code = launch(again(sys.argv[1:]), count, loaded.parallel.max_restarts)
+        raise SystemExit(code)
     from surefoot.run import run
 
     outcome = run(loaded, trust_pickle=trust_pickle)

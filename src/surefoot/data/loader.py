@@ -7,11 +7,12 @@ examples of step k are the same whatever the number of ranks and the size of a m
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 
 import numpy as np
+import torch
 
-from ..batch import Batch, Features, Window
+from ..batch import IGNORE_INDEX, Batch, Features, Window
 from ..errors import DataError
 from .dataset import EncodedDataset
 from .mix import Index, permutation
@@ -24,7 +25,7 @@ class Loader:
     """Endless windows of one rank's micro-batches. Every example comes once an epoch.
 
     The last window of an epoch holds what is left, evenly spread over micro-batches and ranks;
-    where fewer examples are left than there are ranks, some ranks get no micro-batch in it.
+    where fewer examples are left than there are ranks, some ranks get one that teaches nothing.
     """
 
     dataset: EncodedDataset
@@ -60,12 +61,17 @@ class Loader:
 
     def next_window(self) -> Window:
         """This rank's micro-batches of the next optimizer step; moves on."""
-        batches = [
-            self.collate([self.dataset[int(item)] for item in group])
-            for group in self.groups(self.epoch, self.window)
-        ]
+        batches = [self._batch(group) for group in self.groups(self.epoch, self.window)]
         self.skip()
         return batches
+
+    def _batch(self, group: Index) -> Batch:
+        """The batch of these items. Where there are none left for this rank, one that teaches
+        nothing: all ranks of a sharded model must run equally often."""
+        if len(group):
+            return self.collate([self.dataset[int(item)] for item in group])
+        batch = self.collate([self.dataset[0]])
+        return replace(batch, labels=torch.full_like(batch.labels, IGNORE_INDEX))
 
     def skip(self) -> None:
         """Leave out the next window."""
@@ -80,7 +86,7 @@ class Loader:
         share = self.micro_batch_size * self.world_size
         num_micro_batches = -(-len(items) // share)
         groups = np.array_split(items, num_micro_batches * self.world_size)
-        return [group for group in groups[self.rank :: self.world_size] if len(group)]
+        return groups[self.rank :: self.world_size]
 
     def order(self, epoch: int) -> Index:
         """All items in the order of an epoch."""

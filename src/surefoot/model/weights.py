@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
@@ -44,7 +45,7 @@ class FullWeights:
             self._load_converted(state)
             return
         for name, tensor in wanted.items():
-            if tensor is not state[name] and tensor.data_ptr() != state[name].data_ptr():
+            if tensor is not state[name] and not _is_same(tensor, state[name]):
                 tensor.copy_(state[name])
 
     def _load_converted(self, state: Tensors) -> None:
@@ -76,6 +77,12 @@ class AdapterWeights:
 
         _check_names(state, self.state_dict())
         set_peft_model_state_dict(self.model, dict(state))
+
+
+def _is_same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors are the same memory."""
+    here, there = (t.to_local() if isinstance(t, DTensor) else t for t in (a, b))
+    return here.data_ptr() == there.data_ptr()
 
 
 def trained(

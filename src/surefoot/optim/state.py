@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from ..errors import CheckpointError
 
@@ -30,6 +31,22 @@ class NamedState:
             for group in self.optimizer.param_groups
             for name, parameter in zip(group["names"], group["params"], strict=True)
             if parameter in self.optimizer.state
+        }
+
+    def like(self, pointer: str) -> torch.Tensor | None:
+        """A tensor of the state that is not there yet, cut over processes as its parameter is;
+        None if it is not cut."""
+        name, _, key = pointer.rpartition(".")
+        parameter = self._parameters().get(name)
+        if key == "step" or not isinstance(parameter, DTensor):
+            return None
+        return torch.zeros_like(parameter, dtype=torch.float32)
+
+    def _parameters(self) -> dict[str, torch.Tensor]:
+        return {
+            name: parameter
+            for group in self.optimizer.param_groups
+            for name, parameter in zip(group["names"], group["params"], strict=True)
         }
 
     def load_state_dict(self, state: State) -> None:

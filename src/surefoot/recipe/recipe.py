@@ -20,6 +20,7 @@ from ..methods.full import Full
 from ..model.section import ModelSection
 from ..optim import OPTIMIZERS
 from ..optim.adamw import AdamW
+from ..parallel.section import ParallelSection
 from ..schema import Problem, Variants
 from ..stages import STAGES
 from ..training.method import Method
@@ -50,6 +51,8 @@ class Recipe:
     """The optimizer and its learning rate."""
     checkpoint: CheckpointSection = CheckpointSection()
     """When to save, what to keep, where to go on from."""
+    parallel: ParallelSection = ParallelSection()
+    """Over how many processes."""
     generate: GenerateSection = GenerateSection()
     """How answers are sampled."""
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..batch import Window
 from .callback import Callbacks
 from .state import TrainerState
 from .step import Figures
@@ -21,9 +20,9 @@ class Interval:
     tokens: int = 0
     last: Figures | None = None
 
-    def add(self, figures: Figures, window: Window, seconds: float) -> None:
+    def add(self, figures: Figures, seconds: float) -> None:
         """Count one step that took ``seconds``."""
-        state, tokens = self.state, sum(batch.num_tokens for batch in window)
+        state, tokens = self.state, figures.num_tokens
         self.seconds, self.tokens, self.last = self.seconds + seconds, self.tokens + tokens, figures
         state.train_runtime += seconds
         state.num_input_tokens_seen += tokens

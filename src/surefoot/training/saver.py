@@ -16,16 +16,17 @@ from types import TracebackType
 from typing import Literal
 
 from ..checkpoint import retention
-from ..checkpoint.commit import committed, step_of
+from ..checkpoint.commit import committed, new_nonce, step_of
 from ..checkpoint.flight import Flight
 from ..checkpoint.job import Job, Saved
 from ..checkpoint.retention import Times
-from ..checkpoint.save import Live, prepare
+from ..checkpoint.save import Crew, Live, prepare
 from ..checkpoint.section import CheckpointSection
 from ..checkpoint.states import Stateful
 from ..checkpoint.trainer_state import finite
 from ..errors import CheckpointError
 from ..files import exists
+from ..parallel.world import ALONE, World
 from ..remote.mirror import Mirror
 from .state import TrainerState
 
@@ -49,6 +50,7 @@ class Saver:
     greater: bool = False  # whether more of it is better
     resumed_from: Path | None = None
     newest: Path | None = None
+    world: World = ALONE
     mirror: Mirror | None = None  # that keeps a copy of the run in a store
     seconds_stopped: float = 0.0  # how long saves have kept the loop waiting
     num_left_out: int = 0  # saves that were not taken because one was in flight
@@ -111,6 +113,7 @@ class Saver:
         if wait:
             began = time.monotonic()
             self._finish()
+            self.newest = self.world.from_main(self.newest)
             self.seconds_stopped += time.monotonic() - began
         else:
             self._note(self._flight.poll)
@@ -121,6 +124,8 @@ class Saver:
 
     def forget_old(self, state: TrainerState) -> None:
         """Delete what retention lets go: never the newest, the best, or the one resumed from."""
+        if not self.world.is_main:
+            return
         old = self._old(state)
         here = {path.name for path in committed(self.output_dir)}
         retention.drop_all([self.output_dir / name for name in old if name in here])
@@ -161,7 +166,15 @@ class Saver:
             parent=parent.name if parent else None,
             max_shard_size=self.section.max_shard_size,
             layout=self.section.layout or "full",
+            crew=Crew(
+                self.world.rank,
+                self.world.size,
+                self.world.axes,
+                self.world.from_main(new_nonce()) if self.world.size > 1 else None,
+            ),
         )
+        if not self.world.is_main:
+            return job, live
         forget = self._forgotten = self._old(state, coming=state.global_step)
         if self.mirror is not None:
             self.mirror.leave(forget)

@@ -3,10 +3,11 @@ update."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from ..batch import Batch, ForwardBackward, Loss, LossFunction, Outputs, Window
 from ..optim.schedules import Schedule
@@ -15,13 +16,14 @@ from .precision import LossScaler
 
 @dataclass(frozen=True)
 class Figures:
-    """What a step says about itself. Sums are over the whole window."""
+    """What a step says about itself. Sums are over the whole window, of all processes."""
 
     loss: float  # sum
     weight: float  # what it is a sum over
     grad_norm: float  # before clipping
     learning_rate: float
     metrics: dict[str, float]  # sums
+    num_tokens: int  # padding not counted
 
     @property
     def is_finite(self) -> bool:
@@ -39,6 +41,7 @@ class Step:
     run_window: ForwardBackward
     max_grad_norm: float
     scaler: LossScaler
+    sums: Callable[[Sequence[float]], list[float]] = list  # over all processes
 
     def gradients(
         self,
@@ -63,8 +66,11 @@ class Step:
         for loss in losses:
             for name, value in loss.metrics.items():
                 metrics[name] = metrics.get(name, 0.0) + float(value)
+        tokens = float(sum(batch.num_tokens for batch in window if batch.num_trained))
+        total, weight, tokens, *values = self.sums([total, weight, tokens, *metrics.values()])
         norm = self._normalise(factor * weight)
-        return Figures(total, weight, norm, learning_rate, metrics)
+        metrics = dict(zip(metrics, values, strict=True))
+        return Figures(total, weight, norm, learning_rate, metrics, int(tokens))
 
     def update(self, figures: Figures) -> None:
         """Move the weights, unless the gradient overflowed fp16's range; then only the scale
@@ -94,7 +100,8 @@ class Step:
         """
         if not self.scaler.enabled:
             return 1.0
-        return self.scaler.scale / max(1, sum(batch.num_trained for batch in window))
+        (trained,) = self.sums([sum(batch.num_trained for batch in window)])
+        return self.scaler.scale / max(1, trained)
 
     def _normalise(self, divisor: float) -> float:
         """Divide all gradients, clip them, and return their global norm before clipping."""
@@ -106,6 +113,8 @@ class Step:
             return 0.0
         torch._foreach_div_(gradients, divisor or 1.0)
         norm = torch.nn.utils.get_total_norm(gradients)
+        if isinstance(norm, DTensor):
+            norm = norm.full_tensor()
         if self.max_grad_norm > 0:
             torch.nn.utils.clip_grads_with_norm_(parameters, self.max_grad_norm, norm)
         return float(norm)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from signal import Signals
 
 from ..batch import Batch, Outputs, Window
 from ..checkpoint.load import load
 from ..checkpoint.states import RandomState, Stateful
 from ..data.loader import Loader
 from ..errors import RunError
+from ..parallel.shard import gather_nothing
+from ..parallel.world import ALONE, World
 from .best import note_evaluation
 from .callback import Callbacks
 from .evaluate import evaluate, prefixed
@@ -52,6 +55,7 @@ class Trainer:
     control: TrainerControl
     interval: Interval
     stop: StopSignal = field(default_factory=StopSignal)
+    world: World = ALONE
     rollbacks: int = 0
 
     @property
@@ -127,7 +131,7 @@ class Trainer:
             window,
             self.stage.loss,
             step=step,
-            before=lambda index: seed_everything(self.section.seed, step, index, 0),
+            before=lambda index: seed_everything(self.section.seed, step, index, self.world.rank),
             after=lambda i: self.callbacks.emit("on_substep_end") if i + 1 < len(window) else None,
         )
         if not self.step.is_usable(figures) and not self._bear(figures, place):
@@ -138,7 +142,7 @@ class Trainer:
         self.step.optimizer.zero_grad(set_to_none=True)
         state.global_step += 1
         state.epoch = self.loader.epoch + self.loader.window / self.loader.steps_per_epoch
-        self.interval.add(figures, window, time.monotonic() - started)
+        self.interval.add(figures, time.monotonic() - started)
         self.callbacks.emit("on_step_end")
         return True
 
@@ -167,8 +171,8 @@ class Trainer:
     def _measure(self, batches: Iterable[Batch]) -> dict[str, float]:
         def after() -> None:
             self.callbacks.emit("on_prediction_step")
-            if self.stop.received is not None:
-                raise _BrokenOffError
+            if self.stop.received is not None and self.world.size == 1:
+                raise _BrokenOffError  # several processes cannot leave at different batches
 
         device = next(self.models.policy.parameters()).device
         random = RandomState()
@@ -178,10 +182,12 @@ class Trainer:
             return evaluate(batches, self.forward, self.stage.loss, device=device, after=after)
         finally:
             random.load_state_dict(drawn)
+            gather_nothing(self.models.policy)
 
     def _act(self) -> None:
         """Do what the flags ask: log, evaluate, save, in that order."""
         control, state = self.control, self.state
+        self._agree()
         state.pending = []
         if control.should_log:
             self.interval.log(self.callbacks)
@@ -197,6 +203,17 @@ class Trainer:
             control.should_save = False
             self._save()
         self._collect()
+
+    def _agree(self) -> None:
+        """Let all processes do the same: what any one of them has been asked for."""
+        if self.world.size == 1:
+            return
+        names = [known.name for known in fields(self.control)]
+        asked = [float(getattr(self.control, name)) for name in names]
+        *flags, number = self.world.largest([*asked, float(self.stop.received or 0)])
+        for name, flag in zip(names, flags, strict=True):
+            setattr(self.control, name, bool(flag))
+        self.stop.received = Signals(int(number)) if number else None
 
     def _save(self) -> None:
         """Start to save this step. The last one, and a best one to end with, are never left out."""

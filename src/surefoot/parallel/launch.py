@@ -1,0 +1,124 @@
+"""Start the processes of a run on this machine, and end them together.
+
+Where a launcher (torchrun, SLURM, Kubernetes) has started the processes already, nothing is to be
+done. The first process that fails decides: the others are ended at once, and its exit code is the
+run's, so that its error is what one reads, not the echoes of the others.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from types import FrameType
+
+import torch
+
+from .section import ParallelSection
+from .world import launched
+
+logger = logging.getLogger(__name__)
+_PAUSE = 0.05  # seconds between two looks
+_GRACE = 5.0  # seconds for a process to end after another one has failed
+_STOPS = (signal.SIGINT, signal.SIGTERM)
+
+
+def num_processes(section: ParallelSection) -> int:
+    """How many to start here: 1 if somebody else has, or if one is enough."""
+    if launched() is not None:
+        return 1
+    wanted = section.num_processes or torch.cuda.device_count()
+    return max(1, wanted, section.dp_replicate * (section.dp_shard or 1))
+
+
+def launch(command: Sequence[str], count: int, max_restarts: int = 0) -> int:
+    """Run ``command`` in ``count`` processes that find each other; the exit code of the run.
+
+    SIGINT and SIGTERM are handed on, so that a signal to this process stops the run as it stops a
+    run of one process. If a process dies, all are started again, up to ``max_restarts`` times; they
+    go on from the last checkpoint.
+    """
+    for attempt in range(max_restarts + 1):
+        gang = _Gang(command, count)
+        code = gang.watch()
+        if code == 0 or gang.was_stopped or code == 2 or attempt == max_restarts:
+            break  # 2: an error of the user's, which another start will not mend
+        logger.warning(
+            "a process ended with code %d; starting all again (%d of %d)",
+            code,
+            attempt + 1,
+            max_restarts,
+        )
+    return code
+
+
+class _Gang:
+    """The processes of one start."""
+
+    def __init__(self, command: Sequence[str], count: int) -> None:
+        self.was_stopped = False
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(count)}
+        threads = max(1, (os.cpu_count() or 1) // count)
+        self.processes = [
+            subprocess.Popen(
+                command,
+                env={
+                    "OMP_NUM_THREADS": str(threads),
+                    **os.environ,
+                    **shared,
+                    "RANK": str(rank),
+                    "LOCAL_RANK": str(rank),
+                },
+                start_new_session=True,  # Ctrl-C reaches them through this process alone
+            )
+            for rank in range(count)
+        ]
+
+    def watch(self) -> int:
+        """Wait for the end of all: 0, or the code of the first that failed, as a shell tells it."""
+        before = {number: signal.signal(number, self._hand_on) for number in _STOPS}
+        try:
+            while (code := self._first_failure()) is None:
+                if all(process.poll() == 0 for process in self.processes):
+                    return 0
+                time.sleep(_PAUSE)
+            return code
+        finally:
+            self._end()
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _first_failure(self) -> int | None:
+        codes = [process.poll() for process in self.processes]
+        failed = [code for code in codes if code]
+        if not failed:
+            return None
+        return 128 - failed[0] if failed[0] < 0 else failed[0]
+
+    def _hand_on(self, number: int, _frame: FrameType | None) -> None:
+        self.was_stopped = True
+        for process in self.processes:
+            if process.poll() is None:
+                process.send_signal(number)
+
+    def _end(self) -> None:
+        """Give those that were stopped too the time to save; the echoes of a failure none."""
+        deadline = time.monotonic() + (_GRACE if self.was_stopped else 0.0)
+        for process in self.processes:
+            try:
+                process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def again(arguments: Sequence[str]) -> list[str]:
+    """The command that runs this very program with ``arguments``."""
+    return [sys.executable, "-m", "surefoot", *arguments]

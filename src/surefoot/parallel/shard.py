@@ -1,0 +1,56 @@
+"""Spread a model over processes with FSDP2, and say which box of a tensor this one holds.
+
+Gradients are summed over the processes, never averaged: the step divides once, by the weight of the
+whole window.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from .section import ParallelSection
+from .world import World
+
+
+def shard(
+    model: nn.Module, world: World, section: ParallelSection, *, dtype: torch.dtype | None
+) -> None:
+    """Shard ``model`` in place, layer by layer; nothing happens if this process is alone.
+
+    Args:
+        model: whole, with the same values in every process.
+        world: whose mesh it is spread over.
+        section: whether a layer is gathered again for the backward pass.
+        dtype: what weights are gathered and multiplied in; gradients are summed in float32. None:
+            as they are.
+    """
+    if world.mesh is None:
+        return
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32 if dtype else None)
+    again = section.reshard_after_forward
+    for layer in layers(model):
+        fully_shard(layer, mesh=world.mesh, reshard_after_forward=again, mp_policy=policy)
+    fully_shard(model, mesh=world.mesh, reshard_after_forward=again, mp_policy=policy)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # gloo knows no other way to divide by 1
+
+
+def layers(model: nn.Module) -> list[nn.Module]:
+    """The repeated blocks: the elements of the longest list of modules that is in no other one."""
+    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) > 1]
+    return [*max(lists, key=_num_parameters)] if lists else []
+
+
+def _num_parameters(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())
+
+
+def gather_nothing(model: nn.Module) -> None:
+    """Let go of what a forward pass without a backward one has left gathered."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()

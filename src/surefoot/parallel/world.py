@@ -1,0 +1,124 @@
+"""The processes of a run, as one of them sees them: which one it is, and how they agree."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from ..errors import RunError
+from .section import ParallelSection
+
+AXES = ("dp_replicate", "dp_shard")
+# What launchers call rank, number of ranks, and rank on this machine: torchrun's names and SLURM's.
+_LAUNCHERS = (
+    ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
+    ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
+)
+
+
+@dataclass(frozen=True)
+class World:
+    """One process among ``size``. Alone, it has no mesh, and everything here is a no-op."""
+
+    rank: int = 0
+    size: int = 1
+    mesh: DeviceMesh | None = None
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is the one that speaks, logs and writes what exists once."""
+        return self.rank == 0
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """The size of every axis of the mesh."""
+        if self.mesh is None:
+            return {}
+        return dict(zip(AXES, self.mesh.shape, strict=True))
+
+    def sums(self, values: Sequence[float]) -> list[float]:
+        """Each value summed over all processes, in float64."""
+        return self._reduced(values, dist.ReduceOp.SUM)
+
+    def largest(self, values: Sequence[float]) -> list[float]:
+        """The largest of each value over all processes."""
+        return self._reduced(values, dist.ReduceOp.MAX)
+
+    def from_main(self, value: Any) -> Any:
+        """What the main process has."""
+        if self.mesh is None:
+            return value
+        held = [value]
+        dist.broadcast_object_list(held, src=0)
+        return held[0]
+
+    def wait(self) -> None:
+        """Until every process is here."""
+        if self.mesh is not None:
+            dist.barrier()
+
+    @contextlib.contextmanager
+    def main_first(self) -> Iterator[None]:
+        """Run the block in the main process, then in the others: what it caches, they find."""
+        if not self.is_main:
+            self.wait()
+        yield
+        if self.is_main:
+            self.wait()
+
+    def _reduced(self, values: Sequence[float], how: dist.ReduceOp.RedOpType) -> list[float]:
+        if self.mesh is None:
+            return list(values)
+        tensor = torch.tensor(values, dtype=torch.float64, device=self.mesh.device_type)
+        dist.all_reduce(tensor, op=how)
+        return cast("list[float]", tensor.tolist())
+
+
+ALONE = World()
+
+
+def launched(environment: Mapping[str, str] = os.environ) -> tuple[int, int, int] | None:
+    """Rank, number of ranks and local rank, if a launcher has started this process."""
+    for names in _LAUNCHERS:
+        if all(name in environment for name in names) and environment.get("MASTER_ADDR"):
+            rank, size, local = (int(environment[name]) for name in names)
+            return rank, size, local
+    return None
+
+
+@contextlib.contextmanager
+def joined(section: ParallelSection) -> Iterator[World]:
+    """Join the other processes of this run, if a launcher says that there are some.
+
+    Raises ``RunError`` if the axes of the recipe do not make that many processes.
+    """
+    found = launched()
+    if found is None or found[1] == 1:
+        yield ALONE
+        return
+    rank, size, local = found
+    try:
+        shape = section.axes(size)
+    except ValueError as error:
+        raise RunError(f"parallel: {error}") from None
+    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    if kind == "cuda":
+        torch.cuda.set_device(local)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo",
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(minutes=section.timeout_minutes),
+    )
+    try:
+        yield World(rank, size, init_device_mesh(kind, shape, mesh_dim_names=AXES))
+    finally:
+        dist.destroy_process_group()
