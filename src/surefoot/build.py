@@ -23,6 +23,7 @@ from .callbacks.jsonl import Jsonl
 from .callbacks.plot import NAME as PLOT
 from .callbacks.plot import Plot
 from .callbacks.tensorboard import TensorBoard
+from .checkpoint.layouts import scattered
 from .checkpoint.load import load as load_checkpoint
 from .data.chat import Codec
 from .data.dataset import EncodedDataset
@@ -125,7 +126,8 @@ class Policy:
 
 def build_policy(recipe: Recipe, base: Path, tokenizer: PreTrainedTokenizerBase) -> Policy:
     """The pretrained model, made ready to learn by the recipe's method."""
-    model = load_model(base, recipe.model, dtype=training_dtype(recipe.model))
+    dtype = training_dtype(recipe.model)
+    model = load_model(base, recipe.model, dtype=dtype, weights=scattered(base))
     grew = grow_embeddings(model, tokenizer)
     if recipe.data.packing:
         attention.use_packed(model)

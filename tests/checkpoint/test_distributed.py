@@ -22,7 +22,7 @@ from surefoot.checkpoint.job import Shard
 from surefoot.checkpoint.layouts import open_folder
 from surefoot.checkpoint.load import load
 from surefoot.checkpoint.plan import plan_save
-from surefoot.checkpoint.save import prepare, save
+from surefoot.checkpoint.save import Crew, prepare, save
 from surefoot.checkpoint.source import read_whole
 from surefoot.checkpoint.summary import summarise
 from surefoot.checkpoint.verify import verify
@@ -64,7 +64,7 @@ class Pieces:
 
 def saved_by_ranks(root, states, cut):
     """As several ranks would save: ``cut(shape)`` gives the boxes of each rank."""
-    job, live = prepare(root, 7, states, kind="full", layout="distributed")
+    job, live = prepare(root, 7, states, kind="full", crew=Crew("distributed"))
     shards, boxes = [], {}
     for shard in job.shards:
         name = shard.plan.name.rpartition("/")[2].removesuffix(".safetensors")
@@ -247,7 +247,9 @@ def test_unchanged_weights_are_shared_between_steps(tmp_path):
     states = sample_states()
     first, _ = saved(tmp_path, states)
     states["optimizer"].state["groups"] = [{"lr": 0.5}]
-    job, live = prepare(tmp_path, 8, states, kind="full", layout="distributed", parent=first.name)
+    job, live = prepare(
+        tmp_path, 8, states, kind="full", crew=Crew("distributed"), parent=first.name
+    )
     result = write(job, live)
     assert result.num_shared > 0
     assert verify(result.path, full=True).ok

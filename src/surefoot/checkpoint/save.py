@@ -38,8 +38,9 @@ Tensors = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Crew:
-    """The processes that write a checkpoint together, as one of them sees them."""
+    """The processes that write a checkpoint together, as one of them sees them, and how."""
 
+    layout: Layout = "full"  # several processes always write their boxes: ``distributed``
     rank: int = 0
     size: int = 1
     mesh: Mapping[str, int] = field(default_factory=dict)
@@ -76,7 +77,7 @@ def save(
         companions=companions,
         parent=parent,
         max_shard_size=max_shard_size,
-        layout=layout,
+        crew=Crew(layout),
     )
     return write(job, live).path
 
@@ -90,7 +91,6 @@ def prepare(
     companions: Mapping[str, bytes] | None = None,
     parent: str | None = None,
     max_shard_size: int = 5_000_000_000,
-    layout: Layout = "full",
     crew: Crew = Crew(),
 ) -> tuple[Job, Live]:
     """What ``save`` would write, and the live tensors; nothing is read from these yet.
@@ -99,10 +99,9 @@ def prepare(
     the first one writes what is whole in all of them.
     """
     groups, skeleton = _split({name: s.state_dict() for name, s in adopted(states).items()})
-    if crew.size > 1:
-        layout = "distributed"
-        if kind == "adapter":  # one small file, as PEFT wants it
-            groups["model"] = {name: _whole(tensor) for name, tensor in groups["model"].items()}
+    layout: Layout = "distributed" if crew.size > 1 else crew.layout
+    if kind == "adapter":  # one small file, as PEFT wants it
+        groups["model"] = {name: _whole(tensor) for name, tensor in groups["model"].items()}
     parts = {role: _parts(role, tensors, crew) for role, tensors in groups.items()}
     moved = {name.rpartition(".")[0] for name in groups["optimizer"]}
     still = _still(parts["model"], moved) if kind == "full" else set()

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..checkpoint.layouts import scattered
 from ..data.chat import Codec
 from ..data.example import JSON, Message
 from ..data.section import DataSection
@@ -125,7 +126,7 @@ def _load(
     tokenizer: PreTrainedTokenizerBase,
     adapter: Path | None,
 ) -> nn.Module:
-    model = load_model(folder, section, dtype=training_dtype(section))
+    model = load_model(folder, section, dtype=training_dtype(section), weights=scattered(folder))
     grow_embeddings(model, tokenizer)
     return model if adapter is None else attach(model, adapter).eval()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -103,8 +104,11 @@ def load_model(
     section: ModelSection,
     *,
     dtype: torch.dtype | Literal["auto"],
+    weights: Mapping[str, torch.Tensor] | None = None,
 ) -> PreTrainedModel:
     """The causal language model in ``folder``, on this process's device, in evaluation mode.
+
+    ``weights`` are given where they lie in ``folder`` in a form that transformers cannot read.
 
     Raises:
         ModelError: not a causal language model, or weights that are missing, unexpected or damaged.
@@ -113,8 +117,12 @@ def load_model(
     disable_progress_bar()  # of transformers; the screen is ours
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=section.trust_remote_code)
-        model, info = AutoModelForCausalLM.from_pretrained(
-            folder,
+        opened = AutoModelForCausalLM
+        if weights is not None:  # the general class would look for files
+            opened = AutoModelForCausalLM._model_mapping[type(config)]
+        model, info = opened.from_pretrained(
+            folder if weights is None else None,
+            state_dict=None if weights is None else dict(weights),
             config=config,
             dtype=dtype,
             attn_implementation=attention,

@@ -20,7 +20,7 @@ from types import FrameType
 import torch
 
 from .section import ParallelSection
-from .world import launched
+from .world import LAUNCHER, launched
 
 logger = logging.getLogger(__name__)
 _PAUSE = 0.05  # seconds between two looks
@@ -75,6 +75,7 @@ class _Gang:
                     **shared,
                     "RANK": str(rank),
                     "LOCAL_RANK": str(rank),
+                    LAUNCHER: str(os.getpid()),
                 },
                 start_new_session=True,  # Ctrl-C reaches them through this process alone
             )

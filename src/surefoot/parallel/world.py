@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
+import signal
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -17,6 +19,8 @@ from ..errors import RunError
 from .section import ParallelSection
 
 AXES = ("dp_replicate", "dp_shard")
+LAUNCHER = "SUREFOOT_LAUNCHER"  # number of the process that has started this one
+_PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 # What launchers call rank, number of ranks, and rank on this machine: torchrun's names and SLURM's.
 _LAUNCHERS = (
     ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
@@ -94,6 +98,15 @@ def launched(environment: Mapping[str, str] = os.environ) -> tuple[int, int, int
     return None
 
 
+def die_with_launcher() -> None:
+    """Let the system stop this process, which then saves, when the one that started it dies."""
+    if LAUNCHER in os.environ:
+        with contextlib.suppress(OSError, AttributeError):  # only Linux can
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != int(os.environ[LAUNCHER]):  # it has died already
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
 @contextlib.contextmanager
 def joined(section: ParallelSection) -> Iterator[World]:
     """Join the other processes of this run, if a launcher says that there are some.
@@ -105,6 +118,7 @@ def joined(section: ParallelSection) -> Iterator[World]:
         yield ALONE
         return
     rank, size, local = found
+    die_with_launcher()
     try:
         shape = section.axes(size)
     except ValueError as error:

@@ -165,8 +165,8 @@ class Saver:
             companions={**self.companions, "trainer_state.json": self._for_people(state)},
             parent=parent.name if parent else None,
             max_shard_size=self.section.max_shard_size,
-            layout=self.section.layout or "full",
             crew=Crew(
+                self.section.layout or "full",
                 self.world.rank,
                 self.world.size,
                 self.world.axes,

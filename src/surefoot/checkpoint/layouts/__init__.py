@@ -5,8 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Protocol
 
-from ..source import Source, Stored
-from ..weights import open_weights
+import torch
+
+from ... import files
+from ..source import Source, Stored, read_whole
+from ..weights import MODEL, MODEL_INDEX, open_weights
+from ..weights import recognise as kind_of
 from . import huggingface, native, peft
 
 
@@ -26,3 +30,12 @@ LAYOUTS: dict[str, Layout] = {"native": native, "peft": peft, "huggingface": hug
 def open_folder(path: Path | str) -> Source:
     """The weights in a folder of any layout. ``CheckpointError``s say what to do instead."""
     return Stored(open_weights(Path(path)))
+
+
+def scattered(path: Path) -> dict[str, torch.Tensor] | None:
+    """The weights of a checkpoint that several processes have written, put together; None for any
+    other folder, which ``from_pretrained`` reads itself."""
+    if kind_of(path) != "native" or any(files.exists(path / n) for n in (MODEL, MODEL_INDEX)):
+        return None
+    source = open_folder(path)
+    return {name: read_whole(source, name) for name in source.shapes()}

@@ -1,0 +1,125 @@
+"""Several processes learn what one learns, and go on from what any other number has saved."""
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+from project import Project, checkpoints, losses, start, surefoot
+from surefoot.checkpoint.commit import being_written
+from surefoot.checkpoint.layouts import open_folder
+from surefoot.checkpoint.source import read_whole
+from surefoot.checkpoint.verify import verify
+
+CLOSE = 2e-5  # of losses and of weights after some steps of Adam: sums in another order
+
+
+def processes(count, **others):
+    return [f"parallel.num_processes={count}", *(f"parallel.{n}={v}" for n, v in others.items())]
+
+
+def train(project, *overrides, code=0):
+    found, _, err = surefoot("train", project.recipe, *overrides)
+    assert found == code, err
+    return err
+
+
+def weights(folder):
+    source = open_folder(folder)
+    return {name: read_whole(source, name) for name in source.shapes()}
+
+
+def assert_close(a, b):
+    assert a.keys() == b.keys()
+    for name in a:
+        torch.testing.assert_close(a[name], b[name], rtol=0, atol=CLOSE)
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory):
+    project = Project(tmp_path_factory.mktemp("one"), train={"max_steps": 8})
+    train(project)
+    return project
+
+
+def test_two_processes_learn_what_one_learns_and_one_goes_on_from_them(one, tmp_path):
+    project = Project(tmp_path, train={"max_steps": 8})
+    train(project, *processes(2), "train.max_steps=6")
+    saved = checkpoints(project.run)[-1]
+    assert verify(saved, full=True).ok
+    assert {"rank_00000", "rank_00001"} <= {path.name for path in saved.iterdir()}
+    train(project, *processes(1))
+    ours, theirs = losses(project.run), losses(one.run)
+    assert ours.keys() == theirs.keys()
+    for step, loss in theirs.items():
+        assert ours[step] == pytest.approx(loss, abs=CLOSE)
+    assert_close(weights(checkpoints(project.run)[-1]), weights(checkpoints(one.run)[-1]))
+
+
+def test_two_go_on_from_one_and_end_in_the_same_bits_when_killed(one, tmp_path):
+    project = Project(tmp_path, train={"max_steps": 20})
+    train(project, "train.max_steps=3")
+    process = start("train", project.recipe, *processes(2))
+    while process.poll() is None and num_logged(project) < 8:
+        time.sleep(0.02)
+    for pid in children(process.pid)[1:2]:
+        os.kill(pid, signal.SIGKILL)  # one rank dies
+    process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGKILL
+    deadline = time.monotonic() + 60
+    while being_written(project.run) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    train(project, *processes(2))
+    reference = Project(tmp_path / "reference", train={"max_steps": 20})
+    train(reference, "train.max_steps=3")
+    train(reference, *processes(2))
+    assert losses(project.run) == losses(reference.run)
+    ours, theirs = (weights(checkpoints(p.run)[-1]) for p in (project, reference))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def num_logged(project):
+    path = project.run / "metrics.jsonl"
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def children(pid):
+    with open(f"/proc/{pid}/task/{pid}/children") as file:  # noqa: PTH123
+        return [int(word) for word in file.read().split()]
+
+
+def test_sigterm_to_the_launcher_saves_the_step(tmp_path):
+    project = Project(tmp_path, train={"max_steps": 400}, checkpoint={"save_steps": None})
+    process = start("train", project.recipe, *processes(2, dp_replicate=2))
+    while process.poll() is None and num_logged(project) < 3:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM, err
+    assert "the same command goes on from here" in err
+    (saved,) = checkpoints(project.run)
+    assert verify(saved, full=True).ok
+    assert int(saved.name.split("-")[1]) == max(losses(project.run))
+
+
+def test_an_adapter_trained_by_two_opens_with_peft(tmp_path):
+    method = {"lora": {"rank": 2, "dropout": 0.0}}
+    project = Project(tmp_path, method=method, train={"max_steps": 4})
+    alone = Project(tmp_path / "alone", method=method, train={"max_steps": 4})
+    train(project, *processes(2))
+    train(alone)
+    saved = checkpoints(project.run)[-1]
+    assert_close(weights(saved), weights(checkpoints(alone.run)[-1]))
+    base = AutoModelForCausalLM.from_pretrained(project.folder / "model")
+    assert PeftModel.from_pretrained(base, saved).peft_config["default"].r == 2
+
+
+def test_batches_that_do_not_divide_are_refused_in_one_sentence(tmp_path):
+    project = Project(tmp_path, train={"global_batch_size": 4, "micro_batch_size": 4})
+    err = train(project, *processes(2), code=2)
+    assert err.count("error:") == 1
+    assert "must be a multiple of micro_batch_size x ranks (4 x 2)" in err

@@ -1,0 +1,148 @@
+"""Processes start together, end together, and the first that fails is the one that is heard."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+
+import pytest
+
+from surefoot.parallel.launch import launch, num_processes
+from surefoot.parallel.section import ParallelSection
+
+
+def command(script):
+    return [sys.executable, "-c", textwrap.dedent(script)]
+
+
+def test_every_process_is_told_who_it_is(tmp_path):
+    script = f"""
+    import os
+    from pathlib import Path
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "OMP_NUM_THREADS")
+    told = " ".join(os.environ[name] for name in names)
+    (Path({str(tmp_path)!r}) / os.environ["RANK"]).write_text(told)
+    """
+    assert launch(command(script), 3) == 0
+    told = [(tmp_path / str(rank)).read_text().split() for rank in range(3)]
+    assert [line[:4] for line in told] == [[str(r), str(r), "3", "127.0.0.1"] for r in range(3)]
+
+
+def test_the_first_failure_ends_the_others_and_is_the_exit_code():
+    script = """
+    import os, sys, time
+    if os.environ["RANK"] == "1":
+        sys.exit(7)
+    time.sleep(60)
+    """
+    began = time.monotonic()
+    assert launch(command(script), 3) == 7
+    assert time.monotonic() - began < 30
+
+
+def test_a_killed_process_ends_the_others():
+    script = """
+    import os, signal, time
+    if os.environ["RANK"] == "2":
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(60)
+    """
+    assert launch(command(script), 3) == 128 + signal.SIGKILL
+
+
+def test_a_dead_gang_is_started_again_as_often_as_allowed(tmp_path):
+    script = f"""
+    import os, sys
+    from pathlib import Path
+    count = Path({str(tmp_path)!r}) / f"{{os.environ['RANK']}}"
+    tries = int(count.read_text()) if count.exists() else 0
+    count.write_text(str(tries + 1))
+    sys.exit(1 if tries < 2 else 0)
+    """
+    assert launch(command(script), 1, max_restarts=1) == 1
+    assert launch(command(script), 1, max_restarts=1) == 0
+    assert (tmp_path / "0").read_text() == "3"
+
+
+def test_an_error_of_the_user_is_not_tried_again(tmp_path):
+    script = f"""
+    import os, sys
+    with open({str(tmp_path / "tries")!r}, "a") as file:
+        file.write("x")
+    sys.exit(2)
+    """
+    assert launch(command(script), 1, max_restarts=5) == 2
+    assert (tmp_path / "tries").read_text() == "x"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_reaches_every_process_once_and_their_code_is_the_answer(tmp_path, number):
+    script = f"""
+    import os, signal, sys, time
+    from pathlib import Path
+    def stop(number, frame):
+        with open(Path({str(tmp_path)!r}) / os.environ["RANK"], "a") as file:
+            file.write(f"{{number}} ")
+        sys.exit(128 + number)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, stop)
+    Path({str(tmp_path)!r}, "ready" + os.environ["RANK"]).touch()
+    time.sleep(60)
+    """
+
+    def press():
+        while len(list(tmp_path.glob("ready*"))) < 2:
+            time.sleep(0.02)
+        os.kill(os.getpid(), number)
+
+    threading.Thread(target=press).start()
+    assert launch(command(script), 2, max_restarts=3) == 128 + number
+    assert [(tmp_path / str(rank)).read_text() for rank in range(2)] == [f"{number} "] * 2
+
+
+def test_processes_of_another_launcher_are_taken_as_they_are(monkeypatch):
+    section = ParallelSection(num_processes=4)
+    assert num_processes(section) == 4
+    for name, value in {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    assert num_processes(section) == 1
+
+
+def test_axes_that_need_more_processes_start_them():
+    assert num_processes(ParallelSection(dp_replicate=2, dp_shard=3)) == 6
+    assert num_processes(ParallelSection()) == 1
+
+
+def test_a_launcher_that_is_killed_leaves_no_process_behind(tmp_path):
+    script = f"""
+    import os, sys, time
+    from pathlib import Path
+    from surefoot.parallel.world import die_with_launcher
+    die_with_launcher()
+    Path({str(tmp_path)!r}, os.environ["RANK"]).write_text(str(os.getpid()))
+    time.sleep(60)
+    """
+    starter = f"from surefoot.parallel.launch import launch; launch({command(script)!r}, 2)"
+    process = subprocess.Popen([sys.executable, "-c", starter])
+    while len(list(tmp_path.iterdir())) < 2:
+        time.sleep(0.02)
+    process.kill()
+    process.wait()
+    pids = [int(path.read_text()) for path in tmp_path.iterdir()]
+    deadline = time.monotonic() + 20
+    while any(is_alive(pid) for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not any(is_alive(pid) for pid in pids)
+
+
+def is_alive(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    with open(f"/proc/{pid}/stat") as file:  # noqa: PTH123
+        return file.read().split()[2] != "Z"

@@ -1,0 +1,57 @@
+"""Who this process is, and what a recipe's axes make of so many processes."""
+
+import pytest
+
+from surefoot.parallel.section import ParallelSection
+from surefoot.parallel.world import ALONE, launched
+
+TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "a"}
+SLURM = {"SLURM_PROCID": "3", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "MASTER_ADDR": "a"}
+
+
+@pytest.mark.parametrize("environment", [TORCHRUN, SLURM], ids=["torchrun", "slurm"])
+def test_launchers_say_who_a_process_is(environment):
+    assert launched(environment) == (3, 8, 1)
+
+
+def test_a_batch_job_of_one_process_is_nobodys_rank():
+    assert launched({"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}) is None
+    assert launched({}) is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "size", "axes"),
+    [
+        ({}, 8, (1, 8)),
+        ({"dp_replicate": 8}, 8, (8, 1)),
+        ({"dp_replicate": 2}, 8, (2, 4)),
+        ({"dp_shard": 4, "dp_replicate": 2}, 8, (2, 4)),
+        ({}, 1, (1, 1)),
+    ],
+)
+def test_axes_share_out_the_processes(settings, size, axes):
+    assert ParallelSection(**settings).axes(size) == axes
+
+
+def test_axes_that_do_not_fit_are_named():
+    with pytest.raises(ValueError, match="dp_replicate x dp_shard is 2 x 4, but there are 6"):
+        ParallelSection(dp_replicate=2, dp_shard=4).axes(6)
+    with pytest.raises(ValueError, match="but there are 4"):
+        ParallelSection(num_processes=4, dp_shard=3)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"num_processes": 0}, {"dp_shard": 0}, {"max_restarts": -1}, {"timeout_minutes": 0}],
+)
+def test_nonsense_is_refused(settings):
+    with pytest.raises(ValueError, match=next(iter(settings))):
+        ParallelSection(**settings)
+
+
+def test_alone_everything_is_as_it_is():
+    assert ALONE.sums([1.0, 2.0]) == [1.0, 2.0]
+    assert ALONE.largest([1.0]) == [1.0]
+    assert ALONE.from_main("x") == "x"
+    with ALONE.main_first():
+        ALONE.wait()
