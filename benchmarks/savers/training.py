@@ -15,7 +15,7 @@ from statistics import median
 import state
 import torch
 
-SAVES, BEFORE = 4, 5  # saves that count; steps before each of them
+SAVES, BEFORE = 2, 3  # saves that count; steps before each of them
 TOKENS = (2, 128)  # a batch: rows and their length
 
 
