@@ -13,7 +13,7 @@ from .. import __version__
 from ..errors import SurefootError
 from ..log import configure
 
-_ECHO = 2.0  # seconds for rank 0 to tell the same, upon which the launcher ends the others
+_ECHO = 10.0  # seconds for rank 0 to tell the same, upon which the launcher ends the others
 # name -> what it does, in the order of help; the command stands in the module of that name
 COMMANDS = {
     "train": "Fine-tune a model as a recipe says; again, and it goes on.",
