@@ -77,9 +77,10 @@ def write_file(
         return {name: write_tensor(stream, tensors[name]) for name in plan.header.entries}
 
 
-def write_tensor(stream: Stream, tensor: torch.Tensor) -> str:
-    """Add the tensor's values in row-major order; their hash."""
-    digest = files.Hash()
+def write_tensor(stream: Stream, tensor: torch.Tensor, digest: files.Hash | None = None) -> str:
+    """Add the tensor's values in row-major order; their hash, or that of all that ``digest`` has
+    been fed with."""
+    digest = digest or files.Hash()
     for block in _blocks(tensor):
         digest.update(block)
         stream.write(block)
