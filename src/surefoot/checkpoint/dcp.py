@@ -49,6 +49,10 @@ def open_boxes(folder: Path) -> dict[str, list[Stored]]:
         file = tensorfile.open_path(folder / name)
         for key, (shape, box) in _boxes(file).items():
             found.setdefault(key, []).append(Stored(file, shape, box))
+    if not found:
+        raise CheckpointError(
+            f"{folder}: it holds no boxes of tensors ({file_name(0)}.safetensors)"
+        )
     return {name: _whole(folder, name, boxes) for name, boxes in found.items()}
 
 
