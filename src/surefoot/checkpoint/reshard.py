@@ -32,6 +32,7 @@ from .save import RANK_FOLDER, WEIGHT_STEMS, WORTH_SHARING, indexes, versions
 from .sharding import explained
 from .source import Renamed, Source, Stored
 from .stream import Stream
+from .weights import FOREIGN, open_weights, recognise
 from .write import write
 
 ALONE = Mesh()
@@ -150,6 +151,7 @@ def plan_reshard(
         raise CheckpointError(
             "a mesh goes with layout distributed; layout full is the same for every mesh"
         )
+    _refuse_foreign(Path(folder))
     checkpoint = open_checkpoint(Path(folder))
     manifest = checkpoint.manifest
     sources = open_roles(Path(folder), manifest)
@@ -161,6 +163,18 @@ def plan_reshard(
         small[_CONFIG] = _with_dtype(small[_CONFIG], dtype)
     small |= indexes(shards, mesh.size)
     return Resharding(Path(folder), manifest, layout, mesh, sources, shards, small)
+
+
+def _refuse_foreign(folder: Path) -> None:
+    with files.raising(CheckpointError):
+        layout = recognise(folder)
+    if layout is None:
+        open_weights(folder)  # says what is there instead
+    if layout in FOREIGN:
+        raise CheckpointError(
+            f"{folder}: weights alone ({layout}), not a checkpoint of ours with the state to go on "
+            "from; weights are converted with --to huggingface or --to dcp"
+        )
 
 
 def open_roles(folder: Path, manifest: Manifest) -> dict[str, Source]:

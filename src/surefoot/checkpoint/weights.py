@@ -29,6 +29,7 @@ MODEL = "model.safetensors"
 MODEL_INDEX = "model.safetensors.index.json"
 ADAPTER = "adapter_model.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
+DISTRIBUTED = (".metadata", "pytorch_model_fsdp_0")  # of DCP; of the Trainer with FSDP
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 
 # Reads pickles as tensors only, joins the shards, and writes what every tool can read.
@@ -179,6 +180,12 @@ def _why_not(folder: Path) -> str:
     if inside := [path for path in named(folder) if recognise(path) is not None]:
         return f"{folder}: holds no weights itself; did you mean {inside[-1]}?"
     names = files.list_folder(folder)
+    if any(name in names for name in DISTRIBUTED):
+        return (
+            f"{folder}: a distributed checkpoint of PyTorch, whose index is a pickle; "
+            f"`surefoot ckpt convert {shlex.quote(str(folder))} OUT --to huggingface "
+            "--trust-pickle` makes a model of it"
+        )
     if pickled := [name for name in names if name.endswith(PICKLES)]:
         return f"{folder / pickled[0]}: {_refusal(folder, pickled)}"
     return f"{folder}: holds no weights; expected {MODEL}, {MODEL_INDEX}, {ADAPTER} or {MANIFEST}"

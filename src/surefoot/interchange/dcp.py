@@ -22,11 +22,11 @@ from ..checkpoint.bytes import raw
 from ..checkpoint.index import is_plain_name
 from ..checkpoint.layouts import open_folder
 from ..checkpoint.source import Shape, Source
+from ..checkpoint.weights import DISTRIBUTED
 from ..errors import CheckpointError
 from .pickles import Record, read_record
 
-INDEX = ".metadata"
-FSDP = "pytorch_model_fsdp_0"  # of the Trainer and accelerate
+INDEX, FSDP = DISTRIBUTED
 DEEPSPEED = ("zero_to_fp32.py", "latest")
 _LOCAL = struct.Struct("<4s22xHH")  # of a zip entry: signature, lengths of name and extra field
 _TOP = "model"  # of ``dcp.save({"model": model.state_dict()})``
