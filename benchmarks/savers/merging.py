@@ -1,4 +1,4 @@
-"""Merge the boxes of eight processes into whole tensors once, warm, and flush. Run by checkpoint.py.
+"""Merge the boxes of eight processes into whole tensors once, warm, and flush (checkpoint.py).
 
 The process that merges has not made the tensors: they would hide its memory.
 """

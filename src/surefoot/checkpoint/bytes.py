@@ -137,9 +137,14 @@ def fill(tensor: torch.Tensor, file: TensorFile, key: str) -> str:
 def read_box(file: TensorFile, key: str, box: Box) -> torch.Tensor:
     """The values of ``box``, reading no other bytes."""
     found = torch.empty(box.shape, dtype=DTYPES[file.entry(key).dtype])
-    file.read_box_into(key, box, raw(found))
-    _check_bools(found, file, key)
+    fill_box(found, file, key, box)
     return found
+
+
+def fill_box(tensor: torch.Tensor, file: TensorFile, key: str, box: Box) -> None:
+    """Fill a contiguous CPU tensor with the values of ``box``, reading no other bytes."""
+    file.read_box_into(key, box, raw(tensor))
+    _check_bools(tensor, file, key)
 
 
 def _check_bools(tensor: torch.Tensor, file: TensorFile, key: str) -> None:

@@ -16,7 +16,7 @@ import torch
 from .. import files
 from ..errors import CheckpointError
 from .box import Box
-from .bytes import DTYPES, raw, read_box
+from .bytes import DTYPES, fill_box, raw
 from .weights import Part, Weights
 
 Shape = tuple[int, ...]
@@ -72,36 +72,30 @@ class Stored:
     def read(self, name: str, box: Box) -> torch.Tensor:
         """Just the bytes of ``box``, from the file into a new tensor."""
         place = self.weights.tensors[name]
-        if not place.parts:
-            part = Part(place.file, place.key, Box.whole(place.entry.shape), place.hash)
-            return self._read_part(name, part, box)
-        if box not in Box.whole(place.entry.shape):
+        whole = Box.whole(place.entry.shape)
+        if len(box.shape) != len(whole.shape) or box not in whole:
             where = f"{self.weights.folder}: {name}"
             raise CheckpointError(f"{where}: {box} is outside of shape {place.entry.shape}")
-        found = None
-        for part in place.parts:
-            if (common := box & part.box) is None:
-                continue
-            values = self._read_part(name, part, common)
-            if common == box:
-                return values
-            found = torch.empty(box.shape, dtype=values.dtype) if found is None else found
-            found[common.slices_in(box)] = values
-        return torch.empty(box.shape, dtype=self._dtypes[name]) if found is None else found
-
-    def _read_part(self, name: str, part: Part, box: Box) -> torch.Tensor:
-        """The values of ``box``, which lies in ``part``."""
-        inside = box.moved_into(part.box)
-        with files.raising(CheckpointError):
-            found = read_box(part.file, part.key, inside)
-        if part.hash is not None:
-            self._check(name, part, inside, found)
+        found = torch.empty(box.shape, dtype=self._dtypes[name])
+        for part in place.parts or (Part(place.file, place.key, whole, place.hash),):
+            if (common := box & part.box) is not None:
+                self._fill(name, part, common, found[common.slices_in(box)])
         return found
+
+    def _fill(self, name: str, part: Part, box: Box, target: torch.Tensor) -> None:
+        """Read ``box``, which lies in ``part``, straight into ``target`` if that is contiguous."""
+        inside = box.moved_into(part.box)
+        is_plain = target.is_contiguous()
+        values = target if is_plain else torch.empty(box.shape, dtype=target.dtype)
+        with files.raising(CheckpointError):
+            fill_box(values, part.file, part.key, inside)
+        if part.hash is not None:
+            self._check(name, part, inside, values)
+        if not is_plain:
+            target.copy_(values)
 
     def _check(self, name: str, part: Part, box: Box, found: torch.Tensor) -> None:
         whole = Box.whole(part.box.shape)
-        if found.numel() == 0 and whole.size:
-            return
         first, count = next(box.runs_in(whole), (0, 0))
         if count != box.size:
             return  # not one run of the file

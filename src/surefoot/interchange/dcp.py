@@ -90,19 +90,22 @@ class Pickled:
         stored = self.tensors[name]
         found = torch.empty(box.shape, dtype=stored.dtype)
         for part in stored.parts:
-            if (common := box & part.box) is None:
-                continue
-            with files.raising(CheckpointError):
-                start = self._start(name, stored, part)
-                values = torch.empty(common.shape, dtype=stored.dtype)
-                view, done, size = raw(values), 0, stored.dtype.itemsize
-                inside, whole = common.moved_into(part.box), Box.whole(part.box.shape)
-                for first, count in inside.runs_in(whole):
-                    block = view[done : done + count * size]
-                    part.file.read_into(start + first * size, block)
-                    done += count * size
-            found[common.slices_in(box)] = values
+            if (common := box & part.box) is not None:
+                with files.raising(CheckpointError):
+                    self._fill(name, part, common, found[common.slices_in(box)])
         return found
+
+    def _fill(self, name: str, part: _Part, box: Box, target: torch.Tensor) -> None:
+        """Read ``box``, which lies in ``part``, straight into ``target`` if that is contiguous."""
+        start, size = self._start(name, self.tensors[name], part), target.dtype.itemsize
+        is_plain = target.is_contiguous()
+        values = target if is_plain else torch.empty(box.shape, dtype=target.dtype)
+        view, done = raw(values), 0
+        for first, count in box.moved_into(part.box).runs_in(Box.whole(part.box.shape)):
+            part.file.read_into(start + first * size, view[done : done + count * size])
+            done += count * size
+        if not is_plain:
+            target.copy_(values)
 
     def _start(self, name: str, stored: _Stored, part: _Part) -> int:
         """Where the values begin in the file."""
