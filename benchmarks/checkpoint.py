@@ -48,6 +48,13 @@ LOOPS = {
     "dcp_process": "DCP async_save, process",
 }
 COPIES = {"cp": "cp", "surefoot": "Surefoot copy", "surefoot_cast": "Surefoot copy to bfloat16"}
+MERGES = {
+    "cp": "cp of the eight files",
+    "surefoot": "Surefoot, DCP's boxes to one file",
+    "surefoot_checkpoint": "Surefoot, a checkpoint of 8 ranks to whole, every hash checked",
+    "surefoot_checkpoint_8_to_4": "Surefoot, a checkpoint of 8 ranks to 4, every hash checked",
+    "dcp": "DCP's consolidation to one file",
+}
 
 Results = dict[str, list[dict[str, float]]]
 
@@ -136,11 +143,27 @@ def report_copies(found: Results) -> None:
     print(f"\n## Copy\n\n{table(head, rows)}")
 
 
+def report_merges(found: Results) -> None:
+    """Whole tensors from the boxes of eight processes, beside `cp` of the same bytes."""
+    rows = [
+        [
+            title,
+            spread(column(found, name, "seconds")),
+            ratio(column(found, name, "seconds"), column(found, "cp", "seconds")),
+            spread(column(found, name, "peak_mb"), 0),
+        ]
+        for name, title in MERGES.items()
+    ]
+    head = ["merge, cache warm, fsync", "seconds", "of cp's speed", "peak extra MB"]
+    print(f"\n## Merge\n\n{table(head, rows)}")
+
+
 REPORTS = {
     "saving": (SAVES, report_saves),
     "loading": (LOADS, report_loads),
     "training": (LOOPS, report_loops),
     "copying": (COPIES, report_copies),
+    "merging": (MERGES, report_merges),
 }
 
 
