@@ -41,7 +41,6 @@ LOADS = {
     "dcp": "DCP load",
 }
 LOOPS = {
-    "none": "no saves",
     "surefoot": "Surefoot, in the background",
     "surefoot_waiting": "Surefoot, waiting",
     "torch": "torch.save",
@@ -114,27 +113,19 @@ def report_loads(found: Results) -> None:
 
 
 def report_loops(found: Results) -> None:
-    """A training loop of some steps with saves, beside the same loop without."""
-    plain = column(found, "none", "step_seconds")
-    rows = []
-    for name, title in LOOPS.items():
-        slower = [one["step_seconds"] / mean(plain) - 1 for one in found[name]]
-        rows.append(
-            [
-                title,
-                spread(column(found, name, "stall_seconds"), 3),
-                spread(column(found, name, "stall_copies")) if name != "none" else "",
-                spread([100 * s for s in slower], 1),
-                spread(column(found, name, "loop_seconds"), 1),
-            ]
-        )
-    head = ["loop", "a save stops training, s", "in memory copies", "steps slower, %", "loop, s"]
+    """What a save takes from a training loop: at once, and until it is done."""
+    rows = [
+        [
+            title,
+            spread(column(found, name, "stall"), 3),
+            spread(column(found, name, "copies")),
+            spread(column(found, name, "window")),
+            spread(column(found, name, "slower"), 1),
+        ]
+        for name, title in LOOPS.items()
+    ]
+    head = ["saver", "stops training, s", "in memory copies", "done after, s", "steps slower, %"]
     print(f"\n## Training while a save is written\n\n{table(head, rows)}")
-
-
-def mean(values: Sequence[float]) -> float:
-    """Arithmetic."""
-    return sum(values) / len(values)
 
 
 def report_copies(found: Results) -> None:

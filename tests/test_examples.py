@@ -7,11 +7,13 @@ import importlib
 import json
 import random
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from ruamel.yaml import YAML
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from project import checkpoints, in_child
@@ -159,3 +161,21 @@ def test_the_plain_torch_loop_goes_on_when_it_was_killed(tmp_path, monkeypatch, 
 
 def test_the_plain_torch_loop_is_short():
     assert len((EXAMPLES / "plain_torch_loop.py").read_text().splitlines()) < 60
+
+
+CLUSTER = EXAMPLES / "cluster"
+
+
+@pytest.mark.parametrize("name", ["kubernetes.yaml", "skypilot.yaml"])
+def test_the_files_for_clusters_are_yaml_that_starts_the_command(name):
+    text = (CLUSTER / name).read_text()
+    documents = [*YAML(typ="safe").load_all(text)]
+    assert all(isinstance(document, dict) for document in documents)
+    assert "surefoot" in str(documents)
+    assert "train" in str(documents)
+
+
+def test_the_batch_script_is_one_that_bash_reads():
+    script = CLUSTER / "slurm.sbatch"
+    subprocess.run(["bash", "-n", script], check=True)
+    assert "srun --kill-on-bad-exit=1 surefoot train" in script.read_text()

@@ -323,3 +323,13 @@ def test_a_disk_that_takes_nothing_is_an_error_not_a_hang(tmp_path, monkeypatch)
     monkeypatch.setattr(files, "os", Idle())
     with pytest.raises(OSError, match="nothing was written"):
         files.write_new(tmp_path / "x", b"123")
+
+
+def test_a_tree_deeper_than_python_calls_is_removed(tmp_path):
+    deep = tmp_path / "a"
+    deep.mkdir()
+    for _ in range(1200):
+        deep = deep / "a"
+        deep.mkdir()
+    files.remove_tree(tmp_path / "a")
+    assert list(tmp_path.iterdir()) == []

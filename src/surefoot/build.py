@@ -261,8 +261,7 @@ def build_saver(recipe: Recipe, policy: Policy, codec: Codec, base: Path, world:
         files |= companions.adapter_files(policy.model, recipe.model)
     else:
         files |= companions.model_files(policy.inner, base, codec.stop_token_ids)
-    is_remote = not isinstance(recipe.train.output_dir, Path)
-    layout = recipe.checkpoint.layout or ("distributed" if is_remote else "full")
+    layout = recipe.checkpoint.layout_in(recipe.train.output_dir)
     return Saver(
         output_dir=recipe.train.folder,
         section=replace(recipe.checkpoint, layout=layout),

@@ -340,19 +340,23 @@ def list_folder(path: Path) -> list[str]:
 
 
 def remove_tree(path: Path) -> None:
-    """Remove a file, a link (not what it leads to) or a folder with all it holds.
+    """Remove a file, a link (not what it leads to) or a folder with all it holds, however deep.
 
     What has gone meanwhile is no error, so that two processes may clean up at once.
     """
-    try:
-        if not stat.S_ISDIR(os.lstat(path).st_mode):
-            os.unlink(path)
-            return
-        for name in os.listdir(path):
-            remove_tree(path / name)
-        os.rmdir(path)
-    except FileNotFoundError:
-        return
+    left = [path]
+    while left:
+        try:
+            if not stat.S_ISDIR(os.lstat(left[-1]).st_mode):
+                os.unlink(left[-1])
+            elif inside := os.listdir(left[-1]):
+                left += [left[-1] / name for name in inside]
+                continue
+            else:
+                os.rmdir(left[-1])
+        except FileNotFoundError:
+            pass
+        left.pop()
 
 
 def remove_empty_folder(path: Path) -> bool:

@@ -266,7 +266,7 @@ def test_a_store_that_stays_away_is_an_error_and_the_same_command_uploads_the_re
         return 503 if method == "PUT" and "checkpoint-12" in path else None
 
     proxy.rule = rule
-    arguments = [f"train.output_dir={weak.url}", "checkpoint.remote_timeout_minutes=0.01"]
+    arguments = [f"train.output_dir={weak.url}", "checkpoint.remote_timeout_minutes=0"]
     result = CliRunner().invoke(main, ["train", str(project.recipe), *arguments])
     assert result.exit_code == 2
     assert "not everything could be uploaded" in result.stderr

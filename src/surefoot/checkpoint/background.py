@@ -38,6 +38,7 @@ class Background:
 
     def __init__(self) -> None:
         self._arena: Arena | None = None
+        self._is_pinned = False  # whether GPUs copy straight into it
         self._writer: _Writer | None = None
         self._target: Path | None = None  # of the save in flight
         self._message = b""  # the job sent last
@@ -99,8 +100,10 @@ class Background:
             if self._writer is not None:
                 self._writer.close()
             if self._arena is not None:
+                if self._is_pinned:
+                    snapshot.unpin(self._arena)
                 self._arena.close()
-            self._writer = self._arena = None
+            self._writer, self._arena, self._is_pinned = None, None, False
 
     def _answer(self, target: Path) -> bytes:
         """The answer to the job sent last; if the process died, another one gets a try."""
@@ -122,7 +125,7 @@ class Background:
             self.close()
             self._arena = Arena.create(ample)
             if any(t.is_cuda for tensors in live.groups.values() for t in tensors.values()):
-                snapshot.pin(self._arena)
+                self._is_pinned = snapshot.pin(self._arena)
         return self._arena
 
     def _send(self, arena: Arena) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
+from ..address import Address
 from .index import Layout
 from .retention import Rule
 
@@ -67,6 +69,10 @@ class CheckpointSection:
     def remote_seconds(self) -> float:
         """How long to try again, in seconds."""
         return 60 * self.remote_timeout_minutes
+
+    def layout_in(self, output_dir: Address | Path) -> Layout:
+        """The layout of checkpoints there."""
+        return self.layout or ("full" if isinstance(output_dir, Path) else "distributed")
 
     def rule(self) -> Rule:
         """Which checkpoints stay."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 
@@ -42,8 +43,21 @@ def _beside(groups: Groups) -> Iterator[None]:
         yield
 
 
-def pin(arena: Arena) -> None:
-    """Let GPUs copy straight into the arena's pages."""
-    address = torch.frombuffer(arena.view, dtype=torch.uint8).data_ptr()
-    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    torch.cuda.check_error(runtime.cudaHostRegister(address, arena.size, 0))
+def pin(arena: Arena) -> bool:
+    """Let GPUs copy straight into the arena's pages; whether they can. Otherwise copies are slower
+    and keep the GPU waiting, but are as right."""
+    status = _runtime().cudaHostRegister(_address(arena), arena.size, 0)
+    return int(status) == 0
+
+
+def unpin(arena: Arena) -> None:
+    """Before the arena's memory is given back."""
+    _runtime().cudaHostUnregister(_address(arena))
+
+
+def _address(arena: Arena) -> int:
+    return torch.frombuffer(arena.view, dtype=torch.uint8).data_ptr()
+
+
+def _runtime() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
