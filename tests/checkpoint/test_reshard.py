@@ -23,6 +23,7 @@ from surefoot.checkpoint.verify import verify
 from surefoot.errors import CheckpointError
 
 from .sample import Holder, blank, num_open, same, sample_states, tree_bytes
+from .test_distributed import halves, saved_by_ranks
 
 CONFIG = b'{"dtype": "float32", "model_type": "llama"}'
 
@@ -284,3 +285,19 @@ def test_a_full_disk_leaves_nothing(tmp_path, monkeypatch):
         reshard(path, tmp_path / "out", layout="distributed", mesh=Mesh(1, 2))
     monkeypatch.undo()
     assert tree_bytes(tmp_path) == before
+
+
+def test_columns_are_put_together_and_checked(tmp_path):
+    """As other meshes than ours may have cut them."""
+    states = sample_states()
+    columns = saved_by_ranks(tmp_path / "columns", states, halves)
+    full = reshard(columns, tmp_path / "full").path
+    assert loaded(full, states)
+    rows = reshard(columns, tmp_path / "rows", layout="distributed", mesh=Mesh(1, 3)).path
+    assert loaded(rows, states)
+    file = columns / "rank_00001" / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-40] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(CheckpointError, match="rank_00001/model"):
+        reshard(columns, tmp_path / "out")

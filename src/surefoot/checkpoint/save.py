@@ -226,8 +226,9 @@ def _still(model: Mapping[str, Part], moved: Collection[str]) -> set[str]:
     The optimizer's tensors are named after the weights it moves.
     """
     still = {name for name in model if name not in moved}
-    size = sum(one.values.nbytes for one in model.values())
-    share = sum(model[name].values.nbytes for name in still) / max(size, 1)
+    # nbytes would raise for a sparse tensor, which is refused with a name later on
+    sizes = {name: one.values.numel() * one.values.element_size() for name, one in model.items()}
+    share = sum(sizes[name] for name in still) / max(sum(sizes.values()), 1)
     return still if WORTH_SHARING <= share < 1 else set()
 
 
