@@ -15,6 +15,7 @@ from ..log import configure
 COMMANDS = {
     "train": "Fine-tune a model as a recipe says; again, and it goes on.",
     "preview": "Show what the model will see of the data, and what it learns.",
+    "plan": "Tell what a run will take: steps, memory, disk and time.",
     "chat": "Talk to a model, a checkpoint or an adapter.",
     "eval": "Loss, perplexity and exact match on held-out data.",
     "export": "Write a model to use elsewhere, its adapter merged.",

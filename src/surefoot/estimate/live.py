@@ -1,0 +1,106 @@
+"""Count the bytes that are alive: every storage from the operation that made it to its end.
+
+Works on fake tensors as on real ones. What kernels use inside one operation is not seen.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from .memory import Snapshot
+
+KINDS = ("activations", "logits", "copies")
+
+
+class Live(TorchDispatchMode):
+    """A context that counts what is made in it.
+
+    ``now`` is what is alive, ``peak`` the moment when that was most; what exists before is not
+    counted.
+
+    Args:
+        weights: the parameters and buffers; conversions of them are ``copies``.
+        vocabulary: the width by which logits are known.
+        beside: bytes of what grows meanwhile elsewhere; ``growing`` is the peak with it.
+    """
+
+    def __init__(
+        self,
+        weights: Iterable[torch.Tensor],
+        vocabulary: int,
+        beside: Callable[[], int] = lambda: 0,
+    ) -> None:
+        super().__init__()
+        self._weights = {tensor.untyped_storage()._cdata for tensor in weights}
+        self._known: set[int] = set(self._weights)
+        self._vocabulary = vocabulary
+        self._alive = dict.fromkeys(KINDS, 0)
+        self._beside = beside
+        self.peak = self.now
+        self.growing = 0
+
+    @property
+    def now(self) -> Snapshot:
+        """What is alive at this moment."""
+        return Snapshot(**self._alive)
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> object:
+        """Run the operation, and note the storages it has made."""
+        out = func(*args, **(kwargs or {}))
+        made = [tensor for tensor in _tensors(out) if self._is_new(tensor)]
+        if made:
+            is_copy = _is_conversion(func) and self._is_weight(args[0])
+            for tensor in made:
+                self._note(tensor, "copies" if is_copy else self._kind(tensor))
+            self._look()
+        return out
+
+    def _is_weight(self, tensor: torch.Tensor) -> bool:
+        return tensor.untyped_storage()._cdata in self._weights
+
+    def _is_new(self, tensor: torch.Tensor) -> bool:
+        return tensor.untyped_storage()._cdata not in self._known
+
+    def _kind(self, tensor: torch.Tensor) -> str:
+        is_wide = tensor.ndim >= 2 and tensor.shape[-1] == self._vocabulary
+        return "logits" if is_wide and tensor.is_floating_point() else "activations"
+
+    def _note(self, tensor: torch.Tensor, kind: str) -> None:
+        storage = tensor.untyped_storage()
+        if storage._cdata in self._known:  # of two results that are one
+            return
+        self._known.add(storage._cdata)
+        self._alive[kind] += storage.nbytes()
+        weakref.finalize(storage, self._forget, storage._cdata, kind, storage.nbytes())
+
+    def _forget(self, place: int, kind: str, num_bytes: int) -> None:
+        self._known.discard(place)
+        self._alive[kind] -= num_bytes
+
+    def _look(self) -> None:
+        now = self.now
+        self.growing = max(self.growing, now.total + self._beside())
+        if now.total > self.peak.total:
+            self.peak = now
+
+
+def _is_conversion(func: Callable[..., Any]) -> bool:
+    return func is torch.ops.aten._to_copy.default
+
+
+def _tensors(out: object) -> Iterator[torch.Tensor]:
+    for leaf in tree_leaves(out):
+        if isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided:
+            yield leaf
