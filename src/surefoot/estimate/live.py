@@ -37,7 +37,7 @@ class Live(TorchDispatchMode):
         beside: Callable[[], int] = lambda: 0,
     ) -> None:
         super().__init__()
-        self._weights = {tensor.untyped_storage()._cdata for tensor in weights}
+        self._weights = {_place(tensor) for tensor in weights}
         self._known: set[int] = set(self._weights)
         self._vocabulary = vocabulary
         self._alive = dict.fromkeys(KINDS, 0)
@@ -59,31 +59,28 @@ class Live(TorchDispatchMode):
     ) -> object:
         """Run the operation, and note the storages it has made."""
         out = func(*args, **(kwargs or {}))
-        made = [tensor for tensor in _tensors(out) if self._is_new(tensor)]
+        made = [tensor for tensor in _tensors(out) if _place(tensor) not in self._known]
+        if made:  # not so for views, and for what an operation has changed in place
+            given = {_place(tensor) for tensor in _tensors((args, kwargs))}
+            made = [tensor for tensor in made if _place(tensor) not in given]
         if made:
-            is_copy = _is_conversion(func) and self._is_weight(args[0])
+            is_copy = _is_conversion(func) and _place(args[0]) in self._weights
             for tensor in made:
                 self._note(tensor, "copies" if is_copy else self._kind(tensor))
             self._look()
         return out
-
-    def _is_weight(self, tensor: torch.Tensor) -> bool:
-        return tensor.untyped_storage()._cdata in self._weights
-
-    def _is_new(self, tensor: torch.Tensor) -> bool:
-        return tensor.untyped_storage()._cdata not in self._known
 
     def _kind(self, tensor: torch.Tensor) -> str:
         is_wide = tensor.ndim >= 2 and tensor.shape[-1] == self._vocabulary
         return "logits" if is_wide and tensor.is_floating_point() else "activations"
 
     def _note(self, tensor: torch.Tensor, kind: str) -> None:
-        storage = tensor.untyped_storage()
-        if storage._cdata in self._known:  # of two results that are one
+        place, storage = _place(tensor), tensor.untyped_storage()
+        if place in self._known:  # of two results that are one
             return
-        self._known.add(storage._cdata)
+        self._known.add(place)
         self._alive[kind] += storage.nbytes()
-        weakref.finalize(storage, self._forget, storage._cdata, kind, storage.nbytes())
+        weakref.finalize(storage, self._forget, place, kind, storage.nbytes())
 
     def _forget(self, place: int, kind: str, num_bytes: int) -> None:
         self._known.discard(place)
@@ -94,6 +91,11 @@ class Live(TorchDispatchMode):
         self.growing = max(self.growing, now.total + self._beside())
         if now.total > self.peak.total:
             self.peak = now
+
+
+def _place(tensor: torch.Tensor) -> int:
+    """What two tensors have in common only if they share memory."""
+    return tensor.untyped_storage()._cdata
 
 
 def _is_conversion(func: Callable[..., Any]) -> bool:

@@ -14,7 +14,14 @@ from pathlib import Path
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AttentionInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from ..batch import Batch
 from ..errors import ModelError
@@ -29,6 +36,8 @@ from .live import Live
 from .memory import Pass, Weight
 
 CPU = torch.device("cpu")
+UNMASKED = "surefoot_unmasked_sdpa"  # transformers' own; no mask is built for a name it knows not
+AttentionInterface.register(UNMASKED, sdpa_attention_forward)
 _LOGGER = logging.getLogger("torch._subclasses.fake_tensor")  # tells what is raised as well
 
 
@@ -209,6 +218,9 @@ def _rehearse(skeleton: Skeleton, batch: Batch) -> Pass:
         for parameter in skeleton.model.parameters()
         if parameter.requires_grad
     ]
+    kernel = skeleton.inner.config._attn_implementation
+    if _needs_no_mask(skeleton.inner, batch):
+        skeleton.inner.set_attn_implementation(UNMASKED)
     live = Live(own, skeleton.inner.config.get_text_config().vocab_size, lambda: grown)
     try:
         with mode, live:
@@ -219,6 +231,7 @@ def _rehearse(skeleton: Skeleton, batch: Batch) -> Pass:
             kept = live.now
             loss.backward()  # type: ignore[no-untyped-call]
     finally:
+        skeleton.inner.set_attn_implementation(kernel)
         for hook in hooks:
             hook.remove()
     return Pass(
@@ -233,17 +246,25 @@ def _fields(at: outputs.Places) -> Sequence[torch.Tensor | None]:
 
 
 def _fake(mode: FakeTensorMode, batch: Batch) -> Batch:
-    mask = None if batch.attention_mask is None else mode.from_tensor(batch.attention_mask)
-    if mask is not None and bool((batch.attention_mask == 1).all()):  # type: ignore[union-attr]
-        mask = None  # transformers looks, and leaves out a mask that hides nothing
+    mask = batch.attention_mask
     return replace(
         batch,
         input_ids=mode.from_tensor(batch.input_ids),
         labels=mode.from_tensor(batch.labels),
         position_ids=mode.from_tensor(batch.position_ids),
-        attention_mask=mask,
+        attention_mask=None if mask is None else mode.from_tensor(mask),
         extras={name: mode.from_tensor(tensor) for name, tensor in batch.extras.items()},
     )
+
+
+def _needs_no_mask(model: PreTrainedModel, batch: Batch) -> bool:
+    """Whether transformers would look at the mask of ``batch`` and leave it out: it hides
+    nothing."""
+    if batch.attention_mask is None or model.config._attn_implementation != "sdpa":
+        return False
+    window = getattr(model.config.get_text_config(), "sliding_window", None)
+    is_local = window is not None and batch.input_ids.shape[1] >= window
+    return not is_local and bool(batch.attention_mask.all())
 
 
 def held_dtype(recipe: Recipe, *, on_gpu: bool) -> torch.dtype | None:
