@@ -4,8 +4,8 @@ import json
 
 import pytest
 from click.testing import CliRunner
-from project import Project
 
+from project import Project
 from surefoot.cli.main import main
 from surefoot.cli.plan import PARTS, duration
 

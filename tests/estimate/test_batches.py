@@ -74,14 +74,14 @@ def test_figures_are_those_of_the_batches_that_come(lengths, sizes, packing, how
     here = collate([items[int(i)] for i in found], packing=packing)
     most = max(b.input_ids.numel() for b in every_batch(made, items, ranks, course.steps))
     assert here.input_ids.numel() == most or most <= max(lengths), "a filler is no batch"
-    only = heaviest(
-        loader, course.steps, items.lengths, trained, packing=packing, logit_weight=1e6
-    )
+    only = heaviest(loader, course.steps, items.lengths, trained, packing=packing, logit_weight=1e6)
     assert trained[only].sum() == max((b.num_trained for b in batches), default=0)
 
 
 def test_the_first_position_is_never_learnt():
-    items = in_memory([{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}, {"input_ids": [1], "labels": [1]}])
+    items = in_memory(
+        [{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}, {"input_ids": [1], "labels": [1]}]
+    )
     assert trained_counts(items).tolist() == [2, 0]
 
 

@@ -3,9 +3,9 @@
 import json
 
 import pytest
-from project import Project, metrics
 
 import surefoot
+from project import Project, metrics
 from surefoot.errors import DataError, ModelError, RecipeError
 from surefoot.estimate import plan as planning
 from surefoot.estimate.plan import Machine, make_plan, measured_speed

@@ -1,9 +1,9 @@
 """The size of checkpoints, against those that a run really saves, and the disk they need."""
 
 import pytest
-from project import Project
 
 import surefoot
+from project import Project
 from surefoot.checkpoint.retention import Rule
 from surefoot.estimate.plan import Machine, make_plan
 from surefoot.estimate.size import (

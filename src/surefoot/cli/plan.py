@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
+from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
@@ -76,7 +77,9 @@ def plan(
     loaded = load(recipe, overrides)
     from ..estimate.plan import make_plan
 
-    found = make_plan(loaded, machine_for(loaded, device), tokens_per_second)
+    machine = machine_for(loaded, device)
+    with Console(stderr=True).status("rehearsing"):  # seconds; more for models of many layers
+        found = make_plan(loaded, machine, tokens_per_second)
     if as_json:
         print_json(as_data(found))
         return
@@ -132,7 +135,11 @@ def _lines(recipe: Recipe, found: Plan, *, is_given: bool) -> Iterator[tuple[str
     layout = f" = dp_replicate {mesh.dp_replicate} × dp_shard {mesh.dp_shard}"
     layout = layout if mesh.num_processes > 1 else ""
     yield "processes", f"{mesh.num_processes:,}{layout}, {found.precision}, {where}"
-    source = "all, from the cache" if found.rows_read is None else f"from a sample of {found.rows_read:,} rows"
+    source = (
+        "all, from the cache"
+        if found.rows_read is None
+        else f"from a sample of {found.rows_read:,} rows"
+    )
     yield "examples", f"{'' if found.rows_read is None else 'about '}{found.examples:,} ({source})"
     passes = f"{course.micro_batches:,} × {recipe.train.micro_batch_size:,} examples a process"
     yield "steps", f"{course.steps:,} ({course.epochs:.3g} epochs), each of {passes}"
@@ -178,7 +185,12 @@ def _peak_note(found: Plan) -> Text:
     if capacity is not None and memory.peak > capacity:
         return Text(f"more than the {in_bytes(capacity)} that there are", style="red")
     is_less = memory.peak < sum(memory.parts().values())
-    note = "gradients come as activations go" if is_less else ""
+    why = (
+        "gradients come as activations go"
+        if found.machine.num_processes == 1
+        else "not all at once"
+    )
+    note = why if is_less else ""
     room = f"of {in_bytes(capacity)}" if capacity is not None else ""
     return Text("; ".join(text for text in (room, note) if text), style="dim")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
@@ -61,10 +61,8 @@ class _Sample:
 
 
 def _sample(recipe: Recipe, codec: Codec, entry: Entry) -> _Sample:
-    section = recipe.data
-    limits = {"max_samples": section.max_samples, "max_broken_rows": section.max_broken_rows}
-    rows = sum(1 for _ in read_examples(entry, **limits))
-    chosen = list(islice(read_examples(entry, **limits), 0, None, -(-rows // ROWS)))
+    rows = sum(1 for _ in _rows(recipe, entry))
+    chosen = list(islice(_rows(recipe, entry), 0, None, -(-rows // ROWS)))
     items = _encoded(recipe, codec, chosen)
     if not items:
         raise DataError(
@@ -72,6 +70,13 @@ def _sample(recipe: Recipe, codec: Codec, entry: Entry) -> _Sample:
             "`surefoot preview` shows why"
         )
     return _Sample(items, len(chosen), rows)
+
+
+def _rows(recipe: Recipe, entry: Entry) -> Iterator[Example | BrokenRow]:
+    section = recipe.data
+    return read_examples(
+        entry, max_samples=section.max_samples, max_broken_rows=section.max_broken_rows
+    )
 
 
 def _encoded(

@@ -18,11 +18,11 @@ from .memory import Snapshot
 KINDS = ("activations", "logits", "copies")
 
 
-class Live(TorchDispatchMode):
+class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A context that counts what is made in it.
 
-    ``now`` is what is alive, ``peak`` the moment when that was most; what exists before is not
-    counted.
+    ``now`` is what is alive, ``peak`` the moment when that was most, ``most_activations`` the most
+    of these at any moment; what exists before is not counted.
 
     Args:
         weights: the parameters and buffers; conversions of them are ``copies``.
@@ -36,14 +36,14 @@ class Live(TorchDispatchMode):
         vocabulary: int,
         beside: Callable[[], int] = lambda: 0,
     ) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._weights = {_place(tensor) for tensor in weights}
         self._known: set[int] = set(self._weights)
         self._vocabulary = vocabulary
         self._alive = dict.fromkeys(KINDS, 0)
         self._beside = beside
         self.peak = self.now
-        self.growing = 0
+        self.growing = self.most_activations = 0
 
     @property
     def now(self) -> Snapshot:
@@ -67,7 +67,7 @@ class Live(TorchDispatchMode):
             is_copy = _is_conversion(func) and _place(args[0]) in self._weights
             for tensor in made:
                 self._note(tensor, "copies" if is_copy else self._kind(tensor))
-            self._look()
+            self.look()
         return out
 
     def _kind(self, tensor: torch.Tensor) -> str:
@@ -86,8 +86,10 @@ class Live(TorchDispatchMode):
         self._known.discard(place)
         self._alive[kind] -= num_bytes
 
-    def _look(self) -> None:
+    def look(self) -> None:
+        """Note a peak, if this is one."""
         now = self.now
+        self.most_activations = max(self.most_activations, now.activations)
         self.growing = max(self.growing, now.total + self._beside())
         if now.total > self.peak.total:
             self.peak = now
@@ -95,7 +97,7 @@ class Live(TorchDispatchMode):
 
 def _place(tensor: torch.Tensor) -> int:
     """What two tensors have in common only if they share memory."""
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
 
 
 def _is_conversion(func: Callable[..., Any]) -> bool:

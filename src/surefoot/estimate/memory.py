@@ -24,6 +24,7 @@ class Weight:
     state: int = 0  # bytes that the optimizer holds for it when it is whole, but for scalars
     scalars: int = 0  # bytes of these
     is_cut: bool = True  # over the processes; buffers of modules are not
+    is_last: bool = False  # its gradient comes at the very end: the input embeddings, not tied
 
     @property
     def size(self) -> int:
@@ -60,6 +61,7 @@ class Pass:
 
     kept: Snapshot  # from the forward for the backward pass
     at_peak: Snapshot  # when most is alive
+    most_activations: int  # at any moment: also when logits are gone, and layers are at work
     growing: int  # the most, where the gradients of weights come on top one by one
 
     @property
@@ -125,11 +127,14 @@ def memory(
     trained = [weight for weight in weights if weight.is_trained]
     gradients = sum(weight.share(count) * weight.item_size for weight in trained)
     optimizer = sum(_state(weight, count) for weight in trained)
-    buffers = one.at_peak.copies if is_alone else gathered(weights, mesh, compute_size)
-    passing = one.at_peak.activations + one.at_peak.logits + buffers
-    most = gradients + passing
-    if is_alone and not accumulates:
-        most = max(one.growing, gradients)
+    if is_alone:
+        buffers = one.at_peak.copies
+        most = gradients + one.at_peak.total if accumulates else max(one.growing, gradients)
+    else:
+        whole = gathered(weights, mesh, compute_size)
+        buffers = max(whole.between, whole.at_work, whole.at_end)
+        between = whole.between + one.at_peak.total - one.at_peak.copies
+        most = gradients + max(between, whole.at_work + one.most_activations, whole.at_end)
     return Memory(
         weights=held,
         gradients=gradients,
@@ -148,13 +153,22 @@ def _state(weight: Weight, count: int) -> int:
     return weight.state * weight.share(count) // weight.size + weight.scalars
 
 
-def gathered(weights: Sequence[Weight], mesh: Mesh, compute_size: int) -> int:
-    """What FSDP2 holds whole at the worst moment, which is in the backward pass.
+@dataclass(frozen=True)
+class Gathered:
+    """What FSDP2 holds whole beside its shards, at three moments."""
 
-    Weights outside the layers are whole throughout, with their gradients. Of the layers the one at
-    work and the next one, which comes meanwhile, or all of them if they are not given back after
-    the forward pass; and the gradients of one layer, with the float32 buffer in which they are
-    summed over the processes.
+    between: int  # forward and backward pass, when logits are at work
+    at_work: int  # in the backward pass of a layer
+    at_end: int  # of the backward pass, when the gradients outside of layers are summed
+
+
+def gathered(weights: Sequence[Weight], mesh: Mesh, compute_size: int) -> Gathered:
+    """Weights that are gathered, their gradients, and the buffers of both ways.
+
+    Weights outside the layers are whole throughout. A layer is given back after its forward pass;
+    in the backward pass one is at work while the next one comes, into a buffer first. Or else all
+    stay until their backward pass. Once a layer has its gradients it is given back, and they are
+    copied to be summed over the processes, in float32.
     """
     cut = [weight for weight in weights if weight.is_cut]
     outside = [weight for weight in cut if weight.layer is None]
@@ -163,14 +177,26 @@ def gathered(weights: Sequence[Weight], mesh: Mesh, compute_size: int) -> int:
         for index in sorted({weight.layer for weight in cut if weight.layer is not None})
     ]
     sizes = [_whole(layer, compute_size) for layer in layers]
-    largest = max(sizes, default=0)
-    here = 2 * largest if mesh.reshard_after_forward else sum(sizes) + largest
-    summed = max(FLOAT32, compute_size) if compute_size else 0
-    reduced = max(
-        (_whole(_trained(layer), compute_size) + _summed(layer, summed) for layer in layers),
-        default=0,
+    one, every = max(sizes, default=0), sum(sizes)
+    reduced = max((_reduced(layer, compute_size) for layer in layers), default=0)
+    if mesh.reshard_after_forward:
+        at_work = max(3 * one, 2 * one + reduced)
+    else:
+        at_work = every + max(one, reduced - one)
+    whole = _whole(outside, compute_size)
+    early = [weight for weight in _trained(outside) if not weight.is_last]
+    return Gathered(
+        between=whole if mesh.reshard_after_forward else whole + every,
+        at_work=whole + _whole(early, compute_size) + at_work,
+        at_end=whole + _reduced(outside, compute_size) + reduced,
     )
-    return _whole(outside, compute_size) + _whole(_trained(outside), compute_size) + here + reduced
+
+
+def _reduced(weights: Iterable[Weight], compute_size: int) -> int:
+    """Gradients of these weights, and the buffer in which they are summed."""
+    trained = _trained(weights)
+    summed = max(FLOAT32, compute_size) if compute_size else 0
+    return _whole(trained, compute_size) + _whole(trained, summed)
 
 
 def _trained(weights: Iterable[Weight]) -> list[Weight]:
@@ -179,8 +205,3 @@ def _trained(weights: Iterable[Weight]) -> list[Weight]:
 
 def _whole(weights: Iterable[Weight], compute_size: int) -> int:
     return sum(weight.size * (compute_size or weight.item_size) for weight in weights)
-
-
-def _summed(weights: Iterable[Weight], item_size: int) -> int:
-    """The buffer in which the gradients of these weights are summed over the processes."""
-    return sum(weight.size * (item_size or weight.item_size) for weight in _trained(weights))

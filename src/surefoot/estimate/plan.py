@@ -36,7 +36,7 @@ from .rehearsal import (
 from .saving import size_of_checkpoint
 from .size import CheckpointSize, disk_needed, most_at_once, saved_steps, snapshot_size
 
-NOTHING = Pass(Snapshot(0, 0, 0), Snapshot(0, 0, 0), 0)
+NOTHING = Pass(Snapshot(0, 0, 0), Snapshot(0, 0, 0), 0, 0)
 _SPEEDS = 20  # of the last logs
 
 

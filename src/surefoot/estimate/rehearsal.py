@@ -7,7 +7,6 @@ torch's own kernels keep. A GPU's kernels keep the same, but for attention with 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -163,6 +162,8 @@ def describe(skeleton: Skeleton) -> list[Weight]:
         for index, layer in enumerate(layers(skeleton.model))
         for tensor in layer.parameters()
     }
+    head, last = skeleton.inner.get_output_embeddings(), skeleton.inner.get_input_embeddings()
+    is_tied = head is not None and head.weight is last.weight
     found = []
     for parameter in skeleton.model.parameters():
         held = state.get(names.get(id(parameter), ""), {}).values()
@@ -174,6 +175,7 @@ def describe(skeleton: Skeleton) -> list[Weight]:
                 blocks.get(id(parameter)),
                 state=sum(tensor.nbytes for tensor in held if tensor.ndim),
                 scalars=sum(tensor.nbytes for tensor in held if not tensor.ndim),
+                is_last=parameter is last.weight and not is_tied,
             )
         )
     buffers = {id(buffer): buffer for buffer in skeleton.model.buffers()}.values()
@@ -203,7 +205,12 @@ def _rehearse(skeleton: Skeleton, batch: Batch) -> Pass:
     stage, mode = skeleton.recipe.stage, skeleton.mode
     at = outputs.places(batch)
     here = _fake(mode, batch)
-    known = outputs.Places(*(None if t is None else mode.from_tensor(t) for t in _fields(at)))
+    known = outputs.Places(
+        mode.from_tensor(at.rows),
+        mode.from_tensor(at.columns),
+        mode.from_tensor(at.kept),
+        None if at.among_kept is None else mode.from_tensor(at.among_kept),
+    )
     own = [*skeleton.model.parameters(), *skeleton.model.buffers()]
     grown = 0
 
@@ -214,7 +221,7 @@ def _rehearse(skeleton: Skeleton, batch: Batch) -> Pass:
         parameter.grad = None
 
     hooks = [
-        parameter.register_post_accumulate_grad_hook(drop)
+        parameter.register_post_accumulate_grad_hook(drop)  # type: ignore[no-untyped-call]
         for parameter in skeleton.model.parameters()
         if parameter.requires_grad
     ]
@@ -237,12 +244,9 @@ def _rehearse(skeleton: Skeleton, batch: Batch) -> Pass:
     return Pass(
         kept=kept,
         at_peak=live.peak,
+        most_activations=live.most_activations,
         growing=live.growing,
     )
-
-
-def _fields(at: outputs.Places) -> Sequence[torch.Tensor | None]:
-    return at.rows, at.columns, at.kept, at.among_kept
 
 
 def _fake(mode: FakeTensorMode, batch: Batch) -> Batch:
