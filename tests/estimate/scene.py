@@ -16,7 +16,8 @@ CPU = torch.device("cpu")
 
 
 def recipe(folder, kind="llama", *, model=None, changes=None, data=None, **sections):
-    base = folders.save_model(folder / kind, kind, **(changes or {}))
+    sizes = {"num_hidden_layers": 2, **(changes or {})}
+    base = folders.save_model(folder / kind, kind, **sizes)
     return read(
         {
             "model": {"path": str(base), **(model or {})},

@@ -121,7 +121,8 @@ def make_plan(recipe: Recipe, machine: Machine, tokens_per_second: float | None 
     skeleton = build(recipe, base, codec.tokenizer, _setting(recipe, machine))
     weights = describe(skeleton)
     ground = _Ground(base, codec, machine, examples.dataset, lengths, trained, course.steps)
-    batch, passed, not_known = _rehearsed(recipe, ground)
+    as_run = None if _gathers_bf16(recipe, machine) else skeleton
+    batch, passed, not_known = _rehearsed(recipe, ground, skeleton=as_run)
     options = _options(recipe, ground, weights, (batch, passed)) if not_known is None else ()
     cut = [weight for weight in weights if weight.is_cut]
     return Plan(
@@ -186,7 +187,10 @@ def _gathers_bf16(recipe: Recipe, machine: Machine) -> bool:
 
 
 def _rehearsed(
-    recipe: Recipe, ground: _Ground, logit_weight: float | None = None
+    recipe: Recipe,
+    ground: _Ground,
+    logit_weight: float | None = None,
+    skeleton: Skeleton | None = None,
 ) -> tuple[Batch, Pass, str | None]:
     """The heaviest micro-batch and what it takes, or why that is not known.
 
@@ -199,7 +203,7 @@ def _rehearsed(
         setting = replace(setting, gathered=torch.bfloat16)
     batch = _batch(recipe, ground, logit_weight or 0.0)
     try:
-        skeleton = build(recipe, ground.base, ground.codec.tokenizer, setting)
+        skeleton = skeleton or build(recipe, ground.base, ground.codec.tokenizer, setting)
         passed = rehearse(skeleton, batch)
         if logit_weight is None:
             other = _batch(recipe, ground, _logit_weight(batch, passed))
