@@ -11,7 +11,7 @@ ROOT = Path(__file__).parent.parent / "src" / "surefoot"
 LAYERS = [
     ["__init__", "__main__"],
     ["cli"],
-    ["run", "inference"],
+    ["run", "inference", "estimate"],
     ["build"],
     ["interchange", "integrations"],
     ["run_folder", "encoding"],

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from .data.chat import Codec
-from .data.prepare import Prepared, prepare
+from .data.prepare import Prepared, find, prepare
 from .data.section import DataSection
 from .data.templates import load_template
 from .model.tokenizer import load_tokenizer
@@ -41,6 +41,16 @@ def prepared(recipe: Recipe, codec: Codec, section: DataSection | None = None) -
     return prepare(
         section or recipe.data,
         lambda examples: recipe.stage.encode(examples, codec),
-        fingerprint={"codec": codec.fingerprint, "stage": repr(recipe.stage)},
+        fingerprint=_fingerprint(recipe, codec),
         seed=recipe.train.seed,
     )
+
+
+def found(recipe: Recipe, codec: Codec, section: DataSection | None = None) -> Prepared | None:
+    """The same if all of it is in the cache; nothing is encoded."""
+    section = section or recipe.data
+    return find(section, fingerprint=_fingerprint(recipe, codec), seed=recipe.train.seed)
+
+
+def _fingerprint(recipe: Recipe, codec: Codec) -> dict[str, str]:
+    return {"codec": codec.fingerprint, "stage": repr(recipe.stage)}

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from surefoot.data.encode import Cut, Dropped
-from surefoot.data.prepare import prepare
+from surefoot.data.prepare import find, prepare
 from surefoot.data.section import DataSection
 from surefoot.data.sources import BrokenRow
 from surefoot.errors import DataError
@@ -248,3 +248,22 @@ def test_a_long_job_tells_how_far_it_is(section, monkeypatch, caplog):
     assert caplog.messages[3].startswith("one: encoded in ")
     run(section)
     assert caplog.messages[-1] == "one: found in the cache"
+
+
+def test_what_is_in_the_cache_is_found_and_nothing_is_encoded_for_it(section):
+    both = replace(section, datasets=("one", "two"), val_size=4)
+    assert find(both, fingerprint={}, seed=1) is None
+    run(section)
+    assert find(both, fingerprint={}, seed=1) is None, "only one of two is there"
+    made = run(both)
+    found = find(both, fingerprint={}, seed=1)
+    assert found.train.fingerprint == made.train.fingerprint
+    assert found.evals[""].fingerprint == made.evals[""].fingerprint
+    assert found.report == made.report
+    assert find(both, fingerprint={"tokenizer": "another"}, seed=1) is None
+
+
+def test_a_damaged_folder_of_the_cache_is_not_found(section):
+    run(section)
+    next(section.cache_dir.glob("*/header.json")).write_text("{}")
+    assert find(section, fingerprint={}, seed=1) is None

@@ -18,6 +18,7 @@ _ECHO = 10.0  # seconds for rank 0 to tell the same, upon which the launcher end
 COMMANDS = {
     "train": "Fine-tune a model as a recipe says; again, and it goes on.",
     "preview": "Show what the model will see of the data, and what it learns.",
+    "plan": "Tell what a run will take: steps, memory, disk and time.",
     "chat": "Talk to a model, a checkpoint or an adapter.",
     "eval": "Loss, perplexity and exact match on held-out data.",
     "export": "Write a model to use elsewhere, its adapter merged.",

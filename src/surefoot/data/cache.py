@@ -80,6 +80,13 @@ def load_or_build(root: Path, fingerprint: str, build: Callable[[Writer], JSON])
             return _build(folder, build)
 
 
+def find(root: Path, fingerprint: str) -> Cached | None:
+    """What the cache holds under ``fingerprint``; None if nothing, or nothing sound."""
+    with files.raising(DataError, "data.cache_dir"), contextlib.suppress(_DamagedError):
+        return _open(root / fingerprint)
+    return None
+
+
 class Writer:
     """Appends items to the files of a folder that is being built."""
 

@@ -19,6 +19,7 @@ import xxhash
 
 from ..batch import IGNORE_INDEX, Features
 from ..errors import DataError
+from . import cache
 from .cache import Writer, default_folder, load_or_build
 from .dataset import EncodedDataset, Store, join
 from .encode import Cut, Dropped, Encoded
@@ -64,12 +65,33 @@ def prepare(
     Raises:
         DataError: something is missing, broken, or gives nothing to learn.
     """
-    registry = read_registry(section.dataset_dir)
-    names = (*section.datasets, *section.eval_datasets)
-    entries = [registry.entry(name) for name in dict.fromkeys(names)]  # complain before working
+    entries = _entries(section)
     loaded = {entry.name: _load(entry, section, encode, fingerprint) for entry in entries}
     for name in set(section.datasets) & set(section.eval_datasets):
         logger.warning("dataset %r is learnt and evaluated on: its figures prove nothing", name)
+    return _arranged(section, loaded, seed)
+
+
+def find(section: DataSection, *, fingerprint: Mapping[str, str], seed: int) -> Prepared | None:
+    """What ``prepare`` would find in the cache; None unless it holds all of it."""
+    root, loaded = section.cache_dir or default_folder(), {}
+    for entry in _entries(section):
+        cached = cache.find(root, _key(entry, section, fingerprint, entry.source.content_hash()))
+        if cached is None:
+            return None
+        loaded[entry.name] = _Loaded(cached.store, _report_from(cached.report, entry.name))
+    return _arranged(section, loaded, seed)
+
+
+def _entries(section: DataSection) -> list[Entry]:
+    """Every dataset that a recipe names, once; a complaint about any comes before work on one."""
+    registry = read_registry(section.dataset_dir)
+    names = (*section.datasets, *section.eval_datasets)
+    return [registry.entry(name) for name in dict.fromkeys(names)]
+
+
+def _arranged(section: DataSection, loaded: Mapping[str, _Loaded], seed: int) -> Prepared:
+    """Datasets put together to learn from and to evaluate on."""
     train = join([loaded[name].store for name in section.datasets])
     evals = {name: join([loaded[name].store]) for name in section.eval_datasets}
     if section.val_size:
@@ -102,9 +124,7 @@ def _load(
     entry: Entry, section: DataSection, encode: Encode, fingerprint: Mapping[str, str]
 ) -> _Loaded:
     content = entry.source.content_hash()
-    settings = {name: str(getattr(section, name)) for name in SETTINGS}
-    parts = [VERSION, entry.describe(), content, settings, dict(fingerprint)]
-    key = xxhash.xxh3_128_hexdigest(json.dumps(parts, sort_keys=True).encode())
+    key = _key(entry, section, fingerprint, content)
 
     def build(writer: Writer) -> JSON:
         report = _Encoder(entry, section, encode, writer).run()
@@ -120,6 +140,13 @@ def _load(
     if len(report.broken) > section.max_broken_rows:
         raise too_many_broken(entry, report.broken, section.max_broken_rows)
     return _Loaded(cached.store, report)
+
+
+def _key(entry: Entry, section: DataSection, fingerprint: Mapping[str, str], content: str) -> str:
+    """The fingerprint of everything that the encoded dataset depends on."""
+    settings = {name: str(getattr(section, name)) for name in SETTINGS}
+    parts = [VERSION, entry.describe(), content, settings, dict(fingerprint)]
+    return xxhash.xxh3_128_hexdigest(json.dumps(parts, sort_keys=True).encode())
 
 
 def _report_from(saved: JSON, name: str) -> DatasetReport:

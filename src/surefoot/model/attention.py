@@ -132,14 +132,20 @@ def use_packed(model: PreTrainedModel) -> None:
         ModelError: the architecture mixes documents (its layers do not ask for attention through
             transformers' interface, or are recurrent).
     """
-    kernel = model.config._attn_implementation
-    if kernel in KERNELS:
-        model.set_attn_implementation(PREFIX + kernel)
+    switch_to_packed(model)
     if not _keeps_documents_apart(model):
         raise ModelError(
             f"{type(model).__name__}: examples laid in one row would see each other in this "
             "architecture; set data.packing: false"
         )
+
+
+def switch_to_packed(model: PreTrainedModel) -> None:
+    """Let ``model`` use our attention function that takes packed rows, if there is one for its
+    kernel."""
+    kernel = model.config._attn_implementation
+    if kernel in KERNELS:
+        model.set_attn_implementation(PREFIX + kernel)
 
 
 def packed_arguments(model: PreTrainedModel, cu_seqlens: torch.Tensor) -> dict[str, object]:

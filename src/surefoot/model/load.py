@@ -21,7 +21,8 @@ from ..errors import ModelError
 from .section import ModelSection
 
 logger = logging.getLogger(__name__)
-FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.py")  # never pickles
+WEIGHTS = "*.safetensors"
+FILES = ("*.json", WEIGHTS, "*.jinja", "*.model", "*.txt", "*.py")  # never pickles
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -34,14 +35,16 @@ def device() -> torch.device:
     )
 
 
-def resolve(section: ModelSection) -> Path:
+def resolve(section: ModelSection, *, weights: bool = True) -> Path:
     """The local folder of a model: ``section.path`` itself, or its files fetched from the hub.
+
+    Without ``weights``, its configuration and tokenizer are enough.
 
     Raises:
         ModelError: no such folder and no such hub model, or a folder without safetensors weights.
     """
     local = Path(section.path)
-    folder = local if local.exists() else fetch(section)
+    folder = local if local.exists() else fetch(section, weights=weights)
     if not folder.is_dir():
         raise ModelError(
             f"model.path: {folder} is a file; expected the folder that holds config.json"
@@ -50,17 +53,19 @@ def resolve(section: ModelSection) -> Path:
         raise ModelError(
             f"model.path: no config.json in {folder}; expected a Hugging Face model folder"
         )
-    _refuse_pickles(folder)
+    if weights:
+        _refuse_pickles(folder)
     return folder
 
 
-def fetch(section: ModelSection) -> Path:
+def fetch(section: ModelSection, *, weights: bool = True) -> Path:
     """The files of a hub model (or adapter) in the local cache; no pickles among them."""
+    patterns = [name for name in FILES if weights or name != WEIGHTS]
     if section.hub == "modelscope":
-        return _download_modelscope(section)
+        return _download_modelscope(section, patterns)
     try:
         return Path(
-            snapshot_download(section.path, revision=section.revision, allow_patterns=list(FILES))
+            snapshot_download(section.path, revision=section.revision, allow_patterns=patterns)
         )
     except HFValidationError:
         raise ModelError(
@@ -75,13 +80,13 @@ def fetch(section: ModelSection) -> Path:
         ) from None
 
 
-def _download_modelscope(section: ModelSection) -> Path:
+def _download_modelscope(section: ModelSection, patterns: list[str]) -> Path:
     try:
         from modelscope import snapshot_download as modelscope_download
     except ImportError:
         raise ModelError("model.hub: modelscope needs `pip install surefoot[modelscope]`") from None
     return Path(
-        modelscope_download(section.path, revision=section.revision, allow_patterns=list(FILES))
+        modelscope_download(section.path, revision=section.revision, allow_patterns=patterns)
     )
 
 
@@ -172,11 +177,14 @@ def upcast_trained(model: nn.Module, section: ModelSection) -> None:
                 parameter.data = parameter.data.float()
 
 
-def recompute_activations(model: PreTrainedModel) -> None:
-    """Keep no activations of the layers; compute them again in the backward pass."""
+def recompute_activations(model: PreTrainedModel, *, keep_random: bool = True) -> None:
+    """Keep no activations of the layers; compute them again in the backward pass, with the same
+    random numbers unless ``keep_random`` is false."""
     with warnings.catch_warnings():  # 5.23 renamed it; this name works in all of transformers 5
         warnings.simplefilter("ignore", FutureWarning)
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.gradient_checkpointing_enable(
+            {"use_reentrant": False, "preserve_rng_state": keep_random}
+        )
     model.enable_input_require_grads()  # else nothing flows back through frozen embeddings
 
 

@@ -10,6 +10,7 @@ Shapes: B rows, T tokens, N trained positions in reading order, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import dataclass
 from typing import cast
 
 import torch
@@ -20,9 +21,36 @@ from ..batch import IGNORE_INDEX, Batch, Outputs
 from .attention import packed_arguments
 
 
-def compute(model: torch.nn.Module, batch: Batch, needs: Collection[str]) -> Outputs:
-    """Run ``model`` on ``batch`` and keep what a stage ``needs`` (names of ``Outputs``' fields)."""
-    logits_NV, labels_N = trained_logits(model, batch)
+@dataclass(frozen=True)
+class Places:
+    """Where the trained labels of a batch are predicted: at N positions in K columns."""
+
+    rows: torch.Tensor  # [N]
+    columns: torch.Tensor  # [N] of the batch
+    kept: torch.Tensor  # [K] the columns that the head is asked for
+    among_kept: torch.Tensor | None  # [N] each position's column among these; None: one row, N = K
+
+
+def places(batch: Batch) -> Places:
+    """The places of ``batch``. ``labels[b, t]`` is predicted at position t - 1.
+
+    A packed row keeps just its trained positions; a rectangle, the columns where any row is
+    trained.
+    """
+    rows, columns = (batch.labels[:, 1:] != IGNORE_INDEX).nonzero(as_tuple=True)
+    if len(batch.labels) == 1:
+        return Places(rows, columns, columns, None)
+    return Places(rows, columns, *torch.unique(columns, return_inverse=True))
+
+
+def compute(
+    model: torch.nn.Module, batch: Batch, needs: Collection[str], at: Places | None = None
+) -> Outputs:
+    """Run ``model`` on ``batch`` and keep what a stage ``needs`` (names of ``Outputs``' fields).
+
+    ``at`` are the places of ``batch``, where they are known already.
+    """
+    logits_NV, labels_N = trained_logits(model, batch, at)
     if logits_NV.dtype in (torch.float16, torch.bfloat16):
         logits_NV = logits_NV.float()
     return Outputs(
@@ -32,27 +60,21 @@ def compute(model: torch.nn.Module, batch: Batch, needs: Collection[str]) -> Out
     )
 
 
-def trained_logits(model: torch.nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-    """The logits [N, V] that predict the trained labels, and those labels [N].
-
-    ``labels[b, t]`` is predicted at position t - 1.
-    """
-    rows, columns = (batch.labels[:, 1:] != IGNORE_INDEX).nonzero(as_tuple=True)
-    labels_N = batch.labels[rows, columns + 1]
-    # A packed row keeps just its trained positions; a rectangle, the columns where any row is
-    # trained.
-    kept, place = (
-        (columns, None) if len(batch.labels) == 1 else torch.unique(columns, return_inverse=True)
-    )
+def trained_logits(
+    model: torch.nn.Module, batch: Batch, at: Places | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The logits [N, V] that predict the trained labels, and those labels [N]."""
+    at = at or places(batch)
+    labels_N = batch.labels[at.rows, at.columns + 1]
     logits = model(
         input_ids=batch.input_ids,
         attention_mask=batch.attention_mask,
         position_ids=batch.position_ids,
-        logits_to_keep=kept,
+        logits_to_keep=at.kept,
         use_cache=False,
         **({} if batch.cu_seqlens is None else packed_arguments(_inner(model), batch.cu_seqlens)),
     ).logits
-    return (logits[0] if place is None else logits[rows, place]), labels_N
+    return (logits[0] if at.among_kept is None else logits[at.rows, at.among_kept]), labels_N
 
 
 def _inner(model: torch.nn.Module) -> PreTrainedModel:

@@ -1,0 +1,296 @@
+"""``surefoot plan``: what a run will take, before anything is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+from rich.console import Console
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from .ckpt.table import cell, console, in_bytes, print_json, table
+
+if TYPE_CHECKING:
+    from ..estimate.memory import Memory
+    from ..estimate.plan import Machine, Plan
+    from ..recipe.recipe import Recipe
+
+PARTS = {
+    "weights": "the model, as it is held",
+    "gradients": "one for every weight that learns",
+    "optimizer": "its states for every weight that learns",
+    "activations": "kept from the forward for the backward pass",
+    "logits": "at trained positions, with their gradients",
+    "working": "what comes and goes in between",
+    "buffers": "gathered weights, or copies in the type of the arithmetic",
+}
+_NUMBERS = ("memory", "of all", "size", "a process", "difference")
+
+
+@click.command()
+@click.argument("recipe", type=click.Path(path_type=Path))
+@click.argument("overrides", nargs=-1)
+@click.option(
+    "--num-processes",
+    type=click.IntRange(1),
+    metavar="N",
+    help="Plan for N processes, not for those that would be started here.",
+)
+@click.option(
+    "--device",
+    type=click.Choice(["cpu", "gpu"]),
+    help="Plan for this kind of device, not for the one that is here.",
+)
+@click.option(
+    "--tokens-per-second",
+    type=click.FloatRange(0, min_open=True),
+    metavar="X",
+    help="Speed of all processes together, to tell the time.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
+def plan(
+    recipe: Path,
+    overrides: tuple[str, ...],
+    num_processes: int | None,
+    device: str | None,
+    tokens_per_second: float | None,
+    as_json: bool,
+) -> None:
+    """Tell what a run of RECIPE will take: steps, tokens, memory, disk, and time if it is known.
+
+    No weights are read: the model's config.json is enough. One step is rehearsed without memory,
+    so what it would keep for the backward pass is counted, not guessed. Tokens are those of the
+    encoded datasets if they are in the cache, otherwise those of a sample of rows.
+
+    The speed is taken from train.output_dir/metrics.jsonl if the run has begun, unless it is given.
+
+    OVERRIDES are dotted fields such as train.micro_batch_size=8.
+    """
+    from ..recipe.recipe import load
+
+    if num_processes is not None:
+        overrides = (*overrides, f"parallel.num_processes={num_processes}")
+    loaded = load(recipe, overrides)
+    from ..estimate.plan import make_plan
+
+    machine = machine_for(loaded, device)
+    with Console(stderr=True).status("rehearsing"):  # seconds; more for models of many layers
+        found = make_plan(loaded, machine, tokens_per_second)
+    if as_json:
+        print_json(as_data(found))
+        return
+    show(loaded, found, is_given=tokens_per_second is not None)
+
+
+def machine_for(recipe: Recipe, device: str | None) -> Machine:
+    """The processes that would be started here, and what each of them can have."""
+    import psutil
+    import torch
+
+    from ..estimate.plan import Machine
+    from ..parallel.launch import num_processes
+
+    has_gpu = torch.cuda.is_available()
+    on_gpu = has_gpu if device is None else device == "gpu"
+    count = recipe.parallel.num_processes or num_processes(recipe.parallel)
+    if on_gpu:
+        capacity = torch.cuda.get_device_properties(0).total_memory if has_gpu else None
+        return Machine(count, True, capacity)
+    return Machine(count, False, None if has_gpu else psutil.virtual_memory().total // count)
+
+
+# --- showing -----------------------------------------------------------------------------------
+
+
+def show(recipe: Recipe, found: Plan, *, is_given: bool) -> None:
+    """Print facts, memory, checkpoints and other settings."""
+    screen = console()
+    screen.print(_facts(recipe, found, is_given=is_given))
+    screen.print(_memory_table(found))
+    for line in _verdict(found):
+        screen.print(line, soft_wrap=True)
+    screen.print()
+    screen.print(_saving_table(recipe, found))
+    if found.options:
+        screen.print()
+        screen.print(_options_table(found))
+
+
+def _facts(recipe: Recipe, found: Plan, *, is_given: bool) -> Panel:
+    grid = Table.grid(padding=(0, 2))
+    for name, value in _lines(recipe, found, is_given=is_given):
+        grid.add_row(Text(name, style="dim"), cell(value))
+    title = cell(recipe.model.path)
+    return Panel(grid, title=title, title_align="left", border_style="dim", expand=False)
+
+
+def _lines(recipe: Recipe, found: Plan, *, is_given: bool) -> Iterator[tuple[str, str]]:
+    course, mesh, share = found.course, found.mesh, found.trained_parameters / found.parameters
+    yield "parameters", f"{found.parameters:,}, {100 * share:.3g} % of them learn"
+    where = "on GPUs" if found.machine.on_gpu else "on CPUs"
+    layout = f" = dp_replicate {mesh.dp_replicate} × dp_shard {mesh.dp_shard}"
+    layout = layout if mesh.num_processes > 1 else ""
+    yield "processes", f"{mesh.num_processes:,}{layout}, {found.precision}, {where}"
+    source = (
+        "all, from the cache"
+        if found.rows_read is None
+        else f"from a sample of {found.rows_read:,} rows"
+    )
+    yield "examples", f"{'' if found.rows_read is None else 'about '}{found.examples:,} ({source})"
+    passes = f"{course.micro_batches:,} × {recipe.train.micro_batch_size:,} examples a process"
+    yield "steps", f"{course.steps:,} ({course.epochs:.3g} epochs), each of {passes}"
+    yield "tokens", f"{course.tokens:,}, {course.trained_tokens:,} of them learnt"
+    heavy = found.heaviest
+    several = f"{heavy.examples:,} examples, {heavy.tokens:,} tokens, {heavy.trained:,} learnt"
+    yield "heaviest pass", several
+    yield "time", _time(recipe, found, is_given=is_given)
+
+
+def _time(recipe: Recipe, found: Plan, *, is_given: bool) -> str:
+    if found.seconds is None or found.tokens_per_second is None:
+        return "not known; give --tokens-per-second, or train a few steps first"
+    source = "as given" if is_given else f"as in {recipe.train.folder / 'metrics.jsonl'}"
+    return f"{duration(found.seconds)} at {found.tokens_per_second:,.0f} tokens/s ({source})"
+
+
+def duration(seconds: float) -> str:
+    """Two units, as people say it."""
+    minutes, whole = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    if days:
+        return f"{days} d {hours} h"
+    if hours:
+        return f"{hours} h {minutes} min"
+    return f"{minutes} min {whole} s" if minutes else f"{whole} s"
+
+
+def _memory_table(found: Plan) -> Table:
+    made = table("memory of a process", "size", "what it is", numbers=_NUMBERS)
+    for name, size in found.memory.parts().items():
+        if size or name in ("weights", "gradients", "optimizer"):
+            made.add_row(name, in_bytes(size), Text(PARTS[name], style="dim"))
+    made.add_row("at its peak", in_bytes(found.memory.peak), _peak_note(found), style="bold")
+    return made
+
+
+def _peak_note(found: Plan) -> Text:
+    memory, capacity = found.memory, found.machine.capacity
+    if found.not_known is not None:
+        return Text("without activations and logits", style="red")
+    if capacity is not None and memory.peak > capacity:
+        return Text(f"more than the {in_bytes(capacity)} that there are", style="red")
+    is_less = memory.peak < sum(memory.parts().values())
+    why = (
+        "gradients come as activations go"
+        if found.machine.num_processes == 1
+        else "not all at once"
+    )
+    note = why if is_less else ""
+    room = f"of {in_bytes(capacity)}" if capacity is not None else ""
+    return Text("; ".join(text for text in (room, note) if text), style="dim")
+
+
+def _verdict(found: Plan) -> Iterator[Text]:
+    if found.not_known is not None:
+        yield Text(f"activations are not known: {found.not_known}", style="red")
+    if found.rows_read is not None:
+        yield Text(
+            f"lengths are those of {found.rows_read:,} rows, for the datasets are not encoded yet: "
+            "a longer pass may come",
+            style="dim",
+        )
+
+
+def _saving_table(recipe: Recipe, found: Plan) -> Table:
+    saving, size = found.saving, found.saving.size
+    made = table("checkpoints", "size", "what it is", numbers=_NUMBERS)
+    shared = f", {in_bytes(size.unchanging)} shared by all" if size.unchanging else ""
+    parts = f"weights {in_bytes(size.weights)}, optimizer {in_bytes(size.optimizer)}"
+    made.add_row("one", in_bytes(size.total), Text(f"{parts}{shared}", style="dim"))
+    note = f"{saving.at_once:,} of {saving.saves:,} at a time, the one being written included"
+    if recipe.checkpoint.save_minutes is not None:
+        note += "; those by save_minutes not counted"
+    made.add_row("disk", in_bytes(saving.disk), Text(note, style="dim"))
+    if saving.shared_memory:
+        text = "shared memory of a process, for saves in the background"
+        made.add_row("snapshot", in_bytes(saving.shared_memory), Text(text, style="dim"))
+    return made
+
+
+def _options_table(found: Plan) -> Table:
+    made = table("other settings", "a process", "difference", "besides", numbers=_NUMBERS)
+    for option in found.options:
+        settings = " ".join(f"{name}={_value(value)}" for name, value in option.changes.items())
+        difference = option.memory.peak - found.memory.peak
+        sign = "+" if difference > 0 else "−" if difference < 0 else "±"
+        made.add_row(
+            cell(settings),
+            in_bytes(option.memory.peak),
+            f"{sign}{in_bytes(abs(difference))}",
+            Text(option.effect, style="dim"),
+        )
+    return made
+
+
+def _value(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+# --- as data -----------------------------------------------------------------------------------
+
+
+def as_data(found: Plan) -> dict[str, object]:
+    """All figures, in bytes, tokens and seconds."""
+    course, saving = found.course, found.saving
+    return {
+        "processes": {
+            "count": found.mesh.num_processes,
+            "dp_replicate": found.mesh.dp_replicate,
+            "dp_shard": found.mesh.dp_shard,
+            "device": "gpu" if found.machine.on_gpu else "cpu",
+            "precision": found.precision,
+            "capacity": found.machine.capacity,
+        },
+        "parameters": found.parameters,
+        "trained_parameters": found.trained_parameters,
+        "examples": found.examples,
+        "sampled_rows": found.rows_read,
+        "steps": course.steps,
+        "steps_per_epoch": course.steps_per_epoch,
+        "epochs": course.epochs,
+        "gradient_accumulation_steps": course.micro_batches,
+        "tokens": course.tokens,
+        "trained_tokens": course.trained_tokens,
+        "tokens_per_second": found.tokens_per_second,
+        "seconds": found.seconds,
+        "heaviest_pass": vars(found.heaviest),
+        "memory": _as_data(found.memory),
+        "not_known": found.not_known,
+        "checkpoint": {
+            "total": saving.size.total,
+            "weights": saving.size.weights,
+            "optimizer": saving.size.optimizer,
+            "shared_by_all": saving.size.unchanging,
+            "saves": saving.saves,
+            "at_once": saving.at_once,
+            "disk": saving.disk,
+            "shared_memory": saving.shared_memory,
+        },
+        "options": [
+            {
+                "changes": dict(option.changes),
+                "memory": _as_data(option.memory),
+                "effect": option.effect,
+            }
+            for option in found.options
+        ],
+    }
+
+
+def _as_data(memory: Memory) -> dict[str, int]:
+    return {**memory.parts(), "peak": memory.peak}

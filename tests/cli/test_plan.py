@@ -1,0 +1,103 @@
+"""The plan command: a screen to read, JSON to compute with, and errors as everywhere."""
+
+import json
+
+import pytest
+from click.testing import CliRunner
+
+from project import Project
+from surefoot.cli.main import main
+from surefoot.cli.plan import PARTS, duration
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory):
+    train = {"global_batch_size": 8}
+    return Project(tmp_path_factory.mktemp("p") / "p", data={"val_size": 2}, train=train).recipe
+
+
+def run(*args):
+    return CliRunner().invoke(main, ["plan", *map(str, args)])
+
+
+def as_json(*args):
+    done = run(*args, "--json")
+    assert done.exit_code == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_the_screen_tells_all_of_it(recipe):
+    done = run(recipe, "--tokens-per-second", 10, "--device", "cpu")
+    assert done.exit_code == 0, done.stderr
+    out = done.stdout
+    assert "12 (4 epochs), each of 4 × 2 examples a process" in out
+    assert "about 22 (from a sample of 24 rows)" in out
+    assert "at 10 tokens/s (as given)" in out
+    for word in ("weights", "gradients", "optimizer", "activations", "logits", "at its peak"):
+        assert f"\n{word} " in out
+    assert "4 of 4 at a time, the one being written included" in out
+    assert "shared memory of a process" in out
+    assert "model.gradient_checkpointing=true" in out
+    assert "train.micro_batch_size=4" in out
+    assert "lengths are those of 24 rows" in out
+
+
+def test_json_holds_all_of_it(recipe):
+    found = as_json(recipe)
+    memory = found["memory"]
+    assert memory.keys() == {*PARTS, "peak"}
+    assert memory["peak"] == sum(memory.values()) - memory["peak"], "several passes a step"
+    assert found["steps"] == 12
+    assert found["checkpoint"]["disk"] == 4 * found["checkpoint"]["total"]
+    assert found["seconds"] is None
+    assert {"model.gradient_checkpointing": True} in [o["changes"] for o in found["options"]]
+
+
+def test_processes_are_those_of_the_recipe_or_those_asked_for(recipe):
+    assert as_json(recipe, "parallel.num_processes=2")["processes"]["count"] == 2
+    asked = as_json(recipe, "parallel.num_processes=2", "--num-processes", 4)["processes"]
+    assert (asked["count"], asked["dp_replicate"], asked["dp_shard"]) == (4, 1, 4)
+    out = run(recipe, "--num-processes", 4, "--device", "gpu").stdout
+    assert "4 = dp_replicate 1 × dp_shard 4, bf16, on GPUs" in out
+    assert "parallel.dp_replicate=2 parallel.dp_shard=2" in out
+    assert "buffers" in out
+
+
+def test_a_run_that_takes_more_than_there_is_is_told_so(recipe, monkeypatch):
+    import psutil
+
+    class Little:
+        total = 1000
+
+    monkeypatch.setattr(psutil, "virtual_memory", Little)
+    out = run(recipe, "--device", "cpu").stdout
+    assert "more than the 1 kB that there are" in out
+
+
+def test_saves_by_the_clock_are_said_not_to_be_counted(recipe):
+    assert "save_minutes not counted" in run(recipe, "checkpoint.save_minutes=5").stdout
+    assert "shared memory" not in run(recipe, "checkpoint.async_save=false").stdout
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["train.micro_batch_sise=2"], "did you mean micro_batch_size"),
+        (["--num-processes", "3"], "must be a multiple of micro_batch_size"),
+        (["parallel.dp_shard=2", "--num-processes", "4"], "2 processes"),
+        (["--tokens-per-second", "0"], "not in the range"),
+        (["model.path=/no/such/model"], "/no/such/model"),
+    ],
+)
+def test_a_mistake_is_told_without_a_traceback(recipe, args, words):
+    done = run(recipe, *args)
+    assert done.exit_code == 2
+    assert "Traceback" not in done.output
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.2, "0 s"), (59, "59 s"), (61, "1 min 1 s"), (3600, "1 h 0 min"), (200_000, "2 d 7 h")],
+)
+def test_a_time_is_told_in_two_units(seconds, text):
+    assert duration(seconds) == text
