@@ -200,6 +200,7 @@ def assemble(recipe: Recipe, policy: Policy, data: Prepared, saver: Saver, world
         section.max_grad_norm,
         LossScaler(enabled=precision == "fp16"),
         world.sums,
+        world.totals,
     )
     control = TrainerControl()
     context = Context(

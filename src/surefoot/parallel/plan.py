@@ -42,7 +42,7 @@ _PLANNED: Mapping[str, Style] = {  # transformers' names
 }
 # Of PEFT's two matrices A comes first, so it has the base's input, and B the base's output.
 _A: Mapping[Style, Style] = {"rows": "rows", "rows_of_whole": "rows_of_whole"}
-_B: Mapping[Style, Style] = {name: name for name in ("columns", "columns_gathered", "some_rows")}  # type: ignore[misc]
+_B: Mapping[Style, Style] = {name: name for name in ("columns", "columns_gathered", "some_rows")}
 _PARTIAL = ("columns", "rows")  # beside these lies what only a part passes through
 _WRAPPED = re.compile(r"\.(base_layer|original_module|modules_to_save\.[^.]+)(?=\.|$)")
 _ADAPTER = re.compile(r"^(?P<base>.*)\.lora_(?P<part>\w+?)(\.[^.]+)?$")
