@@ -41,7 +41,6 @@ LOADS = {
     "dcp": "DCP load",
 }
 LOOPS = {
-    "none": "no saves",
     "surefoot": "Surefoot, in the background",
     "surefoot_waiting": "Surefoot, waiting",
     "torch": "torch.save",
@@ -49,6 +48,13 @@ LOOPS = {
     "dcp_process": "DCP async_save, process",
 }
 COPIES = {"cp": "cp", "surefoot": "Surefoot copy", "surefoot_cast": "Surefoot copy to bfloat16"}
+MERGES = {
+    "cp": "cp of the eight files",
+    "surefoot": "Surefoot, DCP's boxes to one file",
+    "surefoot_checkpoint": "Surefoot, a checkpoint of 8 ranks to whole, every hash checked",
+    "surefoot_checkpoint_8_to_4": "Surefoot, a checkpoint of 8 ranks to 4, every hash checked",
+    "dcp": "DCP's consolidation to one file",
+}
 
 Results = dict[str, list[dict[str, float]]]
 
@@ -107,27 +113,19 @@ def report_loads(found: Results) -> None:
 
 
 def report_loops(found: Results) -> None:
-    """A training loop of some steps with saves, beside the same loop without."""
-    plain = column(found, "none", "step_seconds")
-    rows = []
-    for name, title in LOOPS.items():
-        slower = [one["step_seconds"] / mean(plain) - 1 for one in found[name]]
-        rows.append(
-            [
-                title,
-                spread(column(found, name, "stall_seconds"), 3),
-                spread(column(found, name, "stall_copies")) if name != "none" else "",
-                spread([100 * s for s in slower], 1),
-                spread(column(found, name, "loop_seconds"), 1),
-            ]
-        )
-    head = ["loop", "a save stops training, s", "in memory copies", "steps slower, %", "loop, s"]
+    """What a save takes from a training loop: at once, and until it is done."""
+    rows = [
+        [
+            title,
+            spread(column(found, name, "stall"), 3),
+            spread(column(found, name, "copies")),
+            spread(column(found, name, "window")),
+            spread(column(found, name, "slower"), 1),
+        ]
+        for name, title in LOOPS.items()
+    ]
+    head = ["saver", "stops training, s", "in memory copies", "done after, s", "steps slower, %"]
     print(f"\n## Training while a save is written\n\n{table(head, rows)}")
-
-
-def mean(values: Sequence[float]) -> float:
-    """Arithmetic."""
-    return sum(values) / len(values)
 
 
 def report_copies(found: Results) -> None:
@@ -145,11 +143,27 @@ def report_copies(found: Results) -> None:
     print(f"\n## Copy\n\n{table(head, rows)}")
 
 
+def report_merges(found: Results) -> None:
+    """Whole tensors from the boxes of eight processes, beside `cp` of the same bytes."""
+    rows = [
+        [
+            title,
+            spread(column(found, name, "seconds")),
+            ratio(column(found, name, "seconds"), column(found, "cp", "seconds")),
+            spread(column(found, name, "peak_mb"), 0),
+        ]
+        for name, title in MERGES.items()
+    ]
+    head = ["merge, cache warm, fsync", "seconds", "of cp's speed", "peak extra MB"]
+    print(f"\n## Merge\n\n{table(head, rows)}")
+
+
 REPORTS = {
     "saving": (SAVES, report_saves),
     "loading": (LOADS, report_loads),
     "training": (LOOPS, report_loops),
     "copying": (COPIES, report_copies),
+    "merging": (MERGES, report_merges),
 }
 
 

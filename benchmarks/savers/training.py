@@ -10,22 +10,27 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 
 import state
 import torch
 
-STEPS, EVERY, WARM = 24, 6, 2
+SAVES, BEFORE = 2, 3  # saves that count; steps before each of them
 TOKENS = (2, 128)  # a batch: rows and their length
 
 
 class Loop:
-    """No saves: the floor."""
+    """What saves on the way."""
 
     def __init__(self, folder: Path, made: torch.nn.Module, adam: torch.optim.AdamW) -> None:
         self.folder, self.made, self.adam = folder, made, adam
 
     def save(self, step: int) -> None:
         """Begin to save; training may go on when this returns."""
+
+    def is_done(self) -> bool:
+        """Whether the last save is on the disk (or, of peers that do not flush, handed over)."""
+        return True
 
     def close(self) -> None:
         """Return when every save is done."""
@@ -43,6 +48,11 @@ class Surefoot(Loop):
     def save(self, step: int) -> None:
         """A snapshot, or all of it."""
         self.saver.save(step, state.states(self.made, self.adam))
+
+    def is_done(self) -> bool:
+        """Committed."""
+        self.saver.poll()
+        return self.saver.in_flight is None
 
     def close(self) -> None:
         """Wait for the last."""
@@ -81,6 +91,10 @@ class Dcp(Loop):
             async_checkpointer_type=self.kind,
         )
 
+    def is_done(self) -> bool:
+        """By its future."""
+        return self.running is None or self.running.done()
+
     def close(self) -> None:
         """Wait for the last."""
         if self.running is not None:
@@ -88,7 +102,6 @@ class Dcp(Loop):
 
 
 SUBJECTS: dict[str, Callable[..., Loop]] = {
-    "none": Loop,
     "surefoot": Surefoot,
     "surefoot_waiting": lambda *parts: Surefoot(*parts, in_background=False),
     "torch": Torch,
@@ -107,14 +120,13 @@ def copy_seconds(tensors: dict[str, torch.Tensor]) -> float:
 
 
 def main(name: str, folder: Path, layers: int) -> None:
-    """Steps are timed without the calls that save; the first save, which takes memory, is left
-    out."""
+    """Some steps, a save, steps until it is done, and so on; the first save, which takes memory, is
+    left out."""
     made = state.model(layers)
     adam = state.optimizer(made)
-    one_copy = copy_seconds(state.tensors(made, adam))
+    one_copy = min(copy_seconds(state.tensors(made, adam)) for _ in range(3))
     subject = SUBJECTS[name](folder, made, adam)
     ids = torch.randint(0, state.VOCABULARY, TOKENS)
-    stalls, steps = [], []
 
     def step() -> float:
         began = time.perf_counter()
@@ -123,27 +135,22 @@ def main(name: str, folder: Path, layers: int) -> None:
         adam.zero_grad()
         return time.perf_counter() - began
 
-    for _ in range(WARM):
-        step()
-    subject.save(0)
-    for _ in range(WARM):
-        step()
-    whole = time.perf_counter()
-    for number in range(1, STEPS + 1):
-        steps.append(step())
-        if number % EVERY == 0:
-            began = time.perf_counter()
-            subject.save(number)
-            stalls.append(time.perf_counter() - began)
-    trained = time.perf_counter() - whole
+    found: dict[str, list[float]] = {"stall": [], "copies": [], "slower": [], "window": []}
+    for number in range(SAVES + 1):
+        before = median(step() for _ in range(BEFORE))
+        began = time.perf_counter()
+        subject.save(number)
+        stall = time.perf_counter() - began
+        beside = []
+        while not subject.is_done():
+            beside.append(step())
+        if number:
+            found["stall"].append(stall)
+            found["copies"].append(stall / one_copy)
+            found["window"].append(time.perf_counter() - began)
+            found["slower"].append(100 * (median(beside) / before - 1) if beside else 0.0)
     subject.close()
-    figures = {
-        "step_seconds": sum(steps) / len(steps),
-        "stall_seconds": sum(stalls) / len(stalls),
-        "stall_copies": sum(stalls) / len(stalls) / one_copy,
-        "loop_seconds": trained,
-    }
-    print(json.dumps(figures))
+    print(json.dumps({key: median(values) for key, values in found.items()}))
 
 
 if __name__ == "__main__":

@@ -98,13 +98,13 @@ def _fit(trainer: Trainer) -> Outcome:
         _must_be_saved(trainer)
         finish(trainer)
         trainer.saver.settle(state)
-    return Outcome(state, trainer.stop.received)
+    return Outcome(state, trainer.signal)
 
 
 def _must_be_saved(trainer: Trainer) -> None:
     """A run whose last save failed (``on_save_error: continue``) has not done what it was for."""
     step, newest = trainer.state.global_step, trainer.saver.newest
-    ended = step >= trainer.state.max_steps or trainer.stop.received is not None
+    ended = step >= trainer.state.max_steps or trainer.signal is not None
     if ended and newest != trainer.saver.path_of(step):
         raise CheckpointError(
             f"step {step}, the last one, could not be saved; the newest checkpoint is "
@@ -126,7 +126,7 @@ def read_recipe(
 def finish(trainer: Trainer) -> None:
     """Write ``all_results.json``; end with the best weights if the recipe says so."""
     state, section = trainer.state, trainer.section
-    if trainer.stop.received is not None or not trainer.world.is_main:
+    if trainer.signal is not None or not trainer.world.is_main:
         return
     best = state.best_global_step
     if section.load_best_model_at_end and best is not None:

@@ -27,6 +27,17 @@ def shards(folder, index=None):
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
 
 
+@pytest.mark.parametrize("name", [".metadata", "pytorch_model_fsdp_0"])
+def test_a_pickled_distributed_checkpoint_is_refused_with_the_command_that_converts_it(
+    name, tmp_path
+):
+    (tmp_path / name).touch()
+    assert recognise(tmp_path) is None
+    told = f"`surefoot ckpt convert {tmp_path} OUT --to huggingface --trust-pickle` makes a model"
+    with pytest.raises(CheckpointError, match=re.escape(told)):
+        open_weights(tmp_path)
+
+
 def test_kinds_of_folders(tmp_path):
     for name in ("empty", "whole", "shards", "adapter", "both"):
         (tmp_path / name).mkdir()

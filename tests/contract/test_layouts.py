@@ -7,6 +7,8 @@ from safetensors.torch import save_file
 from checkpoint.sample import Holder, same_bits
 from surefoot.checkpoint.box import Box
 from surefoot.checkpoint.copy import copy
+from surefoot.checkpoint.cuts import Mesh
+from surefoot.checkpoint.dcp_write import write_dcp
 from surefoot.checkpoint.layouts import LAYOUTS, open_folder
 from surefoot.checkpoint.save import save
 from surefoot.checkpoint.source import Memory, read_whole
@@ -36,7 +38,17 @@ def write_peft(folder, tensors):
     return folder
 
 
-WRITERS = {"native": write_native, "huggingface": write_huggingface, "peft": write_peft}
+def write_boxes(folder, tensors):
+    write_dcp(Memory(tensors), folder / "dcp", mesh=Mesh(dp_shard=4))
+    return folder / "dcp"
+
+
+WRITERS = {
+    "native": write_native,
+    "huggingface": write_huggingface,
+    "peft": write_peft,
+    "dcp": write_boxes,
+}
 
 
 @pytest.fixture(params=LAYOUTS)

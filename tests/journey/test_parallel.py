@@ -18,6 +18,9 @@ from surefoot.checkpoint.verify import verify
 CLOSE = 2e-5  # of losses and of weights after some steps of Adam: sums in another order
 
 
+OPTIM = {"adamw": {"learning_rate": 0.003, "schedule": "constant"}}  # runs here change their length
+
+
 def processes(count, **others):
     return [f"parallel.num_processes={count}", *(f"parallel.{n}={v}" for n, v in others.items())]
 
@@ -41,13 +44,13 @@ def assert_close(a, b):
 
 @pytest.fixture(scope="module")
 def one(tmp_path_factory):
-    project = Project(tmp_path_factory.mktemp("one"), train={"max_steps": 8})
+    project = Project(tmp_path_factory.mktemp("one"), optim=OPTIM, train={"max_steps": 8})
     train(project)
     return project
 
 
 def test_two_processes_learn_what_one_learns_and_one_goes_on_from_them(one, tmp_path):
-    project = Project(tmp_path, train={"max_steps": 8})
+    project = Project(tmp_path, optim=OPTIM, train={"max_steps": 8})
     train(project, *processes(2), "train.max_steps=6")
     saved = checkpoints(project.run)[-1]
     assert verify(saved, full=True).ok
@@ -61,7 +64,7 @@ def test_two_processes_learn_what_one_learns_and_one_goes_on_from_them(one, tmp_
 
 
 def test_two_that_share_every_matrix_learn_what_one_learns_and_one_goes_on(one, tmp_path):
-    project = Project(tmp_path, train={"max_steps": 8})
+    project = Project(tmp_path, optim=OPTIM, train={"max_steps": 8})
     train(project, *processes(2, tp=2), "train.max_steps=6")
     saved = checkpoints(project.run)[-1]
     assert verify(saved, full=True).ok
@@ -73,7 +76,7 @@ def test_two_that_share_every_matrix_learn_what_one_learns_and_one_goes_on(one, 
 
 
 def test_two_go_on_from_one_and_end_in_the_same_bits_when_killed(one, tmp_path):
-    project = Project(tmp_path, train={"max_steps": 20})
+    project = Project(tmp_path, optim=OPTIM, train={"max_steps": 20})
     train(project, "train.max_steps=3")
     process = start("train", project.recipe, *processes(2))
     while process.poll() is None and num_logged(project) < 8:
@@ -86,7 +89,7 @@ def test_two_go_on_from_one_and_end_in_the_same_bits_when_killed(one, tmp_path):
     while being_written(project.run) and time.monotonic() < deadline:
         time.sleep(0.05)
     train(project, *processes(2))
-    reference = Project(tmp_path / "reference", train={"max_steps": 20})
+    reference = Project(tmp_path / "reference", optim=OPTIM, train={"max_steps": 20})
     train(reference, "train.max_steps=3")
     train(reference, *processes(2))
     assert losses(project.run) == losses(reference.run)

@@ -227,6 +227,7 @@ def describe(job: Job, images: Images, small: Mapping[str, tuple[int, int]]) -> 
         "world_size": job.world_size,
         "mesh": job.mesh,
         "nonce": job.nonce,
+        "name": job.name,
         "shards": [(s.role, s.plan.name, start, s.plan.header.file_size) for s, start in starts],
         "small": small,
     }

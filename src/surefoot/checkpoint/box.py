@@ -54,6 +54,11 @@ class Box:
         starts = (a - o for a, o in zip(self.start, outer.start, strict=True))
         return tuple(slice(a, a + n) for a, n in zip(starts, self.shape, strict=True))
 
+    def moved_into(self, outer: Box) -> Box:
+        """This box as seen from the start of ``outer``."""
+        start = tuple(a - o for a, o in zip(self.start, outer.start, strict=True))
+        return Box(start, self.shape)
+
     def blocks(self, limit: int) -> Iterator[Box]:
         """Cut into boxes of at most ``limit`` elements, each contiguous, in row-major order."""
         if self.size <= limit or not self.shape:

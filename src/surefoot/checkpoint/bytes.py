@@ -77,9 +77,10 @@ def write_file(
         return {name: write_tensor(stream, tensors[name]) for name in plan.header.entries}
 
 
-def write_tensor(stream: Stream, tensor: torch.Tensor) -> str:
-    """Add the tensor's values in row-major order; their hash."""
-    digest = files.Hash()
+def write_tensor(stream: Stream, tensor: torch.Tensor, digest: files.Hash | None = None) -> str:
+    """Add the tensor's values in row-major order; their hash, or that of all that ``digest`` has
+    been fed with."""
+    digest = digest or files.Hash()
     for block in _blocks(tensor):
         digest.update(block)
         stream.write(block)
@@ -136,9 +137,14 @@ def fill(tensor: torch.Tensor, file: TensorFile, key: str) -> str:
 def read_box(file: TensorFile, key: str, box: Box) -> torch.Tensor:
     """The values of ``box``, reading no other bytes."""
     found = torch.empty(box.shape, dtype=DTYPES[file.entry(key).dtype])
-    file.read_box_into(key, box, raw(found))
-    _check_bools(found, file, key)
+    fill_box(found, file, key, box)
     return found
+
+
+def fill_box(tensor: torch.Tensor, file: TensorFile, key: str, box: Box) -> None:
+    """Fill a contiguous CPU tensor with the values of ``box``, reading no other bytes."""
+    file.read_box_into(key, box, raw(tensor))
+    _check_bools(tensor, file, key)
 
 
 def _check_bools(tensor: torch.Tensor, file: TensorFile, key: str) -> None:

@@ -174,6 +174,16 @@ def clean(root: Path) -> list[Path]:
     return removed
 
 
+def clean_beside(target: Path) -> None:
+    """Remove what killed processes left half written of a folder that was to be ``target``."""
+    start, end = part_of(target, "").name.rsplit(".", 1)
+    with files.raising(CheckpointError, f"cannot clean up in {target.parent}"):
+        names = files.list_folder(target.parent) if files.is_folder(target.parent) else []
+        for name in names:
+            if name.startswith(start) and name.endswith(f".{end}"):
+                _remove_if_dead(target.parent / name)
+
+
 def _remove(folder: Path) -> bool:
     files.remove_tree(folder)
     return True

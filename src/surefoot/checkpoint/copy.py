@@ -13,16 +13,15 @@ from .. import files
 from ..errors import CheckpointError
 from .box import Box
 from .bytes import dtype_name, write_tensor
-from .header import ITEM_SIZES
 from .plan import FilePlan, plan_save
 from .save import dump_index
-from .source import Cast, Source
+from .source import Cast, Shape, Source
 from .stream import Stream
 
 Progress = Callable[[int], None]  # is told the bytes of each block written
 _PART = ".part"
 _BLOCK = 1 << 20  # bytes read, computed and written at a time: still in the cache as float32
-_CASTS = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+CASTS = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 def copy(
@@ -39,13 +38,8 @@ def copy(
     ``dtype`` (float32, float16, bfloat16) casts floating point tensors. The files appear when all
     are whole; a folder that has such weights already is refused.
     """
-    if dtype is not None:
-        if dtype not in _CASTS:
-            raise CheckpointError(f"dtype {dtype!r}: expected one of {', '.join(_CASTS)}")
-        source = Cast(source, _CASTS[dtype])
-    dtypes = source.dtypes()
-    tensors = {n: (dtype_name(n, dtypes[n]), shape) for n, shape in source.shapes().items()}
-    plans = plan_save(stem, tensors, max_shard_size)
+    source = cast(source, dtype)
+    plans = plan_save(stem, described(source), max_shard_size)
     with files.raising(CheckpointError, f"cannot write weights to {target_folder}"):
         files.make_folder(target_folder)
         _make_room(target_folder, stem)
@@ -53,6 +47,21 @@ def copy(
         if len(plans) > 1:
             files.write_aside(target_folder / f"{stem}.safetensors.index.json", dump_index(plans))
         files.sync_folder(target_folder)
+
+
+def cast(source: Source, dtype: str | None) -> Source:
+    """``source`` with its floating point tensors as ``dtype``; as it is if that is None."""
+    if dtype is None:
+        return source
+    if dtype not in CASTS:
+        raise CheckpointError(f"dtype {dtype!r}: expected one of {', '.join(CASTS)}")
+    return Cast(source, CASTS[dtype])
+
+
+def described(source: Source) -> dict[str, tuple[str, Shape]]:
+    """The stored type and shape of every tensor."""
+    dtypes = source.dtypes()
+    return {name: (dtype_name(name, dtypes[name]), s) for name, s in source.shapes().items()}
 
 
 def _silent(num_bytes: int) -> None:
@@ -101,7 +110,14 @@ def _fill(file: files.File, source: Source, plan: FilePlan, progress: Progress) 
     with Stream(file) as stream:
         stream.write(plan.head)
         for name, entry in plan.header.entries.items():
-            for box in Box.whole(entry.shape).blocks(_BLOCK // ITEM_SIZES[entry.dtype]):
-                block = source.read(name, box)
-                write_tensor(stream, block)
-                progress(block.nbytes)
+            pour(stream, source, name, Box.whole(entry.shape), progress)
+
+
+def pour(stream: Stream, source: Source, name: str, box: Box, progress: Progress) -> str:
+    """Add the values of one box of one tensor, block by block; the hash of their bytes."""
+    digest = files.Hash()
+    for part in box.blocks(_BLOCK // source.dtypes()[name].itemsize):
+        block = source.read(name, part)
+        write_tensor(stream, block, digest)
+        progress(block.nbytes)
+    return digest.hex()

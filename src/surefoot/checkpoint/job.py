@@ -37,11 +37,12 @@ class Job:
     mesh: Mapping[str, int] = field(default_factory=dict)
     nonce: str | None = None  # of the folder aside, on which they have agreed
     share: bool = True  # files equal to the parent's are linked instead of written again
+    name: str | None = None  # of the folder, if it is not checkpoint-{step}
 
     @property
     def target(self) -> Path:
         """The folder that the checkpoint will be."""
-        return self.root / f"checkpoint-{self.step}"
+        return self.root / (self.name or f"checkpoint-{self.step}")
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from .commit import is_being_written, is_leftover, named, step_of
 from .folder import CheckpointFolder, open_checkpoint
 from .trainer_state import TrainerState
 from .verify import Progress, verify
-from .weights import Layout, open_weights, recognise
+from .weights import FOREIGN, Layout, open_weights, recognise
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def _with_disk(lines: list[Line]) -> list[Line]:
 def _line(folder: Path) -> tuple[Line, TrainerState]:
     """A checkpoint, and what it knows of its run."""
     layout = recognise(folder)
-    is_trainers = layout in ("huggingface", "peft") or (
+    is_trainers = layout in FOREIGN or (
         layout is None and files.exists(folder / trainer_state.NAME)
     )
     try:

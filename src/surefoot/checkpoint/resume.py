@@ -9,10 +9,9 @@ from pathlib import Path
 from ..errors import CheckpointError
 from .commit import being_written, clean, set_aside
 from .verify import find
-from .weights import recognise
+from .weights import FOREIGN, recognise
 
 logger = logging.getLogger(__name__)
-FOREIGN = ("huggingface", "peft")
 _PAUSE = 0.1  # seconds between two looks
 
 

@@ -30,7 +30,7 @@ from .write import write
 WEIGHT_STEMS: Mapping[Kind, str] = {"full": "model", "adapter": "adapter_model"}
 LIBRARIES = ("surefoot", "torch", "transformers", "peft", "safetensors")
 RANK_FOLDER = "rank_{:05d}"  # of layout distributed
-_WORTH_SHARING = 0.1  # of the weights' bytes
+WORTH_SHARING = 0.1  # of the weights' bytes
 
 
 Tensors = Mapping[str, torch.Tensor]
@@ -108,7 +108,7 @@ def prepare(
     moved = {name.rpartition(".")[0] for name in groups["optimizer"]}
     still = _still(parts["model"], moved) if kind == "full" else set()
     shards = _plan(parts, kind, max_shard_size, layout, crew, still)
-    ours = {**_indexes(shards, crew), STATE: _dump_skeleton(skeleton)} if crew.rank == 0 else {}
+    ours = {**indexes(shards, crew.size), STATE: _dump_skeleton(skeleton)} if crew.rank == 0 else {}
     job = Job(
         root=Path(root),
         step=step,
@@ -233,10 +233,10 @@ def _still(model: Mapping[str, Part], moved: Collection[str]) -> set[str]:
     still = {name for name in model if name not in moved}
     size = sum(one.values.nbytes for one in model.values())
     share = sum(model[name].values.nbytes for name in still) / max(size, 1)
-    return still if _WORTH_SHARING <= share < 1 else set()
+    return still if WORTH_SHARING <= share < 1 else set()
 
 
-def _indexes(shards: Sequence[Shard], crew: Crew) -> dict[str, bytes]:
+def indexes(shards: Sequence[Shard], num_ranks: int) -> dict[str, bytes]:
     """The ``*.safetensors.index.json`` of every role that took several files.
 
     In layout ``distributed`` it is for the weights alone, at the top, so that ``from_pretrained``
@@ -247,7 +247,7 @@ def _indexes(shards: Sequence[Shard], crew: Crew) -> dict[str, bytes]:
         plans = [shard.plan for shard in shards if shard.role == role]
         stem = plans[0].name.partition("-00001-of-")[0].removesuffix(".safetensors")
         is_in_folder = "/" in stem
-        if role == "model" and crew.size == 1 if is_in_folder else len(plans) > 1:
+        if role == "model" and num_ranks == 1 if is_in_folder else len(plans) > 1:
             found[f"{stem.rpartition('/')[2]}.safetensors.index.json"] = dump_index(plans)
     return found
 

@@ -16,8 +16,8 @@ import torch
 from .. import files
 from ..errors import CheckpointError
 from .box import Box
-from .bytes import DTYPES, raw, read_box
-from .weights import Place, Weights
+from .bytes import DTYPES, fill_box, raw
+from .weights import Part, Weights
 
 Shape = tuple[int, ...]
 
@@ -44,13 +44,14 @@ def read_whole(source: Source, name: str) -> torch.Tensor:
 class Stored:
     """The weights of a folder.
 
-    Where a hash is known, a tensor read whole, or block by block in order, is checked against it.
+    Where a hash is known, what is read whole, or block by block in order, is checked against it:
+    every part by itself if a tensor lies in several.
     """
 
     weights: Weights
-    _half_read: dict[str, tuple[int, files.Hash]] = field(
+    _half_read: dict[Part, tuple[int, files.Hash]] = field(
         default_factory=dict, repr=False, compare=False
-    )  # tensor -> elements hashed so far, and their hash
+    )  # elements hashed so far, and their hash
 
     @cached_property
     def _shapes(self) -> Mapping[str, Shape]:
@@ -71,48 +72,43 @@ class Stored:
     def read(self, name: str, box: Box) -> torch.Tensor:
         """Just the bytes of ``box``, from the file into a new tensor."""
         place = self.weights.tensors[name]
-        if place.parts:
-            return self._read_parts(name, place, box)
-        with files.raising(CheckpointError):
-            found = read_box(place.file, place.key, box)
-        if place.hash is not None:
-            self._check(name, place, box, found)
-        return found
-
-    def _read_parts(self, name: str, place: Place, box: Box) -> torch.Tensor:
-        """Put ``box`` together; the parts that lie in it wholly are checked."""
-        found = torch.empty(box.shape, dtype=self._dtypes[name])
-        for part in place.parts:
-            common = box & part.box
-            if common is None:
-                continue
-            start = tuple(a - b for a, b in zip(common.start, part.box.start, strict=True))
-            with files.raising(CheckpointError):
-                values = read_box(part.file, part.key, Box(start, common.shape))
-            if common == part.box and files.digest(raw(values)) != part.hash:
-                raise CheckpointError(
-                    f"{part.file.path}: {name} is damaged: its hash does not match"
-                )
-            found[common.slices_in(box)] = values
-        return found
-
-    def _check(self, name: str, place: Place, box: Box, found: torch.Tensor) -> None:
         whole = Box.whole(place.entry.shape)
-        if found.numel() == 0 and whole.size:
-            return
+        if len(box.shape) != len(whole.shape) or box not in whole:
+            where = f"{self.weights.folder}: {name}"
+            raise CheckpointError(f"{where}: {box} is outside of shape {place.entry.shape}")
+        found = torch.empty(box.shape, dtype=self._dtypes[name])
+        for part in place.parts or (Part(place.file, place.key, whole, place.hash),):
+            if (common := box & part.box) is not None:
+                self._fill(name, part, common, found[common.slices_in(box)])
+        return found
+
+    def _fill(self, name: str, part: Part, box: Box, target: torch.Tensor) -> None:
+        """Read ``box``, which lies in ``part``, straight into ``target`` if that is contiguous."""
+        inside = box.moved_into(part.box)
+        is_plain = target.is_contiguous()
+        values = target if is_plain else torch.empty(box.shape, dtype=target.dtype)
+        with files.raising(CheckpointError):
+            fill_box(values, part.file, part.key, inside)
+        if part.hash is not None:
+            self._check(name, part, inside, values)
+        if not is_plain:
+            target.copy_(values)
+
+    def _check(self, name: str, part: Part, box: Box, found: torch.Tensor) -> None:
+        whole = Box.whole(part.box.shape)
         first, count = next(box.runs_in(whole), (0, 0))
         if count != box.size:
             return  # not one run of the file
         expected, digest = (
-            (0, files.Hash()) if first == 0 else self._half_read.pop(name, (-1, None))
+            (0, files.Hash()) if first == 0 else self._half_read.pop(part, (-1, None))
         )
         if first != expected or digest is None:
             return  # out of order
         digest.update(raw(found))
         if first + count < whole.size:
-            self._half_read[name] = (first + count, digest)
-        elif digest.hex() != place.hash:
-            raise CheckpointError(f"{place.file.path}: {name} is damaged: its hash does not match")
+            self._half_read[part] = (first + count, digest)
+        elif digest.hex() != part.hash:
+            raise CheckpointError(f"{part.file.path}: {name} is damaged: its hash does not match")
 
 
 @dataclass(frozen=True)

@@ -70,7 +70,7 @@ class Summary:
     """A folder of weights: what it says about itself, and what is in it."""
 
     path: Path
-    layout: str  # native, huggingface or peft
+    layout: str  # native, huggingface, peft or dcp
     facts: Mapping[str, str]  # in the order of interest
     files: Mapping[str, int]  # name -> bytes
     groups: tuple[Group, ...]

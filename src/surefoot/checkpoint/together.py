@@ -22,6 +22,7 @@ from .job import Job
 _REPORT = ".rank_{:05d}.json"
 _PAUSE = 0.02  # seconds between two looks
 _PATIENCE = 600.0  # seconds for another process to begin
+_LAST_CHANCE = 5.0  # the same, when those that train are dead
 _MAX_REPORT = 1 << 30
 
 
@@ -113,7 +114,7 @@ def _report(path: Path, rank: int, is_orphan: Callable[[], bool]) -> Mapping[str
             raise CheckpointError(f"process {rank} died while it saved")
         except FileNotFoundError:
             # When those that train are dead, nobody will begin any more.
-            patience = 5.0 if is_orphan() else _PATIENCE
+            patience = _LAST_CHANCE if is_orphan() else _PATIENCE
             if time.monotonic() - began > patience:
                 raise CheckpointError(f"process {rank} did not begin to save") from None
         except BlockingIOError:

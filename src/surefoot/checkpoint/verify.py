@@ -12,7 +12,7 @@ from . import strict
 from .commit import named, step_of
 from .folder import CheckpointFolder, open_checkpoint
 from .index import MANIFEST, is_safetensors
-from .weights import open_weights, recognise
+from .weights import FOREIGN, open_weights, recognise
 
 PLAIN_JSON = ("config.json", "adapter_config.json", "generation_config.json")
 
@@ -55,7 +55,7 @@ def verify(folder: Path | str, *, full: bool = True, progress: Progress | None =
         layout = recognise(folder)
     if layout is None and step_of(folder) < 0:
         open_weights(folder)  # says what there is instead
-    if layout in ("huggingface", "peft"):
+    if layout in FOREIGN:
         return _verify_plain(folder)
     return verify_checkpoint(folder, full=full, progress=progress)
 

@@ -1,32 +1,35 @@
 """What weights lie in a folder, ours or somebody else's, from names and headers alone. No torch.
 
-A folder of weights is one of three: a checkpoint of ours (``manifest.json``), a PEFT adapter
-(``adapter_config.json``) or a Hugging Face model (``model.safetensors``, whole or sharded).
+A folder of weights is one of four: a checkpoint of ours (``manifest.json``), a PEFT adapter
+(``adapter_config.json``), a Hugging Face model (``model.safetensors``, whole or sharded), or boxes
+of tensors as PyTorch's distributed checkpoints write them (``shard-00001-model-...``).
 """
 
 from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 from .. import files
 from ..errors import CheckpointError
-from . import strict, tensorfile
+from . import dcp, strict, tensorfile
 from .box import Box
 from .commit import named
 from .folder import CheckpointFolder, open_checkpoint
 from .header import Entry
 from .index import MANIFEST, STATE, Piece, is_plain_name
 
-Layout = Literal["native", "peft", "huggingface"]
+Layout = Literal["native", "peft", "huggingface", "dcp"]
+FOREIGN: tuple[Layout, ...] = ("huggingface", "peft", "dcp")
 
 MODEL = "model.safetensors"
 MODEL_INDEX = "model.safetensors.index.json"
 ADAPTER = "adapter_model.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
+DISTRIBUTED = (".metadata", "pytorch_model_fsdp_0")  # of DCP; of the Trainer with FSDP
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 
 # Reads pickles as tensors only, joins the shards, and writes what every tool can read.
@@ -46,7 +49,7 @@ class Part:
     file: tensorfile.TensorFile
     key: str
     box: Box
-    hash: str
+    hash: str | None = None  # known for checkpoints of ours
 
 
 @dataclass(frozen=True)
@@ -80,7 +83,9 @@ def recognise(folder: Path) -> Layout | None:
     has_model = any(files.exists(folder / name) for name in (MODEL, MODEL_INDEX))
     if files.exists(folder / ADAPTER) and not has_model:
         return "peft"
-    return "huggingface" if has_model else None
+    if has_model:
+        return "huggingface"
+    return "dcp" if dcp.shard_files(folder) else None
 
 
 def open_weights(folder: Path) -> Weights:
@@ -145,6 +150,17 @@ def open_huggingface(folder: Path) -> Weights:
     return Weights("huggingface", folder, found)
 
 
+def open_dcp(folder: Path) -> Weights:
+    """Boxes of tensors in safetensors, as PyTorch's distributed checkpoints write them."""
+    found = {}
+    for name, boxes in dcp.open_boxes(folder).items():
+        first = boxes[0]
+        entry = first.file.entry(name)
+        parts = tuple(Part(box.file, name, box.box) for box in boxes) if len(boxes) > 1 else ()
+        found[name] = Place(first.file, name, replace(entry, shape=first.shape), None, parts)
+    return Weights("dcp", folder, found)
+
+
 def _stored(opened: list[tensorfile.TensorFile]) -> dict[str, Place]:
     found: dict[str, Place] = {}
     for file in opened:
@@ -164,6 +180,12 @@ def _why_not(folder: Path) -> str:
     if inside := [path for path in named(folder) if recognise(path) is not None]:
         return f"{folder}: holds no weights itself; did you mean {inside[-1]}?"
     names = files.list_folder(folder)
+    if any(name in names for name in DISTRIBUTED):
+        return (
+            f"{folder}: a distributed checkpoint of PyTorch, whose index is a pickle; "
+            f"`surefoot ckpt convert {shlex.quote(str(folder))} OUT --to huggingface "
+            "--trust-pickle` makes a model of it"
+        )
     if pickled := [name for name in names if name.endswith(PICKLES)]:
         return f"{folder / pickled[0]}: {_refusal(folder, pickled)}"
     return f"{folder}: holds no weights; expected {MODEL}, {MODEL_INDEX}, {ADAPTER} or {MANIFEST}"
@@ -183,4 +205,5 @@ _OPEN: Mapping[Layout, Callable[[Path], Weights]] = {
     "native": open_native,
     "peft": open_peft,
     "huggingface": open_huggingface,
+    "dcp": open_dcp,
 }

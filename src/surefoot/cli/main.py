@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import os
+import time
 import traceback
 
 import click
@@ -11,6 +13,7 @@ from .. import __version__
 from ..errors import SurefootError
 from ..log import configure
 
+_ECHO = 10.0  # seconds for rank 0 to tell the same, upon which the launcher ends the others
 # name -> what it does, in the order of help; the command stands in the module of that name
 COMMANDS = {
     "train": "Fine-tune a model as a recipe says; again, and it goes on.",
@@ -65,6 +68,8 @@ class Commands(click.Group):
         except SurefootError as error:
             if ctx.params["verbose"]:
                 traceback.print_exc()
+            if os.environ.get("RANK", "0") != "0":
+                time.sleep(_ECHO)
             raise Failure(str(error)) from error
         except KeyboardInterrupt:
             click.echo(err=True)  # end the line that has the terminal's ^C

@@ -71,7 +71,10 @@ def export(
     _refuse_taken(target)
     whole = _whole(parts, trust_remote_code)
     source = whole.source if dtype is None else Cast(whole.source, DTYPES[dtype])
-    small = {**_beside(parts), **_configs(parts, whole, source)}
+    small = {
+        **beside(parts.model, parts.tokenizer),
+        **configs(parts.model, source, whole.changes, whole.stop_token_ids),
+    }
     total, done = _num_bytes(source), 0
 
     def advance(count: int) -> None:
@@ -199,10 +202,10 @@ def _stop_token_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     return Codec(tokenizer, load_template("auto", tokenizer), section).stop_token_ids
 
 
-def _beside(parts: Parts) -> dict[str, bytes]:
-    """The small files that are copied as they are."""
+def beside(model: Path, tokenizer: Path) -> dict[str, bytes]:
+    """The small files of two folders that are copied as they are."""
     found = {}
-    for folder, patterns in ((parts.model, MODEL), (parts.tokenizer, TOKENIZER)):
+    for folder, patterns in ((model, MODEL), (tokenizer, TOKENIZER)):
         for pattern in patterns:
             for path in sorted(folder.glob(pattern)):
                 if path.is_file():
@@ -210,20 +213,27 @@ def _beside(parts: Parts) -> dict[str, bytes]:
     return found
 
 
-def _configs(parts: Parts, whole: _Whole, source: Source) -> dict[str, bytes]:
-    """``config.json`` and ``generation_config.json`` as they are true of what is written."""
-    config = {**_read(parts.model / "config.json"), **whole.changes}
+def configs(
+    folder: Path,
+    source: Source,
+    changes: Mapping[str, object] | None = None,
+    stop_token_ids: tuple[int, ...] = (),
+) -> dict[str, bytes]:
+    """``config.json`` and ``generation_config.json`` of ``folder`` as they are true of the weights
+    in ``source``, with ``changes`` to the first."""
+    changes = changes or {}
+    config = {**_read(folder / "config.json"), **changes}
     inner = config.get("text_config")
     if isinstance(inner, dict):
-        inner.update({name: value for name, value in whole.changes.items() if name in inner})
+        inner.update({name: value for name, value in changes.items() if name in inner})
     config.pop("torch_dtype", None)  # the old name
     config["dtype"] = _main_dtype(source)
     found = {"config.json": _json(config)}
-    path = parts.model / "generation_config.json"
+    path = folder / "generation_config.json"
     generation = _read(path) if path.is_file() else {}
     known = generation.get("eos_token_id")
     known = known if isinstance(known, list) else [known] if known is not None else []
-    if ends := list(dict.fromkeys([*known, *whole.stop_token_ids])):
+    if ends := list(dict.fromkeys([*known, *stop_token_ids])):
         generation["eos_token_id"] = ends[0] if len(ends) == 1 else ends
     if generation:
         found[path.name] = _json(generation)

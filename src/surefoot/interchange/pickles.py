@@ -3,11 +3,17 @@
 ``weights_only`` is torch's restricted reader: it knows tensors, containers and numbers, and refuses
 whatever names another function. numpy's arrays are let in beside them: the Trainer keeps numpy's
 generator as one.
+
+The index of a distributed checkpoint names classes of torch. It is read as records that note what
+they would have been made of: no class of torch is built, and any other name is refused.
 """
 
 from __future__ import annotations
 
+import io
+import pickle
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -49,3 +55,79 @@ def write_pickle(path: Path, content: object) -> None:
             raise CheckpointError(f"cannot write {path}: {str(error).splitlines()[0]}") from None
         with files.open_file(path, write=True) as file:
             file.sync()
+
+
+class Record:
+    """What stands for an object of another class: its arguments and its state, and no behaviour."""
+
+    name = ""
+
+    def __init__(self, *args: object) -> None:
+        self.args: tuple[Any, ...] = args
+        self.state: Any = None
+
+    def __new__(cls, *args: object) -> Record:
+        """Also without ``__init__``, as pickle makes most objects."""
+        made = super().__new__(cls)
+        made.args, made.state = args, None
+        return made
+
+    def __setstate__(self, state: object) -> None:
+        """Note the state."""
+        self.state = state
+
+    def __getitem__(self, field: str) -> Any:
+        return self.state[field]
+
+    def get(self, field: str) -> Any:
+        """A field that may be missing."""
+        return self.state.get(field)
+
+
+_DCP = "torch.distributed.checkpoint"
+_RECORDS = {
+    **dict.fromkeys(
+        (
+            *("Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata"),
+            *("ChunkStorageMetadata", "TensorProperties", "_MEM_FORMAT_ENCODING", "StorageMeta"),
+        ),
+        f"{_DCP}.metadata",
+    ),
+    "_StorageInfo": f"{_DCP}.filesystem",
+    "_get_layout": "torch.serialization",
+    "_rebuild_tensor_v2": "torch._utils",
+    "PosixPath": "pathlib",
+}
+
+
+class _Records(pickle.Unpickler):
+    """Knows the names above, torch's types of numbers, sizes and empty dicts; refuses any other."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if _RECORDS.get(name) == module:
+            return type(name, (Record,), {"name": name})
+        if module == "torch" and name == "Size":
+            return tuple
+        if module == "torch" and name.endswith("Storage"):
+            return name
+        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
+            return found
+        if (module, name) == ("collections", "OrderedDict"):
+            return dict
+        raise pickle.UnpicklingError(f"it asks for {module}.{name}")
+
+    def persistent_load(self, pid: object) -> object:
+        """Where a tensor's bytes lie; they are not read here."""
+        return pid
+
+
+def read_record(data: bytes, where: str) -> Any:
+    """What the pickle ``data`` says, as records. Raises ``CheckpointError``, naming ``where``."""
+    try:
+        return _Records(io.BytesIO(data)).load()
+    except Exception as error:  # as above
+        reason = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
+        raise CheckpointError(
+            f"{where}: it is damaged, or holds more than an index of tensors, and nothing of it "
+            f"was run ({reason[:200]})"
+        ) from None

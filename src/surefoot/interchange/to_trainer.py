@@ -7,9 +7,7 @@ and ``trainer_state.json``. ``training_args.bin`` is left out: the Trainer never
 from __future__ import annotations
 
 import json
-import secrets
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,6 +26,7 @@ from ..checkpoint.index import is_safetensors
 from ..checkpoint.layouts import open_folder
 from ..checkpoint.load import load
 from ..checkpoint.source import Memory, Source
+from ..checkpoint.whole import new_folder
 from ..errors import CheckpointError
 from ..recipe.recipe import Recipe
 from .arguments import training_arguments
@@ -66,7 +65,7 @@ def save_trainer_checkpoint(
     progress = states["trainer"]
     groups = trainer_groups(skeleton.policy)
     settings = _settings(recipe, progress)
-    with _aside(target) as folder:
+    with new_folder(target) as folder:
         _write_weights(opened, skeleton, folder)
         moments = _moments(opened, skeleton, states.pop("optimizer"))
         write_pickle(folder / OPTIMIZER, moments_by_number(moments, groups, settings))
@@ -77,25 +76,6 @@ def save_trainer_checkpoint(
         text = _state(opened, recipe, progress, states.get("callbacks", {}))
         files.write_new(folder / STATE, text)
     return training_arguments(recipe, progress["max_steps"])
-
-
-@contextmanager
-def _aside(target: Path) -> Iterator[Path]:
-    """A folder that becomes ``target`` at one stroke; removed if the block fails."""
-    with files.raising(CheckpointError, f"cannot write {target}"):
-        if files.exists(target):
-            raise CheckpointError(f"{target}: it exists already; choose another folder")
-        folder = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
-        files.make_folder(target.parent)
-        files.new_folder(folder)
-        try:
-            yield folder
-            files.sync_folder(folder)
-            files.rename(folder, target)
-            files.sync_folder(target.parent)
-        except BaseException:
-            files.remove_tree(folder)
-            raise
 
 
 @dataclass

@@ -10,12 +10,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from torch import nn
-from transformers import PreTrainedModel
 
 from ..errors import RecipeError
+
+if TYPE_CHECKING:  # half of all imports, and here only a name
+    from transformers import PreTrainedModel
 
 Style = Literal[
     "columns",

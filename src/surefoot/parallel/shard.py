@@ -7,16 +7,20 @@ whole window.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from transformers import PreTrainedModel
 
 from ..cuts import Cut, Cuts
 from .collectives import Axis
 from .section import ParallelSection
 from .tensor import cut_tensors
 from .world import DATA_AXES, World
+
+if TYPE_CHECKING:  # half of all imports, and here only a name
+    from transformers import PreTrainedModel
 
 
 def shard(

@@ -16,17 +16,20 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
-from transformers import PreTrainedModel
 
 from ..cuts import Cut, Cuts
 from ..errors import RecipeError
 from .collectives import Axis, copied, gathered, summed, taken
 from .plan import Role, Style, roles
+
+if TYPE_CHECKING:  # half of all imports, and here only a name
+    from transformers import PreTrainedModel
 
 AXIS = "tp"
 Shared = dict[nn.Parameter, nn.Parameter]  # whole parameter: what has taken its place

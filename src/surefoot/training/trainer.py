@@ -56,6 +56,7 @@ class Trainer:
     interval: Interval
     stop: StopSignal = field(default_factory=StopSignal)
     world: World = ALONE
+    agreed: Signals | None = None  # the signal that any of several processes has received
     rollbacks: int = 0
 
     @property
@@ -71,6 +72,11 @@ class Trainer:
             "callbacks": self.callbacks,
             "random": RandomState(),
         }
+
+    @property
+    def signal(self) -> Signals | None:
+        """The signal that has ended the run, if one has."""
+        return self.agreed or self.stop.received
 
     def fit(self) -> TrainerState:
         """Train until ``max_steps`` or a signal, which both end in a save, or a callback's stop.
@@ -101,8 +107,11 @@ class Trainer:
         return metrics
 
     def _is_done(self) -> bool:
-        asked = self.control.should_training_stop or self.stop.received is not None
-        return asked or self.state.global_step >= self.state.max_steps
+        return (
+            self.control.should_training_stop
+            or self._is_leaving
+            or self.state.global_step >= self.state.max_steps
+        )
 
     def _one_window(self) -> None:
         """Take the next window of the data and learn from it."""
@@ -200,11 +209,16 @@ class Trainer:
             except _BrokenOffError:
                 state.pending = ["should_evaluate"]
         control.should_log = control.should_evaluate = False
-        control.should_save |= self.stop.received is not None
+        control.should_save |= self._is_leaving
         if control.should_save:
             control.should_save = False
             self._save()
         self._collect()
+
+    @property
+    def _is_leaving(self) -> bool:
+        """Whether a signal ends the run: with several processes, one on which they have agreed."""
+        return (self.agreed if self.world.size > 1 else self.stop.received) is not None
 
     def _agree(self) -> None:
         """Let all processes do the same: what any one of them has been asked for."""
@@ -215,7 +229,7 @@ class Trainer:
         *flags, number = self.world.largest([*asked, float(self.stop.received or 0)])
         for name, flag in zip(names, flags, strict=True):
             setattr(self.control, name, bool(flag))
-        self.stop.received = Signals(int(number)) if number else None
+        self.agreed = Signals(int(number)) if number else None
 
     def _save(self) -> None:
         """Start to save this step. The last one, and a best one to end with, are never left out."""
@@ -229,4 +243,5 @@ class Trainer:
         """Tell the callbacks of saves that are committed by now."""
         for step in self.saver.collect(wait=wait):
             self.rollbacks = 0
-            self.callbacks.emit_saved(step)
+            if self.world.is_main:  # the others know only of their own part
+                self.callbacks.emit_saved(step)

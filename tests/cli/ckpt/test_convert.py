@@ -1,14 +1,19 @@
 """The convert command."""
 
 import json
+import warnings
 
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
 from transformers import AutoModelForCausalLM, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
 from checkpoint.sample import sample_states
 from folders import save_recipe
+from surefoot.checkpoint.dcp_write import write_dcp
 from surefoot.checkpoint.save import save
+from surefoot.checkpoint.source import Memory
 from surefoot.recipe.recipe import load
 from surefoot.run import build
 
@@ -82,3 +87,129 @@ def test_a_checkpoint_without_its_recipe_is_told(checkpoint, tmp_path):
     done = run("convert", tmp_path / "checkpoint-7", tmp_path / "out", "--to", "trainer")
     assert done.exit_code == 2
     assert "it has no recipe.yaml, which says how its optimizer was made" in done.stderr
+
+
+def test_layouts_and_meshes(checkpoint, tmp_path):
+    cut = tmp_path / "cut"
+    mesh = ("--mesh", "dp_shard=3,dp_replicate=2")
+    done = run("convert", checkpoint, cut, "--layout", "distributed", *mesh, "--json")
+    assert done.exit_code == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert (told["to"], told["layout"]) == ("surefoot", "distributed")
+    assert told["mesh"] == {"dp_replicate": 2, "dp_shard": 3}
+    assert told["files"]["manifest.json"] == (cut / "manifest.json").stat().st_size
+    assert "rank_00005/optimizer.safetensors" in told["files"]
+    done = run("convert", cut, tmp_path / "full", "--layout", "full")
+    assert done.exit_code == 0, done.stderr
+    assert (
+        done.stdout.splitlines()[1] == f"go on from it with checkpoint.resume={tmp_path / 'full'}"
+    )
+    assert run("diff", checkpoint, tmp_path / "full").exit_code == 0
+    assert run("verify", cut).exit_code == 0
+
+
+def test_to_dcp_and_back(checkpoint, tmp_path):
+    if (checkpoint / "adapter_config.json").exists():
+        pytest.skip("an adapter is not a model")
+    theirs = tmp_path / "dcp"
+    done = run("convert", checkpoint, theirs, "--to", "dcp", "--mesh", "dp_shard=3")
+    assert done.exit_code == 0, done.stderr
+    assert f"storage_reader=HuggingFaceStorageReader('{theirs}')" in done.stdout
+    assert len(list(theirs.glob("shard-*.safetensors"))) == 3
+    done = run("convert", theirs, tmp_path / "bare", "--to", "huggingface")
+    assert "weights only: its config.json and tokenizer" in done.stdout
+    done = run(
+        "convert", theirs, tmp_path / "out", "--to", "huggingface", "--base", checkpoint,
+        "--dtype", "bfloat16",
+    )  # fmt: skip
+    assert done.exit_code == 0, done.stderr
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
+    expected = AutoModelForCausalLM.from_pretrained(checkpoint).state_dict()
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, expected[name].bfloat16()), name
+    assert (tmp_path / "out" / "tokenizer.json").is_file()
+
+
+def test_a_pickled_checkpoint_of_the_trainers_fsdp_becomes_a_model(checkpoint, tmp_path):
+    if (checkpoint / "adapter_config.json").exists():
+        pytest.skip("an adapter is not a model")
+    weights = AutoModelForCausalLM.from_pretrained(checkpoint).state_dict()
+    theirs = tmp_path / "checkpoint-9"
+    inside = theirs / "pytorch_model_fsdp_0"
+    with warnings.catch_warnings(action="ignore"):
+        dcp.save({"model": weights}, checkpoint_id=inside, no_dist=True)
+    done = run("convert", theirs, tmp_path / "out", "--to", "huggingface")
+    assert done.exit_code == 2
+    assert "--trust-pickle" in done.stderr
+    assert not (tmp_path / "out").exists()
+    done = run(
+        "convert", theirs, tmp_path / "out", "--to", "huggingface", "--trust-pickle",
+        "--base", checkpoint,
+    )  # fmt: skip
+    assert done.exit_code == 0, done.stderr
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
+    assert all(torch.equal(found[name], tensor) for name, tensor in weights.items())
+
+
+def test_weights_of_another_model_are_refused(checkpoint, tmp_path):
+    write_dcp(Memory({"a": torch.ones(2)}), tmp_path / "dcp")
+    done = run(
+        "convert", tmp_path / "dcp", tmp_path / "out", "--to", "huggingface",
+        "--base", checkpoint.parents[1] / "model",
+    )  # fmt: skip
+    assert done.exit_code == 2
+    assert "weights of another model than" in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_adapter_becomes_peft(checkpoint, tmp_path):
+    done = run("convert", checkpoint, tmp_path / "out", "--to", "peft")
+    if not (checkpoint / "adapter_config.json").exists():
+        assert done.exit_code == 2
+        assert "it holds no adapter; take --to huggingface" in done.stderr
+        return
+    assert done.exit_code == 0, done.stderr
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert {"adapter_model.safetensors", "adapter_config.json", "tokenizer.json"} <= names
+    assert not names & {"state.json", "recipe.yaml", "optimizer.safetensors", "manifest.json"}
+    again = run(
+        "convert", tmp_path / "out", tmp_path / "again", "--to", "peft", "--dtype", "float16"
+    )
+    assert again.exit_code == 0, again.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ([], "say what to write: --to (surefoot, huggingface, peft, trainer, dcp) or --layout"),
+        (["--mesh", "dp_shard=2"], "--mesh goes with --layout distributed"),
+        (["--layout", "full", "--mesh", "dp_shard=2"], "--mesh goes with --layout distributed"),
+        (["--layout", "whole"], "'whole' is not one of 'full', 'distributed'"),
+        (["--to", "trainer", "--mesh", "dp_shard=2"], "--mesh means nothing with --to trainer"),
+        (["--to", "dcp", "--layout", "full"], "--layout means nothing with --to dcp"),
+        (["--to", "peft", "--base", "x"], "--base means nothing with --to peft"),
+        (["--layout", "full", "--trust-pickle"], "--trust-pickle means nothing with --to surefoot"),
+        (["--layout", "full", "--dtype", "int8"], "'int8' is not one of"),
+        (["--layout", "distributed", "--mesh", "tp=2"], "not 'tp'; for example dp_shard=4"),
+        (["--layout", "distributed", "--mesh", "dp_shard=0"], "dp_shard must be at least 1, got 0"),
+        (["--to", "dcp", "--mesh", "dp_shard=x"], "dp_shard must be a whole number, got 'x'"),
+    ],
+)
+def test_options_that_make_no_sense_write_nothing(options, told, checkpoint, tmp_path):
+    done = run("convert", checkpoint, tmp_path / "out", *options)
+    assert done.exit_code == 2
+    assert told in " ".join(done.stderr.split())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_folders_that_cannot_be_converted(checkpoint, tmp_path):
+    for source, options, told in (
+        (checkpoint.parents[1] / "model", ("--layout", "full"), "weights alone (huggingface)"),
+        (checkpoint.parent, ("--layout", "full"), "did you mean"),
+        (checkpoint.parent, ("--to", "dcp"), "did you mean"),
+        (tmp_path, ("--to", "huggingface"), "holds no weights"),
+    ):
+        done = run("convert", source, tmp_path / "out", *options)
+        assert done.exit_code == 2
+        assert told in done.stderr
+        assert not (tmp_path / "out").exists()

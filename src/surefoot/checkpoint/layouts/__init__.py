@@ -11,7 +11,7 @@ from ... import files
 from ..source import Source, Stored, read_whole
 from ..weights import MODEL, MODEL_INDEX, open_weights
 from ..weights import recognise as kind_of
-from . import huggingface, native, peft
+from . import dcp, huggingface, native, peft
 
 
 class Layout(Protocol):
@@ -24,7 +24,12 @@ class Layout(Protocol):
         """The weights in the folder; a ``CheckpointError`` if they are damaged."""
 
 
-LAYOUTS: dict[str, Layout] = {"native": native, "peft": peft, "huggingface": huggingface}
+LAYOUTS: dict[str, Layout] = {
+    "native": native,
+    "peft": peft,
+    "huggingface": huggingface,
+    "dcp": dcp,
+}
 
 
 def open_folder(path: Path | str) -> Source:

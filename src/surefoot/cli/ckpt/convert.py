@@ -1,43 +1,133 @@
-"""``surefoot ckpt convert``: a checkpoint as another program reads it; one line for each."""
+"""``surefoot ckpt convert``: a checkpoint in another layout, or as another program reads it; one
+function for each."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
 import click
 
 from ...address import Address
 from .place import PLACE, local
-from .table import JSON, print_json
+from .table import JSON, Advance, print_json, reading
+
+if TYPE_CHECKING:
+    from ...checkpoint.cuts import Mesh
+
+DTYPES = ("float32", "float16", "bfloat16")
+LAYOUTS = ("full", "distributed")
+DtypeName = Literal["float32", "float16", "bfloat16"]
+LayoutName = Literal["full", "distributed"]
 
 
 @dataclass(frozen=True)
 class Request:
-    """What to convert, and where to."""
+    """What to convert, where to, and how."""
 
     checkpoint: Path
     target: Path
-    base: str | None  # of an adapter, if it moved
+    base: str | None = None  # of an adapter if it moved, or of weights without a configuration
+    layout: LayoutName = "full"
+    mesh: str | None = None
+    dtype: DtypeName | None = None
+    trust_pickle: bool = False
 
 
 @dataclass(frozen=True)
 class Done:
     """What else there is to say of the folder that was written."""
 
-    notes: dict[str, object] = field(default_factory=dict)  # for --json
+    notes: Mapping[str, object] = field(default_factory=dict)  # for --json
     words: str = ""  # for people
 
 
-def _to_huggingface(request: Request) -> Done:
-    from ...inference import export
+def _to_surefoot(request: Request, advance: Advance) -> Done:
+    from ...checkpoint.reshard import reshard
 
-    export(request.checkpoint, request.target, base=request.base)
+    mesh = read_mesh(request.mesh)
+    reshard(
+        request.checkpoint,
+        request.target,
+        layout=request.layout,
+        mesh=mesh,
+        dtype=request.dtype,
+        progress=advance,
+    )
+    notes = {"layout": request.layout, "mesh": mesh.axes}
+    return Done(notes, f"go on from it with checkpoint.resume={request.target}")
+
+
+def _to_huggingface(request: Request, advance: Advance) -> Done:
+    from ...checkpoint.weights import recognise
+    from ...inference import export
+    from ...inference.rewritten import write_model
+    from ...interchange.dcp import open_source
+
+    if recognise(request.checkpoint) not in (None, "dcp") or _is_run(request.checkpoint):
+        before = 0
+
+        def tell(done: int, _total: int) -> None:
+            nonlocal before
+            advance(done - before)
+            before = done
+
+        export(
+            request.checkpoint,
+            request.target,
+            base=request.base,
+            dtype=request.dtype,
+            progress=tell,
+        )
+        return Done()
+    source = open_source(request.checkpoint, trust_pickle=request.trust_pickle)
+    base = None if request.base is None else _model(request.base)
+    write_model(source, request.target, base=base, dtype=request.dtype, progress=advance)
+    words = "weights only: its config.json and tokenizer are those of the model it comes from; "
+    return Done(words="" if base else words + "--base MODEL copies them")
+
+
+def _is_run(folder: Path) -> bool:
+    from ...checkpoint.commit import named
+
+    return bool(named(folder))
+
+
+def _model(path: str) -> Path:
+    from ...inference import locate
+
+    return locate(path).folder
+
+
+def _to_peft(request: Request, advance: Advance) -> Done:
+    from ...inference.rewritten import write_adapter
+
+    write_adapter(request.checkpoint, request.target, dtype=request.dtype, progress=advance)
     return Done()
 
 
-def _to_trainer(request: Request) -> Done:
+def _to_dcp(request: Request, advance: Advance) -> Done:
+    from ...checkpoint.dcp_write import write_dcp
+    from ...inference.rewritten import companions
+    from ...interchange.dcp import open_source
+
+    source = open_source(request.checkpoint, trust_pickle=request.trust_pickle)
+    mesh = read_mesh(request.mesh)
+    write_dcp(
+        source,
+        request.target,
+        mesh=mesh,
+        dtype=request.dtype,
+        small=companions(request.checkpoint, source),
+        progress=advance,
+    )
+    reader = f"HuggingFaceStorageReader({str(request.target)!r})"
+    return Done({"mesh": mesh.axes}, f"read it with dcp.load(..., storage_reader={reader})")
+
+
+def _to_trainer(request: Request, _advance: Advance) -> Done:
     from ...checkpoint.folder import open_checkpoint
     from ...errors import CheckpointError
     from ...inference.opened import find_parts
@@ -59,34 +149,83 @@ def _to_trainer(request: Request) -> Done:
     return Done({"training_arguments": arguments}, words)
 
 
-TARGETS: dict[str, Callable[[Request], Done]] = {
-    "trainer": _to_trainer,
+def read_mesh(text: str | None) -> Mesh:
+    """What ``--mesh`` says; one process if it is not given."""
+    from ...checkpoint.cuts import Mesh, parse_mesh
+
+    return Mesh() if text is None else parse_mesh(text)
+
+
+TARGETS: dict[str, Callable[[Request, Advance], Done]] = {
+    "surefoot": _to_surefoot,
     "huggingface": _to_huggingface,
+    "peft": _to_peft,
+    "trainer": _to_trainer,
+    "dcp": _to_dcp,
 }
+# The options that mean something for each target, beside SRC and DST.
+_TAKES = {
+    "surefoot": {"layout", "mesh", "dtype"},
+    "huggingface": {"base", "dtype", "trust_pickle"},
+    "peft": {"dtype"},
+    "trainer": {"base"},
+    "dcp": {"mesh", "dtype", "trust_pickle"},
+}
+
+LAYOUT = click.option(
+    "--layout",
+    type=click.Choice(LAYOUTS),
+    help="Of a checkpoint of ours: whole tensors, or a folder of boxes for every process.",
+)
+MESH = click.option(
+    "--mesh",
+    metavar="AXIS=N[,AXIS=N]",
+    help="The processes whose boxes are written: dp_shard=4 or dp_shard=4,dp_replicate=2.",
+)
+DTYPE = click.option(
+    "--dtype", type=click.Choice(DTYPES), help="Of the weights; the optimizer's state stays."
+)
 
 
 @click.command()
-@click.argument("checkpoint", metavar="CHECKPOINT", type=PLACE)
+@click.argument("checkpoint", metavar="SRC", type=PLACE)
 @click.argument("target", metavar="DST", type=click.Path(path_type=Path))
 @click.option(
     "--to",
     "kind",
     type=click.Choice(list(TARGETS)),
-    required=True,
-    help="trainer: what Trainer.train(resume_from_checkpoint=DST) goes on from; "
-    "huggingface: weights, configuration and tokenizer, an adapter merged into its base.",
+    help="surefoot (the default with --layout or --mesh): a checkpoint to go on from; "
+    "huggingface: weights, configuration and tokenizer, an adapter merged into its base; "
+    "peft: an adapter by itself; "
+    "trainer: what Trainer.train(resume_from_checkpoint=DST) goes on from; "
+    "dcp: weights that PyTorch's distributed checkpoints read.",
 )
-@click.option("--base", help="The base model of an adapter, if it moved.")
+@LAYOUT
+@MESH
+@DTYPE
+@click.option("--base", help="The base model of an adapter if it moved, or of a folder of DCP.")
+@click.option(
+    "--trust-pickle",
+    is_flag=True,
+    help="Read the pickled index of a distributed checkpoint of PyTorch, as inert records.",
+)
 @JSON
 def convert(
-    checkpoint: Path | Address, target: Path, kind: str, base: str | None, as_json: bool
+    checkpoint: Path | Address, target: Path, kind: str | None, as_json: bool, **options: object
 ) -> None:
-    """Write CHECKPOINT as another program reads it.
+    """Write SRC, a checkpoint, in another layout or as another program reads it.
 
-    DST is a new folder, which appears when all of it is written. CHECKPOINT stays as it is.
+    DST is a new folder, which appears when all of it is written. SRC stays as it is. Tensors go
+    from file to file: no model is built, and memory does not grow with it.
     """
-    done = TARGETS[kind](Request(local(checkpoint), target, base))
-    written = {p.name: p.stat().st_size for p in sorted(target.iterdir()) if p.is_file()}
+    kind = kind or _usual(options)
+    _refuse_meaningless(kind, options)
+    folder = local(checkpoint)
+    given = {name: value for name, value in options.items() if value is not None}
+    with reading("converting", None) as advance:
+        done = TARGETS[kind](Request(folder, target, **given), advance)  # type: ignore[arg-type]
+    paths = [path for path in sorted(target.rglob("*")) if path.is_file()]
+    written = {str(path.relative_to(target)): path.stat().st_size for path in paths}
     if as_json:
         told = {"path": str(target), "to": kind, "files": written, **done.notes}
         print_json(told)
@@ -94,3 +233,20 @@ def convert(
     click.echo(f"wrote {target} ({len(written)} files, {sum(written.values()):,} bytes)")
     if done.words:
         click.echo(done.words)
+
+
+def _usual(options: dict[str, object]) -> str:
+    if options["layout"] is None and options["mesh"] is None:
+        names = f"--to ({', '.join(TARGETS)}) or --layout ({', '.join(LAYOUTS)})"
+        raise click.UsageError(f"say what to write: {names}")
+    return "surefoot"
+
+
+def _refuse_meaningless(kind: str, options: dict[str, object]) -> None:
+    for name, value in options.items():
+        if value and name not in _TAKES[kind]:
+            option = f"--{name.replace('_', '-')}"
+            takes = ", ".join(f"--{n.replace('_', '-')}" for n in sorted(_TAKES[kind]))
+            raise click.UsageError(f"{option} means nothing with --to {kind}, which takes {takes}")
+    if kind == "surefoot" and options["mesh"] and options["layout"] != "distributed":
+        raise click.UsageError("--mesh goes with --layout distributed; layout full has no boxes")

@@ -37,7 +37,12 @@ if TYPE_CHECKING:
     from ...checkpoint.norms import Norms
 
 _NUMBERS = ("tensors", "elements", "size", "L2 norm", "min", "max", "mean", "NaN", "inf")
-_LAYOUTS = {"native": "Surefoot", "huggingface": "Hugging Face", "peft": "PEFT adapter"}
+_LAYOUTS = {
+    "native": "Surefoot",
+    "huggingface": "Hugging Face",
+    "peft": "PEFT adapter",
+    "dcp": "PyTorch DCP",
+}
 AllNorms = Mapping[str, "Norms"]  # by a tensor's full name
 
 

@@ -1,0 +1,68 @@
+"""Write any source as a folder of boxes that PyTorch's distributed checkpoints (DCP) read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from .. import files
+from . import dcp
+from .copy import Progress, cast, pour
+from .cuts import Mesh
+from .plan import FilePlan, plan_save
+from .reshard import ALONE, held_by
+from .sharding import explained
+from .source import Source
+from .stream import Stream
+from .whole import new_folder
+
+
+def plan_dcp(source: Source, mesh: Mesh = ALONE) -> list[FilePlan]:
+    """One file for every rank that holds something."""
+    plans = []
+    for rank, held in enumerate(held_by({"model": source}, mesh)):
+        own = held["model"]
+        tensors = {name: (own[name].dtype, own[name].box.shape) for name in sorted(own)}
+        boxes = {name: (one.shape, one.box) for name, one in own.items()}
+        if tensors:
+            plans += plan_save(dcp.file_name(rank), tensors, None, boxes=boxes)
+    return plans
+
+
+def write_dcp(
+    source: Source,
+    target: Path,
+    *,
+    mesh: Mesh = ALONE,
+    dtype: str | None = None,
+    small: Mapping[str, bytes] | None = None,
+    progress: Progress | None = None,
+) -> None:
+    """Write ``source``, cut for ``mesh``, into the new folder ``target``, with ``small`` files.
+
+    ``torch.distributed.checkpoint.HuggingFaceStorageReader`` reads it into any mesh, and PyTorch's
+    ``consolidate_safetensors_files`` makes whole tensors of it. Raises ``CheckpointError``.
+    """
+    source = cast(source, dtype)
+    with new_folder(target) as folder:
+        for plan in (plans := plan_dcp(source, mesh)):
+            with files.create(folder / plan.name) as file:
+                file.reserve(plan.header.file_size)
+        for plan in plans:
+            with files.open_file(folder / plan.name, follow=False, write=True) as file:
+                file.bypass_cache()
+                _fill(file, source, plan, progress or _silent)
+        for name, data in (small or {}).items():
+            files.make_folder((folder / name).parent)
+            files.write_new(folder / name, data)
+
+
+def _fill(file: files.File, source: Source, plan: FilePlan, progress: Progress) -> None:
+    with Stream(file) as stream:
+        stream.write(plan.head)
+        for name, (_, box) in explained(plan.header).items():
+            pour(stream, source, name, box, progress)
+
+
+def _silent(num_bytes: int) -> None:
+    """Report no progress."""

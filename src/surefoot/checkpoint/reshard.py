@@ -1,0 +1,311 @@
+"""A checkpoint in another layout, or cut for another mesh: all of it, from file to file.
+
+Weights, optimizer and the rest of the state are sources; the new files are planned as the save of a
+run of that mesh would plan them, and filled block by block. So no model is built, no process group
+is started, memory does not grow with the model, and every byte is read once, its hash checked on
+the way.
+"""
+
+from __future__ import annotations
+
+import heapq
+import json
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from .. import files
+from ..errors import CheckpointError
+from .box import Box
+from .commit import clean_beside, refuse_existing
+from .contents import ROLES, open_contents
+from .copy import Progress, cast, described, pour
+from .cuts import Mesh
+from .folder import open_checkpoint
+from .header import num_bytes
+from .index import Layout, Manifest, is_safetensors
+from .job import Job, Saved, Shard
+from .plan import plan_save
+from .save import RANK_FOLDER, WEIGHT_STEMS, WORTH_SHARING, indexes, versions
+from .sharding import explained
+from .source import Renamed, Source, Stored
+from .stream import Stream
+from .weights import FOREIGN, open_weights, recognise
+from .write import write
+
+ALONE = Mesh()
+SHARD_SIZE = 5_000_000_000  # bytes of the largest file
+_INDEX = ".safetensors.index.json"
+_CONFIG = "config.json"
+_MESH = re.compile(r"rank_\d{5}/")
+
+
+@dataclass(frozen=True)
+class Held:
+    """What one process holds of one tensor."""
+
+    dtype: str
+    shape: tuple[int, ...]  # of the whole tensor
+    box: Box
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the box."""
+        return num_bytes(self.dtype, self.box.shape)
+
+
+@dataclass(frozen=True)
+class Resharding:
+    """What is to be written, from which sources, and how large it is. Nothing is written yet."""
+
+    folder: Path
+    manifest: Manifest
+    layout: Layout
+    mesh: Mesh
+    sources: Mapping[str, Source]  # by role
+    shards: Sequence[Shard]
+    small: Mapping[str, bytes]
+
+    @property
+    def reads(self) -> dict[str, int]:
+        """Bytes of tensors read from each file."""
+        found: dict[str, int] = {}
+        for piece in self.manifest.pieces:
+            found[piece.file] = found.get(piece.file, 0) + piece.num_bytes
+        return dict(sorted(found.items()))
+
+    @property
+    def writes(self) -> dict[str, int]:
+        """Bytes of each file but ``manifest.json``."""
+        large = {shard.plan.name: shard.plan.header.file_size for shard in self.shards}
+        return dict(sorted({**large, **{n: len(data) for n, data in self.small.items()}}.items()))
+
+    @property
+    def by_rank(self) -> list[int]:
+        """Bytes of tensor files that a save by each process of the mesh writes."""
+        found = [0] * self.mesh.size
+        for shard in self.shards:
+            name = shard.plan.name
+            rank = int(name[5:10]) if _MESH.match(name) else 0
+            found[rank] += shard.plan.header.file_size
+        return found
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors written."""
+        entries = (e for shard in self.shards for e in shard.plan.header.entries.values())
+        return sum(entry.num_bytes for entry in entries)
+
+
+def reshard(
+    folder: Path | str,
+    target: Path | str,
+    *,
+    layout: Layout = "full",
+    mesh: Mesh = ALONE,
+    dtype: str | None = None,
+    max_shard_size: int = SHARD_SIZE,
+    progress: Progress | None = None,
+) -> Saved:
+    """Write the checkpoint in ``folder`` as another one, ``target``, whole or not at all.
+
+    A run that goes on from either goes on in the same way: bitwise, unless ``dtype`` rounds the
+    weights.
+
+    Args:
+        folder: a checkpoint of ours.
+        target: the new checkpoint, a folder that does not exist.
+        layout: ``full``, or ``distributed`` for a folder for every process of ``mesh``.
+        mesh: the processes whose boxes are written; only in layout ``distributed``.
+        dtype: float32, float16 or bfloat16, for the weights; the optimizer's state stays.
+        max_shard_size: of each file, in bytes.
+        progress: told the bytes of each block written.
+
+    Raises:
+        CheckpointError: a damaged checkpoint, options that do not go together, ``target`` exists,
+            or the disk fails.
+    """
+    path = Path(target).absolute()
+    refuse_existing(path)
+    if Path(folder).absolute() in path.parents:
+        raise CheckpointError(f"{target}: lies in the checkpoint {folder}; choose another folder")
+    plan = plan_reshard(
+        folder, layout=layout, mesh=mesh, dtype=dtype, max_shard_size=max_shard_size
+    )
+    clean_beside(path)
+    return write(_job(plan, path), _Poured(plan.sources, progress or _silent))
+
+
+def plan_reshard(
+    folder: Path | str,
+    *,
+    layout: Layout = "full",
+    mesh: Mesh = ALONE,
+    dtype: str | None = None,
+    max_shard_size: int = SHARD_SIZE,
+) -> Resharding:
+    """What ``reshard`` would read and write. Of the tensors only the headers are read."""
+    if layout == "full" and mesh.size > 1:
+        raise CheckpointError(
+            "a mesh goes with layout distributed; layout full is the same for every mesh"
+        )
+    _refuse_foreign(Path(folder))
+    checkpoint = open_checkpoint(Path(folder))
+    manifest = checkpoint.manifest
+    sources = open_roles(Path(folder), manifest)
+    sources["model"] = cast(sources["model"], dtype)
+    shards = list(_shards(sources, manifest, layout, mesh, max_shard_size))
+    names = [n for n in manifest.files if not is_safetensors(n) and not n.endswith(_INDEX)]
+    small = {name: checkpoint.small(name) for name in names}
+    if dtype is not None and _CONFIG in small:
+        small[_CONFIG] = _with_dtype(small[_CONFIG], dtype)
+    small |= indexes(shards, mesh.size)
+    return Resharding(Path(folder), manifest, layout, mesh, sources, shards, small)
+
+
+def _refuse_foreign(folder: Path) -> None:
+    with files.raising(CheckpointError):
+        layout = recognise(folder)
+    if layout is None:
+        open_weights(folder)  # says what is there instead
+    if layout in FOREIGN:
+        raise CheckpointError(
+            f"{folder}: weights alone ({layout}), not a checkpoint of ours with the state to go on "
+            "from; weights are converted with --to huggingface or --to dcp"
+        )
+
+
+def open_roles(folder: Path, manifest: Manifest) -> dict[str, Source]:
+    """The tensors of each role of a checkpoint of ours, under the names they have in its files."""
+    stored = Stored(open_contents(folder))
+    return {
+        role: Renamed(stored, {name: f"{role}/{name}" for name in manifest.tensors(role)})
+        for role in ROLES
+    }
+
+
+def _with_dtype(config: bytes, dtype: str) -> bytes:
+    """``config.json`` of weights of another type."""
+    told = json.loads(config)
+    for section in (told, told.get("text_config")):
+        if isinstance(section, dict) and ("dtype" in section or section is told):
+            section["dtype"] = dtype
+            section.pop("torch_dtype", None)  # the old name
+    return (json.dumps(told, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()
+
+
+def _shards(
+    sources: Mapping[str, Source],
+    manifest: Manifest,
+    layout: Layout,
+    mesh: Mesh,
+    max_shard_size: int,
+) -> Iterator[Shard]:
+    """The files of every role: of whole tensors, or of the boxes of every rank."""
+    moved = {name.rpartition(".")[0] for name in sources["optimizer"].shapes()}
+    stems = {"model": WEIGHT_STEMS[manifest.kind], "optimizer": "optimizer", "state": "state"}
+    if manifest.kind == "adapter":  # one small file beside the manifest, as PEFT wants it
+        (whole,) = held_by({"model": sources["model"]}, ALONE)
+        yield from _planned("model", stems["model"], whole["model"], None)
+        sources = {role: source for role, source in sources.items() if role != "model"}
+    for rank, held in enumerate(held_by(sources, mesh)):
+        still = _still(held.get("model", {}), moved)
+        for role, own in held.items():
+            stem, is_boxed = stems[role], layout == "distributed"
+            stem = f"{RANK_FOLDER.format(rank)}/{stem}" if is_boxed else stem
+            limit = None if role == "state" else max_shard_size
+            apart = still if role == "model" else ()
+            yield from _planned(role, stem, own, limit, apart=apart, is_boxed=is_boxed)
+
+
+def held_by(sources: Mapping[str, Source], mesh: Mesh) -> list[dict[str, dict[str, Held]]]:
+    """What each rank writes, by role and name.
+
+    Copies are written once: the largest tensors first, each by the copy of the model that has least
+    to write so far. What is no tensor of the model or its optimizer is whole, and the first rank's.
+    """
+    found: list[dict[str, dict[str, Held]]] = [{r: {} for r in sources} for _ in range(mesh.size)]
+    loads = [(0, copy) for copy in range(mesh.dp_replicate)]  # a heap
+    for role, source in sources.items():
+        tensors = described(source)
+        for name in sorted(tensors, key=lambda name: -num_bytes(*tensors[name])):
+            dtype, shape = tensors[name]
+            if role == "state":
+                found[0][role][name] = Held(dtype, shape, Box.whole(shape))
+                continue
+            load, copy = loads[0]
+            heapq.heapreplace(loads, (load + num_bytes(dtype, shape), copy))
+            for rank, box in mesh.boxes(shape, copy):
+                found[rank][role][name] = Held(dtype, shape, box)
+    return found
+
+
+def _planned(
+    role: str,
+    stem: str,
+    held: Mapping[str, Held],
+    limit: int | None,
+    *,
+    apart: Collection[str] = (),
+    is_boxed: bool = False,
+) -> list[Shard]:
+    tensors = {name: (held[name].dtype, held[name].box.shape) for name in sorted(held)}
+    boxes = {name: (one.shape, one.box) for name, one in held.items()} if is_boxed else None
+    plans = plan_save(stem, tensors, limit, apart=apart, boxes=boxes) if tensors else []
+    return [Shard(role, plan) for plan in plans]
+
+
+def _still(model: Mapping[str, Held], moved: Collection[str]) -> set[str]:
+    """Weights that no optimizer moves, if they are worth files of their own, as in a save."""
+    still = {name for name in model if name not in moved}
+    size = sum(one.num_bytes for one in model.values())
+    share = sum(model[name].num_bytes for name in still) / max(size, 1)
+    return still if WORTH_SHARING <= share < 1 else set()
+
+
+def _job(plan: Resharding, target: Path) -> Job:
+    manifest = plan.manifest
+    return Job(
+        root=target.parent,
+        name=target.name,
+        step=manifest.step,
+        kind=manifest.kind,
+        created=datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z"),
+        versions=versions(),
+        shards=plan.shards,
+        small=plan.small,
+        parent=manifest.parent,
+        layout=plan.layout,
+        world_size=plan.mesh.size,
+        mesh=plan.mesh.axes,
+        share=False,
+    )
+
+
+@dataclass(frozen=True)
+class _Poured:
+    """The content of files that are filled from sources."""
+
+    sources: Mapping[str, Source]
+    progress: Progress
+
+    def write(self, shard: Shard, file: files.File) -> Mapping[str, str]:
+        """Fill and flush the file; the hash of each box's bytes by its tensor's name."""
+        source = self.sources[shard.role]
+        with Stream(file) as stream:
+            stream.write(shard.plan.head)
+            boxes = explained(shard.plan.header)
+            return {
+                name: pour(stream, source, name, boxes[name][1], self.progress)
+                for name in shard.plan.header.entries
+            }
+
+    def hash(self, shard: Shard, name: str) -> str:
+        """Not asked for: nothing is shared with a parent."""
+        raise AssertionError(name)
+
+
+def _silent(num_bytes: int) -> None:
+    """Report no progress."""

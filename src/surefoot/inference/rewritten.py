@@ -1,0 +1,108 @@
+"""Weights of others, or an adapter by itself, as a folder that the usual tools open.
+
+A folder of PyTorch's distributed checkpoints holds tensors and nothing else: what else a model
+takes, its configuration and tokenizer, comes from the model it was trained from (``base``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from .. import files
+from ..checkpoint.contents import small_file
+from ..checkpoint.copy import cast, copy
+from ..checkpoint.folder import open_checkpoint
+from ..checkpoint.index import is_safetensors
+from ..checkpoint.layouts import open_folder
+from ..checkpoint.source import Renamed, Source, Stored
+from ..checkpoint.weights import ADAPTER_CONFIG, open_weights, recognise
+from ..checkpoint.whole import new_folder
+from ..errors import CheckpointError
+from .exported import beside, configs
+
+Progress = Callable[[int], None]
+_CONFIG = "config.json"
+_PREFIX = "model."  # of ``dcp.save({"model": model.state_dict()})``
+_OURS = {"state.json", "recipe.yaml", "trainer_state.json"}  # of a run, not of an adapter
+
+
+def write_model(
+    source: Source,
+    target: Path,
+    *,
+    base: Path | None,
+    dtype: str | None = None,
+    progress: Progress | None = None,
+) -> None:
+    """Write ``source`` into the new folder ``target`` as a Hugging Face model.
+
+    Args:
+        source: the weights, under the names of Hugging Face's files.
+        target: a folder that does not exist.
+        base: a folder of the same model, whose configuration and tokenizer are copied, and whose
+            tensors must all be there; None: weights only.
+        dtype: float32, float16 or bfloat16; None: as they are.
+        progress: told the bytes of each block written.
+
+    Raises:
+        CheckpointError: weights of another model than ``base``, or a write that fails.
+    """
+    source = cast(source if base is None else _named_as(source, base), dtype)
+    small = {} if base is None else companions(base, source)
+    with new_folder(target) as folder:
+        copy(source, folder, progress=progress)
+        _write_small(folder, small)
+
+
+def companions(base: Path, source: Source) -> dict[str, bytes]:
+    """What lies beside the weights in ``base``, its configuration as it is true of ``source``."""
+    found = beside(base, base)
+    return found | (configs(base, source) if files.exists(base / _CONFIG) else {})
+
+
+def _named_as(source: Source, base: Path) -> Source:
+    """``source`` under the names that ``base`` uses."""
+    wanted, found = set(open_folder(base).shapes()), source.shapes()
+    bare = {name.removeprefix(_PREFIX): name for name in found}
+    if not wanted <= found.keys() and wanted <= bare.keys():
+        source = Renamed(source, bare)
+        found = source.shapes()
+    if missing := sorted(wanted - found.keys()):
+        raise CheckpointError(
+            f"weights of another model than {base}: of its {len(wanted)} tensors {len(missing)} "
+            f"are missing (for one, {missing[0]})"
+        )
+    return source
+
+
+def write_adapter(
+    folder: Path, target: Path, *, dtype: str | None = None, progress: Progress | None = None
+) -> None:
+    """Write the adapter of a checkpoint as PEFT has it, without the state of its training.
+
+    Raises ``CheckpointError`` if ``folder`` holds none.
+    """
+    if recognise(folder) not in ("native", "peft") or not files.exists(folder / ADAPTER_CONFIG):
+        raise CheckpointError(f"{folder}: it holds no adapter; take --to huggingface for a model")
+    source = cast(Stored(open_weights(folder)), dtype)
+    small = _adapter_files(folder)
+    with new_folder(target) as made:
+        copy(source, made, stem="adapter_model", max_shard_size=None, progress=progress)
+        _write_small(made, small)
+
+
+def _adapter_files(folder: Path) -> dict[str, bytes]:
+    if recognise(folder) == "native":
+        names = open_checkpoint(folder).manifest.files.keys() - _OURS
+        kept = [name for name in names if not is_safetensors(name)]
+    else:
+        kept = [ADAPTER_CONFIG, *beside(folder, folder)]
+    found = {name: small_file(folder, name) for name in sorted(kept)}
+    return {name: data for name, data in found.items() if data is not None}
+
+
+def _write_small(folder: Path, small: Mapping[str, bytes]) -> None:
+    for name, data in small.items():
+        files.make_folder((folder / name).parent)
+        files.write_new(folder / name, data)

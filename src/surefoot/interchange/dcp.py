@@ -1,0 +1,252 @@
+"""PyTorch's distributed checkpoints (DCP) with a pickled index, and FSDP folders of the Trainer.
+
+``.metadata`` and the small pickle around every tensor are read as inert records (``pickles``), so
+that no class of theirs is built and nothing runs; tensors' bytes are read where they lie.
+"""
+
+from __future__ import annotations
+
+import struct
+import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from io import RawIOBase
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .. import files
+from ..checkpoint.box import Box, is_covered_once
+from ..checkpoint.bytes import raw
+from ..checkpoint.index import is_plain_name
+from ..checkpoint.layouts import open_folder
+from ..checkpoint.source import Shape, Source
+from ..checkpoint.weights import DISTRIBUTED
+from ..errors import CheckpointError
+from .pickles import Record, read_record
+
+INDEX, FSDP = DISTRIBUTED
+DEEPSPEED = ("zero_to_fp32.py", "latest")
+_LOCAL = struct.Struct("<4s22xHH")  # of a zip entry: signature, lengths of name and extra field
+_TOP = "model"  # of ``dcp.save({"model": model.state_dict()})``
+
+
+def open_source(folder: Path, *, trust_pickle: bool = False) -> Source:
+    """The weights in a folder of any kind, ours or of others.
+
+    Raises ``CheckpointError`` if there are none, or they lie in pickles that the user does not
+    trust, or that are not read here.
+    """
+    with files.raising(CheckpointError, f"cannot read {folder}"):
+        for inner in (folder, folder / FSDP):
+            if files.exists(inner / INDEX):
+                return _open_pickled(inner, trust_pickle)
+        found = next((name for name in DEEPSPEED if files.exists(folder / name)), None)
+        if found is not None:
+            raise CheckpointError(
+                f"{folder}: a checkpoint of DeepSpeed ({found}), pickled by rank; put it together "
+                f"with `python {folder}/zero_to_fp32.py {folder} OUT --safe_serialization`, and "
+                "take OUT"
+            )
+    return open_folder(folder)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """One box of a tensor: an archive as ``torch.save`` writes it, inside a file."""
+
+    box: Box
+    file: files.File
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True)
+class _Stored:
+    dtype: torch.dtype
+    shape: Shape
+    parts: tuple[_Part, ...]
+
+
+@dataclass(frozen=True)
+class Pickled:
+    """Tensors in ``.distcp`` files."""
+
+    folder: Path
+    tensors: Mapping[str, _Stored]
+    _starts: dict[tuple[Path, int], int] = field(default_factory=dict, repr=False, compare=False)
+
+    def shapes(self) -> Mapping[str, Shape]:
+        """As stored."""
+        return {name: stored.shape for name, stored in self.tensors.items()}
+
+    def dtypes(self) -> Mapping[str, torch.dtype]:
+        """As stored."""
+        return {name: stored.dtype for name, stored in self.tensors.items()}
+
+    def read(self, name: str, box: Box) -> torch.Tensor:
+        """Just the bytes of ``box``."""
+        stored = self.tensors[name]
+        found = torch.empty(box.shape, dtype=stored.dtype)
+        for part in stored.parts:
+            if (common := box & part.box) is not None:
+                with files.raising(CheckpointError):
+                    self._fill(name, part, common, found[common.slices_in(box)])
+        return found
+
+    def _fill(self, name: str, part: _Part, box: Box, target: torch.Tensor) -> None:
+        """Read ``box``, which lies in ``part``, straight into ``target`` if that is contiguous."""
+        start, size = self._start(name, self.tensors[name], part), target.dtype.itemsize
+        is_plain = target.is_contiguous()
+        values = target if is_plain else torch.empty(box.shape, dtype=target.dtype)
+        view, done = raw(values), 0
+        for first, count in box.moved_into(part.box).runs_in(Box.whole(part.box.shape)):
+            part.file.read_into(start + first * size, view[done : done + count * size])
+            done += count * size
+        if not is_plain:
+            target.copy_(values)
+
+    def _start(self, name: str, stored: _Stored, part: _Part) -> int:
+        """Where the values begin in the file."""
+        key = part.file.path, part.offset
+        if key not in self._starts:
+            self._starts[key] = part.offset + _data_offset(name, stored.dtype, part)
+        return self._starts[key]
+
+
+def _open_pickled(folder: Path, trust_pickle: bool) -> Pickled:
+    if not trust_pickle:
+        raise CheckpointError(
+            f"{folder}: a distributed checkpoint of PyTorch whose {INDEX} is a pickle; "
+            "--trust-pickle reads it, building none of its classes and running nothing"
+        )
+    where = folder / INDEX
+    with files.open_file(where) as file:
+        index = read_record(files.read_all(file, 1 << 30), str(where))
+    try:
+        return Pickled(folder, _tensors(folder, index))
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"{where}: not the index of a distributed checkpoint ({type(error).__name__}: {error})"
+        ) from None
+
+
+def _tensors(folder: Path, index: Any) -> dict[str, _Stored]:
+    """What the index says of the weights; what else was saved with them is left out."""
+    names = _weights(index)
+    places: dict[tuple[str, tuple[int, ...]], Any] = {}
+    for key, value in index["storage_data"].items():
+        if (offset := key.get("offset")) is not None:
+            places[key["fqn"], tuple(offset)] = value
+    opened: dict[str, files.File] = {}
+    found = {}
+    for name, fqn in names.items():
+        told = index["state_dict_metadata"][fqn]
+        shape = tuple(told["size"])
+        boxes = {Box(tuple(c["offsets"]), tuple(c["sizes"])): None for c in told["chunks"]}
+        filled = [box for box in boxes if box.size] or list(boxes)[:1]
+        if not is_covered_once(Box.whole(shape), filled):
+            raise CheckpointError(
+                f"{folder}: tensor {name[:200]!r}: its boxes are not all of it exactly once"
+            )
+        parts = tuple(_part(folder, opened, box, places[fqn, box.start]) for box in filled)
+        found[name] = _Stored(told["properties"].state[0], shape, parts)
+    return found
+
+
+def _weights(index: Any) -> dict[str, str]:
+    """The tensors of the model, by their names in it: its own, or those under ``model``."""
+    paths = index["planner_data"] or {}
+    known = {
+        fqn: tuple(paths.get(fqn, (fqn,)))
+        for fqn, told in index["state_dict_metadata"].items()
+        if told.name == "TensorStorageMetadata"
+    }
+    inside = {path[1]: fqn for fqn, path in known.items() if path[0] == _TOP and len(path) == 2}
+    found = inside or {path[0]: fqn for fqn, path in known.items() if len(path) == 1}
+    if not found:
+        raise CheckpointError("it holds no weights: neither tensors, nor tensors under `model`")
+    return found
+
+
+def _part(folder: Path, opened: dict[str, files.File], box: Box, place: Any) -> _Part:
+    name = place["relative_path"]
+    if not is_plain_name(name) or "/" in name:
+        raise CheckpointError(f"{folder / INDEX}: {name[:200]!r} is not a file in this folder")
+    if place.get("transform_descriptors"):
+        raise CheckpointError(
+            f"{folder / name}: it is compressed or encrypted; read it with PyTorch"
+        )
+    if name not in opened:
+        opened[name] = files.open_inside(folder, name)
+    offset, length = int(place["offset"]), int(place["length"])
+    if not 0 <= offset <= offset + length <= opened[name].size:
+        raise CheckpointError(f"{folder / name}: it ends before the tensors that {INDEX} promises")
+    return _Part(box, opened[name], offset, length)
+
+
+class _View(RawIOBase):
+    """A part of a file as a file of its own."""
+
+    def __init__(self, part: _Part) -> None:
+        self._part, self._at = part, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        self._at = offset + (0, self._at, self._part.length)[whence]
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer).cast("B")
+        count = max(0, min(len(view), self._part.length - self._at))
+        self._part.file.read_into(self._part.offset + self._at, view[:count])
+        self._at += count
+        return count
+
+
+def _data_offset(name: str, dtype: torch.dtype, part: _Part) -> int:
+    """Where in its archive the values of a part begin, once they are known to lie as expected."""
+    where = f"{part.file.path}: {name[:200]}"
+    try:
+        with zipfile.ZipFile(_View(part)) as archive:
+            entries = {entry.filename.partition("/")[2]: entry for entry in archive.infolist()}
+        pickle, data = entries["data.pkl"], entries["data/0"]
+    except (zipfile.BadZipFile, KeyError, ValueError) as error:
+        raise CheckpointError(f"{where}: not a tensor as PyTorch saves it ({error})") from None
+    if (pickle.compress_type, data.compress_type) != (zipfile.ZIP_STORED, zipfile.ZIP_STORED):
+        raise CheckpointError(f"{where}: it is compressed; read it with PyTorch")
+    text = part.file.read(part.offset + _entry_start(part, pickle, where), pickle.file_size)
+    _check_tensor(read_record(text, where), dtype, part.box.shape, data.file_size, where)
+    return _entry_start(part, data, where)
+
+
+def _entry_start(part: _Part, entry: zipfile.ZipInfo, where: str) -> int:
+    """Where the bytes of an entry begin, once it is known that they all lie in the archive."""
+    head = part.file.read(part.offset + entry.header_offset, _LOCAL.size)
+    signature, name, extra = _LOCAL.unpack(head)
+    start: int = entry.header_offset + _LOCAL.size + name + extra
+    if signature != b"PK\x03\x04" or start + entry.file_size > part.length:
+        raise CheckpointError(f"{where}: the archive of the tensor is damaged")
+    return start
+
+
+def _check_tensor(found: Any, dtype: torch.dtype, shape: Shape, size: int, where: str) -> None:
+    """Refuse a tensor whose values do not fill the archive's one block in row-major order."""
+    strides: list[int] = []
+    step = 1
+    for n in reversed(shape):
+        strides.insert(0, step)
+        step *= max(n, 1)
+    is_tensor = isinstance(found, Record) and found.name == "_rebuild_tensor_v2"
+    offset, extent, stride = found.args[1:4] if is_tensor else (None, (), ())
+    is_plain = all(a == b for a, b, n in zip(stride, strides, shape, strict=False) if n > 1)
+    if tuple(extent) != shape or offset != 0 or not is_plain:
+        raise CheckpointError(f"{where}: not a plain tensor of {list(shape)}; read it with PyTorch")
+    if size != Box.whole(shape).size * dtype.itemsize:
+        raise CheckpointError(f"{where}: {size} bytes, expected {list(shape)} of {dtype}")
