@@ -13,6 +13,8 @@ import ranks
 import tiny
 from spread import UNEVEN, learn, resume, save, trainer
 from surefoot.checkpoint.folder import open_checkpoint
+from surefoot.checkpoint.layouts import open_folder
+from surefoot.checkpoint.source import read_whole
 from surefoot.checkpoint.verify import verify
 from surefoot.methods.lora import LoRA
 from surefoot.parallel.world import ALONE
@@ -89,6 +91,13 @@ def test_what_two_by_two_saved_is_the_same_on_any_mesh(count, parallel, saved, t
 def test_the_manifest_tells_the_mesh(saved):
     manifest = open_checkpoint(saved[0]).manifest
     assert dict(manifest.mesh) == {"dp_replicate": 1, "dp_shard": 2, "tp": 2}
+
+
+def test_its_weights_are_read_without_any_process(saved):
+    path, expected, _ = saved
+    source = open_folder(path)
+    found = {f"model/{name}": read_whole(source, name) for name in source.shapes()}
+    assert_bitwise(found, {n: t for n, t in expected.items() if n.startswith("model/")})
 
 
 def test_a_run_goes_from_mesh_to_mesh_as_one_process_would(saved, tmp_path):
