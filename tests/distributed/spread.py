@@ -27,11 +27,20 @@ from surefoot.training.randomness import seed_everything
 from surefoot.training.saver import Saver
 from surefoot.training.section import TrainSection
 
+TRAIN = {"max_steps": 8, "global_batch_size": 6, "micro_batch_size": 3}
 UNEVEN = {"vocab_size": 97, "intermediate_size": 130}
 
 
 def trainer(
-    world, folder, *, method=None, kind="llama", micro=3, packing=False, recompute=False, **changes
+    world,
+    folder,
+    *,
+    method=None,
+    kind="llama",
+    packing=False,
+    recompute=False,
+    train=None,
+    **changes,
 ):
     """The trainer of a tiny model; ``changes`` are of its configuration."""
     method = method or Full()
@@ -40,9 +49,7 @@ def trainer(
         data=DataSection(datasets=("unused",), packing=packing),
         method=method,
         stage=SFT(),
-        train=TrainSection(
-            output_dir=folder, max_steps=8, global_batch_size=6, micro_batch_size=micro
-        ),
+        train=TrainSection(**{**TRAIN, "output_dir": folder, **(train or {})}),
         optim=AdamW(learning_rate=5e-3, weight_decay=0.1),
     )
     inner = tiny.model(kind, **{"num_hidden_layers": 2, **changes})

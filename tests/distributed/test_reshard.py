@@ -21,7 +21,8 @@ from surefoot.parallel.world import ALONE
 
 CLOSE = 2e-5  # of losses after some steps of Adam: sums in another order
 ADAPTER = LoRA(rank=3, alpha=8.0)
-QWEN = {"kind": "qwen2", "micro": 1, **UNEVEN}  # tied, biases, nothing divides
+ONES = {"micro_batch_size": 1}  # for one, two and three shares of a batch
+QWEN = {"kind": "qwen2", "train": ONES, **UNEVEN}  # tied, biases, nothing divides
 
 
 def whole(tensor):
@@ -132,7 +133,7 @@ def test_the_same_mesh_goes_on_in_the_same_bits(saved, tmp_path):
 
 
 def test_an_adapter_of_two_by_two_is_peft_s_file_and_goes_on_anywhere(tmp_path):
-    changes = {"method": ADAPTER, "micro": 1, **UNEVEN}
+    changes = {"method": ADAPTER, "train": ONES, **UNEVEN}
     path, expected, _ = ranks.run(4, lambda w: start(w, tmp_path, **changes), tp=2, dp_shard=2)[0]
     assert verify(path, full=True).ok
     assert_written_once(path)

@@ -57,6 +57,11 @@ def test_in_float64_only_rounding_is_left(tmp_path):
     compare(4, tmp_path, parallel={"tp": 2, "dp_shard": 2}, close=1e-10, **changes)
 
 
+def test_in_bfloat16_the_sums_are_rounded(tmp_path):
+    train = {"precision": "bf16"}
+    compare(2, tmp_path, parallel={"tp": 2}, close=5e-3, train=train, **UNEVEN)
+
+
 @pytest.mark.parametrize(
     "method",
     [

@@ -62,6 +62,13 @@ def test_experts_are_refused():
         roles(model, 2)
 
 
+def test_a_convolution_in_a_layer_is_refused():
+    model = tiny.model()
+    model.model.layers[0].linear_attn = torch.nn.Conv1d(4, 4, 2)
+    with pytest.raises(RecipeError, match=r"convolution model.layers.0.linear_attn.*dp_shard"):
+        roles(model, 2)
+
+
 def test_heads_that_cannot_be_shared_are_named():
     with pytest.raises(RecipeError, match=r"the 4 attention heads .* choose a divisor of 4"):
         roles(tiny.model(), 3)

@@ -128,6 +128,8 @@ class _Reader:
         if planned is None:
             if any(True for _ in module.parameters(recurse=False)):
                 self._must_see_the_whole(place)
+                if isinstance(module, nn.Conv1d):  # the layer around it reads its weight itself
+                    raise _refused(self.model, f"its plan says nothing of the convolution {place}")
                 yield Role(module, "whole")
             return
         role = self._role(place, module)
