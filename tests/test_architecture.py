@@ -20,7 +20,7 @@ LAYERS = [
     ["training"],
     ["remote"],
     ["data", "model", "optim", "parallel", "generate", "checkpoint"],
-    ["schema", "files", "batch"],
+    ["schema", "files", "batch", "cuts"],
     ["reasons", "address"],
     ["errors", "log"],
 ]

@@ -8,6 +8,10 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
@@ -34,11 +38,15 @@ KINDS = {
     "mistral": (MistralConfig, MistralForCausalLM, {"sliding_window": 4}),
     "gemma2": (Gemma2Config, Gemma2ForCausalLM, {"sliding_window": 4}),
 }
+MORE = {  # for the tests that look for them
+    "olmo2": (Olmo2Config, Olmo2ForCausalLM, {}),
+    "phi3": (Phi3Config, Phi3ForCausalLM, {}),
+}
 
 
 def model(kind="llama", *, attention=None, dtype=torch.float32, **changes):
     """A random model of ``kind``; the same seed gives the same weights."""
-    config_class, model_class, extra = KINDS[kind]
+    config_class, model_class, extra = (KINDS | MORE)[kind]
     torch.manual_seed(0)
     config = config_class(**{**SIZES, **extra, **changes})
     config._attn_implementation = attention or ("eager" if kind == "gemma2" else "sdpa")

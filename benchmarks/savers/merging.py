@@ -18,9 +18,9 @@ from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate
 
 from surefoot.checkpoint.commit import committed
 from surefoot.checkpoint.copy import copy
-from surefoot.checkpoint.cuts import Mesh
 from surefoot.checkpoint.dcp_write import write_dcp
 from surefoot.checkpoint.layouts import open_folder
+from surefoot.checkpoint.mesh import Mesh
 from surefoot.checkpoint.reshard import reshard
 from surefoot.checkpoint.save import save
 from surefoot.checkpoint.source import Memory

@@ -43,7 +43,7 @@ from .model.load import (
     training_dtype,
     upcast_trained,
 )
-from .model.weights import AdapterWeights, FullWeights, trained
+from .model.weights import AdapterWeights, FullWeights, names_in_files
 from .optim.state import NamedState
 from .parallel.engine import Forward, plain
 from .parallel.shard import shard
@@ -167,8 +167,8 @@ def build_loader(recipe: Recipe, data: Prepared, world: World) -> Loader:
         micro_batch_size=recipe.train.micro_batch_size,
         seed=recipe.train.seed,
         shuffle=recipe.data.shuffle,
-        rank=world.rank,
-        world_size=world.size,
+        rank=world.data_rank,
+        world_size=world.num_data_ranks,
     )
 
 
@@ -176,21 +176,23 @@ def assemble(recipe: Recipe, policy: Policy, data: Prepared, saver: Saver, world
     """Put the parts together."""
     loader = build_loader(recipe, data, world)
     section, precision = recipe.train, choose(recipe.train.precision)
-    names = [name for name, _ in trained(policy.model, policy.weights)]  # before they are cut
-    shard(
+    names = names_in_files(policy.model, policy.weights)  # before they are cut
+    found = shard(
         policy.model,
+        policy.inner,
         world,
         recipe.parallel,
         dtype=torch.bfloat16 if precision == "bf16" else None,
     )
-    learning = [p for p in policy.model.parameters() if p.requires_grad]
+    cuts = {names[name]: cut for name, cut in found.items()}
+    learning = [(names[n], p) for n, p in policy.model.named_parameters() if p.requires_grad]
     max_steps = section.max_steps or math.ceil(section.num_epochs * loader.steps_per_epoch)
     state = TrainerState(
         max_steps=max_steps,
         num_train_epochs=section.num_epochs,
         train_batch_size=section.micro_batch_size,
     )
-    optimizer = recipe.optim.build(list(zip(names, learning, strict=True)))
+    optimizer = recipe.optim.build(learning)
     step = Step(
         optimizer,
         recipe.optim.schedule_over(max_steps),
@@ -198,6 +200,7 @@ def assemble(recipe: Recipe, policy: Policy, data: Prepared, saver: Saver, world
         section.max_grad_norm,
         LossScaler(enabled=precision == "fp16"),
         world.sums,
+        world.totals,
     )
     control = TrainerControl()
     context = Context(
@@ -212,8 +215,8 @@ def assemble(recipe: Recipe, policy: Policy, data: Prepared, saver: Saver, world
         section=section,
         stage=recipe.stage,
         models=Models(policy.model),
-        weights=policy.weights,
-        optimizer_state=NamedState(optimizer),
+        weights=replace(policy.weights, cuts=cuts),
+        optimizer_state=NamedState(optimizer, cuts),
         step=step,
         forward=build_forward(policy.model, precision, (*recipe.stage.needs, "predictions")),
         loader=loader,

@@ -1,21 +1,9 @@
-"""What a process holds of a tensor is what ``torch.chunk`` gives it."""
+"""What a process holds of a tensor, and whether it writes it."""
 
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from surefoot.checkpoint.box import Box
-from surefoot.checkpoint.boxed import chunk, part
-
-
-@given(st.integers(0, 200), st.integers(1, 40))
-def test_chunks_are_those_of_torch(length, count):
-    whole = torch.arange(length)
-    pieces = [*torch.chunk(whole, count)] if length else []
-    pieces += [whole[:0]] * (count - len(pieces))
-    for index, piece in enumerate(pieces):
-        first, size = chunk(length, count, index)
-        assert torch.equal(whole[first : first + size], piece)
+from surefoot.checkpoint.boxed import part
 
 
 def test_a_plain_tensor_is_whole_everywhere_and_written_by_the_first():

@@ -10,10 +10,10 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceSt
 from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files
 
 from surefoot.checkpoint.copy import copy
-from surefoot.checkpoint.cuts import Mesh
 from surefoot.checkpoint.dcp import file_name, shard_files
 from surefoot.checkpoint.dcp_write import write_dcp
 from surefoot.checkpoint.layouts import open_folder
+from surefoot.checkpoint.mesh import Mesh
 from surefoot.checkpoint.reshard import reshard
 from surefoot.checkpoint.save import save
 from surefoot.checkpoint.source import Memory, read_whole

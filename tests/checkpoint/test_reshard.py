@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from surefoot import files
-from surefoot.checkpoint.cuts import Mesh
 from surefoot.checkpoint.folder import open_checkpoint
 from surefoot.checkpoint.load import load
+from surefoot.checkpoint.mesh import Mesh
 from surefoot.checkpoint.reshard import plan_reshard, reshard
 from surefoot.checkpoint.save import save
 from surefoot.checkpoint.verify import verify

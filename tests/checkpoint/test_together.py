@@ -13,7 +13,6 @@ import torch
 from surefoot import files
 from surefoot.checkpoint import together
 from surefoot.checkpoint.box import Box
-from surefoot.checkpoint.boxed import chunk
 from surefoot.checkpoint.bytes import describe
 from surefoot.checkpoint.commit import committed
 from surefoot.checkpoint.index import STATE
@@ -24,6 +23,7 @@ from surefoot.checkpoint.save import Live
 from surefoot.checkpoint.source import read_whole
 from surefoot.checkpoint.verify import verify
 from surefoot.checkpoint.write import write
+from surefoot.cuts import chunk
 from surefoot.errors import CheckpointError
 
 WHOLE = {"a.weight": torch.arange(21.0).reshape(7, 3), "b.weight": torch.arange(2.0)}

@@ -7,9 +7,9 @@ from safetensors.torch import save_file
 from checkpoint.sample import Holder, same_bits
 from surefoot.checkpoint.box import Box
 from surefoot.checkpoint.copy import copy
-from surefoot.checkpoint.cuts import Mesh
 from surefoot.checkpoint.dcp_write import write_dcp
 from surefoot.checkpoint.layouts import LAYOUTS, open_folder
+from surefoot.checkpoint.mesh import Mesh
 from surefoot.checkpoint.save import save
 from surefoot.checkpoint.source import Memory, read_whole
 from surefoot.checkpoint.weights import recognise

@@ -63,6 +63,18 @@ def test_two_processes_learn_what_one_learns_and_one_goes_on_from_them(one, tmp_
     assert_close(weights(checkpoints(project.run)[-1]), weights(checkpoints(one.run)[-1]))
 
 
+def test_two_that_share_every_matrix_learn_what_one_learns_and_one_goes_on(one, tmp_path):
+    project = Project(tmp_path, optim=OPTIM, train={"max_steps": 8})
+    train(project, *processes(2, tp=2), "train.max_steps=6")
+    saved = checkpoints(project.run)[-1]
+    assert verify(saved, full=True).ok
+    train(project, *processes(1))
+    ours, theirs = losses(project.run), losses(one.run)
+    assert ours.keys() == theirs.keys()
+    for step, loss in theirs.items():
+        assert ours[step] == pytest.approx(loss, abs=CLOSE)
+
+
 def test_two_go_on_from_one_and_end_in_the_same_bits_when_killed(one, tmp_path):
     project = Project(tmp_path, optim=OPTIM, train={"max_steps": 20})
     train(project, "train.max_steps=3")

@@ -1,9 +1,11 @@
 """Who this process is, and what a recipe's axes make of so many processes."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from surefoot.parallel.section import ParallelSection
-from surefoot.parallel.world import ALONE, launched
+from surefoot.parallel.world import ALONE, World, launched
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "a"}
 SLURM = {"SLURM_PROCID": "3", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "MASTER_ADDR": "a"}
@@ -22,11 +24,14 @@ def test_a_batch_job_of_one_process_is_nobodys_rank():
 @pytest.mark.parametrize(
     ("settings", "size", "axes"),
     [
-        ({}, 8, (1, 8)),
-        ({"dp_replicate": 8}, 8, (8, 1)),
-        ({"dp_replicate": 2}, 8, (2, 4)),
-        ({"dp_shard": 4, "dp_replicate": 2}, 8, (2, 4)),
-        ({}, 1, (1, 1)),
+        ({}, 8, (1, 8, 1)),
+        ({"dp_replicate": 8}, 8, (8, 1, 1)),
+        ({"dp_replicate": 2}, 8, (2, 4, 1)),
+        ({"dp_shard": 4, "dp_replicate": 2}, 8, (2, 4, 1)),
+        ({"tp": 2}, 8, (1, 4, 2)),
+        ({"tp": 2, "dp_replicate": 2}, 8, (2, 2, 2)),
+        ({"tp": 8}, 8, (1, 1, 8)),
+        ({}, 1, (1, 1, 1)),
     ],
 )
 def test_axes_share_out_the_processes(settings, size, axes):
@@ -34,19 +39,36 @@ def test_axes_share_out_the_processes(settings, size, axes):
 
 
 def test_axes_that_do_not_fit_are_named():
-    with pytest.raises(ValueError, match="dp_replicate x dp_shard is 2 x 4, but there are 6"):
+    with pytest.raises(
+        ValueError, match="dp_replicate x dp_shard x tp is 2 x 4 x 1, but there are 6"
+    ):
         ParallelSection(dp_replicate=2, dp_shard=4).axes(6)
     with pytest.raises(ValueError, match="but there are 4"):
         ParallelSection(num_processes=4, dp_shard=3)
+    with pytest.raises(ValueError, match="1 x 1 x 3, but there are 4"):
+        ParallelSection(num_processes=4, tp=3)
 
 
 @pytest.mark.parametrize(
     "settings",
-    [{"num_processes": 0}, {"dp_shard": 0}, {"max_restarts": -1}, {"timeout_minutes": 0}],
+    [
+        {"num_processes": 0},
+        {"dp_shard": 0},
+        {"tp": 0},
+        {"max_restarts": -1},
+        {"timeout_minutes": 0},
+    ],
 )
 def test_nonsense_is_refused(settings):
     with pytest.raises(ValueError, match=next(iter(settings))):
         ParallelSection(**settings)
+
+
+def test_those_who_work_on_the_same_examples_have_one_share_of_them():
+    for rank in range(8):
+        world = World(rank, 8, SimpleNamespace(shape=(2, 2, 2)))
+        assert (world.data_rank, world.num_data_ranks, world.tp) == (rank // 2, 4, 2)
+    assert (ALONE.data_rank, ALONE.num_data_ranks, ALONE.tp) == (0, 1, 1)
 
 
 def test_alone_everything_is_as_it_is():

@@ -1,18 +1,19 @@
 """Which box of a tensor this process holds, and whether it is the one to write it.
 
-Boxes are computed from the cuts, by the rule of ``torch.chunk`` (pieces of the rounded-up size,
-then a shorter one, then empty ones), not from torch's own offsets: these are wrong for some uneven
-cuts.
+Boxes are computed from the cuts, not from torch's own offsets: these are wrong for uneven cuts of
+one dimension by two axes.
 """
 
 from __future__ import annotations
 
 import zlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from ..cuts import Cut, Cuts, held
 from ..errors import CheckpointError
 from .box import Box
 
@@ -27,39 +28,55 @@ class Part:
     is_mine: bool  # whether this process writes it: of equal boxes, one is written
 
 
-def part(name: str, tensor: torch.Tensor, *, is_main: bool = True) -> Part:
+def part(
+    name: str, tensor: torch.Tensor, cuts: Cuts | None = None, *, is_main: bool = True
+) -> Part:
     """What this process holds of ``tensor``. A plain tensor is whole in every process, and written
-    by the main one. Raises ``CheckpointError`` for a kind of cut that is not known here."""
+    by the main one.
+
+    Without recorded ``cuts``, they are read off the tensor's placements. Raises
+    ``CheckpointError`` where these do not tell them.
+    """
     if not isinstance(tensor, DTensor):
         shape = tuple(tensor.shape)
         return Part(tensor, shape, Box.whole(shape), is_main)
     shape, mesh = tuple(tensor.shape), tensor.device_mesh
-    coordinates = mesh.get_coordinate() or [0] * mesh.ndim
-    start, extent, copies, copy = [0] * len(shape), list(shape), 1, 0
-    for axis, placement in enumerate(tensor.placements):
-        size, here = mesh.size(axis), coordinates[axis]
-        if isinstance(placement, Replicate):
-            copies, copy = copies * size, copy * size + here
-        elif type(placement) is Shard:
-            dim = placement.dim
-            first, length = chunk(extent[dim], size, here)
-            start[dim], extent[dim] = start[dim] + first, length
-        else:
-            raise CheckpointError(f"{name}: cannot store a tensor that is cut as {placement}")
-    values = tensor.to_local()
-    box = Box(tuple(start), tuple(extent))
+    sizes = dict(zip(_axes(tensor), mesh.shape, strict=True))
+    place = dict(zip(sizes, mesh.get_coordinate() or [0] * mesh.ndim, strict=True))
+    cuts = _plain_cuts(name, tensor) if cuts is None else cuts
+    values, box = tensor.to_local(), Box(*held(shape, cuts, sizes, place))
     if tuple(values.shape) != box.shape:
         raise CheckpointError(
             f"{name}: this process holds {list(values.shape)}, expected {list(box.shape)} of "
             f"{list(shape)}"
         )
-    is_first = not any(coordinates)
-    chosen = zlib.crc32(name.encode()) % copies == copy  # spread evenly over the copies
+    is_first = not any(place.values())
+    chosen = _is_chosen(name, {cut.axis for cut in cuts}, sizes, place)
     return Part(values, shape, box, chosen and box.size > 0 if Box.whole(shape).size else is_first)
 
 
-def chunk(length: int, count: int, index: int) -> tuple[int, int]:
-    """First element and number of elements of piece ``index`` of ``count``, as ``torch.chunk``."""
-    size = -(-length // count)
-    first = min(index * size, length)
-    return first, min(size, length - first)
+def _axes(tensor: DTensor) -> tuple[str, ...]:
+    mesh = tensor.device_mesh
+    return mesh.mesh_dim_names or tuple(map(str, range(mesh.ndim)))
+
+
+def _plain_cuts(name: str, tensor: DTensor) -> Cuts:
+    """The cuts of a tensor whose axes cut it in their order on the mesh."""
+    cuts = []
+    for axis, placement in zip(_axes(tensor), tensor.placements, strict=True):
+        if type(placement) is Shard:
+            cuts.append(Cut(axis, placement.dim))
+        elif not isinstance(placement, Replicate):
+            raise CheckpointError(f"{name}: cannot store a tensor that is cut as {placement}")
+    return tuple(cuts)
+
+
+def _is_chosen(
+    name: str, cutting: set[str], sizes: Mapping[str, int], place: Mapping[str, int]
+) -> bool:
+    """Whether this is the one to write of those that hold equal boxes: spread evenly by name."""
+    copies, copy = 1, 0
+    for axis, size in sizes.items():
+        if axis not in cutting:
+            copies, copy = copies * size, copy * size + place[axis]
+    return zlib.crc32(name.encode()) % copies == copy

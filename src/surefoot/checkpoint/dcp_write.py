@@ -8,7 +8,7 @@ from pathlib import Path
 from .. import files
 from . import dcp
 from .copy import Progress, cast, pour
-from .cuts import Mesh
+from .mesh import Mesh
 from .plan import FilePlan, plan_save
 from .reshard import ALONE, held_by
 from .sharding import explained

@@ -21,7 +21,7 @@ from .boxed import Part, part
 from .bytes import DTYPES, fill, new_tensor, read_box
 from .folder import CheckpointFolder, open_checkpoint
 from .index import Piece
-from .states import Stateful, adopted
+from .states import Stateful, adopted, cuts_of
 from .tensorfile import TensorFile
 from .tensors import join, pointers, split
 
@@ -38,6 +38,7 @@ class _Job:
     pieces: Mapping[str, Pieces]
     current: Mapping[str, torch.Tensor]
     skeleton: Any
+    state: Stateful
 
     def tree(self, tensors: Mapping[str, torch.Tensor], where: str) -> Any:
         if self.name == "model":
@@ -93,7 +94,7 @@ def _prepare(
             current[pointer] = made
     if is_optimizer:
         _check_shapes(checkpoint, name, current, pieces)
-    return _Job(name, pieces, current, skeleton[name])
+    return _Job(name, pieces, current, skeleton[name], state)
 
 
 def _prepare_model(checkpoint: CheckpointFolder, state: Stateful) -> _Job:
@@ -107,7 +108,7 @@ def _prepare_model(checkpoint: CheckpointFolder, state: Stateful) -> _Job:
             f"{_some(unexpected)} unknown here"
         )
     _check_shapes(checkpoint, "model", current, pieces)
-    return _Job("model", pieces, current, None)
+    return _Job("model", pieces, current, None, state)
 
 
 def _some(names: list[str]) -> str:
@@ -141,12 +142,13 @@ def _read(checkpoint: CheckpointFolder, jobs: Sequence[_Job]) -> list[dict[str, 
         opened = {name: stack.enter_context(checkpoint.tensors(name)) for name in names}
         found = [_targets(job.current, job.pieces) for job in jobs]
 
-        def read(piece: Piece, name: str, tensor: torch.Tensor) -> None:
-            _read_piece(checkpoint, piece, opened[piece.file], part(name, tensor))
+        def read(job: _Job, piece: Piece, name: str, tensor: torch.Tensor) -> None:
+            into = part(name, tensor, cuts_of(job.state, name))
+            _read_piece(checkpoint, piece, opened[piece.file], into)
 
         with ThreadPoolExecutor(_READERS) as pool:
             running = [
-                pool.submit(read, piece, name, into[name])
+                pool.submit(read, job, piece, name, into[name])
                 for job, into in zip(jobs, found, strict=True)
                 for name, pieces in job.pieces.items()
                 for piece in pieces

@@ -22,11 +22,11 @@ from .box import Box
 from .commit import clean_beside, refuse_existing
 from .contents import ROLES, open_contents
 from .copy import Progress, cast, described, pour
-from .cuts import Mesh
 from .folder import open_checkpoint
 from .header import num_bytes
 from .index import Layout, Manifest, is_safetensors
 from .job import Job, Saved, Shard
+from .mesh import Mesh
 from .plan import plan_save
 from .save import RANK_FOLDER, WEIGHT_STEMS, WORTH_SHARING, indexes, versions
 from .sharding import explained

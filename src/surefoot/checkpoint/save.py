@@ -23,7 +23,7 @@ from .bytes import describe, hash_tensor, write_file
 from .index import MANIFEST, MAX_SMALL, STATE, Kind, Layout, is_plain_name
 from .job import Job, Shard
 from .plan import FilePlan, plan_save
-from .states import Stateful, adopted
+from .states import Stateful, adopted, cuts_of
 from .tensors import split
 from .write import write
 
@@ -102,7 +102,9 @@ def prepare(
     layout: Layout = "distributed" if crew.size > 1 else crew.layout
     if kind == "adapter":  # one small file, as PEFT wants it
         groups["model"] = {name: _whole(tensor) for name, tensor in groups["model"].items()}
-    parts = {role: _parts(role, tensors, crew) for role, tensors in groups.items()}
+    parts = {
+        role: _parts(role, tensors, states.get(role), crew) for role, tensors in groups.items()
+    }
     moved = {name.rpartition(".")[0] for name in groups["optimizer"]}
     still = _still(parts["model"], moved) if kind == "full" else set()
     shards = _plan(parts, kind, max_shard_size, layout, crew, still)
@@ -130,9 +132,12 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def _parts(role: str, tensors: Tensors, crew: Crew) -> dict[str, Part]:
+def _parts(role: str, tensors: Tensors, state: Stateful | None, crew: Crew) -> dict[str, Part]:
     """What this process is to write."""
-    found = {n: part(f"{role}: {n}", t, is_main=crew.rank == 0) for n, t in tensors.items()}
+    found = {
+        name: part(f"{role}: {name}", tensor, cuts_of(state, name), is_main=crew.rank == 0)
+        for name, tensor in tensors.items()
+    }
     return {name: one for name, one in found.items() if one.is_mine}
 
 

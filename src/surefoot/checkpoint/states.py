@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from ..cuts import Cuts
 from ..errors import CheckpointError
 
 
@@ -44,6 +45,14 @@ def adopted(states: Mapping[str, Stateful]) -> dict[str, Stateful]:
         name: ModuleState(state) if isinstance(state, nn.Module) else state
         for name, state in states.items()
     }
+
+
+def cuts_of(state: Stateful | None, name: str) -> Cuts | None:
+    """How the tensor ``name`` of a state is cut over processes, if the state has it on record: some
+    have a ``cuts_of`` of their own."""
+    recorded = getattr(state, "cuts_of", None)
+    found: Cuts | None = None if recorded is None else recorded(name)
+    return found
 
 
 @dataclass(frozen=True)

@@ -158,11 +158,16 @@ class _Ground:
 
 def _mesh(recipe: Recipe, machine: Machine) -> Mesh:
     try:
-        replicate, shard = recipe.parallel.axes(machine.num_processes)
+        replicate, shard, tp = recipe.parallel.axes(machine.num_processes)
     except ValueError as error:
         raise RecipeError(
             f"parallel: {error}; change them, or plan for as many with --num-processes"
         ) from None
+    if tp > 1:
+        raise RecipeError(
+            "parallel.tp: tensor parallelism cannot be planned yet; plan with parallel.tp=1, which "
+            "tells the most that a process may need"
+        )
     return Mesh(replicate, shard, recipe.parallel.reshard_after_forward)
 
 

@@ -8,7 +8,7 @@ save.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
+from ..cuts import Cuts
 from ..errors import CheckpointError
 
 Tensors = Mapping[str, torch.Tensor]
@@ -26,6 +27,11 @@ class FullWeights:
     """All weights of a transformers model; tied ones once, under the name transformers keeps."""
 
     model: PreTrainedModel
+    cuts: Mapping[str, Cuts] = field(default_factory=dict)  # by name, of what is spread
+
+    def cuts_of(self, name: str) -> Cuts | None:
+        """How a tensor is cut over processes; None if nothing is known of it."""
+        return self.cuts.get(name)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The live tensors under the names of the model's Hugging Face files."""
@@ -61,6 +67,11 @@ class AdapterWeights:
     """The weights of a PEFT adapter under the names of ``adapter_model.safetensors``."""
 
     model: nn.Module
+    cuts: Mapping[str, Cuts] = field(default_factory=dict)  # by name, of what is spread
+
+    def cuts_of(self, name: str) -> Cuts | None:
+        """How a tensor is cut over processes; None if nothing is known of it."""
+        return self.cuts.get(name)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The live tensors by PEFT's names, without the adapter's own name."""
@@ -89,12 +100,15 @@ def trained(
     model: nn.Module, weights: FullWeights | AdapterWeights
 ) -> list[tuple[str, nn.Parameter]]:
     """The parameters that learn, each under its name in the weight files where it has one there."""
+    names = names_in_files(model, weights)
+    return [(names[name], p) for name, p in model.named_parameters() if p.requires_grad]
+
+
+def names_in_files(model: nn.Module, weights: FullWeights | AdapterWeights) -> dict[str, str]:
+    """For each parameter of ``model`` its name in the weight files, or its own where it has none
+    there."""
     in_files = {_place(tensor): name for name, tensor in weights.state_dict().items()}
-    return [
-        (in_files.get(_place(parameter), name), parameter)
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad
-    ]
+    return {name: in_files.get(_place(p), name) for name, p in model.named_parameters()}
 
 
 def _place(tensor: torch.Tensor) -> tuple[int, int]:

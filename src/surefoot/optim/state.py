@@ -4,11 +4,12 @@ changes."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch.distributed.tensor import DTensor
 
+from ..cuts import Cuts
 from ..errors import CheckpointError
 
 State = Mapping[str, Mapping[str, torch.Tensor]]
@@ -23,6 +24,7 @@ class NamedState:
     """
 
     optimizer: torch.optim.Optimizer
+    cuts: Mapping[str, Cuts] = field(default_factory=dict)  # of parameters spread over processes
 
     def state_dict(self) -> dict[str, dict[str, torch.Tensor]]:
         """The live tensors by parameter name; empty before the first step."""
@@ -41,6 +43,10 @@ class NamedState:
         if key == "step" or not isinstance(parameter, DTensor):
             return None
         return torch.zeros_like(parameter, dtype=torch.float32)
+
+    def cuts_of(self, pointer: str) -> Cuts | None:
+        """How a tensor of the state is cut over processes: as its parameter is."""
+        return self.cuts.get(pointer.rpartition(".")[0])
 
     def _parameters(self) -> dict[str, torch.Tensor]:
         return {

@@ -17,7 +17,10 @@ class ParallelSection:
     parallelism."""
     dp_shard: int | None = None
     """Over so many processes weights, gradients and optimizer states are sharded; unset, over all
-    that ``dp_replicate`` leaves."""
+    that ``dp_replicate`` and ``tp`` leave."""
+    tp: int = 1
+    """Over so many processes every matrix is cut, and these work on the same examples together
+    (tensor parallelism). Best within one machine."""
     reshard_after_forward: bool = True
     """Gather a layer's weights again for the backward pass: less memory, more communication."""
     max_restarts: int = 0
@@ -27,7 +30,7 @@ class ParallelSection:
     """How long a process waits for another one before it gives up."""
 
     def __post_init__(self) -> None:
-        for name in ("num_processes", "dp_replicate", "dp_shard"):
+        for name in ("num_processes", "dp_replicate", "dp_shard", "tp"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
@@ -37,13 +40,13 @@ class ParallelSection:
             raise ValueError(f"timeout_minutes must be positive, got {self.timeout_minutes}")
         self.axes(self.num_processes) if self.num_processes is not None else None
 
-    def axes(self, world_size: int) -> tuple[int, int]:
-        """``dp_replicate`` and ``dp_shard`` for so many processes; a ``ValueError`` if they do not
-        make that many."""
-        shard = self.dp_shard or max(1, world_size // self.dp_replicate)
-        if self.dp_replicate * shard != world_size:
+    def axes(self, world_size: int) -> tuple[int, int, int]:
+        """``dp_replicate``, ``dp_shard`` and ``tp`` for so many processes; a ``ValueError`` if they
+        do not make that many."""
+        shard = self.dp_shard or max(1, world_size // (self.dp_replicate * self.tp))
+        if self.dp_replicate * shard * self.tp != world_size:
             raise ValueError(
-                f"dp_replicate x dp_shard is {self.dp_replicate} x {shard}, "
+                f"dp_replicate x dp_shard x tp is {self.dp_replicate} x {shard} x {self.tp}, "
                 f"but there are {world_size} processes"
             )
-        return self.dp_replicate, shard
+        return self.dp_replicate, shard, self.tp

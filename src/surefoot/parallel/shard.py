@@ -1,4 +1,5 @@
-"""Spread a model over processes with FSDP2, and say which box of a tensor this one holds.
+"""Spread a model over processes: first its matrices over the axis ``tp``, then what is left of them
+over the other axes with FSDP2. How each tensor was cut is recorded on the way.
 
 Gradients are summed over the processes, never averaged: the step divides once, by the weight of the
 whole window.
@@ -6,37 +7,56 @@ whole window.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from ..cuts import Cut, Cuts
+from .collectives import Axis
 from .section import ParallelSection
-from .world import World
+from .tensor import cut_tensors
+from .world import DATA_AXES, World
+
+if TYPE_CHECKING:  # half of all imports, and here only a name
+    from transformers import PreTrainedModel
 
 
 def shard(
-    model: nn.Module, world: World, section: ParallelSection, *, dtype: torch.dtype | None
-) -> None:
-    """Shard ``model`` in place, layer by layer; nothing happens if this process is alone.
+    model: nn.Module,
+    inner: PreTrainedModel,
+    world: World,
+    section: ParallelSection,
+    *,
+    dtype: torch.dtype | None,
+) -> dict[str, Cuts]:
+    """Shard ``model`` in place, layer by layer; how each parameter is cut, by name. Nothing happens
+    if this process is alone.
 
     Args:
         model: whole, with the same values in every process.
+        inner: the same without its adapter.
         world: whose mesh it is spread over.
         section: whether a layer is gathered again for the backward pass.
         dtype: what weights are gathered and multiplied in; gradients are summed in float32. None:
             as they are.
     """
     if world.mesh is None:
-        return
+        return {}
+    cut = cut_tensors(inner, Axis(world.mesh["tp"])) if world.tp > 1 else {}
+    cuts = {name: (*cut.get(p, ()), Cut("dp_shard", 0)) for name, p in model.named_parameters()}
+    mesh = world.mesh[DATA_AXES]
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32 if dtype else None)
     again = section.reshard_after_forward
     for layer in layers(model):
-        fully_shard(layer, mesh=world.mesh, reshard_after_forward=again, mp_policy=policy)
-    fully_shard(model, mesh=world.mesh, reshard_after_forward=again, mp_policy=policy)
+        fully_shard(layer, mesh=mesh, reshard_after_forward=again, mp_policy=policy)
+    fully_shard(model, mesh=mesh, reshard_after_forward=again, mp_policy=policy)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo knows no other way to divide by 1
+    return cuts
 
 
 def layers(model: nn.Module) -> list[nn.Module]:

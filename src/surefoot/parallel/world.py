@@ -18,7 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from ..errors import RunError
 from .section import ParallelSection
 
-AXES = ("dp_replicate", "dp_shard")
+AXES = ("dp_replicate", "dp_shard", "tp")
+DATA_AXES = AXES[:2]  # along these, processes see other examples
 LAUNCHER = "SUREFOOT_LAUNCHER"  # number of the process that has started this one
 _PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 # What launchers call rank, number of ranks, and rank on this machine: torchrun's names and SLURM's.
@@ -48,8 +49,29 @@ class World:
             return {}
         return dict(zip(AXES, self.mesh.shape, strict=True))
 
+    @property
+    def tp(self) -> int:
+        """How many processes work on the same examples."""
+        return self.axes.get("tp", 1)
+
+    @property
+    def data_rank(self) -> int:
+        """Which share of the examples is this process's."""
+        return self.rank // self.tp  # tp is the innermost axis
+
+    @property
+    def num_data_ranks(self) -> int:
+        """Into how many shares the examples are divided."""
+        return self.size // self.tp
+
     def sums(self, values: Sequence[float]) -> list[float]:
-        """Each value summed over all processes, in float64."""
+        """Each value summed in float64 over the shares of the examples: those who work on the same
+        one have the same value, which counts once."""
+        counts = self.rank % self.tp == 0
+        return self._reduced(values if counts else [0.0] * len(values), dist.ReduceOp.SUM)
+
+    def totals(self, values: Sequence[float]) -> list[float]:
+        """Each value summed in float64 over all processes."""
         return self._reduced(values, dist.ReduceOp.SUM)
 
     def largest(self, values: Sequence[float]) -> list[float]:

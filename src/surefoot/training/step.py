@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from ..batch import Batch, ForwardBackward, Loss, LossFunction, Outputs, Window
 from ..optim.schedules import Schedule
+from ..parallel.norm import local, total_norm
 from .precision import LossScaler
 
 
@@ -41,7 +41,8 @@ class Step:
     run_window: ForwardBackward
     max_grad_norm: float
     scaler: LossScaler
-    sums: Callable[[Sequence[float]], list[float]] = list  # over all processes
+    sums: Callable[[Sequence[float]], list[float]] = list  # over all shares of the examples
+    totals: Callable[[Sequence[float]], list[float]] = list  # over all processes
 
     def gradients(
         self,
@@ -105,18 +106,15 @@ class Step:
 
     def _normalise(self, divisor: float) -> float:
         """Divide all gradients, clip them, and return their global norm before clipping."""
-        parameters = [
-            p for g in self.optimizer.param_groups for p in g["params"] if p.grad is not None
-        ]
-        gradients = [p.grad for p in parameters]
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        gradients = [p.grad for p in parameters if p.grad is not None]
         if not gradients:
             return 0.0
-        torch._foreach_div_(gradients, divisor or 1.0)
-        norm = torch.nn.utils.get_total_norm(gradients)
-        if isinstance(norm, DTensor):
-            norm = norm.full_tensor()
-        if self.max_grad_norm > 0:
-            torch.nn.utils.clip_grads_with_norm_(parameters, self.max_grad_norm, norm)
+        here = [local(gradient) for gradient in gradients]
+        torch._foreach_div_(here, divisor or 1.0)
+        norm = total_norm(gradients, self.totals)
+        if self.max_grad_norm > 0:  # as torch.nn.utils.clip_grads_with_norm_
+            torch._foreach_mul_(here, (self.max_grad_norm / (norm + 1e-6)).clamp(max=1.0))
         return float(norm)
 
 

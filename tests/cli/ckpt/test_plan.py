@@ -3,7 +3,7 @@
 import json
 
 from checkpoint.sample import tree_bytes
-from surefoot.checkpoint.cuts import Mesh
+from surefoot.checkpoint.mesh import Mesh
 from surefoot.checkpoint.reshard import reshard
 
 from .runner import run

@@ -15,7 +15,7 @@ from .place import PLACE, local
 from .table import JSON, Advance, print_json, reading
 
 if TYPE_CHECKING:
-    from ...checkpoint.cuts import Mesh
+    from ...checkpoint.mesh import Mesh
 
 DTYPES = ("float32", "float16", "bfloat16")
 LAYOUTS = ("full", "distributed")
@@ -151,7 +151,7 @@ def _to_trainer(request: Request, _advance: Advance) -> Done:
 
 def read_mesh(text: str | None) -> Mesh:
     """What ``--mesh`` says; one process if it is not given."""
-    from ...checkpoint.cuts import Mesh, parse_mesh
+    from ...checkpoint.mesh import Mesh, parse_mesh
 
     return Mesh() if text is None else parse_mesh(text)
 

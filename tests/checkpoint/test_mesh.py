@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from surefoot.checkpoint.box import Box, is_covered_once
-from surefoot.checkpoint.cuts import Mesh, parse_mesh
+from surefoot.checkpoint.mesh import Mesh, parse_mesh
 from surefoot.errors import CheckpointError
 
 

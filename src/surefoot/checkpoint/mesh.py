@@ -9,9 +9,9 @@ import difflib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 
+from ..cuts import chunk
 from ..errors import CheckpointError
 from .box import Box
-from .boxed import chunk
 
 _EXAMPLE = "for example dp_shard=4,dp_replicate=2"
 _MOST = 65_536  # processes: their folders have five digits

@@ -1,0 +1,219 @@
+"""Tensor parallelism: every matrix is cut over the processes of one axis, each multiplies by its
+part, and what they find is put together.
+
+How a matrix is cut is transformers' own plan of the architecture. A parameter becomes a ``DTensor``
+on that axis, cut or whole, so that FSDP, clipping and the optimizer know what it is. The forward
+passes here touch its local tensor only, which takes half the time of DTensor's own dispatch and
+knows no trouble with sizes that do not divide.
+
+PEFT's adapters follow the matrix they stand beside: of one that is cut by columns (its output), B
+is cut in the same way and A is whole; of one that is cut by rows (its input), A is cut and B is
+whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+
+from ..cuts import Cut, Cuts
+from ..errors import RecipeError
+from .collectives import Axis, copied, gathered, summed, taken
+from .plan import Role, Style, roles
+
+if TYPE_CHECKING:  # half of all imports, and here only a name
+    from transformers import PreTrainedModel
+
+AXIS = "tp"
+Shared = dict[nn.Parameter, nn.Parameter]  # whole parameter: what has taken its place
+
+
+def cut_tensors(model: PreTrainedModel, axis: Axis) -> dict[nn.Parameter, Cuts]:
+    """Spread ``model`` over ``axis`` in place; how each of its new parameters is cut.
+
+    Every process has the same values before. Modules stay who they are, with their hooks and
+    names, and tied parameters stay tied. Raises ``RecipeError`` if the architecture cannot be
+    spread.
+    """
+    shared: Shared = {}
+    for role in roles(model, axis.size):
+        _STYLES[role.style](role, axis, shared)
+    return {new: _cuts(new) for new in shared.values()}
+
+
+def _cuts(parameter: nn.Parameter) -> Cuts:
+    assert isinstance(parameter, DTensor)
+    (placement,) = parameter.placements
+    return (Cut(AXIS, placement.dim),) if isinstance(placement, Shard) else ()
+
+
+def _cut(
+    module: nn.Module, axis: Axis, shared: Shared, *, weight: Placement, bias: Placement
+) -> None:
+    """Let the parameters of ``module`` be DTensors, cut as said; one that is shared stays so."""
+    for name, parameter in list(module._parameters.items()):
+        if parameter is None:
+            continue
+        placement = bias if name == "bias" else weight
+        if parameter not in shared:
+            whole = parameter.detach()
+            spread = distribute_tensor(whole, axis.mesh, [placement], src_data_rank=None)
+            shared[parameter] = nn.Parameter(spread, requires_grad=parameter.requires_grad)
+            parameter.data = parameter.data.new_empty(0)  # let go of the whole; only keys are left
+        module._parameters[name] = new = shared[parameter]
+        if new.placements != (placement,):  # type: ignore[attr-defined]
+            raise RecipeError(
+                "parallel.tp: two modules of this model share a matrix, but its plan cuts only one "
+                "of them; leave tp at 1 and use parallel.dp_shard"
+            )
+
+
+def _here(parameter: torch.Tensor | None) -> torch.Tensor | None:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def _weight(module: nn.Module) -> torch.Tensor:
+    weight = _here(module.weight)  # type: ignore[arg-type]
+    assert weight is not None
+    return weight
+
+
+def _bias(module: nn.Module) -> torch.Tensor | None:
+    return _here(module.bias)  # type: ignore[arg-type]
+
+
+def _set_forward(module: nn.Module, forward: Callable[..., torch.Tensor]) -> None:
+    module.forward = forward
+
+
+# Each style: how the parameters lie, and the forward pass on what is here of them. B rows, T
+# tokens, I and O the sizes of input and output; a small letter is the part of a size that is here.
+
+
+def _by_columns(role: Role, axis: Axis, shared: Shared, *, gather: bool = False) -> None:
+    """y_BTo = x_BTI W_oI' + b_o, gathered to y_BTO if asked."""
+    module = role.linear()
+
+    def forward(x_BTI: torch.Tensor) -> torch.Tensor:
+        y_BTo = F.linear(copied(x_BTI, axis), _weight(module), _bias(module))
+        return gathered(y_BTo, axis, module.out_features) if gather else y_BTo
+
+    _cut(module, axis, shared, weight=Shard(0), bias=Shard(0))
+    _set_forward(module, forward)
+
+
+def _by_rows(role: Role, axis: Axis, shared: Shared, *, split: bool = False) -> None:
+    """y_BTO = sum of x_BTi W_Oi' over the processes, + b_O; if asked, x_BTI is split first."""
+    module = role.linear()
+
+    def forward(x_BTi: torch.Tensor) -> torch.Tensor:
+        x_BTi = taken(x_BTi, axis) if split else x_BTi
+        y_BTO, bias_O = summed(F.linear(x_BTi, _weight(module)), axis), _bias(module)
+        return y_BTO if bias_O is None else y_BTO + bias_O
+
+    _cut(module, axis, shared, weight=Shard(1), bias=Replicate())
+    _set_forward(module, forward)
+
+
+def _some_rows(role: Role, axis: Axis, shared: Shared) -> None:
+    """Fewer key-value heads than processes: the matrix is whole everywhere, each process uses the
+    one head that its queries attend to, and gradients are summed."""
+    module, head = role.linear(), role.head
+    first = axis.mesh.get_local_rank() * (module.out_features // head) // axis.size * head
+    rows = slice(first, first + head)
+
+    def forward(x_BTI: torch.Tensor) -> torch.Tensor:
+        bias_O = _bias(module)
+        bias_o = None if bias_O is None else copied(bias_O, axis)[rows]
+        return F.linear(copied(x_BTI, axis), copied(_weight(module), axis)[rows], bias_o)
+
+    _cut(module, axis, shared, weight=Replicate(), bias=Replicate())
+    _set_forward(module, forward)
+
+
+def _by_vocabulary(role: Role, axis: Axis, shared: Shared) -> None:
+    """Each process looks up the tokens whose rows it has; the sum over the processes is whole."""
+    module, whole = role.embedding(), role.embedding().forward
+    part = axis.part(module.num_embeddings)
+    count = part.stop - part.start
+
+    def forward(ids_BT: torch.Tensor) -> torch.Tensor:
+        is_here_BT = (ids_BT >= part.start) & (ids_BT < part.stop)
+        with _local_parameters(module, lambda rows: rows if count else F.pad(rows, (0, 0, 0, 1))):
+            found_BTI = whole((ids_BT - part.start).clamp(0, max(count - 1, 0)))
+        return summed(found_BTI * is_here_BT[..., None], axis)
+
+    if module.padding_idx is not None:  # its row never learns
+        is_here = part.start <= module.padding_idx < part.stop
+        module.padding_idx = module.padding_idx - part.start if is_here else None
+    _cut(module, axis, shared, weight=Shard(0), bias=Replicate())
+    _set_forward(module, forward)
+
+
+def _whole(role: Role, axis: Axis, shared: Shared, *, inside: bool = False) -> None:
+    """The module's own forward pass on whole parameters. If it sees a part of the heads only
+    (``inside``), its gradients are summed."""
+    module, whole = role.module, role.module.forward
+
+    def forward(*arguments: object, **named: object) -> torch.Tensor:
+        with _local_parameters(module, lambda p: copied(p, axis) if inside else p):
+            found: torch.Tensor = whole(*arguments, **named)
+            return found
+
+    _cut(module, axis, shared, weight=Replicate(), bias=Replicate())
+    _set_forward(module, forward)
+
+
+def _groups(role: Role, _axis: Axis, _shared: Shared) -> None:
+    """How many query heads attend to each key-value head here."""
+    role.module.num_key_value_groups = role.length  # type: ignore[assignment]
+
+
+@contextlib.contextmanager
+def _local_parameters(
+    module: nn.Module, use: Callable[[torch.Tensor], torch.Tensor]
+) -> Iterator[None]:
+    """Let the module's own code find the local tensors where its parameters are."""
+    spread = dict(module._parameters)
+    for name, parameter in spread.items():
+        local = _here(parameter)
+        module._parameters[name] = None if local is None else use(local)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        module._parameters.update(spread)
+
+
+def _part_of_dropout(role: Role, axis: Axis, _shared: Shared) -> None:
+    """Dropout of a cut input, with its part of the mask that the whole would have: all processes
+    draw equally many numbers, so what they draw next is the same in all of them."""
+    module = role.module
+    assert isinstance(module, nn.Dropout)
+    part = axis.part(role.length)
+
+    def forward(x_BTi: torch.Tensor) -> torch.Tensor:
+        ones_BTI = x_BTi.new_ones(*x_BTi.shape[:-1], role.length)
+        return x_BTi * F.dropout(ones_BTI, module.p, module.training)[..., part]
+
+    _set_forward(module, forward)
+
+
+_STYLES: dict[Style, Callable[[Role, Axis, Shared], None]] = {
+    "columns": _by_columns,
+    "columns_gathered": partial(_by_columns, gather=True),
+    "rows": _by_rows,
+    "rows_of_whole": partial(_by_rows, split=True),
+    "some_rows": _some_rows,
+    "groups": _groups,
+    "vocabulary": _by_vocabulary,
+    "whole": _whole,
+    "whole_inside": partial(_whole, inside=True),
+    "dropout": _part_of_dropout,
+}

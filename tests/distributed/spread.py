@@ -1,0 +1,116 @@
+"""A small run put together as recipes are, on any number of ranks."""
+
+from dataclasses import replace
+
+import torch
+
+import small
+import tiny
+from surefoot.build import Policy, assemble
+from surefoot.checkpoint.commit import new_nonce
+from surefoot.checkpoint.load import load
+from surefoot.checkpoint.save import Crew, prepare
+from surefoot.checkpoint.section import CheckpointSection
+from surefoot.checkpoint.write import write
+from surefoot.data.prepare import Prepared
+from surefoot.data.report import Report
+from surefoot.data.section import DataSection
+from surefoot.methods.full import Full
+from surefoot.model import attention
+from surefoot.model.load import recompute_activations
+from surefoot.model.section import ModelSection
+from surefoot.model.weights import AdapterWeights, FullWeights
+from surefoot.optim.adamw import AdamW
+from surefoot.recipe.recipe import Recipe
+from surefoot.stages.sft import SFT
+from surefoot.training.randomness import seed_everything
+from surefoot.training.saver import Saver
+from surefoot.training.section import TrainSection
+
+TRAIN = {"max_steps": 8, "global_batch_size": 6, "micro_batch_size": 3}
+UNEVEN = {"vocab_size": 97, "intermediate_size": 130}
+
+
+def trainer(
+    world,
+    folder,
+    *,
+    method=None,
+    kind="llama",
+    packing=False,
+    recompute=False,
+    train=None,
+    **changes,
+):
+    """The trainer of a tiny model; ``changes`` are of its configuration."""
+    method = method or Full()
+    recipe = Recipe(
+        model=ModelSection(path="unused"),
+        data=DataSection(datasets=("unused",), packing=packing),
+        method=method,
+        stage=SFT(),
+        train=TrainSection(**{**TRAIN, "output_dir": folder, **(train or {})}),
+        optim=AdamW(learning_rate=5e-3, weight_decay=0.1),
+    )
+    inner = tiny.model(kind, **{"num_hidden_layers": 2, **changes})
+    if packing:
+        attention.use_packed(inner)
+    if recompute:
+        recompute_activations(inner)
+    seed_everything(0, 1)
+    model = method.apply(inner)
+    is_adapter = method.kind == "adapter"
+    weights = AdapterWeights(model) if is_adapter else FullWeights(inner)
+    with torch.no_grad():  # PEFT's B is zero, and A would have no gradient
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.1)
+    saver = Saver(
+        output_dir=folder,
+        section=CheckpointSection(),
+        kind=method.kind,
+        companions={},
+        steps={},
+        world=world,
+    )
+    data = Prepared(small.examples(), {}, Report(()))
+    return assemble(recipe, Policy(model, inner, weights), data, saver, world)
+
+
+def learn(made, count):
+    """Mean loss and gradient norm of each of the next ``count`` steps."""
+    found = []
+    for _ in range(count):
+        step = made.state.global_step
+        made.models.policy.train()
+        figures = made.step.gradients(
+            made.loader.next_window(),
+            made.stage.loss,
+            step=step,
+            before=lambda index, step=step: seed_everything(0, step, index, made.world.data_rank),
+            after=lambda index: None,
+        )
+        made.step.update(figures)
+        made.step.optimizer.zero_grad(set_to_none=True)
+        made.state.global_step += 1
+        found.append((figures.loss / figures.weight, figures.grad_norm))
+    return found
+
+
+def save(made, folder):
+    """Write what all ranks hold as one checkpoint, now."""
+    world = made.world
+    crew = Crew(
+        rank=world.rank, size=world.size, mesh=world.axes, nonce=world.from_main(new_nonce())
+    )
+    states = {name: state for name, state in made.states.items() if name != "random"}
+    job, live = prepare(folder, made.state.global_step, states, kind=made.saver.kind, crew=crew)
+    write(replace(job, share=False), live)
+    world.wait()
+    return job.target
+
+
+def resume(made, folder):
+    """Go on from a checkpoint of any number of ranks."""
+    load(folder, {name: state for name, state in made.states.items() if name != "random"})
+    return made

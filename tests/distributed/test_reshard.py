@@ -1,0 +1,156 @@
+"""What processes of one mesh have saved, those of any other go on from: to the bit after loading.
+
+What is expected comes from torch's own gather (``full_tensor``), never from our boxes.
+"""
+
+import numpy as np
+import pytest
+import torch
+from peft import PeftModel
+from torch.distributed.tensor import DTensor
+
+import ranks
+import tiny
+from spread import UNEVEN, learn, resume, save, trainer
+from surefoot.checkpoint.folder import open_checkpoint
+from surefoot.checkpoint.layouts import open_folder
+from surefoot.checkpoint.source import read_whole
+from surefoot.checkpoint.verify import verify
+from surefoot.methods.lora import LoRA
+from surefoot.parallel.world import ALONE
+
+CLOSE = 2e-5  # of losses after some steps of Adam: sums in another order
+ADAPTER = LoRA(rank=3, alpha=8.0)
+ONES = {"micro_batch_size": 1}  # for one, two and three shares of a batch
+QWEN = {"kind": "qwen2", "train": ONES, **UNEVEN}  # tied, biases, nothing divides
+
+
+def whole(tensor):
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def everything(made):
+    """All weights and moments, whole, by name."""
+    found = {f"model/{name}": whole(t) for name, t in made.weights.state_dict().items()}
+    for name, slots in made.optimizer_state.state_dict().items():
+        found |= {f"{name}/{slot}": whole(torch.as_tensor(t)) for slot, t in slots.items()}
+    return found
+
+
+def start(world, folder, steps=2, **changes):
+    """Learn, save; the checkpoint, what is in it, and the losses so far."""
+    made = trainer(world, folder, **changes)
+    losses = learn(made, steps)
+    return save(made, folder), everything(made), losses
+
+
+def go_on(world, folder, saved, steps=0, **changes):
+    made = resume(trainer(world, folder, **changes), saved)
+    found = everything(made)
+    losses = learn(made, steps)
+    return save(made, folder) if steps else None, found, losses
+
+
+def assert_bitwise(found, expected):
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
+
+
+def assert_written_once(saved):
+    """Every element of every tensor is in one piece, no more."""
+    manifest = open_checkpoint(saved).manifest
+    for role in ("model", "optimizer"):
+        for name, pieces in manifest.tensors(role).items():
+            count = np.zeros(pieces[0].shape, int)
+            for piece in pieces:
+                box = piece.box
+                ends = [a + n for a, n in zip(box.start, box.shape, strict=True)]
+                count[tuple(map(slice, box.start, ends))] += 1
+            assert (count == 1).all(), name
+
+
+MESHES = [(1, {}), (3, {"dp_shard": 3}), (2, {"tp": 2}), (4, {"tp": 4}), (4, {"tp": 2})]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("saved")
+    found = ranks.run(4, lambda world: start(world, folder, **QWEN), tp=2, dp_shard=2)
+    assert verify(found[0][0], full=True).ok
+    assert_written_once(found[0][0])
+    return found[0]
+
+
+@pytest.mark.parametrize(("count", "parallel"), MESHES, ids=str)
+def test_what_two_by_two_saved_is_the_same_on_any_mesh(count, parallel, saved, tmp_path):
+    path, expected, _ = saved
+    for _, found, _ in ranks.run(count, lambda w: go_on(w, tmp_path, path, **QWEN), **parallel):
+        assert_bitwise(found, expected)
+
+
+def test_the_manifest_tells_the_mesh(saved):
+    manifest = open_checkpoint(saved[0]).manifest
+    assert dict(manifest.mesh) == {"dp_replicate": 1, "dp_shard": 2, "tp": 2}
+
+
+def test_its_weights_are_read_without_any_process(saved):
+    path, expected, _ = saved
+    source = open_folder(path)
+    found = {f"model/{name}": read_whole(source, name) for name in source.shapes()}
+    assert_bitwise(found, {n: t for n, t in expected.items() if n.startswith("model/")})
+
+
+def test_a_run_goes_from_mesh_to_mesh_as_one_process_would(saved, tmp_path):
+    path, _, losses = saved
+    alone = learn(trainer(ALONE, tmp_path, **QWEN), 7)
+    for count, parallel in [
+        (1, {}),
+        (3, {"dp_shard": 3}),
+        (2, {"tp": 2}),
+        (4, {"tp": 2, "dp_replicate": 2}),
+        (4, {"tp": 4}),
+    ]:
+        (path, _, more), *_ = ranks.run(
+            count, lambda w, p=path: go_on(w, tmp_path, p, steps=1, **QWEN), **parallel
+        )
+        assert_written_once(path)
+        losses = [*losses, *more]
+    for step, (ours, theirs) in enumerate(zip(losses, alone, strict=True)):
+        assert ours == pytest.approx(theirs, abs=CLOSE, rel=CLOSE), f"step {step}"
+
+
+def test_the_same_mesh_goes_on_in_the_same_bits(saved, tmp_path):
+    path, *_ = saved
+    more = ranks.run(4, lambda w: go_on(w, tmp_path, path, 2, **QWEN)[1:], tp=2, dp_shard=2)
+
+    def unbroken(world):
+        made = trainer(world, tmp_path, **QWEN)
+        return learn(made, 4)
+
+    expected = ranks.run(4, unbroken, tp=2, dp_shard=2)
+    assert more[0][1] == expected[0][2:]
+
+
+def test_an_adapter_of_two_by_two_is_peft_s_file_and_goes_on_anywhere(tmp_path):
+    changes = {"method": ADAPTER, "train": ONES, **UNEVEN}
+    path, expected, _ = ranks.run(4, lambda w: start(w, tmp_path, **changes), tp=2, dp_shard=2)[0]
+    assert verify(path, full=True).ok
+    assert_written_once(path)
+    assert not list(path.glob("rank_*/adapter*"))
+    for count, parallel in MESHES[:4]:
+        found = ranks.run(count, lambda w: go_on(w, tmp_path, path, **changes), **parallel)
+        for _, one, _ in found:
+            assert_bitwise(one, expected)
+    made = resume(trainer(ALONE, tmp_path, **changes), path)
+    made.models.policy.peft_config["default"].save_pretrained(path)
+    opened = PeftModel.from_pretrained(tiny.model(num_hidden_layers=2, **UNEVEN), path).eval()
+    ids = torch.arange(3, 20)[None]
+    ours = made.models.policy.eval()(ids).logits
+    torch.testing.assert_close(opened(ids).logits, ours, rtol=0, atol=0)
+
+
+def test_what_one_process_saved_two_by_two_go_on_from(tmp_path):
+    path, expected, _ = start(ALONE, tmp_path, **QWEN)
+    for _, found, _ in ranks.run(4, lambda w: go_on(w, tmp_path, path, **QWEN), tp=2, dp_shard=2):
+        assert_bitwise(found, expected)

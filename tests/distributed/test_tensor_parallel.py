@@ -1,0 +1,119 @@
+"""Processes that share every matrix learn what one process learns that has all of them."""
+
+import pytest
+import torch
+
+import ranks
+from spread import UNEVEN, learn, trainer
+from surefoot.checkpoint.boxed import part
+from surefoot.methods.freeze import Freeze
+from surefoot.methods.full import Full
+from surefoot.methods.lora import LoRA
+from surefoot.parallel.world import ALONE
+
+CLOSE = 1e-5  # of mean losses (about 4) and of gradient norms: float32 sums in another order
+STEPS = 2
+ADAPTER = LoRA(rank=2, alpha=8.0)
+
+
+def compare(count, folder, *, close=CLOSE, parallel, **changes):
+    expected = learn(trainer(ALONE, folder, **changes), STEPS)
+    found = ranks.run(count, lambda w: learn(trainer(w, folder, **changes), STEPS), **parallel)
+    assert all(one == found[0] for one in found), "all ranks must say the same"
+    for step, (ours, theirs) in enumerate(zip(found[0], expected, strict=True)):
+        assert ours == pytest.approx(theirs, abs=close, rel=close), f"step {step}"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"kind": "llama", **UNEVEN},
+        {"kind": "qwen2", **UNEVEN},  # tied, with biases
+        {"kind": "qwen3"},  # with norms of each head
+        {"kind": "gemma2", "packing": True},
+        {"kind": "phi3"},  # query, key and value in one matrix
+        {"kind": "olmo2", "pad_token_id": 63},  # norms over all heads
+    ],
+    ids=lambda changes: changes["kind"],
+)
+def test_two_share_every_matrix(changes, tmp_path):
+    compare(2, tmp_path, parallel={"tp": 2}, **changes)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+def test_four_share_two_key_value_heads(kind, tmp_path):
+    compare(4, tmp_path, parallel={"tp": 4}, kind=kind, **UNEVEN)
+
+
+@pytest.mark.parametrize("replicate", [1, 2])
+@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+def test_each_of_two_parts_is_sharded_or_copied_again(kind, replicate, tmp_path):
+    parallel = {"tp": 2, "dp_replicate": replicate}
+    compare(4, tmp_path, parallel=parallel, kind=kind, **UNEVEN)
+
+
+def test_in_float64_only_rounding_is_left(tmp_path):
+    changes = {"kind": "qwen2", "dtype": torch.float64, **UNEVEN}
+    compare(4, tmp_path, parallel={"tp": 2, "dp_shard": 2}, close=1e-10, **changes)
+
+
+def test_in_bfloat16_the_sums_are_rounded(tmp_path):
+    train = {"precision": "bf16"}
+    compare(2, tmp_path, parallel={"tp": 2}, close=5e-3, train=train, **UNEVEN)
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        Freeze(num_layers=1, modules=("mlp",), extra_modules=("norm",)),
+        ADAPTER,
+        LoRA(rank=2, dropout=0.3, modules_to_save=("lm_head",)),
+    ],
+    ids=["freeze", "lora", "lora with dropout"],
+)
+def test_frozen_weights_and_adapters_are_cut_as_well(method, tmp_path):
+    compare(2, tmp_path, parallel={"tp": 2}, method=method, **UNEVEN)
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_an_adapter_beside_parts_of_parts(tp, tmp_path):
+    compare(4, tmp_path, parallel={"tp": tp}, method=ADAPTER, kind="qwen2", **UNEVEN)
+
+
+def test_packed_rows_with_recomputed_activations(tmp_path):
+    compare(2, tmp_path, parallel={"tp": 2}, packing=True, recompute=True, method=ADAPTER)
+
+
+def copies(world, folder, method):
+    """The bytes of every part of what learns, by name, after some steps."""
+    made = trainer(world, folder, method=method, attention_dropout=0.2, **UNEVEN)
+    learn(made, STEPS)
+    found = {}
+    for group in made.step.optimizer.param_groups:
+        for name, parameter in zip(group["names"], group["params"], strict=True):
+            one = part(name, parameter.detach(), made.weights.cuts_of(name))
+            found[name, one.box.start] = one.values.numpy().tobytes()
+    return found
+
+
+@pytest.mark.parametrize("method", [Full(), LoRA(rank=2, dropout=0.3)], ids=["full", "lora"])
+def test_copies_stay_equal_to_the_bit_with_dropout(method, tmp_path):
+    seen = {}
+    for found in ranks.run(4, lambda world: copies(world, tmp_path, method), tp=4):
+        for place, data in found.items():
+            assert seen.setdefault(place, data) == data, place
+
+
+def test_a_row_counts_once_in_sums():
+    found = ranks.run(4, lambda world: world.sums([1.0 + world.data_rank, 0.5]), tp=2)
+    assert found == [[3.0, 1.0]] * 4
+
+
+def test_a_failure_of_one_rank_is_what_is_told():
+    def work(world):
+        if world.rank == 1:
+            raise ValueError("one has failed")
+        world.wait()
+
+    with pytest.raises(AssertionError, match=r"rank 1:(.|\n)*one has failed"):
+        ranks.run(2, work)
