@@ -37,9 +37,10 @@ def open_folder(path: Path | str) -> Source:
     return Stored(open_weights(Path(path)))
 
 
-def scattered(path: Path) -> dict[str, torch.Tensor] | None:
+def scattered(folder: Path | str) -> dict[str, torch.Tensor] | None:
     """The weights of a checkpoint that several processes have written, put together; None for any
     other folder, which ``from_pretrained`` reads itself."""
+    path = Path(folder)
     if kind_of(path) != "native" or any(files.exists(path / n) for n in (MODEL, MODEL_INDEX)):
         return None
     source = open_folder(path)
