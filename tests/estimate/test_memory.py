@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import PreTrainedModel
 
 from surefoot.estimate.live import Live
 from surefoot.estimate.memory import Mesh, Pass, Snapshot, Weight, gathered, memory
@@ -68,11 +69,15 @@ def test_weights_in_bfloat16_have_states_in_it_too(tmp_path):
     assert (found.weights, found.gradients, found.optimizer) == stepped(made, policy(made))
 
 
+def inner(model):
+    return model if isinstance(model, PreTrainedModel) else model.get_base_model()
+
+
 @pytest.fixture
 def three_processes():
     """The first of three, whose others only seem to be there."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=3)
-    yield lambda *shape: World(0, 3, init_device_mesh("cpu", shape, mesh_dim_names=AXES))
+    yield lambda *shape: World(0, 3, init_device_mesh("cpu", (*shape, 1), mesh_dim_names=AXES))
     dist.destroy_process_group()
 
 
@@ -83,7 +88,7 @@ def test_the_first_process_of_several_holds_what_fsdp_leaves_it(
 ):
     made = recipe(tmp_path, method=method)  # 3 divides none of its sizes
     model = policy(made)
-    shard(model, three_processes(*shape), ParallelSection(), dtype=None)
+    shard(model, inner(model), three_processes(*shape), ParallelSection(), dtype=None)
     found = memory(
         describe(skeleton(made)), NOTHING, Mesh(*shape), compute_size=0, accumulates=True
     )
@@ -175,7 +180,7 @@ def test_the_peak_of_one_of_three_is_what_fsdp_takes(
         accumulates=True,
     )
     model, section = policy(made), ParallelSection(reshard_after_forward=again)
-    shard(model, three_processes(1, 3), section, dtype=dtype)
+    shard(model, inner(model), three_processes(1, 3), section, dtype=dtype)
     for _ in range(2):  # gradients and storages are there the second time
         resized["bytes"], gradients = 0, sum(local(p.grad).nbytes for p in grown(model))
         own = [*map(local, model.parameters()), *model.buffers()]
