@@ -52,15 +52,20 @@ class CutVocabulary:
         return -self.axis.largest(-torch.where(is_best_N, index_N + self._first, self.size))
 
     @property
+    def width(self) -> int:
+        """Words that are here."""
+        mine = part(self.size, self.axis)
+        return int(mine.stop - mine.start)
+
+    @property
     def _first(self) -> int:
         first: int = part(self.size, self.axis).start
         return first
 
     def _some(self, logits_Nv: torch.Tensor) -> torch.Tensor:
         """At least one word, an impossible one where none is here."""
-        mine = part(self.size, self.axis)
-        assert logits_Nv.shape[-1] == mine.stop - mine.start
-        if mine.start < mine.stop:
+        assert logits_Nv.shape[-1] == self.width
+        if self.width:
             return logits_Nv
         return F.pad(logits_Nv, (0, 1), value=torch.finfo(logits_Nv.dtype).min)
 
