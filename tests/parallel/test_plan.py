@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, MixtralConfig, MixtralForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel
 
 import tiny
 from surefoot.errors import RecipeError
@@ -55,12 +55,33 @@ def test_an_architecture_without_a_plan_is_pointed_to_dp_shard():
         roles(model, 2)
 
 
-def test_experts_are_refused():
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 2}
-    model = MixtralForCausalLM(MixtralConfig(vocab_size=9, **sizes, **heads))
-    with pytest.raises(RecipeError, match=r"expert.*dp_shard"):
+def test_experts_go_whole_to_one_process():
+    found = styles(tiny.model("mixtral"), 2)
+    assert found["model.layers.0.mlp.experts"] == "experts"
+    assert found["model.layers.0.mlp.gate"] == "whole"
+    model = tiny.model("qwen3_moe", num_experts=3)
+    with pytest.raises(RecipeError, match=r"share the 3 experts .* choose a divisor of 3"):
         roles(model, 2)
+
+
+@pytest.mark.filterwarnings("ignore:The following .*_pattern:RuntimeWarning")  # PEFT's own
+def test_experts_that_run_in_their_own_way_are_refused():
+    model = tiny.model("mixtral")
+    del model.model.layers[0].mlp.experts._is_expert_parallel
+    with pytest.raises(RecipeError, match=r"layers.0.mlp.experts runs its experts in .*dp_shard"):
+        roles(model, 2)
+    adapted = LoRA(rank=2).apply(tiny.model("mixtral")).get_base_model()
+    with pytest.raises(RecipeError, match=r"adapters beside them.*dp_shard"):
+        roles(adapted, 2)
+
+
+def test_experts_see_all_tokens():
+    found = along(tiny.model("mixtral"))
+    block = "model.layers.0.mlp"
+    assert (block, "block_of_experts") in found
+    assert not found[f"{block}.experts", "experts"]
+    assert not found[f"{block}.gate", "whole"]
+    assert found["model.layers.0.input_layernorm", "whole"]
 
 
 def test_a_convolution_in_a_layer_is_refused():

@@ -27,10 +27,12 @@ Style = Literal[
     "some_rows",
     "groups",
     "vocabulary",
+    "experts",
     "whole",
     "whole_inside",
     "dropout",
     "block",
+    "block_of_experts",
     "first_layer",
     "last_layer",
     "dropout_of_parts",
@@ -45,13 +47,14 @@ _PLANNED: Mapping[str, Style] = {  # transformers' names
     "embedding_rowwise": "vocabulary",
     "replicated_with_grad_allreduce": "whole_inside",
     "replicate": "whole",
+    "moe_tp_experts": "experts",
 }
 # Of PEFT's two matrices A comes first, so it has the base's input, and B the base's output.
 _A: Mapping[Style, Style] = {"rows": "rows", "rows_of_whole": "rows_of_whole"}
 _B: Mapping[Style, Style] = {name: name for name in ("columns", "columns_gathered", "some_rows")}
 _PARTIAL = ("columns", "rows")  # beside these lies what only a part passes through
 _ENDS = ("rows", "rows_of_whole")  # where a block of cut matrices ends
-_BLOCK = (*_PARTIAL, *_ENDS, "columns_gathered")  # what makes one
+_BLOCK = (*_PARTIAL, *_ENDS, "columns_gathered", "experts")  # what makes one
 _WRAPPED = re.compile(r"\.(base_layer|original_module|modules_to_save\.[^.]+)(?=\.|$)")
 _ADAPTER = re.compile(r"^(?P<base>.*)\.lora_(?P<part>\w+?)(\.[^.]+)?$")
 _NUMBER = re.compile(r"\.\d+(?=\.|$)")
@@ -63,7 +66,7 @@ class Role:
 
     module: nn.Module
     style: Style
-    length: int = 0  # dropout: of the whole input; groups: query heads here to each key-value head
+    length: int = 0  # dropout: of the whole input; groups: query heads to a key-value head; experts
     head: int = 0  # some_rows: size of a head
     on_parts: bool = False  # gradients are of a part of the tokens, or of heads, and are summed
 
@@ -126,6 +129,7 @@ class _Reader:
     head: str | None = None
     partial: set[str] = field(default_factory=set)  # modules in which some see a part only
     blocks: set[str] = field(default_factory=set)  # in layers: modules that hold cut matrices
+    routed: set[str] = field(default_factory=set)  # of these, those that hold experts
     places: list[str] = field(default_factory=list)  # of layers, with a dot at the end
 
     def __post_init__(self) -> None:
@@ -138,9 +142,14 @@ class _Reader:
                 self.partial.add(place.rpartition(".")[0])
             if style in _BLOCK and self._in_layers(place):
                 self.blocks.add(place.rpartition(".")[0])
+                if style == "experts":
+                    self.routed.add(place.rpartition(".")[0])
+        inside = tuple(f"{block}." for block in self.routed)  # experts that are shared
+        self.blocks.difference_update([b for b in self.blocks if b.startswith(inside)])
         self._check_blocks()
         for name, _ in self.model.named_parameters():
-            if self._planned(name) not in (None, "replicate"):
+            is_expert = self._planned(name.rpartition(".")[0]) == "moe_tp_experts"
+            if self._planned(name) not in (None, "replicate") and not is_expert:
                 raise _refused(
                     self.model, f"its plan cuts {name}, which is not the matrix of a linear map"
                 )
@@ -181,6 +190,8 @@ class _Reader:
         """The role of a module in the plan."""
         planned = str(self._planned(place))
         style = _PLANNED.get(planned)
+        if style == "experts":
+            return self._experts(place, module)
         is_plain = type(module).forward is nn.Linear.forward
         is_whole = style in ("whole", "whole_inside")
         is_right = isinstance(module, nn.Embedding) if style == "vocabulary" else is_plain
@@ -193,6 +204,21 @@ class _Reader:
         if style == "columns" and place.endswith((".k_proj", ".v_proj")):
             role = self._key_or_value(place, module)
         return replace(role, on_parts=self._on_parts(place, style))
+
+    def _experts(self, place: str, module: nn.Module) -> Role:
+        """Experts go whole to one process: the plan would cut each of them, but then what is here
+        of a matrix that holds gates and ups would be no box of it."""
+        count = getattr(module, "num_experts", 0)
+        own = list(module.parameters())
+        if not hasattr(module, "_is_expert_parallel") or any(len(p) != count for p in own):
+            why = f"{place} runs its experts in a way of its own, or has adapters beside them"
+            raise _refused(self.model, why)
+        if count % self.size:
+            raise RecipeError(
+                f"parallel.tp: {self.size} processes cannot share the {count} experts of a layer "
+                f"evenly; choose a divisor of {count}"
+            )
+        return Role(module, "experts", count)
 
     def _key_or_value(self, place: str, module: nn.Module) -> Role:
         """Heads go whole to one process, or one head to several processes."""
@@ -246,13 +272,17 @@ class _Reader:
         if not self._in_layers(place):
             return False
         block = self._block(place)
+        if block in self.routed:
+            return False
         return block is None or style in _ENDS or block in self.partial
 
     def _along_sequence(self, place: str, module: nn.Module) -> Iterator[Role]:
         """Where tokens are divided and put together."""
         if not self._in_layers(place):
             return
-        if place in self.blocks and not _is_wrapper(module):
+        if place in self.routed and not _is_wrapper(module):
+            yield Role(module, "block_of_experts")
+        elif place in self.blocks and not _is_wrapper(module):
             yield Role(module, "block", on_parts=place in self.partial)
         elif self._block(place) is None and not _ADAPTER.match(place):
             yield from self._dropout(module)

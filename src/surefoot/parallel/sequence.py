@@ -76,6 +76,21 @@ def block(role: Role, axis: Axis, _shared: object) -> None:
     _before(role.module, join)
 
 
+def block_of_experts(role: Role, axis: Axis, _shared: object) -> None:
+    """A block that sends tokens to experts needs all of them, and gives the same in all processes:
+    each takes its part of it."""
+    forward: Forward = role.module.forward
+
+    def part(*arguments: object, **named: object) -> object:
+        found = forward(*arguments, **named)
+        if isinstance(found, tuple):  # with what the router has said
+            return taken(_checked(found[0], role.module), axis, TOKENS), *found[1:]
+        return taken(_checked(found, role.module), axis, TOKENS)
+
+    role.module.forward = part
+    block(role, axis, _shared)
+
+
 def dropout(role: Role, axis: Axis, _shared: object) -> None:
     """Dropout of a part of the tokens, with its part of the mask that the whole would have."""
     module = role.module

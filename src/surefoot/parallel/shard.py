@@ -44,11 +44,13 @@ def shard(
     """
     if world.mesh is None:
         return {}
-    cut = {}
+    cut: dict[nn.Parameter, tuple[Cut, ...]] = {}
     if world.tp > 1:
         between = layers(inner) if section.sequence_parallel else ()
         cut = cut_tensors(inner, MeshAxis(world.mesh["tp"]), between)
-    cuts = {name: (*cut.get(p, ()), Cut("dp_shard", 0)) for name, p in model.named_parameters()}
+    cuts: dict[str, Cuts] = {
+        name: (*cut.get(p, ()), Cut("dp_shard", 0)) for name, p in model.named_parameters()
+    }
     mesh = world.mesh[DATA_AXES]
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32 if dtype else None)
     again = section.reshard_after_forward

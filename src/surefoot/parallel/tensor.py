@@ -23,11 +23,11 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ..cuts import Cut, Cuts
+from ..cuts import Cut
 from ..errors import RecipeError
 from .collectives import Axis, copied, gathered, part, scattered, summed, taken
 from .plan import Role, Style, roles
-from .sequence import TOKENS, block, dropout, first_layer, last_layer
+from .sequence import TOKENS, block, block_of_experts, dropout, first_layer, last_layer
 
 if TYPE_CHECKING:  # half of all imports, and here only a name
     from transformers import PreTrainedModel
@@ -39,7 +39,7 @@ Shared = dict[nn.Parameter, tuple[nn.Parameter, int | None]]
 
 def cut_tensors(
     model: PreTrainedModel, axis: Axis, layers: Sequence[nn.Module] = ()
-) -> dict[nn.Parameter, Cuts]:
+) -> dict[nn.Parameter, tuple[Cut, ...]]:
     """Spread ``model`` over ``axis`` in place; how each of its new parameters is cut.
 
     Every process has the same values before. Modules stay who they are, with their hooks and
@@ -174,6 +174,28 @@ def _whole(role: Role, axis: Axis, shared: Shared, *, inside: bool = False) -> N
     _set_forward(module, forward)
 
 
+def _experts(role: Role, axis: Axis, shared: Shared) -> None:
+    """Each process has some of the experts, whole, and runs all tokens that are sent to them; the
+    sum over the processes is whole. To its own code those elsewhere are the expert after the last,
+    which does nothing."""
+    module, whole = role.module, role.module.forward
+    mine = part(role.length, axis)
+    count = mine.stop - mine.start
+
+    def forward(x_TI: torch.Tensor, chosen_TK: torch.Tensor, scales_TK: torch.Tensor) -> object:
+        is_here_TK = (chosen_TK >= mine.start) & (chosen_TK < mine.stop)
+        here_TK = (chosen_TK - mine.start).where(is_here_TK, count)
+        scales_TK = copied(scales_TK, axis) * is_here_TK
+        with _local_parameters(module, lambda values: values):
+            found: torch.Tensor = whole(copied(x_TI, axis), here_TK, scales_TK)
+        return summed(found, axis)
+
+    _cut(module, axis, shared, weight=0, bias=0)
+    module.num_experts = count
+    module._is_expert_parallel = True  # type: ignore[assignment]
+    module.forward = forward
+
+
 def _groups(role: Role, _axis: Axis, _shared: Shared) -> None:
     """How many query heads attend to each key-value head here."""
     role.module.num_key_value_groups = role.length  # type: ignore[assignment]
@@ -218,8 +240,10 @@ _STYLES: dict[Style, Callable[[Role, Axis, Shared], None]] = {
     "vocabulary": _by_vocabulary,
     "whole": _whole,
     "whole_inside": partial(_whole, inside=True),
+    "experts": _experts,
     "dropout": _part_of_dropout,
     "block": block,
+    "block_of_experts": block_of_experts,
     "first_layer": first_layer,
     "last_layer": last_layer,
     "dropout_of_parts": dropout,
