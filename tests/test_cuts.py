@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from surefoot.cuts import Cut, chunk, held
+from surefoot.cuts import Cut, Window, axes, chunk, held
 
 SIZES = {"dp_shard": 3, "tp": 2, "ep": 5}
 cuts = st.permutations(list(SIZES)).flatmap(
@@ -59,3 +59,31 @@ def test_a_cut_divides_what_the_one_before_has_left(shape, made):
 
 def test_an_axis_that_is_not_there_cuts_nothing():
     assert held((7,), (Cut("tp", 0),), {}, {}) == ((0,), (7,))
+
+
+three = st.permutations(list(SIZES)).flatmap(
+    lambda names: st.tuples(
+        *(st.builds(Cut, axis=st.just(n), dim=st.integers(0, 2)) for n in names)
+    )
+)
+
+
+@given(st.data(), three)
+def test_a_window_shows_what_is_held_of_the_larger_tensor(data, made):
+    whole = np.arange(5 * 12 * 3).reshape(5, 12, 3)
+    expert, row = data.draw(st.integers(0, 4)), data.draw(st.integers(0, 11))
+    height = data.draw(st.integers(1, 12 - row))
+    window = Window(whole.shape, (expert, row, 0), made)
+    count = np.zeros((height, 3), int)
+    for place in places():
+        start, extent = held((height, 3), window, SIZES, place)
+        box = tuple(slice(a, a + n) for a, n in zip(start, extent, strict=True))
+        count[box] += 1
+        outer, size = held(whole.shape, made, SIZES, place)
+        here = whole[tuple(slice(a, a + n) for a, n in zip(outer, size, strict=True))]
+        seen = whole[expert, row : row + height][box]
+        assert set(seen.flat) == set(here.flat) & set(whole[expert, row : row + height].flat)
+    assert (
+        count == math.prod(size for axis, size in SIZES.items() if axis not in axes(made))
+    ).all()
+    assert axes(window) == axes(made)

@@ -8,6 +8,8 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     Olmo2Config,
     Olmo2ForCausalLM,
     Phi3Config,
@@ -16,6 +18,8 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 SIZES = {
@@ -39,6 +43,16 @@ KINDS = {
     "gemma2": (Gemma2Config, Gemma2ForCausalLM, {"sliding_window": 4}),
 }
 MORE = {  # for the tests that look for them
+    "mixtral": (
+        MixtralConfig,
+        MixtralForCausalLM,
+        {"num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
+    "qwen3_moe": (
+        Qwen3MoeConfig,
+        Qwen3MoeForCausalLM,
+        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+    ),
     "olmo2": (Olmo2Config, Olmo2ForCausalLM, {}),
     "phi3": (Phi3Config, Phi3ForCausalLM, {}),
 }

@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -46,7 +47,9 @@ from .model.load import (
 from .model.weights import AdapterWeights, FullWeights, names_in_files
 from .optim.state import NamedState
 from .parallel.engine import Forward, plain
+from .parallel.sequence import widened
 from .parallel.shard import shard
+from .parallel.vocabulary import cut_vocabulary
 from .parallel.world import ALONE, World
 from .recipe.recipe import Recipe, dump
 from .training.callback import Callbacks, Context, TrainerCallback
@@ -176,6 +179,7 @@ def assemble(recipe: Recipe, policy: Policy, data: Prepared, saver: Saver, world
     """Put the parts together."""
     loader = build_loader(recipe, data, world)
     section, precision = recipe.train, choose(recipe.train.precision)
+    forward = partial(build_forward, policy, recipe, world, precision)
     names = names_in_files(policy.model, policy.weights)  # before they are cut
     found = shard(
         policy.model,
@@ -196,7 +200,7 @@ def assemble(recipe: Recipe, policy: Policy, data: Prepared, saver: Saver, world
     step = Step(
         optimizer,
         recipe.optim.schedule_over(max_steps),
-        plain(build_forward(policy.model, precision, recipe.stage.needs), device()),
+        plain(forward(recipe.stage.needs), device()),
         section.max_grad_norm,
         LossScaler(enabled=precision == "fp16"),
         world.sums,
@@ -218,7 +222,7 @@ def assemble(recipe: Recipe, policy: Policy, data: Prepared, saver: Saver, world
         weights=replace(policy.weights, cuts=cuts),
         optimizer_state=NamedState(optimizer, cuts),
         step=step,
-        forward=build_forward(policy.model, precision, (*recipe.stage.needs, "predictions")),
+        forward=forward((*recipe.stage.needs, "predictions")),
         loader=loader,
         evals={name: Batches(recipe, dataset) for name, dataset in data.evals.items()},
         saver=saver,
@@ -230,12 +234,18 @@ def assemble(recipe: Recipe, policy: Policy, data: Prepared, saver: Saver, world
     )
 
 
-def build_forward(model: nn.Module, precision: PrecisionName, needs: Sequence[str]) -> Forward:
+def build_forward(
+    policy: Policy, recipe: Recipe, world: World, precision: PrecisionName, needs: Sequence[str]
+) -> Forward:
     """A batch through the model to what a stage needs of it."""
+    vocabulary = cut_vocabulary(policy.inner, world)
+    multiple = world.tp if recipe.parallel.sequence_parallel else 1
 
     def forward(batch: Batch) -> Outputs:
         with autocast(precision, batch.input_ids.device):
-            return outputs.compute(model, batch, needs)
+            return outputs.compute(
+                policy.model, widened(batch, multiple), needs, vocabulary=vocabulary
+            )
 
     return forward
 

@@ -84,9 +84,9 @@ def test_packed_rows_with_recomputed_activations(tmp_path):
     compare(2, tmp_path, parallel={"tp": 2}, packing=True, recompute=True, method=ADAPTER)
 
 
-def copies(world, folder, method):
+def copies(world, folder, method, **changes):
     """The bytes of every part of what learns, by name, after some steps."""
-    made = trainer(world, folder, method=method, attention_dropout=0.2, **UNEVEN)
+    made = trainer(world, folder, method=method, attention_dropout=0.2, **UNEVEN, **changes)
     learn(made, STEPS)
     found = {}
     for group in made.step.optimizer.param_groups:

@@ -33,8 +33,8 @@ def tokenizer(made):
     return load_tokenizer(made.model.path)
 
 
-def skeleton(made, precision="fp32", dtype=torch.float32, gathered=None):
-    setting = Setting(precision, dtype, gathered, made.model.gradient_checkpointing)
+def skeleton(made, precision="fp32", dtype=torch.float32, gathered=None, **spread):
+    setting = Setting(precision, dtype, gathered, made.model.gradient_checkpointing, **spread)
     return build(made, made.model.path, tokenizer(made), setting)
 
 

@@ -84,6 +84,7 @@ def test_other_settings_are_planned_as_if_they_were_asked_for(project):
     found = plan(project, *asked, machine=four)
     assert {tuple(option.changes) for option in found.options} == {
         ("parallel.dp_replicate", "parallel.dp_shard"),
+        ("parallel.dp_shard", "parallel.tp"),
         ("model.gradient_checkpointing",),
         ("train.micro_batch_size",),
     }
@@ -165,3 +166,27 @@ def test_new_tokens_make_room_in_the_embeddings(project):
 def test_what_would_stop_the_run_stops_the_plan(project, overrides, machine, error, words):
     with pytest.raises(error, match=words):
         plan(project, *overrides, machine=machine)
+
+
+def test_processes_that_share_every_matrix_are_planned(project):
+    asked = ("train.global_batch_size=8", "train.micro_batch_size=2", "parallel.tp=2")
+    found = plan(project, *asked, machine=Machine(4, on_gpu=False))
+    alone = plan(project, *asked[:2], machine=Machine(2, on_gpu=False))
+    assert (found.mesh.tp, found.mesh.dp_shard, found.mesh.num_processes) == (2, 2, 4)
+    assert found.course == alone.course, "tp changes nothing of what is learnt, and when"
+    assert found.parameters == alone.parameters
+    assert found.saving.size == alone.saving.size
+    assert found.memory.weights < 0.6 * alone.memory.weights
+    assert {"parallel.sequence_parallel": True} in [dict(o.changes) for o in found.options]
+
+
+def test_other_ways_to_share_are_planned_as_if_they_were_asked_for(project):
+    asked = ("train.global_batch_size=8", "train.micro_batch_size=1", "parallel.tp=2")
+    four = Machine(4, on_gpu=False)
+    options = plan(project, *asked, machine=four).options
+    ways = [o for o in options if o.changes.keys() & {"parallel.tp", "parallel.sequence_parallel"}]
+    assert {tuple(o.changes.values()) for o in ways} == {(True,), (1, 4), (4, 1)}
+    for option in ways:
+        changed = [f"{name}={json.dumps(value)}" for name, value in option.changes.items()]
+        alone = plan(project, *asked, *changed, machine=four)
+        assert alone.memory.peak == pytest.approx(option.memory.peak, rel=0.02), option.changes

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from ..cuts import Cut, Cuts, held
+from ..cuts import Cut, Cuts, axes, held
 from ..errors import CheckpointError
 from .box import Box
 
@@ -51,7 +51,7 @@ def part(
             f"{list(shape)}"
         )
     is_first = not any(place.values())
-    chosen = _is_chosen(name, {cut.axis for cut in cuts}, sizes, place)
+    chosen = _is_chosen(name, axes(cuts), sizes, place)
     return Part(values, shape, box, chosen and box.size > 0 if Box.whole(shape).size else is_first)
 
 

@@ -133,6 +133,7 @@ def _lines(recipe: Recipe, found: Plan, *, is_given: bool) -> Iterator[tuple[str
     yield "parameters", f"{found.parameters:,}, {100 * share:.3g} % of them learn"
     where = "on GPUs" if found.machine.on_gpu else "on CPUs"
     layout = f" = dp_replicate {mesh.dp_replicate} × dp_shard {mesh.dp_shard}"
+    layout += f" × tp {mesh.tp}" if mesh.tp > 1 else ""
     layout = layout if mesh.num_processes > 1 else ""
     yield "processes", f"{mesh.num_processes:,}{layout}, {found.precision}, {where}"
     source = (
@@ -252,6 +253,7 @@ def as_data(found: Plan) -> dict[str, object]:
             "count": found.mesh.num_processes,
             "dp_replicate": found.mesh.dp_replicate,
             "dp_shard": found.mesh.dp_shard,
+            "tp": found.mesh.tp,
             "device": "gpu" if found.machine.on_gpu else "cpu",
             "precision": found.precision,
             "capacity": found.machine.capacity,

@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 
 from ..recipe.recipe import Recipe
 
+_MOST_TENSORS = 8  # processes of tp: beyond those of one machine it is too slow
+
 
 @dataclass(frozen=True)
 class Change:
@@ -21,6 +23,7 @@ class Change:
 def changes(recipe: Recipe, num_processes: int) -> Iterator[Change]:
     """Every single change: how the processes are laid out, recomputation, the size of a pass."""
     yield from _splits(recipe, num_processes)
+    yield from _tensors(recipe, num_processes)
     recomputes = not recipe.model.gradient_checkpointing
     yield Change(
         {"model.gradient_checkpointing": recomputes},
@@ -29,9 +32,10 @@ def changes(recipe: Recipe, num_processes: int) -> Iterator[Change]:
         not recomputes,
     )
     size, whole = recipe.train.micro_batch_size, recipe.train.global_batch_size
+    num_data_ranks = num_processes // recipe.parallel.tp
     if size % 2 == 0:
         yield _resized(recipe, size // 2, "more and smaller passes", is_faster=False)
-    if whole % (2 * size * num_processes) == 0:
+    if whole % (2 * size * num_data_ranks) == 0:
         yield _resized(recipe, 2 * size, "fewer and larger passes", is_faster=True)
 
 
@@ -41,13 +45,39 @@ def _resized(recipe: Recipe, size: int, effect: str, *, is_faster: bool) -> Chan
 
 
 def _splits(recipe: Recipe, num_processes: int) -> Iterator[Change]:
-    """The other ways to lay so many processes out."""
-    _, now, _ = recipe.parallel.axes(num_processes)
-    for shard in range(1, num_processes + 1):
-        if num_processes % shard or shard == now:
+    """The other ways to lay so many processes out over examples."""
+    replicate, now, _ = recipe.parallel.axes(num_processes)
+    count = replicate * now
+    for shard in range(1, count + 1):
+        if count % shard or shard == now:
             continue
-        replicate = num_processes // shard
-        section = replace(recipe.parallel, dp_replicate=replicate, dp_shard=shard)
+        replicate = count // shard
         effect = "less communication" if shard < now else "more communication"
-        values = {"parallel.dp_replicate": replicate, "parallel.dp_shard": shard}
-        yield Change(values, replace(recipe, parallel=section), effect, shard < now)
+        values = {"dp_replicate": replicate, "dp_shard": shard}
+        yield _laid_out(recipe, values, effect, is_faster=shard < now)
+
+
+def _tensors(recipe: Recipe, num_processes: int) -> Iterator[Change]:
+    """Twice and half as many processes that share every matrix, and tokens cut as well."""
+    replicate, shard, tp = recipe.parallel.axes(num_processes)
+    train = recipe.train
+    if tp > 1 and not recipe.parallel.sequence_parallel:
+        yield _laid_out(recipe, {"sequence_parallel": True}, "as much communication")
+    if shard % 2 == 0 and 2 * tp <= _MOST_TENSORS:
+        values = {"dp_shard": shard // 2, "tp": 2 * tp}
+        yield _laid_out(recipe, values, "more communication")
+    passes = train.global_batch_size % (train.micro_batch_size * replicate * shard * 2)
+    if tp % 2 == 0 and not passes:
+        values = {"dp_shard": 2 * shard, "tp": tp // 2}
+        values |= (
+            {"sequence_parallel": False} if recipe.parallel.sequence_parallel and tp == 2 else {}
+        )
+        yield _laid_out(recipe, values, "less communication", is_faster=True)
+
+
+def _laid_out(
+    recipe: Recipe, values: Mapping[str, object], effect: str, *, is_faster: bool = False
+) -> Change:
+    section = replace(recipe.parallel, **values)  # type: ignore[arg-type]
+    changed = replace(recipe, parallel=section)
+    return Change({f"parallel.{n}": v for n, v in values.items()}, changed, effect, is_faster)

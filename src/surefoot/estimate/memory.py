@@ -1,7 +1,8 @@
 """Memory of one process, from a description of the model and of one micro-batch. Pure arithmetic.
 
-Sharding is FSDP2's (``parallel/shard.py``): a tensor is cut along its first dimension into
-``dp_shard`` pieces of the rounded-up size. The largest process, the first, is what counts.
+Sharding is FSDP2's (``parallel/shard.py``): a tensor, or what a cut along ``tp`` has left of it, is
+cut along its first dimension into ``dp_shard`` pieces of the rounded-up size. The largest process,
+the first, is what counts.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ FLOAT32 = 4  # bytes; what gradients are summed over processes in, if weights ar
 class Weight:
     """One parameter (tied ones are one), or a buffer."""
 
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # of the first part along tp
     item_size: int  # bytes of an element, as it is held
     is_trained: bool
     layer: int | None  # the block it belongs to; None outside of them
@@ -82,10 +83,16 @@ class Mesh:
     dp_replicate: int = 1
     dp_shard: int = 1
     reshard_after_forward: bool = True
+    tp: int = 1
 
     @property
     def num_processes(self) -> int:
         """All of them."""
+        return self.num_data_ranks * self.tp
+
+    @property
+    def num_data_ranks(self) -> int:
+        """Into how many shares the examples are divided."""
         return self.dp_replicate * self.dp_shard
 
 
@@ -168,8 +175,10 @@ def gathered(weights: Sequence[Weight], mesh: Mesh, compute_size: int) -> Gather
     Weights outside the layers are whole throughout. A layer is given back after its forward pass;
     in the backward pass one is at work while the next one comes, into a buffer first. Or else all
     stay until their backward pass. Once a layer has its gradients it is given back, and they are
-    copied to be summed over the processes, in float32.
+    copied to be summed over the processes, in float32. A process that shards with nobody copies
+    its weights when their turn comes, not before, and its gradients three times.
     """
+    is_alone = mesh.dp_shard == 1
     cut = [weight for weight in weights if weight.is_cut]
     outside = [weight for weight in cut if weight.layer is None]
     layers = [
@@ -178,9 +187,9 @@ def gathered(weights: Sequence[Weight], mesh: Mesh, compute_size: int) -> Gather
     ]
     sizes = [_whole(layer, compute_size) for layer in layers]
     one, every = max(sizes, default=0), sum(sizes)
-    reduced = max((_reduced(layer, compute_size) for layer in layers), default=0)
+    reduced = max((_reduced(layer, compute_size, is_alone) for layer in layers), default=0)
     if mesh.reshard_after_forward:
-        at_work = max(3 * one, 2 * one + reduced)
+        at_work = one + reduced if is_alone else max(3 * one, 2 * one + reduced)
     else:
         at_work = every + max(one, reduced - one)
     whole = _whole(outside, compute_size)
@@ -188,15 +197,16 @@ def gathered(weights: Sequence[Weight], mesh: Mesh, compute_size: int) -> Gather
     return Gathered(
         between=whole if mesh.reshard_after_forward else whole + every,
         at_work=whole + _whole(early, compute_size) + at_work,
-        at_end=whole + _reduced(outside, compute_size) + reduced,
+        at_end=whole + _reduced(outside, compute_size, is_alone) + reduced,
     )
 
 
-def _reduced(weights: Iterable[Weight], compute_size: int) -> int:
+def _reduced(weights: Iterable[Weight], compute_size: int, is_alone: bool) -> int:
     """Gradients of these weights, and the buffer in which they are summed."""
     trained = _trained(weights)
-    summed = max(FLOAT32, compute_size) if compute_size else 0
-    return _whole(trained, compute_size) + _whole(trained, summed)
+    summed = _whole(trained, max(FLOAT32, compute_size) if compute_size else 0)
+    both = _whole(trained, compute_size) + summed
+    return max(both, 3 * summed) if is_alone else both
 
 
 def _trained(weights: Iterable[Weight]) -> list[Weight]:

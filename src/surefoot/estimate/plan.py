@@ -116,28 +116,30 @@ def make_plan(recipe: Recipe, machine: Machine, tokens_per_second: float | None 
     mesh = _mesh(recipe, machine)
     examples = examples_of(recipe, codec)
     lengths, trained = examples.dataset.lengths, trained_counts(examples.dataset)
-    loader = loader_of(recipe, examples.dataset, machine.num_processes)
+    loader = loader_of(recipe, examples.dataset, mesh.num_data_ranks)
     course = course_of(recipe, loader, lengths, trained)
-    skeleton = build(recipe, base, codec.tokenizer, _setting(recipe, machine))
-    weights = describe(skeleton)
     ground = _Ground(base, codec, machine, examples.dataset, lengths, trained, course.steps)
+    alone = replace(_setting(recipe, machine), tp=1, sequence_parallel=False)
+    whole = build(recipe, base, codec.tokenizer, alone)
+    skeleton = _skeleton(recipe, ground) if mesh.tp > 1 else whole
+    weights = describe(skeleton)
     as_run = None if _gathers_bf16(recipe, machine) else skeleton
     batch, passed, not_known = _rehearsed(recipe, ground, skeleton=as_run)
     options = _options(recipe, ground, weights, (batch, passed)) if not_known is None else ()
-    cut = [weight for weight in weights if weight.is_cut]
+    sizes = [(p.numel(), p.requires_grad) for p in whole.model.parameters()]
     return Plan(
         machine=machine,
         mesh=mesh,
         precision=_precision(recipe, machine),
-        parameters=sum(weight.size for weight in cut),
-        trained_parameters=sum(weight.size for weight in cut if weight.is_trained),
+        parameters=sum(size for size, _ in sizes),
+        trained_parameters=sum(size for size, is_trained in sizes if is_trained),
         examples=len(examples.dataset),
         rows_read=examples.rows_read,
         course=course,
         heaviest=Heaviest(_num_examples(batch), batch.input_ids.numel(), batch.num_trained),
         memory=_memory(recipe, machine, weights, passed),
         not_known=not_known,
-        saving=_saving(skeleton, codec, base, course, machine),
+        saving=_saving(whole, codec, base, course, machine),
         tokens_per_second=tokens_per_second or measured_speed(recipe.train.folder),
         options=tuple(options),
     )
@@ -163,12 +165,7 @@ def _mesh(recipe: Recipe, machine: Machine) -> Mesh:
         raise RecipeError(
             f"parallel: {error}; change them, or plan for as many with --num-processes"
         ) from None
-    if tp > 1:
-        raise RecipeError(
-            "parallel.tp: tensor parallelism cannot be planned yet; plan with parallel.tp=1, which "
-            "tells the most that a process may need"
-        )
-    return Mesh(replicate, shard, recipe.parallel.reshard_after_forward)
+    return Mesh(replicate, shard, recipe.parallel.reshard_after_forward, tp)
 
 
 def _precision(recipe: Recipe, machine: Machine) -> PrecisionName:
@@ -184,7 +181,14 @@ def _setting(recipe: Recipe, machine: Machine) -> Setting:
         _precision(recipe, machine),
         held_dtype(recipe, on_gpu=machine.on_gpu),
         recomputes=recipe.model.gradient_checkpointing,
+        tp=recipe.parallel.tp,
+        sequence_parallel=recipe.parallel.sequence_parallel,
     )
+
+
+def _skeleton(recipe: Recipe, ground: _Ground) -> Skeleton:
+    """The model as a process holds it."""
+    return build(recipe, ground.base, ground.codec.tokenizer, _setting(recipe, ground.machine))
 
 
 def _gathers_bf16(recipe: Recipe, machine: Machine) -> bool:
@@ -223,7 +227,7 @@ def _rehearsed(
 
 
 def _batch(recipe: Recipe, ground: _Ground, logit_weight: float) -> Batch:
-    loader = loader_of(recipe, ground.dataset, ground.machine.num_processes)
+    loader = loader_of(recipe, ground.dataset, _mesh(recipe, ground.machine).num_data_ranks)
     packing = recipe.data.packing
     items = heaviest(
         loader,
@@ -248,11 +252,12 @@ def _num_examples(batch: Batch) -> int:
 
 
 def _memory(recipe: Recipe, machine: Machine, weights: Sequence[Weight], passed: Pass) -> Memory:
-    per_pass = recipe.train.micro_batch_size * machine.num_processes
+    mesh = _mesh(recipe, machine)
+    per_pass = recipe.train.micro_batch_size * mesh.num_data_ranks
     return memory(
         weights,
         passed,
-        _mesh(recipe, machine),
+        mesh,
         compute_size=2 if _gathers_bf16(recipe, machine) else 0,
         accumulates=recipe.train.global_batch_size > per_pass,
     )
@@ -313,14 +318,38 @@ def _options(
     now = _memory(recipe, ground.machine, weights, known[1]).peak
     weight, found = _logit_weight(*known), []
     for change in changes(recipe, ground.machine.num_processes):
-        passed = known[1]
-        if change.recipe.parallel == recipe.parallel:
-            _, passed, not_known = _rehearsed(change.recipe, ground, weight)
-            if not_known:
-                continue
-        takes = _memory(change.recipe, ground.machine, weights, passed)
+        try:
+            takes = _changed(recipe, change.recipe, ground, weights, (weight, known[1]))
+        except RecipeError:  # an architecture that tp cannot cut, or not so far
+            continue
+        if takes is None:
+            continue
         capacity = ground.machine.capacity
         is_better = takes.peak <= (capacity or takes.peak) if change.is_faster else True
         if is_better and (change.is_faster or takes.peak < now):
             found.append(Option(change.values, takes, change.effect))
     return sorted(found, key=lambda option: option.memory.peak)
+
+
+def _changed(
+    recipe: Recipe,
+    other: Recipe,
+    ground: _Ground,
+    weights: Sequence[Weight],
+    known: tuple[float, Pass],
+) -> Memory | None:
+    """What ``other`` takes, if that is known; ``weights`` and the pass that is ``known`` are those
+    of ``recipe``."""
+    weight, passed = known
+    is_cut_alike = _cuts(other) == _cuts(recipe)
+    if not is_cut_alike:
+        weights = describe(_skeleton(other, ground))
+    if not is_cut_alike or other.parallel == recipe.parallel:
+        _, passed, not_known = _rehearsed(other, ground, weight)
+        if not_known:
+            return None
+    return _memory(other, ground.machine, weights, passed)
+
+
+def _cuts(recipe: Recipe) -> tuple[int, bool]:
+    return recipe.parallel.tp, recipe.parallel.sequence_parallel

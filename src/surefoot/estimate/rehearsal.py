@@ -28,9 +28,14 @@ from ..model import attention, outputs
 from ..model.load import DTYPES, grow_embeddings, recompute_activations, upcast_trained
 from ..model.weights import AdapterWeights, FullWeights, trained
 from ..optim.state import NamedState
+from ..parallel.plan import cuts_vocabulary
+from ..parallel.sequence import widened
 from ..parallel.shard import layers
+from ..parallel.tensor import cut_tensors
+from ..parallel.vocabulary import CutVocabulary
 from ..recipe.recipe import Recipe
 from ..training.precision import PrecisionName, autocast
+from .axis import FirstOf
 from .live import Live
 from .memory import Pass, Weight
 
@@ -52,6 +57,8 @@ class Setting:
     dtype: torch.dtype | None  # weights before a method picks those that learn; None: as stored
     gathered: torch.dtype | None = None  # of all weights, where processes gather them in it
     recomputes: bool = False  # gradient checkpointing
+    tp: int = 1  # processes that share every matrix; of one of them, the first
+    sequence_parallel: bool = False
 
 
 @dataclass(frozen=True)
@@ -64,6 +71,7 @@ class Skeleton:
     weights: FullWeights | AdapterWeights  # what its checkpoints hold
     recipe: Recipe
     setting: Setting
+    vocabulary: CutVocabulary | None = None  # of logits, where they are cut
 
 
 def build(
@@ -73,7 +81,7 @@ def build(
 
     Raises:
         ModelError: no configuration of a causal language model.
-        RecipeError: the method names modules that the model has not.
+        RecipeError: the method names modules that the model has not, or it cannot be cut.
     """
     with torch.device("meta"):
         inner = _from_config(recipe, base, setting)
@@ -88,7 +96,17 @@ def build(
     _put(policy, mode, setting.gathered)
     is_adapter = recipe.method.kind == "adapter"
     weights = AdapterWeights(policy) if is_adapter else FullWeights(inner)
-    return Skeleton(mode, policy.train(), inner, weights, recipe, setting)
+    made = Skeleton(mode, policy.train(), inner, weights, recipe, setting)
+    return _cut(made) if setting.tp > 1 else made
+
+
+def _cut(whole: Skeleton) -> Skeleton:
+    """What the first of the processes along ``tp`` has of it."""
+    inner, axis = whole.inner, FirstOf(whole.setting.tp)
+    is_cut, size = cuts_vocabulary(inner), inner.config.get_text_config().vocab_size
+    with whole.mode:
+        cut_tensors(inner, axis, layers(inner) if whole.setting.sequence_parallel else ())
+    return replace(whole, vocabulary=CutVocabulary(axis, size) if is_cut else None)
 
 
 def _put(model: nn.Module, mode: FakeTensorMode, dtype: torch.dtype | None) -> None:
@@ -203,6 +221,7 @@ def rehearse(skeleton: Skeleton, batch: Batch) -> Pass:
 
 def _rehearse(skeleton: Skeleton, batch: Batch) -> Pass:
     stage, mode = skeleton.recipe.stage, skeleton.mode
+    batch = widened(batch, skeleton.setting.tp if skeleton.setting.sequence_parallel else 1)
     at = outputs.places(batch)
     here = _fake(mode, batch)
     known = outputs.Places(
@@ -228,11 +247,13 @@ def _rehearse(skeleton: Skeleton, batch: Batch) -> Pass:
     kernel = skeleton.inner.config._attn_implementation
     if _needs_no_mask(skeleton.inner, batch):
         skeleton.inner.set_attn_implementation(UNMASKED)
-    live = Live(own, skeleton.inner.config.get_text_config().vocab_size, lambda: grown)
+    live = Live(own, _width(skeleton), lambda: grown)
     try:
         with mode, live:
             with autocast(skeleton.setting.precision, CPU):
-                found = outputs.compute(skeleton.model, here, stage.needs, known)
+                found = outputs.compute(
+                    skeleton.model, here, stage.needs, known, skeleton.vocabulary
+                )
             loss = stage.loss(found, here).total
             del found
             kept = live.now
@@ -247,6 +268,13 @@ def _rehearse(skeleton: Skeleton, batch: Batch) -> Pass:
         most_activations=live.most_activations,
         growing=live.growing,
     )
+
+
+def _width(skeleton: Skeleton) -> int:
+    """Of logits."""
+    if skeleton.vocabulary is not None:
+        return skeleton.vocabulary.width
+    return int(skeleton.inner.config.get_text_config().vocab_size)
 
 
 def _fake(mode: FakeTensorMode, batch: Batch) -> Batch:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import cast
+from typing import Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +31,37 @@ class Places:
     among_kept: torch.Tensor | None  # [N] each position's column among these; None: one row, N = K
 
 
+class Vocabulary(Protocol):
+    """How logits [N, v] lie, of which this process may have some columns only."""
+
+    def logps(self, logits_Nv: torch.Tensor, labels_N: torch.Tensor) -> torch.Tensor:
+        """[N] log-probability of each label."""
+
+    def entropies(self, logits_Nv: torch.Tensor) -> torch.Tensor:
+        """[N] entropy of each next-token distribution in nats: ``-sum p log p``."""
+
+    def predictions(self, logits_Nv: torch.Tensor) -> torch.Tensor:
+        """[N] the most probable token."""
+
+
+@dataclass(frozen=True)
+class WholeVocabulary:
+    """All of it is here."""
+
+    def logps(self, logits_NV: torch.Tensor, labels_N: torch.Tensor) -> torch.Tensor:
+        """[N] log-probability of each label."""
+        return -F.cross_entropy(logits_NV, labels_N, reduction="none")
+
+    def entropies(self, logits_NV: torch.Tensor) -> torch.Tensor:
+        """[N] entropy of each next-token distribution in nats: ``-sum p log p``."""
+        logps_NV = F.log_softmax(logits_NV, dim=-1)
+        return -(logps_NV.exp() * logps_NV).sum(-1)
+
+    def predictions(self, logits_NV: torch.Tensor) -> torch.Tensor:
+        """[N] the most probable token."""
+        return logits_NV.argmax(-1)
+
+
 def places(batch: Batch) -> Places:
     """The places of ``batch``. ``labels[b, t]`` is predicted at position t - 1.
 
@@ -44,19 +75,25 @@ def places(batch: Batch) -> Places:
 
 
 def compute(
-    model: torch.nn.Module, batch: Batch, needs: Collection[str], at: Places | None = None
+    model: torch.nn.Module,
+    batch: Batch,
+    needs: Collection[str],
+    at: Places | None = None,
+    vocabulary: Vocabulary | None = None,
 ) -> Outputs:
     """Run ``model`` on ``batch`` and keep what a stage ``needs`` (names of ``Outputs``' fields).
 
-    ``at`` are the places of ``batch``, where they are known already.
+    ``at`` are the places of ``batch``, where they are known already; ``vocabulary`` is for a head
+    that leaves a part of the logits here.
     """
+    vocabulary = vocabulary or WholeVocabulary()
     logits_NV, labels_N = trained_logits(model, batch, at)
     if logits_NV.dtype in (torch.float16, torch.bfloat16):
         logits_NV = logits_NV.float()
     return Outputs(
-        logps=-F.cross_entropy(logits_NV, labels_N, reduction="none"),
-        entropies=_entropies(logits_NV) if "entropies" in needs else None,
-        predictions=logits_NV.argmax(-1) if "predictions" in needs else None,
+        logps=vocabulary.logps(logits_NV, labels_N),
+        entropies=vocabulary.entropies(logits_NV) if "entropies" in needs else None,
+        predictions=vocabulary.predictions(logits_NV) if "predictions" in needs else None,
     )
 
 
@@ -81,9 +118,3 @@ def _inner(model: torch.nn.Module) -> PreTrainedModel:
     """The transformers model inside a PEFT wrapper, or ``model`` itself."""
     inner = model if isinstance(model, PreTrainedModel) else model.get_base_model()  # type: ignore[operator]
     return cast(PreTrainedModel, inner)
-
-
-def _entropies(logits_NV: torch.Tensor) -> torch.Tensor:
-    """Entropy of each next-token distribution in nats: ``-sum p log p``."""
-    logps_NV = F.log_softmax(logits_NV, dim=-1)
-    return -(logps_NV.exp() * logps_NV).sum(-1)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import nn
@@ -16,8 +17,9 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from ..cuts import Cuts
+from ..cuts import Cuts, Window
 from ..errors import CheckpointError
+from .fused import Place, places, view
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -31,14 +33,27 @@ class FullWeights:
 
     def cuts_of(self, name: str) -> Cuts | None:
         """How a tensor is cut over processes; None if nothing is known of it."""
+        if self.cuts and name not in self.cuts and (at := self._fused.get(name)) is not None:
+            cuts = self.cuts.get(at.fused, ())
+            assert not isinstance(cuts, Window)
+            return Window(at.whole, at.start, cuts)
         return self.cuts.get(name)
 
+    @cached_property
+    def _fused(self) -> dict[str, Place]:
+        return places(self.model)
+
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """The live tensors under the names of the model's Hugging Face files."""
+        """The live tensors under the names of the model's Hugging Face files. If they are spread,
+        parts of fused ones lie in the live tensors, too."""
         tied = self.model.all_tied_weights_keys
         own = {name: t for name, t in self.model.state_dict().items() if name not in tied}
+        parts = {}
+        if any(isinstance(tensor, DTensor) for tensor in own.values()):
+            parts = {n: view(own[at.fused], at, self.cuts_of(n)) for n, at in self._fused.items()}
+            own = {n: t for n, t in own.items() if n not in {a.fused for a in self._fused.values()}}
         renamed: dict[str, torch.Tensor] = revert_weight_conversion(self.model, own)
-        return renamed
+        return {**renamed, **parts}
 
     @torch.no_grad()
     def load_state_dict(self, state: Tensors) -> None:
@@ -48,8 +63,9 @@ class FullWeights:
         if state.keys() != wanted.keys():
             wanted = self.state_dict()
             _check_names(state, wanted)
-            self._load_converted(state)
-            return
+            if not any(isinstance(tensor, DTensor) for tensor in wanted.values()):
+                self._load_converted(state)
+                return
         for name, tensor in wanted.items():
             if tensor is not state[name] and not _is_same(tensor, state[name]):
                 tensor.copy_(state[name])
@@ -111,9 +127,9 @@ def names_in_files(model: nn.Module, weights: FullWeights | AdapterWeights) -> d
     return {name: in_files.get(_place(p), name) for name, p in model.named_parameters()}
 
 
-def _place(tensor: torch.Tensor) -> tuple[int, int]:
+def _place(tensor: torch.Tensor) -> tuple[int, int, int]:
     """Where the values lie; on the meta device, which has no addresses, where they would lie."""
-    return tensor.untyped_storage()._cdata, int(tensor.storage_offset())
+    return tensor.untyped_storage()._cdata, int(tensor.storage_offset()), tensor.numel()
 
 
 def _check_names(found: Tensors, wanted: Tensors) -> None:

@@ -2,25 +2,55 @@
 
 Two of them frame a pair of cut matrices, as in Megatron-LM (arXiv:1909.08053): ``copied`` before
 the first, ``summed`` after the second. Each is the other's mirror image: where the forward pass of
-one does nothing, its backward pass adds up.
+one does nothing, its backward pass adds up. So are ``joined`` and ``scattered``, which stand in
+their places where activations are cut along the sequence (arXiv:2205.05198).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from ..cuts import chunk
 
 
-@dataclass(frozen=True)
-class Axis:
+class Axis(Protocol):
     """One axis of the mesh, as one of the processes along it sees it."""
+
+    @property
+    def size(self) -> int:
+        """The number of processes."""
+
+    @property
+    def rank(self) -> int:
+        """Which of them this one is."""
+
+    def spread(self, whole: nn.Parameter, dim: int | None) -> nn.Parameter:
+        """What takes the place of ``whole``, which is let go: cut along ``dim``, or not at all."""
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        """A new tensor: the sum of all processes' ``x``."""
+
+    def largest(self, x: torch.Tensor) -> torch.Tensor:
+        """A new tensor: the largest of all processes' ``x``, element by element."""
+
+    def each(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """All processes' ``x``, which have one shape."""
+
+    def sum_of_mine(self, parts: torch.Tensor) -> torch.Tensor:
+        """The sum of all processes' ``parts[rank]``."""
+
+
+@dataclass(frozen=True)
+class MeshAxis:
+    """An axis whose processes are there. Parameters that are spread over it are DTensors."""
 
     mesh: DeviceMesh  # of one dimension
 
@@ -30,14 +60,47 @@ class Axis:
         return self.mesh.size()
 
     @property
-    def group(self) -> dist.ProcessGroup:
-        """The processes."""
-        return self.mesh.get_group()
+    def rank(self) -> int:
+        """Which of them this one is."""
+        return self.mesh.get_local_rank()
 
-    def part(self, length: int) -> slice:
-        """What this process has of ``length`` elements."""
-        first, count = chunk(length, self.size, self.mesh.get_local_rank())
-        return slice(first, first + count)
+    def spread(self, whole: nn.Parameter, dim: int | None) -> nn.Parameter:
+        """A DTensor; every process has the same ``whole``."""
+        placement = Replicate() if dim is None else Shard(dim)
+        values = distribute_tensor(whole.detach(), self.mesh, [placement], src_data_rank=None)
+        whole.data = whole.data.new_empty(0)
+        return nn.Parameter(values, requires_grad=whole.requires_grad)
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        """By an all-reduce."""
+        return self._reduced(x, dist.ReduceOp.SUM)
+
+    def largest(self, x: torch.Tensor) -> torch.Tensor:
+        """By an all-reduce."""
+        return self._reduced(x, dist.ReduceOp.MAX)
+
+    def each(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """By an all-gather."""
+        parts = [torch.empty_like(x) for _ in range(self.size)]
+        dist.all_gather(parts, x, group=self.mesh.get_group())
+        return parts
+
+    def sum_of_mine(self, parts: torch.Tensor) -> torch.Tensor:
+        """By a reduce-scatter."""
+        total = parts.new_empty(1, *parts.shape[1:])
+        dist.reduce_scatter_tensor(total, parts, group=self.mesh.get_group())
+        return total[0]
+
+    def _reduced(self, x: torch.Tensor, how: dist.ReduceOp.RedOpType) -> torch.Tensor:
+        total = x.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, op=how, group=self.mesh.get_group())
+        return total
+
+
+def part(length: int, axis: Axis) -> slice:
+    """What this process has of ``length`` elements."""
+    first, count = chunk(length, axis.size, axis.rank)
+    return slice(first, first + count)
 
 
 def copied(x: torch.Tensor, axis: Axis) -> torch.Tensor:
@@ -50,14 +113,25 @@ def summed(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     return cast(torch.Tensor, _Summed.apply(x, axis))  # type: ignore[no-untyped-call]
 
 
-def gathered(x: torch.Tensor, axis: Axis, length: int) -> torch.Tensor:
-    """The parts of all processes, joined to ``length`` elements along the last dimension."""
-    return cast(torch.Tensor, _Gathered.apply(x, axis, length))  # type: ignore[no-untyped-call]
+def gathered(x: torch.Tensor, axis: Axis, length: int, dim: int = -1) -> torch.Tensor:
+    """The parts of all processes, put together to ``length`` elements along ``dim``. What follows
+    is the same in all processes, and so is its gradient."""
+    return cast(torch.Tensor, _Gathered.apply(x, axis, length, dim))  # type: ignore[no-untyped-call]
 
 
-def taken(x: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """This process's part of the last dimension of ``x``, which is the same in all processes."""
-    return cast(torch.Tensor, _Taken.apply(x, axis))  # type: ignore[no-untyped-call]
+def taken(x: torch.Tensor, axis: Axis, dim: int = -1) -> torch.Tensor:
+    """This process's part, along ``dim``, of ``x``, which is the same in all processes."""
+    return cast(torch.Tensor, _Taken.apply(x, axis, dim))  # type: ignore[no-untyped-call]
+
+
+def joined(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
+    """As ``gathered``, of equal parts; but what follows differs, so that gradients are summed."""
+    return cast(torch.Tensor, _Joined.apply(x, axis, dim))  # type: ignore[no-untyped-call]
+
+
+def scattered(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
+    """This process's part, along ``dim``, of the sum of all processes' ``x``; parts are equal."""
+    return cast(torch.Tensor, _Scattered.apply(x, axis, dim))  # type: ignore[no-untyped-call]
 
 
 class _Copied(torch.autograd.Function):
@@ -68,13 +142,13 @@ class _Copied(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _sum(gradients[0], ctx.axis), None
+        return ctx.axis.sum(gradients[0]), None
 
 
 class _Summed(torch.autograd.Function):
     @staticmethod
     def forward(_ctx: Any, x: torch.Tensor, axis: Axis) -> torch.Tensor:
-        return _sum(x, axis)
+        return axis.sum(x)
 
     @staticmethod
     def backward(_ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
@@ -83,36 +157,63 @@ class _Summed(torch.autograd.Function):
 
 class _Gathered(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, axis: Axis, length: int) -> torch.Tensor:
-        ctx.part = axis.part(length)
-        return _gather(x, axis, length)
+    def forward(ctx: Any, x: torch.Tensor, axis: Axis, length: int, dim: int) -> torch.Tensor:
+        ctx.part, ctx.dim = part(length, axis), dim
+        return _gather(x, axis, length, dim)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return gradients[0][..., ctx.part].contiguous(), None, None
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return _take(gradients[0], ctx.part, ctx.dim), None, None, None
 
 
 class _Taken(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, axis: Axis) -> torch.Tensor:
-        ctx.axis, ctx.length = axis, x.shape[-1]
-        return x[..., axis.part(ctx.length)].contiguous()
+    def forward(ctx: Any, x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
+        ctx.axis, ctx.length, ctx.dim = axis, x.shape[dim], dim
+        return _take(x, part(ctx.length, axis), dim)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _gather(gradients[0], ctx.axis, ctx.length), None
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return _gather(gradients[0], ctx.axis, ctx.length, ctx.dim), None, None
 
 
-def _sum(x: torch.Tensor, axis: Axis) -> torch.Tensor:
-    total = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(total, group=axis.group)
-    return total
+class _Joined(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
+        ctx.axis, ctx.dim = axis, dim
+        return torch.cat(axis.each(x.contiguous()), dim)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return _scatter(gradients[0], ctx.axis, ctx.dim), None, None
 
 
-def _gather(x: torch.Tensor, axis: Axis, length: int) -> torch.Tensor:
+class _Scattered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
+        ctx.axis, ctx.dim = axis, dim
+        return _scatter(x, axis, dim)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return torch.cat(ctx.axis.each(gradients[0].contiguous()), ctx.dim), None, None
+
+
+def _take(x: torch.Tensor, part: slice, dim: int) -> torch.Tensor:
+    return x.narrow(dim, part.start, part.stop - part.start).clone(
+        memory_format=torch.contiguous_format
+    )
+
+
+def _gather(x: torch.Tensor, axis: Axis, length: int, dim: int) -> torch.Tensor:
     """Parts of unequal length are filled up: an all-gather knows one length only."""
     counts = [chunk(length, axis.size, index)[1] for index in range(axis.size)]
-    mine = F.pad(x, (0, counts[0] - x.shape[-1])).contiguous()
-    parts = [torch.empty_like(mine) for _ in counts]
-    dist.all_gather(parts, mine, group=axis.group)
-    return torch.cat([p[..., :count] for p, count in zip(parts, counts, strict=True)], dim=-1)
+    dim = dim % x.ndim
+    if x.shape[dim] < counts[0]:
+        x = F.pad(x, (*[0, 0] * (x.ndim - dim - 1), 0, counts[0] - x.shape[dim]))
+    parts = zip(axis.each(x.contiguous()), counts, strict=True)
+    return torch.cat([part.narrow(dim, 0, count) for part, count in parts], dim)
+
+
+def _scatter(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
+    return axis.sum_of_mine(torch.stack(x.chunk(axis.size, dim)))

@@ -8,8 +8,8 @@ nobody has thought through is refused, for a gradient that is wrong would tell n
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 from torch import nn
@@ -27,9 +27,15 @@ Style = Literal[
     "some_rows",
     "groups",
     "vocabulary",
+    "experts",
     "whole",
     "whole_inside",
     "dropout",
+    "block",
+    "block_of_experts",
+    "first_layer",
+    "last_layer",
+    "dropout_of_parts",
 ]
 _PLANNED: Mapping[str, Style] = {  # transformers' names
     "colwise": "columns",
@@ -41,11 +47,14 @@ _PLANNED: Mapping[str, Style] = {  # transformers' names
     "embedding_rowwise": "vocabulary",
     "replicated_with_grad_allreduce": "whole_inside",
     "replicate": "whole",
+    "moe_tp_experts": "experts",
 }
 # Of PEFT's two matrices A comes first, so it has the base's input, and B the base's output.
 _A: Mapping[Style, Style] = {"rows": "rows", "rows_of_whole": "rows_of_whole"}
 _B: Mapping[Style, Style] = {name: name for name in ("columns", "columns_gathered", "some_rows")}
 _PARTIAL = ("columns", "rows")  # beside these lies what only a part passes through
+_ENDS = ("rows", "rows_of_whole")  # where a block of cut matrices ends
+_BLOCK = (*_PARTIAL, *_ENDS, "columns_gathered", "experts")  # what makes one
 _WRAPPED = re.compile(r"\.(base_layer|original_module|modules_to_save\.[^.]+)(?=\.|$)")
 _ADAPTER = re.compile(r"^(?P<base>.*)\.lora_(?P<part>\w+?)(\.[^.]+)?$")
 _NUMBER = re.compile(r"\.\d+(?=\.|$)")
@@ -57,8 +66,9 @@ class Role:
 
     module: nn.Module
     style: Style
-    length: int = 0  # dropout: of the whole input; groups: query heads here to each key-value head
+    length: int = 0  # dropout: of the whole input; groups: query heads to a key-value head; experts
     head: int = 0  # some_rows: size of a head
+    on_parts: bool = False  # gradients are of a part of the tokens, or of heads, and are summed
 
     def linear(self) -> nn.Linear:
         """The module, which is a plain linear map."""
@@ -71,16 +81,34 @@ class Role:
         return self.module
 
 
-def roles(model: PreTrainedModel, size: int) -> list[Role]:
-    """What every module of ``model`` that has parameters is to do in ``size`` processes.
+def roles(model: PreTrainedModel, size: int, layers: Sequence[nn.Module] = ()) -> list[Role]:
+    """What every module of ``model`` that has parameters is to do in ``size`` processes. In
+    ``layers``, if some are given, activations are cut along the sequence between the blocks.
 
     Raises ``RecipeError`` if the architecture has no plan, or this one does not fit it.
     """
     plan: dict[str, str] = model.tp_plan or {}
     if not any("*" in name for name in plan):
         raise _refused(model, "transformers has no tensor parallel plan for it")
-    reader = _Reader(model, plan, size)
+    reader = _Reader(model, plan, size, layers, _head(model))
     return [role for name, module in model.named_modules() for role in reader.roles(name, module)]
+
+
+def cuts_vocabulary(model: PreTrainedModel) -> bool:
+    """Whether the plan of ``model`` cuts its head, so that a process has a part of each logit."""
+    planned = (model.tp_plan or {}).get(_head(model) or "")
+    return _PLANNED.get(planned or "") in ("columns", "columns_gathered")
+
+
+def _head(model: PreTrainedModel) -> str | None:
+    """The name of what makes logits."""
+    head = model.get_output_embeddings()
+    return next((name for name, module in model.named_modules() if module is head), None)
+
+
+def _is_wrapper(module: nn.Module) -> bool:
+    """Whether PEFT has put it around another one."""
+    return bool({"base_layer", "original_module"} & {name for name, _ in module.named_children()})
 
 
 def _refused(model: nn.Module, why: str) -> RecipeError:
@@ -97,15 +125,31 @@ class _Reader:
     model: PreTrainedModel
     plan: Mapping[str, str]
     size: int
+    layers: Sequence[nn.Module]
+    head: str | None = None
     partial: set[str] = field(default_factory=set)  # modules in which some see a part only
+    blocks: set[str] = field(default_factory=set)  # in layers: modules that hold cut matrices
+    routed: set[str] = field(default_factory=set)  # of these, those that hold experts
+    places: list[str] = field(default_factory=list)  # of layers, with a dot at the end
 
     def __post_init__(self) -> None:
+        chosen = set(self.layers)
+        self.places.extend(f"{n}." for n, module in self.model.named_modules() if module in chosen)
         for name, _ in self.model.named_modules():
             place = _WRAPPED.sub("", name)
-            if _PLANNED.get(self._planned(place) or "") in _PARTIAL:
+            style = _PLANNED.get(self._planned(place) or "")
+            if style in _PARTIAL:
                 self.partial.add(place.rpartition(".")[0])
+            if style in _BLOCK and self._in_layers(place):
+                self.blocks.add(place.rpartition(".")[0])
+                if style == "experts":
+                    self.routed.add(place.rpartition(".")[0])
+        inside = tuple(f"{block}." for block in self.routed)  # experts that are shared
+        self.blocks.difference_update([b for b in self.blocks if b.startswith(inside)])
+        self._check_blocks()
         for name, _ in self.model.named_parameters():
-            if self._planned(name) not in (None, "replicate"):
+            is_expert = self._planned(name.rpartition(".")[0]) == "moe_tp_experts"
+            if self._planned(name) not in (None, "replicate") and not is_expert:
                 raise _refused(
                     self.model, f"its plan cuts {name}, which is not the matrix of a linear map"
                 )
@@ -119,18 +163,19 @@ class _Reader:
     def roles(self, name: str, module: nn.Module) -> Iterator[Role]:
         """What ``module`` is to do: nothing, if neither parameters nor numbers of it matter."""
         place = _WRAPPED.sub("", name)
+        yield from self._along_sequence(place, module)
         if adapter := _ADAPTER.match(place):
             yield from self._adapter(adapter["base"], adapter["part"], module)
             return
-        if {"base_layer", "original_module"} & {child for child, _ in module.named_children()}:
-            return  # PEFT's wrapper; what it wraps comes next
+        if _is_wrapper(module):
+            return  # what it wraps comes next
         planned = self._planned(place)
         if planned is None:
             if any(True for _ in module.parameters(recurse=False)):
                 self._must_see_the_whole(place)
                 if isinstance(module, nn.Conv1d):  # the layer around it reads its weight itself
                     raise _refused(self.model, f"its plan says nothing of the convolution {place}")
-                yield Role(module, "whole")
+                yield Role(module, "whole", on_parts=self._on_parts(place, "whole"))
             return
         role = self._role(place, module)
         if role.style == "some_rows" and place.endswith(".k_proj"):
@@ -145,15 +190,35 @@ class _Reader:
         """The role of a module in the plan."""
         planned = str(self._planned(place))
         style = _PLANNED.get(planned)
+        if style == "experts":
+            return self._experts(place, module)
         is_plain = type(module).forward is nn.Linear.forward
         is_whole = style in ("whole", "whole_inside")
         is_right = isinstance(module, nn.Embedding) if style == "vocabulary" else is_plain
         if style is None or not (is_whole or is_right):
             what = f"{planned!r} of {type(module).__name__} {place}"
             raise _refused(self.model, f"its plan asks for {what}, which is not there yet")
+        if style == "columns_gathered" and place == self.head:
+            style = "columns"  # so that no process ever has all logits
+        role = Role(module, style)
         if style == "columns" and place.endswith((".k_proj", ".v_proj")):
-            return self._key_or_value(place, module)
-        return Role(module, style)
+            role = self._key_or_value(place, module)
+        return replace(role, on_parts=self._on_parts(place, style))
+
+    def _experts(self, place: str, module: nn.Module) -> Role:
+        """Experts go whole to one process: the plan would cut each of them, but then what is here
+        of a matrix that holds gates and ups would be no box of it."""
+        count = getattr(module, "num_experts", 0)
+        own = list(module.parameters())
+        if not hasattr(module, "_is_expert_parallel") or any(len(p) != count for p in own):
+            why = f"{place} runs its experts in a way of its own, or has adapters beside them"
+            raise _refused(self.model, why)
+        if count % self.size:
+            raise RecipeError(
+                f"parallel.tp: {self.size} processes cannot share the {count} experts of a layer "
+                f"evenly; choose a divisor of {count}"
+            )
+        return Role(module, "experts", count)
 
     def _key_or_value(self, place: str, module: nn.Module) -> Role:
         """Heads go whole to one process, or one head to several processes."""
@@ -179,12 +244,71 @@ class _Reader:
                 raise _refused(self.model, f"lora_{part} beside {base} is not there yet (DoRA?)")
             return
         linear = self.model.get_submodule(base).get_submodule("base_layer")
-        role = Role(linear, "whole") if self._planned(base) is None else self._role(base, linear)
+        role = Role(linear, "whole", on_parts=self._on_parts(base, "whole"))
+        role = role if self._planned(base) is None else self._role(base, linear)
         if part == "dropout":
             if role.style == "rows" and isinstance(module, nn.Dropout):
                 yield Role(module, "dropout", role.linear().in_features)
+            elif role.style == "whole" and role.on_parts:
+                yield from self._dropout(module)
         elif has_parameters:
-            yield Role(module, (_A if part == "A" else _B).get(role.style, "whole"), head=role.head)
+            style = (_A if part == "A" else _B).get(role.style, "whole")
+            yield replace(role, module=module, style=style)
+
+    # --- along the sequence
+
+    def _in_layers(self, place: str) -> bool:
+        return f"{place}.".startswith(tuple(self.places))
+
+    def _block(self, place: str) -> str | None:
+        """The block that ``place`` is in."""
+        while place and place not in self.blocks:
+            place = place.rpartition(".")[0]
+        return place or None
+
+    def _on_parts(self, place: str, style: Style) -> bool:
+        """Whether a module there has a part of the gradient only: it sees a part of the tokens, or
+        all of them, but what follows a part of the heads."""
+        if not self._in_layers(place):
+            return False
+        block = self._block(place)
+        if block in self.routed:
+            return False
+        return block is None or style in _ENDS or block in self.partial
+
+    def _along_sequence(self, place: str, module: nn.Module) -> Iterator[Role]:
+        """Where tokens are divided and put together."""
+        if not self._in_layers(place):
+            return
+        if place in self.routed and not _is_wrapper(module):
+            yield Role(module, "block_of_experts")
+        elif place in self.blocks and not _is_wrapper(module):
+            yield Role(module, "block", on_parts=place in self.partial)
+        elif self._block(place) is None and not _ADAPTER.match(place):
+            yield from self._dropout(module)
+        if module is self.layers[0]:
+            yield Role(module, "first_layer")
+        if module is self.layers[-1]:
+            yield Role(module, "last_layer")
+
+    def _dropout(self, module: nn.Module) -> Iterator[Role]:
+        if isinstance(module, nn.Dropout) and module.p:
+            yield Role(module, "dropout_of_parts")
+
+    def _check_blocks(self) -> None:
+        """Refuse what could not be cut along the sequence."""
+        why = None
+        odd = [b for b in self.blocks if f"{b}." in self.places]
+        odd += [b for b in self.blocks if self._block(b.rpartition(".")[0])]
+        if odd:
+            why = f"{min(odd)} is no block of its own"
+        elif self.places and getattr(self.model.config, "residual_dropout", None):
+            why = "its residual_dropout would drop the same of every part"
+        if why:
+            raise RecipeError(
+                f"parallel.sequence_parallel: {type(self.model).__name__} cannot be cut along the "
+                f"sequence: {why}; set it to false"
+            )
 
     def _must_see_the_whole(self, place: str) -> None:
         """Refuse a module whose gradients would be those of a part of the heads only."""

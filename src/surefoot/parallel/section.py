@@ -21,6 +21,9 @@ class ParallelSection:
     tp: int = 1
     """Over so many processes every matrix is cut, and these work on the same examples together
     (tensor parallelism). Best within one machine."""
+    sequence_parallel: bool = False
+    """Cut activations between the matrices along the sequence, over the ``tp`` processes: less
+    memory for as much communication."""
     reshard_after_forward: bool = True
     """Gather a layer's weights again for the backward pass: less memory, more communication."""
     max_restarts: int = 0
@@ -38,6 +41,8 @@ class ParallelSection:
             raise ValueError(f"max_restarts must not be negative, got {self.max_restarts}")
         if self.timeout_minutes <= 0:
             raise ValueError(f"timeout_minutes must be positive, got {self.timeout_minutes}")
+        if self.sequence_parallel and self.tp == 1:
+            raise ValueError("sequence_parallel needs tp of at least 2, got 1")
         self.axes(self.num_processes) if self.num_processes is not None else None
 
     def axes(self, world_size: int) -> tuple[int, int, int]:

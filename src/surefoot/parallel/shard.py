@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from ..cuts import Cut, Cuts
-from .collectives import Axis
+from .collectives import MeshAxis
 from .section import ParallelSection
 from .tensor import cut_tensors
 from .world import DATA_AXES, World
@@ -44,8 +44,13 @@ def shard(
     """
     if world.mesh is None:
         return {}
-    cut = cut_tensors(inner, Axis(world.mesh["tp"])) if world.tp > 1 else {}
-    cuts = {name: (*cut.get(p, ()), Cut("dp_shard", 0)) for name, p in model.named_parameters()}
+    cut: dict[nn.Parameter, tuple[Cut, ...]] = {}
+    if world.tp > 1:
+        between = layers(inner) if section.sequence_parallel else ()
+        cut = cut_tensors(inner, MeshAxis(world.mesh["tp"]), between)
+    cuts: dict[str, Cuts] = {
+        name: (*cut.get(p, ()), Cut("dp_shard", 0)) for name, p in model.named_parameters()
+    }
     mesh = world.mesh[DATA_AXES]
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32 if dtype else None)
     again = section.reshard_after_forward

@@ -14,61 +14,57 @@ whole.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor
 
-from ..cuts import Cut, Cuts
+from ..cuts import Cut
 from ..errors import RecipeError
-from .collectives import Axis, copied, gathered, summed, taken
+from .collectives import Axis, copied, gathered, part, scattered, summed, taken
 from .plan import Role, Style, roles
+from .sequence import TOKENS, block, block_of_experts, dropout, first_layer, last_layer
 
 if TYPE_CHECKING:  # half of all imports, and here only a name
     from transformers import PreTrainedModel
 
 AXIS = "tp"
-Shared = dict[nn.Parameter, nn.Parameter]  # whole parameter: what has taken its place
+# Whole parameter: what has taken its place, and along which dimension that is cut.
+Shared = dict[nn.Parameter, tuple[nn.Parameter, int | None]]
 
 
-def cut_tensors(model: PreTrainedModel, axis: Axis) -> dict[nn.Parameter, Cuts]:
+def cut_tensors(
+    model: PreTrainedModel, axis: Axis, layers: Sequence[nn.Module] = ()
+) -> dict[nn.Parameter, tuple[Cut, ...]]:
     """Spread ``model`` over ``axis`` in place; how each of its new parameters is cut.
 
     Every process has the same values before. Modules stay who they are, with their hooks and
-    names, and tied parameters stay tied. Raises ``RecipeError`` if the architecture cannot be
-    spread.
+    names, and tied parameters stay tied. If ``layers`` are given, activations are cut along the
+    sequence in them. Raises ``RecipeError`` if the architecture cannot be spread.
     """
     shared: Shared = {}
-    for role in roles(model, axis.size):
+    for role in roles(model, axis.size, layers):
         _STYLES[role.style](role, axis, shared)
-    return {new: _cuts(new) for new in shared.values()}
-
-
-def _cuts(parameter: nn.Parameter) -> Cuts:
-    assert isinstance(parameter, DTensor)
-    (placement,) = parameter.placements
-    return (Cut(AXIS, placement.dim),) if isinstance(placement, Shard) else ()
+    return {new: () if dim is None else (Cut(AXIS, dim),) for new, dim in shared.values()}
 
 
 def _cut(
-    module: nn.Module, axis: Axis, shared: Shared, *, weight: Placement, bias: Placement
+    module: nn.Module, axis: Axis, shared: Shared, *, weight: int | None, bias: int | None
 ) -> None:
-    """Let the parameters of ``module`` be DTensors, cut as said; one that is shared stays so."""
+    """Let the parameters of ``module`` be spread, cut along the dimensions that are given; one that
+    is shared stays so."""
     for name, parameter in list(module._parameters.items()):
         if parameter is None:
             continue
-        placement = bias if name == "bias" else weight
+        dim = bias if name == "bias" else weight
         if parameter not in shared:
-            whole = parameter.detach()
-            spread = distribute_tensor(whole, axis.mesh, [placement], src_data_rank=None)
-            shared[parameter] = nn.Parameter(spread, requires_grad=parameter.requires_grad)
-            parameter.data = parameter.data.new_empty(0)  # let go of the whole; only keys are left
-        module._parameters[name] = new = shared[parameter]
-        if new.placements != (placement,):  # type: ignore[attr-defined]
+            shared[parameter] = axis.spread(parameter, dim), dim
+        module._parameters[name], cut = shared[parameter]
+        if cut != dim:
             raise RecipeError(
                 "parallel.tp: two modules of this model share a matrix, but its plan cuts only one "
                 "of them; leave tp at 1 and use parallel.dp_shard"
@@ -102,23 +98,28 @@ def _by_columns(role: Role, axis: Axis, shared: Shared, *, gather: bool = False)
     module = role.linear()
 
     def forward(x_BTI: torch.Tensor) -> torch.Tensor:
-        y_BTo = F.linear(copied(x_BTI, axis), _weight(module), _bias(module))
+        x_BTI = x_BTI if role.on_parts else copied(x_BTI, axis)
+        y_BTo = F.linear(x_BTI, _weight(module), _bias(module))
         return gathered(y_BTo, axis, module.out_features) if gather else y_BTo
 
-    _cut(module, axis, shared, weight=Shard(0), bias=Shard(0))
+    _cut(module, axis, shared, weight=0, bias=0)
     _set_forward(module, forward)
 
 
 def _by_rows(role: Role, axis: Axis, shared: Shared, *, split: bool = False) -> None:
-    """y_BTO = sum of x_BTi W_Oi' over the processes, + b_O; if asked, x_BTI is split first."""
+    """y_BTO = sum of x_BTi W_Oi' over the processes, + b_O; if asked, x_BTI is split first. Of the
+    result each process has all, or its part of the tokens."""
     module = role.linear()
 
     def forward(x_BTi: torch.Tensor) -> torch.Tensor:
         x_BTi = taken(x_BTi, axis) if split else x_BTi
-        y_BTO, bias_O = summed(F.linear(x_BTi, _weight(module)), axis), _bias(module)
-        return y_BTO if bias_O is None else y_BTO + bias_O
+        y_BTO, bias_O = F.linear(x_BTi, _weight(module)), _bias(module)
+        y_BTO = scattered(y_BTO, axis, TOKENS) if role.on_parts else summed(y_BTO, axis)
+        if bias_O is None:
+            return y_BTO
+        return y_BTO + (copied(bias_O, axis) if role.on_parts else bias_O)
 
-    _cut(module, axis, shared, weight=Shard(1), bias=Replicate())
+    _cut(module, axis, shared, weight=1, bias=None)
     _set_forward(module, forward)
 
 
@@ -126,49 +127,73 @@ def _some_rows(role: Role, axis: Axis, shared: Shared) -> None:
     """Fewer key-value heads than processes: the matrix is whole everywhere, each process uses the
     one head that its queries attend to, and gradients are summed."""
     module, head = role.linear(), role.head
-    first = axis.mesh.get_local_rank() * (module.out_features // head) // axis.size * head
+    first = axis.rank * (module.out_features // head) // axis.size * head
     rows = slice(first, first + head)
 
     def forward(x_BTI: torch.Tensor) -> torch.Tensor:
         bias_O = _bias(module)
         bias_o = None if bias_O is None else copied(bias_O, axis)[rows]
-        return F.linear(copied(x_BTI, axis), copied(_weight(module), axis)[rows], bias_o)
+        x_BTI = x_BTI if role.on_parts else copied(x_BTI, axis)
+        return F.linear(x_BTI, copied(_weight(module), axis)[rows], bias_o)
 
-    _cut(module, axis, shared, weight=Replicate(), bias=Replicate())
+    _cut(module, axis, shared, weight=None, bias=None)
     _set_forward(module, forward)
 
 
 def _by_vocabulary(role: Role, axis: Axis, shared: Shared) -> None:
     """Each process looks up the tokens whose rows it has; the sum over the processes is whole."""
     module, whole = role.embedding(), role.embedding().forward
-    part = axis.part(module.num_embeddings)
-    count = part.stop - part.start
+    mine = part(module.num_embeddings, axis)
+    count = mine.stop - mine.start
 
     def forward(ids_BT: torch.Tensor) -> torch.Tensor:
-        is_here_BT = (ids_BT >= part.start) & (ids_BT < part.stop)
+        is_here_BT = (ids_BT >= mine.start) & (ids_BT < mine.stop)
         with _local_parameters(module, lambda rows: rows if count else F.pad(rows, (0, 0, 0, 1))):
-            found_BTI = whole((ids_BT - part.start).clamp(0, max(count - 1, 0)))
+            found_BTI = whole((ids_BT - mine.start).clamp(0, max(count - 1, 0)))
         return summed(found_BTI * is_here_BT[..., None], axis)
 
     if module.padding_idx is not None:  # its row never learns
-        is_here = part.start <= module.padding_idx < part.stop
-        module.padding_idx = module.padding_idx - part.start if is_here else None
-    _cut(module, axis, shared, weight=Shard(0), bias=Replicate())
+        is_here = mine.start <= module.padding_idx < mine.stop
+        module.padding_idx = module.padding_idx - mine.start if is_here else None
+    _cut(module, axis, shared, weight=0, bias=None)
     _set_forward(module, forward)
 
 
 def _whole(role: Role, axis: Axis, shared: Shared, *, inside: bool = False) -> None:
     """The module's own forward pass on whole parameters. If it sees a part of the heads only
-    (``inside``), its gradients are summed."""
+    (``inside``), or of the tokens, its gradients are summed."""
     module, whole = role.module, role.module.forward
+    inside = inside or role.on_parts
 
     def forward(*arguments: object, **named: object) -> torch.Tensor:
         with _local_parameters(module, lambda p: copied(p, axis) if inside else p):
             found: torch.Tensor = whole(*arguments, **named)
             return found
 
-    _cut(module, axis, shared, weight=Replicate(), bias=Replicate())
+    _cut(module, axis, shared, weight=None, bias=None)
     _set_forward(module, forward)
+
+
+def _experts(role: Role, axis: Axis, shared: Shared) -> None:
+    """Each process has some of the experts, whole, and runs all tokens that are sent to them; the
+    sum over the processes is whole. To its own code those elsewhere are the expert after the last,
+    which does nothing."""
+    module, whole = role.module, role.module.forward
+    mine = part(role.length, axis)
+    count = mine.stop - mine.start
+
+    def forward(x_TI: torch.Tensor, chosen_TK: torch.Tensor, scales_TK: torch.Tensor) -> object:
+        is_here_TK = (chosen_TK >= mine.start) & (chosen_TK < mine.stop)
+        here_TK = (chosen_TK - mine.start).where(is_here_TK, count)
+        scales_TK = copied(scales_TK, axis) * is_here_TK
+        with _local_parameters(module, lambda values: values):
+            found: torch.Tensor = whole(copied(x_TI, axis), here_TK, scales_TK)
+        return summed(found, axis)
+
+    _cut(module, axis, shared, weight=0, bias=0)
+    module.num_experts = count
+    module._is_expert_parallel = True  # type: ignore[assignment]
+    module.forward = forward
 
 
 def _groups(role: Role, _axis: Axis, _shared: Shared) -> None:
@@ -196,11 +221,11 @@ def _part_of_dropout(role: Role, axis: Axis, _shared: Shared) -> None:
     draw equally many numbers, so what they draw next is the same in all of them."""
     module = role.module
     assert isinstance(module, nn.Dropout)
-    part = axis.part(role.length)
+    mine = part(role.length, axis)
 
     def forward(x_BTi: torch.Tensor) -> torch.Tensor:
         ones_BTI = x_BTi.new_ones(*x_BTi.shape[:-1], role.length)
-        return x_BTi * F.dropout(ones_BTI, module.p, module.training)[..., part]
+        return x_BTi * F.dropout(ones_BTI, module.p, module.training)[..., mine]
 
     _set_forward(module, forward)
 
@@ -215,5 +240,11 @@ _STYLES: dict[Style, Callable[[Role, Axis, Shared], None]] = {
     "vocabulary": _by_vocabulary,
     "whole": _whole,
     "whole_inside": partial(_whole, inside=True),
+    "experts": _experts,
     "dropout": _part_of_dropout,
+    "block": block,
+    "block_of_experts": block_of_experts,
+    "first_layer": first_layer,
+    "last_layer": last_layer,
+    "dropout_of_parts": dropout,
 }

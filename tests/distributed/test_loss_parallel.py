@@ -1,0 +1,89 @@
+"""What is computed of logits that no process has whole is what is computed of all of them."""
+
+import pytest
+import torch
+
+import ranks
+import tiny
+from spread import UNEVEN, trainer
+from surefoot.methods.lora import LoRA
+from surefoot.model.outputs import WholeVocabulary
+from surefoot.parallel.collectives import MeshAxis, part
+from surefoot.parallel.vocabulary import CutVocabulary, cut_vocabulary
+from surefoot.parallel.world import ALONE
+
+
+def drawn(size, count=11):
+    """Logits, among them large and equal ones, labels, and gradients of all that is asked."""
+    draw = torch.Generator().manual_seed(0)
+    logits = 30 * torch.randn(count, size, dtype=torch.float64, generator=draw)
+    logits[0] = 0.0
+    labels = torch.randint(size, (count,), generator=draw)
+    return logits, labels, torch.randn(2, count, dtype=torch.float64, generator=draw)
+
+
+def asked(vocabulary, logits, labels, gradients):
+    """Log-probabilities, entropies, predictions, and the gradient of the logits."""
+    logits = logits.clone().requires_grad_()
+    found = vocabulary.logps(logits, labels), vocabulary.entropies(logits)
+    torch.autograd.backward(found, tuple(gradients))
+    values = [tensor.detach() for tensor in found]
+    return *values, vocabulary.predictions(logits), logits.grad
+
+
+@pytest.mark.parametrize("size", [8, 9, 3], ids=["even", "uneven", "none for the last"])
+def test_log_probabilities_entropies_and_predictions_are_those_of_the_whole(size):
+    logits, labels, gradients = drawn(size)
+    expected = asked(WholeVocabulary(), logits, labels, gradients)
+
+    def work(world):
+        axis = MeshAxis(world.mesh["tp"])
+        mine = part(size, axis)
+        return mine, asked(CutVocabulary(axis, size), logits[:, mine], labels, gradients)
+
+    for mine, (logps, entropies, predictions, gradient) in ranks.run(4, work, tp=4):
+        torch.testing.assert_close(logps, expected[0], rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(entropies, expected[1], rtol=1e-12, atol=1e-12)
+        assert torch.equal(predictions, expected[2])
+        torch.testing.assert_close(gradient, expected[3][:, mine], rtol=1e-12, atol=1e-12)
+
+
+def test_a_batch_that_trains_nothing_has_no_log_probabilities():
+    def work(world):
+        logits = torch.zeros(0, 4, requires_grad=True)
+        found = CutVocabulary(MeshAxis(world.mesh["tp"]), 8)
+        return found.logps(logits, torch.zeros(0, dtype=torch.int64)).shape
+
+    assert ranks.run(2, work, tp=2) == [(0,), (0,)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "method"),
+    [("qwen2", None), ("gemma2", None), ("llama", LoRA(rank=2, targets=("lm_head",)))],
+    ids=["tied", "capped", "adapter"],
+)
+def test_no_process_has_all_logits(kind, method, tmp_path):
+    def widths(world):
+        made = trainer(world, tmp_path, kind=kind, method=method, **UNEVEN)
+        model = made.models.policy
+        inner = model if method is None else model.get_base_model()
+        with torch.no_grad():
+            logits = model(input_ids=torch.arange(6)[None]).logits
+        return logits.shape[-1], cut_vocabulary(inner, world).size
+
+    assert ranks.run(2, widths, tp=2) == [(49, 97), (48, 97)]
+
+
+def test_one_process_has_the_vocabulary_whole():
+    assert cut_vocabulary(tiny.model(), ALONE) is None
+
+
+def test_an_evaluation_sees_the_same_predictions(tmp_path):
+    def predicted(world):
+        made = trainer(world, tmp_path, **UNEVEN)
+        batch = next(iter(made.loader.next_window()))
+        with torch.no_grad():
+            return made.forward(batch).predictions.tolist()
+
+    expected = predicted(ALONE)
+    assert ranks.run(2, predicted, tp=2) == [expected, expected]

@@ -1,0 +1,105 @@
+"""Processes that share every matrix, and the tokens in between, learn what one process learns."""
+
+import pytest
+import torch
+
+import ranks
+import small
+from spread import UNEVEN
+from surefoot.methods.freeze import Freeze
+from surefoot.methods.full import Full
+from surefoot.methods.lora import LoRA
+from test_tensor_parallel import compare, copies
+
+TWO = {"tp": 2, "sequence_parallel": True}
+FOUR = {"tp": 4, "sequence_parallel": True}
+ADAPTER = LoRA(rank=2, alpha=8.0)
+SEEN = {"global_batch_size": 6, "micro_batch_size": 2}  # of lengths that 2 and 4 do not divide
+
+
+def compare_parts(count, folder, *, parallel, **changes):
+    compare(count, folder, parallel=parallel, sequence=True, **{"train": SEEN, **changes})
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"kind": "llama", "attention_bias": True, "mlp_bias": True, **UNEVEN},
+        {"kind": "qwen2", "packing": True, **UNEVEN},  # tied, with biases
+        {"kind": "qwen3"},  # with norms of each head
+        {"kind": "gemma2", "packing": True},  # four norms in a layer, capped logits
+        {"kind": "phi3"},  # attention that all do whole
+        {"kind": "olmo2", "pad_token_id": 63},  # norms over all heads
+    ],
+    ids=lambda changes: changes["kind"],
+)
+def test_two_share_matrices_and_tokens(changes, tmp_path):
+    compare_parts(2, tmp_path, parallel=TWO, **changes)
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize("method", [Full(), ADAPTER], ids=["full", "lora"])
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "mistral", "gemma2", "phi3", "olmo2"])
+def test_four_share_matrices_and_tokens(kind, method, packing, tmp_path):
+    changes = {"kind": kind, "pad_token_id": 63, "method": method, "packing": packing}
+    compare_parts(4, tmp_path, parallel=FOUR, **changes)
+
+
+def test_four_share_two_key_value_heads_and_fewer_tokens(tmp_path):
+    compare_parts(4, tmp_path, parallel=FOUR, kind="qwen3", method=ADAPTER, **UNEVEN)
+
+
+@pytest.mark.parametrize("replicate", [1, 2])
+def test_each_of_two_parts_is_sharded_or_copied_again(replicate, tmp_path):
+    parallel = {**TWO, "dp_replicate": replicate}
+    train = {"global_batch_size": 6, "micro_batch_size": 3}
+    compare_parts(4, tmp_path, parallel=parallel, kind="qwen2", train=train, **UNEVEN)
+
+
+def test_in_float64_only_rounding_is_left(tmp_path):
+    changes = {"kind": "qwen2", "dtype": torch.float64, "method": ADAPTER, **UNEVEN}
+    compare_parts(2, tmp_path, parallel=TWO, close=1e-10, **changes)
+
+
+def test_in_bfloat16_the_sums_are_rounded(tmp_path):
+    train = {"precision": "bf16"}
+    compare_parts(2, tmp_path, parallel=TWO, close=5e-3, train=train, **UNEVEN)
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        Freeze(num_layers=1, modules=("mlp",), extra_modules=("norm",)),
+        ADAPTER,
+        LoRA(rank=2, modules_to_save=("lm_head", "input_layernorm")),
+        LoRA(rank=2, targets=("lm_head", "down_proj", "k_proj")),
+    ],
+    ids=["freeze", "lora", "lora with saved modules", "lora beside the head"],
+)
+def test_frozen_weights_and_adapters(method, tmp_path):
+    compare_parts(2, tmp_path, parallel=TWO, method=method, **UNEVEN)
+
+
+@pytest.mark.parametrize("method", [Full(), ADAPTER], ids=["full", "lora"])
+def test_recomputed_activations(method, tmp_path):
+    compare_parts(2, tmp_path, parallel=TWO, packing=True, recompute=True, method=method)
+
+
+def test_adapters_of_matrices_that_are_gathered(tmp_path):
+    compare_parts(2, tmp_path, parallel=TWO, method=ADAPTER, kind="phi3")
+
+
+def test_dropout_is_that_of_one_process_where_parts_are_equal(tmp_path):
+    method = LoRA(rank=2, dropout=0.3)
+    examples = small.examples()
+    examples[:] = [item for item in examples if len(item["labels"]) == 6] * 6
+    compare_parts(2, tmp_path, parallel=TWO, method=method, examples=examples)
+
+
+@pytest.mark.parametrize("method", [Full(), LoRA(rank=2, dropout=0.3)], ids=["full", "lora"])
+def test_copies_stay_equal_to_the_bit_with_dropout(method, tmp_path):
+    seen = {}
+    for found in ranks.run(4, lambda w: copies(w, tmp_path, method, sequence=True), **FOUR):
+        for place, data in found.items():
+            assert seen.setdefault(place, data) == data, place
