@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -26,8 +27,7 @@ from .callbacks.tensorboard import TensorBoard
 from .checkpoint.layouts import scattered
 from .checkpoint.load import load as load_checkpoint
 from .data.chat import Codec
-from .data.dataset import EncodedDataset
-from .data.loader import Loader
+from .data.loader import Collate, InOrder, Loader
 from .data.prepare import Prepared
 from .data.templates import disagreement
 from .encoding import codec_of, prepared
@@ -162,7 +162,7 @@ def build_loader(recipe: Recipe, data: Prepared, world: World) -> Loader:
     """Windows of micro-batches from the training examples."""
     return Loader(
         dataset=data.train,
-        collate=lambda features: recipe.stage.collate(features, packing=recipe.data.packing),
+        collate=build_collate(recipe),
         global_batch_size=recipe.train.global_batch_size,
         micro_batch_size=recipe.train.micro_batch_size,
         seed=recipe.train.seed,
@@ -170,6 +170,25 @@ def build_loader(recipe: Recipe, data: Prepared, world: World) -> Loader:
         rank=world.data_rank,
         world_size=world.num_data_ranks,
     )
+
+
+def build_evals(recipe: Recipe, data: Prepared, world: World) -> dict[str, InOrder]:
+    """This process's share of the micro-batches of every evaluation set, by its name."""
+    return {
+        name: InOrder(
+            dataset,
+            build_collate(recipe),
+            micro_batch_size=recipe.train.micro_batch_size,
+            rank=world.data_rank,
+            world_size=world.num_data_ranks,
+        )
+        for name, dataset in data.evals.items()
+    }
+
+
+def build_collate(recipe: Recipe) -> Collate:
+    """How examples become a micro-batch."""
+    return partial(recipe.stage.collate, packing=recipe.data.packing)
 
 
 def assemble(recipe: Recipe, policy: Policy, data: Prepared, saver: Saver, world: World) -> Trainer:
@@ -220,7 +239,7 @@ def assemble(recipe: Recipe, policy: Policy, data: Prepared, saver: Saver, world
         step=step,
         forward=build_forward(policy.model, precision, (*recipe.stage.needs, "predictions")),
         loader=loader,
-        evals={name: Batches(recipe, dataset) for name, dataset in data.evals.items()},
+        evals=build_evals(recipe, data, world),
         saver=saver,
         callbacks=Callbacks(context, state, control),
         state=state,
@@ -238,20 +257,6 @@ def build_forward(model: nn.Module, precision: PrecisionName, needs: Sequence[st
             return outputs.compute(model, batch, needs)
 
     return forward
-
-
-@dataclass(frozen=True)
-class Batches:
-    """The micro-batches of an evaluation set, in order, as often as they are asked for."""
-
-    recipe: Recipe
-    dataset: EncodedDataset
-
-    def __iter__(self) -> Iterator[Batch]:
-        size = self.recipe.train.micro_batch_size
-        for start in range(0, len(self.dataset), size):
-            rows = [self.dataset[i] for i in range(start, min(start + size, len(self.dataset)))]
-            yield self.recipe.stage.collate(rows, packing=self.recipe.data.packing)
 
 
 def build_saver(recipe: Recipe, policy: Policy, codec: Codec, base: Path, world: World) -> Saver:
