@@ -15,7 +15,6 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from . import interchange
-from .address import Address
 from .batch import Batch, Outputs
 from .callbacks.console import Screen
 from .callbacks.early_stop import EarlyStop
@@ -304,12 +303,3 @@ def standard_callbacks(recipe: Recipe, world: World = ALONE) -> list[TrainerCall
     if "tensorboard" in section.report_to:
         members.append(TensorBoard(folder / "tensorboard"))
     return members
-
-
-def refuse_in_parallel(recipe: Recipe, world: World) -> None:
-    """Raise ``RecipeError`` for what several processes cannot do together yet."""
-    if world.size > 1 and isinstance(recipe.train.output_dir, Address):
-        raise RecipeError(
-            "train.output_dir: a run of several processes cannot save to a store yet; "
-            "choose a folder that all of them see"
-        )

@@ -5,10 +5,10 @@ traceback.
     ├── RecipeError         the YAML: unknown key, wrong type, values that contradict each other
     ├── DataError           a dataset, a file or a row of it
     │   └── TemplateError   a chat template that is unknown or cannot be masked
-    ├── ModelError          a model, tokenizer or adapter that is missing, damaged or of another
-    kind ├── CheckpointError     a checkpoint that is missing, damaged, or does not hold what was
-    asked └── RunError            a run that cannot start or go on: output_dir taken, loss is not a
-    number
+    ├── ModelError          a model, tokenizer or adapter: missing, damaged, of another kind
+    ├── CheckpointError     a checkpoint that is missing, damaged, or of something else
+    └── RunError            a run that cannot start or go on: output_dir taken, loss is no number
+        └── LostPeerError   another process of it has died; that one's error is what matters
 """
 
 
@@ -39,3 +39,7 @@ class CheckpointError(SurefootError):
 
 class RunError(SurefootError):
     """A run cannot start or go on."""
+
+
+class LostPeerError(RunError):
+    """Another process of the run has died. What it died of is the error to look at, not this."""

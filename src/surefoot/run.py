@@ -12,7 +12,6 @@ from pathlib import Path
 
 from . import interchange
 from .build import build as build  # noqa: PLC0414 - part of what a run is, from Python
-from .build import refuse_in_parallel
 from .checkpoint.load import load as load_checkpoint
 from .errors import CheckpointError, RunError
 from .files import raising, write_aside
@@ -64,7 +63,6 @@ def run(
 ) -> Outcome:
     """Start a run, or go on with it; see ``train``."""
     with joined(recipe.parallel) as world, opened(recipe, world) as folder:
-        refuse_in_parallel(recipe, world)
         start = None
         if world.is_main:
             interchange.refuse_output_dir(folder.path)
