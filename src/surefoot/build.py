@@ -23,6 +23,7 @@ from .callbacks.jsonl import Jsonl
 from .callbacks.plot import NAME as PLOT
 from .callbacks.plot import Plot
 from .callbacks.tensorboard import TensorBoard
+from .callbacks.warm_up import WarmUp
 from .checkpoint.layouts import scattered
 from .checkpoint.load import load as load_checkpoint
 from .data.chat import Codec
@@ -33,6 +34,7 @@ from .encoding import codec_of, prepared
 from .errors import RecipeError
 from .model import attention, companions, outputs
 from .model.adapter import continue_adapter
+from .model.compiled import compile_layers
 from .model.load import (
     device,
     grow_embeddings,
@@ -45,7 +47,7 @@ from .model.load import (
 from .model.weights import AdapterWeights, FullWeights, names_in_files
 from .optim.state import NamedState
 from .parallel.engine import Forward, plain
-from .parallel.shard import shard
+from .parallel.shard import layers, shard
 from .parallel.world import ALONE, World
 from .recipe.recipe import Recipe, dump
 from .training.callback import Callbacks, Context, TrainerCallback
@@ -202,6 +204,8 @@ def assemble(recipe: Recipe, policy: Policy, data: Prepared, saver: Saver, world
         recipe.parallel,
         dtype=torch.bfloat16 if precision == "bf16" else None,
     )
+    if recipe.model.compile:
+        compile_layers(layers(policy.model))
     cuts = {names[name]: cut for name, cut in found.items()}
     learning = [(names[n], p) for n, p in policy.model.named_parameters() if p.requires_grad]
     max_steps = section.max_steps or math.ceil(section.num_epochs * loader.steps_per_epoch)
@@ -300,6 +304,8 @@ def standard_callbacks(recipe: Recipe, world: World = ALONE) -> list[TrainerCall
     if not world.is_main:
         return members
     members += [Jsonl(folder / METRICS), Screen(Console(stderr=True)), Plot(folder / PLOT)]
+    if recipe.model.compile:
+        members.append(WarmUp())
     if "tensorboard" in section.report_to:
         members.append(TensorBoard(folder / "tensorboard"))
     return members

@@ -11,6 +11,10 @@ traceback.
         └── LostPeerError   another process of it has died; that one's error is what matters
 """
 
+from __future__ import annotations
+
+from signal import Signals
+
 
 class SurefootError(Exception):
     """Base of the errors this package raises on purpose. The message says where, what and what to
@@ -42,4 +46,11 @@ class RunError(SurefootError):
 
 
 class LostPeerError(RunError):
-    """Another process of the run has died. What it died of is the error to look at, not this."""
+    """Another process of the run has died. What it died of is the error to look at, not this.
+
+    ``ended_by`` is the signal with which the launcher has told this one the same already.
+    """
+
+    def __init__(self, message: str, ended_by: Signals | None = None) -> None:
+        super().__init__(message)
+        self.ended_by = ended_by

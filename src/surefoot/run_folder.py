@@ -30,6 +30,7 @@ FREE: tuple[str, ...] = (
     "generate",
     "parallel",
     "model.attention",
+    "model.compile",
     "model.gradient_checkpointing",
 )
 FREE += ("train.output_dir", "train.num_epochs", "train.max_steps", "train.micro_batch_size")

@@ -99,5 +99,5 @@ def test_who_loses_another_process_says_that_and_no_more():
             os._exit(3)
         world.wait()
 
-    with pytest.raises(AssertionError, match="LostPeerError: process 0 cannot reach another one"):
+    with pytest.raises(AssertionError, match="LostPeerError: process 0 has lost another one"):
         ranks.run(2, work)

@@ -70,6 +70,8 @@ class Commands(click.Group):
             if ctx.params["verbose"]:
                 traceback.print_exc()
             is_echo = isinstance(error, LostPeerError)
+            if isinstance(error, LostPeerError) and error.ended_by is not None:
+                raise click.exceptions.Exit(128 + error.ended_by) from None
             if is_echo or os.environ.get("RANK", "0") != "0":
                 time.sleep(_ECHO)
             raise (Echo if is_echo else Failure)(str(error)) from error

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import re
 import signal
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, cast
@@ -21,6 +22,7 @@ from .section import ParallelSection
 AXES = ("dp_replicate", "dp_shard", "tp")
 DATA_AXES = AXES[:2]  # along these, processes see other examples
 LAUNCHER = "SUREFOOT_LAUNCHER"  # number of the process that has started this one
+_PLACE = re.compile(r"^\[[^]]*\.cc:\d+\] ")
 _PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 _PATIENCE = timedelta(hours=12)  # for what one process does for all: downloading a checkpoint, say
 # What launchers call rank, number of ranks, and rank on this machine: torchrun's names and SLURM's.
@@ -155,21 +157,41 @@ def joined(section: ParallelSection) -> Iterator[World]:
     if kind == "cuda":
         torch.cuda.set_device(local)
     try:
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo",
-            rank=rank,
-            world_size=size,
-            timeout=timedelta(minutes=section.timeout_minutes),
-        )
-        mesh = init_device_mesh(kind, shape, mesh_dim_names=AXES)
-        yield World(rank, size, mesh, dist.new_group(backend="gloo", timeout=_PATIENCE))
-    except RuntimeError as error:
-        if _is_loss(error):
-            raise LostPeerError(f"process {rank} cannot reach another one: {error}") from error
-        raise
+        with losses_told(rank):
+            dist.init_process_group(
+                "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo",
+                rank=rank,
+                world_size=size,
+                timeout=timedelta(minutes=section.timeout_minutes),
+            )
+            mesh = init_device_mesh(kind, shape, mesh_dim_names=AXES)
+            yield World(rank, size, mesh, dist.new_group(backend="gloo", timeout=_PATIENCE))
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def losses_told(
+    rank: int, received: Callable[[], signal.Signals | None] = lambda: None
+) -> Iterator[None]:
+    """Tell what torch says when another process is gone as a ``LostPeerError``, which knows whether
+    a signal was ``received`` meanwhile."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not _is_loss(error):
+            raise
+        raise LostPeerError(
+            f"process {rank} has lost another one ({_short(error)}), "
+            "whose own message says why, if it could still speak",
+            received(),
+        ) from error
+
+
+def _short(error: RuntimeError) -> str:
+    """What happened, without gloo's place in its source and its advice."""
+    return _PLACE.sub("", str(error)).partition(". This is typically")[0]
 
 
 def _is_loss(error: RuntimeError) -> bool:

@@ -70,6 +70,8 @@ class Saver:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        if error is not None and self.world.size > 1:
+            return  # another one's part may never come; left alone, the writer finishes or gives up
         try:
             self._finish()
         except CheckpointError as failure:
