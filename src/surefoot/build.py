@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,6 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from . import interchange
-from .address import Address
 from .batch import Batch, Outputs
 from .callbacks.console import Screen
 from .callbacks.early_stop import EarlyStop
@@ -24,17 +23,18 @@ from .callbacks.jsonl import Jsonl
 from .callbacks.plot import NAME as PLOT
 from .callbacks.plot import Plot
 from .callbacks.tensorboard import TensorBoard
+from .callbacks.warm_up import WarmUp
 from .checkpoint.layouts import scattered
 from .checkpoint.load import load as load_checkpoint
 from .data.chat import Codec
-from .data.dataset import EncodedDataset
-from .data.loader import Loader
+from .data.loader import Collate, InOrder, Loader
 from .data.prepare import Prepared
 from .data.templates import disagreement
 from .encoding import codec_of, prepared
 from .errors import RecipeError
 from .model import attention, companions, outputs
 from .model.adapter import continue_adapter
+from .model.compiled import compile_layers
 from .model.load import (
     device,
     grow_embeddings,
@@ -48,7 +48,7 @@ from .model.weights import AdapterWeights, FullWeights, names_in_files
 from .optim.state import NamedState
 from .parallel.engine import Forward, plain
 from .parallel.sequence import widened
-from .parallel.shard import shard
+from .parallel.shard import layers, shard
 from .parallel.vocabulary import cut_vocabulary
 from .parallel.world import ALONE, World
 from .recipe.recipe import Recipe, dump
@@ -165,7 +165,7 @@ def build_loader(recipe: Recipe, data: Prepared, world: World) -> Loader:
     """Windows of micro-batches from the training examples."""
     return Loader(
         dataset=data.train,
-        collate=lambda features: recipe.stage.collate(features, packing=recipe.data.packing),
+        collate=build_collate(recipe),
         global_batch_size=recipe.train.global_batch_size,
         micro_batch_size=recipe.train.micro_batch_size,
         seed=recipe.train.seed,
@@ -173,6 +173,25 @@ def build_loader(recipe: Recipe, data: Prepared, world: World) -> Loader:
         rank=world.data_rank,
         world_size=world.num_data_ranks,
     )
+
+
+def build_evals(recipe: Recipe, data: Prepared, world: World) -> dict[str, InOrder]:
+    """This process's share of the micro-batches of every evaluation set, by its name."""
+    return {
+        name: InOrder(
+            dataset,
+            build_collate(recipe),
+            micro_batch_size=recipe.train.micro_batch_size,
+            rank=world.data_rank,
+            world_size=world.num_data_ranks,
+        )
+        for name, dataset in data.evals.items()
+    }
+
+
+def build_collate(recipe: Recipe) -> Collate:
+    """How examples become a micro-batch."""
+    return partial(recipe.stage.collate, packing=recipe.data.packing)
 
 
 def assemble(recipe: Recipe, policy: Policy, data: Prepared, saver: Saver, world: World) -> Trainer:
@@ -188,6 +207,8 @@ def assemble(recipe: Recipe, policy: Policy, data: Prepared, saver: Saver, world
         recipe.parallel,
         dtype=torch.bfloat16 if precision == "bf16" else None,
     )
+    if recipe.model.compile:
+        compile_layers(layers(policy.model))
     cuts = {names[name]: cut for name, cut in found.items()}
     learning = [(names[n], p) for n, p in policy.model.named_parameters() if p.requires_grad]
     max_steps = section.max_steps or math.ceil(section.num_epochs * loader.steps_per_epoch)
@@ -224,7 +245,7 @@ def assemble(recipe: Recipe, policy: Policy, data: Prepared, saver: Saver, world
         step=step,
         forward=forward((*recipe.stage.needs, "predictions")),
         loader=loader,
-        evals={name: Batches(recipe, dataset) for name, dataset in data.evals.items()},
+        evals=build_evals(recipe, data, world),
         saver=saver,
         callbacks=Callbacks(context, state, control),
         state=state,
@@ -248,20 +269,6 @@ def build_forward(
             )
 
     return forward
-
-
-@dataclass(frozen=True)
-class Batches:
-    """The micro-batches of an evaluation set, in order, as often as they are asked for."""
-
-    recipe: Recipe
-    dataset: EncodedDataset
-
-    def __iter__(self) -> Iterator[Batch]:
-        size = self.recipe.train.micro_batch_size
-        for start in range(0, len(self.dataset), size):
-            rows = [self.dataset[i] for i in range(start, min(start + size, len(self.dataset)))]
-            yield self.recipe.stage.collate(rows, packing=self.recipe.data.packing)
 
 
 def build_saver(recipe: Recipe, policy: Policy, codec: Codec, base: Path, world: World) -> Saver:
@@ -306,15 +313,8 @@ def standard_callbacks(recipe: Recipe, world: World = ALONE) -> list[TrainerCall
     if not world.is_main:
         return members
     members += [Jsonl(folder / METRICS), Screen(Console(stderr=True)), Plot(folder / PLOT)]
+    if recipe.model.compile:
+        members.append(WarmUp())
     if "tensorboard" in section.report_to:
         members.append(TensorBoard(folder / "tensorboard"))
     return members
-
-
-def refuse_in_parallel(recipe: Recipe, world: World) -> None:
-    """Raise ``RecipeError`` for what several processes cannot do together yet."""
-    if world.size > 1 and isinstance(recipe.train.output_dir, Address):
-        raise RecipeError(
-            "train.output_dir: a run of several processes cannot save to a store yet; "
-            "choose a folder that all of them see"
-        )

@@ -8,7 +8,12 @@ traceback.
     ├── ModelError          a model, tokenizer or adapter: missing, damaged or of another kind
     ├── CheckpointError     a checkpoint: missing, damaged, or without what was asked of it
     └── RunError            a run that cannot go on: output_dir is taken, the loss is not a number
+        └── LostPeerError   another process of it has died; that one's error is what matters
 """
+
+from __future__ import annotations
+
+from signal import Signals
 
 
 class SurefootError(Exception):
@@ -38,3 +43,14 @@ class CheckpointError(SurefootError):
 
 class RunError(SurefootError):
     """A run cannot start or go on."""
+
+
+class LostPeerError(RunError):
+    """Another process of the run has died. What it died of is the error to look at, not this.
+
+    ``ended_by`` is the signal with which the launcher has told this one the same already.
+    """
+
+    def __init__(self, message: str, ended_by: Signals | None = None) -> None:
+        super().__init__(message)
+        self.ended_by = ended_by

@@ -12,11 +12,10 @@ from pathlib import Path
 
 from . import interchange
 from .build import build as build  # noqa: PLC0414 - part of what a run is, from Python
-from .build import refuse_in_parallel
 from .checkpoint.load import load as load_checkpoint
 from .errors import CheckpointError, RunError
 from .files import raising, write_aside
-from .parallel.world import joined
+from .parallel.world import joined, losses_told
 from .recipe.recipe import Recipe, load, read
 from .run_folder import mirror_of, opened, resume_point, write_recipe
 from .training.callback import TrainerCallback
@@ -64,7 +63,6 @@ def run(
 ) -> Outcome:
     """Start a run, or go on with it; see ``train``."""
     with joined(recipe.parallel) as world, opened(recipe, world) as folder:
-        refuse_in_parallel(recipe, world)
         start = None
         if world.is_main:
             interchange.refuse_output_dir(folder.path)
@@ -93,7 +91,8 @@ def _fit(trainer: Trainer) -> Outcome:
             state.max_steps,
         )
         return Outcome(state)
-    with trainer.stop:  # also after the last step: a signal lets the last upload finish
+    told = losses_told(trainer.world.rank, lambda: trainer.signal)
+    with trainer.stop, told:  # also after the last step: a signal lets the last upload finish
         trainer.fit()
         _must_be_saved(trainer)
         finish(trainer)

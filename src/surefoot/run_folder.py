@@ -5,16 +5,17 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 from .address import Address, is_address
-from .checkpoint.commit import clean, committed, step_of
+from .checkpoint.commit import clean, committed, new_nonce, step_of
 from .checkpoint.resume import newest, wait_for_orphans
 from .errors import CheckpointError, RunError
-from .files import raising, write_aside
+from .files import raising, write_aside, write_new
 from .parallel.world import ALONE, World
 from .recipe.recipe import Recipe, changes, dump, load
 from .remote.mirror import Mirror
@@ -22,12 +23,14 @@ from .remote.resume import Away, away, fetch, is_within
 
 logger = logging.getLogger(__name__)
 RECIPE = "recipe.yaml"
+_SIGHT = 20.0  # seconds for a network disk to show a file to another machine
 # What may differ between two starts of one run: how long, what to report, keep and survive.
 FREE: tuple[str, ...] = (
     "checkpoint",
     "generate",
     "parallel",
     "model.attention",
+    "model.compile",
     "model.gradient_checkpointing",
 )
 FREE += ("train.output_dir", "train.num_epochs", "train.max_steps", "train.micro_batch_size")
@@ -51,14 +54,24 @@ def opened(recipe: Recipe, world: World = ALONE) -> Iterator[RunFolder]:
     Of several processes the main one does all that.
 
     Raises:
-        RunError: it cannot be written, another process trains in it, or it holds another run.
+        RunError: it cannot be written, another process trains in it, it holds another run, or not
+            all processes see it.
         StoreError: ``output_dir`` is a URL of a store that cannot be used.
     """
     folder = recipe.train.folder
-    if not world.is_main:
+    with _locked(folder) if world.is_main else nullcontext():
+        _must_be_shared(folder, world)
+        run = RunFolder(folder)
+        if world.is_main:
+            wait_for_orphans(folder)
+            run = RunFolder(folder, _look_away(folder, recipe))
+            _refuse_another_run(run, recipe)
         world.wait()
-        yield RunFolder(folder)
-        return
+        yield run
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
@@ -74,14 +87,32 @@ def opened(recipe: Recipe, world: World = ALONE) -> Iterator[RunFolder]:
                 f"train.output_dir: another process is training in {folder}; "
                 "stop it or choose another folder"
             ) from None
-        wait_for_orphans(folder)
-        found = _look_away(folder, recipe)
-        run = RunFolder(folder, found)
-        _refuse_another_run(run, recipe)
-        world.wait()
-        yield run
+        yield
     finally:
         os.close(descriptor)
+
+
+def _must_be_shared(folder: Path, world: World) -> None:
+    """Each process writes its part of every checkpoint there, so all must see what one leaves."""
+    if world.size == 1:
+        return
+    mark = folder / f".seen.{world.from_main(new_nonce())}"
+    if world.is_main:
+        with raising(RunError, f"train.output_dir: cannot write in {folder}"):
+            write_new(mark, b"")
+    world.wait()
+    deadline = time.monotonic() + _SIGHT
+    while not (is_seen := mark.exists()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    (blind,) = world.largest([0.0 if is_seen else float(world.rank)])
+    if world.is_main:
+        mark.unlink(missing_ok=True)
+    if blind:
+        raise RunError(
+            f"process {blind:.0f} does not see the folder {folder} of process 0. Where a run spans "
+            "several machines, these must share a disk: choose a folder on it as train.output_dir, "
+            "or as train.cache_dir if train.output_dir is a URL"
+        )
 
 
 def _look_away(folder: Path, recipe: Recipe) -> Away | None:

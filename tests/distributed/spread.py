@@ -74,7 +74,7 @@ def trainer(
         section=CheckpointSection(),
         kind=method.kind,
         companions={},
-        steps={},
+        steps=dict.fromkeys(("log_steps", "eval_steps", "save_steps")),
         world=world,
     )
     data = Prepared(examples or small.examples(), {}, Report(()))

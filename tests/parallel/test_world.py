@@ -1,11 +1,14 @@
 """Who this process is, and what a recipe's axes make of so many processes."""
 
+import os
 from types import SimpleNamespace
 
 import pytest
 
+import ranks
+from surefoot.errors import RunError
 from surefoot.parallel.section import ParallelSection
-from surefoot.parallel.world import ALONE, World, launched
+from surefoot.parallel.world import ALONE, World, joined, launched
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "a"}
 SLURM = {"SLURM_PROCID": "3", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "MASTER_ADDR": "a"}
@@ -77,3 +80,24 @@ def test_alone_everything_is_as_it_is():
     assert ALONE.from_main("x") == "x"
     with ALONE.main_first():
         ALONE.wait()
+
+
+@pytest.mark.parametrize("axes", [{"dp_shard": 2}, {"tp": 2}], ids=str)
+def test_one_that_is_left_of_two_is_told_that_the_axes_do_not_fit(axes, monkeypatch):
+    for name, value in {**TORCHRUN, "RANK": "0", "WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    section = ParallelSection(**axes)
+    with pytest.raises(RunError, match="but there are 1 processes"), joined(section):
+        pass
+    with joined(ParallelSection()) as world:
+        assert world == ALONE
+
+
+def test_who_loses_another_process_says_that_and_no_more():
+    def work(world):
+        if world.rank == 1:
+            os._exit(3)
+        world.wait()
+
+    with pytest.raises(AssertionError, match="LostPeerError: process 0 has lost another one"):
+        ranks.run(2, work)

@@ -10,10 +10,10 @@ import traceback
 import click
 
 from .. import __version__
-from ..errors import SurefootError
+from ..errors import LostPeerError, SurefootError
 from ..log import configure
 
-_ECHO = 10.0  # seconds for rank 0 to tell the same, upon which the launcher ends the others
+_ECHO = 10.0  # seconds for the process that has more to say, upon which the launcher ends this one
 # name -> what it does, in the order of help; the command stands in the module of that name
 COMMANDS = {
     "train": "Fine-tune a model as a recipe says; again, and it goes on.",
@@ -69,9 +69,12 @@ class Commands(click.Group):
         except SurefootError as error:
             if ctx.params["verbose"]:
                 traceback.print_exc()
-            if os.environ.get("RANK", "0") != "0":
+            is_echo = isinstance(error, LostPeerError)
+            if isinstance(error, LostPeerError) and error.ended_by is not None:
+                raise click.exceptions.Exit(128 + error.ended_by) from None
+            if is_echo or os.environ.get("RANK", "0") != "0":
                 time.sleep(_ECHO)
-            raise Failure(str(error)) from error
+            raise (Echo if is_echo else Failure)(str(error)) from error
         except KeyboardInterrupt:
             click.echo(err=True)  # end the line that has the terminal's ^C
             raise click.exceptions.Exit(130) from None  # 128 + SIGINT, as shells have it
@@ -88,6 +91,12 @@ class Failure(click.ClickException):
         before = " " if len(lines) == 1 else "\n  "
         text = "".join(f"{before}{line}" for line in lines)
         click.echo(click.style("error:", fg="red", bold=True) + text, err=True)
+
+
+class Echo(Failure):
+    """Another process has failed, which may be worth another start: no exit code 2."""
+
+    exit_code = 1
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})

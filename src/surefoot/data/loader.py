@@ -70,8 +70,7 @@ class Loader:
         nothing: all ranks of a sharded model must run equally often."""
         if len(group):
             return self.collate([self.dataset[int(item)] for item in group])
-        batch = self.collate([self.dataset[0]])
-        return replace(batch, labels=torch.full_like(batch.labels, IGNORE_INDEX))
+        return _without_labels(self.collate([self.dataset[0]]))
 
     def skip(self) -> None:
         """Leave out the next window."""
@@ -119,6 +118,35 @@ class Loader:
             "shuffle": self.shuffle,
             "dataset": self.dataset.fingerprint,
         }
+
+
+@dataclass(frozen=True)
+class InOrder:
+    """One rank's micro-batches of an evaluation set, as often as they are asked for.
+
+    They are those of one process, dealt out in turn; where one is left for some ranks only, the
+    others get one that counts nothing.
+    """
+
+    dataset: EncodedDataset
+    collate: Collate
+    _: KW_ONLY
+    micro_batch_size: int
+    rank: int = 0
+    world_size: int = 1
+
+    def __iter__(self) -> Iterator[Batch]:
+        size = self.micro_batch_size
+        for start in range(0, len(self.dataset), size * self.world_size):
+            first = start + size * self.rank
+            rows = range(first, min(first + size, len(self.dataset)))
+            batch = self.collate([self.dataset[i] for i in rows or (0,)])
+            yield batch if rows else _without_labels(batch)
+
+
+def _without_labels(batch: Batch) -> Batch:
+    """The same batch without labels."""
+    return replace(batch, labels=torch.full_like(batch.labels, IGNORE_INDEX))
 
 
 NAMES = {

@@ -89,6 +89,14 @@ def _eager(
     return F.dropout(weights, p=dropout) @ value
 
 
+class Bounds:
+    """The bounds of documents. A compiled layer hands this on without a look at it; a list it would
+    be compiled for, length by length."""
+
+    def __init__(self, values: Sequence[int]) -> None:
+        self.values = values
+
+
 def _by_document(kernel: Kernel) -> Callable[..., tuple[torch.Tensor, None]]:
     """An attention function as transformers calls it, [1, H, T, E] in and [1, T, H, E] out."""
 
@@ -100,8 +108,8 @@ def _by_document(kernel: Kernel) -> Callable[..., tuple[torch.Tensor, None]]:
         attention_mask: torch.Tensor | None,  # noqa: ARG001 (transformers' signature)
         **kwargs: object,
     ) -> tuple[torch.Tensor, None]:
-        bounds: Sequence[int] | None = kwargs.get("document_bounds")  # type: ignore[assignment]
-        if bounds is None or kwargs.get("s_aux") is not None:
+        bounds = kwargs.get("document_bounds")
+        if not isinstance(bounds, Bounds) or kwargs.get("s_aux") is not None:
             raise ModelError(
                 f"{type(module).__name__} cannot attend to packed rows; set data.packing: false"
             )
@@ -113,7 +121,7 @@ def _by_document(kernel: Kernel) -> Callable[..., tuple[torch.Tensor, None]]:
         }
         parts = [
             kernel(query[:, :, a:b], key[:, :, a:b], value[:, :, a:b], **settings)
-            for a, b in pairwise(bounds)
+            for a, b in pairwise(bounds.values)
         ]
         return torch.cat(parts, dim=2).transpose(1, 2).contiguous(), None
 
@@ -122,7 +130,9 @@ def _by_document(kernel: Kernel) -> Callable[..., tuple[torch.Tensor, None]]:
 
 KERNELS: dict[str, Kernel] = {"sdpa": _sdpa, "eager": _eager}
 for _name, _kernel in KERNELS.items():
-    AttentionInterface.register(PREFIX + _name, _by_document(_kernel))
+    # Not to be compiled: it would be anew, for every number of documents.
+    _attend = torch.compiler.disable(_by_document(_kernel))  # type: ignore[no-untyped-call]
+    AttentionInterface.register(PREFIX + _name, _attend)
 
 
 def use_packed(model: PreTrainedModel) -> None:
@@ -153,7 +163,7 @@ def packed_arguments(model: PreTrainedModel, cu_seqlens: torch.Tensor) -> dict[s
     CPU)."""
     bounds = cu_seqlens.tolist()
     if model.config._attn_implementation.startswith(PREFIX):
-        return {"document_bounds": bounds}
+        return {"document_bounds": Bounds(bounds)}
     longest = max(b - a for a, b in pairwise(bounds))
     on_device = cu_seqlens.to(model.device)
     return {

@@ -28,5 +28,8 @@ class ModelSection:
     """Tokens to add to the vocabulary; embeddings grow and start at the mean of the old ones."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a fifth slower."""
+    compile: bool = False
+    """Translate the layers into fused kernels (``torch.compile``): faster steps after a warm-up of
+    a minute or so. Needs a C++ compiler."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Off unless you trust its author."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import re
 import signal
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, cast
@@ -15,13 +16,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from ..errors import RunError
+from ..errors import LostPeerError, RunError
 from .section import ParallelSection
 
 AXES = ("dp_replicate", "dp_shard", "tp")
 DATA_AXES = AXES[:2]  # along these, processes see other examples
 LAUNCHER = "SUREFOOT_LAUNCHER"  # number of the process that has started this one
+_PLACE = re.compile(r"^\[[^]]*\.cc:\d+\] ")
 _PR_SET_PDEATHSIG = 1  # of linux/prctl.h
+_PATIENCE = timedelta(hours=12)  # for what one process does for all: downloading a checkpoint, say
 # What launchers call rank, number of ranks, and rank on this machine: torchrun's names and SLURM's.
 _LAUNCHERS = (
     ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
@@ -36,6 +39,7 @@ class World:
     rank: int = 0
     size: int = 1
     mesh: DeviceMesh | None = None
+    patient: dist.ProcessGroup | None = None  # all of them, to wait in for the main one
 
     @property
     def is_main(self) -> bool:
@@ -83,13 +87,13 @@ class World:
         if self.mesh is None:
             return value
         held = [value]
-        dist.broadcast_object_list(held, src=0)
+        dist.broadcast_object_list(held, src=0, group=self.patient)
         return held[0]
 
     def wait(self) -> None:
         """Until every process is here."""
         if self.mesh is not None:
-            dist.barrier()
+            dist.barrier(group=self.patient)
 
     @contextlib.contextmanager
     def main_first(self) -> Iterator[None]:
@@ -133,28 +137,63 @@ def die_with_launcher() -> None:
 def joined(section: ParallelSection) -> Iterator[World]:
     """Join the other processes of this run, if a launcher says that there are some.
 
-    Raises ``RunError`` if the axes of the recipe do not make that many processes.
+    Raises ``RunError`` if the axes of the recipe do not make that many processes, and
+    ``LostPeerError`` if one of the others has died.
     """
     found = launched()
-    if found is None or found[1] == 1:
+    if found is None:
         yield ALONE
         return
     rank, size, local = found
-    die_with_launcher()
     try:
         shape = section.axes(size)
     except ValueError as error:
-        raise RunError(f"parallel: {error}") from None
+        raise RunError(f"parallel: {error}; start as many, or leave dp_shard unset") from None
+    die_with_launcher()
+    if size == 1:
+        yield ALONE
+        return
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     if kind == "cuda":
         torch.cuda.set_device(local)
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo",
-        rank=rank,
-        world_size=size,
-        timeout=timedelta(minutes=section.timeout_minutes),
-    )
     try:
-        yield World(rank, size, init_device_mesh(kind, shape, mesh_dim_names=AXES))
+        with losses_told(rank):
+            dist.init_process_group(
+                "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo",
+                rank=rank,
+                world_size=size,
+                timeout=timedelta(minutes=section.timeout_minutes),
+            )
+            mesh = init_device_mesh(kind, shape, mesh_dim_names=AXES)
+            yield World(rank, size, mesh, dist.new_group(backend="gloo", timeout=_PATIENCE))
     finally:
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def losses_told(
+    rank: int, received: Callable[[], signal.Signals | None] = lambda: None
+) -> Iterator[None]:
+    """Tell what torch says when another process is gone as a ``LostPeerError``, which knows whether
+    a signal was ``received`` meanwhile."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not _is_loss(error):
+            raise
+        raise LostPeerError(
+            f"process {rank} has lost another one ({_short(error)}), "
+            "whose own message says why, if it could still speak",
+            received(),
+        ) from error
+
+
+def _short(error: RuntimeError) -> str:
+    """What happened, without gloo's place in its source and its advice."""
+    return _PLACE.sub("", str(error)).partition(". This is typically")[0]
+
+
+def _is_loss(error: RuntimeError) -> bool:
+    """Whether a process has failed only because another one is gone."""
+    return isinstance(error, dist.DistError) or "/gloo/" in str(error)

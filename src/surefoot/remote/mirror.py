@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 
 from ..checkpoint.commit import committed, step_of
-from ..errors import CheckpointError
+from ..errors import CheckpointError, LostPeerError
 from .contents import readable
 from .hand import Answer, Hand, hand
 from .store import Store
@@ -62,8 +62,8 @@ class Mirror:
         try:
             if error is None:
                 self.finish()
-            elif isinstance(error, Exception):
-                self._finish_quietly()
+            elif isinstance(error, Exception) and not isinstance(error, LostPeerError):
+                self._finish_quietly()  # but a run that is started again does not wait for it
         finally:
             if self._hand is not None:
                 self._hand.close(wait=not self._is_busy)

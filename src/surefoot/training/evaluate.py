@@ -1,10 +1,10 @@
 """Loss, perplexity and token accuracy on held-out examples, without touching anything the training
-uses."""
+uses. Of several processes each evaluates its share; what they have found is added up."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
@@ -19,13 +19,15 @@ def evaluate(
     *,
     device: torch.device,
     after: Callable[[], None],
+    sums: Callable[[Sequence[float]], list[float]] = list,
 ) -> dict[str, float]:
     """Metrics over ``batches``: ``loss`` (nats per unit of weight), ``perplexity``,
     ``token_accuracy``.
 
-    ``after`` is called after every batch and may raise to break off.
+    ``after`` is called after every batch and may raise to break off. ``sums`` adds up over the
+    processes that have other batches: equally many, if a process's forward pass needs the others.
     """
-    total, weight, correct, trained = 0.0, 0.0, 0, 0
+    total, weight, correct, trained = 0.0, 0.0, 0.0, 0.0
     extra: dict[str, float] = {}
     for cpu_batch in batches:
         batch = cpu_batch.to(device)
@@ -36,14 +38,17 @@ def evaluate(
             extra[name] = extra.get(name, 0.0) + float(value)
         if outputs.predictions is not None:
             labels = batch.labels[:, 1:][batch.labels[:, 1:] != IGNORE_INDEX]
-            correct += int((outputs.predictions == labels).sum())
+            correct += float((outputs.predictions == labels).sum())
             trained += len(labels)
         after()
+    total, weight, correct, trained, *values = sums(
+        [total, weight, correct, trained, *extra.values()]
+    )
     mean = total / weight if weight else float("nan")
     metrics = {"loss": mean, "perplexity": math.exp(min(mean, 700.0))}
     if trained:
         metrics["token_accuracy"] = correct / trained
-    return metrics | {name: value / weight for name, value in extra.items()}
+    return metrics | {name: value / weight for name, value in zip(extra, values, strict=True)}
 
 
 def prefixed(parts: Mapping[str, Mapping[str, float]], prefix: str) -> dict[str, float]:

@@ -70,6 +70,8 @@ class Saver:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        if error is not None and self.world.size > 1:
+            return  # another one's part may never come; left alone, the writer finishes or gives up
         end(self.close, error)
 
     def close(self) -> None:
@@ -89,15 +91,10 @@ class Saver:
             CheckpointError: this save or the last one failed, and the recipe says to stop then; no
                 earlier checkpoint was touched.
         """
-        target = self.path_of(state.global_step)
-        if target in (self.newest, self._flight.target):
-            return  # this very state lies there already
-        began = time.monotonic()
-        if self._flight.target and self.section.on_save_busy == "skip" and not insist:
-            self._note(self._flight.poll)
-            if self._flight.target:
-                self._leave_out(target)
-                return
+        began, target = time.monotonic(), self.path_of(state.global_step)
+        needless = self._is_needless(target, insist=insist) if self.world.is_main else True
+        if self.world.from_main(needless):
+            return
         try:
             self._finish()
             job, live = self._prepare(state, states)
@@ -144,6 +141,17 @@ class Saver:
     def path_of(self, step: int) -> Path:
         """The folder of the checkpoint of ``step``."""
         return self.output_dir / f"checkpoint-{step}"
+
+    def _is_needless(self, target: Path, *, insist: bool) -> bool:
+        """Whether this very state lies there already, or may be left out."""
+        if target in (self.newest, self._flight.target):
+            return True
+        if not self._flight.target or self.section.on_save_busy != "skip" or insist:
+            return False
+        self._note(self._flight.poll)
+        if self._flight.target:
+            self._leave_out(target)
+        return self._flight.target is not None
 
     def _leave_out(self, target: Path) -> None:
         self.num_left_out += 1

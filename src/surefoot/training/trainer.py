@@ -101,7 +101,11 @@ class Trainer:
         return self.state
 
     def predict(self, batches: Iterable[Batch]) -> dict[str, float]:
-        """Metrics over ``batches`` as ``predict_loss`` and so on; nothing of the run changes."""
+        """Metrics over ``batches`` as ``predict_loss`` and so on; nothing of the run changes.
+
+        Several processes call it together, with equally many batches each; what they find is added
+        up.
+        """
         metrics = prefixed({"": self._measure(batches)}, "predict")
         self.callbacks.emit("on_predict", metrics=metrics)
         return metrics
@@ -182,15 +186,18 @@ class Trainer:
     def _measure(self, batches: Iterable[Batch]) -> dict[str, float]:
         def after() -> None:
             self.callbacks.emit("on_prediction_step")
-            if self.stop.received is not None and self.world.size == 1:
-                raise _BrokenOffError  # several processes cannot leave at different batches
+            self._agree()  # several processes leave at the same batch
+            if self._is_leaving:
+                raise _BrokenOffError
 
-        device = next(self.models.policy.parameters()).device
+        device, sums = next(self.models.policy.parameters()).device, self.world.sums
         random = RandomState()
         drawn = random.state_dict()
         self.models.policy.eval()
         try:
-            return evaluate(batches, self.forward, self.stage.loss, device=device, after=after)
+            return evaluate(
+                batches, self.forward, self.stage.loss, device=device, after=after, sums=sums
+            )
         finally:
             random.load_state_dict(drawn)
             gather_nothing(self.models.policy)

@@ -1,0 +1,107 @@
+"""Compiled layers learn what plain ones learn, under the same names, with few compilations.
+
+Most tests stop before machine code (``aot_eager``: the same graphs, run by torch).
+"""
+
+import shutil
+
+import pytest
+import torch
+
+import ranks
+from spread import UNEVEN, learn, resume, save, trainer
+from surefoot.errors import RecipeError
+from surefoot.methods.freeze import Freeze
+from surefoot.methods.full import Full
+from surefoot.methods.lora import LoRA
+from surefoot.model.compiled import compile_layers
+from surefoot.parallel.shard import layers
+from surefoot.parallel.world import ALONE
+
+CLOSE = 1e-5  # of mean losses (about 4) and of gradient norms: fused sums round differently
+STEPS = 3  # of rows that are never of one length, the last of them fewer
+ADAPTER = LoRA(rank=2, dropout=0.3)
+# Dynamo looks at the gradients of all it is given, which torch itself warns of.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+
+
+@pytest.fixture(autouse=True)
+def _forget_what_was_compiled():
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+
+
+def compiled(world, folder, *, backend="aot_eager", **changes):
+    made = trainer(world, folder, **changes)
+    compile_layers(layers(made.models.policy), backend=backend)
+    return made
+
+
+def compare(world, folder, *, backend="aot_eager", **changes):
+    """Learn plainly and compiled; how many graphs that took."""
+    plain = trainer(world, folder, **changes)
+    expected = learn(plain, STEPS)
+    made = compiled(world, folder, backend=backend, **changes)
+    for step, (ours, theirs) in enumerate(zip(learn(made, STEPS), expected, strict=True)):
+        assert ours == pytest.approx(theirs, abs=CLOSE, rel=CLOSE), f"step {step}"
+    assert made.weights.state_dict().keys() == plain.weights.state_dict().keys()
+    named = [dict(one.models.policy.named_parameters()) for one in (made, plain)]
+    assert named[0].keys() == named[1].keys()
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "graphs"),
+    [
+        ({"attention_dropout": 0.2}, 1),
+        ({"packing": True, "method": ADAPTER, "recompute": True}, 4),  # before and after attention
+        pytest.param({"packing": True}, 4, marks=pytest.mark.proof),
+        pytest.param({"method": ADAPTER}, 2, marks=pytest.mark.proof),  # layer 0 passes nothing on
+        pytest.param({"method": Freeze(num_layers=1)}, 2, marks=pytest.mark.proof),
+        pytest.param({"recompute": True, "method": Full()}, 1, marks=pytest.mark.proof),
+        pytest.param({"kind": "qwen2", **UNEVEN}, 1, marks=pytest.mark.proof),
+    ],
+    ids=str,
+)
+def test_the_losses_are_those_of_plain_layers(changes, graphs, tmp_path):
+    found = compare(ALONE, tmp_path, **changes)
+    assert 1 <= found <= graphs
+
+
+@pytest.mark.parametrize(
+    ("parallel", "changes"),
+    [
+        ({}, {"packing": True}),
+        pytest.param({}, {"recompute": True, "method": ADAPTER}, marks=pytest.mark.proof),
+        pytest.param({"tp": 2}, {}, marks=pytest.mark.proof),
+        pytest.param({"tp": 2}, {"recompute": True, "packing": True}, marks=pytest.mark.proof),
+    ],
+    ids=str,
+)
+def test_two_processes_compile_what_they_share(parallel, changes, tmp_path):
+    found = ranks.run(2, lambda w: compare(w, tmp_path, **changes), timeout=240, **parallel)
+    assert min(found) >= 1
+
+
+@pytest.mark.proof
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++, which makes the kernels")
+def test_machine_code_rounds_and_drops_as_plain_layers_do(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "kernels"))
+    compare(ALONE, tmp_path, backend="inductor", attention_dropout=0.2)
+
+
+def test_a_checkpoint_of_compiled_layers_is_one_of_plain_layers(tmp_path):
+    made = compiled(ALONE, tmp_path)
+    learn(made, 1)
+    plain = resume(trainer(ALONE, tmp_path), save(made, tmp_path))
+    state = made.weights.state_dict()
+    assert all(torch.equal(state[name], t) for name, t in plain.weights.state_dict().items())
+
+
+def test_a_missing_compiler_is_said(tmp_path, monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    made = trainer(ALONE, tmp_path)
+    with pytest.raises(RecipeError, match="no C\\+\\+ compiler 'no-such-compiler'"):
+        compile_layers(layers(made.models.policy))
+    with pytest.raises(RecipeError, match="no list of layers"):
+        compile_layers([])
