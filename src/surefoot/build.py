@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from . import interchange
 from .address import Address
-from .batch import Batch, Outputs
+from .batch import Batch, ForwardBackward, Outputs
 from .callbacks.console import Screen
 from .callbacks.early_stop import EarlyStop
 from .callbacks.jsonl import NAME as METRICS
@@ -25,6 +25,7 @@ from .callbacks.plot import Plot
 from .callbacks.tensorboard import TensorBoard
 from .checkpoint.layouts import scattered
 from .checkpoint.load import load as load_checkpoint
+from .cuts import Cuts
 from .data.chat import Codec
 from .data.dataset import EncodedDataset
 from .data.loader import Loader
@@ -46,9 +47,11 @@ from .model.load import (
 from .model.weights import AdapterWeights, FullWeights, names_in_files
 from .optim.state import NamedState
 from .parallel.engine import Forward, plain
+from .parallel.pipeline import passed, piped
 from .parallel.shard import shard
 from .parallel.world import ALONE, World
 from .recipe.recipe import Recipe, dump
+from .staging import Staging, staged
 from .training.callback import Callbacks, Context, TrainerCallback
 from .training.interval import Interval
 from .training.precision import LossScaler, PrecisionName, autocast, choose
@@ -74,6 +77,11 @@ def build(
     """The trainer of a recipe, its states those of the checkpoint ``resume`` if one is given."""
     is_theirs = resume is not None and interchange.is_trainer_checkpoint(resume)
     if resume is not None and is_theirs:
+        if world.pp > 1:
+            raise RecipeError(
+                f"parallel.pp: a pipeline cannot go on from {resume}, which another trainer wrote; "
+                "start with pp 1, save, and go on from that with any pp"
+            )
         interchange.check_trainer_checkpoint(resume, trust_pickle=trust_pickle)
     seed_everything(recipe.train.seed)
     use_deterministic_kernels(recipe.train.deterministic)
@@ -177,6 +185,11 @@ def assemble(recipe: Recipe, policy: Policy, data: Prepared, saver: Saver, world
     loader = build_loader(recipe, data, world)
     section, precision = recipe.train, choose(recipe.train.precision)
     names = names_in_files(policy.model, policy.weights)  # before they are cut
+    size = sum(p.numel() for p in policy.model.parameters())
+    staging = None
+    if world.pp > 1:
+        staging = staged(policy.model, policy.inner, policy.weights, names, world, recipe.parallel)
+        names = dict(staging.names)
     found = shard(
         policy.model,
         policy.inner,
@@ -193,15 +206,18 @@ def assemble(recipe: Recipe, policy: Policy, data: Prepared, saver: Saver, world
         train_batch_size=section.micro_batch_size,
     )
     optimizer = recipe.optim.build(learning)
+    engine = build_engine(policy.model, staging, recipe, precision, cuts)
     step = Step(
         optimizer,
         recipe.optim.schedule_over(max_steps),
-        plain(build_forward(policy.model, precision, recipe.stage.needs), device()),
+        engine.run_window,
         section.max_grad_norm,
         LossScaler(enabled=precision == "fp16"),
         world.sums,
         world.totals,
+        frozenset() if staging is None else staging.copies(),
     )
+    weights, moments = replace(policy.weights, cuts=cuts), NamedState(optimizer, cuts)
     control = TrainerControl()
     context = Context(
         section,
@@ -215,18 +231,45 @@ def assemble(recipe: Recipe, policy: Policy, data: Prepared, saver: Saver, world
         section=section,
         stage=recipe.stage,
         models=Models(policy.model),
-        weights=replace(policy.weights, cuts=cuts),
-        optimizer_state=NamedState(optimizer, cuts),
+        weights=weights if staging is None else staging.weights(weights),
+        optimizer_state=moments if staging is None else staging.optimizer(moments),
         step=step,
-        forward=build_forward(policy.model, precision, (*recipe.stage.needs, "predictions")),
+        forward=engine.forward,
         loader=loader,
         evals={name: Batches(recipe, dataset) for name, dataset in data.evals.items()},
         saver=saver,
         callbacks=Callbacks(context, state, control),
         state=state,
         control=control,
-        interval=Interval(state, sum(p.numel() for p in policy.model.parameters())),
+        interval=Interval(state, size),
         world=world,
+    )
+
+
+@dataclass(frozen=True)
+class Engine:
+    """How the model is run: a window to learn from, a batch to measure."""
+
+    run_window: ForwardBackward
+    forward: Forward
+
+
+def build_engine(
+    model: nn.Module,
+    staging: Staging | None,
+    recipe: Recipe,
+    precision: PrecisionName,
+    cuts: Mapping[str, Cuts],
+) -> Engine:
+    """A pipeline, if the model is shared out over one; otherwise one micro-batch after another."""
+    learning, measuring = recipe.stage.needs, (*recipe.stage.needs, "predictions")
+    if staging is None:
+        run_window = plain(build_forward(model, precision, learning), device())
+        return Engine(run_window, build_forward(model, precision, measuring))
+    pipeline = staging.pipeline(recipe.parallel, precision, cuts)
+    return Engine(
+        piped(pipeline, staging.finish(precision, learning)),
+        passed(pipeline, staging.finish(precision, measuring)),
     )
 
 

@@ -42,7 +42,7 @@ def _resized(recipe: Recipe, size: int, effect: str, *, is_faster: bool) -> Chan
 
 def _splits(recipe: Recipe, num_processes: int) -> Iterator[Change]:
     """The other ways to lay so many processes out."""
-    _, now, _ = recipe.parallel.axes(num_processes)
+    _, _, now, _ = recipe.parallel.axes(num_processes)
     for shard in range(1, num_processes + 1):
         if num_processes % shard or shard == now:
             continue
