@@ -186,10 +186,8 @@ def assemble(recipe: Recipe, policy: Policy, data: Prepared, saver: Saver, world
     section, precision = recipe.train, choose(recipe.train.precision)
     names = names_in_files(policy.model, policy.weights)  # before they are cut
     size = sum(p.numel() for p in policy.model.parameters())
-    staging = None
-    if world.pp > 1:
-        staging = staged(policy.model, policy.inner, policy.weights, names, world, recipe.parallel)
-        names = dict(staging.names)
+    staging = staged(policy.model, policy.inner, policy.weights, names, world, recipe.parallel)
+    names = names if staging is None else dict(staging.names)
     found = shard(
         policy.model,
         policy.inner,
@@ -207,33 +205,26 @@ def assemble(recipe: Recipe, policy: Policy, data: Prepared, saver: Saver, world
     )
     optimizer = recipe.optim.build(learning)
     engine = build_engine(policy.model, staging, recipe, precision, cuts)
-    step = Step(
-        optimizer,
-        recipe.optim.schedule_over(max_steps),
-        engine.run_window,
-        section.max_grad_norm,
-        LossScaler(enabled=precision == "fp16"),
-        world.sums,
-        world.totals,
-        frozenset() if staging is None else staging.copies(),
-    )
     weights, moments = replace(policy.weights, cuts=cuts), NamedState(optimizer, cuts)
     control = TrainerControl()
-    context = Context(
-        section,
-        policy.model,
-        optimizer,
-        section.folder,
-        len(data.train),
-        loader.steps_per_epoch,
-    )
+    examples, windows = len(data.train), loader.steps_per_epoch
+    context = Context(section, policy.model, optimizer, section.folder, examples, windows)
     return Trainer(
         section=section,
         stage=recipe.stage,
         models=Models(policy.model),
         weights=weights if staging is None else staging.weights(weights),
         optimizer_state=moments if staging is None else staging.optimizer(moments),
-        step=step,
+        step=Step(
+            optimizer,
+            recipe.optim.schedule_over(max_steps),
+            engine.run_window,
+            section.max_grad_norm,
+            LossScaler(enabled=precision == "fp16"),
+            world.sums,
+            world.totals,
+            copies=frozenset() if staging is None else staging.copies(),
+        ),
         forward=engine.forward,
         loader=loader,
         evals={name: Batches(recipe, dataset) for name, dataset in data.evals.items()},

@@ -127,8 +127,8 @@ def staged(
     names: Mapping[str, str],
     world: World,
     section: ParallelSection,
-) -> Staging:
-    """Let ``model`` keep what this process runs of it.
+) -> Staging | None:
+    """Let ``model`` keep what this process runs of it; None if it runs all.
 
     Args:
         model: whole, as it is to learn; ``names`` are those of its parameters in files.
@@ -139,6 +139,8 @@ def staged(
 
     Raises ``RecipeError`` if the model cannot be cut between its layers.
     """
+    if world.pp == 1:
+        return None
     num_stages = world.pp * section.num_parts
     _refuse_converted(inner, weights)
     in_files = {parameter: names[name] for name, parameter in model.named_parameters()}

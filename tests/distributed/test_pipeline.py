@@ -6,7 +6,6 @@ import torch
 import ranks
 from spread import UNEVEN, learn, trainer
 from surefoot.methods.freeze import Freeze
-from surefoot.methods.full import Full
 from surefoot.methods.lora import LoRA
 from surefoot.parallel.world import ALONE
 
