@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PreTrainedModel
 
 from ..errors import RecipeError
@@ -149,12 +150,14 @@ def _try_out(parts: Anatomy) -> None:
     model = parts.model
     weight = next(parts.base.get_submodule(parts.layers).parameters())
     size = model.config.get_text_config().hidden_size
-    example = torch.empty(1, _LENGTH, size, device=weight.device)
-    tokens = torch.zeros(1, _LENGTH, dtype=torch.int64, device=weight.device)
-    with _replaced(parts, example) as trial:
+    arguments, mode = _arguments(model), FakeTensorMode(allow_non_fake_inputs=True)
+    with mode:
+        example = torch.empty(1, _LENGTH, size, device=weight.device)
+        tokens = torch.zeros(1, _LENGTH, dtype=torch.int64, device=weight.device)
+    with mode, _replaced(parts, example) as trial:
         for given in ({"input_ids": tokens}, {"inputs_embeds": example}):
             try:
-                model(**given, **_arguments(model))
+                model(**given, **arguments)
             except (RuntimeError, ValueError, TypeError, AttributeError, IndexError) as error:
                 reason = str(error).strip().splitlines()
                 why = f"trying it failed ({reason[0] if reason else type(error).__name__})"
