@@ -54,3 +54,13 @@ def assert_written_once(saved):
                 ends = [a + n for a, n in zip(box.start, box.shape, strict=True)]
                 count[tuple(map(slice, box.start, ends))] += 1
             assert (count == 1).all(), name
+
+
+def together(parts):
+    """What all ranks have; of what several have, the same bits."""
+    found = {}
+    for part in parts:
+        both = part.keys() & found.keys()
+        assert_bitwise({name: part[name] for name in both}, {name: found[name] for name in both})
+        found |= part
+    return found

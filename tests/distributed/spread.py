@@ -21,6 +21,7 @@ from surefoot.model.load import recompute_activations
 from surefoot.model.section import ModelSection
 from surefoot.model.weights import AdapterWeights, FullWeights
 from surefoot.optim.adamw import AdamW
+from surefoot.parallel.section import ParallelSection
 from surefoot.recipe.recipe import Recipe
 from surefoot.stages.sft import SFT
 from surefoot.training.randomness import seed_everything
@@ -40,6 +41,7 @@ def trainer(
     packing=False,
     recompute=False,
     train=None,
+    parallel=None,
     **changes,
 ):
     """The trainer of a tiny model; ``changes`` are of its configuration."""
@@ -51,6 +53,7 @@ def trainer(
         stage=SFT(),
         train=TrainSection(**{**TRAIN, "output_dir": folder, **(train or {})}),
         optim=AdamW(learning_rate=5e-3, weight_decay=0.1),
+        parallel=ParallelSection(**(parallel or {})),
     )
     inner = tiny.model(kind, **{"num_hidden_layers": 2, **changes})
     if packing:

@@ -6,7 +6,7 @@ from peft import PeftModel
 
 import ranks
 import tiny
-from kept import assert_bitwise, assert_written_once, go_on, start
+from kept import assert_bitwise, assert_written_once, go_on, start, together
 from spread import UNEVEN, learn, resume, trainer
 from surefoot.checkpoint.verify import verify
 from surefoot.methods.freeze import Freeze
@@ -20,16 +20,6 @@ LLAMA = {**QWEN, "kind": "llama"}
 FREEZE = {**LLAMA, "method": Freeze(num_layers=1, modules=("mlp",))}  # the first stage learns not
 CASES = {"full": QWEN, "lora": {**LLAMA, "method": ADAPTER}, "freeze": FREEZE}
 MESHES = [(1, {}), (2, {"dp_shard": 2}), (2, {"tp": 2}), (3, {"pp": 3}), (2, {"pp": 2})]
-
-
-def together(parts):
-    """What all ranks have; of what several have, the same bits."""
-    found = {}
-    for part in parts:
-        both = part.keys() & found.keys()
-        assert_bitwise({name: part[name] for name in both}, {name: found[name] for name in both})
-        found |= part
-    return found
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -8,7 +8,7 @@ positions, what a kind of layer needs. A stage is run by letting only its own la
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -42,12 +42,21 @@ def split(num_layers: int, num_stages: int) -> list[range]:
     return found
 
 
-@dataclass(frozen=True)
-class _Stage:
-    """What lies in the places of ``base`` while one stage runs."""
+class Layers(nn.ModuleList):
+    """The layers of this process, one stage of which is shown to the code that runs them.
 
-    layers: nn.Module
-    norm: nn.Module
+    All of them stay in it, so that whoever looks for modules finds each under its name.
+    """
+
+    def __init__(self, layers: Sequence[nn.Module]):
+        super().__init__(layers)
+        self.shown = list(layers)
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return iter(self.shown)
+
+    def __getitem__(self, index: int | slice) -> nn.Module | list[nn.Module]:  # type: ignore[override]
+        return self.shown[index]
 
 
 @dataclass(frozen=True)
@@ -56,25 +65,24 @@ class Stages:
 
     parts: Anatomy
     last: int  # number of the last stage of all
-    here: Mapping[int, _Stage]  # by number
+    here: Mapping[int, list[nn.Module]]  # by number, the layers to show while it runs
+    no_norm: nn.Module
 
     @contextmanager
     def only(self, number: int) -> Iterator[None]:
         """Let the model be this stage: but for the last one, it ends with hidden states."""
         base, model = self.parts.base, self.parts.model
-        places = {
-            self.parts.layers: self.here[number].layers,
-            self.parts.norm: self.here[number].norm,
-        }
-        whole = {name: base._modules[name] for name in places}
-        own = vars(model).get("forward")
-        base._modules.update(places)
+        layers = base.get_submodule(self.parts.layers)
+        assert isinstance(layers, Layers)
+        whole, layers.shown = layers.shown, self.here[number]
+        norm, own = base._modules[self.parts.norm], vars(model).get("forward")
         if number != self.last:
+            base._modules[self.parts.norm] = self.no_norm
             model.forward = _without_head(base)
         try:
             yield
         finally:
-            base._modules.update(whole)
+            layers.shown, base._modules[self.parts.norm] = whole, norm
             if number != self.last:
                 del model.forward
                 if own is not None:
@@ -114,17 +122,15 @@ def keep(model: PreTrainedModel, numbers: Collection[int], num_stages: int) -> S
     base = parts.base._modules
     layers = list(parts.base.get_submodule(parts.layers).children())
     absent = [Absent(layer) for layer in layers]
-    norm = parts.base.get_submodule(parts.norm)
-    no_norm = Absent(norm)
+    no_norm = Absent(parts.base.get_submodule(parts.norm))
 
-    def only(wanted: Collection[int]) -> nn.ModuleList:
+    def only(wanted: Collection[int]) -> list[nn.Module]:
         kept = {i for number in wanted for i in runs[number]}
-        return nn.ModuleList([layers[i] if i in kept else absent[i] for i in range(len(layers))])
+        return [layers[i] if i in kept else absent[i] for i in range(len(layers))]
 
-    base[parts.layers] = only(numbers)
+    base[parts.layers] = Layers(only(numbers))
     if 0 not in numbers:
         base[parts.embedding] = None
     if last not in numbers:
         base[parts.norm], model._modules[parts.head] = no_norm, None
-    here = {n: _Stage(only([n]), norm if n == last else no_norm) for n in numbers}
-    return Stages(parts, last, here)
+    return Stages(parts, last, {number: only([number]) for number in numbers}, no_norm)
