@@ -13,6 +13,7 @@ LAYERS = [
     ["cli"],
     ["run", "inference", "estimate"],
     ["build"],
+    ["staging"],
     ["interchange", "integrations"],
     ["run_folder", "encoding"],
     ["recipe"],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from . import interchange
-from .batch import Batch, Outputs
+from .batch import Batch, ForwardBackward, Outputs
 from .callbacks.console import Screen
 from .callbacks.early_stop import EarlyStop
 from .callbacks.jsonl import NAME as METRICS
@@ -26,6 +26,7 @@ from .callbacks.tensorboard import TensorBoard
 from .callbacks.warm_up import WarmUp
 from .checkpoint.layouts import scattered
 from .checkpoint.load import load as load_checkpoint
+from .cuts import Cuts
 from .data.chat import Codec
 from .data.loader import Collate, InOrder, Loader
 from .data.prepare import Prepared
@@ -47,11 +48,13 @@ from .model.load import (
 from .model.weights import AdapterWeights, FullWeights, names_in_files
 from .optim.state import NamedState
 from .parallel.engine import Forward, plain
+from .parallel.pipeline import passed, piped
 from .parallel.sequence import widened
 from .parallel.shard import layers, shard
 from .parallel.vocabulary import cut_vocabulary
 from .parallel.world import ALONE, World
 from .recipe.recipe import Recipe, dump
+from .staging import Staging, staged
 from .training.callback import Callbacks, Context, TrainerCallback
 from .training.interval import Interval
 from .training.precision import LossScaler, PrecisionName, autocast, choose
@@ -77,6 +80,11 @@ def build(
     """The trainer of a recipe, its states those of the checkpoint ``resume`` if one is given."""
     is_theirs = resume is not None and interchange.is_trainer_checkpoint(resume)
     if resume is not None and is_theirs:
+        if world.pp > 1:
+            raise RecipeError(
+                f"parallel.pp: a pipeline cannot go on from {resume}, which another trainer wrote; "
+                "start with pp 1, save, and go on from that with any pp"
+            )
         interchange.check_trainer_checkpoint(resume, trust_pickle=trust_pickle)
     seed_everything(recipe.train.seed)
     use_deterministic_kernels(recipe.train.deterministic)
@@ -198,8 +206,10 @@ def assemble(recipe: Recipe, policy: Policy, data: Prepared, saver: Saver, world
     """Put the parts together."""
     loader = build_loader(recipe, data, world)
     section, precision = recipe.train, choose(recipe.train.precision)
-    forward = partial(build_forward, policy, recipe, world, precision)
     names = names_in_files(policy.model, policy.weights)  # before they are cut
+    size = sum(p.numel() for p in policy.model.parameters())
+    staging = staged(policy.model, policy.inner, policy.weights, names, world, recipe.parallel)
+    names = names if staging is None else dict(staging.names)
     found = shard(
         policy.model,
         policy.inner,
@@ -218,40 +228,64 @@ def assemble(recipe: Recipe, policy: Policy, data: Prepared, saver: Saver, world
         train_batch_size=section.micro_batch_size,
     )
     optimizer = recipe.optim.build(learning)
-    step = Step(
-        optimizer,
-        recipe.optim.schedule_over(max_steps),
-        plain(forward(recipe.stage.needs), device()),
-        section.max_grad_norm,
-        LossScaler(enabled=precision == "fp16"),
-        world.sums,
-        world.totals,
-    )
+    engine = build_engine(policy, staging, recipe, world, precision, cuts)
+    weights, moments = replace(policy.weights, cuts=cuts), NamedState(optimizer, cuts)
     control = TrainerControl()
-    context = Context(
-        section,
-        policy.model,
-        optimizer,
-        section.folder,
-        len(data.train),
-        loader.steps_per_epoch,
-    )
+    examples, windows = len(data.train), loader.steps_per_epoch
+    context = Context(section, policy.model, optimizer, section.folder, examples, windows)
     return Trainer(
         section=section,
         stage=recipe.stage,
         models=Models(policy.model),
-        weights=replace(policy.weights, cuts=cuts),
-        optimizer_state=NamedState(optimizer, cuts),
-        step=step,
-        forward=forward((*recipe.stage.needs, "predictions")),
+        weights=weights if staging is None else staging.weights(weights),
+        optimizer_state=moments if staging is None else staging.optimizer(moments),
+        step=Step(
+            optimizer,
+            recipe.optim.schedule_over(max_steps),
+            engine.run_window,
+            section.max_grad_norm,
+            LossScaler(enabled=precision == "fp16"),
+            world.sums,
+            world.totals,
+            copies=frozenset() if staging is None else staging.copies(),
+        ),
+        forward=engine.forward,
         loader=loader,
         evals=build_evals(recipe, data, world),
         saver=saver,
         callbacks=Callbacks(context, state, control),
         state=state,
         control=control,
-        interval=Interval(state, sum(p.numel() for p in policy.model.parameters())),
+        interval=Interval(state, size),
         world=world,
+    )
+
+
+@dataclass(frozen=True)
+class Engine:
+    """How the model is run: a window to learn from, a batch to measure."""
+
+    run_window: ForwardBackward
+    forward: Forward
+
+
+def build_engine(
+    policy: Policy,
+    staging: Staging | None,
+    recipe: Recipe,
+    world: World,
+    precision: PrecisionName,
+    cuts: Mapping[str, Cuts],
+) -> Engine:
+    """A pipeline, if the model is shared out over one; otherwise one micro-batch after another."""
+    learning, measuring = recipe.stage.needs, (*recipe.stage.needs, "predictions")
+    if staging is None:
+        forward = partial(build_forward, policy, recipe, world, precision)
+        return Engine(plain(forward(learning), device()), forward(measuring))
+    pipeline = staging.pipeline(recipe.parallel, precision, cuts)
+    return Engine(
+        piped(pipeline, staging.finish(precision, learning)),
+        passed(pipeline, staging.finish(precision, measuring)),
     )
 
 

@@ -43,6 +43,7 @@ def trainer(
     train=None,
     sequence=False,
     examples=None,
+    parallel=None,
     **changes,
 ):
     """The trainer of a tiny model; ``changes`` are of its configuration."""
@@ -54,7 +55,9 @@ def trainer(
         stage=SFT(),
         train=TrainSection(**{**TRAIN, "output_dir": folder, **(train or {})}),
         optim=AdamW(learning_rate=5e-3, weight_decay=0.1),
-        parallel=ParallelSection(tp=world.tp, sequence_parallel=sequence and world.tp > 1),
+        parallel=ParallelSection(
+            **{"tp": world.tp, "sequence_parallel": sequence and world.tp > 1, **(parallel or {})}
+        ),
     )
     inner = tiny.model(kind, **{"num_hidden_layers": 2, **changes})
     if packing:

@@ -3,15 +3,14 @@
 What is expected comes from torch's own gather (``full_tensor``), never from our boxes.
 """
 
-import numpy as np
 import pytest
 import torch
 from peft import PeftModel
-from torch.distributed.tensor import DTensor
 
 import ranks
 import tiny
-from spread import UNEVEN, learn, resume, save, trainer
+from kept import assert_bitwise, assert_written_once, go_on, start
+from spread import UNEVEN, learn, resume, trainer
 from surefoot.checkpoint.folder import open_checkpoint
 from surefoot.checkpoint.layouts import open_folder
 from surefoot.checkpoint.source import read_whole
@@ -23,51 +22,6 @@ CLOSE = 2e-5  # of losses after some steps of Adam: sums in another order
 ADAPTER = LoRA(rank=3, alpha=8.0)
 ONES = {"micro_batch_size": 1}  # for one, two and three shares of a batch
 QWEN = {"kind": "qwen2", "train": ONES, **UNEVEN}  # tied, biases, nothing divides
-
-
-def whole(tensor):
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
-
-
-def everything(made):
-    """All weights and moments, whole, by name."""
-    found = {f"model/{name}": whole(t) for name, t in made.weights.state_dict().items()}
-    for name, slots in made.optimizer_state.state_dict().items():
-        found |= {f"{name}/{slot}": whole(torch.as_tensor(t)) for slot, t in slots.items()}
-    return found
-
-
-def start(world, folder, steps=2, **changes):
-    """Learn, save; the checkpoint, what is in it, and the losses so far."""
-    made = trainer(world, folder, **changes)
-    losses = learn(made, steps)
-    return save(made, folder), everything(made), losses
-
-
-def go_on(world, folder, saved, steps=0, **changes):
-    made = resume(trainer(world, folder, **changes), saved)
-    found = everything(made)
-    losses = learn(made, steps)
-    return save(made, folder) if steps else None, found, losses
-
-
-def assert_bitwise(found, expected):
-    assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert torch.equal(found[name], tensor), name
-
-
-def assert_written_once(saved):
-    """Every element of every tensor is in one piece, no more."""
-    manifest = open_checkpoint(saved).manifest
-    for role in ("model", "optimizer"):
-        for name, pieces in manifest.tensors(role).items():
-            count = np.zeros(pieces[0].shape, int)
-            for piece in pieces:
-                box = piece.box
-                ends = [a + n for a, n in zip(box.start, box.shape, strict=True)]
-                count[tuple(map(slice, box.start, ends))] += 1
-            assert (count == 1).all(), name
 
 
 MESHES = [(1, {}), (3, {"dp_shard": 3}), (2, {"tp": 2}), (4, {"tp": 4}), (4, {"tp": 2})]
@@ -91,7 +45,7 @@ def test_what_two_by_two_saved_is_the_same_on_any_mesh(count, parallel, saved, t
 
 def test_the_manifest_tells_the_mesh(saved):
     manifest = open_checkpoint(saved[0]).manifest
-    assert dict(manifest.mesh) == {"dp_replicate": 1, "dp_shard": 2, "tp": 2}
+    assert dict(manifest.mesh) == {"pp": 1, "dp_replicate": 1, "dp_shard": 2, "tp": 2}
 
 
 def test_its_weights_are_read_without_any_process(saved):

@@ -156,6 +156,7 @@ def test_new_tokens_make_room_in_the_embeddings(project):
     ("overrides", "machine", "error", "words"),
     [
         (["parallel.dp_shard=3"], Machine(4, on_gpu=False), RecipeError, "--num-processes"),
+        (["parallel.pp=2"], Machine(2, on_gpu=False), RecipeError, "pipelines cannot be planned"),
         ([], Machine(3, on_gpu=False), DataError, "multiple of micro_batch_size"),
         (["method.freeze.num_layers=99"], ALONE, RecipeError, "3 layers"),
         (["data.datasets=[nosuch]"], ALONE, DataError, "nosuch"),

@@ -1,5 +1,6 @@
 """Several processes learn what one learns, and go on from what any other number has saved."""
 
+import json
 import os
 import signal
 import time
@@ -73,6 +74,27 @@ def test_two_that_share_every_matrix_learn_what_one_learns_and_one_goes_on(one, 
     assert ours.keys() == theirs.keys()
     for step, loss in theirs.items():
         assert ours[step] == pytest.approx(loss, abs=CLOSE)
+
+
+def test_two_that_share_the_layers_learn_and_measure_what_one_does_and_one_goes_on(tmp_path):
+    train_section = {"max_steps": 8, "eval_steps": 3}
+    sections = {"data": {"val_size": 5}, "train": train_section, "optim": OPTIM}
+    project, alone = Project(tmp_path / "two", **sections), Project(tmp_path / "one", **sections)
+    train(alone)
+    train(project, *processes(2, pp=2), "train.max_steps=6")
+    saved = checkpoints(project.run)[-1]
+    assert verify(saved, full=True).ok
+    train(project, *processes(1))
+    ours, theirs = (history(checkpoints(p.run)[-1]) for p in (project, alone))
+    assert ours == {key: pytest.approx(value, abs=CLOSE) for key, value in theirs.items()}
+    assert_close(weights(checkpoints(project.run)[-1]), weights(checkpoints(alone.run)[-1]))
+
+
+def history(saved):
+    """What was logged, by step and name."""
+    names = ("loss", "grad_norm", "eval_loss", "eval_token_accuracy")
+    rows = json.loads((saved / "trainer_state.json").read_text())["log_history"]
+    return {(row["step"], name): row[name] for row in rows for name in names if name in row}
 
 
 def test_two_go_on_from_one_and_end_in_the_same_bits_when_killed(one, tmp_path):

@@ -15,7 +15,8 @@ def whole():
 
 
 def spread(world):
-    cuts = ([Replicate(), Shard(0), Shard(1)], [Replicate(), Replicate(), Shard(0)])
+    same = [Replicate(), Replicate()]  # along pp and dp_replicate
+    cuts = ([*same, Shard(0), Shard(1)], [*same, Replicate(), Shard(0)])
     gradients = [
         distribute_tensor(tensor, world.mesh, placements, src_data_rank=None)
         for tensor, placements in zip(whole(), cuts, strict=True)

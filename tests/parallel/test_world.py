@@ -27,14 +27,16 @@ def test_a_batch_job_of_one_process_is_nobodys_rank():
 @pytest.mark.parametrize(
     ("settings", "size", "axes"),
     [
-        ({}, 8, (1, 8, 1)),
-        ({"dp_replicate": 8}, 8, (8, 1, 1)),
-        ({"dp_replicate": 2}, 8, (2, 4, 1)),
-        ({"dp_shard": 4, "dp_replicate": 2}, 8, (2, 4, 1)),
-        ({"tp": 2}, 8, (1, 4, 2)),
-        ({"tp": 2, "dp_replicate": 2}, 8, (2, 2, 2)),
-        ({"tp": 8}, 8, (1, 1, 8)),
-        ({}, 1, (1, 1, 1)),
+        ({}, 8, (1, 1, 8, 1)),
+        ({"dp_replicate": 8}, 8, (1, 8, 1, 1)),
+        ({"dp_replicate": 2}, 8, (1, 2, 4, 1)),
+        ({"dp_shard": 4, "dp_replicate": 2}, 8, (1, 2, 4, 1)),
+        ({"tp": 2}, 8, (1, 1, 4, 2)),
+        ({"tp": 2, "dp_replicate": 2}, 8, (1, 2, 2, 2)),
+        ({"tp": 8}, 8, (1, 1, 1, 8)),
+        ({"pp": 2}, 8, (2, 1, 4, 1)),
+        ({"pp": 2, "tp": 2, "dp_replicate": 2}, 8, (2, 2, 1, 2)),
+        ({}, 1, (1, 1, 1, 1)),
     ],
 )
 def test_axes_share_out_the_processes(settings, size, axes):
@@ -43,7 +45,7 @@ def test_axes_share_out_the_processes(settings, size, axes):
 
 def test_axes_that_do_not_fit_are_named():
     with pytest.raises(
-        ValueError, match="dp_replicate x dp_shard x tp is 2 x 4 x 1, but there are 6"
+        ValueError, match="pp x dp_replicate x dp_shard x tp is 1 x 2 x 4 x 1, but there are 6"
     ):
         ParallelSection(dp_replicate=2, dp_shard=4).axes(6)
     with pytest.raises(ValueError, match="but there are 4"):
@@ -58,6 +60,8 @@ def test_axes_that_do_not_fit_are_named():
         {"num_processes": 0},
         {"dp_shard": 0},
         {"tp": 0},
+        {"pp": 0},
+        {"pp_stages_per_rank": 2},  # of schedule 1f1b
         {"max_restarts": -1},
         {"timeout_minutes": 0},
     ],
@@ -69,9 +73,18 @@ def test_nonsense_is_refused(settings):
 
 def test_those_who_work_on_the_same_examples_have_one_share_of_them():
     for rank in range(8):
-        world = World(rank, 8, SimpleNamespace(shape=(2, 2, 2)))
+        world = World(rank, 8, SimpleNamespace(shape=(1, 2, 2, 2)))
         assert (world.data_rank, world.num_data_ranks, world.tp) == (rank // 2, 4, 2)
-    assert (ALONE.data_rank, ALONE.num_data_ranks, ALONE.tp) == (0, 1, 1)
+        world = World(rank, 8, SimpleNamespace(shape=(2, 1, 2, 2)))
+        assert (world.data_rank, world.num_data_ranks) == (rank % 4 // 2, 2)
+        assert (world.pp_rank, world.pp) == (rank // 4, 2)
+    assert (ALONE.data_rank, ALONE.num_data_ranks, ALONE.tp, ALONE.pp) == (0, 1, 1, 1)
+
+
+def test_no_two_layers_and_shares_draw_the_same_numbers_but_parts_of_one_matrix():
+    worlds = [World(rank, 8, SimpleNamespace(shape=(2, 1, 2, 2))) for rank in range(8)]
+    assert [worlds[i].draws == worlds[i + 1].draws for i in range(0, 8, 2)] == [True] * 4
+    assert len({world.draws for world in worlds}) == 4
 
 
 def test_alone_everything_is_as_it_is():

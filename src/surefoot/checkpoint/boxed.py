@@ -32,11 +32,14 @@ def part(
     name: str, tensor: torch.Tensor, cuts: Cuts | None = None, *, is_main: bool = True
 ) -> Part:
     """What this process holds of ``tensor``. A plain tensor is whole in every process, and written
-    by the main one.
+    by the main one; one on the meta device is held by others, and nothing of it is here.
 
     Without recorded ``cuts``, they are read off the tensor's placements. Raises
     ``CheckpointError`` where these do not tell them.
     """
+    if tensor.is_meta:
+        nothing = (0,) * tensor.ndim
+        return Part(tensor, tuple(tensor.shape), Box(nothing, nothing), is_mine=False)
     if not isinstance(tensor, DTensor):
         shape = tuple(tensor.shape)
         return Part(tensor, shape, Box.whole(shape), is_main)

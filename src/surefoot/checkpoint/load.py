@@ -125,7 +125,8 @@ def _check_shapes(
     pieces: Mapping[str, Pieces],
 ) -> None:
     shapes = {name: parts[0].shape for name, parts in pieces.items()}
-    odd = [n for n, shape in shapes.items() if n in current and tuple(current[n].shape) != shape]
+    here = {n: t for n, t in current.items() if not t.is_meta}  # others check what they have
+    odd = [n for n, shape in shapes.items() if n in here and tuple(here[n].shape) != shape]
     if odd:
         first = odd[0]
         raise CheckpointError(
@@ -137,22 +138,24 @@ def _check_shapes(
 
 def _read(checkpoint: CheckpointFolder, jobs: Sequence[_Job]) -> list[dict[str, torch.Tensor]]:
     """Open and check every file that is needed, then fill the tensors, several at a time."""
-    names = sorted({p.file for job in jobs for pieces in job.pieces.values() for p in pieces})
+    found = [_targets(job.current, job.pieces) for job in jobs]
+    wanted = [
+        (job, into[name], name, piece)
+        for job, into in zip(jobs, found, strict=True)
+        for name, pieces in job.pieces.items()
+        for piece in pieces
+        if not into[name].is_meta  # of another stage
+    ]
     with ExitStack() as stack:
+        names = sorted({piece.file for *_, piece in wanted})
         opened = {name: stack.enter_context(checkpoint.tensors(name)) for name in names}
-        found = [_targets(job.current, job.pieces) for job in jobs]
 
-        def read(job: _Job, piece: Piece, name: str, tensor: torch.Tensor) -> None:
+        def read(job: _Job, tensor: torch.Tensor, name: str, piece: Piece) -> None:
             into = part(name, tensor, cuts_of(job.state, name))
             _read_piece(checkpoint, piece, opened[piece.file], into)
 
         with ThreadPoolExecutor(_READERS) as pool:
-            running = [
-                pool.submit(read, job, piece, name, into[name])
-                for job, into in zip(jobs, found, strict=True)
-                for name, pieces in job.pieces.items()
-                for piece in pieces
-            ]
+            running = [pool.submit(read, *one) for one in wanted]
             try:
                 for done in running:
                     done.result()
@@ -192,6 +195,8 @@ def _targets(
 
 
 def _fits(tensor: torch.Tensor, piece: Piece) -> bool:
+    if tensor.is_meta:
+        return True
     if tuple(tensor.shape) != piece.shape or tensor.dtype != DTYPES[piece.dtype]:
         return False
     if isinstance(tensor, DTensor):

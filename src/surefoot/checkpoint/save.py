@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from .. import files
 from ..errors import CheckpointError
@@ -23,7 +22,8 @@ from .bytes import describe, hash_tensor, write_file
 from .index import MANIFEST, MAX_SMALL, STATE, Kind, Layout, is_plain_name
 from .job import Job, Shard
 from .plan import FilePlan, plan_save
-from .states import Stateful, adopted, cuts_of
+from .staged import StagedWeights, whole
+from .states import Stateful, adopted, cuts_of, is_copy
 from .tensors import split
 from .write import write
 
@@ -45,6 +45,12 @@ class Crew:
     size: int = 1
     mesh: Mapping[str, int] = field(default_factory=dict)
     nonce: str | None = None  # on which they have agreed
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is the first process that has the layers it has: the axis ``pp``, along
+        which they are shared out, is the outermost one."""
+        return self.rank % (self.size // self.mesh.get("pp", 1)) == 0
 
 
 def save(
@@ -101,9 +107,11 @@ def prepare(
     groups, skeleton = _split({name: s.state_dict() for name, s in adopted(states).items()})
     layout: Layout = "distributed" if crew.size > 1 else crew.layout
     if kind == "adapter":  # one small file, as PEFT wants it
-        groups["model"] = {name: _whole(tensor) for name, tensor in groups["model"].items()}
+        groups["model"] = _gathered(states["model"], groups["model"])
+    is_first = {"model": crew.leads if kind == "full" else crew.rank == 0, "optimizer": crew.leads}
     parts = {
-        role: _parts(role, tensors, states.get(role), crew) for role, tensors in groups.items()
+        role: _parts(role, tensors, states.get(role), is_main=is_first.get(role, crew.rank == 0))
+        for role, tensors in groups.items()
     }
     moved = {name.rpartition(".")[0] for name in groups["optimizer"]}
     still = _still(parts["model"], moved) if kind == "full" else set()
@@ -128,15 +136,21 @@ def prepare(
     return job, Live(values)
 
 
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+def _gathered(state: Stateful, tensors: Tensors) -> dict[str, torch.Tensor]:
+    """The tensors of a state, whole, in the first process at least."""
+    if isinstance(state, StagedWeights):
+        return state.whole()
+    return {name: whole(tensor) for name, tensor in tensors.items()}
 
 
-def _parts(role: str, tensors: Tensors, state: Stateful | None, crew: Crew) -> dict[str, Part]:
+def _parts(
+    role: str, tensors: Tensors, state: Stateful | None, *, is_main: bool
+) -> dict[str, Part]:
     """What this process is to write."""
     found = {
-        name: part(f"{role}: {name}", tensor, cuts_of(state, name), is_main=crew.rank == 0)
+        name: part(f"{role}: {name}", tensor, cuts_of(state, name), is_main=is_main)
         for name, tensor in tensors.items()
+        if not is_copy(state, name)
     }
     return {name: one for name, one in found.items() if one.is_mine}
 

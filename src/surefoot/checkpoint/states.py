@@ -55,6 +55,13 @@ def cuts_of(state: Stateful | None, name: str) -> Cuts | None:
     return found
 
 
+def is_copy(state: Stateful | None, name: str) -> bool:
+    """Whether another stage of a pipeline has the tensor ``name`` of a state as well, and writes
+    it: some states have an ``is_copy`` of their own."""
+    asked = getattr(state, "is_copy", None)
+    return asked is not None and bool(asked(name))
+
+
 @dataclass(frozen=True)
 class ModuleState:
     """A module whose tied tensors are stored once, under the first of their names."""

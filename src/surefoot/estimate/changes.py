@@ -46,7 +46,7 @@ def _resized(recipe: Recipe, size: int, effect: str, *, is_faster: bool) -> Chan
 
 def _splits(recipe: Recipe, num_processes: int) -> Iterator[Change]:
     """The other ways to lay so many processes out over examples."""
-    replicate, now, _ = recipe.parallel.axes(num_processes)
+    _, replicate, now, _ = recipe.parallel.axes(num_processes)
     count = replicate * now
     for shard in range(1, count + 1):
         if count % shard or shard == now:
@@ -59,7 +59,7 @@ def _splits(recipe: Recipe, num_processes: int) -> Iterator[Change]:
 
 def _tensors(recipe: Recipe, num_processes: int) -> Iterator[Change]:
     """Twice and half as many processes that share every matrix, and tokens cut as well."""
-    replicate, shard, tp = recipe.parallel.axes(num_processes)
+    _, replicate, shard, tp = recipe.parallel.axes(num_processes)
     train = recipe.train
     if tp > 1 and not recipe.parallel.sequence_parallel:
         yield _laid_out(recipe, {"sequence_parallel": True}, "as much communication")

@@ -160,11 +160,16 @@ class _Ground:
 
 def _mesh(recipe: Recipe, machine: Machine) -> Mesh:
     try:
-        replicate, shard, tp = recipe.parallel.axes(machine.num_processes)
+        pp, replicate, shard, tp = recipe.parallel.axes(machine.num_processes)
     except ValueError as error:
         raise RecipeError(
             f"parallel: {error}; change them, or plan for as many with --num-processes"
         ) from None
+    if pp > 1:
+        raise RecipeError(
+            "parallel.pp: pipelines cannot be planned yet; plan with parallel.pp=1 for tokens and "
+            "checkpoints, and divide the memory of the layers by pp"
+        )
     return Mesh(replicate, shard, recipe.parallel.reshard_after_forward, tp)
 
 

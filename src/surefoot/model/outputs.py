@@ -79,15 +79,22 @@ def compute(
     batch: Batch,
     needs: Collection[str],
     at: Places | None = None,
+    *,
+    hidden: torch.Tensor | None = None,
     vocabulary: Vocabulary | None = None,
 ) -> Outputs:
     """Run ``model`` on ``batch`` and keep what a stage ``needs`` (names of ``Outputs``' fields).
 
-    ``at`` are the places of ``batch``, where they are known already; ``vocabulary`` is for a head
-    that leaves a part of the logits here.
+    Args:
+        model: all of it, or the end of a pipeline.
+        batch: on its device.
+        needs: names of ``Outputs``' fields.
+        at: the places of ``batch``, where they are known already.
+        hidden: what enters the model in place of embedded tokens, if it is the end of a pipeline.
+        vocabulary: of a head that leaves a part of the logits here.
     """
     vocabulary = vocabulary or WholeVocabulary()
-    logits_NV, labels_N = trained_logits(model, batch, at)
+    logits_NV, labels_N = trained_logits(model, batch, at, hidden)
     if logits_NV.dtype in (torch.float16, torch.bfloat16):
         logits_NV = logits_NV.float()
     return Outputs(
@@ -98,20 +105,38 @@ def compute(
 
 
 def trained_logits(
-    model: torch.nn.Module, batch: Batch, at: Places | None = None
+    model: torch.nn.Module,
+    batch: Batch,
+    at: Places | None = None,
+    hidden: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The logits [N, V] that predict the trained labels, and those labels [N]."""
     at = at or places(batch)
     labels_N = batch.labels[at.rows, at.columns + 1]
-    logits = model(
-        input_ids=batch.input_ids,
-        attention_mask=batch.attention_mask,
-        position_ids=batch.position_ids,
-        logits_to_keep=at.kept,
-        use_cache=False,
-        **({} if batch.cu_seqlens is None else packed_arguments(_inner(model), batch.cu_seqlens)),
-    ).logits
+    logits = model(logits_to_keep=at.kept, **_arguments(model, batch, hidden)).logits
     return (logits[0] if at.among_kept is None else logits[at.rows, at.among_kept]), labels_N
+
+
+def hidden_states(
+    model: torch.nn.Module, batch: Batch, hidden: torch.Tensor | None
+) -> torch.Tensor:
+    """What leaves a stage of a pipeline that is not the last, [B, T, hidden size]."""
+    found: torch.Tensor = model(**_arguments(model, batch, hidden)).last_hidden_state
+    return found
+
+
+def _arguments(
+    model: torch.nn.Module, batch: Batch, hidden: torch.Tensor | None
+) -> dict[str, object]:
+    entering = {"input_ids": batch.input_ids} if hidden is None else {"inputs_embeds": hidden}
+    packed = batch.cu_seqlens
+    return {
+        **entering,
+        "attention_mask": batch.attention_mask,
+        "position_ids": batch.position_ids,
+        "use_cache": False,
+        **({} if packed is None else packed_arguments(_inner(model), packed)),
+    }
 
 
 def _inner(model: torch.nn.Module) -> PreTrainedModel:

@@ -27,4 +27,4 @@ def decay_groups(named: Named, weight_decay: float) -> list[dict[str, object]]:
                     "weight_decay": weight_decay if decays else 0.0,
                 }
             )
-    return groups
+    return groups or [{"params": [], "names": [], "weight_decay": 0.0}]  # learning rate, no more

@@ -20,6 +20,8 @@ def total_norm(
 
     ``totals`` sums over all processes. What lies in several of them counts once.
     """
+    if not gradients:  # here; another stage of a pipeline may have some
+        return torch.tensor(math.sqrt(*totals([0.0])))
     if not any(isinstance(gradient, DTensor) for gradient in gradients):
         return torch.nn.utils.get_total_norm(gradients)
     here = [local(gradient) for gradient in gradients]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+
+from .schedule import ScheduleName
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,13 +20,22 @@ class ParallelSection:
     parallelism."""
     dp_shard: int | None = None
     """Over so many processes weights, gradients and optimizer states are sharded; unset, over all
-    that ``dp_replicate`` and ``tp`` leave."""
+    that the other axes leave."""
     tp: int = 1
     """Over so many processes every matrix is cut, and these work on the same examples together
     (tensor parallelism). Best within one machine."""
     sequence_parallel: bool = False
     """Cut activations between the matrices along the sequence, over the ``tp`` processes: less
     memory for as much communication."""
+    pp: int = 1
+    """Over so many processes the layers are shared out, and micro-batches pass from one to the next
+    (pipeline parallelism). The axis for slow connections: between machines."""
+    pp_schedule: ScheduleName = "1f1b"
+    """Who does what when: ``1f1b``, each micro-batch back as soon as possible; ``interleaved``, the
+    same with several stages a process, which idles less and communicates more; ``gpipe``, all
+    micro-batches forward first."""
+    pp_stages_per_rank: int | None = None
+    """Stages of each process; unset, 2 if ``interleaved``, otherwise 1."""
     reshard_after_forward: bool = True
     """Gather a layer's weights again for the backward pass: less memory, more communication."""
     max_restarts: int = 0
@@ -33,7 +45,7 @@ class ParallelSection:
     """How long a process waits for another one before it gives up."""
 
     def __post_init__(self) -> None:
-        for name in ("num_processes", "dp_replicate", "dp_shard", "tp"):
+        for name in ("num_processes", "dp_replicate", "dp_shard", "tp", "pp", "pp_stages_per_rank"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
@@ -43,15 +55,29 @@ class ParallelSection:
             raise ValueError(f"timeout_minutes must be positive, got {self.timeout_minutes}")
         if self.sequence_parallel and self.tp == 1:
             raise ValueError("sequence_parallel needs tp of at least 2, got 1")
+        if self.sequence_parallel and self.pp > 1:
+            raise ValueError("sequence_parallel and pp do not go together yet; set one of them only")
+        if self.pp_schedule != "interleaved" and (self.pp_stages_per_rank or 1) > 1:
+            raise ValueError(
+                f"pp_stages_per_rank: {self.pp_stages_per_rank} stages a process need pp_schedule: "
+                f"interleaved, not {self.pp_schedule}"
+            )
         self.axes(self.num_processes) if self.num_processes is not None else None
 
-    def axes(self, world_size: int) -> tuple[int, int, int]:
-        """``dp_replicate``, ``dp_shard`` and ``tp`` for so many processes; a ``ValueError`` if they
-        do not make that many."""
-        shard = self.dp_shard or max(1, world_size // (self.dp_replicate * self.tp))
-        if self.dp_replicate * shard * self.tp != world_size:
+    @property
+    def num_parts(self) -> int:
+        """Stages of each process."""
+        return self.pp_stages_per_rank or (2 if self.pp_schedule == "interleaved" else 1)
+
+    def axes(self, world_size: int) -> tuple[int, int, int, int]:
+        """``pp``, ``dp_replicate``, ``dp_shard`` and ``tp`` for so many processes; a ``ValueError``
+        if they do not make that many."""
+        others = {"pp": self.pp, "dp_replicate": self.dp_replicate, "tp": self.tp}
+        shard = self.dp_shard or max(1, world_size // math.prod(others.values()))
+        if math.prod(others.values()) * shard != world_size:
+            sizes = " x ".join(map(str, (self.pp, self.dp_replicate, shard, self.tp)))
             raise ValueError(
-                f"dp_replicate x dp_shard x tp is {self.dp_replicate} x {shard} x {self.tp}, "
-                f"but there are {world_size} processes"
+                f"pp x dp_replicate x dp_shard x tp is {sizes}, but there are {world_size} "
+                "processes"
             )
-        return self.dp_replicate, shard, self.tp
+        return self.pp, self.dp_replicate, shard, self.tp

@@ -67,11 +67,19 @@ def shard(
 def layers(model: nn.Module) -> list[nn.Module]:
     """The repeated blocks: the elements of the longest list of modules that is in no other one."""
     lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) > 1]
-    return [*max(lists, key=_num_parameters)] if lists else []
+    blocks = [*max(lists, key=_num_parameters)] if lists else []
+    return [block for block in blocks if _num_parameters(block)]  # of a pipeline's stage, its own
 
 
 def _num_parameters(module: nn.Module) -> int:
     return sum(p.numel() for p in module.parameters())
+
+
+def reduce_gradients(model: nn.Module, *, now: bool) -> None:
+    """Whether the next backward pass sums the gradients over processes, or only adds to them."""
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(now)
+        model.set_is_last_backward(now)
 
 
 def gather_nothing(model: nn.Module) -> None:

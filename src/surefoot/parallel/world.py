@@ -19,8 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from ..errors import LostPeerError, RunError
 from .section import ParallelSection
 
-AXES = ("dp_replicate", "dp_shard", "tp")
-DATA_AXES = AXES[:2]  # along these, processes see other examples
+AXES = ("pp", "dp_replicate", "dp_shard", "tp")
+DATA_AXES = AXES[1:3]  # along these, processes see other examples
 LAUNCHER = "SUREFOOT_LAUNCHER"  # number of the process that has started this one
 _PLACE = re.compile(r"^\[[^]]*\.cc:\d+\] ")
 _PR_SET_PDEATHSIG = 1  # of linux/prctl.h
@@ -55,23 +55,39 @@ class World:
 
     @property
     def tp(self) -> int:
-        """How many processes work on the same examples."""
+        """Over how many processes every matrix is cut."""
         return self.axes.get("tp", 1)
+
+    @property
+    def pp(self) -> int:
+        """Over how many processes the layers are shared out."""
+        return self.axes.get("pp", 1)
+
+    @property
+    def pp_rank(self) -> int:
+        """Which of these this process is."""
+        return self.rank // (self.size // self.pp)  # pp is the outermost axis
 
     @property
     def data_rank(self) -> int:
         """Which share of the examples is this process's."""
-        return self.rank // self.tp  # tp is the innermost axis
+        return self.rank % (self.size // self.pp) // self.tp  # tp is the innermost axis
 
     @property
     def num_data_ranks(self) -> int:
         """Into how many shares the examples are divided."""
-        return self.size // self.tp
+        return self.size // self.pp // self.tp
+
+    @property
+    def draws(self) -> tuple[int, ...]:
+        """Numbers to seed with: what is dropped differs between shares of the examples, and between
+        layers, but not along ``tp``."""
+        return (self.data_rank, self.pp_rank) if self.pp_rank else (self.data_rank,)
 
     def sums(self, values: Sequence[float]) -> list[float]:
         """Each value summed in float64 over the shares of the examples: those who work on the same
         one have the same value, which counts once."""
-        counts = self.rank % self.tp == 0
+        counts = self.pp_rank == 0 and self.rank % self.tp == 0
         return self._reduced(values if counts else [0.0] * len(values), dist.ReduceOp.SUM)
 
     def totals(self, values: Sequence[float]) -> list[float]:
@@ -81,6 +97,22 @@ class World:
     def largest(self, values: Sequence[float]) -> list[float]:
         """The largest of each value over all processes."""
         return self._reduced(values, dist.ReduceOp.MAX)
+
+    def of_stages(self, value: Any) -> list[Any]:
+        """What each of the processes has that the layers are shared out over, in their order."""
+        if self.mesh is None or self.pp == 1:
+            return [value]
+        found = [None] * self.pp
+        dist.all_gather_object(found, value, group=self.mesh["pp"].get_group())
+        return found
+
+    def collected(self, value: Any) -> list[Any]:
+        """The same in the main process; nothing in all others."""
+        if self.mesh is None or self.rank % (self.size // self.pp):
+            return []
+        found = [None] * self.pp if self.is_main else None
+        dist.gather_object(value, found, dst=0, group=self.mesh["pp"].get_group())
+        return found or []
 
     def from_main(self, value: Any) -> Any:
         """What the main process has."""

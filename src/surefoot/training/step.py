@@ -3,7 +3,7 @@ update."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -43,6 +43,7 @@ class Step:
     scaler: LossScaler
     sums: Callable[[Sequence[float]], list[float]] = list  # over all shares of the examples
     totals: Callable[[Sequence[float]], list[float]] = list  # over all processes
+    copies: Collection[torch.Tensor] = frozenset()  # parameters that count in another process
 
     def gradients(
         self,
@@ -107,14 +108,14 @@ class Step:
     def _normalise(self, divisor: float) -> float:
         """Divide all gradients, clip them, and return their global norm before clipping."""
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        if not gradients:
-            return 0.0
-        here = [local(gradient) for gradient in gradients]
-        torch._foreach_div_(here, divisor or 1.0)
-        norm = total_norm(gradients, self.totals)
-        if self.max_grad_norm > 0:  # as torch.nn.utils.clip_grads_with_norm_
-            torch._foreach_mul_(here, (self.max_grad_norm / (norm + 1e-6)).clamp(max=1.0))
+        gradients = {p: p.grad for p in parameters if p.grad is not None}
+        here = [local(gradient) for gradient in gradients.values()]
+        if here:
+            torch._foreach_div_(here, divisor or 1.0)
+        norm = total_norm([g for p, g in gradients.items() if p not in self.copies], self.totals)
+        if here and self.max_grad_norm > 0:  # as torch.nn.utils.clip_grads_with_norm_
+            scale = (self.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
+            torch._foreach_mul_(here, scale.to(here[0]))
         return float(norm)
 
 

@@ -144,9 +144,7 @@ class Trainer:
             window,
             self.stage.loss,
             step=step,
-            before=lambda index: seed_everything(
-                self.section.seed, step, index, self.world.data_rank
-            ),
+            before=lambda index: seed_everything(self.section.seed, step, index, *self.world.draws),
             after=lambda i: self.callbacks.emit("on_substep_end") if i + 1 < len(window) else None,
         )
         if not self.step.is_usable(figures) and not self._bear(figures, place):

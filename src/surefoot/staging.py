@@ -1,0 +1,193 @@
+"""A model as a pipeline: the stages of this process, its states, and how windows run through them.
+
+The stages know nothing of processes, the pipeline nothing of models; here they meet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from .batch import Batch, Outputs
+from .checkpoint.staged import StagedOptimizer, StagedWeights, owners
+from .cuts import Cuts
+from .errors import RecipeError
+from .model import outputs
+from .model.pipeline_stages import Stages, keep, parameters_of
+from .model.weights import AdapterWeights, FullWeights
+from .optim.state import NamedState
+from .parallel.links import connect
+from .parallel.pipeline import Finish, Pipeline, tie
+from .parallel.section import ParallelSection
+from .parallel.shard import gather_nothing, reduce_gradients
+from .parallel.vocabulary import cut_vocabulary
+from .parallel.world import World
+from .training.precision import PrecisionName, autocast
+
+
+@dataclass(frozen=True)
+class Staging:
+    """What this process has of a model that is shared out over a pipeline."""
+
+    model: nn.Module
+    stages: Stages
+    names: Mapping[str, str]  # of its parameters: the name here, the name in files
+    whole: Mapping[str, torch.Tensor]  # what the files hold, on the meta device
+    learning: Collection[str]  # of all parameters that learn, the names in files
+    learns: Sequence[bool]  # for each stage, whether anything learns in it or before it
+    tied: str | None  # the name here of a weight that both ends have
+    world: World
+
+    def weights(self, own: FullWeights | AdapterWeights) -> StagedWeights:
+        """The weights as a state of the whole model."""
+        is_full = isinstance(own, FullWeights)
+        second = {}
+        if is_full and self.tied is not None and self.names[self.tied] not in own.state_dict():
+            second = {self.names[self.tied]: self.tied}
+        names = {*own.state_dict(), *second}
+        mine = owners(self.world, names)[self.world.pp_rank]
+        elsewhere = {name: t for name, t in self.whole.items() if name not in names}
+        return StagedWeights(own, self.model, elsewhere, names - mine, second, self.world)
+
+    def optimizer(self, own: NamedState) -> StagedOptimizer:
+        """The state of the optimizer of this process as one of the whole model's."""
+        elsewhere = set(self.learning) - set(self._learning_here())
+        return StagedOptimizer(own, elsewhere, self._copies(), self.world)
+
+    def copies(self) -> set[nn.Parameter]:
+        """The parameters here that count in another process."""
+        copies, learning = self._copies(), self._learning_here()
+        return {p for name, p in learning.items() if name in copies}
+
+    def _learning_here(self) -> dict[str, nn.Parameter]:
+        named = self.model.named_parameters()
+        return {self.names[name]: p for name, p in named if p.requires_grad}
+
+    def _copies(self) -> set[str]:
+        here = set(self._learning_here())
+        return here - owners(self.world, here)[self.world.pp_rank]
+
+    def pipeline(
+        self, section: ParallelSection, precision: PrecisionName, cuts: Mapping[str, Cuts]
+    ) -> Pipeline:
+        """The pipeline; all processes build it together."""
+        model, stages, minutes = self.model, self.stages, section.timeout_minutes
+        size = stages.parts.model.config.get_text_config().hidden_size
+        device = next(model.parameters()).device
+        links = connect(
+            self.world, num_parts=section.num_parts, device=device, timeout_minutes=minutes
+        )
+
+        def advance(stage: int, batch: Batch, hidden: torch.Tensor | None) -> torch.Tensor:
+            with autocast(precision, device), stages.only(stage):
+                return outputs.hidden_states(model, batch, hidden)
+
+        tied = None
+        if any(self.world.of_stages(self.tied)):
+            self._check_tied(cuts)
+            parameter = None if self.tied is None else model.get_parameter(self.tied)
+            tied = tie(self.world, parameter, timeout_minutes=minutes)
+        return Pipeline(
+            links,
+            section.pp_schedule,
+            advance,
+            lambda batch: (*batch.input_ids.shape, size),
+            self.learns,
+            lambda is_last: reduce_gradients(model, now=is_last),
+            lambda: gather_nothing(model),
+            tied,
+        )
+
+    def _check_tied(self, cuts: Mapping[str, Cuts]) -> None:
+        mine = None if self.tied is None else cuts[self.names[self.tied]]
+        first, *_, last = self.world.of_stages(mine)
+        if first != last:
+            raise RecipeError(
+                "parallel.tp: embedding and head of this model share a matrix, but its plan cuts "
+                "only one of them; leave tp at 1 and use parallel.dp_shard"
+            )
+
+    def finish(self, precision: PrecisionName, needs: Sequence[str]) -> Finish:
+        """The last stage: what a stage of training needs of it."""
+        vocabulary = cut_vocabulary(self.stages.parts.model, self.world)
+
+        def run(batch: Batch, hidden: torch.Tensor | None) -> Outputs:
+            with autocast(precision, batch.input_ids.device), self.stages.only(self.stages.last):
+                return outputs.compute(
+                    self.model, batch, needs, hidden=hidden, vocabulary=vocabulary
+                )
+
+        return run
+
+
+def staged(
+    model: nn.Module,
+    inner: PreTrainedModel,
+    weights: FullWeights | AdapterWeights,
+    names: Mapping[str, str],
+    world: World,
+    section: ParallelSection,
+) -> Staging | None:
+    """Let ``model`` keep what this process runs of it; None if it runs all.
+
+    Args:
+        model: whole, as it is to learn; ``names`` are those of its parameters in files.
+        inner: the same without its adapter.
+        weights: what checkpoints hold of it.
+        world: whose axis ``pp`` its layers are shared out over.
+        section: how many stages a process has.
+
+    Raises ``RecipeError`` if the model cannot be cut between its layers.
+    """
+    if world.pp == 1:
+        return None
+    num_stages = world.pp * section.num_parts
+    _refuse_converted(inner, weights)
+    in_files = {parameter: names[name] for name, parameter in model.named_parameters()}
+    learning = {name for p, name in in_files.items() if p.requires_grad}
+    whole = {
+        name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        for name, tensor in weights.state_dict().items()
+    }
+    of_stages = parameters_of(inner, num_stages)
+    learns = [any(p.requires_grad for p in stage) for stage in of_stages]
+    both = _shared(of_stages)
+    stages = keep(inner, range(world.pp_rank, num_stages, world.pp), num_stages)
+    here = dict(model.named_parameters())
+    return Staging(
+        model,
+        stages,
+        {name: in_files[parameter] for name, parameter in here.items()},
+        whole,
+        learning,
+        [any(learns[: stage + 1]) for stage in range(num_stages)],
+        next((name for name, p in here.items() if p is both), None),
+        world,
+    )
+
+
+def _refuse_converted(inner: PreTrainedModel, weights: FullWeights | AdapterWeights) -> None:
+    if isinstance(weights, FullWeights):
+        own = inner.state_dict().keys() - inner.all_tied_weights_keys.keys()
+        if own != weights.state_dict().keys():
+            raise RecipeError(
+                f"parallel.pp: {type(inner).__name__} fuses tensors of its files when it loads, "
+                "which a pipeline cannot do yet; leave pp at 1 and use parallel.dp_shard"
+            )
+
+
+def _shared(of_stages: Sequence[Sequence[nn.Parameter]]) -> nn.Parameter | None:
+    """The parameter that both ends have."""
+    first = set(of_stages[0])
+    both = first & set(of_stages[-1])
+    inside = [p for stage in of_stages[1:-1] for p in stage]
+    if len(both) > 1 or len(set(inside)) < len(inside) or first & set(inside):
+        raise RecipeError(
+            "parallel.pp: layers of this model share weights with others, which a pipeline cannot; "
+            "leave pp at 1 and use parallel.dp_shard"
+        )
+    return both.pop() if both else None

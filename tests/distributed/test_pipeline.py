@@ -1,0 +1,163 @@
+"""Processes that share the layers out learn what one process learns that has all of them."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+
+import ranks
+from kept import everything
+from spread import UNEVEN, learn, trainer
+from surefoot.methods.freeze import Freeze
+from surefoot.methods.full import Full
+from surefoot.methods.lora import LoRA
+from surefoot.parallel.world import ALONE
+from surefoot.training.randomness import seed_everything
+
+CLOSE = 1e-5  # of mean losses (about 4) and of gradient norms: float32 sums in another order
+STEPS = 3
+ADAPTER = LoRA(rank=2, alpha=8.0)
+ONES = {"micro_batch_size": 1}  # six micro-batches, of as many lengths
+
+
+def compare(count, folder, *, close=CLOSE, parallel, **changes):
+    expected = learn(trainer(ALONE, folder, **changes), STEPS)
+    changes["parallel"] = parallel
+    found = ranks.run(count, lambda w: learn(trainer(w, folder, **changes), STEPS), **parallel)
+    assert all(one == found[0] for one in found), "all ranks must say the same"
+    for step, (ours, theirs) in enumerate(zip(found[0], expected, strict=True)):
+        assert ours == pytest.approx(theirs, abs=close, rel=close), f"step {step}"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"kind": "llama", **UNEVEN},
+        {"kind": "qwen2", **UNEVEN},  # tied, with biases
+        {"kind": "qwen3"},
+        {"kind": "gemma2", "packing": True},  # scaled embeddings, capped logits, sliding windows
+        {"kind": "gemma2"},
+        {"kind": "phi3"},
+        {"kind": "mistral", "packing": True},
+        {"kind": "olmo2", "pad_token_id": 63},
+    ],
+    ids=lambda changes: changes["kind"] + " packed" * changes.get("packing", False),
+)
+def test_two_share_the_layers(changes, tmp_path):
+    compare(2, tmp_path, parallel={"pp": 2}, train=ONES, **changes)
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        Freeze(num_layers=1, modules=("mlp",)),  # nothing learns in the first stage
+        Freeze(num_layers=1, modules=("mlp",), extra_modules=("embed_tokens",)),
+        ADAPTER,
+        LoRA(rank=2, modules_to_save=("lm_head", "embed_tokens")),
+    ],
+    ids=["freeze", "freeze but embeddings", "lora", "lora with embeddings and head"],
+)
+@pytest.mark.parametrize("recompute", [False, True])
+def test_frozen_weights_and_adapters_are_shared_out_as_well(method, recompute, tmp_path):
+    changes = {"method": method, "recompute": recompute, "train": ONES, **UNEVEN}
+    compare(2, tmp_path, parallel={"pp": 2}, **changes)
+
+
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        {"pp": 2, "dp_shard": 2},
+        {"pp": 2, "dp_replicate": 2},
+        {"pp": 2, "tp": 2},
+        {"pp": 4},
+        {"pp": 2, "dp_shard": 2, "pp_schedule": "interleaved"},
+    ],
+    ids=str,
+)
+def test_four_share_layers_and_more(parallel, tmp_path):
+    changes = {"kind": "qwen2", "num_hidden_layers": 5, "train": ONES, **UNEVEN}
+    compare(4, tmp_path, parallel=parallel, **changes)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "interleaved"])
+@pytest.mark.parametrize("size", [1, 2, 6])
+def test_each_schedule_with_few_and_many_micro_batches(schedule, size, tmp_path):
+    changes = {"num_hidden_layers": 4, "train": {"micro_batch_size": size}}
+    compare(2, tmp_path, parallel={"pp": 2, "pp_schedule": schedule}, **changes)
+
+
+def learnt(world, folder, changes):
+    made = trainer(world, folder, **changes)
+    return learn(made, STEPS), everything(made)
+
+
+def compare_exactly(count, folder, *, parallel, **changes):
+    """Losses, norms, weights and moments, in float64, where noise is not blown up by Adam."""
+    changes |= {"dtype": torch.float64}
+    losses, expected = learnt(ALONE, folder, changes)
+    changes["parallel"] = parallel
+    found = ranks.run(count, lambda w: learnt(w, folder, changes), timeout=300, **parallel)
+    for ours, _ in found:
+        assert np.allclose(ours, losses, rtol=1e-10, atol=1e-10)
+    parts = [part for _, part in found]
+    assert set().union(*parts) == expected.keys()
+    for part in parts:
+        for name, tensor in part.items():
+            torch.testing.assert_close(tensor, expected[name], rtol=1e-7, atol=1e-9, msg=name)
+
+
+def test_in_float64_only_rounding_is_left(tmp_path):
+    changes = {"kind": "qwen2", "train": ONES, **UNEVEN}
+    compare_exactly(4, tmp_path, parallel={"pp": 2, "tp": 2}, **changes)
+
+
+def test_in_bfloat16_the_sums_are_rounded(tmp_path):
+    train = {"precision": "bf16", **ONES}
+    compare(2, tmp_path, parallel={"pp": 2}, close=5e-3, train=train, **UNEVEN)
+
+
+def dropped(world, folder):
+    """The masks that the layers of this rank would draw for the first micro-batch."""
+    parallel = {"pp_schedule": "interleaved"}
+    made = trainer(world, folder, train=ONES, num_hidden_layers=4, parallel=parallel)
+    found = []
+    made.step.gradients(
+        made.loader.next_window(),
+        made.stage.loss,
+        step=0,
+        before=lambda index: found.append((seed_everything(0, index, *world.draws), torch.rand(1))),
+        after=lambda index: None,
+    )
+    return [float(number) for _, number in found]
+
+
+def test_layers_and_micro_batches_draw_numbers_of_their_own(tmp_path):
+    found = ranks.run(2, lambda w: dropped(w, tmp_path), pp=2)
+    numbers = [number for one in found for number in one]
+    assert len(numbers) == len(set(numbers)) == 2 * 2 * 6
+
+
+def test_more_stages_than_layers_are_refused_in_one_sentence(tmp_path):
+    parallel = {"pp_schedule": "interleaved"}
+    with pytest.raises(AssertionError, match=r"RecipeError: parallel\.pp: 4 stages need as many"):
+        ranks.run(2, lambda w: trainer(w, tmp_path, parallel=parallel), pp=2)
+
+
+def meshes():
+    for count in (2, 4, 8):
+        for pp, replicate, shard in itertools.product((1, 2, 4, 8), repeat=3):
+            if count % (pp * replicate * shard) == 0:
+                tp = count // (pp * replicate * shard)
+                yield {"pp": pp, "dp_replicate": replicate, "dp_shard": shard, "tp": tp}
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("method", [Full(), ADAPTER], ids=["full", "lora"])
+@pytest.mark.parametrize("parallel", [*meshes()], ids=lambda p: "x".join(map(str, p.values())))
+def test_every_mesh_learns_what_one_process_learns(parallel, method, tmp_path):
+    changes = {"num_hidden_layers": 8, "num_attention_heads": 8, "head_dim": 4, **UNEVEN}
+    train = {"global_batch_size": 8, "micro_batch_size": 1}
+    changes |= {"kind": "qwen2", "method": method, "train": train}
+    compare_exactly(math.prod(parallel.values()), tmp_path, parallel=parallel, **changes)

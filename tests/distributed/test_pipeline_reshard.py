@@ -1,0 +1,71 @@
+"""Stages of a pipeline save what they have; any mesh goes on from it, to the bit after loading."""
+
+import pytest
+import torch
+from peft import PeftModel
+
+import ranks
+import tiny
+from kept import assert_bitwise, assert_written_once, go_on, start, together
+from spread import UNEVEN, learn, resume, trainer
+from surefoot.checkpoint.layouts import open_folder
+from surefoot.checkpoint.source import read_whole
+from surefoot.checkpoint.verify import verify
+from surefoot.methods.freeze import Freeze
+from surefoot.methods.lora import LoRA
+from surefoot.parallel.world import ALONE
+
+CLOSE = 2e-5  # of losses after some steps of Adam: sums in another order
+ADAPTER = LoRA(rank=3, alpha=8.0)
+QWEN = {"kind": "qwen2", "num_hidden_layers": 3, "train": {"micro_batch_size": 1}, **UNEVEN}
+LLAMA = {**QWEN, "kind": "llama"}
+FREEZE = {**LLAMA, "method": Freeze(num_layers=1, modules=("mlp",))}  # the first stage learns not
+TWICE = {**QWEN, "num_hidden_layers": 4, "parallel": {"pp_schedule": "interleaved"}}
+CASES = {"full": QWEN, "lora": {**LLAMA, "method": ADAPTER}, "freeze": FREEZE}
+MESHES = [(1, {}), (2, {"dp_shard": 2}), (2, {"tp": 2}), (3, {"pp": 3}), (2, {"pp": 2})]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_a_pipeline_saved_is_the_same_on_any_mesh(case, tmp_path):
+    changes = CASES[case]
+    saved = ranks.run(2, lambda w: start(w, tmp_path, **changes), pp=2)
+    path, expected, losses = saved[0][0], together(one for _, one, _ in saved), saved[0][2]
+    assert verify(path, full=True).ok
+    assert_written_once(path)
+    source = open_folder(path)  # as a conversion does, without any process
+    weights = {f"model/{name}": read_whole(source, name) for name in source.shapes()}
+    assert_bitwise(weights, {n: t for n, t in expected.items() if n.startswith("model/")})
+    for count, parallel in MESHES:
+        back = ranks.run(count, lambda w: go_on(w, tmp_path, path, **changes), **parallel)
+        assert_bitwise(together(one for _, one, _ in back), expected)
+    *_, more = ranks.run(4, lambda w: go_on(w, tmp_path, path, 1, **changes), pp=2, dp_shard=2)[0]
+    alone = learn(trainer(ALONE, tmp_path, **changes), 3)
+    for ours, theirs in zip([*losses, *more], alone, strict=True):
+        assert ours == pytest.approx(theirs, abs=CLOSE, rel=CLOSE)
+
+
+@pytest.mark.parametrize("case", [*CASES, "interleaved"])
+def test_what_one_process_saved_a_pipeline_goes_on_from(case, tmp_path):
+    changes = {**CASES, "interleaved": TWICE}[case]
+    path, expected, _ = start(ALONE, tmp_path, **changes)
+    found = ranks.run(4, lambda w: go_on(w, tmp_path, path, **changes), pp=2, dp_shard=2)
+    assert_bitwise(together(one for _, one, _ in found), expected)
+
+
+def test_a_pipeline_refuses_the_checkpoint_of_another_model_whatever_stage_it_differs_in(tmp_path):
+    path, *_ = start(ALONE, tmp_path, **LLAMA)
+    changes = {**LLAMA, "num_hidden_layers": 4}
+    with pytest.raises(AssertionError, match="checkpoint of another model"):
+        ranks.run(2, lambda w: go_on(w, tmp_path, path, **changes), pp=2)
+
+
+def test_an_adapter_of_a_pipeline_is_peft_s_file(tmp_path):
+    changes = CASES["lora"]
+    path, *_ = ranks.run(4, lambda w: start(w, tmp_path, **changes), pp=2, tp=2)[0]
+    assert not list(path.glob("rank_*/adapter*"))
+    made = resume(trainer(ALONE, tmp_path, **changes), path)
+    made.models.policy.peft_config["default"].save_pretrained(path)
+    opened = PeftModel.from_pretrained(tiny.model(num_hidden_layers=3, **UNEVEN), path).eval()
+    ids = torch.arange(3, 20)[None]
+    ours = made.models.policy.eval()(ids).logits
+    torch.testing.assert_close(opened(ids).logits, ours, rtol=0, atol=0)
