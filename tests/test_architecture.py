@@ -14,7 +14,7 @@ LAYERS = [
     ["run", "inference", "estimate"],
     ["build"],
     ["interchange", "integrations"],
-    ["run_folder", "encoding"],
+    ["run_folder", "encoding", "startup"],
     ["recipe"],
     ["stages", "methods", "callbacks"],
     ["training"],

@@ -133,6 +133,12 @@ def use_packed(model: PreTrainedModel) -> None:
             transformers' interface, or are recurrent).
     """
     switch_to_packed(model)
+    check_packed(model)
+
+
+def check_packed(model: PreTrainedModel) -> None:
+    """Prove that no document sees another in ``model``, which is switched to packed rows. An
+    adapter may be around it. Raises ``ModelError``."""
     if not _keeps_documents_apart(model):
         raise ModelError(
             f"{type(model).__name__}: examples laid in one row would see each other in this "
