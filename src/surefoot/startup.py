@@ -102,7 +102,7 @@ def begin(
         if not odd:
             return Start(model, source)
         why = f"{odd[0]} is made of several tensors of its files"
-    logger.info("%s: every process loads the whole model: %s", base, why)
+    logger.info("%s is loaded whole by every process: %s", base, why)
     return None
 
 
@@ -153,7 +153,7 @@ class Values:
         except CheckpointError as error:
             problem = str(error)
         if problem := world.first_of(problem):
-            raise ModelError(f"{problem}; fetch the model again")
+            raise ModelError(problem)
 
 
 @dataclass(frozen=True)

@@ -1,18 +1,25 @@
 """A model that no process ever holds whole starts as the one that ``from_pretrained`` loads."""
 
+import errno
+import os
+
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM
 
 import folders
 import ranks
 import small
 from spread import learn
+from surefoot import files
 from surefoot.build import assemble, build_policy
 from surefoot.checkpoint.section import CheckpointSection
 from surefoot.data.prepare import Prepared
 from surefoot.data.report import Report
 from surefoot.data.section import DataSection
+from surefoot.errors import ModelError
 from surefoot.methods.freeze import Freeze
 from surefoot.methods.full import Full
 from surefoot.methods.lora import LoRA
@@ -22,6 +29,7 @@ from surefoot.optim.adamw import AdamW
 from surefoot.parallel.world import ALONE
 from surefoot.recipe.recipe import Recipe
 from surefoot.stages.sft import SFT
+from surefoot.startup import begin
 from surefoot.training.saver import Saver
 from surefoot.training.section import TrainSection
 
@@ -165,3 +173,162 @@ def test_packed_rows(tmp_path):
     folders.save_model(tmp_path, **UNEVEN)
     assert_starts_alike(2, tmp_path, 1, {"dp_shard": 2}, packing=True)
     assert_starts_alike(2, tmp_path, 1, {"tp": 2}, packing=True, method=ADAPTER)
+
+
+HALF = {"dtype": "bfloat16"}
+
+
+@pytest.mark.parametrize("parallel", [{"dp_shard": 2}, {"tp": 2}], ids=str)
+def test_adapters_in_float32_beside_a_base_in_bfloat16(parallel, tmp_path):
+    folders.save_model(tmp_path, "qwen2", dtype=torch.bfloat16, **UNEVEN)
+    kept = {"method": ADAPTER, "model": HALF, "precision": "bf16"}
+    alone = learn(begun(ALONE, tmp_path, **kept), 2)
+
+    def work(world):
+        made = begun(world, tmp_path, **kept)
+        found = {(p.requires_grad, p.dtype) for p in made.models.policy.parameters()}
+        assert found == {(True, torch.float32), (False, torch.bfloat16)}
+        return learn(made, 2)
+
+    for found in ranks.run(2, work, **parallel):
+        for ours, theirs in zip(found, alone, strict=True):
+            assert ours == pytest.approx(theirs, abs=5e-3, rel=5e-3)
+
+
+class Counting:
+    """``os``, that counts the bytes it reads of the files in a folder."""
+
+    def __init__(self, folder):
+        self.folder, self.count, self.opened = str(folder), 0, set()
+
+    def __getattr__(self, name):
+        return getattr(os, name)
+
+    def open(self, path, *args, **kwargs):
+        descriptor = os.open(path, *args, **kwargs)
+        if str(path).startswith(self.folder):
+            self.opened.add(descriptor)
+        return descriptor
+
+    def preadv(self, descriptor, *args):
+        count = os.preadv(descriptor, *args)
+        self.count += count if descriptor in self.opened else 0
+        return count
+
+
+def head(folder):
+    """The bytes of a weight file before its tensors."""
+    with (folder / "model.safetensors").open("rb") as file:
+        return 8 + int.from_bytes(file.read(8), "little")
+
+
+@pytest.mark.parametrize(
+    ("count", "parallel"), [(2, {"dp_shard": 2}), (4, {"tp": 2}), (2, {"dp_replicate": 2})], ids=str
+)
+def test_each_process_reads_what_it_holds_and_no_more(count, parallel, tmp_path, monkeypatch):
+    folders.save_model(tmp_path, "qwen2", dtype=torch.bfloat16, **UNEVEN)
+    numel = sum(p.numel() for p in begun(ALONE, tmp_path).models.policy.parameters())
+
+    def work(world):
+        monkeypatch.setattr(files, "os", counting := Counting(tmp_path))
+        made = begun(world, tmp_path)
+        held = sum(p.to_local().numel() for p in made.models.policy.parameters())
+        assert counting.count == head(tmp_path) + 2 * held  # bytes of bfloat16
+        return held
+
+    found = ranks.run(count, work, **parallel)
+    copies = parallel.get("dp_replicate", 1)
+    assert max(found) <= 1.05 * copies * numel / count
+
+
+def test_only_what_is_left_in_the_model_is_read(tmp_path, monkeypatch):
+    folders.save_model(tmp_path, **UNEVEN)
+    monkeypatch.setattr(files, "os", counting := Counting(tmp_path))
+    start = begin(tmp_path, ModelSection(path=str(tmp_path)), dtype=torch.float32)
+    del start.model.model.layers[0], start.model.model.embed_tokens
+    policy, values = start.apply(Full().apply)
+    values.fill(policy, {}, ALONE)
+    held = sum(p.numel() for p in policy.parameters())
+    assert counting.count == head(tmp_path) + 4 * held
+
+
+@pytest.mark.parametrize("differ", [False, True], ids=["equal", "other"])
+def test_a_head_that_is_tied_but_stored_is_tied_if_it_is_equal(differ, tmp_path):
+    folders.save_model(tmp_path, "qwen2", **UNEVEN)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + (1.0 if differ else 0.0)
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    assert_starts_alike(2, tmp_path, 1, {"dp_shard": 2})
+
+
+def test_a_file_of_the_bare_model_lacks_its_prefix(tmp_path):
+    folders.save_model(tmp_path, "qwen2", **UNEVEN)
+    tensors = load_file(tmp_path / "model.safetensors")
+    bare = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+    save_file(bare, tmp_path / "model.safetensors", {"format": "pt"})
+    assert_starts_alike(2, tmp_path, 0, {"dp_shard": 2})
+
+
+def test_a_model_in_several_files(tmp_path):
+    folders.save_model(tmp_path, **UNEVEN)
+    whole = AutoModelForCausalLM.from_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    whole.save_pretrained(tmp_path, max_shard_size="60KB")
+    assert (tmp_path / "model.safetensors.index.json").exists()
+    assert_starts_alike(2, tmp_path, 0, {"dp_shard": 2})
+
+
+def break_it(how, path):
+    tensors = load_file(path)
+    if how == "missing":
+        del tensors["model.norm.weight"]
+    elif how == "unexpected":
+        tensors["model.odd.weight"] = torch.zeros(3)
+    else:
+        tensors["model.norm.weight"] = torch.zeros(3)
+    save_file(tensors, path, {"format": "pt"})
+
+
+@pytest.mark.parametrize("how", ["missing", "unexpected", "mismatched"])
+def test_other_tensors_than_the_model_s_are_named_by_every_process(how, tmp_path):
+    folders.save_model(tmp_path, **UNEVEN)
+    break_it(how, tmp_path / "model.safetensors")
+
+    def work(world):
+        with pytest.raises(ModelError, match=rf"1 tensors {how} \(.*model\.(norm|odd)\.weight"):
+            begun(world, tmp_path)
+
+    ranks.run(2, work)
+
+
+def test_a_truncated_file_is_named_by_every_process(tmp_path):
+    folders.save_model(tmp_path, **UNEVEN)
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+
+    def work(world):
+        with pytest.raises(ModelError, match="damaged or truncated"):
+            begun(world, tmp_path)
+
+    ranks.run(2, work)
+
+
+class Failing(Counting):
+    """``os`` on a disk that gives the head of a file only."""
+
+    def preadv(self, descriptor, buffers, offset):
+        if descriptor in self.opened and offset > 8:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return super().preadv(descriptor, buffers, offset)
+
+
+def test_a_disk_that_fails_one_process_is_an_error_in_all(tmp_path, monkeypatch):
+    folders.save_model(tmp_path, **UNEVEN)
+
+    def work(world):
+        if world.rank == 1:
+            monkeypatch.setattr(files, "os", Failing(tmp_path))
+        with pytest.raises(ModelError, match=r"model\.safetensors.*input/output error"):
+            begun(world, tmp_path)
+
+    ranks.run(2, work)
