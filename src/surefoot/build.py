@@ -147,7 +147,11 @@ def build_policy(
     it, it has no values yet.
     """
     dtype = training_dtype(recipe.model)
-    start = None if world.mesh is None and is_read else begin(base, recipe.model, dtype=dtype)
+    is_adapter, is_alone = recipe.method.kind == "adapter", world.mesh is None
+    start = None
+    if not (is_alone and is_read):
+        is_saved_in_parts = not (is_alone or is_adapter)
+        start = begin(base, recipe.model, dtype=dtype, is_saved_in_parts=is_saved_in_parts)
     model = (
         load_model(base, recipe.model, dtype=dtype, weights=scattered(base))
         if start is None
@@ -171,7 +175,6 @@ def build_policy(
     learning = sum(p.numel() for p in policy.parameters() if p.requires_grad)
     share = learning / sum(p.numel() for p in policy.parameters())
     logger.info("%s parameters learn, %.3g %% of all", f"{learning:,}", 100 * share)
-    is_adapter = recipe.method.kind == "adapter"
     weights = AdapterWeights(policy) if is_adapter else FullWeights(model)
     return Policy(policy, model, weights, values)
 

@@ -25,7 +25,7 @@ from .checkpoint.layouts import open_folder
 from .checkpoint.lora import same_values
 from .checkpoint.source import Source, read_whole
 from .cuts import Cuts
-from .errors import CheckpointError, ModelError
+from .errors import CheckpointError, ModelError, RecipeError
 from .model.empty import (
     Remembered,
     give_memory,
@@ -40,7 +40,7 @@ from .parallel.world import World
 
 logger = logging.getLogger(__name__)
 Reader = Callable[[Box], torch.Tensor]  # the values of one box of one tensor
-BLOCK = 16 << 20  # elements read at a time
+BLOCK = 1 << 20  # elements read at a time
 _READERS = 4  # threads
 _COPY, _ORIGINAL = ".modules_to_save.default.", ".original_module."  # as PEFT calls them
 _MAGNITUDE, _BASE = ".lora_magnitude_vector.default.", ".base_layer."
@@ -82,11 +82,17 @@ class Start:
 
 
 def begin(
-    base: Path, section: ModelSection, *, dtype: torch.dtype | Literal["auto"]
+    base: Path,
+    section: ModelSection,
+    *,
+    dtype: torch.dtype | Literal["auto"],
+    is_saved_in_parts: bool = False,
 ) -> Start | None:
     """The model in ``base`` without values; None, said in the log, if it can only be loaded whole.
 
-    Raises ``ModelError`` as ``load_model``.
+    Raises:
+        ModelError: as ``load_model``.
+        RecipeError: ``is_saved_in_parts``, and nobody can.
     """
     try:
         why = why_not_empty(base, section)
@@ -101,7 +107,12 @@ def begin(
         odd = [name for name, _ in kept_tensors(model) if name not in names]
         if not odd:
             return Start(model, source)
-        why = f"{odd[0]} is made of several tensors of its files"
+        why = f"{odd[0]} has no tensor of its own in the files"
+        if is_saved_in_parts:
+            raise RecipeError(
+                f"parallel: {why}, which several processes cannot save yet; "
+                "train this model with one process, or with method: lora"
+            )
     logger.info("%s is loaded whole by every process: %s", base, why)
     return None
 

@@ -7,23 +7,25 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 
 import folders
 import ranks
 import small
-from spread import learn
+import tiny
+from spread import learn, save
 from surefoot import files
 from surefoot.build import assemble, build_policy
 from surefoot.checkpoint.section import CheckpointSection
 from surefoot.data.prepare import Prepared
 from surefoot.data.report import Report
 from surefoot.data.section import DataSection
-from surefoot.errors import ModelError
+from surefoot.errors import ModelError, RecipeError
 from surefoot.methods.freeze import Freeze
 from surefoot.methods.full import Full
 from surefoot.methods.lora import LoRA
 from surefoot.model import attention
+from surefoot.model.load import load_model
 from surefoot.model.section import ModelSection
 from surefoot.optim.adamw import AdamW
 from surefoot.parallel.world import ALONE
@@ -55,7 +57,6 @@ def begun(world, folder, *, method=None, model=None, tokens=(), packing=False, p
         optim=AdamW(learning_rate=5e-3),
     )
     policy = build_policy(recipe, folder, folders.tokenizer(extra=tokens), world)
-    assert (policy.values is None) == (world is ALONE)
     saver = Saver(
         output_dir=folder / "out",
         section=CheckpointSection(),
@@ -79,9 +80,8 @@ def data(tensor):
     return found.view(torch.uint8).numpy().tobytes()
 
 
-def everything(made):
-    """Every parameter and buffer of the policy, whole, as (type, bytes), under all its names."""
-    policy = made.models.policy
+def contents(policy):
+    """Every parameter and buffer, whole, as (type, bytes), under all its names."""
     tensors = dict(policy.named_parameters(remove_duplicate=False)) | dict(policy.named_buffers())
     return {name: (t.requires_grad, t.dtype, data(t)) for name, t in tensors.items()}
 
@@ -89,12 +89,12 @@ def everything(made):
 def assert_starts_alike(count, folder, steps=0, parallel=None, **settings):
     """Processes start from what one starts from, to the bit, and learn the same."""
     alone = begun(ALONE, folder, **settings)
-    expected = everything(alone)
+    expected = contents(alone.models.policy)
     losses = learn(alone, steps)
 
     def work(world):
         made = begun(world, folder, **settings)
-        found = everything(made)
+        found = contents(made.models.policy)
         assert found.keys() == expected.keys()
         assert [name for name in expected if found[name] != expected[name]] == []
         return learn(made, steps)
@@ -114,6 +114,7 @@ KINDS = {
 }
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("parallel", [{"dp_shard": 2}, {"tp": 2}], ids=str)
 def test_two_start_with_the_values_of_the_files(kind, parallel, tmp_path):
@@ -121,7 +122,52 @@ def test_two_start_with_the_values_of_the_files(kind, parallel, tmp_path):
     assert_starts_alike(2, tmp_path, 1, parallel)
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_stand_in_for_one_process_has_the_values_of_the_files(kind, tmp_path):
+    folders.save_model(tmp_path, kind.split()[-1], **KINDS[kind], **UNEVEN)
+    section = ModelSection(path=str(tmp_path))
+    for dtype in (torch.float32, torch.bfloat16, "auto"):
+        expected = load_model(tmp_path, section, dtype=dtype)
+        start = begin(tmp_path, section, dtype=dtype)
+        policy, values = start.apply(Full().apply)
+        values.fill(policy, {}, ALONE)
+        assert contents(policy) == contents(expected)
+        assert policy.config.to_dict() == expected.config.to_dict()
+        assert policy.generation_config.to_dict() == expected.generation_config.to_dict()
+        assert policy.name_or_path == expected.name_or_path
+
+
+def save_mixture(folder):
+    """Experts are one tensor in memory, and many in the file."""
+    config = MixtralConfig(**{**tiny.SIZES, "vocab_size": 259}, num_local_experts=4)
+    MixtralForCausalLM(config).save_pretrained(folder)
+
+
+def test_what_is_made_of_several_tensors_is_loaded_whole(tmp_path, caplog):
+    save_mixture(tmp_path)
+    with caplog.at_level("INFO"):
+        assert begin(tmp_path, ModelSection(path=str(tmp_path)), dtype=torch.float32) is None
+    assert "is loaded whole by every process" in caplog.text
+    assert "experts.gate_up_proj has no tensor of its own in the files" in caplog.text
+
+
+def test_a_mixture_learns_with_adapters_and_is_refused_where_it_could_not_be_saved(tmp_path):
+    save_mixture(tmp_path)
+
+    def work(world):
+        with pytest.raises(RecipeError, match=r"experts\..* several processes cannot save yet"):
+            begun(world, tmp_path)
+        made = begun(world, tmp_path, method=ADAPTER)
+        losses = learn(made, 1)
+        save(made, tmp_path / "out")
+        return losses
+
+    (alone,) = learn(begun(ALONE, tmp_path, method=ADAPTER), 1)
+    for (ours,) in ranks.run(2, work):
+        assert ours == pytest.approx(alone, abs=CLOSE, rel=CLOSE)
+
+
+@pytest.mark.parametrize("kind", ["gemma2", "qwen2"])
 def test_parts_of_parts_too(kind, tmp_path):
     folders.save_model(tmp_path, kind, **UNEVEN)
     assert_starts_alike(4, tmp_path, 1, {"tp": 2, "dp_shard": 2})

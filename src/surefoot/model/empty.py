@@ -58,9 +58,9 @@ def names_stored(model: PreTrainedModel, stored: Tensors) -> dict[str, str]:
     prefix = f"{model.base_model_prefix}."  # which files of the bare model do not have
     known: dict[object, list[str]] = {}
     for name, tensor in revert_weight_conversion(model, model.state_dict()).items():
-        found = known.setdefault((place(tensor), tensor.shape[1:]), [])
+        found = known.setdefault((place(tensor), tensor.shape), [])
         found += [n for n in (name, name.removeprefix(prefix), prefix + name) if n in stored]
-    places = {name: known.get((place(t), t.shape[1:]), []) for name, t in kept_tensors(model)}
+    places = {name: known.get((place(t), t.shape), []) for name, t in kept_tensors(model)}
     return {name: found[0] for name, found in places.items() if found}
 
 
