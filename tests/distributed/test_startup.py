@@ -86,22 +86,24 @@ def contents(policy):
     return {name: (t.requires_grad, t.dtype, data(t)) for name, t in tensors.items()}
 
 
-def assert_starts_alike(count, folder, steps=0, parallel=None, **settings):
-    """Processes start from what one starts from, to the bit, and learn the same."""
-    alone = begun(ALONE, folder, **settings)
-    expected = contents(alone.models.policy)
-    losses = learn(alone, steps)
+def assert_starts_alike(count, folder, parallel, *cases, steps=0):
+    """Processes start from what one starts from, to the bit, and learn the same, in each case."""
+    cases = cases or ({},)
+    expected = []
+    for case in cases:
+        alone = begun(ALONE, folder, **case)
+        expected.append((contents(alone.models.policy), learn(alone, steps)))
 
     def work(world):
-        made = begun(world, folder, **settings)
-        found = contents(made.models.policy)
-        assert found.keys() == expected.keys()
-        assert [name for name in expected if found[name] != expected[name]] == []
-        return learn(made, steps)
+        for case, (values, losses) in zip(cases, expected, strict=True):
+            made = begun(world, folder, **case)
+            found = contents(made.models.policy)
+            assert found.keys() == values.keys()
+            assert [name for name in values if found[name] != values[name]] == [], case
+            for ours, theirs in zip(learn(made, steps), losses, strict=True):
+                assert ours == pytest.approx(theirs, abs=CLOSE, rel=CLOSE), case
 
-    for found in ranks.run(count, work, **(parallel or {})):
-        for ours, theirs in zip(found, losses, strict=True):
-            assert ours == pytest.approx(theirs, abs=CLOSE, rel=CLOSE)
+    ranks.run(count, work, **parallel)
 
 
 KINDS = {
@@ -119,7 +121,7 @@ KINDS = {
 @pytest.mark.parametrize("parallel", [{"dp_shard": 2}, {"tp": 2}], ids=str)
 def test_two_start_with_the_values_of_the_files(kind, parallel, tmp_path):
     folders.save_model(tmp_path, kind.split()[-1], **KINDS[kind], **UNEVEN)
-    assert_starts_alike(2, tmp_path, 1, parallel)
+    assert_starts_alike(2, tmp_path, parallel, steps=1)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -153,85 +155,78 @@ def test_what_is_made_of_several_tensors_is_loaded_whole(tmp_path, caplog):
 
 def test_a_mixture_learns_with_adapters_and_is_refused_where_it_could_not_be_saved(tmp_path):
     save_mixture(tmp_path)
+    attention_only = LoRA(rank=3, targets=("q_proj", "o_proj"))
 
     def work(world):
         with pytest.raises(RecipeError, match=r"experts\..* several processes cannot save yet"):
             begun(world, tmp_path)
-        made = begun(world, tmp_path, method=ADAPTER)
+        made = begun(world, tmp_path, method=attention_only)
         losses = learn(made, 1)
         save(made, tmp_path / "out")
         return losses
 
-    (alone,) = learn(begun(ALONE, tmp_path, method=ADAPTER), 1)
+    (alone,) = learn(begun(ALONE, tmp_path, method=attention_only), 1)
     for (ours,) in ranks.run(2, work):
         assert ours == pytest.approx(alone, abs=CLOSE, rel=CLOSE)
 
 
-@pytest.mark.parametrize("kind", ["gemma2", "qwen2"])
-def test_parts_of_parts_too(kind, tmp_path):
-    folders.save_model(tmp_path, kind, **UNEVEN)
-    assert_starts_alike(4, tmp_path, 1, {"tp": 2, "dp_shard": 2})
-
-
-METHODS = {
-    "freeze": Freeze(num_layers=1, extra_modules=("norm",)),
-    "lora": ADAPTER,
-    "dora": LoRA(rank=3, dora=True),
-    "lora with a head": LoRA(rank=3, modules_to_save=("lm_head",)),
-    "lora with embeddings": LoRA(rank=3, targets=("q_proj", "embed_tokens"), rslora=True),
-}
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_what_a_method_adds_is_drawn_as_in_one_process(method, tmp_path):
-    folders.save_model(tmp_path, **UNEVEN)
-    assert_starts_alike(2, tmp_path, 1, {"dp_shard": 2}, method=METHODS[method])
-
-
-def test_an_adapter_is_drawn_alike_beside_parts_of_parts(tmp_path):
+def test_parts_of_parts_too(tmp_path):
     folders.save_model(tmp_path, "qwen2", **UNEVEN)
-    assert_starts_alike(4, tmp_path, 1, {"tp": 2}, method=ADAPTER)
+    assert_starts_alike(4, tmp_path, {"tp": 2}, {}, {"method": ADAPTER}, steps=1)
+
+
+METHODS = [
+    Freeze(num_layers=1, extra_modules=("norm",)),
+    ADAPTER,
+    LoRA(rank=3, dora=True),
+    LoRA(rank=3, modules_to_save=("lm_head",)),
+    LoRA(rank=3, targets=("q_proj", "embed_tokens"), rslora=True),
+]
+
+
+def test_what_a_method_adds_is_drawn_as_in_one_process(tmp_path):
+    folders.save_model(tmp_path, **UNEVEN)
+    cases = ({"method": method} for method in METHODS)
+    assert_starts_alike(2, tmp_path, {"dp_shard": 2}, *cases, steps=1)
 
 
 def test_an_adapter_to_go_on_from_is_read(tmp_path):
     base = folders.save_model(tmp_path / "base", **UNEVEN)
     adapter = folders.save_adapter(base, tmp_path / "adapter", modules_to_save=["lm_head"])
-    model = {"adapter": adapter}
-    assert_starts_alike(2, base, 1, {"tp": 2}, method=ADAPTER, model=model)
-    assert_starts_alike(2, base, 1, {"dp_shard": 2}, method=ADAPTER, model=model)
-
-
-@pytest.mark.parametrize("method", [Full(), ADAPTER, METHODS["dora"]], ids=["full", "lora", "dora"])
-def test_values_are_read_in_the_type_of_the_recipe(method, tmp_path):
-    folders.save_model(tmp_path, "qwen2", dtype=torch.bfloat16, **UNEVEN)
-    assert_starts_alike(2, tmp_path, 0, {"dp_shard": 2}, method=method)
-    half = {"dtype": "bfloat16"}
-    assert_starts_alike(2, tmp_path, 0, {"dp_shard": 2}, method=method, model=half)
-
-
-@pytest.mark.parametrize("kind", ["llama", "qwen2"])
-def test_new_tokens_start_at_the_mean(kind, tmp_path):
-    folders.save_model(tmp_path, kind, **UNEVEN)
-    assert_starts_alike(2, tmp_path, 1, {"tp": 2}, tokens=("<a>", "<b>", "<c>"))
-
-
-def test_packed_rows(tmp_path):
-    folders.save_model(tmp_path, **UNEVEN)
-    assert_starts_alike(2, tmp_path, 1, {"dp_shard": 2}, packing=True)
-    assert_starts_alike(2, tmp_path, 1, {"tp": 2}, packing=True, method=ADAPTER)
+    case = {"method": ADAPTER, "model": {"adapter": adapter}}
+    assert_starts_alike(2, base, {"tp": 2}, case, steps=1)
 
 
 HALF = {"dtype": "bfloat16"}
 
 
+def test_values_are_read_in_the_type_of_the_recipe(tmp_path):
+    folders.save_model(tmp_path, "qwen2", dtype=torch.bfloat16, **UNEVEN)
+    methods = (Full(), ADAPTER, METHODS[2])
+    cases = [{"method": method, "model": model} for method in methods for model in ({}, HALF)]
+    assert_starts_alike(2, tmp_path, {"dp_shard": 2}, *cases)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+def test_new_tokens_start_at_the_mean(kind, tmp_path):
+    folders.save_model(tmp_path, kind, **UNEVEN)
+    assert_starts_alike(2, tmp_path, {"tp": 2}, {"tokens": ("<a>", "<b>", "<c>")})
+
+
+def test_packed_rows(tmp_path):
+    folders.save_model(tmp_path, **UNEVEN)
+    cases = {"packing": True}, {"packing": True, "method": ADAPTER}
+    assert_starts_alike(2, tmp_path, {"tp": 2}, *cases, steps=1)
+
+
 @pytest.mark.parametrize("parallel", [{"dp_shard": 2}, {"tp": 2}], ids=str)
 def test_adapters_in_float32_beside_a_base_in_bfloat16(parallel, tmp_path):
     folders.save_model(tmp_path, "qwen2", dtype=torch.bfloat16, **UNEVEN)
-    kept = {"method": ADAPTER, "model": HALF, "precision": "bf16"}
-    alone = learn(begun(ALONE, tmp_path, **kept), 2)
+    case = {"method": ADAPTER, "model": HALF, "precision": "bf16"}
+    alone = learn(begun(ALONE, tmp_path, **case), 2)
 
     def work(world):
-        made = begun(world, tmp_path, **kept)
+        made = begun(world, tmp_path, **case)
         found = {(p.requires_grad, p.dtype) for p in made.models.policy.parameters()}
         assert found == {(True, torch.float32), (False, torch.bfloat16)}
         return learn(made, 2)
@@ -304,7 +299,7 @@ def test_a_head_that_is_tied_but_stored_is_tied_if_it_is_equal(differ, tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + (1.0 if differ else 0.0)
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
-    assert_starts_alike(2, tmp_path, 1, {"dp_shard": 2})
+    assert_starts_alike(2, tmp_path, {"dp_shard": 2}, steps=1)
 
 
 def test_a_file_of_the_bare_model_lacks_its_prefix(tmp_path):
@@ -312,7 +307,7 @@ def test_a_file_of_the_bare_model_lacks_its_prefix(tmp_path):
     tensors = load_file(tmp_path / "model.safetensors")
     bare = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
     save_file(bare, tmp_path / "model.safetensors", {"format": "pt"})
-    assert_starts_alike(2, tmp_path, 0, {"dp_shard": 2})
+    assert_starts_alike(2, tmp_path, {"dp_shard": 2})
 
 
 def test_a_model_in_several_files(tmp_path):
@@ -321,7 +316,7 @@ def test_a_model_in_several_files(tmp_path):
     (tmp_path / "model.safetensors").unlink()
     whole.save_pretrained(tmp_path, max_shard_size="60KB")
     assert (tmp_path / "model.safetensors.index.json").exists()
-    assert_starts_alike(2, tmp_path, 0, {"dp_shard": 2})
+    assert_starts_alike(2, tmp_path, {"dp_shard": 2})
 
 
 def break_it(how, path):
