@@ -15,7 +15,7 @@ LAYERS = [
     ["build"],
     ["staging"],
     ["interchange", "integrations"],
-    ["run_folder", "encoding"],
+    ["run_folder", "encoding", "startup"],
     ["recipe"],
     ["stages", "methods", "callbacks"],
     ["training"],

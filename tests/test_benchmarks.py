@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 FOLDER = Path(__file__).parent.parent / "benchmarks"
-BENCHMARKS = ["startup.py", "encode.py"]
+BENCHMARKS = ["startup.py", "shares.py", "encode.py"]
 FILES = sorted(f for f in FOLDER.rglob("*.py") if ".venv-peers" not in f.parts)
 RESULTS = (FOLDER / "RESULTS.md").read_text(encoding="utf-8")
 

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from peft import PeftModel
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import surefoot
@@ -63,6 +64,19 @@ def test_the_mean_loss_of_a_resumed_run_is_that_of_all_its_steps(tmp_path):
     surefoot.train(project.recipe, train={"max_steps": 6})
     results = json.loads((project.run / "all_results.json").read_text())
     assert results["train_loss"] == pytest.approx(sum(losses(project.run).values()) / 6)
+
+
+def test_a_resumed_run_reads_no_weights_that_its_checkpoint_has(tmp_path):
+    same = {"method": "full", "data": {"packing": True}, "train": {"max_steps": 4}}
+    same["optim"] = {"adamw": {"learning_rate": 0.003, "schedule": "constant"}}
+    project, twin = (Project(tmp_path / name, **same) for name in "ab")
+    surefoot.train(twin.recipe)
+    surefoot.train(project.recipe, train={"max_steps": 2})
+    path = project.folder / "model" / "model.safetensors"
+    zeros = {name: torch.zeros_like(tensor) for name, tensor in load_file(path).items()}
+    save_file(zeros, path, {"format": "pt"})
+    surefoot.train(project.recipe)
+    assert losses(project.run) == losses(twin.run)
 
 
 def test_recomputing_activations_changes_no_loss(tmp_path):

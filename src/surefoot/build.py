@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -50,11 +50,12 @@ from .optim.state import NamedState
 from .parallel.engine import Forward, plain
 from .parallel.pipeline import passed, piped
 from .parallel.sequence import widened
-from .parallel.shard import layers, shard
+from .parallel.shard import gather_nothing, layers, shard
 from .parallel.vocabulary import cut_vocabulary
 from .parallel.world import ALONE, World
 from .recipe.recipe import Recipe, dump
 from .staging import Staging, staged
+from .startup import Values, begin, check_packed
 from .training.callback import Callbacks, Context, TrainerCallback
 from .training.interval import Interval
 from .training.precision import LossScaler, PrecisionName, autocast, choose
@@ -92,7 +93,8 @@ def build(
     codec = build_codec(recipe, base)
     with world.main_first():
         data = prepare_data(recipe, codec)
-    policy = build_policy(recipe, base, codec.tokenizer)
+    is_kept = resume is not None and not is_theirs and recipe.method.kind == "full"
+    policy = build_policy(recipe, base, codec.tokenizer, world, is_read=not is_kept)
     saver = build_saver(recipe, policy, codec, base, world)
     trainer = assemble(recipe, policy, data, saver, world)
     trainer.callbacks.members = [*standard_callbacks(recipe, world), *callbacks]
@@ -104,6 +106,10 @@ def build(
             load_checkpoint(resume, trainer.states)
             trainer.saver.newest = resume
         logger.info("going on from %s, step %d", resume.name, trainer.state.global_step)
+    if recipe.data.packing and policy.values is not None:
+        policy.model.eval()
+        check_packed(trainer.forward, policy.inner)  # it has values only now
+        gather_nothing(policy.model)
     trainer.callbacks.emit("on_init_end")
     return trainer
 
@@ -133,22 +139,43 @@ class Policy:
     model: nn.Module
     inner: PreTrainedModel  # the same without its adapter
     weights: FullWeights | AdapterWeights  # what its checkpoints hold
+    values: Values | None = None  # of a model that has none yet
 
 
-def build_policy(recipe: Recipe, base: Path, tokenizer: PreTrainedTokenizerBase) -> Policy:
-    """The pretrained model, made ready to learn by the recipe's method."""
+def build_policy(
+    recipe: Recipe,
+    base: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    world: World = ALONE,
+    *,
+    is_read: bool = True,
+) -> Policy:
+    """The pretrained model, made ready to learn by the recipe's method.
+
+    If several processes will share it, or if it is not to be read, because a checkpoint has all of
+    it, it has no values yet.
+    """
     dtype = training_dtype(recipe.model)
-    model = load_model(base, recipe.model, dtype=dtype, weights=scattered(base))
+    start = None
+    if world.mesh is not None or not is_read:
+        start = begin(base, recipe.model, dtype=dtype)
+    model = (
+        load_model(base, recipe.model, dtype=dtype, weights=scattered(base))
+        if start is None
+        else start.model
+    )
     grew = grow_embeddings(model, tokenizer)
     if recipe.data.packing:
-        attention.use_packed(model)
+        (attention.use_packed if start is None else attention.switch_to_packed)(model)
     if recipe.model.gradient_checkpointing:
         recompute_activations(model)
     seed_everything(recipe.train.seed, 1)
+    method: Callable[[PreTrainedModel], nn.Module] = recipe.method.apply
     if recipe.model.adapter is not None:
-        policy = continue_adapter(model, recipe.model.adapter)
-    else:
-        policy = recipe.method.apply(model)
+        method = partial(continue_adapter, folder=recipe.model.adapter)
+    policy, values = (method(model), None) if start is None else start.apply(method)
+    if values is not None and not is_read:
+        values = Values({})
     if grew:
         _refuse_frozen_new_tokens(policy)
     upcast_trained(policy, recipe.model)
@@ -156,7 +183,8 @@ def build_policy(recipe: Recipe, base: Path, tokenizer: PreTrainedTokenizerBase)
     share = learning / sum(p.numel() for p in policy.parameters())
     logger.info("%s parameters learn, %.3g %% of all", f"{learning:,}", 100 * share)
     is_adapter = recipe.method.kind == "adapter"
-    return Policy(policy, model, AdapterWeights(policy) if is_adapter else FullWeights(model))
+    weights = AdapterWeights(policy) if is_adapter else FullWeights(model)
+    return Policy(policy, model, weights, values)
 
 
 def _refuse_frozen_new_tokens(policy: nn.Module) -> None:
@@ -217,6 +245,8 @@ def assemble(recipe: Recipe, policy: Policy, data: Prepared, saver: Saver, world
         recipe.parallel,
         dtype=torch.bfloat16 if precision == "bf16" else None,
     )
+    if policy.values is not None:
+        policy.values.fill(policy.model, found, world)
     if recipe.model.compile:
         compile_layers(layers(policy.model))
     cuts = {names[name]: cut for name, cut in found.items()}

@@ -252,7 +252,7 @@ def _rehearse(skeleton: Skeleton, batch: Batch) -> Pass:
         with mode, live:
             with autocast(skeleton.setting.precision, CPU):
                 found = outputs.compute(
-                    skeleton.model, here, stage.needs, known, skeleton.vocabulary
+                    skeleton.model, here, stage.needs, known, vocabulary=skeleton.vocabulary
                 )
             loss = stage.loss(found, here).total
             del found

@@ -144,10 +144,15 @@ def use_packed(model: PreTrainedModel) -> None:
     """
     switch_to_packed(model)
     if not _keeps_documents_apart(model):
-        raise ModelError(
-            f"{type(model).__name__}: examples laid in one row would see each other in this "
-            "architecture; set data.packing: false"
-        )
+        raise ModelError(mixes_documents(model))
+
+
+def mixes_documents(model: PreTrainedModel) -> str:
+    """What to say of a model that cannot take packed rows."""
+    return (
+        f"{type(model).__name__}: examples laid in one row would see each other in this "
+        "architecture; set data.packing: false"
+    )
 
 
 def switch_to_packed(model: PreTrainedModel) -> None:

@@ -14,7 +14,13 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.utils.logging import disable_progress_bar
 
 from ..errors import ModelError
@@ -113,12 +119,14 @@ def load_model(
 ) -> PreTrainedModel:
     """The causal language model in ``folder``, on this process's device, in evaluation mode.
 
-    ``weights`` are given where they lie in ``folder`` in a form that transformers cannot read.
+    ``weights`` are given where they lie in ``folder`` in a form that transformers cannot read. If
+    they are on the meta device, so is the model.
 
     Raises:
         ModelError: not a causal language model, or weights that are missing, unexpected or damaged.
     """
     attention = None if section.attention == "auto" else section.attention
+    is_empty = weights is not None and any(tensor.is_meta for tensor in weights.values())
     disable_progress_bar()  # of transformers; the screen is ours
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=section.trust_remote_code)
@@ -130,12 +138,15 @@ def load_model(
             state_dict=None if weights is None else dict(weights),
             config=config,
             dtype=dtype,
+            device_map={"": torch.device("meta")} if is_empty else None,
             attn_implementation=attention,
             use_safetensors=True,
             trust_remote_code=section.trust_remote_code,
             ignore_mismatched_sizes=True,  # reported below, with their names
             output_loading_info=True,
         )
+        if weights is not None:
+            _name(model, folder)
     except (SafetensorError, json.JSONDecodeError) as error:
         raise ModelError(
             f"{folder}: damaged or truncated file: {error}; fetch the model again"
@@ -145,7 +156,16 @@ def load_model(
             f"{folder}: cannot load the model: {str(error).strip().splitlines()[0]}"
         ) from None
     _check_complete(folder, info)
-    return model.to(device()).eval()
+    return (model if is_empty else model.to(device())).eval()
+
+
+def _name(model: PreTrainedModel, folder: Path) -> None:
+    """What a model learns of its folder beside the weights, had it been loaded from there."""
+    model.name_or_path = model.config.name_or_path = str(folder)
+    if model.can_generate():
+        is_there = (folder / "generation_config.json").is_file()
+        other = {} if is_there else {"config_file_name": "config.json", "_from_model_config": True}
+        model.generation_config = GenerationConfig.from_pretrained(folder, **other)
 
 
 def _check_complete(folder: Path, info: dict[str, object]) -> None:

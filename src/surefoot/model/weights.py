@@ -123,11 +123,11 @@ def trained(
 def names_in_files(model: nn.Module, weights: FullWeights | AdapterWeights) -> dict[str, str]:
     """For each parameter of ``model`` its name in the weight files, or its own where it has none
     there."""
-    in_files = {_place(tensor): name for name, tensor in weights.state_dict().items()}
-    return {name: in_files.get(_place(p), name) for name, p in model.named_parameters()}
+    in_files = {place(tensor): name for name, tensor in weights.state_dict().items()}
+    return {name: in_files.get(place(p), name) for name, p in model.named_parameters()}
 
 
-def _place(tensor: torch.Tensor) -> tuple[int, int, int]:
+def place(tensor: torch.Tensor) -> tuple[int, int, int]:
     """Where the values lie; on the meta device, which has no addresses, where they would lie."""
     return tensor.untyped_storage()._cdata, int(tensor.storage_offset()), tensor.numel()
 

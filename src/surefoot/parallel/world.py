@@ -122,6 +122,14 @@ class World:
         dist.broadcast_object_list(held, src=0, group=self.patient)
         return held[0]
 
+    def first_of(self, value: str | None) -> str | None:
+        """What the first process has to say, of those that do."""
+        if self.mesh is None:
+            return value
+        held: list[str | None] = [None] * self.size
+        dist.all_gather_object(held, value)
+        return next((said for said in held if said is not None), None)
+
     def wait(self) -> None:
         """Until every process is here."""
         if self.mesh is not None:

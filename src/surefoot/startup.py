@@ -1,0 +1,250 @@
+"""The start of a model that is held in parts: made without values, cut, then filled part by part.
+
+No process ever holds the whole model: each reads, of every tensor that is still in the model when
+it has been cut, the box that it holds. What a method adds (adapters) has the values that it would
+have in one process.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from .batch import IGNORE_INDEX, Batch, Outputs
+from .checkpoint.box import Box
+from .checkpoint.boxed import part
+from .checkpoint.layouts import open_folder
+from .checkpoint.lora import same_values
+from .checkpoint.source import Source, read_whole
+from .cuts import Cuts
+from .errors import CheckpointError, ModelError
+from .model import attention
+from .model.empty import (
+    Remembered,
+    give_memory,
+    kept_tensors,
+    load_empty,
+    names_stored,
+    why_not_empty,
+)
+from .model.load import device
+from .model.section import ModelSection
+from .parallel.world import World
+
+logger = logging.getLogger(__name__)
+Reader = Callable[[Box], torch.Tensor]  # the values of one box of one tensor
+BLOCK = 1 << 20  # elements read at a time
+_READERS = 4  # threads
+_COPY, _ORIGINAL = ".modules_to_save.default.", ".original_module."  # as PEFT calls them
+_MAGNITUDE, _BASE = ".lora_magnitude_vector.default.", ".base_layer."
+
+
+@dataclass(frozen=True)
+class Start:
+    """A model without values, and the files that have them."""
+
+    model: PreTrainedModel  # on the meta device
+    source: Source
+
+    def apply(self, method: Callable[[PreTrainedModel], nn.Module]) -> tuple[nn.Module, Values]:
+        """What ``method`` makes of the model, and where its values come from."""
+        kept = dict(kept_tensors(self.model))
+        known = {
+            kept[name]: self._reader(stored, kept[name])
+            for name, stored in names_stored(self.model, _metas(self.source)).items()
+        }
+        with Remembered() as drawn:
+            policy = method(self.model)
+        readers: dict[str, Reader] = {}
+        for name, tensor in kept_tensors(policy):
+            if tensor in known:
+                readers[name] = known[tensor]
+            elif (values := drawn.of(tensor)) is not None:
+                readers[name] = partial(_piece, values)
+        for name, tensor in kept_tensors(policy):
+            if name not in readers:
+                readers[name] = _made_of_others(name, tensor, policy, readers)
+        return policy, Values(readers)
+
+    def _reader(self, stored: str, tensor: torch.Tensor) -> Reader:
+        """Read ``stored`` as transformers would have: in the type of ``tensor``, and with new rows
+        where that has more."""
+        if tuple(tensor.shape) == self.source.shapes()[stored]:
+            return _Cast(partial(self.source.read, stored), tensor.dtype)
+        return _Grown(self.source, stored, tuple(tensor.shape), tensor.dtype)
+
+
+def begin(
+    base: Path,
+    section: ModelSection,
+    *,
+    dtype: torch.dtype | Literal["auto"],
+) -> Start | None:
+    """The model in ``base`` without values; None, said in the log, if it can only be loaded whole.
+
+    Raises ``ModelError`` as ``load_model`` does.
+    """
+    try:
+        why = why_not_empty(base, section)
+        source = None if why else open_folder(base)
+    except (CheckpointError, ValueError, OSError) as error:  # loading it whole will say more
+        why, source = str(error), None
+    if source is not None:
+        stored = _metas(source)
+        model = load_empty(base, section, dtype=dtype, stored=stored)
+        _settle_ties(model, source)
+        names = names_stored(model, stored)
+        odd = [name for name, _ in kept_tensors(model) if name not in names]
+        if not odd:
+            return Start(model, source)
+        why = f"{odd[0]} has no tensor of its own in the files"
+    logger.info("%s is loaded whole by every process: %s", base, why)
+    return None
+
+
+def _metas(source: Source) -> dict[str, torch.Tensor]:
+    dtypes = source.dtypes()
+    return {
+        name: torch.empty(shape, dtype=dtypes[name], device="meta")
+        for name, shape in source.shapes().items()
+    }
+
+
+def _settle_ties(model: PreTrainedModel, source: Source) -> None:
+    """Tie what is to be tied, but has values of its own in the files, if these are equal."""
+    stored = names_stored(model, _metas(source))
+    for one, other in list(model.all_tied_weights_keys.items()):
+        if one not in stored or other not in stored:
+            continue  # one object already
+        if not same_values(source, stored[one], stored[other]):
+            logger.warning("%s and %s are not tied: their values differ", one, other)
+            model.all_tied_weights_keys.pop(one)
+    model.tie_weights(recompute_mapping=False)
+
+
+@dataclass(frozen=True)
+class Values:
+    """Where the values of a model's tensors come from, by their names."""
+
+    readers: Mapping[str, Reader]
+
+    def fill(self, model: nn.Module, cuts: Mapping[str, Cuts], world: World) -> None:
+        """Give ``model`` memory on this process's device, and the parts that it holds now their
+        values.
+
+        Raises ``ModelError`` in every process if one cannot read.
+        """
+        give_memory(model, device())
+        tensors = dict(kept_tensors(model))
+
+        def fill(name: str) -> None:
+            found = part(name, tensors[name].detach(), cuts.get(name))
+            for block in found.box.blocks(BLOCK) if found.box.size else ():
+                found.values[block.slices_in(found.box)].copy_(self.readers[name](block))
+
+        problem = None
+        try:
+            with ThreadPoolExecutor(_READERS) as pool:
+                list(pool.map(fill, self.readers))
+        except CheckpointError as error:
+            problem = str(error)
+        if problem := world.first_of(problem):
+            raise ModelError(problem)
+
+
+@torch.no_grad()
+def check_packed(forward: Callable[[Batch], Outputs], model: PreTrainedModel) -> None:
+    """Prove that no document sees another in packed rows of ``model``, which may be in parts: all
+    processes run ``forward`` together. Raises ``ModelError``."""
+    lengths = (7, 9)
+    vocabulary = model.config.get_text_config().vocab_size
+    ids = torch.arange(sum(lengths))[None] % vocabulary
+    other = ids.clone()
+    other[:, : lengths[0]] = (other[:, : lengths[0]] + vocabulary // 2) % vocabulary
+    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+    labels = torch.where(torch.arange(sum(lengths)) > lengths[0], ids, IGNORE_INDEX)
+    bounds = torch.tensor([0, lengths[0], sum(lengths)], dtype=torch.int32)
+    first, second = (
+        forward(Batch(row, labels, positions, cu_seqlens=bounds).to(device())).logps
+        for row in (ids, other)
+    )
+    if not torch.equal(first, second):
+        raise ModelError(attention.mixes_documents(model))
+
+
+@dataclass(frozen=True)
+class _Cast:
+    """Values of another type."""
+
+    read: Reader
+    dtype: torch.dtype
+
+    def __call__(self, box: Box) -> torch.Tensor:
+        return self.read(box).to(self.dtype)
+
+
+@dataclass(frozen=True)
+class _Grown:
+    """A matrix with new rows, which are the mean of the old ones (see ``grow_embeddings``)."""
+
+    source: Source
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    _means: list[torch.Tensor] = field(default_factory=list)
+
+    def __call__(self, box: Box) -> torch.Tensor:
+        rows = self.source.shapes()[self.name][0]
+        found = torch.empty(box.shape, dtype=self.dtype)
+        old = box & Box.whole((rows, *self.shape[1:]))
+        if old is not None:
+            found[old.slices_in(box)] = self.source.read(self.name, old).to(self.dtype)
+        if box.stop[0] > rows:
+            new = max(0, rows - box.start[0])
+            columns = tuple(slice(a, b) for a, b in zip(box.start[1:], box.stop[1:], strict=True))
+            found[new:] = self._mean()[columns]
+        return found
+
+    def _mean(self) -> torch.Tensor:
+        if not self._means:  # to the bit as the mean of the whole: sums in one order
+            whole = read_whole(self.source, self.name).to(self.dtype)
+            self._means.append(whole.float().mean(0).to(self.dtype))
+        return self._means[0]
+
+
+def _piece(values: torch.Tensor, box: Box) -> torch.Tensor:
+    return values[box.slices_in(Box.whole(tuple(values.shape)))]
+
+
+def _made_of_others(
+    name: str, tensor: torch.Tensor, policy: nn.Module, readers: Mapping[str, Reader]
+) -> Reader:
+    """The values that PEFT would have made of those of other tensors: a copy, or the lengths of
+    rows (of a matrix that its update, zero at first, has not changed)."""
+    if (original := name.replace(_COPY, _ORIGINAL)) in readers:
+        return readers[original]
+    base = name.replace(_MAGNITUDE, _BASE)
+    if base in readers and tensor.dim() == 1:
+        weight = policy.get_parameter(base)
+        return partial(_row_lengths, readers[base], weight.shape[1])
+    raise ModelError(f"{name}: no values to start from are known")
+
+
+def _row_lengths(read: Reader, columns: int, box: Box) -> torch.Tensor:
+    rows = Box((*box.start, 0), (*box.shape, columns))
+    found = [torch.linalg.norm(read(block), dim=1) for block in _whole_rows(rows)]
+    return torch.cat(found)
+
+
+def _whole_rows(box: Box) -> list[Box]:
+    """``box`` in blocks of whole rows."""
+    return list(box.blocks(max(BLOCK, box.shape[1])))

@@ -1,0 +1,372 @@
+"""A model that no process ever holds whole starts as the one that ``from_pretrained`` loads."""
+
+import errno
+import os
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
+
+import folders
+import ranks
+import small
+import tiny
+from spread import learn, save
+from surefoot import files
+from surefoot.build import assemble, build_policy
+from surefoot.checkpoint.section import CheckpointSection
+from surefoot.data.prepare import Prepared
+from surefoot.data.report import Report
+from surefoot.data.section import DataSection
+from surefoot.errors import ModelError
+from surefoot.methods.freeze import Freeze
+from surefoot.methods.full import Full
+from surefoot.methods.lora import LoRA
+from surefoot.model.load import load_model
+from surefoot.model.section import ModelSection
+from surefoot.optim.adamw import AdamW
+from surefoot.parallel.world import ALONE
+from surefoot.recipe.recipe import Recipe
+from surefoot.stages.sft import SFT
+from surefoot.startup import begin, check_packed
+from surefoot.training.saver import Saver
+from surefoot.training.section import TrainSection
+
+UNEVEN = {"intermediate_size": 130, "num_hidden_layers": 2}  # and 259 tokens
+CLOSE = 1e-5  # of mean losses and of gradient norms: float32 sums in another order
+ADAPTER = LoRA(rank=3, alpha=8.0)
+
+
+def begun(world, folder, *, method=None, model=None, tokens=(), packing=False, precision="fp32"):
+    """The trainer of the model in ``folder``, at its start."""
+    recipe = Recipe(
+        model=ModelSection(path=str(folder), **(model or {})),
+        data=DataSection(datasets=("unused",), packing=packing),
+        method=method or Full(),
+        stage=SFT(),
+        train=TrainSection(
+            output_dir=folder / "out",
+            max_steps=4,
+            global_batch_size=4,
+            micro_batch_size=2,
+            precision=precision,
+        ),
+        optim=AdamW(learning_rate=5e-3),
+    )
+    policy = build_policy(recipe, folder, folders.tokenizer(extra=tokens), world)
+    saver = Saver(
+        output_dir=folder / "out",
+        section=CheckpointSection(),
+        kind=recipe.method.kind,
+        companions={},
+        steps={},
+        world=world,
+    )
+    made = assemble(recipe, policy, Prepared(small.examples(), {}, Report(())), saver, world)
+    if packing and policy.values is not None:
+        check_packed(made.forward, policy.inner)
+    return made
+
+
+def whole(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def data(tensor):
+    found = whole(tensor).detach().clone().reshape(-1)
+    return found.view(torch.uint8).numpy().tobytes()
+
+
+def contents(policy):
+    """Every parameter and buffer, whole, as (type, bytes), under all its names."""
+    tensors = dict(policy.named_parameters(remove_duplicate=False)) | dict(policy.named_buffers())
+    return {name: (t.requires_grad, t.dtype, data(t)) for name, t in tensors.items()}
+
+
+def assert_starts_alike(count, folder, parallel, *cases, steps=0):
+    """Processes start from what one starts from, to the bit, and learn the same, in each case."""
+    cases = cases or ({},)
+    expected = []
+    for case in cases:
+        alone = begun(ALONE, folder, **case)
+        expected.append((contents(alone.models.policy), learn(alone, steps)))
+
+    def work(world):
+        for case, (values, losses) in zip(cases, expected, strict=True):
+            made = begun(world, folder, **case)
+            found = contents(made.models.policy)
+            assert found.keys() == values.keys()
+            assert [name for name in values if found[name] != values[name]] == [], case
+            for ours, theirs in zip(learn(made, steps), losses, strict=True):
+                assert ours == pytest.approx(theirs, abs=CLOSE, rel=CLOSE), case
+
+    ranks.run(count, work, **parallel)
+
+
+KINDS = {
+    "llama": {},
+    "qwen2": {},  # tied, with biases
+    "qwen3": {},
+    "gemma2": {},
+    "phi3": {},
+    "tied llama": {"tie_word_embeddings": True},
+}
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("parallel", [{"dp_shard": 2}, {"tp": 2}], ids=str)
+def test_two_start_with_the_values_of_the_files(kind, parallel, tmp_path):
+    folders.save_model(tmp_path, kind.split()[-1], **KINDS[kind], **UNEVEN)
+    assert_starts_alike(2, tmp_path, parallel, steps=1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_stand_in_for_one_process_has_the_values_of_the_files(kind, tmp_path):
+    folders.save_model(tmp_path, kind.split()[-1], **KINDS[kind], **UNEVEN)
+    section = ModelSection(path=str(tmp_path))
+    for dtype in (torch.float32, torch.bfloat16, "auto"):
+        expected = load_model(tmp_path, section, dtype=dtype)
+        start = begin(tmp_path, section, dtype=dtype)
+        policy, values = start.apply(Full().apply)
+        values.fill(policy, {}, ALONE)
+        assert contents(policy) == contents(expected)
+        assert policy.config.to_dict() == expected.config.to_dict()
+        assert policy.generation_config.to_dict() == expected.generation_config.to_dict()
+        assert policy.name_or_path == expected.name_or_path
+
+
+def save_mixture(folder):
+    """Experts are one tensor in memory, and many in the file."""
+    config = MixtralConfig(**{**tiny.SIZES, "vocab_size": 259}, num_local_experts=4)
+    MixtralForCausalLM(config).save_pretrained(folder)
+
+
+def test_what_is_made_of_several_tensors_is_loaded_whole(tmp_path, caplog):
+    save_mixture(tmp_path)
+    with caplog.at_level("INFO"):
+        assert begin(tmp_path, ModelSection(path=str(tmp_path)), dtype=torch.float32) is None
+    assert "is loaded whole by every process" in caplog.text
+    assert "experts.gate_up_proj has no tensor of its own in the files" in caplog.text
+
+
+@pytest.mark.parametrize("method", [Full(), LoRA(rank=3, targets=("q_proj", "o_proj"))])
+def test_a_mixture_is_loaded_whole_and_learns_in_parts(tmp_path, method):
+    save_mixture(tmp_path)
+
+    def work(world):
+        made = begun(world, tmp_path, method=method)
+        losses = learn(made, 1)
+        save(made, tmp_path / "out")
+        return losses
+
+    (alone,) = learn(begun(ALONE, tmp_path, method=method), 1)
+    for (ours,) in ranks.run(2, work):
+        assert ours == pytest.approx(alone, abs=CLOSE, rel=CLOSE)
+
+
+def test_parts_of_parts_too(tmp_path):
+    folders.save_model(tmp_path, "qwen2", **UNEVEN)
+    assert_starts_alike(4, tmp_path, {"tp": 2}, {}, {"method": ADAPTER}, steps=1)
+
+
+METHODS = [
+    Freeze(num_layers=1, extra_modules=("norm",)),
+    ADAPTER,
+    LoRA(rank=3, dora=True),
+    LoRA(rank=3, modules_to_save=("lm_head",)),
+    LoRA(rank=3, targets=("q_proj", "embed_tokens"), rslora=True),
+]
+
+
+def test_what_a_method_adds_is_drawn_as_in_one_process(tmp_path):
+    folders.save_model(tmp_path, **UNEVEN)
+    cases = ({"method": method} for method in METHODS)
+    assert_starts_alike(2, tmp_path, {"dp_shard": 2}, *cases, steps=1)
+
+
+def test_an_adapter_to_go_on_from_is_read(tmp_path):
+    base = folders.save_model(tmp_path / "base", **UNEVEN)
+    adapter = folders.save_adapter(base, tmp_path / "adapter", modules_to_save=["lm_head"])
+    case = {"method": ADAPTER, "model": {"adapter": adapter}}
+    assert_starts_alike(2, base, {"tp": 2}, case, steps=1)
+
+
+HALF = {"dtype": "bfloat16"}
+
+
+def test_values_are_read_in_the_type_of_the_recipe(tmp_path):
+    folders.save_model(tmp_path, "qwen2", dtype=torch.bfloat16, **UNEVEN)
+    methods = (Full(), ADAPTER, METHODS[2])
+    cases = [{"method": method, "model": model} for method in methods for model in ({}, HALF)]
+    assert_starts_alike(2, tmp_path, {"dp_shard": 2}, *cases)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+def test_new_tokens_start_at_the_mean(kind, tmp_path):
+    folders.save_model(tmp_path, kind, **UNEVEN)
+    assert_starts_alike(2, tmp_path, {"tp": 2}, {"tokens": ("<a>", "<b>", "<c>")})
+
+
+def test_packed_rows(tmp_path):
+    folders.save_model(tmp_path, **UNEVEN)
+    cases = {"packing": True}, {"packing": True, "method": ADAPTER}
+    assert_starts_alike(2, tmp_path, {"tp": 2}, *cases, steps=1)
+
+
+@pytest.mark.parametrize("parallel", [{"dp_shard": 2}, {"tp": 2}], ids=str)
+def test_adapters_in_float32_beside_a_base_in_bfloat16(parallel, tmp_path):
+    folders.save_model(tmp_path, "qwen2", dtype=torch.bfloat16, **UNEVEN)
+    case = {"method": ADAPTER, "model": HALF, "precision": "bf16"}
+    alone = learn(begun(ALONE, tmp_path, **case), 2)
+
+    def work(world):
+        made = begun(world, tmp_path, **case)
+        found = {(p.requires_grad, p.dtype) for p in made.models.policy.parameters()}
+        assert found == {(True, torch.float32), (False, torch.bfloat16)}
+        return learn(made, 2)
+
+    for found in ranks.run(2, work, **parallel):
+        for ours, theirs in zip(found, alone, strict=True):
+            assert ours == pytest.approx(theirs, abs=5e-3, rel=5e-3)
+
+
+class Counting:
+    """``os``, that counts the bytes it reads of the files in a folder."""
+
+    def __init__(self, folder):
+        self.folder, self.count, self.opened = str(folder), 0, set()
+
+    def __getattr__(self, name):
+        return getattr(os, name)
+
+    def open(self, path, *args, **kwargs):
+        descriptor = os.open(path, *args, **kwargs)
+        if str(path).startswith(self.folder):
+            self.opened.add(descriptor)
+        return descriptor
+
+    def preadv(self, descriptor, *args):
+        count = os.preadv(descriptor, *args)
+        self.count += count if descriptor in self.opened else 0
+        return count
+
+
+def head(folder):
+    """The bytes of a weight file before its tensors."""
+    with (folder / "model.safetensors").open("rb") as file:
+        return 8 + int.from_bytes(file.read(8), "little")
+
+
+@pytest.mark.parametrize(
+    ("count", "parallel"), [(2, {"dp_shard": 2}), (4, {"tp": 2}), (2, {"dp_replicate": 2})], ids=str
+)
+def test_each_process_reads_what_it_holds_and_no_more(count, parallel, tmp_path, monkeypatch):
+    folders.save_model(tmp_path, "qwen2", dtype=torch.bfloat16, **UNEVEN)
+    numel = sum(p.numel() for p in begun(ALONE, tmp_path).models.policy.parameters())
+
+    def work(world):
+        monkeypatch.setattr(files, "os", counting := Counting(tmp_path))
+        made = begun(world, tmp_path)
+        held = sum(p.to_local().numel() for p in made.models.policy.parameters())
+        assert counting.count == head(tmp_path) + 2 * held  # bytes of bfloat16
+        return held
+
+    found = ranks.run(count, work, **parallel)
+    copies = parallel.get("dp_replicate", 1)
+    assert max(found) <= 1.05 * copies * numel / count
+
+
+def test_only_what_is_left_in_the_model_is_read(tmp_path, monkeypatch):
+    folders.save_model(tmp_path, **UNEVEN)
+    monkeypatch.setattr(files, "os", counting := Counting(tmp_path))
+    start = begin(tmp_path, ModelSection(path=str(tmp_path)), dtype=torch.float32)
+    del start.model.model.layers[0], start.model.model.embed_tokens
+    policy, values = start.apply(Full().apply)
+    values.fill(policy, {}, ALONE)
+    held = sum(p.numel() for p in policy.parameters())
+    assert counting.count == head(tmp_path) + 4 * held
+
+
+@pytest.mark.parametrize("differ", [False, True], ids=["equal", "other"])
+def test_a_head_that_is_tied_but_stored_is_tied_if_it_is_equal(differ, tmp_path):
+    folders.save_model(tmp_path, "qwen2", **UNEVEN)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + (1.0 if differ else 0.0)
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    assert_starts_alike(2, tmp_path, {"dp_shard": 2}, steps=1)
+
+
+def test_a_file_of_the_bare_model_lacks_its_prefix(tmp_path):
+    folders.save_model(tmp_path, "qwen2", **UNEVEN)
+    tensors = load_file(tmp_path / "model.safetensors")
+    bare = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+    save_file(bare, tmp_path / "model.safetensors", {"format": "pt"})
+    assert_starts_alike(2, tmp_path, {"dp_shard": 2})
+
+
+def test_a_model_in_several_files(tmp_path):
+    folders.save_model(tmp_path, **UNEVEN)
+    whole = AutoModelForCausalLM.from_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    whole.save_pretrained(tmp_path, max_shard_size="60KB")
+    assert (tmp_path / "model.safetensors.index.json").exists()
+    assert_starts_alike(2, tmp_path, {"dp_shard": 2})
+
+
+def break_it(how, path):
+    tensors = load_file(path)
+    if how == "missing":
+        del tensors["model.norm.weight"]
+    elif how == "unexpected":
+        tensors["model.odd.weight"] = torch.zeros(3)
+    else:
+        tensors["model.norm.weight"] = torch.zeros(3)
+    save_file(tensors, path, {"format": "pt"})
+
+
+@pytest.mark.parametrize("how", ["missing", "unexpected", "mismatched"])
+def test_other_tensors_than_the_model_s_are_named_by_every_process(how, tmp_path):
+    folders.save_model(tmp_path, **UNEVEN)
+    break_it(how, tmp_path / "model.safetensors")
+
+    def work(world):
+        with pytest.raises(ModelError, match=rf"1 tensors {how} \(.*model\.(norm|odd)\.weight"):
+            begun(world, tmp_path)
+
+    ranks.run(2, work)
+
+
+def test_a_truncated_file_is_named_by_every_process(tmp_path):
+    folders.save_model(tmp_path, **UNEVEN)
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+
+    def work(world):
+        with pytest.raises(ModelError, match="damaged or truncated"):
+            begun(world, tmp_path)
+
+    ranks.run(2, work)
+
+
+class Failing(Counting):
+    """``os`` on a disk that gives the head of a file only."""
+
+    def preadv(self, descriptor, buffers, offset):
+        if descriptor in self.opened and offset > 8:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return super().preadv(descriptor, buffers, offset)
+
+
+def test_a_disk_that_fails_one_process_is_an_error_in_all(tmp_path, monkeypatch):
+    folders.save_model(tmp_path, **UNEVEN)
+
+    def work(world):
+        if world.rank == 1:
+            monkeypatch.setattr(files, "os", Failing(tmp_path))
+        with pytest.raises(ModelError, match=r"model\.safetensors.*input/output error"):
+            begun(world, tmp_path)
+
+    ranks.run(2, work)
