@@ -1,6 +1,8 @@
 """Stages one after the other give what the whole model gives, to the bit."""
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -63,6 +65,16 @@ def test_each_parameter_is_in_one_stage_but_a_tied_one_under_its_own_name(kind):
     both = of_stages[0] & of_stages[2]
     assert both == ({"model.embed_tokens.weight"} if kind == "qwen2" else set())
     assert sum(map(len, kept)) == len(names) + len(both)
+
+
+def test_nothing_keeps_what_other_stages_have():
+    model = tiny.model()
+    gone = [*model.model.layers[1:], model.model.norm, model.lm_head]
+    gone = [weakref.ref(parameter) for module in gone for parameter in module.parameters()]
+    stages = keep(model, [0], 3)
+    gc.collect()
+    assert stages.last == 2
+    assert not any(reference() is not None for reference in gone)
 
 
 @pytest.mark.parametrize(
