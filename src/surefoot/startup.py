@@ -52,16 +52,18 @@ _MAGNITUDE, _BASE = ".lora_magnitude_vector.default.", ".base_layer."
 class Start:
     """A model without values, and the files that have them."""
 
-    model: PreTrainedModel  # on the meta device
+    model: PreTrainedModel  # on the meta device; may be pruned or grown before a method is applied
     source: Source
+    stored: Mapping[torch.Tensor, str]  # each tensor of the model: its name in the files
+    names: Mapping[str, str]  # the same by its names in the model
 
     def apply(self, method: Callable[[PreTrainedModel], nn.Module]) -> tuple[nn.Module, Values]:
         """What ``method`` makes of the model, and where its values come from."""
-        kept = dict(kept_tensors(self.model))
-        known = {
-            kept[name]: self._reader(stored, kept[name])
-            for name, stored in names_stored(self.model, _metas(self.source)).items()
+        found = {  # by its name: what has been put in the place of a tensor since, grown or copied
+            tensor: self.stored.get(tensor) or self.names.get(name)
+            for name, tensor in kept_tensors(self.model)
         }
+        known = {tensor: self._reader(name, tensor) for tensor, name in found.items() if name}
         with Remembered() as drawn:
             policy = method(self.model)
         readers: dict[str, Reader] = {}
@@ -105,7 +107,9 @@ def begin(
         names = names_stored(model, stored)
         odd = [name for name, _ in kept_tensors(model) if name not in names]
         if not odd:
-            return Start(model, source)
+            known = {tensor: names[name] for name, tensor in kept_tensors(model)}
+            aliases = model.named_parameters(remove_duplicate=False)
+            return Start(model, source, known, names | {name: known[p] for name, p in aliases})
         why = f"{odd[0]} has no tensor of its own in the files"
     logger.info("%s is loaded whole by every process: %s", base, why)
     return None

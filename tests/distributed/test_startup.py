@@ -281,13 +281,28 @@ def test_each_process_reads_what_it_holds_and_no_more(count, parallel, tmp_path,
 
 def test_only_what_is_left_in_the_model_is_read(tmp_path, monkeypatch):
     folders.save_model(tmp_path, **UNEVEN)
+    section = ModelSection(path=str(tmp_path))
+    whole = load_model(tmp_path, section, dtype=torch.float32)
     monkeypatch.setattr(files, "os", counting := Counting(tmp_path))
-    start = begin(tmp_path, ModelSection(path=str(tmp_path)), dtype=torch.float32)
+    start = begin(tmp_path, section, dtype=torch.float32)
     del start.model.model.layers[0], start.model.model.embed_tokens
     policy, values = start.apply(Full().apply)
     values.fill(policy, {}, ALONE)
     held = sum(p.numel() for p in policy.parameters())
     assert counting.count == head(tmp_path) + 4 * held
+    assert contents(policy.model.layers[0]) == contents(whole.model.layers[1])
+    assert torch.equal(policy.lm_head.weight, whole.lm_head.weight)
+
+
+def test_a_copy_of_what_was_tied_is_read_as_well(tmp_path):
+    folders.save_model(tmp_path, "qwen2", **UNEVEN)
+    start = begin(tmp_path, ModelSection(path=str(tmp_path)), dtype=torch.float32)
+    tied = start.model.lm_head.weight
+    start.model.lm_head.weight = torch.nn.Parameter(torch.empty_like(tied))
+    policy, values = start.apply(Full().apply)
+    values.fill(policy, {}, ALONE)
+    assert policy.lm_head.weight is not policy.model.embed_tokens.weight
+    assert torch.equal(policy.lm_head.weight, policy.model.embed_tokens.weight)
 
 
 @pytest.mark.parametrize("differ", [False, True], ids=["equal", "other"])

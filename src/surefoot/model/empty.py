@@ -27,8 +27,10 @@ Tensors = Mapping[str, torch.Tensor]
 def why_not_empty(folder: Path, section: ModelSection) -> str | None:
     """Why the model in ``folder`` can only be loaded whole; None if it need not be."""
     config = AutoConfig.from_pretrained(folder, trust_remote_code=section.trust_remote_code)
-    if type(config) not in AutoModelForCausalLM._model_mapping:
-        return "its code is its own"
+    is_theirs = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
+    has_ours = type(config) in AutoModelForCausalLM._model_mapping
+    if not has_ours or (is_theirs and section.trust_remote_code):
+        return "its code comes with it"
     if getattr(config, "quantization_config", None) is not None:
         return "its weights are quantized"
     return None
