@@ -36,6 +36,8 @@ _CREATE = os.O_RDWR | os.O_CLOEXEC | os.O_CREAT | os.O_EXCL
 
 _CLONE = 0x40049409  # FICLONE of linux/fs.h
 
+_ATTEMPTS = 100  # to remove a folder that another process still writes into
+
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EBADF)  # on some network disks
 
 
@@ -342,9 +344,9 @@ def list_folder(path: Path) -> list[str]:
 def remove_tree(path: Path) -> None:
     """Remove a file, a link (not what it leads to) or a folder with all it holds, however deep.
 
-    What has gone meanwhile is no error, so that two processes may clean up at once.
+    What goes or comes meanwhile is no error: other processes may clean up, or still write there.
     """
-    left = [path]
+    left, patience = [path], _ATTEMPTS
     while left:
         try:
             if not stat.S_ISDIR(os.lstat(left[-1]).st_mode):
@@ -356,6 +358,10 @@ def remove_tree(path: Path) -> None:
                 os.rmdir(left[-1])
         except FileNotFoundError:
             pass
+        except OSError as error:
+            if error.errno != errno.ENOTEMPTY or not (patience := patience - 1):
+                raise
+            continue
         left.pop()
 
 

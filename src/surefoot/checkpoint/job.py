@@ -9,6 +9,8 @@ from pathlib import Path
 from .index import Kind, Layout
 from .plan import FilePlan
 
+MOST_ATTEMPTS = 2  # to write a job of which a process was killed, or one that several write
+
 
 @dataclass(frozen=True)
 class Shard:
@@ -36,6 +38,7 @@ class Job:
     world_size: int = 1
     mesh: Mapping[str, int] = field(default_factory=dict)
     nonce: str | None = None  # of the folder aside, on which they have agreed
+    attempt: int = 0  # how often it has failed; a folder aside for each
     share: bool = True  # files equal to the parent's are linked instead of written again
     name: str | None = None  # of the folder, if it is not checkpoint-{step}
 
@@ -43,6 +46,10 @@ class Job:
     def target(self) -> Path:
         """The folder that the checkpoint will be."""
         return self.root / (self.name or f"checkpoint-{self.step}")
+
+    def nonce_of(self, attempt: int) -> str | None:
+        """That of one attempt."""
+        return None if self.nonce is None else f"{self.nonce}{attempt:x}"
 
 
 @dataclass(frozen=True)
@@ -54,3 +61,4 @@ class Saved:
     num_shared: int = 0  # of these, bytes that lie in files it shares with its parent
     seconds: float = 0.0  # from the first byte to the commit
     problem: str | None = None  # why an older checkpoint could not be removed
+    is_committed: bool = True  # as far as a process knows that is not the first

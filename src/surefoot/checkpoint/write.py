@@ -19,7 +19,7 @@ from .folder import CheckpointFolder, open_checkpoint
 from .index import MANIFEST, Manifest, Piece, dump
 from .job import Job, Saved, Shard
 from .sharding import explained
-from .together import Written, contribute, gather
+from .together import Written, begin, contribute, gather
 
 
 class Content(Protocol):
@@ -41,7 +41,7 @@ def write(
     """Write and commit ``job``; it is on the disk when this returns.
 
     Of several processes that write a checkpoint together, the first commits it, once all others
-    have reported their part; these return when they have.
+    have reported their part; these return when it has.
 
     ``started`` is called once the folder aside is there and locked; it may raise to give up.
     Raises ``CheckpointError``, leaving nothing behind, if the checkpoint exists already or the disk
@@ -51,13 +51,17 @@ def write(
     target = job.target
     if job.rank > 0:
         with files.raising(CheckpointError, f"cannot save {target}"):
-            size = contribute(job, lambda folder: write_files(job, content, folder), started)
-        return Saved(target, size, 0, time.monotonic() - began)
+            own, done = contribute(job, lambda path: write_files(job, content, path), is_orphan)
+        return Saved(target, own, 0, time.monotonic() - began, is_committed=done)
     with files.raising(CheckpointError, f"cannot save {target}"):
+        if job.attempt and (size := _size_of(job)) is not None:  # the writer died after the commit
+            return Saved(target, size, 0, time.monotonic() - began, _forget(job))
         refuse_existing(target)
-        with aside(target, job.nonce) as part:
+        with aside(target, job.nonce_of(job.attempt)) as part:
             if started is not None:
                 started()
+            if job.nonce is not None:
+                begin(part.folder)
             written = write_files(job, content, part.folder)
             if job.nonce is not None:  # others write their part
                 gather(job, part.folder, written, is_orphan)
@@ -65,6 +69,14 @@ def write(
     size = sum(written.files.values())
     seconds = time.monotonic() - began
     return Saved(target, size, written.num_shared, seconds, _forget(job))
+
+
+def _size_of(job: Job) -> int | None:
+    """The bytes of the checkpoint, if ``job`` has been committed."""
+    if not files.exists(job.target / MANIFEST):
+        return None
+    manifest = open_checkpoint(job.target).manifest
+    return sum(manifest.files.values()) if manifest.created == job.created else None
 
 
 def _manifest(job: Job, written: Written) -> Manifest:

@@ -35,6 +35,8 @@ def main(descriptor: int, size: int) -> None:
     arena = Arena(descriptor, size)
     with contextlib.suppress(_OrphanedError, BrokenPipeError):
         for line in sys.stdin.buffer:
+            if not line.endswith(b"\n"):
+                return  # the process that trains died in the middle of it
             sys.stdout.write(json.dumps(_serve(json.loads(line), arena)) + "\n")
             sys.stdout.flush()
 

@@ -89,18 +89,14 @@ class Saver:
             CheckpointError: this save or the last one failed, and the recipe says to stop then; no
                 earlier checkpoint was touched.
         """
-        target = self.path_of(state.global_step)
-        if target in (self.newest, self._flight.target):
-            return  # this very state lies there already
         began = time.monotonic()
-        if self._flight.target and self.section.on_save_busy == "skip" and not insist:
-            self._note(self._flight.poll)
-            if self._flight.target:
-                self._leave_out(target)
-                return
+        is_spared = self.world.is_main and self._is_spared(state.global_step, insist)
+        nonce = self.world.from_main(None if is_spared else new_nonce())  # all do what it does
+        if nonce is None:
+            return
         try:
             self._finish()
-            job, live = self._prepare(state, states)
+            job, live = self._prepare(state, states, nonce)
             in_background = self.section.async_save
             self._note(lambda: self._flight.start(job, live, in_background=in_background))
         except CheckpointError as error:
@@ -145,6 +141,18 @@ class Saver:
         """The folder of the checkpoint of ``step``."""
         return self.output_dir / f"checkpoint-{step}"
 
+    def _is_spared(self, step: int, insist: bool) -> bool:
+        """Whether the state of ``step`` lies there already, or is left out for one in flight."""
+        target = self.path_of(step)
+        if target in (self.newest, self._flight.target):
+            return True
+        if self._flight.target and self.section.on_save_busy == "skip" and not insist:
+            self._note(self._flight.poll)
+            if self._flight.target:
+                self._leave_out(target)
+                return True
+        return False
+
     def _leave_out(self, target: Path) -> None:
         self.num_left_out += 1
         logger.warning(
@@ -155,7 +163,9 @@ class Saver:
             self._flight.target.name if self._flight.target else "",
         )
 
-    def _prepare(self, state: TrainerState, states: Mapping[str, Stateful]) -> tuple[Job, Live]:
+    def _prepare(
+        self, state: TrainerState, states: Mapping[str, Stateful], nonce: str
+    ) -> tuple[Job, Live]:
         parent = self.newest or self.resumed_from
         job, live = prepare(
             self.output_dir,
@@ -170,7 +180,7 @@ class Saver:
                 self.world.rank,
                 self.world.size,
                 self.world.axes,
-                self.world.from_main(new_nonce()) if self.world.size > 1 else None,
+                nonce if self.world.size > 1 else None,
             ),
         )
         if not self.world.is_main:
@@ -191,7 +201,7 @@ class Saver:
         except CheckpointError as error:
             self._bear(error)
             return
-        if saved is not None:
+        if saved is not None and saved.is_committed:
             self.newest = saved.path
             self._done.append(step_of(saved.path))
             if self.mirror is not None:
