@@ -187,6 +187,8 @@ def _targets(
     found = {}
     for name, (piece, *_) in pieces.items():
         own = current.get(name)
+        if isinstance(own, DTensor) and own.dtype != DTYPES[piece.dtype]:
+            own = torch.empty_like(own, dtype=DTYPES[piece.dtype])  # cut as it is, not whole
         found[name] = own if own is not None and _fits(own, piece) else new_tensor(piece)
     return found
 
