@@ -6,8 +6,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from .box import Box
 from .index import Kind, Layout
 from .plan import FilePlan
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one process writes of a file that several write together."""
+
+    boxes: Mapping[str, Box]  # of the whole tensors in it, by key
+    has_head: bool  # whether it writes what precedes the tensors
 
 
 @dataclass(frozen=True)
@@ -16,6 +25,7 @@ class Shard:
 
     role: str  # model, optimizer or state
     plan: FilePlan
+    share: Share | None = None  # if several processes write it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +48,11 @@ class Job:
     nonce: str | None = None  # of the folder aside, on which they have agreed
     share: bool = True  # files equal to the parent's are linked instead of written again
     name: str | None = None  # of the folder, if it is not checkpoint-{step}
+
+    @property
+    def is_joint(self) -> bool:
+        """Whether several processes write the same files, at least an adapter's."""
+        return self.nonce is not None and (self.layout == "full" or self.kind == "adapter")
 
     @property
     def target(self) -> Path:
