@@ -43,6 +43,7 @@ class Background:
         self._writer: _Writer | None = None
         self._target: Path | None = None  # of the save in flight
         self._message = b""  # the job sent last
+        self._attempts = _ATTEMPTS
 
     @property
     def is_busy(self) -> bool:
@@ -72,6 +73,7 @@ class Background:
         for name, (start, length) in small.items():
             arena.view[start : start + length] = job.small[name]
         self._message = json.dumps(describe(job, images, small)).encode() + b"\n"
+        self._attempts = _ATTEMPTS if job.nonce is None else 1  # the others do not write twice
         self._send(arena)
         self._target = job.target
 
@@ -108,14 +110,14 @@ class Background:
 
     def _answer(self, target: Path) -> bytes:
         """The answer to the job sent last; if the process died, another one gets a try."""
-        for attempt in range(_ATTEMPTS):
+        for attempt in range(self._attempts):
             assert self._writer is not None
             assert self._arena is not None
             if answer := self._writer.answer():
                 return answer
             death = self._writer.death()
             clean(target.parent)
-            if attempt + 1 < _ATTEMPTS:
+            if attempt + 1 < self._attempts:
                 logger.warning("%s; trying once more", death)
                 self._send(self._arena)  # the snapshot is still there
         raise CheckpointError(f"cannot save {target}: {death}")

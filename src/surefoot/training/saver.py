@@ -98,11 +98,9 @@ class Saver:
         if target in (self.newest, self._flight.target):
             return  # this very state lies there already
         began = time.monotonic()
-        if self._flight.target and self.section.on_save_busy == "skip" and not insist:
-            self._note(self._flight.poll)
-            if self._flight.target:
-                self._leave_out(target)
-                return
+        if self.section.on_save_busy == "skip" and not insist and self._is_busy():
+            self._leave_out(target)
+            return
         try:
             self._finish()
             job, live = self._prepare(state, states)
@@ -149,6 +147,12 @@ class Saver:
     def path_of(self, step: int) -> Path:
         """The folder of the checkpoint of ``step``."""
         return self.output_dir / f"checkpoint-{step}"
+
+    def _is_busy(self) -> bool:
+        """Whether the last save is still in flight, in any process: all do the same."""
+        if self._flight.target:
+            self._note(self._flight.poll)
+        return any(self.world.largest([self._flight.target is not None]))
 
     def _leave_out(self, target: Path) -> None:
         self.num_left_out += 1
