@@ -211,7 +211,8 @@ def _look(path: Path, rank: int) -> Mapping[str, Any] | None:
             data = files.read_all(file, _MAX_REPORT)
     except BlockingIOError:
         return None
-    if not data:
-        raise CheckpointError(f"process {rank} died while it saved")
-    found: Mapping[str, Any] = json.loads(data)
+    try:
+        found: Mapping[str, Any] = json.loads(data)
+    except ValueError:  # empty, or zeros: space that was reserved
+        raise CheckpointError(f"process {rank} died while it saved") from None
     return found
