@@ -1,6 +1,6 @@
 """Run by test_crew.py: several processes save together, and something happens to one of them.
 
-    python -m crash.crew EVENT,EVENT RANKS STRIDE TARGET
+    python -m crash.crew EVENT,EVENT RANKS LAYOUT STRIDE TARGET
 
 Every rank is a process that trains, which does nothing but save step 3, and its real writer. What
 happens: a writer is killed, or its disk fails, or those that train are killed, at any call by which
@@ -14,9 +14,12 @@ import os
 import shutil
 import signal
 import sys
+import threading
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -24,16 +27,12 @@ from checkpoint.sample import blank, same_states, sample_states, tree_bytes
 from surefoot import files
 from surefoot.checkpoint import background, together
 from surefoot.checkpoint.background import Background
-from surefoot.checkpoint.box import Box
-from surefoot.checkpoint.bytes import describe
 from surefoot.checkpoint.commit import committed
-from surefoot.checkpoint.job import Shard
+from surefoot.checkpoint.crew import Crew
 from surefoot.checkpoint.load import load
-from surefoot.checkpoint.plan import plan_save
 from surefoot.checkpoint.resume import newest
-from surefoot.checkpoint.save import RANK_FOLDER, Crew, Live, prepare, save
+from surefoot.checkpoint.save import prepare, save
 from surefoot.checkpoint.verify import find
-from surefoot.cuts import chunk
 from surefoot.errors import CheckpointError
 
 from . import forks
@@ -99,6 +98,11 @@ EVENTS = {
 MOMENTS = ("before", "begun", "done")  # of a process that trains
 
 
+class Ranks(NamedTuple):
+    ranks: int
+    layout: str
+
+
 def states(step):
     """A model of which a part is frozen, so that its file is shared by all checkpoints."""
     made = sample_states(step)
@@ -106,39 +110,40 @@ def states(step):
     return made
 
 
-def part(root, step, rank, ranks, nonce):
-    """Rank ``rank``'s job: every tensor is cut along its first dimension."""
-    job, live = prepare(
-        root,
-        step,
-        states(step),
-        kind="full",
-        companions={"config.json": b"{}"},
-        parent=f"checkpoint-{step - 1}",
-        crew=Crew("distributed", 0, ranks, {"dp_shard": ranks}, nonce),
-    )
-    shards, values = [], {}
-    for role, tensors in live.groups.items():
-        mine, boxes = {}, {}
-        for name, tensor in tensors.items():
-            first, length = chunk(len(tensor), ranks, rank) if tensor.ndim else (0, rank == 0)
-            if length:
-                cut = slice(first, first + length)
-                mine[name] = tensor[cut].contiguous() if tensor.ndim else tensor
-                start = (first, *(0,) * (tensor.ndim - 1))[: tensor.ndim]
-                boxes[name] = tuple(tensor.shape), Box(start, tuple(mine[name].shape))
-        described = {name: describe(name, tensor) for name, tensor in mine.items()}
-        stem = f"{RANK_FOLDER.format(rank)}/{role}"
-        if mine:
-            plans = plan_save(stem, described, 900, boxes=boxes)
-            shards += [Shard(role, plan) for plan in plans]
-        values[role] = mine
-    forget = [f"checkpoint-{step - 2}"] if rank == 0 else []
-    small = job.small if rank == 0 else {}
-    return replace(job, shards=shards, small=small, rank=rank, forget=forget), Live(values)
+def jobs(root, step, ranks, layout):
+    """Every rank's job, agreed on as processes do."""
+    barrier, said, made = threading.Barrier(ranks), [None] * ranks, [None] * ranks
+    held = [states(step) for _ in range(ranks)]
+
+    def exchange(rank, value):
+        said[rank] = value
+        barrier.wait()
+        heard = [*said]
+        barrier.wait()
+        return heard
+
+    def work(rank):
+        made[rank] = prepare(
+            root,
+            step,
+            held[rank],
+            kind="full",
+            companions={"config.json": b"{}"},
+            parent=f"checkpoint-{step - 1}",
+            max_shard_size=900,
+            crew=Crew(layout, rank, ranks, {"dp_replicate": ranks}, partial(exchange, rank)),
+        )
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    first, live = made[0]
+    return [(replace(first, forget=[f"checkpoint-{step - 2}"]), live), *made[1:]]
 
 
-def train(root, rank, ranks, nonce, dies_at=None):
+def train(rank, job, dies_at=None):
     """Save one step, as a process that trains does: its exit code."""
 
     def moment(name):
@@ -148,7 +153,7 @@ def train(root, rank, ranks, nonce, dies_at=None):
     moment("before")
     made = Background()
     try:
-        made.start(*part(root, NEW, rank, ranks, nonce))
+        made.start(*job)
         moment("begun")
         made.wait()
         moment("done")
@@ -159,19 +164,20 @@ def train(root, rank, ranks, nonce, dies_at=None):
     return 0
 
 
-def life(root, ranks, nonce, notes, dying=(None, None)):
+def life(root, crew, notes, dying=(None, None)):
     """Start all, and end them together as a launcher does; the exit code of the first failure."""
     os.environ["CREW"] = str(notes)
+    made = jobs(root, NEW, crew.ranks, crew.layout)
     pids = {}
     group = 0
-    for rank in range(ranks):
+    for rank in range(crew.ranks):
         pid = os.fork()
         if not pid:
             try:
                 os.setpgid(0, group)
                 os.environ["CREW_RANK"] = str(rank)
                 (notes / f"pid-{rank}").write_text(str(os.getpid()))
-                code = train(root, rank, ranks, nonce, dying[1] if rank == dying[0] else None)
+                code = train(rank, made[rank], dying[1] if rank == dying[0] else None)
                 os._exit(code)
             finally:
                 os._exit(99)
@@ -221,9 +227,9 @@ def check(root, before, must_be_saved):
     assert {p.name for p in root.iterdir()} == {p.name for p in there.values()}, "leftovers"
 
 
-def go_on(root, ranks, notes, before):
+def go_on(root, crew, notes, before):
     if find(root).path != root / f"checkpoint-{NEW}":
-        assert life(root, ranks, "c0ffee", notes) == 0
+        assert life(root, crew, notes) == 0
         check(root, before, must_be_saved=True)
 
 
@@ -242,7 +248,7 @@ def writers(rank, system):
     forks.put(background, prepare)
 
 
-def count(start, target, ranks, rank):
+def count(start, target, crew, rank):
     """The changes that the writer of ``rank`` makes when nothing happens."""
     seen = target / "seen"
 
@@ -254,7 +260,7 @@ def count(start, target, ranks, rank):
 
     writers(rank, lambda number: Noting())
     root, notes, before = stage(start, target / "count")
-    assert life(root, ranks, "abcdef", notes) == 0
+    assert life(root, crew, notes) == 0
     check(root, before, must_be_saved=True)
     shutil.rmtree(target / "count")
     return len(json.loads(seen.read_text()))
@@ -268,21 +274,21 @@ def stage(start, folder):
     return root, folder / "notes", before
 
 
-def at_calls(start, target, ranks, stride, first, event):
+def at_calls(start, target, crew, stride, first, event):
     """One case for every ``stride``-th change of every rank's writer."""
     fault, must_be_saved, is_again = EVENTS[event]
     cases = 0
-    for rank in range(ranks):
-        for at in range(first, count(start, target, ranks, rank), stride):
+    for rank in range(crew.ranks):
+        for at in range(first, count(start, target, crew, rank), stride):
             root, notes, before = stage(start, target / f"{rank}-{at}")
             made = lambda at=at: Changes(fault, at, from_then_on=event == "dying")  # noqa: E731
             writers(rank, lambda n, made=made: made() if n == 0 or is_again else None)
             try:
-                code = life(root, ranks, "abcdef", notes)
+                code = life(root, crew, notes)
                 check(root, before, must_be_saved)
                 assert code == 0 or not must_be_saved, f"ended with {code}"
                 writers(rank, lambda number: None)
-                go_on(root, ranks, notes, before)
+                go_on(root, crew, notes, before)
             except AssertionError as error:
                 raise AssertionError(f"{event}, rank {rank}, change {at}: {error}") from error
             shutil.rmtree(root.parent)
@@ -290,19 +296,19 @@ def at_calls(start, target, ranks, stride, first, event):
     return cases
 
 
-def at_moments(start, target, ranks):
+def at_moments(start, target, crew):
     """One case for every moment of every process that trains."""
-    for rank in range(ranks):
+    for rank in range(crew.ranks):
         for moment in MOMENTS:
             writers(rank, lambda number: None)
             root, notes, before = stage(start, target / f"{rank}-{moment}")
-            assert life(root, ranks, "abcdef", notes, (rank, moment)) == -signal.SIGKILL
+            assert life(root, crew, notes, (rank, moment)) == -signal.SIGKILL
             check(root, before, must_be_saved=moment == "done" and rank == 0)
-            go_on(root, ranks, notes, before)
-    return ranks * len(MOMENTS)
+            go_on(root, crew, notes, before)
+    return crew.ranks * len(MOMENTS)
 
 
-def main(what, ranks, stride, target):
+def main(what, crew, stride, target):
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)  # orphans are waited for here
     together._LAST_CHANCE, together._PATIENCE = 0.5, 20.0
     start = target / "start"
@@ -313,11 +319,12 @@ def main(what, ranks, stride, target):
         folder = target / event
         folder.mkdir()
         if event == "moments":
-            cases += at_moments(start, folder, ranks)
+            cases += at_moments(start, folder, crew)
         else:
-            cases += at_calls(start, folder, ranks, stride, 5 * index % stride, event)
+            cases += at_calls(start, folder, crew, stride, 5 * index % stride, event)
     print(cases)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1].split(","), int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]))
+    crew = Ranks(int(sys.argv[2]), sys.argv[3])
+    main(sys.argv[1].split(","), crew, int(sys.argv[4]), Path(sys.argv[5]))

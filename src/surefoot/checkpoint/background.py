@@ -25,7 +25,8 @@ from ..errors import CheckpointError
 from . import snapshot
 from .arena import Arena, Images, places
 from .commit import clean
-from .job import MOST_ATTEMPTS, Job, Saved
+from .image import image_of
+from .job import MOST_ATTEMPTS, Job, Saved, Shard
 from .save import Live
 
 logger = logging.getLogger(__name__)
@@ -56,7 +57,7 @@ class Background:
             CheckpointError: the process that writes cannot be started.
         """
         assert self._target is None, "one save at a time"
-        sizes = [shard.plan.header.file_size for shard in job.shards]
+        sizes = [image_of(shard).size for shard in job.shards]
         blobs = [len(data) for data in job.small.values()]
         starts, size = places([*sizes, *blobs])
         arena = self._room(size, size + sum(blobs) + _SLACK, live)
@@ -232,6 +233,15 @@ def describe(job: Job, images: Images, small: Mapping[str, tuple[int, int]]) -> 
         "nonce": job.nonce,
         "attempt": job.attempt,
         "name": job.name,
-        "shards": [(s.role, s.plan.name, start, s.plan.header.file_size) for s, start in starts],
+        "shards": [
+            (s.role, s.plan.name, start, s.plan.header.file_size, _share(s)) for s, start in starts
+        ],
         "small": small,
     }
+
+
+def _share(shard: Shard) -> dict[str, object] | None:
+    if shard.share is None:
+        return None
+    boxes = {name: (box.start, box.shape) for name, box in shard.share.boxes.items()}
+    return {"boxes": boxes, "has_head": shard.share.has_head}

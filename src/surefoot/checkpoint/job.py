@@ -6,10 +6,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from .box import Box
 from .index import Kind, Layout
 from .plan import FilePlan
 
 MOST_ATTEMPTS = 2  # to write a job of which a process was killed, or one that several write
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one process writes of a file that several write together."""
+
+    boxes: Mapping[str, Box]  # of the whole tensors in it, by key
+    has_head: bool  # whether it writes what precedes the tensors
 
 
 @dataclass(frozen=True)
@@ -18,6 +27,7 @@ class Shard:
 
     role: str  # model, optimizer or state
     plan: FilePlan
+    share: Share | None = None  # if several processes write it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +51,11 @@ class Job:
     attempt: int = 0  # how often it has failed; a folder aside for each
     share: bool = True  # files equal to the parent's are linked instead of written again
     name: str | None = None  # of the folder, if it is not checkpoint-{step}
+
+    @property
+    def is_joint(self) -> bool:
+        """Whether several processes write the same files, at least an adapter's."""
+        return self.nonce is not None and (self.layout == "full" or self.kind == "adapter")
 
     @property
     def target(self) -> Path:

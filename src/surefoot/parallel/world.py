@@ -78,6 +78,14 @@ class World:
         """The largest of each value over all processes."""
         return self._reduced(values, dist.ReduceOp.MAX)
 
+    def gathered(self, value: Any) -> list[Any]:
+        """What every process has, in their order."""
+        if self.mesh is None:
+            return [value]
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, value)
+        return found
+
     def from_main(self, value: Any) -> Any:
         """What the main process has."""
         if self.mesh is None:

@@ -16,11 +16,12 @@ from types import TracebackType
 from typing import Literal
 
 from ..checkpoint import retention
-from ..checkpoint.commit import committed, new_nonce, step_of
+from ..checkpoint.commit import committed, step_of
+from ..checkpoint.crew import Crew
 from ..checkpoint.flight import Flight, end
 from ..checkpoint.job import Job, Saved
 from ..checkpoint.retention import Times
-from ..checkpoint.save import Crew, Live, prepare
+from ..checkpoint.save import Live, prepare
 from ..checkpoint.section import CheckpointSection
 from ..checkpoint.states import Stateful
 from ..checkpoint.trainer_state import finite
@@ -60,6 +61,10 @@ class Saver:
 
     def __post_init__(self) -> None:
         self._times = Times(self.output_dir)
+        world = self.world
+        self._crew = Crew(
+            self.section.layout or "full", world.rank, world.size, world.axes, world.gathered
+        )
 
     def __enter__(self) -> Saver:
         return self
@@ -91,12 +96,11 @@ class Saver:
         """
         began = time.monotonic()
         is_spared = self.world.is_main and self._is_spared(state.global_step, insist)
-        nonce = self.world.from_main(None if is_spared else new_nonce())  # all do what it does
-        if nonce is None:
+        if self.world.from_main(is_spared):  # all do what it does
             return
         try:
             self._finish()
-            job, live = self._prepare(state, states, nonce)
+            job, live = self._prepare(state, states)
             in_background = self.section.async_save
             self._note(lambda: self._flight.start(job, live, in_background=in_background))
         except CheckpointError as error:
@@ -163,9 +167,7 @@ class Saver:
             self._flight.target.name if self._flight.target else "",
         )
 
-    def _prepare(
-        self, state: TrainerState, states: Mapping[str, Stateful], nonce: str
-    ) -> tuple[Job, Live]:
+    def _prepare(self, state: TrainerState, states: Mapping[str, Stateful]) -> tuple[Job, Live]:
         parent = self.newest or self.resumed_from
         job, live = prepare(
             self.output_dir,
@@ -175,20 +177,15 @@ class Saver:
             companions={**self.companions, "trainer_state.json": self._for_people(state)},
             parent=parent.name if parent else None,
             max_shard_size=self.section.max_shard_size,
-            crew=Crew(
-                self.section.layout or "full",
-                self.world.rank,
-                self.world.size,
-                self.world.axes,
-                nonce if self.world.size > 1 else None,
-            ),
+            crew=self._crew,
         )
+        job = replace(job, share=self.section.share_unchanged)
         if not self.world.is_main:
             return job, live
         forget = self._forgotten = self._old(state, coming=state.global_step)
         if self.mirror is not None:
             self.mirror.leave(forget)
-        return replace(job, forget=forget, share=self.section.share_unchanged), live
+        return replace(job, forget=forget), live
 
     def _finish(self) -> None:
         """Wait for the save in flight, if there is one."""
