@@ -112,7 +112,7 @@ def compare(found, expected):
     for kind, values in expected.items():
         assert found[kind].keys() == values.keys()
         for name, numbers in values.items():
-            ours, theirs = torch.tensor(found[kind][name]), torch.tensor(numbers)
+            ours, theirs = torch.tensor([found[kind][name], numbers], dtype=torch.float64)
             torch.testing.assert_close(ours, theirs, rtol=CLOSE, atol=CLOSE, msg=f"{kind}: {name}")
             worst = max(worst, float((ours - theirs).abs().max()) if len(ours) else 0.0)
     return worst
