@@ -22,7 +22,7 @@ LAYERS = [
     ["remote"],
     ["data", "model", "optim", "parallel", "generate", "checkpoint"],
     ["schema", "files", "batch", "cuts"],
-    ["reasons", "address"],
+    ["reasons", "address", "hashes"],
     ["errors", "log"],
 ]
 # Heavy third parties that may be imported inside the one function that needs them; in the command

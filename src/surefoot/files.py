@@ -17,12 +17,12 @@ import os
 import secrets
 import stat
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePosixPath
 
-import xxhash
-
-from .reasons import explain as explain  # noqa: PLC0414 - exported from here
+from .hashes import Hash as Hash  # noqa: PLC0414 - exported from here
+from .hashes import digest as digest  # noqa: PLC0414
+from .reasons import explain as explain  # noqa: PLC0414
 from .reasons import raising as raising  # noqa: PLC0414
 
 BLOCK = 512 << 10  # bytes per read or write: still in the core's own cache when they are hashed
@@ -47,26 +47,6 @@ def _naming(path: Path) -> Iterator[None]:
     except OSError as error:
         error.filename = error.filename or str(path)
         raise
-
-
-class Hash:
-    """xxh3-128, fed piece by piece; equal to hashing the bytes in one go."""
-
-    def __init__(self) -> None:
-        self._state = xxhash.xxh3_128()
-
-    def update(self, data: bytes | memoryview) -> None:
-        """Add ``data``."""
-        self._state.update(data)
-
-    def hex(self) -> str:
-        """The 32 hexadecimal digits of what was added so far."""
-        return self._state.hexdigest()
-
-
-def digest(data: bytes | memoryview) -> str:
-    """xxh3-128 of ``data`` as 32 hexadecimal digits."""
-    return xxhash.xxh3_128_hexdigest(data)
 
 
 class File:
@@ -156,17 +136,34 @@ class File:
         fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags | (_DIRECT if on else 0))
         self._is_direct = on
 
+    def write_ranges(self, ranges: Iterable[tuple[int, int]], data: memoryview) -> None:
+        """Write ``data`` into ranges of the file, (offset, length) each, through the page cache."""
+        was_direct, done = self._is_direct, 0
+        if was_direct:
+            self._set_direct(False)  # they are too short for that
+        for offset, length in ranges:
+            self.write_at(offset, data[done : done + length])
+            done += length
+        if was_direct:
+            self._set_direct(True)
+
     def _write(self, view: memoryview, offset: int) -> int:
         """One write: past the page cache as long as whole pages are asked for, else through it."""
-        if self._is_direct:
-            whole = min(len(view) // PAGE * PAGE, _DIRECT_BLOCK)
-            if whole and offset % PAGE == 0:
-                try:
-                    return os.pwrite(self._descriptor, view[:whole], offset)
-                except OSError as error:
-                    if error.errno != errno.EINVAL:  # not from this memory, or not on this disk
-                        raise
+        if not self._is_direct:
+            return os.pwrite(self._descriptor, view[:BLOCK], offset)
+        edge = -offset % PAGE  # bytes before the next page; others may write the rest of this one
+        whole = min((len(view) - edge) // PAGE * PAGE, _DIRECT_BLOCK)
+        if edge or not whole:
             self._set_direct(False)
+            count = os.pwrite(self._descriptor, view[: edge or len(view)], offset)
+            self._set_direct(True)
+            return count
+        try:
+            return os.pwrite(self._descriptor, view[:whole], offset)
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # not from this memory, or not on this disk
+                raise
+        self._set_direct(False)
         return os.pwrite(self._descriptor, view[:BLOCK], offset)
 
     def sync(self) -> None:
@@ -205,6 +202,14 @@ def open_file(path: Path, *, follow: bool = True, write: bool = False) -> File:
     """An existing regular file; ``follow=False`` refuses a symbolic link at the end of the path."""
     flags = _READ | (os.O_RDWR if write else 0) | (0 if follow else os.O_NOFOLLOW)
     file = File(os.open(path, flags), path)
+    _must_be_regular(file)
+    return file
+
+
+def open_to_write(path: Path) -> File:
+    """An existing regular file, not a link, that others write as well. It cannot be read: network
+    disks would then fetch what others have yet to write, and write it back."""
+    file = File(os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW), path)
     _must_be_regular(file)
     return file
 
@@ -340,11 +345,9 @@ def list_folder(path: Path) -> list[str]:
 
 
 def remove_tree(path: Path) -> None:
-    """Remove a file, a link (not what it leads to) or a folder with all it holds, however deep.
-
-    What has gone meanwhile is no error, so that two processes may clean up at once.
-    """
-    left = [path]
+    """Remove a file, a link (not what it leads to) or a folder with all it holds, however deep;
+    that other processes remove or add something meanwhile is no error."""
+    left, patience = [path], 100
     while left:
         try:
             if not stat.S_ISDIR(os.lstat(left[-1]).st_mode):
@@ -354,8 +357,11 @@ def remove_tree(path: Path) -> None:
                 continue
             else:
                 os.rmdir(left[-1])
-        except FileNotFoundError:
-            pass
+        except OSError as error:
+            if error.errno == errno.ENOTEMPTY and (patience := patience - 1):
+                continue
+            if error.errno != errno.ENOENT:
+                raise
         left.pop()
 
 

@@ -17,12 +17,13 @@ from transformers import AutoModelForCausalLM
 import tiny
 from surefoot.checkpoint.box import Box
 from surefoot.checkpoint.copy import copy
+from surefoot.checkpoint.crew import Crew
 from surefoot.checkpoint.folder import open_checkpoint
 from surefoot.checkpoint.job import Shard
 from surefoot.checkpoint.layouts import open_folder
 from surefoot.checkpoint.load import load
 from surefoot.checkpoint.plan import plan_save
-from surefoot.checkpoint.save import Crew, prepare, save
+from surefoot.checkpoint.save import prepare, save
 from surefoot.checkpoint.source import read_whole
 from surefoot.checkpoint.summary import summarise
 from surefoot.checkpoint.verify import verify

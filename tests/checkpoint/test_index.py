@@ -83,9 +83,25 @@ def test_pieces_are_found_by_role_and_by_file():
     assert MANIFEST.tensors("model") == {"w": (PIECE,)}
     assert MANIFEST.by_tensor() == {"model/w": (PIECE,)}
     assert MANIFEST.tensors("optimizer") == {}
-    assert MANIFEST.pieces_in("model.safetensors") == {"w": PIECE}
+    assert MANIFEST.pieces_in("model.safetensors") == {"w": (PIECE,)}
     assert MANIFEST.pieces_in("state.safetensors") == {}
     assert PIECE.num_bytes == 24
+
+
+def test_a_tensor_may_lie_in_one_place_as_several_boxes():
+    parts = [HALF, piece(box=[[1, 0], [1, 3]], hash=HASH[::-1])]
+    for layout in ("full", "distributed"):
+        found = parse(sealed(raw(pieces=parts, layout=layout)), "x")
+        assert [p.box for p in found.pieces_in("model.safetensors")["w"]] == [
+            Box((0, 0), (1, 3)),
+            Box((1, 0), (1, 3)),
+        ]
+
+
+def test_a_piece_is_found_in_what_is_stored():
+    second = dataclasses.replace(PIECE, box=Box((1, 0), (1, 3)))
+    assert second.inside((2, 3)) == Box((1, 0), (1, 3))  # the whole tensor is stored
+    assert second.inside((1, 3)) == Box((0, 0), (1, 3))  # the box is
 
 
 def test_every_flipped_bit_breaks_the_seal():
@@ -167,15 +183,16 @@ def test_a_later_minor_version_is_read():
         ({"pieces": [piece(shape=[2**40, 2**40])]}, "larger than any memory"),
         ({"pieces": [piece(box=[[0, 0]])]}, "box must be a start and a shape"),
         ({"pieces": [piece(box=[[0], [2]])]}, "expected sizes"),
-        ({"pieces": [piece(box=[[0, 0], [1, 3]])]}, "is not whole"),
+        ({"pieces": [piece(box=[[0, 0], [1, 3]])]}, "its 1 pieces are not all of it"),
         ({"pieces": [piece(file="nowhere.safetensors")]}, "no such file"),
         ({"pieces": [piece(file="config.json")]}, "no such file"),
-        ({"pieces": [piece(), piece()]}, "occurs twice"),
+        ({"pieces": [piece(), piece()]}, "its 2 pieces are not all of it exactly once"),
+        ({"pieces": [HALF, piece(box=[[1, 0], [1, 3]], key="o")]}, "lies in several places"),
         (apart(HALF, piece(box=[[1, 0], [1, 2]], key="o")), "not all of it exactly once"),
         (apart(HALF, piece(box=[[0, 1], [2, 2]], key="o")), "not all of it exactly once"),
         (apart(HALF), "its 1 pieces are not all of it exactly once"),
         (apart(HALF, piece(box=[[1, 0], [2, 3]], key="o")), "not all of it exactly once"),
-        (apart(HALF, piece(box=[[1, 0], [1, 3]])), "two pieces in one place"),
+        (apart(HALF, piece(box=[[1, 0], [1, 1]]), piece(box=[[1, 1], [1, 2]], key="o")), "in one"),
         (apart(HALF, piece(box=[[1, 0], [1, 3]], key="o", dtype="I32")), "of different types"),
     ],
     ids=lambda v: str(v)[:40],

@@ -93,11 +93,13 @@ def test_the_first_does_not_commit_before_the_last_has_reported(tmp_path):
     threads = others(tmp_path, ranks=(1,))
     first = threading.Thread(target=lambda: write(*job(tmp_path, 0)))
     first.start()
-    threads[0].join()
+    while not any(tmp_path.glob(".*.part/.rank_00001.json")):
+        time.sleep(0.01)
     time.sleep(0.2)
     assert committed(tmp_path) == []
     write(*job(tmp_path, 2))
-    first.join()
+    for thread in (first, *threads):
+        thread.join()
     assert committed(tmp_path) == [tmp_path / "checkpoint-5"]
 
 
@@ -106,7 +108,7 @@ def test_an_error_of_another_process_is_told_by_the_first(tmp_path):
         def act(folder):
             raise OSError(errno.ENOSPC, "No space left on device", str(folder / "x"))
 
-        together.contribute(job(root, 2)[0], act, None)
+        together.contribute(job(root, 2)[0], act, lambda: False)
 
     threads = others(tmp_path, fault=fails)
     with pytest.raises(CheckpointError, match=r"process 2: .*the disk is full"):
@@ -124,7 +126,7 @@ from checkpoint.test_together import job
 from surefoot.checkpoint import together
 def act(folder):
     os._exit(9)
-together.contribute(job(Path(sys.argv[1]), 2)[0], act, None)
+together.contribute(job(Path(sys.argv[1]), 2)[0], act, lambda: False)
 """
 
 

@@ -10,7 +10,8 @@ import pytest
 from . import scene
 
 TESTS = Path(__file__).parent.parent
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1"}
+PLACES = os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH")]))
+ENVIRONMENT = {**os.environ, "PYTHONPATH": PLACES, "OMP_NUM_THREADS": "1"}
 
 
 def run(module, *args):

@@ -7,9 +7,9 @@ import torch
 import small
 import tiny
 from surefoot.build import Policy, assemble
-from surefoot.checkpoint.commit import new_nonce
+from surefoot.checkpoint.crew import Crew
 from surefoot.checkpoint.load import load
-from surefoot.checkpoint.save import Crew, prepare
+from surefoot.checkpoint.save import prepare
 from surefoot.checkpoint.section import CheckpointSection
 from surefoot.checkpoint.write import write
 from surefoot.data.prepare import Prepared
@@ -104,12 +104,10 @@ def learn(made, count):
     return found
 
 
-def save(made, folder):
+def save(made, folder, layout="full"):
     """Write what all ranks hold as one checkpoint, now."""
     world = made.world
-    crew = Crew(
-        rank=world.rank, size=world.size, mesh=world.axes, nonce=world.from_main(new_nonce())
-    )
+    crew = Crew(layout, world.rank, world.size, world.axes, world.gathered)
     states = {name: state for name, state in made.states.items() if name != "random"}
     job, live = prepare(folder, made.state.global_step, states, kind=made.saver.kind, crew=crew)
     write(replace(job, share=False), live)

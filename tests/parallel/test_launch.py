@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from surefoot.parallel.launch import launch, num_processes
+from surefoot.parallel.launch import _Gang, launch, num_processes
 from surefoot.parallel.section import ParallelSection
 
 
@@ -51,6 +51,20 @@ def test_a_killed_process_ends_the_others():
     time.sleep(60)
     """
     assert launch(command(script), 3) == 128 + signal.SIGKILL
+
+
+def test_of_two_failures_at_once_the_one_that_was_killed_is_told():
+    """The other one may have ended before anybody looked: its connection was closed."""
+    script = """
+    import os, signal, sys
+    if os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+    sys.exit(1)
+    """
+    gang = _Gang(command(script), 2)
+    for process in gang.processes:
+        process.wait()
+    assert gang.watch() == 128 + signal.SIGKILL
 
 
 def test_a_dead_gang_is_started_again_as_often_as_allowed(tmp_path):

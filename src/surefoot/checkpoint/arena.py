@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from .. import files
+from .header import ranges_of
+from .image import Image, image_of
 from .job import Shard
 
 _MEMORY = Path("/proc/meminfo")
 _GROUP = Path("/sys/fs/cgroup")
+_WORTH_BYPASSING = 256 << 10  # bytes; less of a file that others write as well goes to the cache
 
 
 def is_available() -> bool:
@@ -59,34 +63,55 @@ class Arena:
 
 @dataclass(frozen=True)
 class Images:
-    """The bytes of a job's tensors as they lie in an arena, file by file."""
+    """The bytes of a job's tensors as they lie in an arena, file by file (``image``)."""
 
     arena: Arena
     starts: Sequence[int]  # of each shard's image
     shards: Sequence[Shard]
 
+    @cached_property
+    def _images(self) -> Mapping[str, tuple[int, Image]]:
+        pairs = zip(self.shards, self.starts, strict=True)
+        return {shard.plan.name: (start, image_of(shard)) for shard, start in pairs}
+
     def of(self, shard: Shard) -> memoryview:
-        """The image of one file, header and all."""
-        start = self.starts[self.shards.index(shard)]
-        return self.arena.view[start : start + shard.plan.header.file_size]
+        """The image of one file, which begins with its head."""
+        start, image = self._images[shard.plan.name]
+        return self.arena.view[start : start + image.size]
+
+    def names(self, shard: Shard) -> list[str]:
+        """The tensors in it, whole or as boxes."""
+        return list(self._images[shard.plan.name][1].spots)
 
     def tensor(self, shard: Shard, name: str) -> memoryview:
-        """The bytes of one tensor."""
-        entry = shard.plan.header.entries[name]
-        return self.of(shard)[entry.offset : entry.offset + entry.num_bytes]
+        """The bytes of one tensor, or of the box of it that is here."""
+        start, length = self._images[shard.plan.name][1].spots[name]
+        return self.of(shard)[start : start + length]
 
     def hash(self, shard: Shard, name: str) -> str:
-        """The hash of one tensor's bytes."""
+        """The hash of the same bytes."""
         return files.digest(self.tensor(shard, name))
 
     def write(self, shard: Shard, file: files.File) -> dict[str, str]:
-        """Fill and flush the file from its image; the hash of each tensor's bytes by name."""
-        names = shard.plan.header.entries
+        """Fill and flush the file, or its part, from the image; the hashes by tensor."""
         with ThreadPoolExecutor(1) as pool:  # the disk works while the core hashes
+            names = self.names(shard)
             hashes = pool.submit(lambda: {name: self.hash(shard, name) for name in names})
-            file.write_at(0, self.of(shard))
+            self._write(shard, file)
             file.sync()
             return hashes.result()
+
+    def _write(self, shard: Shard, file: files.File) -> None:
+        view, image = self.of(shard), self._images[shard.plan.name][1]
+        for part in image.stretches:
+            data = view[part.start : part.start + part.length]
+            if shard.share is None or part.length >= _WORTH_BYPASSING:
+                file.write_at(part.offset, data)
+            else:
+                file.write_ranges([(part.offset, part.length)], data)
+        for name, box in image.scattered.items():
+            ranges = ranges_of(shard.plan.header.entries[name], box)
+            file.write_ranges(ranges, self.tensor(shard, name))
 
 
 def places(sizes: Sequence[int]) -> tuple[list[int], int]:

@@ -17,6 +17,7 @@ import sys
 import weakref
 from collections.abc import Mapping
 from pathlib import Path
+from typing import cast
 
 import surefoot
 
@@ -24,12 +25,12 @@ from ..errors import CheckpointError
 from . import snapshot
 from .arena import Arena, Images, places
 from .commit import clean
-from .job import Job, Saved
+from .image import image_of
+from .job import MOST_ATTEMPTS, Job, Saved, Shard
 from .save import Live
 
 logger = logging.getLogger(__name__)
 _DEAF = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # meant for the process that trains
-_ATTEMPTS = 2
 _SLACK = 1 << 20  # bytes; the log in the state grows from save to save
 
 
@@ -41,7 +42,7 @@ class Background:
         self._is_pinned = False  # whether GPUs copy straight into it
         self._writer: _Writer | None = None
         self._target: Path | None = None  # of the save in flight
-        self._message = b""  # the job sent last
+        self._job: dict[str, object] = {}  # sent last, as ``describe`` tells it
 
     @property
     def pid(self) -> int | None:
@@ -56,7 +57,7 @@ class Background:
             CheckpointError: the process that writes cannot be started.
         """
         assert self._target is None, "one save at a time"
-        sizes = [shard.plan.header.file_size for shard in job.shards]
+        sizes = [image_of(shard).size for shard in job.shards]
         blobs = [len(data) for data in job.small.values()]
         starts, size = places([*sizes, *blobs])
         arena = self._room(size, size + sum(blobs) + _SLACK, live)
@@ -65,7 +66,7 @@ class Background:
         small = dict(zip(job.small, zip(starts[len(sizes) :], blobs, strict=True), strict=True))
         for name, (start, length) in small.items():
             arena.view[start : start + length] = job.small[name]
-        self._message = json.dumps(describe(job, images, small)).encode() + b"\n"
+        self._job = describe(job, images, small)
         self._send(arena)
         self._target = job.target
 
@@ -73,19 +74,14 @@ class Background:
         """The save that has ended since, if one has. Raises ``CheckpointError`` if it failed."""
         if self._target is None or self._writer is None or not self._writer.has_answer():
             return None
-        return self.wait()
+        return self._end(self._target)
 
     def wait(self) -> Saved | None:
         """Wait for the save in flight, if there is one. Raises ``CheckpointError`` if it failed."""
-        if self._target is None:
-            return None
-        try:
-            told = json.loads(self._answer(self._target))
-            if "error" in told:
-                raise CheckpointError(told["error"])
-            return Saved(**{**told, "path": self._target})
-        finally:
-            self._target = None
+        saved = None
+        while saved is None and self._target is not None:
+            saved = self._end(self._target)
+        return saved
 
     def close(self) -> None:
         """Wait for the save in flight, end the process and give the memory back."""
@@ -100,19 +96,32 @@ class Background:
                 self._arena.close()
             self._writer, self._arena, self._is_pinned = None, None, False
 
-    def _answer(self, target: Path) -> bytes:
-        """The answer to the job sent last; if the process died, another one gets a try."""
-        for attempt in range(_ATTEMPTS):
-            assert self._writer is not None
-            assert self._arena is not None
-            if answer := self._writer.answer():
-                return answer
-            death = self._writer.death()
+    def _end(self, target: Path) -> Saved | None:
+        """Wait for the end of an attempt: what was saved, or None if another one was begun.
+
+        A process that was killed is replaced, and several that write together all try again when
+        one of them has failed: the snapshot is still there. Does not wait for the new attempt, for
+        the other processes may have to hear of it in the loop.
+        """
+        assert self._writer is not None
+        assert self._arena is not None
+        if answer := self._writer.answer():
+            told = json.loads(answer)
+            why, can_mend = str(told.get("error", "")), self._job["nonce"] is not None
+            is_done = not why and told["is_committed"]
+        else:
+            told, why, can_mend, is_done = {}, self._writer.death(), True, False
             clean(target.parent)
-            if attempt + 1 < _ATTEMPTS:
-                logger.warning("%s; trying once more", death)
-                self._send(self._arena)  # the snapshot is still there
-        raise CheckpointError(f"cannot save {target}: {death}")
+        attempt = cast("int", self._job["attempt"]) + 1
+        if not is_done and can_mend and attempt < MOST_ATTEMPTS:
+            logger.warning("%s; trying once more", why or f"{target.name} is not committed")
+            self._job["attempt"] = attempt
+            self._send(self._arena)
+            return None
+        self._target = None
+        if why:
+            raise CheckpointError(why if told else f"cannot save {target}: {why}")
+        return Saved(**{**told, "path": target})
 
     def _room(self, size: int, ample: int, live: Live) -> Arena:
         """The arena, made anew (and with it the process that maps it) if it is too small."""
@@ -129,7 +138,7 @@ class Background:
             self._writer = None
         if self._writer is None:
             self._writer = _Writer(arena)
-        self._writer.send(self._message)
+        self._writer.send(json.dumps(self._job).encode() + b"\n")
 
 
 class _Writer:
@@ -222,7 +231,17 @@ def describe(job: Job, images: Images, small: Mapping[str, tuple[int, int]]) -> 
         "world_size": job.world_size,
         "mesh": job.mesh,
         "nonce": job.nonce,
+        "attempt": job.attempt,
         "name": job.name,
-        "shards": [(s.role, s.plan.name, start, s.plan.header.file_size) for s, start in starts],
+        "shards": [
+            (s.role, s.plan.name, start, s.plan.header.file_size, _share(s)) for s, start in starts
+        ],
         "small": small,
     }
+
+
+def _share(shard: Shard) -> dict[str, object] | None:
+    if shard.share is None:
+        return None
+    boxes = {name: (box.start, box.shape) for name, box in shard.share.boxes.items()}
+    return {"boxes": boxes, "has_head": shard.share.has_head}

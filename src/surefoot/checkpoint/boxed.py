@@ -1,4 +1,4 @@
-"""Which box of a tensor this process holds, and whether it is the one to write it.
+"""Which box of a tensor this process holds.
 
 Boxes are computed from the cuts, not from torch's own offsets: these are wrong for uneven cuts of
 one dimension by two axes.
@@ -6,14 +6,12 @@ one dimension by two axes.
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from ..cuts import Cut, Cuts, axes, held
+from ..cuts import Cut, Cuts, held
 from ..errors import CheckpointError
 from .box import Box
 
@@ -25,24 +23,27 @@ class Part:
     values: torch.Tensor  # of the box; shares memory with the tensor
     shape: tuple[int, ...]  # of the whole tensor
     box: Box
-    is_mine: bool  # whether this process writes it: of equal boxes, one is written
+
+    def narrowed(self, box: Box) -> Part:
+        """The part of it that lies in ``box``."""
+        if box == self.box:
+            return self
+        return Part(self.values.detach()[box.slices_in(self.box)], self.shape, box)
 
 
-def part(
-    name: str, tensor: torch.Tensor, cuts: Cuts | None = None, *, is_main: bool = True
-) -> Part:
-    """What this process holds of ``tensor``. A plain tensor is whole in every process, and written
-    by the main one; one on the meta device is held by others, and nothing of it is here.
+def part(name: str, tensor: torch.Tensor, cuts: Cuts | None = None) -> Part:
+    """What this process holds of ``tensor``. A plain tensor is whole in every process; one on the
+    meta device is held by others, and nothing of it is here.
 
     Without recorded ``cuts``, they are read off the tensor's placements. Raises
     ``CheckpointError`` where these do not tell them.
     """
     if tensor.is_meta:
         nothing = (0,) * tensor.ndim
-        return Part(tensor, tuple(tensor.shape), Box(nothing, nothing), is_mine=False)
+        return Part(tensor, tuple(tensor.shape), Box(nothing, nothing))
     if not isinstance(tensor, DTensor):
         shape = tuple(tensor.shape)
-        return Part(tensor, shape, Box.whole(shape), is_main)
+        return Part(tensor, shape, Box.whole(shape))
     shape, mesh = tuple(tensor.shape), tensor.device_mesh
     sizes = dict(zip(_axes(tensor), mesh.shape, strict=True))
     place = dict(zip(sizes, mesh.get_coordinate() or [0] * mesh.ndim, strict=True))
@@ -53,9 +54,7 @@ def part(
             f"{name}: this process holds {list(values.shape)}, expected {list(box.shape)} of "
             f"{list(shape)}"
         )
-    is_first = not any(place.values())
-    chosen = _is_chosen(name, axes(cuts), sizes, place)
-    return Part(values, shape, box, chosen and box.size > 0 if Box.whole(shape).size else is_first)
+    return Part(values, shape, box)
 
 
 def _axes(tensor: DTensor) -> tuple[str, ...]:
@@ -72,14 +71,3 @@ def _plain_cuts(name: str, tensor: DTensor) -> Cuts:
         elif not isinstance(placement, Replicate):
             raise CheckpointError(f"{name}: cannot store a tensor that is cut as {placement}")
     return tuple(cuts)
-
-
-def _is_chosen(
-    name: str, cutting: set[str], sizes: Mapping[str, int], place: Mapping[str, int]
-) -> bool:
-    """Whether this is the one to write of those that hold equal boxes: spread evenly by name."""
-    copies, copy = 1, 0
-    for axis, size in sizes.items():
-        if axis not in cutting:
-            copies, copy = copies * size, copy * size + place[axis]
-    return zlib.crc32(name.encode()) % copies == copy

@@ -8,13 +8,14 @@ into the tensor that will hold it. Neither needs more memory than one block.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from operator import add
 
 import torch
 
 from .. import files
 from ..errors import CheckpointError
 from .box import Box
-from .header import Entry
+from .header import Entry, ranges_of
 from .index import Piece
 from .plan import FilePlan
 from .stream import Stream
@@ -77,6 +78,18 @@ def write_file(
         return {name: write_tensor(stream, tensors[name]) for name in plan.header.entries}
 
 
+def write_box(file: files.File, entry: Entry, box: Box, tensor: torch.Tensor) -> str:
+    """Write ``tensor``, which is ``box`` of a stored one, to its place; the hash of its values in
+    row-major order. No more memory than a block is needed."""
+    digest = files.Hash()
+    for part in Box.whole(box.shape).blocks(files.BLOCK // tensor.element_size()):
+        block = raw(_dense(tensor[part.slices_in(Box.whole(box.shape))]))
+        digest.update(block)
+        start = tuple(map(add, box.start, part.start))
+        file.write_ranges(ranges_of(entry, Box(start, part.shape)), block)
+    return digest.hex()
+
+
 def write_tensor(stream: Stream, tensor: torch.Tensor, digest: files.Hash | None = None) -> str:
     """Add the tensor's values in row-major order; their hash, or that of all that ``digest`` has
     been fed with."""
@@ -114,8 +127,11 @@ def _dense_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     else:
         whole = Box.whole(tuple(tensor.shape))
         for box in whole.blocks(files.BLOCK // tensor.element_size()):
-            part = tensor[box.slices_in(whole)]
-            yield part.resolve_conj().resolve_neg().cpu().contiguous()
+            yield _dense(tensor[box.slices_in(whole)])
+
+
+def _dense(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
 
 
 def new_tensor(stored: Entry | Piece) -> torch.Tensor:
@@ -127,9 +143,9 @@ def new_tensor(stored: Entry | Piece) -> torch.Tensor:
         raise CheckpointError(f"not enough memory: {need}") from error
 
 
-def fill(tensor: torch.Tensor, file: TensorFile, key: str) -> str:
-    """Fill a contiguous CPU tensor with all of ``key``; the hash of the bytes."""
-    found = file.read_into(key, raw(tensor))
+def fill(tensor: torch.Tensor, file: TensorFile, key: str, box: Box | None = None) -> str:
+    """Fill a contiguous CPU tensor with all of ``key``, or a box of it; the hash of the bytes."""
+    found = file.read_into(key, raw(tensor), box)
     _check_bools(tensor, file, key)
     return found
 

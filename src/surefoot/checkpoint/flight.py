@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from ..errors import CheckpointError
 from .arena import is_available
 from .background import Background
-from .job import Job, Saved
+from .job import MOST_ATTEMPTS, Job, Saved
 from .save import Live
 from .write import write
 
@@ -41,7 +42,7 @@ class Flight:
             if self._take_off(job, live):
                 return None
             self._is_grounded = True
-        return _told(write(job, live))
+        return _told(_write(job, live))
 
     def poll(self) -> Saved | None:
         """What was saved, if the save in flight has ended."""
@@ -88,6 +89,21 @@ def end(close: Callable[[], None], error: BaseException | None) -> None:
         if error is None:
             raise
         logger.error("%s", failure)
+
+
+def _write(job: Job, live: Live) -> Saved:
+    """Write it at once; again, if processes that write it together have failed."""
+    while True:
+        is_last = job.nonce is None or job.attempt + 1 >= MOST_ATTEMPTS
+        try:
+            saved = write(job, live)
+        except CheckpointError:
+            if is_last:
+                raise
+        else:
+            if is_last or saved.is_committed:
+                return saved
+        job = replace(job, attempt=job.attempt + 1)
 
 
 def _told(saved: Saved) -> Saved:

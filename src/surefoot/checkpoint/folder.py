@@ -51,6 +51,11 @@ class CheckpointFolder:
             raise CheckpointError(f"{self.path}: it holds no {STATE}")
         return strict.parse_object(self.small(STATE), str(self.path / STATE))
 
+    def check_stored(self, file: tensorfile.TensorFile, piece: Piece) -> None:
+        """Read a piece, and refuse it if its bytes have another hash than the manifest's."""
+        inside = piece.inside(file.entry(piece.key).shape)
+        self.check_piece(piece, file.hash(piece.key, inside))
+
     def check_piece(self, piece: Piece, found: str) -> None:
         """Refuse a piece whose bytes have another hash than the manifest's."""
         if piece.hash != found:
@@ -77,12 +82,17 @@ class CheckpointFolder:
             raise CheckpointError(
                 f"{where}: file and manifest disagree about tensor {odd[0][:200]!r}"
             )
-        for key, piece in pieces.items():
-            entry = file.header.entries[key]
-            if (entry.dtype, entry.shape) != (piece.dtype, piece.box.shape):
+        for key, parts in pieces.items():
+            entry, first = file.header.entries[key], parts[0]
+            expected = first.box.shape if len(parts) == 1 else first.shape
+            if (entry.dtype, entry.shape) != (first.dtype, expected):
                 raise CheckpointError(
                     f"{where}: {key!r} is {entry.dtype} {list(entry.shape)}, the manifest says "
-                    f"{piece.dtype} {list(piece.box.shape)}"
+                    f"{first.dtype} {list(expected)}"
+                )
+            if any(piece.tensor != first.tensor for piece in parts):
+                raise CheckpointError(
+                    f"{where}: {key!r} cannot be both {first.tensor!r} and {parts[-1].tensor!r}"
                 )
 
 

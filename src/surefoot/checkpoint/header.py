@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any
 
 from ..errors import CheckpointError
 from . import strict
+from .box import Box
 
 MAX_HEADER = 100_000_000  # bytes; what the reference implementation allows
 ALIGNMENT = 64  # bytes; tensor data starts on a cache line, so that a mapped file is aligned too
@@ -51,6 +52,13 @@ class Header:
     metadata: Mapping[str, str]
     data_start: int  # bytes before the first tensor
     file_size: int
+
+
+def ranges_of(entry: Entry, box: Box) -> Iterator[tuple[int, int]]:
+    """Where ``box`` of a stored tensor lies in its file: first byte and length of every range."""
+    item = ITEM_SIZES[entry.dtype]
+    for first, count in box.runs_in(Box.whole(entry.shape)):
+        yield entry.offset + first * item, count * item
 
 
 def num_bytes(dtype: str, shape: tuple[int, ...]) -> int:

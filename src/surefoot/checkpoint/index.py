@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal, get_args
 
 from .. import files
@@ -25,7 +26,7 @@ FORMAT = "surefoot-checkpoint"
 VERSION = (1, 0)  # a reader takes any minor version of its major one
 MAX_SMALL = 1 << 30  # bytes of a file that is hashed as a whole
 Kind = Literal["full", "adapter"]
-Layout = Literal["full", "distributed"]  # whole tensors, or boxes of them, by rank
+Layout = Literal["full", "distributed"]  # whole tensors, or boxes of them in a folder a rank
 
 _SEAL = "0" * 32
 _HASH = re.compile(r"[0-9a-f]{32}")
@@ -34,7 +35,8 @@ _NAME = re.compile(r"[^./\\\x00-\x1f\x7f][^/\\\x00-\x1f\x7f]{0,200}")
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One box of one tensor: stored in ``file`` under ``key``, with the hash of its bytes."""
+    """One box of one tensor, with the hash of its bytes. In ``file``, ``key`` is either the box or
+    the whole tensor."""
 
     tensor: str  # "model/...", "optimizer/..." or "state/...": unique in the checkpoint
     dtype: str  # safetensors' name for it
@@ -48,6 +50,10 @@ class Piece:
     def num_bytes(self) -> int:
         """Length of the stored bytes."""
         return num_bytes(self.dtype, self.box.shape)
+
+    def inside(self, stored: tuple[int, ...]) -> Box:
+        """Where the box lies in what is stored under the key, which has the shape ``stored``."""
+        return Box.whole(stored) if stored == self.box.shape else self.box
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,9 +72,14 @@ class Manifest:
     world_size: int = 1  # of the run that wrote it; no reader needs it, nor the mesh
     mesh: Mapping[str, int] = field(default_factory=dict)
 
-    def pieces_in(self, file: str) -> dict[str, Piece]:
+    def pieces_in(self, file: str) -> dict[str, tuple[Piece, ...]]:
         """The pieces of one file by their key there."""
-        return {piece.key: piece for piece in self.pieces if piece.file == file}
+        return _grouped(self.pieces_of_file.get(file, ()), lambda piece: piece.key)
+
+    @cached_property
+    def pieces_of_file(self) -> Mapping[str, tuple[Piece, ...]]:
+        """All pieces by the file they lie in."""
+        return _grouped(self.pieces, lambda piece: piece.file)
 
     def tensors(self, role: str) -> dict[str, tuple[Piece, ...]]:
         """The pieces of each tensor of one role ("model", "optimizer", "state"), by the rest of its
@@ -81,10 +92,14 @@ class Manifest:
 
     def by_tensor(self) -> dict[str, tuple[Piece, ...]]:
         """The pieces of each tensor by its full name; together they are all of it."""
-        found: dict[str, list[Piece]] = {}
-        for piece in self.pieces:
-            found.setdefault(piece.tensor, []).append(piece)
-        return {name: tuple(pieces) for name, pieces in found.items()}
+        return _grouped(self.pieces, lambda piece: piece.tensor)
+
+
+def _grouped(pieces: Iterable[Piece], key: Callable[[Piece], str]) -> dict[str, tuple[Piece, ...]]:
+    found: dict[str, list[Piece]] = {}
+    for piece in pieces:
+        found.setdefault(key(piece), []).append(piece)
+    return {name: tuple(group) for name, group in found.items()}
 
 
 def is_plain_name(name: str) -> bool:
@@ -166,7 +181,7 @@ def parse(data: bytes, where: str) -> Manifest:
         world_size=raw["world_size"],
         mesh=raw["mesh"],
     )
-    _check_consistent(manifest, where)
+    check_consistent(manifest, where)
     return manifest
 
 
@@ -246,8 +261,11 @@ def parse_piece(raw: object, where: str) -> Piece:
     return Piece(shape=shape, box=Box(start, extent), **text)
 
 
-def _check_consistent(manifest: Manifest, where: str) -> None:
-    """Names stay in the folder, every piece has its file, every tensor is there exactly once."""
+def check_consistent(manifest: Manifest, where: str) -> None:
+    """Names stay in the folder, every piece has its file, every tensor is there exactly once.
+
+    Raises ``CheckpointError`` if not.
+    """
     for name, size in manifest.files.items():
         if not is_plain_name(name) or name == MANIFEST:
             raise CheckpointError(
@@ -269,15 +287,17 @@ def _check_consistent(manifest: Manifest, where: str) -> None:
 
 
 def _check_pieces(pieces: Sequence[Piece], where: str, layout: Layout) -> None:
-    """The pieces of one tensor are all of it, and nothing twice."""
+    """The pieces of one tensor are all of it, and nothing twice.
+
+    They lie in one tensor of one file or, in layout distributed, each by itself.
+    """
     first = pieces[0]
-    if layout == "full" and len(pieces) > 1:
-        raise CheckpointError(f"{where} occurs twice")
-    if layout == "full" and first.box != Box.whole(first.shape):
-        raise CheckpointError(f"{where} is not whole, as layout full has it")
+    places = {(piece.file, piece.key) for piece in pieces}
+    if layout == "full" and len(places) > 1:
+        raise CheckpointError(f"{where} lies in several places, which layout full has not")
     if any((piece.dtype, piece.shape) != (first.dtype, first.shape) for piece in pieces):
         raise CheckpointError(f"{where} has pieces of different types or whole shapes")
-    if len({(piece.file, piece.key) for piece in pieces}) < len(pieces):
+    if 1 < len(places) < len(pieces):
         raise CheckpointError(f"{where} has two pieces in one place")
     if not is_covered_once(Box.whole(first.shape), [piece.box for piece in pieces]):
         raise CheckpointError(f"{where}: its {len(pieces)} pieces are not all of it exactly once")

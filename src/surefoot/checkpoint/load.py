@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
-from operator import sub
+from operator import add, sub
 from pathlib import Path
 from typing import Any
 
@@ -169,16 +169,18 @@ def _read_piece(checkpoint: CheckpointFolder, piece: Piece, file: TensorFile, in
     common = piece.box & into.box
     if piece.box.size and common is None:
         return
+    stored = piece.inside(file.entry(piece.key).shape)
     if common is not None and common != piece.box:
-        inside = Box(tuple(map(sub, common.start, piece.box.start)), common.shape)
+        shift = map(sub, stored.start, piece.box.start)
+        inside = Box(tuple(map(add, common.start, shift)), common.shape)
         into.values[common.slices_in(into.box)].copy_(read_box(file, piece.key, inside))
         return
     target = into.values[piece.box.slices_in(into.box)] if piece.box.size else into.values
     if target.is_contiguous() and target.device.type == "cpu":
-        found = fill(target, file, piece.key)
+        found = fill(target, file, piece.key, stored)
     else:
         values = torch.empty(piece.box.shape, dtype=target.dtype)
-        found = fill(values, file, piece.key)
+        found = fill(values, file, piece.key, stored)
         target.copy_(values)
     checkpoint.check_piece(piece, found)
 
@@ -190,6 +192,8 @@ def _targets(
     found = {}
     for name, (piece, *_) in pieces.items():
         own = current.get(name)
+        if isinstance(own, DTensor) and own.dtype != DTYPES[piece.dtype]:
+            own = torch.empty_like(own, dtype=DTYPES[piece.dtype])  # cut as it is, not whole
         found[name] = own if own is not None and _fits(own, piece) else new_tensor(piece)
     return found
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import platform
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cache
 from importlib import metadata
@@ -17,12 +17,16 @@ import torch
 from .. import files
 from ..errors import CheckpointError
 from . import strict
+from .balance import Held
+from .box import Box
 from .boxed import Part, part
-from .bytes import describe, hash_tensor, write_file
+from .bytes import describe, hash_tensor, write_box, write_file
+from .crew import ALONE, Crew, Holding
+from .header import num_bytes
 from .index import MANIFEST, MAX_SMALL, STATE, Kind, Layout, is_plain_name
-from .job import Job, Shard
+from .job import Job, Shard, Share
 from .plan import FilePlan, plan_save
-from .staged import StagedWeights, whole
+from .plan import Tensors as Described
 from .states import Stateful, adopted, cuts_of, is_copy
 from .tensors import split
 from .write import write
@@ -34,23 +38,7 @@ WORTH_SHARING = 0.1  # of the weights' bytes
 
 
 Tensors = Mapping[str, torch.Tensor]
-
-
-@dataclass(frozen=True)
-class Crew:
-    """The processes that write a checkpoint together, as one of them sees them, and how."""
-
-    layout: Layout = "full"  # several processes always write their boxes: ``distributed``
-    rank: int = 0
-    size: int = 1
-    mesh: Mapping[str, int] = field(default_factory=dict)
-    nonce: str | None = None  # on which they have agreed
-
-    @property
-    def leads(self) -> bool:
-        """Whether this is the first process that has the layers it has: the axis ``pp``, along
-        which they are shared out, is the outermost one."""
-        return self.rank % (self.size // self.mesh.get("pp", 1)) == 0
+ByRole = Mapping[str, Mapping[str, Part]]  # role -> name -> what is here of it
 
 
 def save(
@@ -97,25 +85,24 @@ def prepare(
     companions: Mapping[str, bytes] | None = None,
     parent: str | None = None,
     max_shard_size: int = 5_000_000_000,
-    crew: Crew = Crew(),
+    crew: Crew = ALONE,
 ) -> tuple[Job, Live]:
     """What ``save`` would write, and the live tensors; nothing is read from these yet.
 
-    Of several processes (``crew``) each writes the boxes that it holds, in layout ``distributed``;
-    the first one writes what is whole in all of them.
+    Of several processes (``crew``) all must call this, and each gets what it is to write of the
+    boxes that it holds: of files that they share in layout ``full``, of its own in layout
+    ``distributed``. What is no tensor of the model or the optimizer is the first one's.
     """
     groups, skeleton = _split({name: s.state_dict() for name, s in adopted(states).items()})
-    layout: Layout = "distributed" if crew.size > 1 else crew.layout
-    if kind == "adapter":  # one small file, as PEFT wants it
-        groups["model"] = _gathered(states["model"], groups["model"])
-    is_first = {"model": crew.leads if kind == "full" else crew.rank == 0, "optimizer": crew.leads}
-    parts = {
-        role: _parts(role, tensors, states.get(role), is_main=is_first.get(role, crew.rank == 0))
-        for role, tensors in groups.items()
-    }
-    moved = {name.rpartition(".")[0] for name in groups["optimizer"]}
-    still = _still(parts["model"], moved) if kind == "full" else set()
-    shards = _plan(parts, kind, max_shard_size, layout, crew, still)
+    parts = {role: _parts(role, found, states.get(role)) for role, found in groups.items()}
+    tensors: Mapping[str, Described]
+    tensors, nonce = {role: _described(role, found) for role, found in parts.items()}, None
+    if crew.size > 1:
+        word, plan = crew.agree(_held(parts, tensors, crew), skeleton.get("optimizer", {}), parent)
+        nonce, parent, tensors = word.nonce, word.parent, plan.tensors
+        parts = {role: _narrowed(found, plan.mine.get(role, {})) for role, found in parts.items()}
+        skeleton |= {"optimizer": plan.optimizer} if "optimizer" in skeleton else {}
+    shards = _shards(parts, tensors, kind, max_shard_size, crew)
     ours = {**indexes(shards, crew.size), STATE: _dump_skeleton(skeleton)} if crew.rank == 0 else {}
     job = Job(
         root=Path(root),
@@ -126,33 +113,42 @@ def prepare(
         shards=shards,
         small={**_checked(companions or {}, {*ours, MANIFEST}), **ours} if ours else {},
         parent=parent,
-        layout=layout,
+        layout=crew.layout,
         rank=crew.rank,
         world_size=crew.size,
         mesh=crew.mesh,
-        nonce=crew.nonce,
+        nonce=nonce,
     )
     values = {role: {n: p.values for n, p in found.items()} for role, found in parts.items()}
     return job, Live(values)
 
 
-def _gathered(state: Stateful, tensors: Tensors) -> dict[str, torch.Tensor]:
-    """The tensors of a state, whole, in the first process at least."""
-    if isinstance(state, StagedWeights):
-        return state.whole()
-    return {name: whole(tensor) for name, tensor in tensors.items()}
-
-
-def _parts(
-    role: str, tensors: Tensors, state: Stateful | None, *, is_main: bool
-) -> dict[str, Part]:
-    """What this process is to write."""
-    found = {
-        name: part(f"{role}: {name}", tensor, cuts_of(state, name), is_main=is_main)
+def _parts(role: str, tensors: Tensors, state: Stateful | None) -> dict[str, Part]:
+    """What this process holds, and no other stage of a pipeline writes."""
+    return {
+        name: part(f"{role}: {name}", tensor, cuts_of(state, name))
         for name, tensor in tensors.items()
-        if not is_copy(state, name)
+        if not (tensor.is_meta or is_copy(state, name))
     }
-    return {name: one for name, one in found.items() if one.is_mine}
+
+
+def _described(role: str, parts: Mapping[str, Part]) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """The type and whole shape of each tensor; an error if one cannot be stored."""
+    return {n: (describe(f"{role}: {n}", p.values)[0], p.shape) for n, p in parts.items()}
+
+
+def _held(parts: ByRole, tensors: Mapping[str, Described], crew: Crew) -> Holding:
+    """The same for the other processes; what is no tensor of the model or the optimizer, the
+    random generators for one, is not the same in all of them, and the first one's counts."""
+    return {
+        role: {n: Held(tensors[role][n][0], p.shape, p.box) for n, p in found.items()}
+        for role, found in parts.items()
+        if role != "state" or crew.rank == 0
+    }
+
+
+def _narrowed(parts: Mapping[str, Part], boxes: Mapping[str, Box]) -> dict[str, Part]:
+    return {name: parts[name].narrowed(boxes[name]) for name in parts if name in boxes}
 
 
 @dataclass(frozen=True)
@@ -162,8 +158,16 @@ class Live:
     groups: Mapping[str, Tensors]
 
     def write(self, shard: Shard, file: files.File) -> Mapping[str, str]:
-        """Fill and flush the file; the hash of each tensor's bytes by name."""
-        return write_file(file, shard.plan, self.groups[shard.role])
+        """Fill and flush the file, or this process's part of it; the hashes by tensor."""
+        tensors = self.groups[shard.role]
+        if shard.share is None:
+            return write_file(file, shard.plan, tensors)
+        if shard.share.has_head:
+            file.write_at(0, shard.plan.head)
+        entries, boxes = shard.plan.header.entries, shard.share.boxes
+        found = {n: write_box(file, entries[n], boxes[n], tensors[n]) for n in boxes}
+        file.sync()
+        return found
 
     def hash(self, shard: Shard, name: str) -> str:
         """The hash of one tensor's bytes."""
@@ -210,43 +214,53 @@ def _flat(tree: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     return dict(tree)
 
 
-def _plan(
-    groups: Mapping[str, Mapping[str, Part]],
+def _shards(
+    parts: ByRole,
+    tensors: Mapping[str, Described],
     kind: Kind,
     max_shard_size: int,
-    layout: Layout,
     crew: Crew,
-    still: Collection[str],
 ) -> list[Shard]:
-    """The files of every role that has tensors. An adapter is one file: PEFT knows no shards.
+    """The files of every role that this process writes something of.
 
-    In layout ``distributed`` all but an adapter lie in the folder of this rank, and say which box
-    of its tensor each one is.
+    Several processes share those of layout ``full``, and an adapter's in both layouts. Otherwise
+    they lie in the folder of this rank, and say which box of its tensor each one is.
     """
     stems = {"model": WEIGHT_STEMS[kind], "optimizer": "optimizer", "state": "state"}
-    is_whole = {"model": kind == "adapter", "optimizer": False, "state": True}
+    moved = {name.rpartition(".")[0] for name in tensors.get("optimizer", {})}
     shards = []
-    for role, tensors in groups.items():
-        described = {n: describe(f"{role}: {n}", one.values) for n, one in tensors.items()}
-        limit = None if is_whole[role] else max_shard_size
-        apart = still if role == "model" else ()
-        stem, boxes = stems[role], None
-        if layout == "distributed" and stem != WEIGHT_STEMS["adapter"]:
-            stem = f"{RANK_FOLDER.format(crew.rank)}/{stem}"
-            boxes = {name: (one.shape, one.box) for name, one in tensors.items()}
-        plans = plan_save(stem, described, limit, apart=apart, boxes=boxes) if tensors else []
-        shards += [Shard(role, plan) for plan in plans]
+    for role, own in parts.items():
+        is_adapter = role == "model" and kind == "adapter"
+        is_boxed = crew.layout == "distributed" and not is_adapter
+        is_joint = crew.size > 1 and role != "state" and not is_boxed
+        limit = None if is_adapter or role == "state" else max_shard_size
+        described = tensors.get(role, {})
+        if not is_joint:
+            described = {name: (described[name][0], one.box.shape) for name, one in own.items()}
+        apart = _still(described, moved) if role == "model" and not is_adapter else ()
+        boxes = {name: (one.shape, one.box) for name, one in own.items()} if is_boxed else None
+        stem = f"{RANK_FOLDER.format(crew.rank)}/{stems[role]}" if is_boxed else stems[role]
+        if not described:
+            continue
+        for plan in plan_save(stem, described, limit, apart=apart, boxes=boxes):
+            share = _share(plan, own, crew) if is_joint else None
+            if share is None or share.boxes or share.has_head:
+                shards.append(Shard(role, plan, share))
     return shards
 
 
-def _still(model: Mapping[str, Part], moved: Collection[str]) -> set[str]:
+def _share(plan: FilePlan, own: Mapping[str, Part], crew: Crew) -> Share:
+    boxes = {name: own[name].box for name in plan.header.entries if name in own}
+    return Share(boxes, has_head=crew.rank == 0)
+
+
+def _still(model: Described, moved: Collection[str]) -> set[str]:
     """Weights that no optimizer moves, if they are worth files of their own, to be shared.
 
     The optimizer's tensors are named after the weights it moves.
     """
     still = {name for name in model if name not in moved}
-    # nbytes would raise for a sparse tensor, which is refused with a name later on
-    sizes = {name: one.values.numel() * one.values.element_size() for name, one in model.items()}
+    sizes = {name: num_bytes(*described) for name, described in model.items()}
     share = sum(sizes[name] for name in still) / max(sum(sizes.values()), 1)
     return still if WORTH_SHARING <= share < 1 else set()
 

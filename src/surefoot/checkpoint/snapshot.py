@@ -14,12 +14,12 @@ Groups = Mapping[str, Mapping[str, torch.Tensor]]  # role -> name -> tensor
 
 
 def take(images: Images, groups: Groups) -> None:
-    """Fill the image of every file: its header, and the tensors as they are now."""
+    """Fill the image of every file: its head, and the tensors as they are now."""
     with _beside(groups):
         for shard in images.shards:
             image = images.of(shard)
             image[: len(shard.plan.head)] = shard.plan.head
-            for name in shard.plan.header.entries:
+            for name in images.names(shard):
                 _copy(groups[shard.role][name], images.tensor(shard, name))
 
 

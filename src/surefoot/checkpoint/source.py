@@ -88,7 +88,7 @@ class Stored:
         is_plain = target.is_contiguous()
         values = target if is_plain else torch.empty(box.shape, dtype=target.dtype)
         with files.raising(CheckpointError):
-            fill_box(values, part.file, part.key, inside)
+            fill_box(values, part.file, part.key, part.in_file(box))
         if part.hash is not None:
             self._check(name, part, inside, values)
         if not is_plain:

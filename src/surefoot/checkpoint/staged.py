@@ -13,7 +13,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from ..cuts import Cuts
 from .states import Stateful, cuts_of
@@ -26,9 +25,6 @@ class Exchange(Protocol):
 
     def of_stages(self, value: Any) -> list[Any]:
         """What each of them has, in the order of their stages."""
-
-    def collected(self, value: Any) -> list[Any]:
-        """The same in the main process; nothing in all others."""
 
 
 @dataclass(frozen=True)
@@ -65,14 +61,6 @@ class StagedWeights:
             tensor.copy_(state[name])
         theirs = self.elsewhere.keys() | self.second.keys()
         self.own.load_state_dict({n: tensor for n, tensor in state.items() if n not in theirs})
-
-    def whole(self) -> dict[str, torch.Tensor]:
-        """All tensors, whole, in the main process; others have their own stages'. All processes
-        call this together."""
-        found = {name: whole(tensor) for name, tensor in self.own.state_dict().items()}
-        for theirs in self.exchange.collected({name: t.cpu() for name, t in found.items()}):
-            found |= {name: theirs[name] for name in theirs.keys() - found.keys()}
-        return found
 
 
 @dataclass(frozen=True)
@@ -121,11 +109,6 @@ def owners(exchange: Exchange, names: Iterable[str]) -> list[set[str]]:
         found.append(set(theirs) - seen)
         seen |= set(theirs)
     return found
-
-
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """All of a tensor that is cut over processes, which call this together."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def _merged(parts: Iterable[Mapping[str, list[str]]]) -> dict[str, list[str]]:

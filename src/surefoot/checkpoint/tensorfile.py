@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 from .. import files
 from ..errors import CheckpointError
 from .box import Box
-from .header import ITEM_SIZES, Entry, Header, header_length, parse
+from .header import Entry, Header, header_length, num_bytes, parse, ranges_of
 
 
 class TensorFile:
@@ -38,16 +39,19 @@ class TensorFile:
             raise CheckpointError(f"{self.path}: it holds no tensor {key!r}")
         return self.header.entries[key]
 
-    def read_into(self, key: str, view: memoryview) -> str:
-        """Fill ``view`` with all bytes of ``key``; their hash."""
+    def read_into(self, key: str, view: memoryview, box: Box | None = None) -> str:
+        """Fill ``view`` with all bytes of ``key``, or of a box of it; their hash."""
         entry = self.entry(key)
-        if len(view) != entry.num_bytes:
-            raise ValueError(f"{key}: {len(view)} bytes do not hold {entry.num_bytes}")
-        digest = files.Hash()
-        for at in range(0, len(view), files.BLOCK):
-            block = view[at : at + files.BLOCK]
-            self._file.read_into(entry.offset + at, block)
+        box = box or Box.whole(entry.shape)
+        size = num_bytes(entry.dtype, box.shape)
+        if len(view) != size:
+            raise ValueError(f"{key}: {len(view)} bytes do not hold {size}")
+        digest, done = files.Hash(), 0
+        for offset, length in self._blocks(entry, box):
+            block = view[done : done + length]
+            self._file.read_into(offset, block)
             digest.update(block)
+            done += length
         return digest.hex()
 
     def read_box_into(self, key: str, box: Box, view: memoryview) -> None:
@@ -56,22 +60,26 @@ class TensorFile:
         whole = Box.whole(entry.shape)
         if len(box.shape) != len(entry.shape) or box not in whole:
             raise CheckpointError(f"{self.path}: {key}: {box} is outside of shape {entry.shape}")
-        item = ITEM_SIZES[entry.dtype]
         done = 0
-        for first, count in box.runs_in(whole):
-            self._file.read_into(entry.offset + first * item, view[done : done + count * item])
-            done += count * item
+        for offset, length in ranges_of(entry, box):
+            self._file.read_into(offset, view[done : done + length])
+            done += length
 
-    def hash(self, key: str) -> str:
-        """The hash of the tensor's bytes, whatever their number, in one block of memory."""
+    def hash(self, key: str, box: Box | None = None) -> str:
+        """The hash of the bytes of a tensor, or of a box of it, in one block of memory."""
         entry = self.entry(key)
         digest = files.Hash()
         buffer = memoryview(bytearray(min(files.BLOCK, entry.num_bytes)))
-        for at in range(0, entry.num_bytes, files.BLOCK):
-            block = buffer[: min(files.BLOCK, entry.num_bytes - at)]
-            self._file.read_into(entry.offset + at, block)
-            digest.update(block)
+        for offset, length in self._blocks(entry, box or Box.whole(entry.shape)):
+            self._file.read_into(offset, buffer[:length])
+            digest.update(buffer[:length])
         return digest.hex()
+
+    def _blocks(self, entry: Entry, box: Box) -> Iterator[tuple[int, int]]:
+        """Where the bytes of ``box`` lie, in its order: offset and length of every block."""
+        for offset, length in ranges_of(entry, box):
+            for at in range(0, length, files.BLOCK):
+                yield offset + at, min(files.BLOCK, length - at)
 
 
 def open_path(path: Path) -> TensorFile:

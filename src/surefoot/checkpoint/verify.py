@@ -119,9 +119,9 @@ def _problems(
             checkpoint.small(name)
             return
         with files.raising(CheckpointError), checkpoint.tensors(name) as file:
-            for key, piece in checkpoint.manifest.pieces_in(name).items() if full else ():
+            for piece in checkpoint.manifest.pieces_of_file.get(name, ()) if full else ():
                 try:
-                    checkpoint.check_piece(piece, file.hash(key))
+                    checkpoint.check_stored(file, piece)
                 except CheckpointError as error:
                     yield str(error)
                 progress(piece.num_bytes)

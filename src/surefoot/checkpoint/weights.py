@@ -44,12 +44,17 @@ _CONVERT = (
 
 @dataclass(frozen=True)
 class Part:
-    """One box of a tensor, in a file of its own rank."""
+    """One box of a tensor. In ``file``, ``key`` is either the box or the whole tensor."""
 
     file: tensorfile.TensorFile
     key: str
     box: Box
     hash: str | None = None  # known for checkpoints of ours
+
+    def in_file(self, box: Box) -> Box:
+        """Where a box that lies in this one lies in what is stored."""
+        is_whole = self.file.entry(self.key).shape != self.box.shape
+        return box if is_whole else box.moved_into(self.box)
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,20 @@ from .. import files
 from ..errors import CheckpointError
 from .commit import aside, drop, refuse_existing
 from .folder import CheckpointFolder, open_checkpoint
-from .index import MANIFEST, Manifest, Piece, dump
+from .index import MANIFEST, Manifest, Piece, check_consistent, dump
 from .job import Job, Saved, Shard
+from .reuse import equal_file, link, parent_of
 from .sharding import explained
-from .together import Written, contribute, gather
+from .together import (
+    Written,
+    await_begin,
+    begin,
+    claim,
+    contribute,
+    gather,
+    hear_changed,
+    tell_changed,
+)
 
 
 class Content(Protocol):
@@ -41,7 +51,7 @@ def write(
     """Write and commit ``job``; it is on the disk when this returns.
 
     Of several processes that write a checkpoint together, the first commits it, once all others
-    have reported their part; these return when they have.
+    have reported their part; these return when it has.
 
     ``started`` is called once the folder aside is there and locked; it may raise to give up.
     Raises ``CheckpointError``, leaving nothing behind, if the checkpoint exists already or the disk
@@ -51,20 +61,33 @@ def write(
     target = job.target
     if job.rank > 0:
         with files.raising(CheckpointError, f"cannot save {target}"):
-            size = contribute(job, lambda folder: write_files(job, content, folder), started)
-        return Saved(target, size, 0, time.monotonic() - began)
+            own, done = contribute(job, lambda path: write_files(job, content, path), is_orphan)
+        return Saved(target, own, 0, time.monotonic() - began, is_committed=done)
     with files.raising(CheckpointError, f"cannot save {target}"):
+        if job.attempt and (size := _size_of(job)) is not None:  # the writer died after the commit
+            return Saved(target, size, 0, time.monotonic() - began, _forget(job))
         refuse_existing(target)
-        with aside(target, job.nonce) as part:
+        with aside(target, job.nonce_of(job.attempt)) as part:
             if started is not None:
                 started()
-            written = write_files(job, content, part.folder)
+            if job.nonce is not None:
+                claim(part.folder)
+            written = write_files(job, content, part.folder, is_orphan)
             if job.nonce is not None:  # others write their part
                 gather(job, part.folder, written, is_orphan)
+                check_consistent(_manifest(job, written), str(target))
             part.commit(target, dump(_manifest(job, written)))
     size = sum(written.files.values())
     seconds = time.monotonic() - began
     return Saved(target, size, written.num_shared, seconds, _forget(job))
+
+
+def _size_of(job: Job) -> int | None:
+    """The bytes of the checkpoint, if ``job`` has been committed."""
+    if not files.exists(job.target / MANIFEST):
+        return None
+    manifest = open_checkpoint(job.target).manifest
+    return sum(manifest.files.values()) if manifest.created == job.created else None
 
 
 def _manifest(job: Job, written: Written) -> Manifest:
@@ -94,17 +117,22 @@ def _forget(job: Job) -> str | None:
     return None
 
 
-def write_files(job: Job, content: Content, folder: Path) -> Written:
+def write_files(
+    job: Job, content: Content, folder: Path, is_orphan: Callable[[], bool] = lambda: False
+) -> Written:
     """Write and flush all files but the manifest. Space for the large ones is claimed first."""
-    written = Written()
-    own = _share(job, content, folder, written)
-    for shard in own:
-        files.make_folder((folder / shard.plan.name).parent)
-        with files.create(folder / shard.plan.name) as file:
-            file.reserve(shard.plan.header.file_size)
-    for shard in own:
+    written, parent = Written(), parent_of(job)
+    own = [shard for shard in job.shards if shard.share is None]
+    left = [shard for shard in own if not _link(parent, shard, content, folder, written)]
+    if job.is_joint and job.rank == 0:
+        left += _open_joint(job, content, folder, written, left, is_orphan)
+    else:
+        _reserve(folder, left)
+    if job.is_joint and job.rank > 0:
+        left += _join(job, content, folder)
+    for shard in left:
         path = folder / shard.plan.name
-        with files.open_file(path, follow=False, write=True) as file:
+        with _opened(path, shard) as file:
             file.bypass_cache()
             _note(written, shard, content.write(shard, file))
     for name, data in sorted(job.small.items()):
@@ -117,10 +145,81 @@ def write_files(job: Job, content: Content, folder: Path) -> Written:
     return written
 
 
+def _opened(path: Path, shard: Shard) -> files.File:
+    if shard.share is None:
+        return files.open_file(path, follow=False, write=True)
+    return files.open_to_write(path)
+
+
+def _reserve(folder: Path, shards: Sequence[Shard]) -> None:
+    for shard in shards:
+        files.make_folder((folder / shard.plan.name).parent)
+        with files.create(folder / shard.plan.name) as file:
+            file.reserve(shard.plan.header.file_size)
+
+
+def _open_joint(
+    job: Job,
+    content: Content,
+    folder: Path,
+    written: Written,
+    own: Sequence[Shard],
+    is_orphan: Callable[[], bool],
+) -> list[Shard]:
+    """Make the files that all processes write, beside its ``own``, and let them begin; the ones
+    that are not the parent's to the last byte, as far as any process can tell."""
+    joint, parent = [shard for shard in job.shards if shard.share is not None], parent_of(job)
+    other = hear_changed(job, folder, is_orphan) if _may_share(job) else set()
+    left = [
+        shard
+        for shard in joint
+        if shard.plan.name in other or not _link(parent, shard, content, folder, written)
+    ]
+    _reserve(folder, [*own, *left])
+    begin(folder, [shard.plan.name for shard in left])
+    return left
+
+
+def _join(job: Job, content: Content, folder: Path) -> list[Shard]:
+    """Wait until the files that all processes write are there; those of which this one writes a
+    part."""
+    joint, parent = [shard for shard in job.shards if shard.share is not None], parent_of(job)
+    if _may_share(job):
+        changed = [s for s in joint if parent is None or equal_file(parent, s, content) is None]
+        tell_changed(job, folder, [shard.plan.name for shard in changed])
+    names = await_begin(folder)
+    return [shard for shard in joint if shard.plan.name in names]
+
+
+def _may_share(job: Job) -> bool:
+    """Whether files may be the parent's, on which all processes agree."""
+    return job.share and job.parent is not None
+
+
+def _link(
+    parent: CheckpointFolder | None,
+    shard: Shard,
+    content: Content,
+    folder: Path,
+    written: Written,
+) -> bool:
+    """Whether ``shard`` is equal to a file of the parent, and has been linked to it."""
+    name = None if parent is None else equal_file(parent, shard, content)
+    if parent is None or name is None or (pieces := link(parent, name, shard, folder)) is None:
+        return False
+    _note_file(written, shard)
+    written.pieces += pieces
+    written.num_shared += shard.plan.header.file_size
+    return True
+
+
 def _note(written: Written, shard: Shard, hashes: Mapping[str, str]) -> None:
-    plan = shard.plan
-    written.files[plan.name] = plan.header.file_size
-    written.hashes[plan.name] = files.digest(plan.head)
+    plan, share = shard.plan, shard.share
+    boxes = explained(plan.header)
+    if share is None or share.has_head:
+        _note_file(written, shard)
+    if share is not None:
+        boxes = {name: (plan.header.entries[name].shape, box) for name, box in share.boxes.items()}
     written.pieces += [
         Piece(
             tensor=f"{shard.role}/{name}",
@@ -131,56 +230,10 @@ def _note(written: Written, shard: Shard, hashes: Mapping[str, str]) -> None:
             key=name,
             hash=hashes[name],
         )
-        for name, (shape, box) in explained(plan.header).items()
+        for name, (shape, box) in boxes.items()
     ]
 
 
-def _share(job: Job, content: Content, folder: Path, written: Written) -> Sequence[Shard]:
-    """Link the files that are the parent's to the last byte; the shards that are left to write."""
-    parent = _parent(job)
-    if parent is None:
-        return job.shards
-    left = []
-    for shard in job.shards:
-        hashes = _link(parent, shard, content, folder)
-        if hashes is None:
-            left.append(shard)
-        else:
-            _note(written, shard, hashes)
-            written.num_shared += shard.plan.header.file_size
-    return left
-
-
-def _parent(job: Job) -> CheckpointFolder | None:
-    if not job.share or job.parent is None or not files.exists(job.root / job.parent / MANIFEST):
-        return None
-    try:
-        return open_checkpoint(job.root / job.parent)
-    except CheckpointError:
-        return None  # damaged since; nothing is lost by writing all of it
-
-
-def _link(
-    parent: CheckpointFolder, shard: Shard, content: Content, folder: Path
-) -> Mapping[str, str] | None:
-    """Link ``shard`` to the parent's equal file; its hashes, or None if there is no such file."""
-    head = files.digest(shard.plan.head)
-    for name, size in parent.manifest.files.items():
-        if parent.manifest.hashes[name] != head or size != shard.plan.header.file_size:
-            continue
-        saved = {key: piece.hash for key, piece in parent.manifest.pieces_in(name).items()}
-        is_equal = all(content.hash(shard, key) == saved[key] for key in shard.plan.header.entries)
-        if is_equal and _is_sound(parent, name, saved):
-            new = folder / shard.plan.name
-            files.make_folder(new.parent)
-            return saved if files.share(parent.path / name, new) else None
-    return None
-
-
-def _is_sound(parent: CheckpointFolder, name: str, saved: Mapping[str, str]) -> bool:
-    """Whether the parent's file still holds what was saved: a bad sector must not be inherited."""
-    try:
-        with parent.tensors(name) as file:
-            return all(file.hash(key) == expected for key, expected in saved.items())
-    except (CheckpointError, OSError):
-        return False
+def _note_file(written: Written, shard: Shard) -> None:
+    written.files[shard.plan.name] = shard.plan.header.file_size
+    written.hashes[shard.plan.name] = files.digest(shard.plan.head)

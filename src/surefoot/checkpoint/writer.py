@@ -19,8 +19,9 @@ from typing import Any
 
 from ..errors import CheckpointError
 from .arena import Arena, Images
+from .box import Box
 from .header import parse
-from .job import Job, Shard
+from .job import Job, Shard, Share
 from .plan import FilePlan
 from .write import write
 
@@ -35,6 +36,8 @@ def main(descriptor: int, size: int) -> None:
     arena = Arena(descriptor, size)
     with contextlib.suppress(_OrphanedError, BrokenPipeError):
         for line in sys.stdin.buffer:
+            if not line.endswith(b"\n"):
+                return  # the process that trains died in the middle of it
             sys.stdout.write(json.dumps(_serve(json.loads(line), arena)) + "\n")
             sys.stdout.flush()
 
@@ -47,7 +50,7 @@ def _step_back() -> None:
 
 def _serve(told: dict[str, Any], arena: Arena) -> dict[str, object]:
     job = _job(told, arena)
-    images = Images(arena, [start for _, _, start, _ in told["shards"]], job.shards)
+    images = Images(arena, [start for _, _, start, *_ in told["shards"]], job.shards)
     try:
         saved = write(job, images, started=_must_not_be_orphaned, is_orphan=_is_orphaned)
     except CheckpointError as error:
@@ -82,7 +85,8 @@ def _job(told: dict[str, Any], arena: Arena) -> Job:
         return arena.view[start : start + length]
 
     shards = [
-        Shard(role, _plan(name, cut(start, size))) for role, name, start, size in told["shards"]
+        Shard(role, _plan(name, arena.view[start:], size), _share(share))
+        for role, name, start, size, share in told["shards"]
     ]
     small = {name: bytes(cut(start, size)) for name, (start, size) in told["small"].items()}
     apart = {"root", "shards", "small"}
@@ -95,10 +99,18 @@ def _job(told: dict[str, Any], arena: Arena) -> Job:
     )
 
 
-def _plan(name: str, image: memoryview) -> FilePlan:
+def _plan(name: str, image: memoryview, file_size: int) -> FilePlan:
     length = 8 + int.from_bytes(image[:8], "little")
     head = bytes(image[:length])
-    return FilePlan(name, head, parse(head[8:], len(image), name))
+    return FilePlan(name, head, parse(head[8:], file_size, name))
+
+
+def _share(told: dict[str, Any] | None) -> Share | None:
+    if told is None:
+        return None
+    told_boxes = told["boxes"].items()
+    boxes = {name: Box(tuple(start), tuple(shape)) for name, (start, shape) in told_boxes}
+    return Share(boxes, told["has_head"])
 
 
 if __name__ == "__main__":

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from ..build import Policy, build_saver
-from ..checkpoint.save import Crew, prepare
+from ..checkpoint.crew import Crew
+from ..checkpoint.save import prepare
 from ..checkpoint.states import RandomState
 from ..data.chat import Codec
 from ..parallel.world import ALONE

@@ -101,7 +101,8 @@ class _Gang:
         failed = [code for code in codes if code]
         if not failed:
             return None
-        return 128 - failed[0] if failed[0] < 0 else failed[0]
+        code = min(failed)  # of several at once, one killed by a signal: the others echo its end
+        return 128 - code if code < 0 else code
 
     def _hand_on(self, number: int, _frame: FrameType | None) -> None:
         self.was_stopped = True

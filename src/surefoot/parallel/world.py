@@ -106,13 +106,13 @@ class World:
         dist.all_gather_object(found, value, group=self.mesh["pp"].get_group())
         return found
 
-    def collected(self, value: Any) -> list[Any]:
-        """The same in the main process; nothing in all others."""
-        if self.mesh is None or self.rank % (self.size // self.pp):
-            return []
-        found = [None] * self.pp if self.is_main else None
-        dist.gather_object(value, found, dst=0, group=self.mesh["pp"].get_group())
-        return found or []
+    def gathered(self, value: Any) -> list[Any]:
+        """What every process has, in their order."""
+        if self.mesh is None:
+            return [value]
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, value)
+        return found
 
     def from_main(self, value: Any) -> Any:
         """What the main process has."""

@@ -16,11 +16,12 @@ from types import TracebackType
 from typing import Literal
 
 from ..checkpoint import retention
-from ..checkpoint.commit import committed, new_nonce, step_of
+from ..checkpoint.commit import committed, step_of
+from ..checkpoint.crew import Crew
 from ..checkpoint.flight import Flight, end
 from ..checkpoint.job import Job, Saved
 from ..checkpoint.retention import Times
-from ..checkpoint.save import Crew, Live, prepare
+from ..checkpoint.save import Live, prepare
 from ..checkpoint.section import CheckpointSection
 from ..checkpoint.states import Stateful
 from ..checkpoint.trainer_state import finite
@@ -60,6 +61,10 @@ class Saver:
 
     def __post_init__(self) -> None:
         self._times = Times(self.output_dir)
+        world = self.world
+        self._crew = Crew(
+            self.section.layout or "full", world.rank, world.size, world.axes, world.gathered
+        )
 
     def __enter__(self) -> Saver:
         return self
@@ -91,9 +96,9 @@ class Saver:
             CheckpointError: this save or the last one failed, and the recipe says to stop then; no
                 earlier checkpoint was touched.
         """
-        began, target = time.monotonic(), self.path_of(state.global_step)
-        needless = self._is_needless(target, insist=insist) if self.world.is_main else True
-        if self.world.from_main(needless):
+        began = time.monotonic()
+        is_spared = self.world.is_main and self._is_spared(state.global_step, insist)
+        if self.world.from_main(is_spared):  # all do what it does
             return
         try:
             self._finish()
@@ -142,16 +147,17 @@ class Saver:
         """The folder of the checkpoint of ``step``."""
         return self.output_dir / f"checkpoint-{step}"
 
-    def _is_needless(self, target: Path, *, insist: bool) -> bool:
-        """Whether this very state lies there already, or may be left out."""
+    def _is_spared(self, step: int, insist: bool) -> bool:
+        """Whether the state of ``step`` lies there already, or is left out for one in flight."""
+        target = self.path_of(step)
         if target in (self.newest, self._flight.target):
             return True
-        if not self._flight.target or self.section.on_save_busy != "skip" or insist:
-            return False
-        self._note(self._flight.poll)
-        if self._flight.target:
-            self._leave_out(target)
-        return self._flight.target is not None
+        if self._flight.target and self.section.on_save_busy == "skip" and not insist:
+            self._note(self._flight.poll)
+            if self._flight.target:
+                self._leave_out(target)
+                return True
+        return False
 
     def _leave_out(self, target: Path) -> None:
         self.num_left_out += 1
@@ -173,20 +179,15 @@ class Saver:
             companions={**self.companions, "trainer_state.json": self._for_people(state)},
             parent=parent.name if parent else None,
             max_shard_size=self.section.max_shard_size,
-            crew=Crew(
-                self.section.layout or "full",
-                self.world.rank,
-                self.world.size,
-                self.world.axes,
-                self.world.from_main(new_nonce()) if self.world.size > 1 else None,
-            ),
+            crew=self._crew,
         )
+        job = replace(job, share=self.section.share_unchanged)
         if not self.world.is_main:
             return job, live
         forget = self._forgotten = self._old(state, coming=state.global_step)
         if self.mirror is not None:
             self.mirror.leave(forget)
-        return replace(job, forget=forget, share=self.section.share_unchanged), live
+        return replace(job, forget=forget), live
 
     def _finish(self) -> None:
         """Wait for the save in flight, if there is one."""
@@ -199,7 +200,7 @@ class Saver:
         except CheckpointError as error:
             self._bear(error)
             return
-        if saved is not None:
+        if saved is not None and saved.is_committed:
             self.newest = saved.path
             self._done.append(step_of(saved.path))
             if self.mirror is not None:

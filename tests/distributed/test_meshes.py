@@ -1,0 +1,188 @@
+"""Any mesh learns what one process learns: loss, gradients, their norm, and the weights after it.
+
+In float64, where only the order of sums differs, so that a wrong sum of any weight shows.
+"""
+
+import itertools
+import math
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+import ranks
+from spread import UNEVEN, learn, resume, save, trainer
+from surefoot.checkpoint.verify import verify
+from surefoot.methods.full import Full
+from surefoot.methods.lora import LoRA
+from surefoot.parallel.world import ALONE
+from surefoot.training.randomness import seed_everything
+from test_reshard import assert_bitwise, everything
+
+CLOSE = 1e-9  # of float64 after some steps of Adam
+CLOSE_FLOAT32 = 5e-5
+STEPS = 3
+AXES = ("dp_replicate", "dp_shard", "tp")
+METHODS = {"full": Full(), "lora": LoRA(rank=3, alpha=8.0)}
+# 24 examples a step are divided evenly among 1, 2, 3, 4, 6 and 8 processes; 8 heads among 8.
+SIZES = {"hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 2, **UNEVEN}
+SIZES |= {"train": {"global_batch_size": 24, "micro_batch_size": 1}, "kind": "qwen2"}
+DOUBLE = {"dtype": torch.float64, **SIZES}
+
+
+def meshes(size):
+    """Every mesh of so many processes; ``tp`` divides the heads."""
+    for sizes in itertools.product(range(1, size + 1), repeat=len(AXES)):
+        found = dict(zip(AXES, sizes, strict=True))
+        if math.prod(sizes) == size and 8 % found["tp"] == 0:
+            yield found
+
+
+ALL = [mesh for size in (2, 3, 4, 6, 8) for mesh in meshes(size)]
+SOME = [
+    {"dp_replicate": 3},
+    {"dp_replicate": 2, "dp_shard": 2},
+    {"dp_shard": 2, "tp": 2},
+]
+CHAIN = [  # 8, 4, 1, 2 and 8 processes
+    {"dp_replicate": 2, "dp_shard": 2, "tp": 2},
+    {"dp_shard": 4},
+    {},
+    {"tp": 2},
+    {"dp_replicate": 4, "tp": 2},
+    {"dp_shard": 8},
+]
+CHAIN_OF_FEW = [{"dp_shard": 2, "tp": 2}, {"dp_replicate": 2}, {}, {"tp": 2}, {"dp_shard": 3}]
+
+
+def name_of(mesh):
+    return "x".join(f"{axis}{size}" for axis, size in mesh.items() if size > 1) or "alone"
+
+
+def each_rank(mesh, work):
+    """What ``work(world)`` returns, which is the same in every process of the mesh."""
+    found = ranks.run(math.prod(mesh.values()), work, timeout=240, **mesh)
+    assert all(one == found[0] for one in found), "all ranks must say the same"
+    return found[0]
+
+
+def whole(tensor):
+    """All numbers of it, to be compared and sent."""
+    full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return full.detach().double().flatten().tolist()
+
+
+def gradients(made):
+    """Of the next window, by name; nothing is learnt from them."""
+    state, loader = made.loader.state_dict(), made.loader
+    made.models.policy.train()
+    made.step.gradients(
+        loader.next_window(),
+        made.stage.loss,
+        step=made.state.global_step,
+        before=lambda index: seed_everything(0, 0, index, made.world.data_rank),
+        after=lambda index: None,
+    )
+    found = {}
+    for group in made.step.optimizer.param_groups:
+        for name, parameter in zip(group["names"], group["params"], strict=True):
+            found[name] = whole(parameter.grad)
+    made.step.optimizer.zero_grad(set_to_none=True)
+    loader.load_state_dict(state)
+    return found
+
+
+def outcome(world, folder, method):
+    """Gradients of the first step, loss and norm of each, weights after the last."""
+    made = trainer(world, folder, method=METHODS[method], **DOUBLE)
+    first, losses = gradients(made), learn(made, STEPS)
+    weights = {name: whole(tensor) for name, tensor in made.weights.state_dict().items()}
+    return {"gradients": first, "losses": {"all": [*itertools.chain(*losses)]}, "weights": weights}
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("alone")
+    return {method: outcome(ALONE, folder, method) for method in METHODS}
+
+
+def compare(found, expected):
+    """The largest difference."""
+    worst = 0.0
+    for kind, values in expected.items():
+        assert found[kind].keys() == values.keys()
+        for name, numbers in values.items():
+            ours, theirs = torch.tensor([found[kind][name], numbers], dtype=torch.float64)
+            torch.testing.assert_close(ours, theirs, rtol=CLOSE, atol=CLOSE, msg=f"{kind}: {name}")
+            worst = max(worst, float((ours - theirs).abs().max()) if len(ours) else 0.0)
+    return worst
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("mesh", SOME, ids=name_of)
+def test_a_mesh_learns_what_one_process_learns(mesh, method, alone, tmp_path):
+    compare(each_rank(mesh, lambda world: outcome(world, tmp_path, method)), alone[method])
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("mesh", ALL, ids=name_of)
+def test_every_mesh_learns_what_one_process_learns(mesh, method, alone, tmp_path):
+    found = each_rank(mesh, lambda world: outcome(world, tmp_path, method))
+    print(f"\nfigures: {name_of(mesh)} {method}: {compare(found, alone[method]):.1e}")
+
+
+def follow(chain, folder, steps=1, **changes):
+    """A run whose mesh changes after every so many steps: loss and norm of each step."""
+    path, losses = None, []
+
+    def work(world):
+        made = trainer(world, folder, **changes)
+        if path is not None:
+            resume(made, path)
+        more = learn(made, steps)
+        return save(made, folder), more
+
+    for mesh in chain:
+        path, more = each_rank(mesh, work)
+        assert verify(path, full=True).ok
+        losses += more
+    return losses
+
+
+def furthest(ours, theirs, close):
+    assert len(ours) == len(theirs)
+    for step, (one, other) in enumerate(zip(ours, theirs, strict=True)):
+        assert one == pytest.approx(other, abs=close, rel=close), f"step {step}"
+    pairs = zip(itertools.chain(*ours), itertools.chain(*theirs), strict=True)
+    return max(abs(a - b) for a, b in pairs)
+
+
+def test_a_run_may_change_its_mesh_after_every_step(tmp_path):
+    alone = learn(trainer(ALONE, tmp_path, **DOUBLE), len(CHAIN_OF_FEW))
+    furthest(follow(CHAIN_OF_FEW, tmp_path, **DOUBLE), alone, CLOSE)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_weights_and_moments_keep_their_precision(dtype, tmp_path):
+    changes = {**SIZES, "dtype": dtype}
+    made = trainer(ALONE, tmp_path, **changes)
+    learn(made, 1)
+    path, expected = save(made, tmp_path), everything(made)
+    assert {tensor.dtype for name, tensor in expected.items() if "exp_avg" in name} == {dtype}
+    found = ranks.run(
+        2, lambda world: everything(resume(trainer(world, tmp_path, **changes), path))
+    )
+    for one in found:
+        assert_bitwise(one, expected)
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_from_8_to_4_to_1_to_2_to_8_processes(method, dtype, tmp_path):
+    changes = {**SIZES, "method": METHODS[method], "dtype": dtype}
+    alone = learn(trainer(ALONE, tmp_path, **changes), 2 * len(CHAIN))
+    found = follow(CHAIN, tmp_path, steps=2, **changes)
+    worst = furthest(found, alone, CLOSE if dtype == torch.float64 else CLOSE_FLOAT32)
+    print(f"\nfigures: chain {method} {dtype}: {worst:.1e}")

@@ -1,0 +1,176 @@
+"""Run by test_gang.py: a run of several processes, of which one is killed again and again.
+
+    python gang.py KILLS SEED COUNTS FOLDER
+
+Real ``surefoot train``, its launcher, its ranks and their writers, but forked, so that a start
+costs a second. Killed is the launcher, a rank or a writer, at any moment; the same command goes
+on, with as many processes as before or, if COUNTS names several numbers, with any of them. Every
+time the run comes to its end, it is compared with one that was never killed.
+"""
+
+import contextlib
+import ctypes
+import json
+import os
+import random
+import signal
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+from crash import forks
+from project import Project, checkpoints, losses
+from surefoot.checkpoint import background
+from surefoot.checkpoint.layouts import open_folder
+from surefoot.checkpoint.source import read_whole
+from surefoot.checkpoint.verify import verify
+from surefoot.cli import train as imported_early  # noqa: F401
+from surefoot.parallel import launch
+
+STEPS, SECONDS = 30, 120
+PR_SET_CHILD_SUBREAPER = 36
+RECIPE = {
+    "optim": {"adamw": {"learning_rate": 0.001}},
+    "train": {"max_steps": STEPS},
+    "checkpoint": {"save_steps": 3},
+}
+
+
+def begin(project, count, log):
+    parallel = f"parallel.num_processes={count}"
+    command = [sys.executable, "-m", "surefoot", "train", str(project.recipe), parallel]
+    return forks.Popen(command, stdout=log, stderr=log)
+
+
+def children(pid):
+    try:
+        return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except (FileNotFoundError, ProcessLookupError):
+        return []
+
+
+def num_logged(project):
+    path = project.run / "metrics.jsonl"
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def is_there(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def choose(launcher, count, rng):
+    """Whom to kill: its kind and its number."""
+    ranks = children(launcher) if count > 1 else [launcher]
+    writers = [pid for rank in ranks for pid in children(rank)]
+    kinds = {"writer": writers, "rank": ranks, "launcher": [launcher] if count > 1 else []}
+    kind = rng.choice([kind for kind, pids in kinds.items() if pids] or ["launcher"])
+    return kind, rng.choice(kinds[kind] or [launcher])
+
+
+def reached(project, rng):
+    """A moment: some new steps on, or in the middle of a save, and a little later; or any."""
+    lines, is_any = num_logged(project) + rng.randint(1, 5), rng.random() < 0.1
+    in_a_save, began = rng.random() < 0.6, time.monotonic()
+
+    def is_now():
+        saving = in_a_save and any(project.run.glob(".checkpoint-*.part"))
+        early = is_any and time.monotonic() - began > 0.5
+        if not (saving or early or num_logged(project) >= lines):
+            return False
+        time.sleep(rng.uniform(0, 0.05))
+        return True
+
+    return is_now
+
+
+def life(project, count, rng, kills, wanted):
+    """One start and its end: whether the run is complete."""
+    path = project.folder / "log.txt"
+    with path.open("w") as log:
+        process = begin(project, count, log)
+    ranks, deadline = [], time.monotonic() + SECONDS
+    is_now, expected = reached(project, rng), 0
+    while (code := process.poll()) is None:
+        ranks = children(process.pid) or ranks
+        if kills.total() < wanted and not expected and is_now():
+            kind, pid = choose(process.pid, count, rng)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+                kills[kind] += 1
+                if kind == "writer":
+                    is_now = reached(project, rng)  # which the run survives
+                else:
+                    is_alone = kind == "launcher" or count == 1
+                    expected = -signal.SIGKILL if is_alone else 128 + signal.SIGKILL
+        assert time.monotonic() < deadline, f"it hangs: {path.read_text()[-3000:]}"
+        time.sleep(0.002)
+    assert code in (0, expected), f"{code}, not {expected}: {path.read_text()[-3000:]}"
+    while any(map(is_there, ranks)):
+        reap()
+        assert time.monotonic() < deadline, "a rank hangs"
+        time.sleep(0.005)
+    return code == 0
+
+
+def reap():
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+
+
+def weights(folder):
+    assert verify(folder, full=True).ok
+    source = open_folder(folder)
+    return {name: read_whole(source, name) for name in source.shapes()}
+
+
+def whole(folder, count):
+    project = Project(folder, **RECIPE)
+    assert life(project, count, random.Random(0), Counter(), 0)
+    return project
+
+
+def compare(project, reference, is_bitwise):
+    """The largest difference between losses, and between weights."""
+    ours, theirs = losses(project.run), losses(reference.run)
+    assert ours.keys() == theirs.keys() == set(range(1, STEPS + 1))
+    mine, other = (weights(checkpoints(p.run)[-1]) for p in (project, reference))
+    assert mine.keys() == other.keys()
+    loss = max(abs(ours[step] - theirs[step]) for step in theirs)
+    weight = max(float((mine[name] - other[name]).abs().max()) for name in other)
+    assert not list(project.run.glob(".checkpoint*")), "leftovers"
+    assert not is_bitwise or (loss, weight) == (0, 0), f"losses {loss}, weights {weight}"
+    return loss, weight
+
+
+def main(wanted, seed, counts, folder):
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+    forks.put(launch)
+    forks.put(background)
+    rng, kills, starts, rounds, worst = random.Random(seed), Counter(), 0, 0, (0.0, 0.0)
+    reference = whole(folder / "reference", counts[0])
+    while kills.total() < wanted:
+        project = Project(folder / f"round-{rounds}", **RECIPE)
+        rounds += 1
+        is_done = False
+        while not is_done:
+            starts += 1
+            is_done = life(project, rng.choice(counts), rng, kills, wanted)
+        found = compare(project, reference, is_bitwise=len(counts) == 1)
+        worst = tuple(map(max, worst, found))
+        reap()
+        told = {"kills": kills, "starts": starts, "runs": rounds, "worst": worst}
+        print(json.dumps(told), flush=True)
+
+
+if __name__ == "__main__":
+    main(
+        int(sys.argv[1]),
+        int(sys.argv[2]),
+        [int(word) for word in sys.argv[3].split(",")],
+        Path(sys.argv[4]),
+    )
