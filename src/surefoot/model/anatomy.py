@@ -17,10 +17,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PreTrainedModel
 
 from ..errors import RecipeError
-from .attention import PREFIX, packed_arguments
+from .attention import PREFIX, Bounds, packed_arguments
 
 _LENGTH = 4  # tokens to try with
 _PLAIN = (bool, int, float, str, type(None))
+_HARMLESS = (*_PLAIN, Bounds)
 
 
 @dataclass(frozen=True)
@@ -192,7 +193,7 @@ def _is_harmless(value: object) -> bool:
         return not value.requires_grad
     if isinstance(value, tuple | list):
         return all(map(_is_harmless, value))
-    return isinstance(value, _PLAIN)
+    return isinstance(value, _HARMLESS)
 
 
 @contextmanager
