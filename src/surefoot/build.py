@@ -175,7 +175,7 @@ def build_policy(
         method = partial(continue_adapter, folder=recipe.model.adapter)
     policy, values = (method(model), None) if start is None else start.apply(method)
     if values is not None and not is_read:
-        values = Values({})
+        values = Values({}, {})
     if grew:
         _refuse_frozen_new_tokens(policy)
     upcast_trained(policy, recipe.model)
@@ -238,6 +238,7 @@ def assemble(recipe: Recipe, policy: Policy, data: Prepared, saver: Saver, world
     size = sum(p.numel() for p in policy.model.parameters())
     staging = staged(policy.model, policy.inner, policy.weights, names, world, recipe.parallel)
     names = names if staging is None else dict(staging.names)
+    values = None if policy.values is None else policy.values.of(policy.model)
     found = shard(
         policy.model,
         policy.inner,
@@ -245,8 +246,8 @@ def assemble(recipe: Recipe, policy: Policy, data: Prepared, saver: Saver, world
         recipe.parallel,
         dtype=torch.bfloat16 if precision == "bf16" else None,
     )
-    if policy.values is not None:
-        policy.values.fill(policy.model, found, world)
+    if values is not None:
+        values.fill(policy.model, found, world)
     if recipe.model.compile:
         compile_layers(layers(policy.model))
     cuts = {names[name]: cut for name, cut in found.items()}

@@ -75,7 +75,7 @@ class Start:
         for name, tensor in kept_tensors(policy):
             if name not in readers:
                 readers[name] = _made_of_others(name, tensor, policy, readers)
-        return policy, Values(readers)
+        return policy, Values(readers, dict(kept_tensors(policy)))
 
     def _reader(self, stored: str, tensor: torch.Tensor) -> Reader:
         """Read ``stored`` as transformers would have: in the type of ``tensor``, and with new rows
@@ -140,6 +140,15 @@ class Values:
     """Where the values of a model's tensors come from, by their names."""
 
     readers: Mapping[str, Reader]
+    tensors: Mapping[str, torch.Tensor]  # by the same names, before they were cut
+
+    def of(self, model: nn.Module) -> Values:
+        """Those of the tensors that ``model`` has kept, a stage of it for one; a tied tensor may go
+        by its other name there."""
+        names = {id(tensor): name for name, tensor in self.tensors.items()}
+        left = {new: names[id(t)] for new, t in kept_tensors(model) if id(t) in names}
+        readers = {new: self.readers[old] for new, old in left.items() if old in self.readers}
+        return Values(readers, {new: self.tensors[old] for new, old in left.items()})
 
     def fill(self, model: nn.Module, cuts: Mapping[str, Cuts], world: World) -> None:
         """Give ``model`` memory on this process's device, and the parts that it holds now their

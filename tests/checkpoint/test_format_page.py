@@ -2,14 +2,19 @@
 
 import json
 import re
+import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from surefoot.checkpoint import index
+from surefoot.checkpoint.box import Box
 from surefoot.checkpoint.bytes import raw
 from surefoot.checkpoint.header import ITEM_SIZES
-from surefoot.checkpoint.save import save
+from surefoot.checkpoint.job import Share
+from surefoot.checkpoint.save import Live, prepare, save
+from surefoot.checkpoint.write import write
 
 from .sample import sample_states
 from .test_distributed import halves, saved_by_ranks
@@ -25,13 +30,15 @@ def read():
     return names["read"]
 
 
-@pytest.mark.parametrize("layout", ["full", "distributed", "halves"])
+@pytest.mark.parametrize("layout", ["full", "distributed", "halves", "shared"])
 @pytest.mark.parametrize("limit", [5_000_000_000, 500])
 def test_the_reader_on_the_page_reads_a_checkpoint(tmp_path, read, limit, layout):
     states = sample_states()
     options = {"companions": {"config.json": b"{}"}, "max_shard_size": limit}
     if layout == "halves":
         folder = saved_by_ranks(tmp_path, states, halves)
+    elif layout == "shared":
+        folder = saved_by_halves(tmp_path, states)
     else:
         folder = save(tmp_path, 1, states, kind="full", layout=layout, **options)
     tensors, state = read(folder)
@@ -46,6 +53,30 @@ def test_the_reader_on_the_page_reads_a_checkpoint(tmp_path, read, limit, layout
         raw(states["random"].state["torch"])
     )
     assert state["trainer"]["best_metric"] == {"$float": "inf"}
+
+
+def saved_by_halves(root, states):
+    """By two that share the files: as one has it, whose every write is of a half."""
+    job, live = prepare(root, 7, states)
+    written = []
+    for at in range(2):
+        shards, groups = [], {}
+        for shard in job.shards:
+            entries = shard.plan.header.entries.items()
+            boxes = {n: halves(e.shape)[at] for n, e in entries if at < len(halves(e.shape))}
+            shards.append(replace(shard, share=Share(boxes, has_head=not at)))
+            groups[shard.role] = {
+                n: live.groups[shard.role][n][box.slices_in(Box.whole(entry.shape))]
+                for n, box in boxes.items()
+                for entry in [shard.plan.header.entries[n]]
+            }
+        made = replace(job, shards=shards, rank=at, world_size=2, nonce="0badcafe")
+        written.append((replace(made, small={} if at else job.small), Live(groups)))
+    thread = threading.Thread(target=lambda: write(*written[1]))
+    thread.start()
+    saved = write(*written[0])
+    thread.join()
+    return saved.path
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "model.safetensors", "state.json"])

@@ -123,6 +123,20 @@ def test_two_start_with_the_values_of_the_files(kind, parallel, tmp_path):
     assert_starts_alike(2, tmp_path, parallel, steps=1)
 
 
+@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+def test_the_stages_of_a_pipeline_start_from_their_own_layers(kind, tmp_path):
+    folders.save_model(tmp_path, kind, **KINDS[kind], **UNEVEN)
+    cases = [{"packing": True}, {"method": ADAPTER}]
+    expected = [learn(begun(ALONE, tmp_path, **case), 2) for case in cases]
+
+    def work(world):
+        return [learn(begun(world, tmp_path, **case), 2) for case in cases]
+
+    for found in ranks.run(2, work, pp=2):
+        for ours, theirs in zip(sum(found, []), sum(expected, []), strict=True):
+            assert ours == pytest.approx(theirs, abs=CLOSE, rel=CLOSE)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_stand_in_for_one_process_has_the_values_of_the_files(kind, tmp_path):
     folders.save_model(tmp_path, kind.split()[-1], **KINDS[kind], **UNEVEN)

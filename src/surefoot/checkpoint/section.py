@@ -34,9 +34,10 @@ class CheckpointSection:
     max_shard_size: int = 5_000_000_000
     """Largest weight file in bytes; bigger models are split as Hugging Face splits them."""
     layout: Layout | None = None
-    """``full``: whole tensors in files that Hugging Face's libraries and PEFT open as they lie;
-    ``distributed``: a folder for every rank, for object stores and for PyTorch's distributed
-    checkpoints. Unset: ``distributed`` if ``train.output_dir`` is a URL, otherwise ``full``."""
+    """``full``: whole tensors in files that Hugging Face's libraries and PEFT open as they lie,
+    also of several processes; ``distributed``: a folder for every rank, for object stores and for
+    PyTorch's distributed checkpoints. Unset: ``distributed`` if ``train.output_dir`` is a URL,
+    otherwise ``full``."""
     async_save: bool = True
     """Save in the background: training stops for a copy in memory only. Takes memory of the size of
     a checkpoint; where there is too little, or on a system other than Linux, training waits."""
