@@ -5,7 +5,7 @@ import torch
 
 import ranks
 import small
-from spread import UNEVEN
+from spread import UNEVEN, trainer
 from surefoot.methods.freeze import Freeze
 from surefoot.methods.full import Full
 from surefoot.methods.lora import LoRA
@@ -95,6 +95,16 @@ def test_dropout_is_that_of_one_process_where_parts_are_equal(tmp_path):
     examples = small.examples()
     examples[:] = [item for item in examples if len(item["labels"]) == 6] * 6
     compare_parts(2, tmp_path, parallel=TWO, method=method, examples=examples)
+
+
+def test_tokens_that_do_not_divide_are_refused_not_waited_for(tmp_path):
+    def forward(world):
+        made = trainer(world, tmp_path, sequence=True)
+        with pytest.raises(ValueError, match="5 tokens are not 2 equal parts"):
+            made.models.policy(input_ids=torch.arange(5)[None])
+        return True
+
+    assert ranks.run(2, forward, **TWO) == [True, True]
 
 
 @pytest.mark.parametrize("method", [Full(), LoRA(rank=2, dropout=0.3)], ids=["full", "lora"])

@@ -50,7 +50,13 @@ def widened(batch: Batch, multiple: int) -> Batch:
 
 def first_layer(role: Role, axis: Axis, _shared: object) -> None:
     """The first layer takes its part of the tokens."""
-    _before(role.module, lambda x_BTH: taken(x_BTH, axis, TOKENS))
+
+    def take(x_BTH: torch.Tensor) -> torch.Tensor:
+        if x_BTH.shape[TOKENS] % axis.size:  # the others would wait for parts of another size
+            raise ValueError(f"{x_BTH.shape[TOKENS]} tokens are not {axis.size} equal parts")
+        return taken(x_BTH, axis, TOKENS)
+
+    _before(role.module, take)
 
 
 def last_layer(role: Role, axis: Axis, _shared: object) -> None:
