@@ -1,0 +1,93 @@
+"""What the loops of several processes see of a save: all do the same, whoever hears of it first."""
+
+import os
+import resource
+import signal
+
+import ranks
+from spread import learn, trainer
+from surefoot.checkpoint.commit import committed
+from surefoot.checkpoint.section import CheckpointSection
+from surefoot.checkpoint.verify import verify
+
+
+def begin(world, folder, layout, **section):
+    made = trainer(world, folder)
+    made.saver.section = CheckpointSection(keep=None, layout=layout, **section)
+    made.saver.steps = {"log_steps": 1, "eval_steps": None, "save_steps": 1}
+    return made
+
+
+def save(made, *, insist=False):
+    learn(made, 1)
+    made.saver.save(made.state, made.states, insist=insist)
+
+
+def signal_writer(made, world, number, rank):
+    if world.rank == rank:
+        os.kill(made.saver._flight.pid, number)
+
+
+def let_write(made, world, size):
+    """Files of so many bytes, in the second process."""
+    if world.rank == 1:
+        limits = (size, resource.RLIM_INFINITY)
+        resource.prlimit(made.saver._flight.pid, resource.RLIMIT_FSIZE, limits)
+
+
+def steps(folder):
+    assert all(verify(path, full=True).ok for path in committed(folder))
+    return [path.name for path in committed(folder)]
+
+
+def test_a_save_that_comes_too_soon_is_left_out_by_all(tmp_path):
+    """Also by the one whose part has long been written."""
+
+    def work(world):
+        made = begin(world, tmp_path, "full", on_save_busy="skip")
+        with made.saver:
+            save(made)
+            made.saver.collect(wait=True)
+            signal_writer(made, world, signal.SIGSTOP, rank=0)
+            save(made)
+            save(made)
+            signal_writer(made, world, signal.SIGCONT, rank=0)
+            save(made, insist=True)
+
+    ranks.run(2, work)
+    assert steps(tmp_path) == ["checkpoint-1", "checkpoint-2", "checkpoint-4"]
+
+
+def test_a_writer_that_is_killed_is_replaced_and_the_others_write_again(tmp_path):
+    for rank in (0, 1):
+        folder = tmp_path / str(rank)
+
+        def work(world, folder=folder, rank=rank):
+            made = begin(world, folder, "distributed")
+            with made.saver:
+                save(made)
+                made.saver.collect(wait=True)
+                signal_writer(made, world, signal.SIGSTOP, rank)  # so that it dies in the middle
+                save(made)
+                signal_writer(made, world, signal.SIGKILL, rank)
+                save(made, insist=True)
+            return str(made.saver.newest)
+
+        assert ranks.run(2, work) == [str(folder / "checkpoint-3")] * 2
+        assert steps(folder) == ["checkpoint-1", "checkpoint-2", "checkpoint-3"]
+
+
+def test_all_go_on_after_a_save_that_failed_if_the_recipe_says_so(tmp_path):
+    def work(world):
+        made = begin(world, tmp_path, "full", on_save_error="continue")
+        with made.saver:
+            save(made)
+            made.saver.collect(wait=True)
+            let_write(made, world, 10)
+            save(made)
+            made.saver.collect(wait=True)
+            let_write(made, world, resource.RLIM_INFINITY)
+            save(made, insist=True)
+
+    ranks.run(2, work)
+    assert steps(tmp_path) == ["checkpoint-1", "checkpoint-3"]
