@@ -34,6 +34,7 @@ from .encoding import codec_of, prepared
 from .errors import RecipeError
 from .model import attention, companions, outputs
 from .model.adapter import continue_adapter
+from .model.fused import FusedHead, fused_head
 from .model.load import (
     device,
     grow_embeddings,
@@ -122,6 +123,7 @@ class Policy:
     model: nn.Module
     inner: PreTrainedModel  # the same without its adapter
     weights: FullWeights | AdapterWeights  # what its checkpoints hold
+    head: FusedHead | None = None  # of ``inner``, if it can be asked for more than logits
 
 
 def build_policy(recipe: Recipe, base: Path, tokenizer: PreTrainedTokenizerBase) -> Policy:
@@ -145,7 +147,8 @@ def build_policy(recipe: Recipe, base: Path, tokenizer: PreTrainedTokenizerBase)
     share = learning / sum(p.numel() for p in policy.parameters())
     logger.info("%s parameters learn, %.3g %% of all", f"{learning:,}", 100 * share)
     is_adapter = recipe.method.kind == "adapter"
-    return Policy(policy, model, AdapterWeights(policy) if is_adapter else FullWeights(model))
+    weights = AdapterWeights(policy) if is_adapter else FullWeights(model)
+    return Policy(policy, model, weights, fused_head(model))
 
 
 def _refuse_frozen_new_tokens(policy: nn.Module) -> None:
@@ -196,7 +199,7 @@ def assemble(recipe: Recipe, policy: Policy, data: Prepared, saver: Saver, world
     step = Step(
         optimizer,
         recipe.optim.schedule_over(max_steps),
-        plain(build_forward(policy.model, precision, recipe.stage.needs), device()),
+        plain(build_forward(policy, precision, recipe.stage.needs), device()),
         section.max_grad_norm,
         LossScaler(enabled=precision == "fp16"),
         world.sums,
@@ -218,7 +221,7 @@ def assemble(recipe: Recipe, policy: Policy, data: Prepared, saver: Saver, world
         weights=replace(policy.weights, cuts=cuts),
         optimizer_state=NamedState(optimizer, cuts),
         step=step,
-        forward=build_forward(policy.model, precision, (*recipe.stage.needs, "predictions")),
+        forward=build_forward(policy, precision, (*recipe.stage.needs, "predictions")),
         loader=loader,
         evals={name: Batches(recipe, dataset) for name, dataset in data.evals.items()},
         saver=saver,
@@ -230,12 +233,12 @@ def assemble(recipe: Recipe, policy: Policy, data: Prepared, saver: Saver, world
     )
 
 
-def build_forward(model: nn.Module, precision: PrecisionName, needs: Sequence[str]) -> Forward:
+def build_forward(policy: Policy, precision: PrecisionName, needs: Sequence[str]) -> Forward:
     """A batch through the model to what a stage needs of it."""
 
     def forward(batch: Batch) -> Outputs:
         with autocast(precision, batch.input_ids.device):
-            return outputs.compute(model, batch, needs)
+            return outputs.compute(policy.model, batch, needs, head=policy.head)
 
     return forward
 

@@ -25,6 +25,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from ..batch import Batch
 from ..errors import ModelError
 from ..model import attention, outputs
+from ..model.fused import FusedHead, fused_head
 from ..model.load import DTYPES, grow_embeddings, recompute_activations, upcast_trained
 from ..model.weights import AdapterWeights, FullWeights, trained
 from ..optim.state import NamedState
@@ -64,6 +65,7 @@ class Skeleton:
     weights: FullWeights | AdapterWeights  # what its checkpoints hold
     recipe: Recipe
     setting: Setting
+    head: FusedHead | None  # of ``inner``, if it can be asked for more than logits
 
 
 def build(
@@ -84,11 +86,12 @@ def build(
             recompute_activations(inner, keep_random=False)  # which has no state here
         policy = _adapted(inner, recipe.model.adapter) or recipe.method.apply(inner)
         upcast_trained(policy, recipe.model)
+        head = fused_head(inner)
     mode = FakeTensorMode()
     _put(policy, mode, setting.gathered)
     is_adapter = recipe.method.kind == "adapter"
     weights = AdapterWeights(policy) if is_adapter else FullWeights(inner)
-    return Skeleton(mode, policy.train(), inner, weights, recipe, setting)
+    return Skeleton(mode, policy.train(), inner, weights, recipe, setting, head)
 
 
 def _put(model: nn.Module, mode: FakeTensorMode, dtype: torch.dtype | None) -> None:
@@ -232,7 +235,9 @@ def _rehearse(skeleton: Skeleton, batch: Batch) -> Pass:
     try:
         with mode, live:
             with autocast(skeleton.setting.precision, CPU):
-                found = outputs.compute(skeleton.model, here, stage.needs, known)
+                found = outputs.compute(
+                    skeleton.model, here, stage.needs, known, head=skeleton.head
+                )
             loss = stage.loss(found, here).total
             del found
             kept = live.now

@@ -18,6 +18,7 @@ from ..generate.decode import decoder
 from ..generate.engine import answer, room
 from ..model import outputs
 from ..model.attention import use_packed
+from ..model.fused import fused_head
 from ..recipe.recipe import Recipe
 from ..training.evaluate import evaluate
 from ..training.precision import autocast, choose
@@ -66,9 +67,10 @@ def measure(
 
     def forward(batch: Batch) -> Outputs:
         with autocast(precision, opened.device):
-            return outputs.compute(opened.model, batch, needs)
+            return outputs.compute(opened.model, batch, needs, head=head)
 
     with _packed(opened, recipe):
+        head = fused_head(opened.inner)
         return evaluate(
             _batches(recipe, items),
             forward,

@@ -1,8 +1,8 @@
 """What stages need of a model, computed in one place, so that no stage ever sees a batch of logits.
 
-Logits exist only at trained positions: the head is asked for those alone (``logits_to_keep``),
-which is most of the memory and, with a large vocabulary, much of the time. Chunked and fused heads
-belong here.
+The head is asked for trained positions alone (``logits_to_keep``), and where it can be, for
+log-probabilities rather than logits: these are most of the memory and, with a large vocabulary,
+much of the time.
 
 Shapes: B rows, T tokens, N trained positions in reading order, V vocabulary.
 """
@@ -15,10 +15,12 @@ from typing import cast
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 from transformers import PreTrainedModel
 
 from ..batch import IGNORE_INDEX, Batch, Outputs
 from .attention import packed_arguments
+from .fused import FusedHead
 
 
 @dataclass(frozen=True)
@@ -44,29 +46,28 @@ def places(batch: Batch) -> Places:
 
 
 def compute(
-    model: torch.nn.Module, batch: Batch, needs: Collection[str], at: Places | None = None
+    model: nn.Module,
+    batch: Batch,
+    needs: Collection[str],
+    at: Places | None = None,
+    *,
+    head: FusedHead | None = None,
 ) -> Outputs:
     """Run ``model`` on ``batch`` and keep what a stage ``needs`` (names of ``Outputs``' fields).
 
-    ``at`` are the places of ``batch``, where they are known already.
+    ``at`` are the places of ``batch``, where they are known already. ``head`` is the model's, if it
+    is one that can be asked for more than logits.
     """
-    logits_NV, labels_N = trained_logits(model, batch, at)
-    if logits_NV.dtype in (torch.float16, torch.bfloat16):
-        logits_NV = logits_NV.float()
-    return Outputs(
-        logps=-F.cross_entropy(logits_NV, labels_N, reduction="none"),
-        entropies=_entropies(logits_NV) if "entropies" in needs else None,
-        predictions=logits_NV.argmax(-1) if "predictions" in needs else None,
-    )
-
-
-def trained_logits(
-    model: torch.nn.Module, batch: Batch, at: Places | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The logits [N, V] that predict the trained labels, and those labels [N]."""
     at = at or places(batch)
     labels_N = batch.labels[at.rows, at.columns + 1]
-    logits = model(
+    if head is None:
+        return _from_logits(trained(_run(model, batch, at), at), labels_N, needs)
+    return head.run(lambda: _run(model, batch, at), lambda x: trained(x, at), labels_N, needs)
+
+
+def _run(model: nn.Module, batch: Batch, at: Places) -> torch.Tensor:
+    """What the head gives for the kept columns, [B, K, ...]."""
+    found: torch.Tensor = model(
         input_ids=batch.input_ids,
         attention_mask=batch.attention_mask,
         position_ids=batch.position_ids,
@@ -74,10 +75,29 @@ def trained_logits(
         use_cache=False,
         **({} if batch.cu_seqlens is None else packed_arguments(_inner(model), batch.cu_seqlens)),
     ).logits
-    return (logits[0] if at.among_kept is None else logits[at.rows, at.among_kept]), labels_N
+    return found
 
 
-def _inner(model: torch.nn.Module) -> PreTrainedModel:
+def trained(x_BKX: torch.Tensor, at: Places) -> torch.Tensor:
+    """[N, X]: of the kept columns, the trained positions."""
+    return x_BKX[0] if at.among_kept is None else x_BKX[at.rows, at.among_kept]
+
+
+def _from_logits(
+    logits_NV: torch.Tensor, labels_N: torch.Tensor, needs: Collection[str]
+) -> Outputs:
+    if logits_NV.dtype in (torch.float16, torch.bfloat16):
+        logits_NV = logits_NV.float()
+    logps_N = -F.cross_entropy(logits_NV, labels_N, reduction="none")
+    return Outputs(
+        logps=logps_N,
+        total=logps_N.sum(),
+        entropies=_entropies(logits_NV) if "entropies" in needs else None,
+        predictions=logits_NV.argmax(-1) if "predictions" in needs else None,
+    )
+
+
+def _inner(model: nn.Module) -> PreTrainedModel:
     """The transformers model inside a PEFT wrapper, or ``model`` itself."""
     inner = model if isinstance(model, PreTrainedModel) else model.get_base_model()  # type: ignore[operator]
     return cast(PreTrainedModel, inner)
