@@ -34,7 +34,7 @@ from .encoding import codec_of, prepared
 from .errors import RecipeError
 from .model import attention, companions, outputs
 from .model.adapter import continue_adapter
-from .model.fused import FusedHead, fused_head
+from .model.asked_head import AskedHead, asked_head
 from .model.load import (
     device,
     grow_embeddings,
@@ -123,7 +123,7 @@ class Policy:
     model: nn.Module
     inner: PreTrainedModel  # the same without its adapter
     weights: FullWeights | AdapterWeights  # what its checkpoints hold
-    head: FusedHead | None = None  # of ``inner``, if it can be asked for more than logits
+    head: AskedHead | None = None  # of ``inner``, if it can be asked for more than logits
 
 
 def build_policy(recipe: Recipe, base: Path, tokenizer: PreTrainedTokenizerBase) -> Policy:
@@ -148,7 +148,7 @@ def build_policy(recipe: Recipe, base: Path, tokenizer: PreTrainedTokenizerBase)
     logger.info("%s parameters learn, %.3g %% of all", f"{learning:,}", 100 * share)
     is_adapter = recipe.method.kind == "adapter"
     weights = AdapterWeights(policy) if is_adapter else FullWeights(model)
-    return Policy(policy, model, weights, fused_head(model))
+    return Policy(policy, model, weights, asked_head(model))
 
 
 def _refuse_frozen_new_tokens(policy: nn.Module) -> None:

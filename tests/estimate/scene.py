@@ -8,7 +8,7 @@ from surefoot.build import build_policy
 from surefoot.data.collate import collate
 from surefoot.estimate.rehearsal import Setting, build
 from surefoot.model import outputs
-from surefoot.model.fused import fused_head
+from surefoot.model.asked_head import asked_head
 from surefoot.model.tokenizer import load_tokenizer
 from surefoot.recipe.recipe import read
 from surefoot.training.precision import autocast
@@ -61,7 +61,7 @@ def batch(made, *lengths, prompt=4):
 
 def head_of(model):
     """The head that training asks."""
-    return fused_head(getattr(model, "get_base_model", lambda: model)())
+    return asked_head(getattr(model, "get_base_model", lambda: model)())
 
 
 def total(model, micro_batch, head):

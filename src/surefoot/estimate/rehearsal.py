@@ -25,7 +25,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from ..batch import Batch
 from ..errors import ModelError
 from ..model import attention, outputs
-from ..model.fused import FusedHead, fused_head
+from ..model.asked_head import AskedHead, asked_head
 from ..model.load import DTYPES, grow_embeddings, recompute_activations, upcast_trained
 from ..model.weights import AdapterWeights, FullWeights, trained
 from ..optim.state import NamedState
@@ -65,7 +65,7 @@ class Skeleton:
     weights: FullWeights | AdapterWeights  # what its checkpoints hold
     recipe: Recipe
     setting: Setting
-    head: FusedHead | None  # of ``inner``, if it can be asked for more than logits
+    head: AskedHead | None  # of ``inner``, if it can be asked for more than logits
 
 
 def build(
@@ -86,7 +86,7 @@ def build(
             recompute_activations(inner, keep_random=False)  # which has no state here
         policy = _adapted(inner, recipe.model.adapter) or recipe.method.apply(inner)
         upcast_trained(policy, recipe.model)
-        head = fused_head(inner)
+        head = asked_head(inner)
     mode = FakeTensorMode()
     _put(policy, mode, setting.gathered)
     is_adapter = recipe.method.kind == "adapter"

@@ -17,8 +17,8 @@ from ..errors import DataError
 from ..generate.decode import decoder
 from ..generate.engine import answer, room
 from ..model import outputs
+from ..model.asked_head import asked_head
 from ..model.attention import use_packed
-from ..model.fused import fused_head
 from ..recipe.recipe import Recipe
 from ..training.evaluate import evaluate
 from ..training.precision import autocast, choose
@@ -70,7 +70,7 @@ def measure(
             return outputs.compute(opened.model, batch, needs, head=head)
 
     with _packed(opened, recipe):
-        head = fused_head(opened.inner)
+        head = asked_head(opened.inner)
         return evaluate(
             _batches(recipe, items),
             forward,

@@ -19,8 +19,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..batch import IGNORE_INDEX, Batch, Outputs
+from .asked_head import AskedHead
 from .attention import packed_arguments
-from .fused import FusedHead
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def compute(
     needs: Collection[str],
     at: Places | None = None,
     *,
-    head: FusedHead | None = None,
+    head: AskedHead | None = None,
 ) -> Outputs:
     """Run ``model`` on ``batch`` and keep what a stage ``needs`` (names of ``Outputs``' fields).
 

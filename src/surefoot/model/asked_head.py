@@ -25,7 +25,7 @@ _SOFTCAP = "final_logit_softcapping"
 
 
 @dataclass(frozen=True)
-class FusedHead:
+class AskedHead:
     """A head that can be asked. The model must not cap its logits itself meanwhile."""
 
     linear: nn.Linear
@@ -64,7 +64,7 @@ class FusedHead:
 
 
 @contextlib.contextmanager
-def _answering(head: FusedHead, answer: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
+def _answering(head: AskedHead, answer: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
     config = head.config
     vars(head.linear)["forward"] = answer
     if head.softcap is not None:
@@ -78,14 +78,14 @@ def _answering(head: FusedHead, answer: Callable[[torch.Tensor], torch.Tensor]) 
 
 
 @torch.no_grad()
-def fused_head(model: PreTrainedModel) -> FusedHead | None:
+def asked_head(model: PreTrainedModel) -> AskedHead | None:
     """The head of ``model``, if it can be asked: a plain matrix, whose result the model returns as
     it is. Runs the model on two tokens."""
     linear = model.get_output_embeddings()
     if type(linear) is not nn.Linear or "forward" in vars(linear):
         return None
     config = model.config.get_text_config()
-    head = FusedHead(linear, config, getattr(config, _SOFTCAP, None))
+    head = AskedHead(linear, config, getattr(config, _SOFTCAP, None))
     mark = torch.zeros((), device=linear.weight.device)
     with _answering(head, lambda _: mark), maskless(model, 2) as arguments:
         ids = torch.zeros(1, 2, dtype=torch.int64, device=linear.weight.device)
