@@ -14,10 +14,16 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
+from datasets import Dataset
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from surefoot.data.templates import bundled
+from surefoot.data.chat import Codec
+from surefoot.data.prepare import prepare
+from surefoot.data.section import DataSection
+from surefoot.data.templates import bundled, load_template
+from surefoot.model.tokenizer import load_tokenizer
+from surefoot.stages.sft import SFT
 
 ALPACA = Path(__file__).parents[2] / "shared" / "data" / "alpaca_en_demo.json"
 VOCABULARY = 16_384
@@ -40,17 +46,25 @@ def make_dataset(folder: Path, num_rows: int) -> list[Row]:
     return rows
 
 
-def make_model(folder: Path, rows: Sequence[Row]) -> None:
-    """A Qwen2 of a million parameters, random, with a byte-level BPE tokenizer of these rows."""
-    tokenizer = _tokenizer(rows)
+def make_model(
+    folder: Path,
+    rows: Sequence[Row],
+    *,
+    hidden: int = 64,
+    layers: int = 2,
+    vocabulary: int = VOCABULARY,
+) -> None:
+    """A Qwen2, random (by default of a million parameters), with a byte-level BPE tokenizer of
+    these rows. Where they give fewer tokens than ``vocabulary``, the model has room for more."""
+    tokenizer = _tokenizer(rows, min(vocabulary, VOCABULARY))
     tokenizer.save_pretrained(folder)
     torch.manual_seed(0)
     config = Qwen2Config(
-        vocab_size=len(tokenizer),
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
+        vocab_size=len(tokenizer) if hidden == 64 else vocabulary,
+        hidden_size=hidden,
+        intermediate_size=hidden * 2 if hidden == 64 else hidden * 11 // 4,
+        num_hidden_layers=layers,
+        num_attention_heads=max(4, hidden // 64),
         num_key_value_heads=2,
         max_position_embeddings=1024,
         eos_token_id=tokenizer.eos_token_id,
@@ -62,14 +76,30 @@ def make_model(folder: Path, rows: Sequence[Row]) -> None:
     Qwen2ForCausalLM(config).save_pretrained(folder)
 
 
-def _tokenizer(rows: Sequence[Row]) -> PreTrainedTokenizerFast:
+def tokenize(folder: Path, *, cutoff_len: int) -> None:
+    """``tokenized`` beside the rows: ids and labels as Surefoot makes them, a dataset on disk."""
+    section = DataSection(
+        datasets=("rows",), dataset_dir=folder, template="chatml", cutoff_len=cutoff_len
+    )
+    tokenizer = load_tokenizer(folder)
+    codec = Codec(tokenizer, load_template(section.template, tokenizer), section)
+    found = prepare(
+        section, lambda examples: SFT().encode(examples, codec), fingerprint={}, seed=42
+    ).train
+    rows = [found[index] for index in range(len(found))]
+    columns = {name: [list(row[name]) for row in rows] for name in ("input_ids", "labels")}
+    columns["attention_mask"] = [[1] * len(ids) for ids in columns["input_ids"]]
+    Dataset.from_dict(columns).save_to_disk(folder / "tokenized")
+
+
+def _tokenizer(rows: Sequence[Row], vocabulary: int) -> PreTrainedTokenizerFast:
     rust = Tokenizer(models.BPE())
     split = pre_tokenizers.Split(Regex(WORDS), behavior="isolated")
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     rust.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
     rust.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY,
+        vocab_size=vocabulary,
         special_tokens=list(CONTROL),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,

@@ -79,7 +79,8 @@ class Outputs:
     ``predictions`` is what the model would have said itself there: the most probable token.
     """
 
-    logps: torch.Tensor  # [N] float32, log-probability of each label
+    logps: torch.Tensor | None = None  # [N] float32, log-probability of each label
+    total: torch.Tensor | None = None  # scalar, the sum of the labels' log-probabilities
     entropies: torch.Tensor | None = None  # [N] float32, nats
     values: torch.Tensor | None = None  # [N] float32, from a value head
     predictions: torch.Tensor | None = None  # [N] int64

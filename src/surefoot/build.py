@@ -35,6 +35,7 @@ from .encoding import codec_of, prepared
 from .errors import RecipeError
 from .model import attention, companions, outputs
 from .model.adapter import continue_adapter
+from .model.asked_head import AskedHead, asked_head
 from .model.compiled import compile_layers
 from .model.load import (
     device,
@@ -140,6 +141,7 @@ class Policy:
     inner: PreTrainedModel  # the same without its adapter
     weights: FullWeights | AdapterWeights  # what its checkpoints hold
     values: Values | None = None  # of a model that has none yet
+    head: AskedHead | None = None  # of ``inner``, if it can be asked for more than logits
 
 
 def build_policy(
@@ -184,7 +186,7 @@ def build_policy(
     logger.info("%s parameters learn, %.3g %% of all", f"{learning:,}", 100 * share)
     is_adapter = recipe.method.kind == "adapter"
     weights = AdapterWeights(policy) if is_adapter else FullWeights(model)
-    return Policy(policy, model, weights, values)
+    return Policy(policy, model, weights, values, asked_head(model))
 
 
 def _refuse_frozen_new_tokens(policy: nn.Module) -> None:
@@ -313,10 +315,11 @@ def build_engine(
     if staging is None:
         forward = partial(build_forward, policy, recipe, world, precision)
         return Engine(plain(forward(learning), device()), forward(measuring))
+    head = None if world.tp > 1 else policy.head
     pipeline = staging.pipeline(recipe.parallel, precision, cuts)
     return Engine(
-        piped(pipeline, staging.finish(precision, learning)),
-        passed(pipeline, staging.finish(precision, measuring)),
+        piped(pipeline, staging.finish(precision, learning, head)),
+        passed(pipeline, staging.finish(precision, measuring, head)),
     )
 
 
@@ -325,12 +328,13 @@ def build_forward(
 ) -> Forward:
     """A batch through the model to what a stage needs of it."""
     vocabulary = cut_vocabulary(policy.inner, world)
+    head = None if world.tp > 1 else policy.head
     multiple = world.tp if recipe.parallel.sequence_parallel else 1
 
     def forward(batch: Batch) -> Outputs:
         with autocast(precision, batch.input_ids.device):
             return outputs.compute(
-                policy.model, widened(batch, multiple), needs, vocabulary=vocabulary
+                policy.model, widened(batch, multiple), needs, vocabulary=vocabulary, head=head
             )
 
     return forward

@@ -17,6 +17,7 @@ from .checkpoint.staged import StagedOptimizer, StagedWeights, owners
 from .cuts import Cuts
 from .errors import RecipeError
 from .model import outputs
+from .model.asked_head import AskedHead
 from .model.pipeline_stages import Stages, keep, parameters_of
 from .model.weights import AdapterWeights, FullWeights
 from .optim.state import NamedState
@@ -111,14 +112,16 @@ class Staging:
                 "only one of them; leave tp at 1 and use parallel.dp_shard"
             )
 
-    def finish(self, precision: PrecisionName, needs: Sequence[str]) -> Finish:
+    def finish(
+        self, precision: PrecisionName, needs: Sequence[str], head: AskedHead | None
+    ) -> Finish:
         """The last stage: what a stage of training needs of it."""
         vocabulary = cut_vocabulary(self.stages.parts.model, self.world)
 
         def run(batch: Batch, hidden: torch.Tensor | None) -> Outputs:
             with autocast(precision, batch.input_ids.device), self.stages.only(self.stages.last):
                 return outputs.compute(
-                    self.model, batch, needs, hidden=hidden, vocabulary=vocabulary
+                    self.model, batch, needs, hidden=hidden, vocabulary=vocabulary, head=head
                 )
 
         return run

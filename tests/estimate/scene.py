@@ -8,6 +8,7 @@ from surefoot.build import build_policy
 from surefoot.data.collate import collate
 from surefoot.estimate.rehearsal import Setting, build
 from surefoot.model import outputs
+from surefoot.model.asked_head import asked_head
 from surefoot.model.tokenizer import load_tokenizer
 from surefoot.recipe.recipe import read
 from surefoot.training.precision import autocast
@@ -58,6 +59,16 @@ def batch(made, *lengths, prompt=4):
     return collate(features(*lengths, prompt=prompt), packing=made.data.packing)
 
 
+def head_of(model):
+    """The head that training asks."""
+    return asked_head(getattr(model, "get_base_model", lambda: model)())
+
+
+def total(model, micro_batch, head):
+    """The sum of log-probabilities, as training computes it."""
+    return outputs.compute(model, micro_batch, ("total",), head=head).total
+
+
 def kept(model, micro_batch, precision="fp32"):
     """Bytes of unique storages that autograd saves, those of weights left out."""
     own = {t.untyped_storage()._cdata for t in [*model.parameters(), *model.buffers()]}
@@ -69,8 +80,9 @@ def kept(model, micro_batch, precision="fp32"):
             saved[storage._cdata] = storage  # kept, so that its number is not given again
         return tensor
 
+    head = head_of(model)
     hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
     with hooks, autocast(precision, CPU):
-        found = outputs.compute(model, micro_batch, ("logps",))
-    assert found.logps.requires_grad
+        found = total(model, micro_batch, head)
+    assert found.requires_grad
     return sum(storage.nbytes() for storage in saved.values())

@@ -17,13 +17,12 @@ from transformers import PreTrainedModel
 from surefoot.estimate.live import Live
 from surefoot.estimate.memory import Mesh, Pass, Snapshot, Weight, gathered, memory
 from surefoot.estimate.rehearsal import describe, rehearse
-from surefoot.model import outputs
 from surefoot.parallel.section import ParallelSection
 from surefoot.parallel.shard import shard
 from surefoot.parallel.world import AXES, World
 from surefoot.training.precision import autocast
 
-from .scene import batch, policy, recipe, skeleton
+from .scene import batch, head_of, policy, recipe, skeleton, total
 
 NOTHING = Pass(Snapshot(0, 0, 0), Snapshot(0, 0, 0), 0, 0)
 METHODS = ["full", {"freeze": {"num_layers": 2}}, {"lora": {"rank": 3}}]
@@ -180,6 +179,7 @@ def test_the_peak_of_one_of_three_is_what_fsdp_takes(
         accumulates=True,
     )
     model, section = policy(made), ParallelSection(reshard_after_forward=again)
+    head = head_of(model)
     shard(model, inner(model), three_processes(1, 3), section, dtype=dtype)
     for _ in range(2):  # gradients and storages are there the second time
         resized["bytes"], gradients = 0, sum(local(p.grad).nbytes for p in grown(model))
@@ -187,7 +187,7 @@ def test_the_peak_of_one_of_three_is_what_fsdp_takes(
         with Live(own, 10**9, lambda: resized["bytes"]) as live:
             resized["tell"] = live.look
             with autocast(precision, torch.device("cpu")):
-                loss = outputs.compute(model, micro_batch, ("logps",)).logps.sum()
+                loss = total(model, micro_batch, head)
             loss.backward()
     measured = found.weights + found.optimizer + gradients + live.growing
     assert found.peak == pytest.approx(measured, rel=0.15)

@@ -10,10 +10,9 @@ from surefoot.batch import Batch
 from surefoot.errors import ModelError, RecipeError
 from surefoot.estimate.live import Live
 from surefoot.estimate.rehearsal import NotRehearsedError, describe, rehearse
-from surefoot.model import outputs
 from surefoot.training.precision import autocast
 
-from .scene import batch, kept, policy, recipe, skeleton
+from .scene import batch, head_of, kept, policy, recipe, skeleton, total
 
 SHAPES = [(40,), (20, 33, 11), (9, 9, 9, 50)]
 CPU = torch.device("cpu")
@@ -42,7 +41,7 @@ def test_what_is_kept_is_what_torch_really_saves(tmp_path, kind, precision, reco
         micro_batch = batch(made, *lengths)
         found = rehearse(without_memory, micro_batch).kept.total
         # what is computed again is given its mask and angles, which no hook is told of
-        bound = 0.12 if recomputes else 0.02
+        bound = 0.15 if recomputes else 0.02
         assert found == pytest.approx(kept(real, micro_batch, precision), rel=bound), lengths
 
 
@@ -96,11 +95,12 @@ def test_a_layer_keeps_what_the_formula_says(tmp_path):
     assert found[1] - found[0] == 3 * 42 * 4 * (norms + attention + 4 * inner)
 
 
-def test_twice_the_tokens_keep_twice_as_much_without_a_mask(tmp_path):
+def test_every_more_document_keeps_as_much_without_a_mask(tmp_path):
     made = recipe(tmp_path)
-    one = rehearse(skeleton(made), batch(made, 40)).kept.activations
-    two = rehearse(skeleton(made), batch(made, 40, 40)).kept.activations
-    assert two == pytest.approx(2 * one, rel=0.01)
+    one, two, three = (
+        rehearse(skeleton(made), batch(made, *[40] * count)).kept.activations for count in (1, 2, 3)
+    )
+    assert three - two == pytest.approx(two - one, rel=0.01)
 
 
 @pytest.mark.parametrize(
@@ -116,11 +116,10 @@ def test_twice_the_tokens_keep_twice_as_much_without_a_mask(tmp_path):
 def test_the_peak_is_that_of_the_same_pass_on_real_tensors(tmp_path, method, recomputes, precision):
     made = recipe(tmp_path, method=method, model={"gradient_checkpointing": recomputes})
     micro_batch, model = batch(made, 45, 30, 8), policy(made)
+    head = head_of(model)
     with Live([*model.parameters(), *model.buffers()], 10**9) as live:
         with autocast(precision, CPU):
-            found = outputs.compute(model, micro_batch, ("logps",))
-        loss = made.stage.loss(found, micro_batch).total
-        del found
+            loss = -total(model, micro_batch, head)
         loss.backward()
     passed = rehearse(skeleton(made, precision), micro_batch)
     assert passed.growing == pytest.approx(live.peak.total, rel=0.1)

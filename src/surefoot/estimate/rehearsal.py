@@ -25,6 +25,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from ..batch import Batch
 from ..errors import ModelError
 from ..model import attention, outputs
+from ..model.asked_head import AskedHead, asked_head
 from ..model.load import DTYPES, grow_embeddings, recompute_activations, upcast_trained
 from ..model.weights import AdapterWeights, FullWeights, trained
 from ..optim.state import NamedState
@@ -71,6 +72,7 @@ class Skeleton:
     weights: FullWeights | AdapterWeights  # what its checkpoints hold
     recipe: Recipe
     setting: Setting
+    head: AskedHead | None  # of ``inner``, if it can be asked for more than logits
     vocabulary: CutVocabulary | None = None  # of logits, where they are cut
 
 
@@ -92,11 +94,12 @@ def build(
             recompute_activations(inner, keep_random=False)  # which has no state here
         policy = _adapted(inner, recipe.model.adapter) or recipe.method.apply(inner)
         upcast_trained(policy, recipe.model)
+        head = asked_head(inner)
     mode = FakeTensorMode()
     _put(policy, mode, setting.gathered)
     is_adapter = recipe.method.kind == "adapter"
     weights = AdapterWeights(policy) if is_adapter else FullWeights(inner)
-    made = Skeleton(mode, policy.train(), inner, weights, recipe, setting)
+    made = Skeleton(mode, policy.train(), inner, weights, recipe, setting, head)
     return _cut(made) if setting.tp > 1 else made
 
 
@@ -106,7 +109,7 @@ def _cut(whole: Skeleton) -> Skeleton:
     is_cut, size = cuts_vocabulary(inner), inner.config.get_text_config().vocab_size
     with whole.mode:
         cut_tensors(inner, axis, layers(inner) if whole.setting.sequence_parallel else ())
-    return replace(whole, vocabulary=CutVocabulary(axis, size) if is_cut else None)
+    return replace(whole, head=None, vocabulary=CutVocabulary(axis, size) if is_cut else None)
 
 
 def _put(model: nn.Module, mode: FakeTensorMode, dtype: torch.dtype | None) -> None:
@@ -252,7 +255,12 @@ def _rehearse(skeleton: Skeleton, batch: Batch) -> Pass:
         with mode, live:
             with autocast(skeleton.setting.precision, CPU):
                 found = outputs.compute(
-                    skeleton.model, here, stage.needs, known, vocabulary=skeleton.vocabulary
+                    skeleton.model,
+                    here,
+                    stage.needs,
+                    known,
+                    vocabulary=skeleton.vocabulary,
+                    head=skeleton.head,
                 )
             loss = stage.loss(found, here).total
             del found

@@ -17,6 +17,7 @@ from ..errors import DataError
 from ..generate.decode import decoder
 from ..generate.engine import answer, room
 from ..model import outputs
+from ..model.asked_head import asked_head
 from ..model.attention import use_packed
 from ..recipe.recipe import Recipe
 from ..training.evaluate import evaluate
@@ -66,9 +67,10 @@ def measure(
 
     def forward(batch: Batch) -> Outputs:
         with autocast(precision, opened.device):
-            return outputs.compute(opened.model, batch, needs)
+            return outputs.compute(opened.model, batch, needs, head=head)
 
     with _packed(opened, recipe):
+        head = asked_head(opened.inner)
         return evaluate(
             _batches(recipe, items),
             forward,

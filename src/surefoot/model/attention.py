@@ -10,7 +10,8 @@ Shapes: H heads, T tokens of the row, E size of a head.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 
 import torch
@@ -119,10 +120,10 @@ def _by_document(kernel: Kernel) -> Callable[..., tuple[torch.Tensor, None]]:
             "window": kwargs.get("sliding_window"),
             "softcap": kwargs.get("softcap"),
         }
-        parts = [
-            kernel(query[:, :, a:b], key[:, :, a:b], value[:, :, a:b], **settings)
-            for a, b in pairwise(bounds.values)
-        ]
+        lengths = [b - a for a, b in pairwise(bounds.values)]
+        # split, not slices: the backward pass of each slice would fill a whole row with zeros
+        documents = zip(*(torch.split(t, lengths, dim=2) for t in (query, key, value)), strict=True)
+        parts = [kernel(*document, **settings) for document in documents]
         return torch.cat(parts, dim=2).transpose(1, 2).contiguous(), None
 
     return attend
@@ -177,6 +178,21 @@ def packed_arguments(model: PreTrainedModel, cu_seqlens: torch.Tensor) -> dict[s
         "max_length_q": longest,
         "max_length_k": longest,
     }
+
+
+@contextlib.contextmanager
+def maskless(model: PreTrainedModel, length: int) -> Iterator[dict[str, object]]:
+    """What to run ``model`` with on a row that is one document, so that no mask is built for it:
+    that would look at values, which a model without memory has none of."""
+    before = model.config._attn_implementation
+    if not before.startswith(PREFIX):
+        switch_to_packed(model)
+    bounds = torch.tensor([0, length], dtype=torch.int32, device="cpu")
+    try:
+        yield packed_arguments(model, bounds)
+    finally:
+        if model.config._attn_implementation != before:
+            model.set_attn_implementation(before)
 
 
 @torch.no_grad()

@@ -1,8 +1,8 @@
 """What stages need of a model, computed in one place, so that no stage ever sees a batch of logits.
 
-Logits exist only at trained positions: the head is asked for those alone (``logits_to_keep``),
-which is most of the memory and, with a large vocabulary, much of the time. Chunked and fused heads
-belong here.
+The head is asked for trained positions alone (``logits_to_keep``), and where it can be, for
+log-probabilities rather than logits: these are most of the memory and, with a large vocabulary,
+much of the time.
 
 Shapes: B rows, T tokens, N trained positions in reading order, V vocabulary.
 """
@@ -15,9 +15,11 @@ from typing import Protocol, cast
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 from transformers import PreTrainedModel
 
 from ..batch import IGNORE_INDEX, Batch, Outputs
+from .asked_head import AskedHead
 from .attention import packed_arguments
 
 
@@ -75,13 +77,14 @@ def places(batch: Batch) -> Places:
 
 
 def compute(
-    model: torch.nn.Module,
+    model: nn.Module,
     batch: Batch,
     needs: Collection[str],
     at: Places | None = None,
     *,
     hidden: torch.Tensor | None = None,
     vocabulary: Vocabulary | None = None,
+    head: AskedHead | None = None,
 ) -> Outputs:
     """Run ``model`` on ``batch`` and keep what a stage ``needs`` (names of ``Outputs``' fields).
 
@@ -92,42 +95,48 @@ def compute(
         at: the places of ``batch``, where they are known already.
         hidden: what enters the model in place of embedded tokens, if it is the end of a pipeline.
         vocabulary: of a head that leaves a part of the logits here.
+        head: the model's, if it is whole and can be asked for more than logits.
     """
-    vocabulary = vocabulary or WholeVocabulary()
-    logits_NV, labels_N = trained_logits(model, batch, at, hidden)
-    if logits_NV.dtype in (torch.float16, torch.bfloat16):
-        logits_NV = logits_NV.float()
+    at = at or places(batch)
+    labels_N = batch.labels[at.rows, at.columns + 1]
+
+    def run() -> torch.Tensor:
+        found: torch.Tensor = model(
+            logits_to_keep=at.kept, **_arguments(model, batch, hidden)
+        ).logits
+        return found
+
+    if head is None:
+        return _of_logits(trained(run(), at), labels_N, needs, vocabulary or WholeVocabulary())
+    return head.run(run, lambda x: trained(x, at), labels_N, needs)
+
+
+def trained(x_BKX: torch.Tensor, at: Places) -> torch.Tensor:
+    """[N, X]: of the kept columns, the trained positions."""
+    return x_BKX[0] if at.among_kept is None else x_BKX[at.rows, at.among_kept]
+
+
+def _of_logits(
+    logits_Nv: torch.Tensor, labels_N: torch.Tensor, needs: Collection[str], vocabulary: Vocabulary
+) -> Outputs:
+    if logits_Nv.dtype in (torch.float16, torch.bfloat16):
+        logits_Nv = logits_Nv.float()
+    logps_N = vocabulary.logps(logits_Nv, labels_N)
     return Outputs(
-        logps=vocabulary.logps(logits_NV, labels_N),
-        entropies=vocabulary.entropies(logits_NV) if "entropies" in needs else None,
-        predictions=vocabulary.predictions(logits_NV) if "predictions" in needs else None,
+        logps=logps_N,
+        total=logps_N.sum(),
+        entropies=vocabulary.entropies(logits_Nv) if "entropies" in needs else None,
+        predictions=vocabulary.predictions(logits_Nv) if "predictions" in needs else None,
     )
 
 
-def trained_logits(
-    model: torch.nn.Module,
-    batch: Batch,
-    at: Places | None = None,
-    hidden: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The logits [N, V] that predict the trained labels, and those labels [N]."""
-    at = at or places(batch)
-    labels_N = batch.labels[at.rows, at.columns + 1]
-    logits = model(logits_to_keep=at.kept, **_arguments(model, batch, hidden)).logits
-    return (logits[0] if at.among_kept is None else logits[at.rows, at.among_kept]), labels_N
-
-
-def hidden_states(
-    model: torch.nn.Module, batch: Batch, hidden: torch.Tensor | None
-) -> torch.Tensor:
+def hidden_states(model: nn.Module, batch: Batch, hidden: torch.Tensor | None) -> torch.Tensor:
     """What leaves a stage of a pipeline that is not the last, [B, T, hidden size]."""
     found: torch.Tensor = model(**_arguments(model, batch, hidden)).last_hidden_state
     return found
 
 
-def _arguments(
-    model: torch.nn.Module, batch: Batch, hidden: torch.Tensor | None
-) -> dict[str, object]:
+def _arguments(model: nn.Module, batch: Batch, hidden: torch.Tensor | None) -> dict[str, object]:
     entering = {"input_ids": batch.input_ids} if hidden is None else {"inputs_embeds": hidden}
     packed = batch.cu_seqlens
     return {
@@ -139,7 +148,7 @@ def _arguments(
     }
 
 
-def _inner(model: torch.nn.Module) -> PreTrainedModel:
+def _inner(model: nn.Module) -> PreTrainedModel:
     """The transformers model inside a PEFT wrapper, or ``model`` itself."""
     inner = model if isinstance(model, PreTrainedModel) else model.get_base_model()  # type: ignore[operator]
     return cast(PreTrainedModel, inner)

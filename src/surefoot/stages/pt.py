@@ -20,7 +20,7 @@ class PT:
     template."""
 
     roles: ClassVar[tuple[str, ...]] = ("policy",)
-    needs: ClassVar[tuple[str, ...]] = ("logps",)
+    needs: ClassVar[tuple[str, ...]] = ("total",)
     uses_template: ClassVar[bool] = False
 
     def encode(self, examples: Sequence[Example], codec: Codec) -> list[Encoded]:
@@ -33,7 +33,7 @@ class PT:
 
     def loss(self, outputs: Outputs, batch: Batch) -> Loss:
         """Cross entropy of every token but the first of a piece."""
-        return negative_log_likelihood(outputs.logps)
+        return negative_log_likelihood(outputs, batch)
 
 
 def _text(example: Example) -> str:

@@ -20,7 +20,7 @@ class SFT:
     ``data.train_on_prompt``)."""
 
     roles: ClassVar[tuple[str, ...]] = ("policy",)
-    needs: ClassVar[tuple[str, ...]] = ("logps",)
+    needs: ClassVar[tuple[str, ...]] = ("total",)
     uses_template: ClassVar[bool] = True
 
     def encode(self, examples: Sequence[Example], codec: Codec) -> list[Encoded]:
@@ -33,4 +33,4 @@ class SFT:
 
     def loss(self, outputs: Outputs, batch: Batch) -> Loss:
         """Cross entropy of the answers' tokens."""
-        return negative_log_likelihood(outputs.logps)
+        return negative_log_likelihood(outputs, batch)

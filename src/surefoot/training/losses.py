@@ -1,16 +1,12 @@
-"""The mathematics of the stages: pure functions of tensors, each with its source.
-
-N trained positions of a batch.
-"""
+"""The mathematics of the stages: pure functions, each with its source."""
 
 from __future__ import annotations
 
-import torch
-
-from ..batch import Loss
+from ..batch import IGNORE_INDEX, Batch, Loss, Outputs
 
 
-def negative_log_likelihood(logps_N: torch.Tensor) -> Loss:
+def negative_log_likelihood(outputs: Outputs, batch: Batch) -> Loss:
     """Cross entropy of the labels, summed over trained positions, in nats: ``-sum log
     p(label)``."""
-    return Loss(-logps_N.sum(), torch.tensor(logps_N.numel(), device=logps_N.device))
+    assert outputs.total is not None
+    return Loss(-outputs.total, (batch.labels[:, 1:] != IGNORE_INDEX).sum())

@@ -1,0 +1,88 @@
+"""What a trainer is given and what it reports: the same for every subject, in either environment.
+
+A trainer is a program of its own, so that each is timed in a fresh process. The clock runs from the
+end of the warm-up steps to the end of the last step, loading and compiling left out. Tokens are
+those that went into the model, padding not counted: every subject counts them by the same hook.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+
+@dataclass(frozen=True)
+class Task:
+    """The settings of one run, read from the JSON file that the program is given."""
+
+    inputs: str  # folder with the model, rows.json, and tokenized/, which holds input_ids, labels
+    output: str  # folder of the run
+    report: str
+    variant: str  # of the subject
+    method: str  # full or lora
+    batch: int  # examples a step
+    steps: int
+    warmup: int  # steps that are not timed
+    cutoff_len: int
+    pad_token_id: int
+
+
+def task() -> Task:
+    """The one this program was given."""
+    return Task(**json.loads(Path(sys.argv[1]).read_text()))
+
+
+@dataclass
+class Meter:
+    """Tells the steps' cost."""
+
+    todo: Task
+    tokens: int = 0  # since the warm-up
+    losses: list[float] = field(default_factory=list)
+    num_steps: int = 0
+
+    def watch(self, model: nn.Module) -> None:
+        """Count the real tokens that go into ``model``."""
+
+        def count(_module: nn.Module, _args: Any, kwargs: dict[str, Any]) -> None:
+            self.tokens += int((kwargs["input_ids"] != self.todo.pad_token_id).sum())
+
+        model.register_forward_pre_hook(count, with_kwargs=True)
+
+    def begin(self) -> None:
+        """A step begins."""
+        if self.num_steps == self.todo.warmup:
+            Path("/proc/self/clear_refs").write_text("5")  # the peak from here on
+            self.tokens, self.cpu, self.wall = 0, time.process_time(), time.monotonic()
+
+    def end(self) -> None:
+        """A step has ended."""
+        self.num_steps += 1
+        if self.num_steps == self.todo.steps:
+            cpu, wall = time.process_time() - self.cpu, time.monotonic() - self.wall
+            report = {
+                "cpu": cpu,
+                "wall": wall,
+                "tokens": self.tokens,
+                "peak_mb": _peak_mb(),
+                "losses": self.losses,
+            }
+            self.report = report
+
+    def write(self) -> None:
+        """Leave the report where it is looked for."""
+        Path(self.todo.report).write_text(json.dumps(self.report | {"losses": self.losses}))
+
+
+def _peak_mb() -> float:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM"):
+            return int(line.split()[1]) / 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024

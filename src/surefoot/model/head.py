@@ -1,0 +1,207 @@
+"""Log-probabilities straight from hidden states: the logits of a batch never exist whole.
+
+Projection and softmax run in chunks of positions. Where only the sum of the log-probabilities is
+asked for, each chunk's gradient is made on the spot, while its probabilities are there; otherwise
+the backward pass computes them again, chunk by chunk.
+
+Shapes: N positions, C of them a chunk, D hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+
+CHUNK = 256  # positions; with fewer the matrix is read too often, with more caches overflow
+
+
+@dataclass(frozen=True)
+class Head:
+    """The linear map from hidden states to logits, which may be capped: tanh(x / cap) * cap."""
+
+    weight: torch.Tensor  # [V, D]
+    bias: torch.Tensor | None = None  # [V]
+    softcap: float | None = None
+    dtype: torch.dtype | None = None  # what is multiplied in; None: the matrix's own
+
+    def cast(self) -> Head:
+        """The same with a matrix of its ``dtype``."""
+        dtype = self.dtype or self.weight.dtype
+        bias = None if self.bias is None else self.bias.to(dtype)
+        return replace(self, weight=self.weight.to(dtype), bias=bias)
+
+    def logits(self, hidden_CD: torch.Tensor) -> torch.Tensor:
+        """[C, V] in float32 or wider."""
+        logits_CV = F.linear(hidden_CD.to(self.weight.dtype), self.weight, self.bias)
+        logits_CV = logits_CV.to(_wide(logits_CV.dtype))
+        if self.softcap is not None:
+            logits_CV = torch.tanh(logits_CV / self.softcap) * self.softcap
+        return logits_CV
+
+    def chunks(self, length: int) -> Iterator[slice]:
+        """Runs of positions, in order."""
+        return (slice(i, min(i + CHUNK, length)) for i in range(0, length, CHUNK))
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """What sums are made in: float32 at least."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What a head says of N positions."""
+
+    logps: torch.Tensor  # [N] float32, log-probability of each label
+    entropies: torch.Tensor  # [N] float32, nats
+    predictions: torch.Tensor  # [N] int64, the most probable word
+
+
+def total(head: Head, hidden_ND: torch.Tensor, labels_N: torch.Tensor) -> torch.Tensor:
+    """The sum of the labels' log-probabilities, a scalar."""
+    return cast(
+        torch.Tensor,
+        _Total.apply(hidden_ND, head.weight, head.bias, labels_N, head),  # type: ignore[no-untyped-call]
+    )
+
+
+def scores(head: Head, hidden_ND: torch.Tensor, labels_N: torch.Tensor) -> Scores:
+    """All there is to know about each position; log-probabilities and entropies have gradients."""
+    found = _Scores.apply(hidden_ND, head.weight, head.bias, labels_N, head)  # type: ignore[no-untyped-call]
+    return Scores(*found)
+
+
+class _Total(torch.autograd.Function):
+    """d log p(label) / d logits = onehot - p: known without the backward pass, up to a factor."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_ND: torch.Tensor,
+        weight_VD: torch.Tensor,
+        bias_V: torch.Tensor | None,
+        labels_N: torch.Tensor,
+        head: Head,
+    ) -> torch.Tensor:
+        head = replace(head, weight=weight_VD, bias=bias_V)
+        gradients = _Gradients.of(head, hidden_ND, ctx.needs_input_grad)
+        head = gradients.head
+        found = hidden_ND.new_zeros((), dtype=_wide(hidden_ND.dtype))
+        for chunk in head.chunks(len(hidden_ND)):
+            labels_C = labels_N[chunk, None]
+            logits_CV = head.logits(hidden_ND[chunk])
+            logps_CV = F.log_softmax(logits_CV, dim=-1)
+            found += logps_CV.gather(1, labels_C).sum()
+            if any(ctx.needs_input_grad):
+                slopes_CV = logps_CV.exp_().neg_()
+                slopes_CV.scatter_add_(1, labels_C, torch.ones_like(labels_C, dtype=found.dtype))
+                gradients.add(chunk, _uncapped(slopes_CV, logits_CV, head.softcap))
+        ctx.save_for_backward(*gradients.sums(hidden_ND, weight_VD, bias_V))
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (factor,) = gradients
+        found = (None if t is None else (t * factor).to(t.dtype) for t in ctx.saved_tensors)
+        return *found, None, None
+
+
+class _Scores(torch.autograd.Function):
+    """d logp = onehot - p and d entropy = -p (log p + entropy), times what comes from above."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_ND: torch.Tensor,
+        weight_VD: torch.Tensor,
+        bias_V: torch.Tensor | None,
+        labels_N: torch.Tensor,
+        head: Head,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        ctx.softcap, ctx.dtype = head.softcap, head.dtype
+        head = replace(head, weight=weight_VD, bias=bias_V).cast()
+        logps_N = hidden_ND.new_empty(len(hidden_ND), dtype=_wide(hidden_ND.dtype))
+        entropies_N, predictions_N = torch.empty_like(logps_N), torch.empty_like(labels_N)
+        for chunk in head.chunks(len(hidden_ND)):
+            logps_CV = F.log_softmax(head.logits(hidden_ND[chunk]), dim=-1)
+            logps_N[chunk] = logps_CV.gather(1, labels_N[chunk, None])[:, 0]
+            predictions_N[chunk] = logps_CV.argmax(-1)
+            entropies_N[chunk] = -(logps_CV.exp() * logps_CV).sum(-1)
+        ctx.save_for_backward(hidden_ND, weight_VD, bias_V, labels_N, entropies_N)
+        ctx.mark_non_differentiable(predictions_N)
+        return logps_N, entropies_N, predictions_N
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        of_logps_N, of_entropies_N = gradients[:2]
+        hidden_ND, weight_VD, bias_V, labels_N, entropies_N = ctx.saved_tensors
+        head = Head(weight_VD, bias_V, ctx.softcap, ctx.dtype)
+        found = _Gradients.of(head, hidden_ND, ctx.needs_input_grad)
+        head = found.head
+        for chunk in head.chunks(len(hidden_ND)):
+            logits_CV = head.logits(hidden_ND[chunk])
+            logps_CV = F.log_softmax(logits_CV, dim=-1)
+            entropies_C1, entropy_C1 = entropies_N[chunk, None], of_entropies_N[chunk, None]
+            logp_C1 = of_logps_N[chunk, None]
+            slopes_CV = -logps_CV.exp() * (logp_C1 + entropy_C1 * (logps_CV + entropies_C1))
+            slopes_CV.scatter_add_(1, labels_N[chunk, None], logp_C1)
+            found.add(chunk, _uncapped(slopes_CV, logits_CV, head.softcap))
+        return *found.sums(hidden_ND, weight_VD, bias_V), None, None
+
+
+def _uncapped(
+    slopes_CV: torch.Tensor, logits_CV: torch.Tensor, softcap: float | None
+) -> torch.Tensor:
+    """Slopes before the cap from those after it: d(cap tanh(x / cap))/dx = 1 - tanh^2(x / cap)."""
+    return slopes_CV if softcap is None else slopes_CV * (1 - (logits_CV / softcap).square())
+
+
+@dataclass(frozen=True)
+class _Gradients:
+    """Sums over chunks, of whatever learns; float32 at least where they are sums."""
+
+    head: Head  # as it is multiplied
+    inputs: torch.Tensor  # [N, D]
+    hidden: torch.Tensor | None
+    weight: torch.Tensor | None
+    bias: torch.Tensor | None
+
+    @staticmethod
+    def of(head: Head, inputs: torch.Tensor, needed: tuple[bool, ...]) -> _Gradients:
+        """None yet."""
+        weight, bias = head.weight, head.bias
+        return _Gradients(
+            head.cast(),
+            inputs,
+            torch.empty_like(inputs) if needed[0] else None,
+            torch.zeros_like(weight, dtype=_wide(weight.dtype)) if needed[1] else None,
+            None
+            if bias is None or not needed[2]
+            else torch.zeros_like(bias, dtype=_wide(bias.dtype)),
+        )
+
+    def add(self, chunk: slice, slopes_CV: torch.Tensor) -> None:
+        """Take in one chunk's slopes."""
+        if self.bias is not None:
+            self.bias.add_(slopes_CV.sum(0))
+        low_CV = slopes_CV.to(self.head.weight.dtype)
+        if self.hidden is not None:
+            self.hidden[chunk] = (low_CV @ self.head.weight).to(self.hidden.dtype)
+        if self.weight is not None:
+            _add_product(self.weight, low_CV.t(), self.inputs[chunk].to(low_CV.dtype))
+
+    def sums(self, *likes: torch.Tensor | None) -> Iterator[torch.Tensor | None]:
+        """What hidden states, matrix and bias get, in their own types."""
+        for found, like in zip((self.hidden, self.weight, self.bias), likes, strict=True):
+            yield None if found is None or like is None else found.to(like.dtype)
+
+
+def _add_product(total_VD: torch.Tensor, a_VC: torch.Tensor, b_CD: torch.Tensor) -> None:
+    if a_VC.dtype == total_VD.dtype:
+        total_VD.addmm_(a_VC, b_CD)
+    else:
+        total_VD.add_(a_VC @ b_CD)
