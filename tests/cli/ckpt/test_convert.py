@@ -11,6 +11,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from checkpoint.sample import sample_states
 from folders import save_recipe
+from interchange.zero_folders import write_zero
 from surefoot.checkpoint.dcp_write import write_dcp
 from surefoot.checkpoint.save import save
 from surefoot.checkpoint.source import Memory
@@ -149,6 +150,22 @@ def test_a_pickled_checkpoint_of_the_trainers_fsdp_becomes_a_model(checkpoint, t
     assert done.exit_code == 0, done.stderr
     found = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
     assert all(torch.equal(found[name], tensor) for name, tensor in weights.items())
+
+
+def test_a_checkpoint_of_deepspeed_becomes_a_model(checkpoint, tmp_path):
+    if (checkpoint / "adapter_config.json").exists():
+        pytest.skip("an adapter is not a model")
+    model = AutoModelForCausalLM.from_pretrained(checkpoint)
+    weights = {name: tensor.detach() for name, tensor in model.named_parameters()}
+    names = list(weights)
+    write_zero(tmp_path / "zero", weights, [names[::2], names[1::2]], stage=3, ranks=3)
+    done = run(
+        "convert", tmp_path / "zero", tmp_path / "out", "--to", "huggingface", "--trust-pickle",
+        "--base", checkpoint,
+    )  # fmt: skip
+    assert done.exit_code == 0, done.stderr
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
+    assert all(torch.equal(found[name], tensor) for name, tensor in model.state_dict().items())
 
 
 def test_weights_of_another_model_are_refused(checkpoint, tmp_path):
