@@ -209,6 +209,11 @@ def open_file(path: Path, *, follow: bool = True, write: bool = False) -> File:
     return file
 
 
+def open_folder(path: Path) -> File:
+    """A folder, not by a link, to lock it or to know it again."""
+    return File(os.open(path, _FOLDER | os.O_NOFOLLOW), path)
+
+
 def open_inside(folder: Path, name: str) -> File:
     """The regular file ``name`` (``a.json``, ``sub/b.txt``) that truly lies inside ``folder``.
 

@@ -97,7 +97,7 @@ def test_layouts_and_meshes(checkpoint, tmp_path):
     assert done.exit_code == 0, done.stderr
     told = json.loads(done.stdout)
     assert (told["to"], told["layout"]) == ("surefoot", "distributed")
-    assert told["mesh"] == {"dp_replicate": 2, "dp_shard": 3}
+    assert told["mesh"] == {"dp_replicate": 2, "dp_shard": 3, "tp": 1}
     assert told["files"]["manifest.json"] == (cut / "manifest.json").stat().st_size
     assert "rank_00005/optimizer.safetensors" in told["files"]
     done = run("convert", cut, tmp_path / "full", "--layout", "full")
@@ -207,7 +207,7 @@ def test_an_adapter_becomes_peft(checkpoint, tmp_path):
         (["--to", "peft", "--base", "x"], "--base means nothing with --to peft"),
         (["--layout", "full", "--trust-pickle"], "--trust-pickle means nothing with --to surefoot"),
         (["--layout", "full", "--dtype", "int8"], "'int8' is not one of"),
-        (["--layout", "distributed", "--mesh", "tp=2"], "not 'tp'; for example dp_shard=4"),
+        (["--layout", "distributed", "--mesh", "pp=2"], "not 'pp'; for example dp_shard=4"),
         (["--layout", "distributed", "--mesh", "dp_shard=0"], "dp_shard must be at least 1, got 0"),
         (["--to", "dcp", "--mesh", "dp_shard=x"], "dp_shard must be a whole number, got 'x'"),
     ],

@@ -180,7 +180,7 @@ LAYOUT = click.option(
 MESH = click.option(
     "--mesh",
     metavar="AXIS=N[,AXIS=N]",
-    help="The processes whose boxes are written: dp_shard=4 or dp_shard=4,dp_replicate=2.",
+    help="The processes whose boxes are written: dp_shard=4, dp_shard=4,tp=2, dp_replicate=2 …",
 )
 DTYPE = click.option(
     "--dtype", type=click.Choice(DTYPES), help="Of the weights; the optimizer's state stays."
