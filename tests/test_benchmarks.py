@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 FOLDER = Path(__file__).parent.parent / "benchmarks"
-BENCHMARKS = ["startup.py", "shares.py", "encode.py"]
+BENCHMARKS = ["startup.py", "shares.py", "encode.py", "reshard.py", "ranks.py"]
 FILES = sorted(f for f in FOLDER.rglob("*.py") if ".venv-peers" not in f.parts)
 RESULTS = (FOLDER / "RESULTS.md").read_text(encoding="utf-8")
 
@@ -38,8 +38,9 @@ def test_results_are_dated_and_name_the_machine():
     assert "2 cores" in RESULTS
 
 
-def test_every_peer_is_pinned():
-    lines = (FOLDER / "requirements.txt").read_text(encoding="utf-8").splitlines()
+@pytest.mark.parametrize("name", ["requirements.txt", "requirements-mindspore.txt"])
+def test_every_peer_is_pinned(name):
+    lines = (FOLDER / name).read_text(encoding="utf-8").splitlines()
     wanted = [line for line in lines if line and not line.startswith("#")]
     assert wanted
     assert all(re.fullmatch(r"[\w-]+==[\w.]+", line) for line in wanted)

@@ -201,17 +201,18 @@ def create(path: Path) -> File:
 def open_file(path: Path, *, follow: bool = True, write: bool = False) -> File:
     """An existing regular file; ``follow=False`` refuses a symbolic link at the end of the path."""
     flags = _READ | (os.O_RDWR if write else 0) | (0 if follow else os.O_NOFOLLOW)
-    file = File(os.open(path, flags), path)
-    _must_be_regular(file)
-    return file
+    return _regular(File(os.open(path, flags), path))
 
 
 def open_to_write(path: Path) -> File:
-    """An existing regular file, not a link, that others write as well. It cannot be read: network
-    disks would then fetch what others have yet to write, and write it back."""
-    file = File(os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW), path)
-    _must_be_regular(file)
-    return file
+    """An existing regular file, not a link, that others write, too. It cannot be read: network
+    disks would fetch what others have yet to write, and write it back."""
+    return _regular(File(os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW), path))
+
+
+def open_folder(path: Path) -> File:
+    """A folder, not by a link, to lock it or to know it again."""
+    return File(os.open(path, _FOLDER | os.O_NOFOLLOW), path)
 
 
 def open_inside(folder: Path, name: str) -> File:
@@ -232,23 +233,22 @@ def open_inside(folder: Path, name: str) -> File:
     except OSError as error:
         error.filename = str(path)  # not just the part of it that was to be opened
         raise
-    _must_be_regular(file)
-    return file
+    return _regular(file)
 
 
-def _must_be_regular(file: File) -> None:
+def _regular(file: File) -> File:
     if not stat.S_ISREG(os.fstat(file._descriptor).st_mode):
         file.close()
         raise OSError(errno.EINVAL, "not a regular file", str(file.path))
+    return file
 
 
 def read_all(file: File, limit: int) -> bytes:
     """The whole file, if it has at most ``limit`` bytes."""
     size = file.size
     if size > limit:
-        raise OSError(
-            errno.EINVAL, f"{size} bytes are more than the {limit} allowed", str(file.path)
-        )
+        why = f"{size} bytes are more than the {limit} allowed"
+        raise OSError(errno.EINVAL, why, str(file.path))
     return file.read(0, size)
 
 

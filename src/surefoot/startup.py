@@ -190,7 +190,8 @@ def check_packed(forward: Callable[[Batch], Outputs], model: PreTrainedModel) ->
         forward(Batch(row, labels, positions, cu_seqlens=bounds).to(device())).logps
         for row in (ids, other)
     )
-    assert first is not None and second is not None
+    assert first is not None
+    assert second is not None
     if not torch.equal(first, second):
         raise ModelError(attention.mixes_documents(model))
 

@@ -8,9 +8,9 @@ import pytest
 from surefoot import checkpoint
 
 BLOCKED = ["transformers", "peft", "datasets", "accelerate", "pydantic", "rich", "click"]
-NAMES = ["AsyncSaver", "CheckpointError", "Found", "NamedOptimizer", "RandomState", "Report"]
-NAMES += ["Rule", "Source", "Stateful", "copy", "find", "load", "newest", "open_folder", "save"]
-NAMES += ["verify"]
+NAMES = ["AsyncSaver", "CheckpointError", "Found", "Mesh", "NamedOptimizer", "RandomState"]
+NAMES += ["Renamed", "Report", "Rule", "Source", "Stateful", "copy", "find", "load", "newest"]
+NAMES += ["open_folder", "reshard", "save", "verify"]
 
 
 def python(code):
@@ -33,11 +33,11 @@ def test_other_names_do_not_exist():
 def test_a_name_is_the_function_whatever_was_imported_before():
     code = """
 import surefoot.checkpoint.save, surefoot.checkpoint.load, surefoot.checkpoint.verify
-import surefoot.checkpoint.copy
-from surefoot.checkpoint import copy, load, save, verify
+import surefoot.checkpoint.copy, surefoot.checkpoint.reshard
+from surefoot.checkpoint import copy, load, reshard, save, verify
 from surefoot.checkpoint.save import save as the_same
 from surefoot import checkpoint
-print(all(map(callable, [copy, load, save, verify])), save is the_same is checkpoint.save)
+print(all(map(callable, [copy, load, reshard, save, verify])), save is the_same is checkpoint.save)
 """
     assert python(code) == "True True\n"
 
@@ -59,6 +59,7 @@ with AsyncSaver({str(tmp_path)!r}, keep=1) as saver:
 path = newest({str(tmp_path)!r})
 load(path, {{"model": model}})
 print(path.name, verify(path).ok, dict(open_folder(path).shapes()))
+assert reshard(path, {str(tmp_path / "cut")!r}, layout="distributed", mesh=Mesh(tp=2)).num_bytes
 print([name for name in blocked if name in sys.modules])
 """
     shapes = {"bias": (2,), "weight": (2, 3)}

@@ -14,14 +14,17 @@ def test_a_mesh_is_read_in_any_order():
     assert parse_mesh("dp_shard=4") == Mesh(1, 4)
     assert parse_mesh("dp_shard=4, dp_replicate=2") == parse_mesh("dp_replicate=2,dp_shard=4")
     assert Mesh(2, 4).size == 8
-    assert Mesh(2, 4).axes == {"dp_replicate": 2, "dp_shard": 4}
+    assert Mesh(2, 4).axes == {"dp_replicate": 2, "dp_shard": 4, "tp": 1}
+    assert parse_mesh("tp=2,dp_shard=3") == Mesh(1, 3, 2)
+    assert Mesh(1, 3, 2).size == 6
+    assert Mesh(1, 3, 2).axes == {"dp_replicate": 1, "dp_shard": 3, "tp": 2}
     assert Mesh().axes == {}
 
 
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("tp=2", "not 'tp'; for example dp_shard=4,dp_replicate=2"),
+        ("pp=2", "dp_replicate, dp_shard and tp, not 'pp'; for example dp_shard=4,tp=2"),
         ("dp_shards=2", "did you mean dp_shard?"),
         ("", "not ''"),
         ("dp_shard", "must be a whole number, got ''"),
@@ -54,3 +57,16 @@ def test_the_boxes_of_a_copy_are_torch_chunks_and_all_of_the_tensor(shape, shard
         chunks = torch.arange(shape[0]).chunk(shards)
         assert [box.shape[0] for _, box in found] == [len(chunk) for chunk in chunks]
         assert [rank for rank, _ in found] == [copy * shards + i for i in range(len(chunks))]
+
+
+@given(st.integers(0, 40), st.integers(1, 5), st.integers(1, 5), st.integers(1, 2))
+def test_with_tp_every_rank_has_the_rows_of_a_run(length, shards, parts, copies):
+    mesh, rows = Mesh(copies, shards, parts), torch.arange(length)
+    found = list(mesh.boxes((length, 3), copies - 1))
+    assert is_covered_once(Box.whole((length, 3)), [box for _, box in found])
+    if not length:
+        return
+    for rank, box in found:
+        shard, part = divmod(rank - (copies - 1) * shards * parts, parts)
+        expected = rows.chunk(parts)[part].chunk(shards)[shard]
+        assert rows[box.start[0] : box.stop[0]].tolist() == expected.tolist()

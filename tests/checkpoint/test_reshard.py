@@ -45,7 +45,9 @@ def content(folder):
     return {name: data for name, data in tree_bytes(folder).items() if name != "manifest.json"}
 
 
-@pytest.mark.parametrize("mesh", [Mesh(1, 1), Mesh(1, 3), Mesh(2, 2), Mesh(3, 5), Mesh(1, 64)])
+@pytest.mark.parametrize(
+    "mesh", [Mesh(1, 1), Mesh(1, 3), Mesh(2, 2), Mesh(3, 5), Mesh(1, 64), Mesh(2, 2, 2)]
+)
 def test_there_and_back_gives_the_same_bytes(mesh, tmp_path):
     path, states = saved(tmp_path)
     cut = reshard(path, tmp_path / "cut", layout="distributed", mesh=mesh).path
@@ -66,7 +68,7 @@ def test_any_mesh_becomes_any_other(data, tmp_path_factory):
     path, states = saved(root)
     sizes = st.integers(1, 6)
     for number in range(3):
-        mesh = Mesh(data.draw(sizes), data.draw(sizes))
+        mesh = Mesh(data.draw(sizes), data.draw(sizes), data.draw(st.integers(1, 3)))
         path = reshard(path, root / str(number), layout="distributed", mesh=mesh).path
         assert loaded(path, states)
     assert content(reshard(path, root / "full").path) == content(root / "checkpoint-7")

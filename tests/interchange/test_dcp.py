@@ -162,12 +162,6 @@ def test_a_checkpoint_without_weights_is_told(tmp_path):
         open_source(tmp_path, trust_pickle=True)
 
 
-def test_deepspeed_is_refused_with_the_tool_to_use(tmp_path):
-    (tmp_path / "zero_to_fp32.py").touch()
-    with pytest.raises(CheckpointError, match=r"zero_to_fp32.py .* OUT --safe_serialization"):
-        open_source(tmp_path, trust_pickle=True)
-
-
 def test_any_other_folder_is_opened_as_ever(saved, tmp_path):
     assert same(
         by_name(load_file(saved / "whole" / "model.safetensors")),

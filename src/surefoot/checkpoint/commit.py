@@ -3,7 +3,8 @@
 The folder aside, ``.checkpoint-N.<nonce>.part``, holds a manifest from the first moment: empty, and
 locked by the process that writes. The lock ends with the process, however it ends, also across
 machines and containers where process numbers say nothing; so whoever finds a folder whose manifest
-can be locked knows that nobody writes it any more, and may remove it.
+can be locked knows that nobody writes it any more, and may remove it. A folder that others are to
+read has no manifest: who writes it (``whole``) holds the lock of the folder itself.
 """
 
 from __future__ import annotations
@@ -190,6 +191,14 @@ def _remove(folder: Path) -> bool:
 
 
 def _remove_if_dead(folder: Path) -> bool:
+    try:
+        with files.open_folder(folder) as whole:
+            return _remove_unwritten(folder, has_locks=whole.lock())
+    except (BlockingIOError, FileNotFoundError):
+        return False  # it is being written, or was removed meanwhile
+
+
+def _remove_unwritten(folder: Path, *, has_locks: bool) -> bool:
     for _ in range(2):
         try:
             with files.open_file(folder / MANIFEST, follow=False, write=True) as manifest:
@@ -202,7 +211,8 @@ def _remove_if_dead(folder: Path) -> bool:
             # it is empty. The owner, if there is one, then finds it gone and starts again.
             if files.remove_empty_folder(folder):
                 return True
-    return _remove(folder)  # not empty, and still no manifest, which is made first: a power cut
+    # Not empty, and no manifest, which is made first: one for others to read, or after a power cut.
+    return has_locks and _remove(folder)
 
 
 def set_aside(folder: Path) -> Path:

@@ -26,7 +26,7 @@ CASTS = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.b
 
 def copy(
     source: Source,
-    target_folder: Path,
+    target_folder: Path | str,
     *,
     stem: str = "model",
     dtype: str | None = None,
@@ -38,15 +38,15 @@ def copy(
     ``dtype`` (float32, float16, bfloat16) casts floating point tensors. The files appear when all
     are whole; a folder that has such weights already is refused.
     """
-    source = cast(source, dtype)
+    source, folder = cast(source, dtype), Path(target_folder)
     plans = plan_save(stem, described(source), max_shard_size)
-    with files.raising(CheckpointError, f"cannot write weights to {target_folder}"):
-        files.make_folder(target_folder)
-        _make_room(target_folder, stem)
-        _write(source, target_folder, plans, progress or _silent)
+    with files.raising(CheckpointError, f"cannot write weights to {folder}"):
+        files.make_folder(folder)
+        _make_room(folder, stem)
+        _write(source, folder, plans, progress or _silent)
         if len(plans) > 1:
-            files.write_aside(target_folder / f"{stem}.safetensors.index.json", dump_index(plans))
-        files.sync_folder(target_folder)
+            files.write_aside(folder / f"{stem}.safetensors.index.json", dump_index(plans))
+        files.sync_folder(folder)
 
 
 def cast(source: Source, dtype: str | None) -> Source:

@@ -1,6 +1,8 @@
 """A mesh of processes, and which boxes of a tensor they hold.
 
-The cuts are FSDP2's: along the first dimension, by the rule of ``torch.chunk``.
+The cuts are those of a run, tensor parallelism first, then FSDP2 within, by the rule of
+``torch.chunk``; but all along the first dimension: which tensors a run cuts along the second, the
+plan of the architecture says, and any mesh reads any cut.
 """
 
 from __future__ import annotations
@@ -8,21 +10,24 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
+from itertools import product
 
-from ..cuts import chunk
+from ..cuts import Cut, held
 from ..errors import CheckpointError
 from .box import Box
 
-_EXAMPLE = "for example dp_shard=4,dp_replicate=2"
+_EXAMPLE = "for example dp_shard=4,tp=2"
+_CUTS = (Cut("tp", 0), Cut("dp_shard", 0))
 _MOST = 65_536  # processes: their folders have five digits
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """``dp_replicate`` copies of a model, each cut over ``dp_shard`` processes."""
+    """``dp_replicate`` copies of a model, each cut over ``dp_shard`` times ``tp`` processes."""
 
     dp_replicate: int = 1
     dp_shard: int = 1
+    tp: int = 1
 
     def __post_init__(self) -> None:
         for axis, size in asdict(self).items():
@@ -34,7 +39,7 @@ class Mesh:
     @property
     def size(self) -> int:
         """The number of processes."""
-        return self.dp_replicate * self.dp_shard
+        return self.dp_replicate * self.dp_shard * self.tp
 
     @property
     def axes(self) -> dict[str, int]:
@@ -48,12 +53,11 @@ class Mesh:
         if not shape or not whole.size:
             yield 0, whole
             return
-        for shard in range(self.dp_shard):
-            first, length = chunk(shape[0], self.dp_shard, shard)
-            if not length:
-                return
-            box = Box((first, *whole.start[1:]), (length, *shape[1:]))
-            yield copy * self.dp_shard + shard, box
+        sizes = asdict(self)
+        for shard, part in product(range(self.dp_shard), range(self.tp)):
+            box = Box(*held(shape, _CUTS, sizes, {"dp_shard": shard, "tp": part}))
+            if box.size:
+                yield (copy * self.dp_shard + shard) * self.tp + part, box
 
 
 def parse_mesh(text: str) -> Mesh:
@@ -66,8 +70,8 @@ def parse_mesh(text: str) -> Mesh:
             near = difflib.get_close_matches(axis, known, n=1)
             hint = f"did you mean {near[0]}?" if near else _EXAMPLE
             raise CheckpointError(
-                f"mesh {text!r}: a checkpoint is cut along {' and '.join(known)}, not {axis!r}; "
-                f"{hint}"
+                f"mesh {text!r}: a checkpoint is cut along {', '.join(known[:-1])} and "
+                f"{known[-1]}, not {axis!r}; {hint}"
             )
         if axis in sizes:
             raise CheckpointError(f"mesh {text!r}: {axis} occurs twice")

@@ -30,6 +30,8 @@ MODEL_INDEX = "model.safetensors.index.json"
 ADAPTER = "adapter_model.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
 DISTRIBUTED = (".metadata", "pytorch_model_fsdp_0")  # of DCP; of the Trainer with FSDP
+DEEPSPEED = ("latest", "latest_universal", "zero_to_fp32.py")  # beside its checkpoints
+_OF_DEEPSPEED = ("_model_states.pt", "_optim_states.pt")  # in them
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 
 # Reads pickles as tensors only, joins the shards, and writes what every tool can read.
@@ -91,6 +93,12 @@ def recognise(folder: Path) -> Layout | None:
     if has_model:
         return "huggingface"
     return "dcp" if dcp.shard_files(folder) else None
+
+
+def is_deepspeed(folder: Path) -> bool:
+    """Whether ``folder`` is a checkpoint of DeepSpeed, or holds them. By names alone."""
+    names = files.list_folder(folder) if files.is_folder(folder) else []
+    return any(name in DEEPSPEED or name.endswith(_OF_DEEPSPEED) for name in names)
 
 
 def open_weights(folder: Path) -> Weights:
@@ -185,9 +193,12 @@ def _why_not(folder: Path) -> str:
     if inside := [path for path in named(folder) if recognise(path) is not None]:
         return f"{folder}: holds no weights itself; did you mean {inside[-1]}?"
     names = files.list_folder(folder)
-    if any(name in names for name in DISTRIBUTED):
+    whose = "a distributed checkpoint of PyTorch, whose index is a pickle"
+    if is_deepspeed(folder):
+        whose = "a checkpoint of DeepSpeed, whose files are pickles"
+    if any(name in names for name in DISTRIBUTED) or is_deepspeed(folder):
         return (
-            f"{folder}: a distributed checkpoint of PyTorch, whose index is a pickle; "
+            f"{folder}: {whose}; "
             f"`surefoot ckpt convert {shlex.quote(str(folder))} OUT --to huggingface "
             "--trust-pickle` makes a model of it"
         )

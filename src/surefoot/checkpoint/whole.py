@@ -1,4 +1,8 @@
-"""A folder that others read appears at one stroke, too: written aside, flushed, then renamed."""
+"""A folder that others read appears at one stroke, too: written aside, flushed, then renamed.
+
+Whoever writes holds the lock of the folder aside, so that the next conversion to the same place
+knows whether to remove it.
+"""
 
 from __future__ import annotations
 
@@ -7,40 +11,60 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from .. import files
-from ..errors import CheckpointError, SurefootError
-from .commit import new_nonce, part_of
+from ..errors import CheckpointError
+from .commit import clean_beside, new_nonce, part_of
+
+_ATTEMPTS = 100
 
 
 @contextlib.contextmanager
-def new_folder(target: Path) -> Iterator[Path]:
-    """As ``appearing``. Raises ``CheckpointError`` if there is anything of that name, too."""
-    with files.raising(CheckpointError, f"cannot write {target}"):
-        refuse_taken(target)
-    with appearing(target) as folder:
-        yield folder
-
-
-@contextlib.contextmanager
-def appearing(target: Path, error: type[SurefootError] = CheckpointError) -> Iterator[Path]:
+def new_folder(target: Path, *, may_be_empty: bool = False) -> Iterator[Path]:
     """A folder to write into, which becomes ``target`` when the block ends; removed if it fails.
 
-    An empty folder may be there already. Raises ``error`` if the disk fails.
+    What killed processes left behind that wrote to ``target`` is removed first. Raises
+    ``CheckpointError`` if there is something of that name (``may_be_empty``: but an empty folder),
+    or the disk fails.
     """
-    with files.raising(error, f"cannot write {target}"):
-        folder = part_of(target, new_nonce())
+    with files.raising(CheckpointError, f"cannot write {target}"):
+        if not (may_be_empty and files.is_folder(target) and not files.list_folder(target)):
+            refuse_taken(target)
         files.make_folder(target.parent)
-        files.new_folder(folder)
-        try:
-            yield folder
-            files.sync_folder(folder)
-            files.rename(folder, target)
-            files.sync_folder(target.parent)
-        except BaseException:
-            files.remove_tree(folder)
-            raise
+        clean_beside(target)
+        held = _start(target)
+        folder = held.path
+        with held:
+            try:
+                yield folder
+                files.sync_folder(folder)
+                files.rename(folder, target)
+                files.sync_folder(target.parent)
+            except BaseException:
+                files.remove_tree(folder)
+                raise
 
 
 def refuse_taken(target: Path) -> None:
     """Raise ``CheckpointError`` if there is anything of that name."""
     if files.exists(target):
         raise CheckpointError(f"{target}: it exists already; choose another folder")
+
+
+def _start(target: Path) -> files.File:
+    """A new folder aside, open and locked."""
+    for _ in range(_ATTEMPTS):
+        folder = part_of(target, new_nonce())
+        files.new_folder(folder)
+        with contextlib.suppress(FileNotFoundError):  # cleaned away before it could be opened
+            held = files.open_folder(folder)
+            if _is_mine(held):
+                return held
+            held.close()
+    raise CheckpointError(f"{target.parent}: another process keeps removing the folder aside")
+
+
+def _is_mine(held: files.File) -> bool:
+    try:
+        held.lock()  # where there are no locks, nobody cleans either
+    except BlockingIOError:
+        return False  # a cleaner was faster
+    return held.is_at(held.path)

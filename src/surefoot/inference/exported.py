@@ -22,7 +22,7 @@ from ..checkpoint.layouts import open_folder
 from ..checkpoint.layouts.peft import PREFIX, merged
 from ..checkpoint.lora import same_values
 from ..checkpoint.source import Cast, Renamed, Source
-from ..checkpoint.whole import appearing
+from ..checkpoint.whole import new_folder
 from ..data.chat import Codec
 from ..data.section import DataSection
 from ..data.templates import load_template, saved_source
@@ -82,7 +82,7 @@ def export(
         if progress is not None:
             progress(done, total)
 
-    with appearing(target, ModelError) as folder:
+    with new_folder(target, may_be_empty=True) as folder:
         copy(source, folder, max_shard_size=max_shard_size, progress=advance)
         for name, data in small.items():
             files.make_folder((folder / name).parent)

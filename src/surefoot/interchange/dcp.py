@@ -6,11 +6,8 @@ that no class of theirs is built and nothing runs; tensors' bytes are read where
 
 from __future__ import annotations
 
-import struct
-import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from io import RawIOBase
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +19,13 @@ from ..checkpoint.bytes import raw
 from ..checkpoint.index import is_plain_name
 from ..checkpoint.layouts import open_folder
 from ..checkpoint.source import Shape, Source
-from ..checkpoint.weights import DISTRIBUTED
+from ..checkpoint.weights import DISTRIBUTED, is_deepspeed, recognise
 from ..errors import CheckpointError
-from .pickles import Record, read_record
+from .archive import Archive
+from .deepspeed import open_deepspeed
+from .pickles import read_record
 
 INDEX, FSDP = DISTRIBUTED
-DEEPSPEED = ("zero_to_fp32.py", "latest")
-_LOCAL = struct.Struct("<4s22xHH")  # of a zip entry: signature, lengths of name and extra field
 _TOP = "model"  # of ``dcp.save({"model": model.state_dict()})``
 
 
@@ -42,13 +39,8 @@ def open_source(folder: Path, *, trust_pickle: bool = False) -> Source:
         for inner in (folder, folder / FSDP):
             if files.exists(inner / INDEX):
                 return _open_pickled(inner, trust_pickle)
-        found = next((name for name in DEEPSPEED if files.exists(folder / name)), None)
-        if found is not None:
-            raise CheckpointError(
-                f"{folder}: a checkpoint of DeepSpeed ({found}), pickled by rank; put it together "
-                f"with `python {folder}/zero_to_fp32.py {folder} OUT --safe_serialization`, and "
-                "take OUT"
-            )
+        if recognise(folder) is None and is_deepspeed(folder):
+            return open_deepspeed(folder, trust_pickle=trust_pickle)
     return open_folder(folder)
 
 
@@ -111,7 +103,7 @@ class Pickled:
         """Where the values begin in the file."""
         key = part.file.path, part.offset
         if key not in self._starts:
-            self._starts[key] = part.offset + _data_offset(name, stored.dtype, part)
+            self._starts[key] = _data_offset(name, stored, part)
         return self._starts[key]
 
 
@@ -186,67 +178,14 @@ def _part(folder: Path, opened: dict[str, files.File], box: Box, place: Any) -> 
     return _Part(box, opened[name], offset, length)
 
 
-class _View(RawIOBase):
-    """A part of a file as a file of its own."""
-
-    def __init__(self, part: _Part) -> None:
-        self._part, self._at = part, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = 0) -> int:
-        self._at = offset + (0, self._at, self._part.length)[whence]
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        view = memoryview(buffer).cast("B")
-        count = max(0, min(len(view), self._part.length - self._at))
-        self._part.file.read_into(self._part.offset + self._at, view[:count])
-        self._at += count
-        return count
-
-
-def _data_offset(name: str, dtype: torch.dtype, part: _Part) -> int:
-    """Where in its archive the values of a part begin, once they are known to lie as expected."""
+def _data_offset(name: str, stored: _Stored, part: _Part) -> int:
+    """Where in the file the values of a part begin, once they are known to lie as expected."""
     where = f"{part.file.path}: {name[:200]}"
-    try:
-        with zipfile.ZipFile(_View(part)) as archive:
-            entries = {entry.filename.partition("/")[2]: entry for entry in archive.infolist()}
-        pickle, data = entries["data.pkl"], entries["data/0"]
-    except (zipfile.BadZipFile, KeyError, ValueError) as error:
-        raise CheckpointError(f"{where}: not a tensor as PyTorch saves it ({error})") from None
-    if (pickle.compress_type, data.compress_type) != (zipfile.ZIP_STORED, zipfile.ZIP_STORED):
-        raise CheckpointError(f"{where}: it is compressed; read it with PyTorch")
-    text = part.file.read(part.offset + _entry_start(part, pickle, where), pickle.file_size)
-    _check_tensor(read_record(text, where), dtype, part.box.shape, data.file_size, where)
-    return _entry_start(part, data, where)
-
-
-def _entry_start(part: _Part, entry: zipfile.ZipInfo, where: str) -> int:
-    """Where the bytes of an entry begin, once it is known that they all lie in the archive."""
-    head = part.file.read(part.offset + entry.header_offset, _LOCAL.size)
-    signature, name, extra = _LOCAL.unpack(head)
-    start: int = entry.header_offset + _LOCAL.size + name + extra
-    if signature != b"PK\x03\x04" or start + entry.file_size > part.length:
-        raise CheckpointError(f"{where}: the archive of the tensor is damaged")
-    return start
-
-
-def _check_tensor(found: Any, dtype: torch.dtype, shape: Shape, size: int, where: str) -> None:
-    """Refuse a tensor whose values do not fill the archive's one block in row-major order."""
-    strides: list[int] = []
-    step = 1
-    for n in reversed(shape):
-        strides.insert(0, step)
-        step *= max(n, 1)
-    is_tensor = isinstance(found, Record) and found.name == "_rebuild_tensor_v2"
-    offset, extent, stride = found.args[1:4] if is_tensor else (None, (), ())
-    is_plain = all(a == b for a, b, n in zip(stride, strides, shape, strict=False) if n > 1)
-    if tuple(extent) != shape or offset != 0 or not is_plain:
-        raise CheckpointError(f"{where}: not a plain tensor of {list(shape)}; read it with PyTorch")
-    if size != Box.whole(shape).size * dtype.itemsize:
-        raise CheckpointError(f"{where}: {size} bytes, expected {list(shape)} of {dtype}")
+    archive = Archive(part.file, part.offset, part.length, where)
+    found = archive.values(archive.content, name)
+    if (found.dtype, found.shape) != (stored.dtype, part.box.shape):
+        raise CheckpointError(
+            f"{where}: {list(found.shape)} of {found.dtype}, expected {list(part.box.shape)} of "
+            f"{stored.dtype}"
+        )
+    return found.offset

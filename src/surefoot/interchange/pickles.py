@@ -5,7 +5,9 @@ whatever names another function. numpy's arrays are let in beside them: the Trai
 generator as one.
 
 The index of a distributed checkpoint names classes of torch. It is read as records that note what
-they would have been made of: no class of torch is built, and any other name is refused.
+they would have been made of: no class of torch is built, and any other name is refused. DeepSpeed
+saves whatever the user hands it beside the weights: there any other name becomes such a record,
+too, and nothing of that name is looked for.
 """
 
 from __future__ import annotations
@@ -66,7 +68,7 @@ class Record:
         self.args: tuple[Any, ...] = args
         self.state: Any = None
 
-    def __new__(cls, *args: object) -> Record:
+    def __new__(cls, *args: object, **_: object) -> Record:
         """Also without ``__init__``, as pickle makes most objects."""
         made = super().__new__(cls)
         made.args, made.state = args, None
@@ -78,6 +80,14 @@ class Record:
 
     def __getitem__(self, field: str) -> Any:
         return self.state[field]
+
+    def __setitem__(self, key: object, value: object) -> None:
+        """As of a kind of dict: forgotten."""
+
+    def append(self, value: object) -> None:
+        """As of a kind of list: forgotten."""
+
+    add = append
 
     def get(self, field: str) -> Any:
         """A field that may be missing."""
@@ -96,12 +106,24 @@ _RECORDS = {
     "_StorageInfo": f"{_DCP}.filesystem",
     "_get_layout": "torch.serialization",
     "_rebuild_tensor_v2": "torch._utils",
+    **dict.fromkeys(("_rebuild_parameter", "_rebuild_parameter_with_state"), "torch._utils"),
+    "_rebuild_from_type_v2": "torch._tensor",
     "PosixPath": "pathlib",
 }
 
 
+class _Dict(dict[Any, Any]):
+    """An ``OrderedDict``; what is attached to it, such as versions of modules, is forgotten."""
+
+    def __setstate__(self, state: object) -> None:
+        pass
+
+
 class _Records(pickle.Unpickler):
-    """Knows the names above, torch's types of numbers, sizes and empty dicts; refuses any other."""
+    """Knows the names above, torch's types of numbers, sizes and dicts; refuses any other, unless
+    ``any_name`` makes a record of it."""
+
+    any_name = False
 
     def find_class(self, module: str, name: str) -> Any:
         if _RECORDS.get(name) == module:
@@ -113,7 +135,9 @@ class _Records(pickle.Unpickler):
         if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
             return found
         if (module, name) == ("collections", "OrderedDict"):
-            return dict
+            return _Dict
+        if self.any_name:
+            return type("Other", (Record,), {"name": f"{module}.{name}"})
         raise pickle.UnpicklingError(f"it asks for {module}.{name}")
 
     def persistent_load(self, pid: object) -> object:
@@ -121,10 +145,13 @@ class _Records(pickle.Unpickler):
         return pid
 
 
-def read_record(data: bytes, where: str) -> Any:
-    """What the pickle ``data`` says, as records. Raises ``CheckpointError``, naming ``where``."""
+def read_record(data: bytes, where: str, *, any_name: bool = False) -> Any:
+    """What the pickle ``data`` says, as records; with ``any_name``, also of names not of torch.
+    Raises ``CheckpointError``, naming ``where``."""
     try:
-        return _Records(io.BytesIO(data)).load()
+        reader = _Records(io.BytesIO(data))
+        reader.any_name = any_name
+        return reader.load()
     except Exception as error:  # as above
         reason = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
         raise CheckpointError(

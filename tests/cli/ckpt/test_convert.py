@@ -11,6 +11,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from checkpoint.sample import sample_states
 from folders import save_recipe
+from interchange.zero_folders import write_zero
 from surefoot.checkpoint.dcp_write import write_dcp
 from surefoot.checkpoint.save import save
 from surefoot.checkpoint.source import Memory
@@ -96,7 +97,7 @@ def test_layouts_and_meshes(checkpoint, tmp_path):
     assert done.exit_code == 0, done.stderr
     told = json.loads(done.stdout)
     assert (told["to"], told["layout"]) == ("surefoot", "distributed")
-    assert told["mesh"] == {"dp_replicate": 2, "dp_shard": 3}
+    assert told["mesh"] == {"dp_replicate": 2, "dp_shard": 3, "tp": 1}
     assert told["files"]["manifest.json"] == (cut / "manifest.json").stat().st_size
     assert "rank_00005/optimizer.safetensors" in told["files"]
     done = run("convert", cut, tmp_path / "full", "--layout", "full")
@@ -151,6 +152,22 @@ def test_a_pickled_checkpoint_of_the_trainers_fsdp_becomes_a_model(checkpoint, t
     assert all(torch.equal(found[name], tensor) for name, tensor in weights.items())
 
 
+def test_a_checkpoint_of_deepspeed_becomes_a_model(checkpoint, tmp_path):
+    if (checkpoint / "adapter_config.json").exists():
+        pytest.skip("an adapter is not a model")
+    model = AutoModelForCausalLM.from_pretrained(checkpoint)
+    weights = {name: tensor.detach() for name, tensor in model.named_parameters()}
+    names = list(weights)
+    write_zero(tmp_path / "zero", weights, [names[::2], names[1::2]], stage=3, ranks=3)
+    done = run(
+        "convert", tmp_path / "zero", tmp_path / "out", "--to", "huggingface", "--trust-pickle",
+        "--base", checkpoint,
+    )  # fmt: skip
+    assert done.exit_code == 0, done.stderr
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
+    assert all(torch.equal(found[name], tensor) for name, tensor in model.state_dict().items())
+
+
 def test_weights_of_another_model_are_refused(checkpoint, tmp_path):
     write_dcp(Memory({"a": torch.ones(2)}), tmp_path / "dcp")
     done = run(
@@ -190,7 +207,7 @@ def test_an_adapter_becomes_peft(checkpoint, tmp_path):
         (["--to", "peft", "--base", "x"], "--base means nothing with --to peft"),
         (["--layout", "full", "--trust-pickle"], "--trust-pickle means nothing with --to surefoot"),
         (["--layout", "full", "--dtype", "int8"], "'int8' is not one of"),
-        (["--layout", "distributed", "--mesh", "tp=2"], "not 'tp'; for example dp_shard=4"),
+        (["--layout", "distributed", "--mesh", "pp=2"], "not 'pp'; for example dp_shard=4"),
         (["--layout", "distributed", "--mesh", "dp_shard=0"], "dp_shard must be at least 1, got 0"),
         (["--to", "dcp", "--mesh", "dp_shard=x"], "dp_shard must be a whole number, got 'x'"),
     ],

@@ -23,7 +23,8 @@ def test_it_tells_what_convert_then_writes(folder, tmp_path):
     out = reshard(folder, tmp_path / "out", layout="distributed", mesh=Mesh(1, 3)).path
     written = sizes(out)
     assert told["writes"] == {"num_bytes": sum(written.values()), "files": written}
-    assert told["to"] == {"layout": "distributed", "mesh": {"dp_replicate": 1, "dp_shard": 3}}
+    mesh = {"dp_replicate": 1, "dp_shard": 3, "tp": 1}
+    assert told["to"] == {"layout": "distributed", "mesh": mesh}
     assert told["from"] == {"layout": "full", "mesh": {}}
     ranks = [
         sum(size for name, size in written.items() if name.startswith(f"rank_{rank:05d}"))

@@ -180,7 +180,7 @@ LAYOUT = click.option(
 MESH = click.option(
     "--mesh",
     metavar="AXIS=N[,AXIS=N]",
-    help="The processes whose boxes are written: dp_shard=4 or dp_shard=4,dp_replicate=2.",
+    help="The processes whose boxes are written: dp_shard=4, dp_shard=4,tp=2, dp_replicate=2 …",
 )
 DTYPE = click.option(
     "--dtype", type=click.Choice(DTYPES), help="Of the weights; the optimizer's state stays."
@@ -203,11 +203,14 @@ DTYPE = click.option(
 @LAYOUT
 @MESH
 @DTYPE
-@click.option("--base", help="The base model of an adapter if it moved, or of a folder of DCP.")
+@click.option(
+    "--base",
+    help="The base model of an adapter if it moved, or of weights of others (DCP, DeepSpeed).",
+)
 @click.option(
     "--trust-pickle",
     is_flag=True,
-    help="Read the pickled index of a distributed checkpoint of PyTorch, as inert records.",
+    help="Read the pickles of a checkpoint of DeepSpeed, or of PyTorch's DCP, as inert records.",
 )
 @JSON
 def convert(

@@ -1,0 +1,283 @@
+"""DeepSpeed's checkpoints, ZeRO 1 to 3 and universal: the weights, in float32 where they learn.
+
+ZeRO lays the weights that learn end to end in flat float32 buffers and gives every rank a part of
+them; which tensor lies where follows from the order of names and shapes beside them. The pickles
+are read as inert records (``archive``), the values as bytes where they lie.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .. import files
+from ..checkpoint import strict
+from ..checkpoint.box import Box
+from ..checkpoint.index import is_plain_name
+from ..checkpoint.weights import DEEPSPEED
+from ..errors import CheckpointError
+from .archive import Archive, Values
+from .runs import Run, Runs, Spread, cut, whole
+
+UNIVERSAL = "zero"  # the folder of a universal checkpoint: a folder for every parameter
+_MODEL = re.compile(r"(?:zero_pp_rank_(\d{1,9})_)?mp_rank_(\d{2,9})_model_states\.pt")
+_OPTIMIZER = re.compile(
+    r"(?:bf16_|fp16_)?zero_pp_rank_(\d{1,9})_mp_rank_(\d{2,9})_optim_states\.pt"
+)
+_LAYER = re.compile(r"(?:layer|expert|expp_rank)_\d.*_states\.pt")
+_ALIGNED = 2  # ZeRO 2 rounds the length of a buffer up to this many values a rank
+
+
+def open_deepspeed(folder: Path, *, trust_pickle: bool = False) -> Runs:
+    """The weights of a checkpoint: ``global_step500``, or the folder whose ``latest`` names it.
+
+    Of weights that share their values one is left. Raises ``CheckpointError`` for pickles that the
+    user does not trust, a rank that is missing, damage, and what is not read here: weights cut by
+    tensor or pipeline parallelism (but in universal checkpoints), and experts.
+    """
+    if not trust_pickle:
+        raise CheckpointError(
+            f"{folder}: a checkpoint of DeepSpeed, whose files are pickles; --trust-pickle reads "
+            "them, building none of their classes and running nothing"
+        )
+    place = _place(folder)
+    names = files.list_folder(place)
+    if odd := next((n for n in names if _LAYER.fullmatch(n)), None):
+        raise CheckpointError(
+            f"{place / odd}: layers of a pipeline, or experts, saved apart are not read here; put "
+            "them together with DeepSpeed"
+        )
+    ranks = _ranks(place, names, _MODEL)
+    if not ranks:
+        raise CheckpointError(f"{place}: it has no mp_rank_00_model_states.pt of DeepSpeed")
+    try:
+        if files.is_folder(place / UNIVERSAL):
+            return Runs(_universal(place, ranks))
+        return Runs(_zero(place, ranks, _ranks(place, names, _OPTIMIZER)))
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"{place}: not laid out as DeepSpeed does ({type(error).__name__}: {str(error)[:200]})"
+        ) from None
+
+
+def _place(folder: Path) -> Path:
+    """The folder of the checkpoint itself."""
+    for name in DEEPSPEED[:2]:
+        if files.exists(folder / name):
+            with files.open_file(folder / name) as file:
+                tag = files.read_all(file, strict.MAX_BYTES).decode(errors="replace").strip()
+            if not is_plain_name(tag) or not files.is_folder(folder / tag):
+                raise CheckpointError(f"{folder / name}: {tag[:200]!r} is no folder beside it")
+            return folder / tag
+    return folder
+
+
+@dataclass(frozen=True)
+class _Shut:
+    """A file that is open only while it is read: there may be one for every tensor."""
+
+    path: Path
+
+    def read_into(self, offset: int, view: memoryview) -> None:
+        with files.open_file(self.path, follow=False) as file:
+            file.read_into(offset, view)
+
+    def read(self, offset: int, length: int) -> bytes:
+        with files.open_file(self.path, follow=False) as file:
+            return file.read(offset, length)
+
+
+@dataclass(frozen=True)
+class _State:
+    """What one file says."""
+
+    archive: Archive
+    told: Any
+
+    def values(self, record: object, name: str) -> Values:
+        """Where a tensor lies."""
+        return self.archive.values(record, name)
+
+
+def _open(path: Path) -> _State:
+    if (size := files.size_of(path)) is None:
+        raise CheckpointError(f"{path}: it is missing")
+    archive = Archive(_Shut(path), 0, size, str(path), any_name=True)
+    return _State(archive, archive.content)
+
+
+def _ranks(place: Path, names: Sequence[str], pattern: re.Pattern[str]) -> dict[int, list[Path]]:
+    """The files of that kind by their part of the model, each in the order of the data ranks."""
+    found: dict[int, dict[int, Path]] = {}
+    for match in filter(None, map(pattern.fullmatch, names)):
+        part, rank = int(match[2]), int(match[1] or 0)
+        if rank in found.setdefault(part, {}):
+            other = found[part][rank].name
+            raise CheckpointError(f"{place / match[0]}: {other} is of the same rank; two saves?")
+        found[part][rank] = place / match[0]
+    for part, of_rank in found.items():
+        if missing := sorted(set(range(max(of_rank) + 1)) - of_rank.keys()):
+            raise CheckpointError(f"{place}: the files of rank {missing[0]} ({part=}) are missing")
+    return {part: [of_rank[r] for r in range(len(of_rank))] for part, of_rank in found.items()}
+
+
+def _zero(
+    place: Path, models: Mapping[int, list[Path]], optimizers: Mapping[int, list[Path]]
+) -> dict[str, Spread]:
+    if {*models, *optimizers} != {0}:
+        raise CheckpointError(
+            f"{place}: a model cut by tensor or pipeline parallelism (mp_rank_01); make it a "
+            "universal checkpoint with DeepSpeed's ds_to_universal.py, and take that"
+        )
+    states = [_open(path) for path in models[0]]
+    shapes = _shapes(states[0].told)
+    if not shapes:  # without ZeRO: whole in one file
+        return _module(states[0], {})
+    optims = [_open(path) for path in optimizers.get(0, [])]
+    cuts = [one.told["optimizer_state_dict"] for one in optims]
+    wanted = {_most(one["partition_count"]) for one in cuts}
+    if wanted != {len(cuts)}:
+        count = max(wanted, default="some")
+        raise CheckpointError(
+            f"{place}: {len(cuts)} files of ranks (…_optim_states.pt), expected {count}; or they "
+            "are of several saves"
+        )
+    is_cut = "zero_pp_rank" in models[0][0].name  # ZeRO 3
+    key = "fp32_flat_groups" if is_cut else "single_partition_of_fp32_groups"
+    flat = [
+        [one.values(record, f"{key} {i}") for i, record in enumerate(told[key])]
+        for one, told in zip(optims, cuts, strict=True)
+    ]
+    if not is_cut:
+        paddings = cuts[0].get("param_alignment_paddings")
+        return _module(states[0], dict(_by_group(place, shapes, flat, paddings)))
+    if len(states) != len(flat):
+        raise CheckpointError(f"{place}: {len(states)} files of weights, {len(flat)} of optimizers")
+    return dict(_by_rank(place, shapes, flat)) | dict(_kept(states))
+
+
+def _most(count: Any) -> int:
+    return int(max(count) if isinstance(count, list) else count)
+
+
+def _shapes(told: Any) -> list[dict[str, tuple[int, ...]]]:
+    """The shapes of what learns, by name, in the order and groups of the buffers."""
+    if told.get("ds_autoep_layers") or told.get("num_experts"):
+        raise CheckpointError("experts are not read here; put them together with DeepSpeed")
+    return [{n: tuple(shape) for n, shape in d.items()} for d in told["param_shapes"] or []]
+
+
+def _module(state: _State, learned: Mapping[str, Spread]) -> dict[str, Spread]:
+    """All of a model: what is ``learned``, and what else there is as it was saved with it."""
+    shared = state.told.get("shared_params") or {}
+    found = dict(learned)
+    for name, record in state.told["module"].items():
+        if name not in found and shared.get(name) not in state.told["module"]:
+            found[name] = whole(state.values(record, name))
+    return found
+
+
+def _by_group(
+    place: Path,
+    shapes: Sequence[Mapping[str, tuple[int, ...]]],
+    flat: Sequence[Sequence[Values]],
+    paddings: Sequence[Sequence[int]] | None,
+) -> Iterator[tuple[str, Spread]]:
+    """ZeRO 1 and 2: each group's parameters end to end, and that cut into a part for every rank."""
+    for i, group in enumerate(shapes):
+        buffers = [own[i] for own in flat]
+        gaps = paddings[i] if paddings is not None else [0] * len(group)
+        at = 0
+        for (name, shape), gap in zip(group.items(), gaps, strict=True):
+            runs = tuple(cut(buffers, at, Box.whole(shape).size))
+            yield name, _spread(place, name, shape, runs)
+            at += Box.whole(shape).size + gap
+        left = sum(buffer.size for buffer in buffers) - at
+        if left >= _ALIGNED * len(buffers):
+            raise CheckpointError(f"{place}: {left} values of group {i} belong to no tensor")
+
+
+def _by_rank(
+    place: Path,
+    shapes: Sequence[Mapping[str, tuple[int, ...]]],
+    flat: Sequence[Sequence[Values]],
+) -> Iterator[tuple[str, Spread]]:
+    """ZeRO 3: each parameter cut into a part for every rank, and each rank's parts end to end."""
+    at = 0
+    for name, shape in ((n, s) for group in shapes for n, s in group.items()):
+        share = -(-Box.whole(shape).size // len(flat))
+        parts = [list(cut(buffers, at, share)) for buffers in flat]
+        yield name, _spread(place, name, shape, _trimmed(parts, Box.whole(shape).size))
+        at += share
+    for rank, buffers in enumerate(flat):
+        if (size := sum(buffer.size for buffer in buffers)) != at:
+            raise CheckpointError(f"{place}: {size} values of rank {rank}, expected {at}")
+
+
+def _trimmed(parts: Sequence[Sequence[Run]], size: int) -> tuple[Run, ...]:
+    """The first ``size`` values: the last ranks' parts are filled up."""
+    found, left = [], size
+    for run in (run for part in parts for run in part):
+        if left > 0:
+            found.append(Run(run.values, run.first, min(run.count, left)))
+            left -= run.count
+    return tuple(found)
+
+
+def _spread(place: Path, name: str, shape: tuple[int, ...], runs: tuple[Run, ...]) -> Spread:
+    size, expected = sum(run.count for run in runs), Box.whole(shape).size
+    if size != expected or len({run.values.dtype for run in runs}) > 1:
+        raise CheckpointError(
+            f"{place}: {name[:200]}: {size} values are there, expected {expected}; is the file of "
+            "a rank of another save?"
+        )
+    dtype = runs[0].values.dtype if runs else torch.float32
+    return Spread(dtype, shape, runs)
+
+
+def _kept(states: Sequence[_State]) -> Iterator[tuple[str, Spread]]:
+    """ZeRO 3: what does not learn. Buffers are whole everywhere; frozen weights are cut."""
+    first = states[0].told
+    for name in first["buffer_names"]:
+        yield name, whole(states[0].values(first["module"][name], name))
+    for name, shape in (first.get("frozen_param_shapes") or {}).items():
+        parts = [s.values(s.told["frozen_param_fragments"][name], name) for s in states]
+        runs = _trimmed([[Run(one, 0, one.size)] for one in parts], Box.whole(tuple(shape)).size)
+        yield name, _spread(states[0].archive.file.path.parent, name, tuple(shape), runs)
+
+
+def _universal(place: Path, models: Mapping[int, list[Path]]) -> dict[str, Spread]:
+    """A folder for every parameter, whole: with its shape, or flat (from ZeRO 3)."""
+    states = [_open(path) for path in models[0]]
+    first = states[0].told
+    shapes = {name: shape for group in _shapes(first) for name, shape in group.items()}
+    is_cut = len(models) > 1
+    found: dict[str, Spread] = {}
+    for name in sorted(files.list_folder(place / UNIVERSAL)):
+        inner = place / UNIVERSAL / name
+        if not files.is_folder(inner):
+            continue
+        if is_cut and not files.exists(inner / "exp_avg.pt"):
+            raise CheckpointError(
+                f"{inner}: it did not learn, and of such weights DeepSpeed keeps one part of "
+                f"{len(models)} when it makes a universal checkpoint"
+            )
+        state = _open(inner / "fp32.pt")
+        record = state.told["param"] if isinstance(state.told, dict) else state.told
+        values = state.values(record, name)
+        is_flat = not isinstance(state.told, dict) and name in shapes
+        shape = shapes[name] if is_flat else values.shape
+        found[name] = _spread(place, name, shape, (Run(values, 0, values.size),))
+    if missing := sorted(shapes.keys() - found.keys()):
+        raise CheckpointError(f"{place / UNIVERSAL}: {missing[0]} is missing")
+    if is_cut:
+        return found
+    shared, buffers = first.get("shared_params") or {}, set(first["buffer_names"])
+    kept = {n: s for n, s in found.items() if n not in buffers and shared.get(n) not in found}
+    is_whole = "zero_pp_rank" not in models[0][0].name
+    return _module(states[0], kept) if is_whole else kept | dict(_kept(states))
