@@ -40,6 +40,12 @@ class _Job:
     skeleton: Any
     state: Stateful
 
+    @property
+    def wanted(self) -> dict[str, Pieces]:
+        """What is to be read: not the tensors that other stages of a pipeline have."""
+        theirs = {name for name, tensor in self.current.items() if tensor.is_meta}
+        return {name: pieces for name, pieces in self.pieces.items() if name not in theirs}
+
     def tree(self, tensors: Mapping[str, torch.Tensor], where: str) -> Any:
         if self.name == "model":
             return {name: tensors[name] for name in self.current}
@@ -138,24 +144,22 @@ def _check_shapes(
 
 def _read(checkpoint: CheckpointFolder, jobs: Sequence[_Job]) -> list[dict[str, torch.Tensor]]:
     """Open and check every file that is needed, then fill the tensors, several at a time."""
-    found = [_targets(job.current, job.pieces) for job in jobs]
-    wanted = [
-        (job, into[name], name, piece)
-        for job, into in zip(jobs, found, strict=True)
-        for name, pieces in job.pieces.items()
-        for piece in pieces
-        if not into[name].is_meta  # of another stage
-    ]
+    names = sorted({p.file for job in jobs for pieces in job.wanted.values() for p in pieces})
     with ExitStack() as stack:
-        names = sorted({piece.file for *_, piece in wanted})
         opened = {name: stack.enter_context(checkpoint.tensors(name)) for name in names}
+        found = [_targets(job.current, job.pieces) for job in jobs]
 
-        def read(job: _Job, tensor: torch.Tensor, name: str, piece: Piece) -> None:
+        def read(job: _Job, piece: Piece, name: str, tensor: torch.Tensor) -> None:
             into = part(name, tensor, cuts_of(job.state, name))
             _read_piece(checkpoint, piece, opened[piece.file], into)
 
         with ThreadPoolExecutor(_READERS) as pool:
-            running = [pool.submit(read, *one) for one in wanted]
+            running = [
+                pool.submit(read, job, piece, name, into[name])
+                for job, into in zip(jobs, found, strict=True)
+                for name, pieces in job.wanted.items()
+                for piece in pieces
+            ]
             try:
                 for done in running:
                     done.result()
