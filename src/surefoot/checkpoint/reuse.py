@@ -55,7 +55,7 @@ def link(parent: CheckpointFolder, name: str, shard: Shard, folder: Path) -> lis
     """Give ``shard`` the content of the parent's file ``name``: its pieces, or None where the file
     system cannot do that."""
     new = folder / shard.plan.name
-    files.make_folder(new.parent)
+    make_parent(folder, shard.plan.name)
     return list(_renamed(parent, name, shard)) if files.share(parent.path / name, new) else None
 
 
@@ -78,3 +78,10 @@ def _counterparts(saved: Mapping[str, tuple[Piece, ...]], shard: Shard) -> list[
     boxes = shard.share.boxes.items()
     found = [piece for key, box in boxes for piece in saved[key] if piece.box == box]
     return found if len(found) == len(boxes) else None
+
+
+def make_parent(folder: Path, name: str) -> None:
+    """Make the folder of a rank in ``folder``, but not that one anew: it may have been given up."""
+    parent = (folder / name).parent
+    if parent != folder and not files.is_folder(parent):
+        files.new_folder(parent)

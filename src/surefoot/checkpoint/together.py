@@ -60,9 +60,7 @@ def contribute(
     try:
         size = _write(job, folder, write_files)
     except FileNotFoundError:
-        if files.exists(folder / MANIFEST):
-            raise
-        size = 0  # the attempt has failed meanwhile
+        size = 0  # the attempt has failed meanwhile, and its folder is being removed
     return size, _is_committed(job, folder)
 
 

@@ -18,7 +18,7 @@ from .commit import aside, drop, refuse_existing
 from .folder import CheckpointFolder, open_checkpoint
 from .index import MANIFEST, Manifest, Piece, check_consistent, dump
 from .job import Job, Saved, Shard
-from .reuse import equal_file, link, parent_of
+from .reuse import equal_file, link, make_parent, parent_of
 from .sharding import explained
 from .together import (
     Written,
@@ -153,7 +153,7 @@ def _opened(path: Path, shard: Shard) -> files.File:
 
 def _reserve(folder: Path, shards: Sequence[Shard]) -> None:
     for shard in shards:
-        files.make_folder((folder / shard.plan.name).parent)
+        make_parent(folder, shard.plan.name)
         with files.create(folder / shard.plan.name) as file:
             file.reserve(shard.plan.header.file_size)
 
