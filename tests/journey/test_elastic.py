@@ -131,7 +131,7 @@ def test_a_dead_rank_is_started_again_within_seconds(tmp_path):
     )
     with Agents(project, "--nproc-per-node", "2", "--max-restarts", "1") as agents:
         first = agents.start()
-        agents.wait_for(lambda: last_step(project) >= 6)
+        agents.wait_for(lambda: checkpoints(project.run))
         os.kill(workers(first)[1], signal.SIGKILL)
         assert first.wait(timeout=120) == 0, agents.told()
     assert "going on from checkpoint-" in agents.told()
