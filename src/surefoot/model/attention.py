@@ -212,4 +212,11 @@ def _keeps_documents_apart(model: PreTrainedModel) -> bool:
         model(input_ids=row, **arguments).logits[:, lengths[0] :] for row in (ids, other)
     )
     model.train(was_training)
-    return torch.equal(first, second)
+    return same_but_for_rounding(first, second)
+
+
+def same_but_for_rounding(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Whether two results differ as little as sums in another order do: experts multiply as many
+    tokens at once as come to them, from all documents."""
+    bound = min(32 * torch.finfo(first.dtype).eps, 0.03) * float(first.abs().max())
+    return float((first - second).abs().max()) <= bound
