@@ -32,7 +32,7 @@ STEPS, SECONDS = 30, 120
 PR_SET_CHILD_SUBREAPER = 36
 RECIPE = {
     "optim": {"adamw": {"learning_rate": 0.001}},
-    "train": {"max_steps": STEPS},
+    "train": {"max_steps": STEPS, "micro_batch_size": 1},  # for up to four ranks
     "checkpoint": {"save_steps": 3},
 }
 
