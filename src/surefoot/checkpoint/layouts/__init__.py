@@ -11,7 +11,7 @@ from ... import files
 from ..source import Source, Stored, read_whole
 from ..weights import MODEL, MODEL_INDEX, open_weights
 from ..weights import recognise as kind_of
-from . import dcp, huggingface, native, peft
+from . import dcp, huggingface, mindspore, native, peft
 
 
 class Layout(Protocol):
@@ -29,6 +29,7 @@ LAYOUTS: dict[str, Layout] = {
     "peft": peft,
     "huggingface": huggingface,
     "dcp": dcp,
+    "mindspore": mindspore,
 }
 
 
