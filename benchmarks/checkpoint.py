@@ -82,34 +82,18 @@ def column(found: Results, name: str, key: str) -> list[float]:
     return [one[key] for one in found[name]]
 
 
-def report_saves(found: Results) -> None:
-    """Seconds until the bytes are on the disk, and memory beyond the state."""
+def report_speeds(found: Results, titles: dict[str, str], limit: str, head: list[str]) -> None:
+    """Seconds, the share of ``limit``'s speed, and memory beyond the state."""
     rows = [
         [
             title,
             spread(column(found, name, "seconds")),
-            ratio(column(found, name, "seconds"), column(found, "write", "seconds")),
+            ratio(column(found, name, "seconds"), column(found, limit, "seconds")),
             spread(column(found, name, "peak_mb"), 0),
         ]
-        for name, title in SAVES.items()
+        for name, title in titles.items()
     ]
-    head = ["save", "seconds", "of the plain write's speed", "peak extra MB"]
-    print(f"\n## Save\n\n{table(head, rows)}")
-
-
-def report_loads(found: Results) -> None:
-    """Seconds into tensors that are there, with the files in the cache."""
-    rows = [
-        [
-            title,
-            spread(column(found, name, "seconds")),
-            ratio(column(found, name, "seconds"), column(found, "read", "seconds")),
-            spread(column(found, name, "peak_mb"), 0),
-        ]
-        for name, title in LOADS.items()
-    ]
-    head = ["load, cache warm", "seconds", "of preadv's speed", "peak extra MB"]
-    print(f"\n## Load\n\n{table(head, rows)}")
+    print(table([*head, "peak extra MB"], rows))
 
 
 def report_loops(found: Results) -> None:
@@ -125,46 +109,16 @@ def report_loops(found: Results) -> None:
         for name, title in LOOPS.items()
     ]
     head = ["saver", "stops training, s", "in memory copies", "done after, s", "steps slower, %"]
-    print(f"\n## Training while a save is written\n\n{table(head, rows)}")
+    print(table(head, rows))
 
 
-def report_copies(found: Results) -> None:
-    """Converting a folder of weights, beside `cp` of the same bytes."""
-    rows = [
-        [
-            title,
-            spread(column(found, name, "seconds")),
-            ratio(column(found, name, "seconds"), column(found, "cp", "seconds")),
-            spread(column(found, name, "peak_mb"), 0),
-        ]
-        for name, title in COPIES.items()
-    ]
-    head = ["copy, cache warm, fsync", "seconds", "of cp's speed", "peak extra MB"]
-    print(f"\n## Copy\n\n{table(head, rows)}")
-
-
-def report_merges(found: Results) -> None:
-    """Whole tensors from the boxes of eight processes, beside `cp` of the same bytes."""
-    rows = [
-        [
-            title,
-            spread(column(found, name, "seconds")),
-            ratio(column(found, name, "seconds"), column(found, "cp", "seconds")),
-            spread(column(found, name, "peak_mb"), 0),
-        ]
-        for name, title in MERGES.items()
-    ]
-    head = ["merge, cache warm, fsync", "seconds", "of cp's speed", "peak extra MB"]
-    print(f"\n## Merge\n\n{table(head, rows)}")
-
-
-REPORTS = {
-    "saving": (SAVES, report_saves),
-    "loading": (LOADS, report_loads),
-    "training": (LOOPS, report_loops),
-    "copying": (COPIES, report_copies),
-    "merging": (MERGES, report_merges),
+SPEEDS = {  # subjects, the one that is the limit, and what the table's columns are called
+    "saving": (SAVES, "write", ["save", "seconds", "of the plain write's speed"]),
+    "loading": (LOADS, "read", ["load, cache warm", "seconds", "of preadv's speed"]),
+    "copying": (COPIES, "cp", ["copy, cache warm, fsync", "seconds", "of cp's speed"]),
+    "merging": (MERGES, "cp", ["merge, cache warm, fsync", "seconds", "of cp's speed"]),
 }
+KINDS = ("saving", "loading", "training", "copying", "merging")
 
 
 def main() -> None:
@@ -173,12 +127,16 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("runs/benchmark-checkpoint"))
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--layers", type=int, default=12)
-    parser.add_argument("--only", nargs="*", choices=REPORTS, default=list(REPORTS))
+    parser.add_argument("--only", nargs="*", choices=KINDS, default=KINDS)
     options = parser.parse_args()
     print(f"{versions('surefoot', 'torch', 'transformers', 'safetensors')}")
     for kind in options.only:
-        subjects, report = REPORTS[kind]
-        report(measured(kind, list(subjects), options))
+        print(f"\n## {kind.capitalize()}\n")
+        if kind == "training":
+            report_loops(measured(kind, list(LOOPS), options))
+        else:
+            subjects, limit, head = SPEEDS[kind]
+            report_speeds(measured(kind, list(subjects), options), subjects, limit, head)
     shutil.rmtree(options.folder, ignore_errors=True)
 
 

@@ -5,10 +5,9 @@ traceback.
     ├── RecipeError         the YAML: unknown key, wrong type, values that contradict each other
     ├── DataError           a dataset, a file or a row of it
     │   └── TemplateError   a chat template that is unknown or cannot be masked
-    ├── ModelError          a model, tokenizer or adapter that is missing, damaged or of another
-    kind ├── CheckpointError     a checkpoint that is missing, damaged, or does not hold what was
-    asked └── RunError            a run that cannot start or go on: output_dir taken, loss is not a
-    number
+    ├── ModelError          a model, tokenizer or adapter: missing, damaged or of another kind
+    ├── CheckpointError     a checkpoint: missing, damaged, or without what was asked of it
+    └── RunError            a run that cannot go on: output_dir is taken, the loss is not a number
 """
 
 

@@ -13,10 +13,9 @@ from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 
-from ..errors import CheckpointError
 from . import retention
 from .commit import step_of
-from .flight import Flight
+from .flight import Flight, end
 from .index import Kind
 from .job import Saved
 from .lock import lock
@@ -84,12 +83,7 @@ class AsyncSaver:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        try:
-            self.close()
-        except CheckpointError as failure:
-            if error is None:
-                raise
-            logger.error("%s", failure)  # what ended the loop matters more
+        end(self.close, error)
 
     def close(self) -> None:
         """Wait for the save in flight and end the process that writes. Raises as ``poll``."""

@@ -44,11 +44,6 @@ class Background:
         self._message = b""  # the job sent last
 
     @property
-    def is_busy(self) -> bool:
-        """Whether a save is in flight, or one has ended that nobody has asked about."""
-        return self._target is not None
-
-    @property
     def pid(self) -> int | None:
         """Number of the process that writes; None if there is none."""
         return None if self._writer is None else self._writer.process.pid

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 
 from ..errors import CheckpointError
@@ -76,6 +77,17 @@ class Flight:
             return None
         self.target = None
         return _told(saved)
+
+
+def end(close: Callable[[], None], error: BaseException | None) -> None:
+    """Run ``close`` at the end of a block; if that was ended by ``error``, which matters more, what
+    goes wrong is logged and not raised."""
+    try:
+        close()
+    except CheckpointError as failure:
+        if error is None:
+            raise
+        logger.error("%s", failure)
 
 
 def _told(saved: Saved) -> Saved:

@@ -15,6 +15,7 @@ from ..errors import CheckpointError
 from . import disk, strict, trainer_state
 from .commit import is_being_written, is_leftover, named, step_of
 from .folder import CheckpointFolder, open_checkpoint
+from .index import Manifest
 from .mindspore.opened import Saved, saves
 from .trainer_state import TrainerState
 from .verify import Progress, verify
@@ -97,8 +98,13 @@ def _inside(folder: Path, problem: str) -> str:
 
 def _of_ours(folder: Path) -> tuple[Line, TrainerState]:
     checkpoint = open_checkpoint(folder)
-    manifest, state = checkpoint.manifest, state_of(checkpoint)
-    line = Line(
+    state = state_of(checkpoint)
+    return line_of(folder, checkpoint.manifest, state, _wrong_length(checkpoint)), state
+
+
+def line_of(folder: Path, manifest: Manifest, state: TrainerState, problem: str | None) -> Line:
+    """The line of a checkpoint of ours."""
+    return Line(
         folder,
         step=manifest.step,
         created=manifest.created,
@@ -108,9 +114,8 @@ def _of_ours(folder: Path) -> tuple[Line, TrainerState]:
         num_bytes=sum(manifest.files.values()),
         loss=state.last("loss"),
         eval_loss=state.at("eval_loss", manifest.step),
-        problem=_wrong_length(checkpoint),
+        problem=problem,
     )
-    return line, state
 
 
 def _of_trainer(folder: Path, layout: Layout | None) -> tuple[Line, TrainerState]:

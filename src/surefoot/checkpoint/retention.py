@@ -175,17 +175,3 @@ def drop_all(folders: Sequence[Path]) -> None:
     for folder in folders:
         with files.raising(CheckpointError, f"cannot remove an old checkpoint of {folder.parent}"):
             drop(folder)
-
-
-def forget(root: Path, *, keep: int | None, protected: Collection[Path] = ()) -> list[Path]:
-    """Drop all but the ``keep`` newest checkpoints and the ``protected`` ones; what was dropped.
-
-    The newest one always stays. ``keep=None`` keeps all.
-    """
-    if keep is None:
-        return []
-    safe = {path.resolve() for path in protected}
-    old = committed(root)[: -max(keep, 1)]
-    dropped = [folder for folder in old if folder.resolve() not in safe]
-    drop_all(dropped)
-    return dropped

@@ -7,18 +7,26 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from .. import files
-from ..errors import CheckpointError
+from ..errors import CheckpointError, SurefootError
 from .commit import new_nonce, part_of
 
 
 @contextlib.contextmanager
 def new_folder(target: Path) -> Iterator[Path]:
-    """A folder to write into, which becomes ``target`` when the block ends; removed if it fails.
-
-    Raises ``CheckpointError`` if there is something of that name, or the disk fails.
-    """
+    """As ``appearing``. Raises ``CheckpointError`` if there is anything of that name, too."""
     with files.raising(CheckpointError, f"cannot write {target}"):
         refuse_taken(target)
+    with appearing(target) as folder:
+        yield folder
+
+
+@contextlib.contextmanager
+def appearing(target: Path, error: type[SurefootError] = CheckpointError) -> Iterator[Path]:
+    """A folder to write into, which becomes ``target`` when the block ends; removed if it fails.
+
+    An empty folder may be there already. Raises ``error`` if the disk fails.
+    """
+    with files.raising(error, f"cannot write {target}"):
         folder = part_of(target, new_nonce())
         files.make_folder(target.parent)
         files.new_folder(folder)

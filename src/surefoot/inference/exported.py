@@ -7,9 +7,7 @@ appears when all of it is written, and opens with ``AutoModelForCausalLM.from_pr
 from __future__ import annotations
 
 import json
-import secrets
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -24,6 +22,7 @@ from ..checkpoint.layouts import open_folder
 from ..checkpoint.layouts.peft import PREFIX, merged
 from ..checkpoint.lora import same_values
 from ..checkpoint.source import Cast, Renamed, Source
+from ..checkpoint.whole import appearing
 from ..data.chat import Codec
 from ..data.section import DataSection
 from ..data.templates import load_template, saved_source
@@ -83,7 +82,7 @@ def export(
         if progress is not None:
             progress(done, total)
 
-    with _aside(target) as folder:
+    with appearing(target, ModelError) as folder:
         copy(source, folder, max_shard_size=max_shard_size, progress=advance)
         for name, data in small.items():
             files.make_folder((folder / name).parent)
@@ -96,23 +95,6 @@ def _refuse_taken(out: Path) -> None:
         return
     if files.exists(out):
         raise ModelError(f"{out}: it is there already, and nothing is overwritten; choose another")
-
-
-@contextmanager
-def _aside(target: Path) -> Iterator[Path]:
-    """A folder that becomes ``target`` at one stroke; removed if the block fails."""
-    folder = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
-    with files.raising(ModelError, f"cannot write {target}"):
-        files.make_folder(target.parent)
-        files.new_folder(folder)
-        try:
-            yield folder
-            files.sync_folder(folder)
-            files.rename(folder, target)
-            files.sync_folder(target.parent)
-        except BaseException:
-            files.remove_tree(folder)
-            raise
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from ..address import Address
 from ..checkpoint import strict, trainer_state
 from ..checkpoint.commit import step_of
 from ..checkpoint.index import MANIFEST, Manifest, parse
-from ..checkpoint.listing import Line
+from ..checkpoint.listing import Line, line_of
 from ..checkpoint.trainer_state import TrainerState
 from ..errors import CheckpointError
 from ..files import digest
@@ -41,19 +41,7 @@ def _line(store: Store, there: Contents, name: str) -> tuple[Line, TrainerState]
     except CheckpointError as error:
         return Line(Path(name), step=step_of(Path(name)), problem=str(error)), TrainerState()
     state = _state(store, name, manifest)
-    line = Line(
-        Path(name),
-        step=manifest.step,
-        created=manifest.created,
-        layout="native",
-        kind=manifest.kind,
-        parent=manifest.parent,
-        num_bytes=sum(manifest.files.values()),
-        loss=state.last("loss"),
-        eval_loss=state.at("eval_loss", manifest.step),
-        problem=wrong_length(manifest, there, name),
-    )
-    return line, state
+    return line_of(Path(name), manifest, state, wrong_length(manifest, there, name)), state
 
 
 def read_manifest(store: Store, there: Contents, name: str) -> tuple[bytes, Manifest]:

@@ -149,15 +149,6 @@ class Store:
             self._files.makedirs(self._at(name).rpartition("/")[0], exist_ok=True)
 
 
-def problem_with(address: Address) -> str | None:
-    """Why no store can be opened for the scheme of ``address``; None if one can."""
-    try:
-        _class_of(address)
-    except StoreError as error:
-        return str(error)
-    return None
-
-
 def _open(address: Address) -> tuple[Any, str]:
     """The file system, which lists anew each time, and the folder's path in it."""
     cls = _class_of(address)

@@ -17,7 +17,7 @@ from typing import Literal
 
 from ..checkpoint import retention
 from ..checkpoint.commit import committed, new_nonce, step_of
-from ..checkpoint.flight import Flight
+from ..checkpoint.flight import Flight, end
 from ..checkpoint.job import Job, Saved
 from ..checkpoint.retention import Times
 from ..checkpoint.save import Crew, Live, prepare
@@ -70,12 +70,12 @@ class Saver:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        end(self.close, error)
+
+    def close(self) -> None:
+        """Wait for the save in flight and end the process that writes. Raises as ``save``."""
         try:
             self._finish()
-        except CheckpointError as failure:
-            if error is None:
-                raise
-            logger.error("%s", failure)  # what ended the loop matters more
         finally:
             self._flight.close()
 

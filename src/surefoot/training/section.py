@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from ..address import Address, default_cache
+from ..checkpoint.retention import more_is_better
 
 _HALF_A_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:(/|$)")  # as a path, s3:// has lost a slash
 
@@ -115,4 +116,4 @@ class TrainSection:
         """Which way ``metric_for_best_model`` is better."""
         if self.greater_is_better is not None:
             return self.greater_is_better
-        return not self.metric_for_best_model.endswith(("loss", "perplexity"))
+        return more_is_better(self.metric_for_best_model)
