@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -16,27 +16,21 @@ from .source import Shape, Source
 class Beside:
     """Sources whose names, with what stands before them, all differ."""
 
-    parts: Mapping[str, Source]  # by what stands before the names of a part
+    parts: Sequence[tuple[str, Source]]  # each with what stands before its names
 
     @cached_property
     def _places(self) -> Mapping[str, tuple[Source, str]]:
         return {
-            f"{prefix}{name}": (part, name)
-            for prefix, part in self.parts.items()
-            for name in part.shapes()
+            f"{prefix}{name}": (part, name) for prefix, part in self.parts for name in part.shapes()
         }
 
     @cached_property
     def _shapes(self) -> Mapping[str, Shape]:
-        return {
-            f"{p}{name}": s for p, part in self.parts.items() for name, s in part.shapes().items()
-        }
+        return {f"{p}{name}": s for p, part in self.parts for name, s in part.shapes().items()}
 
     @cached_property
     def _dtypes(self) -> Mapping[str, torch.dtype]:
-        return {
-            f"{p}{name}": d for p, part in self.parts.items() for name, d in part.dtypes().items()
-        }
+        return {f"{p}{name}": d for p, part in self.parts for name, d in part.dtypes().items()}
 
     def shapes(self) -> Mapping[str, Shape]:
         """Of all."""

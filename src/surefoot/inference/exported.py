@@ -68,12 +68,7 @@ def export(
     """
     parts, target = find_parts(path, base=base), Path(out).expanduser().absolute()
     _refuse_taken(target)
-    whole = _whole(parts, trust_remote_code)
-    source = whole.source if dtype is None else Cast(whole.source, DTYPES[dtype])
-    small = {
-        **beside(parts.model, parts.tokenizer),
-        **configs(parts.model, source, whole.changes, whole.stop_token_ids),
-    }
+    source, small = whole_model(parts, dtype=dtype, trust_remote_code=trust_remote_code)
     total, done = _num_bytes(source), 0
 
     def advance(count: int) -> None:
@@ -88,6 +83,19 @@ def export(
             files.make_folder((folder / name).parent)
             files.write_new(folder / name, data)
     return target
+
+
+def whole_model(
+    parts: Parts, *, dtype: DtypeName | None = None, trust_remote_code: bool = False
+) -> tuple[Source, dict[str, bytes]]:
+    """The weights of a model, an adapter merged into them, and the small files to lie beside."""
+    whole = _whole(parts, trust_remote_code)
+    source = whole.source if dtype is None else Cast(whole.source, DTYPES[dtype])
+    small = {
+        **beside(parts.model, parts.tokenizer),
+        **configs(parts.model, source, whole.changes, whole.stop_token_ids),
+    }
+    return source, small
 
 
 def _refuse_taken(out: Path) -> None:

@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -47,8 +48,17 @@ def opened(folder, **options):
 
 
 def stages(source, name):
+    """As the real files were cut: the head by rows, the embedding not at all."""
     tensors = {n: one for n, one in described(source).items() if one[1] and n != "global_step"}
-    return config(name).stages(tensors)
+    return as_real(name, tensors)
+
+
+def as_real(name, tensors):
+    whole, cut = (replace(config(name), vocab_emb_dp=own).stages(tensors) for own in (True, False))
+    return [
+        {n: (other if "lm_head" in n else own)[n] for n in own}
+        for own, other in zip(whole, cut, strict=True)
+    ]
 
 
 def assert_same_tensors(found, expected):
@@ -71,7 +81,7 @@ def assert_same_files(found, expected):
 @pytest.mark.parametrize("name", CONFIGS)
 def test_the_layout_of_a_parallel_config_is_the_one_mindspore_chose(real, truth, name):
     tensors = {n: ("F32", tuple(t.shape)) for n, t in truth.items()}
-    found = config(name).stages(tensors)
+    found = as_real(name, tensors)
     expected = open_strategy(real / name / "strategy").stages
     for own, theirs in zip(found, expected, strict=True):
         told = {n: one for n, one in theirs.items() if not n.startswith("accu_grads")}
@@ -158,13 +168,21 @@ def test_small_tensors_are_not_sharded_by_the_optimizer():
 @pytest.mark.parametrize(
     ("told", "problem"),
     [
-        ({"model_parallel": 3}, "model_parallel=3: 'lm_head.weight' has 4 rows, which is no mult"),
+        ({"model_parallel": 3}, "model_parallel=3: 'a.wq.weight' has 4 rows, which is no mult"),
         ({"pipeline_stage": 2}, "pipeline_stage=2: 1 layers are not as many for every stage"),
         ({"data_parallel": 0}, "data_parallel must be at least 1, got 0"),
         ({"optimizer_weight_shard_size": 0}, "optimizer_weight_shard_size must be at least 1"),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused(told, problem):
-    tensors = {"lm_head.weight": ("F32", (4, 4)), "model.layers.0.x.weight": ("F32", (4,))}
+    tensors = {"a.wq.weight": ("F32", (4, 4)), "model.layers.0.x.weight": ("F32", (4,))}
     with pytest.raises(CheckpointError, match=problem):
         ParallelConfig(**told).stages(tensors)
+
+
+@pytest.mark.parametrize(("vocabulary", "parts"), [(4, 2), (5, 1)])
+def test_the_head_is_cut_as_mindspore_transformers_does(vocabulary, parts):
+    tensors = {"lm_head.weight": ("F32", (vocabulary, 4))}
+    for vocab_emb_dp, count in ((True, 1), (False, parts)):
+        (own,) = ParallelConfig(1, 2, vocab_emb_dp=vocab_emb_dp).stages(tensors)
+        assert own["lm_head.weight"].counts(2) == (count, 1)

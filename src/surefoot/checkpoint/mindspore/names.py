@@ -269,8 +269,8 @@ def _translated(name: str, family: Family, *, back: bool = False) -> str:
 def _each(source: Source, change: Callable[[Source], Source]) -> Source:
     """``change`` made to the weights, and in the same way to the moments."""
     prefixes = {n: next((p for p in MOMENTS if n.startswith(p)), "") for n in source.shapes()}
-    parts = {}
+    parts = []
     for prefix in sorted(set(prefixes.values())):
         own = {n.removeprefix(prefix): n for n, before in prefixes.items() if before == prefix}
-        parts[prefix] = change(Renamed(source, own))
+        parts.append((prefix, change(Renamed(source, own))))
     return Beside(parts)

@@ -1,8 +1,8 @@
 """How MindSpore Transformers lays a model on its devices for a ``parallel_config``. Pure.
 
 Weights of projections are cut as in Megatron: queries, keys, values and the way up by rows, the way
-back by columns. Layers go to pipeline stages in equal numbers, and the optimizer's shards follow
-the copies that are left.
+back by columns; embedding and head only without ``vocab_emb_dp``. Layers go to pipeline stages in
+equal numbers, and the optimizer's shards follow the copies that are left.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ Tensors = Mapping[str, tuple[str, tuple[int, ...]]]  # name -> dtype, whole shap
 
 MOMENTS = ("adam_m.", "adam_v.")
 _ROWS = re.compile(
-    r"(.*\.)?(w[qkv]|w_qkv|w1|w3|w_gate_hidden|linear_(q|k|v|qkv|fc1)|gating|hidden|output_layer"
-    r"|lm_head|(q|k|v|gate|up)_proj)\.(weight|bias)"
+    r"(.*\.)?(w[qkv]|w_qkv|w1|w3|w_gate_hidden|linear_(q|k|v|qkv|fc1)|gating|hidden"
+    r"|(q|k|v|gate|up)_proj)\.(weight|bias)"
 )
 _COLUMNS = re.compile(r"(.*\.)?(wo|w2|linear_proj|linear_fc2|o_proj|down_proj)\.weight")
-_EMBEDDING = re.compile(
-    r"(.*\.)?(tok_embeddings\.embedding_weight|word_embeddings\.weight|embed_tokens\.weight)"
+_VOCABULARY = re.compile(
+    r"(.*\.)?(tok_embeddings\.embedding_weight|word_embeddings\.weight|embed_tokens\.weight"
+    r"|lm_head\.weight|output_layer\.weight)"
 )
 _LAYER = re.compile(r"(?:.*\.)?layers\.(\d{1,6})\..*")
 _LAST = re.compile(
@@ -47,7 +48,7 @@ class ParallelConfig:
     enable_parallel_optimizer: bool = False
     optimizer_weight_shard_size: int = ALL_COPIES
     parallel_optimizer_threshold: int = 64  # KiB; smaller tensors are not sharded
-    vocab_emb_dp: bool = True  # the embedding is whole in every rank
+    vocab_emb_dp: bool = True  # what has a row for every token is whole in every rank
 
     def __post_init__(self) -> None:
         for name in ("data_parallel", "model_parallel", "pipeline_stage"):
@@ -108,8 +109,10 @@ class ParallelConfig:
         return _sharded(plain, shape, self.optimizer_weight_shard_size)
 
     def _cut_dims(self, weight: str, shape: tuple[int, ...]) -> Iterator[int]:
-        is_embedding = _EMBEDDING.fullmatch(weight) and not self.vocab_emb_dp
-        if shape and (_ROWS.fullmatch(weight) or is_embedding):
+        if _VOCABULARY.fullmatch(weight):
+            if not self.vocab_emb_dp and shape[0] % self.model_parallel == 0:
+                yield 0
+        elif shape and _ROWS.fullmatch(weight):
             yield 0
         elif len(shape) == 2 and _COLUMNS.fullmatch(weight):
             yield 1
