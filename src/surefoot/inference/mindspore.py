@@ -16,6 +16,7 @@ from ..checkpoint.mindspore.parallel import ParallelConfig
 from ..checkpoint.mindspore.ranks import root_of
 from ..checkpoint.mindspore.strategy import Layouts, open_strategy
 from ..checkpoint.mindspore.write import write_distributed, write_full
+from ..checkpoint.mindspore.write_iteration import write_iteration
 from ..checkpoint.source import Memory, Source
 from ..checkpoint.weights import Layout, recognise
 from ..checkpoint.whole import refuse_taken
@@ -53,6 +54,7 @@ class Wanted:
     names: str | None = None  # a family, or keep; None: the usual one, or as they are
     dtype: DtypeName | None = None  # of the weights
     remove_redundancy: bool = False  # of equal slices write one
+    is_iteration: bool = False  # in the newer form of MindSpore Transformers 2.x
 
 
 def write_mindspore(
@@ -80,6 +82,23 @@ def write_mindspore(
             "layout full takes neither"
         )
     source, small = _opened(folder, wanted, theirs, trust_pickle)
+    if wanted.is_iteration:
+        stages = _stages(source, wanted) if wanted.form == "distributed" else [None]
+        if len(stages) > 1:
+            raise CheckpointError(
+                "an iteration_N folder of several pipeline stages is not written here; "
+                "take pipeline_stage=1, into which MindSpore Transformers reshards as it loads"
+            )
+        write_iteration(
+            source,
+            target,
+            layouts=stages[0],
+            prefix=naming_of(folder).prefix,
+            remove_redundancy=wanted.remove_redundancy,
+            small=small,
+            progress=progress,
+        )
+        return
     if wanted.form == "full":
         write_full(source, target, small=small, progress=progress)
         return

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from .. import files
+from ..checkpoint.beside import Beside
 from ..checkpoint.contents import ROLES, open_contents
 from ..checkpoint.copy import described
 from ..checkpoint.folder import open_checkpoint
@@ -24,7 +25,7 @@ from ..checkpoint.mindspore.names import (
     to_mindspore,
     usual,
 )
-from ..checkpoint.mindspore.opened import form_of, role_of
+from ..checkpoint.mindspore.opened import form_of, progress_of, role_of
 from ..checkpoint.mindspore.parallel import ParallelConfig
 from ..checkpoint.mindspore.ranks import rank_files, root_of, step_of
 from ..checkpoint.mindspore.shapes import Shapes
@@ -36,6 +37,7 @@ from ..checkpoint.trainer_state import NAME as TRAINER_STATE
 from ..checkpoint.weights import Weights, open_mindspore_state, recognise
 from ..errors import CheckpointError
 
+_NUMBERS = ("epoch_num", "step_num", "loss_scale", "global_batch_size")  # of common.json
 _MOMENTS = {"adam_m.": "exp_avg", "adam_v.": "exp_avg_sq"}
 
 
@@ -59,7 +61,14 @@ def open_state(folder: Path, theirs: Theirs = NOTHING_MORE) -> Source:
     with files.raising(CheckpointError, f"cannot read {folder}"):
         shapes = _shapes(folder, theirs) if theirs.base is not None else None
         found = open_mindspore_state(folder, strategy=theirs.strategy, shapes=shapes)
-    return Stored(Weights("mindspore", folder, found))
+        told = progress_of(folder) if form_of(folder) == "iteration" else {}
+    source = Stored(Weights("mindspore", folder, found))
+    numbers = {
+        name: torch.tensor(told[name])
+        for name in _NUMBERS
+        if isinstance(told.get(name), int | float) and name not in found
+    }
+    return Beside([("", source), ("", Memory(numbers))]) if numbers else source
 
 
 def open_model(folder: Path, theirs: Theirs = NOTHING_MORE) -> Source:

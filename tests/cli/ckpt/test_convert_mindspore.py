@@ -133,6 +133,16 @@ def test_slices_without_strategy_files_are_found_by_the_base(copied, tmp_path):
     assert_equal(everything(tmp_path / "out"), everything(folder / "unified"))
 
 
+def test_the_newer_form_goes_there_and_comes_back(real, tmp_path):
+    ok(real / "w8_pp2dp2mp2_opt", tmp_path / "there", "--to", "mindspore", "--iteration",
+       "--layout", "distributed", "--parallel-config", CUT)  # fmt: skip
+    ok(tmp_path / "there", tmp_path / "back", "--to", "mindspore")
+    assert_equal(everything(tmp_path / "back"), everything(real / "dp2mp2"))
+    said = refused(tmp_path, real / "mp4", tmp_path / "out", "--to", "mindspore", "--iteration",
+                   "--layout", "distributed", "--like", real / "pp2mp2/strategy")  # fmt: skip
+    assert "iteration_N folder of several pipeline stages is not written here" in said
+
+
 def refused(tmp_path, *arguments):
     done = run("convert", *arguments)
     assert done.exit_code != 0

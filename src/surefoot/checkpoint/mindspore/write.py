@@ -55,7 +55,7 @@ class Naming:
 
 
 @dataclass(frozen=True)
-class _File:
+class PlannedFile:
     """A file to be, and which box of each tensor goes into it."""
 
     plan: FilePlan
@@ -83,20 +83,20 @@ def write_full(
     Raises:
         CheckpointError: ``target`` exists, or the disk fails.
     """
-    tensors, numbers = _sorted(source)
+    tensors, numbers = sorted_out(source)
     groups = _balanced(tensors, part_size)
-    parts = [_file(PART.format(i), tensors, names, None) for i, names in enumerate(groups)]
+    parts = [file_of(PART.format(i), tensors, names, None) for i, names in enumerate(groups)]
     names = {name: part.plan.name for part in parts for name in part.boxes}
     total = sum(num_bytes(*one) for one in tensors.values())
     told = {"metadata": {"total_size": total}, "weight_map": dict(sorted(names.items()))}
     with new_folder(target) as folder:
         for part in parts:
-            _write(folder, part, source, progress or _silent)
+            write_file(folder, part, source, progress)
         if numbers:
-            hyper = _file(HYPER, numbers, list(numbers), None, {"format": "ms"})
-            _write(folder, hyper, source, progress or _silent)
+            hyper = file_of(HYPER, numbers, list(numbers), None, {"format": "ms"})
+            write_file(folder, hyper, source, progress)
         files.write_new(folder / MAP, json.dumps(told, indent=4).encode())
-        _write_small(folder, small or {})
+        write_small(folder, small or {})
 
 
 def write_distributed(
@@ -124,12 +124,12 @@ def write_distributed(
     Raises:
         CheckpointError: a tensor without a layout, or one that cannot be cut so.
     """
-    tensors, numbers = _sorted(source)
+    tensors, numbers = sorted_out(source)
     whole = {name: Box.whole(shape) for name, (_, shape) in numbers.items()}
     metadata = _DEDUPLICATED if remove_redundancy else _FORMAT
-    held = _held(tensors, stages)
+    held = held_by(tensors, stages)
     if remove_redundancy:
-        held = _once(tensors, held)
+        held = once(tensors, held)
     with new_folder(target) as folder:
         written: dict[tuple[bytes, tuple[Box, ...]], Path] = {}
         files.new_folder(folder / INNER)
@@ -137,26 +137,26 @@ def write_distributed(
             own = folder / INNER / f"rank_{rank}"
             files.new_folder(own)
             every = {**boxes, **whole}
-            file = _file(naming.file(rank), {**tensors, **numbers}, [*every], every, metadata)
+            file = file_of(naming.file(rank), {**tensors, **numbers}, [*every], every, metadata)
             key = file.plan.head, tuple(boxes.values())
             if key not in written or not files.share(written[key], own / file.plan.name):
-                _write(own, file, source, progress or _silent)
+                write_file(own, file, source, progress)
                 written[key] = own / file.plan.name
             files.write_new(own / META, naming.meta(rank))
             files.sync_folder(own)
         files.sync_folder(folder / INNER)
         _write_strategies(folder / STRATEGY, stages)
-        _write_small(folder, small or {})
+        write_small(folder, small or {})
 
 
-def _sorted(source: Source) -> tuple[dict[str, Described], dict[str, Described]]:
+def sorted_out(source: Source) -> tuple[dict[str, Described], dict[str, Described]]:
     """What is cut, and the numbers of the training, which are not."""
     found = described(source)
     numbers = {n: one for n, one in found.items() if role_of(n, one[1]) == "state"}
     return {n: one for n, one in found.items() if n not in numbers}, numbers
 
 
-def _held(tensors: Mapping[str, Described], stages: Sequence[Layouts]) -> list[dict[str, Box]]:
+def held_by(tensors: Mapping[str, Described], stages: Sequence[Layouts]) -> list[dict[str, Box]]:
     """The box of every tensor that each rank holds."""
     known = {name for own in stages for name in own}
     if odd := sorted(tensors.keys() - known):
@@ -180,7 +180,7 @@ def _box(name: str, layout: TensorLayout, shape: tuple[int, ...], device: int) -
         raise CheckpointError(f"{name[:200]!r} of shape {list(shape)}: {error}") from None
 
 
-def _once(
+def once(
     tensors: Mapping[str, Described], held: Sequence[Mapping[str, Box]]
 ) -> list[dict[str, Box]]:
     """Equal boxes in one rank only: the largest first, each in the rank that has least so far."""
@@ -211,27 +211,31 @@ def _balanced(tensors: Mapping[str, Described], part_size: int) -> list[list[str
     return [sorted(names) for names in parts]
 
 
-def _file(
+def file_of(
     name: str,
     tensors: Mapping[str, Described],
     names: Sequence[str],
     boxes: Mapping[str, Box] | None,
     metadata: Mapping[str, str] = _FORMAT,
-) -> _File:
+) -> PlannedFile:
+    """The file that holds these boxes of tensors; whole ones if there are no boxes."""
     own = {n: Box.whole(tensors[n][1]) if boxes is None else boxes[n] for n in names}
     shapes = {n: (tensors[n][0], box.shape) for n, box in own.items()}
     plan = FilePlan(name, *build(shapes, metadata))
-    return _File(plan, {n: own[n] for n in plan.header.entries})
+    return PlannedFile(plan, {n: own[n] for n in plan.header.entries})
 
 
-def _write(folder: Path, file: _File, source: Source, progress: Progress) -> None:
+def write_file(
+    folder: Path, file: PlannedFile, source: Source, progress: Progress | None = None
+) -> None:
+    """Fill and flush a file from the source."""
     with files.create(folder / file.plan.name) as opened:
         opened.reserve(file.plan.header.file_size)
         opened.bypass_cache()
         with Stream(opened) as stream:
             stream.write(file.plan.head)
             for name, box in file.boxes.items():
-                pour(stream, source, name, box, progress)
+                pour(stream, source, name, box, progress or _silent)
 
 
 def _write_strategies(folder: Path, stages: Sequence[Layouts]) -> None:
@@ -248,7 +252,8 @@ def _strategies(stages: Sequence[Layouts]) -> Iterator[bytes]:
             yield data
 
 
-def _write_small(folder: Path, small: Mapping[str, bytes]) -> None:
+def write_small(folder: Path, small: Mapping[str, bytes]) -> None:
+    """Other files, which may lie in folders within."""
     for name, data in small.items():
         files.make_folder((folder / name).parent)
         files.write_new(folder / name, data)

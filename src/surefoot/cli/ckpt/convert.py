@@ -44,6 +44,7 @@ class Request:
     like: Path | None = None  # files that say how the target's ranks do
     parallel_config: str | None = None  # the same as settings of MindSpore Transformers
     remove_redundancy: bool = False
+    iteration: bool = False  # the newer form of MindSpore Transformers 2.x
 
 
 @dataclass(frozen=True)
@@ -140,6 +141,7 @@ def _to_mindspore(request: Request, advance: Advance) -> Done:
         request.names,
         request.dtype,
         request.remove_redundancy,
+        request.iteration,
     )
     base = None if request.base is None else _model(request.base)
     write_mindspore(
@@ -150,9 +152,12 @@ def _to_mindspore(request: Request, advance: Advance) -> Done:
         trust_pickle=request.trust_pickle,
         progress=advance,
     )
+    notes = {"layout": request.layout}
+    if request.iteration:
+        return Done(notes, f"read it with checkpoint: {{load_path: {request.target}}}")
     inner = "/checkpoint" if request.layout == "distributed" else ""
     words = f"read it with load_checkpoint: {request.target}{inner}"
-    return Done({"layout": request.layout}, f"{words}, load_ckpt_format: safetensors")
+    return Done(notes, f"{words}, load_ckpt_format: safetensors")
 
 
 def _to_peft(request: Request, advance: Advance) -> Done:
@@ -217,7 +222,7 @@ TARGETS: dict[str, Callable[[Request, Advance], Done]] = {
     "dcp": _to_dcp,
     "mindspore": _to_mindspore,
 }
-_THEIRS = ("like", "parallel_config", "remove_redundancy")
+_THEIRS = ("like", "parallel_config", "remove_redundancy", "iteration")
 # The options that mean something for each target, beside SRC and DST.
 _TAKES = {
     "surefoot": {"layout", "mesh", "dtype"},
@@ -265,6 +270,12 @@ ONCE = click.option(
     "--remove-redundancy", is_flag=True, help="Of slices that several ranks hold, write one."
 )
 
+ITERATION = click.option(
+    "--iteration",
+    is_flag=True,
+    help="With --to mindspore: the newer form of MindSpore Transformers 2.x, iteration_N.",
+)
+
 
 @click.command()
 @click.argument("checkpoint", metavar="SRC", type=PLACE)
@@ -294,6 +305,7 @@ ONCE = click.option(
 @LIKE
 @PARALLEL
 @ONCE
+@ITERATION
 @JSON
 def convert(
     checkpoint: Path | Address, target: Path, kind: str | None, as_json: bool, **options: object
