@@ -214,5 +214,6 @@ def _dumped(stage: int, layouts: Layouts) -> Iterator[bytes]:
         layout = layouts[name]
         content = message(1, packed(1, layout.device_matrix))
         content += b"".join(message(2, packed(1, own)) for own in layout.tensor_map)
-        content += integer(6, layout.step) + integer(7, layout.num_shards)
+        content += message(3, b"") + message(4, b"")  # MindSpore's reader takes the first of each
+        content += integer(5, 0) + integer(6, layout.step) + integer(7, layout.num_shards)
         yield message(3, message(1, name.encode()) + message(2, content))
