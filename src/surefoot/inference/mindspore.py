@@ -11,7 +11,7 @@ from .. import files
 from ..checkpoint.beside import Beside
 from ..checkpoint.commit import named
 from ..checkpoint.copy import cast
-from ..checkpoint.mindspore.names import KEEP
+from ..checkpoint.mindspore.names import KEEP, heads_near
 from ..checkpoint.mindspore.parallel import ParallelConfig
 from ..checkpoint.mindspore.ranks import root_of
 from ..checkpoint.mindspore.strategy import Layouts, open_strategy
@@ -28,7 +28,6 @@ from ..interchange.mindspore import (
     as_huggingface,
     as_mindspore,
     by_role,
-    heads_near,
     moments_of,
     naming_of,
     numbers_of,

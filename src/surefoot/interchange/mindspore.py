@@ -20,6 +20,7 @@ from ..checkpoint.mindspore.names import (
     KEEP,
     Heads,
     family_of,
+    heads_near,
     heads_of,
     to_huggingface,
     to_mindspore,
@@ -27,7 +28,7 @@ from ..checkpoint.mindspore.names import (
 )
 from ..checkpoint.mindspore.opened import form_of, progress_of, role_of
 from ..checkpoint.mindspore.parallel import ParallelConfig
-from ..checkpoint.mindspore.ranks import rank_files, root_of, step_of
+from ..checkpoint.mindspore.ranks import rank_files, step_of
 from ..checkpoint.mindspore.shapes import Shapes
 from ..checkpoint.mindspore.strategy import Layouts
 from ..checkpoint.mindspore.write import Naming
@@ -98,14 +99,6 @@ def as_mindspore(source: Source, family: str | None, heads: Heads | None) -> Sou
     if family == KEEP:
         return source
     return to_mindspore(source, family or usual(source.shapes()), heads)
-
-
-def heads_near(folder: Path, base: Path | None = None) -> Heads | None:
-    """What the ``config.json`` of a model, in ``base`` or beside its weights, says of its heads."""
-    for place in (base, folder, root_of(folder), root_of(folder).parent):
-        if place is not None and (found := heads_of(place)) is not None:
-            return found
-    return None
 
 
 def _shapes(folder: Path, theirs: Theirs) -> Shapes | None:

@@ -39,10 +39,13 @@ def open_folder(path: Path | str) -> Source:
 
 
 def scattered(folder: Path | str) -> dict[str, torch.Tensor] | None:
-    """The weights of a checkpoint that several processes have written, put together; None for any
-    other folder, which ``from_pretrained`` reads itself."""
+    """The weights of a checkpoint that several processes have written, or MindSpore, put together
+    under Hugging Face's names; None for any other folder, which ``from_pretrained`` reads itself.
+    """
     path = Path(folder)
-    if kind_of(path) != "native" or any(files.exists(path / n) for n in (MODEL, MODEL_INDEX)):
+    kind, has_model = kind_of(path), any(files.exists(path / n) for n in (MODEL, MODEL_INDEX))
+    if kind not in ("native", "mindspore") or has_model:
         return None
-    source = open_folder(path)
+    is_theirs = kind == "mindspore"
+    source = mindspore.under_other_names(path) if is_theirs else open_folder(path)
     return {name: read_whole(source, name) for name in source.shapes()}

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from ... import files
 from ...errors import CheckpointError
+from ..mindspore.names import family_of, heads_near, to_huggingface
 from ..source import Source, Stored
 from ..weights import open_mindspore
 from ..weights import recognise as kind_of
@@ -20,3 +21,10 @@ def open(path: Path) -> Source:  # noqa: A001 - the word for it
     """The weights under MindSpore's names, each put together from its ranks' slices."""
     with files.raising(CheckpointError):
         return Stored(open_mindspore(path))
+
+
+def under_other_names(path: Path) -> Source:
+    """The weights under Hugging Face's names. Raises ``CheckpointError`` if they have none."""
+    source = open(path)
+    family = family_of(source.shapes())
+    return source if family is None else to_huggingface(source, family, heads_near(path))

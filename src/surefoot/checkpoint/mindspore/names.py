@@ -18,6 +18,7 @@ from ..beside import Beside
 from ..interleaved import Interleaved, Pick, Turn, Unpicked
 from ..source import Renamed, Shape, Source
 from .parallel import MOMENTS
+from .ranks import root_of
 
 KEEP = "keep"
 _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
@@ -110,6 +111,14 @@ def heads_of(folder: Path) -> Heads | None:
     if not isinstance(queries, int) or not isinstance(keys, int) or min(queries, keys) < 1:
         return None
     return Heads(queries, keys)
+
+
+def heads_near(folder: Path, base: Path | None = None) -> Heads | None:
+    """What the ``config.json`` of a model, in ``base`` or beside its weights, says of its heads."""
+    for place in (base, folder, root_of(folder), root_of(folder).parent):
+        if place is not None and (found := heads_of(place)) is not None:
+            return found
+    return None
 
 
 def family_of(names: Mapping[str, Shape]) -> str | None:
