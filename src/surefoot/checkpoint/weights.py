@@ -23,6 +23,7 @@ from .folder import CheckpointFolder, open_checkpoint
 from .header import Entry
 from .index import MANIFEST, STATE, Piece, is_plain_name
 from .mindspore import opened as mindspore
+from .mindspore.ranks import old_file
 from .mindspore.shapes import Shapes
 
 Layout = Literal["native", "peft", "huggingface", "dcp", "mindspore"]
@@ -205,6 +206,11 @@ def _why_not(folder: Path) -> str:
     if inside := [path for path in named(folder) if recognise(path) is not None]:
         return f"{folder}: holds no weights itself; did you mean {inside[-1]}?"
     names = files.list_folder(folder)
+    if old := old_file(folder):
+        return (
+            f"{old}: MindSpore's older format, which is not read; "
+            "convert it with mindspore.ckpt_to_safetensors"
+        )
     if any(name in names for name in DISTRIBUTED):
         return (
             f"{folder}: a distributed checkpoint of PyTorch, whose index is a pickle; "

@@ -5,7 +5,7 @@ from surefoot.checkpoint.contents import open_contents
 from surefoot.checkpoint.layouts import open_folder
 from surefoot.checkpoint.mindspore.opened import form_of, saves
 from surefoot.checkpoint.source import Stored, read_whole
-from surefoot.checkpoint.weights import open_mindspore_state, recognise
+from surefoot.checkpoint.weights import Weights, open_mindspore_state, recognise
 from surefoot.errors import CheckpointError
 
 from .real import SOURCES, rank_file, rewrite
@@ -26,8 +26,6 @@ def every(folder, **options):
 
 
 def opened(folder, **options):
-    from surefoot.checkpoint.weights import Weights
-
     return Weights("mindspore", folder, open_mindspore_state(folder, **options))
 
 
@@ -177,6 +175,13 @@ def test_an_iteration_with_a_missing_file_is_refused(copied):
     (folder / "iteration_00000020/llama-model-0000001-0000004.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"0000001-0000004.safetensors: is missing"):
         open_folder(folder)
+
+
+def test_their_older_format_is_refused_with_the_way_out(tmp_path):
+    (tmp_path / "rank_0").mkdir()
+    (tmp_path / "rank_0" / "llama_rank_0-2_10.ckpt").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"convert it with mindspore.ckpt_to_safetensors"):
+        open_folder(tmp_path)
 
 
 def test_a_tracker_that_names_nothing_is_refused(copied):

@@ -75,7 +75,7 @@ def _is_theirs(path: Path) -> bool:
     try:
         with tensorfile.open_path(path) as file:
             return file.header.metadata.get("format") == "ms"
-    except CheckpointError:  # whoever opens it says what is wrong
+    except (OSError, CheckpointError):  # whoever opens it says what is wrong
         return False
 
 

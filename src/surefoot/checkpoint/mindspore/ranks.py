@@ -60,6 +60,14 @@ def rank_folders(folder: Path) -> dict[int, Path]:
     return {rank: path for rank, path in sorted(found.items()) if _tensor_files(path)}
 
 
+def old_file(folder: Path) -> Path | None:
+    """A rank's file in MindSpore's older format, if there are such in ``folder``."""
+    root = folder / INNER if files.is_folder(folder / INNER) else folder
+    first = root / "rank_0"
+    names = files.list_folder(first) if files.is_folder(first) else []
+    return next((first / name for name in names if name.endswith(".ckpt")), None)
+
+
 def _tensor_files(folder: Path) -> list[str]:
     names = files.list_folder(folder) if files.is_folder(folder) else []
     return [name for name in names if name.endswith(".safetensors")]
