@@ -14,8 +14,9 @@ from folders import save_model
 from surefoot.checkpoint.bytes import raw
 from surefoot.checkpoint.contents import open_contents, shown
 from surefoot.checkpoint.mindspore.parallel import ParallelConfig
+from surefoot.checkpoint.mindspore.rewrite import Wanted
 from surefoot.checkpoint.source import Stored, read_whole
-from surefoot.inference.mindspore import Wanted, write_mindspore
+from surefoot.inference.mindspore import write_mindspore
 
 PYTHON = os.environ.get("MINDSPORE_PYTHON")
 pytestmark = pytest.mark.skipif(not PYTHON, reason="needs MINDSPORE_PYTHON; see make interop")

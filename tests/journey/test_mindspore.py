@@ -7,7 +7,8 @@ import torch
 
 from folders import save_data, save_model, save_recipe
 from surefoot.checkpoint.mindspore.parallel import ParallelConfig
-from surefoot.inference.mindspore import Wanted, write_mindspore
+from surefoot.checkpoint.mindspore.rewrite import Wanted
+from surefoot.inference.mindspore import write_mindspore
 from surefoot.inference.opened import open_model
 from surefoot.recipe.recipe import load
 from surefoot.run import build

@@ -17,6 +17,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from .. import files
+from ..checkpoint.companions import beside
 from ..checkpoint.copy import copy
 from ..checkpoint.layouts import open_folder
 from ..checkpoint.layouts.peft import PREFIX, merged
@@ -33,12 +34,6 @@ from .grown import Grown
 from .opened import Parts, find_parts
 
 DtypeName = Literal["float32", "bfloat16", "float16"]
-# What lies beside the weights: the tokenizer, its template, processors, and code a model brings.
-TOKENIZER = (
-    *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"),
-    *("*.model", "*.jinja", "chat_template.json", "additional_chat_templates/*"),
-)
-MODEL = ("*.py", "preprocessor_config.json", "processor_config.json", "LICENSE*")
 
 
 def export(
@@ -190,17 +185,6 @@ def _stop_token_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
         return ()
     section = DataSection(datasets=("none",))
     return Codec(tokenizer, load_template("auto", tokenizer), section).stop_token_ids
-
-
-def beside(model: Path, tokenizer: Path) -> dict[str, bytes]:
-    """The small files of two folders that are copied as they are."""
-    found = {}
-    for folder, patterns in ((model, MODEL), (tokenizer, TOKENIZER)):
-        for pattern in patterns:
-            for path in sorted(folder.glob(pattern)):
-                if path.is_file():
-                    found[str(path.relative_to(folder))] = path.read_bytes()
-    return found
 
 
 def configs(

@@ -16,8 +16,8 @@ from .table import JSON, Advance, print_json, reading
 
 if TYPE_CHECKING:
     from ...checkpoint.mesh import Mesh
+    from ...checkpoint.mindspore.theirs import Theirs
     from ...checkpoint.source import Source
-    from ...interchange.mindspore import Theirs
 
 LEGACY = ("legacy", "legacy-fused")
 MCORE = ("mcore", "mcore-v1", "mcore-fused", "mcore-contiguous")
@@ -114,9 +114,9 @@ def _model(path: str) -> Path:
 
 def _open_theirs(request: Request, base: Path | None = None) -> Source:
     """The weights of others, under Hugging Face's names."""
+    from ...checkpoint.mindspore.theirs import open_model
     from ...checkpoint.weights import recognise
     from ...interchange.dcp import open_source
-    from ...interchange.mindspore import open_model
 
     if recognise(request.checkpoint) == "mindspore":
         return open_model(request.checkpoint, _theirs(request, base))
@@ -124,14 +124,15 @@ def _open_theirs(request: Request, base: Path | None = None) -> Source:
 
 
 def _theirs(request: Request, base: Path | None) -> Theirs:
-    from ...interchange.mindspore import Theirs
+    from ...checkpoint.mindspore.theirs import Theirs
 
     return Theirs(request.strategy, request.names, base)
 
 
 def _to_mindspore(request: Request, advance: Advance) -> Done:
     from ...checkpoint.mindspore.parallel import parse_parallel_config
-    from ...inference.mindspore import Wanted, write_mindspore
+    from ...checkpoint.mindspore.rewrite import Wanted, rewrite
+    from ...checkpoint.weights import recognise
 
     config = request.parallel_config
     wanted = Wanted(
@@ -144,14 +145,15 @@ def _to_mindspore(request: Request, advance: Advance) -> Done:
         request.iteration,
     )
     base = None if request.base is None else _model(request.base)
-    write_mindspore(
-        request.checkpoint,
-        request.target,
-        wanted,
-        theirs=replace(_theirs(request, base), names=None),
-        trust_pickle=request.trust_pickle,
-        progress=advance,
-    )
+    folder, target, theirs = request.checkpoint, request.target, _theirs(request, base)
+    theirs = replace(theirs, names=None)
+    if recognise(folder) == "mindspore":
+        rewrite(folder, target, wanted, theirs=theirs, progress=advance)
+    else:
+        from ...inference.mindspore import write_mindspore  # which takes seconds to import
+
+        trust = request.trust_pickle
+        write_mindspore(folder, target, wanted, theirs=theirs, trust_pickle=trust, progress=advance)
     notes = {"layout": request.layout}
     if request.iteration:
         return Done(notes, f"read it with checkpoint: {{load_path: {request.target}}}")

@@ -10,13 +10,18 @@ from typing import Any
 
 import torch
 
-from .. import files
-from ..checkpoint.beside import Beside
-from ..checkpoint.contents import ROLES, open_contents
-from ..checkpoint.copy import described
-from ..checkpoint.folder import open_checkpoint
-from ..checkpoint.layouts import open_folder
-from ..checkpoint.mindspore.names import (
+from ... import files
+from ...errors import CheckpointError
+from ..beside import Beside
+from ..contents import ROLES, open_contents
+from ..copy import described
+from ..folder import open_checkpoint
+from ..layouts import open_folder
+from ..source import Memory, Renamed, Source, Stored
+from ..tensorfile import open_path
+from ..trainer_state import NAME as TRAINER_STATE
+from ..weights import Weights, open_mindspore_state, recognise
+from .names import (
     KEEP,
     Heads,
     family_of,
@@ -26,17 +31,12 @@ from ..checkpoint.mindspore.names import (
     to_mindspore,
     usual,
 )
-from ..checkpoint.mindspore.opened import form_of, progress_of, role_of
-from ..checkpoint.mindspore.parallel import ParallelConfig
-from ..checkpoint.mindspore.ranks import rank_files, step_of
-from ..checkpoint.mindspore.shapes import Shapes
-from ..checkpoint.mindspore.strategy import Layouts
-from ..checkpoint.mindspore.write import Naming
-from ..checkpoint.source import Memory, Renamed, Source, Stored
-from ..checkpoint.tensorfile import open_path
-from ..checkpoint.trainer_state import NAME as TRAINER_STATE
-from ..checkpoint.weights import Weights, open_mindspore_state, recognise
-from ..errors import CheckpointError
+from .opened import form_of, progress_of, role_of
+from .parallel import ParallelConfig
+from .ranks import rank_files, step_of
+from .shapes import Shapes
+from .strategy import Layouts
+from .write import Naming
 
 _NUMBERS = ("epoch_num", "step_num", "loss_scale", "global_batch_size")  # of common.json
 _MOMENTS = {"adam_m.": "exp_avg", "adam_v.": "exp_avg_sq"}
