@@ -58,7 +58,8 @@ def role_of(name: str, shape: tuple[int, ...]) -> str:
     """model, optimizer or state."""
     if name.startswith(MOMENTS):
         return "optimizer"
-    return "state" if not shape or name in _STATE else "model"
+    is_number = not shape and "." not in name  # of the training: modules have paths
+    return "state" if is_number or name in _STATE else "model"
 
 
 @dataclass(frozen=True)
