@@ -111,6 +111,17 @@ def test_one_strategy_becomes_another_as_mindspore_does_it(real, tmp_path, name)
         assert_same_files(rank_file(tmp_path / "out", rank), path)
 
 
+def test_fewer_ranks_hold_wider_columns(real, truth, tmp_path):
+    """Where MindSpore 2.10's own ``transform_checkpoints`` gives other values."""
+    told = open_strategy(real / "mp2_bf16" / "strategy").stages
+    write_distributed(opened(real / "mp4"), tmp_path / "out", stages=told)
+    for name in ("attention.wo", "feed_forward.w2"):
+        whole = truth[f"model.layers.0.{name}.weight"]
+        for rank, expected in enumerate(whole.chunk(2, 1)):
+            found, _ = read(rank_file(tmp_path / "out", rank))
+            assert torch.equal(found[f"model.layers.0.{name}.weight"], expected)
+
+
 @pytest.mark.parametrize("name", ["dp2mp2", "w8_pp2dp2mp2_opt", "mp2_bf16"])
 def test_a_merge_is_what_mindspore_merges(real, tmp_path, name):
     write_full(opened(real / name), tmp_path / "out")
