@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test check proof docs clean
+.PHONY: demo test check proof interop docs clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -29,6 +29,13 @@ test: $(STAMP)  ## everything but the long proofs
 proof: $(STAMP)  ## thousands of kills, long fuzzing
 	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[fuzz]' -c constraints.txt
 	$(BIN)/pytest -n 2 -m proof
+
+MINDSPORE := benchmarks/.venv-mindspore
+
+interop: $(STAMP)  ## let MindSpore read what we wrote, in an environment of its own
+	$(PYTHON) -m venv $(MINDSPORE)
+	$(MINDSPORE)/bin/pip install --quiet --disable-pip-version-check -r benchmarks/requirements-mindspore.txt
+	MINDSPORE_PYTHON=$(CURDIR)/$(MINDSPORE)/bin/python $(BIN)/pytest -n 2 tests/interop
 
 docs: $(STAMP)  ## regenerate the reference pages from the code
 	$(BIN)/python -m surefoot.cli.reference docs/reference

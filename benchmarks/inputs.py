@@ -84,7 +84,10 @@ def tokenize(folder: Path, *, cutoff_len: int) -> None:
     tokenizer = load_tokenizer(folder)
     codec = Codec(tokenizer, load_template(section.template, tokenizer), section)
     found = prepare(
-        section, lambda examples: SFT().encode(examples, codec), fingerprint={"codec": codec.fingerprint}, seed=42
+        section,
+        lambda examples: SFT().encode(examples, codec),
+        fingerprint={"codec": codec.fingerprint},
+        seed=42,
     ).train
     rows = [found[index] for index in range(len(found))]
     columns = {name: [list(row[name]) for row in rows] for name in ("input_ids", "labels")}

@@ -63,3 +63,16 @@ def test_schema_is_the_json_schema_of_recipes():
     result = run("schema")
     assert result.exit_code == 0
     assert json.loads(result.stdout) == json_schema(Recipe)
+
+
+def test_convert_prints_a_recipe_and_names_what_it_did_not_look_at(tmp_path):
+    file, recipe = tmp_path / "theirs.yaml", tmp_path / "recipe.yaml"
+    text = "run_mode: finetune\noutput_dir: runs/x\npretrained_model_dir: m\nprocessor: {a: 1}\n"
+    file.write_text(text)
+    result = run("convert", file, "data.datasets=[d]")
+    assert result.exit_code == 0
+    assert result.stderr == "not looked at: processor.a\n"
+    recipe.write_text(result.stdout)
+    assert load(recipe).model.path == "m"
+    file.write_text("run_mode: predict")
+    assert "take `surefoot chat FOLDER`" in run("convert", file).stderr

@@ -6,10 +6,12 @@ from safetensors.torch import save_file
 
 from checkpoint.sample import Holder, same_bits
 from surefoot.checkpoint.box import Box
-from surefoot.checkpoint.copy import copy
+from surefoot.checkpoint.copy import copy, described
 from surefoot.checkpoint.dcp_write import write_dcp
 from surefoot.checkpoint.layouts import LAYOUTS, open_folder
 from surefoot.checkpoint.mesh import Mesh
+from surefoot.checkpoint.mindspore.parallel import ParallelConfig
+from surefoot.checkpoint.mindspore.write import write_distributed
 from surefoot.checkpoint.save import save
 from surefoot.checkpoint.source import Memory, read_whole
 from surefoot.checkpoint.weights import recognise
@@ -43,11 +45,19 @@ def write_boxes(folder, tensors):
     return folder / "dcp"
 
 
+def write_mindspore(folder, tensors):
+    source = Memory(tensors)
+    config = ParallelConfig(2, enable_parallel_optimizer=True, parallel_optimizer_threshold=0)
+    write_distributed(source, folder / "ranks", stages=config.stages(described(source)))
+    return folder / "ranks"
+
+
 WRITERS = {
     "native": write_native,
     "huggingface": write_huggingface,
     "peft": write_peft,
     "dcp": write_boxes,
+    "mindspore": write_mindspore,
 }
 
 
@@ -101,7 +111,7 @@ def test_any_layout_can_be_copied_to_a_model_folder(layout, folder, tmp_path):
 
 
 def test_a_damaged_file_is_an_error_when_it_is_opened(layout, folder):
-    for path in folder.glob("*.safetensors"):
+    for path in folder.rglob("*.safetensors"):
         path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(CheckpointError, match="safetensors"):
         LAYOUTS[layout].open(folder)

@@ -16,7 +16,8 @@ from ..errors import CheckpointError
 from . import strict, trainer_state
 from .folder import open_checkpoint
 from .index import STATE
-from .weights import Weights, open_weights, places, recognise
+from .mindspore.opened import progress_of, role_of
+from .weights import Weights, open_mindspore_state, open_weights, places, recognise
 
 ROLES = ("model", "optimizer", "state")
 _MODEL = "model/"
@@ -30,6 +31,8 @@ def open_contents(folder: Path, roles: Collection[str] = ROLES) -> Weights:
     with files.raising(CheckpointError, f"cannot read {folder}"):
         if recognise(folder) == "native":
             return _open_ours(folder, roles)
+        if recognise(folder) == "mindspore":
+            return _open_mindspore(folder, roles)
         opened = open_weights(folder)
     tensors = {_MODEL + name: place for name, place in opened.tensors.items()}
     return Weights(opened.layout, folder, tensors if "model" in roles else {})
@@ -40,6 +43,15 @@ def _open_ours(folder: Path, roles: Collection[str]) -> Weights:
     found = checkpoint.manifest.by_tensor()
     wanted = {name: pieces for name, pieces in found.items() if name.partition("/")[0] in roles}
     return Weights("native", folder, places(checkpoint, wanted))
+
+
+def _open_mindspore(folder: Path, roles: Collection[str]) -> Weights:
+    found = {
+        f"{role_of(name, place.entry.shape)}/{name}": place
+        for name, place in open_mindspore_state(folder).items()
+    }
+    wanted = {name: place for name, place in found.items() if name.partition("/")[0] in roles}
+    return Weights("mindspore", folder, wanted)
 
 
 def shown(name: str) -> str:
@@ -72,6 +84,9 @@ def states_of(folder: Path) -> Mapping[str, Any]:
         if recognise(folder) == "native":
             checkpoint = open_checkpoint(folder)
             return checkpoint.skeleton() if STATE in checkpoint.manifest.files else {}
+        if recognise(folder) == "mindspore":
+            progress = progress_of(folder)
+            return {"progress": progress} if progress else {}
         if files.exists(folder / trainer_state.NAME):
             return {"trainer_state": trainer_state.load(folder)}
     return {}

@@ -16,6 +16,7 @@ from . import disk, strict, trainer_state
 from .commit import is_being_written, is_leftover, named, step_of
 from .folder import CheckpointFolder, open_checkpoint
 from .index import Manifest
+from .mindspore.opened import Saved, saves
 from .trainer_state import TrainerState
 from .verify import Progress, verify
 from .weights import FOREIGN, Layout, open_weights, recognise
@@ -63,6 +64,8 @@ def verified(line: Line, progress: Progress | None = None) -> Line:
 def _list_run(root: Path) -> list[Line]:
     if step_of(root) >= 0 and recognise(root):
         return _with_disk([_line(root)[0]])
+    if not named(root) and recognise(root) == "mindspore":
+        return [_of_mindspore(saved) for saved in saves(root)]
     found = [_line(folder) for folder in named(root)]
     best = next((state.best_step for line, state in reversed(found) if line.problem is None), None)
     lines = [replace(line, is_best=line.step == best is not None) for line, state in found]
@@ -134,6 +137,23 @@ def _of_trainer(folder: Path, layout: Layout | None) -> tuple[Line, TrainerState
         eval_loss=state.at("eval_loss", step),
     )
     return line, state
+
+
+def _of_mindspore(saved: Saved) -> Line:
+    """One save of a folder in which MindSpore keeps several."""
+    line = Line(
+        saved.path,
+        step=saved.step,
+        created=_modified(saved.path),
+        layout="mindspore",
+        kind="full",
+        num_bytes=saved.num_bytes,
+    )
+    try:
+        open_weights(saved.path)
+    except CheckpointError as error:
+        return replace(line, problem=_inside(saved.path, str(error)))
+    return line
 
 
 def _modified(folder: Path) -> str | None:

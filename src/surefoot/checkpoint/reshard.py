@@ -173,7 +173,7 @@ def _refuse_foreign(folder: Path) -> None:
     if layout in FOREIGN:
         raise CheckpointError(
             f"{folder}: weights alone ({layout}), not a checkpoint of ours with the state to go on "
-            "from; weights are converted with --to huggingface or --to dcp"
+            "from; weights are converted with --to huggingface, dcp or mindspore"
         )
 
 

@@ -12,11 +12,10 @@ from pathlib import Path
 from .. import files
 from ..errors import CheckpointError
 from . import strict, trainer_state
-from .contents import states_of
+from .contents import open_contents, states_of
 from .folder import CheckpointFolder, open_checkpoint
-from .header import Entry
 from .index import Piece
-from .weights import ADAPTER_CONFIG, PICKLES, Weights, open_weights, recognise
+from .weights import ADAPTER_CONFIG, PICKLES, Place, Weights, recognise
 
 _WIDTH = 60  # characters in which a state is told
 _WANTED = {  # configuration file -> what is said of it
@@ -70,7 +69,7 @@ class Summary:
     """A folder of weights: what it says about itself, and what is in it."""
 
     path: Path
-    layout: str  # native, huggingface, peft or dcp
+    layout: str  # native, huggingface, peft, dcp or mindspore
     facts: Mapping[str, str]  # in the order of interest
     files: Mapping[str, int]  # name -> bytes
     groups: tuple[Group, ...]
@@ -79,6 +78,8 @@ class Summary:
     @property
     def pickles(self) -> list[str]:
         """The files that could run code if they were read, and so are not."""
+        if self.layout == "mindspore":  # whose .ckpt are protocol buffers
+            return []
         return [name for name in self.files if name.endswith(PICKLES)]
 
 
@@ -87,7 +88,7 @@ def summarise(folder: Path) -> Summary:
     with files.raising(CheckpointError):
         if recognise(folder) == "native":
             return _summarise_native(open_checkpoint(folder))
-        return _summarise_plain(open_weights(folder))
+        return _summarise_plain(open_contents(folder))
 
 
 def _summarise_native(checkpoint: CheckpointFolder) -> Summary:
@@ -125,25 +126,40 @@ def _groups(tensors: Mapping[str, Sequence[Piece]]) -> tuple[Group, ...]:
     return tuple(Group(role, tuple(found[role])) for role in sorted(found))
 
 
-def _summarise_plain(weights: Weights) -> Summary:
-    tensors = tuple(
-        _tensor(name, place.entry, place.file.path.name)
-        for name, place in sorted(weights.tensors.items())
-    )
-    folder = weights.folder
+def _summarise_plain(contents: Weights) -> Summary:
+    folder = contents.folder
+    groups: dict[str, list[Tensor]] = {}
+    for full_name, place in sorted(contents.tensors.items()):
+        role, _, name = full_name.partition("/")
+        groups.setdefault(role, []).append(_tensor(name, place, folder))
     try:
         progress, states = _progress(folder), _states(folder)
     except CheckpointError as error:  # a damaged log says nothing against the weights
         progress, states = {"log": f"cannot be read: {error}"}, {}
-    sizes = {name: files.size_of(folder / name) for name in files.list_folder(folder)}
     return Summary(
         folder,
-        weights.layout,
+        contents.layout,
         progress | _config_facts(folder),
-        {name: size for name, size in sizes.items() if size is not None},
-        (Group("model", tensors),),
+        _sizes(contents),
+        tuple(Group(role, tuple(groups[role])) for role in sorted(groups)) or (Group("model", ()),),
         states,
     )
+
+
+def _sizes(contents: Weights) -> dict[str, int]:
+    """The files in the folder, and the files of tensors in folders within."""
+    folder = contents.folder
+    names = files.list_folder(folder) if files.is_folder(folder) else []
+    sizes = {name: files.size_of(folder / name) for name in names}
+    for place in contents.tensors.values():
+        for file in {part.file for part in place.parts} or {place.file}:
+            sizes[_inside(file.path, folder)] = file.header.file_size
+    return {name: size for name, size in sorted(sizes.items()) if size is not None}
+
+
+def _inside(path: Path, folder: Path) -> str:
+    """A file's name as seen from the folder."""
+    return str(path.relative_to(folder)) if folder in path.parents else path.name
 
 
 def _progress(folder: Path) -> dict[str, str]:
@@ -155,7 +171,11 @@ def _progress(folder: Path) -> dict[str, str]:
     return {name: str(value) for name, value in found.items() if value is not None}
 
 
-def _tensor(name: str, entry: Entry, file: str) -> Tensor:
+def _tensor(name: str, place: Place, folder: Path) -> Tensor:
+    entry, files_of = place.entry, sorted({part.file.path for part in place.parts})
+    file = _inside(place.file.path, folder)
+    if len(files_of) > 1:
+        file = f"{_inside(files_of[0], folder)} and {len(files_of) - 1} more"
     return Tensor(name, entry.dtype, entry.shape, entry.num_bytes, file)
 
 

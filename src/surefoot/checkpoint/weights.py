@@ -1,8 +1,9 @@
 """What weights lie in a folder, ours or somebody else's, from names and headers alone. No torch.
 
-A folder of weights is one of four: a checkpoint of ours (``manifest.json``), a PEFT adapter
-(``adapter_config.json``), a Hugging Face model (``model.safetensors``, whole or sharded), or boxes
-of tensors as PyTorch's distributed checkpoints write them (``shard-00001-model-...``).
+A folder of weights is one of five: a checkpoint of ours (``manifest.json``), a PEFT adapter
+(``adapter_config.json``), a Hugging Face model (``model.safetensors``, whole or sharded), boxes
+of tensors as PyTorch's distributed checkpoints write them (``shard-00001-model-...``), or what
+MindSpore writes (``rank_0``, ``part0.safetensors``, ``iteration_00000020``).
 """
 
 from __future__ import annotations
@@ -21,9 +22,12 @@ from .commit import named
 from .folder import CheckpointFolder, open_checkpoint
 from .header import Entry
 from .index import MANIFEST, STATE, Piece, is_plain_name
+from .mindspore import opened as mindspore
+from .mindspore.ranks import old_file
+from .mindspore.shapes import Shapes
 
-Layout = Literal["native", "peft", "huggingface", "dcp"]
-FOREIGN: tuple[Layout, ...] = ("huggingface", "peft", "dcp")
+Layout = Literal["native", "peft", "huggingface", "dcp", "mindspore"]
+FOREIGN: tuple[Layout, ...] = ("huggingface", "peft", "dcp", "mindspore")
 
 MODEL = "model.safetensors"
 MODEL_INDEX = "model.safetensors.index.json"
@@ -92,7 +96,9 @@ def recognise(folder: Path) -> Layout | None:
         return "peft"
     if has_model:
         return "huggingface"
-    return "dcp" if dcp.shard_files(folder) else None
+    if dcp.shard_files(folder):
+        return "dcp"
+    return "mindspore" if mindspore.form_of(folder) else None
 
 
 def is_deepspeed(folder: Path) -> bool:
@@ -165,13 +171,33 @@ def open_huggingface(folder: Path) -> Weights:
 
 def open_dcp(folder: Path) -> Weights:
     """Boxes of tensors in safetensors, as PyTorch's distributed checkpoints write them."""
+    return Weights("dcp", folder, _from_boxes(dcp.open_boxes(folder)))
+
+
+def open_mindspore(
+    folder: Path, *, strategy: Path | None = None, shapes: Shapes | None = None
+) -> Weights:
+    """The weights as MindSpore has them, without the state of a training."""
+    every = open_mindspore_state(folder, strategy=strategy, shapes=shapes)
+    model = {n: p for n, p in every.items() if mindspore.role_of(n, p.entry.shape) == "model"}
+    return Weights("mindspore", folder, model)
+
+
+def open_mindspore_state(
+    folder: Path, *, strategy: Path | None = None, shapes: Shapes | None = None
+) -> dict[str, Place]:
+    """All tensors that MindSpore saved, by its names: weights, moments, numbers of the training."""
+    return _from_boxes(mindspore.open_boxes(folder, strategy=strategy, shapes=shapes))
+
+
+def _from_boxes(tensors: Mapping[str, Sequence[dcp.Stored]]) -> dict[str, Place]:
     found = {}
-    for name, boxes in dcp.open_boxes(folder).items():
+    for name, boxes in tensors.items():
         first = boxes[0]
         entry = first.file.entry(name)
         parts = tuple(Part(box.file, name, box.box) for box in boxes) if len(boxes) > 1 else ()
         found[name] = Place(first.file, name, replace(entry, shape=first.shape), None, parts)
-    return Weights("dcp", folder, found)
+    return found
 
 
 def _stored(opened: list[tensorfile.TensorFile]) -> dict[str, Place]:
@@ -193,6 +219,11 @@ def _why_not(folder: Path) -> str:
     if inside := [path for path in named(folder) if recognise(path) is not None]:
         return f"{folder}: holds no weights itself; did you mean {inside[-1]}?"
     names = files.list_folder(folder)
+    if old := old_file(folder):
+        return (
+            f"{old}: MindSpore's older format, which is not read; "
+            "convert it with mindspore.ckpt_to_safetensors"
+        )
     whose = "a distributed checkpoint of PyTorch, whose index is a pickle"
     if is_deepspeed(folder):
         whose = "a checkpoint of DeepSpeed, whose files are pickles"
@@ -222,4 +253,5 @@ _OPEN: Mapping[Layout, Callable[[Path], Weights]] = {
     "peft": open_peft,
     "huggingface": open_huggingface,
     "dcp": open_dcp,
+    "mindspore": open_mindspore,
 }

@@ -1,4 +1,4 @@
-"""``surefoot recipe``: a recipe in full, and the JSON schema that editors check recipes with."""
+"""``surefoot recipe``: a recipe in full, from a file of others, and the JSON schema of recipes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import click
 
 @click.group()
 def recipe() -> None:
-    """Show a recipe in full, or the JSON schema of recipes."""
+    """Show a recipe in full, make one of another tool's file, or print the JSON schema."""
 
 
 @recipe.command()
@@ -28,6 +28,29 @@ def show(path: Path, overrides: tuple[str, ...], docs: bool) -> None:
 
     for line in lines(load(path, overrides), docs=docs):
         click.secho(line.text, dim=line.is_default)
+
+
+@recipe.command()
+@click.argument("path", metavar="FILE", type=click.Path(path_type=Path))
+@click.argument("overrides", nargs=-1)
+def convert(path: Path, overrides: tuple[str, ...]) -> None:
+    """Print the YAML FILE of MindSpore Transformers as a recipe.
+
+    Data sets are not taken over: say what to train on with OVERRIDES such as data.datasets=[mine].
+    Keys that cannot be had here are refused, each with the reason. Keys that were not looked at
+    are listed on standard error.
+    """
+    from ..recipe.document import Document
+    from ..recipe.files import read_text
+    from ..recipe.from_mindformers import convert as from_mindformers
+    from ..recipe.overrides import override
+    from ..recipe.recipe import Recipe
+    from ..recipe.yaml import emit, parse
+
+    found = from_mindformers(parse(read_text(path), str(path)))
+    click.echo(emit(override(Recipe, Document(found.nested()), overrides).data), nl=False)
+    if found.left:
+        click.echo(f"not looked at: {', '.join(found.left)}", err=True)
 
 
 @recipe.command()

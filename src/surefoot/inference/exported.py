@@ -17,6 +17,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from .. import files
+from ..checkpoint.companions import beside
 from ..checkpoint.copy import copy
 from ..checkpoint.layouts import open_folder
 from ..checkpoint.layouts.peft import PREFIX, merged
@@ -33,12 +34,6 @@ from .grown import Grown
 from .opened import Parts, find_parts
 
 DtypeName = Literal["float32", "bfloat16", "float16"]
-# What lies beside the weights: the tokenizer, its template, processors, and code a model brings.
-TOKENIZER = (
-    *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"),
-    *("*.model", "*.jinja", "chat_template.json", "additional_chat_templates/*"),
-)
-MODEL = ("*.py", "preprocessor_config.json", "processor_config.json", "LICENSE*")
 
 
 def export(
@@ -68,12 +63,7 @@ def export(
     """
     parts, target = find_parts(path, base=base), Path(out).expanduser().absolute()
     _refuse_taken(target)
-    whole = _whole(parts, trust_remote_code)
-    source = whole.source if dtype is None else Cast(whole.source, DTYPES[dtype])
-    small = {
-        **beside(parts.model, parts.tokenizer),
-        **configs(parts.model, source, whole.changes, whole.stop_token_ids),
-    }
+    source, small = whole_model(parts, dtype=dtype, trust_remote_code=trust_remote_code)
     total, done = _num_bytes(source), 0
 
     def advance(count: int) -> None:
@@ -88,6 +78,19 @@ def export(
             files.make_folder((folder / name).parent)
             files.write_new(folder / name, data)
     return target
+
+
+def whole_model(
+    parts: Parts, *, dtype: DtypeName | None = None, trust_remote_code: bool = False
+) -> tuple[Source, dict[str, bytes]]:
+    """The weights of a model, an adapter merged into them, and the small files to lie beside."""
+    whole = _whole(parts, trust_remote_code)
+    source = whole.source if dtype is None else Cast(whole.source, DTYPES[dtype])
+    small = {
+        **beside(parts.model, parts.tokenizer),
+        **configs(parts.model, source, whole.changes, whole.stop_token_ids),
+    }
+    return source, small
 
 
 def _refuse_taken(out: Path) -> None:
@@ -182,17 +185,6 @@ def _stop_token_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
         return ()
     section = DataSection(datasets=("none",))
     return Codec(tokenizer, load_template("auto", tokenizer), section).stop_token_ids
-
-
-def beside(model: Path, tokenizer: Path) -> dict[str, bytes]:
-    """The small files of two folders that are copied as they are."""
-    found = {}
-    for folder, patterns in ((model, MODEL), (tokenizer, TOKENIZER)):
-        for pattern in patterns:
-            for path in sorted(folder.glob(pattern)):
-                if path.is_file():
-                    found[str(path.relative_to(folder))] = path.read_bytes()
-    return found
 
 
 def configs(

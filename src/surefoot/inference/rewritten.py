@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from .. import files
+from ..checkpoint.companions import beside
 from ..checkpoint.contents import small_file
 from ..checkpoint.copy import cast, copy
 from ..checkpoint.folder import open_checkpoint
@@ -19,7 +20,7 @@ from ..checkpoint.source import Renamed, Source, Stored
 from ..checkpoint.weights import ADAPTER_CONFIG, open_weights, recognise
 from ..checkpoint.whole import new_folder
 from ..errors import CheckpointError
-from .exported import beside, configs
+from .exported import configs
 
 Progress = Callable[[int], None]
 _CONFIG = "config.json"

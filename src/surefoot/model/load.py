@@ -28,6 +28,7 @@ from .section import ModelSection
 
 logger = logging.getLogger(__name__)
 WEIGHTS = "*.safetensors"
+PLACES = ("", "rank_0/", "checkpoint/rank_0/", "iteration_*/")  # the last three are MindSpore's
 FILES = ("*.json", WEIGHTS, "*.jinja", "*.model", "*.txt", "*.py")  # never pickles
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -97,7 +98,7 @@ def _download_modelscope(section: ModelSection, patterns: list[str]) -> Path:
 
 
 def _refuse_pickles(folder: Path) -> None:
-    if any(folder.glob("*.safetensors")):
+    if any(found for place in PLACES for found in folder.glob(f"{place}{WEIGHTS}")):
         return
     pickles = sorted(p.name for p in folder.iterdir() if p.suffix in (".bin", ".pt", ".pth"))
     if pickles:

@@ -11,7 +11,7 @@ from ... import files
 from ..source import Source, Stored, read_whole
 from ..weights import MODEL, MODEL_INDEX, open_weights
 from ..weights import recognise as kind_of
-from . import dcp, huggingface, native, peft
+from . import dcp, huggingface, mindspore, native, peft
 
 
 class Layout(Protocol):
@@ -29,6 +29,7 @@ LAYOUTS: dict[str, Layout] = {
     "peft": peft,
     "huggingface": huggingface,
     "dcp": dcp,
+    "mindspore": mindspore,
 }
 
 
@@ -38,10 +39,13 @@ def open_folder(path: Path | str) -> Source:
 
 
 def scattered(folder: Path | str) -> dict[str, torch.Tensor] | None:
-    """The weights of a checkpoint that several processes have written, put together; None for any
-    other folder, which ``from_pretrained`` reads itself."""
+    """The weights of a checkpoint that several processes have written, or MindSpore, put together
+    under Hugging Face's names; None for any other folder, which ``from_pretrained`` reads itself.
+    """
     path = Path(folder)
-    if kind_of(path) != "native" or any(files.exists(path / n) for n in (MODEL, MODEL_INDEX)):
+    kind, has_model = kind_of(path), any(files.exists(path / n) for n in (MODEL, MODEL_INDEX))
+    if kind not in ("native", "mindspore") or has_model:
         return None
-    source = open_folder(path)
+    is_theirs = kind == "mindspore"
+    source = mindspore.under_other_names(path) if is_theirs else open_folder(path)
     return {name: read_whole(source, name) for name in source.shapes()}

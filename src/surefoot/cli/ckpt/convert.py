@@ -4,7 +4,7 @@ function for each."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -16,7 +16,12 @@ from .table import JSON, Advance, print_json, reading
 
 if TYPE_CHECKING:
     from ...checkpoint.mesh import Mesh
+    from ...checkpoint.mindspore.theirs import Theirs
+    from ...checkpoint.source import Source
 
+LEGACY = ("legacy", "legacy-fused")
+MCORE = ("mcore", "mcore-v1", "mcore-fused", "mcore-contiguous")
+FAMILIES = ("keep", *LEGACY, *MCORE)
 DTYPES = ("float32", "float16", "bfloat16")
 LAYOUTS = ("full", "distributed")
 DtypeName = Literal["float32", "float16", "bfloat16"]
@@ -34,6 +39,12 @@ class Request:
     mesh: str | None = None
     dtype: DtypeName | None = None
     trust_pickle: bool = False
+    names: str | None = None  # MindSpore Transformers': of the target, or of the source
+    strategy: Path | None = None  # files that say how the source's ranks cut it
+    like: Path | None = None  # files that say how the target's ranks do
+    parallel_config: str | None = None  # the same as settings of MindSpore Transformers
+    remove_redundancy: bool = False
+    iteration: bool = False  # the newer form of MindSpore Transformers 2.x
 
 
 @dataclass(frozen=True)
@@ -64,9 +75,9 @@ def _to_huggingface(request: Request, advance: Advance) -> Done:
     from ...checkpoint.weights import recognise
     from ...inference import export
     from ...inference.rewritten import write_model
-    from ...interchange.dcp import open_source
 
-    if recognise(request.checkpoint) not in (None, "dcp") or _is_run(request.checkpoint):
+    kind = recognise(request.checkpoint)
+    if kind not in (None, "dcp", "mindspore") or _is_run(request.checkpoint):
         before = 0
 
         def tell(done: int, _total: int) -> None:
@@ -82,8 +93,8 @@ def _to_huggingface(request: Request, advance: Advance) -> Done:
             progress=tell,
         )
         return Done()
-    source = open_source(request.checkpoint, trust_pickle=request.trust_pickle)
     base = None if request.base is None else _model(request.base)
+    source = _open_theirs(request, base)
     write_model(source, request.target, base=base, dtype=request.dtype, progress=advance)
     words = "weights only: its config.json and tokenizer are those of the model it comes from; "
     return Done(words="" if base else words + "--base MODEL copies them")
@@ -101,6 +112,56 @@ def _model(path: str) -> Path:
     return locate(path).folder
 
 
+def _open_theirs(request: Request, base: Path | None = None) -> Source:
+    """The weights of others, under Hugging Face's names."""
+    from ...checkpoint.mindspore.theirs import open_model
+    from ...checkpoint.weights import recognise
+    from ...interchange.dcp import open_source
+
+    if recognise(request.checkpoint) == "mindspore":
+        return open_model(request.checkpoint, _theirs(request, base))
+    return open_source(request.checkpoint, trust_pickle=request.trust_pickle)
+
+
+def _theirs(request: Request, base: Path | None) -> Theirs:
+    from ...checkpoint.mindspore.theirs import Theirs
+
+    return Theirs(request.strategy, request.names, base)
+
+
+def _to_mindspore(request: Request, advance: Advance) -> Done:
+    from ...checkpoint.mindspore.parallel import parse_parallel_config
+    from ...checkpoint.mindspore.rewrite import Wanted, rewrite
+    from ...checkpoint.weights import recognise
+
+    config = request.parallel_config
+    wanted = Wanted(
+        request.layout,
+        None if config is None else parse_parallel_config(config),
+        request.like,
+        request.names,
+        request.dtype,
+        request.remove_redundancy,
+        request.iteration,
+    )
+    base = None if request.base is None else _model(request.base)
+    folder, target, theirs = request.checkpoint, request.target, _theirs(request, base)
+    theirs = replace(theirs, names=None)
+    if recognise(folder) == "mindspore":
+        rewrite(folder, target, wanted, theirs=theirs, progress=advance)
+    else:
+        from ...inference.mindspore import write_mindspore  # which takes seconds to import
+
+        trust = request.trust_pickle
+        write_mindspore(folder, target, wanted, theirs=theirs, trust_pickle=trust, progress=advance)
+    notes = {"layout": request.layout}
+    if request.iteration:
+        return Done(notes, f"read it with checkpoint: {{load_path: {request.target}}}")
+    inner = "/checkpoint" if request.layout == "distributed" else ""
+    words = f"read it with load_checkpoint: {request.target}{inner}"
+    return Done(notes, f"{words}, load_ckpt_format: safetensors")
+
+
 def _to_peft(request: Request, advance: Advance) -> Done:
     from ...inference.rewritten import write_adapter
 
@@ -111,9 +172,8 @@ def _to_peft(request: Request, advance: Advance) -> Done:
 def _to_dcp(request: Request, advance: Advance) -> Done:
     from ...checkpoint.dcp_write import write_dcp
     from ...inference.rewritten import companions
-    from ...interchange.dcp import open_source
 
-    source = open_source(request.checkpoint, trust_pickle=request.trust_pickle)
+    source = _open_theirs(request)
     mesh = read_mesh(request.mesh)
     write_dcp(
         source,
@@ -162,14 +222,17 @@ TARGETS: dict[str, Callable[[Request, Advance], Done]] = {
     "peft": _to_peft,
     "trainer": _to_trainer,
     "dcp": _to_dcp,
+    "mindspore": _to_mindspore,
 }
+_THEIRS = ("like", "parallel_config", "remove_redundancy", "iteration")
 # The options that mean something for each target, beside SRC and DST.
 _TAKES = {
     "surefoot": {"layout", "mesh", "dtype"},
-    "huggingface": {"base", "dtype", "trust_pickle"},
+    "huggingface": {"base", "dtype", "trust_pickle", "names", "strategy"},
     "peft": {"dtype"},
     "trainer": {"base"},
-    "dcp": {"mesh", "dtype", "trust_pickle"},
+    "dcp": {"mesh", "dtype", "trust_pickle", "names", "strategy"},
+    "mindspore": {"layout", "base", "dtype", "trust_pickle", "names", "strategy", *_THEIRS},
 }
 
 LAYOUT = click.option(
@@ -187,6 +250,35 @@ DTYPE = click.option(
 )
 
 
+FILES = click.Path(exists=True, path_type=Path)
+NAMES = click.option(
+    "--names",
+    type=click.Choice(FAMILIES),
+    help="What MindSpore Transformers calls the weights, in DST or, with --to huggingface, in SRC; "
+    "keep: as they are.",
+)
+STRATEGY = click.option(
+    "--strategy", type=FILES, help="MindSpore's strategy files of SRC, if not beside its ranks."
+)
+LIKE = click.option("--like", type=FILES, help="Strategy files by which DST is cut for its ranks.")
+PARALLEL = click.option(
+    "--parallel-config",
+    metavar="NAME=N[,NAME=N]",
+    help="How DST is cut for MindSpore's ranks: data_parallel=2,model_parallel=4, pipeline_stage, "
+    "enable_parallel_optimizer=true, optimizer_weight_shard_size, parallel_optimizer_threshold, "
+    "vocab_emb_dp=false.",
+)
+ONCE = click.option(
+    "--remove-redundancy", is_flag=True, help="Of slices that several ranks hold, write one."
+)
+
+ITERATION = click.option(
+    "--iteration",
+    is_flag=True,
+    help="With --to mindspore: the newer form of MindSpore Transformers 2.x, iteration_N.",
+)
+
+
 @click.command()
 @click.argument("checkpoint", metavar="SRC", type=PLACE)
 @click.argument("target", metavar="DST", type=click.Path(path_type=Path))
@@ -198,7 +290,8 @@ DTYPE = click.option(
     "huggingface: weights, configuration and tokenizer, an adapter merged into its base; "
     "peft: an adapter by itself; "
     "trainer: what Trainer.train(resume_from_checkpoint=DST) goes on from; "
-    "dcp: weights that PyTorch's distributed checkpoints read.",
+    "dcp: weights that PyTorch's distributed checkpoints read; "
+    "mindspore: what MindSpore Transformers reads, whole or by rank.",
 )
 @LAYOUT
 @MESH
@@ -212,6 +305,12 @@ DTYPE = click.option(
     is_flag=True,
     help="Read the pickles of a checkpoint of DeepSpeed, or of PyTorch's DCP, as inert records.",
 )
+@NAMES
+@STRATEGY
+@LIKE
+@PARALLEL
+@ONCE
+@ITERATION
 @JSON
 def convert(
     checkpoint: Path | Address, target: Path, kind: str | None, as_json: bool, **options: object

@@ -38,10 +38,10 @@ _SHARED = 0.99  # below this share of a checkpoint's size, it shares files with 
 def ls(folder: Path | Address, verify: bool, as_json: bool) -> None:
     """List the checkpoints of RUN, a run's folder or its URL, oldest first.
 
-    RUN may be the Hugging Face Trainer's as well. Files are checked to be there at full length.
-    Loss is the last that was logged, eval loss that of the very step. A column "on disk" appears
-    where checkpoints share files: it is what each adds to the older ones. The exit code is 1 if
-    --verify finds one that is not whole.
+    RUN may be the Hugging Face Trainer's or MindSpore's as well. Files are checked to be there at
+    full length. Loss is the last that was logged, eval loss that of the very step. A column "on
+    disk" appears where checkpoints share files: it is what each adds to the older ones. The exit
+    code is 1 if --verify finds one that is not whole.
     """
     if isinstance(folder, Address):
         lines = _in_store(folder, verify=verify)
@@ -97,7 +97,7 @@ def _columns(lines: list[Line], newest: Line | None) -> dict[str, list[Text]]:
         "size": [in_bytes(line.num_bytes) for line in lines],
         "on disk": [in_bytes(line.disk_bytes) if shares and line.step else "" for line in lines],
         "kind": [line.kind or "" for line in lines],
-        "layout": ["Trainer" if line.layout in _OTHERS else "" for line in lines],
+        "layout": [_OTHERS.get(line.layout or "", "") for line in lines],
         "loss": [number(line.loss) for line in lines],
         "eval loss": [number(line.eval_loss) for line in lines],
         "parent": [(line.parent or "").removeprefix("checkpoint-") for line in lines],
@@ -106,7 +106,7 @@ def _columns(lines: list[Line], newest: Line | None) -> dict[str, list[Text]]:
     return found | {"state": [_state(line, newest) for line in lines]}
 
 
-_OTHERS = ("huggingface", "peft")
+_OTHERS = {"huggingface": "Trainer", "peft": "Trainer", "mindspore": "MindSpore"}
 
 
 def _shares(line: Line) -> bool:

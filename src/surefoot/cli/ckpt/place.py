@@ -7,10 +7,12 @@ from pathlib import Path
 import click
 
 from ...address import Address, is_address
+from ...checkpoint.mindspore.ranks import step_of
 
 
 class Place(click.Path):
-    """A folder that is there, or a URL."""
+    """A folder that is there, or a URL. Where MindSpore's ranks keep several steps in a folder, a
+    file in ``rank_0`` names the step."""
 
     def __init__(self) -> None:
         super().__init__(exists=True, file_okay=False, path_type=Path)
@@ -19,6 +21,8 @@ class Place(click.Path):
         self, value: str, param: click.Parameter | None, ctx: click.Context | None
     ) -> Path | Address:
         """The folder, or the address."""
+        if step_of(Path(value).name) is not None and Path(value).is_file():
+            return Path(value)
         if not is_address(value):
             found: Path = super().convert(value, param, ctx)  # type: ignore[assignment]
             return found

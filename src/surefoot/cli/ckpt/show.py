@@ -42,6 +42,7 @@ _LAYOUTS = {
     "huggingface": "Hugging Face",
     "peft": "PEFT adapter",
     "dcp": "PyTorch DCP",
+    "mindspore": "MindSpore",
 }
 AllNorms = Mapping[str, "Norms"]  # by a tensor's full name
 
@@ -57,7 +58,7 @@ AllNorms = Mapping[str, "Norms"]  # by a tensor's full name
 def show(
     checkpoint: Path | Address, tensors: bool, norms: bool, state: str | None, as_json: bool
 ) -> None:
-    """Show what is in CHECKPOINT: one of ours, or of Hugging Face, its Trainer or PEFT.
+    """Show what is in CHECKPOINT: one of ours, or of Hugging Face, its Trainer, PEFT or MindSpore.
 
     Norms are of the finite values, in 64 bits, and need little memory. Pickled files are listed,
     but never read.

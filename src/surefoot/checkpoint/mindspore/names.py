@@ -1,0 +1,285 @@
+"""What MindSpore Transformers calls the weights of Hugging Face's Llama, Qwen2 and Qwen3.
+
+It has two families of names, ``legacy`` and ``mcore``, and each may lay projections together: the
+rows of queries, keys and values take turns by groups of heads, those of gate and up one by one.
+Values stay as they are: nothing is transposed, and the rotary halves are Hugging Face's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ... import files
+from ...errors import CheckpointError
+from .. import strict
+from ..beside import Beside
+from ..interleaved import Interleaved, Pick, Turn, Unpicked
+from ..source import Renamed, Shape, Source
+from .parallel import MOMENTS
+from .ranks import root_of
+
+KEEP = "keep"
+_QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+_GATE_UP = ("mlp.gate_proj", "mlp.up_proj")
+
+
+@dataclass(frozen=True)
+class Family:
+    """One way to name the tensors of a model."""
+
+    layer: str  # before the number of a layer
+    tops: Mapping[str, str]  # Hugging Face's name -> the name here, outside of layers
+    modules: Mapping[str, str]  # the same for the modules of a layer
+    qkv: str | None = None  # of the fused projections; None: they are apart
+    gate_up: str | None = None
+    is_contiguous: bool = False  # fused ones lie end to end; otherwise their rows take turns
+
+
+_LEGACY_TOPS = {
+    "model.embed_tokens.weight": "model.tok_embeddings.embedding_weight",
+    "model.norm.weight": "model.norm_out.weight",
+    "lm_head.weight": "lm_head.weight",
+}
+_LEGACY = {
+    "self_attn.q_proj": "attention.wq",
+    "self_attn.k_proj": "attention.wk",
+    "self_attn.v_proj": "attention.wv",
+    "self_attn.o_proj": "attention.wo",
+    "mlp.gate_proj": "feed_forward.w1",
+    "mlp.down_proj": "feed_forward.w2",
+    "mlp.up_proj": "feed_forward.w3",
+    "input_layernorm": "attention_norm",
+    "post_attention_layernorm": "ffn_norm",
+}
+_MCORE_TOPS = {
+    "model.embed_tokens.weight": "embedding.word_embeddings.weight",
+    "model.norm.weight": "decoder.final_layernorm.weight",
+    "lm_head.weight": "output_layer.weight",
+}
+_MCORE = {
+    "self_attn.q_proj": "self_attention.linear_q",
+    "self_attn.k_proj": "self_attention.linear_k",
+    "self_attn.v_proj": "self_attention.linear_v",
+    "self_attn.o_proj": "self_attention.linear_proj",
+    "self_attn.q_norm": "self_attention.q_layernorm",
+    "self_attn.k_norm": "self_attention.k_layernorm",
+    "mlp.gate_proj": "mlp.gating",
+    "mlp.up_proj": "mlp.hidden",
+    "mlp.down_proj": "mlp.linear_fc2",
+    "input_layernorm": "input_layernorm",
+    "post_attention_layernorm": "pre_mlp_layernorm",
+}
+_FC1 = "mlp.linear_fc1"
+_FUSED = ("self_attention.linear_qkv", _FC1)
+FAMILIES: dict[str, Family] = {
+    "legacy": Family("model.layers.", _LEGACY_TOPS, _LEGACY),
+    "legacy-fused": Family(
+        "model.layers.",
+        _LEGACY_TOPS,
+        _LEGACY,
+        "attention.w_qkv",
+        "feed_forward.w_gate_hidden",
+    ),
+    "mcore": Family("decoder.layers.", _MCORE_TOPS, _MCORE),
+    "mcore-v1": Family("decoder.layers.", _MCORE_TOPS, _MCORE | {"mlp.up_proj": _FC1}),
+    "mcore-fused": Family("decoder.layers.", _MCORE_TOPS, _MCORE, *_FUSED),
+    "mcore-contiguous": Family("decoder.layers.", _MCORE_TOPS, _MCORE, *_FUSED, True),
+}
+
+
+@dataclass(frozen=True)
+class Heads:
+    """How many heads the queries have, and how many the keys and values."""
+
+    queries: int
+    keys: int
+
+
+def heads_of(folder: Path) -> Heads | None:
+    """The heads that the ``config.json`` in a folder of a model tells of; None if there is none."""
+    where = folder / "config.json"
+    if not files.exists(where):
+        return None
+    with files.open_file(where) as file:
+        told = strict.parse_object(files.read_all(file, strict.MAX_BYTES), str(where))
+    inner = told.get("text_config")
+    own = inner if isinstance(inner, dict) else told
+    queries = own.get("num_attention_heads")
+    keys = own.get("num_key_value_heads") or queries
+    if not isinstance(queries, int) or not isinstance(keys, int) or min(queries, keys) < 1:
+        return None
+    return Heads(queries, keys)
+
+
+def heads_near(folder: Path, base: Path | None = None) -> Heads | None:
+    """What the ``config.json`` of a model, in ``base`` or beside its weights, says of its heads."""
+    for place in (base, folder, root_of(folder), root_of(folder).parent):
+        if place is not None and (found := heads_of(place)) is not None:
+            return found
+    return None
+
+
+def family_of(names: Mapping[str, Shape]) -> str | None:
+    """The family that the names of a source are of; None if they are not MindSpore's."""
+    if "model.tok_embeddings.embedding_weight" in names:
+        fused = any("attention.w_qkv." in name for name in names)
+        return "legacy-fused" if fused else "legacy"
+    if not any(name.startswith("decoder.layers.") for name in names):
+        return None
+    has = {part: any(f".{part}." in name for name in names) for part in (*_FUSED, "mlp.gating")}
+    if has[_FUSED[0]] or (has[_FC1] and not has["mlp.gating"]):
+        return "mcore-fused"
+    return "mcore-v1" if has[_FC1] else "mcore"
+
+
+def usual(names: Mapping[str, Shape]) -> str:
+    """The family that MindSpore Transformers uses for a model of Hugging Face's."""
+    return "mcore" if any(".q_norm." in name for name in names) else "legacy"
+
+
+def to_mindspore(source: Source, family: str, heads: Heads | None = None) -> Source:
+    """Weights of Hugging Face's names under those of a family.
+
+    Args:
+        source: a model; moments before whose names stands ``adam_m.`` come along.
+        family: a key of ``FAMILIES``.
+        heads: of the model; for families that lay queries, keys and values together.
+
+    Raises:
+        CheckpointError: a name that has no other there, or sizes that cannot be laid together.
+    """
+    return _each(source, lambda part: _named(part, FAMILIES[family], heads))
+
+
+def to_huggingface(source: Source, family: str, heads: Heads | None = None) -> Source:
+    """Weights of a family's names under those of Hugging Face."""
+    return _each(source, lambda part: _unnamed(part, FAMILIES[family], heads))
+
+
+def _named(source: Source, family: Family, heads: Heads | None) -> Source:
+    names = {_translated(name, family): name for name in source.shapes()}
+    found: Source = Renamed(source, names)
+    for fused, parts in _fusions(family):
+        turns = {}
+        for name in list(found.shapes()):
+            if fused is not None and (match := _inside(name, family, family.modules[parts[0]])):
+                own = [f"{match[0]}{family.modules[part]}.{match[1]}" for part in parts]
+                groups = _groups(found.shapes(), own, heads, family, name)
+                turns[f"{match[0]}{fused}.{match[1]}"] = tuple(
+                    Turn(part, found.shapes()[part][0] // groups) for part in own
+                )
+        found = Interleaved(found, turns) if turns else found
+    return found
+
+
+def _unnamed(source: Source, family: Family, heads: Heads | None) -> Source:
+    found = source
+    for fused, parts in _fusions(family):
+        picks: dict[str, Pick] = {}
+        for name, shape in found.shapes().items():
+            if fused is not None and (match := _inside(name, family, fused)):
+                rows = _rows_apart(parts, shape[0], heads, family, name)
+                first = 0
+                for part, count in zip(parts, rows, strict=True):
+                    own = f"{match[0]}{family.modules[part]}.{match[1]}"
+                    picks[own] = Pick(name, first, count, sum(rows))
+                    first += count
+        found = Unpicked(found, picks) if picks else found
+    return Renamed(found, {_translated(n, family, back=True): n for n in found.shapes()})
+
+
+def _fusions(family: Family) -> tuple[tuple[str | None, tuple[str, ...]], ...]:
+    return ((family.qkv, _QKV), (family.gate_up, _GATE_UP))
+
+
+def _inside(name: str, family: Family, module: str) -> tuple[str, str] | None:
+    """What stands before and after a layer's ``module`` in a name, if it is that module's."""
+    if not name.startswith(family.layer):
+        return None
+    number, _, rest = name.removeprefix(family.layer).partition(".")
+    path, _, kind = rest.rpartition(".")
+    return (f"{family.layer}{number}.", kind) if path == module else None
+
+
+def _groups(
+    shapes: Mapping[str, Shape],
+    parts: list[str],
+    heads: Heads | None,
+    family: Family,
+    name: str,
+) -> int:
+    """How many groups of rows are laid in turn."""
+    if missing := [part for part in parts if part not in shapes]:
+        raise CheckpointError(
+            f"{name}: cannot be laid together with {missing[0]}, which is missing"
+        )
+    if family.is_contiguous:
+        return 1
+    if len(parts) == len(_GATE_UP):
+        return shapes[parts[0]][0]
+    keys = _needed(heads, name).keys
+    for part in parts:
+        if shapes[part][0] % keys:
+            raise CheckpointError(
+                f"{part}: {shapes[part][0]} rows are no multiple of {keys} heads of keys"
+            )
+    return keys
+
+
+def _rows_apart(
+    parts: tuple[str, ...], rows: int, heads: Heads | None, family: Family, name: str
+) -> list[int]:
+    """How many rows each part gives in its turn."""
+    if len(parts) == len(_GATE_UP):
+        shares, groups = [1, 1], rows // 2
+    else:
+        needed = _needed(heads, name)
+        shares, groups = [needed.queries // needed.keys, 1, 1], needed.keys
+        if needed.queries % needed.keys:
+            raise CheckpointError(f"{name}: {needed} are no equal groups of heads")
+    groups = 1 if family.is_contiguous else groups
+    if not groups or rows % (groups * sum(shares)):
+        raise CheckpointError(
+            f"{name}: {rows} rows cannot be taken apart into {sum(shares)} shares"
+        )
+    return [rows // groups // sum(shares) * share for share in shares]
+
+
+def _needed(heads: Heads | None, name: str) -> Heads:
+    if heads is None:
+        raise CheckpointError(
+            f"{name}: queries, keys and values lie together by heads, whose number a config.json "
+            "must say; name the model with --base MODEL"
+        )
+    return heads
+
+
+def _translated(name: str, family: Family, *, back: bool = False) -> str:
+    """The other name of a tensor."""
+    tops = {new: old for old, new in family.tops.items()} if back else family.tops
+    if name in tops:
+        return tops[name]
+    layer, other = ("model.layers.", family.layer)[:: -1 if back else 1]
+    if name.startswith(layer):
+        number, _, rest = name.removeprefix(layer).partition(".")
+        path, _, kind = rest.rpartition(".")
+        modules = {new: old for old, new in family.modules.items()} if back else family.modules
+        if path in modules and number.isdecimal() and kind in ("weight", "bias"):
+            return f"{other}{number}.{modules[path]}.{kind}"
+    whose = "Hugging Face" if back else "MindSpore Transformers"
+    raise CheckpointError(
+        f"{name[:200]!r} has no name in {whose} (known are Llama, Qwen2 and Qwen3); "
+        "--names keep leaves names as they are"
+    )
+
+
+def _each(source: Source, change: Callable[[Source], Source]) -> Source:
+    """``change`` made to the weights, and in the same way to the moments."""
+    prefixes = {n: next((p for p in MOMENTS if n.startswith(p)), "") for n in source.shapes()}
+    parts = []
+    for prefix in sorted(set(prefixes.values())):
+        own = {n.removeprefix(prefix): n for n, before in prefixes.items() if before == prefix}
+        parts.append((prefix, change(Renamed(source, own))))
+    return Beside(parts)

@@ -1,0 +1,107 @@
+"""A folder of MindSpore's weights in any of their forms, as boxes of tensors in files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from ... import files
+from ...errors import CheckpointError
+from .. import strict, tensorfile
+from ..dcp import Stored
+from . import full, iteration
+from .distributed import open_distributed
+from .fit import told_step
+from .parallel import MOMENTS
+from .ranks import file_at, rank_files, rank_folders, root_of, step_of, steps
+from .shapes import Shapes
+
+Form = Literal["iteration", "ranks", "full"]
+META = "meta.json"  # of a rank: the last step it saved
+_STATE = {
+    *("epoch_num", "step_num", "global_batch_size", "loss_scale", "learning_rate", "global_step"),
+    *("scale_sense", "current_iterator_step", "last_overflow_iterator_step"),
+}
+
+
+def form_of(path: Path) -> Form | None:
+    """In which form MindSpore's weights lie in ``path``; None if there are none."""
+    if iteration.recognise(path):
+        return "iteration"
+    is_rank_file = step_of(path.name) is not None and files.size_of(path) is not None
+    if is_rank_file or rank_folders(root_of(path)):
+        return "ranks"
+    return "full" if full.recognise(path) else None
+
+
+def open_boxes(
+    path: Path, *, strategy: Path | None = None, shapes: Shapes | None = None
+) -> dict[str, list[Stored]]:
+    """Every tensor by name: weights, the optimizer's moments and numbers of the training.
+
+    Args:
+        path: the folder, or a file in ``rank_0`` that names the step.
+        strategy: strategy files that are not beside the ranks.
+        shapes: of whole weights, to find slices by if there are no strategy files.
+    """
+    form = form_of(path)
+    if form == "ranks":
+        return open_distributed(path, strategy=strategy, shapes=shapes)
+    if strategy is not None:
+        raise CheckpointError(f"{path}: no ranks' slices, so a strategy has nothing to say of them")
+    return iteration.open_iteration(path) if form == "iteration" else full.open_full(path)
+
+
+def role_of(name: str, shape: tuple[int, ...]) -> str:
+    """model, optimizer or state."""
+    if name.startswith(MOMENTS):
+        return "optimizer"
+    is_number = not shape and "." not in name  # of the training: modules have paths
+    return "state" if is_number or name in _STATE else "model"
+
+
+@dataclass(frozen=True)
+class Saved:
+    """One save of a training: what to open, and what it says of itself."""
+
+    path: Path
+    step: int | None
+    num_bytes: int
+
+
+def saves(root: Path) -> list[Saved]:
+    """The saves that ``root`` holds, oldest first. Raises ``CheckpointError``."""
+    if form_of(root) == "iteration":
+        paths = iteration.iterations(root) or [root]
+        return [Saved(path, iteration.number_of(path), _size(path)) for path in paths]
+    if form_of(root) != "ranks":
+        return [Saved(root, None, _size(root))]
+    folders = rank_folders(root_of(root)).values()
+    found = []
+    for step in steps(root_of(root)):
+        own = [file_at(folder, step) for folder in folders]
+        with tensorfile.open_path(own[0]) as file:
+            number = told_step(file)
+        found.append(Saved(own[0], number, sum(files.size_of(path) or 0 for path in own)))
+    return found
+
+
+def _size(folder: Path) -> int:
+    return sum(files.size_of(folder / name) or 0 for name in files.list_folder(folder))
+
+
+def progress_of(path: Path) -> Mapping[str, Any]:
+    """What the folder says of how far its training was, as JSON says it."""
+    form = form_of(path)
+    if form == "iteration":
+        where = iteration.chosen(path) / iteration.COMMON
+    elif form == "ranks":
+        where = rank_files(path)[0].parent / META
+    else:
+        return {}
+    if not files.exists(where):
+        return {}
+    with files.open_file(where) as file:
+        return strict.parse_object(files.read_all(file, strict.MAX_BYTES), str(where))

@@ -1,0 +1,80 @@
+"""Any model, with the state of its training if there is one, as MindSpore Transformers has it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from .. import files
+from ..checkpoint.beside import Beside
+from ..checkpoint.commit import named
+from ..checkpoint.copy import Progress, cast
+from ..checkpoint.mindspore.names import heads_near
+from ..checkpoint.mindspore.rewrite import Wanted, check, rewrite, write
+from ..checkpoint.mindspore.theirs import (
+    NOTHING_MORE,
+    Theirs,
+    as_mindspore,
+    moments_of,
+    numbers_of,
+)
+from ..checkpoint.source import Memory, Source
+from ..checkpoint.weights import Layout, recognise
+from ..errors import CheckpointError
+from ..interchange.dcp import open_source
+from .exported import whole_model
+from .opened import find_parts
+from .rewritten import companions
+
+_CONFIG = "config.json"
+
+
+def write_mindspore(
+    folder: Path,
+    target: Path,
+    wanted: Wanted,
+    *,
+    theirs: Theirs = NOTHING_MORE,
+    trust_pickle: bool = False,
+    progress: Progress | None = None,
+) -> None:
+    """Write what is in ``folder`` into the new folder ``target`` as MindSpore keeps it.
+
+    Moments and step numbers of checkpoints of ours and MindSpore's come along, under the names of
+    ``adam_m`` and ``adam_v``.
+
+    Raises:
+        CheckpointError: a model whose tensors have no name there, sizes that do not fit it, damaged
+            weights, or ``target`` exists.
+    """
+    check(target, wanted)
+    with files.raising(CheckpointError):
+        layout = recognise(folder)
+    if layout == "mindspore":
+        rewrite(folder, target, wanted, theirs=theirs, progress=progress)
+        return
+    source, small = _opened(folder, layout, wanted, theirs, trust_pickle)
+    write(source, folder, target, wanted, small=small, progress=progress)
+
+
+def _opened(
+    folder: Path, layout: Layout | None, wanted: Wanted, theirs: Theirs, trust_pickle: bool
+) -> tuple[Source, Mapping[str, bytes]]:
+    """Everything under MindSpore's names, and the small files to lie beside."""
+    if not named(folder) and (layout in (None, "dcp") or not _is_model(folder, layout)):
+        model = open_source(folder, trust_pickle=trust_pickle)
+        small = {} if theirs.base is None else companions(theirs.base, model)
+        heads, moments, numbers = heads_near(folder, theirs.base), [], Memory({})
+    else:
+        parts = find_parts(folder, base=theirs.base)
+        model, small = whole_model(parts)
+        heads, moments = heads_near(parts.model), moments_of(model, folder)
+        batch = None if parts.recipe is None else parts.recipe.train.global_batch_size
+        numbers = numbers_of(folder, batch) if moments else Memory({})
+    every = Beside([("", cast(model, wanted.dtype)), *moments])
+    return Beside([("", as_mindspore(every, wanted.names, heads)), ("", numbers)]), small
+
+
+def _is_model(folder: Path, layout: Layout | None) -> bool:
+    """Whether it can be opened as a model: weights alone have no configuration."""
+    return layout != "huggingface" or files.exists(folder / _CONFIG)

@@ -1,0 +1,1 @@
+from .real import copied, real, truth  # noqa: F401 - fixtures

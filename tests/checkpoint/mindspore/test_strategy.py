@@ -1,0 +1,117 @@
+import contextlib
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from surefoot.checkpoint.mindspore.slicing import ALL_COPIES, TensorLayout
+from surefoot.checkpoint.mindspore.strategy import dump_strategy, open_strategy
+from surefoot.checkpoint.mindspore.wire import fields, integer, message, packed
+from surefoot.errors import CheckpointError
+
+LAYOUTS = {
+    "wq": TensorLayout((2, 2), ((0, -1),), ALL_COPIES, 2),
+    "norm": TensorLayout((2, 2), ((-1,),)),
+    "deep": TensorLayout((2, 2), ((1, 0), (-1,))),
+}
+
+
+def write(folder, name, data):
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_bytes(data)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("name", "devices", "stages"), [("dp2mp2", 4, 1), ("pp2mp2", 2, 2), ("w8_pp2dp2mp2_opt", 4, 2)]
+)
+def test_the_files_of_the_ranks_and_the_merged_file_say_the_same(real, name, devices, stages):
+    found = open_strategy(real / name / "strategy")
+    merged = open_strategy(real / name / "merged_strategy.ckpt")
+    assert (found.num_devices, len(found.stages)) == (devices, stages)
+    assert list(found.stages) == list(merged.stages)
+
+
+@pytest.mark.parametrize("name", ["dp2mp2_opt", "pp2mp2"])
+def test_what_is_read_agrees_with_the_layout_that_mindspore_reports(real, name):
+    found = open_strategy(real / name / "strategy")
+    for rank in range(4):
+        told = json.loads((real / name / "layout" / f"rank_{rank}.json").read_text())["params"]
+        layouts, _ = found.of_rank(rank)
+        for tensor, layout in layouts.items():
+            if tensor in told:
+                matrix, tensor_map = told[tensor][:2]
+                assert (list(layout.device_matrix), list(layout.tensor_map[0])) == (
+                    matrix,
+                    tensor_map,
+                )
+
+
+def test_a_file_that_was_written_is_read_back(tmp_path):
+    folder = write(tmp_path / "strategy", "s_rank_0.ckpt", dump_strategy(0, LAYOUTS))
+    assert open_strategy(folder).stages == [LAYOUTS]
+
+
+def test_json_says_the_same(tmp_path):
+    item = {"dev_matrix": [2, 2], "tensor_map": [0, -1], "tensor_shape": [4, 4], "field": 0}
+    item |= {"opt_weight_shard_step": 2, "opt_weight_shard_size": -1}
+    told = {"current_stage": 0, "parallel_strategy_item": {"MatMul": {"stage": 0}}}
+    told["parallel_layout_item"] = {"wq": item}
+    folder = write(tmp_path / "s", "s_rank_0.json", json.dumps(told).encode())
+    assert open_strategy(folder).stages == [{"wq": LAYOUTS["wq"]}]
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "problem"),
+    [
+        ("a_rank_0.ckpt", b"\x0a\xff", "not a strategy file"),
+        ("a_rank_0.ckpt", b"PK\x03\x04", "not a strategy file"),
+        ("a_rank_0.ckpt", b"", "describes no tensors"),
+        ("a_rank_0.json", b"[]", "expected a JSON object"),
+        ("a_rank_0.json", b"{}", "expected parallel_layout_item"),
+        ("a_rank_0.json", b'{"parallel_layout_item": {"a": {}}}', "expected whole numbers"),
+        (
+            "a_rank_2.ckpt",
+            dump_strategy(0, {"a": TensorLayout((2,), ((0,),))}),
+            "stage 0 is missing",
+        ),
+        ("a_rank_0.ckpt", dump_strategy(0, {"a": TensorLayout((0,), ((0,),))}), "no matrix of dev"),
+    ],
+)
+def test_a_file_that_is_none_is_named(tmp_path, name, data, problem):
+    folder = write(tmp_path / "s", name, data)
+    with pytest.raises(CheckpointError, match=problem):
+        open_strategy(folder)
+
+
+def test_files_that_contradict_each_other_are_refused(tmp_path):
+    folder = tmp_path / "s"
+    write(folder, "s_rank_0.ckpt", dump_strategy(0, LAYOUTS))
+    write(folder, "s_rank_1.ckpt", dump_strategy(0, {"wq": LAYOUTS["norm"]}))
+    with pytest.raises(CheckpointError, match=r"s_rank_1.ckpt: says other than the files of the"):
+        open_strategy(folder)
+
+
+def test_cuts_made_by_hand_are_refused(tmp_path):
+    layout = message(1, packed(1, [2])) + message(2, packed(1, [0])) + message(3, packed(1, [3, 1]))
+    data = message(3, message(1, b"embedding") + message(2, layout))
+    with pytest.raises(CheckpointError, match="uneven parts by hand"):
+        open_strategy(write(tmp_path / "s", "s_rank_0.ckpt", data))
+
+
+def test_a_folder_without_such_files_is_refused(tmp_path):
+    with pytest.raises(CheckpointError, match="holds no strategy files"):
+        open_strategy(tmp_path)
+
+
+@given(st.binary(max_size=60))
+def test_no_bytes_make_the_reader_fail_otherwise(data):
+    with contextlib.suppress(CheckpointError):
+        list(fields(data, "file"))
+
+
+@given(st.integers(-(2**63), 2**63 - 1), st.integers(1, 1000))
+def test_integers_survive(value, number):
+    (found,) = fields(integer(number, value), "file")
+    assert found == (number, value % 2**64)

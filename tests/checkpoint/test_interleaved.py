@@ -1,0 +1,49 @@
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from surefoot.checkpoint.box import Box
+from surefoot.checkpoint.interleaved import Interleaved, Pick, Turn, Unpicked
+from surefoot.checkpoint.source import Memory, read_whole
+
+
+@st.composite
+def fused(draw):
+    """Tensors, how many rows they give at a time, and the fused tensor by plain torch."""
+    groups = draw(st.integers(1, 5))
+    rows = draw(st.lists(st.sampled_from([1, 2, 3, 17]), min_size=1, max_size=3))
+    inner = draw(st.sampled_from([(), (3,)]))
+    parts = {f"p{i}": torch.randn(groups * n, *inner) for i, n in enumerate(rows)}
+    shaped = [part.reshape(groups, -1, *inner) for part in parts.values()]
+    turns = tuple(Turn(name, n) for name, n in zip(parts, rows, strict=True))
+    return parts, turns, torch.cat(shaped, 1).reshape(-1, *inner)
+
+
+@given(fused(), st.data())
+def test_any_rows_of_the_fused_tensor_are_those_of_its_parts(found, data):
+    parts, turns, whole = found
+    source = Interleaved(Memory({**parts, "other": torch.ones(2)}), {"f": turns})
+    assert source.shapes() == {"other": (2,), "f": tuple(whole.shape)}
+    assert torch.equal(read_whole(source, "f"), whole)
+    first = data.draw(st.integers(0, len(whole)))
+    last = data.draw(st.integers(first, len(whole)))
+    box = Box((first, *[1] * (whole.ndim - 1)), (last - first, *[2] * (whole.ndim - 1)))
+    assert torch.equal(source.read("f", box), whole[box.slices_in(Box.whole(tuple(whole.shape)))])
+
+
+@given(fused(), st.data())
+def test_any_rows_of_a_part_come_back(found, data):
+    parts, turns, whole = found
+    period, first, picks = sum(turn.rows for turn in turns), 0, {}
+    for turn in turns:
+        picks[turn.name] = Pick("f", first, turn.rows, period)
+        first += turn.rows
+    source = Unpicked(Memory({"f": whole, "other": torch.ones(2)}), picks)
+    assert source.shapes() == {"other": (2,)} | {n: tuple(p.shape) for n, p in parts.items()}
+    for name, part in parts.items():
+        assert torch.equal(read_whole(source, name), part)
+        start = data.draw(st.integers(0, len(part)))
+        stop = data.draw(st.integers(start, len(part)))
+        box = Box((start, *[0] * (part.ndim - 1)), (stop - start, *part.shape[1:]))
+        assert torch.equal(source.read(name, box), part[start:stop])
+    assert torch.equal(read_whole(source, "other"), torch.ones(2))
