@@ -156,8 +156,14 @@ def test_tokens_that_are_cut_keep_less_for_the_backward_pass(tmp_path):
 
 def test_logits_are_those_of_a_part_of_the_vocabulary(tmp_path):
     made = recipe(tmp_path, changes=SIZES)
-    whole, part = (rehearse(skeleton(made, tp=tp), batch(made, 64)) for tp in (1, 4))
-    assert part.kept.logits == pytest.approx(whole.kept.logits / 4, rel=0.01)
+    two, four = (rehearse(skeleton(made, tp=tp), batch(made, 64)) for tp in (2, 4))
+    assert four.kept.logits == pytest.approx(two.kept.logits / 2, rel=0.01)
+    assert two.kept.logits > 0
+
+
+def test_a_whole_head_keeps_no_logits(tmp_path):
+    made = recipe(tmp_path, changes=SIZES)
+    assert rehearse(skeleton(made), batch(made, 64)).kept.logits == 0
 
 
 def test_heads_that_cannot_be_shared_stop_the_plan_as_they_stop_the_run(tmp_path):
