@@ -75,13 +75,23 @@ def test_what_comes_out_is_a_recipe_once_there_is_data():
     nested = convert(parse(FILE, "theirs.yaml")).nested()
     recipe = read({**nested, "data": {"datasets": ["mine"], "dataset_dir": "data"}})
     assert recipe.train.global_batch_size == 6
-    assert recipe.parallel.axes(8) == (1, 2, 4)
+    assert recipe.parallel.axes(8) == (1, 1, 2, 4)
 
 
 def test_without_a_parallel_optimizer_the_data_parallel_ranks_are_copies():
     found = settings("parallel_config: {data_parallel: 2, model_parallel: 2}")
     assert found["parallel.dp_replicate"] == 2
     assert found["parallel.dp_shard"] == 1
+
+
+def test_stages_and_parts_of_the_sequence_are_axes_here_too():
+    text = "parallel_config: {data_parallel: 2, model_parallel: 2, pipeline_stage: 2, "
+    text += "micro_batch_num: 4, use_seq_parallel: True}\nrunner_config: {batch_size: 1}\n"
+    found = settings(text)
+    assert found["parallel.pp"] == 2
+    assert found["parallel.sequence_parallel"] is True
+    assert found["parallel.num_processes"] == 8
+    assert found["train.global_batch_size"] == 8
 
 
 def test_batches_add_up_over_accumulation():

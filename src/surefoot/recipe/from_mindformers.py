@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..parallel.section import ParallelSection
 from ..schema import Keys, Problem
 from .document import Document
 
@@ -154,8 +153,6 @@ def _parallel(told: Mapping[str, Any]) -> Found:
         if type(value) is not int or value < 1:
             raise _RefusedError(f"{name} must be a whole number of at least 1, got {value!r}")
     data, model, stages = sizes.values()
-    if stages > 1 and "pp" not in ParallelSection.__dataclass_fields__:
-        raise _RefusedError(f"pipeline_stage={stages}: there are no pipelines here; use tp and dp")
     found: dict[str, object] = {}
     if data * model * stages > 1:
         found["parallel.num_processes"] = data * model * stages
@@ -164,6 +161,8 @@ def _parallel(told: Mapping[str, Any]) -> Found:
         found["parallel.dp_shard" if is_sharded else "parallel.dp_replicate"] = data
         found |= {} if is_sharded else {"parallel.dp_shard": 1}
         found |= {"parallel.pp": stages} if stages > 1 else {}
+        if config.get("use_seq_parallel") and model > 1:
+            found["parallel.sequence_parallel"] = True
     if isinstance(batch := runner.get("batch_size"), int):
         windows = (runner.get("gradient_accumulation_steps") or 1) * (
             config.get("micro_batch_num") or 1 if stages > 1 else 1
@@ -220,7 +219,7 @@ _RULES: dict[str, Rule] = {
     **{f"parallel_config.{name}": _nothing for name in ("data_parallel", "model_parallel")},
     **{f"parallel_config.{n}": _nothing for n in ("pipeline_stage", "micro_batch_num")},
     **{f"parallel_config.{n}": _only((1, None), "it is not supported here") for n in _PLURAL},
-    "parallel_config.use_seq_parallel": _nothing,  # it only saves memory
+    "parallel_config.use_seq_parallel": _nothing,
     "parallel_config.gradient_aggregation_group": _nothing,
     "parallel_config.vocab_emb_dp": _nothing,  # files of any layout are read
     "parallel.enable_parallel_optimizer": _nothing,
