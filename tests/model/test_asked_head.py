@@ -67,6 +67,17 @@ def test_a_model_that_does_more_to_its_logits_keeps_them():
     assert asked_head(model) is None
 
 
+def test_a_model_that_takes_nothing_but_tokens_keeps_its_logits():
+    class Strict(type(tiny.model())):
+        def forward(self, input_ids, use_cache=None):
+            return super().forward(input_ids=input_ids, use_cache=use_cache)
+
+    model = tiny.model()
+    model.__class__ = Strict
+    assert asked_head(model) is None
+    assert model(torch.tensor([[1]])).logits.shape == (1, 1, 64)
+
+
 def test_a_head_under_an_adapter_keeps_its_logits():
     model = tiny.model()
     get_peft_model(model, LoraConfig(target_modules=["lm_head"], task_type="CAUSAL_LM"))

@@ -9,6 +9,7 @@ nothing to them, or cap them as we know.
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
@@ -18,9 +19,11 @@ from transformers import PreTrainedModel
 from transformers.configuration_utils import PretrainedConfig
 
 from ..batch import Outputs
+from ..errors import ModelError
 from .attention import maskless
 from .head import Head, Scores, scores, total
 
+logger = logging.getLogger(__name__)
 _SOFTCAP = "final_logit_softcapping"
 
 
@@ -87,7 +90,11 @@ def asked_head(model: PreTrainedModel) -> AskedHead | None:
     config = model.config.get_text_config()
     head = AskedHead(linear, config, getattr(config, _SOFTCAP, None))
     mark = torch.zeros((), device=linear.weight.device)
-    with _answering(head, lambda _: mark), maskless(model, 2) as arguments:
-        ids = torch.zeros(1, 2, dtype=torch.int64, device=linear.weight.device)
-        found = model(input_ids=ids, use_cache=False, **arguments).logits
+    ids = torch.zeros(1, 2, dtype=torch.int64, device=linear.weight.device)
+    try:
+        with _answering(head, lambda _: mark), maskless(model, 2) as arguments:
+            found = model(input_ids=ids, use_cache=False, **arguments).logits
+    except (TypeError, ValueError, RuntimeError, AttributeError, ModelError) as error:
+        logger.debug("%s: its head is not asked: %s", type(model).__name__, error)
+        return None
     return head if found is mark else None
