@@ -247,6 +247,7 @@ def assemble(recipe: Recipe, policy: Policy, data: Prepared, saver: Saver, world
         world,
         recipe.parallel,
         dtype=torch.bfloat16 if precision == "bf16" else None,
+        stages=None if staging is None else staging.stretches(),
     )
     if values is not None:
         values.fill(policy.model, found, world)
