@@ -86,13 +86,14 @@ def test_two_stages_pass_parts_of_the_tokens_on(changes, tmp_path):
 @pytest.mark.proof
 @pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
 @pytest.mark.parametrize("method", [Full(), FREEZE, ADAPTER], ids=["full", "freeze", "lora"])
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "gemma2", "phi3", "olmo2"])
-def test_two_stages_of_any_model_pass_parts_of_the_tokens_on(kind, method, packing, tmp_path):
-    for schedule in ("1f1b", "interleaved"):
-        changes = {"kind": kind, "method": method, "packing": packing, "recompute": packing}
-        changes |= {"pad_token_id": 63, "schedule": schedule}
-        compare_stages(tmp_path, **changes)
-        compare_stages(tmp_path, close=1e-10, dtype=torch.float64, **changes)
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "mistral", "phi3", "olmo2"])
+def test_two_stages_of_any_model_pass_parts_of_the_tokens_on(
+    kind, schedule, method, packing, tmp_path
+):
+    changes = {"kind": kind, "method": method, "packing": packing, "recompute": packing}
+    changes |= {"schedule": schedule, "pad_token_id": 63, "dtype": torch.float64}
+    compare_stages(tmp_path, close=1e-10, **changes)
 
 
 def test_in_bfloat16_the_sums_are_rounded(tmp_path):

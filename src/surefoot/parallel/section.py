@@ -75,7 +75,7 @@ class ParallelSection:
         if math.prod(others.values()) * shard != world_size:
             sizes = " x ".join(map(str, (self.pp, self.dp_replicate, shard, self.tp)))
             raise ValueError(
-                f"pp x dp_replicate x dp_shard x tp is {sizes}, but there are {world_size} "
-                "processes"
+                f"pp x dp_replicate x dp_shard x tp is {sizes}, but there "
+                f"{'is 1 process' if world_size == 1 else f'are {world_size} processes'}"
             )
         return self.pp, self.dp_replicate, shard, self.tp
