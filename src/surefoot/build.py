@@ -241,13 +241,9 @@ def assemble(recipe: Recipe, policy: Policy, data: Prepared, saver: Saver, world
     staging = staged(policy.model, policy.inner, policy.weights, names, world, recipe.parallel)
     names = names if staging is None else dict(staging.names)
     values = None if policy.values is None else policy.values.of(policy.model)
-    found = shard(
-        policy.model,
-        policy.inner,
-        world,
-        recipe.parallel,
-        dtype=torch.bfloat16 if precision == "bf16" else None,
-    )
+    dtype = torch.bfloat16 if precision == "bf16" else None
+    stages = None if staging is None else staging.stretches()
+    found = shard(policy.model, policy.inner, world, recipe.parallel, dtype=dtype, stages=stages)
     if values is not None:
         values.fill(policy.model, found, world)
     if recipe.model.compile:

@@ -17,13 +17,17 @@ from .checkpoint.staged import StagedOptimizer, StagedWeights, owners
 from .cuts import Cuts
 from .errors import RecipeError
 from .model import outputs
+from .model.anatomy import Absent
 from .model.asked_head import AskedHead
 from .model.pipeline_stages import Stages, keep, parameters_of
 from .model.weights import AdapterWeights, FullWeights
 from .optim.state import NamedState
+from .parallel.collectives import Axis, MeshAxis
 from .parallel.links import connect
 from .parallel.pipeline import Finish, Pipeline, tie
+from .parallel.plan import Stretch
 from .parallel.section import ParallelSection
+from .parallel.sequence import placed, widened
 from .parallel.shard import gather_nothing, reduce_gradients
 from .parallel.vocabulary import cut_vocabulary
 from .parallel.world import World
@@ -42,6 +46,15 @@ class Staging:
     learns: Sequence[bool]  # for each stage, whether anything learns in it or before it
     tied: str | None  # the name here of a weight that both ends have
     world: World
+    along: Axis | None  # over which the tokens are divided between the layers, if they are
+
+    def stretches(self) -> list[Stretch]:
+        """The layers of each stage of this process."""
+        last = self.stages.last
+        return [
+            Stretch([x for x in run if not isinstance(x, Absent)], number == 0, number == last)
+            for number, run in self.stages.here.items()
+        ]
 
     def weights(self, own: FullWeights | AdapterWeights) -> StagedWeights:
         """The weights as a state of the whole model."""
@@ -85,7 +98,7 @@ class Staging:
 
         def advance(stage: int, batch: Batch, hidden: torch.Tensor | None) -> torch.Tensor:
             with autocast(precision, device), stages.only(stage):
-                return outputs.hidden_states(model, batch, hidden)
+                return outputs.hidden_states(model, *self._whole(batch, hidden))
 
         tied = None
         if any(self.world.of_stages(self.tied)):
@@ -96,12 +109,29 @@ class Staging:
             links,
             section.pp_schedule,
             advance,
-            lambda batch: (*batch.input_ids.shape, size),
+            lambda batch: (*self._held(batch), size),
             self.learns,
             lambda is_last: reduce_gradients(model, now=is_last),
             lambda: gather_nothing(model),
             tied,
         )
+
+    def _held(self, batch: Batch) -> tuple[int, int]:
+        """Rows, and tokens that a process has of each, between two stages."""
+        rows, tokens = widened(batch, self._num_parts).input_ids.shape
+        return rows, tokens // self._num_parts
+
+    def _whole(
+        self, batch: Batch, hidden: torch.Tensor | None
+    ) -> tuple[Batch, torch.Tensor | None]:
+        """What a stage is given: lengths are those that all stages see."""
+        if hidden is not None and self.along is not None:
+            hidden = placed(hidden, self.along)
+        return widened(batch, self._num_parts), hidden
+
+    @property
+    def _num_parts(self) -> int:
+        return 1 if self.along is None else self.along.size
 
     def _check_tied(self, cuts: Mapping[str, Cuts]) -> None:
         mine = None if self.tied is None else cuts[self.names[self.tied]]
@@ -119,6 +149,7 @@ class Staging:
         vocabulary = cut_vocabulary(self.stages.parts.model, self.world)
 
         def run(batch: Batch, hidden: torch.Tensor | None) -> Outputs:
+            batch, hidden = self._whole(batch, hidden)
             with autocast(precision, batch.input_ids.device), self.stages.only(self.stages.last):
                 return outputs.compute(
                     self.model, batch, needs, hidden=hidden, vocabulary=vocabulary, head=head
@@ -142,11 +173,11 @@ def staged(
         inner: the same without its adapter.
         weights: what checkpoints hold of it.
         world: whose axis ``pp`` its layers are shared out over.
-        section: how many stages a process has.
+        section: how many stages a process has, and whether tokens are divided over ``tp``.
 
     Raises ``RecipeError`` if the model cannot be cut between its layers.
     """
-    if world.pp == 1:
+    if world.mesh is None or world.pp == 1:
         return None
     num_stages = world.pp * section.num_parts
     _refuse_converted(inner, weights)
@@ -170,6 +201,7 @@ def staged(
         [any(learns[: stage + 1]) for stage in range(num_stages)],
         next((name for name, p in here.items() if p is both), None),
         world,
+        MeshAxis(world.mesh["tp"]) if section.sequence_parallel else None,
     )
 
 

@@ -1,8 +1,5 @@
 """Processes that share the layers out learn what one process learns that has all of them."""
 
-import itertools
-import math
-
 import numpy as np
 import pytest
 import torch
@@ -11,7 +8,6 @@ import ranks
 from kept import everything
 from spread import UNEVEN, learn, trainer
 from surefoot.methods.freeze import Freeze
-from surefoot.methods.full import Full
 from surefoot.methods.lora import LoRA
 from surefoot.parallel.world import ALONE
 from surefoot.training.randomness import seed_everything
@@ -143,21 +139,3 @@ def test_more_stages_than_layers_are_refused_in_one_sentence(tmp_path):
     parallel = {"pp_schedule": "interleaved"}
     with pytest.raises(AssertionError, match=r"RecipeError: parallel\.pp: 4 stages need as many"):
         ranks.run(2, lambda w: trainer(w, tmp_path, parallel=parallel), pp=2)
-
-
-def meshes():
-    for count in (2, 4, 8):
-        for pp, replicate, shard in itertools.product((1, 2, 4, 8), repeat=3):
-            if count % (pp * replicate * shard) == 0:
-                tp = count // (pp * replicate * shard)
-                yield {"pp": pp, "dp_replicate": replicate, "dp_shard": shard, "tp": tp}
-
-
-@pytest.mark.proof
-@pytest.mark.parametrize("method", [Full(), ADAPTER], ids=["full", "lora"])
-@pytest.mark.parametrize("parallel", [*meshes()], ids=lambda p: "x".join(map(str, p.values())))
-def test_every_mesh_learns_what_one_process_learns(parallel, method, tmp_path):
-    changes = {"num_hidden_layers": 8, "num_attention_heads": 8, "head_dim": 4, **UNEVEN}
-    train = {"global_batch_size": 8, "micro_batch_size": 1}
-    changes |= {"kind": "qwen2", "method": method, "train": train}
-    compare_exactly(math.prod(parallel.values()), tmp_path, parallel=parallel, **changes)

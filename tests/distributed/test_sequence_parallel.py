@@ -9,11 +9,14 @@ from spread import UNEVEN, trainer
 from surefoot.methods.freeze import Freeze
 from surefoot.methods.full import Full
 from surefoot.methods.lora import LoRA
+from test_pipeline import compare as compare_pipelines
 from test_tensor_parallel import compare, copies
 
 TWO = {"tp": 2, "sequence_parallel": True}
 FOUR = {"tp": 4, "sequence_parallel": True}
+STAGES = {**TWO, "pp": 2}
 ADAPTER = LoRA(rank=2, alpha=8.0)
+FREEZE = Freeze(num_layers=1, modules=("mlp",), extra_modules=("norm",))
 SEEN = {"global_batch_size": 6, "micro_batch_size": 2}  # of lengths that 2 and 4 do not divide
 
 
@@ -62,6 +65,37 @@ def test_in_float64_only_rounding_is_left(tmp_path):
     compare_parts(2, tmp_path, parallel=TWO, close=1e-10, **changes)
 
 
+def compare_stages(folder, schedule="1f1b", **changes):
+    parallel = {**STAGES, "pp_schedule": schedule}
+    changes = {"num_hidden_layers": 4, "train": SEEN, **UNEVEN, **changes}
+    compare_pipelines(4, folder, parallel=parallel, **changes)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"kind": "qwen2", "packing": True},  # tied
+        {"kind": "llama", "method": ADAPTER, "schedule": "interleaved"},
+    ],
+    ids=lambda changes: changes["kind"],
+)
+def test_two_stages_pass_parts_of_the_tokens_on(changes, tmp_path):
+    compare_stages(tmp_path, **changes)
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize("method", [Full(), FREEZE, ADAPTER], ids=["full", "freeze", "lora"])
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "mistral", "phi3", "olmo2"])
+def test_two_stages_of_any_model_pass_parts_of_the_tokens_on(
+    kind, schedule, method, packing, tmp_path
+):
+    changes = {"kind": kind, "method": method, "packing": packing, "recompute": packing}
+    changes |= {"schedule": schedule, "pad_token_id": 63, "dtype": torch.float64}
+    compare_stages(tmp_path, close=1e-10, **changes)
+
+
 def test_in_bfloat16_the_sums_are_rounded(tmp_path):
     train = {"precision": "bf16"}
     compare_parts(2, tmp_path, parallel=TWO, close=5e-3, train=train, **UNEVEN)
@@ -70,7 +104,7 @@ def test_in_bfloat16_the_sums_are_rounded(tmp_path):
 @pytest.mark.parametrize(
     "method",
     [
-        Freeze(num_layers=1, modules=("mlp",), extra_modules=("norm",)),
+        FREEZE,
         ADAPTER,
         LoRA(rank=2, modules_to_save=("lm_head", "input_layernorm")),
         LoRA(rank=2, targets=("lm_head", "down_proj", "k_proj")),

@@ -73,12 +73,21 @@ def test_the_losses_are_those_of_plain_layers(changes, graphs, tmp_path):
     [
         ({}, {"packing": True}),
         pytest.param({}, {"recompute": True, "method": ADAPTER}, marks=pytest.mark.proof),
+        ({"pp": 2}, {}),
+        pytest.param(
+            {"pp": 2, "pp_schedule": "interleaved"},
+            {"num_hidden_layers": 4},
+            marks=pytest.mark.proof,
+        ),
+        pytest.param({"pp": 2}, {"method": ADAPTER, "packing": True}, marks=pytest.mark.proof),
+        pytest.param({"pp": 2}, {"recompute": True}, marks=pytest.mark.proof),
         pytest.param({"tp": 2}, {}, marks=pytest.mark.proof),
         pytest.param({"tp": 2}, {"recompute": True, "packing": True}, marks=pytest.mark.proof),
     ],
     ids=str,
 )
 def test_two_processes_compile_what_they_share(parallel, changes, tmp_path):
+    changes = {**changes, "parallel": parallel}
     found = ranks.run(2, lambda w: compare(w, tmp_path, **changes), timeout=240, **parallel)
     assert min(found) >= 1
 

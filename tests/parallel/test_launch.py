@@ -128,6 +128,7 @@ def test_processes_of_another_launcher_are_taken_as_they_are(monkeypatch):
 
 def test_axes_that_need_more_processes_start_them():
     assert num_processes(ParallelSection(dp_replicate=2, dp_shard=3)) == 6
+    assert num_processes(ParallelSection(pp=2, tp=2)) == 4
     assert num_processes(ParallelSection()) == 1
 
 

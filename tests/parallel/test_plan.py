@@ -7,7 +7,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import tiny
 from surefoot.errors import RecipeError
 from surefoot.methods.lora import LoRA
-from surefoot.parallel.plan import roles
+from surefoot.parallel.plan import Stretch, roles
 from surefoot.parallel.shard import layers
 
 
@@ -112,11 +112,23 @@ def test_a_norm_inside_that_the_plan_forgets_is_refused():
         roles(model, 2)
 
 
-def along(model, size=2):
+def along(model, size=2, stretches=None):
     """The roles of modules that tokens are cut for: name, style, whether on parts."""
     names = {id(module): name for name, module in model.named_modules()}
-    found = roles(model, size, layers(model))
+    found = roles(model, size, stretches or [Stretch(layers(model))])
     return {(names[id(role.module)], role.style): role.on_parts for role in found}
+
+
+def test_of_stages_the_first_divides_the_tokens_and_the_last_puts_them_together():
+    model = tiny.model("qwen3")
+    one, two, three = layers(model)
+    stages = [Stretch([one, two], is_last=False), Stretch([three], is_first=False)]
+    styles = ("first_layer", "entered_layer", "last_layer")
+    assert [place for place in along(model, stretches=stages) if place[1] in styles] == [
+        ("model.layers.0", "first_layer"),
+        ("model.layers.2", "entered_layer"),
+        ("model.layers.2", "last_layer"),
+    ]
 
 
 def test_tokens_are_divided_between_blocks():

@@ -100,10 +100,17 @@ def test_one_that_is_left_of_two_is_told_that_the_axes_do_not_fit(axes, monkeypa
     for name, value in {**TORCHRUN, "RANK": "0", "WORLD_SIZE": "1"}.items():
         monkeypatch.setenv(name, value)
     section = ParallelSection(**axes)
-    with pytest.raises(RunError, match="but there are 1 processes"), joined(section):
+    with pytest.raises(RunError, match="but there is 1 process;"), joined(section):
         pass
     with joined(ParallelSection()) as world:
         assert world == ALONE
+
+
+@pytest.mark.parametrize("axes", [{"pp": 2}, {"tp": 2}, {"dp_shard": 4}], ids=str)
+def test_one_that_nobody_launched_is_told_who_starts_as_many_as_the_axes(axes):
+    message = r"but there is 1 process; start as many, with `surefoot train` or torchrun"
+    with pytest.raises(RunError, match=message), joined(ParallelSection(**axes)):
+        pass
 
 
 def test_who_loses_another_process_says_that_and_no_more():

@@ -29,7 +29,7 @@ from ..model.asked_head import AskedHead, asked_head
 from ..model.load import DTYPES, grow_embeddings, recompute_activations, upcast_trained
 from ..model.weights import AdapterWeights, FullWeights, trained
 from ..optim.state import NamedState
-from ..parallel.plan import cuts_vocabulary
+from ..parallel.plan import Stretch, cuts_vocabulary
 from ..parallel.sequence import widened
 from ..parallel.shard import layers
 from ..parallel.tensor import cut_tensors
@@ -108,7 +108,8 @@ def _cut(whole: Skeleton) -> Skeleton:
     inner, axis = whole.inner, FirstOf(whole.setting.tp)
     is_cut, size = cuts_vocabulary(inner), inner.config.get_text_config().vocab_size
     with whole.mode:
-        cut_tensors(inner, axis, layers(inner) if whole.setting.sequence_parallel else ())
+        between = [Stretch(layers(inner))] if whole.setting.sequence_parallel else ()
+        cut_tensors(inner, axis, between)
     return replace(whole, head=None, vocabulary=CutVocabulary(axis, size) if is_cut else None)
 
 

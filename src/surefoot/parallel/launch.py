@@ -33,7 +33,8 @@ def num_processes(section: ParallelSection) -> int:
     if launched() is not None:
         return 1
     wanted = section.num_processes or torch.cuda.device_count()
-    return max(1, wanted, section.dp_replicate * (section.dp_shard or 1) * section.tp)
+    axes = section.pp * section.dp_replicate * (section.dp_shard or 1) * section.tp
+    return max(1, wanted, axes)
 
 
 def launch(command: Sequence[str], count: int, max_restarts: int = 0) -> int:

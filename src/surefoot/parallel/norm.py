@@ -18,17 +18,18 @@ def total_norm(
 ) -> torch.Tensor:
     """The Euclidean norm of all elements of all ``gradients`` together.
 
-    ``totals`` sums over all processes. What lies in several of them counts once.
+    ``totals`` sums over all processes. What lies in several of them counts once. The sum is of
+    float64 whatever gradients are here, or none: all processes clip by the same bits.
     """
     if not gradients:  # here; another stage of a pipeline may have some
-        return torch.tensor(math.sqrt(*totals([0.0])))
+        return torch.tensor(math.sqrt(*totals([0.0])), dtype=torch.float64)
     if not any(isinstance(gradient, DTensor) for gradient in gradients):
         return torch.nn.utils.get_total_norm(gradients)
     here = [local(gradient) for gradient in gradients]
     squares = torch.stack(torch._foreach_norm(here)).double().square().tolist()
     shares = (square / _copies(g) for square, g in zip(squares, gradients, strict=True))
     (total,) = totals([math.fsum(shares)])
-    return torch.tensor(math.sqrt(total), dtype=here[0].dtype, device=here[0].device)
+    return torch.tensor(math.sqrt(total), dtype=torch.float64, device=here[0].device)
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

@@ -34,6 +34,7 @@ Style = Literal[
     "block",
     "block_of_experts",
     "first_layer",
+    "entered_layer",
     "last_layer",
     "dropout_of_parts",
 ]
@@ -81,16 +82,25 @@ class Role:
         return self.module
 
 
-def roles(model: PreTrainedModel, size: int, layers: Sequence[nn.Module] = ()) -> list[Role]:
+@dataclass(frozen=True)
+class Stretch:
+    """Layers that follow each other, with activations cut along the sequence between the blocks."""
+
+    layers: Sequence[nn.Module]
+    is_first: bool = True  # whole hidden states enter it; otherwise parts, from another process
+    is_last: bool = True  # and whole ones leave it
+
+
+def roles(model: PreTrainedModel, size: int, stretches: Sequence[Stretch] = ()) -> list[Role]:
     """What every module of ``model`` that has parameters is to do in ``size`` processes. In
-    ``layers``, if some are given, activations are cut along the sequence between the blocks.
+    ``stretches``, if some are given, activations are cut along the sequence.
 
     Raises ``RecipeError`` if the architecture has no plan, or this one does not fit it.
     """
     plan: dict[str, str] = model.tp_plan or {}
     if not any("*" in name for name in plan):
         raise _refused(model, "transformers has no tensor parallel plan for it")
-    reader = _Reader(model, plan, size, layers, _head(model))
+    reader = _Reader(model, plan, size, stretches, _head(model))
     return [role for name, module in model.named_modules() for role in reader.roles(name, module)]
 
 
@@ -125,15 +135,15 @@ class _Reader:
     model: PreTrainedModel
     plan: Mapping[str, str]
     size: int
-    layers: Sequence[nn.Module]
+    stretches: Sequence[Stretch]
     head: str | None = None
     partial: set[str] = field(default_factory=set)  # modules in which some see a part only
-    blocks: set[str] = field(default_factory=set)  # in layers: modules that hold cut matrices
+    blocks: set[str] = field(default_factory=set)  # in stretches: modules that hold cut matrices
     routed: set[str] = field(default_factory=set)  # of these, those that hold experts
     places: list[str] = field(default_factory=list)  # of layers, with a dot at the end
 
     def __post_init__(self) -> None:
-        chosen = set(self.layers)
+        chosen = {layer for stretch in self.stretches for layer in stretch.layers}
         self.places.extend(f"{n}." for n, module in self.model.named_modules() if module in chosen)
         for name, _ in self.model.named_modules():
             place = _WRAPPED.sub("", name)
@@ -286,10 +296,11 @@ class _Reader:
             yield Role(module, "block", on_parts=place in self.partial)
         elif self._block(place) is None and not _ADAPTER.match(place):
             yield from self._dropout(module)
-        if module is self.layers[0]:
-            yield Role(module, "first_layer")
-        if module is self.layers[-1]:
-            yield Role(module, "last_layer")
+        for stretch in self.stretches:
+            if module is stretch.layers[0]:
+                yield Role(module, "first_layer" if stretch.is_first else "entered_layer")
+            if module is stretch.layers[-1] and stretch.is_last:
+                yield Role(module, "last_layer")
 
     def _dropout(self, module: nn.Module) -> Iterator[Role]:
         if isinstance(module, nn.Dropout) and module.p:

@@ -55,8 +55,6 @@ class ParallelSection:
             raise ValueError(f"timeout_minutes must be positive, got {self.timeout_minutes}")
         if self.sequence_parallel and self.tp == 1:
             raise ValueError("sequence_parallel needs tp of at least 2, got 1")
-        if self.sequence_parallel and self.pp > 1:
-            raise ValueError("sequence_parallel and pp do not go together yet; set one only")
         if self.pp_schedule != "interleaved" and (self.pp_stages_per_rank or 1) > 1:
             raise ValueError(
                 f"pp_stages_per_rank: {self.pp_stages_per_rank} stages a process need pp_schedule: "
@@ -77,7 +75,7 @@ class ParallelSection:
         if math.prod(others.values()) * shard != world_size:
             sizes = " x ".join(map(str, (self.pp, self.dp_replicate, shard, self.tp)))
             raise ValueError(
-                f"pp x dp_replicate x dp_shard x tp is {sizes}, but there are {world_size} "
-                "processes"
+                f"pp x dp_replicate x dp_shard x tp is {sizes}, but there "
+                f"{'is 1 process' if world_size == 1 else f'are {world_size} processes'}"
             )
         return self.pp, self.dp_replicate, shard, self.tp

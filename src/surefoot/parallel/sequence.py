@@ -7,6 +7,10 @@ pass, by all: the block joins the parts of the tokens where it begins, and its l
 each process its part of the sum, which costs what the sum alone cost (arXiv:2205.05198). Weights
 that see a part of the tokens have a part of the gradient; it is summed.
 
+In a pipeline, what passes from stage to stage is the part as well: nothing is joined where a stage
+ends. But the model's own code asks what enters it how many tokens there are, for masks and
+positions, before the first layer of the stage sees it. So the part enters in its place among zeros.
+
 Parts are equal: a batch whose length does not divide is filled up on the right, where nothing looks
 back from.
 """
@@ -55,6 +59,23 @@ def first_layer(role: Role, axis: Axis, _shared: object) -> None:
         if x_BTH.shape[TOKENS] % axis.size:  # the others would wait for parts of another size
             raise ValueError(f"{x_BTH.shape[TOKENS]} tokens are not {axis.size} equal parts")
         return taken(x_BTH, axis, TOKENS)
+
+    _before(role.module, take)
+
+
+def placed(x_BtH: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """[B, T, H]: a part of the tokens in its place among all of them, the others zero."""
+    tokens = x_BtH.shape[TOKENS]
+    before = axis.rank * tokens
+    return F.pad(x_BtH, (0, 0, before, (axis.size - 1) * tokens - before))
+
+
+def entered_layer(role: Role, axis: Axis, _shared: object) -> None:
+    """The first layer of a later stage has its part of the tokens from what is ``placed``."""
+
+    def take(x_BTH: torch.Tensor) -> torch.Tensor:
+        tokens = x_BTH.shape[TOKENS] // axis.size
+        return x_BTH.narrow(TOKENS, axis.rank * tokens, tokens)
 
     _before(role.module, take)
 

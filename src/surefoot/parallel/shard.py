@@ -7,6 +7,7 @@ whole window.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from ..cuts import Cut, Cuts
 from .collectives import MeshAxis
+from .plan import Stretch
 from .section import ParallelSection
 from .tensor import cut_tensors
 from .world import DATA_AXES, World
@@ -30,6 +32,7 @@ def shard(
     section: ParallelSection,
     *,
     dtype: torch.dtype | None,
+    stages: Sequence[Stretch] | None = None,
 ) -> dict[str, Cuts]:
     """Shard ``model`` in place, layer by layer; how each parameter is cut, by name. Nothing happens
     if this process is alone.
@@ -41,12 +44,14 @@ def shard(
         section: whether a layer is gathered again for the backward pass.
         dtype: what weights are gathered and multiplied in; gradients are summed in float32. None:
             as they are.
+        stages: the layers of each stage of a pipeline that is here; None: all are.
     """
     if world.mesh is None:
         return {}
     cut: dict[nn.Parameter, tuple[Cut, ...]] = {}
     if world.tp > 1:
-        between = layers(inner) if section.sequence_parallel else ()
+        stretches = stages or [Stretch(layers(inner))]
+        between = stretches if section.sequence_parallel else ()
         cut = cut_tensors(inner, MeshAxis(world.mesh["tp"]), between)
     cuts: dict[str, Cuts] = {
         name: (*cut.get(p, ()), Cut("dp_shard", 0)) for name, p in model.named_parameters()

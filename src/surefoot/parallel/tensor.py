@@ -26,8 +26,16 @@ from torch.distributed.tensor import DTensor
 from ..cuts import Cut
 from ..errors import RecipeError
 from .collectives import Axis, copied, gathered, part, scattered, summed, taken
-from .plan import Role, Style, roles
-from .sequence import TOKENS, block, block_of_experts, dropout, first_layer, last_layer
+from .plan import Role, Stretch, Style, roles
+from .sequence import (
+    TOKENS,
+    block,
+    block_of_experts,
+    dropout,
+    entered_layer,
+    first_layer,
+    last_layer,
+)
 
 if TYPE_CHECKING:  # half of all imports, and here only a name
     from transformers import PreTrainedModel
@@ -38,16 +46,16 @@ Shared = dict[nn.Parameter, tuple[nn.Parameter, int | None]]
 
 
 def cut_tensors(
-    model: PreTrainedModel, axis: Axis, layers: Sequence[nn.Module] = ()
+    model: PreTrainedModel, axis: Axis, stretches: Sequence[Stretch] = ()
 ) -> dict[nn.Parameter, tuple[Cut, ...]]:
     """Spread ``model`` over ``axis`` in place; how each of its new parameters is cut.
 
     Every process has the same values before. Modules stay who they are, with their hooks and
-    names, and tied parameters stay tied. If ``layers`` are given, activations are cut along the
-    sequence in them. Raises ``RecipeError`` if the architecture cannot be spread.
+    names, and tied parameters stay tied. If ``stretches`` of layers are given, activations are cut
+    along the sequence in them. Raises ``RecipeError`` if the architecture cannot be spread.
     """
     shared: Shared = {}
-    for role in roles(model, axis.size, layers):
+    for role in roles(model, axis.size, stretches):
         _STYLES[role.style](role, axis, shared)
     return {new: () if dim is None else (Cut(AXIS, dim),) for new, dim in shared.values()}
 
@@ -245,6 +253,7 @@ _STYLES: dict[Style, Callable[[Role, Axis, Shared], None]] = {
     "block": block,
     "block_of_experts": block_of_experts,
     "first_layer": first_layer,
+    "entered_layer": entered_layer,
     "last_layer": last_layer,
     "dropout_of_parts": dropout,
 }

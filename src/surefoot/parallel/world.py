@@ -175,20 +175,22 @@ def die_with_launcher() -> None:
 
 @contextlib.contextmanager
 def joined(section: ParallelSection) -> Iterator[World]:
-    """Join the other processes of this run, if a launcher says that there are some.
+    """Join the other processes of this run, if a launcher says that there are some; what nobody has
+    launched is alone.
 
     Raises ``RunError`` if the axes of the recipe do not make that many processes, and
     ``LostPeerError`` if one of the others has died.
     """
     found = launched()
-    if found is None:
-        yield ALONE
-        return
-    rank, size, local = found
+    rank, size, local = found or (0, 1, 0)
     try:
         shape = section.axes(size)
     except ValueError as error:
-        raise RunError(f"parallel: {error}; start as many, or leave dp_shard unset") from None
+        how = "with `surefoot train` or torchrun, " if found is None else ""
+        raise RunError(f"parallel: {error}; start as many, {how}or leave dp_shard unset") from None
+    if found is None:
+        yield ALONE
+        return
     die_with_launcher()
     if size == 1:
         yield ALONE
