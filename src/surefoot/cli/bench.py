@@ -92,11 +92,12 @@ def measured(one: Alone, steps: int, *, only_this: bool) -> Search:
     began = time.monotonic()
     timeout: float | None = None
     screen = Console(stderr=True)
-    with screen.status("measuring the recipe as it is") as status:
+    with screen.status("measuring the recipe") as status:
 
         def measure(changes: Changes) -> Figures | Failure:
-            if changes:
-                status.update(f"trying {' '.join(_settings(changes))}")
+            status.update(
+                f"trying {' '.join(_settings(changes))}" if changes else "measuring the recipe"
+            )
             try:
                 return measured(read(one.recipe, changes), steps, timeout)
             except SurefootError as error:
