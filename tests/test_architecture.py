@@ -11,6 +11,7 @@ ROOT = Path(__file__).parent.parent / "src" / "surefoot"
 LAYERS = [
     ["__init__", "__main__"],
     ["cli"],
+    ["bench"],
     ["run", "inference", "estimate"],
     ["build"],
     ["staging"],

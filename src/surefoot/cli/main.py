@@ -19,6 +19,7 @@ COMMANDS = {
     "train": "Fine-tune a model as a recipe says; again, and it goes on.",
     "preview": "Show what the model will see of the data, and what it learns.",
     "plan": "Tell what a run will take: steps, memory, disk and time.",
+    "bench": "Measure how fast a recipe trains here, and which settings are faster.",
     "chat": "Talk to a model, a checkpoint or an adapter.",
     "eval": "Loss, perplexity and exact match on held-out data.",
     "export": "Write a model to use elsewhere, its adapter merged.",

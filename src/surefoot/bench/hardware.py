@@ -1,0 +1,69 @@
+"""What the hardware can do, and what a process takes of it."""
+
+from __future__ import annotations
+
+import contextlib
+import platform
+import resource
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+_SIZES = {"cpu": 1024, "cuda": 8192}  # of square matrices: large enough to keep all units busy
+_SECONDS = 0.5
+_FEWEST = 3  # products
+_PROCESS = Path("/proc/self")
+
+
+def gemm_flops(dtype: torch.dtype, device: torch.device) -> float:
+    """The most operations a second that a product of two matrices reaches here."""
+    size = _SIZES[device.type]
+    a, b = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
+    a @ b  # loads the kernel
+    best, began, count = float("inf"), time.perf_counter(), 0
+    while count < _FEWEST or time.perf_counter() - began < _SECONDS:
+        best, count = min(best, _product(a, b)), count + 1
+    return 2.0 * size**3 / best
+
+
+def _product(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Seconds of one product."""
+    is_gpu = a.device.type == "cuda"
+    if is_gpu:
+        torch.cuda.synchronize(a.device)
+    start = time.perf_counter()
+    a @ b
+    if is_gpu:
+        torch.cuda.synchronize(a.device)
+    return time.perf_counter() - start
+
+
+def forget_peak(device: torch.device) -> None:
+    """Count the peak of the memory from here on, where the system can (Linux, GPUs)."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+        return
+    with contextlib.suppress(OSError):
+        (_PROCESS / "clear_refs").write_text("5")
+
+
+def peak_memory(device: torch.device) -> int:
+    """Bytes that this process took at most: of the GPU, what its allocator held; otherwise RSS."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_reserved(device)
+    with contextlib.suppress(OSError):
+        for line in (_PROCESS / "status").read_text().splitlines():
+            if line.startswith("VmHWM"):
+                return int(line.split()[1]) * 1024
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def name_of(device: torch.device) -> str:
+    """What people call it."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"CPU ({platform.machine()}, {torch.get_num_threads()} threads)"

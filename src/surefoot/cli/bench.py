@@ -1,0 +1,272 @@
+"""``surefoot bench``: how fast a recipe trains here, and with which settings it is faster."""
+
+from __future__ import annotations
+
+import shlex
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+from rich.console import Console
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from .ckpt.table import cell, console, in_bytes, print_json, table
+
+if TYPE_CHECKING:
+    from ..bench.alone import Alone
+    from ..bench.figures import Figures
+    from ..bench.fresh import Failure
+    from ..bench.search import Changes, Search, Trial
+
+PHASES = {
+    "data": "the next window: examples read, laid out, padded or packed",
+    "forward": "the model and the loss",
+    "backward": "the gradient",
+    "optimizer": "the gradient normalised and clipped, the weights moved",
+    "rest": "everything else of the loop",
+}
+LIMIT = 15 * 60.0  # seconds after which nothing more is tried
+_NUMBERS = ("of a step", "seconds", "tokens/s", "gain", "memory")
+_SLOWEST, _PATIENCE = 4, 600.0  # times as long as the recipe itself, and seconds to compile
+
+
+@click.command()
+@click.argument("recipe", type=click.Path(path_type=Path))
+@click.argument("overrides", nargs=-1)
+@click.option(
+    "--steps",
+    type=click.IntRange(1),
+    default=5,
+    show_default=True,
+    metavar="N",
+    help="Optimizer steps to time, after two to warm up; fewer if they take over 30 s together.",
+)
+@click.option("--only-this", is_flag=True, help="Measure the recipe as it is, and try nothing.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
+def bench(
+    recipe: Path, overrides: tuple[str, ...], steps: int, only_this: bool, as_json: bool
+) -> None:
+    """Measure how fast RECIPE trains on this machine, and which settings make it faster.
+
+    A few optimizer steps are run as `surefoot train` would run them, in a process of their own;
+    nothing is saved, and train.output_dir is not touched. Then other settings are tried, each in a
+    fresh process: train.micro_batch_size, data.packing, model.gradient_checkpointing and
+    model.compile. One that fails, for want of memory for one, is a line of the table. After 15
+    minutes nothing more is tried.
+
+    Of a recipe for several processes, the share of one is measured, without communication.
+
+    OVERRIDES are dotted fields such as train.micro_batch_size=8.
+    """
+    from ..recipe.recipe import load
+
+    loaded = load(recipe, overrides)
+    from ..bench.alone import alone
+
+    one = alone(loaded)
+    found = measured(one, steps, only_this=only_this)
+    command = ["surefoot", "train", str(recipe), *overrides, *_settings(found.best.changes)]
+    if as_json:
+        print_json(as_data(found, one, command))
+        return
+    show(found, one, command)
+
+
+def measured(one: Alone, steps: int, *, only_this: bool) -> Search:
+    """The recipe as it is and, unless ``only_this``, what else was tried.
+
+    Raises:
+        SurefootError: the recipe cannot be trained, as ``surefoot train`` would say it, or nothing
+            that was tried worked.
+    """
+    from ..bench.fresh import Failure, measured
+    from ..bench.search import Search
+    from ..errors import RunError, SurefootError
+    from ..recipe.recipe import read
+
+    began = time.monotonic()
+    timeout: float | None = None
+    screen = Console(stderr=True)
+    with screen.status("measuring the recipe") as status:
+
+        def measure(changes: Changes) -> Figures | Failure:
+            status.update(
+                f"trying {' '.join(_settings(changes))}" if changes else "measuring the recipe"
+            )
+            try:
+                return measured(read(one.recipe, changes), steps, timeout)
+            except SurefootError as error:
+                return Failure(str(error), type(error).__name__)
+
+        search = Search(one.recipe, measure, lambda: time.monotonic() - began > LIMIT)
+        for trial in search.run():
+            if isinstance(trial.outcome, Failure) and not trial.changes and trial.outcome.error:
+                raise trial.outcome.raised()
+            timeout = timeout or _SLOWEST * (time.monotonic() - began) + _PATIENCE
+            if only_this:
+                break
+    first = search.trials[0].outcome
+    if all(isinstance(trial.outcome, Failure) for trial in search.trials):
+        assert isinstance(first, Failure)
+        hint = "without --only-this, smaller settings are tried" if only_this else "so did the rest"
+        raise RunError(f"the recipe could not be measured: {first.reason} ({hint})")
+    return search
+
+
+def _settings(changes: Changes) -> list[str]:
+    return [f"{name}={str(value).lower()}" for name, value in changes.items()]
+
+
+def _gain(trial: Trial, first: Trial) -> float | None:
+    """How many times as fast as the recipe; None if either failed."""
+    from ..bench.figures import Figures
+
+    new, old = trial.outcome, first.outcome
+    if not isinstance(new, Figures) or not isinstance(old, Figures):
+        return None
+    return new.tokens_per_second / old.tokens_per_second
+
+
+# --- showing -----------------------------------------------------------------------------------
+
+
+def show(found: Search, one: Alone, command: list[str]) -> None:
+    """Print facts, where the time goes, what was tried, and the command to take."""
+    from ..bench.figures import Figures
+
+    screen, first = console(), found.trials[0].outcome
+    if isinstance(first, Figures):
+        screen.print(_facts(found, first, one))
+        screen.print(_time_table(first))
+    if len(found.trials) > 1:
+        screen.print()
+        screen.print(_trials_table(found))
+        screen.print()
+        for line in _verdict(found, command):
+            screen.print(line, soft_wrap=True)
+
+
+def _facts(found: Search, figures: Figures, one: Alone) -> Panel:
+    grid = Table.grid(padding=(0, 2))
+    for name, value in _lines(found, figures, one):
+        grid.add_row(Text(name, style="dim"), cell(value))
+    title = cell(found.recipe.model.path)
+    return Panel(grid, title=title, title_align="left", border_style="dim", expand=False)
+
+
+def _lines(found: Search, figures: Figures, one: Alone) -> Iterator[tuple[str, str]]:
+    yield "device", f"{figures.device}, {figures.precision}"
+    if one.num_processes > 1:
+        yield "processes", f"measured as one of {one.num_processes:,}: {_apart(one)}"
+    train = found.recipe.train
+    passes = f"{train.gradient_accumulation_steps:,} × {train.micro_batch_size:,} examples"
+    yield "step", f"{figures.step_seconds:.3g} s for {passes} (mean of {figures.steps:,})"
+    speed = f"{figures.tokens_per_second:,.0f} tokens/s"
+    yield "speed", f"{speed}, {figures.trained_tokens_per_second:,.0f} of them learnt"
+    yield "padding", f"{100 * figures.padding:.3g} % of the positions"
+    flops = f"{figures.flops / figures.seconds / 1e9:,.4g} GFLOP/s of the model"
+    peak = f"{figures.gemm_flops / 1e9:,.4g} that a product of matrices reaches here"
+    yield "arithmetic", f"{flops}, {100 * figures.utilisation:.3g} % of the {peak}"
+    yield "memory", f"{in_bytes(figures.peak_memory)} at its peak, in the heaviest step"
+    if figures.compiling_seconds:
+        yield "compiling", f"{figures.compiling_seconds:.3g} s in the first step"
+
+
+def _apart(one: Alone) -> str:
+    share = f"its {one.recipe.train.global_batch_size:,} examples a step"
+    return f"{share} on the whole model, without communication"
+
+
+def _time_table(figures: Figures) -> Table:
+    made = table("where the time goes", "of a step", "seconds", "what it is", numbers=_NUMBERS)
+    for name, share in figures.shares.items():
+        seconds = f"{figures.phases[name] / figures.steps:.3g}"
+        made.add_row(name, f"{100 * share:.1f} %", seconds, Text(PHASES[name], style="dim"))
+    return made
+
+
+def _trials_table(found: Search) -> Table:
+    made = table("settings", "tokens/s", "gain", "memory", "besides", numbers=_NUMBERS)
+    for trial in found.trials:
+        name = " ".join(_settings(trial.changes)) or "as it is"
+        style = "bold" if trial is found.best else ""
+        made.add_row(cell(name), *_results(trial, found.trials[0]), style=style)
+    for changes in found.left_out:
+        note = Text(f"not tried: {LIMIT / 60:.0f} minutes are over", style="dim")
+        made.add_row(cell(" ".join(_settings(changes))), "", "", "", note)
+    return made
+
+
+def _results(trial: Trial, first: Trial) -> list[str | Text]:
+    from ..bench.figures import Figures
+
+    figures = trial.outcome
+    if not isinstance(figures, Figures):
+        return ["", "", "", Text.assemble(("failed: ", "red"), cell(_first_line(figures)))]
+    gain = _gain(trial, first)
+    compiling = figures.compiling_seconds
+    return [
+        f"{figures.tokens_per_second:,.0f}",
+        "" if gain is None else f"× {gain:.2f}",
+        in_bytes(figures.peak_memory),
+        Text(f"{compiling:.0f} s to compile" if compiling else "", style="dim"),
+    ]
+
+
+def _first_line(failure: Failure) -> str:
+    return next(iter(failure.reason.splitlines()), "")
+
+
+def _verdict(found: Search, command: list[str]) -> Iterator[Text]:
+    best, first = found.best, found.trials[0]
+    if not best.changes:
+        yield Text("nothing that was tried is faster by more than chance")
+        return
+    gain = _gain(best, first)
+    how = "works" if gain is None else f"is {gain:.2f} times as fast"
+    yield Text(f"this {how}, and learns the same but for rounding:")
+    yield Text.assemble("  ", (shlex.join(command), "bold"))
+
+
+# --- as data -----------------------------------------------------------------------------------
+
+
+def as_data(found: Search, one: Alone, command: list[str]) -> dict[str, object]:
+    """All figures, in bytes, tokens and seconds."""
+    first, best = found.trials[0], found.best
+    return {
+        "num_processes": one.num_processes,
+        "measured_processes": 1,
+        "examples_a_step": found.recipe.train.global_batch_size,
+        **_outcome(first, first),
+        "tried": [_outcome(trial, first) for trial in found.trials[1:]],
+        "left_out": [dict(changes) for changes in found.left_out],
+        "best": {"changes": dict(best.changes), "gain": _gain(best, first)},
+        "command": shlex.join(command),
+    }
+
+
+def _outcome(trial: Trial, first: Trial) -> dict[str, object]:
+    from ..bench.figures import Figures
+
+    figures = trial.outcome
+    known: dict[str, object] = {"changes": dict(trial.changes)}
+    if not isinstance(figures, Figures):
+        return {**known, "failure": figures.reason}
+    return {
+        **known,
+        "failure": None,
+        "gain": _gain(trial, first),
+        "tokens_per_second": figures.tokens_per_second,
+        "trained_tokens_per_second": figures.trained_tokens_per_second,
+        "step_seconds": figures.step_seconds,
+        "utilisation": figures.utilisation,
+        "padding": figures.padding,
+        "shares": figures.shares,
+        **asdict(figures),
+    }
