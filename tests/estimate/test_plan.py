@@ -7,8 +7,9 @@ import pytest
 import surefoot
 from project import Project, metrics
 from surefoot.errors import DataError, ModelError, RecipeError
-from surefoot.estimate import plan as planning
-from surefoot.estimate.plan import Machine, make_plan, measured_speed
+from surefoot.estimate import processes
+from surefoot.estimate.plan import make_plan, measured_speed
+from surefoot.estimate.processes import Machine
 from surefoot.estimate.rehearsal import NotRehearsedError
 from surefoot.recipe.recipe import load
 
@@ -129,7 +130,7 @@ def test_a_model_that_cannot_be_rehearsed_gets_the_rest_of_its_plan(project, mon
     def fail(*_):
         raise NotRehearsedError("it looks at values")
 
-    monkeypatch.setattr(planning, "rehearse", fail)
+    monkeypatch.setattr(processes, "rehearse", fail)
     found = plan(project)
     assert found.not_known == "it looks at values"
     assert found.memory.activations == found.memory.logits == 0

@@ -16,7 +16,8 @@ from .ckpt.table import cell, console, in_bytes, print_json, table
 
 if TYPE_CHECKING:
     from ..estimate.memory import Memory
-    from ..estimate.plan import Machine, Plan
+    from ..estimate.plan import Plan
+    from ..estimate.processes import Machine
     from ..recipe.recipe import Recipe
 
 PARTS = {
@@ -91,7 +92,7 @@ def machine_for(recipe: Recipe, device: str | None) -> Machine:
     import psutil
     import torch
 
-    from ..estimate.plan import Machine
+    from ..estimate.processes import Machine
     from ..parallel.launch import num_processes
 
     has_gpu = torch.cuda.is_available()
