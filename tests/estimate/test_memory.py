@@ -76,7 +76,7 @@ def inner(model):
 def three_processes():
     """The first of three, whose others only seem to be there."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=3)
-    yield lambda *shape: World(0, 3, init_device_mesh("cpu", (*shape, 1), mesh_dim_names=AXES))
+    yield lambda *shape: World(0, 3, init_device_mesh("cpu", (1, *shape, 1), mesh_dim_names=AXES))
     dist.destroy_process_group()
 
 

@@ -64,7 +64,7 @@ class Pass:
     at_peak: Snapshot  # when most is alive
     most_activations: int  # at any moment: also when logits are gone, and layers are at work
     growing: int  # the most, where the gradients of weights come on top one by one
-    last: int = 0  # of a window in a pipeline: activations in its last pass, others being gone
+    last: int = 0  # of a window in a pipeline: activations in its last pass, after a layer of it
 
     @property
     def activations(self) -> int:
@@ -139,19 +139,11 @@ def memory(
     if is_alone:
         buffers = one.at_peak.copies
         most = gradients + one.at_peak.total if accumulates else max(one.growing, gradients)
-    elif mesh.pp > 1 and accumulates:
-        whole = gathered(weights, mesh, compute_size)
+    elif mesh.pp > 1:
         piled = piled_up(weights, mesh, compute_size)
-        gradients = piled.gradients
-        buffers = max(whole.between, piled.at_work, piled.at_last)
-        between = whole.between - one.at_peak.copies
-        most = max(
-            one.growing + between,
-            gradients + one.at_peak.total + between,
-            gradients + one.most_activations + piled.at_work,
-            gradients + one.last + piled.at_last,
-            piled.at_end,
-        )
+        gradients = piled.gradients if accumulates else gradients
+        buffers = max(piled.between, piled.at_work, piled.at_last)
+        most = _of_window(one, piled, accumulates=accumulates)
     else:
         whole = gathered(weights, mesh, compute_size)
         buffers = max(whole.between, whole.at_work, whole.at_end)
@@ -167,6 +159,20 @@ def memory(
         buffers=buffers,
         peak=held + optimizer + most,
     )
+
+
+def _of_window(one: Pass, piled: PiledUp, *, accumulates: bool) -> int:
+    """The most that a window in a pipeline takes beside weights and optimizer."""
+    between = piled.between - one.at_peak.copies
+    first = one.growing + between
+    if not accumulates:
+        return max(first, one.last + piled.at_last + piled.layer, piled.at_end)
+    later = max(
+        one.at_peak.total + between,
+        one.most_activations + piled.at_work,
+        one.last + piled.at_last,
+    )
+    return max(first, piled.gradients + later, piled.at_end)
 
 
 def _state(weight: Weight, count: int) -> int:
@@ -217,8 +223,10 @@ class PiledUp:
     until then they are added up whole, in the type that they are summed in."""
 
     gradients: int
+    layer: int  # the gradients of one
+    between: int  # beside them, when logits are at work
     at_work: int  # beside them, in the backward pass of a layer
-    at_last: int  # the same in the last one, which sends them
+    at_last: int  # the same after the last one, when they are sent
     at_end: int  # with them, when those outside of layers are sent
 
 
@@ -236,14 +244,17 @@ def piled_up(weights: Sequence[Weight], mesh: Mesh, compute_size: int) -> PiledU
     early = [weight for weight in _trained(outside) if not weight.is_last]
     whole = _whole(outside, compute_size) + (_whole(early, compute_size) if compute_size else 0)
     last = _trained(outside)
-    parts = sum(
-        weight.share(mesh.dp_shard) * weight.item_size for layer in own for weight in layer
-    )
+    parts = sum(weight.share(mesh.dp_shard) * weight.item_size for layer in own for weight in layer)
     return PiledUp(
         gradients=_whole(_trained(weights), kept_size),
+        layer=sums,
+        between=gathered(weights, mesh, compute_size).between,
         at_work=whole + held + added,
         at_last=whole + max(held, min(held, 2 * one) + copies * sums),
-        at_end=parts + sums + _whole(outside, compute_size) + (1 + copies) * _whole(last, kept_size),
+        at_end=parts
+        + sums
+        + _whole(outside, compute_size)
+        + (1 + copies) * _whole(last, kept_size),
     )
 
 

@@ -186,9 +186,7 @@ def rehearsed(
     """
     machine, skeletons = ground.machine, {process.place: process.skeleton for process in held}
     gathers = _gathers_bf16(recipe, machine)
-    setting = replace(
-        setting_of(recipe, machine), gathered=torch.bfloat16 if gathers else None
-    )
+    setting = replace(setting_of(recipe, machine), gathered=torch.bfloat16 if gathers else None)
     batch = _batch(recipe, ground, logit_weight or 0.0)
     try:
         if gathers or not as_held:
@@ -227,7 +225,9 @@ def rehearse_window(skeleton: Skeleton, batch: Batch, count: int) -> Pass:
     passes = [rehearse(skeleton, batch, number) for number in own.numbers]
     schedule = skeleton.recipe.parallel.pp_schedule
     ops = order(schedule, own.place, own.size, len(passes), count)
-    return window(passes, ops, Route(own.place, own.size, own.learns, own.size_of(batch)))
+    layers = [len(run) for run in own.layers]
+    route = Route(own.place, own.size, own.learns, own.size_of(batch), layers)
+    return window(passes, ops, route)
 
 
 def _batch(recipe: Recipe, ground: Ground, logit_weight: float) -> Batch:

@@ -20,12 +20,13 @@ _Visit = tuple[int, int]  # part and micro-batch
 
 @dataclass(frozen=True)
 class Route:
-    """What passes through a process, which has every ``size``-th of all stages from ``place`` on."""
+    """What passes through a process, which has each ``size``-th stage from ``place`` on."""
 
     place: int
     size: int
     learns: Sequence[bool]  # of all stages, whether anything learns in one or before it
     num_bytes: int  # of what passes between two stages
+    num_layers: Sequence[int]  # of each stage here
 
     def stage(self, op: Op) -> int:
         """The number of the stage that ``op`` runs."""
@@ -57,12 +58,13 @@ def window(passes: Sequence[Pass], ops: Sequence[Op], route: Route) -> Pass:
     moments = _moments(passes, ops, route)
     first = next((i for i, op in enumerate(ops) if not op.is_forward and route.works(op)), len(ops))
     later = moments[first + 1 :] or moments
+    gone = passes[ops[-1].part].kept.activations
     worst = max(later, key=lambda moment: moment.at_peak.total)
     return replace(
         worst,
         most_activations=max(moment.most_activations for moment in later),
         growing=max(moment.growing for moment in moments[: first + 1]),
-        last=later[-1].most_activations,
+        last=moments[-1].most_activations - gone // max(1, route.num_layers[ops[-1].part]),
     )
 
 
@@ -78,10 +80,7 @@ def _moments(passes: Sequence[Pass], ops: Sequence[Op], route: Route) -> list[Pa
         waiting += coming is not None and route.receives(coming)
         beside = _sum(passes, under_way - {visit})
         found.append(_beside(passes[op.part], beside, waiting * route.num_bytes))
-        if op.is_forward:
-            under_way = here
-        else:
-            under_way = under_way - {visit}
+        under_way = here if op.is_forward else under_way - {visit}
         if route.sends(op):
             sent.append(visit if op.is_forward else None)
     return found
@@ -95,9 +94,7 @@ def _sum(passes: Sequence[Pass], visits: Collection[_Visit]) -> Snapshot:
 
 
 def _plus(a: Snapshot, b: Snapshot, more: int = 0) -> Snapshot:
-    return Snapshot(
-        a.activations + b.activations + more, a.logits + b.logits, a.copies + b.copies
-    )
+    return Snapshot(a.activations + b.activations + more, a.logits + b.logits, a.copies + b.copies)
 
 
 def _beside(one: Pass, others: Snapshot, waiting: int) -> Pass:
