@@ -180,16 +180,13 @@ def staged(
     if world.mesh is None or world.pp == 1:
         return None
     num_stages = world.pp * section.num_parts
-    _refuse_converted(inner, weights)
+    division = divide(inner, weights, num_stages)
     in_files = {parameter: names[name] for name, parameter in model.named_parameters()}
     learning = {name for p, name in in_files.items() if p.requires_grad}
     whole = {
         name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
         for name, tensor in weights.state_dict().items()
     }
-    of_stages = parameters_of(inner, num_stages)
-    learns = [any(p.requires_grad for p in stage) for stage in of_stages]
-    both = _shared(of_stages)
     stages = keep(inner, range(world.pp_rank, num_stages, world.pp), num_stages)
     here = dict(model.named_parameters())
     return Staging(
@@ -198,11 +195,32 @@ def staged(
         {name: in_files[parameter] for name, parameter in here.items()},
         whole,
         learning,
-        [any(learns[: stage + 1]) for stage in range(num_stages)],
-        next((name for name, p in here.items() if p is both), None),
+        division.learns,
+        next((name for name, p in here.items() if p is division.tied), None),
         world,
         MeshAxis(world.mesh["tp"]) if section.sequence_parallel else None,
     )
+
+
+@dataclass(frozen=True)
+class Division:
+    """What of a model is in which of the stages of a pipeline."""
+
+    learns: Sequence[bool]  # for each stage, whether anything learns in it or before it
+    tied: nn.Parameter | None  # a weight that the first and the last stage both have
+
+
+def divide(
+    inner: PreTrainedModel, weights: FullWeights | AdapterWeights, num_stages: int
+) -> Division:
+    """How ``inner``, which is whole, is divided into stages.
+
+    Raises ``RecipeError`` if it cannot be.
+    """
+    _refuse_converted(inner, weights)
+    of_stages = parameters_of(inner, num_stages)
+    learns = [any(p.requires_grad for p in stage) for stage in of_stages]
+    return Division([any(learns[: i + 1]) for i in range(num_stages)], _shared(of_stages))
 
 
 def _refuse_converted(inner: PreTrainedModel, weights: FullWeights | AdapterWeights) -> None:

@@ -63,6 +63,17 @@ def test_processes_are_those_of_the_recipe_or_those_asked_for(recipe):
     assert "buffers" in out
 
 
+def test_of_a_pipeline_the_heaviest_stage_is_told(recipe):
+    asked = (recipe, "parallel.pp=2", "parallel.num_processes=2")
+    out = run(*asked).stdout
+    assert " × pp 2" in out
+    assert "of 2, with layers" in out
+    found = as_json(*asked)
+    assert found["processes"]["pp"] == 2
+    assert f"memory of stage {found['heaviest_stage']['process'] + 1} of 2" in out
+    assert as_json(recipe)["heaviest_stage"] is None
+
+
 def test_a_run_that_takes_more_than_there_is_is_told_so(recipe, monkeypatch):
     import psutil
 

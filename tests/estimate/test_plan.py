@@ -7,8 +7,9 @@ import pytest
 import surefoot
 from project import Project, metrics
 from surefoot.errors import DataError, ModelError, RecipeError
-from surefoot.estimate import plan as planning
-from surefoot.estimate.plan import Machine, make_plan, measured_speed
+from surefoot.estimate import processes
+from surefoot.estimate.plan import make_plan, measured_speed
+from surefoot.estimate.processes import Machine
 from surefoot.estimate.rehearsal import NotRehearsedError
 from surefoot.recipe.recipe import load
 
@@ -129,7 +130,7 @@ def test_a_model_that_cannot_be_rehearsed_gets_the_rest_of_its_plan(project, mon
     def fail(*_):
         raise NotRehearsedError("it looks at values")
 
-    monkeypatch.setattr(planning, "rehearse", fail)
+    monkeypatch.setattr(processes, "rehearse", fail)
     found = plan(project)
     assert found.not_known == "it looks at values"
     assert found.memory.activations == found.memory.logits == 0
@@ -156,7 +157,7 @@ def test_new_tokens_make_room_in_the_embeddings(project):
     ("overrides", "machine", "error", "words"),
     [
         (["parallel.dp_shard=3"], Machine(4, on_gpu=False), RecipeError, "--num-processes"),
-        (["parallel.pp=2"], Machine(2, on_gpu=False), RecipeError, "pipelines cannot be planned"),
+        (["parallel.pp=4"], Machine(4, on_gpu=False), RecipeError, "need as many layers"),
         ([], Machine(3, on_gpu=False), DataError, "multiple of micro_batch_size"),
         (["method.freeze.num_layers=99"], ALONE, RecipeError, "3 layers"),
         (["data.datasets=[nosuch]"], ALONE, DataError, "nosuch"),
@@ -191,3 +192,25 @@ def test_other_ways_to_share_are_planned_as_if_they_were_asked_for(project):
         changed = [f"{name}={json.dumps(value)}" for name, value in option.changes.items()]
         alone = plan(project, *asked, *changed, machine=four)
         assert alone.memory.peak == pytest.approx(option.memory.peak, rel=0.02), option.changes
+
+
+def test_processes_that_share_the_layers_are_planned(project):
+    asked = ("train.global_batch_size=8", "train.micro_batch_size=1")
+    found = plan(project, *asked, "parallel.pp=2", machine=Machine(4, on_gpu=False))
+    alone = plan(project, *asked, machine=Machine(2, on_gpu=False))
+    assert (found.mesh.pp, found.mesh.dp_shard, found.mesh.num_processes) == (2, 2, 4)
+    assert found.course == alone.course, "pp changes nothing of what is learnt, and when"
+    assert found.parameters == alone.parameters
+    assert found.saving.size == alone.saving.size
+    assert found.place in (0, 1)
+    assert found.memory.weights < 0.8 * alone.memory.weights
+    ways = [dict(o.changes) for o in found.options if "parallel.pp" in o.changes]
+    assert {"parallel.dp_shard": 4, "parallel.pp": 1} in ways
+
+
+def test_the_stage_is_told_that_needs_most(project):
+    asked = ("train.global_batch_size=8", "train.micro_batch_size=1", "parallel.pp=3")
+    found = plan(project, *asked, machine=Machine(3, on_gpu=False))
+    assert [list(run) for run in found.layers] == [[found.place]]
+    later = plan(project, *asked, "parallel.pp_schedule=gpipe", machine=Machine(3, on_gpu=False))
+    assert later.memory.activations > found.memory.activations

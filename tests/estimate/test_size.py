@@ -5,7 +5,8 @@ import pytest
 import surefoot
 from project import Project
 from surefoot.checkpoint.retention import Rule
-from surefoot.estimate.plan import Machine, make_plan
+from surefoot.estimate.plan import make_plan
+from surefoot.estimate.processes import Machine
 from surefoot.estimate.size import (
     CheckpointSize,
     disk_needed,

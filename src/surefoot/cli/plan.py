@@ -16,7 +16,8 @@ from .ckpt.table import cell, console, in_bytes, print_json, table
 
 if TYPE_CHECKING:
     from ..estimate.memory import Memory
-    from ..estimate.plan import Machine, Plan
+    from ..estimate.plan import Plan
+    from ..estimate.processes import Machine
     from ..recipe.recipe import Recipe
 
 PARTS = {
@@ -91,7 +92,7 @@ def machine_for(recipe: Recipe, device: str | None) -> Machine:
     import psutil
     import torch
 
-    from ..estimate.plan import Machine
+    from ..estimate.processes import Machine
     from ..parallel.launch import num_processes
 
     has_gpu = torch.cuda.is_available()
@@ -134,6 +135,7 @@ def _lines(recipe: Recipe, found: Plan, *, is_given: bool) -> Iterator[tuple[str
     where = "on GPUs" if found.machine.on_gpu else "on CPUs"
     layout = f" = dp_replicate {mesh.dp_replicate} × dp_shard {mesh.dp_shard}"
     layout += f" × tp {mesh.tp}" if mesh.tp > 1 else ""
+    layout += f" × pp {mesh.pp}" if mesh.pp > 1 else ""
     layout = layout if mesh.num_processes > 1 else ""
     yield "processes", f"{mesh.num_processes:,}{layout}, {found.precision}, {where}"
     source = (
@@ -148,7 +150,18 @@ def _lines(recipe: Recipe, found: Plan, *, is_given: bool) -> Iterator[tuple[str
     heavy = found.heaviest
     several = f"{heavy.examples:,} examples, {heavy.tokens:,} tokens, {heavy.trained:,} learnt"
     yield "heaviest pass", several
+    if mesh.pp > 1:
+        yield "heaviest stage", _stage(found)
     yield "time", _time(recipe, found, is_given=is_given)
+
+
+def _stage(found: Plan) -> str:
+    """Which process of the pipeline the memory is of."""
+    runs = [
+        f"{run[0]:,}" if len(run) == 1 else f"{run[0]:,} to {run[-1]:,}" for run in found.layers
+    ]
+    layers = f"layers {' and '.join(runs)} (the first is 0)"
+    return f"process {found.place + 1:,} of {found.mesh.pp:,}, with {layers}"
 
 
 def _time(recipe: Recipe, found: Plan, *, is_given: bool) -> str:
@@ -171,7 +184,9 @@ def duration(seconds: float) -> str:
 
 
 def _memory_table(found: Plan) -> Table:
-    made = table("memory of a process", "size", "what it is", numbers=_NUMBERS)
+    pp = found.mesh.pp
+    whose = "a process" if pp == 1 else f"stage {found.place + 1:,} of {pp:,}"
+    made = table(f"memory of {whose}", "size", "what it is", numbers=_NUMBERS)
     for name, size in found.memory.parts().items():
         if size or name in ("weights", "gradients", "optimizer"):
             made.add_row(name, in_bytes(size), Text(PARTS[name], style="dim"))
@@ -254,6 +269,7 @@ def as_data(found: Plan) -> dict[str, object]:
             "dp_replicate": found.mesh.dp_replicate,
             "dp_shard": found.mesh.dp_shard,
             "tp": found.mesh.tp,
+            "pp": found.mesh.pp,
             "device": "gpu" if found.machine.on_gpu else "cpu",
             "precision": found.precision,
             "capacity": found.machine.capacity,
@@ -271,6 +287,12 @@ def as_data(found: Plan) -> dict[str, object]:
         "tokens_per_second": found.tokens_per_second,
         "seconds": found.seconds,
         "heaviest_pass": vars(found.heaviest),
+        "heaviest_stage": {
+            "process": found.place,
+            "layers": [layer for run in found.layers for layer in run],
+        }
+        if found.mesh.pp > 1
+        else None,
         "memory": _as_data(found.memory),
         "not_known": found.not_known,
         "checkpoint": {

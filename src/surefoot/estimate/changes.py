@@ -24,6 +24,7 @@ def changes(recipe: Recipe, num_processes: int) -> Iterator[Change]:
     """Every single change: how the processes are laid out, recomputation, the size of a pass."""
     yield from _splits(recipe, num_processes)
     yield from _tensors(recipe, num_processes)
+    yield from _pipelines(recipe, num_processes)
     recomputes = not recipe.model.gradient_checkpointing
     yield Change(
         {"model.gradient_checkpointing": recomputes},
@@ -32,7 +33,7 @@ def changes(recipe: Recipe, num_processes: int) -> Iterator[Change]:
         not recomputes,
     )
     size, whole = recipe.train.micro_batch_size, recipe.train.global_batch_size
-    num_data_ranks = num_processes // recipe.parallel.tp
+    num_data_ranks = num_processes // recipe.parallel.tp // recipe.parallel.pp
     if size % 2 == 0:
         yield _resized(recipe, size // 2, "more and smaller passes", is_faster=False)
     if whole % (2 * size * num_data_ranks) == 0:
@@ -59,20 +60,34 @@ def _splits(recipe: Recipe, num_processes: int) -> Iterator[Change]:
 
 def _tensors(recipe: Recipe, num_processes: int) -> Iterator[Change]:
     """Twice and half as many processes that share every matrix, and tokens cut as well."""
-    _, replicate, shard, tp = recipe.parallel.axes(num_processes)
-    train = recipe.train
-    if tp > 1 and not recipe.parallel.sequence_parallel:
+    pp, replicate, shard, tp = recipe.parallel.axes(num_processes)
+    if tp > 1 and pp == 1 and not recipe.parallel.sequence_parallel:
         yield _laid_out(recipe, {"sequence_parallel": True}, "as much communication")
     if shard % 2 == 0 and 2 * tp <= _MOST_TENSORS:
         values = {"dp_shard": shard // 2, "tp": 2 * tp}
         yield _laid_out(recipe, values, "more communication")
-    passes = train.global_batch_size % (train.micro_batch_size * replicate * shard * 2)
-    if tp % 2 == 0 and not passes:
+    if tp % 2 == 0 and _divides(recipe, 2 * replicate * shard):
         values = {"dp_shard": 2 * shard, "tp": tp // 2}
         values |= (
             {"sequence_parallel": False} if recipe.parallel.sequence_parallel and tp == 2 else {}
         )
         yield _laid_out(recipe, values, "less communication", is_faster=True)
+
+
+def _pipelines(recipe: Recipe, num_processes: int) -> Iterator[Change]:
+    """Of a pipeline, twice and half as many processes that share the layers out."""
+    pp, replicate, shard, _ = recipe.parallel.axes(num_processes)
+    if pp > 1 and shard % 2 == 0:
+        yield _laid_out(recipe, {"dp_shard": shard // 2, "pp": 2 * pp}, "waits more")
+    if pp % 2 == 0 and _divides(recipe, 2 * replicate * shard):
+        values = {"dp_shard": 2 * shard, "pp": pp // 2}
+        yield _laid_out(recipe, values, "waits less, more communication")
+
+
+def _divides(recipe: Recipe, num_data_ranks: int) -> bool:
+    """Whether so many can share the examples of a step evenly."""
+    train = recipe.train
+    return train.global_batch_size % (train.micro_batch_size * num_data_ranks) == 0
 
 
 def _laid_out(

@@ -64,6 +64,7 @@ class Pass:
     at_peak: Snapshot  # when most is alive
     most_activations: int  # at any moment: also when logits are gone, and layers are at work
     growing: int  # the most, where the gradients of weights come on top one by one
+    last: int = 0  # of a window in a pipeline: activations in its last pass, after a layer of it
 
     @property
     def activations(self) -> int:
@@ -84,11 +85,12 @@ class Mesh:
     dp_shard: int = 1
     reshard_after_forward: bool = True
     tp: int = 1
+    pp: int = 1
 
     @property
     def num_processes(self) -> int:
         """All of them."""
-        return self.num_data_ranks * self.tp
+        return self.num_data_ranks * self.tp * self.pp
 
     @property
     def num_data_ranks(self) -> int:
@@ -118,11 +120,11 @@ class Memory:
 def memory(
     weights: Sequence[Weight], one: Pass, mesh: Mesh, *, compute_size: int, accumulates: bool
 ) -> Memory:
-    """What the largest process of ``mesh`` takes.
+    """What the largest process of ``mesh`` takes; of a pipeline, of those with the same stages.
 
     Args:
-        weights: all parameters and buffers of the model.
-        one: the heaviest micro-batch, on weights as they are gathered.
+        weights: all parameters and buffers of the model, or of these stages.
+        one: the heaviest micro-batch, on weights as they are gathered; of a pipeline, the window.
         mesh: over how many processes.
         compute_size: bytes of an element of a gathered weight; 0 if gathered as it is held.
         accumulates: whether a step has several micro-batches. If so the gradients of the first
@@ -137,6 +139,11 @@ def memory(
     if is_alone:
         buffers = one.at_peak.copies
         most = gradients + one.at_peak.total if accumulates else max(one.growing, gradients)
+    elif mesh.pp > 1:
+        piled = piled_up(weights, mesh, compute_size)
+        gradients = piled.gradients if accumulates else gradients
+        buffers = max(piled.between, piled.at_work, piled.at_last)
+        most = _of_window(one, piled, accumulates=accumulates)
     else:
         whole = gathered(weights, mesh, compute_size)
         buffers = max(whole.between, whole.at_work, whole.at_end)
@@ -152,6 +159,20 @@ def memory(
         buffers=buffers,
         peak=held + optimizer + most,
     )
+
+
+def _of_window(one: Pass, piled: PiledUp, *, accumulates: bool) -> int:
+    """The most that a window in a pipeline takes beside weights and optimizer."""
+    between = piled.between - one.at_peak.copies
+    first = one.growing + between
+    if not accumulates:
+        return max(first, one.last + piled.at_last + piled.layer, piled.at_end)
+    later = max(
+        one.at_peak.total + between,
+        one.most_activations + piled.at_work,
+        one.last + piled.at_last,
+    )
+    return max(first, piled.gradients + later, piled.at_end)
 
 
 def _state(weight: Weight, count: int) -> int:
@@ -179,12 +200,7 @@ def gathered(weights: Sequence[Weight], mesh: Mesh, compute_size: int) -> Gather
     its weights when their turn comes, not before, and its gradients three times.
     """
     is_alone = mesh.dp_shard == 1
-    cut = [weight for weight in weights if weight.is_cut]
-    outside = [weight for weight in cut if weight.layer is None]
-    layers = [
-        [weight for weight in cut if weight.layer == index]
-        for index in sorted({weight.layer for weight in cut if weight.layer is not None})
-    ]
+    outside, layers = _by_layer(weights)
     sizes = [_whole(layer, compute_size) for layer in layers]
     one, every = max(sizes, default=0), sum(sizes)
     reduced = max((_reduced(layer, compute_size, is_alone) for layer in layers), default=0)
@@ -199,6 +215,55 @@ def gathered(weights: Sequence[Weight], mesh: Mesh, compute_size: int) -> Gather
         at_work=whole + _whole(early, compute_size) + at_work,
         at_end=whole + _reduced(outside, compute_size, is_alone) + reduced,
     )
+
+
+@dataclass(frozen=True)
+class PiledUp:
+    """What FSDP2 holds where gradients are summed over processes only after the last micro-batch:
+    until then they are added up whole, in the type that they are summed in."""
+
+    gradients: int
+    layer: int  # the gradients of one
+    between: int  # beside them, when logits are at work
+    at_work: int  # beside them, in the backward pass of a layer
+    at_last: int  # the same after the last one, when they are sent
+    at_end: int  # with them, when those outside of layers are sent
+
+
+def piled_up(weights: Sequence[Weight], mesh: Mesh, compute_size: int) -> PiledUp:
+    """As ``gathered``, for the stages of a pipeline. What a pass adds is in its own type first."""
+    outside, layers = _by_layer(weights)
+    kept_size = max(FLOAT32, compute_size) if compute_size else 0
+    sizes = [_whole(layer, compute_size) for layer in layers]
+    one, every = max(sizes, default=0), sum(sizes)
+    own = [_trained(layer) for layer in layers]
+    sums = max((_whole(layer, kept_size) for layer in own), default=0)
+    added = max((_whole(layer, compute_size) for layer in own), default=0) if compute_size else 0
+    copies = 2 if mesh.dp_shard == 1 else 1
+    held = every if not mesh.reshard_after_forward else one if mesh.dp_shard == 1 else 3 * one
+    early = [weight for weight in _trained(outside) if not weight.is_last]
+    whole = _whole(outside, compute_size) + (_whole(early, compute_size) if compute_size else 0)
+    last = _trained(outside)
+    parts = sum(weight.share(mesh.dp_shard) * weight.item_size for layer in own for weight in layer)
+    return PiledUp(
+        gradients=_whole(_trained(weights), kept_size),
+        layer=sums,
+        between=gathered(weights, mesh, compute_size).between,
+        at_work=whole + held + added,
+        at_last=whole + max(held, min(held, 2 * one) + copies * sums),
+        at_end=parts
+        + sums
+        + _whole(outside, compute_size)
+        + (1 + copies) * _whole(last, kept_size),
+    )
+
+
+def _by_layer(weights: Iterable[Weight]) -> tuple[list[Weight], list[list[Weight]]]:
+    """What is cut of weights: those outside of layers, and those of each layer."""
+    cut = [weight for weight in weights if weight.is_cut]
+    numbers = sorted({weight.layer for weight in cut if weight.layer is not None})
+    outside = [weight for weight in cut if weight.layer is None]
+    return outside, [[weight for weight in cut if weight.layer == index] for index in numbers]
 
 
 def _reduced(weights: Iterable[Weight], compute_size: int, is_alone: bool) -> int:

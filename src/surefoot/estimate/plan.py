@@ -4,49 +4,39 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-
-import torch
 
 from ..batch import Batch
 from ..build import build_codec
 from ..callbacks.jsonl import NAME as METRICS
 from ..data.chat import Codec
-from ..data.dataset import EncodedDataset
-from ..data.mix import Index
 from ..errors import RecipeError
 from ..model.load import resolve
 from ..recipe.recipe import Recipe
 from ..training.precision import PrecisionName
-from .batches import Course, course_of, heaviest, loader_of, trained_counts
+from .batches import Course, course_of, loader_of, trained_counts
 from .changes import changes
 from .examples import examples_of
-from .memory import Memory, Mesh, Pass, Snapshot, Weight, memory
-from .rehearsal import (
-    NotRehearsedError,
-    Setting,
-    Skeleton,
-    build,
-    describe,
-    held_dtype,
-    rehearse,
+from .memory import Memory, Mesh
+from .processes import (
+    Ground,
+    Machine,
+    Process,
+    Rehearsed,
+    memory_of,
+    mesh_of,
+    precision_of,
+    processes,
+    rehearsed,
+    whole,
 )
+from .rehearsal import Skeleton
 from .saving import size_of_checkpoint
 from .size import CheckpointSize, disk_needed, most_at_once, saved_steps, snapshot_size
 
-NOTHING = Pass(Snapshot(0, 0, 0), Snapshot(0, 0, 0), 0, 0)
 _SPEEDS = 20  # of the last logs
-
-
-@dataclass(frozen=True)
-class Machine:
-    """Where the run is to be."""
-
-    num_processes: int
-    on_gpu: bool
-    capacity: int | None = None  # bytes that a process can have; None: not known
 
 
 @dataclass(frozen=True)
@@ -91,7 +81,9 @@ class Plan:
     rows_read: int | None
     course: Course
     heaviest: Heaviest
-    memory: Memory
+    memory: Memory  # of the process that needs most
+    place: int  # of that one in a pipeline
+    layers: tuple[range, ...]  # of its stages there
     not_known: str | None  # why activations are not in the memory
     saving: Saving
     tokens_per_second: float | None
@@ -113,159 +105,41 @@ def make_plan(recipe: Recipe, machine: Machine, tokens_per_second: float | None 
     """
     base = resolve(recipe.model, weights=False)
     codec = build_codec(recipe, base)
-    mesh = _mesh(recipe, machine)
+    mesh = mesh_of(recipe, machine)
     examples = examples_of(recipe, codec)
     lengths, trained = examples.dataset.lengths, trained_counts(examples.dataset)
     loader = loader_of(recipe, examples.dataset, mesh.num_data_ranks)
     course = course_of(recipe, loader, lengths, trained)
-    ground = _Ground(base, codec, machine, examples.dataset, lengths, trained, course.steps)
-    alone = replace(_setting(recipe, machine), tp=1, sequence_parallel=False)
-    whole = build(recipe, base, codec.tokenizer, alone)
-    skeleton = _skeleton(recipe, ground) if mesh.tp > 1 else whole
-    weights = describe(skeleton)
-    as_run = None if _gathers_bf16(recipe, machine) else skeleton
-    batch, passed, not_known = _rehearsed(recipe, ground, skeleton=as_run)
-    options = _options(recipe, ground, weights, (batch, passed)) if not_known is None else ()
-    sizes = [(p.numel(), p.requires_grad) for p in whole.model.parameters()]
+    ground = Ground(base, codec, machine, examples.dataset, lengths, trained, course.steps)
+    held = processes(recipe, ground)
+    alone = whole(recipe, ground) if mesh.tp * mesh.pp > 1 else held[0].skeleton
+    found = rehearsed(recipe, ground, held, as_held=True)
+    largest, most = memory_of(recipe, machine, held, found.passes)
+    options = _options(recipe, ground, held, found) if found.not_known is None else ()
+    sizes = [(p.numel(), p.requires_grad) for p in alone.model.parameters()]
     return Plan(
         machine=machine,
         mesh=mesh,
-        precision=_precision(recipe, machine),
+        precision=precision_of(recipe, machine),
         parameters=sum(size for size, _ in sizes),
         trained_parameters=sum(size for size, is_trained in sizes if is_trained),
         examples=len(examples.dataset),
         rows_read=examples.rows_read,
         course=course,
-        heaviest=Heaviest(_num_examples(batch), batch.input_ids.numel(), batch.num_trained),
-        memory=_memory(recipe, machine, weights, passed),
-        not_known=not_known,
-        saving=_saving(whole, codec, base, course, machine),
+        heaviest=_heaviest(found.batch),
+        memory=most,
+        place=largest.place,
+        layers=tuple(largest.layers),
+        not_known=found.not_known,
+        saving=_saving(alone, codec, base, course, machine),
         tokens_per_second=tokens_per_second or measured_speed(recipe.train.folder),
         options=tuple(options),
     )
 
 
-@dataclass(frozen=True)
-class _Ground:
-    """What the recipe and its variants have in common."""
-
-    base: Path
-    codec: Codec
-    machine: Machine
-    dataset: EncodedDataset
-    lengths: Index
-    trained: Index
-    steps: int
-
-
-def _mesh(recipe: Recipe, machine: Machine) -> Mesh:
-    try:
-        pp, replicate, shard, tp = recipe.parallel.axes(machine.num_processes)
-    except ValueError as error:
-        raise RecipeError(
-            f"parallel: {error}; change them, or plan for as many with --num-processes"
-        ) from None
-    if pp > 1:
-        raise RecipeError(
-            "parallel.pp: pipelines cannot be planned yet; plan with parallel.pp=1 for tokens and "
-            "checkpoints, and divide the memory of the layers by pp"
-        )
-    return Mesh(replicate, shard, recipe.parallel.reshard_after_forward, tp)
-
-
-def _precision(recipe: Recipe, machine: Machine) -> PrecisionName:
-    chosen = recipe.train.precision
-    if chosen == "auto":
-        return "bf16" if machine.on_gpu else "fp32"
-    return chosen
-
-
-def _setting(recipe: Recipe, machine: Machine) -> Setting:
-    """How the weights are held."""
-    return Setting(
-        _precision(recipe, machine),
-        held_dtype(recipe, on_gpu=machine.on_gpu),
-        recomputes=recipe.model.gradient_checkpointing,
-        tp=recipe.parallel.tp,
-        sequence_parallel=recipe.parallel.sequence_parallel,
-    )
-
-
-def _skeleton(recipe: Recipe, ground: _Ground) -> Skeleton:
-    """The model as a process holds it."""
-    return build(recipe, ground.base, ground.codec.tokenizer, _setting(recipe, ground.machine))
-
-
-def _gathers_bf16(recipe: Recipe, machine: Machine) -> bool:
-    return machine.num_processes > 1 and _precision(recipe, machine) == "bf16"
-
-
-def _rehearsed(
-    recipe: Recipe,
-    ground: _Ground,
-    logit_weight: float | None = None,
-    skeleton: Skeleton | None = None,
-) -> tuple[Batch, Pass, str | None]:
-    """The heaviest micro-batch and what it takes, or why that is not known.
-
-    What is heaviest depends on what a trained position takes as against a token; where that is not
-    known yet, the micro-batch with the most tokens tells.
-    """
-    machine = ground.machine
-    setting = _setting(recipe, machine)
-    if _gathers_bf16(recipe, machine):
-        setting = replace(setting, gathered=torch.bfloat16)
-    batch = _batch(recipe, ground, logit_weight or 0.0)
-    try:
-        skeleton = skeleton or build(recipe, ground.base, ground.codec.tokenizer, setting)
-        passed = rehearse(skeleton, batch)
-        if logit_weight is None:
-            other = _batch(recipe, ground, _logit_weight(batch, passed))
-            if not torch.equal(other.input_ids, batch.input_ids):
-                batch, passed = max(
-                    ((batch, passed), (other, rehearse(skeleton, other))),
-                    key=lambda pair: pair[1].at_peak.total,
-                )
-    except NotRehearsedError as error:
-        return batch, NOTHING, str(error)
-    return batch, passed, None
-
-
-def _batch(recipe: Recipe, ground: _Ground, logit_weight: float) -> Batch:
-    loader = loader_of(recipe, ground.dataset, _mesh(recipe, ground.machine).num_data_ranks)
-    packing = recipe.data.packing
-    items = heaviest(
-        loader,
-        ground.steps,
-        ground.lengths,
-        ground.trained,
-        packing=packing,
-        logit_weight=logit_weight,
-    )
-    features = [ground.dataset[int(item)] for item in items]
-    return recipe.stage.collate(features, packing=packing)
-
-
-def _logit_weight(batch: Batch, passed: Pass) -> float:
-    """Bytes of a trained position as against those of a token."""
-    by_token = max(1, passed.at_peak.activations) / batch.input_ids.numel()
-    return passed.at_peak.logits / max(1, batch.num_trained) / by_token
-
-
-def _num_examples(batch: Batch) -> int:
-    return len(batch.input_ids) if batch.cu_seqlens is None else len(batch.cu_seqlens) - 1
-
-
-def _memory(recipe: Recipe, machine: Machine, weights: Sequence[Weight], passed: Pass) -> Memory:
-    mesh = _mesh(recipe, machine)
-    per_pass = recipe.train.micro_batch_size * mesh.num_data_ranks
-    return memory(
-        weights,
-        passed,
-        mesh,
-        compute_size=2 if _gathers_bf16(recipe, machine) else 0,
-        accumulates=recipe.train.global_batch_size > per_pass,
-    )
+def _heaviest(batch: Batch) -> Heaviest:
+    rows = len(batch.input_ids) if batch.cu_seqlens is None else len(batch.cu_seqlens) - 1
+    return Heaviest(rows, batch.input_ids.numel(), batch.num_trained)
 
 
 def _saving(
@@ -317,15 +191,15 @@ def _speed(line: str) -> float | None:
 
 
 def _options(
-    recipe: Recipe, ground: _Ground, weights: Sequence[Weight], known: tuple[Batch, Pass]
+    recipe: Recipe, ground: Ground, held: Sequence[Process], known: Rehearsed
 ) -> list[Option]:
     """What would take less memory, or go faster and still fit; least memory first."""
-    now = _memory(recipe, ground.machine, weights, known[1]).peak
-    weight, found = _logit_weight(*known), []
+    now = memory_of(recipe, ground.machine, held, known.passes)[1].peak
+    found = []
     for change in changes(recipe, ground.machine.num_processes):
         try:
-            takes = _changed(recipe, change.recipe, ground, weights, (weight, known[1]))
-        except RecipeError:  # an architecture that tp cannot cut, or not so far
+            takes = _changed(recipe, change.recipe, ground, held, known)
+        except RecipeError:  # an architecture that tp or pp cannot cut, or not so far
             continue
         if takes is None:
             continue
@@ -337,24 +211,20 @@ def _options(
 
 
 def _changed(
-    recipe: Recipe,
-    other: Recipe,
-    ground: _Ground,
-    weights: Sequence[Weight],
-    known: tuple[float, Pass],
+    recipe: Recipe, other: Recipe, ground: Ground, held: Sequence[Process], known: Rehearsed
 ) -> Memory | None:
-    """What ``other`` takes, if that is known; ``weights`` and the pass that is ``known`` are those
-    of ``recipe``."""
-    weight, passed = known
+    """What ``other`` takes, if that is known; what is ``held`` and ``known`` is of ``recipe``."""
     is_cut_alike = _cuts(other) == _cuts(recipe)
     if not is_cut_alike:
-        weights = describe(_skeleton(other, ground))
+        held = processes(other, ground)
+    passes = known.passes
     if not is_cut_alike or other.parallel == recipe.parallel:
-        _, passed, not_known = _rehearsed(other, ground, weight)
-        if not_known:
+        found = rehearsed(other, ground, held, known.logit_weight, as_held=not is_cut_alike)
+        if found.not_known:
             return None
-    return _memory(other, ground.machine, weights, passed)
+        passes = found.passes
+    return memory_of(other, ground.machine, held, passes)[1]
 
 
-def _cuts(recipe: Recipe) -> tuple[int, bool]:
-    return recipe.parallel.tp, recipe.parallel.sequence_parallel
+def _cuts(recipe: Recipe) -> tuple[int, bool, int]:
+    return recipe.parallel.tp, recipe.parallel.sequence_parallel, recipe.parallel.pp

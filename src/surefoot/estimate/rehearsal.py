@@ -38,7 +38,8 @@ from ..recipe.recipe import Recipe
 from ..training.precision import PrecisionName, autocast
 from .axis import FirstOf
 from .live import Live
-from .memory import Pass, Weight
+from .memory import Pass, Snapshot, Weight
+from .share import Share, share
 
 CPU = torch.device("cpu")
 UNMASKED = "surefoot_unmasked_sdpa"  # transformers' own; no mask is built for a name it knows not
@@ -60,6 +61,9 @@ class Setting:
     recomputes: bool = False  # gradient checkpointing
     tp: int = 1  # processes that share every matrix; of one of them, the first
     sequence_parallel: bool = False
+    pp: int = 1  # processes that share the layers out
+    place: int = 0  # of the process among these
+    num_parts: int = 1  # stages of each of them
 
 
 @dataclass(frozen=True)
@@ -74,6 +78,7 @@ class Skeleton:
     setting: Setting
     head: AskedHead | None  # of ``inner``, if it can be asked for more than logits
     vocabulary: CutVocabulary | None = None  # of logits, where they are cut
+    share: Share | None = None  # of a pipeline
 
 
 def build(
@@ -95,12 +100,20 @@ def build(
         policy = _adapted(inner, recipe.model.adapter) or recipe.method.apply(inner)
         upcast_trained(policy, recipe.model)
         head = asked_head(inner)
-    mode = FakeTensorMode()
-    _put(policy, mode, setting.gathered)
     is_adapter = recipe.method.kind == "adapter"
     weights = AdapterWeights(policy) if is_adapter else FullWeights(inner)
-    made = Skeleton(mode, policy.train(), inner, weights, recipe, setting, head)
+    own = _share(inner, weights, setting) if setting.pp > 1 else None
+    mode = FakeTensorMode()
+    _put(policy, mode, setting.gathered)
+    made = Skeleton(mode, policy.train(), inner, weights, recipe, setting, head, share=own)
     return _cut(made) if setting.tp > 1 else made
+
+
+def _share(
+    inner: PreTrainedModel, weights: FullWeights | AdapterWeights, setting: Setting
+) -> Share:
+    count, dtype = setting.num_parts, setting.gathered
+    return share(inner, weights, setting.place, size=setting.pp, num_parts=count, dtype=dtype)
 
 
 def _cut(whole: Skeleton) -> Skeleton:
@@ -185,7 +198,7 @@ def describe(skeleton: Skeleton) -> list[Weight]:
         for tensor in layer.parameters()
     }
     head, last = skeleton.inner.get_output_embeddings(), skeleton.inner.get_input_embeddings()
-    is_tied = head is not None and head.weight is last.weight
+    is_tied = head is not None and last is not None and head.weight is last.weight
     found = []
     for parameter in skeleton.model.parameters():
         held = state.get(names.get(id(parameter), ""), {}).values()
@@ -197,7 +210,7 @@ def describe(skeleton: Skeleton) -> list[Weight]:
                 blocks.get(id(parameter)),
                 state=sum(tensor.nbytes for tensor in held if tensor.ndim),
                 scalars=sum(tensor.nbytes for tensor in held if not tensor.ndim),
-                is_last=parameter is last.weight and not is_tied,
+                is_last=last is not None and parameter is last.weight and not is_tied,
             )
         )
     buffers = {id(buffer): buffer for buffer in skeleton.model.buffers()}.values()
@@ -205,15 +218,16 @@ def describe(skeleton: Skeleton) -> list[Weight]:
     return found
 
 
-def rehearse(skeleton: Skeleton, batch: Batch) -> Pass:
-    """Run ``batch``, which may be real, forward and backward.
+def rehearse(skeleton: Skeleton, batch: Batch, number: int | None = None) -> Pass:
+    """Run ``batch``, which may be real, forward and backward; of a pipeline, through the stage
+    ``number``.
 
     Raises ``NotRehearsedError`` if the model cannot be run so: it looks at values, which are not
     there, or uses a kernel that torch knows no shapes for.
     """
     was_disabled, _LOGGER.disabled = _LOGGER.disabled, True
     try:
-        return _rehearse(skeleton, batch)
+        return _rehearse(skeleton, batch, number)
     except (RuntimeError, NotImplementedError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise NotRehearsedError(
@@ -223,17 +237,8 @@ def rehearse(skeleton: Skeleton, batch: Batch) -> Pass:
         _LOGGER.disabled = was_disabled
 
 
-def _rehearse(skeleton: Skeleton, batch: Batch) -> Pass:
-    stage, mode = skeleton.recipe.stage, skeleton.mode
+def _rehearse(skeleton: Skeleton, batch: Batch, number: int | None) -> Pass:
     batch = widened(batch, skeleton.setting.tp if skeleton.setting.sequence_parallel else 1)
-    at = outputs.places(batch)
-    here = _fake(mode, batch)
-    known = outputs.Places(
-        mode.from_tensor(at.rows),
-        mode.from_tensor(at.columns),
-        mode.from_tensor(at.kept),
-        None if at.among_kept is None else mode.from_tensor(at.among_kept),
-    )
     own = [*skeleton.model.parameters(), *skeleton.model.buffers()]
     grown = 0
 
@@ -253,20 +258,11 @@ def _rehearse(skeleton: Skeleton, batch: Batch) -> Pass:
         skeleton.inner.set_attn_implementation(UNMASKED)
     live = Live(own, _width(skeleton), lambda: grown)
     try:
-        with mode, live:
-            with autocast(skeleton.setting.precision, CPU):
-                found = outputs.compute(
-                    skeleton.model,
-                    here,
-                    stage.needs,
-                    known,
-                    vocabulary=skeleton.vocabulary,
-                    head=skeleton.head,
-                )
-            loss = stage.loss(found, here).total
-            del found
-            kept = live.now
-            loss.backward()  # type: ignore[no-untyped-call]
+        kept = (
+            _through_all(skeleton, batch, live)
+            if skeleton.share is None or number is None
+            else _through_stage(skeleton, skeleton.share, number, batch, live)
+        )
     finally:
         skeleton.inner.set_attn_implementation(kernel)
         for hook in hooks:
@@ -276,6 +272,62 @@ def _rehearse(skeleton: Skeleton, batch: Batch) -> Pass:
         at_peak=live.peak,
         most_activations=live.most_activations,
         growing=live.growing,
+    )
+
+
+def _through_all(
+    skeleton: Skeleton, batch: Batch, live: Live, hidden: torch.Tensor | None = None
+) -> Snapshot:
+    """Run all of the model, or the end of a pipeline, forward and backward; what was kept."""
+    stage, mode = skeleton.recipe.stage, skeleton.mode
+    at, here = _places(mode, batch), _fake(mode, batch)
+    with mode, live:
+        with autocast(skeleton.setting.precision, CPU):
+            found = outputs.compute(
+                skeleton.model,
+                here,
+                stage.needs,
+                at,
+                hidden=hidden,
+                vocabulary=skeleton.vocabulary,
+                head=skeleton.head,
+            )
+        loss = stage.loss(found, here).total
+        del found
+        kept = live.now
+        if loss.requires_grad:
+            loss.backward()  # type: ignore[no-untyped-call]
+    return kept
+
+
+def _through_stage(
+    skeleton: Skeleton, own: Share, number: int, batch: Batch, live: Live
+) -> Snapshot:
+    """Run a stage of a pipeline as ``parallel.pipeline`` does; what was kept."""
+    mode, learns = skeleton.mode, own.learns[number]
+    with own.stages.only(number), torch.set_grad_enabled(learns):
+        with mode, live:
+            hidden = own.entering(batch, number)
+        if number == own.stages.last:
+            return _through_all(skeleton, batch, live, hidden)
+        here = _fake(mode, batch)
+        with mode, live:
+            with autocast(skeleton.setting.precision, CPU):
+                leaving = outputs.hidden_states(skeleton.model, here, hidden)
+            kept = live.now
+            if learns:
+                torch.autograd.backward(leaving, torch.empty_like(leaving))
+    return kept
+
+
+def _places(mode: FakeTensorMode, batch: Batch) -> outputs.Places:
+    """The places of ``batch``, which is real, as fake tensors."""
+    at = outputs.places(batch)
+    return outputs.Places(
+        mode.from_tensor(at.rows),
+        mode.from_tensor(at.columns),
+        mode.from_tensor(at.kept),
+        None if at.among_kept is None else mode.from_tensor(at.among_kept),
     )
 
 
