@@ -14,16 +14,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
-from datasets import Dataset
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from surefoot.data.chat import Codec
-from surefoot.data.prepare import prepare
-from surefoot.data.section import DataSection
-from surefoot.data.templates import bundled, load_template
-from surefoot.model.tokenizer import load_tokenizer
-from surefoot.stages.sft import SFT
+from surefoot.data.templates import bundled
 
 ALPACA = Path(__file__).parents[2] / "shared" / "data" / "alpaca_en_demo.json"
 VOCABULARY = 16_384
@@ -74,25 +68,6 @@ def make_model(
         dtype="float32",
     )
     Qwen2ForCausalLM(config).save_pretrained(folder)
-
-
-def tokenize(folder: Path, *, cutoff_len: int) -> None:
-    """``tokenized`` beside the rows: ids and labels as Surefoot makes them, a dataset on disk."""
-    section = DataSection(
-        datasets=("rows",), dataset_dir=folder, template="chatml", cutoff_len=cutoff_len
-    )
-    tokenizer = load_tokenizer(folder)
-    codec = Codec(tokenizer, load_template(section.template, tokenizer), section)
-    found = prepare(
-        section,
-        lambda examples: SFT().encode(examples, codec),
-        fingerprint={"codec": codec.fingerprint},
-        seed=42,
-    ).train
-    rows = [found[index] for index in range(len(found))]
-    columns = {name: [list(row[name]) for row in rows] for name in ("input_ids", "labels")}
-    columns["attention_mask"] = [[1] * len(ids) for ids in columns["input_ids"]]
-    Dataset.from_dict(columns).save_to_disk(folder / "tokenized")
 
 
 def _tokenizer(rows: Sequence[Row], vocabulary: int) -> PreTrainedTokenizerFast:

@@ -25,6 +25,7 @@ from pathlib import Path
 import inputs
 import measure
 import peers
+import tokens
 from measure import say
 from trainers.task import Task
 
@@ -116,7 +117,7 @@ def prepare(folder: Path, shape: str, cutoff_len: int) -> None:
     hidden, layers, vocabulary, _ = SHAPES[shape]
     rows = inputs.make_dataset(folder, 1000)
     inputs.make_model(folder, rows, hidden=hidden, layers=layers, vocabulary=vocabulary)
-    inputs.tokenize(folder, cutoff_len=cutoff_len)
+    tokens.tokenize(folder, cutoff_len=cutoff_len)
 
 
 def main() -> None:
