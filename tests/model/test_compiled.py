@@ -73,7 +73,7 @@ def test_the_losses_are_those_of_plain_layers(changes, graphs, tmp_path):
     [
         ({}, {"packing": True}),
         pytest.param({}, {"recompute": True, "method": ADAPTER}, marks=pytest.mark.proof),
-        ({"pp": 2}, {}),
+        pytest.param({"pp": 2}, {}, marks=pytest.mark.proof),
         pytest.param(
             {"pp": 2, "pp_schedule": "interleaved"},
             {"num_hidden_layers": 4},
