@@ -28,8 +28,9 @@ def go_on(project, start, folder):
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
-    """Trained by two processes up to step 4 of 8, with dropout; its last checkpoint."""
-    project = Project(tmp_path_factory.mktemp("two"), train={"max_steps": 8})
+    """Trained by two processes up to step 4 of 8, with dropout; its last checkpoint, in boxes."""
+    changes = {"train": {"max_steps": 8}, "checkpoint": {"layout": "distributed"}}
+    project = Project(tmp_path_factory.mktemp("two"), **changes)
     code, _, err = surefoot(
         "train", project.recipe, "parallel.num_processes=2", "train.max_steps=4"
     )
