@@ -49,6 +49,7 @@ def test_a_run_goes_on_bitwise_from_the_whole_of_what_two_saved(two, tmp_path):
     assert_same(found[1], expected[1])
 
 
+@pytest.mark.proof
 def test_it_goes_on_bitwise_from_three_ranks_that_never_ran(two, tmp_path):
     project, saved = two
     three = tmp_path / "three"
@@ -87,6 +88,7 @@ def test_what_two_saved_opens_everywhere_once_it_is_whole(two, tmp_path):
     assert (tmp_path / "plain" / "tokenizer.json").is_file()
 
 
+@pytest.mark.proof
 def test_an_adapter_that_two_trained_goes_on_and_opens_by_itself(tmp_path):
     project = Project(tmp_path, train={"max_steps": 6}, method={"lora": {"rank": 4}})
     code, _, err = surefoot(

@@ -65,6 +65,7 @@ def test_two_processes_learn_what_one_learns_and_one_goes_on_from_them(one, tmp_
     assert_close(weights(checkpoints(project.run)[-1]), weights(checkpoints(one.run)[-1]))
 
 
+@pytest.mark.proof
 def test_two_that_share_every_matrix_learn_what_one_learns_and_one_goes_on(one, tmp_path):
     project = Project(tmp_path, optim=OPTIM, train={"max_steps": 8})
     train(project, *processes(2, tp=2), "train.max_steps=6")
@@ -131,6 +132,7 @@ def children(pid):
         return [int(word) for word in file.read().split()]
 
 
+@pytest.mark.proof
 def test_sigterm_to_the_launcher_saves_the_step(tmp_path):
     project = Project(tmp_path, train={"max_steps": 400}, checkpoint={"save_steps": None})
     process = start("train", project.recipe, *processes(2, dp_replicate=2))
@@ -145,6 +147,7 @@ def test_sigterm_to_the_launcher_saves_the_step(tmp_path):
     assert int(saved.name.split("-")[1]) == max(losses(project.run))
 
 
+@pytest.mark.proof
 def test_an_adapter_trained_by_two_opens_with_peft(tmp_path):
     method = {"lora": {"rank": 2, "dropout": 0.0}}
     project = Project(tmp_path, method=method, train={"max_steps": 4})

@@ -52,6 +52,7 @@ def test_two_save_to_s3_and_one_goes_on_on_an_empty_machine(project, alone, buck
     assert all(verify(path, full=True).ok for path in checkpoints(copy))
 
 
+@pytest.mark.proof
 def test_two_go_on_from_one_with_an_adapter_and_a_folder_as_store(tmp_path):
     project = Project(tmp_path / "p", optim=OPTIM, method={"lora": {"rank": 2}})
     url, cache = f"file://{tmp_path}/mounted/run", tmp_path / "cache"
