@@ -52,7 +52,7 @@ def one(tmp_path_factory):
 
 def test_two_processes_learn_what_one_learns_and_one_goes_on_from_them(one, tmp_path):
     project = Project(tmp_path, optim=OPTIM, train={"max_steps": 8})
-    train(project, *processes(2), "train.max_steps=6", "checkpoint.layout=distributed")
+    train(project, *processes(2), "train.max_steps=6")
     saved = checkpoints(project.run)[-1]
     assert verify(saved, full=True).ok
     assert not list(saved.glob("rank_*"))
