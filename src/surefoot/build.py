@@ -97,9 +97,7 @@ def build(
     if resume is not None:
         trainer.saver.resumed_from = resume
         if writer is not None:
-            interchange.resume_from(
-                resume, writer, trainer, base=base, trust_pickle=trust_pickle
-            )
+            interchange.resume_from(resume, writer, trainer, base=base, trust_pickle=trust_pickle)
         else:
             load_checkpoint(resume, trainer.states)
             trainer.saver.newest = resume

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,6 +18,7 @@ import torch
 
 from ..checkpoint.beside import Beside
 from ..checkpoint.boxed import part
+from ..checkpoint.mindspore.opened import progress_of
 from ..checkpoint.mindspore.parallel import MOMENTS
 from ..checkpoint.mindspore.theirs import Theirs, as_huggingface, by_role, open_state
 from ..checkpoint.source import Source, read_whole
@@ -67,9 +68,7 @@ def load_mindspore_checkpoint(folder: Path, trainer: Trainer, *, base: Path) -> 
     for line in _differences(progress, trainer):
         logger.warning("%s: %s", folder.name, line)
 
-    fill = [partial(_fill_weights, source, trainer.weights)]
-    fill.append(partial(_fill_moments, source, trainer, progress.num_updates))
-    _all_or_none(fill, trainer)
+    _fill_together(source, trainer, progress.num_updates)
     if trainer.step.scaler.enabled and progress.loss_scale is not None:
         trainer.step.scaler.load_state_dict({"scale": progress.loss_scale, "calm_steps": 0})
     _take_place(progress, trainer)
@@ -77,9 +76,11 @@ def load_mindspore_checkpoint(folder: Path, trainer: Trainer, *, base: Path) -> 
 
 def read_progress(state: Source, where: Path) -> Progress:
     """The numbers beside the moments. Raises ``CheckpointError`` if no step is among them."""
-    names = state.shapes()
+    names, told = state.shapes(), progress_of(where)
 
     def number(name: str) -> float | None:
+        if isinstance(said := told.get(name), int | float):  # common.json, which they believe
+            return float(said)
         if name not in names or math.prod(names[name]) != 1:
             return None
         return float(read_whole(state, name).reshape(()).item())
@@ -152,12 +153,12 @@ def _learning(trainer: Trainer) -> Iterator[tuple[str, torch.Tensor]]:
         yield from zip(group["names"], group["params"], strict=True)
 
 
-def _all_or_none(steps: list[Callable[[], None]], trainer: Trainer) -> None:
-    """Run them; an error in one process is one in all, so that none waits for another."""
+def _fill_together(source: Source, trainer: Trainer, num_updates: int) -> None:
+    """An error in one process is one in all, so that none waits for another."""
     problem = None
     try:
-        for step in steps:
-            step()
+        _fill_weights(source, trainer.weights)
+        _fill_moments(source, trainer, num_updates)
     except CheckpointError as error:
         problem = str(error)
     if problem := trainer.world.first_of(problem):
