@@ -91,16 +91,10 @@ def write(
         CheckpointError: sizes that do not fit the model, damaged weights, a disk that fails.
     """
     if wanted.is_iteration:
-        stages = _stages(source, wanted) if wanted.form == "distributed" else [None]
-        if len(stages) > 1:
-            raise CheckpointError(
-                "an iteration_N folder of several pipeline stages is not written here; "
-                "take pipeline_stage=1, into which MindSpore Transformers reshards as it loads"
-            )
         write_iteration(
             source,
             target,
-            layouts=stages[0],
+            stages=_stages(source, wanted) if wanted.form == "distributed" else None,
             prefix=naming_of(folder).prefix,
             remove_redundancy=wanted.remove_redundancy,
             small=small,
