@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ...checkpoint.source import Source
 
 LEGACY = ("legacy", "legacy-fused")
-MCORE = ("mcore", "mcore-v1", "mcore-fused", "mcore-contiguous")
+MCORE = ("mcore", "mcore-mla", "mcore-v1", "mcore-fused", "mcore-contiguous")
 FAMILIES = ("keep", *LEGACY, *MCORE)
 DTYPES = ("float32", "float16", "bfloat16")
 LAYOUTS = ("full", "distributed")
