@@ -1,9 +1,11 @@
 """Weights of MindSpore Transformers are trained and asked like any other model."""
 
 import json
+import math
 
 import pytest
 import torch
+from safetensors import safe_open
 
 from folders import save_data, save_model, save_recipe
 from surefoot.checkpoint.contents import open_contents
@@ -13,7 +15,9 @@ from surefoot.checkpoint.source import Stored, read_whole
 from surefoot.inference.mindspore import write_mindspore
 from surefoot.inference.opened import open_model
 from surefoot.model.section import ModelSection
-from surefoot.recipe.recipe import load
+from surefoot.recipe.from_mindformers import convert
+from surefoot.recipe.recipe import load, read
+from surefoot.recipe.yaml import parse
 from surefoot.run import build, run
 from surefoot.startup import begin
 
@@ -97,13 +101,65 @@ def assert_goes_on(trained, recipe):
     assert odd == []
 
 
+GO_ON = """\
+run_mode: finetune
+output_dir: {run}
+load_checkpoint: {folder}
+pretrained_model_dir: {model}
+load_ckpt_format: safetensors
+auto_trans_ckpt: True
+resume_training: True
+callbacks:
+  - type: CheckpointMonitor
+    checkpoint_format: safetensors
+    save_checkpoint_steps: 2
+    async_save: False
+"""
+
+
+def from_yaml(trained, text):
+    """Their file as a recipe of the project in ``trained``."""
+    settings = convert(parse(text, "theirs.yaml")).settings
+    content = parse(save_recipe(trained, train={"eval_steps": None}).read_text(), "ours").data
+    return read(content, settings)
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_a_run_that_goes_on_from_mindspores_state_is_the_one_that_never_stopped(
     trained, tmp_path, form
 ):
-    path = save_recipe(
-        trained,
-        train={"eval_steps": None, "output_dir": str(tmp_path / "run")},
-        checkpoint={**SAVES, "resume": str(trained / form)},
-    )
-    assert_goes_on(trained, load(path))
+    places = {"run": tmp_path / "run", "folder": trained / form, "model": trained / "model"}
+    assert_goes_on(trained, from_yaml(trained, GO_ON.format(**places)))
+
+
+PRETRAIN = """\
+run_mode: train
+output_dir: {run}
+pretrained_model_dir: {model}
+callbacks:
+  - type: CheckpointMonitor
+    checkpoint_format: safetensors
+    integrated_save: False
+    remove_redundancy: True
+    async_save: False
+"""
+
+
+def test_a_pretraining_saves_each_slice_once(trained, tmp_path):
+    run(from_yaml(trained, PRETRAIN.format(run=tmp_path / "run", model=trained / "model")))
+    checkpoint, theirs = tmp_path / "run" / "checkpoint-4", tmp_path / "theirs"
+    assert (checkpoint / "rank_00000" / "optimizer.safetensors").exists()
+    wanted = Wanted("distributed", ParallelConfig(2, 2), remove_redundancy=True)
+    write_mindspore(checkpoint, theirs, wanted)
+    files = sorted((theirs / "checkpoint").rglob("*.safetensors"))
+    whole = Stored(open_contents(checkpoint, ("model", "optimizer")))
+    moments = [s for n, s in whole.shapes().items() if not n.endswith(".step")]
+    stored = sum(sum(math.prod(s) for s in sizes(file).values() if s) for file in files)
+    assert len(files) == 4
+    assert stored - 4 == sum(map(math.prod, moments))  # global_step has a dimension
+    assert all(len(sizes(file)) > 4 for file in files)
+
+
+def sizes(file):
+    with safe_open(file, "pt") as opened:
+        return {name: opened.get_slice(name).get_shape() for name in opened.keys()}  # noqa: SIM118

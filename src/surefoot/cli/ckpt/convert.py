@@ -101,7 +101,7 @@ def _weights_alone(request: Request, mesh: Mesh, advance: Advance) -> Done:
 
 
 def _to_huggingface(request: Request, advance: Advance) -> Done:
-    from ...checkpoint.mindspore.theirs import model_near
+    from ...checkpoint.mindspore.ranks import model_near
     from ...checkpoint.weights import recognise
     from ...inference import export
     from ...inference.rewritten import write_model
