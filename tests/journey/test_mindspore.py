@@ -30,11 +30,12 @@ FORMS = {
 SAVES = {"save_steps": 2, "async_save": False}
 
 
-@pytest.fixture
-def model(tmp_path):
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("project")
     sizes = {"num_attention_heads": 4, "num_key_value_heads": 4, "num_hidden_layers": 3}
-    save_data(tmp_path / "data")
-    return save_model(tmp_path / "model", "qwen2", **sizes)
+    save_data(folder / "data")
+    return save_model(folder / "model", "qwen2", **sizes)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -54,22 +55,27 @@ def test_a_process_reads_just_its_part_of_mindspores_weights(model, tmp_path, fo
     assert begin(tmp_path / "theirs", section, dtype="auto") is not None
 
 
+def losses(folder, model, run_folder):
+    """Of a training that begins with ``model``."""
+    train = {"max_steps": 2, "eval_steps": None, "log_steps": 1, "output_dir": str(run_folder)}
+    path = save_recipe(folder, model={"path": str(model)}, train=train, checkpoint=SAVES)
+    build(load(path)).fit()
+    rows = (run_folder / "metrics.jsonl").read_text().splitlines()
+    return [row["loss"] for row in map(json.loads, rows) if "loss" in row]
+
+
+@pytest.fixture(scope="module")
+def expected(model, tmp_path_factory):
+    return losses(model.parent, model, tmp_path_factory.mktemp("run"))
+
+
 @pytest.mark.parametrize("form", FORMS)
-def test_training_from_mindspores_weights_is_training_from_the_model(model, tmp_path, form):
+def test_training_from_mindspores_weights_is_training_from_the_model(
+    model, expected, tmp_path, form
+):
     write_mindspore(model, tmp_path / "theirs", FORMS[form])
-    losses = []
-    for name in ("model", "theirs"):
-        path = save_recipe(
-            tmp_path,
-            model={"path": str(tmp_path / name)},
-            train={"max_steps": 2, "eval_steps": None, "output_dir": str(tmp_path / f"run-{name}")},
-            checkpoint=SAVES,
-        )
-        build(load(path)).fit()
-        rows = (tmp_path / f"run-{name}" / "metrics.jsonl").read_text().splitlines()
-        losses.append([row["loss"] for row in map(json.loads, rows) if "loss" in row])
-    assert losses[0]
-    assert losses[0] == losses[1]
+    assert len(expected) == 2
+    assert losses(model.parent, tmp_path / "theirs", tmp_path / "run") == expected
 
 
 @pytest.fixture(scope="module")

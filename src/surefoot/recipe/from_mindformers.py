@@ -190,8 +190,8 @@ def _start(told: Mapping[str, Any]) -> Found:
                 f"resume_training: {weights!r} has no config.json beside its weights; say the "
                 "model they are of with pretrained_model_dir"
             )
-        path = {"model.path": weights if is_model else model}
-        return {**path, "checkpoint.resume": _saved_at(weights, resume)}
+        start = weights if is_model else model
+        return {"model.path": start, "checkpoint.resume": _saved_at(weights, resume)}
     if isinstance(resume, str):
         return {"checkpoint.resume": resume}
     if weights and model and not is_model:
