@@ -1,5 +1,6 @@
 """What every test may rely on: one thread, no network, a cache of its own."""
 
+import gc
 import os
 from pathlib import Path
 
@@ -13,6 +14,13 @@ hypothesis.settings.register_profile("surefoot", deadline=None)  # a busy machin
 hypothesis.settings.load_profile("surefoot")
 
 SHARED = Path(__file__).parent.parent.parent / "shared"
+
+
+def pytest_collection_finish():
+    """Leave what the imports made to itself: a full collection walks millions of objects otherwise,
+    which takes a second each time, and the Trainer asks for one whenever it starts."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
