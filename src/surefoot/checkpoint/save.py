@@ -237,7 +237,7 @@ def _shards(
         described = tensors.get(role, {})
         if not is_joint:
             described = {name: (described[name][0], one.box.shape) for name, one in own.items()}
-        apart = _still(described, moved) if role == "model" and not is_adapter else ()
+        apart = still(described, moved) if role == "model" and not is_adapter else ()
         boxes = {name: (one.shape, one.box) for name, one in own.items()} if is_boxed else None
         stem = f"{RANK_FOLDER.format(crew.rank)}/{stems[role]}" if is_boxed else stems[role]
         if not described:
@@ -254,7 +254,7 @@ def _share(plan: FilePlan, own: Mapping[str, Part], crew: Crew) -> Share:
     return Share(boxes, has_head=crew.rank == 0)
 
 
-def _still(model: Described, moved: Collection[str]) -> set[str]:
+def still(model: Described, moved: Collection[str]) -> set[str]:
     """Weights that no optimizer moves, if they are worth files of their own, to be shared.
 
     The optimizer's tensors are named after the weights it moves.
