@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Literal
 import click
 
 from ...address import Address
+from ..table import JSON, Advance, print_json, reading
 from .place import PLACE, local
-from .table import JSON, Advance, print_json, reading
 
 if TYPE_CHECKING:
     from ...checkpoint.mesh import Mesh
