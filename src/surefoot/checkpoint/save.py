@@ -97,7 +97,9 @@ def prepare(
     parts = {role: _parts(role, found, states.get(role)) for role, found in groups.items()}
     tensors: Mapping[str, Described]
     tensors, nonce = {role: _described(role, found) for role, found in parts.items()}, None
-    if crew.size > 1:
+    if crew.size == 1:
+        _refuse_incomplete(parts)
+    else:
         word, plan = crew.agree(_held(parts, tensors, crew), skeleton.get("optimizer", {}), parent)
         nonce, parent, tensors = word.nonce, word.parent, plan.tensors
         parts = {role: _narrowed(found, plan.mine.get(role, {})) for role, found in parts.items()}
@@ -130,6 +132,17 @@ def _parts(role: str, tensors: Tensors, state: Stateful | None) -> dict[str, Par
         for name, tensor in tensors.items()
         if not (tensor.is_meta or is_copy(state, name))
     }
+
+
+def _refuse_incomplete(parts: ByRole) -> None:
+    """A process that saves alone must have all of every tensor: nobody writes the rest."""
+    for role, found in parts.items():
+        for name, one in found.items():
+            if one.box != Box.whole(one.shape):
+                raise CheckpointError(
+                    f"{role}: {name}: this process saves alone, but holds {list(one.box.shape)} of "
+                    f"{list(one.shape)}; give it the whole tensor (`full_tensor()`)"
+                )
 
 
 def _described(role: str, parts: Mapping[str, Part]) -> dict[str, tuple[str, tuple[int, ...]]]:
