@@ -116,7 +116,7 @@ def _open_theirs(request: Request, base: Path | None = None) -> Source:
     """The weights of others, under Hugging Face's names."""
     from ...checkpoint.mindspore.theirs import open_model
     from ...checkpoint.weights import recognise
-    from ...interchange.dcp import open_source
+    from ...interchange.source import open_source
 
     if recognise(request.checkpoint) == "mindspore":
         return open_model(request.checkpoint, _theirs(request, base))
