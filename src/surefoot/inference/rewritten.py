@@ -6,7 +6,7 @@ takes, its configuration and tokenizer, comes from the model it was trained from
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 from .. import files
@@ -18,7 +18,7 @@ from ..checkpoint.index import is_safetensors
 from ..checkpoint.layouts import open_folder
 from ..checkpoint.source import Renamed, Source, Stored
 from ..checkpoint.weights import ADAPTER_CONFIG, open_weights, recognise
-from ..checkpoint.whole import new_folder
+from ..checkpoint.whole import new_folder, write_small
 from ..errors import CheckpointError
 from .exported import configs
 
@@ -53,7 +53,7 @@ def write_model(
     small = {} if base is None else companions(base, source)
     with new_folder(target) as folder:
         copy(source, folder, progress=progress)
-        _write_small(folder, small)
+        write_small(folder, small)
 
 
 def companions(base: Path, source: Source) -> dict[str, bytes]:
@@ -90,7 +90,7 @@ def write_adapter(
     small = _adapter_files(folder)
     with new_folder(target) as made:
         copy(source, made, stem="adapter_model", max_shard_size=None, progress=progress)
-        _write_small(made, small)
+        write_small(made, small)
 
 
 def _adapter_files(folder: Path) -> dict[str, bytes]:
@@ -101,9 +101,3 @@ def _adapter_files(folder: Path) -> dict[str, bytes]:
         kept = [ADAPTER_CONFIG, *beside(folder, folder)]
     found = {name: small_file(folder, name) for name in sorted(kept)}
     return {name: data for name, data in found.items() if data is not None}
-
-
-def _write_small(folder: Path, small: Mapping[str, bytes]) -> None:
-    for name, data in small.items():
-        files.make_folder((folder / name).parent)
-        files.write_new(folder / name, data)
