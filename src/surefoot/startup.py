@@ -21,8 +21,8 @@ from transformers import PreTrainedModel
 
 from .batch import Batch, Outputs
 from .checkpoint.box import Box
-from .checkpoint.boxed import part
-from .checkpoint.layouts import open_folder
+from .checkpoint.boxed import BLOCK, part
+from .checkpoint.layouts import open_named
 from .checkpoint.lora import same_values
 from .checkpoint.source import Source, read_whole
 from .cuts import Cuts
@@ -42,7 +42,6 @@ from .parallel.world import World
 
 logger = logging.getLogger(__name__)
 Reader = Callable[[Box], torch.Tensor]  # the values of one box of one tensor
-BLOCK = 1 << 20  # elements read at a time
 _READERS = 4  # threads
 _COPY, _ORIGINAL = ".modules_to_save.default.", ".original_module."  # as PEFT calls them
 _MAGNITUDE, _BASE = ".lora_magnitude_vector.default.", ".base_layer."
@@ -97,7 +96,7 @@ def begin(
     """
     try:
         why = why_not_empty(base, section)
-        source = None if why else open_folder(base)
+        source = None if why else open_named(base)
     except (CheckpointError, ValueError, OSError) as error:  # loading it whole will say more
         why, source = str(error), None
     if source is not None:
@@ -160,9 +159,7 @@ class Values:
         tensors = dict(kept_tensors(model))
 
         def fill(name: str) -> None:
-            found = part(name, tensors[name].detach(), cuts.get(name))
-            for block in found.box.blocks(BLOCK) if found.box.size else ():
-                found.values[block.slices_in(found.box)].copy_(self.readers[name](block))
+            part(name, tensors[name].detach(), cuts.get(name)).fill(self.readers[name])
 
         problem = None
         try:

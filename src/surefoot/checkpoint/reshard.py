@@ -24,7 +24,7 @@ from .contents import ROLES, open_contents
 from .copy import Progress, cast, described, fill, silent
 from .crew import shared_out
 from .folder import open_checkpoint
-from .index import Layout, Manifest, is_safetensors
+from .index import Kind, Layout, Manifest, is_safetensors
 from .job import Job, Saved, Shard
 from .mesh import Mesh
 from .plan import plan_save
@@ -119,7 +119,7 @@ def reshard(
         folder, layout=layout, mesh=mesh, dtype=dtype, max_shard_size=max_shard_size
     )
     clean_beside(path)
-    return write(_job(plan, path), _Poured(plan.sources, progress or silent))
+    return write(_job(plan, path), Poured(plan.sources, progress or silent))
 
 
 def plan_reshard(
@@ -140,11 +140,11 @@ def plan_reshard(
     manifest = checkpoint.manifest
     sources = open_roles(Path(folder), manifest)
     sources["model"] = cast(sources["model"], dtype)
-    shards = list(_shards(sources, manifest, layout, mesh, max_shard_size))
+    shards = list(shards_of(sources, manifest.kind, layout, mesh, max_shard_size))
     names = [n for n in manifest.files if not is_safetensors(n) and not n.endswith(_INDEX)]
     small = {name: checkpoint.small(name) for name in names}
     if dtype is not None and _CONFIG in small:
-        small[_CONFIG] = _with_dtype(small[_CONFIG], dtype)
+        small[_CONFIG] = with_dtype(small[_CONFIG], dtype)
     small |= indexes(shards, mesh.size)
     return Resharding(Path(folder), manifest, layout, mesh, sources, shards, small)
 
@@ -156,8 +156,8 @@ def _refuse_foreign(folder: Path) -> None:
         open_weights(folder)  # says what is there instead
     if layout in FOREIGN:
         raise CheckpointError(
-            f"{folder}: weights alone ({layout}), not a checkpoint of ours with the state to go on "
-            "from; weights are converted with --to huggingface, dcp or mindspore"
+            f"{folder}: weights alone ({layout}), not a checkpoint of ours; "
+            "`surefoot ckpt convert --to surefoot` makes one of them, without a state to go on from"
         )
 
 
@@ -170,7 +170,7 @@ def open_roles(folder: Path, manifest: Manifest) -> dict[str, Source]:
     }
 
 
-def _with_dtype(config: bytes, dtype: str) -> bytes:
+def with_dtype(config: bytes, dtype: str) -> bytes:
     """``config.json`` of weights of another type."""
     told = json.loads(config)
     for section in (told, told.get("text_config")):
@@ -180,17 +180,18 @@ def _with_dtype(config: bytes, dtype: str) -> bytes:
     return (json.dumps(told, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()
 
 
-def _shards(
+def shards_of(
     sources: Mapping[str, Source],
-    manifest: Manifest,
+    kind: Kind,
     layout: Layout,
     mesh: Mesh,
     max_shard_size: int,
 ) -> Iterator[Shard]:
     """The files of every role: of whole tensors, or of the boxes of every rank."""
-    moved = {name.rpartition(".")[0] for name in sources["optimizer"].shapes()}
-    stems = {"model": WEIGHT_STEMS[manifest.kind], "optimizer": "optimizer", "state": "state"}
-    if manifest.kind == "adapter":  # one small file beside the manifest, as PEFT wants it
+    moments = sources["optimizer"].shapes() if "optimizer" in sources else {}
+    moved = {name.rpartition(".")[0] for name in moments}
+    stems = {"model": WEIGHT_STEMS[kind], "optimizer": "optimizer", "state": "state"}
+    if kind == "adapter":  # one small file beside the manifest, as PEFT wants it
         (whole,) = held_by({"model": sources["model"]}, ALONE)
         yield from _planned("model", stems["model"], whole["model"], None)
         sources = {role: source for role, source in sources.items() if role != "model"}
@@ -262,7 +263,7 @@ def _job(plan: Resharding, target: Path) -> Job:
 
 
 @dataclass(frozen=True)
-class _Poured:
+class Poured:
     """The content of files that are filled from sources."""
 
     sources: Mapping[str, Source]
