@@ -6,6 +6,7 @@ signals. ``warm`` forks from a process that has done nothing but import.
 """
 
 import contextlib
+import gc
 import os
 import runpy
 import signal
@@ -135,6 +136,7 @@ class Popen:
 
 def become(theirs, command, place, pass_fds, start_new_session, prepare):
     """Be that process to its end: its exit code."""
+    gc.freeze()  # else a collection of garbage writes to, and so copies, every page there is
     try:
         if start_new_session:
             os.setsid()
