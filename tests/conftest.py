@@ -16,9 +16,11 @@ hypothesis.settings.load_profile("surefoot")
 SHARED = Path(__file__).parent.parent.parent / "shared"
 
 
-def pytest_collection_finish():
-    """Leave what the imports made to itself: a full collection walks millions of objects otherwise,
-    which takes a second each time, and the Trainer asks for one whenever it starts."""
+def pytest_collection_finish(session):
+    """Let no collection of garbage look through all that was imported, here or in a fork.
+
+    The Trainer collects at the start of every run: two seconds of two million objects.
+    """
     gc.collect()
     gc.freeze()
 
