@@ -3,16 +3,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
+from hf_trainer import Watch, arguments
 from llamafactory.train.tuner import run_exp
 from task import Meter, task
-from watch import Watch
 
 todo = task()
 meter = Meter(todo)
 
-settings: dict[str, Any] = {
+settings = {
+    **arguments(todo),
     "model_name_or_path": todo.inputs,
     "dataset_dir": todo.inputs,
     "dataset": "rows",
@@ -21,18 +20,9 @@ settings: dict[str, Any] = {
     "stage": "sft",
     "do_train": True,
     "finetuning_type": todo.method,
-    "output_dir": todo.output,
-    "max_steps": todo.steps,
     "gradient_accumulation_steps": 1,
-    "logging_steps": 1,
-    "learning_rate": 1e-4,
-    "lr_scheduler_type": "constant",
-    "save_strategy": "no",
     "disable_gradient_checkpointing": True,
     "disable_shuffling": True,
-    "use_cpu": True,
-    "report_to": "none",
-    "disable_tqdm": True,
 }
 if todo.method == "lora":
     settings |= {"lora_rank": 8, "lora_alpha": 16, "lora_target": "all"}

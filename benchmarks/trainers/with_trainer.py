@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datasets import load_from_disk
+from hf_trainer import Watch, arguments
 from task import Meter, task
 from transformers import (
     AutoModelForCausalLM,
@@ -11,7 +12,6 @@ from transformers import (
     Trainer,
     TrainingArguments,
 )
-from watch import Watch
 
 todo = task()
 meter = Meter(todo)
@@ -27,18 +27,10 @@ micro = 1 if todo.variant == "one" else todo.batch
 trainer = Trainer(
     model=model,
     args=TrainingArguments(
-        output_dir=todo.output,
+        **arguments(todo),
         per_device_train_batch_size=micro,
         gradient_accumulation_steps=todo.batch // micro,
-        max_steps=todo.steps,
-        learning_rate=1e-4,
-        lr_scheduler_type="constant",
-        logging_steps=1,
-        save_strategy="no",
-        report_to="none",
-        use_cpu=True,
         train_sampling_strategy="sequential",
-        disable_tqdm=True,
     ),
     train_dataset=load_from_disk(f"{todo.inputs}/tokenized"),
     data_collator=DataCollatorForSeq2Seq(tokenizer),

@@ -1,11 +1,26 @@
-"""Tells a meter what the Hugging Face Trainer does; TRL and LLaMA-Factory train with it as well."""
+"""What the Hugging Face Trainer is told and tells; TRL and LLaMA-Factory train with it as well."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from task import Meter
+from task import Meter, Task
 from transformers import TrainerCallback
+
+
+def arguments(todo: Task) -> dict[str, Any]:
+    """The settings that make it the same run for all."""
+    return {
+        "output_dir": todo.output,
+        "max_steps": todo.steps,
+        "learning_rate": 1e-4,
+        "lr_scheduler_type": "constant",
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "use_cpu": True,
+        "disable_tqdm": True,
+    }
 
 
 class Watch(TrainerCallback):
