@@ -1,7 +1,7 @@
 """``subprocess`` as the product and its tests use it, but forked: nothing is imported twice.
 
-``forks.put(module)`` lets ``module`` start its processes so. What a process runs is what it would
-run as ``python -m``, ``python -c`` or ``python FILE``, with the same pipes, environment and
+``forks.put(module)`` lets ``module`` start its processes so, or this module stands for
+``subprocess`` in it. What a process runs is what it would run as ``python -m``, ``python -c`` or ``python FILE``, with the same pipes, environment and
 signals. ``warm`` forks from a process that has done nothing but import.
 """
 
@@ -17,6 +17,7 @@ import time
 import traceback
 import warnings
 from pathlib import Path
+from subprocess import DEVNULL, PIPE, TimeoutExpired
 from types import ModuleType, SimpleNamespace
 
 DEFAULTS = {signal.SIGTERM: signal.SIG_DFL, signal.SIGHUP: signal.SIG_DFL}
@@ -27,9 +28,7 @@ STREAMS = (("stdin", "w"), ("stdout", "r"), ("stderr", "r"))  # ours is the othe
 def put(module, prepare=lambda command: None):
     """``prepare`` is called in every new process before it begins."""
     made = lambda *args, **options: Popen(*args, prepare=prepare, **options)  # noqa: E731
-    module.subprocess = SimpleNamespace(
-        Popen=made, PIPE=subprocess.PIPE, TimeoutExpired=subprocess.TimeoutExpired
-    )
+    module.subprocess = SimpleNamespace(Popen=made, PIPE=PIPE, TimeoutExpired=TimeoutExpired)
 
 
 class Popen:
@@ -51,7 +50,9 @@ class Popen:
         theirs = {}
         for number, (name, mode) in enumerate(STREAMS):
             wanted = streams.pop(name, None)
-            if wanted == subprocess.PIPE:
+            if wanted == DEVNULL:
+                theirs[number] = os.open(os.devnull, os.O_RDWR)
+            elif wanted == PIPE:
                 ends = os.pipe()
                 ours, theirs[number] = ends if mode == "r" else reversed(ends)
                 setattr(self, name, os.fdopen(ours, mode if text else f"{mode}b"))
@@ -88,7 +89,7 @@ class Popen:
         deadline = None if timeout is None else time.monotonic() + timeout
         while self._ended(0 if deadline is None else os.WNOHANG) is None:
             if time.monotonic() > deadline:
-                raise subprocess.TimeoutExpired("fork", timeout)
+                raise TimeoutExpired("fork", timeout)
             time.sleep(0.005)
         return self.returncode
 
@@ -132,6 +133,25 @@ class Popen:
             if pid:
                 self.returncode = os.waitstatus_to_exitcode(status)
         return self.returncode
+
+
+def run(
+    command, *, input=None, timeout=None, check=False, capture_output=False, popen=Popen, **options
+):  # noqa: A002
+    """``subprocess.run``."""
+    if capture_output:
+        options |= {"stdout": PIPE, "stderr": PIPE}
+    if input is not None:
+        options["stdin"] = PIPE
+    with popen(command, **options) as process:
+        try:
+            out, err = process.communicate(input, timeout)
+        except BaseException:
+            process.kill()
+            raise
+    if check and process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, command, out, err)
+    return subprocess.CompletedProcess(command, process.returncode, out, err)
 
 
 def become(theirs, command, place, pass_fds, start_new_session, prepare):

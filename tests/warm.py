@@ -5,19 +5,20 @@ it starts. Here one process for all tests imports once; what is forked from it i
 own, with the arguments, environment, folder, pipes and signals it was given. The ranks that
 it starts are forked from it in turn.
 
-What this cannot show is a start itself: tests of that use ``subprocess``.
+``Popen`` and ``run`` are those of ``subprocess``, but for the parent, which is that process. What
+they cannot show is a start itself: tests of that use ``subprocess``.
 """
 
 import atexit
 import multiprocessing
 import os
-import subprocess
+from functools import partial
 from multiprocessing import reduction
 
 import forks
 from surefoot.parallel import launch
 
-IMPORTED = ["surefoot.run", "surefoot.cli.train"]
+IMPORTED = ["surefoot.run", "surefoot.inference", "torch.distributed.checkpoint"]
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(IMPORTED)
 
@@ -26,6 +27,7 @@ class Popen(forks.Popen):
     """A child of the process that has imported."""
 
     def _begin(self, theirs, *birth):
+        assert not birth[2], "other descriptors would have to be sent"
         theirs = {number: _Passed(descriptor) for number, descriptor in theirs.items()}
         self._process = SERVER.Process(target=_live, args=(theirs, *birth[:-1]))
         self._process.start()
@@ -37,21 +39,7 @@ class Popen(forks.Popen):
         return self.returncode
 
 
-def run(command, *, input=None, capture_output=False, check=False, timeout=None, **options):  # noqa: A002
-    """``subprocess.run``."""
-    if capture_output:
-        options |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    if input is not None:
-        options["stdin"] = subprocess.PIPE
-    with Popen(command, **options) as process:
-        try:
-            out, err = process.communicate(input, timeout)
-        except BaseException:
-            process.kill()
-            raise
-    if check and process.returncode:
-        raise subprocess.CalledProcessError(process.returncode, command, out, err)
-    return subprocess.CompletedProcess(command, process.returncode, out, err)
+run = partial(forks.run, popen=Popen)
 
 
 class _Passed:
