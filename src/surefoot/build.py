@@ -313,10 +313,8 @@ def build_engine(
         return Engine(plain(forward(learning), device()), forward(measuring))
     head = None if world.tp > 1 else policy.head
     pipeline = staging.pipeline(recipe.parallel, precision, cuts)
-    return Engine(
-        piped(pipeline, staging.finish(precision, learning, head)),
-        passed(pipeline, staging.finish(precision, measuring, head)),
-    )
+    finish = partial(staging.finish, precision, recipe.stage.label_smoothing_factor, head)
+    return Engine(piped(pipeline, finish(learning)), passed(pipeline, finish(measuring)))
 
 
 def build_forward(
@@ -326,12 +324,18 @@ def build_forward(
     vocabulary = cut_vocabulary(policy.inner, world)
     head = None if world.tp > 1 else policy.head
     multiple = world.tp if recipe.parallel.sequence_parallel else 1
+    compute = partial(
+        outputs.compute,
+        policy.model,
+        needs=needs,
+        vocabulary=vocabulary,
+        head=head,
+        smoothing=recipe.stage.label_smoothing_factor,
+    )
 
     def forward(batch: Batch) -> Outputs:
         with autocast(precision, batch.input_ids.device):
-            return outputs.compute(
-                policy.model, widened(batch, multiple), needs, vocabulary=vocabulary, head=head
-            )
+            return compute(widened(batch, multiple))
 
     return forward
 

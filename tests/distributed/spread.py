@@ -44,6 +44,7 @@ def trainer(
     sequence=False,
     examples=None,
     parallel=None,
+    stage=None,
     **changes,
 ):
     """The trainer of a tiny model; ``changes`` are of its configuration."""
@@ -52,7 +53,7 @@ def trainer(
         model=ModelSection(path="unused"),
         data=DataSection(datasets=("unused",), packing=packing),
         method=method,
-        stage=SFT(),
+        stage=stage or SFT(),
         train=TrainSection(**{**TRAIN, "output_dir": folder, **(train or {})}),
         optim=AdamW(learning_rate=5e-3, weight_decay=0.1),
         parallel=ParallelSection(

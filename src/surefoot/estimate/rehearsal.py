@@ -291,6 +291,7 @@ def _through_all(
                 hidden=hidden,
                 vocabulary=skeleton.vocabulary,
                 head=skeleton.head,
+                smoothing=stage.label_smoothing_factor,
             )
         loss = stage.loss(found, here).total
         del found
