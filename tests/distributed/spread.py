@@ -63,10 +63,10 @@ def trainer(
     inner = tiny.model(kind, **{"num_hidden_layers": 2, **changes})
     if packing:
         attention.use_packed(inner)
-    if recompute:
-        recompute_activations(inner)
     seed_everything(0, 1)
     model = method.apply(inner)
+    if recompute:
+        recompute_activations(inner)
     is_adapter = method.kind == "adapter"
     weights = AdapterWeights(model) if is_adapter else FullWeights(inner)
     with torch.no_grad():  # PEFT's B is zero, and A would have no gradient
