@@ -111,10 +111,10 @@ class _Totals(torch.autograd.Function):
             if smoothing:
                 everywhere += logps_CV.sum()
             if any(ctx.needs_input_grad):
-                slopes_CV = logps_CV.exp_().neg_()
-                slopes_CV = slopes_CV.add_(to_each) if smoothing else slopes_CV
-                ones_C = torch.full_like(labels_C, 1.0 - smoothing, dtype=found.dtype)
-                slopes_CV.scatter_add_(1, labels_C, ones_C)
+                slopes_CV = logps_CV.exp_()  # of minus the sum, as it will be asked for
+                slopes_CV = slopes_CV.sub_(to_each) if smoothing else slopes_CV
+                shares_C = torch.full_like(labels_C, smoothing - 1.0, dtype=found.dtype)
+                slopes_CV.scatter_add_(1, labels_C, shares_C)
                 gradients.add(chunk, _uncapped(slopes_CV, logits_CV, head.softcap))
         ctx.save_for_backward(*gradients.sums(hidden_ND, weight_VD, bias_V))
         ctx.mark_non_differentiable(found)
@@ -122,8 +122,8 @@ class _Totals(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        factor = gradients[0]
-        found = (None if t is None else (t * factor).to(t.dtype) for t in ctx.saved_tensors)
+        factor = -gradients[0]
+        found = (None if t is None else t.mul_(factor) for t in ctx.saved_tensors)
         return *found, None, None, None
 
 
@@ -195,34 +195,37 @@ class _Gradients:
     def of(head: Head, inputs: torch.Tensor, needed: tuple[bool, ...]) -> _Gradients:
         """None yet."""
         weight, bias = head.weight, head.bias
+
+        def room(like: torch.Tensor) -> torch.Tensor:  # the first chunk fills it, if there is one
+            make = torch.empty_like if len(inputs) else torch.zeros_like
+            return make(like, dtype=_wide(like.dtype))
+
         return _Gradients(
             head.cast(),
             inputs,
             torch.empty_like(inputs) if needed[0] else None,
-            torch.zeros_like(weight, dtype=_wide(weight.dtype)) if needed[1] else None,
-            None
-            if bias is None or not needed[2]
-            else torch.zeros_like(bias, dtype=_wide(bias.dtype)),
+            room(weight) if needed[1] else None,
+            None if bias is None or not needed[2] else room(bias),
         )
 
     def add(self, chunk: slice, slopes_CV: torch.Tensor) -> None:
         """Take in one chunk's slopes."""
+        more = chunk.start > 0
         if self.bias is not None:
-            self.bias.add_(slopes_CV.sum(0))
+            self.bias.copy_(self.bias + slopes_CV.sum(0) if more else slopes_CV.sum(0))
         low_CV = slopes_CV.to(self.head.weight.dtype)
         if self.hidden is not None:
             self.hidden[chunk] = (low_CV @ self.head.weight).to(self.hidden.dtype)
         if self.weight is not None:
-            _add_product(self.weight, low_CV.t(), self.inputs[chunk].to(low_CV.dtype))
+            inputs_CD = self.inputs[chunk].to(low_CV.dtype)
+            if low_CV.dtype == self.weight.dtype:
+                self.weight.addmm_(low_CV.t(), inputs_CD, beta=int(more))
+            elif more:
+                self.weight.add_(low_CV.t() @ inputs_CD)
+            else:
+                self.weight.copy_(low_CV.t() @ inputs_CD)
 
     def sums(self, *likes: torch.Tensor | None) -> Iterator[torch.Tensor | None]:
         """What hidden states, matrix and bias get, in their own types."""
         for found, like in zip((self.hidden, self.weight, self.bias), likes, strict=True):
             yield None if found is None or like is None else found.to(like.dtype)
-
-
-def _add_product(total_VD: torch.Tensor, a_VC: torch.Tensor, b_CD: torch.Tensor) -> None:
-    if a_VC.dtype == total_VD.dtype:
-        total_VD.addmm_(a_VC, b_CD)
-    else:
-        total_VD.add_(a_VC @ b_CD)
