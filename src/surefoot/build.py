@@ -59,6 +59,7 @@ from .staging import Staging, staged
 from .startup import Values, begin, check_packed
 from .training.callback import Callbacks, Context, TrainerCallback
 from .training.interval import Interval
+from .training.memory import keep_freed_memory
 from .training.precision import LossScaler, PrecisionName, autocast, choose
 from .training.randomness import seed_everything, use_deterministic_kernels
 from .training.saver import Saver
@@ -90,6 +91,7 @@ def build(
         interchange.check_trainer_checkpoint(resume, trust_pickle=trust_pickle)
     seed_everything(recipe.train.seed)
     use_deterministic_kernels(recipe.train.deterministic)
+    keep_freed_memory()
     base = resolve(recipe.model)
     codec = build_codec(recipe, base)
     with world.main_first():
@@ -169,8 +171,6 @@ def build_policy(
     grew = grow_embeddings(model, tokenizer)
     if recipe.data.packing:
         (attention.use_packed if start is None else attention.switch_to_packed)(model)
-    if recipe.model.gradient_checkpointing:
-        recompute_activations(model)
     seed_everything(recipe.train.seed, 1)
     method: Callable[[PreTrainedModel], nn.Module] = recipe.method.apply
     if recipe.model.adapter is not None:
@@ -178,6 +178,8 @@ def build_policy(
     policy, values = (method(model), None) if start is None else start.apply(method)
     if values is not None and not is_read:
         values = Values({}, {})
+    if recipe.model.gradient_checkpointing:
+        recompute_activations(model)
     if grew:
         _refuse_frozen_new_tokens(policy)
     upcast_trained(policy, recipe.model)
