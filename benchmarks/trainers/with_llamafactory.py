@@ -7,32 +7,10 @@ from typing import Any
 
 from llamafactory.train.tuner import run_exp
 from task import Meter, task
-from transformers import TrainerCallback
+from watch import Watch
 
 todo = task()
 meter = Meter(todo)
-
-
-class Watch(TrainerCallback):
-    """Tells the meter what happens."""
-
-    def on_train_begin(self, *_: Any, model: Any, **__: Any) -> None:
-        """The model is there."""
-        meter.watch(model)
-
-    def on_step_begin(self, *_: Any, **__: Any) -> None:
-        """A step begins."""
-        meter.begin()
-
-    def on_step_end(self, *_: Any, **__: Any) -> None:
-        """A step has ended."""
-        meter.end()
-
-    def on_log(self, *_: Any, logs: dict[str, float], **__: Any) -> None:
-        """Note the loss."""
-        if "loss" in logs:
-            meter.losses.append(float(logs["loss"]))
-
 
 settings: dict[str, Any] = {
     "model_name_or_path": todo.inputs,
@@ -63,5 +41,5 @@ if todo.variant == "padded":
     settings |= {"per_device_train_batch_size": todo.batch}
 else:  # rows of cutoff_len: about two examples each
     settings |= {todo.variant: True, "per_device_train_batch_size": todo.batch // 2}
-run_exp(settings, callbacks=[Watch()])
+run_exp(settings, callbacks=[Watch(meter)])
 meter.write()

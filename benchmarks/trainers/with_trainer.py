@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from typing import Any
-
 from datasets import load_from_disk
 from task import Meter, task
 from transformers import (
@@ -12,30 +9,12 @@ from transformers import (
     DataCollatorForSeq2Seq,
     PreTrainedTokenizerFast,
     Trainer,
-    TrainerCallback,
     TrainingArguments,
 )
+from watch import Watch
 
 todo = task()
 meter = Meter(todo)
-
-
-class Watch(TrainerCallback):
-    """Tells the meter what happens."""
-
-    def on_step_begin(self, *_: Any, **__: Any) -> None:
-        """A step begins."""
-        meter.begin()
-
-    def on_step_end(self, *_: Any, **__: Any) -> None:
-        """A step has ended."""
-        meter.end()
-
-    def on_log(self, *_: Any, logs: dict[str, float], **__: Any) -> None:
-        """Note the loss."""
-        if "loss" in logs:
-            meter.losses.append(float(logs["loss"]))
-
 
 tokenizer = PreTrainedTokenizerFast.from_pretrained(todo.inputs)
 model = AutoModelForCausalLM.from_pretrained(todo.inputs)
@@ -44,7 +23,6 @@ if todo.method == "lora":
 
     config = LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")
     model = get_peft_model(model, config)
-meter.watch(model)
 micro = 1 if todo.variant == "one" else todo.batch
 trainer = Trainer(
     model=model,
@@ -64,8 +42,7 @@ trainer = Trainer(
     ),
     train_dataset=load_from_disk(f"{todo.inputs}/tokenized"),
     data_collator=DataCollatorForSeq2Seq(tokenizer),
-    callbacks=[Watch()],
+    callbacks=[Watch(meter)],
 )
 trainer.train()
 meter.write()
-sys.stdout.flush()

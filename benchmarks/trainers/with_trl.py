@@ -2,35 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from datasets import Dataset, load_from_disk
 from peft import LoraConfig
 from task import Meter, task
 from torch.utils.data import SequentialSampler
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, TrainerCallback
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from trl import SFTConfig, SFTTrainer
+from watch import Watch
 
 todo = task()
 meter = Meter(todo)
-
-
-class Watch(TrainerCallback):
-    """Tells the meter what happens."""
-
-    def on_step_begin(self, *_: Any, **__: Any) -> None:
-        """A step begins."""
-        meter.begin()
-
-    def on_step_end(self, *_: Any, **__: Any) -> None:
-        """A step has ended."""
-        meter.end()
-
-    def on_log(self, *_: Any, logs: dict[str, float], **__: Any) -> None:
-        """Note the loss."""
-        if "loss" in logs:
-            meter.losses.append(float(logs["loss"]))
 
 
 class InOrder(SFTTrainer):
@@ -71,8 +53,7 @@ trainer = InOrder(
     train_dataset=rows,
     processing_class=PreTrainedTokenizerFast.from_pretrained(todo.inputs),
     peft_config=lora if todo.method == "lora" else None,
-    callbacks=[Watch()],
+    callbacks=[Watch(meter)],
 )
-meter.watch(trainer.model)
 trainer.train()
 meter.write()

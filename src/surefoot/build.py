@@ -81,14 +81,9 @@ def build(
     world: World = ALONE,
 ) -> Trainer:
     """The trainer of a recipe, its states those of the checkpoint ``resume`` if one is given."""
-    is_theirs = resume is not None and interchange.is_trainer_checkpoint(resume)
-    if resume is not None and is_theirs:
-        if world.pp > 1:
-            raise RecipeError(
-                f"parallel.pp: a pipeline cannot go on from {resume}, which another trainer wrote; "
-                "start with pp 1, save, and go on from that with any pp"
-            )
-        interchange.check_trainer_checkpoint(resume, trust_pickle=trust_pickle)
+    writer: interchange.Writer | None = None
+    if resume is not None:
+        writer = interchange.writer_of(resume, trust_pickle=trust_pickle, pp=world.pp)
     seed_everything(recipe.train.seed)
     use_deterministic_kernels(recipe.train.deterministic)
     keep_freed_memory()
@@ -96,15 +91,15 @@ def build(
     codec = build_codec(recipe, base)
     with world.main_first():
         data = prepare_data(recipe, codec)
-    is_kept = resume is not None and not is_theirs and recipe.method.kind == "full"
+    is_kept = resume is not None and writer != "trainer" and recipe.method.kind == "full"
     policy = build_policy(recipe, base, codec.tokenizer, world, is_read=not is_kept)
     saver = build_saver(recipe, policy, codec, base, world)
     trainer = assemble(recipe, policy, data, saver, world)
     trainer.callbacks.members = [*standard_callbacks(recipe, world), *callbacks]
     if resume is not None:
         trainer.saver.resumed_from = resume
-        if is_theirs:
-            interchange.load_trainer_checkpoint(resume, trainer, trust_pickle=trust_pickle)
+        if writer is not None:
+            interchange.resume_from(resume, writer, trainer, base=base, trust_pickle=trust_pickle)
         else:
             load_checkpoint(resume, trainer.states)
             trainer.saver.newest = resume

@@ -16,7 +16,7 @@ from surefoot.checkpoint.box import Box
 from surefoot.checkpoint.copy import copy
 from surefoot.checkpoint.source import read_whole
 from surefoot.errors import CheckpointError
-from surefoot.interchange.dcp import open_source
+from surefoot.interchange.source import open_source
 
 SIZE = 3
 

@@ -1,19 +1,26 @@
 """Runs that began, or go on, in another trainer: weights, moments, progress, in both directions.
 
 Hugging Face's Trainer keeps a training's state in pickles. They are opened in ``pickles`` alone,
-as tensors and plain values only, and only for a user who says so.
+as tensors and plain values only, and only for a user who says so. MindSpore Transformers keeps its
+in safetensors.
 """
 
 from .arguments import training_arguments
+from .from_mindspore import load_mindspore_checkpoint
 from .from_trainer import check_trainer_checkpoint, load_trainer_checkpoint
+from .resume import Writer, resume_from, writer_of
 from .to_trainer import save_trainer_checkpoint
 from .trainer_folder import is_trainer_checkpoint, refuse_output_dir
 
 __all__ = [
+    "Writer",
     "check_trainer_checkpoint",
     "is_trainer_checkpoint",
+    "load_mindspore_checkpoint",
     "load_trainer_checkpoint",
     "refuse_output_dir",
+    "resume_from",
     "save_trainer_checkpoint",
     "training_arguments",
+    "writer_of",
 ]

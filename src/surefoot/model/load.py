@@ -29,7 +29,7 @@ from .section import ModelSection
 
 logger = logging.getLogger(__name__)
 WEIGHTS = "*.safetensors"
-PLACES = ("", "rank_0/", "checkpoint/rank_0/", "iteration_*/")  # the last three are MindSpore's
+PLACES = ("", "rank_00000/", "rank_0/", "checkpoint/rank_0/", "iteration_*/")  # ours, MindSpore's
 FILES = ("*.json", WEIGHTS, "*.jinja", "*.model", "*.txt", "*.py")  # never pickles
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

@@ -265,8 +265,6 @@ class _Reader:
             style = (_A if part == "A" else _B).get(role.style, "whole")
             yield replace(role, module=module, style=style)
 
-    # --- along the sequence
-
     def _in_layers(self, place: str) -> bool:
         return f"{place}.".startswith(tuple(self.places))
 

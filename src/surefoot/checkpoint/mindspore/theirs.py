@@ -33,11 +33,12 @@ from .names import (
 )
 from .opened import form_of, progress_of, role_of
 from .parallel import ParallelConfig
-from .ranks import rank_files, step_of
+from .ranks import rank_files, root_of, step_of
 from .shapes import Shapes
 from .strategy import Layouts
 from .write import Naming
 
+_CONFIG = "config.json"
 _NUMBERS = ("epoch_num", "step_num", "loss_scale", "global_batch_size")  # of common.json
 _MOMENTS = {"adam_m.": "exp_avg", "adam_v.": "exp_avg_sq"}
 
@@ -99,6 +100,12 @@ def as_mindspore(source: Source, family: str | None, heads: Heads | None) -> Sou
     if family == KEEP:
         return source
     return to_mindspore(source, family or usual(source.shapes()), heads)
+
+
+def model_near(folder: Path) -> Path | None:
+    """The folder with the ``config.json`` of a model: ``folder``, or one around its ranks."""
+    places = (folder, root_of(folder), root_of(folder).parent)
+    return next((place for place in places if files.exists(place / _CONFIG)), None)
 
 
 def _shapes(folder: Path, theirs: Theirs) -> Shapes | None:
