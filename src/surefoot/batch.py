@@ -81,6 +81,7 @@ class Outputs:
 
     logps: torch.Tensor | None = None  # [N] float32, log-probability of each label
     total: torch.Tensor | None = None  # scalar, the sum of the labels' log-probabilities
+    smoothed: torch.Tensor | None = None  # scalar, the same of smoothed labels, if they are
     entropies: torch.Tensor | None = None  # [N] float32, nats
     values: torch.Tensor | None = None  # [N] float32, from a value head
     predictions: torch.Tensor | None = None  # [N] int64

@@ -59,6 +59,7 @@ from .staging import Staging, staged
 from .startup import Values, begin, check_packed
 from .training.callback import Callbacks, Context, TrainerCallback
 from .training.interval import Interval
+from .training.memory import keep_freed_memory
 from .training.precision import LossScaler, PrecisionName, autocast, choose
 from .training.randomness import seed_everything, use_deterministic_kernels
 from .training.saver import Saver
@@ -85,6 +86,7 @@ def build(
         writer = interchange.writer_of(resume, trust_pickle=trust_pickle, pp=world.pp)
     seed_everything(recipe.train.seed)
     use_deterministic_kernels(recipe.train.deterministic)
+    keep_freed_memory()
     base = resolve(recipe.model)
     codec = build_codec(recipe, base)
     with world.main_first():
@@ -164,8 +166,6 @@ def build_policy(
     grew = grow_embeddings(model, tokenizer)
     if recipe.data.packing:
         (attention.use_packed if start is None else attention.switch_to_packed)(model)
-    if recipe.model.gradient_checkpointing:
-        recompute_activations(model)
     seed_everything(recipe.train.seed, 1)
     method: Callable[[PreTrainedModel], nn.Module] = recipe.method.apply
     if recipe.model.adapter is not None:
@@ -173,6 +173,8 @@ def build_policy(
     policy, values = (method(model), None) if start is None else start.apply(method)
     if values is not None and not is_read:
         values = Values({}, {})
+    if recipe.model.gradient_checkpointing:
+        recompute_activations(model)
     if grew:
         _refuse_frozen_new_tokens(policy)
     upcast_trained(policy, recipe.model)
@@ -308,10 +310,8 @@ def build_engine(
         return Engine(plain(forward(learning), device()), forward(measuring))
     head = None if world.tp > 1 else policy.head
     pipeline = staging.pipeline(recipe.parallel, precision, cuts)
-    return Engine(
-        piped(pipeline, staging.finish(precision, learning, head)),
-        passed(pipeline, staging.finish(precision, measuring, head)),
-    )
+    finish = partial(staging.finish, precision, recipe.stage.label_smoothing_factor, head)
+    return Engine(piped(pipeline, finish(learning)), passed(pipeline, finish(measuring)))
 
 
 def build_forward(
@@ -321,12 +321,18 @@ def build_forward(
     vocabulary = cut_vocabulary(policy.inner, world)
     head = None if world.tp > 1 else policy.head
     multiple = world.tp if recipe.parallel.sequence_parallel else 1
+    compute = partial(
+        outputs.compute,
+        policy.model,
+        needs=needs,
+        vocabulary=vocabulary,
+        head=head,
+        smoothing=recipe.stage.label_smoothing_factor,
+    )
 
     def forward(batch: Batch) -> Outputs:
         with autocast(precision, batch.input_ids.device):
-            return outputs.compute(
-                policy.model, widened(batch, multiple), needs, vocabulary=vocabulary, head=head
-            )
+            return compute(widened(batch, multiple))
 
     return forward
 

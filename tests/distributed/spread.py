@@ -47,6 +47,7 @@ def trainer(
     train=None,
     examples=None,
     parallel=None,
+    stage=None,
     **changes,
 ):
     """The trainer of a tiny model; ``changes`` are of its configuration."""
@@ -55,7 +56,7 @@ def trainer(
         model=ModelSection(path="unused"),
         data=DataSection(datasets=("unused",), packing=packing),
         method=method,
-        stage=SFT(),
+        stage=stage or SFT(),
         train=TrainSection(**{**TRAIN, "output_dir": folder, **(train or {})}),
         optim=AdamW(learning_rate=5e-3, weight_decay=0.1),
         parallel=ParallelSection(**{"tp": world.tp, **(parallel or {})}),
@@ -63,10 +64,10 @@ def trainer(
     inner = tiny.model(kind, **{"num_hidden_layers": 2, **changes})
     if packing:
         attention.use_packed(inner)
-    if recompute:
-        recompute_activations(inner)
     seed_everything(0, 1)
     model = method.apply(inner)
+    if recompute:
+        recompute_activations(inner)
     is_adapter = method.kind == "adapter"
     weights = AdapterWeights(model) if is_adapter else FullWeights(inner)
     with torch.no_grad():  # PEFT's B is zero, and A would have no gradient

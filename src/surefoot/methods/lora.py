@@ -9,6 +9,7 @@ from typing import ClassVar, Literal
 from torch import nn
 
 from ..errors import RecipeError
+from ..model.low_rank import use_one_pass
 from ..model.targets import linear_names
 
 
@@ -62,6 +63,7 @@ class LoRA:
             task_type="CAUSAL_LM",
         )
         wrapped: nn.Module = get_peft_model(model, config)
+        use_one_pass(wrapped)
         return wrapped
 
     def _check(self, model: nn.Module) -> None:

@@ -33,6 +33,10 @@ class Stage(Protocol):
     needs: ClassVar[tuple[str, ...]]  # the fields of Outputs that its loss reads
     uses_template: ClassVar[bool]  # whether its examples are conversations
 
+    @property
+    def label_smoothing_factor(self) -> float:
+        """How much of each label is spread evenly over the vocabulary."""
+
     def encode(self, examples: Sequence[Example], codec: Codec) -> list[Encoded]:
         """Turn examples into token lists: one entry per example, its features or why it was
         dropped."""
