@@ -15,7 +15,7 @@ LAYERS = [
     ["run", "inference", "estimate"],
     ["build"],
     ["feed"],
-    ["staging", "encoder"],
+    ["staging", "encoding_beside"],
     ["interchange", "integrations"],
     ["run_folder", "encoding", "startup"],
     ["recipe"],

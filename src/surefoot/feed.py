@@ -17,8 +17,8 @@ from .data.loader import Collate, InOrder, Loader
 from .data.prepare import Prepared
 from .data.stream_loader import StreamLoader
 from .data.streamed import Streamed
-from .encoder import POLL_SECONDS, Beside
 from .encoding import prepared, streamed
+from .encoding_beside import POLL_SECONDS, Beside
 from .errors import RecipeError
 from .parallel.world import World, launched
 from .recipe.recipe import Recipe

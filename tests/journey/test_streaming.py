@@ -72,7 +72,8 @@ def test_a_run_goes_on_without_the_cache_it_was_begun_with(tmp_path):
 
 
 def test_epochs_count_once_everything_is_encoded(tmp_path):
-    project = streaming(tmp_path, train={"max_steps": None, "num_epochs": 2})
+    epochs = {"max_steps": None, "num_epochs": 2}
+    project = streaming(tmp_path, data={"val_size": 0}, train=epochs)
     with pytest.raises(RecipeError, match=r"train.max_steps: needed with data.streaming"):
         surefoot.train(project.recipe)
     state = surefoot.train(encoded(project).recipe)
