@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import TypeVar
 
 from ..batch import IGNORE_INDEX, Features
 from ..errors import DataError
@@ -19,11 +21,13 @@ from .sources import BrokenRow
 
 logger = logging.getLogger(__name__)
 
-BATCH = 1000  # examples that are encoded together
+BATCH = 256  # examples that are encoded together
+AHEAD = 2  # batches that are under way: while one is in the Rust tokenizer, another is rendered
 REPORT_SECONDS = 10.0
 
 Encode = Callable[[Sequence[Example]], list[Encoded]]
 Row = Example | BrokenRow
+Given, Made = TypeVar("Given"), TypeVar("Made")
 
 
 @dataclass
@@ -47,14 +51,14 @@ class Encoder:
     ) -> DatasetReport:
         """Encode all rows, or the next ones up to about a limit; what became of them."""
         start = told = time.monotonic()
-        while batch := list(islice(rows, self._next_size(max_rows))):
-            self._add(batch)
-            if max_tokens is not None and self.tokens >= max_tokens:
-                break
-            if time.monotonic() - told > REPORT_SECONDS:
-                told = time.monotonic()
-                speed = self.tokens / (told - start)
-                logger.info("encoding %s: %d rows, %.0f tokens/s", self.name, self.rows, speed)
+        with ThreadPoolExecutor(AHEAD) as pool:
+            batches = self._batches(rows, max_rows, max_tokens)
+            for batch, outcomes in _ahead(pool, self._outcomes, batches):
+                self._add(batch, outcomes)
+                if time.monotonic() - told > REPORT_SECONDS:
+                    told = time.monotonic()
+                    speed = self.tokens / (told - start)
+                    logger.info("encoding %s: %d rows, %.0f tokens/s", self.name, self.rows, speed)
         return self.report()
 
     def report(self) -> DatasetReport:
@@ -70,18 +74,29 @@ class Encoder:
             trained_tokens=self.trained_tokens,
         )
 
-    def _next_size(self, max_rows: int | None) -> int:
-        return BATCH if max_rows is None else min(BATCH, max_rows - self.rows)
+    def _batches(
+        self, rows: Iterator[Row], max_rows: int | None, max_tokens: int | None
+    ) -> Iterator[Sequence[Row]]:
+        """Rows that are encoded together, up to a limit."""
+        left = max_rows
+        while max_tokens is None or self.tokens < max_tokens:
+            batch = list(islice(rows, BATCH if left is None else min(BATCH, left)))
+            if not batch:
+                return
+            left = None if left is None else left - len(batch)
+            yield batch
 
-    def _add(self, batch: Sequence[Row]) -> None:
-        numbered = list(enumerate(batch, self.first_row + self.rows))
+    def _outcomes(self, batch: Sequence[Row]) -> list[Encoded]:
+        return self.encode([row for row in batch if isinstance(row, Example)])
+
+    def _add(self, batch: Sequence[Row], outcomes: Sequence[Encoded]) -> None:
+        start = self.first_row + self.rows
+        numbers = [i for i, row in enumerate(batch, start) if isinstance(row, Example)]
         self.rows += len(batch)
         self.broken += [row for row in batch if isinstance(row, BrokenRow)]
-        examples = [(i, row) for i, row in numbered if isinstance(row, Example)]
-        outcomes = self.encode([example for _, example in examples])
         items: list[Features] = []
         rows: list[int] = []
-        for (index, _), outcome in zip(examples, outcomes, strict=True):
+        for index, outcome in zip(numbers, outcomes, strict=True):
             found = self._features(outcome)
             items += found
             rows += [index] * len(found)
@@ -106,6 +121,20 @@ class Encoder:
                 elif name.endswith("labels"):  # nothing predicts the first token
                     ignored = list(values[1:]).count(IGNORE_INDEX)
                     self.trained_tokens += max(len(values) - 1, 0) - ignored
+
+
+def _ahead(
+    pool: Executor, function: Callable[[Given], Made], given: Iterable[Given]
+) -> Iterator[tuple[Given, Made]]:
+    """Each of ``given`` and what ``function`` makes of it, in order; a few are under way."""
+    under_way: deque[tuple[Given, Future[Made]]] = deque()
+    for each in given:
+        under_way.append((each, pool.submit(function, each)))
+        if len(under_way) > AHEAD:
+            first, made = under_way.popleft()
+            yield first, made.result()
+    for each, made in under_way:
+        yield each, made.result()
 
 
 def nothing_learnt(report: DatasetReport) -> DataError:
