@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,7 +13,7 @@ from rich.console import Console
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from . import interchange
+from . import feed, interchange
 from .batch import Batch, ForwardBackward, Outputs
 from .callbacks.console import Screen
 from .callbacks.early_stop import EarlyStop
@@ -28,11 +27,10 @@ from .checkpoint.layouts import scattered
 from .checkpoint.load import load as load_checkpoint
 from .cuts import Cuts
 from .data.chat import Codec
-from .data.loader import Collate, InOrder, Loader
-from .data.prepare import Prepared
 from .data.templates import disagreement
-from .encoding import codec_of, prepared
+from .encoding import codec_of
 from .errors import RecipeError
+from .feed import Data
 from .model import attention, companions, outputs
 from .model.adapter import continue_adapter
 from .model.asked_head import AskedHead, asked_head
@@ -89,12 +87,12 @@ def build(
     keep_freed_memory()
     base = resolve(recipe.model)
     codec = build_codec(recipe, base)
-    with world.main_first():
-        data = prepare_data(recipe, codec)
+    data, feeder = feed.open_data(recipe, codec, base, world)
     is_kept = resume is not None and writer != "trainer" and recipe.method.kind == "full"
     policy = build_policy(recipe, base, codec.tokenizer, world, is_read=not is_kept)
     saver = build_saver(recipe, policy, codec, base, world)
     trainer = assemble(recipe, policy, data, saver, world)
+    trainer.feeder = feeder
     trainer.callbacks.members = [*standard_callbacks(recipe, world), *callbacks]
     if resume is not None:
         trainer.saver.resumed_from = resume
@@ -120,14 +118,6 @@ def build_codec(recipe: Recipe, base: Path) -> Codec:
             logger.warning("%s", difference)
         codec.tokenizer.chat_template = codec.template.source
     return codec
-
-
-def prepare_data(recipe: Recipe, codec: Codec) -> Prepared:
-    """Encoded datasets, from the cache where they are in it; what was left out is logged."""
-    found = prepared(recipe, codec)
-    for line in found.report.lines():
-        logger.info("%s", line)
-    return found
 
 
 @dataclass(frozen=True)
@@ -196,42 +186,9 @@ def _refuse_frozen_new_tokens(policy: nn.Module) -> None:
         )
 
 
-def build_loader(recipe: Recipe, data: Prepared, world: World) -> Loader:
-    """Windows of micro-batches from the training examples."""
-    return Loader(
-        dataset=data.train,
-        collate=build_collate(recipe),
-        global_batch_size=recipe.train.global_batch_size,
-        micro_batch_size=recipe.train.micro_batch_size,
-        seed=recipe.train.seed,
-        shuffle=recipe.data.shuffle,
-        rank=world.data_rank,
-        world_size=world.num_data_ranks,
-    )
-
-
-def build_evals(recipe: Recipe, data: Prepared, world: World) -> dict[str, InOrder]:
-    """This process's share of the micro-batches of every evaluation set, by its name."""
-    return {
-        name: InOrder(
-            dataset,
-            build_collate(recipe),
-            micro_batch_size=recipe.train.micro_batch_size,
-            rank=world.data_rank,
-            world_size=world.num_data_ranks,
-        )
-        for name, dataset in data.evals.items()
-    }
-
-
-def build_collate(recipe: Recipe) -> Collate:
-    """How examples become a micro-batch."""
-    return partial(recipe.stage.collate, packing=recipe.data.packing)
-
-
-def assemble(recipe: Recipe, policy: Policy, data: Prepared, saver: Saver, world: World) -> Trainer:
+def assemble(recipe: Recipe, policy: Policy, data: Data, saver: Saver, world: World) -> Trainer:
     """Put the parts together."""
-    loader = build_loader(recipe, data, world)
+    loader = feed.build_loader(recipe, data, world)
     section, precision = recipe.train, choose(recipe.train.precision)
     names = names_in_files(policy.model, policy.weights)  # before they are cut
     size = sum(p.numel() for p in policy.model.parameters())
@@ -247,7 +204,7 @@ def assemble(recipe: Recipe, policy: Policy, data: Prepared, saver: Saver, world
         compile_layers(layers(policy.model))
     cuts = {names[name]: cut for name, cut in found.items()}
     learning = [(names[n], p) for n, p in policy.model.named_parameters() if p.requires_grad]
-    max_steps = section.max_steps or math.ceil(section.num_epochs * loader.steps_per_epoch)
+    max_steps = feed.num_steps(section, loader.steps_per_epoch)
     state = TrainerState(
         max_steps=max_steps,
         num_train_epochs=section.num_epochs,
@@ -257,8 +214,14 @@ def assemble(recipe: Recipe, policy: Policy, data: Prepared, saver: Saver, world
     engine = build_engine(policy, staging, recipe, world, precision, cuts)
     weights, moments = replace(policy.weights, cuts=cuts), NamedState(optimizer, cuts)
     control = TrainerControl()
-    examples, windows = len(data.train), loader.steps_per_epoch
-    context = Context(section, policy.model, optimizer, section.folder, examples, windows)
+    context = Context(
+        section,
+        policy.model,
+        optimizer,
+        section.folder,
+        loader.num_examples,
+        loader.steps_per_epoch,
+    )
     return Trainer(
         section=section,
         stage=recipe.stage,
@@ -277,7 +240,7 @@ def assemble(recipe: Recipe, policy: Policy, data: Prepared, saver: Saver, world
         ),
         forward=engine.forward,
         loader=loader,
-        evals=build_evals(recipe, data, world),
+        evals=feed.build_evals(recipe, data, world),
         saver=saver,
         callbacks=Callbacks(context, state, control),
         state=state,
