@@ -274,7 +274,7 @@ def assemble(recipe: Recipe, policy: Policy, data: Prepared, saver: Saver, world
             engine.run_window,
             section.max_grad_norm,
             LossScaler(enabled=precision == "fp16"),
-            world.sums,
+            world.summed,
             world.totals,
             copies=frozenset() if staging is None else staging.copies(),
         ),
