@@ -29,6 +29,7 @@ from .checkpoint.load import load as load_checkpoint
 from .cuts import Cuts
 from .data.chat import Codec
 from .data.loader import Collate, InOrder, Loader
+from .data.prefetch import for_device
 from .data.prepare import Prepared
 from .data.templates import disagreement
 from .encoding import codec_of, prepared
@@ -210,6 +211,7 @@ def build_loader(recipe: Recipe, data: Prepared, world: World) -> Loader:
         shuffle=recipe.data.shuffle,
         rank=world.data_rank,
         world_size=world.num_data_ranks,
+        prefetch=for_device(device()),
     )
 
 

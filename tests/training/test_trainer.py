@@ -13,6 +13,7 @@ import transformers
 import small
 import tiny
 from project import in_child
+from surefoot.data.prefetch import Prefetch
 from surefoot.errors import CheckpointError, RunError
 from surefoot.methods.freeze import Freeze
 from surefoot.methods.full import Full
@@ -44,6 +45,16 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_run(method, packing, tmp_pat
     assert second.state.train_loss_total == whole.state.train_loss_total
     assert [r["step"] for r in second.state.log_history] == [2, 4, 6, 8]
     assert (second.loader.epoch, second.loader.window) == (whole.loader.epoch, whole.loader.window)
+
+
+def test_windows_made_ahead_change_no_bit_of_a_run_or_its_resume(tmp_path):
+    whole, cut = small.trainer(tmp_path / "whole"), {"prefetch": Prefetch(list)}
+    whole.fit()
+    small.trainer(tmp_path / "cut", small.StopAt(4), **cut).fit()
+    second = small.trainer(tmp_path / "cut", **cut)
+    small.resume(second, tmp_path / "cut" / "checkpoint-3").fit()
+    small.assert_same_weights(small.weights(second), small.weights(whole))
+    assert second.loader.state_dict() == whole.loader.state_dict()
 
 
 def test_a_log_interval_that_spans_a_resume_reports_the_same_mean(tmp_path):
