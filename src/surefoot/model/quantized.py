@@ -46,8 +46,8 @@ def keep_bits(model: nn.Module) -> None:
     """Let no evaluation on a CPU lay the base out anew, as bitsandbytes does where it finds AVX512:
     that rounds the scales, so what is learnt afterwards would not be what a resume learns."""
     for module in model.modules():
-        if hasattr(module, "support_avx512bf16_for_cpu"):
-            module.support_avx512bf16_for_cpu = False
+        if "support_avx512bf16_for_cpu" in vars(module):
+            vars(module)["support_avx512bf16_for_cpu"] = False
 
 
 def num_elements(parameter: nn.Parameter) -> int:
