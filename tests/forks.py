@@ -1,8 +1,8 @@
 """``subprocess`` as the product and its tests use it, but forked: nothing is imported twice.
 
 ``forks.put(module)`` lets ``module`` start its processes so, or this module stands for
-``subprocess`` in it. What a process runs is what it would run as ``python -m``, ``python -c`` or ``python FILE``, with the same pipes, environment and
-signals. ``warm`` forks from a process that has done nothing but import.
+``subprocess`` in it. What a process runs is what it would run as ``python -m``, ``python -c`` or
+``python FILE``, with the same pipes, environment and signals. ``warm`` forks from a process that has done nothing but import.
 """
 
 import contextlib
@@ -136,8 +136,15 @@ class Popen:
 
 
 def run(
-    command, *, input=None, timeout=None, check=False, capture_output=False, popen=Popen, **options
-):  # noqa: A002
+    command,
+    *,
+    input=None,  # noqa: A002
+    timeout=None,
+    check=False,
+    capture_output=False,
+    popen=Popen,
+    **options,
+):
     """``subprocess.run``."""
     if capture_output:
         options |= {"stdout": PIPE, "stderr": PIPE}

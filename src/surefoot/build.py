@@ -44,6 +44,7 @@ from .model.load import (
     training_dtype,
     upcast_trained,
 )
+from .model.quantized import num_elements
 from .model.weights import AdapterWeights, FullWeights, names_in_files
 from .optim.state import NamedState
 from .parallel.engine import Forward, plain
@@ -145,6 +146,11 @@ def build_policy(
     it, it has no values yet.
     """
     dtype = training_dtype(recipe.model)
+    if recipe.model.quantization_bit is not None and world.size > 1:
+        raise RecipeError(
+            f"model.quantization_bit: a quantized base learns in one process, not {world.size}; "
+            "start one, or leave quantization_bit unset and let the processes share the weights"
+        )
     start = None
     if world.mesh is not None or not is_read:
         start = begin(base, recipe.model, dtype=dtype)
@@ -169,7 +175,7 @@ def build_policy(
         _refuse_frozen_new_tokens(policy)
     upcast_trained(policy, recipe.model)
     learning = sum(p.numel() for p in policy.parameters() if p.requires_grad)
-    share = learning / sum(p.numel() for p in policy.parameters())
+    share = learning / sum(num_elements(p) for p in policy.parameters())
     logger.info("%s parameters learn, %.3g %% of all", f"{learning:,}", 100 * share)
     is_adapter = recipe.method.kind == "adapter"
     weights = AdapterWeights(policy) if is_adapter else FullWeights(model)
@@ -191,7 +197,7 @@ def assemble(recipe: Recipe, policy: Policy, data: Data, saver: Saver, world: Wo
     loader = feed.build_loader(recipe, data, world)
     section, precision = recipe.train, choose(recipe.train.precision)
     names = names_in_files(policy.model, policy.weights)  # before they are cut
-    size = sum(p.numel() for p in policy.model.parameters())
+    size = sum(num_elements(p) for p in policy.model.parameters())
     staging = staged(policy.model, policy.inner, policy.weights, names, world, recipe.parallel)
     names = names if staging is None else dict(staging.names)
     values = None if policy.values is None else policy.values.of(policy.model)
@@ -234,7 +240,7 @@ def assemble(recipe: Recipe, policy: Policy, data: Data, saver: Saver, world: Wo
             engine.run_window,
             section.max_grad_norm,
             LossScaler(enabled=precision == "fp16"),
-            world.sums,
+            world.summed,
             world.totals,
             copies=frozenset() if staging is None else staging.copies(),
         ),

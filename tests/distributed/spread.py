@@ -100,6 +100,7 @@ def learn(made, count):
             after=lambda index: None,
         )
         made.step.update(figures)
+        figures = figures.read()
         made.step.optimizer.zero_grad(set_to_none=True)
         made.state.global_step += 1
         found.append((figures.loss / figures.weight, figures.grad_norm))

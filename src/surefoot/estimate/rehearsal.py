@@ -22,7 +22,7 @@ from transformers import (
 )
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from ..batch import Batch
+from ..batch import Batch, Places, places
 from ..errors import ModelError
 from ..model import attention, outputs
 from ..model.asked_head import AskedHead, asked_head
@@ -323,10 +323,10 @@ def _through_stage(
     return kept
 
 
-def _places(mode: FakeTensorMode, batch: Batch) -> outputs.Places:
+def _places(mode: FakeTensorMode, batch: Batch) -> Places:
     """The places of ``batch``, which is real, as fake tensors."""
-    at = outputs.places(batch)
-    return outputs.Places(
+    at = places(batch)
+    return Places(
         mode.from_tensor(at.rows),
         mode.from_tensor(at.columns),
         mode.from_tensor(at.kept),

@@ -18,19 +18,9 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..batch import IGNORE_INDEX, Batch, Outputs
+from ..batch import Batch, Outputs, Places, places
 from .asked_head import AskedHead
 from .attention import packed_arguments
-
-
-@dataclass(frozen=True)
-class Places:
-    """Where the trained labels of a batch are predicted: at N positions in K columns."""
-
-    rows: torch.Tensor  # [N]
-    columns: torch.Tensor  # [N] of the batch
-    kept: torch.Tensor  # [K] the columns that the head is asked for
-    among_kept: torch.Tensor | None  # [N] each position's column among these; None: one row, N = K
 
 
 class Vocabulary(Protocol):
@@ -71,18 +61,6 @@ class WholeVocabulary:
         return logits_NV.argmax(-1)
 
 
-def places(batch: Batch) -> Places:
-    """The places of ``batch``. ``labels[b, t]`` is predicted at position t - 1.
-
-    A packed row keeps just its trained positions; a rectangle, the columns where any row is
-    trained.
-    """
-    rows, columns = (batch.labels[:, 1:] != IGNORE_INDEX).nonzero(as_tuple=True)
-    if len(batch.labels) == 1:
-        return Places(rows, columns, columns, None)
-    return Places(rows, columns, *torch.unique(columns, return_inverse=True))
-
-
 def compute(
     model: nn.Module,
     batch: Batch,
@@ -106,7 +84,7 @@ def compute(
         head: the model's, if it is whole and can be asked for more than logits.
         smoothing: how much of each label is spread evenly over the vocabulary.
     """
-    at = at or places(batch)
+    at = at or batch.at or places(batch)
     labels_N = batch.labels[at.rows, at.columns + 1]
 
     def run() -> torch.Tensor:
