@@ -2,7 +2,8 @@
 
 ``forks.put(module)`` lets ``module`` start its processes so, or this module stands for
 ``subprocess`` in it. What a process runs is what it would run as ``python -m``, ``python -c`` or
-``python FILE``, with the same pipes, environment and signals. ``warm`` forks from a process that has done nothing but import.
+``python FILE``, with the same pipes, environment and signals.
+``warm`` forks from a process that has done nothing but import.
 """
 
 import contextlib

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from ..batch import Batch, Features, Loss, Outputs
-from ..data.chat import Codec
 from ..data.collate import collate
 from ..data.encode import Encoded
 from ..data.example import Example
 from ..training.losses import check_smoothing, negative_log_likelihood
+
+if TYPE_CHECKING:
+    from ..data.chat import Codec
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,14 +5,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Protocol, runtime_checkable
-
-from torch import nn
+from typing import TYPE_CHECKING, ClassVar, Protocol, runtime_checkable
 
 from ..batch import Batch, Features, Loss, Outputs, Window
-from ..data.chat import Codec
 from ..data.encode import Encoded
 from ..data.example import Example
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from ..data.chat import Codec
 
 
 @dataclass(frozen=True)
