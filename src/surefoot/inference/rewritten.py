@@ -17,7 +17,8 @@ from ..checkpoint.folder import open_checkpoint
 from ..checkpoint.index import Kind, Layout, is_safetensors
 from ..checkpoint.layouts import open_folder
 from ..checkpoint.mesh import Mesh
-from ..checkpoint.mindspore.theirs import NOTHING_MORE, Theirs, model_near, open_model
+from ..checkpoint.mindspore.ranks import model_near
+from ..checkpoint.mindspore.theirs import NOTHING_MORE, Theirs, open_model
 from ..checkpoint.reshard import ALONE
 from ..checkpoint.source import Renamed, Source, Stored
 from ..checkpoint.weights import ADAPTER_CONFIG, open_weights, recognise

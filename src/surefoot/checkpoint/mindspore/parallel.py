@@ -34,6 +34,9 @@ _LAYER = re.compile(r"(?:.*\.)?layers\.(\d{1,6})\..*")
 _LAST = re.compile(
     r"(.*\.)?(norm_out|lm_head|output_layer|final_layernorm|model\.norm)\.(weight|bias)"
 )
+_UNKNOWN = re.compile(
+    r".*\.(experts\..*|shared_experts\..*|ffn\.w[123]\.weight|linear_(q|kv)_(up|down)_proj\..*)"
+)
 _EXAMPLE = "for example data_parallel=2,model_parallel=4,pipeline_stage=2"
 _SWITCH = {"true": True, "false": False}
 
@@ -92,6 +95,11 @@ class ParallelConfig:
     def _layout(self, name: str, tensors: Tensors) -> TensorLayout:
         shape, weight = tensors[name][1], weight_of(name)
         dtype = tensors.get(weight, tensors[name])[0]  # moments follow their weight
+        if self.model_parallel > 1 and _UNKNOWN.fullmatch(weight):
+            raise CheckpointError(
+                f"model_parallel={self.model_parallel}: how {name[:200]!r} is cut is not known "
+                "here; let the training write its strategy files, and give these instead"
+            )
         dims = dict.fromkeys(self._cut_dims(weight, shape), self.model_parallel)
         for dim, count in dims.items():
             if shape[dim] % count:

@@ -16,6 +16,7 @@ from ..source import Source
 from ..whole import refuse_taken
 from .names import KEEP, heads_near
 from .parallel import ParallelConfig
+from .ranks import model_near
 from .strategy import Layouts, open_strategy
 from .theirs import (
     NOTHING_MORE,
@@ -23,7 +24,6 @@ from .theirs import (
     as_huggingface,
     as_mindspore,
     by_role,
-    model_near,
     naming_of,
     open_state,
     stages_for,

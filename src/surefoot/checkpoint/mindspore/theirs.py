@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,12 +34,12 @@ from .names import (
 )
 from .opened import form_of, progress_of, role_of
 from .parallel import ParallelConfig
-from .ranks import rank_files, root_of, step_of
+from .ranks import rank_files, step_of
 from .shapes import Shapes
 from .strategy import Layouts
 from .write import Naming
 
-_CONFIG = "config.json"
+logger = logging.getLogger(__name__)
 _NUMBERS = ("epoch_num", "step_num", "loss_scale", "global_batch_size")  # of common.json
 _MOMENTS = {"adam_m.": "exp_avg", "adam_v.": "exp_avg_sq"}
 
@@ -102,12 +103,6 @@ def as_mindspore(source: Source, family: str | None, heads: Heads | None) -> Sou
     return to_mindspore(source, family or usual(source.shapes()), heads)
 
 
-def model_near(folder: Path) -> Path | None:
-    """The folder with the ``config.json`` of a model: ``folder``, or one around its ranks."""
-    places = (folder, root_of(folder), root_of(folder).parent)
-    return next((place for place in places if files.exists(place / _CONFIG)), None)
-
-
 def _shapes(folder: Path, theirs: Theirs) -> Shapes | None:
     """The whole shapes of the model in ``base`` by MindSpore's names, for files of ranks."""
     if theirs.base is None or form_of(folder) != "ranks":
@@ -145,6 +140,19 @@ def moments_of(model: Source, folder: Path) -> list[tuple[str, Source]]:
     if recognise(folder) != "native" or open_checkpoint(folder).manifest.kind != "full":
         return []
     stored = Stored(open_contents(folder, ("optimizer",)))
+    slots = tuple(f".{key}" for key in _MOMENTS.values())
+    owners = {
+        name.removeprefix("optimizer/").rpartition(".")[0]
+        for name in stored.shapes()
+        if name.endswith(slots)
+    }
+    if odd := sorted(owners - model.shapes().keys()):
+        logger.warning(
+            "%s: its moments are left out: those of %s are of several tensors that are apart in "
+            "files, so what is written are weights to start from",
+            *(folder, odd[0]),
+        )
+        return []
     found: list[tuple[str, Source]] = []
     for prefix, key in _MOMENTS.items():
         names = {name: f"optimizer/{name}.{key}" for name in model.shapes()}

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ...checkpoint.source import Source
 
 LEGACY = ("legacy", "legacy-fused")
-MCORE = ("mcore", "mcore-v1", "mcore-fused", "mcore-contiguous")
+MCORE = ("mcore", "mcore-mla", "mcore-v1", "mcore-fused", "mcore-contiguous")
 FAMILIES = ("keep", *LEGACY, *MCORE)
 DTYPES = ("float32", "float16", "bfloat16")
 LAYOUTS = ("full", "distributed")
@@ -101,7 +101,7 @@ def _weights_alone(request: Request, mesh: Mesh, advance: Advance) -> Done:
 
 
 def _to_huggingface(request: Request, advance: Advance) -> Done:
-    from ...checkpoint.mindspore.theirs import model_near
+    from ...checkpoint.mindspore.ranks import model_near
     from ...checkpoint.weights import recognise
     from ...inference import export
     from ...inference.rewritten import write_model

@@ -22,6 +22,7 @@ CUT = Wanted("distributed", ParallelConfig(1, 2, 2), names="legacy-fused", remov
 FORMS = {
     "full": Wanted(names="legacy-fused"),
     "distributed": CUT,
+    "same": Wanted("distributed", ParallelConfig(1, 2)),
     "iteration": Wanted("distributed", ParallelConfig(2, 2), is_iteration=True),
 }
 PARALLEL = {
@@ -96,8 +97,8 @@ def goes_on(saved, model, forms, **parallel):
     ranks.run(2, work, **parallel)
 
 
-def test_two_go_on_from_four_without_a_merge(saved, model):
-    goes_on(saved, model, ["distributed"], dp_shard=2)
+def test_two_go_on_with_the_same_strategy_and_from_four_without_a_merge(saved, model):
+    goes_on(saved, model, ["same", "distributed"], tp=2)
 
 
 @pytest.mark.proof
