@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from .batch import IGNORE_INDEX, Batch, Outputs
+from .batch import Batch, Outputs
 from .checkpoint.box import Box
 from .checkpoint.boxed import BLOCK, part
 from .checkpoint.layouts import open_named
@@ -171,26 +171,16 @@ class Values:
             raise ModelError(problem)
 
 
-@torch.no_grad()
 def check_packed(forward: Callable[[Batch], Outputs], model: PreTrainedModel) -> None:
     """Prove that no document sees another in packed rows of ``model``, which may be in parts: all
     processes run ``forward`` together. Raises ``ModelError``."""
-    lengths = (7, 9)
-    vocabulary = model.config.get_text_config().vocab_size
-    ids = torch.arange(sum(lengths))[None] % vocabulary
-    other = ids.clone()
-    other[:, : lengths[0]] = (other[:, : lengths[0]] + vocabulary // 2) % vocabulary
-    positions = torch.cat([torch.arange(n) for n in lengths])[None]
-    labels = torch.where(torch.arange(sum(lengths)) > lengths[0], ids, IGNORE_INDEX)
-    bounds = torch.tensor([0, lengths[0], sum(lengths)], dtype=torch.int32)
-    first, second = (
-        forward(Batch(row, labels, positions, cu_seqlens=bounds).to(device())).logps
-        for row in (ids, other)
-    )
-    assert first is not None
-    assert second is not None
-    if not attention.same_but_for_rounding(first, second):
-        raise ModelError(attention.mixes_documents(model))
+
+    def logps(batch: Batch) -> torch.Tensor:
+        found = forward(batch.to(device())).logps
+        assert found is not None
+        return found
+
+    attention.prove_apart(model, logps)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from .commit import clean_beside, refuse_existing
-from .copy import Progress, cast
+from .copy import Progress, cast, silent
 from .index import Kind, Layout
 from .job import Job, Saved
 from .mesh import Mesh
@@ -66,8 +66,4 @@ def write_weights(
         share=False,
     )
     clean_beside(path)
-    return write(job, Poured(sources, progress or _silent))
-
-
-def _silent(num_bytes: int) -> None:
-    """Report no progress."""
+    return write(job, Poured(sources, progress or silent))

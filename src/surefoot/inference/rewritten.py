@@ -23,9 +23,9 @@ from ..checkpoint.reshard import ALONE
 from ..checkpoint.source import Renamed, Source, Stored
 from ..checkpoint.weights import ADAPTER_CONFIG, open_weights, recognise
 from ..checkpoint.weights_alone import write_weights
-from ..checkpoint.whole import new_folder
+from ..checkpoint.whole import new_folder, write_small
 from ..errors import CheckpointError
-from ..interchange.dcp import open_source
+from ..interchange.source import open_source
 from .exported import configs
 
 Progress = Callable[[int], None]
@@ -62,7 +62,7 @@ def write_model(
     small = {} if place is None else companions(place, source)
     with new_folder(target) as folder:
         copy(source, folder, progress=progress)
-        _write_small(folder, small)
+        write_small(folder, small)
 
 
 def companions(base: Path, source: Source) -> dict[str, bytes]:
@@ -141,7 +141,7 @@ def write_adapter(
     small = _adapter_files(folder)
     with new_folder(target) as made:
         copy(source, made, stem="adapter_model", max_shard_size=None, progress=progress)
-        _write_small(made, small)
+        write_small(made, small)
 
 
 def _adapter_files(folder: Path) -> dict[str, bytes]:
@@ -152,9 +152,3 @@ def _adapter_files(folder: Path) -> dict[str, bytes]:
         kept = [ADAPTER_CONFIG, *beside(folder, folder)]
     found = {name: small_file(folder, name) for name in sorted(kept)}
     return {name: data for name, data in found.items() if data is not None}
-
-
-def _write_small(folder: Path, small: Mapping[str, bytes]) -> None:
-    for name, data in small.items():
-        files.make_folder((folder / name).parent)
-        files.write_new(folder / name, data)

@@ -24,9 +24,9 @@ from ..checkpoint.mindspore.theirs import Theirs, as_huggingface, by_role, open_
 from ..checkpoint.source import Source, read_whole
 from ..checkpoint.states import Stateful, cuts_of
 from ..checkpoint.weights import recognise
-from ..data.loader import Loader
 from ..errors import CheckpointError
 from ..model.weights import AdapterWeights
+from ..training.stage import Windows
 from ..training.trainer import Trainer
 
 logger = logging.getLogger(__name__)
@@ -199,7 +199,7 @@ def _differences(progress: Progress, trainer: Trainer) -> Iterator[str]:
         yield f"its learning rate is {was:.4g}; the next one here is {now:.4g}, of at most {peak:g}"
 
 
-def _step(progress: Progress, loader: Loader) -> int:
+def _step(progress: Progress, loader: Windows) -> int:
     """The step of this run after as many examples, as MindSpore Transformers counts it."""
     if progress.batch_size is None:
         return progress.step_num
@@ -207,26 +207,28 @@ def _step(progress: Progress, loader: Loader) -> int:
 
 
 def _take_place(progress: Progress, trainer: Trainer) -> None:
-    """Go to the window of the step, in our order of the data."""
+    """Go to the window of the step, in our order of the data. Where nobody knows how long an epoch
+    is, the steps were all in the first."""
     loader, step = trainer.loader, _step(progress, trainer.loader)
     if step != progress.step_num:
         logger.info(
             "its step %d of %d examples is step %d of %d here",
             *(progress.step_num, progress.batch_size, step, loader.global_batch_size),
         )
-    epoch, window = divmod(step, loader.steps_per_epoch)
+    windows = loader.steps_per_epoch
+    epoch, window = divmod(step, windows) if windows else (0, step)
     taken: Mapping[str, object] = {
         "global_step": step,
-        "epoch": step / loader.steps_per_epoch,
+        "epoch": step / windows if windows else 0.0,
         "num_skipped_steps": 0,
     }
     trainer.state.load_state_dict(taken)
     loader.load_state_dict({**loader.state_dict(), "epoch": epoch, "window": window})
     logger.info(
-        "the data goes on in epoch %d after %d of its %d examples; its order%s is ours, which "
+        "the data goes on in epoch %d after %d of its %s examples; its order%s is ours, which "
         "MindSpore's folders do not hold, nor its random generators and AdamW's settings",
         epoch + 1,
         window * loader.global_batch_size,
-        len(loader.dataset),
+        loader.num_examples or "many",
         "" if loader.shuffle else " (as stored)",
     )

@@ -7,7 +7,6 @@ equal numbers, and the optimizer's shards follow the copies that are left.
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
@@ -15,6 +14,7 @@ from math import prod
 
 from ...errors import CheckpointError
 from ..header import num_bytes
+from ..settings import pairs
 from .slicing import ALL_COPIES, TensorLayout
 from .strategy import Layouts
 
@@ -166,17 +166,9 @@ def _sharded(plain: TensorLayout, shape: tuple[int, ...], size: int) -> TensorLa
 def parse_parallel_config(text: str) -> ParallelConfig:
     """What ``data_parallel=2,model_parallel=4`` says. Raises ``CheckpointError`` for else."""
     known = {field.name: field.type for field in fields(ParallelConfig)}
+    odd = f"{{}} is none of {', '.join(known)}"
     found: dict[str, int] = {}
-    for item in text.split(","):
-        name, _, value = (part.strip() for part in item.partition("="))
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {near[0]}?" if near else _EXAMPLE
-            raise CheckpointError(
-                f"parallel_config {text!r}: {name!r} is none of {', '.join(known)}; {hint}"
-            )
-        if name in found:
-            raise CheckpointError(f"parallel_config {text!r}: {name} occurs twice")
+    for name, value in pairs(text, known, what="parallel_config", odd=odd, example=_EXAMPLE):
         is_switch = known[name] == "bool"
         if is_switch and value.lower() in _SWITCH:
             found[name] = _SWITCH[value.lower()]

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Literal
 import click
 
 from ...address import Address
+from ..table import JSON, Advance, print_json, reading
 from .place import PLACE, local
-from .table import JSON, Advance, print_json, reading
 
 if TYPE_CHECKING:
     from ...checkpoint.mesh import Mesh
@@ -149,7 +149,7 @@ def _open_theirs(request: Request, base: Path | None = None) -> Source:
     """The weights of others, under Hugging Face's names."""
     from ...checkpoint.mindspore.theirs import open_model
     from ...checkpoint.weights import recognise
-    from ...interchange.dcp import open_source
+    from ...interchange.source import open_source
 
     if recognise(request.checkpoint) == "mindspore":
         return open_model(request.checkpoint, _theirs(request, base))
