@@ -27,7 +27,8 @@ REPORT_SECONDS = 10.0
 
 Encode = Callable[[Sequence[Example]], list[Encoded]]
 Row = Example | BrokenRow
-Given, Made = TypeVar("Given"), TypeVar("Made")
+Given = TypeVar("Given")
+Made = TypeVar("Made")
 
 
 @dataclass
