@@ -14,12 +14,14 @@ from pathlib import Path
 
 from .data.chat import Codec
 from .data.loader import Collate, InOrder, Loader
+from .data.prefetch import for_device
 from .data.prepare import Prepared
 from .data.stream_loader import StreamLoader
 from .data.streamed import Streamed
 from .encoding import prepared, streamed
 from .encoding_beside import POLL_SECONDS, Beside
 from .errors import RecipeError
+from .model.load import device
 from .parallel.world import World, launched
 from .recipe.recipe import Recipe
 from .training.section import TrainSection
@@ -98,6 +100,7 @@ def build_loader(recipe: Recipe, data: Data, world: World) -> Windows:
         shuffle=recipe.data.shuffle,
         rank=world.data_rank,
         world_size=world.num_data_ranks,
+        prefetch=for_device(device()),
     )
 
 

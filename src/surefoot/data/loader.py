@@ -17,6 +17,7 @@ from ..batch import IGNORE_INDEX, Batch, Features, Window
 from ..errors import DataError
 from .dataset import EncodedDataset
 from .mix import Index, permutation
+from .prefetch import Prefetch
 
 Collate = Callable[[Sequence[Features]], Batch]
 
@@ -38,6 +39,7 @@ class Loader:
     shuffle: bool = True
     rank: int = 0
     world_size: int = 1
+    prefetch: Prefetch | None = None  # makes the next window ahead
     epoch: int = field(default=0, init=False)  # of the next window
     window: int = field(default=0, init=False)  # the next one, counted from 0 in each epoch
     _order: tuple[int, Index] | None = field(default=None, init=False, repr=False)
@@ -68,10 +70,16 @@ class Loader:
 
     def next_window(self) -> Window:
         """This rank's micro-batches of the next optimizer step; moves on."""
-        groups = self.groups(self.epoch, self.window)
-        batches = [batch_of(group, self.dataset, self.collate) for group in groups]
+        at, ahead = (self.epoch, self.window), self.prefetch
+        window = self.window_at(*at) if ahead is None else ahead.take(at, self.window_at)
         self.skip()
-        return batches
+        if ahead is not None:
+            ahead.begin((self.epoch, self.window), self.window_at)
+        return window
+
+    def window_at(self, epoch: int, window: int) -> Window:
+        """This rank's micro-batches of any window."""
+        return [batch_of(g, self.dataset, self.collate) for g in self.groups(epoch, window)]
 
     def skip(self) -> None:
         """Leave out the next window."""
@@ -89,9 +97,11 @@ class Loader:
         """All items in the order of an epoch."""
         if not self.shuffle:
             return np.arange(len(self.dataset))
-        if self._order is None or self._order[0] != epoch:
-            self._order = epoch, permutation(len(self.dataset), seed=self.seed, stream=epoch)
-        return self._order[1]
+        known = self._order  # of one moment: a thread may look ahead
+        if known is None or known[0] != epoch:
+            known = epoch, permutation(len(self.dataset), seed=self.seed, stream=epoch)
+            self._order = known
+        return known[1]
 
     def state_dict(self) -> dict[str, int | str | bool]:
         """The position, and what it is a position in."""

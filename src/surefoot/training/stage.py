@@ -5,14 +5,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Protocol, runtime_checkable
-
-from torch import nn
+from typing import TYPE_CHECKING, ClassVar, Protocol, runtime_checkable
 
 from ..batch import Batch, Features, Loss, Outputs, Window
-from ..data.chat import Codec
 from ..data.encode import Encoded
 from ..data.example import Example
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from ..data.chat import Codec
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,10 @@ class Stage(Protocol):
     roles: ClassVar[tuple[str, ...]]  # the models it needs; "policy" is the one that learns
     needs: ClassVar[tuple[str, ...]]  # the fields of Outputs that its loss reads
     uses_template: ClassVar[bool]  # whether its examples are conversations
+
+    @property
+    def label_smoothing_factor(self) -> float:
+        """How much of each label is spread evenly over the vocabulary."""
 
     def encode(self, examples: Sequence[Example], codec: Codec) -> list[Encoded]:
         """Turn examples into token lists: one entry per example, its features or why it was
