@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from .ckpt.table import cell, console, in_bytes, print_json, table
+from .loading import loading
 
 if TYPE_CHECKING:
     from ..estimate.memory import Memory
@@ -76,7 +77,8 @@ def plan(
     if num_processes is not None:
         overrides = (*overrides, f"parallel.num_processes={num_processes}")
     loaded = load(recipe, overrides)
-    from ..estimate.plan import make_plan
+    with loading():
+        from ..estimate.plan import make_plan
 
     machine = machine_for(loaded, device)
     with Console(stderr=True).status("rehearsing"):  # seconds; more for models of many layers
