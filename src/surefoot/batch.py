@@ -8,8 +8,10 @@ row.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
 
 if TYPE_CHECKING:
     import torch
@@ -19,6 +21,16 @@ IGNORE_INDEX = -100  # a label that does not count; the value torch's cross entr
 # One encoded training item: names (input_ids, labels, ...) to token lists, as the cache stores
 # them.
 Features = Mapping[str, Sequence[int]]
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where the trained labels of a batch are predicted: at N positions in K columns."""
+
+    rows: torch.Tensor  # [N]
+    columns: torch.Tensor  # [N] of the batch
+    kept: torch.Tensor  # [K] the columns that the head is asked for
+    among_kept: torch.Tensor | None  # [N] each position's column among these; None: one row, N = K
 
 
 @dataclass(frozen=True)
@@ -41,33 +53,68 @@ class Batch:
     extras: Mapping[str, torch.Tensor] = field(
         default_factory=dict
     )  # what a stage adds for its loss
+    at: Places | None = None  # where its labels are predicted, once that has been looked up
 
     @property
     def num_tokens(self) -> int:
         """Real tokens, padding not counted."""
         if self.attention_mask is None:
             return self.input_ids.numel()
-        return int(self.attention_mask.sum())
+        return int(np.count_nonzero(self.attention_mask.cpu().numpy()))
 
     @property
     def num_trained(self) -> int:
         """Positions that carry a label."""
-        return int((self.labels != IGNORE_INDEX).sum())
+        return int(np.count_nonzero(self.labels.cpu().numpy() != IGNORE_INDEX))
+
+    def located(self) -> Batch:
+        """The same batch, with the places of its labels. Counted on the host, as long as the batch
+        is there: to count on a GPU is to wait for it."""
+        return self if self.at is not None else replace(self, at=places(self))
+
+    def pinned(self) -> Batch:
+        """The same batch in memory that a GPU copies from while it computes."""
+        return self._mapped(lambda tensor: tensor.pin_memory())
 
     def to(self, device: torch.device) -> Batch:
-        """The same batch on ``device``."""
+        """The same batch on ``device``, with the places of its labels."""
+        return self.located()._mapped(lambda tensor: tensor.to(device, non_blocking=True))
 
-        def move(tensor: torch.Tensor | None) -> torch.Tensor | None:
-            return None if tensor is None else tensor.to(device, non_blocking=True)
+    def _mapped(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
+        """With ``function`` of each tensor but the bounds, which are read on the host, where
+        kernels are launched from."""
+        found = {name: function(tensor) for name, tensor in _tensors(self).items()}
+        found.pop("cu_seqlens", None)
+        extras = {name: function(tensor) for name, tensor in self.extras.items()}
+        at = self.at
+        if at is not None:
+            at = replace(at, **{name: function(part) for name, part in _tensors(at).items()})
+        return replace(self, **found, extras=extras, at=at)
 
-        return Batch(
-            self.input_ids.to(device, non_blocking=True),
-            self.labels.to(device, non_blocking=True),
-            self.position_ids.to(device, non_blocking=True),
-            move(self.attention_mask),
-            self.cu_seqlens,  # read on the host, where kernels are launched from
-            {name: tensor.to(device, non_blocking=True) for name, tensor in self.extras.items()},
-        )
+
+def _tensors(holder: Batch | Places) -> dict[str, torch.Tensor]:
+    """The fields that are tensors."""
+    others = {"extras", "at"}
+    found = {f.name: getattr(holder, f.name) for f in fields(holder) if f.name not in others}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def places(batch: Batch) -> Places:
+    """The places of ``batch``. ``labels[b, t]`` is predicted at position t - 1.
+
+    A packed row keeps just its trained positions; a rectangle, the columns where any row is
+    trained.
+    """
+    labels = batch.labels[:, 1:]
+    rows, columns = np.nonzero(labels.cpu().numpy() != IGNORE_INDEX)
+
+    def here(found: np.ndarray) -> torch.Tensor:
+        return labels.new_tensor(found)
+
+    if len(labels) == 1:
+        return Places(here(rows), here(columns), here(columns), None)
+    kept, among_kept = np.unique(columns, return_inverse=True)
+    return Places(here(rows), here(columns), here(kept), here(among_kept))
 
 
 Window = Sequence[Batch]  # the micro-batches of one optimizer step
@@ -82,6 +129,7 @@ class Outputs:
 
     logps: torch.Tensor | None = None  # [N] float32, log-probability of each label
     total: torch.Tensor | None = None  # scalar, the sum of the labels' log-probabilities
+    smoothed: torch.Tensor | None = None  # scalar, the same of smoothed labels, if they are
     entropies: torch.Tensor | None = None  # [N] float32, nats
     values: torch.Tensor | None = None  # [N] float32, from a value head
     predictions: torch.Tensor | None = None  # [N] int64

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,7 +13,7 @@ from rich.console import Console
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from . import interchange
+from . import feed, interchange
 from .batch import Batch, ForwardBackward, Outputs
 from .callbacks.console import Screen
 from .callbacks.early_stop import EarlyStop
@@ -28,11 +27,10 @@ from .checkpoint.layouts import scattered
 from .checkpoint.load import load as load_checkpoint
 from .cuts import Cuts
 from .data.chat import Codec
-from .data.loader import Collate, InOrder, Loader
-from .data.prepare import Prepared
 from .data.templates import disagreement
-from .encoding import codec_of, prepared
+from .encoding import codec_of
 from .errors import RecipeError
+from .feed import Data
 from .model import attention, companions, outputs
 from .model.adapter import continue_adapter
 from .model.asked_head import AskedHead, asked_head
@@ -46,6 +44,7 @@ from .model.load import (
     training_dtype,
     upcast_trained,
 )
+from .model.quantized import num_elements
 from .model.weights import AdapterWeights, FullWeights, names_in_files
 from .optim.state import NamedState
 from .parallel.engine import Forward, plain
@@ -59,6 +58,7 @@ from .staging import Staging, staged
 from .startup import Values, begin, check_packed
 from .training.callback import Callbacks, Context, TrainerCallback
 from .training.interval import Interval
+from .training.memory import keep_freed_memory
 from .training.precision import LossScaler, PrecisionName, autocast, choose
 from .training.randomness import seed_everything, use_deterministic_kernels
 from .training.saver import Saver
@@ -80,29 +80,25 @@ def build(
     world: World = ALONE,
 ) -> Trainer:
     """The trainer of a recipe, its states those of the checkpoint ``resume`` if one is given."""
-    is_theirs = resume is not None and interchange.is_trainer_checkpoint(resume)
-    if resume is not None and is_theirs:
-        if world.pp > 1:
-            raise RecipeError(
-                f"parallel.pp: a pipeline cannot go on from {resume}, which another trainer wrote; "
-                "start with pp 1, save, and go on from that with any pp"
-            )
-        interchange.check_trainer_checkpoint(resume, trust_pickle=trust_pickle)
+    writer: interchange.Writer | None = None
+    if resume is not None:
+        writer = interchange.writer_of(resume, trust_pickle=trust_pickle, pp=world.pp)
     seed_everything(recipe.train.seed)
     use_deterministic_kernels(recipe.train.deterministic)
+    keep_freed_memory()
     base = resolve(recipe.model)
     codec = build_codec(recipe, base)
-    with world.main_first():
-        data = prepare_data(recipe, codec)
-    is_kept = resume is not None and not is_theirs and recipe.method.kind == "full"
+    data, feeder = feed.open_data(recipe, codec, base, world)
+    is_kept = resume is not None and writer != "trainer" and recipe.method.kind == "full"
     policy = build_policy(recipe, base, codec.tokenizer, world, is_read=not is_kept)
     saver = build_saver(recipe, policy, codec, base, world)
     trainer = assemble(recipe, policy, data, saver, world)
+    trainer.feeder = feeder
     trainer.callbacks.members = [*standard_callbacks(recipe, world), *callbacks]
     if resume is not None:
         trainer.saver.resumed_from = resume
-        if is_theirs:
-            interchange.load_trainer_checkpoint(resume, trainer, trust_pickle=trust_pickle)
+        if writer is not None:
+            interchange.resume_from(resume, writer, trainer, base=base, trust_pickle=trust_pickle)
         else:
             load_checkpoint(resume, trainer.states)
             trainer.saver.newest = resume
@@ -123,14 +119,6 @@ def build_codec(recipe: Recipe, base: Path) -> Codec:
             logger.warning("%s", difference)
         codec.tokenizer.chat_template = codec.template.source
     return codec
-
-
-def prepare_data(recipe: Recipe, codec: Codec) -> Prepared:
-    """Encoded datasets, from the cache where they are in it; what was left out is logged."""
-    found = prepared(recipe, codec)
-    for line in found.report.lines():
-        logger.info("%s", line)
-    return found
 
 
 @dataclass(frozen=True)
@@ -158,6 +146,11 @@ def build_policy(
     it, it has no values yet.
     """
     dtype = training_dtype(recipe.model)
+    if recipe.model.quantization_bit is not None and world.size > 1:
+        raise RecipeError(
+            f"model.quantization_bit: a quantized base learns in one process, not {world.size}; "
+            "start one, or leave quantization_bit unset and let the processes share the weights"
+        )
     start = None
     if world.mesh is not None or not is_read:
         start = begin(base, recipe.model, dtype=dtype)
@@ -169,8 +162,6 @@ def build_policy(
     grew = grow_embeddings(model, tokenizer)
     if recipe.data.packing:
         (attention.use_packed if start is None else attention.switch_to_packed)(model)
-    if recipe.model.gradient_checkpointing:
-        recompute_activations(model)
     seed_everything(recipe.train.seed, 1)
     method: Callable[[PreTrainedModel], nn.Module] = recipe.method.apply
     if recipe.model.adapter is not None:
@@ -178,11 +169,13 @@ def build_policy(
     policy, values = (method(model), None) if start is None else start.apply(method)
     if values is not None and not is_read:
         values = Values({}, {})
+    if recipe.model.gradient_checkpointing:
+        recompute_activations(model)
     if grew:
         _refuse_frozen_new_tokens(policy)
     upcast_trained(policy, recipe.model)
     learning = sum(p.numel() for p in policy.parameters() if p.requires_grad)
-    share = learning / sum(p.numel() for p in policy.parameters())
+    share = learning / sum(num_elements(p) for p in policy.parameters())
     logger.info("%s parameters learn, %.3g %% of all", f"{learning:,}", 100 * share)
     is_adapter = recipe.method.kind == "adapter"
     weights = AdapterWeights(policy) if is_adapter else FullWeights(model)
@@ -199,45 +192,12 @@ def _refuse_frozen_new_tokens(policy: nn.Module) -> None:
         )
 
 
-def build_loader(recipe: Recipe, data: Prepared, world: World) -> Loader:
-    """Windows of micro-batches from the training examples."""
-    return Loader(
-        dataset=data.train,
-        collate=build_collate(recipe),
-        global_batch_size=recipe.train.global_batch_size,
-        micro_batch_size=recipe.train.micro_batch_size,
-        seed=recipe.train.seed,
-        shuffle=recipe.data.shuffle,
-        rank=world.data_rank,
-        world_size=world.num_data_ranks,
-    )
-
-
-def build_evals(recipe: Recipe, data: Prepared, world: World) -> dict[str, InOrder]:
-    """This process's share of the micro-batches of every evaluation set, by its name."""
-    return {
-        name: InOrder(
-            dataset,
-            build_collate(recipe),
-            micro_batch_size=recipe.train.micro_batch_size,
-            rank=world.data_rank,
-            world_size=world.num_data_ranks,
-        )
-        for name, dataset in data.evals.items()
-    }
-
-
-def build_collate(recipe: Recipe) -> Collate:
-    """How examples become a micro-batch."""
-    return partial(recipe.stage.collate, packing=recipe.data.packing)
-
-
-def assemble(recipe: Recipe, policy: Policy, data: Prepared, saver: Saver, world: World) -> Trainer:
+def assemble(recipe: Recipe, policy: Policy, data: Data, saver: Saver, world: World) -> Trainer:
     """Put the parts together."""
-    loader = build_loader(recipe, data, world)
+    loader = feed.build_loader(recipe, data, world)
     section, precision = recipe.train, choose(recipe.train.precision)
     names = names_in_files(policy.model, policy.weights)  # before they are cut
-    size = sum(p.numel() for p in policy.model.parameters())
+    size = sum(num_elements(p) for p in policy.model.parameters())
     staging = staged(policy.model, policy.inner, policy.weights, names, world, recipe.parallel)
     names = names if staging is None else dict(staging.names)
     values = None if policy.values is None else policy.values.of(policy.model)
@@ -250,7 +210,7 @@ def assemble(recipe: Recipe, policy: Policy, data: Prepared, saver: Saver, world
         compile_layers(layers(policy.model))
     cuts = {names[name]: cut for name, cut in found.items()}
     learning = [(names[n], p) for n, p in policy.model.named_parameters() if p.requires_grad]
-    max_steps = section.max_steps or math.ceil(section.num_epochs * loader.steps_per_epoch)
+    max_steps = feed.num_steps(section, loader.steps_per_epoch)
     state = TrainerState(
         max_steps=max_steps,
         num_train_epochs=section.num_epochs,
@@ -260,8 +220,14 @@ def assemble(recipe: Recipe, policy: Policy, data: Prepared, saver: Saver, world
     engine = build_engine(policy, staging, recipe, world, precision, cuts)
     weights, moments = replace(policy.weights, cuts=cuts), NamedState(optimizer, cuts)
     control = TrainerControl()
-    examples, windows = len(data.train), loader.steps_per_epoch
-    context = Context(section, policy.model, optimizer, section.folder, examples, windows)
+    context = Context(
+        section,
+        policy.model,
+        optimizer,
+        section.folder,
+        loader.num_examples,
+        loader.steps_per_epoch,
+    )
     return Trainer(
         section=section,
         stage=recipe.stage,
@@ -274,13 +240,13 @@ def assemble(recipe: Recipe, policy: Policy, data: Prepared, saver: Saver, world
             engine.run_window,
             section.max_grad_norm,
             LossScaler(enabled=precision == "fp16"),
-            world.sums,
+            world.summed,
             world.totals,
             copies=frozenset() if staging is None else staging.copies(),
         ),
         forward=engine.forward,
         loader=loader,
-        evals=build_evals(recipe, data, world),
+        evals=feed.build_evals(recipe, data, world),
         saver=saver,
         callbacks=Callbacks(context, state, control),
         state=state,
@@ -313,10 +279,8 @@ def build_engine(
         return Engine(plain(forward(learning), device()), forward(measuring))
     head = None if world.tp > 1 else policy.head
     pipeline = staging.pipeline(recipe.parallel, precision, cuts)
-    return Engine(
-        piped(pipeline, staging.finish(precision, learning, head)),
-        passed(pipeline, staging.finish(precision, measuring, head)),
-    )
+    finish = partial(staging.finish, precision, recipe.stage.label_smoothing_factor, head)
+    return Engine(piped(pipeline, finish(learning)), passed(pipeline, finish(measuring)))
 
 
 def build_forward(
@@ -326,12 +290,18 @@ def build_forward(
     vocabulary = cut_vocabulary(policy.inner, world)
     head = None if world.tp > 1 else policy.head
     multiple = world.tp if recipe.parallel.sequence_parallel else 1
+    compute = partial(
+        outputs.compute,
+        policy.model,
+        needs=needs,
+        vocabulary=vocabulary,
+        head=head,
+        smoothing=recipe.stage.label_smoothing_factor,
+    )
 
     def forward(batch: Batch) -> Outputs:
         with autocast(precision, batch.input_ids.device):
-            return outputs.compute(
-                policy.model, widened(batch, multiple), needs, vocabulary=vocabulary, head=head
-            )
+            return compute(widened(batch, multiple))
 
     return forward
 

@@ -81,6 +81,7 @@ def trainer(
     keep=None,
     precision="fp32",
     packing=True,
+    prefetch=None,
     **section,
 ):
     defaults = {"max_steps": 8, "log_steps": 1, "global_batch_size": 4, "micro_batch_size": 2}
@@ -99,6 +100,7 @@ def trainer(
         global_batch_size=section.global_batch_size,
         micro_batch_size=section.micro_batch_size,
         seed=section.seed,
+        prefetch=prefetch,
     )
     state = TrainerState(max_steps=section.max_steps, train_batch_size=section.micro_batch_size)
     control = TrainerControl()

@@ -21,14 +21,16 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils.logging import disable_progress_bar
 
 from ..errors import ModelError
+from .quantized import keep_bits, quantization
 from .section import ModelSection
 
 logger = logging.getLogger(__name__)
 WEIGHTS = "*.safetensors"
-PLACES = ("", "rank_0/", "checkpoint/rank_0/", "iteration_*/")  # the last three are MindSpore's
+PLACES = ("", "rank_00000/", "rank_0/", "checkpoint/rank_0/", "iteration_*/")  # ours, MindSpore's
 FILES = ("*.json", WEIGHTS, "*.jinja", "*.model", "*.txt", "*.py")  # never pickles
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -128,6 +130,7 @@ def load_model(
     """
     attention = None if section.attention == "auto" else section.attention
     is_empty = weights is not None and any(tensor.is_meta for tensor in weights.values())
+    quantized = None if is_empty else quantization(section)
     disable_progress_bar()  # of transformers; the screen is ours
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=section.trust_remote_code)
@@ -139,7 +142,8 @@ def load_model(
             state_dict=None if weights is None else dict(weights),
             config=config,
             dtype=dtype,
-            device_map={"": torch.device("meta")} if is_empty else None,
+            device_map=_device_map(is_empty=is_empty, is_quantized=quantized is not None),
+            quantization_config=quantized,
             attn_implementation=attention,
             use_safetensors=True,
             trust_remote_code=section.trust_remote_code,
@@ -157,7 +161,17 @@ def load_model(
             f"{folder}: cannot load the model: {str(error).strip().splitlines()[0]}"
         ) from None
     _check_complete(folder, info)
-    return (model if is_empty else model.to(device())).eval()
+    if quantized is not None:
+        keep_bits(model)
+    is_there = is_empty or quantized is not None
+    return (model if is_there else model.to(device())).eval()
+
+
+def _device_map(*, is_empty: bool, is_quantized: bool) -> dict[str, torch.device] | None:
+    """Where transformers puts the model, if not on the CPU at first."""
+    if is_empty:
+        return {"": torch.device("meta")}
+    return {"": device()} if is_quantized else None
 
 
 def _name(model: PreTrainedModel, folder: Path) -> None:
@@ -200,13 +214,22 @@ def upcast_trained(model: nn.Module, section: ModelSection) -> None:
 
 def recompute_activations(model: PreTrainedModel, *, keep_random: bool = True) -> None:
     """Keep no activations of the layers; compute them again in the backward pass, with the same
-    random numbers unless ``keep_random`` is false."""
+    random numbers unless ``keep_random`` is false.
+
+    To be called when it is known what learns: before a layer or embedding that does, nothing is
+    kept anyway.
+    """
     with warnings.catch_warnings():  # 5.23 renamed it; this name works in all of transformers 5
         warnings.simplefilter("ignore", FutureWarning)
         model.gradient_checkpointing_enable(
             {"use_reentrant": False, "preserve_rng_state": keep_random}
         )
-    model.enable_input_require_grads()  # else nothing flows back through frozen embeddings
+    model.disable_input_require_grads()  # what recomputes without reentering needs no such hook
+    learns = any(p.requires_grad for p in model.get_input_embeddings().parameters())
+    for layer in model.modules():
+        if isinstance(layer, GradientCheckpointingLayer):
+            learns = learns or any(p.requires_grad for p in layer.parameters())
+            layer.gradient_checkpointing = learns
 
 
 @torch.no_grad()

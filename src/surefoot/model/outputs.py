@@ -18,19 +18,9 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..batch import IGNORE_INDEX, Batch, Outputs
+from ..batch import Batch, Outputs, Places, places
 from .asked_head import AskedHead
 from .attention import packed_arguments
-
-
-@dataclass(frozen=True)
-class Places:
-    """Where the trained labels of a batch are predicted: at N positions in K columns."""
-
-    rows: torch.Tensor  # [N]
-    columns: torch.Tensor  # [N] of the batch
-    kept: torch.Tensor  # [K] the columns that the head is asked for
-    among_kept: torch.Tensor | None  # [N] each position's column among these; None: one row, N = K
 
 
 class Vocabulary(Protocol):
@@ -38,6 +28,9 @@ class Vocabulary(Protocol):
 
     def logps(self, logits_Nv: torch.Tensor, labels_N: torch.Tensor) -> torch.Tensor:
         """[N] log-probability of each label."""
+
+    def means(self, logits_Nv: torch.Tensor) -> torch.Tensor:
+        """[N] log-probability of a token, on average over the whole vocabulary."""
 
     def entropies(self, logits_Nv: torch.Tensor) -> torch.Tensor:
         """[N] entropy of each next-token distribution in nats: ``-sum p log p``."""
@@ -54,6 +47,10 @@ class WholeVocabulary:
         """[N] log-probability of each label."""
         return -F.cross_entropy(logits_NV, labels_N, reduction="none")
 
+    def means(self, logits_NV: torch.Tensor) -> torch.Tensor:
+        """[N] log-probability of a token, on average over the vocabulary."""
+        return F.log_softmax(logits_NV, dim=-1).mean(-1)
+
     def entropies(self, logits_NV: torch.Tensor) -> torch.Tensor:
         """[N] entropy of each next-token distribution in nats: ``-sum p log p``."""
         logps_NV = F.log_softmax(logits_NV, dim=-1)
@@ -62,18 +59,6 @@ class WholeVocabulary:
     def predictions(self, logits_NV: torch.Tensor) -> torch.Tensor:
         """[N] the most probable token."""
         return logits_NV.argmax(-1)
-
-
-def places(batch: Batch) -> Places:
-    """The places of ``batch``. ``labels[b, t]`` is predicted at position t - 1.
-
-    A packed row keeps just its trained positions; a rectangle, the columns where any row is
-    trained.
-    """
-    rows, columns = (batch.labels[:, 1:] != IGNORE_INDEX).nonzero(as_tuple=True)
-    if len(batch.labels) == 1:
-        return Places(rows, columns, columns, None)
-    return Places(rows, columns, *torch.unique(columns, return_inverse=True))
 
 
 def compute(
@@ -85,6 +70,7 @@ def compute(
     hidden: torch.Tensor | None = None,
     vocabulary: Vocabulary | None = None,
     head: AskedHead | None = None,
+    smoothing: float = 0.0,
 ) -> Outputs:
     """Run ``model`` on ``batch`` and keep what a stage ``needs`` (names of ``Outputs``' fields).
 
@@ -96,8 +82,9 @@ def compute(
         hidden: what enters the model in place of embedded tokens, if it is the end of a pipeline.
         vocabulary: of a head that leaves a part of the logits here.
         head: the model's, if it is whole and can be asked for more than logits.
+        smoothing: how much of each label is spread evenly over the vocabulary.
     """
-    at = at or places(batch)
+    at = at or batch.at or places(batch)
     labels_N = batch.labels[at.rows, at.columns + 1]
 
     def run() -> torch.Tensor:
@@ -107,8 +94,9 @@ def compute(
         return found
 
     if head is None:
-        return _of_logits(trained(run(), at), labels_N, needs, vocabulary or WholeVocabulary())
-    return head.run(run, lambda x: trained(x, at), labels_N, needs)
+        logits_Nv = trained(run(), at)
+        return _of_logits(logits_Nv, labels_N, needs, vocabulary or WholeVocabulary(), smoothing)
+    return head.run(run, lambda x: trained(x, at), labels_N, needs, smoothing)
 
 
 def trained(x_BKX: torch.Tensor, at: Places) -> torch.Tensor:
@@ -117,14 +105,22 @@ def trained(x_BKX: torch.Tensor, at: Places) -> torch.Tensor:
 
 
 def _of_logits(
-    logits_Nv: torch.Tensor, labels_N: torch.Tensor, needs: Collection[str], vocabulary: Vocabulary
+    logits_Nv: torch.Tensor,
+    labels_N: torch.Tensor,
+    needs: Collection[str],
+    vocabulary: Vocabulary,
+    smoothing: float,
 ) -> Outputs:
     if logits_Nv.dtype in (torch.float16, torch.bfloat16):
         logits_Nv = logits_Nv.float()
     logps_N = vocabulary.logps(logits_Nv, labels_N)
+    total, smoothed = logps_N.sum(), None
+    if smoothing:
+        smoothed = (1.0 - smoothing) * total + smoothing * vocabulary.means(logits_Nv).sum()
     return Outputs(
         logps=logps_N,
-        total=logps_N.sum(),
+        total=total,
+        smoothed=smoothed,
         entropies=vocabulary.entropies(logits_Nv) if "entropies" in needs else None,
         predictions=vocabulary.predictions(logits_Nv) if "predictions" in needs else None,
     )

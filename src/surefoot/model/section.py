@@ -31,5 +31,12 @@ class ModelSection:
     compile: bool = False
     """Translate the layers into fused kernels (``torch.compile``): faster steps after a warm-up of
     a minute or so. Needs a C++ compiler."""
+    quantization_bit: Literal[4, 8] | None = None
+    """Hold the frozen base in so many bits (QLoRA, with ``method: lora``). Needs ``pip install
+    surefoot[qlora]``."""
+    quantization_type: Literal["nf4", "fp4"] = "nf4"
+    """The sixteen values of 4 bits: spaced as a normal distribution is, or floating point."""
+    double_quantization: bool = True
+    """Quantize the scales of 4 bits, too: 0.4 bits less for each weight."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Off unless you trust its author."""

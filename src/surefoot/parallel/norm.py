@@ -14,22 +14,27 @@ from torch.distributed.tensor import DTensor, Replicate
 
 
 def total_norm(
-    gradients: Sequence[torch.Tensor], totals: Callable[[Sequence[float]], list[float]]
+    gradients: Sequence[torch.Tensor],
+    totals: Callable[[torch.Tensor], torch.Tensor],
+    device: torch.device,
 ) -> torch.Tensor:
-    """The Euclidean norm of all elements of all ``gradients`` together.
+    """The Euclidean norm of all elements of all ``gradients``, which lie on ``device``.
 
     ``totals`` sums over all processes. What lies in several of them counts once. The sum is of
     float64 whatever gradients are here, or none: all processes clip by the same bits.
     """
     if not gradients:  # here; another stage of a pipeline may have some
-        return torch.tensor(math.sqrt(*totals([0.0])), dtype=torch.float64)
+        return totals(torch.zeros(1, dtype=torch.float64, device=device)).sqrt()[0]
     if not any(isinstance(gradient, DTensor) for gradient in gradients):
         return torch.nn.utils.get_total_norm(gradients)
-    here = [local(gradient) for gradient in gradients]
-    squares = torch.stack(torch._foreach_norm(here)).double().square().tolist()
-    shares = (square / _copies(g) for square, g in zip(squares, gradients, strict=True))
-    (total,) = totals([math.fsum(shares)])
-    return torch.tensor(math.sqrt(total), dtype=torch.float64, device=here[0].device)
+    by_copies: dict[int, list[torch.Tensor]] = {}
+    for gradient in gradients:
+        by_copies.setdefault(_copies(gradient), []).append(local(gradient))
+    shares = [
+        torch.stack(torch._foreach_norm(here)).double().square().sum() / copies
+        for copies, here in by_copies.items()
+    ]
+    return totals(torch.stack(shares).sum()[None]).sqrt()[0]
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

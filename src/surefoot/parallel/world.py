@@ -87,16 +87,23 @@ class World:
     def sums(self, values: Sequence[float]) -> list[float]:
         """Each value summed in float64 over the shares of the examples: those who work on the same
         one have the same value, which counts once."""
-        counts = self.pp_rank == 0 and self.rank % self.tp == 0
-        return self._reduced(values if counts else [0.0] * len(values), dist.ReduceOp.SUM)
+        found = self.summed(torch.tensor(values, dtype=torch.float64))
+        return cast("list[float]", found.tolist())
 
-    def totals(self, values: Sequence[float]) -> list[float]:
-        """Each value summed in float64 over all processes."""
+    def summed(self, values: torch.Tensor) -> torch.Tensor:
+        """The same of values on a device, which nobody waits for."""
+        counts = self.pp_rank == 0 and self.rank % self.tp == 0
+        return self._reduced(values if counts else torch.zeros_like(values), dist.ReduceOp.SUM)
+
+    def totals(self, values: torch.Tensor) -> torch.Tensor:
+        """Each value summed over all processes, on its device."""
         return self._reduced(values, dist.ReduceOp.SUM)
 
     def largest(self, values: Sequence[float]) -> list[float]:
-        """The largest of each value over all processes."""
-        return self._reduced(values, dist.ReduceOp.MAX)
+        """The largest of each value over all processes. They agree on the host, while devices
+        compute."""
+        found = self._reduced(torch.tensor(values, dtype=torch.float64), dist.ReduceOp.MAX)
+        return cast("list[float]", found.tolist())
 
     def of_stages(self, value: Any) -> list[Any]:
         """What each of the processes has that the layers are shared out over, in their order."""
@@ -124,11 +131,7 @@ class World:
 
     def first_of(self, value: str | None) -> str | None:
         """What the first process has to say, of those that do."""
-        if self.mesh is None:
-            return value
-        held: list[str | None] = [None] * self.size
-        dist.all_gather_object(held, value)
-        return next((said for said in held if said is not None), None)
+        return next((said for said in self.gathered(value) if said is not None), None)
 
     def wait(self) -> None:
         """Until every process is here."""
@@ -144,12 +147,11 @@ class World:
         if self.is_main:
             self.wait()
 
-    def _reduced(self, values: Sequence[float], how: dist.ReduceOp.RedOpType) -> list[float]:
-        if self.mesh is None:
-            return list(values)
-        tensor = torch.tensor(values, dtype=torch.float64, device=self.mesh.device_type)
-        dist.all_reduce(tensor, op=how)
-        return cast("list[float]", tensor.tolist())
+    def _reduced(self, values: torch.Tensor, how: dist.ReduceOp.RedOpType) -> torch.Tensor:
+        if self.mesh is not None:
+            values = values.clone()
+            dist.all_reduce(values, op=how)
+        return values
 
 
 ALONE = World()

@@ -147,8 +147,7 @@ def _changes(old: object, new: object, path: schema.Keys) -> Iterator[Change]:
             yield Change(schema.dotted(here), schema.write(before), schema.write(after))
 
 
-# --- rules between sections ------------------------------------------------------------------
-# What one section can know of itself it checks in its own __post_init__.
+# Rules between sections. What one can know of itself it checks in its own __post_init__.
 
 Rule = Callable[[Recipe], Iterator[Problem]]
 
@@ -196,6 +195,21 @@ def an_adapter_needs_lora(recipe: Recipe) -> Iterator[Problem]:
         )
 
 
+def a_quantized_base_needs_lora(recipe: Recipe) -> Iterator[Problem]:
+    """What has 4 or 8 bits cannot learn: there must be something beside it that does."""
+    model, kept = recipe.model, ModelSection(path="")
+    if model.quantization_bit is not None and recipe.method.kind != "adapter":
+        name = schema.variant_name(METHODS, recipe.method)
+        message = (
+            f"method {name} trains the weights themselves; use method: lora, or leave it unset"
+        )
+        yield Problem(("model", "quantization_bit"), message)
+    if model.quantization_bit != 4:
+        for name in ("quantization_type", "double_quantization"):
+            if getattr(model, name) != getattr(kept, name):
+                yield Problem(("model", name), "means nothing unless model.quantization_bit is 4")
+
+
 def rolling_back_needs_checkpoints(recipe: Recipe) -> Iterator[Problem]:
     """``on_nan: rollback`` goes back to a checkpoint, so some must be saved on the way."""
     saves = recipe.checkpoint
@@ -228,6 +242,7 @@ RULES: list[Rule] = [
     best_needs_evaluations,
     the_best_is_known_by_an_evaluation_metric,
     an_adapter_needs_lora,
+    a_quantized_base_needs_lora,
     rolling_back_needs_checkpoints,
     plain_text_has_no_turns,
     trained_weights_need_range,

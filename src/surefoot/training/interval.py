@@ -20,11 +20,15 @@ class Interval:
     tokens: int = 0
     last: Figures | None = None
 
-    def add(self, figures: Figures, seconds: float) -> None:
-        """Count one step that took ``seconds``."""
+    def spend(self, seconds: float) -> None:
+        """Count time."""
+        self.seconds += seconds
+        self.state.train_runtime += seconds
+
+    def add(self, figures: Figures) -> None:
+        """Count one step."""
         state, tokens = self.state, figures.num_tokens
-        self.seconds, self.tokens, self.last = self.seconds + seconds, self.tokens + tokens, figures
-        state.train_runtime += seconds
+        self.tokens, self.last = self.tokens + tokens, figures
         state.num_input_tokens_seen += tokens
         state.total_flos += 6.0 * self.num_parameters * tokens
         if not figures.is_finite:

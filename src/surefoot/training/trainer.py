@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, fields
 from signal import Signals
 
 from ..batch import Batch, Outputs, Window
 from ..checkpoint.load import load
 from ..checkpoint.states import RandomState, Stateful
-from ..data.loader import Loader
 from ..errors import RunError
 from ..parallel.shard import gather_nothing
 from ..parallel.world import ALONE, World
@@ -22,15 +22,25 @@ from .randomness import seed_everything
 from .saver import Saver
 from .section import TrainSection
 from .signals import StopSignal
-from .stage import Models, Stage, learnables
+from .stage import Models, Stage, Windows, learnables
 from .state import TrainerControl, TrainerState
-from .step import Figures, Step
+from .step import Figures, Step, Unread
 
 MAX_ROLLBACKS = 3  # to one checkpoint: more bad windows than that are no accident
 
 
 class _BrokenOffError(Exception):
     """A signal arrived during an evaluation."""
+
+
+@dataclass(frozen=True)
+class _Taken:
+    """A step whose figures nobody has looked at yet. While the device is at the next one, that
+    costs nothing; before anything is logged, measured or saved, they are waited for."""
+
+    number: int
+    place: tuple[int, int]  # of its window: epoch, index
+    figures: Unread
 
 
 @dataclass
@@ -47,7 +57,7 @@ class Trainer:
     optimizer_state: Stateful
     step: Step
     forward: Callable[[Batch], Outputs]  # for evaluation; the engine has its own
-    loader: Loader
+    loader: Windows
     evals: Mapping[str, Iterable[Batch]]
     saver: Saver
     callbacks: Callbacks
@@ -58,6 +68,8 @@ class Trainer:
     world: World = ALONE
     agreed: Signals | None = None  # the signal that any of several processes has received
     rollbacks: int = 0
+    feeder: AbstractContextManager[object] = field(default_factory=nullcontext)  # while data comes
+    _unread: _Taken | None = None
 
     @property
     def states(self) -> dict[str, Stateful]:
@@ -86,8 +98,9 @@ class Trainer:
             CheckpointError: a save failed and ``on_save_error`` says stop.
         """
         self.control.should_training_stop = False
+        self.models.policy.train()
         self.callbacks.emit("on_train_begin")
-        with self.stop, self.saver:
+        with self.stop, self.feeder, self.saver:
             for flag in self.state.pending:
                 setattr(self.control, flag, True)
             if self.section.on_nan == "rollback" and self.saver.newest is None:
@@ -139,7 +152,8 @@ class Trainer:
         started = time.monotonic()
         state, step = self.state, self.state.global_step
         self.callbacks.emit("on_step_begin")
-        self.models.policy.train()
+        if not self.models.policy.training:
+            self.models.policy.train()
         figures = self.step.gradients(
             window,
             self.stage.loss,
@@ -147,21 +161,34 @@ class Trainer:
             before=lambda index: seed_everything(self.section.seed, step, index, *self.world.draws),
             after=lambda i: self.callbacks.emit("on_substep_end") if i + 1 < len(window) else None,
         )
-        if not self.step.is_usable(figures) and not self._bear(figures, place):
-            return False
         self.callbacks.emit("on_pre_optimizer_step")
         self.step.update(figures)
         self.callbacks.emit("on_optimizer_step")
         self.step.optimizer.zero_grad(set_to_none=True)
+        if not self._read():
+            return False
         state.global_step += 1
-        state.epoch = self.loader.epoch + self.loader.window / self.loader.steps_per_epoch
-        self.interval.add(figures, time.monotonic() - started)
+        self._unread = _Taken(state.global_step, place, figures)
+        state.epoch = self.loader.progress
+        self.interval.spend(time.monotonic() - started)
         self.callbacks.emit("on_step_end")
         return True
 
-    def _bear(self, figures: Figures, place: tuple[int, int]) -> bool:
-        """Deal with a loss or gradient that is not a number: True to go on without an update."""
-        what = f"step {self.state.global_step + 1}: loss {figures.loss / max(1, figures.weight)}, "
+    def _read(self) -> bool:
+        """Look at the last step's figures; False if they led back to the last checkpoint."""
+        taken, self._unread = self._unread, None
+        if taken is None:
+            return True
+        figures = taken.figures.read()
+        if not figures.is_usable and not self._bear(figures, taken):
+            return False
+        self.interval.add(figures)
+        return True
+
+    def _bear(self, figures: Figures, taken: _Taken) -> bool:
+        """Deal with a loss or gradient that is not a number, which has moved nothing: True to go
+        on."""
+        what = f"step {taken.number}: loss {figures.loss / max(1, figures.weight)}, "
         what += f"gradient norm {figures.grad_norm}"
         if self.section.on_nan == "skip":
             self.state.num_skipped_steps += 1
@@ -169,8 +196,7 @@ class Trainer:
         self._collect(wait=True)
         newest = self.saver.newest
         if self.section.on_nan == "rollback" and newest and self.rollbacks < MAX_ROLLBACKS:
-            self.step.optimizer.zero_grad(set_to_none=True)
-            skipped = [*self.state.skipped_windows, place]
+            skipped = [*self.state.skipped_windows, taken.place]
             load(newest, self.states)  # which knows only those that were left out before it
             self.state.skipped_windows = skipped
             self.rollbacks += 1
@@ -205,6 +231,8 @@ class Trainer:
         control, state = self.control, self.state
         self._agree()
         state.pending = []
+        if not self._catch_up():
+            return
         if control.should_log:
             self.interval.log(self.callbacks)
         if control.should_evaluate and self.evals:
@@ -219,6 +247,19 @@ class Trainer:
             control.should_save = False
             self._save()
         self._collect()
+
+    def _catch_up(self) -> bool:
+        """If anything is asked for, wait until the last step's figures are there; False if they led
+        back to the last checkpoint, where nobody has asked yet."""
+        control, started = self.control, time.monotonic()
+        asked = control.should_log or control.should_evaluate or control.should_save
+        if not asked and not self._is_done():
+            return True
+        is_usable = self._read()
+        self.interval.spend(time.monotonic() - started)
+        if not is_usable:
+            control.should_log = control.should_evaluate = control.should_save = False
+        return is_usable
 
     @property
     def _is_leaving(self) -> bool:
