@@ -3,12 +3,14 @@
 import random
 import shutil
 import signal
+import subprocess
 import time
 
 import pytest
 from transformers import AutoModelForCausalLM
 
 import surefoot
+import warm
 from project import Project, assert_same, checkpoints, final_weights, in_child, losses, start
 from surefoot.checkpoint.verify import verify
 
@@ -77,8 +79,9 @@ def test_killed_again_and_again_a_run_ends_in_the_same_bits(case, tmp_path):
 def test_the_command_line_goes_on_after_kill_9_and_after_sigterm(tmp_path):
     reference = whole(tmp_path / "whole", train={"max_steps": 40})
     project = Project(tmp_path / "cut", train={"max_steps": 40})
-    for number, code in ((signal.SIGKILL, -9), (signal.SIGTERM, 128 + 15)):
-        process = start("train", project.recipe)
+    cold = subprocess.Popen  # a user's own start, imports and all
+    for number, code, popen in ((signal.SIGKILL, -9, cold), (signal.SIGTERM, 128 + 15, warm.Popen)):
+        process = start("train", project.recipe, popen=popen)
         before = len(losses(project.run)) if project.run.exists() else 0
         while process.poll() is None and num_logged(project) < before + 8:
             time.sleep(0.02)
@@ -86,7 +89,7 @@ def test_the_command_line_goes_on_after_kill_9_and_after_sigterm(tmp_path):
         _, err = process.communicate(timeout=60)
         assert process.returncode == code, err
     assert "the same command goes on from here" in err
-    process = start("train", project.recipe)
+    process = start("train", project.recipe, popen=cold)
     _, err = process.communicate(timeout=100)
     assert process.returncode == 0, err
     assert "going on from checkpoint-" in err

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import subprocess
 import time
 
 import pytest
@@ -26,8 +27,8 @@ def processes(count, **others):
     return [f"parallel.num_processes={count}", *(f"parallel.{n}={v}" for n, v in others.items())]
 
 
-def train(project, *overrides, code=0):
-    found, _, err = surefoot("train", project.recipe, *overrides)
+def train(project, *overrides, code=0, **options):
+    found, _, err = surefoot("train", project.recipe, *overrides, **options)
     assert found == code, err
     return err
 
@@ -52,7 +53,8 @@ def one(tmp_path_factory):
 
 def test_two_processes_learn_what_one_learns_and_one_goes_on_from_them(one, tmp_path):
     project = Project(tmp_path, optim=OPTIM, train={"max_steps": 8})
-    train(project, *processes(2), "train.max_steps=6")
+    cold = subprocess.Popen  # a user's own start: each rank imports for itself
+    train(project, *processes(2), "train.max_steps=6", popen=cold)
     saved = checkpoints(project.run)[-1]
     assert verify(saved, full=True).ok
     assert not list(saved.glob("rank_*"))
