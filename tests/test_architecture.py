@@ -32,7 +32,7 @@ LAYERS = [
 LAZY = {"peft", "datasets", "matplotlib", "tensorboard", "modelscope", "pandas", "psutil"}
 LAZY |= {"torch.utils.tensorboard", "fsspec", "pyarrow"}
 # What a recipe names is read without these; they come with the first call.
-LATER, LATER_FILES = {"torch", "numpy"}, {"optim/adamw", "data/collate", "data/pack"}
+LATER, LATER_FILES = {"torch", "numpy"}, {"batch", "optim/adamw", "data/collate", "data/pack"}
 LATER_FILES |= {"model/targets"}
 LAZY_FILES = {"cli", "__init__", "__main__"}
 MAX_FILE, MAX_FUNCTION, MAX_PARAMETERS = 400, 60, 8

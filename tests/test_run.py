@@ -1,10 +1,12 @@
 """From a recipe to a trained model in Python: what is built, and what is refused."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 from peft import PeftModel
+from peft.tuners.lora import Linear
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -209,3 +211,16 @@ def test_build_gives_a_trainer_that_has_not_started(tmp_path):
     assert trainer.state.global_step == 0
     assert trainer.state.max_steps == 12
     assert not list(tmp_path.glob("run/checkpoint-*"))
+
+
+def test_an_adapter_new_or_continued_computes_in_one_pass(tmp_path):
+    project = Project(tmp_path, method={"lora": {"rank": 3}}, train=SHORT)
+    first = surefoot.train(project.recipe)
+    assert first.global_step == 3
+    recipe = load(project.recipe, {"train.output_dir": str(tmp_path / "more")})
+    for adapter in (None, project.run / "checkpoint-3"):
+        model = replace(recipe.model, adapter=adapter)
+        policy = build(replace(recipe, model=model)).models.policy
+        adapted = [m for m in policy.modules() if isinstance(m, Linear)]
+        assert adapted
+        assert all("forward" in vars(layer) for layer in adapted)

@@ -11,9 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Protocol
 
-import numpy as np
-
 if TYPE_CHECKING:
+    import numpy as np
     import torch
 
 IGNORE_INDEX = -100  # a label that does not count; the value torch's cross entropy ignores
@@ -58,6 +57,8 @@ class Batch:
     @property
     def num_tokens(self) -> int:
         """Real tokens, padding not counted."""
+        import numpy as np
+
         if self.attention_mask is None:
             return self.input_ids.numel()
         return int(np.count_nonzero(self.attention_mask.cpu().numpy()))
@@ -65,6 +66,8 @@ class Batch:
     @property
     def num_trained(self) -> int:
         """Positions that carry a label."""
+        import numpy as np
+
         return int(np.count_nonzero(self.labels.cpu().numpy() != IGNORE_INDEX))
 
     def located(self) -> Batch:
@@ -105,6 +108,8 @@ def places(batch: Batch) -> Places:
     A packed row keeps just its trained positions; a rectangle, the columns where any row is
     trained.
     """
+    import numpy as np
+
     labels = batch.labels[:, 1:]
     rows, columns = np.nonzero(labels.cpu().numpy() != IGNORE_INDEX)
 

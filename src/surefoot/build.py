@@ -44,6 +44,7 @@ from .model.load import (
     training_dtype,
     upcast_trained,
 )
+from .model.low_rank import use_one_pass
 from .model.quantized import num_elements
 from .model.weights import AdapterWeights, FullWeights, names_in_files
 from .optim.state import NamedState
@@ -167,6 +168,9 @@ def build_policy(
     if recipe.model.adapter is not None:
         method = partial(continue_adapter, folder=recipe.model.adapter)
     policy, values = (method(model), None) if start is None else start.apply(method)
+    is_adapter = recipe.method.kind == "adapter"
+    if is_adapter:
+        use_one_pass(policy)
     if values is not None and not is_read:
         values = Values({}, {})
     if recipe.model.gradient_checkpointing:
@@ -177,7 +181,6 @@ def build_policy(
     learning = sum(p.numel() for p in policy.parameters() if p.requires_grad)
     share = learning / sum(num_elements(p) for p in policy.parameters())
     logger.info("%s parameters learn, %.3g %% of all", f"{learning:,}", 100 * share)
-    is_adapter = recipe.method.kind == "adapter"
     weights = AdapterWeights(policy) if is_adapter else FullWeights(model)
     return Policy(policy, model, weights, values, asked_head(model))
 
@@ -220,8 +223,8 @@ def assemble(recipe: Recipe, policy: Policy, data: Data, saver: Saver, world: Wo
     engine = build_engine(policy, staging, recipe, world, precision, cuts)
     weights, moments = replace(policy.weights, cuts=cuts), NamedState(optimizer, cuts)
     control = TrainerControl()
-    examples, windows = loader.num_examples, loader.steps_per_epoch
-    context = Context(section, policy.model, optimizer, section.folder, examples, windows)
+    counts = loader.num_examples, loader.steps_per_epoch
+    context = Context(section, policy.model, optimizer, section.folder, *counts)
     return Trainer(
         section=section,
         stage=recipe.stage,

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from ..errors import RecipeError
-from ..model.low_rank import use_one_pass
 from ..model.targets import linear_names
 
 if TYPE_CHECKING:
@@ -64,7 +63,6 @@ class LoRA:
             task_type="CAUSAL_LM",
         )
         wrapped: nn.Module = get_peft_model(model, config)
-        use_one_pass(wrapped)
         return wrapped
 
     def _check(self, model: nn.Module) -> None:

@@ -11,7 +11,6 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..errors import ModelError
-from .low_rank import use_one_pass
 from .weights import AdapterWeights
 
 WEIGHTS = "adapter_model.safetensors"
@@ -23,9 +22,7 @@ def continue_adapter(model: PreTrainedModel, folder: Path) -> nn.Module:
     Raises:
         ModelError: no adapter there, a damaged one, or one that was made for another model.
     """
-    wrapped = attach(model, folder, trainable=True)
-    use_one_pass(wrapped)
-    return wrapped
+    return attach(model, folder, trainable=True)
 
 
 def attach(model: PreTrainedModel, folder: Path, *, trainable: bool = False) -> nn.Module:
