@@ -2,8 +2,8 @@
 
 ``forks.put(module)`` lets ``module`` start its processes so, or this module stands for
 ``subprocess`` in it. What a process runs is what it would run as ``python -m``, ``python -c`` or
-``python FILE``, with the same pipes, environment and signals.
-``warm`` forks from a process that has done nothing but import.
+``python FILE``, with the same pipes, environment and signals. ``warm`` forks from a process that
+has done nothing but import.
 """
 
 import contextlib
@@ -136,24 +136,13 @@ class Popen:
         return self.returncode
 
 
-def run(
-    command,
-    *,
-    input=None,  # noqa: A002
-    timeout=None,
-    check=False,
-    capture_output=False,
-    popen=Popen,
-    **options,
-):
+def run(command, *, capture_output=False, check=False, timeout=None, popen=Popen, **options):
     """``subprocess.run``."""
     if capture_output:
         options |= {"stdout": PIPE, "stderr": PIPE}
-    if input is not None:
-        options["stdin"] = PIPE
     with popen(command, **options) as process:
         try:
-            out, err = process.communicate(input, timeout)
+            out, err = process.communicate(timeout=timeout)
         except BaseException:
             process.kill()
             raise

@@ -12,11 +12,23 @@ def loaded_after(code):
     return set(done.stdout.split())
 
 
-def test_a_recipe_is_read_without_the_modelling_code_of_transformers():
-    # It is half of all imports: 1.5 s that somebody with a typo in a recipe would wait for.
-    loaded = loaded_after("import surefoot.recipe.recipe")
-    heavy = {"transformers.modeling_utils", "peft", "datasets", "matplotlib", "rich.progress"}
-    assert not loaded & heavy
+# Seconds on a quiet machine: torch 1.2, transformers 2.2 with what it takes along.
+HEAVY = {"torch", "transformers", "numpy", "pyarrow", "peft", "datasets", "matplotlib"}
+
+
+def test_help_needs_neither_recipes_nor_what_trains():
+    asked = """
+from surefoot.cli.main import main
+try:
+    main(["--help"])
+except SystemExit as error:
+    assert error.code == 0, error.code"""
+    assert not loaded_after(asked) & (HEAVY | {"pydantic", "ruamel.yaml", "rich"})
+
+
+def test_a_recipe_is_read_without_torch():
+    # Its sections hold torch's types in their methods; whoever has a typo in one need not wait.
+    assert not loaded_after("import surefoot.recipe.recipe") & (HEAVY | {"rich"})
 
 
 def test_a_wrong_recipe_is_refused_before_what_trains_is_loaded(tmp_path):
@@ -27,4 +39,12 @@ try:
     main(["train", {str(tmp_path / "recipe.yaml")!r}])
 except SystemExit as error:
     assert error.code == 2, error.code"""
-    assert not loaded_after(refused) & {"surefoot.run", "transformers.modeling_utils"}
+    assert not loaded_after(refused) & (HEAVY | {"surefoot.run", "rich"})
+
+
+def test_a_run_of_one_process_loads_no_way_that_it_may_not_go():
+    # transformers itself takes torch.distributed.tensor and torch._dynamo with it.
+    unused = {"pyarrow", "pandas", "peft", "datasets", "matplotlib", "tensorboard", "modelscope"}
+    unused |= {"torch.distributed.pipelining", "torch.utils.tensorboard"}
+    unused |= {"surefoot.interchange.from_trainer", "surefoot.interchange.pickles"}
+    assert not loaded_after("import surefoot.run") & unused

@@ -220,14 +220,8 @@ def assemble(recipe: Recipe, policy: Policy, data: Data, saver: Saver, world: Wo
     engine = build_engine(policy, staging, recipe, world, precision, cuts)
     weights, moments = replace(policy.weights, cuts=cuts), NamedState(optimizer, cuts)
     control = TrainerControl()
-    context = Context(
-        section,
-        policy.model,
-        optimizer,
-        section.folder,
-        loader.num_examples,
-        loader.steps_per_epoch,
-    )
+    examples, windows = loader.num_examples, loader.steps_per_epoch
+    context = Context(section, policy.model, optimizer, section.folder, examples, windows)
     return Trainer(
         section=section,
         stage=recipe.stage,

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from .loading import loading
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -81,7 +83,8 @@ def chat(path: str, **options: object) -> None:
 
 
 def _open(path: str, options: dict[str, object]) -> Conversation:
-    from ..inference import Conversation, open_model
+    with loading():
+        from ..inference import Conversation, open_model
 
     opened = open_model(
         path,

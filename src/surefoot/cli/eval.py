@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from .loading import loading
+
 if TYPE_CHECKING:
     from ..address import Address
     from ..inference import Generation, HeldOut, Opened
@@ -68,10 +70,12 @@ def eval_(recipe: Path, overrides: tuple[str, ...], **options: object) -> None:
     Without --model, the best checkpoint of the run if its recipe ends with that one, otherwise the
     newest. OVERRIDES are dotted fields such as generate.max_new_tokens=64.
     """
-    from ..inference import adopt, held_out
     from ..recipe.recipe import load
 
-    loaded = load(recipe, overrides)
+    loaded = load(recipe, overrides)  # what is wrong with it is said before the slow imports
+    with loading():
+        from ..inference import adopt, held_out
+
     opened, name = _open(loaded, options["model"], options["base"])  # type: ignore[arg-type]
     opened = adopt(opened, loaded)
     parts = held_out(

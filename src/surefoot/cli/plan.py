@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from .loading import loading
 from .table import cell, console, frame, in_bytes, print_json, table
 
 if TYPE_CHECKING:
@@ -75,7 +76,8 @@ def plan(
     if num_processes is not None:
         overrides = (*overrides, f"parallel.num_processes={num_processes}")
     loaded = load(recipe, overrides)
-    from ..estimate.plan import make_plan
+    with loading():
+        from ..estimate.plan import make_plan
 
     machine = machine_for(loaded, device)
     with Console(stderr=True).status("rehearsing"):  # seconds; more for models of many layers

@@ -15,6 +15,8 @@ import click
 from rich.console import Console
 from rich.text import Text
 
+from .loading import loading
+
 if TYPE_CHECKING:
     from ..batch import Features
     from ..data.chat import Codec
@@ -91,11 +93,13 @@ def preview(recipe: Path, overrides: tuple[str, ...], **options: object) -> None
 
     OVERRIDES are dotted fields such as data.cutoff_len=512.
     """
-    from ..build import build_codec
-    from ..model.load import resolve
     from ..recipe.recipe import load
 
-    loaded = load(recipe, overrides)
+    loaded = load(recipe, overrides)  # what is wrong with it is said before the slow imports
+    with loading():
+        from ..build import build_codec
+        from ..model.load import resolve
+
     codec = build_codec(loaded, resolve(loaded.model))
     limit = None if options["all_rows"] else ROWS
     names = (str(options["dataset"]),) if options["dataset"] else _names(loaded)

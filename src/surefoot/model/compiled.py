@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from ..errors import RecipeError
+from .low_rank import leave_one_pass
 
 Function = Callable[..., object]
 # With and without gradients, with and without a mask, one row or one token, in each kind of layer.
@@ -45,6 +46,7 @@ def compile_layers(layers: Sequence[nn.Module], *, backend: str = "inductor") ->
         return made
 
     for layer in layers:
+        leave_one_pass(layer)
         if getattr(layer, "gradient_checkpointing", False):
             _compile_inside(layer, compiled)
         else:

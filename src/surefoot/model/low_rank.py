@@ -34,6 +34,15 @@ def use_one_pass(model: nn.Module) -> None:
             layer.forward = partial(_forward, layer, layer.forward)
 
 
+def leave_one_pass(model: nn.Module) -> None:
+    """Let PEFT's own passes be there again, for a compiler: it fuses them itself, and would compile
+    what is set on each layer for each of them."""
+    for layer in model.modules():
+        forward = vars(layer).get("forward")
+        if isinstance(forward, partial) and forward.func is _forward:
+            del layer.forward
+
+
 def _forward(
     layer: Linear, theirs: Forward, x: torch.Tensor, *args: object, **named: object
 ) -> torch.Tensor:
@@ -42,7 +51,7 @@ def _forward(
     active = layer.active_adapters
     name = active[0] if len(active) == 1 else ""
     is_off = layer.disable_adapters or layer.merged or name not in layer.lora_A
-    if is_off or args or named or name in layer.lora_variant or torch.compiler.is_compiling():
+    if is_off or args or named or name in layer.lora_variant:
         return theirs(x, *args, **named)
     base, a, b = layer.base_layer, layer.lora_A[name], layer.lora_B[name]
     if b.bias is not None:
