@@ -86,7 +86,7 @@ ORDERS = {
 }
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(datasets=DATASETS, order=st.fixed_dictionaries(ORDERS), shard_rows=st.integers(1, 6))
 def test_every_example_comes_once_an_epoch_however_far_the_encoding_is(
     places, datasets, order, shard_rows
@@ -109,7 +109,7 @@ def test_every_example_comes_once_an_epoch_however_far_the_encoding_is(
             assert it.epoch == 1
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     datasets=DATASETS,
     order=st.fixed_dictionaries(ORDERS),
