@@ -72,7 +72,9 @@ def test_every_method_keeps_what_torch_really_saves(tmp_path, method, recomputes
     expected = kept(policy(made), micro_batch)
     found = rehearse(skeleton(made), micro_batch).kept.total
     # DoRA saves what it throws away at once: hooks are told of that, but it is not kept
-    assert found == pytest.approx(expected, rel=0.15 if "dora" in str(method) else 0.1)
+    # nor of the two tables of positions that recomputation holds
+    share = 0.15 if "dora" in str(method) else 0.1
+    assert found == pytest.approx(expected, rel=share, abs=2 * 56 * 8 * 4)
 
 
 def test_a_layer_keeps_what_the_formula_says(tmp_path):

@@ -156,3 +156,9 @@ def test_x_is_saved_once_for_both_products():
         layer(x)
     assert [t.shape for t in saved].count(x.shape) == 1
     assert len(saved) == 5  # and W, A, B, A x
+
+
+def test_a_model_without_memory_can_be_asked():
+    with torch.device("meta"):
+        model = LoRA(rank=2).apply(tiny.model())
+        assert model(IDS).logits.is_meta

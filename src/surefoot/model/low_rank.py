@@ -57,7 +57,7 @@ def _forward(
     if b.bias is not None:
         return theirs(x)
     scale, dropout, kind = layer.scaling[name], layer.lora_dropout[name], x.device.type
-    mixes = torch.is_autocast_enabled(kind)
+    mixes = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
     x = x.to(torch.get_autocast_dtype(kind)) if mixes else x  # once, not for each matrix
     drops = layer.training and type(dropout) is not nn.Identity
     if not drops and all(map(_is_plain, (base, a, b))) and not base.weight.requires_grad:
