@@ -14,7 +14,7 @@ LAYERS = [
     ["bench"],
     ["run", "inference", "estimate"],
     ["build"],
-    ["staging"],
+    ["staging", "watchers"],
     ["interchange", "integrations"],
     ["run_folder", "encoding", "startup"],
     ["recipe"],
@@ -29,7 +29,7 @@ LAYERS = [
 # Heavy third parties that may be imported inside the one function that needs them; in the command
 # line, everything may, so that `--help` stays instant.
 LAZY = {"peft", "datasets", "matplotlib", "tensorboard", "modelscope", "pandas", "psutil"}
-LAZY |= {"torch.utils.tensorboard", "fsspec"}
+LAZY |= {"torch.utils.tensorboard", "fsspec", "flash_attn"}
 LAZY_FILES = {"cli", "__init__", "__main__"}
 MAX_FILE, MAX_FUNCTION, MAX_PARAMETERS = 400, 60, 8
 PICKLES = {"interchange/pickles.py"}  # of the Hugging Face Trainer and of DCP, and no others

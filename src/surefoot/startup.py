@@ -28,6 +28,7 @@ from .checkpoint.source import Source, read_whole
 from .cuts import Cuts
 from .errors import CheckpointError, ModelError
 from .model import attention
+from .model.attention_choice import choose, row_of, use
 from .model.empty import (
     Remembered,
     give_memory,
@@ -194,6 +195,17 @@ def check_packed(forward: Callable[[Batch], Outputs], model: PreTrainedModel) ->
     assert second is not None
     if not attention.same_but_for_rounding(first, second):
         raise ModelError(attention.mixes_documents(model))
+
+
+def settle_attention(
+    model: PreTrainedModel, batch: Batch, dtype: torch.dtype, known: str | None, world: World
+) -> str:
+    """Let packed rows of ``model`` go through the kernel ``known``, or else through the fastest for
+    rows like ``batch``, of ``dtype``; its name. All processes take that of the main one."""
+    assert batch.cu_seqlens is not None
+    if known is None and world.is_main:
+        known = choose(row_of(model, batch.cu_seqlens, device(), dtype))
+    return use(model, world.from_main(known))
 
 
 @dataclass(frozen=True)
