@@ -60,14 +60,14 @@ class Bench:
     def run(self, name: str, shape: str, method: str) -> Report:
         """One subject, once."""
         program, _, variant = name.partition("-")
-        hidden = SHAPES[shape]
+        *_, examples = SHAPES[shape]
         todo = Task(
             inputs=str(self.folder / shape),
             output=str(self.folder / "run"),
             report=str(self.folder / "report.json"),
             variant=variant,
             method=method,
-            batch=hidden[3],
+            batch=examples,
             steps=self.options.steps,
             warmup=2,
             cutoff_len=512,

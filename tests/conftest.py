@@ -1,5 +1,6 @@
 """What every test may rely on: one thread, no network, a cache of its own."""
 
+import gc
 import os
 from pathlib import Path
 
@@ -13,6 +14,15 @@ hypothesis.settings.register_profile("surefoot", deadline=None)  # a busy machin
 hypothesis.settings.load_profile("surefoot")
 
 SHARED = Path(__file__).parent.parent.parent / "shared"
+
+
+def pytest_collection_finish(session):
+    """Let no collection of garbage look through all that was imported, here or in a fork.
+
+    The Trainer collects at the start of every run: two seconds of two million objects.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

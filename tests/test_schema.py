@@ -323,8 +323,6 @@ def test_paths_are_written_with_dots_and_indices():
     assert ("method", "full") in paths(Root)
 
 
-# --- properties ------------------------------------------------------------------------------
-
 NAMES = st.text(st.characters(codec="utf-8"), min_size=1)
 FINITE = st.floats(allow_nan=False, allow_infinity=False)
 ROOTS = st.builds(

@@ -67,14 +67,12 @@ class Meter:
         self.num_steps += 1
         if self.num_steps == self.todo.steps:
             cpu, wall = time.process_time() - self.cpu, time.monotonic() - self.wall
-            report = {
+            self.report = {
                 "cpu": cpu,
                 "wall": wall,
                 "tokens": self.tokens,
                 "peak_mb": _peak_mb(),
-                "losses": self.losses,
             }
-            self.report = report
 
     def write(self) -> None:
         """Leave the report where it is looked for."""

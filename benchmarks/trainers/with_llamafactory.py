@@ -3,38 +3,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
+from hf_trainer import Watch, arguments
 from llamafactory.train.tuner import run_exp
 from task import Meter, task
-from transformers import TrainerCallback
 
 todo = task()
 meter = Meter(todo)
 
-
-class Watch(TrainerCallback):
-    """Tells the meter what happens."""
-
-    def on_train_begin(self, *_: Any, model: Any, **__: Any) -> None:
-        """The model is there."""
-        meter.watch(model)
-
-    def on_step_begin(self, *_: Any, **__: Any) -> None:
-        """A step begins."""
-        meter.begin()
-
-    def on_step_end(self, *_: Any, **__: Any) -> None:
-        """A step has ended."""
-        meter.end()
-
-    def on_log(self, *_: Any, logs: dict[str, float], **__: Any) -> None:
-        """Note the loss."""
-        if "loss" in logs:
-            meter.losses.append(float(logs["loss"]))
-
-
-settings: dict[str, Any] = {
+settings = {
+    **arguments(todo),
     "model_name_or_path": todo.inputs,
     "dataset_dir": todo.inputs,
     "dataset": "rows",
@@ -43,18 +20,9 @@ settings: dict[str, Any] = {
     "stage": "sft",
     "do_train": True,
     "finetuning_type": todo.method,
-    "output_dir": todo.output,
-    "max_steps": todo.steps,
     "gradient_accumulation_steps": 1,
-    "logging_steps": 1,
-    "learning_rate": 1e-4,
-    "lr_scheduler_type": "constant",
-    "save_strategy": "no",
     "disable_gradient_checkpointing": True,
     "disable_shuffling": True,
-    "use_cpu": True,
-    "report_to": "none",
-    "disable_tqdm": True,
 }
 if todo.method == "lora":
     settings |= {"lora_rank": 8, "lora_alpha": 16, "lora_target": "all"}
@@ -63,5 +31,5 @@ if todo.variant == "padded":
     settings |= {"per_device_train_batch_size": todo.batch}
 else:  # rows of cutoff_len: about two examples each
     settings |= {todo.variant: True, "per_device_train_batch_size": todo.batch // 2}
-run_exp(settings, callbacks=[Watch()])
+run_exp(settings, callbacks=[Watch(meter)])
 meter.write()

@@ -2,35 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from datasets import Dataset, load_from_disk
+from hf_trainer import Watch, arguments
 from peft import LoraConfig
 from task import Meter, task
 from torch.utils.data import SequentialSampler
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, TrainerCallback
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from trl import SFTConfig, SFTTrainer
 
 todo = task()
 meter = Meter(todo)
-
-
-class Watch(TrainerCallback):
-    """Tells the meter what happens."""
-
-    def on_step_begin(self, *_: Any, **__: Any) -> None:
-        """A step begins."""
-        meter.begin()
-
-    def on_step_end(self, *_: Any, **__: Any) -> None:
-        """A step has ended."""
-        meter.end()
-
-    def on_log(self, *_: Any, logs: dict[str, float], **__: Any) -> None:
-        """Note the loss."""
-        if "loss" in logs:
-            meter.losses.append(float(logs["loss"]))
 
 
 class InOrder(SFTTrainer):
@@ -52,27 +34,18 @@ lora = LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CA
 trainer = InOrder(
     model=model,
     args=SFTConfig(
-        output_dir=todo.output,
+        **arguments(todo),
         per_device_train_batch_size=todo.batch // 2 if is_packed else todo.batch,
-        max_steps=todo.steps,
-        learning_rate=1e-4,
-        lr_scheduler_type="constant",
-        logging_steps=1,
-        save_strategy="no",
-        report_to="none",
-        use_cpu=True,
         bf16=False,
         gradient_checkpointing=False,
         packing=is_packed,
         max_length=todo.cutoff_len,
         completion_only_loss=True,
-        disable_tqdm=True,
     ),
     train_dataset=rows,
     processing_class=PreTrainedTokenizerFast.from_pretrained(todo.inputs),
     peft_config=lora if todo.method == "lora" else None,
-    callbacks=[Watch()],
+    callbacks=[Watch(meter)],
 )
-meter.watch(trainer.model)
 trainer.train()
 meter.write()

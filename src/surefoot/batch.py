@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
-import torch
+
+if TYPE_CHECKING:
+    import torch
 
 IGNORE_INDEX = -100  # a label that does not count; the value torch's cross entropy ignores
 
@@ -72,7 +74,7 @@ class Batch:
 
     def pinned(self) -> Batch:
         """The same batch in memory that a GPU copies from while it computes."""
-        return self._mapped(torch.Tensor.pin_memory)
+        return self._mapped(lambda tensor: tensor.pin_memory())
 
     def to(self, device: torch.device) -> Batch:
         """The same batch on ``device``, with the places of its labels."""
@@ -92,8 +94,9 @@ class Batch:
 
 def _tensors(holder: Batch | Places) -> dict[str, torch.Tensor]:
     """The fields that are tensors."""
-    found = {known.name: getattr(holder, known.name) for known in fields(holder)}
-    return {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
+    others = {"extras", "at"}
+    found = {f.name: getattr(holder, f.name) for f in fields(holder) if f.name not in others}
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def places(batch: Batch) -> Places:
@@ -106,7 +109,7 @@ def places(batch: Batch) -> Places:
     rows, columns = np.nonzero(labels.cpu().numpy() != IGNORE_INDEX)
 
     def here(found: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(found).to(labels.device)
+        return labels.new_tensor(found)
 
     if len(labels) == 1:
         return Places(here(rows), here(columns), here(columns), None)
@@ -126,6 +129,7 @@ class Outputs:
 
     logps: torch.Tensor | None = None  # [N] float32, log-probability of each label
     total: torch.Tensor | None = None  # scalar, the sum of the labels' log-probabilities
+    smoothed: torch.Tensor | None = None  # scalar, the same of smoothed labels, if they are
     entropies: torch.Tensor | None = None  # [N] float32, nats
     values: torch.Tensor | None = None  # [N] float32, from a value head
     predictions: torch.Tensor | None = None  # [N] int64

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,18 +12,16 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from . import interchange
+from . import feed, interchange
 from .batch import Batch, ForwardBackward, Outputs
 from .checkpoint.layouts import scattered
 from .checkpoint.load import load as load_checkpoint
 from .cuts import Cuts
 from .data.chat import Codec
-from .data.loader import Collate, InOrder, Loader
-from .data.prefetch import for_device
-from .data.prepare import Prepared
 from .data.templates import disagreement
-from .encoding import codec_of, prepared
+from .encoding import codec_of
 from .errors import RecipeError
+from .feed import Data
 from .model import attention, attention_choice, companions, outputs
 from .model.adapter import continue_adapter
 from .model.asked_head import AskedHead, asked_head
@@ -52,6 +49,7 @@ from .staging import Staging, staged
 from .startup import Values, begin, check_packed, settle_attention
 from .training.callback import Callbacks, Context, TrainerCallback
 from .training.interval import Interval
+from .training.memory import keep_freed_memory
 from .training.precision import LossScaler, PrecisionName, autocast, choose
 from .training.randomness import seed_everything, use_deterministic_kernels
 from .training.saver import Saver
@@ -73,29 +71,25 @@ def build(
     world: World = ALONE,
 ) -> Trainer:
     """The trainer of a recipe, its states those of the checkpoint ``resume`` if one is given."""
-    is_theirs = resume is not None and interchange.is_trainer_checkpoint(resume)
-    if resume is not None and is_theirs:
-        if world.pp > 1:
-            raise RecipeError(
-                f"parallel.pp: a pipeline cannot go on from {resume}, which another trainer wrote; "
-                "start with pp 1, save, and go on from that with any pp"
-            )
-        interchange.check_trainer_checkpoint(resume, trust_pickle=trust_pickle)
+    writer: interchange.Writer | None = None
+    if resume is not None:
+        writer = interchange.writer_of(resume, trust_pickle=trust_pickle, pp=world.pp)
     seed_everything(recipe.train.seed)
     use_deterministic_kernels(recipe.train.deterministic)
+    keep_freed_memory()
     base = resolve(recipe.model)
     codec = build_codec(recipe, base)
-    with world.main_first():
-        data = prepare_data(recipe, codec)
-    is_kept = resume is not None and not is_theirs and recipe.method.kind == "full"
+    data, feeder = feed.open_data(recipe, codec, base, world)
+    is_kept = resume is not None and writer != "trainer" and recipe.method.kind == "full"
     policy = build_policy(recipe, base, codec.tokenizer, world, is_read=not is_kept)
     saver = build_saver(recipe, policy, codec, base, world)
     trainer = assemble(recipe, policy, data, saver, world)
+    trainer.feeder = feeder
     trainer.callbacks.members = [*standard_callbacks(recipe, world), *callbacks]
     if resume is not None:
         trainer.saver.resumed_from = resume
-        if is_theirs:
-            interchange.load_trainer_checkpoint(resume, trainer, trust_pickle=trust_pickle)
+        if writer is not None:
+            interchange.resume_from(resume, writer, trainer, base=base, trust_pickle=trust_pickle)
         else:
             load_checkpoint(resume, trainer.states)
             trainer.saver.newest = resume
@@ -103,8 +97,8 @@ def build(
     if takes_any_attention(recipe, policy, world):
         known = trainer.state.attention or (attention_choice.BY_DOCUMENT if resume else None)
         dtype = policy_dtype(recipe, policy)
-        row = trainer.loader.window_at(0, 0)[0]
-        trainer.state.attention = settle_attention(policy.inner, row, dtype, known, world)
+        bounds = feed.packed_bounds(recipe, trainer.loader)
+        trainer.state.attention = settle_attention(policy.inner, bounds, dtype, known, world)
     if recipe.data.packing and policy.values is not None:
         policy.model.eval()
         check_packed(trainer.forward, policy.inner)  # it has values only now
@@ -121,14 +115,6 @@ def build_codec(recipe: Recipe, base: Path) -> Codec:
             logger.warning("%s", difference)
         codec.tokenizer.chat_template = codec.template.source
     return codec
-
-
-def prepare_data(recipe: Recipe, codec: Codec) -> Prepared:
-    """Encoded datasets, from the cache where they are in it; what was left out is logged."""
-    found = prepared(recipe, codec)
-    for line in found.report.lines():
-        logger.info("%s", line)
-    return found
 
 
 @dataclass(frozen=True)
@@ -172,8 +158,6 @@ def build_policy(
     grew = grow_embeddings(model, tokenizer)
     if recipe.data.packing:
         (attention.use_packed if start is None else attention.switch_to_packed)(model)
-    if recipe.model.gradient_checkpointing:
-        recompute_activations(model)
     seed_everything(recipe.train.seed, 1)
     method: Callable[[PreTrainedModel], nn.Module] = recipe.method.apply
     if recipe.model.adapter is not None:
@@ -181,6 +165,8 @@ def build_policy(
     policy, values = (method(model), None) if start is None else start.apply(method)
     if values is not None and not is_read:
         values = Values({}, {})
+    if recipe.model.gradient_checkpointing:
+        recompute_activations(model)
     if grew:
         _refuse_frozen_new_tokens(policy)
     upcast_trained(policy, recipe.model)
@@ -215,43 +201,9 @@ def policy_dtype(recipe: Recipe, policy: Policy) -> torch.dtype:
     return types[choose(recipe.train.precision)]
 
 
-def build_loader(recipe: Recipe, data: Prepared, world: World) -> Loader:
-    """Windows of micro-batches from the training examples."""
-    return Loader(
-        dataset=data.train,
-        collate=build_collate(recipe),
-        global_batch_size=recipe.train.global_batch_size,
-        micro_batch_size=recipe.train.micro_batch_size,
-        seed=recipe.train.seed,
-        shuffle=recipe.data.shuffle,
-        rank=world.data_rank,
-        world_size=world.num_data_ranks,
-        prefetch=for_device(device()),
-    )
-
-
-def build_evals(recipe: Recipe, data: Prepared, world: World) -> dict[str, InOrder]:
-    """This process's share of the micro-batches of every evaluation set, by its name."""
-    return {
-        name: InOrder(
-            dataset,
-            build_collate(recipe),
-            micro_batch_size=recipe.train.micro_batch_size,
-            rank=world.data_rank,
-            world_size=world.num_data_ranks,
-        )
-        for name, dataset in data.evals.items()
-    }
-
-
-def build_collate(recipe: Recipe) -> Collate:
-    """How examples become a micro-batch."""
-    return partial(recipe.stage.collate, packing=recipe.data.packing)
-
-
-def assemble(recipe: Recipe, policy: Policy, data: Prepared, saver: Saver, world: World) -> Trainer:
+def assemble(recipe: Recipe, policy: Policy, data: Data, saver: Saver, world: World) -> Trainer:
     """Put the parts together."""
-    loader = build_loader(recipe, data, world)
+    loader = feed.build_loader(recipe, data, world)
     section, precision = recipe.train, choose(recipe.train.precision)
     names = names_in_files(policy.model, policy.weights)  # before they are cut
     size = sum(num_elements(p) for p in policy.model.parameters())
@@ -267,7 +219,7 @@ def assemble(recipe: Recipe, policy: Policy, data: Prepared, saver: Saver, world
         compile_layers(layers(policy.model))
     cuts = {names[name]: cut for name, cut in found.items()}
     learning = [(names[n], p) for n, p in policy.model.named_parameters() if p.requires_grad]
-    max_steps = section.max_steps or math.ceil(section.num_epochs * loader.steps_per_epoch)
+    max_steps = feed.num_steps(section, loader.steps_per_epoch)
     state = TrainerState(
         max_steps=max_steps,
         num_train_epochs=section.num_epochs,
@@ -277,7 +229,7 @@ def assemble(recipe: Recipe, policy: Policy, data: Prepared, saver: Saver, world
     engine = build_engine(policy, staging, recipe, world, precision, cuts)
     weights, moments = replace(policy.weights, cuts=cuts), NamedState(optimizer, cuts)
     control = TrainerControl()
-    examples, windows = len(data.train), loader.steps_per_epoch
+    examples, windows = loader.num_examples, loader.steps_per_epoch
     context = Context(section, policy.model, optimizer, section.folder, examples, windows)
     return Trainer(
         section=section,
@@ -297,7 +249,7 @@ def assemble(recipe: Recipe, policy: Policy, data: Prepared, saver: Saver, world
         ),
         forward=engine.forward,
         loader=loader,
-        evals=build_evals(recipe, data, world),
+        evals=feed.build_evals(recipe, data, world),
         saver=saver,
         callbacks=Callbacks(context, state, control),
         state=state,
@@ -330,10 +282,8 @@ def build_engine(
         return Engine(plain(forward(learning), device()), forward(measuring))
     head = None if world.tp > 1 else policy.head
     pipeline = staging.pipeline(recipe.parallel, precision, cuts)
-    return Engine(
-        piped(pipeline, staging.finish(precision, learning, head)),
-        passed(pipeline, staging.finish(precision, measuring, head)),
-    )
+    finish = partial(staging.finish, precision, recipe.stage.label_smoothing_factor, head)
+    return Engine(piped(pipeline, finish(learning)), passed(pipeline, finish(measuring)))
 
 
 def build_forward(
@@ -343,12 +293,18 @@ def build_forward(
     vocabulary = cut_vocabulary(policy.inner, world)
     head = None if world.tp > 1 else policy.head
     multiple = world.tp if recipe.parallel.sequence_parallel else 1
+    compute = partial(
+        outputs.compute,
+        policy.model,
+        needs=needs,
+        vocabulary=vocabulary,
+        head=head,
+        smoothing=recipe.stage.label_smoothing_factor,
+    )
 
     def forward(batch: Batch) -> Outputs:
         with autocast(precision, batch.input_ids.device):
-            return outputs.compute(
-                policy.model, widened(batch, multiple), needs, vocabulary=vocabulary, head=head
-            )
+            return compute(widened(batch, multiple))
 
     return forward
 

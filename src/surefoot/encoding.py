@@ -5,11 +5,17 @@ Training and evaluation both come here, so they see the same tokens and hold out
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 from .data.chat import Codec
+from .data.encode import Encoded
+from .data.example import Example
 from .data.prepare import Prepared, find, prepare
+from .data.report import DatasetReport
 from .data.section import DataSection
+from .data.streamed import Streamed, encode_stream, open_stream
 from .data.templates import load_template
 from .model.tokenizer import load_tokenizer
 from .recipe.recipe import Recipe
@@ -40,7 +46,7 @@ def prepared(recipe: Recipe, codec: Codec, section: DataSection | None = None) -
     """
     return prepare(
         section or recipe.data,
-        lambda examples: recipe.stage.encode(examples, codec),
+        partial(_encode, recipe, codec),
         fingerprint=_fingerprint(recipe, codec),
         seed=recipe.train.seed,
     )
@@ -50,6 +56,31 @@ def found(recipe: Recipe, codec: Codec, section: DataSection | None = None) -> P
     """The same if all of it is in the cache; nothing is encoded."""
     section = section or recipe.data
     return find(section, fingerprint=_fingerprint(recipe, codec), seed=recipe.train.seed)
+
+
+def streamed(recipe: Recipe, codec: Codec, more: Callable[[], None]) -> Streamed:
+    """The datasets of a recipe to read while they are encoded; ``more`` waits for the next piece.
+
+    Raises:
+        DataError: something is missing, broken, or gives nothing to learn.
+    """
+    return open_stream(
+        recipe.data,
+        partial(_encode, recipe, codec),
+        fingerprint=_fingerprint(recipe, codec),
+        seed=recipe.train.seed,
+        more=more,
+    )
+
+
+def encode_all(recipe: Recipe, codec: Codec) -> Iterator[DatasetReport]:
+    """Encode what ``streamed`` reads, to its end; the figures so far with each piece."""
+    fingerprint = _fingerprint(recipe, codec)
+    return encode_stream(recipe.data, partial(_encode, recipe, codec), fingerprint=fingerprint)
+
+
+def _encode(recipe: Recipe, codec: Codec, examples: Sequence[Example]) -> list[Encoded]:
+    return recipe.stage.encode(examples, codec)
 
 
 def _fingerprint(recipe: Recipe, codec: Codec) -> dict[str, str]:

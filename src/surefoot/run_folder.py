@@ -13,6 +13,7 @@ from pathlib import Path
 
 from .address import Address, is_address
 from .checkpoint.commit import clean, committed, new_nonce, step_of
+from .checkpoint.mindspore.ranks import step_of as rank_step
 from .checkpoint.resume import newest, wait_for_orphans
 from .errors import CheckpointError, RunError
 from .files import raising, write_aside, write_new
@@ -215,7 +216,8 @@ def _steps(folder: RunFolder) -> set[int]:
 
 def _asked_for(resume: str, folder: RunFolder, recipe: Recipe) -> Path:
     if not is_address(resume):
-        if not Path(resume).is_dir():
+        is_step = rank_step(Path(resume).name) is not None and Path(resume).is_file()
+        if not is_step and not Path(resume).is_dir():
             raise CheckpointError(f"checkpoint.resume: no checkpoint folder {resume}")
         return Path(resume)
     asked = Address(resume)

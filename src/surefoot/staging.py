@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
@@ -143,17 +144,26 @@ class Staging:
             )
 
     def finish(
-        self, precision: PrecisionName, needs: Sequence[str], head: AskedHead | None
+        self,
+        precision: PrecisionName,
+        smoothing: float,
+        head: AskedHead | None,
+        needs: Sequence[str],
     ) -> Finish:
         """The last stage: what a stage of training needs of it."""
-        vocabulary = cut_vocabulary(self.stages.parts.model, self.world)
+        compute = partial(
+            outputs.compute,
+            self.model,
+            needs=needs,
+            vocabulary=cut_vocabulary(self.stages.parts.model, self.world),
+            head=head,
+            smoothing=smoothing,
+        )
 
         def run(batch: Batch, hidden: torch.Tensor | None) -> Outputs:
             batch, hidden = self._whole(batch, hidden)
             with autocast(precision, batch.input_ids.device), self.stages.only(self.stages.last):
-                return outputs.compute(
-                    self.model, batch, needs, hidden=hidden, vocabulary=vocabulary, head=head
-                )
+                return compute(batch, hidden=hidden)
 
         return run
 

@@ -8,7 +8,7 @@ have in one process.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,10 +19,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from .batch import IGNORE_INDEX, Batch, Outputs
+from .batch import Batch, Outputs
 from .checkpoint.box import Box
-from .checkpoint.boxed import part
-from .checkpoint.layouts import open_folder
+from .checkpoint.boxed import BLOCK, part
+from .checkpoint.layouts import open_named
 from .checkpoint.lora import same_values
 from .checkpoint.source import Source, read_whole
 from .cuts import Cuts
@@ -43,7 +43,6 @@ from .parallel.world import World
 
 logger = logging.getLogger(__name__)
 Reader = Callable[[Box], torch.Tensor]  # the values of one box of one tensor
-BLOCK = 1 << 20  # elements read at a time
 _READERS = 4  # threads
 _COPY, _ORIGINAL = ".modules_to_save.default.", ".original_module."  # as PEFT calls them
 _MAGNITUDE, _BASE = ".lora_magnitude_vector.default.", ".base_layer."
@@ -98,7 +97,7 @@ def begin(
     """
     try:
         why = why_not_empty(base, section)
-        source = None if why else open_folder(base)
+        source = None if why else open_named(base)
     except (CheckpointError, ValueError, OSError) as error:  # loading it whole will say more
         why, source = str(error), None
     if source is not None:
@@ -161,9 +160,7 @@ class Values:
         tensors = dict(kept_tensors(model))
 
         def fill(name: str) -> None:
-            found = part(name, tensors[name].detach(), cuts.get(name))
-            for block in found.box.blocks(BLOCK) if found.box.size else ():
-                found.values[block.slices_in(found.box)].copy_(self.readers[name](block))
+            part(name, tensors[name].detach(), cuts.get(name)).fill(self.readers[name])
 
         problem = None
         try:
@@ -175,36 +172,30 @@ class Values:
             raise ModelError(problem)
 
 
-@torch.no_grad()
 def check_packed(forward: Callable[[Batch], Outputs], model: PreTrainedModel) -> None:
     """Prove that no document sees another in packed rows of ``model``, which may be in parts: all
     processes run ``forward`` together. Raises ``ModelError``."""
-    lengths = (7, 9)
-    vocabulary = model.config.get_text_config().vocab_size
-    ids = torch.arange(sum(lengths))[None] % vocabulary
-    other = ids.clone()
-    other[:, : lengths[0]] = (other[:, : lengths[0]] + vocabulary // 2) % vocabulary
-    positions = torch.cat([torch.arange(n) for n in lengths])[None]
-    labels = torch.where(torch.arange(sum(lengths)) > lengths[0], ids, IGNORE_INDEX)
-    bounds = torch.tensor([0, lengths[0], sum(lengths)], dtype=torch.int32)
-    first, second = (
-        forward(Batch(row, labels, positions, cu_seqlens=bounds).to(device())).logps
-        for row in (ids, other)
-    )
-    assert first is not None
-    assert second is not None
-    if not attention.same_but_for_rounding(first, second):
-        raise ModelError(attention.mixes_documents(model))
+
+    def logps(batch: Batch) -> torch.Tensor:
+        found = forward(batch.to(device())).logps
+        assert found is not None
+        return found
+
+    attention.prove_apart(model, logps)
 
 
 def settle_attention(
-    model: PreTrainedModel, batch: Batch, dtype: torch.dtype, known: str | None, world: World
+    model: PreTrainedModel,
+    bounds: Sequence[int],
+    dtype: torch.dtype,
+    known: str | None,
+    world: World,
 ) -> str:
     """Let packed rows of ``model`` go through the kernel ``known``, or else through the fastest for
-    rows like ``batch``, of ``dtype``; its name. All processes take that of the main one."""
-    assert batch.cu_seqlens is not None
+    a row of ``dtype`` with these ``bounds`` of documents; its name. All processes take that of the
+    main one."""
     if known is None and world.is_main:
-        known = choose(row_of(model, batch.cu_seqlens, device(), dtype))
+        known = choose(row_of(model, bounds, device(), dtype))
     return use(model, world.from_main(known))
 
 

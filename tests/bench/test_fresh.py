@@ -2,7 +2,9 @@
 
 import pytest
 
+import forks
 from project import Project
+from surefoot.bench import fresh
 from surefoot.bench.figures import Figures
 from surefoot.bench.fresh import Failure, measured
 from surefoot.errors import DataError, RunError
@@ -21,7 +23,8 @@ def test_figures_come_back_whole(project):
     assert not project.run.exists()
 
 
-def test_an_error_of_the_user_comes_back_as_one(project):
+def test_an_error_of_the_user_comes_back_as_one(project, monkeypatch):
+    monkeypatch.setattr(fresh, "subprocess", forks)
     (project.folder / "data" / "sums.jsonl").unlink()
     found = measured(load(project.recipe), 1)
     assert isinstance(found, Failure)

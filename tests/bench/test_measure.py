@@ -65,3 +65,9 @@ def test_slow_steps_end_early(project, tmp_path, monkeypatch):
 def test_a_run_that_would_roll_back_is_measured_too(project, tmp_path):
     assert measure(load(project.recipe, ["train.on_nan=rollback"]), 1, tmp_path / "run").steps == 1
     assert not list(tmp_path.rglob("checkpoint-*"))
+
+
+def test_what_would_be_streamed_is_measured_on_its_first_rows(project, tmp_path):
+    stream = ["data.streaming=true", "data.buffer_size=8", "train.max_steps=100"]
+    found = measure(load(project.recipe, stream), 1, tmp_path / "elsewhere")
+    assert (found.steps, found.run_steps) == (1, 100)

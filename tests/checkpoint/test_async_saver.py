@@ -11,6 +11,7 @@ import psutil
 import pytest
 import torch
 
+import warm
 from surefoot.checkpoint import AsyncSaver, CheckpointError, Rule, flight, load, newest, verify
 from surefoot.checkpoint.commit import committed
 from surefoot.checkpoint.folder import open_checkpoint
@@ -222,7 +223,7 @@ with AsyncSaver(sys.argv[1]):
 
 def test_a_second_process_is_refused_until_the_first_is_dead(tmp_path):
     other = [sys.executable, "-c", OTHER, str(tmp_path)]
-    with subprocess.Popen(other, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as first:
+    with warm.Popen(other, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as first:
         assert first.stdout.readline() == b"open\n"
         with pytest.raises(CheckpointError, match="another process saves here"):
             AsyncSaver(tmp_path)
@@ -261,7 +262,7 @@ def test_a_killed_loop_goes_on_from_its_last_snapshot_or_the_one_before(tmp_path
     last = 0
     for lines in (1, 4, 6):
         loop = [sys.executable, "-c", LOOP, str(tmp_path)]
-        with subprocess.Popen(loop, stdout=subprocess.PIPE, text=True) as run:
+        with warm.Popen(loop, stdout=subprocess.PIPE, text=True) as run:
             seen = [int(run.stdout.readline()) for _ in range(lines)]
             run.kill()
         assert seen == list(range(last + 1, last + 1 + lines))

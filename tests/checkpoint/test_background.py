@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import warm
 from surefoot.checkpoint.arena import Arena, Images, places
 from surefoot.checkpoint.background import Background, describe
 from surefoot.checkpoint.commit import being_written, clean, committed
@@ -166,12 +167,11 @@ def test_closing_waits_for_the_save_in_flight(tmp_path):
 
 
 def run(script, *args, **options):
-    return subprocess.run(
+    return warm.run(
         [sys.executable, "-c", script, *map(str, args)],
         cwd=TESTS,
         capture_output=True,
         text=True,
-        check=False,
         **options,
     )
 

@@ -8,6 +8,7 @@ import itertools
 import math
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import given, settings
@@ -19,7 +20,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from surefoot.checkpoint.balance import Held, balance
 from surefoot.checkpoint.box import Box
 from surefoot.checkpoint.boxed import part
+from surefoot.checkpoint.save import save
 from surefoot.cuts import Cut
+from surefoot.errors import CheckpointError
+
+from .sample import Holder
 
 AXES = ("dp_replicate", "dp_shard", "tp")
 
@@ -108,3 +113,13 @@ def test_each_rank_holds_its_elements_and_each_element_is_written_once(case):
             written[inside(box)] += 1
     assert (written == 1).all()
     assert any(box is not None for box in chosen)  # of an empty tensor, too, it is said
+
+
+def test_a_process_that_saves_alone_is_refused_a_part_of_a_tensor(tmp_path):
+    with as_rank(0, (1, 2, 1)) as mesh:
+        placements = [Replicate(), Shard(0), Replicate()]
+        part_of = DTensor.from_local(torch.ones(3, 2), mesh, placements, run_check=False)
+        told = r"model: w: this process saves alone, but holds \[3, 2\] of \[6, 2\]"
+        with pytest.raises(CheckpointError, match=told):
+            save(tmp_path, 1, {"model": Holder({"w": part_of})})
+    assert not list(tmp_path.iterdir())

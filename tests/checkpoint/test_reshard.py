@@ -5,7 +5,6 @@ import os
 import resource
 import subprocess
 import sys
-from collections import Counter
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
+from counting import Counting
 from surefoot import files
 from surefoot.checkpoint.folder import open_checkpoint
 from surefoot.checkpoint.load import load
@@ -92,25 +92,15 @@ def test_every_byte_is_read_once(tmp_path, monkeypatch):
     path, _ = saved(tmp_path, sample_states(scale=20_000))  # 17 MB
     cut = reshard(path, tmp_path / "cut", layout="distributed", mesh=Mesh(1, 7)).path
     needed = sum(piece.num_bytes for piece in open_checkpoint(cut).manifest.pieces)
-    counted = Counter()
-
-    class Counting:
-        def preadv(self, *args):
-            counted["bytes"] += (count := os.preadv(*args))
-            return count
-
-        def __getattr__(self, name):
-            return getattr(os, name)
-
-    monkeypatch.setattr(files, "os", Counting())
+    monkeypatch.setattr(files, "os", counting := Counting())
     for source, target, options in (
         (cut, "full", {}),
         (cut, "other", {"layout": "distributed", "mesh": Mesh(2, 4)}),
         (path, "again", {"layout": "distributed", "mesh": Mesh(1, 3)}),
     ):
-        counted.clear()
+        counting.count = 0
         reshard(source, tmp_path / target, **options)
-        assert needed <= counted["bytes"] <= 1.02 * needed
+        assert needed <= counting.count <= 1.02 * needed
 
 
 PEAK = """

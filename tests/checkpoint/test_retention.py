@@ -55,8 +55,6 @@ def test_a_removal_that_is_cut_short_leaves_no_half_checkpoint(tmp_path, monkeyp
     assert names(tmp_path) == ["checkpoint-2"]
 
 
-# --- the rule ----------------------------------------------------------------------------------
-
 HOUR = 3600.0
 STEPS = st.integers(0, 40)
 TIMES = st.none() | st.integers(-5, 60).map(lambda n: n * HOUR / 2) | st.floats(-1e12, 1e12)

@@ -8,9 +8,10 @@ from safetensors.torch import save_file
 
 from surefoot.checkpoint import source as sources
 from surefoot.checkpoint.box import Box
+from surefoot.checkpoint.interleaved import Interleaved, Turn
 from surefoot.checkpoint.layouts import open_folder
 from surefoot.checkpoint.save import save
-from surefoot.checkpoint.source import Cast, Joined, Memory, Renamed, read_whole
+from surefoot.checkpoint.source import Cast, Memory, Renamed, read_whole
 from surefoot.errors import CheckpointError
 
 from .sample import Holder, num_open, same_bits
@@ -27,6 +28,11 @@ def parts():
     }
 
 
+def laid_end_to_end(source, name, parts):
+    turns = tuple(Turn(part, source.shapes()[part][0]) for part in parts)
+    return Interleaved(source, {name: turns})
+
+
 def agree(view, expected):
     """A view says what tensors it has, and gives their values whole and in any box."""
     assert view.shapes() == {name: tuple(t.shape) for name, t in expected.items()}
@@ -39,7 +45,9 @@ def agree(view, expected):
 def test_any_box_of_any_view_is_that_box_of_the_whole(data):
     q, k, v, ids = parts().values()
     view = Cast(
-        Renamed(Joined(Memory(parts()), {"qkv": ("q", "k", "v")}), {"new": "qkv", "i": "ids"}),
+        Renamed(
+            laid_end_to_end(Memory(parts()), "qkv", ("q", "k", "v")), {"new": "qkv", "i": "ids"}
+        ),
         torch.float16,
     )
     whole = {"new": torch.cat([q, k, v.float()]).half(), "i": ids}
@@ -54,10 +62,10 @@ def test_renaming_leaves_out_what_is_not_named():
     agree(Renamed(Memory(parts()), {"a": "q", "b": "q"}), {"a": parts()["q"], "b": parts()["q"]})
 
 
-def test_joining_replaces_the_parts():
+def test_fusing_replaces_the_parts():
     p = parts()
     agree(
-        Joined(Memory(p), {"qk": ("q", "k")}),
+        laid_end_to_end(Memory(p), "qk", ("q", "k")),
         {"v": p["v"], "ids": p["ids"], "qk": torch.cat([p["q"], p["k"]])},
     )
 
@@ -87,7 +95,7 @@ class Counting:
 
 def test_only_what_a_box_needs_is_read():
     base = Counting(Memory(parts()))
-    Joined(base, {"qkv": ("q", "k", "v")}).read("qkv", Box((5, 1), (2, 3)))
+    laid_end_to_end(base, "qkv", ("q", "k", "v")).read("qkv", Box((5, 1), (2, 3)))
     assert base.elements == 6
 
 

@@ -2,7 +2,6 @@
 
 import errno
 import json
-import subprocess
 import sys
 import threading
 import time
@@ -10,6 +9,7 @@ import time
 import pytest
 import torch
 
+import warm
 from surefoot import files
 from surefoot.checkpoint import together
 from surefoot.checkpoint.box import Box
@@ -132,7 +132,7 @@ together.contribute(job(Path(sys.argv[1]), 2)[0], act, lambda: False)
 
 def test_a_process_that_dies_in_the_middle_is_noticed_by_its_lock(tmp_path):
     def dies(root):
-        subprocess.run([sys.executable, "-c", DIES, str(root), *sys.path], check=False)
+        warm.run([sys.executable, "-c", DIES, str(root), *sys.path])
 
     threads = others(tmp_path, fault=dies)
     with pytest.raises(CheckpointError, match="process 2 died while it saved"):

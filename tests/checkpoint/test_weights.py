@@ -3,13 +3,13 @@
 import json
 import re
 import shlex
-import subprocess
 import sys
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import warm
 from surefoot.checkpoint.save import save
 from surefoot.checkpoint.weights import open_weights, recognise
 from surefoot.errors import CheckpointError
@@ -151,7 +151,7 @@ def test_the_command_that_a_refusal_names_converts_the_weights(tmp_path, names, 
         torch.save(tensors, folder / name)
         expected |= tensors
     (folder / "training_args.bin").write_bytes(b"not to be touched")
-    subprocess.run(command_for(folder), check=True)
+    warm.run(command_for(folder), check=True)
     found = load_file(folder / target)
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[n], t) for n, t in expected.items())
@@ -165,7 +165,7 @@ class Bomb:
 
 def test_the_command_runs_no_code_of_the_file(tmp_path):
     torch.save({"w": Bomb()}, tmp_path / "pytorch_model.bin")
-    done = subprocess.run(command_for(tmp_path), capture_output=True, text=True, check=False)
+    done = warm.run(command_for(tmp_path), capture_output=True, text=True)
     assert done.returncode != 0
     assert "this ran" not in done.stdout
     assert not (tmp_path / "model.safetensors").exists()

@@ -5,8 +5,10 @@ import json
 import pytest
 from click.testing import CliRunner
 
+import forks
 from bench.made_up import figures
 from project import Project
+from surefoot.bench import fresh
 from surefoot.bench.alone import Alone
 from surefoot.bench.clock import PHASES
 from surefoot.bench.fresh import Failure
@@ -22,6 +24,11 @@ SIZE = "train.micro_batch_size"
 def project(tmp_path_factory):
     size = {"global_batch_size": 2, "micro_batch_size": 2}
     return Project(tmp_path_factory.mktemp("p") / "p", data={"packing": False}, train=size)
+
+
+@pytest.fixture(autouse=True)
+def _warm(monkeypatch):
+    monkeypatch.setattr(fresh, "subprocess", forks)
 
 
 def run(*args):

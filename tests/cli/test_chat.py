@@ -3,7 +3,6 @@
 import io
 import os
 import pty
-import subprocess
 import sys
 import time
 
@@ -11,6 +10,7 @@ import pytest
 from click.testing import CliRunner
 from rich.console import Console
 
+import warm
 from folders import save_adapter, save_model, save_recipe
 from surefoot.cli.chat import talk, visible, with_options
 from surefoot.cli.main import main
@@ -174,7 +174,7 @@ def test_a_real_terminal_talks_in_turns(folder):
     """Through a pseudo-terminal, as a person would."""
     ours, theirs = pty.openpty()
     command = [sys.executable, "-m", "surefoot", "chat", str(folder / "base"), "--max-new-tokens=5"]
-    process = subprocess.Popen(
+    process = warm.Popen(
         command, stdin=theirs, stdout=theirs, stderr=theirs, env={**os.environ, "TERM": "dumb"}
     )
     os.close(theirs)

@@ -23,6 +23,7 @@ from typing import NamedTuple
 
 import torch
 
+import forks
 from checkpoint.sample import blank, same_states, sample_states, tree_bytes
 from surefoot import files
 from surefoot.checkpoint import background, together
@@ -35,7 +36,6 @@ from surefoot.checkpoint.save import prepare, save
 from surefoot.checkpoint.verify import find
 from surefoot.errors import CheckpointError
 
-from . import forks
 from .system import System, dies_after, dies_before, dies_within, fails
 
 CHANGING = ("open", "write", "pwrite", "posix_fallocate", "ftruncate", "fsync")

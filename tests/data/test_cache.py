@@ -11,6 +11,7 @@ import threading
 import numpy as np
 import pytest
 
+import warm
 from surefoot import files
 from surefoot.data import cache
 from surefoot.data.cache import default_folder, load_or_build
@@ -188,7 +189,7 @@ print("has", cached.store.content, flush=True)
 
 def start(root, seconds):
     command = [sys.executable, "-c", SCRIPT, str(root), str(seconds)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    return warm.Popen(command, stdout=subprocess.PIPE, text=True)
 
 
 def test_of_two_processes_one_builds_and_both_have_it(tmp_path):

@@ -239,8 +239,8 @@ def test_the_cache_is_in_the_users_cache_folder_by_default(section, tmp_path, mo
 
 def test_a_long_job_tells_how_far_it_is(section, monkeypatch, caplog):
     caplog.set_level("INFO")
-    monkeypatch.setattr("surefoot.data.prepare.REPORT_SECONDS", -1.0)
-    monkeypatch.setattr("surefoot.data.prepare.BATCH", 8)
+    monkeypatch.setattr("surefoot.data.encoder.REPORT_SECONDS", -1.0)
+    monkeypatch.setattr("surefoot.data.encoder.BATCH", 8)
     run(section)
     assert [m.split(" tok")[0].rsplit(" ", 1)[0] for m in caplog.messages[:3]] == [
         f"encoding one: {rows} rows," for rows in (8, 16, 20)

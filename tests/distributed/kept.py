@@ -5,8 +5,10 @@ Whole tensors come from torch's own gather (``full_tensor``), never from our box
 
 import numpy as np
 import torch
+from peft import PeftModel
 from torch.distributed.tensor import DTensor
 
+import tiny
 from spread import learn, resume, save, trainer
 from surefoot.checkpoint.folder import open_checkpoint
 
@@ -64,3 +66,12 @@ def together(parts):
         assert_bitwise({name: part[name] for name in both}, {name: found[name] for name in both})
         found |= part
     return found
+
+
+def assert_peft_opens(made, saved, **sizes):
+    """PEFT gives the logits of ``made`` from the adapter of its checkpoint alone."""
+    made.models.policy.peft_config["default"].save_pretrained(saved)
+    opened = PeftModel.from_pretrained(tiny.model(**sizes), saved).eval()
+    ids = torch.arange(3, 20)[None]
+    ours = made.models.policy.eval()(ids).logits
+    torch.testing.assert_close(opened(ids).logits, ours, rtol=0, atol=0)

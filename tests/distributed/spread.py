@@ -1,9 +1,11 @@
-"""A small run put together as recipes are, on any number of ranks."""
+"""A small run put together as recipes are, on any number of ranks, and compared with one alone."""
 
 from dataclasses import replace
 
+import pytest
 import torch
 
+import ranks
 import small
 import tiny
 from surefoot.build import Policy, assemble
@@ -22,6 +24,7 @@ from surefoot.model.section import ModelSection
 from surefoot.model.weights import AdapterWeights, FullWeights
 from surefoot.optim.adamw import AdamW
 from surefoot.parallel.section import ParallelSection
+from surefoot.parallel.world import ALONE
 from surefoot.recipe.recipe import Recipe
 from surefoot.stages.sft import SFT
 from surefoot.training.randomness import seed_everything
@@ -29,6 +32,7 @@ from surefoot.training.saver import Saver
 from surefoot.training.section import TrainSection
 
 TRAIN = {"max_steps": 8, "global_batch_size": 6, "micro_batch_size": 3}
+CLOSE = 1e-5  # of mean losses (about 4) and of gradient norms: float32 sums in another order
 UNEVEN = {"vocab_size": 97, "intermediate_size": 130}
 
 
@@ -41,9 +45,9 @@ def trainer(
     packing=False,
     recompute=False,
     train=None,
-    sequence=False,
     examples=None,
     parallel=None,
+    stage=None,
     **changes,
 ):
     """The trainer of a tiny model; ``changes`` are of its configuration."""
@@ -52,20 +56,18 @@ def trainer(
         model=ModelSection(path="unused"),
         data=DataSection(datasets=("unused",), packing=packing),
         method=method,
-        stage=SFT(),
+        stage=stage or SFT(),
         train=TrainSection(**{**TRAIN, "output_dir": folder, **(train or {})}),
         optim=AdamW(learning_rate=5e-3, weight_decay=0.1),
-        parallel=ParallelSection(
-            **{"tp": world.tp, "sequence_parallel": sequence and world.tp > 1, **(parallel or {})}
-        ),
+        parallel=ParallelSection(**{"tp": world.tp, **(parallel or {})}),
     )
     inner = tiny.model(kind, **{"num_hidden_layers": 2, **changes})
     if packing:
         attention.use_packed(inner)
-    if recompute:
-        recompute_activations(inner)
     seed_everything(0, 1)
     model = method.apply(inner)
+    if recompute:
+        recompute_activations(inner)
     is_adapter = method.kind == "adapter"
     weights = AdapterWeights(model) if is_adapter else FullWeights(inner)
     with torch.no_grad():  # PEFT's B is zero, and A would have no gradient
@@ -103,6 +105,16 @@ def learn(made, count):
         made.state.global_step += 1
         found.append((figures.loss / figures.weight, figures.grad_norm))
     return found
+
+
+def compare(count, folder, *, parallel, steps=2, close=CLOSE, **changes):
+    """Processes together learn what one does alone, and all say the same."""
+    expected = learn(trainer(ALONE, folder, **changes), steps)
+    changes["parallel"] = parallel
+    found = ranks.run(count, lambda w: learn(trainer(w, folder, **changes), steps), **parallel)
+    assert all(one == found[0] for one in found), "all ranks must say the same"
+    for step, (ours, theirs) in enumerate(zip(found[0], expected, strict=True)):
+        assert ours == pytest.approx(theirs, abs=close, rel=close), f"step {step}"
 
 
 def save(made, folder, layout="full"):

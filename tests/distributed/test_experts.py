@@ -5,7 +5,7 @@ import torch
 
 import ranks
 import tiny
-from spread import learn, resume, save, trainer
+from spread import compare, learn, resume, save, trainer
 from surefoot.checkpoint.layouts import open_folder
 from surefoot.checkpoint.source import read_whole
 from surefoot.checkpoint.verify import verify
@@ -13,7 +13,6 @@ from surefoot.methods.lora import LoRA
 from surefoot.model.weights import FullWeights
 from surefoot.parallel.world import ALONE
 from test_reshard import CLOSE, assert_bitwise, assert_written_once
-from test_tensor_parallel import compare
 
 UNEVEN = {"vocab_size": 97}
 EAGER = {"experts_implementation": "eager"}  # grouped products know no float64
@@ -25,13 +24,13 @@ MESHES = [(1, {}), (3, {"dp_shard": 3}), (2, {"tp": 2}), (4, {"tp": 4})]
 @pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
 def test_two_share_the_experts(kind, sequence, tmp_path):
     parallel = {"tp": 2, "sequence_parallel": sequence}
-    compare(2, tmp_path, parallel=parallel, kind=kind, sequence=sequence, **UNEVEN)
+    compare(2, tmp_path, parallel=parallel, kind=kind, **UNEVEN)
 
 
 def test_two_by_two_share_them_with_recomputed_activations(tmp_path):
     parallel = {"tp": 2, "sequence_parallel": True}
     changes = {"packing": True, "recompute": True, "train": ONES}
-    compare(4, tmp_path, parallel=parallel, kind="mixtral", sequence=True, **changes)
+    compare(4, tmp_path, parallel=parallel, kind="mixtral", **changes)
 
 
 def test_in_float64_only_rounding_is_left(tmp_path):

@@ -5,12 +5,13 @@ import torch
 
 import ranks
 import tiny
-from spread import UNEVEN, trainer
+from spread import UNEVEN, learn, trainer
 from surefoot.methods.lora import LoRA
 from surefoot.model.outputs import WholeVocabulary
 from surefoot.parallel.collectives import MeshAxis, part
 from surefoot.parallel.vocabulary import CutVocabulary, cut_vocabulary
 from surefoot.parallel.world import ALONE
+from surefoot.stages.sft import SFT
 
 
 def drawn(size, count=11):
@@ -19,20 +20,20 @@ def drawn(size, count=11):
     logits = 30 * torch.randn(count, size, dtype=torch.float64, generator=draw)
     logits[0] = 0.0
     labels = torch.randint(size, (count,), generator=draw)
-    return logits, labels, torch.randn(2, count, dtype=torch.float64, generator=draw)
+    return logits, labels, torch.randn(3, count, dtype=torch.float64, generator=draw)
 
 
 def asked(vocabulary, logits, labels, gradients):
-    """Log-probabilities, entropies, predictions, and the gradient of the logits."""
+    """Log-probabilities, entropies, means, predictions, and the gradient of the logits."""
     logits = logits.clone().requires_grad_()
-    found = vocabulary.logps(logits, labels), vocabulary.entropies(logits)
+    found = vocabulary.logps(logits, labels), vocabulary.entropies(logits), vocabulary.means(logits)
     torch.autograd.backward(found, tuple(gradients))
     values = [tensor.detach() for tensor in found]
     return *values, vocabulary.predictions(logits), logits.grad
 
 
 @pytest.mark.parametrize("size", [8, 9, 3], ids=["even", "uneven", "none for the last"])
-def test_log_probabilities_entropies_and_predictions_are_those_of_the_whole(size):
+def test_log_probabilities_entropies_means_and_predictions_are_those_of_the_whole(size):
     logits, labels, gradients = drawn(size)
     expected = asked(WholeVocabulary(), logits, labels, gradients)
 
@@ -41,11 +42,12 @@ def test_log_probabilities_entropies_and_predictions_are_those_of_the_whole(size
         mine = part(size, axis)
         return mine, asked(CutVocabulary(axis, size), logits[:, mine], labels, gradients)
 
-    for mine, (logps, entropies, predictions, gradient) in ranks.run(4, work, tp=4):
+    for mine, (logps, entropies, means, predictions, gradient) in ranks.run(4, work, tp=4):
         torch.testing.assert_close(logps, expected[0], rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(entropies, expected[1], rtol=1e-12, atol=1e-12)
-        assert torch.equal(predictions, expected[2])
-        torch.testing.assert_close(gradient, expected[3][:, mine], rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(means, expected[2], rtol=1e-12, atol=1e-12)
+        assert torch.equal(predictions, expected[3])
+        torch.testing.assert_close(gradient, expected[4][:, mine], rtol=1e-12, atol=1e-12)
 
 
 def test_a_batch_that_trains_nothing_has_no_log_probabilities():
@@ -72,6 +74,20 @@ def test_no_process_has_all_logits(kind, method, tmp_path):
         return logits.shape[-1], cut_vocabulary(inner, world).size
 
     assert ranks.run(2, widths, tp=2) == [(49, 97), (48, 97)]
+
+
+@pytest.mark.parametrize("axis", ["tp", "pp"])
+def test_two_processes_learn_smoothed_labels_as_one_does(axis, tmp_path):
+    stage = SFT(label_smoothing_factor=0.2)
+    expected = learn(trainer(ALONE, tmp_path, stage=stage, **UNEVEN), 2)
+    (found, again) = ranks.run(
+        2, lambda w: learn(trainer(w, tmp_path, stage=stage, **UNEVEN), 2), **{axis: 2}
+    )
+    assert found == again
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours == pytest.approx(theirs, rel=2e-5)
+    plain = learn(trainer(ALONE, tmp_path, **UNEVEN), 1)
+    assert plain[0] != pytest.approx(expected[0], rel=1e-3)
 
 
 def test_one_process_has_the_vocabulary_whole():

@@ -1,10 +1,13 @@
 """Processes that share the layers out learn what one process learns that has all of them."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
 
 import ranks
+import spread
 from kept import everything
 from spread import UNEVEN, learn, trainer
 from surefoot.methods.freeze import Freeze
@@ -12,20 +15,11 @@ from surefoot.methods.lora import LoRA
 from surefoot.parallel.world import ALONE
 from surefoot.training.randomness import seed_everything
 
-CLOSE = 1e-5  # of mean losses (about 4) and of gradient norms: float32 sums in another order
 STEPS = 3
+compare = partial(spread.compare, steps=STEPS)
 ADAPTER = LoRA(rank=2, alpha=8.0)
 FREEZE = Freeze(num_layers=1, modules=("mlp",))  # nothing learns in the first stage
 ONES = {"micro_batch_size": 1}  # six micro-batches, of as many lengths
-
-
-def compare(count, folder, *, close=CLOSE, parallel, **changes):
-    expected = learn(trainer(ALONE, folder, **changes), STEPS)
-    changes["parallel"] = parallel
-    found = ranks.run(count, lambda w: learn(trainer(w, folder, **changes), STEPS), **parallel)
-    assert all(one == found[0] for one in found), "all ranks must say the same"
-    for step, (ours, theirs) in enumerate(zip(found[0], expected, strict=True)):
-        assert ours == pytest.approx(theirs, abs=close, rel=close), f"step {step}"
 
 
 @pytest.mark.parametrize(

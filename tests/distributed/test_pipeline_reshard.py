@@ -1,12 +1,9 @@
 """Stages of a pipeline save what they have; any mesh goes on from it, to the bit after loading."""
 
 import pytest
-import torch
-from peft import PeftModel
 
 import ranks
-import tiny
-from kept import assert_bitwise, assert_written_once, go_on, start, together
+from kept import assert_bitwise, assert_peft_opens, assert_written_once, go_on, start, together
 from spread import UNEVEN, learn, resume, trainer
 from surefoot.checkpoint.layouts import open_folder
 from surefoot.checkpoint.source import read_whole
@@ -64,8 +61,4 @@ def test_an_adapter_of_a_pipeline_is_peft_s_file(tmp_path):
     path, *_ = ranks.run(4, lambda w: start(w, tmp_path, **changes), pp=2, tp=2)[0]
     assert not list(path.glob("rank_*/adapter*"))
     made = resume(trainer(ALONE, tmp_path, **changes), path)
-    made.models.policy.peft_config["default"].save_pretrained(path)
-    opened = PeftModel.from_pretrained(tiny.model(num_hidden_layers=3, **UNEVEN), path).eval()
-    ids = torch.arange(3, 20)[None]
-    ours = made.models.policy.eval()(ids).logits
-    torch.testing.assert_close(opened(ids).logits, ours, rtol=0, atol=0)
+    assert_peft_opens(made, path, num_hidden_layers=3, **UNEVEN)

@@ -4,12 +4,9 @@ What is expected comes from torch's own gather (``full_tensor``), never from our
 """
 
 import pytest
-import torch
-from peft import PeftModel
 
 import ranks
-import tiny
-from kept import assert_bitwise, assert_written_once, go_on, start
+from kept import assert_bitwise, assert_peft_opens, assert_written_once, go_on, start
 from spread import UNEVEN, learn, resume, trainer
 from surefoot.checkpoint.folder import open_checkpoint
 from surefoot.checkpoint.layouts import open_folder
@@ -97,11 +94,7 @@ def test_an_adapter_of_two_by_two_is_peft_s_file_and_goes_on_anywhere(tmp_path):
         for _, one, _ in found:
             assert_bitwise(one, expected)
     made = resume(trainer(ALONE, tmp_path, **changes), path)
-    made.models.policy.peft_config["default"].save_pretrained(path)
-    opened = PeftModel.from_pretrained(tiny.model(num_hidden_layers=2, **UNEVEN), path).eval()
-    ids = torch.arange(3, 20)[None]
-    ours = made.models.policy.eval()(ids).logits
-    torch.testing.assert_close(opened(ids).logits, ours, rtol=0, atol=0)
+    assert_peft_opens(made, path, num_hidden_layers=2, **UNEVEN)
 
 
 def test_what_one_process_saved_two_by_two_go_on_from(tmp_path):

@@ -5,12 +5,12 @@ import torch
 
 import ranks
 import small
-from spread import UNEVEN, trainer
+from spread import UNEVEN, compare, trainer
 from surefoot.methods.freeze import Freeze
 from surefoot.methods.full import Full
 from surefoot.methods.lora import LoRA
 from test_pipeline import compare as compare_pipelines
-from test_tensor_parallel import compare, copies
+from test_tensor_parallel import copies
 
 TWO = {"tp": 2, "sequence_parallel": True}
 FOUR = {"tp": 4, "sequence_parallel": True}
@@ -21,7 +21,7 @@ SEEN = {"global_batch_size": 6, "micro_batch_size": 2}  # of lengths that 2 and 
 
 
 def compare_parts(count, folder, *, parallel, **changes):
-    compare(count, folder, parallel=parallel, sequence=True, **{"train": SEEN, **changes})
+    compare(count, folder, parallel=parallel, **{"train": SEEN, **changes})
 
 
 @pytest.mark.parametrize(

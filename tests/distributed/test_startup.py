@@ -14,6 +14,7 @@ import folders
 import ranks
 import small
 import tiny
+from counting import Counting
 from spread import learn, save
 from surefoot import files
 from surefoot.build import assemble, build_policy
@@ -246,27 +247,6 @@ def test_adapters_in_float32_beside_a_base_in_bfloat16(parallel, tmp_path):
     for found in ranks.run(2, work, **parallel):
         for ours, theirs in zip(found, alone, strict=True):
             assert ours == pytest.approx(theirs, abs=5e-3, rel=5e-3)
-
-
-class Counting:
-    """``os``, that counts the bytes it reads of the files in a folder."""
-
-    def __init__(self, folder):
-        self.folder, self.count, self.opened = str(folder), 0, set()
-
-    def __getattr__(self, name):
-        return getattr(os, name)
-
-    def open(self, path, *args, **kwargs):
-        descriptor = os.open(path, *args, **kwargs)
-        if str(path).startswith(self.folder):
-            self.opened.add(descriptor)
-        return descriptor
-
-    def preadv(self, descriptor, *args):
-        count = os.preadv(descriptor, *args)
-        self.count += count if descriptor in self.opened else 0
-        return count
 
 
 def head(folder):

@@ -4,24 +4,14 @@ import pytest
 import torch
 
 import ranks
-from spread import UNEVEN, learn, trainer
+from spread import UNEVEN, compare, learn, trainer
 from surefoot.checkpoint.boxed import part
 from surefoot.methods.freeze import Freeze
 from surefoot.methods.full import Full
 from surefoot.methods.lora import LoRA
-from surefoot.parallel.world import ALONE
 
-CLOSE = 1e-5  # of mean losses (about 4) and of gradient norms: float32 sums in another order
 STEPS = 2
 ADAPTER = LoRA(rank=2, alpha=8.0)
-
-
-def compare(count, folder, *, close=CLOSE, parallel, **changes):
-    expected = learn(trainer(ALONE, folder, **changes), STEPS)
-    found = ranks.run(count, lambda w: learn(trainer(w, folder, **changes), STEPS), **parallel)
-    assert all(one == found[0] for one in found), "all ranks must say the same"
-    for step, (ours, theirs) in enumerate(zip(found[0], expected, strict=True)):
-        assert ours == pytest.approx(theirs, abs=close, rel=close), f"step {step}"
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import pytest
 from folders import save_data, save_model, save_recipe, tokenizer
 from surefoot.data.chat import Codec
 from surefoot.data.templates import load_template
+from surefoot.encoding import streamed
 from surefoot.errors import DataError, RecipeError
 from surefoot.inference import held_out
 from surefoot.recipe.recipe import load
@@ -43,6 +44,28 @@ def trained_texts(recipe):
     known = tokenizer()
     found = (known.decode(loader.dataset[i]["input_ids"]) for i in range(len(loader.dataset)))
     return {text.split("user\n")[1].split("<|im_end|>")[0] for text in found}
+
+
+def test_a_streaming_run_holds_out_rows_of_its_first_examples(tmp_path):
+    path = save_recipe(tmp_path)
+    save_data(
+        tmp_path / "data", "more", [{"instruction": f"m{i}", "output": "x"} for i in range(9)]
+    )
+    stream = ["data.streaming=true", "data.val_size=5", "data.buffer_size=28"]
+    recipe = load(path, ["data.datasets=[sums, more]", *stream])
+    codec = codec_of(recipe)
+    (part,) = held_out(recipe, codec)
+    data = streamed(recipe, codec, fail)
+    known = tokenizer()
+    evals = (known.decode(data.evals[""][i]["input_ids"]) for i in range(len(data.evals[""])))
+    questions = {text.split("user\n")[1].split("<|im_end|>")[0] for text in evals}
+    assert set(texts([part])[0]) == questions
+    assert len(part.examples) == len(questions) == 5
+    assert not questions & {f"m{i}" for i in range(4, 9)}, "beyond the first 28"
+
+
+def fail():
+    raise AssertionError("all that is needed is in the cache")
 
 
 def test_several_training_datasets_are_split_as_one(tmp_path):

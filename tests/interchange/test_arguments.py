@@ -9,6 +9,7 @@ from transformers import Trainer, TrainingArguments
 from surefoot.interchange import training_arguments
 from surefoot.optim.adamw import AdamW
 from surefoot.recipe.recipe import read
+from surefoot.stages.sft import SFT
 
 TOTAL = 20
 RECIPE = read(
@@ -67,3 +68,8 @@ def test_batches_precision_and_optimizer_are_the_recipes(tmp_path):
     group = trainer.create_optimizer().param_groups[0]
     assert (group["lr"], group["betas"], group["eps"]) == (0.01, (0.8, 0.95), 1e-6)
     assert group["weight_decay"] == 0.3
+
+
+def test_smoothed_labels_are_the_trainers():
+    recipe = replace(RECIPE, stage=SFT(label_smoothing_factor=0.1))
+    assert training_arguments(recipe, TOTAL)["label_smoothing_factor"] == 0.1

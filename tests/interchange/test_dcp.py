@@ -2,7 +2,6 @@
 
 import os
 import pickle
-import subprocess
 import sys
 from pathlib import Path
 
@@ -11,12 +10,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 
+import warm
 from checkpoint.sample import num_open, same
 from surefoot.checkpoint.box import Box
 from surefoot.checkpoint.copy import copy
 from surefoot.checkpoint.source import read_whole
 from surefoot.errors import CheckpointError
-from surefoot.interchange.dcp import open_source
+from surefoot.interchange.source import open_source
 
 SIZE = 3
 
@@ -29,7 +29,7 @@ def saved(tmp_path_factory):
     path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     ranks = [
-        subprocess.Popen([sys.executable, script, str(rank), str(SIZE), folder], env=environment)
+        warm.Popen([sys.executable, script, str(rank), str(SIZE), folder], env=environment)
         for rank in range(SIZE)
     ]
     assert [rank.wait(120) for rank in ranks] == [0] * SIZE

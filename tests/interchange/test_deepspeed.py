@@ -19,7 +19,7 @@ from surefoot.checkpoint.layouts import open_folder
 from surefoot.checkpoint.source import read_whole
 from surefoot.errors import CheckpointError
 from surefoot.interchange.archive import Archive
-from surefoot.interchange.dcp import open_source
+from surefoot.interchange.source import open_source
 
 ALIAS = [("lm_head.weight", "embed.weight")]
 GROUPS = [["embed.weight", "layers.0.weight"], ["layers.0.bias", "norm.weight"]]

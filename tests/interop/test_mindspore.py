@@ -10,13 +10,16 @@ import pytest
 import torch
 
 from checkpoint.mindspore.real import copied, real  # noqa: F401 - fixtures
-from folders import save_model
+from folders import save_model, save_recipe
 from surefoot.checkpoint.bytes import raw
 from surefoot.checkpoint.contents import open_contents, shown
 from surefoot.checkpoint.mindspore.parallel import ParallelConfig
 from surefoot.checkpoint.mindspore.rewrite import Wanted
 from surefoot.checkpoint.source import Stored, read_whole
 from surefoot.inference.mindspore import write_mindspore
+from surefoot.interchange import load_mindspore_checkpoint
+from surefoot.recipe.recipe import load
+from surefoot.run import build, run
 
 PYTHON = os.environ.get("MINDSPORE_PYTHON")
 pytestmark = pytest.mark.skipif(not PYTHON, reason="needs MINDSPORE_PYTHON; see make interop")
@@ -105,6 +108,57 @@ def test_their_cut_by_our_strategy_is_ours(model, tmp_path, cut):
     )  # fmt: skip
     assert len(found) == CUTS[cut].world_size
     assert found == expected
+
+
+@pytest.fixture(scope="module", params=["qwen3_moe mcore-fused", "mixtral legacy"])
+def mixture(request, tmp_path_factory):
+    kind, names = request.param.split()
+    return save_model(tmp_path_factory.mktemp("mixture") / kind, kind, num_hidden_layers=2), names
+
+
+def test_a_mixture_of_experts_fills_a_net_and_survives_their_merge(mixture, tmp_path):
+    folder, names = mixture
+    write_mindspore(folder, tmp_path / "full", Wanted(names=names))
+    told = theirs("into_net", folder=tmp_path / "full")
+    assert told == {"missing": [], "unknown": [], "same": True}
+    shards = ParallelConfig(2, enable_parallel_optimizer=True, parallel_optimizer_threshold=0)
+    write_mindspore(folder, tmp_path / "cut", Wanted("distributed", shards, names=names))
+    found = theirs(
+        "merge", source=tmp_path / "cut/checkpoint", strategy=tmp_path / "cut/strategy",
+        target=tmp_path / "merged",
+    )  # fmt: skip
+    assert only_hashes(found) == ours(tmp_path / "full")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A checkpoint of a run of ours."""
+    folder = tmp_path_factory.mktemp("run")
+    saves = {"save_steps": 2, "async_save": False}
+    path = save_recipe(folder, train={"max_steps": 2, "eval_steps": None}, checkpoint=saves)
+    run(load(path))
+    return folder
+
+
+def test_moments_of_a_run_fill_their_net_and_come_back_into_a_run(trained, tmp_path):
+    checkpoint = trained / "run" / "checkpoint-2"
+    write_mindspore(checkpoint, tmp_path / "cut", Wanted("distributed", CUTS["dp2mp2 with shards"]))
+    found = theirs(
+        "merge", source=tmp_path / "cut/checkpoint", strategy=tmp_path / "cut/strategy",
+        target=tmp_path / "merged",
+    )  # fmt: skip
+    assert {"adam_m.lm_head.weight", "adam_v.lm_head.weight", "step_num"} <= found.keys()
+    told = theirs("into_net", folder=tmp_path / "merged")
+    assert told == {"missing": [], "unknown": [], "same": True}
+    made = build(load(trained / "recipe.yaml"))
+    load_mindspore_checkpoint(tmp_path / "merged", made, base=trained / "model")
+    assert made.state.global_step == 2
+    whole = Stored(open_contents(checkpoint))
+    for name, tensor in made.weights.state_dict().items():
+        assert torch.equal(tensor, read_whole(whole, f"model/{name}"))
+    for name, slots in made.optimizer_state.state_dict().items():
+        for slot, tensor in slots.items():
+            assert torch.equal(tensor, read_whole(whole, f"optimizer/{name}.{slot}"))
 
 
 def test_training_state_survives_their_merge(real, tmp_path):  # noqa: F811

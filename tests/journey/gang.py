@@ -19,7 +19,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from crash import forks
+import forks
 from project import Project, checkpoints, losses
 from surefoot.checkpoint import background
 from surefoot.checkpoint.layouts import open_folder

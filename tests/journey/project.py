@@ -14,6 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 import tiny
+import warm
 
 TEXTS = [f"What is {a} plus {b}? It is {a + b}, said the hen." for a in range(9) for b in range(9)]
 CHATML = """{% for m in messages %}<|im_start|>{{ m.role }}
@@ -103,10 +104,10 @@ class Project:
         return Path(self.sections["train"]["output_dir"])
 
 
-def start(*arguments, **options):
-    """The CLI as a user starts it."""
+def start(*arguments, popen=warm.Popen, **options):
+    """The CLI; with ``subprocess.Popen`` exactly as a user starts it."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
-    return subprocess.Popen(
+    return popen(
         [sys.executable, "-m", "surefoot", *map(str, arguments)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -116,9 +117,9 @@ def start(*arguments, **options):
     )
 
 
-def surefoot(*arguments, stdin=None):
+def surefoot(*arguments, stdin=None, popen=warm.Popen):
     """Run a command to its end: exit code, standard output, standard error."""
-    process = start(*arguments, stdin=subprocess.PIPE)
+    process = start(*arguments, stdin=subprocess.PIPE, popen=popen)
     out, err = process.communicate(stdin, timeout=300)
     return process.returncode, out, err
 

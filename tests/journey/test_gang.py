@@ -2,11 +2,12 @@
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+import warm
 
 HERE = Path(__file__).parent
 KILLS = int(os.environ.get("SUREFOOT_KILLS", "200"))
@@ -18,9 +19,7 @@ def killed(kills, counts, folder, seed=0):
     places = [str(HERE.parent), str(HERE), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(places)}
     command = [sys.executable, HERE / "gang.py", kills, seed, counts, folder]
-    done = subprocess.run(
-        list(map(str, command)), env=environment, check=False, capture_output=True, text=True
-    )
+    done = warm.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-5000:]
     print(done.stdout)
     return json.loads(done.stdout.splitlines()[-1])

@@ -14,19 +14,22 @@ from surefoot.model.attention import use_packed
 KINDS = [*tiny.KINDS, *tiny.MORE]
 
 
-def learnt(model, batch, needs, head):
-    found = outputs.compute(model, batch, needs, head=head)
+def learnt(model, batch, needs, head, smoothing):
+    found = outputs.compute(model, batch, needs, head=head, smoothing=smoothing)
     model.zero_grad()
-    value = found.total if needs == ("total",) else (found.logps.sin() + found.entropies).sum()
+    value = found.smoothed if smoothing else found.total
+    if "logps" in needs:
+        value = value + (found.logps.sin() + found.entropies).sum()
     value.backward()
     gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
     return found, gradients
 
 
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
 @pytest.mark.parametrize("needs", [("total",), ("logps", "entropies", "predictions")])
 @pytest.mark.parametrize("make", [padded, flat])
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_asked_head_gives_the_outputs_and_gradients_of_logits(kind, make, needs):
+def test_an_asked_head_gives_the_outputs_and_gradients_of_logits(kind, make, needs, smoothing):
     # some of transformers' kernels know no float64: eager masks, grouped products of experts
     in_single = kind in ("gemma2", "mixtral", "qwen3_moe")
     model = tiny.model(kind, dtype=torch.float32 if in_single else torch.float64)
@@ -34,9 +37,10 @@ def test_an_asked_head_gives_the_outputs_and_gradients_of_logits(kind, make, nee
         use_packed(model)
     batch, head = make(ROWS, LABELS), asked_head(model)
     assert head is not None
-    ours, our_gradients = learnt(model, batch, needs, head)
-    theirs, their_gradients = learnt(model, batch, needs, None)
+    ours, our_gradients = learnt(model, batch, needs, head, smoothing)
+    theirs, their_gradients = learnt(model, batch, needs, None, smoothing)
     torch.testing.assert_close(ours.total, theirs.total)
+    torch.testing.assert_close(ours.smoothed, theirs.smoothed)
     assert our_gradients.keys() == their_gradients.keys()
     torch.testing.assert_close(our_gradients, their_gradients)
     if "logps" in needs:

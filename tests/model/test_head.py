@@ -3,9 +3,10 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers.trainer_pt_utils import LabelSmoother
 
 from surefoot.model import head
-from surefoot.model.head import Head, scores, total
+from surefoot.model.head import Head, scores, total, totals
 
 N, D, V = 23, 7, 41
 
@@ -26,7 +27,7 @@ def reference(tensors, labels, softcap):
     logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
     logps = logits.log_softmax(-1)
     entropies = -(logps.exp() * logps).sum(-1)
-    return logps.gather(1, labels[:, None])[:, 0], entropies, logits.argmax(-1)
+    return logps.gather(1, labels[:, None])[:, 0], entropies, logits.argmax(-1), logps.mean(-1)
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -45,16 +46,40 @@ def test_the_sum_and_its_gradients_are_those_of_the_logits(bias, softcap):
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("softcap", [None, 1.5])
+def test_the_sum_of_smoothed_labels_and_its_gradients_are_the_trainers(bias, softcap):
+    tensors, labels = inputs(bias=bias)
+    head = Head(tensors[1], *(tensors[2:] or [None]), softcap)
+    found, plain = totals(head, tensors[0], labels, 0.3)
+    logits = F.linear(*tensors)
+    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    expected = -LabelSmoother(epsilon=0.3)({"logits": logits}, labels, num_items_in_batch=1)
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-5)  # it sums in float32
+    torch.testing.assert_close(plain, reference(tensors, labels, softcap)[0].sum())
+    assert not plain.requires_grad
+    torch.testing.assert_close(
+        torch.autograd.grad(found, tensors),
+        torch.autograd.grad(expected, tensors),
+        rtol=1e-6,
+        atol=1e-6,
+    )
+    exact = F.cross_entropy(logits, labels, label_smoothing=0.3, reduction="sum")
+    torch.testing.assert_close(found, -exact)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("softcap", [None, 1.5])
 def test_each_score_and_the_gradients_of_any_function_of_them(bias, softcap):
     tensors, labels = inputs(bias=bias)
     found = scores(Head(tensors[1], *(tensors[2:] or [None]), softcap), tensors[0], labels)
-    logps, entropies, best = reference(tensors, labels, softcap)
+    logps, entropies, best, means = reference(tensors, labels, softcap)
     torch.testing.assert_close(found.logps, logps)
     torch.testing.assert_close(found.entropies, entropies)
+    torch.testing.assert_close(found.means, means)
     assert torch.equal(found.predictions, best)
-    weights = torch.randn(2, N, dtype=torch.float64)
+    weights = torch.randn(3, N, dtype=torch.float64)
     ours = (found.logps.sigmoid() * weights[0] + found.entropies * weights[1]).sum()
     theirs = (logps.sigmoid() * weights[0] + entropies * weights[1]).sum()
+    ours, theirs = ours + (found.means * weights[2]).sum(), theirs + (means * weights[2]).sum()
     torch.testing.assert_close(
         torch.autograd.grad(ours, tensors), torch.autograd.grad(theirs, tensors)
     )

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from transformers.trainer_pt_utils import LabelSmoother
 
 import tiny
 from surefoot.batch import IGNORE_INDEX, Batch
@@ -33,6 +34,10 @@ ROWS = [[5, 9, 11, 7], [8, 3], [4, 4, 6, 21, 30, 31]]
 LABELS = [[-100, -100, 11, 7], [-100, 3], [4, 4, -100, 21, 30, 31]]
 
 
+def expected_logps(model):
+    return expected(model)[0]
+
+
 def expected(model):
     logps, entropies, best = [], [], []
     for row, label in zip(ROWS, LABELS, strict=True):
@@ -56,6 +61,21 @@ def test_outputs_are_those_of_each_row_alone_in_reading_order(kind, make):
     torch.testing.assert_close(found.logps, logps)
     torch.testing.assert_close(found.entropies, entropies)
     assert torch.equal(found.predictions, best)
+
+
+@pytest.mark.parametrize("make", [padded, flat])
+def test_smoothed_labels_are_those_of_the_trainer(make):
+    reference, model = (tiny.model(dtype=torch.float64) for _ in range(2))
+    if make is flat:
+        use_packed(model)
+    found = outputs.compute(model, make(ROWS, LABELS), ("total",), smoothing=0.1)
+    whole = reference(
+        **{n: getattr(padded(ROWS, LABELS), n) for n in ("input_ids", "attention_mask")}
+    )
+    smoother = LabelSmoother(epsilon=0.1)
+    expected = smoother(whole, padded(ROWS, LABELS).labels, shift_labels=True, num_items_in_batch=1)
+    torch.testing.assert_close(-found.smoothed, expected, rtol=1e-6, atol=1e-5)
+    torch.testing.assert_close(found.total, sum(expected_logps(reference)))
 
 
 def test_what_was_not_asked_for_is_not_computed():

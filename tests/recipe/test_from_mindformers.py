@@ -125,7 +125,11 @@ def test_weights_with_their_configuration_beside_are_a_model(tmp_path):
         ("src_strategy_path_or_dir: s", "strategy files are looked for in `strategy` beside"),
         ("parallel_config: {context_parallel: 2}", "2: it is not supported here"),
         ("parallel_config: {data_parallel: 0}", "data_parallel must be a whole number of at least"),
-        ("{load_checkpoint: out, resume_training: true}", "moments of MindSpore's optimizer are"),
+        ("{load_checkpoint: out, resume_training: true}", "say the model they are of with pretra"),
+        ("lr_schedule: {type: Fancy}", "type 'Fancy': expected one of CosineWithWarmUpLR"),
+        ("lr_schedule: {total_steps: 9}", "total_steps 9: here a schedule runs over the steps"),
+        ("optimizer: {type: Muon}", "'Muon': there is only AdamW here"),
+        ("optimizer: {betas: 3}", "betas: expected two numbers, got 3"),
         (
             "{load_checkpoint: w, pretrained_model_dir: m}",
             "convert w MODEL --to huggingface --base",
@@ -148,3 +152,92 @@ def test_every_refusal_is_told_at_once_with_its_line():
     assert "checkpoint_format" in first
     assert "convert --to huggingface` writes the weights alone" in second
     assert "checkpoints lie in output_dir" in third
+
+
+def test_a_training_goes_on_from_what_mindspore_saved(tmp_path):
+    text = "load_checkpoint: out/checkpoint\npretrained_model_dir: model\nresume_training: "
+    found = settings(text + "True\n")
+    assert found["model.path"] == "model"
+    assert found["checkpoint.resume"] == "out/checkpoint"
+    found = settings(text + "llama_rank_3-2_10.safetensors\n")
+    assert found["checkpoint.resume"] == "out/checkpoint/rank_0/llama_rank_0-2_10.safetensors"
+    (tmp_path / "config.json").write_text("{}")
+    found = settings(f"load_checkpoint: {tmp_path}\nresume_training: True\n")
+    assert found["model.path"] == found["checkpoint.resume"] == str(tmp_path)
+
+
+def test_the_optimizer_and_its_schedule_are_the_same_here():
+    text = "optimizer: {type: AdamW, betas: [0.9, 0.95], eps: 1.e-8, weight_decay: 0.1}\n"
+    text += "lr_schedule: {type: CosineWithWarmUpLR, learning_rate: 1.e-4, lr_end: 1.e-5, "
+    text += "warmup_ratio: 0.02, warmup_steps: 7, total_steps: -1}\n"
+    assert settings(text) == {
+        "optim.adamw.beta1": 0.9,
+        "optim.adamw.beta2": 0.95,
+        "optim.adamw.epsilon": 1e-8,
+        "optim.adamw.weight_decay": 0.1,
+        "optim.adamw.schedule": "cosine",
+        "optim.adamw.learning_rate": 1e-4,
+        "optim.adamw.min_lr_ratio": pytest.approx(0.1),
+        "optim.adamw.warmup_ratio": 0.02,
+    }
+
+
+ROWS = """\
+train_dataset:
+  data_loader:
+    type: HFDataLoader
+    load_func: load_dataset
+    path: llm-wizard/alpaca-gpt4-data-zh
+    split: train
+    shuffle: False
+    handler:
+      - type: take
+        n: 2000
+      - type: AlpacaInstructDataHandler
+        seq_length: 4096
+      - type: PackingHandler
+        seq_length: 4096
+        pack_strategy: pack
+"""
+
+
+def test_a_dataset_of_rows_becomes_settings_and_an_entry_to_add():
+    done = convert(parse(ROWS, "theirs.yaml"))
+    assert done.settings == {
+        "data.datasets": ["alpaca-gpt4-data-zh"],
+        "data.shuffle": False,
+        "data.max_samples": 2000,
+        "data.cutoff_len": 4096,
+        "data.packing": True,
+    }
+    (line,) = done.advice
+    entry = '{"hf_hub_url": "llm-wizard/alpaca-gpt4-data-zh", "split": "train"}'
+    assert f'add {{"alpaca-gpt4-data-zh": {entry}}} to dataset_info.json' in line
+
+
+def test_a_file_of_rows_is_an_entry_with_its_name():
+    rows = "{type: CommonDataLoader, path: json, data_files: {train: /data/my rows.json}}"
+    (line,) = convert(parse(f"train_dataset: {{data_loader: {rows}}}", "theirs.yaml")).advice
+    assert 'add {"my_rows": {"file_name": "/data/my rows.json"}} to' in line
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("seed: 1", "no train_dataset: say what to train on with data.dataset_dir and data.datas"),
+        (
+            "train_dataset: {data_loader: {type: MindDataset, dataset_dir: x}}",
+            "MindDataset, MindRecord files of tokens, is not read; say what to train on",
+        ),
+        (
+            "train_dataset: {data_loader: {type: HFDataLoader, path: json}}",
+            "HFDataLoader names neither a dataset nor a file",
+        ),
+        (
+            "train_dataset: {data_loader: {type: HFDataLoader, path: a/b, handler: [{type: X}]}}",
+            "X is not taken over; the columns of rows, and what they are, are told in",
+        ),
+    ],
+)
+def test_what_is_to_be_added_is_told(text, told):
+    assert told in convert(parse(text, "theirs.yaml")).advice[-1]

@@ -232,9 +232,6 @@ def test_another_variant_is_one_change():
     assert changes(small(method="lora"), small()) == [Change("method", "lora", "full")]
 
 
-# --- rules -----------------------------------------------------------------------------------
-
-
 def test_evaluating_needs_data():
     for asked in ({"eval_steps": 5}, {"eval_minutes": 1}, {"eval_epoch": True}):
         (name,) = asked
@@ -310,8 +307,6 @@ def test_every_rule_that_is_broken_is_told(recipe_file):
 def test_every_rule_says_what_it_is():
     assert all(rule.__doc__ for rule in RULES)
 
-
-# --- properties ------------------------------------------------------------------------------
 
 WORDS = st.text(st.characters(codec="utf-8"), min_size=1, max_size=8)
 NAMES = st.lists(WORDS, max_size=3).map(tuple)

@@ -230,9 +230,6 @@ def test_an_adapter_goes_on_and_opens_from_its_url(bucket, tmp_path):
     assert bucket.committed() == [3, 6]
 
 
-# --- a store that fails ----------------------------------------------------------------------
-
-
 def test_every_third_request_fails_and_the_run_is_there(project, whole, weak, proxy, tmp_path):
     faults = ["drop", 503, "deaf", 500]
     proxy.rule = lambda method, path, n: faults[n // 3 % 4] if n % 3 == 0 else None
@@ -332,9 +329,6 @@ def test_sigterm_does_not_cut_the_last_upload_short(project, weak, proxy, tmp_pa
     process.communicate()
     assert process.returncode == 128 + signal.SIGTERM
     assert weak.committed() == [2]
-
-
-# --- what a user gets wrong --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from surefoot.data.collate import collate
 from surefoot.data.loader import InOrder
 from surefoot.methods.lora import LoRA
 from surefoot.parallel.world import ALONE
+from surefoot.stages.sft import SFT
 from surefoot.training.callback import TrainerCallback
 
 
@@ -56,6 +57,8 @@ def measured(world, folder, count, **changes):
         (2, {}, {}),
         (2, {"dp_replicate": 2}, {"method": LoRA(rank=2, dropout=0.3)}),
         (2, {"tp": 2}, {}),
+        (2, {"tp": 2}, {"stage": SFT(label_smoothing_factor=0.2)}),
+        (2, {"pp": 2}, {"stage": SFT(label_smoothing_factor=0.2)}),
         pytest.param(3, {}, {"train": {"micro_batch_size": 1}}, marks=pytest.mark.proof),
         pytest.param(4, {"tp": 2}, {}, marks=pytest.mark.proof),
     ],
@@ -68,6 +71,17 @@ def test_metrics_are_those_of_one_process(processes, parallel, changes, count, t
     assert all(one == found[0] for one in found), "all ranks must say the same"
     assert found[0] == pytest.approx(expected, rel=1e-5)
     assert found[0]["predict_token_accuracy"] == expected["predict_token_accuracy"]
+
+
+def test_the_perplexity_is_of_the_labels_and_not_of_smoothed_ones(tmp_path):
+    plain, smoothed = (
+        measured(ALONE, tmp_path, 5, stage=SFT(label_smoothing_factor=factor))
+        for factor in (0, 0.3)
+    )
+    assert smoothed["predict_nll"] == pytest.approx(plain["predict_loss"])
+    assert smoothed["predict_perplexity"] == pytest.approx(plain["predict_perplexity"])
+    assert smoothed["predict_loss"] != pytest.approx(plain["predict_loss"], rel=1e-3)
+    assert "predict_nll" not in plain
 
 
 class Signal(TrainerCallback):

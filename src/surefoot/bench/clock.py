@@ -17,7 +17,6 @@ from ..batch import Batch, ForwardBackward, Loss, LossFunction, Outputs, Window
 
 PHASES = ("data", "forward", "backward", "optimizer", "rest")  # a step begins with its data
 
-
 Mark = float | torch.cuda.Event  # seconds, or a place in the queue of a GPU
 
 
@@ -46,10 +45,10 @@ class Clock:
 
 
 def _since(first: Mark, mark: Mark) -> float:
-    if isinstance(first, float) or isinstance(mark, float):
-        assert isinstance(first, float)
-        assert isinstance(mark, float)
+    if isinstance(first, float) and isinstance(mark, float):
         return mark - first
+    assert not isinstance(first, float)
+    assert not isinstance(mark, float)
     return float(first.elapsed_time(mark)) / 1000
 
 

@@ -89,6 +89,7 @@ def measure(recipe: Recipe, steps: int, folder: Path) -> Figures:
     """
     trainer = build(_short(recipe, steps, folder))
     where, loader = device(), trainer.loader
+    assert isinstance(loader, Loader)  # for nothing is streamed here
     meter = Meter(Clock(where), loader)
     trainer.callbacks.members = [meter]
     trainer.step.run_window = timed(trainer.step.run_window, meter.clock.turn, meter.count)
@@ -118,11 +119,16 @@ def measure(recipe: Recipe, steps: int, folder: Path) -> Figures:
 
 
 def _short(recipe: Recipe, steps: int, folder: Path) -> Recipe:
-    """The same, over soon and in another folder."""
+    """The same, over soon and in another folder. What would be streamed is encoded before, as many
+    rows as the shuffle looks at."""
     train = replace(recipe.train, output_dir=folder, max_steps=WARM_UP + steps, report_to=())
     if train.on_nan == "rollback":  # there is nothing to go back to
         train = replace(train, on_nan="stop")
-    return replace(recipe, train=train)
+    data = recipe.data
+    if data.streaming:
+        rows = min(data.max_samples or data.buffer_size, data.buffer_size)
+        data = replace(data, streaming=False, max_samples=rows)
+    return replace(recipe, train=train, data=data)
 
 
 def _heaviest_window(loader: Loader, run_steps: int, *, packing: bool) -> int:

@@ -6,6 +6,7 @@ one dimension by two axes.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +15,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from ..cuts import Cut, Cuts, held
 from ..errors import CheckpointError
 from .box import Box
+
+BLOCK = 1 << 20  # elements read at a time
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,11 @@ class Part:
         if box == self.box:
             return self
         return Part(self.values.detach()[box.slices_in(self.box)], self.shape, box)
+
+    def fill(self, read: Callable[[Box], torch.Tensor]) -> None:
+        """Copy in what ``read`` gives for boxes of the whole tensor, block by block."""
+        for block in self.box.blocks(BLOCK) if self.box.size else ():
+            self.values[block.slices_in(self.box)].copy_(read(block))
 
 
 def part(name: str, tensor: torch.Tensor, cuts: Cuts | None = None) -> Part:

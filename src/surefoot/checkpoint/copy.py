@@ -15,6 +15,7 @@ from .box import Box
 from .bytes import dtype_name, write_tensor
 from .plan import FilePlan, plan_save
 from .save import dump_index
+from .sharding import explained
 from .source import Cast, Shape, Source
 from .stream import Stream
 
@@ -43,7 +44,7 @@ def copy(
     with files.raising(CheckpointError, f"cannot write weights to {folder}"):
         files.make_folder(folder)
         _make_room(folder, stem)
-        _write(source, folder, plans, progress or _silent)
+        _write(source, folder, plans, progress or silent)
         if len(plans) > 1:
             files.write_aside(folder / f"{stem}.safetensors.index.json", dump_index(plans))
         files.sync_folder(folder)
@@ -64,7 +65,7 @@ def described(source: Source) -> dict[str, tuple[str, Shape]]:
     return {name: (dtype_name(name, dtypes[name]), s) for name, s in source.shapes().items()}
 
 
-def _silent(num_bytes: int) -> None:
+def silent(num_bytes: int) -> None:
     """Report no progress."""
 
 
@@ -96,7 +97,7 @@ def _write(source: Source, folder: Path, plans: Sequence[FilePlan], progress: Pr
             file.bypass_cache()
             opened.append(file)
         for file, plan in zip(opened, plans, strict=True):
-            _fill(file, source, plan, progress)
+            fill(file, source, plan, progress)
         for file, plan in zip(opened, plans, strict=True):
             files.rename(file.path, folder / plan.name)
 
@@ -106,11 +107,12 @@ def _remove(path: Path) -> None:
         files.remove_tree(path)
 
 
-def _fill(file: files.File, source: Source, plan: FilePlan, progress: Progress) -> None:
+def fill(file: files.File, source: Source, plan: FilePlan, progress: Progress) -> dict[str, str]:
+    """Fill and flush a file; the hash of the bytes of each of its tensors, or boxes, by name."""
     with Stream(file) as stream:
         stream.write(plan.head)
-        for name, entry in plan.header.entries.items():
-            pour(stream, source, name, Box.whole(entry.shape), progress)
+        boxes = explained(plan.header).items()
+        return {name: pour(stream, source, name, box, progress) for name, (_, box) in boxes}
 
 
 def pour(stream: Stream, source: Source, name: str, box: Box, progress: Progress) -> str:

@@ -7,7 +7,7 @@ only if it has changed since the last save; otherwise a few bytes tell them so.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -104,15 +104,22 @@ def _heard(said: tuple[Any, Mapping[str, Any]]) -> Heard:
     return found, said[1]
 
 
-def _plan(heard: list[Heard], rank: int) -> Plan:
+def shared_out(held: Sequence[Holding]) -> list[dict[str, dict[str, Box]]]:
+    """What each process writes of what all hold, by role and name (see ``balance``)."""
     flat = [
         {f"{role}/{name}": one for role, found in tensors.items() for name, one in found.items()}
-        for tensors, _ in heard
+        for tensors in held
     ]
-    mine: dict[str, dict[str, Box]] = {}
-    for full_name, box in balance(flat)[rank].items():
-        role, _, name = full_name.partition("/")
-        mine.setdefault(role, {})[name] = box
+    shares: list[dict[str, dict[str, Box]]] = [{} for _ in held]
+    for share, boxes in zip(shares, balance(flat), strict=True):
+        for full_name, box in boxes.items():
+            role, _, name = full_name.partition("/")
+            share.setdefault(role, {})[name] = box
+    return shares
+
+
+def _plan(heard: list[Heard], rank: int) -> Plan:
+    mine = shared_out([tensors for tensors, _ in heard])[rank]
     whole: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = {}
     optimizer: dict[str, Any] = {}
     for tensors, states in heard:

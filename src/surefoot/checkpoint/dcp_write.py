@@ -7,14 +7,12 @@ from pathlib import Path
 
 from .. import files
 from . import dcp
-from .copy import Progress, cast, pour
+from .copy import Progress, cast, fill, silent
 from .mesh import Mesh
 from .plan import FilePlan, plan_save
 from .reshard import ALONE, held_by
-from .sharding import explained
 from .source import Source
-from .stream import Stream
-from .whole import new_folder
+from .whole import new_folder, write_small
 
 
 def plan_dcp(source: Source, mesh: Mesh = ALONE) -> list[FilePlan]:
@@ -51,18 +49,5 @@ def write_dcp(
         for plan in plans:
             with files.open_file(folder / plan.name, follow=False, write=True) as file:
                 file.bypass_cache()
-                _fill(file, source, plan, progress or _silent)
-        for name, data in (small or {}).items():
-            files.make_folder((folder / name).parent)
-            files.write_new(folder / name, data)
-
-
-def _fill(file: files.File, source: Source, plan: FilePlan, progress: Progress) -> None:
-    with Stream(file) as stream:
-        stream.write(plan.head)
-        for name, (_, box) in explained(plan.header).items():
-            pour(stream, source, name, box, progress)
-
-
-def _silent(num_bytes: int) -> None:
-    """Report no progress."""
+                fill(file, source, plan, progress or silent)
+        write_small(folder, small or {})

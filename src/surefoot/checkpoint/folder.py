@@ -46,9 +46,14 @@ class CheckpointFolder:
         return file
 
     def skeleton(self) -> Mapping[str, Any]:
-        """The state without its tensors."""
+        """The state without its tensors; a ``CheckpointError`` if there are only weights."""
         if STATE not in self.manifest.files:
-            raise CheckpointError(f"{self.path}: it holds no {STATE}")
+            setting = "adapter" if self.manifest.kind == "adapter" else "path"
+            raise CheckpointError(
+                f"{self.path}: weights alone, without {STATE}, the state of a training to go on "
+                f"from; to start from them, leave checkpoint.resume out and set "
+                f"model.{setting}={self.path}"
+            )
         return strict.parse_object(self.small(STATE), str(self.path / STATE))
 
     def check_stored(self, file: tensorfile.TensorFile, piece: Piece) -> None:

@@ -7,14 +7,14 @@ plan of the architecture says, and any mesh reads any cut.
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from itertools import product
 
 from ..cuts import Cut, held
 from ..errors import CheckpointError
 from .box import Box
+from .settings import pairs
 
 _EXAMPLE = "for example dp_shard=4,tp=2"
 _CUTS = (Cut("tp", 0), Cut("dp_shard", 0))
@@ -46,35 +46,26 @@ class Mesh:
         """The size of every axis, in order; none for a process alone, as a run says it."""
         return asdict(self) if self.size > 1 else {}
 
-    def boxes(self, shape: tuple[int, ...], copy: int) -> Iterator[tuple[int, Box]]:
-        """The ranks of one ``copy`` of the model, and their boxes of a tensor; empty ones are left
-        out. A tensor without dimensions or elements is whole everywhere, and the first rank's."""
+    def boxes(self, shape: tuple[int, ...]) -> Iterator[tuple[Sequence[int], Box]]:
+        """The boxes of a tensor, but for empty ones, and the ranks that hold each. A tensor without
+        dimensions or elements is whole everywhere, and the first rank's."""
         whole = Box.whole(shape)
         if not shape or not whole.size:
-            yield 0, whole
+            yield (0,), whole
             return
-        sizes = asdict(self)
-        for shard, part in product(range(self.dp_shard), range(self.tp)):
+        sizes, step = asdict(self), self.dp_shard * self.tp
+        for first, (shard, part) in enumerate(product(range(self.dp_shard), range(self.tp))):
             box = Box(*held(shape, _CUTS, sizes, {"dp_shard": shard, "tp": part}))
             if box.size:
-                yield (copy * self.dp_shard + shard) * self.tp + part, box
+                yield range(first, self.size, step), box
 
 
 def parse_mesh(text: str) -> Mesh:
     """What ``dp_shard=4,dp_replicate=2`` says. Raises ``CheckpointError`` for anything else."""
     known = [field.name for field in fields(Mesh)]
+    odd = f"a checkpoint is cut along {', '.join(known[:-1])} and {known[-1]}, not {{}}"
     sizes: dict[str, int] = {}
-    for item in text.split(","):
-        axis, _, size = (part.strip() for part in item.partition("="))
-        if axis not in known:
-            near = difflib.get_close_matches(axis, known, n=1)
-            hint = f"did you mean {near[0]}?" if near else _EXAMPLE
-            raise CheckpointError(
-                f"mesh {text!r}: a checkpoint is cut along {', '.join(known[:-1])} and "
-                f"{known[-1]}, not {axis!r}; {hint}"
-            )
-        if axis in sizes:
-            raise CheckpointError(f"mesh {text!r}: {axis} occurs twice")
+    for axis, size in pairs(text, known, what="mesh", odd=odd, example=_EXAMPLE):
         if not (size.isascii() and size.isdecimal() and len(size) < 10):
             raise CheckpointError(
                 f"mesh {text!r}: {axis} must be a whole number, got {size!r}; {_EXAMPLE}"

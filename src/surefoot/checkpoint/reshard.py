@@ -8,30 +8,28 @@ the way.
 
 from __future__ import annotations
 
-import heapq
 import json
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
 from .. import files
 from ..errors import CheckpointError
+from .balance import Held
 from .box import Box
 from .commit import clean_beside, refuse_existing
 from .contents import ROLES, open_contents
-from .copy import Progress, cast, described, pour
+from .copy import Progress, cast, described, fill, silent
+from .crew import shared_out
 from .folder import open_checkpoint
-from .header import num_bytes
-from .index import Layout, Manifest, is_safetensors
+from .index import Kind, Layout, Manifest, is_safetensors
 from .job import Job, Saved, Shard
 from .mesh import Mesh
 from .plan import plan_save
-from .save import RANK_FOLDER, WEIGHT_STEMS, WORTH_SHARING, indexes, versions
-from .sharding import explained
+from .save import RANK_FOLDER, WEIGHT_STEMS, indexes, still, versions
 from .source import Renamed, Source, Stored
-from .stream import Stream
 from .weights import FOREIGN, open_weights, recognise
 from .write import write
 
@@ -40,20 +38,6 @@ SHARD_SIZE = 5_000_000_000  # bytes of the largest file
 _INDEX = ".safetensors.index.json"
 _CONFIG = "config.json"
 _MESH = re.compile(r"rank_\d{5}/")
-
-
-@dataclass(frozen=True)
-class Held:
-    """What one process holds of one tensor."""
-
-    dtype: str
-    shape: tuple[int, ...]  # of the whole tensor
-    box: Box
-
-    @property
-    def num_bytes(self) -> int:
-        """Of the box."""
-        return num_bytes(self.dtype, self.box.shape)
 
 
 @dataclass(frozen=True)
@@ -135,7 +119,7 @@ def reshard(
         folder, layout=layout, mesh=mesh, dtype=dtype, max_shard_size=max_shard_size
     )
     clean_beside(path)
-    return write(_job(plan, path), _Poured(plan.sources, progress or _silent))
+    return write(_job(plan, path), Poured(plan.sources, progress or silent))
 
 
 def plan_reshard(
@@ -156,11 +140,11 @@ def plan_reshard(
     manifest = checkpoint.manifest
     sources = open_roles(Path(folder), manifest)
     sources["model"] = cast(sources["model"], dtype)
-    shards = list(_shards(sources, manifest, layout, mesh, max_shard_size))
+    shards = list(shards_of(sources, manifest.kind, layout, mesh, max_shard_size))
     names = [n for n in manifest.files if not is_safetensors(n) and not n.endswith(_INDEX)]
     small = {name: checkpoint.small(name) for name in names}
     if dtype is not None and _CONFIG in small:
-        small[_CONFIG] = _with_dtype(small[_CONFIG], dtype)
+        small[_CONFIG] = with_dtype(small[_CONFIG], dtype)
     small |= indexes(shards, mesh.size)
     return Resharding(Path(folder), manifest, layout, mesh, sources, shards, small)
 
@@ -172,8 +156,8 @@ def _refuse_foreign(folder: Path) -> None:
         open_weights(folder)  # says what is there instead
     if layout in FOREIGN:
         raise CheckpointError(
-            f"{folder}: weights alone ({layout}), not a checkpoint of ours with the state to go on "
-            "from; weights are converted with --to huggingface, dcp or mindspore"
+            f"{folder}: weights alone ({layout}), not a checkpoint of ours; "
+            "`surefoot ckpt convert --to surefoot` makes one of them, without a state to go on from"
         )
 
 
@@ -186,7 +170,7 @@ def open_roles(folder: Path, manifest: Manifest) -> dict[str, Source]:
     }
 
 
-def _with_dtype(config: bytes, dtype: str) -> bytes:
+def with_dtype(config: bytes, dtype: str) -> bytes:
     """``config.json`` of weights of another type."""
     told = json.loads(config)
     for section in (told, told.get("text_config")):
@@ -196,50 +180,50 @@ def _with_dtype(config: bytes, dtype: str) -> bytes:
     return (json.dumps(told, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()
 
 
-def _shards(
+def shards_of(
     sources: Mapping[str, Source],
-    manifest: Manifest,
+    kind: Kind,
     layout: Layout,
     mesh: Mesh,
     max_shard_size: int,
 ) -> Iterator[Shard]:
     """The files of every role: of whole tensors, or of the boxes of every rank."""
-    moved = {name.rpartition(".")[0] for name in sources["optimizer"].shapes()}
-    stems = {"model": WEIGHT_STEMS[manifest.kind], "optimizer": "optimizer", "state": "state"}
-    if manifest.kind == "adapter":  # one small file beside the manifest, as PEFT wants it
+    moments = sources["optimizer"].shapes() if "optimizer" in sources else {}
+    moved = {name.rpartition(".")[0] for name in moments}
+    stems = {"model": WEIGHT_STEMS[kind], "optimizer": "optimizer", "state": "state"}
+    if kind == "adapter":  # one small file beside the manifest, as PEFT wants it
         (whole,) = held_by({"model": sources["model"]}, ALONE)
         yield from _planned("model", stems["model"], whole["model"], None)
         sources = {role: source for role, source in sources.items() if role != "model"}
     for rank, held in enumerate(held_by(sources, mesh)):
-        still = _still(held.get("model", {}), moved)
         for role, own in held.items():
             stem, is_boxed = stems[role], layout == "distributed"
             stem = f"{RANK_FOLDER.format(rank)}/{stem}" if is_boxed else stem
             limit = None if role == "state" else max_shard_size
-            apart = still if role == "model" else ()
-            yield from _planned(role, stem, own, limit, apart=apart, is_boxed=is_boxed)
+            movers = moved if role == "model" else None
+            yield from _planned(role, stem, own, limit, moved=movers, is_boxed=is_boxed)
 
 
 def held_by(sources: Mapping[str, Source], mesh: Mesh) -> list[dict[str, dict[str, Held]]]:
-    """What each rank writes, by role and name.
+    """What each rank writes, by role and name: its share of what it would hold in a run.
 
-    Copies are written once: the largest tensors first, each by the copy of the model that has least
-    to write so far. What is no tensor of the model or its optimizer is whole, and the first rank's.
+    What is no tensor of the model or its optimizer is whole, and the first rank's.
     """
-    found: list[dict[str, dict[str, Held]]] = [{r: {} for r in sources} for _ in range(mesh.size)]
-    loads = [(0, copy) for copy in range(mesh.dp_replicate)]  # a heap
+    held: list[dict[str, dict[str, Held]]] = [{r: {} for r in sources} for _ in range(mesh.size)]
     for role, source in sources.items():
-        tensors = described(source)
-        for name in sorted(tensors, key=lambda name: -num_bytes(*tensors[name])):
-            dtype, shape = tensors[name]
-            if role == "state":
-                found[0][role][name] = Held(dtype, shape, Box.whole(shape))
-                continue
-            load, copy = loads[0]
-            heapq.heapreplace(loads, (load + num_bytes(dtype, shape), copy))
-            for rank, box in mesh.boxes(shape, copy):
-                found[rank][role][name] = Held(dtype, shape, box)
-    return found
+        for name, (dtype, shape) in described(source).items():
+            boxes = [((0,), Box.whole(shape))] if role == "state" else mesh.boxes(shape)
+            for ranks, box in boxes:
+                one = Held(dtype, shape, box)
+                for rank in ranks:
+                    held[rank][role][name] = one
+    return [
+        {
+            role: {n: replace(own[role][n], box=box) for n, box in share.get(role, {}).items()}
+            for role in sources
+        }
+        for own, share in zip(held, shared_out(held), strict=True)
+    ]
 
 
 def _planned(
@@ -248,21 +232,15 @@ def _planned(
     held: Mapping[str, Held],
     limit: int | None,
     *,
-    apart: Collection[str] = (),
+    moved: Collection[str] | None = None,
     is_boxed: bool = False,
 ) -> list[Shard]:
+    """The files of one role, those of weights that are not ``moved`` apart from the others."""
     tensors = {name: (held[name].dtype, held[name].box.shape) for name in sorted(held)}
     boxes = {name: (one.shape, one.box) for name, one in held.items()} if is_boxed else None
+    apart = () if moved is None else still(tensors, moved)
     plans = plan_save(stem, tensors, limit, apart=apart, boxes=boxes) if tensors else []
     return [Shard(role, plan) for plan in plans]
-
-
-def _still(model: Mapping[str, Held], moved: Collection[str]) -> set[str]:
-    """Weights that no optimizer moves, if they are worth files of their own, as in a save."""
-    still = {name for name in model if name not in moved}
-    size = sum(one.num_bytes for one in model.values())
-    share = sum(model[name].num_bytes for name in still) / max(size, 1)
-    return still if WORTH_SHARING <= share < 1 else set()
 
 
 def _job(plan: Resharding, target: Path) -> Job:
@@ -285,7 +263,7 @@ def _job(plan: Resharding, target: Path) -> Job:
 
 
 @dataclass(frozen=True)
-class _Poured:
+class Poured:
     """The content of files that are filled from sources."""
 
     sources: Mapping[str, Source]
@@ -293,19 +271,8 @@ class _Poured:
 
     def write(self, shard: Shard, file: files.File) -> Mapping[str, str]:
         """Fill and flush the file; the hash of each box's bytes by its tensor's name."""
-        source = self.sources[shard.role]
-        with Stream(file) as stream:
-            stream.write(shard.plan.head)
-            boxes = explained(shard.plan.header)
-            return {
-                name: pour(stream, source, name, boxes[name][1], self.progress)
-                for name in shard.plan.header.entries
-            }
+        return fill(file, self.sources[shard.role], shard.plan, self.progress)
 
     def hash(self, shard: Shard, name: str) -> str:
         """Not asked for: nothing is shared with a parent."""
         raise AssertionError(name)
-
-
-def _silent(num_bytes: int) -> None:
-    """Report no progress."""

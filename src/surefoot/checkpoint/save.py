@@ -97,7 +97,9 @@ def prepare(
     parts = {role: _parts(role, found, states.get(role)) for role, found in groups.items()}
     tensors: Mapping[str, Described]
     tensors, nonce = {role: _described(role, found) for role, found in parts.items()}, None
-    if crew.size > 1:
+    if crew.size == 1:
+        _refuse_incomplete(parts)
+    else:
         word, plan = crew.agree(_held(parts, tensors, crew), skeleton.get("optimizer", {}), parent)
         nonce, parent, tensors = word.nonce, word.parent, plan.tensors
         parts = {role: _narrowed(found, plan.mine.get(role, {})) for role, found in parts.items()}
@@ -130,6 +132,17 @@ def _parts(role: str, tensors: Tensors, state: Stateful | None) -> dict[str, Par
         for name, tensor in tensors.items()
         if not (tensor.is_meta or is_copy(state, name))
     }
+
+
+def _refuse_incomplete(parts: ByRole) -> None:
+    """A process that saves alone must have all of every tensor: nobody writes the rest."""
+    for role, found in parts.items():
+        for name, one in found.items():
+            if one.box != Box.whole(one.shape):
+                raise CheckpointError(
+                    f"{role}: {name}: this process saves alone, but holds {list(one.box.shape)} of "
+                    f"{list(one.shape)}; give it the whole tensor (`full_tensor()`)"
+                )
 
 
 def _described(role: str, parts: Mapping[str, Part]) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -237,7 +250,7 @@ def _shards(
         described = tensors.get(role, {})
         if not is_joint:
             described = {name: (described[name][0], one.box.shape) for name, one in own.items()}
-        apart = _still(described, moved) if role == "model" and not is_adapter else ()
+        apart = still(described, moved) if role == "model" and not is_adapter else ()
         boxes = {name: (one.shape, one.box) for name, one in own.items()} if is_boxed else None
         stem = f"{RANK_FOLDER.format(crew.rank)}/{stems[role]}" if is_boxed else stems[role]
         if not described:
@@ -254,7 +267,7 @@ def _share(plan: FilePlan, own: Mapping[str, Part], crew: Crew) -> Share:
     return Share(boxes, has_head=crew.rank == 0)
 
 
-def _still(model: Described, moved: Collection[str]) -> set[str]:
+def still(model: Described, moved: Collection[str]) -> set[str]:
     """Weights that no optimizer moves, if they are worth files of their own, to be shared.
 
     The optimizer's tensors are named after the weights it moves.

@@ -30,7 +30,8 @@ class CheckpointSection:
     keep_hours: float | None = None
     """Checkpoints saved within so many hours before the newest stay as well."""
     resume: str = "auto"
-    """``auto``: the newest checkpoint that verifies; ``none``: start anew; or a folder."""
+    """``auto``: the newest checkpoint that verifies; ``none``: start anew; or a folder: of ours, of
+    Hugging Face's Trainer, or of MindSpore Transformers."""
     max_shard_size: int = 5_000_000_000
     """Largest weight file in bytes; bigger models are split as Hugging Face splits them."""
     layout: Layout | None = None

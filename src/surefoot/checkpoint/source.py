@@ -1,6 +1,6 @@
 """A source answers: what tensors are there, and what values fill this box of one of them?
 
-A folder in any layout opens as a source. Renaming, joining, casting and merging are sources over
+A folder in any layout opens as a source. Renaming, fusing, casting and merging are sources over
 sources, so that a conversion is one expression, reads only what it writes, and builds no model.
 """
 
@@ -159,56 +159,6 @@ class Renamed:
     def read(self, name: str, box: Box) -> torch.Tensor:
         """By new name."""
         return self.source.read(self.names[name], box)
-
-
-@dataclass(frozen=True)
-class Joined:
-    """Tensors laid end to end along the first dimension, as fused projections are."""
-
-    source: Source
-    parts: Mapping[str, tuple[str, ...]]
-
-    @cached_property
-    def _left(self) -> list[str]:
-        used = {part for parts in self.parts.values() for part in parts}
-        return [name for name in self.source.shapes() if name not in used]
-
-    @cached_property
-    def _shapes(self) -> Mapping[str, Shape]:
-        shapes = self.source.shapes()
-        joined = {
-            name: (sum(shapes[part][0] for part in parts), *shapes[parts[0]][1:])
-            for name, parts in self.parts.items()
-        }
-        return {name: shapes[name] for name in self._left} | joined
-
-    @cached_property
-    def _dtypes(self) -> Mapping[str, torch.dtype]:
-        dtypes = self.source.dtypes()
-        joined = {name: dtypes[parts[0]] for name, parts in self.parts.items()}
-        return {name: dtypes[name] for name in self._left} | joined
-
-    def shapes(self) -> Mapping[str, Shape]:
-        """The parts disappear, the joined tensor appears."""
-        return self._shapes
-
-    def dtypes(self) -> Mapping[str, torch.dtype]:
-        """That of the first part."""
-        return self._dtypes
-
-    def read(self, name: str, box: Box) -> torch.Tensor:
-        """From each part just the rows that lie in ``box``."""
-        if name not in self.parts:
-            return self.source.read(name, box)
-        shapes, dtype = self.source.shapes(), self._dtypes[name]
-        found, first = [], 0
-        for part in self.parts[name]:
-            start = (first, *(0,) * (len(shapes[part]) - 1))
-            if (common := box & Box(start, shapes[part])) is not None:
-                inside = Box((common.start[0] - first, *common.start[1:]), common.shape)
-                found.append(self.source.read(part, inside).to(dtype))
-            first += shapes[part][0]
-        return torch.cat(found) if found else torch.empty(box.shape, dtype=dtype)
 
 
 @dataclass(frozen=True)

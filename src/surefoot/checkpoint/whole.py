@@ -7,7 +7,7 @@ knows whether to remove it.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from .. import files
@@ -41,6 +41,13 @@ def new_folder(target: Path, *, may_be_empty: bool = False) -> Iterator[Path]:
             except BaseException:
                 files.remove_tree(folder)
                 raise
+
+
+def write_small(folder: Path, small: Mapping[str, bytes]) -> None:
+    """Small files, which may lie in folders within."""
+    for name, data in small.items():
+        files.make_folder((folder / name).parent)
+        files.write_new(folder / name, data)
 
 
 def refuse_taken(target: Path) -> None:

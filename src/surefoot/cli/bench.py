@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING
 
 import click
 from rich.console import Console
-from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from .ckpt.table import cell, console, in_bytes, print_json, table
+from .table import cell, console, frame, in_bytes, print_json, table
 
 if TYPE_CHECKING:
     from ..bench.alone import Alone
@@ -132,16 +131,13 @@ def _gain(trial: Trial, first: Trial) -> float | None:
     return new.tokens_per_second / old.tokens_per_second
 
 
-# --- showing -----------------------------------------------------------------------------------
-
-
 def show(found: Search, one: Alone, command: list[str]) -> None:
     """Print facts, where the time goes, what was tried, and the command to take."""
     from ..bench.figures import Figures
 
     screen, first = console(), found.trials[0].outcome
     if isinstance(first, Figures):
-        screen.print(_facts(found, first, one))
+        screen.print(frame(found.recipe.model.path, _lines(found, first, one)))
         screen.print(_time_table(first))
     if len(found.trials) > 1:
         screen.print()
@@ -149,14 +145,6 @@ def show(found: Search, one: Alone, command: list[str]) -> None:
         screen.print()
         for line in _verdict(found, command):
             screen.print(line, soft_wrap=True)
-
-
-def _facts(found: Search, figures: Figures, one: Alone) -> Panel:
-    grid = Table.grid(padding=(0, 2))
-    for name, value in _lines(found, figures, one):
-        grid.add_row(Text(name, style="dim"), cell(value))
-    title = cell(found.recipe.model.path)
-    return Panel(grid, title=title, title_align="left", border_style="dim", expand=False)
 
 
 def _lines(found: Search, figures: Figures, one: Alone) -> Iterator[tuple[str, str]]:
@@ -231,9 +219,6 @@ def _verdict(found: Search, command: list[str]) -> Iterator[Text]:
     how = "works" if gain is None else f"is {gain:.2f} times as fast"
     yield Text(f"this {how}, and learns the same but for rounding:")
     yield Text.assemble("  ", (shlex.join(command), "bold"))
-
-
-# --- as data -----------------------------------------------------------------------------------
 
 
 def as_data(found: Search, one: Alone, command: list[str]) -> dict[str, object]:

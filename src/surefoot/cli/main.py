@@ -18,6 +18,7 @@ _ECHO = 10.0  # seconds for the process that has more to say, upon which the lau
 COMMANDS = {
     "train": "Fine-tune a model as a recipe says; again, and it goes on.",
     "preview": "Show what the model will see of the data, and what it learns.",
+    "encode": "Encode the data of a recipe ahead of its run.",
     "plan": "Tell what a run will take: steps, memory, disk and time.",
     "bench": "Measure how fast a recipe trains here, and which settings are faster.",
     "chat": "Talk to a model, a checkpoint or an adapter.",

@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING
 
 import click
 from rich.console import Console
-from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from .ckpt.table import cell, console, in_bytes, print_json, table
+from .table import cell, console, frame, in_bytes, print_json, table
 
 if TYPE_CHECKING:
     from ..estimate.memory import Memory
@@ -104,13 +103,10 @@ def machine_for(recipe: Recipe, device: str | None) -> Machine:
     return Machine(count, False, None if has_gpu else psutil.virtual_memory().total // count)
 
 
-# --- showing -----------------------------------------------------------------------------------
-
-
 def show(recipe: Recipe, found: Plan, *, is_given: bool) -> None:
     """Print facts, memory, checkpoints and other settings."""
     screen = console()
-    screen.print(_facts(recipe, found, is_given=is_given))
+    screen.print(frame(recipe.model.path, _lines(recipe, found, is_given=is_given)))
     screen.print(_memory_table(found))
     for line in _verdict(found):
         screen.print(line, soft_wrap=True)
@@ -119,14 +115,6 @@ def show(recipe: Recipe, found: Plan, *, is_given: bool) -> None:
     if found.options:
         screen.print()
         screen.print(_options_table(found))
-
-
-def _facts(recipe: Recipe, found: Plan, *, is_given: bool) -> Panel:
-    grid = Table.grid(padding=(0, 2))
-    for name, value in _lines(recipe, found, is_given=is_given):
-        grid.add_row(Text(name, style="dim"), cell(value))
-    title = cell(recipe.model.path)
-    return Panel(grid, title=title, title_align="left", border_style="dim", expand=False)
 
 
 def _lines(recipe: Recipe, found: Plan, *, is_given: bool) -> Iterator[tuple[str, str]]:
@@ -255,9 +243,6 @@ def _options_table(found: Plan) -> Table:
 
 def _value(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-# --- as data -----------------------------------------------------------------------------------
 
 
 def as_data(found: Plan) -> dict[str, object]:

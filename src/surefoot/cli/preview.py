@@ -113,9 +113,6 @@ def _names(recipe: Recipe) -> tuple[str, ...]:
     return tuple(dict.fromkeys([*recipe.data.datasets, *recipe.data.eval_datasets]))
 
 
-# --- reading -----------------------------------------------------------------------------------
-
-
 def measure(recipe: Recipe, codec: Codec, name: str, *, count: int, limit: int | None) -> Figures:
     """Encode the rows of a dataset, twice: as training will, and without a limit of length."""
     from ..data.registry import read_registry
@@ -205,9 +202,6 @@ def _sequence(codec: Codec, item: Features) -> Rendered:
         for start, end in pairwise(bounds):
             parts.append(Part(codec.tokenizer.decode(list(ids[start:end])), is_learnt[start]))
     return Rendered(parts, _num_tokens(item), trained)
-
-
-# --- showing -----------------------------------------------------------------------------------
 
 
 def show(console: Console, figures: Figures, cutoff_len: int) -> None:

@@ -36,9 +36,9 @@ def show(path: Path, overrides: tuple[str, ...], docs: bool) -> None:
 def convert(path: Path, overrides: tuple[str, ...]) -> None:
     """Print the YAML FILE of MindSpore Transformers as a recipe.
 
-    Data sets are not taken over: say what to train on with OVERRIDES such as data.datasets=[mine].
-    Keys that cannot be had here are refused, each with the reason. Keys that were not looked at
-    are listed on standard error.
+    Keys that cannot be had here are refused, each with the reason. What its data sets take beside
+    the recipe, and keys that were not looked at, are told on standard error. OVERRIDES such as
+    data.datasets=[mine] win.
     """
     from ..recipe.document import Document
     from ..recipe.files import read_text
@@ -49,6 +49,9 @@ def convert(path: Path, overrides: tuple[str, ...]) -> None:
 
     found = from_mindformers(parse(read_text(path), str(path)))
     click.echo(emit(override(Recipe, Document(found.nested()), overrides).data), nl=False)
+    if not any(override.startswith("data.datasets") for override in overrides):
+        for line in found.advice:
+            click.echo(line, err=True)
     if found.left:
         click.echo(f"not looked at: {', '.join(found.left)}", err=True)
 

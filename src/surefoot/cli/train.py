@@ -7,6 +7,8 @@ from pathlib import Path
 
 import click
 
+from .loading import loading
+
 
 @click.command()
 @click.argument("recipe", type=click.Path(path_type=Path))
@@ -26,12 +28,14 @@ def train(recipe: Path, overrides: tuple[str, ...], trust_pickle: bool) -> None:
     from surefoot.recipe.recipe import load
 
     loaded = load(recipe, overrides)  # what is wrong with it is said before the slow imports
-    from surefoot.parallel.launch import again, launch, num_processes
+    with loading():
+        from surefoot.parallel.launch import again, launch, num_processes
 
     if (count := num_processes(loaded.parallel)) > 1:
         code = launch(again(sys.argv[1:]), count, loaded.parallel.max_restarts)
         raise SystemExit(code)
-    from surefoot.run import run
+    with loading():
+        from surefoot.run import run
 
     outcome = run(loaded, trust_pickle=trust_pickle)
     if outcome.signal is not None:

@@ -13,6 +13,7 @@ import json
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import pairwise
+from threading import Lock
 
 import xxhash
 from transformers import PreTrainedTokenizerBase
@@ -37,7 +38,10 @@ NO_TEXT = Dropped("empty text")
 
 
 class Codec:
-    """Turns examples into token ids and labels, and messages into prompts, for one recipe."""
+    """Turns examples into token ids and labels, and messages into prompts, for one recipe.
+
+    Several threads may encode at once: while one is in the Rust tokenizer, another one renders.
+    """
 
     def __init__(
         self,
@@ -49,19 +53,24 @@ class Codec:
         self.tokenizer = tokenizer
         self.section = section
         self._template = template
+        self._lock = Lock()  # what is Python; a template renders for one thread at a time only
 
     def encode_chats(self, examples: Sequence[Example]) -> list[Encoded]:
         """Ids and labels of each conversation, cut to ``cutoff_len``, or why it is dropped."""
-        drafts = [self._draft(example) for example in examples]
-        tokens = iter(self._chat.encode([d.text for d in drafts if isinstance(d, Rendered)]))
-        return [
-            self._encoded(draft, next(tokens)) if isinstance(draft, Rendered) else draft
-            for draft in drafts
-        ]
+        with self._lock:
+            drafts = [self._draft(example) for example in examples]
+            chat = self._chat
+        tokens = iter(chat.encode([d.text for d in drafts if isinstance(d, Rendered)]))
+        with self._lock:
+            return [
+                self._encoded(draft, next(tokens)) if isinstance(draft, Rendered) else draft
+                for draft in drafts
+            ]
 
     def encode_documents(self, texts: Sequence[str]) -> list[Encoded]:
         """Each text with its first and last token (BOS if the tokenizer has it, EOS), in pieces."""
-        tokenization, head, tail = self._documents
+        with self._lock:
+            tokenization, head, tail = self._documents
         marked = [Text(tokenization.protect(t), tokenization.spells_control(t)) for t in texts]
         found = tokenization.encode(marked)
         return [
@@ -78,7 +87,7 @@ class Codec:
     def with_section(self, section: DataSection) -> Codec:
         """The same tokenizer and template under other settings."""
         made = Codec(self.tokenizer, self._template, section)
-        shared = ("_renderer", "_locator", "_chat", "_documents")
+        shared = ("_renderer", "_locator", "_chat", "_documents", "_lock")
         vars(made).update({name: vars(self)[name] for name in shared if name in vars(self)})
         return made
 

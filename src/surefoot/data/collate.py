@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-import torch
-
 from ..batch import IGNORE_INDEX, Batch, Features
 from .pack import pack
 
@@ -21,6 +18,9 @@ def collate(features: Sequence[Features], *, packing: bool, pad_token_id: int = 
 
 def pad(features: Sequence[Features], pad_token_id: int = 0) -> Batch:
     """A rectangle as wide as the longest example, the others filled up on the right."""
+    import numpy as np
+    import torch
+
     shape = (len(features), max(len(item["input_ids"]) for item in features))
     input_ids = np.full(shape, pad_token_id)
     labels = np.full(shape, IGNORE_INDEX)

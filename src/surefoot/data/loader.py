@@ -6,8 +6,9 @@ examples of step k are the same whatever the number of ranks and the size of a m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -46,16 +47,22 @@ class Loader:
     def __post_init__(self) -> None:
         if not len(self.dataset):
             raise DataError("there are no examples to load")
-        if self.global_batch_size % (self.micro_batch_size * self.world_size):
-            raise DataError(
-                f"global_batch_size ({self.global_batch_size}) must be a multiple of "
-                f"micro_batch_size x ranks ({self.micro_batch_size} x {self.world_size})"
-            )
+        check_sizes(self.global_batch_size, self.micro_batch_size, self.world_size)
+
+    @property
+    def num_examples(self) -> int:
+        """Examples in an epoch."""
+        return len(self.dataset)
 
     @property
     def steps_per_epoch(self) -> int:
         """Windows in an epoch."""
         return -(-len(self.dataset) // self.global_batch_size)
+
+    @property
+    def progress(self) -> float:
+        """Epochs that lie behind, with a fraction."""
+        return self.epoch + self.window / self.steps_per_epoch
 
     def __iter__(self) -> Iterator[Window]:
         while True:
@@ -72,14 +79,7 @@ class Loader:
 
     def window_at(self, epoch: int, window: int) -> Window:
         """This rank's micro-batches of any window."""
-        return [self._batch(group) for group in self.groups(epoch, window)]
-
-    def _batch(self, group: Index) -> Batch:
-        """The batch of these items. Where there are none left for this rank, one that teaches
-        nothing: all ranks of a sharded model must run equally often."""
-        if len(group):
-            return self.collate([self.dataset[int(item)] for item in group])
-        return _without_labels(self.collate([self.dataset[0]]))
+        return [batch_of(g, self.dataset, self.collate) for g in self.groups(epoch, window)]
 
     def skip(self) -> None:
         """Leave out the next window."""
@@ -91,10 +91,7 @@ class Loader:
         """The items of each of this rank's micro-batches in any window."""
         start = window * self.global_batch_size
         items = self.order(epoch)[start : start + self.global_batch_size]
-        share = self.micro_batch_size * self.world_size
-        num_micro_batches = -(-len(items) // share)
-        groups = np.array_split(items, num_micro_batches * self.world_size)
-        return groups[self.rank :: self.world_size]
+        return share(items, self.micro_batch_size, self.rank, self.world_size)
 
     def order(self, epoch: int) -> Index:
         """All items in the order of an epoch."""
@@ -112,13 +109,7 @@ class Loader:
 
     def load_state_dict(self, state: dict[str, int | str | bool]) -> None:
         """Go to a saved position; raises DataError if it is one in other data or another order."""
-        for name, here in self._identity().items():
-            if state.get(name) != here:
-                raise DataError(
-                    f"cannot go on in the middle of the data: {NAMES[name]} was {state.get(name)} "
-                    f"when the checkpoint was saved and is {here} now; "
-                    "use the recipe of that run, or start a new one from its weights"
-                )
+        check_same({"streaming": False, **state}, {"streaming": False, **self._identity()})
         self.epoch, self.window = int(state["epoch"]), int(state["window"])
 
     def _identity(self) -> dict[str, int | str | bool]:
@@ -155,15 +146,59 @@ class InOrder:
             yield batch if rows else _without_labels(batch)
 
 
+class Items(Protocol):
+    """Anything that has the features of items by their number."""
+
+    def __getitem__(self, item: int) -> Features: ...
+
+
+def share(items: Index, micro_batch_size: int, rank: int, world_size: int) -> list[Index]:
+    """The items of each of a rank's micro-batches, of those of a window, evenly spread."""
+    num_micro_batches = -(-len(items) // (micro_batch_size * world_size))
+    return np.array_split(items, num_micro_batches * world_size)[rank::world_size]
+
+
+def batch_of(group: Index, items: Items, collate: Collate) -> Batch:
+    """The batch of a group. Where there is nothing left for a rank, one that teaches nothing: all
+    ranks of a sharded model must run equally often."""
+    if len(group):
+        return collate([items[int(item)] for item in group])
+    return _without_labels(collate([items[0]]))
+
+
+def check_sizes(global_batch_size: int, micro_batch_size: int, world_size: int) -> None:
+    """Raise ``DataError`` unless a window can be dealt out evenly."""
+    if global_batch_size % (micro_batch_size * world_size):
+        raise DataError(
+            f"global_batch_size ({global_batch_size}) must be a multiple of "
+            f"micro_batch_size x ranks ({micro_batch_size} x {world_size})"
+        )
+
+
+def check_same(saved: Mapping[str, object], here: Mapping[str, object]) -> None:
+    """Raise ``DataError`` if a saved position is one in other data or another order."""
+    for name, value in here.items():
+        if saved.get(name) != value:
+            raise DataError(
+                f"cannot go on in the middle of the data: {NAMES[name]} was {saved.get(name)} "
+                f"when the checkpoint was saved and is {value} now; "
+                "use the recipe of that run, or start a new one from its weights"
+            )
+
+
 def _without_labels(batch: Batch) -> Batch:
     """The same batch without labels."""
     return replace(batch, labels=torch.full_like(batch.labels, IGNORE_INDEX))
 
 
 NAMES = {
+    "streaming": "data.streaming",
     "length": "the number of examples",
     "seed": "train.seed",
     "global_batch_size": "train.global_batch_size",
     "shuffle": "data.shuffle",
     "dataset": "the fingerprint of the encoded examples",
+    "buffer_size": "data.buffer_size",
+    "held": "the number of examples that data.val_size holds out",
+    "content": "the fingerprint of the examples seen so far",
 }

@@ -29,6 +29,11 @@ def permutation(length: int, *, seed: int, stream: int) -> Index:
     return np.argsort(_scramble(keys + key))  # no two are equal: scrambling is a bijection
 
 
+def draw(below: int, *, seed: int, stream: int) -> int:
+    """A number below ``below`` that depends on (seed, stream) and nothing else."""
+    return _scramble_one(_scramble_one(seed & MASK) + stream & MASK) % below
+
+
 def hold_out(rows: Index, *, num_rows: int, val_size: float, seed: int) -> NDArray[np.bool_]:
     """Which items to hold out for evaluation: true for all items of some rows.
 

@@ -5,22 +5,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
-import numpy as np
-import torch
-
 from ..batch import IGNORE_INDEX, Batch, Features
 
 
 def pack(features: Sequence[Features]) -> Batch:
     """One row of all examples: positions start anew in each, ``cu_seqlens`` holds their bounds."""
+    import numpy as np
+    import torch
+
+    def row(parts: Sequence[np.ndarray]) -> torch.Tensor:
+        return torch.from_numpy(np.concatenate(parts))[None]
+
     lengths = [len(item["input_ids"]) for item in features]
     bounds = np.cumsum([0, *lengths], dtype=np.int32)
     labels = np.concatenate([np.asarray(item["labels"], np.int64) for item in features])
     labels[bounds[:-1]] = IGNORE_INDEX  # nothing before the first token says what it should be
     return Batch(
-        input_ids=_row([np.asarray(item["input_ids"], np.int64) for item in features]),
+        input_ids=row([np.asarray(item["input_ids"], np.int64) for item in features]),
         labels=torch.from_numpy(labels)[None],
-        position_ids=_row([np.arange(length) for length in lengths]),
+        position_ids=row([np.arange(length) for length in lengths]),
         cu_seqlens=torch.from_numpy(bounds),
     )
 
@@ -33,7 +36,3 @@ def unpack(batch: Batch) -> list[Features]:
     ids, labels = batch.input_ids[0].tolist(), batch.labels[0].tolist()
     documents = pairwise(bounds.tolist())
     return [{"input_ids": ids[a:b], "labels": labels[a:b]} for a, b in documents]
-
-
-def _row(parts: Sequence[np.ndarray]) -> torch.Tensor:
-    return torch.from_numpy(np.concatenate(parts))[None]

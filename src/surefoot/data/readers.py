@@ -8,12 +8,13 @@ from __future__ import annotations
 import csv
 from collections.abc import Callable, Iterator
 from pathlib import Path
-
-import pyarrow as pa
-import pyarrow.parquet as pq
+from typing import TYPE_CHECKING
 
 from ..errors import DataError
 from .json_rows import Line, not_utf8, read_json, read_jsonl, text_lines
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 ROWS = 1000  # rows of a columnar file that are Python objects at a time
 
@@ -45,6 +46,9 @@ def read_csv(path: Path) -> Iterator[Line]:
 
 def read_parquet(path: Path) -> Iterator[Line]:
     """The rows of a Parquet file, some at a time."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
     try:
         with pq.ParquetFile(path) as file:
             for batch in file.iter_batches(batch_size=ROWS):
@@ -55,6 +59,8 @@ def read_parquet(path: Path) -> Iterator[Line]:
 
 def read_arrow(path: Path) -> Iterator[Line]:
     """The rows of an Arrow file, in its indexed or its streaming form."""
+    import pyarrow as pa
+
     try:
         with pa.memory_map(str(path)) as file:
             is_indexed = file.read(6) == b"ARROW1"

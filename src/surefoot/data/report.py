@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
+from .example import JSON
 from .sources import BrokenRow
 
 SHOWN = 3  # broken rows that are shown
@@ -15,13 +18,14 @@ class DatasetReport:
     """The figures of one dataset."""
 
     name: str
-    rows: int  # that were read
-    broken: tuple[BrokenRow, ...]  # that could not be read
-    dropped: Mapping[str, int]  # reason -> how many examples gave nothing to learn
-    cut: int  # examples that lost a part to cutoff_len
-    items: int  # encoded examples, or pieces of long texts
-    tokens: int
-    trained_tokens: int  # that carry a label
+    rows: int = 0  # that were read
+    broken: tuple[BrokenRow, ...] = ()  # that could not be read
+    # reason -> how many examples gave nothing to learn
+    dropped: Mapping[str, int] = field(default_factory=dict)
+    cut: int = 0  # examples that lost a part to cutoff_len
+    items: int = 0  # encoded examples, or pieces of long texts
+    tokens: int = 0
+    trained_tokens: int = 0  # that carry a label
 
     def lines(self) -> Iterator[str]:
         """The report in words."""
@@ -49,6 +53,27 @@ class Report:
             yield from dataset.lines()
         if self.held_out:
             yield f"examples held out for evaluation: {self.held_out:,}"
+
+
+def report_from(saved: JSON, name: str) -> DatasetReport:
+    """The report that a folder of the cache holds, under another name perhaps."""
+    fields: dict[str, Any] = dict(saved)
+    broken = tuple(BrokenRow(**row) for row in fields["broken"])
+    return DatasetReport(**{**fields, "broken": broken, "name": name})
+
+
+def add(one: DatasetReport, more: DatasetReport) -> DatasetReport:
+    """The report of rows and of those that follow them."""
+    return DatasetReport(
+        name=one.name,
+        rows=one.rows + more.rows,
+        broken=one.broken + more.broken,
+        dropped=dict((Counter(one.dropped) + Counter(more.dropped)).most_common()),
+        cut=one.cut + more.cut,
+        items=one.items + more.items,
+        tokens=one.tokens + more.tokens,
+        trained_tokens=one.trained_tokens + more.trained_tokens,
+    )
 
 
 def shown(broken: Sequence[BrokenRow]) -> Iterator[str]:

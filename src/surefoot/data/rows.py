@@ -35,7 +35,7 @@ def read_examples(
             broken.append(item)
         if len(broken) > max_broken_rows:
             _check_columns(entry, found, rows)
-            raise too_many_broken(entry, broken, max_broken_rows)
+            raise too_many_broken(entry.name, broken, max_broken_rows)
         yield item
     if not found and not broken:
         raise DataError(f"dataset {entry.name!r}: {entry.source} has no rows")
@@ -77,10 +77,10 @@ def _advice(entry: Entry, column: str, found: Mapping[str, None]) -> str:
     return ' (add "columns": {"prompt": "text"} to the entry?)' if "text" in found else ""
 
 
-def too_many_broken(entry: Entry, broken: Sequence[BrokenRow], limit: int) -> DataError:
+def too_many_broken(name: str, broken: Sequence[BrokenRow], limit: int) -> DataError:
     """The error that shows the first broken rows."""
     lines = "".join(f"\n{line}" for line in shown(broken))
     return DataError(
-        f"dataset {entry.name!r}: more than data.max_broken_rows = {limit} rows cannot be read; "
+        f"dataset {name!r}: more than data.max_broken_rows = {limit} rows cannot be read; "
         f"mend them or raise the limit. The first ones:{lines}"
     )

@@ -39,6 +39,12 @@ class DataSection:
     """Lay the examples of a micro-batch end to end in one row; none attends to another."""
     shuffle: bool = True
     """Visit the examples in a new order every epoch, a function of (train.seed, epoch)."""
+    streaming: bool = False
+    """Train while the datasets are still being encoded, for data that takes long. Needs
+    ``train.max_steps``, unless all of it is in the cache (``surefoot encode``)."""
+    buffer_size: int = 16384
+    """With ``streaming``, shuffle within stretches of so many examples, as far as they are encoded
+    before the first step."""
     cache_dir: Path | None = None
     """Folder for encoded datasets (default: ``surefoot`` in the user's cache folder)."""
 
@@ -52,6 +58,13 @@ class DataSection:
             raise ValueError(
                 f"val_size is a share below 1 or a whole number of rows, got {self.val_size}"
             )
+        if self.streaming and 0 < self.val_size < 1:
+            raise ValueError(
+                f"val_size is a number of rows with streaming, got {self.val_size}: how many there "
+                "are is not known before all are encoded"
+            )
+        if self.buffer_size < 1:
+            raise ValueError(f"buffer_size must be at least 1, got {self.buffer_size}")
         if self.max_samples is not None and self.max_samples < 1:
             raise ValueError(f"max_samples must be at least 1, got {self.max_samples}")
         if self.max_broken_rows < 0:

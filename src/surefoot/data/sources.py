@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -32,6 +33,9 @@ class Source(Protocol):
 
     def content_hash(self) -> str:
         """Equal for equal content only."""
+
+    def stamp(self) -> str:
+        """Another one whenever the content may be another; no file is read for it."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +75,18 @@ class Files:
                 raise DataError(f"cannot read {path}: {error.strerror or error}") from error
         return digest.hexdigest()
 
+    def stamp(self) -> str:
+        """Names, sizes, times and places of all files: whoever writes one leaves a trace there."""
+        try:
+            stats = [(path, path.stat()) for path in self.paths]
+        except OSError as error:
+            raise DataError(f"cannot read {error.filename}: {error.strerror or error}") from error
+        traces = [
+            f"{path.absolute()}:{s.st_size}:{s.st_mtime_ns}:{s.st_ctime_ns}:{s.st_ino}"
+            for path, s in stats
+        ]
+        return xxhash.xxh3_128_hexdigest("\n".join(traces).encode())
+
 
 @dataclass(frozen=True)
 class Hub:
@@ -87,13 +103,18 @@ class Hub:
 
     def rows(self) -> Iterator[Row | BrokenRow]:
         """All rows; raises DataError where the dataset cannot be had."""
-        yield from self._load()
+        yield from self._loaded
 
     def content_hash(self) -> str:
         """The hub library's own fingerprint of what it loaded."""
-        return self._load()._fingerprint
+        return self._loaded._fingerprint
 
-    def _load(self) -> _HubDataset:
+    def stamp(self) -> str:
+        """The same: what is loaded does not change any more."""
+        return self.content_hash()
+
+    @cached_property
+    def _loaded(self) -> _HubDataset:
         return _load_modelscope(self) if self.hub == "modelscope" else _load_huggingface(self)
 
 

@@ -37,9 +37,10 @@ def examples_of(recipe: Recipe, codec: Codec) -> Examples:
     Raises:
         DataError: a dataset is missing or broken, or gives nothing to learn.
     """
-    cached = found(recipe, codec, replace(recipe.data, eval_datasets=()))
-    if cached is not None:
-        return Examples(cached.train)
+    if not recipe.data.streaming:
+        cached = found(recipe, codec, replace(recipe.data, eval_datasets=()))
+        if cached is not None:
+            return Examples(cached.train)
     registry = read_registry(recipe.data.dataset_dir)
     samples = [_sample(recipe, codec, registry.entry(name)) for name in recipe.data.datasets]
     stores = [in_memory(sample.items).stores[0] for sample in samples]

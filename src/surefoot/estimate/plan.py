@@ -187,9 +187,6 @@ def _speed(line: str) -> float | None:
     return float(value) if isinstance(value, int | float) and value > 0 else None
 
 
-# --- other settings ----------------------------------------------------------------------------
-
-
 def _options(
     recipe: Recipe, ground: Ground, held: Sequence[Process], known: Rehearsed
 ) -> list[Option]:

@@ -27,6 +27,7 @@ from ..errors import ModelError
 from ..model import attention, outputs
 from ..model.asked_head import AskedHead, asked_head
 from ..model.load import DTYPES, grow_embeddings, recompute_activations, upcast_trained
+from ..model.low_rank import use_one_pass
 from ..model.weights import AdapterWeights, FullWeights, trained
 from ..optim.state import NamedState
 from ..parallel.plan import Stretch, cuts_vocabulary
@@ -95,9 +96,9 @@ def build(
         grow_embeddings(inner, tokenizer)
         if recipe.data.packing:
             attention.switch_to_packed(inner)
+        policy = _adapted(inner, recipe.model.adapter) or recipe.method.apply(inner)
         if setting.recomputes:
             recompute_activations(inner, keep_random=False)  # which has no state here
-        policy = _adapted(inner, recipe.model.adapter) or recipe.method.apply(inner)
         upcast_trained(policy, recipe.model)
         head = asked_head(inner)
     is_adapter = recipe.method.kind == "adapter"
@@ -172,6 +173,7 @@ def _adapted(model: PreTrainedModel, folder: Path | None) -> nn.Module | None:
     config = PeftConfig.from_pretrained(str(folder))
     config.inference_mode = False
     wrapped: nn.Module = get_peft_model(model, config)
+    use_one_pass(wrapped)
     return wrapped
 
 
@@ -291,6 +293,7 @@ def _through_all(
                 hidden=hidden,
                 vocabulary=skeleton.vocabulary,
                 head=skeleton.head,
+                smoothing=stage.label_smoothing_factor,
             )
         loss = stage.loss(found, here).total
         del found

@@ -62,12 +62,12 @@ def measure(
 ) -> dict[str, float]:
     """Loss, perplexity and token accuracy, as training measures them on the way."""
     items = _items(opened, recipe, examples)
-    needs = (*recipe.stage.needs, "predictions")
+    needs, smoothing = (*recipe.stage.needs, "predictions"), recipe.stage.label_smoothing_factor
     precision = choose(recipe.train.precision)
 
     def forward(batch: Batch) -> Outputs:
         with autocast(precision, opened.device):
-            return outputs.compute(opened.model, batch, needs, head=head)
+            return outputs.compute(opened.model, batch, needs, head=head, smoothing=smoothing)
 
     with _packed(opened, recipe):
         head = asked_head(opened.inner)

@@ -23,7 +23,7 @@ from ..checkpoint.layouts import open_folder
 from ..checkpoint.layouts.peft import PREFIX, merged
 from ..checkpoint.lora import same_values
 from ..checkpoint.source import Cast, Renamed, Source
-from ..checkpoint.whole import new_folder
+from ..checkpoint.whole import new_folder, write_small
 from ..data.chat import Codec
 from ..data.section import DataSection
 from ..data.templates import load_template, saved_source
@@ -74,9 +74,7 @@ def export(
 
     with new_folder(target, may_be_empty=True) as folder:
         copy(source, folder, max_shard_size=max_shard_size, progress=advance)
-        for name, data in small.items():
-            files.make_folder((folder / name).parent)
-            files.write_new(folder / name, data)
+        write_small(folder, small)
     return target
 
 

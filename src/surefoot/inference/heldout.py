@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
@@ -14,7 +15,8 @@ from ..data.example import Example
 from ..data.registry import read_registry
 from ..data.rows import read_examples
 from ..data.section import DataSection
-from ..encoding import codec_of, prepared
+from ..data.stream import names_of_rows
+from ..encoding import codec_of, encode_all, prepared, streamed
 from ..errors import ModelError, RecipeError
 from ..model.load import resolve
 from ..recipe.recipe import Recipe
@@ -88,6 +90,11 @@ def _rows_of(recipe: Recipe, codec: Codec, name: str) -> list[int]:
 
 def _split(recipe: Recipe, codec: Codec) -> dict[str, list[int]]:
     """The rows that ``val_size`` holds out, by dataset."""
+    if recipe.data.streaming:
+        shards = encode_all(recipe, codec)  # as far as it takes
+        found = streamed(recipe, codec, partial(next, shards, None))
+        numbers = found.train.rows(int(found.held[-1]) + 1)[found.held]
+        return dict(names_of_rows(numbers, found.train.parts))
     rows = _rows(prepared(recipe, codec).evals[""])
     return dict(zip(recipe.data.datasets, rows, strict=True))
 

@@ -21,7 +21,7 @@ from ..checkpoint.mindspore.theirs import (
 from ..checkpoint.source import Memory, Source
 from ..checkpoint.weights import Layout, recognise
 from ..errors import CheckpointError
-from ..interchange.dcp import open_source
+from ..interchange.source import open_source
 from .exported import whole_model
 from .opened import find_parts
 from .rewritten import companions

@@ -14,12 +14,18 @@ from ..checkpoint.companions import beside
 from ..checkpoint.contents import small_file
 from ..checkpoint.copy import cast, copy
 from ..checkpoint.folder import open_checkpoint
-from ..checkpoint.index import is_safetensors
+from ..checkpoint.index import Kind, Layout, is_safetensors
 from ..checkpoint.layouts import open_folder
+from ..checkpoint.mesh import Mesh
+from ..checkpoint.mindspore.ranks import model_near
+from ..checkpoint.mindspore.theirs import NOTHING_MORE, Theirs, open_model
+from ..checkpoint.reshard import ALONE
 from ..checkpoint.source import Renamed, Source, Stored
 from ..checkpoint.weights import ADAPTER_CONFIG, open_weights, recognise
-from ..checkpoint.whole import new_folder
+from ..checkpoint.weights_alone import write_weights
+from ..checkpoint.whole import new_folder, write_small
 from ..errors import CheckpointError
+from ..interchange.source import open_source
 from .exported import configs
 
 Progress = Callable[[int], None]
@@ -33,6 +39,7 @@ def write_model(
     target: Path,
     *,
     base: Path | None,
+    beside_it: Path | None = None,
     dtype: str | None = None,
     progress: Progress | None = None,
 ) -> None:
@@ -43,6 +50,7 @@ def write_model(
         target: a folder that does not exist.
         base: a folder of the same model, whose configuration and tokenizer are copied, and whose
             tensors must all be there; None: weights only.
+        beside_it: if there is no base, a folder with a configuration and tokenizer to copy.
         dtype: float32, float16 or bfloat16; None: as they are.
         progress: told the bytes of each block written.
 
@@ -50,10 +58,11 @@ def write_model(
         CheckpointError: weights of another model than ``base``, or a write that fails.
     """
     source = cast(source if base is None else _named_as(source, base), dtype)
-    small = {} if base is None else companions(base, source)
+    place = base or beside_it
+    small = {} if place is None else companions(place, source)
     with new_folder(target) as folder:
         copy(source, folder, progress=progress)
-        _write_small(folder, small)
+        write_small(folder, small)
 
 
 def companions(base: Path, source: Source) -> dict[str, bytes]:
@@ -77,6 +86,48 @@ def _named_as(source: Source, base: Path) -> Source:
     return source
 
 
+def write_checkpoint(
+    folder: Path,
+    target: Path,
+    *,
+    theirs: Theirs = NOTHING_MORE,
+    layout: Layout = "full",
+    mesh: Mesh = ALONE,
+    dtype: str | None = None,
+    trust_pickle: bool = False,
+    progress: Progress | None = None,
+) -> None:
+    """Write the weights of others in ``folder`` as a checkpoint of ours without a training's state.
+
+    Raises ``CheckpointError`` for damaged weights, or if ``target`` exists.
+    """
+    small: Mapping[str, bytes]
+    kind: Kind = "full"
+    if recognise(folder) == "peft":
+        kind, source, small = "adapter", open_folder(folder), _adapter_files(folder)
+    else:
+        is_theirs = recognise(folder) == "mindspore"
+        source = (
+            open_model(folder, theirs)
+            if is_theirs
+            else open_source(folder, trust_pickle=trust_pickle)
+        )
+        place = theirs.base or model_near(folder)
+        if theirs.base is not None:
+            source = _named_as(source, theirs.base)
+        small = {} if place is None else companions(place, cast(source, dtype))
+    write_weights(
+        source,
+        target,
+        kind=kind,
+        layout=layout,
+        mesh=mesh,
+        dtype=dtype,
+        small=small,
+        progress=progress,
+    )
+
+
 def write_adapter(
     folder: Path, target: Path, *, dtype: str | None = None, progress: Progress | None = None
 ) -> None:
@@ -90,7 +141,7 @@ def write_adapter(
     small = _adapter_files(folder)
     with new_folder(target) as made:
         copy(source, made, stem="adapter_model", max_shard_size=None, progress=progress)
-        _write_small(made, small)
+        write_small(made, small)
 
 
 def _adapter_files(folder: Path) -> dict[str, bytes]:
@@ -101,9 +152,3 @@ def _adapter_files(folder: Path) -> dict[str, bytes]:
         kept = [ADAPTER_CONFIG, *beside(folder, folder)]
     found = {name: small_file(folder, name) for name in sorted(kept)}
     return {name: data for name, data in found.items() if data is not None}
-
-
-def _write_small(folder: Path, small: Mapping[str, bytes]) -> None:
-    for name, data in small.items():
-        files.make_folder((folder / name).parent)
-        files.write_new(folder / name, data)

@@ -1,19 +1,42 @@
 """Runs that began, or go on, in another trainer: weights, moments, progress, in both directions.
 
 Hugging Face's Trainer keeps a training's state in pickles. They are opened in ``pickles`` alone,
-as tensors and plain values only, and only for a user who says so.
+as tensors and plain values only, and only for a user who says so. MindSpore Transformers keeps its
+in safetensors. The names are imported when they are first asked for: a run of our own needs none
+of the conversions.
 """
 
-from .arguments import training_arguments
-from .from_trainer import check_trainer_checkpoint, load_trainer_checkpoint
-from .to_trainer import save_trainer_checkpoint
-from .trainer_folder import is_trainer_checkpoint, refuse_output_dir
+from typing import TYPE_CHECKING
+
+from ..later import found_in
+
+if TYPE_CHECKING:
+    from .arguments import training_arguments
+    from .from_mindspore import load_mindspore_checkpoint
+    from .from_trainer import check_trainer_checkpoint, load_trainer_checkpoint
+    from .resume import Writer, resume_from, writer_of
+    from .to_trainer import save_trainer_checkpoint
+    from .trainer_folder import is_trainer_checkpoint, refuse_output_dir
 
 __all__ = [
+    "Writer",
     "check_trainer_checkpoint",
     "is_trainer_checkpoint",
+    "load_mindspore_checkpoint",
     "load_trainer_checkpoint",
     "refuse_output_dir",
+    "resume_from",
     "save_trainer_checkpoint",
     "training_arguments",
+    "writer_of",
 ]
+
+_HOMES = {
+    ".arguments": ("training_arguments",),
+    ".from_mindspore": ("load_mindspore_checkpoint",),
+    ".from_trainer": ("check_trainer_checkpoint", "load_trainer_checkpoint"),
+    ".resume": ("Writer", "resume_from", "writer_of"),
+    ".to_trainer": ("save_trainer_checkpoint",),
+    ".trainer_folder": ("is_trainer_checkpoint", "refuse_output_dir"),
+}
+__getattr__ = found_in(__name__, _HOMES)

@@ -18,6 +18,7 @@ def training_arguments(recipe: Recipe, max_steps: int) -> dict[str, object]:
         "gradient_accumulation_steps": section.gradient_accumulation_steps,
         "max_grad_norm": section.max_grad_norm,
         "seed": section.seed,
+        "label_smoothing_factor": recipe.stage.label_smoothing_factor,
         **_optimizer(recipe.optim, max_steps),
     }
     if section.precision in ("bf16", "fp16"):

@@ -17,31 +17,14 @@ from .. import files
 from ..checkpoint.box import Box, is_covered_once
 from ..checkpoint.bytes import raw
 from ..checkpoint.index import is_plain_name
-from ..checkpoint.layouts import open_folder
-from ..checkpoint.source import Shape, Source
-from ..checkpoint.weights import DISTRIBUTED, is_deepspeed, recognise
+from ..checkpoint.source import Shape
+from ..checkpoint.weights import DISTRIBUTED
 from ..errors import CheckpointError
 from .archive import Archive
-from .deepspeed import open_deepspeed
 from .pickles import read_record
 
 INDEX, FSDP = DISTRIBUTED
 _TOP = "model"  # of ``dcp.save({"model": model.state_dict()})``
-
-
-def open_source(folder: Path, *, trust_pickle: bool = False) -> Source:
-    """The weights in a folder of any kind, ours or of others.
-
-    Raises ``CheckpointError`` if there are none, or they lie in pickles that the user does not
-    trust, or that are not read here.
-    """
-    with files.raising(CheckpointError, f"cannot read {folder}"):
-        for inner in (folder, folder / FSDP):
-            if files.exists(inner / INDEX):
-                return _open_pickled(inner, trust_pickle)
-        if recognise(folder) is None and is_deepspeed(folder):
-            return open_deepspeed(folder, trust_pickle=trust_pickle)
-    return open_folder(folder)
 
 
 @dataclass(frozen=True)
@@ -107,7 +90,8 @@ class Pickled:
         return self._starts[key]
 
 
-def _open_pickled(folder: Path, trust_pickle: bool) -> Pickled:
+def open_pickled(folder: Path, *, trust_pickle: bool) -> Pickled:
+    """The weights in a folder of DCP's. Raises ``CheckpointError`` without ``trust_pickle``."""
     if not trust_pickle:
         raise CheckpointError(
             f"{folder}: a distributed checkpoint of PyTorch whose {INDEX} is a pickle; "

@@ -19,8 +19,8 @@ from .. import files
 from ..callbacks.early_stop import EarlyStop
 from ..checkpoint.source import Source, read_whole
 from ..checkpoint.states import Stateful
-from ..data.loader import Loader
 from ..errors import CheckpointError
+from ..training.stage import Windows
 from ..training.trainer import Trainer
 from .moments import Moments, moments_by_name, trainer_groups
 from .pickles import read_pickle
@@ -249,18 +249,19 @@ def _take_progress(progress: Progress, trainer: Trainer) -> None:
         trainer.callbacks.load_state_dict({EarlyStop.__name__: counted})
 
 
-def _take_place(progress: Progress, loader: Loader) -> None:
-    """Go to the window of the step; by the share of the epoch if batches differ."""
+def _take_place(progress: Progress, loader: Windows) -> None:
+    """Go to the window of the step; by the share of the epoch if batches differ. Where nobody knows
+    how long an epoch is, the steps were all in the first."""
     windows = loader.steps_per_epoch
-    epoch, window = divmod(progress.global_step, windows)
-    if abs(progress.global_step / windows - progress.epoch) > 1 / windows:
+    epoch, window = divmod(progress.global_step, windows) if windows else (0, progress.global_step)
+    if windows and abs(progress.global_step / windows - progress.epoch) > 1 / windows:
         epoch, window = divmod(round(progress.epoch * windows), windows)
     loader.load_state_dict({**loader.state_dict(), "epoch": epoch, "window": window})
     logger.info(
-        "the data goes on in epoch %d after %d of its %d examples; their order is %s",
+        "the data goes on in epoch %d after %d of its %s examples; their order is %s",
         epoch + 1,
         window * loader.global_batch_size,
-        len(loader.dataset),
+        loader.num_examples or "many",
         "ours, not the Trainer's, which is not in its checkpoints"
         if loader.shuffle
         else "as stored",

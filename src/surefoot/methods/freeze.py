@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
-
-from torch import nn
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from ..errors import RecipeError
 from ..model.targets import children, decoder_layers
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 @dataclass(frozen=True, kw_only=True)

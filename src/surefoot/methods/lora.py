@@ -4,12 +4,14 @@ format."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
-
-from torch import nn
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from ..errors import RecipeError
+from ..model.low_rank import use_one_pass
 from ..model.targets import linear_names
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +64,7 @@ class LoRA:
             task_type="CAUSAL_LM",
         )
         wrapped: nn.Module = get_peft_model(model, config)
+        use_one_pass(wrapped)
         return wrapped
 
     def _check(self, model: nn.Module) -> None:

@@ -11,6 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..errors import ModelError
+from .low_rank import use_one_pass
 from .weights import AdapterWeights
 
 WEIGHTS = "adapter_model.safetensors"
@@ -22,7 +23,9 @@ def continue_adapter(model: PreTrainedModel, folder: Path) -> nn.Module:
     Raises:
         ModelError: no adapter there, a damaged one, or one that was made for another model.
     """
-    return attach(model, folder, trainable=True)
+    wrapped = attach(model, folder, trainable=True)
+    use_one_pass(wrapped)
+    return wrapped
 
 
 def attach(model: PreTrainedModel, folder: Path, *, trainable: bool = False) -> nn.Module:

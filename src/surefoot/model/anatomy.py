@@ -176,8 +176,8 @@ def _arguments(model: PreTrainedModel) -> dict[str, object]:
 def _check(parts: Anatomy, trial: _Trial, entering: torch.Tensor | None) -> None:
     """Each module must have been given what the one before it gave, and nothing that learns."""
     model, now, what = parts.model, entering, "what enters the model"
-    for name, noted in [*enumerate(trial.layers), (parts.norm, trial.norm)]:
-        where = f"layer {name}" if isinstance(name, int) else str(name)
+    layers = [(f"layer {number}", noted) for number, noted in enumerate(trial.layers)]
+    for where, noted in [*layers, (parts.norm, trial.norm)]:
         if noted.result is None or not noted.got(now):
             raise _refused(model, f"{where} does not get just {what}")
         for key, value in noted.others():

@@ -21,7 +21,7 @@ from transformers.configuration_utils import PretrainedConfig
 from ..batch import Outputs
 from ..errors import ModelError
 from .attention import maskless
-from .head import Head, Scores, scores, total
+from .head import Head, Scores, scores, totals
 
 logger = logging.getLogger(__name__)
 _SOFTCAP = "final_logit_softcapping"
@@ -41,6 +41,7 @@ class AskedHead:
         trained: Callable[[torch.Tensor], torch.Tensor],
         labels_N: torch.Tensor,
         needs: Collection[str],
+        smoothing: float,
     ) -> Outputs:
         """Run ``model``, which returns what its head returns; what is ``needed`` of the ``trained``
         positions, whose labels these are."""
@@ -49,16 +50,19 @@ class AskedHead:
         def answer(hidden_BKD: torch.Tensor) -> torch.Tensor:
             hidden_ND = trained(hidden_BKD)
             if set(needs) <= {"total"}:
-                return total(self._head(hidden_ND), hidden_ND, labels_N)
+                return torch.stack(totals(self._head(hidden_ND), hidden_ND, labels_N, smoothing))
             held.append(scores(self._head(hidden_ND), hidden_ND, labels_N))
-            return torch.stack([held[0].logps, held[0].entropies])
+            return torch.stack([held[0].logps, held[0].entropies, held[0].means])
 
         with _answering(self, answer):
             found = model()
         if not held:
-            return Outputs(total=found)
-        logps_N, entropies_N = found
-        return Outputs(logps_N, logps_N.sum(), entropies_N, predictions=held[0].predictions)
+            learnt, total = found
+            return Outputs(total=total, smoothed=learnt) if smoothing else Outputs(total=learnt)
+        logps_N, entropies_N, means_N = found
+        total, predictions_N = logps_N.sum(), held[0].predictions
+        smoothed = (1.0 - smoothing) * total + smoothing * means_N.sum() if smoothing else None
+        return Outputs(logps_N, total, smoothed, entropies_N, predictions=predictions_N)
 
     def _head(self, hidden: torch.Tensor) -> Head:
         kind = hidden.device.type

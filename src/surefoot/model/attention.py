@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -19,10 +20,13 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import AttentionInterface, PreTrainedModel
 
+from ..batch import IGNORE_INDEX, Batch
 from ..errors import ModelError
 
 Kernel = Callable[..., torch.Tensor]
 PREFIX = "surefoot_packed_"  # of the names registered with transformers
+# Lengths of two documents; together 24, which most numbers of processes divide that share tokens.
+_FIRST, _SECOND = 11, 13
 
 
 def _banded(length: int, window: int | None, device: torch.device) -> torch.Tensor | None:
@@ -158,20 +162,15 @@ def use_packed(model: PreTrainedModel) -> None:
     """Switch ``model`` to packed rows and prove that no document sees another.
 
     Raises:
-        ModelError: the architecture mixes documents (its layers do not ask for attention through
-            transformers' interface, or are recurrent).
+        ModelError: the architecture mixes documents.
     """
     switch_to_packed(model)
-    if not _keeps_documents_apart(model):
-        raise ModelError(mixes_documents(model))
-
-
-def mixes_documents(model: PreTrainedModel) -> str:
-    """What to say of a model that cannot take packed rows."""
-    return (
-        f"{type(model).__name__}: examples laid in one row would see each other in this "
-        "architecture; set data.packing: false"
-    )
+    was_training = model.training
+    model.eval()
+    try:
+        prove_apart(model, partial(_logits_of_second, model))
+    finally:
+        model.train(was_training)
 
 
 def switch_to_packed(model: PreTrainedModel) -> None:
@@ -214,26 +213,43 @@ def maskless(model: PreTrainedModel, length: int) -> Iterator[dict[str, object]]
 
 
 @torch.no_grad()
-def _keeps_documents_apart(model: PreTrainedModel) -> bool:
-    """Whether the second of two documents gives the same logits when the first one changes."""
-    was_training = model.training
-    model.eval()
-    lengths = (11, 13)  # together 24, which most numbers of processes divide that share the tokens
-    vocabulary = model.get_input_embeddings().num_embeddings
-    ids = torch.arange(sum(lengths), device=model.device)[None] % vocabulary
+def prove_apart(model: PreTrainedModel, run: Callable[[Batch], torch.Tensor]) -> None:
+    """Prove that ``run`` tells the same of the second of two documents, which alone has labels,
+    when the first one changes; ``model`` is what it runs, all of it or in parts.
+
+    Raises:
+        ModelError: the architecture mixes documents (its layers do not ask for attention through
+            transformers' interface, or are recurrent).
+    """
+    vocabulary = model.config.get_text_config().vocab_size
+    first, length = _FIRST, _FIRST + _SECOND
+    ids = torch.arange(length)[None] % vocabulary
     other = ids.clone()
-    other[:, : lengths[0]] = (other[:, : lengths[0]] + vocabulary // 2) % vocabulary
-    positions = torch.cat([torch.arange(n, device=model.device) for n in lengths])[None]
-    bounds = torch.tensor([0, lengths[0], sum(lengths)], dtype=torch.int32)
-    arguments = {"position_ids": positions, "use_cache": False, **packed_arguments(model, bounds)}
-    first, second = (
-        model(input_ids=row, **arguments).logits[:, lengths[0] :] for row in (ids, other)
-    )
-    model.train(was_training)
-    return same_but_for_rounding(first, second)
+    other[:, :first] = (other[:, :first] + vocabulary // 2) % vocabulary
+    labels = torch.where(torch.arange(length) > first, ids, IGNORE_INDEX)
+    positions = torch.cat([torch.arange(first), torch.arange(_SECOND)])[None]
+    bounds = torch.tensor([0, first, length], dtype=torch.int32)
+    found = [run(Batch(row, labels, positions, cu_seqlens=bounds)) for row in (ids, other)]
+    if not _same_but_for_rounding(*found):
+        raise ModelError(
+            f"{type(model).__name__}: examples laid in one row would see each other in this "
+            "architecture; set data.packing: false"
+        )
 
 
-def same_but_for_rounding(first: torch.Tensor, second: torch.Tensor) -> bool:
+def _logits_of_second(model: PreTrainedModel, batch: Batch) -> torch.Tensor:
+    assert batch.cu_seqlens is not None
+    here = batch.to(model.device)
+    found: torch.Tensor = model(
+        input_ids=here.input_ids,
+        position_ids=here.position_ids,
+        use_cache=False,
+        **packed_arguments(model, batch.cu_seqlens),
+    ).logits[:, _FIRST:]
+    return found
+
+
+def _same_but_for_rounding(first: torch.Tensor, second: torch.Tensor) -> bool:
     """Whether two results differ as little as sums in another order do: experts multiply as many
     tokens at once as come to them, from all documents."""
     bound = min(32 * torch.finfo(first.dtype).eps, 0.03) * float(first.abs().max())

@@ -47,7 +47,7 @@ class Row:
 
 
 def row_of(
-    model: PreTrainedModel, bounds: torch.Tensor, device: torch.device, dtype: torch.dtype
+    model: PreTrainedModel, bounds: Sequence[int], device: torch.device, dtype: torch.dtype
 ) -> Row:
     """A row of ``model`` with these documents."""
     config = model.config.get_text_config()
@@ -56,7 +56,7 @@ def row_of(
         num_heads=heads,
         num_key_value_heads=getattr(config, "num_key_value_heads", None) or heads,
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
-        bounds=bounds.tolist(),
+        bounds=bounds,
         device=device,
         dtype=dtype,
     )

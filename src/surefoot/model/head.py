@@ -4,6 +4,9 @@ Projection and softmax run in chunks of positions. Where only the sum of the log
 asked for, each chunk's gradient is made on the spot, while its probabilities are there; otherwise
 the backward pass computes them again, chunk by chunk.
 
+A smoothed label (arXiv:1512.00567) is the word with probability 1 - s + s / V, and every other
+word with s / V.
+
 Shapes: N positions, C of them a chunk, D hidden size, V vocabulary.
 """
 
@@ -58,25 +61,32 @@ class Scores:
 
     logps: torch.Tensor  # [N] float32, log-probability of each label
     entropies: torch.Tensor  # [N] float32, nats
+    means: torch.Tensor  # [N] float32, log-probability of a word, on average over the vocabulary
     predictions: torch.Tensor  # [N] int64, the most probable word
 
 
 def total(head: Head, hidden_ND: torch.Tensor, labels_N: torch.Tensor) -> torch.Tensor:
     """The sum of the labels' log-probabilities, a scalar."""
-    return cast(
-        torch.Tensor,
-        _Total.apply(hidden_ND, head.weight, head.bias, labels_N, head),  # type: ignore[no-untyped-call]
-    )
+    return totals(head, hidden_ND, labels_N, 0.0)[0]
+
+
+def totals(
+    head: Head, hidden_ND: torch.Tensor, labels_N: torch.Tensor, smoothing: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The sum of the smoothed labels' log-probabilities, and that of the labels themselves, which
+    has no gradient."""
+    found = _Totals.apply(hidden_ND, head.weight, head.bias, labels_N, head, smoothing)  # type: ignore[no-untyped-call]
+    return cast(tuple[torch.Tensor, torch.Tensor], found)
 
 
 def scores(head: Head, hidden_ND: torch.Tensor, labels_N: torch.Tensor) -> Scores:
-    """All there is to know about each position; log-probabilities and entropies have gradients."""
+    """All there is to know about each position; all but predictions have gradients."""
     found = _Scores.apply(hidden_ND, head.weight, head.bias, labels_N, head)  # type: ignore[no-untyped-call]
     return Scores(*found)
 
 
-class _Total(torch.autograd.Function):
-    """d log p(label) / d logits = onehot - p: known without the backward pass, up to a factor."""
+class _Totals(torch.autograd.Function):
+    """d log p(label) / d logits = label - p: known without the backward pass, up to a factor."""
 
     @staticmethod
     def forward(
@@ -86,32 +96,40 @@ class _Total(torch.autograd.Function):
         bias_V: torch.Tensor | None,
         labels_N: torch.Tensor,
         head: Head,
-    ) -> torch.Tensor:
+        smoothing: float,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         head = replace(head, weight=weight_VD, bias=bias_V)
         gradients = _Gradients.of(head, hidden_ND, ctx.needs_input_grad)
         head = gradients.head
-        found = hidden_ND.new_zeros((), dtype=_wide(hidden_ND.dtype))
+        found, everywhere = hidden_ND.new_zeros(2, dtype=_wide(hidden_ND.dtype)).unbind()
+        to_each = smoothing / len(weight_VD)
         for chunk in head.chunks(len(hidden_ND)):
             labels_C = labels_N[chunk, None]
             logits_CV = head.logits(hidden_ND[chunk])
             logps_CV = F.log_softmax(logits_CV, dim=-1)
             found += logps_CV.gather(1, labels_C).sum()
+            if smoothing:
+                everywhere += logps_CV.sum()
             if any(ctx.needs_input_grad):
-                slopes_CV = logps_CV.exp_().neg_()
-                slopes_CV.scatter_add_(1, labels_C, torch.ones_like(labels_C, dtype=found.dtype))
+                slopes_CV = logps_CV.exp_()  # of minus the sum, as it will be asked for
+                slopes_CV = slopes_CV.sub_(to_each) if smoothing else slopes_CV
+                shares_C = torch.full_like(labels_C, smoothing - 1.0, dtype=found.dtype)
+                slopes_CV.scatter_add_(1, labels_C, shares_C)
                 gradients.add(chunk, _uncapped(slopes_CV, logits_CV, head.softcap))
         ctx.save_for_backward(*gradients.sums(hidden_ND, weight_VD, bias_V))
-        return found
+        ctx.mark_non_differentiable(found)
+        return (1.0 - smoothing) * found + to_each * everywhere, found
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (factor,) = gradients
-        found = (None if t is None else (t * factor).to(t.dtype) for t in ctx.saved_tensors)
-        return *found, None, None
+        factor = -gradients[0]
+        found = (None if t is None else t.mul_(factor) for t in ctx.saved_tensors)
+        return *found, None, None, None
 
 
 class _Scores(torch.autograd.Function):
-    """d logp = onehot - p and d entropy = -p (log p + entropy), times what comes from above."""
+    """d logp = onehot - p, d mean = 1 / V - p and d entropy = -p (log p + entropy), times what
+    comes from above."""
 
     @staticmethod
     def forward(
@@ -121,23 +139,25 @@ class _Scores(torch.autograd.Function):
         bias_V: torch.Tensor | None,
         labels_N: torch.Tensor,
         head: Head,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         ctx.softcap, ctx.dtype = head.softcap, head.dtype
         head = replace(head, weight=weight_VD, bias=bias_V).cast()
         logps_N = hidden_ND.new_empty(len(hidden_ND), dtype=_wide(hidden_ND.dtype))
-        entropies_N, predictions_N = torch.empty_like(logps_N), torch.empty_like(labels_N)
+        entropies_N, means_N = torch.empty_like(logps_N), torch.empty_like(logps_N)
+        predictions_N = torch.empty_like(labels_N)
         for chunk in head.chunks(len(hidden_ND)):
             logps_CV = F.log_softmax(head.logits(hidden_ND[chunk]), dim=-1)
             logps_N[chunk] = logps_CV.gather(1, labels_N[chunk, None])[:, 0]
             predictions_N[chunk] = logps_CV.argmax(-1)
+            means_N[chunk] = logps_CV.mean(-1)
             entropies_N[chunk] = -(logps_CV.exp() * logps_CV).sum(-1)
         ctx.save_for_backward(hidden_ND, weight_VD, bias_V, labels_N, entropies_N)
         ctx.mark_non_differentiable(predictions_N)
-        return logps_N, entropies_N, predictions_N
+        return logps_N, entropies_N, means_N, predictions_N
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        of_logps_N, of_entropies_N = gradients[:2]
+        of_logps_N, of_entropies_N, of_means_N = gradients[:3]
         hidden_ND, weight_VD, bias_V, labels_N, entropies_N = ctx.saved_tensors
         head = Head(weight_VD, bias_V, ctx.softcap, ctx.dtype)
         found = _Gradients.of(head, hidden_ND, ctx.needs_input_grad)
@@ -146,8 +166,9 @@ class _Scores(torch.autograd.Function):
             logits_CV = head.logits(hidden_ND[chunk])
             logps_CV = F.log_softmax(logits_CV, dim=-1)
             entropies_C1, entropy_C1 = entropies_N[chunk, None], of_entropies_N[chunk, None]
-            logp_C1 = of_logps_N[chunk, None]
-            slopes_CV = -logps_CV.exp() * (logp_C1 + entropy_C1 * (logps_CV + entropies_C1))
+            logp_C1, mean_C1 = of_logps_N[chunk, None], of_means_N[chunk, None]
+            weights_CV = logp_C1 + mean_C1 + entropy_C1 * (logps_CV + entropies_C1)
+            slopes_CV = mean_C1 / len(weight_VD) - logps_CV.exp() * weights_CV
             slopes_CV.scatter_add_(1, labels_N[chunk, None], logp_C1)
             found.add(chunk, _uncapped(slopes_CV, logits_CV, head.softcap))
         return *found.sums(hidden_ND, weight_VD, bias_V), None, None
@@ -174,34 +195,37 @@ class _Gradients:
     def of(head: Head, inputs: torch.Tensor, needed: tuple[bool, ...]) -> _Gradients:
         """None yet."""
         weight, bias = head.weight, head.bias
+
+        def room(like: torch.Tensor) -> torch.Tensor:  # the first chunk fills it, if there is one
+            make = torch.empty_like if len(inputs) else torch.zeros_like
+            return make(like, dtype=_wide(like.dtype))
+
         return _Gradients(
             head.cast(),
             inputs,
             torch.empty_like(inputs) if needed[0] else None,
-            torch.zeros_like(weight, dtype=_wide(weight.dtype)) if needed[1] else None,
-            None
-            if bias is None or not needed[2]
-            else torch.zeros_like(bias, dtype=_wide(bias.dtype)),
+            room(weight) if needed[1] else None,
+            None if bias is None or not needed[2] else room(bias),
         )
 
     def add(self, chunk: slice, slopes_CV: torch.Tensor) -> None:
         """Take in one chunk's slopes."""
+        more = chunk.start > 0
         if self.bias is not None:
-            self.bias.add_(slopes_CV.sum(0))
+            self.bias.copy_(self.bias + slopes_CV.sum(0) if more else slopes_CV.sum(0))
         low_CV = slopes_CV.to(self.head.weight.dtype)
         if self.hidden is not None:
             self.hidden[chunk] = (low_CV @ self.head.weight).to(self.hidden.dtype)
         if self.weight is not None:
-            _add_product(self.weight, low_CV.t(), self.inputs[chunk].to(low_CV.dtype))
+            inputs_CD = self.inputs[chunk].to(low_CV.dtype)
+            if low_CV.dtype == self.weight.dtype:
+                self.weight.addmm_(low_CV.t(), inputs_CD, beta=int(more))
+            elif more:
+                self.weight.add_(low_CV.t() @ inputs_CD)
+            else:
+                self.weight.copy_(low_CV.t() @ inputs_CD)
 
     def sums(self, *likes: torch.Tensor | None) -> Iterator[torch.Tensor | None]:
         """What hidden states, matrix and bias get, in their own types."""
         for found, like in zip((self.hidden, self.weight, self.bias), likes, strict=True):
             yield None if found is None or like is None else found.to(like.dtype)
-
-
-def _add_product(total_VD: torch.Tensor, a_VC: torch.Tensor, b_CD: torch.Tensor) -> None:
-    if a_VC.dtype == total_VD.dtype:
-        total_VD.addmm_(a_VC, b_CD)
-    else:
-        total_VD.add_(a_VC @ b_CD)

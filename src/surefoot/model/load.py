@@ -21,6 +21,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils.logging import disable_progress_bar
 
 from ..errors import ModelError
@@ -29,7 +30,7 @@ from .section import ModelSection
 
 logger = logging.getLogger(__name__)
 WEIGHTS = "*.safetensors"
-PLACES = ("", "rank_0/", "checkpoint/rank_0/", "iteration_*/")  # the last three are MindSpore's
+PLACES = ("", "rank_00000/", "rank_0/", "checkpoint/rank_0/", "iteration_*/")  # ours, MindSpore's
 FILES = ("*.json", WEIGHTS, "*.jinja", "*.model", "*.txt", "*.py")  # never pickles
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -213,13 +214,22 @@ def upcast_trained(model: nn.Module, section: ModelSection) -> None:
 
 def recompute_activations(model: PreTrainedModel, *, keep_random: bool = True) -> None:
     """Keep no activations of the layers; compute them again in the backward pass, with the same
-    random numbers unless ``keep_random`` is false."""
+    random numbers unless ``keep_random`` is false.
+
+    To be called when it is known what learns: before a layer or embedding that does, nothing is
+    kept anyway.
+    """
     with warnings.catch_warnings():  # 5.23 renamed it; this name works in all of transformers 5
         warnings.simplefilter("ignore", FutureWarning)
         model.gradient_checkpointing_enable(
             {"use_reentrant": False, "preserve_rng_state": keep_random}
         )
-    model.enable_input_require_grads()  # else nothing flows back through frozen embeddings
+    model.disable_input_require_grads()  # what recomputes without reentering needs no such hook
+    learns = any(p.requires_grad for p in model.get_input_embeddings().parameters())
+    for layer in model.modules():
+        if isinstance(layer, GradientCheckpointingLayer):
+            learns = learns or any(p.requires_grad for p in layer.parameters())
+            layer.gradient_checkpointing = learns
 
 
 @torch.no_grad()

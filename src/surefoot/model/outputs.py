@@ -29,6 +29,9 @@ class Vocabulary(Protocol):
     def logps(self, logits_Nv: torch.Tensor, labels_N: torch.Tensor) -> torch.Tensor:
         """[N] log-probability of each label."""
 
+    def means(self, logits_Nv: torch.Tensor) -> torch.Tensor:
+        """[N] log-probability of a token, on average over the whole vocabulary."""
+
     def entropies(self, logits_Nv: torch.Tensor) -> torch.Tensor:
         """[N] entropy of each next-token distribution in nats: ``-sum p log p``."""
 
@@ -43,6 +46,10 @@ class WholeVocabulary:
     def logps(self, logits_NV: torch.Tensor, labels_N: torch.Tensor) -> torch.Tensor:
         """[N] log-probability of each label."""
         return -F.cross_entropy(logits_NV, labels_N, reduction="none")
+
+    def means(self, logits_NV: torch.Tensor) -> torch.Tensor:
+        """[N] log-probability of a token, on average over the vocabulary."""
+        return F.log_softmax(logits_NV, dim=-1).mean(-1)
 
     def entropies(self, logits_NV: torch.Tensor) -> torch.Tensor:
         """[N] entropy of each next-token distribution in nats: ``-sum p log p``."""
@@ -63,6 +70,7 @@ def compute(
     hidden: torch.Tensor | None = None,
     vocabulary: Vocabulary | None = None,
     head: AskedHead | None = None,
+    smoothing: float = 0.0,
 ) -> Outputs:
     """Run ``model`` on ``batch`` and keep what a stage ``needs`` (names of ``Outputs``' fields).
 
@@ -74,6 +82,7 @@ def compute(
         hidden: what enters the model in place of embedded tokens, if it is the end of a pipeline.
         vocabulary: of a head that leaves a part of the logits here.
         head: the model's, if it is whole and can be asked for more than logits.
+        smoothing: how much of each label is spread evenly over the vocabulary.
     """
     at = at or batch.at or places(batch)
     labels_N = batch.labels[at.rows, at.columns + 1]
@@ -85,8 +94,9 @@ def compute(
         return found
 
     if head is None:
-        return _of_logits(trained(run(), at), labels_N, needs, vocabulary or WholeVocabulary())
-    return head.run(run, lambda x: trained(x, at), labels_N, needs)
+        logits_Nv = trained(run(), at)
+        return _of_logits(logits_Nv, labels_N, needs, vocabulary or WholeVocabulary(), smoothing)
+    return head.run(run, lambda x: trained(x, at), labels_N, needs, smoothing)
 
 
 def trained(x_BKX: torch.Tensor, at: Places) -> torch.Tensor:
@@ -95,14 +105,22 @@ def trained(x_BKX: torch.Tensor, at: Places) -> torch.Tensor:
 
 
 def _of_logits(
-    logits_Nv: torch.Tensor, labels_N: torch.Tensor, needs: Collection[str], vocabulary: Vocabulary
+    logits_Nv: torch.Tensor,
+    labels_N: torch.Tensor,
+    needs: Collection[str],
+    vocabulary: Vocabulary,
+    smoothing: float,
 ) -> Outputs:
     if logits_Nv.dtype in (torch.float16, torch.bfloat16):
         logits_Nv = logits_Nv.float()
     logps_N = vocabulary.logps(logits_Nv, labels_N)
+    total, smoothed = logps_N.sum(), None
+    if smoothing:
+        smoothed = (1.0 - smoothing) * total + smoothing * vocabulary.means(logits_Nv).sum()
     return Outputs(
         logps=logps_N,
-        total=logps_N.sum(),
+        total=total,
+        smoothed=smoothed,
         entropies=vocabulary.entropies(logits_Nv) if "entropies" in needs else None,
         predictions=vocabulary.predictions(logits_Nv) if "predictions" in needs else None,
     )

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Protocol, runtime_checkable
-
-from torch import nn
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from ..errors import ModelError
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 @runtime_checkable
 class HasHead(Protocol):
-    """A ``PreTrainedModel``, said without importing it: reading a recipe would take twice as long.
-
-    Methods are named in recipes and import this module.
+    """A ``PreTrainedModel``, said without importing it: methods are named in recipes and import
+    this module, and a recipe is read without transformers and torch.
     """
 
     def get_output_embeddings(self) -> nn.Module | None:
@@ -22,6 +22,8 @@ class HasHead(Protocol):
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
     """The transformer blocks in order: the longest ``ModuleList`` of one class."""
+    from torch import nn
+
     lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) > 0]
     same = [m for m in lists if len({type(layer) for layer in m}) == 1]
     if not same:
@@ -43,6 +45,8 @@ def children(layer: nn.Module) -> dict[str, list[nn.Module]]:
 
 def linear_names(model: nn.Module) -> list[str]:
     """The last parts of the names of all linear maps but the output head, sorted."""
+    from torch import nn
+
     head = model.get_output_embeddings() if isinstance(model, HasHead) else None
     found = {
         name.rsplit(".", 1)[-1]

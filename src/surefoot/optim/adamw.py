@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-
-import torch
+from typing import TYPE_CHECKING
 
 from .groups import Named, decay_groups
 from .schedules import Schedule, ScheduleName
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +57,8 @@ class AdamW:
     def build(self, named: Named) -> torch.optim.Optimizer:
         """The optimizer over ``named`` parameters; every group carries its parameters'
         ``names``."""
+        import torch
+
         return torch.optim.AdamW(
             decay_groups(named, self.weight_decay),
             lr=self.learning_rate,

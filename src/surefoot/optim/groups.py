@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING, TypeAlias
 
-from torch import nn
+if TYPE_CHECKING:
+    from torch import nn
 
-Named = Iterable[tuple[str, nn.Parameter]]
+Named: TypeAlias = "Iterable[tuple[str, nn.Parameter]]"
 
 
 def decay_groups(named: Named, weight_decay: float) -> list[dict[str, object]]:

@@ -67,7 +67,7 @@ class Role:
 
     module: nn.Module
     style: Style
-    length: int = 0  # dropout: of the whole input; groups: query heads to a key-value head; experts
+    length: int = 0  # dropout: of all its input; experts: how many; groups: queries to a key
     head: int = 0  # some_rows: size of a head
     on_parts: bool = False  # gradients are of a part of the tokens, or of heads, and are summed
 
@@ -264,8 +264,6 @@ class _Reader:
         elif has_parameters:
             style = (_A if part == "A" else _B).get(role.style, "whole")
             yield replace(role, module=module, style=style)
-
-    # --- along the sequence
 
     def _in_layers(self, place: str) -> bool:
         return f"{place}.".startswith(tuple(self.places))

@@ -60,7 +60,8 @@ class ParallelSection:
                 f"pp_stages_per_rank: {self.pp_stages_per_rank} stages a process need pp_schedule: "
                 f"interleaved, not {self.pp_schedule}"
             )
-        self.axes(self.num_processes) if self.num_processes is not None else None
+        if self.num_processes is not None:
+            self.axes(self.num_processes)  # which refuses what does not fit
 
     @property
     def num_parts(self) -> int:

@@ -34,6 +34,16 @@ class CutVocabulary:
         found = _Logps.apply(self._some(logits_Nv), labels_N - self._first, self.axis)  # type: ignore[no-untyped-call]
         return cast(torch.Tensor, found)
 
+    def means(self, logits_Nv: torch.Tensor) -> torch.Tensor:
+        """[N] log-probability of a word, on average over the whole vocabulary: E[logit] - log
+        Z."""
+        most_N = self.axis.largest(self._some(logits_Nv.detach()).amax(-1))
+        logits_Nv = logits_Nv - most_N[:, None]
+        sums_2N = torch.stack([logits_Nv.exp().sum(-1), logits_Nv.sum(-1)])
+        total_N, logit_N = summed(sums_2N, self.axis)
+        means_N: torch.Tensor = logit_N / self.size - total_N.log()
+        return means_N
+
     def entropies(self, logits_Nv: torch.Tensor) -> torch.Tensor:
         """[N] entropy of each distribution in nats: log Z - E[logit]."""
         logits_Nv = self._some(logits_Nv)

@@ -131,11 +131,7 @@ class World:
 
     def first_of(self, value: str | None) -> str | None:
         """What the first process has to say, of those that do."""
-        if self.mesh is None:
-            return value
-        held: list[str | None] = [None] * self.size
-        dist.all_gather_object(held, value)
-        return next((said for said in held if said is not None), None)
+        return next((said for said in self.gathered(value) if said is not None), None)
 
     def wait(self) -> None:
         """Until every process is here."""

@@ -1,18 +1,21 @@
 """A YAML file of MindSpore Transformers as the settings of a recipe: one table, key by key.
 
-A key says the same here, says nothing here, or is refused with the reason and what to do. Data sets
-are in a form of their own there, so ``data`` is for the user to add.
+A key says the same here, says nothing here, or is refused with the reason and what to do. What data
+sets come to is in ``mindformers_data``.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..checkpoint.mindspore.ranks import model_near, root_of
 from ..schema import Keys, Problem
 from .document import Document
+from .mindformers_data import read_data
 
 Found = Mapping[str, object]  # dotted settings of ours
 Rule = Callable[[Any], Found]
@@ -36,6 +39,7 @@ class Converted:
 
     settings: dict[str, object] = field(default_factory=dict)  # dotted, as overrides are
     left: list[str] = field(default_factory=list)  # keys that were not looked at
+    advice: list[str] = field(default_factory=list)  # what is to be added by hand
 
     def nested(self) -> dict[str, Any]:
         """The settings as sections of a recipe."""
@@ -68,13 +72,16 @@ def convert(document: Document) -> Converted:
             done.settings |= rule(value)
         except _RefusedError as error:
             problems.append(Problem(path, str(error)))
-    for path, together in ((("parallel_config",), _parallel), (("load_checkpoint",), _start)):
+    for path, together in _TOGETHER:
         try:
             done.settings |= together(told)
         except _RefusedError as error:
             problems.append(Problem(path, str(error)))
     if problems:
         raise document.error(problems)
+    data = read_data(told)
+    done.settings |= data.settings
+    done.advice += data.advice
     return done
 
 
@@ -176,15 +183,18 @@ def _start(told: Mapping[str, Any]) -> Found:
     """The model to begin with, and whether to go on."""
     weights, model = told.get("load_checkpoint") or "", told.get("pretrained_model_dir") or ""
     resume = told.get("resume_training") or False
+    is_model = bool(weights) and model_near(Path(weights)) == Path(weights)
     if resume and weights:
-        raise _RefusedError(
-            f"resume_training goes on from {weights!r}: the moments of MindSpore's optimizer are "
-            "not taken into a run; without resume_training its weights are. A run of Surefoot's "
-            "goes on by itself, from the newest checkpoint in output_dir, on any parallel_config"
-        )
+        if not model and not is_model:
+            raise _RefusedError(
+                f"resume_training: {weights!r} has no config.json beside its weights; say the "
+                "model they are of with pretrained_model_dir"
+            )
+        start = weights if is_model else model
+        return {"model.path": start, "checkpoint.resume": _saved_at(weights, resume)}
     if isinstance(resume, str):
         return {"checkpoint.resume": resume}
-    if weights and model and not (Path(weights) / "config.json").is_file():
+    if weights and model and not is_model:
         raise _RefusedError(
             f"{weights!r} has no config.json beside its weights; make a model of both once: "
             f"surefoot ckpt convert {weights} MODEL --to huggingface --base {model}"
@@ -193,6 +203,57 @@ def _start(told: Mapping[str, Any]) -> Found:
     return {"model.path": path} if path else {}
 
 
+def _saved_at(weights: str, resume: str | bool) -> str:
+    """What to go on from: the newest step, or that of a file's name."""
+    if not isinstance(resume, str):
+        return weights
+    name = re.sub(r"_rank_\d+", "_rank_0", resume)
+    name = name if name.endswith(".safetensors") else f"{name}.safetensors"
+    return str(root_of(Path(weights)) / "rank_0" / name)
+
+
+def _schedule(told: Mapping[str, Any]) -> Found:
+    """The learning rate and its course."""
+    section = told.get("lr_schedule") or {}
+    rate = section.get("learning_rate") or (told.get("optimizer") or {}).get("learning_rate")
+    found: dict[str, object] = {}
+    if kind := section.get("type"):
+        if kind not in _SCHEDULES:
+            raise _RefusedError(f"type {kind!r}: expected one of {', '.join(_SCHEDULES)}")
+        found["schedule"] = _SCHEDULES[kind]
+    if isinstance(rate, int | float) and rate > 0:
+        found["learning_rate"] = rate
+        if end := section.get("lr_end"):
+            found["min_lr_ratio"] = end / rate
+    ratio, steps = section.get("warmup_ratio"), section.get("warmup_steps")
+    found |= {"warmup_ratio": ratio} if ratio is not None else {}
+    found |= {"warmup_steps": steps} if ratio is None and steps is not None else {}
+    found |= {"decay_ratio": section["decay_ratio"]} if section.get("decay_ratio") else {}
+    if section.get("total_steps") not in (None, -1):
+        raise _RefusedError(
+            f"total_steps {section['total_steps']}: here a schedule runs over the steps of the "
+            "run; leave it at -1, and say how many with train.max_steps"
+        )
+    return {f"optim.adamw.{name}": value for name, value in found.items()}
+
+
+def _betas(value: Any) -> Found:
+    if not isinstance(value, list) or len(value) != 2:
+        raise _RefusedError(f"expected two numbers, got {value!r}")
+    return {"optim.adamw.beta1": value[0], "optim.adamw.beta2": value[1]}
+
+
+_SCHEDULES = {
+    "CosineWithWarmUpLR": "cosine",
+    "LinearWithWarmUpLR": "linear",
+    "ConstantWarmUpLR": "constant",
+    "WarmUpStableDecayLR": "wsd",
+}
+_TOGETHER: tuple[tuple[Keys, Rule], ...] = (
+    (("parallel_config",), _parallel),
+    (("load_checkpoint",), _start),
+    (("lr_schedule",), _schedule),
+)
 _MONITOR = "callbacks.CheckpointMonitor."
 _RULES: dict[str, Rule] = {
     "run_mode": _run_mode,
@@ -228,6 +289,17 @@ _RULES: dict[str, Rule] = {
     "runner_config.gradient_accumulation_steps": _nothing,
     "runner_config.sink_mode": _nothing,
     "runner_config.sink_size": _nothing,
+    "optimizer.type": _only(
+        ("AdamW", "FusedAdamWeightDecay", "FP32StateAdamWeightDecay"), "there is only AdamW here"
+    ),
+    "optimizer.betas": _betas,
+    "optimizer.eps": _to("optim.adamw.epsilon"),
+    "optimizer.weight_decay": _to("optim.adamw.weight_decay"),
+    "optimizer.learning_rate": _nothing,  # lr_schedule's wins: _schedule
+    **{f"lr_schedule.{n}": _nothing for n in ("type", "learning_rate", "lr_end", "decay_ratio")},
+    **{f"lr_schedule.{n}": _nothing for n in ("warmup_ratio", "warmup_steps", "total_steps")},
+    "lr_schedule.warmup_lr_init": _only((0, None), "a warm-up begins at the first step's share"),
+    "train_dataset.data_loader": _nothing,  # read_data
     "callbacks.MFLossMonitor.per_print_times": _to("train.log_steps", int),
     f"{_MONITOR}save_checkpoint_steps": _to("checkpoint.save_steps", int),
     f"{_MONITOR}save_checkpoint_seconds": _seconds,

@@ -147,8 +147,7 @@ def _changes(old: object, new: object, path: schema.Keys) -> Iterator[Change]:
             yield Change(schema.dotted(here), schema.write(before), schema.write(after))
 
 
-# --- rules between sections ------------------------------------------------------------------
-# What one section can know of itself it checks in its own __post_init__.
+# Rules between sections. What one can know of itself it checks in its own __post_init__.
 
 Rule = Callable[[Recipe], Iterator[Problem]]
 

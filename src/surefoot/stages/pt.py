@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from ..batch import Batch, Features, Loss, Outputs
-from ..data.chat import Codec
 from ..data.collate import collate
 from ..data.encode import Encoded
 from ..data.example import Example
-from ..training.losses import negative_log_likelihood
+from ..training.losses import check_smoothing, negative_log_likelihood
+
+if TYPE_CHECKING:
+    from ..data.chat import Codec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +24,13 @@ class PT:
     roles: ClassVar[tuple[str, ...]] = ("policy",)
     needs: ClassVar[tuple[str, ...]] = ("total",)
     uses_template: ClassVar[bool] = False
+
+    label_smoothing_factor: float = 0.0
+    """Learn that each token has probability ``1 - factor``, and that the rest is spread evenly over
+    the vocabulary (arXiv:1512.00567); 0.1 is usual."""
+
+    def __post_init__(self) -> None:
+        check_smoothing(self.label_smoothing_factor)
 
     def encode(self, examples: Sequence[Example], codec: Codec) -> list[Encoded]:
         """Cut each text into consecutive pieces; nothing of it is lost."""

@@ -1,7 +1,22 @@
-"""The training loop, and what stages, methods and callbacks owe it."""
+"""The training loop, and what stages, methods and callbacks owe it.
 
-from .callback import Context, TrainerCallback
-from .state import TrainerControl, TrainerState
-from .trainer import Trainer
+The names are imported when they are first asked for: a recipe is read without the loop, and torch.
+"""
+
+from typing import TYPE_CHECKING
+
+from ..later import found_in
+
+if TYPE_CHECKING:
+    from .callback import Context, TrainerCallback
+    from .state import TrainerControl, TrainerState
+    from .trainer import Trainer
 
 __all__ = ["Context", "Trainer", "TrainerCallback", "TrainerControl", "TrainerState"]
+
+_HOMES = {
+    ".callback": ("Context", "TrainerCallback"),
+    ".state": ("TrainerControl", "TrainerState"),
+    ".trainer": ("Trainer",),
+}
+__getattr__ = found_in(__name__, _HOMES)

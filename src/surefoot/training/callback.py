@@ -29,8 +29,8 @@ class Context:
     model: nn.Module
     optimizer: torch.optim.Optimizer
     output_dir: Path
-    num_examples: int
-    steps_per_epoch: int
+    num_examples: int | None  # None: not known as long as the data is being encoded
+    steps_per_epoch: int | None
 
 
 class TrainerCallback:

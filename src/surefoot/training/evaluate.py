@@ -21,8 +21,8 @@ def evaluate(
     after: Callable[[], None],
     sums: Callable[[Sequence[float]], list[float]] = list,
 ) -> dict[str, float]:
-    """Metrics over ``batches``: ``loss`` (nats per unit of weight), ``perplexity``,
-    ``token_accuracy``.
+    """Metrics over ``batches``: ``loss`` (nats per unit of weight), ``perplexity`` (of the labels,
+    even if the loss is of smoothed ones), ``token_accuracy``.
 
     ``after`` is called after every batch and may raise to break off. ``sums`` adds up over the
     processes that have other batches: equally many, if a process's forward pass needs the others.
@@ -45,10 +45,11 @@ def evaluate(
         [total, weight, correct, trained, *extra.values()]
     )
     mean = total / weight if weight else float("nan")
-    metrics = {"loss": mean, "perplexity": math.exp(min(mean, 700.0))}
+    more = {name: value / weight for name, value in zip(extra, values, strict=True)}
+    metrics = {"loss": mean, "perplexity": math.exp(min(more.get("nll", mean), 700.0))}
     if trained:
         metrics["token_accuracy"] = correct / trained
-    return metrics | {name: value / weight for name, value in zip(extra, values, strict=True)}
+    return metrics | more
 
 
 def prefixed(parts: Mapping[str, Mapping[str, float]], prefix: str) -> dict[str, float]:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, fields
 from signal import Signals
 
 from ..batch import Batch, Outputs, Window
 from ..checkpoint.load import load
 from ..checkpoint.states import RandomState, Stateful
-from ..data.loader import Loader
 from ..errors import RunError
 from ..parallel.shard import gather_nothing
 from ..parallel.world import ALONE, World
@@ -22,7 +22,7 @@ from .randomness import seed_everything
 from .saver import Saver
 from .section import TrainSection
 from .signals import StopSignal
-from .stage import Models, Stage, learnables
+from .stage import Models, Stage, Windows, learnables
 from .state import TrainerControl, TrainerState
 from .step import Figures, Step, Unread
 
@@ -57,7 +57,7 @@ class Trainer:
     optimizer_state: Stateful
     step: Step
     forward: Callable[[Batch], Outputs]  # for evaluation; the engine has its own
-    loader: Loader
+    loader: Windows
     evals: Mapping[str, Iterable[Batch]]
     saver: Saver
     callbacks: Callbacks
@@ -68,6 +68,7 @@ class Trainer:
     world: World = ALONE
     agreed: Signals | None = None  # the signal that any of several processes has received
     rollbacks: int = 0
+    feeder: AbstractContextManager[object] = field(default_factory=nullcontext)  # while data comes
     _unread: _Taken | None = None
 
     @property
@@ -99,7 +100,7 @@ class Trainer:
         self.control.should_training_stop = False
         self.models.policy.train()
         self.callbacks.emit("on_train_begin")
-        with self.stop, self.saver:
+        with self.stop, self.feeder, self.saver:
             for flag in self.state.pending:
                 setattr(self.control, flag, True)
             if self.section.on_nan == "rollback" and self.saver.newest is None:
@@ -168,7 +169,7 @@ class Trainer:
             return False
         state.global_step += 1
         self._unread = _Taken(state.global_step, place, figures)
-        state.epoch = self.loader.epoch + self.loader.window / self.loader.steps_per_epoch
+        state.epoch = self.loader.progress
         self.interval.spend(time.monotonic() - started)
         self.callbacks.emit("on_step_end")
         return True

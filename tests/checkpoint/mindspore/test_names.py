@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from surefoot.checkpoint.box import Box
 from surefoot.checkpoint.mindspore.names import (
     FAMILIES,
     Heads,
@@ -12,19 +13,33 @@ from surefoot.checkpoint.mindspore.names import (
 )
 from surefoot.checkpoint.source import Memory, read_whole
 from surefoot.errors import CheckpointError
+from surefoot.model.weights import FullWeights
 from tiny import model
 
 HEADS = Heads(4, 2)
+LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
+LATENT += ("q_a_layernorm", "kv_a_layernorm")
+EXPERT = ("gate_proj", "up_proj", "down_proj")
+DEEPSEEK = [f"model.layers.3.self_attn.{module}.weight" for module in LATENT]
+DEEPSEEK += [f"model.layers.3.mlp.experts.{i}.{m}.weight" for i in (0, 10) for m in EXPERT]
+DEEPSEEK += [f"model.layers.3.mlp.shared_experts.{module}.weight" for module in EXPERT]
+DEEPSEEK += [f"model.layers.0.mlp.{module}.weight" for module in EXPERT]
+DEEPSEEK += [f"model.layers.3.mlp.gate.{kind}" for kind in ("weight", "e_score_correction_bias")]
+DEEPSEEK += ["model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"]
 
 
 def weights(kind="qwen2"):
     torch.manual_seed(0)
+    if kind == "deepseek":
+        return {name: torch.randn(6, 4) for name in DEEPSEEK}
     sizes = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    made = model(kind, **sizes).state_dict()
+    made = FullWeights(model(kind, **sizes)).state_dict()
     return {name: torch.randn_like(tensor) for name, tensor in made.items()}
 
 
 def kinds(family):
+    if family == "mcore-mla":
+        return "deepseek"
     return "qwen3" if family.startswith("mcore") else "qwen2"
 
 
@@ -100,7 +115,8 @@ def test_a_model_with_norms_of_queries_is_named_as_mcore():
 @pytest.mark.parametrize(
     ("name", "family", "problem"),
     [
-        ("model.layers.0.mlp.experts.0.up_proj.weight", "mcore", "has no name in MindSpore"),
+        ("model.layers.0.mlp.experts.0.up_proj.weight", "mcore-v1", "has no name in MindSpore"),
+        ("model.layers.61.eh_proj.weight", "mcore-mla", "has no name in MindSpore"),
         ("model.layers.0.self_attn.q_norm.weight", "legacy", "--names keep leaves names"),
         ("model.layers.x.input_layernorm.weight", "legacy", "has no name in MindSpore"),
     ],
@@ -128,3 +144,60 @@ def test_the_number_of_heads_is_in_the_configuration(tmp_path):
         '{"text_config": {"num_attention_heads": 8, "num_key_value_heads": 2}}'
     )
     assert heads_of(tmp_path) == Heads(8, 2)
+
+
+MIXTURES = [("qwen3_moe", "mcore"), ("qwen3_moe", "mcore-fused"), ("mixtral", "legacy")]
+
+
+@pytest.mark.parametrize(("kind", "family"), MIXTURES)
+def test_a_mixture_goes_there_and_back_bitwise(kind, family):
+    tensors = weights(kind)
+    assert usual({name: tuple(t.shape) for name, t in tensors.items()}) == family.split("-")[0]
+    there = named(family, tensors)
+    assert family_of({name: tuple(t.shape) for name, t in there.items()}) == family
+    back = to_huggingface(Memory(there), family, HEADS)
+    assert back.shapes() == {name: tuple(t.shape) for name, t in tensors.items()}
+    assert all(torch.equal(read_whole(back, name), t) for name, t in tensors.items())
+
+
+def test_the_experts_are_those_of_mindspore():
+    """Their own formula: stacked, turned, gates before ups."""
+    tensors, layer = weights("qwen3_moe"), "model.layers.1.mlp.experts"
+    parts = {m: torch.stack([tensors[f"{layer}.{i}.{m}.weight"] for i in range(4)]) for m in EXPERT}
+    turned = {name: part.transpose(1, 2) for name, part in parts.items()}
+    both = torch.cat([turned["gate_proj"], turned["up_proj"]], 2)
+    there = named("mcore-fused", tensors)
+    assert torch.equal(there["decoder.layers.1.mlp.experts.weight1"], both.flatten(0, 1))
+    down = turned["down_proj"].flatten(0, 1)
+    assert torch.equal(there["decoder.layers.1.mlp.experts.weight2"], down)
+    assert there["decoder.layers.1.mlp.router.weight"] is not None
+    source = to_mindspore(Memory(tensors), "mcore-fused", HEADS)
+    box = Box((20, 10), (50, 30))  # over two experts, gates and ups
+    found = source.read("decoder.layers.1.mlp.experts.weight1", box)
+    assert torch.equal(found, both.flatten(0, 1)[20:70, 10:40])
+
+
+def test_mixtrals_experts_are_a_dimension():
+    tensors = weights("mixtral")
+    names = [f"model.layers.0.block_sparse_moe.experts.{i}.w2.weight" for i in range(4)]
+    found = named("legacy", tensors)["model.layers.0.feed_forward.ffn.w2.weight"]
+    assert torch.equal(found, torch.stack([tensors[name] for name in names]))
+
+
+def test_the_latent_attention_of_deepseek_has_its_own_names():
+    there = named("mcore-mla", weights("deepseek"))
+    assert "decoder.layers.3.self_attention.linear_kv_down_proj.weight" in there
+    assert "decoder.layers.3.mlp.experts.10.gating.weight" in there
+    assert "decoder.layers.3.mlp.shared_experts.hidden.weight" in there
+    assert "decoder.layers.3.mlp.router.expert_bias" in there
+
+
+def test_experts_that_are_not_all_there_are_refused():
+    tensors = weights("qwen3_moe")
+    del tensors["model.layers.0.mlp.experts.2.up_proj.weight"]
+    with pytest.raises(CheckpointError, match=r"experts.2.up_proj.weight' is missing, so the"):
+        named("mcore-fused", tensors)
+    there = named("mcore-fused", weights("qwen3_moe"))
+    del there["decoder.layers.0.mlp.router.weight"]
+    with pytest.raises(CheckpointError, match="whose router is missing, cannot be taken apart"):
+        to_huggingface(Memory(there), "mcore-fused", HEADS)

@@ -191,6 +191,13 @@ def test_sizes_that_do_not_fit_are_refused(told, problem):
         ParallelConfig(**told).stages(tensors)
 
 
+def test_how_experts_are_cut_is_left_to_the_strategy():
+    tensors = {"decoder.layers.0.mlp.experts.weight1": ("F32", (4, 4))}
+    assert ParallelConfig(2).stages(tensors)
+    with pytest.raises(CheckpointError, match=r"how 'decoder.*' is cut is not known here"):
+        ParallelConfig(1, 2).stages(tensors)
+
+
 @pytest.mark.parametrize(("vocabulary", "parts"), [(4, 2), (5, 1)])
 def test_the_head_is_cut_as_mindspore_transformers_does(vocabulary, parts):
     tensors = {"lm_head.weight": ("F32", (vocabulary, 4))}

@@ -39,31 +39,45 @@ def test_one_process_writes_what_mindspore_transformers_writes(real, tmp_path):
 
 
 def test_several_ranks_write_what_mindspore_transformers_writes(real, tmp_path):
-    (layouts,) = open_strategy(real / "ckpt2_dp2mp2/strategy").stages
-    write_iteration(opened(real / "mp4"), tmp_path / "out", layouts=layouts, prefix="llama")
+    stages = open_strategy(real / "ckpt2_dp2mp2/strategy").stages
+    write_iteration(opened(real / "mp4"), tmp_path / "out", stages=stages, prefix="llama")
     assert_same(tmp_path / "out", real / "ckpt2_dp2mp2/checkpoint2")
 
 
-@pytest.mark.parametrize("name", ["dp4_opt", "dp2mp2_opt", "mp4"])
+@pytest.mark.parametrize("name", ["dp4_opt", "dp2mp2_opt", "mp4", "pp2mp2", "w8_pp2dp2mp2_opt"])
 @pytest.mark.parametrize("once", [False, True])
 def test_any_layout_is_read_back(real, truth, tmp_path, name, once):
-    (layouts,) = open_strategy(real / name / "strategy").stages
+    stages = open_strategy(real / name / "strategy").stages
     write_iteration(
         opened(real / "single/checkpoint"),
         tmp_path / "out",
-        layouts=layouts,
+        stages=stages,
         remove_redundancy=once,
     )
     assert_true(every(tmp_path / "out"), truth)
 
 
 def test_shards_of_the_optimizer_cut_the_first_dimension_after_the_model(real, tmp_path):
-    (layouts,) = open_strategy(real / "dp2mp2_opt/strategy").stages
-    write_iteration(opened(real / "mp4"), tmp_path / "out", layouts=layouts)
+    stages = open_strategy(real / "dp2mp2_opt/strategy").stages
+    write_iteration(opened(real / "mp4"), tmp_path / "out", stages=stages)
     told = json.loads((tmp_path / "out" / INNER / "metadata.json").read_text())
     one = told["state_dict_metadata"]["model.layers.0.attention.wq.weight"]
     assert one["layout"]["tensor_map"] == [[0, 1], -1]
     assert one["axis_fragmentations"] == [4, 1]
+
+
+def test_a_stage_of_a_pipeline_has_ranks_of_its_own(real, tmp_path):
+    stages = open_strategy(real / "pp2mp2/strategy").stages
+    write_iteration(opened(real / "mp4"), tmp_path / "out", stages=stages)
+    told = json.loads((tmp_path / "out" / INNER / "metadata.json").read_text())
+    first, last = (
+        told["state_dict_metadata"][f"model.layers.{i}.attention.wq.weight"] for i in range(2)
+    )
+    assert [one["layout"]["rank_list"] for one in (first, last)] == [[0, 1], [2, 3]]
+    assert first["properties"]["replica_id"] == [0, 0]
+    name = "('model.layers.1.attention.wq.weight', (1,))"
+    file = "surefoot-model-0000003-0000004.safetensors"
+    assert told["storage_data"][name] == [{"file_name": file, "storage_rank": 3, "rank_group": [3]}]
 
 
 def test_shards_over_a_part_of_the_copies_are_refused(tmp_path):
@@ -71,9 +85,9 @@ def test_shards_over_a_part_of_the_copies_are_refused(tmp_path):
         4, enable_parallel_optimizer=True, optimizer_weight_shard_size=2,
         parallel_optimizer_threshold=0,
     )  # fmt: skip
-    (layouts,) = config.stages({"a.weight": ("F32", (8, 4))})
+    stages = config.stages({"a.weight": ("F32", (8, 4))})
     with pytest.raises(CheckpointError, match="2 shards over 4 copies; this form has words for"):
-        write_iteration(Memory({"a.weight": torch.ones(8, 4)}), tmp_path / "out", layouts=layouts)
+        write_iteration(Memory({"a.weight": torch.ones(8, 4)}), tmp_path / "out", stages=stages)
     assert not list(tmp_path.iterdir())
 
 

@@ -117,6 +117,9 @@ def test_to_dcp_and_back(checkpoint, tmp_path):
     assert done.exit_code == 0, done.stderr
     assert f"storage_reader=HuggingFaceStorageReader('{theirs}')" in done.stdout
     assert len(list(theirs.glob("shard-*.safetensors"))) == 3
+    done = run("convert", theirs, tmp_path / "same", "--to", "huggingface")
+    assert (tmp_path / "same" / "config.json").exists()
+    (theirs / "config.json").unlink()
     done = run("convert", theirs, tmp_path / "bare", "--to", "huggingface")
     assert "weights only: its config.json and tokenizer" in done.stdout
     done = run(
@@ -205,7 +208,10 @@ def test_an_adapter_becomes_peft(checkpoint, tmp_path):
         (["--to", "trainer", "--mesh", "dp_shard=2"], "--mesh means nothing with --to trainer"),
         (["--to", "dcp", "--layout", "full"], "--layout means nothing with --to dcp"),
         (["--to", "peft", "--base", "x"], "--base means nothing with --to peft"),
-        (["--layout", "full", "--trust-pickle"], "--trust-pickle means nothing with --to surefoot"),
+        (
+            ["--layout", "full", "--trust-pickle"],
+            "--trust-pickle means nothing for a checkpoint of",
+        ),
         (["--layout", "full", "--dtype", "int8"], "'int8' is not one of"),
         (["--layout", "distributed", "--mesh", "pp=2"], "not 'pp'; for example dp_shard=4"),
         (["--layout", "distributed", "--mesh", "dp_shard=0"], "dp_shard must be at least 1, got 0"),
@@ -221,7 +227,6 @@ def test_options_that_make_no_sense_write_nothing(options, told, checkpoint, tmp
 
 def test_folders_that_cannot_be_converted(checkpoint, tmp_path):
     for source, options, told in (
-        (checkpoint.parents[1] / "model", ("--layout", "full"), "weights alone (huggingface)"),
         (checkpoint.parent, ("--layout", "full"), "did you mean"),
         (checkpoint.parent, ("--to", "dcp"), "did you mean"),
         (tmp_path, ("--to", "huggingface"), "holds no weights"),

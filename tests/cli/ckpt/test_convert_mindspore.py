@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from peft import PeftModel
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from checkpoint.mindspore.real import rank_file, rewrite
@@ -138,9 +138,10 @@ def test_the_newer_form_goes_there_and_comes_back(real, tmp_path):
        "--layout", "distributed", "--parallel-config", CUT)  # fmt: skip
     ok(tmp_path / "there", tmp_path / "back", "--to", "mindspore")
     assert_equal(everything(tmp_path / "back"), everything(real / "dp2mp2"))
-    said = refused(tmp_path, real / "mp4", tmp_path / "out", "--to", "mindspore", "--iteration",
-                   "--layout", "distributed", "--like", real / "pp2mp2/strategy")  # fmt: skip
-    assert "iteration_N folder of several pipeline stages is not written here" in said
+    ok(real / "mp4", tmp_path / "staged", "--to", "mindspore", "--iteration",
+       "--layout", "distributed", "--like", real / "pp2mp2/strategy")  # fmt: skip
+    ok(tmp_path / "staged", tmp_path / "whole", "--to", "mindspore")
+    assert_equal(everything(tmp_path / "whole"), everything(real / "mp4"))
 
 
 def refused(tmp_path, *arguments):
@@ -185,6 +186,32 @@ def test_bad_input_is_one_sentence_and_nothing_is_written(copied, tmp_path):
     assert "nothing says how 'odd' is sliced" in refused(tmp_path, folder, *to)
     rank_file(folder, 1).unlink()
     assert "the files of rank 1 are missing" in refused(tmp_path, folder, *to)
+
+
+def test_ranks_of_different_steps_are_refused_and_nothing_is_written(copied, tmp_path):
+    folder, out = copied("mp4"), tmp_path / "out"
+    rewrite(rank_file(folder, 2), lambda tensors: tensors.update(step_num=torch.tensor(19)))
+    said = refused(tmp_path, folder, out, "--to", "mindspore")
+    assert "saved at another step than" in said
+    file = rank_file(folder, 2)
+    file.rename(file.with_name(file.name.replace("2_10", "2_9")))
+    assert "ranks of different steps" in refused(tmp_path, folder, out, "--to", "huggingface")
+
+
+def test_types_that_one_side_does_not_know_are_refused_and_nothing_is_written(copied, tmp_path):
+    folder, out = copied("mp4"), tmp_path / "out"
+    data = rank_file(folder, 1).read_bytes()
+    rank_file(folder, 1).write_bytes(data.replace(b'"dtype":"F32"', b'"dtype":"F3X"', 1))
+    said = refused(tmp_path, folder, out, "--to", "huggingface")
+    assert "F3X" in said
+    assert "rank_1" in said
+    model = save_model(tmp_path / "model")
+    save_file(
+        {"a.weight": torch.ones(2, 2, dtype=torch.float8_e4m3fn)}, model / "model.safetensors"
+    )
+    said = refused(tmp_path, model, out, "--to", "mindspore", "--names", "keep", "--iteration",
+                   "--layout", "distributed", "--parallel-config", "data_parallel=2")  # fmt: skip
+    assert "'a.weight': MindSpore has no type F8_E4M3" in said
 
 
 def test_a_name_without_another_is_refused_and_keep_leaves_it(tmp_path):

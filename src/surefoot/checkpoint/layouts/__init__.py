@@ -38,6 +38,13 @@ def open_folder(path: Path | str) -> Source:
     return Stored(open_weights(Path(path)))
 
 
+def open_named(path: Path | str) -> Source:
+    """The same under Hugging Face's names, also of MindSpore's folders."""
+    folder = Path(path)
+    is_theirs = kind_of(folder) == "mindspore"
+    return mindspore.under_other_names(folder) if is_theirs else open_folder(folder)
+
+
 def scattered(folder: Path | str) -> dict[str, torch.Tensor] | None:
     """The weights of a checkpoint that several processes have written, or MindSpore, put together
     under Hugging Face's names; None for any other folder, which ``from_pretrained`` reads itself.
@@ -46,6 +53,5 @@ def scattered(folder: Path | str) -> dict[str, torch.Tensor] | None:
     kind, has_model = kind_of(path), any(files.exists(path / n) for n in (MODEL, MODEL_INDEX))
     if kind not in ("native", "mindspore") or has_model:
         return None
-    is_theirs = kind == "mindspore"
-    source = mindspore.under_other_names(path) if is_theirs else open_folder(path)
+    source = open_named(path)
     return {name: read_whole(source, name) for name in source.shapes()}

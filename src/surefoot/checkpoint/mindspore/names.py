@@ -1,12 +1,13 @@
-"""What MindSpore Transformers calls the weights of Hugging Face's Llama, Qwen2 and Qwen3.
+"""What MindSpore Transformers calls the weights of Hugging Face's models.
 
 It has two families of names, ``legacy`` and ``mcore``, and each may lay projections together: the
-rows of queries, keys and values take turns by groups of heads, those of gate and up one by one.
-Values stay as they are: nothing is transposed, and the rotary halves are Hugging Face's.
+rows of queries, keys and values take turns by groups of heads, those of gate and up one by one, and
+``experts`` lie in one tensor. Values stay as they are, and the rotary halves are Hugging Face's.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,10 +18,12 @@ from .. import strict
 from ..beside import Beside
 from ..interleaved import Interleaved, Pick, Turn, Unpicked
 from ..source import Renamed, Shape, Source
+from .experts import MCORE, MIXTRAL, Experts, stacked, unstacked
 from .parallel import MOMENTS
 from .ranks import root_of
 
 KEEP = "keep"
+_EXPERT = re.compile(r"\.experts\.(\d+)\.")
 _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 _GATE_UP = ("mlp.gate_proj", "mlp.up_proj")
 
@@ -35,6 +38,7 @@ class Family:
     qkv: str | None = None  # of the fused projections; None: they are apart
     gate_up: str | None = None
     is_contiguous: bool = False  # fused ones lie end to end; otherwise their rows take turns
+    experts: Experts | None = None  # laid together in one tensor; None: they are apart
 
 
 _LEGACY_TOPS = {
@@ -52,6 +56,8 @@ _LEGACY = {
     "mlp.up_proj": "feed_forward.w3",
     "input_layernorm": "attention_norm",
     "post_attention_layernorm": "ffn_norm",
+    "block_sparse_moe.gate": "feed_forward.router.dense",
+    **{f"block_sparse_moe.experts.w{i}": f"feed_forward.ffn.w{i}" for i in (1, 2, 3)},
 }
 _MCORE_TOPS = {
     "model.embed_tokens.weight": "embedding.word_embeddings.weight",
@@ -70,11 +76,30 @@ _MCORE = {
     "mlp.down_proj": "mlp.linear_fc2",
     "input_layernorm": "input_layernorm",
     "post_attention_layernorm": "pre_mlp_layernorm",
+    "mlp.gate": "mlp.router",
+}
+_UNFUSED = {"gate_proj": "gating", "up_proj": "hidden", "down_proj": "linear_fc2"}
+_APART = {f"mlp.experts.*.{old}": f"mlp.experts.*.{new}" for old, new in _UNFUSED.items()}
+_SHARED = {f"mlp.shared_experts.{o}": f"mlp.shared_experts.{n}" for o, n in _UNFUSED.items()}
+_LATENT = {
+    "self_attn.q_a_proj": "self_attention.linear_q_down_proj",
+    "self_attn.q_a_layernorm": "self_attention.q_layernorm",
+    "self_attn.q_b_proj": "self_attention.linear_q_up_proj",
+    "self_attn.kv_a_proj_with_mqa": "self_attention.linear_kv_down_proj",
+    "self_attn.kv_a_layernorm": "self_attention.kv_layernorm",
+    "self_attn.kv_b_proj": "self_attention.linear_kv_up_proj",
+    "self_attn.o_proj": "self_attention.linear_proj",
+}
+_PLAIN = {old: new for old, new in _MCORE.items() if not old.startswith("self_attn.")}
+_TOGETHER = {"mlp.experts": "mlp.experts"}  # weight1 and weight2
+_KINDS = {  # what stands last in a name, there and here
+    **{kind: kind for kind in ("weight", "bias", "weight1", "weight2")},
+    "e_score_correction_bias": "expert_bias",
 }
 _FC1 = "mlp.linear_fc1"
 _FUSED = ("self_attention.linear_qkv", _FC1)
 FAMILIES: dict[str, Family] = {
-    "legacy": Family("model.layers.", _LEGACY_TOPS, _LEGACY),
+    "legacy": Family("model.layers.", _LEGACY_TOPS, _LEGACY, experts=MIXTRAL),
     "legacy-fused": Family(
         "model.layers.",
         _LEGACY_TOPS,
@@ -82,10 +107,15 @@ FAMILIES: dict[str, Family] = {
         "attention.w_qkv",
         "feed_forward.w_gate_hidden",
     ),
-    "mcore": Family("decoder.layers.", _MCORE_TOPS, _MCORE),
+    "mcore": Family("decoder.layers.", _MCORE_TOPS, _MCORE | _APART | _SHARED),
+    "mcore-mla": Family("decoder.layers.", _MCORE_TOPS, _PLAIN | _LATENT | _APART | _SHARED),
     "mcore-v1": Family("decoder.layers.", _MCORE_TOPS, _MCORE | {"mlp.up_proj": _FC1}),
-    "mcore-fused": Family("decoder.layers.", _MCORE_TOPS, _MCORE, *_FUSED),
-    "mcore-contiguous": Family("decoder.layers.", _MCORE_TOPS, _MCORE, *_FUSED, True),
+    "mcore-fused": Family(
+        "decoder.layers.", _MCORE_TOPS, _MCORE | _TOGETHER, *_FUSED, experts=MCORE
+    ),
+    "mcore-contiguous": Family(
+        "decoder.layers.", _MCORE_TOPS, _MCORE | _TOGETHER, *_FUSED, True, MCORE
+    ),
 }
 
 
@@ -128,6 +158,8 @@ def family_of(names: Mapping[str, Shape]) -> str | None:
         return "legacy-fused" if fused else "legacy"
     if not any(name.startswith("decoder.layers.") for name in names):
         return None
+    if any(".linear_kv_down_proj." in name for name in names):
+        return "mcore-mla"
     has = {part: any(f".{part}." in name for name in names) for part in (*_FUSED, "mlp.gating")}
     if has[_FUSED[0]] or (has[_FC1] and not has["mlp.gating"]):
         return "mcore-fused"
@@ -136,7 +168,10 @@ def family_of(names: Mapping[str, Shape]) -> str | None:
 
 def usual(names: Mapping[str, Shape]) -> str:
     """The family that MindSpore Transformers uses for a model of Hugging Face's."""
-    return "mcore" if any(".q_norm." in name for name in names) else "legacy"
+    if any(".kv_a_proj_with_mqa." in name for name in names):
+        return "mcore-mla"
+    is_newer = any(".q_norm." in name or ".mlp.gate." in name for name in names)
+    return "mcore" if is_newer else "legacy"
 
 
 def to_mindspore(source: Source, family: str, heads: Heads | None = None) -> Source:
@@ -159,6 +194,8 @@ def to_huggingface(source: Source, family: str, heads: Heads | None = None) -> S
 
 
 def _named(source: Source, family: Family, heads: Heads | None) -> Source:
+    if family.experts is not None:
+        source = stacked(source, family.experts)
     names = {_translated(name, family): name for name in source.shapes()}
     found: Source = Renamed(source, names)
     for fused, parts in _fusions(family):
@@ -187,7 +224,8 @@ def _unnamed(source: Source, family: Family, heads: Heads | None) -> Source:
                     picks[own] = Pick(name, first, count, sum(rows))
                     first += count
         found = Unpicked(found, picks) if picks else found
-    return Renamed(found, {_translated(n, family, back=True): n for n in found.shapes()})
+    found = Renamed(found, {_translated(n, family, back=True): n for n in found.shapes()})
+    return found if family.experts is None else unstacked(found, family.experts)
 
 
 def _fusions(family: Family) -> tuple[tuple[str | None, tuple[str, ...]], ...]:
@@ -258,20 +296,25 @@ def _needed(heads: Heads | None, name: str) -> Heads:
 
 def _translated(name: str, family: Family, *, back: bool = False) -> str:
     """The other name of a tensor."""
-    tops = {new: old for old, new in family.tops.items()} if back else family.tops
+    tops, modules, kinds = (
+        {new: old for old, new in one.items()} if back else one
+        for one in (family.tops, family.modules, _KINDS)
+    )
     if name in tops:
         return tops[name]
     layer, other = ("model.layers.", family.layer)[:: -1 if back else 1]
     if name.startswith(layer):
         number, _, rest = name.removeprefix(layer).partition(".")
         path, _, kind = rest.rpartition(".")
-        modules = {new: old for old, new in family.modules.items()} if back else family.modules
-        if path in modules and number.isdecimal() and kind in ("weight", "bias"):
-            return f"{other}{number}.{modules[path]}.{kind}"
+        expert = _EXPERT.search(path)
+        known = path if expert is None else path.replace(expert[0], ".experts.*.")
+        if known in modules and number.isdecimal() and kind in kinds:
+            module = modules[known].replace("*", expert[1] if expert else "*")
+            return f"{other}{number}.{module}.{kinds[kind]}"
     whose = "Hugging Face" if back else "MindSpore Transformers"
     raise CheckpointError(
-        f"{name[:200]!r} has no name in {whose} (known are Llama, Qwen2 and Qwen3); "
-        "--names keep leaves names as they are"
+        f"{name[:200]!r} has no name in {whose} (known are Llama, Qwen2, Qwen3, Mixtral, Qwen3-MoE "
+        "and DeepSeek-V3, each in its families); --names keep leaves names as they are"
     )
 
 

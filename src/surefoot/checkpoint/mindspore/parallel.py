@@ -7,7 +7,6 @@ equal numbers, and the optimizer's shards follow the copies that are left.
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
@@ -15,6 +14,7 @@ from math import prod
 
 from ...errors import CheckpointError
 from ..header import num_bytes
+from ..settings import pairs
 from .slicing import ALL_COPIES, TensorLayout
 from .strategy import Layouts
 
@@ -33,6 +33,9 @@ _VOCABULARY = re.compile(
 _LAYER = re.compile(r"(?:.*\.)?layers\.(\d{1,6})\..*")
 _LAST = re.compile(
     r"(.*\.)?(norm_out|lm_head|output_layer|final_layernorm|model\.norm)\.(weight|bias)"
+)
+_UNKNOWN = re.compile(
+    r".*\.(experts\..*|shared_experts\..*|ffn\.w[123]\.weight|linear_(q|kv)_(up|down)_proj\..*)"
 )
 _EXAMPLE = "for example data_parallel=2,model_parallel=4,pipeline_stage=2"
 _SWITCH = {"true": True, "false": False}
@@ -92,6 +95,11 @@ class ParallelConfig:
     def _layout(self, name: str, tensors: Tensors) -> TensorLayout:
         shape, weight = tensors[name][1], weight_of(name)
         dtype = tensors.get(weight, tensors[name])[0]  # moments follow their weight
+        if self.model_parallel > 1 and _UNKNOWN.fullmatch(weight):
+            raise CheckpointError(
+                f"model_parallel={self.model_parallel}: how {name[:200]!r} is cut is not known "
+                "here; let the training write its strategy files, and give these instead"
+            )
         dims = dict.fromkeys(self._cut_dims(weight, shape), self.model_parallel)
         for dim, count in dims.items():
             if shape[dim] % count:
@@ -158,17 +166,9 @@ def _sharded(plain: TensorLayout, shape: tuple[int, ...], size: int) -> TensorLa
 def parse_parallel_config(text: str) -> ParallelConfig:
     """What ``data_parallel=2,model_parallel=4`` says. Raises ``CheckpointError`` for else."""
     known = {field.name: field.type for field in fields(ParallelConfig)}
+    odd = f"{{}} is none of {', '.join(known)}"
     found: dict[str, int] = {}
-    for item in text.split(","):
-        name, _, value = (part.strip() for part in item.partition("="))
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {near[0]}?" if near else _EXAMPLE
-            raise CheckpointError(
-                f"parallel_config {text!r}: {name!r} is none of {', '.join(known)}; {hint}"
-            )
-        if name in found:
-            raise CheckpointError(f"parallel_config {text!r}: {name} occurs twice")
+    for name, value in pairs(text, known, what="parallel_config", odd=odd, example=_EXAMPLE):
         is_switch = known[name] == "bool"
         if is_switch and value.lower() in _SWITCH:
             found[name] = _SWITCH[value.lower()]

@@ -19,6 +19,7 @@ _FILE = re.compile(
     r"(?P<prefix>.*)_rank_(?P<rank>\d{1,6})(?:_(?P<again>\d{1,6}))?"
     r"-(?P<kind>network-|trainable_params-)?(?P<epoch>\d{1,12})_(?P<step>\d{1,12})\.safetensors"
 )
+_CONFIG = "config.json"
 INNER = "checkpoint"  # the folder of the ranks in an output folder of MindSpore Transformers
 
 
@@ -51,6 +52,12 @@ def root_of(path: Path) -> Path:
         return path.parent.parent
     inner = path / INNER
     return inner if not rank_folders(path) and rank_folders(inner) else path
+
+
+def model_near(folder: Path) -> Path | None:
+    """The folder with the ``config.json`` of a model: ``folder``, or one around its ranks."""
+    places = (folder, root_of(folder), root_of(folder).parent)
+    return next((place for place in places if files.exists(place / _CONFIG)), None)
 
 
 def rank_folders(folder: Path) -> dict[int, Path]:

@@ -16,7 +16,7 @@ from ..source import Source
 from ..whole import refuse_taken
 from .names import KEEP, heads_near
 from .parallel import ParallelConfig
-from .ranks import root_of
+from .ranks import model_near
 from .strategy import Layouts, open_strategy
 from .theirs import (
     NOTHING_MORE,
@@ -91,16 +91,10 @@ def write(
         CheckpointError: sizes that do not fit the model, damaged weights, a disk that fails.
     """
     if wanted.is_iteration:
-        stages = _stages(source, wanted) if wanted.form == "distributed" else [None]
-        if len(stages) > 1:
-            raise CheckpointError(
-                "an iteration_N folder of several pipeline stages is not written here; "
-                "take pipeline_stage=1, into which MindSpore Transformers reshards as it loads"
-            )
         write_iteration(
             source,
             target,
-            layouts=stages[0],
+            stages=_stages(source, wanted) if wanted.form == "distributed" else None,
             prefix=naming_of(folder).prefix,
             remove_redundancy=wanted.remove_redundancy,
             small=small,
@@ -139,8 +133,8 @@ def _renamed(folder: Path, wanted: Wanted, theirs: Theirs) -> Source:
 
 def _small(folder: Path, theirs: Theirs) -> Mapping[str, bytes]:
     """The configuration and tokenizer of the base, or those that lie beside already."""
-    places = (theirs.base, folder, root_of(folder), root_of(folder).parent)
-    for place in places:
-        if place is not None and files.exists(place / _CONFIG):
-            return beside(place, place) | {_CONFIG: (place / _CONFIG).read_bytes()}
-    return {}
+    own = theirs.base if theirs.base and files.exists(theirs.base / _CONFIG) else None
+    place = own or model_near(folder)
+    if place is None:
+        return {}
+    return beside(place, place) | {_CONFIG: (place / _CONFIG).read_bytes()}

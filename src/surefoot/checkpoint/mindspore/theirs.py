@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +39,7 @@ from .shapes import Shapes
 from .strategy import Layouts
 from .write import Naming
 
+logger = logging.getLogger(__name__)
 _NUMBERS = ("epoch_num", "step_num", "loss_scale", "global_batch_size")  # of common.json
 _MOMENTS = {"adam_m.": "exp_avg", "adam_v.": "exp_avg_sq"}
 
@@ -138,6 +140,19 @@ def moments_of(model: Source, folder: Path) -> list[tuple[str, Source]]:
     if recognise(folder) != "native" or open_checkpoint(folder).manifest.kind != "full":
         return []
     stored = Stored(open_contents(folder, ("optimizer",)))
+    slots = tuple(f".{key}" for key in _MOMENTS.values())
+    owners = {
+        name.removeprefix("optimizer/").rpartition(".")[0]
+        for name in stored.shapes()
+        if name.endswith(slots)
+    }
+    if odd := sorted(owners - model.shapes().keys()):
+        logger.warning(
+            "%s: its moments are left out: those of %s are of several tensors that are apart in "
+            "files, so what is written are weights to start from",
+            *(folder, odd[0]),
+        )
+        return []
     found: list[tuple[str, Source]] = []
     for prefix, key in _MOMENTS.items():
         names = {name: f"optimizer/{name}.{key}" for name in model.shapes()}

@@ -15,7 +15,7 @@ from pathlib import Path
 from ... import files
 from ...errors import CheckpointError
 from ..box import Box
-from ..copy import Progress, described, pour
+from ..copy import Progress, described, pour, silent
 from ..header import build, num_bytes
 from ..plan import FilePlan
 from ..source import Source
@@ -235,7 +235,7 @@ def write_file(
         with Stream(opened) as stream:
             stream.write(file.plan.head)
             for name, box in file.boxes.items():
-                pour(stream, source, name, box, progress or _silent)
+                pour(stream, source, name, box, progress or silent)
 
 
 def _write_strategies(folder: Path, stages: Sequence[Layouts]) -> None:
@@ -257,7 +257,3 @@ def write_small(folder: Path, small: Mapping[str, bytes]) -> None:
     for name, data in small.items():
         files.make_folder((folder / name).parent)
         files.write_new(folder / name, data)
-
-
-def _silent(num_bytes: int) -> None:
-    """Report no progress."""

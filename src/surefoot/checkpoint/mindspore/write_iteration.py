@@ -51,7 +51,7 @@ def write_iteration(
     source: Source,
     target: Path,
     *,
-    layouts: Layouts | None = None,
+    stages: Sequence[Layouts] | None = None,
     prefix: str = "surefoot",
     remove_redundancy: bool = False,
     small: Mapping[str, bytes] | None = None,
@@ -62,7 +62,7 @@ def write_iteration(
     Args:
         source: weights, moments and numbers of the training, by MindSpore's names.
         target: a folder that does not exist.
-        layouts: of every tensor, on the devices of the only pipeline stage; None: one process.
+        stages: the layout of every tensor, by pipeline stage; None: one process.
         prefix: of the files' names.
         remove_redundancy: of equal slices write one.
         small: other files to lie in ``target``.
@@ -72,7 +72,7 @@ def write_iteration(
         CheckpointError: a tensor without a layout, or one that this form has no words for.
     """
     tensors, numbers = sorted_out(source)
-    held = _alone(tensors) if layouts is None else held_by(tensors, [layouts])
+    held = _alone(tensors) if stages is None else held_by(tensors, stages)
     kept = once(tensors, held) if remove_redundancy else held
     common = _common(source, numbers)
     number = common["global_step"] or common["step_num"] or 0
@@ -83,8 +83,8 @@ def write_iteration(
         files.new_folder(inner)
         for _, file in planned:
             write_file(inner, file, source, progress)
-        if layouts is not None and len(held) > 1:
-            told = _metadata(tensors, layouts, held, _places(planned))
+        if stages is not None and len(held) > 1:
+            told = _metadata(tensors, stages, held, _places(planned))
             files.write_new(inner / METADATA, json.dumps(told, separators=(",", ":")).encode())
         files.write_new(inner / COMMON, json.dumps(common, indent=4).encode())
         files.sync_folder(inner)
@@ -141,20 +141,22 @@ def _common(source: Source, numbers: Mapping[str, Described]) -> dict[str, Any]:
 
 def _metadata(
     tensors: Mapping[str, Described],
-    layouts: Layouts,
+    stages: Sequence[Layouts],
     held: Sequence[Mapping[str, Box]],
     places: Places,
 ) -> dict[str, object]:
     """What ``metadata.json`` says of every tensor, and of the file of every slice."""
     described: dict[str, object] = {}
     storage: dict[str, object] = {}
+    layouts = {name: layout for own in stages for name, layout in own.items()}
     for name, (dtype, shape) in tensors.items():
         counts = layouts[name].counts(len(shape))
         holders: dict[Box, list[int]] = {}
-        for rank, boxes in enumerate(held):
-            holders.setdefault(boxes[name], []).append(rank)
+        ranks = [rank for rank, boxes in enumerate(held) if name in boxes]  # of its stage
+        for rank in ranks:
+            holders.setdefault(held[rank][name], []).append(rank)
         numbered = sorted((_number(box, shape, counts), box) for box in holders)
-        replicas = [holders[boxes[name]].index(rank) for rank, boxes in enumerate(held)]
+        replicas = [holders[held[rank][name]].index(rank) for rank in ranks]
         if dtype not in _TYPES:
             raise CheckpointError(f"{name[:200]!r}: MindSpore has no type {dtype}")
         described[name] = {
@@ -166,7 +168,7 @@ def _metadata(
             },
             "global_shape": list(shape),
             "axis_fragmentations": list(counts),
-            "layout": _layout(name, layouts[name], len(shape)),
+            "layout": _layout(name, layouts[name], len(shape), ranks),
             "chunk": [
                 {"global_offset": [number], "local_shape": list(box.shape)}
                 for number, box in numbered
@@ -188,8 +190,10 @@ def _number(box: Box, shape: tuple[int, ...], counts: tuple[int, ...]) -> int:
     return number
 
 
-def _layout(name: str, layout: TensorLayout, num_dims: int) -> dict[str, object]:
-    """The layout with the optimizer's shards as axes that cut dimension 0."""
+def _layout(
+    name: str, layout: TensorLayout, num_dims: int, ranks: Sequence[int]
+) -> dict[str, object]:
+    """The layout on ``ranks``, with the optimizer's shards as axes that cut dimension 0."""
     matrix, last = layout.device_matrix, len(layout.device_matrix) - 1
     maps = [[last - axis for axis in own] for own in layout.axes(num_dims)]
     if layout.num_shards:
@@ -208,5 +212,5 @@ def _layout(name: str, layout: TensorLayout, num_dims: int) -> dict[str, object]
         "tensor_map": plain,
         "interleaved_parallel": False,
         "alias_name": list(string.ascii_lowercase[: len(matrix)]),
-        "rank_list": list(range(prod(matrix))),
+        "rank_list": list(ranks),
     }

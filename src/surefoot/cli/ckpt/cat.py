@@ -12,8 +12,8 @@ from ...address import Address
 from ...checkpoint.contents import find_tensor, open_contents, shown
 from ...checkpoint.slices import select
 from ...errors import CheckpointError
+from ..table import JSON, cell, console, dims, print_json
 from .place import PLACE, local
-from .table import JSON, cell, console, dims, print_json
 
 if TYPE_CHECKING:
     import torch

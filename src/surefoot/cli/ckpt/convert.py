@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Literal
 import click
 
 from ...address import Address
+from ..table import JSON, Advance, print_json, reading
 from .place import PLACE, local
-from .table import JSON, Advance, print_json, reading
 
 if TYPE_CHECKING:
     from ...checkpoint.mesh import Mesh
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ...checkpoint.source import Source
 
 LEGACY = ("legacy", "legacy-fused")
-MCORE = ("mcore", "mcore-v1", "mcore-fused", "mcore-contiguous")
+MCORE = ("mcore", "mcore-mla", "mcore-v1", "mcore-fused", "mcore-contiguous")
 FAMILIES = ("keep", *LEGACY, *MCORE)
 DTYPES = ("float32", "float16", "bfloat16")
 LAYOUTS = ("full", "distributed")
@@ -57,8 +57,17 @@ class Done:
 
 def _to_surefoot(request: Request, advance: Advance) -> Done:
     from ...checkpoint.reshard import reshard
+    from ...checkpoint.weights import recognise
 
     mesh = read_mesh(request.mesh)
+    if recognise(request.checkpoint) != "native" and not _is_run(request.checkpoint):
+        return _weights_alone(request, mesh, advance)
+    for name in ("base", "names", "strategy", "trust_pickle"):
+        if getattr(request, name):
+            raise click.UsageError(
+                f"--{name.replace('_', '-')} means nothing for a checkpoint of ours, which holds "
+                "all that is needed"
+            )
     reshard(
         request.checkpoint,
         request.target,
@@ -71,7 +80,28 @@ def _to_surefoot(request: Request, advance: Advance) -> Done:
     return Done(notes, f"go on from it with checkpoint.resume={request.target}")
 
 
+def _weights_alone(request: Request, mesh: Mesh, advance: Advance) -> Done:
+    from ...inference.rewritten import write_checkpoint
+
+    base = None if request.base is None else _model(request.base)
+    write_checkpoint(
+        request.checkpoint,
+        request.target,
+        theirs=_theirs(request, base),
+        layout=request.layout,
+        mesh=mesh,
+        dtype=request.dtype,
+        trust_pickle=request.trust_pickle,
+        progress=advance,
+    )
+    is_adapter = (request.target / "adapter_config.json").exists()
+    setting = "adapter" if is_adapter else "path"
+    notes = {"layout": request.layout, "mesh": mesh.axes}
+    return Done(notes, f"weights alone: start from them with model.{setting}={request.target}")
+
+
 def _to_huggingface(request: Request, advance: Advance) -> Done:
+    from ...checkpoint.mindspore.ranks import model_near
     from ...checkpoint.weights import recognise
     from ...inference import export
     from ...inference.rewritten import write_model
@@ -95,9 +125,12 @@ def _to_huggingface(request: Request, advance: Advance) -> Done:
         return Done()
     base = None if request.base is None else _model(request.base)
     source = _open_theirs(request, base)
-    write_model(source, request.target, base=base, dtype=request.dtype, progress=advance)
+    near = model_near(request.checkpoint)
+    write_model(
+        source, request.target, base=base, beside_it=near, dtype=request.dtype, progress=advance
+    )
     words = "weights only: its config.json and tokenizer are those of the model it comes from; "
-    return Done(words="" if base else words + "--base MODEL copies them")
+    return Done(words="" if base or near else words + "--base MODEL copies them")
 
 
 def _is_run(folder: Path) -> bool:
@@ -116,7 +149,7 @@ def _open_theirs(request: Request, base: Path | None = None) -> Source:
     """The weights of others, under Hugging Face's names."""
     from ...checkpoint.mindspore.theirs import open_model
     from ...checkpoint.weights import recognise
-    from ...interchange.dcp import open_source
+    from ...interchange.source import open_source
 
     if recognise(request.checkpoint) == "mindspore":
         return open_model(request.checkpoint, _theirs(request, base))
@@ -227,7 +260,7 @@ TARGETS: dict[str, Callable[[Request, Advance], Done]] = {
 _THEIRS = ("like", "parallel_config", "remove_redundancy", "iteration")
 # The options that mean something for each target, beside SRC and DST.
 _TAKES = {
-    "surefoot": {"layout", "mesh", "dtype"},
+    "surefoot": {"layout", "mesh", "dtype", "base", "trust_pickle", "names", "strategy"},
     "huggingface": {"base", "dtype", "trust_pickle", "names", "strategy"},
     "peft": {"dtype"},
     "trainer": {"base"},
@@ -286,7 +319,7 @@ ITERATION = click.option(
     "--to",
     "kind",
     type=click.Choice(list(TARGETS)),
-    help="surefoot (the default with --layout or --mesh): a checkpoint to go on from; "
+    help="surefoot (the default with --layout or --mesh): a checkpoint of ours; "
     "huggingface: weights, configuration and tokenizer, an adapter merged into its base; "
     "peft: an adapter by itself; "
     "trainer: what Trainer.train(resume_from_checkpoint=DST) goes on from; "

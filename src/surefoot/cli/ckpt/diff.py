@@ -18,8 +18,7 @@ from ...address import Address
 from ...checkpoint.contents import ROLES, open_contents, shown, small_file
 from ...checkpoint.values import ValueChange, differences
 from ...recipe.yaml import parse
-from .place import PLACE, local
-from .table import (
+from ..table import (
     JSON,
     as_dict,
     cell,
@@ -32,6 +31,7 @@ from .table import (
     reading,
     table,
 )
+from .place import PLACE, local
 
 if TYPE_CHECKING:
     from ...checkpoint.diff import Figures, TensorChange, Verdict

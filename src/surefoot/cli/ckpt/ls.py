@@ -11,8 +11,7 @@ from rich.text import Text
 
 from ...address import Address
 from ...checkpoint.listing import Line, list_run, verified
-from .place import PLACE
-from .table import (
+from ..table import (
     JSON,
     as_dict,
     cell,
@@ -25,6 +24,7 @@ from .table import (
     reading,
     time,
 )
+from .place import PLACE
 
 _NUMBERS = ("step", "size", "on disk", "loss", "eval loss", "parent")
 _OPTIONAL = ("parent", "kind", "layout", "step", "on disk")  # goes where there is no room

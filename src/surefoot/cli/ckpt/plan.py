@@ -9,9 +9,9 @@ import click
 from rich.text import Text
 
 from ...address import Address
+from ..table import JSON, cell, console, fitted, in_bytes, print_json
 from .convert import DTYPE, LAYOUT, MESH, LayoutName, read_mesh
 from .place import PLACE, local
-from .table import JSON, cell, console, fitted, in_bytes, print_json
 
 _SHOWN = 12  # files in a table; --json has all
 

@@ -33,8 +33,8 @@ from ...checkpoint.section import CheckpointSection
 from ...errors import CheckpointError
 from ...recipe.files import read_text
 from ...recipe.yaml import parse
-from .table import FOLDER, JSON, as_dict, cell, console, in_bytes, mark, number, print_json, table
-from .table import time as local_time
+from ..table import FOLDER, JSON, as_dict, cell, console, in_bytes, mark, number, print_json, table
+from ..table import time as local_time
 
 RECIPE, LOCK = "recipe.yaml", ".lock"
 _METRIC = "eval_loss"

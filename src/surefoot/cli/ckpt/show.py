@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 from rich.console import Console
-from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
@@ -17,14 +16,14 @@ from ...address import Address
 from ...checkpoint.contents import open_contents, shown, states_of
 from ...checkpoint.summary import Group, Summary, Tensor, summarise
 from ...errors import CheckpointError
-from .place import PLACE, local
-from .table import (
+from ..table import (
     JSON,
     as_dict,
     cell,
     console,
     dims,
     fitted,
+    frame,
     in_bytes,
     number,
     print_json,
@@ -32,6 +31,7 @@ from .table import (
     table,
     when,
 )
+from .place import PLACE, local
 
 if TYPE_CHECKING:
     from ...checkpoint.norms import Norms
@@ -73,7 +73,7 @@ def show(
         print_json(_as_json(summary, found))
         return
     screen = console()
-    screen.print(_facts(summary))
+    screen.print(frame(summary.path, _facts(summary)))
     screen.print(_groups_table(summary.groups))
     if summary.states:
         screen.print(_pairs("states", summary.states.items()))
@@ -127,15 +127,11 @@ def _tensor_as_json(group: Group, tensor: Tensor, found: AllNorms) -> dict[str, 
     return as_dict(tensor) | ({"norms": as_dict(norms)} if norms else {})
 
 
-def _facts(summary: Summary) -> Panel:
-    grid = Table.grid(padding=(0, 2))
-    total = sum(group.num_bytes for group in summary.groups)
+def _facts(summary: Summary) -> Iterator[tuple[str, object]]:
     layout = _LAYOUTS[summary.layout] + ", by the Trainer" * ("trainer_state" in summary.states)
     for name, value in {"layout": layout, **summary.facts}.items():
-        grid.add_row(Text(name, style="dim"), cell(when(value) if name == "saved" else value))
-    grid.add_row(Text("tensors", style="dim"), in_bytes(total))
-    title = cell(summary.path)
-    return Panel(grid, title=title, title_align="left", border_style="dim", expand=False)
+        yield name, when(value) if name == "saved" else value
+    yield "tensors", in_bytes(sum(group.num_bytes for group in summary.groups))
 
 
 def _groups_table(groups: Iterable[Group]) -> Table:

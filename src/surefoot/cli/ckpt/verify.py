@@ -11,8 +11,8 @@ from rich.text import Text
 from ...address import Address
 from ...checkpoint.listing import list_run
 from ...checkpoint.verify import Report, verify
+from ..table import JSON, as_dict, cell, console, mark, print_json, reading
 from .place import PLACE
-from .table import JSON, as_dict, cell, console, mark, print_json, reading
 
 
 @click.command("verify")

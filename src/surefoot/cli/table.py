@@ -1,4 +1,5 @@
-"""How the commands about checkpoints look: tables, figures, JSON, and a bar while they read."""
+"""How commands show what they have found: tables, facts in a frame, figures, JSON, and a bar while
+they read."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import click
 from rich.console import Console
+from rich.panel import Panel
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from rich.table import Table
 from rich.text import Text
@@ -49,6 +51,14 @@ def table(*columns: str, numbers: Iterable[str] = ()) -> Table:
         is_last = name == columns[-1]
         made.add_column(name, justify="right" if name in numbers else "left", no_wrap=not is_last)
     return made
+
+
+def frame(title: object, facts: Iterable[tuple[str, object]]) -> Panel:
+    """Names and values in a frame."""
+    grid = Table.grid(padding=(0, 2))
+    for name, value in facts:
+        grid.add_row(Text(name, style="dim"), cell(value))
+    return Panel(grid, title=cell(title), title_align="left", border_style="dim", expand=False)
 
 
 def fitted(

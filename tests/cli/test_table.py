@@ -4,7 +4,7 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from surefoot.cli.ckpt import table
+from surefoot.cli import table
 
 
 @pytest.mark.parametrize(

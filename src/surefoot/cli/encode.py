@@ -1,0 +1,46 @@
+"""``surefoot encode``: the datasets of a recipe into the cache, ahead of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from ..data.chat import Codec
+    from ..recipe.recipe import Recipe
+
+
+@click.command()
+@click.argument("recipe", type=click.Path(path_type=Path))
+@click.argument("overrides", nargs=-1)
+def encode(recipe: Path, overrides: tuple[str, ...]) -> None:
+    """Encode the datasets of RECIPE into the cache, where training finds them.
+
+    Where processors are cheap, say, before a machine with a GPU is rented; data.cache_dir then
+    names a folder that both see. With data.streaming, training need not wait for the end of it.
+    What is in the cache already is not encoded again.
+
+    OVERRIDES are dotted fields such as data.cutoff_len=512.
+    """
+    from ..build import build_codec
+    from ..model.load import resolve
+    from ..recipe.recipe import load
+
+    loaded = load(recipe, overrides)
+    for line in lines(loaded, build_codec(loaded, resolve(loaded.model, weights=False))):
+        click.echo(line)
+
+
+def lines(recipe: Recipe, codec: Codec) -> Iterator[str]:
+    """Encode, and say what became of the rows."""
+    from ..encoding import encode_all, prepared
+
+    if recipe.data.streaming:
+        reports = {report.name: report for report in encode_all(recipe, codec)}
+        for report in reports.values():
+            yield from report.lines()
+    else:
+        yield from prepared(recipe, codec).report.lines()

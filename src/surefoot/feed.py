@@ -1,0 +1,145 @@
+"""What a trainer is fed with: encoded datasets, and loaders of them.
+
+With ``data.streaming`` a process beside encodes while these are read.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from pathlib import Path
+
+from .data.chat import Codec
+from .data.loader import Collate, InOrder, Loader
+from .data.prefetch import for_device
+from .data.prepare import Prepared
+from .data.stream_loader import StreamLoader
+from .data.streamed import Streamed
+from .encoding import prepared, streamed
+from .encoding_beside import POLL_SECONDS, Beside
+from .errors import RecipeError
+from .model.load import device
+from .parallel.world import World, launched
+from .recipe.recipe import Recipe
+from .training.section import TrainSection
+from .training.stage import Windows
+
+logger = logging.getLogger(__name__)
+
+Data = Prepared | Streamed
+
+
+def open_data(
+    recipe: Recipe, codec: Codec, base: Path, world: World
+) -> tuple[Data, AbstractContextManager[object]]:
+    """The datasets of a recipe, and what has to go on as long as they are read."""
+    with world.main_first():
+        if recipe.data.streaming:
+            return stream_data(recipe, codec, base)
+        return prepare_data(recipe, codec), nullcontext()
+
+
+def prepare_data(recipe: Recipe, codec: Codec) -> Prepared:
+    """Encoded datasets, from the cache where they are in it; what was left out is logged."""
+    found = prepared(recipe, codec)
+    for line in found.report.lines():
+        logger.info("%s", line)
+    return found
+
+
+def stream_data(
+    recipe: Recipe, codec: Codec, base: Path
+) -> tuple[Streamed, AbstractContextManager[object]]:
+    """Datasets to read while a process beside encodes them, one on every machine.
+
+    Raises:
+        RecipeError: the recipe counts epochs, and nobody knows yet how long one is.
+        DataError: something is missing or broken.
+    """
+    place = launched()
+    if place is not None and place[2]:
+        return streamed(recipe, codec, partial(time.sleep, POLL_SECONDS)), nullcontext()
+    beside = Beside(recipe, base)
+    if len(recipe.data.datasets) > 1:
+        logger.warning(
+            "data.streaming: the datasets come one after the other, mixed no further than "
+            "data.buffer_size = %d examples",
+            recipe.data.buffer_size,
+        )
+    data = streamed(recipe, codec, beside.wait)
+    if data.train.length is None:
+        num_steps(recipe.train, None)  # before anything slow
+        beside.start()
+    return data, beside
+
+
+def build_loader(recipe: Recipe, data: Data, world: World) -> Windows:
+    """Windows of micro-batches from the training examples."""
+    if isinstance(data, Streamed):
+        return StreamLoader(
+            data.train,
+            build_collate(recipe),
+            global_batch_size=recipe.train.global_batch_size,
+            micro_batch_size=recipe.train.micro_batch_size,
+            seed=recipe.train.seed,
+            buffer_size=recipe.data.buffer_size,
+            shuffle=recipe.data.shuffle,
+            held=data.held,
+            rank=world.data_rank,
+            world_size=world.num_data_ranks,
+        )
+    return Loader(
+        dataset=data.train,
+        collate=build_collate(recipe),
+        global_batch_size=recipe.train.global_batch_size,
+        micro_batch_size=recipe.train.micro_batch_size,
+        seed=recipe.train.seed,
+        shuffle=recipe.data.shuffle,
+        rank=world.data_rank,
+        world_size=world.num_data_ranks,
+        prefetch=for_device(device()),
+    )
+
+
+def packed_bounds(recipe: Recipe, loader: Windows) -> list[int]:
+    """The bounds of the documents of a row such as the run packs: its first one; of a stream, where
+    to look is to take, one of documents half as long as they may be."""
+    if isinstance(loader, Loader):
+        bounds = loader.window_at(0, 0)[0].cu_seqlens
+        return [] if bounds is None else [int(bound) for bound in bounds]
+    length = recipe.data.cutoff_len // 2
+    return [length * count for count in range(recipe.train.micro_batch_size + 1)]
+
+
+def build_evals(recipe: Recipe, data: Data, world: World) -> dict[str, InOrder]:
+    """This process's share of the micro-batches of every evaluation set, by its name."""
+    return {
+        name: InOrder(
+            dataset,
+            build_collate(recipe),
+            micro_batch_size=recipe.train.micro_batch_size,
+            rank=world.data_rank,
+            world_size=world.num_data_ranks,
+        )
+        for name, dataset in data.evals.items()
+    }
+
+
+def build_collate(recipe: Recipe) -> Collate:
+    """How examples become a micro-batch."""
+    return partial(recipe.stage.collate, packing=recipe.data.packing)
+
+
+def num_steps(section: TrainSection, steps_per_epoch: int | None) -> int:
+    """Optimizer steps of the whole run. Raises ``RecipeError`` if nobody knows how many."""
+    if section.max_steps is not None:
+        return section.max_steps
+    if steps_per_epoch is None:
+        raise RecipeError(
+            "train.max_steps: needed with data.streaming, for how long an epoch is is not known "
+            "before all of the data is encoded; set it, or run `surefoot encode` first"
+        )
+    return math.ceil(section.num_epochs * steps_per_epoch)

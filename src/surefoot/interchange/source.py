@@ -1,0 +1,28 @@
+"""The weights in a folder of any kind, ours or of others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from .. import files
+from ..checkpoint.layouts import open_folder
+from ..checkpoint.source import Source
+from ..checkpoint.weights import is_deepspeed, recognise
+from ..errors import CheckpointError
+from .dcp import FSDP, INDEX, open_pickled
+from .deepspeed import open_deepspeed
+
+
+def open_source(folder: Path, *, trust_pickle: bool = False) -> Source:
+    """The weights in a folder of any kind, ours or of others.
+
+    Raises ``CheckpointError`` if there are none, or they lie in pickles that the user does not
+    trust, or that are not read here.
+    """
+    with files.raising(CheckpointError, f"cannot read {folder}"):
+        for inner in (folder, folder / FSDP):
+            if files.exists(inner / INDEX):
+                return open_pickled(inner, trust_pickle=trust_pickle)
+        if recognise(folder) is None and is_deepspeed(folder):
+            return open_deepspeed(folder, trust_pickle=trust_pickle)
+    return open_folder(folder)

@@ -1,0 +1,103 @@
+"""What a YAML file of MindSpore Transformers trains on: its ``train_dataset``, as far as it says.
+
+Its loaders of rows (a dataset of a hub, or a file) become an entry for ``dataset_info.json``, which
+the user adds, and the settings that go with it. Loaders of tokens that were made before, MindRecord
+or Megatron's ``.bin``, hold no rows, and are named with what to add instead.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import PurePath
+from typing import Any
+
+_ROWS = ("HFDataLoader", "CommonDataLoader")
+_FILES = ("json", "csv", "parquet", "text")  # kinds of files that load_dataset is asked for
+_TOKENS = {
+    "MindDataset": "MindRecord files",
+    "TFRecordDataset": "TFRecord files",
+    "BlendedMegatronDatasetDataLoader": "Megatron's .bin files",
+}
+_ADD = "say what to train on with data.dataset_dir and data.datasets"
+
+
+@dataclass
+class Data:
+    """The settings of ``data``, and what the user is to add."""
+
+    settings: dict[str, object] = field(default_factory=dict)
+    advice: list[str] = field(default_factory=list)
+
+
+def read_data(told: Mapping[str, Any]) -> Data:
+    """What ``train_dataset`` comes to."""
+    section = told.get("train_dataset")
+    loader = section.get("data_loader") if isinstance(section, Mapping) else None
+    if not isinstance(loader, Mapping):
+        return Data(advice=[f"no train_dataset: {_ADD}"])
+    kind = str(loader.get("type"))
+    if kind not in _ROWS:
+        what = f", {_TOKENS[kind]} of tokens," if kind in _TOKENS else ""
+        return Data(
+            advice=[f"train_dataset: {kind}{what} is not read; {_ADD}, the rows themselves"]
+        )
+    found = Data()
+    entry = _entry(loader)
+    if entry is None:
+        found.advice.append(f"train_dataset: {kind} names neither a dataset nor a file; {_ADD}")
+    else:
+        name, content = entry
+        found.settings["data.datasets"] = [name]
+        line = json.dumps({name: content}, ensure_ascii=False)
+        found.advice.append(f"train_dataset: add {line} to dataset_info.json in data.dataset_dir")
+    if isinstance(loader.get("shuffle"), bool):
+        found.settings["data.shuffle"] = loader["shuffle"]
+    for handler in loader.get("handler") or ():
+        _take_handler(handler, found)
+    return found
+
+
+def _entry(loader: Mapping[str, Any]) -> tuple[str, dict[str, object]] | None:
+    """A dataset's name, and what ``dataset_info.json`` says of it."""
+    path, files = loader.get("path"), loader.get("data_files")
+    if isinstance(files, Mapping):
+        files = files.get("train")
+    if isinstance(files, list) and len(files) == 1:
+        files = files[0]
+    if path in _FILES and isinstance(files, str):
+        return _plain(PurePath(files).stem), {"file_name": files}
+    if not isinstance(path, str) or not path or path in _FILES:
+        return None
+    if loader.get("load_func") == "load_from_disk" or path.startswith((".", "/", "~")):
+        return _plain(PurePath(path).name), {"file_name": path}
+    found: dict[str, object] = {"hf_hub_url": path}
+    found |= {
+        ours: loader[theirs]
+        for theirs, ours in (("split", "split"), ("name", "subset"))
+        if isinstance(loader.get(theirs), str)
+    }
+    return _plain(PurePath(path).name), found
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[^A-Za-z0-9_-]+", "_", name) or "data"
+
+
+def _take_handler(handler: Any, found: Data) -> None:
+    """One step of theirs from rows to tokens."""
+    told = handler if isinstance(handler, Mapping) else {"type": handler}
+    kind = str(told.get("type"))
+    if type(told.get("seq_length")) is int:
+        found.settings["data.cutoff_len"] = told["seq_length"]
+    if kind == "take" and type(told.get("n")) is int:
+        found.settings["data.max_samples"] = told["n"]
+    elif kind == "PackingHandler":
+        found.settings["data.packing"] = True
+    elif kind != "AlpacaInstructDataHandler":
+        found.advice.append(
+            f"train_dataset: {kind} is not taken over; the columns of rows, and what they are, are "
+            "told in dataset_info.json"
+        )

@@ -1,0 +1,72 @@
+"""The memory that data takes does not grow with it. Counted by Python, so no page is in doubt."""
+
+import json
+import tracemalloc
+from functools import partial
+
+from surefoot.data.collate import collate
+from surefoot.data.prepare import prepare
+from surefoot.data.section import DataSection
+from surefoot.data.stream_loader import StreamLoader
+from surefoot.data.streamed import encode_stream, open_stream
+
+FEW, MANY = 2_000, 8_000
+TEXT = "so it goes on and on " * 100
+
+
+def section(folder, rows):
+    folder.mkdir()
+    with (folder / "d.json").open("w") as file:  # one long list, the worst to read in pieces
+        file.write("[\n")
+        for i in range(rows):
+            file.write(json.dumps({"instruction": f"{i} {TEXT}", "output": "x"}))
+            file.write("\n]" if i + 1 == rows else ",\n")
+    (folder / "dataset_info.json").write_text('{"d": {"file_name": "d.json"}}')
+    return DataSection(
+        datasets=("d",), dataset_dir=folder, cache_dir=folder / "cache", buffer_size=500
+    )
+
+
+def encode(examples):
+    return [[{"input_ids": list(range(40)), "labels": list(range(40))}] for _ in examples]
+
+
+def peak(work):
+    """Bytes that Python holds at most while it does ``work``, beyond those it held before."""
+    tracemalloc.start()
+    try:
+        work()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def stream_an_epoch(data):
+    shards = encode_stream(data, encode, fingerprint={}, shard_rows=500)
+    more = partial(next, shards, None)
+    stream = open_stream(data, encode, fingerprint={}, seed=1, more=more).train
+    it = StreamLoader(
+        stream,
+        partial(collate, packing=True),
+        global_batch_size=50,
+        micro_batch_size=50,
+        seed=1,
+        buffer_size=500,
+    )
+    while it.epoch == 0:
+        it.next_window()
+
+
+def test_a_stream_takes_the_same_memory_whatever_its_length(tmp_path):
+    few, many = (section(tmp_path / str(rows), rows) for rows in (FEW, MANY))
+    stream_an_epoch(section(tmp_path / "warm up", 100))
+    bounds = [peak(partial(stream_an_epoch, data)) for data in (few, many)]
+    assert bounds[1] < bounds[0] + 200_000  # of 12 MB more text
+
+
+def test_a_whole_dataset_takes_a_few_bytes_of_memory_for_an_example(tmp_path):
+    few, many = (section(tmp_path / str(rows), rows) for rows in (FEW, MANY))
+    work = partial(prepare, encode=encode, fingerprint={}, seed=1)
+    work(section(tmp_path / "warm up", 100))
+    bounds = [peak(partial(work, data)) for data in (few, many)]
+    assert bounds[1] - bounds[0] < 64 * (MANY - FEW)
