@@ -87,7 +87,7 @@ def flex(
     scaling: float | None,
 ) -> torch.Tensor:
     """torch's attention with a mask made of blocks, those outside of documents left out."""
-    attend: Callable[..., object] = _compiled() if query.is_cuda else flex_attention
+    attend = cast("Callable[..., object]", _compiled() if query.is_cuda else flex_attention)
     mask = bounds.kept("blocks", lambda: _blocks(bounds, query.device))
     found = attend(
         query,
