@@ -15,7 +15,7 @@ LAYERS = [
     ["run", "inference", "estimate"],
     ["build"],
     ["feed"],
-    ["staging", "encoding_beside"],
+    ["staging", "encoding_beside", "watchers"],
     ["interchange", "integrations"],
     ["run_folder", "encoding", "startup"],
     ["recipe"],
@@ -30,7 +30,7 @@ LAYERS = [
 # Heavy third parties that may be imported inside the one function that needs them; in the command
 # line, everything may, so that `--help` stays instant.
 LAZY = {"peft", "datasets", "matplotlib", "tensorboard", "modelscope", "pandas", "psutil"}
-LAZY |= {"torch.utils.tensorboard", "fsspec", "pyarrow"}
+LAZY |= {"torch.utils.tensorboard", "fsspec", "pyarrow", "flash_attn"}
 # What a recipe names is read without these; they come with the first call.
 LATER, LATER_FILES = {"torch", "numpy"}, {"batch", "optim/adamw", "data/collate", "data/pack"}
 LATER_FILES |= {"model/targets"}

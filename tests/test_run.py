@@ -106,6 +106,15 @@ def test_attention_kernels_agree(attention, tmp_path):
     assert losses(tmp_path / attention) == pytest.approx(losses(project.run), rel=1e-4)
 
 
+def test_a_run_keeps_the_attention_of_its_packed_rows(tmp_path):
+    project = Project(tmp_path, train={"max_steps": 3})
+    surefoot.train(project.recipe)
+    newest = tmp_path / "run" / "checkpoint-3"
+    assert build(load(project.recipe), resume=newest).state.attention == "sdpa"
+    chosen = load(project.recipe, {"model.attention": "eager"})
+    assert build(chosen).state.attention is None
+
+
 def test_packed_and_padded_rows_give_the_same_losses(tmp_path):
     project = Project(tmp_path, train=SHORT)
     surefoot.train(project.recipe)

@@ -9,20 +9,11 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from rich.console import Console
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from . import feed, interchange
 from .batch import Batch, ForwardBackward, Outputs
-from .callbacks.console import Screen
-from .callbacks.early_stop import EarlyStop
-from .callbacks.jsonl import NAME as METRICS
-from .callbacks.jsonl import Jsonl
-from .callbacks.plot import NAME as PLOT
-from .callbacks.plot import Plot
-from .callbacks.tensorboard import TensorBoard
-from .callbacks.warm_up import WarmUp
 from .checkpoint.layouts import scattered
 from .checkpoint.load import load as load_checkpoint
 from .cuts import Cuts
@@ -31,7 +22,7 @@ from .data.templates import disagreement
 from .encoding import codec_of
 from .errors import RecipeError
 from .feed import Data
-from .model import attention, companions, outputs
+from .model import attention, attention_choice, companions, outputs
 from .model.adapter import continue_adapter
 from .model.asked_head import AskedHead, asked_head
 from .model.compiled import compile_layers
@@ -56,7 +47,7 @@ from .parallel.vocabulary import cut_vocabulary
 from .parallel.world import ALONE, World
 from .recipe.recipe import Recipe, dump
 from .staging import Staging, staged
-from .startup import Values, begin, check_packed
+from .startup import Values, begin, check_packed, settle_attention
 from .training.callback import Callbacks, Context, TrainerCallback
 from .training.interval import Interval
 from .training.memory import keep_freed_memory
@@ -67,7 +58,7 @@ from .training.stage import Models
 from .training.state import TrainerControl, TrainerState
 from .training.step import Step
 from .training.trainer import Trainer
-from .training.triggers import Flow, Trigger
+from .watchers import standard_callbacks
 
 logger = logging.getLogger(__name__)
 
@@ -104,6 +95,11 @@ def build(
             load_checkpoint(resume, trainer.states)
             trainer.saver.newest = resume
         logger.info("going on from %s, step %d", resume.name, trainer.state.global_step)
+    if takes_any_attention(recipe, policy, world):
+        known = trainer.state.attention or (attention_choice.BY_DOCUMENT if resume else None)
+        dtype = policy_dtype(recipe, policy)
+        bounds = feed.packed_bounds(recipe, trainer.loader)
+        trainer.state.attention = settle_attention(policy.inner, bounds, dtype, known, world)
     if recipe.data.packing and policy.values is not None:
         policy.model.eval()
         check_packed(trainer.forward, policy.inner)  # it has values only now
@@ -193,6 +189,19 @@ def _refuse_frozen_new_tokens(policy: nn.Module) -> None:
             "name them in method.lora.modules_to_save (embed_tokens, lm_head) or in "
             "method.freeze.extra_modules, or use method: full"
         )
+
+
+def takes_any_attention(recipe: Recipe, policy: Policy, world: World) -> bool:
+    """Whether packed rows may go through whatever kernel is fastest."""
+    kernel, is_free = policy.inner.config._attn_implementation, recipe.model.attention == "auto"
+    return recipe.data.packing and is_free and world.pp == 1 and kernel == f"{attention.PREFIX}sdpa"
+
+
+def policy_dtype(recipe: Recipe, policy: Policy) -> torch.dtype:
+    """The type that most of the arithmetic is done in."""
+    held: torch.dtype = policy.inner.dtype
+    types = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": held}
+    return types[choose(recipe.train.precision)]
 
 
 def assemble(recipe: Recipe, policy: Policy, data: Data, saver: Saver, world: World) -> Trainer:
@@ -328,25 +337,3 @@ def build_saver(recipe: Recipe, policy: Policy, codec: Codec, base: Path, world:
         greater=recipe.train.is_greater_better,
         world=world,
     )
-
-
-def standard_callbacks(recipe: Recipe, world: World = ALONE) -> list[TrainerCallback]:
-    """The callbacks the recipe asks for, in the order they are called."""
-    section, checkpoint, folder = recipe.train, recipe.checkpoint, recipe.train.folder
-    members: list[TrainerCallback] = [
-        Flow(
-            Trigger(section.log_steps, section.log_minutes, section.log_epoch),
-            Trigger(section.eval_steps, section.eval_minutes, section.eval_epoch),
-            Trigger(checkpoint.save_steps, checkpoint.save_minutes, checkpoint.save_epoch),
-        )
-    ]
-    if section.early_stopping_patience is not None:
-        members.append(EarlyStop(section.early_stopping_patience, section.early_stopping_threshold))
-    if not world.is_main:
-        return members
-    members += [Jsonl(folder / METRICS), Screen(Console(stderr=True)), Plot(folder / PLOT)]
-    if recipe.model.compile:
-        members.append(WarmUp())
-    if "tensorboard" in section.report_to:
-        members.append(TensorBoard(folder / "tensorboard"))
-    return members

@@ -104,6 +104,16 @@ def build_loader(recipe: Recipe, data: Data, world: World) -> Windows:
     )
 
 
+def packed_bounds(recipe: Recipe, loader: Windows) -> list[int]:
+    """The bounds of the documents of a row such as the run packs: its first one; of a stream, where
+    to look is to take, one of documents half as long as they may be."""
+    if isinstance(loader, Loader):
+        bounds = loader.window_at(0, 0)[0].cu_seqlens
+        return [] if bounds is None else [int(bound) for bound in bounds]
+    length = recipe.data.cutoff_len // 2
+    return [length * count for count in range(recipe.train.micro_batch_size + 1)]
+
+
 def build_evals(recipe: Recipe, data: Data, world: World) -> dict[str, InOrder]:
     """This process's share of the micro-batches of every evaluation set, by its name."""
     return {

@@ -8,7 +8,7 @@ have in one process.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -28,6 +28,7 @@ from .checkpoint.source import Source, read_whole
 from .cuts import Cuts
 from .errors import CheckpointError, ModelError
 from .model import attention
+from .model.attention_choice import choose, row_of, use
 from .model.empty import (
     Remembered,
     give_memory,
@@ -181,6 +182,21 @@ def check_packed(forward: Callable[[Batch], Outputs], model: PreTrainedModel) ->
         return found
 
     attention.prove_apart(model, logps)
+
+
+def settle_attention(
+    model: PreTrainedModel,
+    bounds: Sequence[int],
+    dtype: torch.dtype,
+    known: str | None,
+    world: World,
+) -> str:
+    """Let packed rows of ``model`` go through the kernel ``known``, or else through the fastest for
+    a row of ``dtype`` with these ``bounds`` of documents; its name. All processes take that of the
+    main one."""
+    if known is None and world.is_main:
+        known = choose(row_of(model, bounds, device(), dtype))
+    return use(model, world.from_main(known))
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """Windows whose order is a function of (seed, epoch) and whose position is two integers."""
 
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -159,3 +160,22 @@ def test_batch_sizes_that_do_not_divide_are_refused():
 def test_nothing_to_load_is_refused():
     with pytest.raises(DataError, match="no examples"):
         loader(0)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_every_position_of_packed_rows_is_a_token_whatever_the_lengths(world_size):
+    """Of the bundled data, in bytes: 100 % of what is computed is the data."""
+    path = Path(__file__).parents[2] / "examples" / "data" / "orders_train.jsonl"
+    lines = [list(line.encode()) for line in path.read_text(encoding="utf-8").splitlines()]
+    data = in_memory([{"input_ids": ids, "labels": ids} for ids in lines])
+    settings = {"global_batch_size": 8, "micro_batch_size": 2, "seed": 1, "world_size": world_size}
+    loaders = [Loader(data, COLLATE, rank=rank, **settings) for rank in range(world_size)]
+    batches = [
+        batch
+        for it in loaders
+        for _ in range(it.steps_per_epoch)
+        for batch in it.next_window()
+        if batch.num_trained
+    ]
+    positions = sum(batch.input_ids.numel() for batch in batches)
+    assert sum(batch.num_tokens for batch in batches) == positions == sum(map(len, lines))

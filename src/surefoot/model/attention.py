@@ -39,7 +39,7 @@ def _banded(length: int, window: int | None, device: torch.device) -> torch.Tens
     return (distance >= 0) & (distance < window)
 
 
-def _sdpa(
+def sdpa(
     query_HTE: torch.Tensor,
     key_HTE: torch.Tensor,
     value_HTE: torch.Tensor,
@@ -100,9 +100,27 @@ class Bounds:
 
     def __init__(self, values: Sequence[int]) -> None:
         self.values = values
+        self._kept: dict[str, object] = {}
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest document."""
+        return max(b - a for a, b in pairwise(self.values))
+
+    def on(self, device: torch.device) -> torch.Tensor:
+        """[documents + 1] the bounds as int32 on ``device``."""
+        made = self.kept("bounds", lambda: torch.tensor(self.values, dtype=torch.int32).to(device))
+        assert isinstance(made, torch.Tensor)
+        return made
+
+    def kept(self, name: str, make: Callable[[], object]) -> object:
+        """What is made of them once, for all layers."""
+        if name not in self._kept:
+            self._kept[name] = make()
+        return self._kept[name]
 
 
-def _by_document(kernel: Kernel) -> Callable[..., tuple[torch.Tensor, None]]:
+def by_document(kernel: Kernel) -> Callable[..., tuple[torch.Tensor, None]]:
     """An attention function as transformers calls it, [1, H, T, E] in and [1, T, H, E] out."""
 
     def attend(
@@ -133,10 +151,10 @@ def _by_document(kernel: Kernel) -> Callable[..., tuple[torch.Tensor, None]]:
     return attend
 
 
-KERNELS: dict[str, Kernel] = {"sdpa": _sdpa, "eager": _eager}
+KERNELS: dict[str, Kernel] = {"sdpa": sdpa, "eager": _eager}
 for _name, _kernel in KERNELS.items():
     # Not to be compiled: it would be anew, for every number of documents.
-    _attend = torch.compiler.disable(_by_document(_kernel))  # type: ignore[no-untyped-call]
+    _attend = torch.compiler.disable(by_document(_kernel))  # type: ignore[no-untyped-call]
     AttentionInterface.register(PREFIX + _name, _attend)
 
 

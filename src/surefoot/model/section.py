@@ -23,7 +23,8 @@ class ModelSection:
     """Type of the weights. ``auto``: trained weights in float32, frozen ones as stored (float32 on
     a CPU)."""
     attention: Literal["auto", "sdpa", "eager", "flash_attention_2"] = "auto"
-    """Attention kernel. ``auto`` takes sdpa where the architecture has it, otherwise eager."""
+    """Attention kernel. ``auto`` takes sdpa where the architecture has it, otherwise eager; packed
+    rows on a GPU go through what is fastest there, which a resume keeps."""
     new_special_tokens: tuple[str, ...] = ()
     """Tokens to add to the vocabulary; embeddings grow and start at the mean of the old ones."""
     gradient_checkpointing: bool = False

@@ -36,6 +36,7 @@ class TrainerState:
     interval_metrics: dict[str, float] = field(default_factory=dict)
     skipped_windows: list[tuple[int, int]] = field(default_factory=list)  # (epoch, index) left out
     num_skipped_steps: int = 0  # steps without an update: a loss or gradient was not a number
+    attention: str | None = None  # the kernel of packed rows, which a resume keeps
     pending: list[str] = field(default_factory=list)  # control flags a stop left raised
 
     def state_dict(self) -> dict[str, object]:
@@ -63,6 +64,7 @@ class TrainerState:
         ours = {
             "skipped_windows",
             "num_skipped_steps",
+            "attention",
             "pending",
             "train_loss_total",
             "train_runtime",
