@@ -229,7 +229,7 @@ def test_a_checkpoint_without_its_state_is_refused(folder):
         del raw["files"]["state.json"], raw["hashes"]["state.json"]
 
     rewrite(folder, forget)
-    unchanged_after(folder, sample_states(seed=1), "it holds no state.json")
+    unchanged_after(folder, sample_states(seed=1), "weights alone, without state.json")
 
 
 def test_a_checkpoint_from_a_later_minor_version_is_read(folder):

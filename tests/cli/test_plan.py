@@ -6,8 +6,10 @@ import pytest
 from click.testing import CliRunner
 
 from project import Project
+from project import tokenizer as project_tokenizer
 from surefoot.cli.main import main
 from surefoot.cli.plan import PARTS, duration
+from surefoot.model.head import CHUNK
 
 
 @pytest.fixture(scope="module")
@@ -35,12 +37,19 @@ def test_the_screen_tells_all_of_it(recipe):
     assert "at 10 tokens/s (as given)" in out
     for word in ("weights", "gradients", "optimizer", "activations", "at its peak"):
         assert f"\n{word} " in out
-    assert "\nlogits " not in out, "the head makes none at once"
     assert "4 of 4 at a time, the one being written included" in out
     assert "shared memory of a process" in out
     assert "model.gradient_checkpointing=true" in out
     assert "train.micro_batch_size=4" in out
     assert "lengths are those of 24 rows" in out
+
+
+def test_there_are_never_more_logits_than_a_chunk_of_them_and_what_is_made_of_it(recipe):
+    rows = ["train.global_batch_size=22", "train.micro_batch_size=22", "data.train_on_prompt=true"]
+    found = as_json(recipe, *rows)
+    width = len(project_tokenizer())
+    assert found["heaviest_pass"]["trained"] > 2 * CHUNK
+    assert 0 < found["memory"]["logits"] <= 2 * CHUNK * width * 4
 
 
 def test_json_holds_all_of_it(recipe):

@@ -116,6 +116,8 @@ class _Totals(torch.autograd.Function):
                 shares_C = torch.full_like(labels_C, smoothing - 1.0, dtype=found.dtype)
                 slopes_CV.scatter_add_(1, labels_C, shares_C)
                 gradients.add(chunk, _uncapped(slopes_CV, logits_CV, head.softcap))
+                del slopes_CV
+            del logits_CV, logps_CV  # or a third is there when the next chunk's logits are made
         ctx.save_for_backward(*gradients.sums(hidden_ND, weight_VD, bias_V))
         ctx.mark_non_differentiable(found)
         return (1.0 - smoothing) * found + to_each * everywhere, found
