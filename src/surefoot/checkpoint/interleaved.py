@@ -73,10 +73,12 @@ class Interleaved:
         for first, last in _spans(box.start[0], box.stop[0], period):
             if last - first >= period:  # whole groups
                 groups = (last - first) // period
-                parts = [
-                    self._rows(t, first // period * t.rows, groups * t.rows, box) for t in turns
+                start = first // period
+                parts = [self._rows(t, start * t.rows, groups * t.rows, box) for t in turns]
+                shaped = [
+                    part.reshape(groups, turn.rows, *box.shape[1:])
+                    for part, turn in zip(parts, turns, strict=True)
                 ]
-                shaped = [part.reshape(groups, -1, *part.shape[1:]) for part in parts]
                 found.append(torch.cat(shaped, 1).flatten(0, 1).to(dtype))
                 continue
             group, inside = divmod(first, period)
