@@ -54,7 +54,7 @@ from .training.memory import keep_freed_memory
 from .training.precision import LossScaler, PrecisionName, autocast, choose
 from .training.randomness import seed_everything, use_deterministic_kernels
 from .training.saver import Saver
-from .training.stage import Models
+from .training.stage import Models, smoothing
 from .training.state import TrainerControl, TrainerState
 from .training.step import Step
 from .training.trainer import Trainer
@@ -285,7 +285,7 @@ def build_engine(
         return Engine(plain(forward(learning), device()), forward(measuring))
     head = None if world.tp > 1 else policy.head
     pipeline = staging.pipeline(recipe.parallel, precision, cuts)
-    finish = partial(staging.finish, precision, recipe.stage.label_smoothing_factor, head)
+    finish = partial(staging.finish, precision, smoothing(recipe.stage), head)
     return Engine(piped(pipeline, finish(learning)), passed(pipeline, finish(measuring)))
 
 
@@ -302,7 +302,7 @@ def build_forward(
         needs=needs,
         vocabulary=vocabulary,
         head=head,
-        smoothing=recipe.stage.label_smoothing_factor,
+        smoothing=smoothing(recipe.stage),
     )
 
     def forward(batch: Batch) -> Outputs:

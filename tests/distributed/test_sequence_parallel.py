@@ -133,7 +133,7 @@ def test_dropout_is_that_of_one_process_where_parts_are_equal(tmp_path):
 
 def test_tokens_that_do_not_divide_are_refused_not_waited_for(tmp_path):
     def forward(world):
-        made = trainer(world, tmp_path, sequence=True)
+        made = trainer(world, tmp_path, parallel=TWO)
         with pytest.raises(ValueError, match="5 tokens are not 2 equal parts"):
             made.models.policy(input_ids=torch.arange(5)[None])
         return True
@@ -144,6 +144,6 @@ def test_tokens_that_do_not_divide_are_refused_not_waited_for(tmp_path):
 @pytest.mark.parametrize("method", [Full(), LoRA(rank=2, dropout=0.3)], ids=["full", "lora"])
 def test_copies_stay_equal_to_the_bit_with_dropout(method, tmp_path):
     seen = {}
-    for found in ranks.run(4, lambda w: copies(w, tmp_path, method, sequence=True), **FOUR):
+    for found in ranks.run(4, lambda w: copies(w, tmp_path, method, parallel=FOUR), **FOUR):
         for place, data in found.items():
             assert seen.setdefault(place, data) == data, place

@@ -37,6 +37,7 @@ from ..parallel.tensor import cut_tensors
 from ..parallel.vocabulary import CutVocabulary
 from ..recipe.recipe import Recipe
 from ..training.precision import PrecisionName, autocast
+from ..training.stage import smoothing
 from .axis import FirstOf
 from .live import Live
 from .memory import Pass, Snapshot, Weight
@@ -293,7 +294,7 @@ def _through_all(
                 hidden=hidden,
                 vocabulary=skeleton.vocabulary,
                 head=skeleton.head,
-                smoothing=stage.label_smoothing_factor,
+                smoothing=smoothing(stage),
             )
         loss = stage.loss(found, here).total
         del found

@@ -22,6 +22,7 @@ from ..model.attention import use_packed
 from ..recipe.recipe import Recipe
 from ..training.evaluate import evaluate
 from ..training.precision import autocast, choose
+from ..training.stage import smoothing
 from .opened import Opened
 
 logger = logging.getLogger(__name__)
@@ -62,12 +63,12 @@ def measure(
 ) -> dict[str, float]:
     """Loss, perplexity and token accuracy, as training measures them on the way."""
     items = _items(opened, recipe, examples)
-    needs, smoothing = (*recipe.stage.needs, "predictions"), recipe.stage.label_smoothing_factor
+    needs, smoothed = (*recipe.stage.needs, "predictions"), smoothing(recipe.stage)
     precision = choose(recipe.train.precision)
 
     def forward(batch: Batch) -> Outputs:
         with autocast(precision, opened.device):
-            return outputs.compute(opened.model, batch, needs, head=head, smoothing=smoothing)
+            return outputs.compute(opened.model, batch, needs, head=head, smoothing=smoothed)
 
     with _packed(opened, recipe):
         head = asked_head(opened.inner)

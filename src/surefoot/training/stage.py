@@ -68,10 +68,6 @@ class Stage(Protocol):
     needs: ClassVar[tuple[str, ...]]  # the fields of Outputs that its loss reads
     uses_template: ClassVar[bool]  # whether its examples are conversations
 
-    @property
-    def label_smoothing_factor(self) -> float:
-        """How much of each label is spread evenly over the vocabulary."""
-
     def encode(self, examples: Sequence[Example], codec: Codec) -> list[Encoded]:
         """Turn examples into token lists: one entry per example, its features or why it was
         dropped."""
@@ -82,6 +78,20 @@ class Stage(Protocol):
     def loss(self, outputs: Outputs, batch: Batch) -> Loss:
         """What to minimise on one micro-batch. Pure: no model is called here, so any engine can run
         it."""
+
+
+@runtime_checkable
+class SmoothingStage(Stage, Protocol):
+    """A stage that learns labels which may be smoothed."""
+
+    @property
+    def label_smoothing_factor(self) -> float:
+        """How much of each label is spread evenly over the vocabulary."""
+
+
+def smoothing(stage: Stage) -> float:
+    """How much of each label ``stage`` spreads evenly over the vocabulary."""
+    return stage.label_smoothing_factor if isinstance(stage, SmoothingStage) else 0.0
 
 
 @runtime_checkable
