@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -120,20 +118,8 @@ def fill(file: files.File, source: Source, plan: FilePlan, progress: Progress) -
 def pour(stream: Stream, source: Source, name: str, box: Box, progress: Progress) -> str:
     """Add the values of one box of one tensor, block by block; the hash of their bytes."""
     digest = files.Hash()
-    parts = box.blocks(_BLOCK // source.dtypes()[name].itemsize)
-    for block in _ahead(partial(source.read, name), parts):
+    for part in box.blocks(_BLOCK // source.dtypes()[name].itemsize):
+        block = source.read(name, part)
         write_tensor(stream, block, digest)
         progress(block.nbytes)
     return digest.hex()
-
-
-def _ahead(read: Callable[[Box], torch.Tensor], boxes: Iterable[Box]) -> Iterator[torch.Tensor]:
-    """What ``read`` makes of each; while one is used, a thread reads the next."""
-    first, *others = boxes
-    found = read(first)
-    with ThreadPoolExecutor(1) as pool:
-        for box in others:
-            coming = pool.submit(read, box)
-            yield found
-            found = coming.result()
-    yield found
