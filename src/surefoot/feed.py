@@ -139,7 +139,7 @@ def num_steps(section: TrainSection, steps_per_epoch: int | None) -> int:
         return section.max_steps
     if steps_per_epoch is None:
         raise RecipeError(
-            "train.max_steps: needed with data.streaming, for how long an epoch is is not known "
+            "train.max_steps: needed with data.streaming, as the length of an epoch is not known "
             "before all of the data is encoded; set it, or run `surefoot encode` first"
         )
     return math.ceil(section.num_epochs * steps_per_epoch)
