@@ -103,13 +103,13 @@ def write_checkpoint(
     """
     small: Mapping[str, bytes]
     kind: Kind = "full"
-    if recognise(folder) == "peft":
+    found = recognise(folder)
+    if found == "peft":
         kind, source, small = "adapter", open_folder(folder), _adapter_files(folder)
     else:
-        is_theirs = recognise(folder) == "mindspore"
         source = (
             open_model(folder, theirs)
-            if is_theirs
+            if found == "mindspore"
             else open_source(folder, trust_pickle=trust_pickle)
         )
         place = theirs.base or model_near(folder)

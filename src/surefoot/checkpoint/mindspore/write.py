@@ -20,7 +20,7 @@ from ..header import build, num_bytes
 from ..plan import FilePlan
 from ..source import Source
 from ..stream import Stream
-from ..whole import new_folder
+from ..whole import new_folder, write_small
 from .full import HYPER, MAP, PART
 from .opened import META, role_of
 from .ranks import INNER
@@ -250,10 +250,3 @@ def _strategies(stages: Sequence[Layouts]) -> Iterator[bytes]:
         data = dump_strategy(stage, own)
         for _ in range(next(iter(own.values())).num_devices):
             yield data
-
-
-def write_small(folder: Path, small: Mapping[str, bytes]) -> None:
-    """Other files, which may lie in folders within."""
-    for name, data in small.items():
-        files.make_folder((folder / name).parent)
-        files.write_new(folder / name, data)

@@ -14,7 +14,7 @@ from ...errors import CheckpointError
 from ..box import Box
 from ..copy import Progress
 from ..source import Source, read_whole
-from ..whole import new_folder
+from ..whole import new_folder, write_small
 from .iteration import COMMON, FOLDER, METADATA, TRACKER
 from .opened import role_of
 from .slicing import ALL_COPIES, TensorLayout
@@ -27,7 +27,6 @@ from .write import (
     once,
     sorted_out,
     write_file,
-    write_small,
 )
 
 _COMMON = ("epoch_num", "step_num", "global_step", "loss_scale", "global_batch_size")
