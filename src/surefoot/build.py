@@ -46,6 +46,7 @@ from .parallel.shard import gather_nothing, layers, shard
 from .parallel.vocabulary import cut_vocabulary
 from .parallel.world import ALONE, World
 from .recipe.recipe import Recipe, dump
+from .references import References, references
 from .staging import Staging, staged
 from .startup import Values, begin, check_packed, settle_attention
 from .training.callback import Callbacks, Context, TrainerCallback
@@ -54,7 +55,7 @@ from .training.memory import keep_freed_memory
 from .training.precision import LossScaler, PrecisionName, autocast, choose
 from .training.randomness import seed_everything, use_deterministic_kernels
 from .training.saver import Saver
-from .training.stage import Models, smoothing
+from .training.stage import Models, measured, smoothing
 from .training.state import TrainerControl, TrainerState
 from .training.step import Step
 from .training.trainer import Trainer
@@ -70,8 +71,10 @@ def build(
     resume: Path | None = None,
     trust_pickle: bool = False,
     world: World = ALONE,
+    is_trial: bool = False,
 ) -> Trainer:
-    """The trainer of a recipe, its states those of the checkpoint ``resume`` if one is given."""
+    """The trainer of a recipe, its states those of the checkpoint ``resume`` if one is given. Of a
+    trial only the speed matters: no reference is asked about its examples."""
     writer: interchange.Writer | None = None
     if resume is not None:
         writer = interchange.writer_of(resume, trust_pickle=trust_pickle, pp=world.pp)
@@ -81,10 +84,15 @@ def build(
     base = resolve(recipe.model)
     codec = build_codec(recipe, base)
     data, feeder = feed.open_data(recipe, codec, base, world)
+    asked = references(recipe, base, data, feed.build_collate(recipe), world)
+    is_asked = asked is None or asked.is_complete or is_trial
     is_kept = resume is not None and writer != "trainer" and recipe.method.kind == "full"
+    is_kept = is_kept and is_asked  # what is not to be asked anything need not have values
     policy = build_policy(recipe, base, codec.tokenizer, world, is_read=not is_kept)
     saver = build_saver(recipe, policy, codec, base, world)
     trainer = assemble(recipe, policy, data, saver, world)
+    if asked is not None:
+        refer(trainer, recipe, data, asked.blank() if is_trial else asked)
     trainer.feeder = feeder
     trainer.callbacks.members = [*standard_callbacks(recipe, world), *callbacks]
     if resume is not None:
@@ -106,6 +114,15 @@ def build(
         gather_nothing(policy.model)
     trainer.callbacks.emit("on_init_end")
     return trainer
+
+
+def refer(trainer: Trainer, recipe: Recipe, data: Data, asked: References) -> None:
+    """Let the examples of ``trainer``, which has not begun, have what the reference says of them,
+    that is, its own policy now."""
+    asked.ask(trainer.forward, trainer.models.policy)
+    data, world = asked.added(data), trainer.world
+    trainer.loader = feed.build_loader(recipe, data, world)
+    trainer.evals = feed.build_evals(recipe, data, world)
 
 
 def build_codec(recipe: Recipe, base: Path) -> Codec:
@@ -279,7 +296,7 @@ def build_engine(
     cuts: Mapping[str, Cuts],
 ) -> Engine:
     """A pipeline, if the model is shared out over one; otherwise one micro-batch after another."""
-    learning, measuring = recipe.stage.needs, (*recipe.stage.needs, "predictions")
+    learning, measuring = recipe.stage.needs, measured(recipe.stage)
     if staging is None:
         forward = partial(build_forward, policy, recipe, world, precision)
         return Engine(plain(forward(learning), device()), forward(measuring))

@@ -27,17 +27,19 @@ if TYPE_CHECKING:
 
 ROWS = 2000  # of each dataset, for the figures, unless all are asked for
 BATCH = 500
-LEARNT = "bold green"
+LEARNT, REJECTED = "bold green", "bold red"
+ANSWERS = (None, "chosen", "rejected")  # what the lengths of a pair are of
 BINS, WIDTH = 8, 40  # bars of the histogram up to cutoff_len, and characters of the longest
 UNLIMITED = 1 << 30
 
 
 @dataclass(frozen=True)
 class Part:
-    """A stretch of text that is learnt, or is not."""
+    """A stretch of text that is learnt, or is not; of a pair, the answer that it is."""
 
     text: str
     learnt: bool
+    answer: str | None = None  # chosen or rejected
 
 
 @dataclass(frozen=True)
@@ -202,10 +204,19 @@ def _sequence(codec: Codec, item: Features) -> Rendered:
     for ids, labels in _pairs(item):
         is_learnt = [label != IGNORE_INDEX for label in labels]
         trained += sum(is_learnt[1:])  # nothing predicts the first token
-        bounds = [0, *(i for i in range(1, len(ids)) if is_learnt[i] != is_learnt[i - 1]), len(ids)]
+        answers = _answers(item, len(ids))
+        kinds = list(zip(is_learnt, answers, strict=True))
+        bounds = [0, *(i for i in range(1, len(ids)) if kinds[i] != kinds[i - 1]), len(ids)]
         for start, end in pairwise(bounds):
-            parts.append(Part(codec.tokenizer.decode(list(ids[start:end])), is_learnt[start]))
+            text = codec.tokenizer.decode(list(ids[start:end]))
+            parts.append(Part(text, is_learnt[start], answers[start]))
     return Rendered(parts, _num_tokens(item), trained)
+
+
+def _answers(item: Features, count: int) -> list[str | None]:
+    """Of each token, which answer of a pair it is in."""
+    lengths = item.get("lengths", (count,))
+    return [name for name, length in zip(ANSWERS, lengths, strict=False) for _ in range(length)]
 
 
 def show(console: Console, figures: Figures, cutoff_len: int) -> None:
@@ -228,7 +239,10 @@ def _show_example(console: Console, shown: Shown) -> None:
         text = Text()
         for part in item.parts:
             if part.learnt:
-                text.append(part.text if console.is_terminal else f"[[{part.text}]]", style=LEARNT)
+                name = "" if part.answer is None else f"{part.answer}: "
+                shown_part = f"{name}{part.text}" if console.is_terminal else f"[[{name}{part.text}]]"
+                newline = "\n" if name else ""
+                text.append(newline + shown_part, style=REJECTED if part.answer == ANSWERS[-1] else LEARNT)
             else:
                 text.append(part.text, style="dim")
         console.print(text)

@@ -21,6 +21,7 @@ from ..errors import RecipeError
 from ..parallel.schedule import order
 from ..recipe.recipe import Recipe
 from ..training.precision import PrecisionName
+from ..training.stage import as_if_asked
 from .batches import heaviest, loader_of
 from .memory import Memory, Mesh, Pass, Snapshot, Weight, memory
 from .rehearsal import (
@@ -242,7 +243,7 @@ def _batch(recipe: Recipe, ground: Ground, logit_weight: float) -> Batch:
         logit_weight=logit_weight,
     )
     features = [ground.dataset[int(item)] for item in items]
-    return recipe.stage.collate(features, packing=packing)
+    return recipe.stage.collate(as_if_asked(recipe.stage, features), packing=packing)
 
 
 def memory_of(

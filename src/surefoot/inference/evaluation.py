@@ -22,7 +22,7 @@ from ..model.attention import use_packed
 from ..recipe.recipe import Recipe
 from ..training.evaluate import evaluate
 from ..training.precision import autocast, choose
-from ..training.stage import smoothing
+from ..training.stage import is_likelihood, measured, smoothing
 from .opened import Opened
 
 logger = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ def measure(
 ) -> dict[str, float]:
     """Loss, perplexity and token accuracy, as training measures them on the way."""
     items = _items(opened, recipe, examples)
-    needs, smoothed = (*recipe.stage.needs, "predictions"), smoothing(recipe.stage)
+    needs, smoothed = measured(recipe.stage), smoothing(recipe.stage)
     precision = choose(recipe.train.precision)
 
     def forward(batch: Batch) -> Outputs:
@@ -78,6 +78,7 @@ def measure(
             recipe.stage.loss,
             device=opened.device,
             after=on_batch or (lambda: None),
+            is_likelihood=is_likelihood(recipe.stage),
         )
 
 
