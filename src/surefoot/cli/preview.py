@@ -238,15 +238,17 @@ def _show_example(console: Console, shown: Shown) -> None:
     for item in shown.items:
         text = Text()
         for part in item.parts:
-            if part.learnt:
-                name = "" if part.answer is None else f"{part.answer}: "
-                shown_part = f"{name}{part.text}" if console.is_terminal else f"[[{name}{part.text}]]"
-                newline = "\n" if name else ""
-                text.append(newline + shown_part, style=REJECTED if part.answer == ANSWERS[-1] else LEARNT)
-            else:
-                text.append(part.text, style="dim")
+            style = LEARNT if part.learnt else "dim"
+            style = REJECTED if part.answer == ANSWERS[-1] else style
+            text.append(_words(part, is_marked=not console.is_terminal), style=style)
         console.print(text)
     console.print()
+
+
+def _words(part: Part, *, is_marked: bool) -> str:
+    name = "" if part.answer is None else f"{part.answer}: "
+    words = f"[[{name}{part.text}]]" if part.learnt and is_marked else f"{name}{part.text}"
+    return f"\n{words}" if name else words
 
 
 def _fate(shown: Shown) -> str:
