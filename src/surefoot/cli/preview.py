@@ -236,19 +236,18 @@ def show(console: Console, figures: Figures, cutoff_len: int) -> None:
 def _show_example(console: Console, shown: Shown) -> None:
     console.print(Text(f"── {shown.origin}: {_fate(shown)}", style="bold"))
     for item in shown.items:
-        text = Text()
+        text, answer = Text(), None
         for part in item.parts:
-            style = LEARNT if part.learnt else "dim"
-            style = REJECTED if part.answer == ANSWERS[-1] else style
-            text.append(_words(part, is_marked=not console.is_terminal), style=style)
+            if part.answer != answer:
+                newline = "" if text.plain.endswith("\n") else "\n"
+                text.append(f"{newline}{part.answer}: ", style="bold")
+            answer = part.answer
+            style = REJECTED if answer == ANSWERS[-1] else LEARNT
+            is_marked = part.learnt and not console.is_terminal
+            words = f"[[{part.text}]]" if is_marked else part.text
+            text.append(words, style=style if part.learnt else "dim")
         console.print(text)
     console.print()
-
-
-def _words(part: Part, *, is_marked: bool) -> str:
-    name = "" if part.answer is None else f"{part.answer}: "
-    words = f"[[{name}{part.text}]]" if part.learnt and is_marked else f"{name}{part.text}"
-    return f"\n{words}" if name else words
 
 
 def _fate(shown: Shown) -> str:

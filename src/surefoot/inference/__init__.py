@@ -1,7 +1,7 @@
 """Using what was trained: find it by any path, open it as it was trained, write it out whole."""
 
 from .conversation import Answer, Conversation
-from .evaluation import Generation, adopt, generations, measure, num_batches
+from .evaluation import Generation, adopt, generations, measure, num_batches, references
 from .exported import export
 from .heldout import HeldOut, held_out
 from .located import Located, locate
@@ -23,4 +23,5 @@ __all__ = [
     "num_batches",
     "open_model",
     "open_start",
+    "references",
 ]
