@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -102,7 +102,8 @@ def build(
         trainer.state.attention = settle_attention(policy.inner, bounds, dtype, known, world)
     if recipe.data.packing and policy.values is not None:
         policy.model.eval()
-        check_packed(trainer.forward, policy.inner)  # it has values only now
+        is_proven = check_packed(trainer.forward, policy.inner)  # it has values only now
+        policy.sharing.is_proven = world.from_main(is_proven)
         gather_nothing(policy.model)
     trainer.callbacks.emit("on_init_end")
     return trainer
@@ -127,6 +128,7 @@ class Policy:
     weights: FullWeights | AdapterWeights  # what its checkpoints hold
     values: Values | None = None  # of a model that has none yet
     head: AskedHead | None = None  # of ``inner``, if it can be asked for more than logits
+    sharing: attention.Sharing = field(default_factory=attention.Sharing)
 
 
 def build_policy(
@@ -157,8 +159,11 @@ def build_policy(
         else start.model
     )
     grew = grow_embeddings(model, tokenizer)
-    if recipe.data.packing:
-        (attention.use_packed if start is None else attention.switch_to_packed)(model)
+    sharing = attention.Sharing()
+    if recipe.data.packing and start is None:
+        sharing.is_proven = attention.use_packed(model)
+    elif recipe.data.packing:
+        attention.switch_to_packed(model)
     seed_everything(recipe.train.seed, 1)
     method: Callable[[PreTrainedModel], nn.Module] = recipe.method.apply
     if recipe.model.adapter is not None:
@@ -178,7 +183,7 @@ def build_policy(
     share = learning / sum(num_elements(p) for p in policy.parameters())
     logger.info("%s parameters learn, %.3g %% of all", f"{learning:,}", 100 * share)
     weights = AdapterWeights(policy) if is_adapter else FullWeights(model)
-    return Policy(policy, model, weights, values, asked_head(model))
+    return Policy(policy, model, weights, values, asked_head(model), sharing)
 
 
 def _refuse_frozen_new_tokens(policy: nn.Module) -> None:
@@ -206,7 +211,8 @@ def policy_dtype(recipe: Recipe, policy: Policy) -> torch.dtype:
 
 def assemble(recipe: Recipe, policy: Policy, data: Data, saver: Saver, world: World) -> Trainer:
     """Put the parts together."""
-    loader = feed.build_loader(recipe, data, world)
+    collate = feed.build_collate(recipe, policy.sharing)
+    loader = feed.build_loader(recipe, data, collate, world)
     section, precision = recipe.train, choose(recipe.train.precision)
     names = names_in_files(policy.model, policy.weights)  # before they are cut
     size = sum(num_elements(p) for p in policy.model.parameters())
@@ -252,7 +258,7 @@ def assemble(recipe: Recipe, policy: Policy, data: Data, saver: Saver, world: Wo
         ),
         forward=engine.forward,
         loader=loader,
-        evals=feed.build_evals(recipe, data, world),
+        evals=feed.build_evals(recipe, data, collate, world),
         saver=saver,
         callbacks=Callbacks(context, state, control),
         state=state,

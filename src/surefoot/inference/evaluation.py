@@ -12,13 +12,15 @@ from ..batch import IGNORE_INDEX, Batch, Features, Outputs
 from ..data.chat import Codec
 from ..data.encode import Cut, Dropped
 from ..data.example import Example
+from ..data.loader import Collate
 from ..data.templates import load_template
 from ..errors import DataError
+from ..feed import build_collate
 from ..generate.decode import decoder
 from ..generate.engine import answer, room
 from ..model import outputs
 from ..model.asked_head import asked_head
-from ..model.attention import use_packed
+from ..model.attention import Sharing, use_packed
 from ..recipe.recipe import Recipe
 from ..training.evaluate import evaluate
 from ..training.precision import autocast, choose
@@ -70,10 +72,10 @@ def measure(
         with autocast(precision, opened.device):
             return outputs.compute(opened.model, batch, needs, head=head, smoothing=smoothed)
 
-    with _packed(opened, recipe):
+    with _packed(opened, recipe) as sharing:
         head = asked_head(opened.inner)
         return evaluate(
-            _batches(recipe, items),
+            _batches(build_collate(recipe, sharing), items, recipe.train.micro_batch_size),
             forward,
             recipe.stage.loss,
             device=opened.device,
@@ -100,21 +102,17 @@ def num_batches(recipe: Recipe, num_examples: int) -> int:
     return -(-num_examples // recipe.train.micro_batch_size)
 
 
-def _batches(recipe: Recipe, items: Sequence[Features]) -> Iterator[Batch]:
-    size = recipe.train.micro_batch_size
-    for start in range(0, len(items), size):
-        yield recipe.stage.collate(items[start : start + size], packing=recipe.data.packing)
+def _batches(collate: Collate, items: Sequence[Features], size: int) -> Iterator[Batch]:
+    return (collate(items[start : start + size]) for start in range(0, len(items), size))
 
 
 @contextmanager
-def _packed(opened: Opened, recipe: Recipe) -> Iterator[None]:
+def _packed(opened: Opened, recipe: Recipe) -> Iterator[Sharing]:
     """Attention for packed rows while the block lasts; generating needs the plain one."""
     inner = opened.inner
     plain = inner.config._attn_implementation
-    if recipe.data.packing:
-        use_packed(inner)
     try:
-        yield
+        yield Sharing(recipe.data.packing and use_packed(inner))
     finally:
         inner.set_attn_implementation(plain)
 
