@@ -176,8 +176,11 @@ def references(made, data, folder):
     (store,) = data.stores
     kept = Asked(folder, len(store))
     known = [[kept.read(piece) for piece in kept.pieces]]
-    collate = lambda features: made.stage.collate(features, packing=True)  # noqa: E731
-    return References(made.stage, collate, 3, made.world, [store], [kept], known)
+    return References(made.stage, 3, made.world, [store], [kept], known)
+
+
+def collate(features):
+    return DPO().collate(features, packing=True)
 
 
 def asked(world, folder, **changes):
@@ -187,7 +190,7 @@ def asked(world, folder, **changes):
     made = trainer(world, folder, examples=data, **changes)
     found = references(made, data, folder / f"asked-{world.size}")
     assert not found.is_complete
-    found.ask(made.forward, made.models.policy)
+    found.ask(made.forward, made.models.policy, collate)
     assert found.is_complete
     learnt = found.added(Prepared(data, {}, Report(()))).train
     changes["examples"] = learnt
@@ -243,4 +246,4 @@ def test_a_reference_that_says_nan_is_an_error(tmp_path):
     with torch.no_grad():
         next(made.models.policy.parameters()).fill_(math.nan)
     with pytest.raises(ModelError, match="no numbers"):
-        references(made, data, tmp_path / "asked").ask(made.forward, made.models.policy)
+        references(made, data, tmp_path / "asked").ask(made.forward, made.models.policy, collate)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -84,7 +84,7 @@ def build(
     base = resolve(recipe.model)
     codec = build_codec(recipe, base)
     data, feeder = feed.open_data(recipe, codec, base, world)
-    asked = references(recipe, base, data, feed.build_collate(recipe), world)
+    asked = references(recipe, base, data, world)
     is_asked = asked is None or asked.is_complete or is_trial
     is_kept = resume is not None and writer != "trainer" and recipe.method.kind == "full"
     is_kept = is_kept and is_asked  # what is not to be asked anything need not have values
@@ -92,7 +92,7 @@ def build(
     saver = build_saver(recipe, policy, codec, base, world)
     trainer = assemble(recipe, policy, data, saver, world)
     if asked is not None:
-        refer(trainer, recipe, data, asked.blank() if is_trial else asked)
+        refer(trainer, recipe, policy, data, asked.blank() if is_trial else asked)
     trainer.feeder = feeder
     trainer.callbacks.members = [*standard_callbacks(recipe, world), *callbacks]
     if resume is not None:
@@ -110,19 +110,21 @@ def build(
         trainer.state.attention = settle_attention(policy.inner, bounds, dtype, known, world)
     if recipe.data.packing and policy.values is not None:
         policy.model.eval()
-        check_packed(trainer.forward, policy.inner)  # it has values only now
+        is_proven = check_packed(trainer.forward, policy.inner)  # it has values only now
+        policy.sharing.is_proven = world.from_main(is_proven)
         gather_nothing(policy.model)
     trainer.callbacks.emit("on_init_end")
     return trainer
 
 
-def refer(trainer: Trainer, recipe: Recipe, data: Data, asked: References) -> None:
+def refer(trainer: Trainer, recipe: Recipe, policy: Policy, data: Data, asked: References) -> None:
     """Let the examples of ``trainer``, which has not begun, have what the reference says of them,
     that is, its own policy now."""
-    asked.ask(trainer.forward, trainer.models.policy)
-    data, world = asked.added(data), trainer.world
-    trainer.loader = feed.build_loader(recipe, data, world)
-    trainer.evals = feed.build_evals(recipe, data, world)
+    collate, world = feed.build_collate(recipe, policy.sharing), trainer.world
+    asked.ask(trainer.forward, policy.model, collate)
+    data = asked.added(data)
+    trainer.loader = feed.build_loader(recipe, data, collate, world)
+    trainer.evals = feed.build_evals(recipe, data, collate, world)
 
 
 def build_codec(recipe: Recipe, base: Path) -> Codec:
@@ -144,6 +146,7 @@ class Policy:
     weights: FullWeights | AdapterWeights  # what its checkpoints hold
     values: Values | None = None  # of a model that has none yet
     head: AskedHead | None = None  # of ``inner``, if it can be asked for more than logits
+    sharing: attention.Sharing = field(default_factory=attention.Sharing)
 
 
 def build_policy(
@@ -174,8 +177,11 @@ def build_policy(
         else start.model
     )
     grew = grow_embeddings(model, tokenizer)
-    if recipe.data.packing:
-        (attention.use_packed if start is None else attention.switch_to_packed)(model)
+    sharing = attention.Sharing()
+    if recipe.data.packing and start is None:
+        sharing.is_proven = attention.use_packed(model)
+    elif recipe.data.packing:
+        attention.switch_to_packed(model)
     seed_everything(recipe.train.seed, 1)
     method: Callable[[PreTrainedModel], nn.Module] = recipe.method.apply
     if recipe.model.adapter is not None:
@@ -195,7 +201,7 @@ def build_policy(
     share = learning / sum(num_elements(p) for p in policy.parameters())
     logger.info("%s parameters learn, %.3g %% of all", f"{learning:,}", 100 * share)
     weights = AdapterWeights(policy) if is_adapter else FullWeights(model)
-    return Policy(policy, model, weights, values, asked_head(model))
+    return Policy(policy, model, weights, values, asked_head(model), sharing)
 
 
 def _refuse_frozen_new_tokens(policy: nn.Module) -> None:
@@ -223,7 +229,8 @@ def policy_dtype(recipe: Recipe, policy: Policy) -> torch.dtype:
 
 def assemble(recipe: Recipe, policy: Policy, data: Data, saver: Saver, world: World) -> Trainer:
     """Put the parts together."""
-    loader = feed.build_loader(recipe, data, world)
+    collate = feed.build_collate(recipe, policy.sharing)
+    loader = feed.build_loader(recipe, data, collate, world)
     section, precision = recipe.train, choose(recipe.train.precision)
     names = names_in_files(policy.model, policy.weights)  # before they are cut
     size = sum(num_elements(p) for p in policy.model.parameters())
@@ -269,7 +276,7 @@ def assemble(recipe: Recipe, policy: Policy, data: Data, saver: Saver, world: Wo
         ),
         forward=engine.forward,
         loader=loader,
-        evals=feed.build_evals(recipe, data, world),
+        evals=feed.build_evals(recipe, data, collate, world),
         saver=saver,
         callbacks=Callbacks(context, state, control),
         state=state,

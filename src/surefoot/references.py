@@ -44,7 +44,6 @@ class References:
     """What the reference says about the examples of a run, as far as it has been asked."""
 
     stage: ComparingStage
-    collate: Collate
     micro_batch_size: int
     world: World
     stores: Sequence[Store]
@@ -57,7 +56,7 @@ class References:
         """Whether all has been asked."""
         return all(piece is not None for pieces in self.known for piece in pieces)
 
-    def ask(self, forward: Forward, model: nn.Module) -> None:
+    def ask(self, forward: Forward, model: nn.Module, collate: Collate) -> None:
         """Ask ``model``, which ``forward`` runs, what is not known. All processes together.
 
         Raises:
@@ -72,7 +71,7 @@ class References:
         for store, kept, known in zip(self.stores, self.kept, self.known, strict=True):
             for number, piece in enumerate(kept.pieces):
                 if known[number] is None:
-                    known[number] = values = self._asked(forward, store, piece)
+                    known[number] = values = self._asked(forward, store, piece, collate)
                     if self.world.is_main:
                         kept.write(piece, values)
                     self._tell(started)
@@ -99,14 +98,12 @@ class References:
         return replace(data, train=with_answers(data.train, values), evals=evals)
 
     @torch.no_grad()
-    def _asked(self, forward: Forward, store: Store, piece: range) -> Values:
+    def _asked(self, forward: Forward, store: Store, piece: range, collate: Collate) -> Values:
         """[items, 2] of some items of a store."""
         world, size = self.world, self.micro_batch_size
         dataset = EncodedDataset((store,), np.asarray(piece))
         rank, world_size = world.data_rank, world.num_data_ranks
-        batches = InOrder(
-            dataset, self.collate, micro_batch_size=size, rank=rank, world_size=world_size
-        )
+        batches = InOrder(dataset, collate, micro_batch_size=size, rank=rank, world_size=world_size)
         found = torch.zeros(len(piece), 2, dtype=torch.float64)
         for turn, cpu_batch in enumerate(batches):
             batch = cpu_batch.to(device())
@@ -134,7 +131,7 @@ class References:
 
 
 def references(
-    recipe: Recipe, base: Path, data: Prepared | Streamed, collate: Collate, world: World
+    recipe: Recipe, base: Path, data: Prepared | Streamed, world: World
 ) -> References | None:
     """What is known of the reference of a run; None if its stage needs none."""
     stage = comparing(recipe.stage)
@@ -145,7 +142,7 @@ def references(
     kept = [Asked(root / "reference" / _key(name, store), len(store)) for store in stores]
     known = [[x.read(piece) for piece in x.pieces] for x in kept] if world.is_main else None
     size = recipe.train.micro_batch_size
-    return References(stage, collate, size, world, stores, kept, world.from_main(known))
+    return References(stage, size, world, stores, kept, world.from_main(known))
 
 
 def _key(identity: str, store: Store) -> str:

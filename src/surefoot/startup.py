@@ -172,16 +172,17 @@ class Values:
             raise ModelError(problem)
 
 
-def check_packed(forward: Callable[[Batch], Outputs], model: PreTrainedModel) -> None:
-    """Prove that no document sees another in packed rows of ``model``, which may be in parts: all
-    processes run ``forward`` together. Raises ``ModelError``."""
+def check_packed(forward: Callable[[Batch], Outputs], model: PreTrainedModel) -> bool:
+    """Prove that no document sees another in packed rows of ``model``, which may be in parts;
+    whether two answers may share a prompt. All processes run ``forward`` together. Raises
+    ``ModelError``."""
 
     def logps(batch: Batch) -> torch.Tensor:
         found = forward(batch.to(device())).logps
         assert found is not None
         return found
 
-    attention.prove_apart(model, logps)
+    return attention.prove_apart(model, logps)
 
 
 def settle_attention(

@@ -61,7 +61,7 @@ def test_a_stage_gives_one_outcome_per_example_and_batches_of_what_it_kept(name)
     items = as_if_asked(stage, items)
     packed, padded = (stage.collate(items, packing=packing) for packing in (True, False))
     assert packed.num_trained == padded.num_trained > 0
-    assert packed.num_tokens == padded.num_tokens
+    assert packed.num_tokens <= padded.num_tokens  # a shared prompt is there once
 
 
 @pytest.mark.parametrize("name", STAGES)

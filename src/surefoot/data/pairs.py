@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from ..batch import IGNORE_INDEX, Batch, Features
 from .collate import collate
+from .pack import pack
 
 
 def join(chosen: Features, rejected: Features) -> Features:
@@ -69,8 +70,51 @@ def collate_pairs(features: Sequence[Features], *, packing: bool, pad_token_id: 
     import torch
 
     rows = [row for pair in features for row in split(pair)]
-    batch = collate(rows, packing=packing, pad_token_id=pad_token_id)
+    batch = (
+        _shared(features) if packing else collate(rows, packing=False, pad_token_id=pad_token_id)
+    )
     counts = [np.count_nonzero(np.asarray(row["labels"]) != IGNORE_INDEX) for row in rows]
     answer_lengths = torch.tensor(counts)
     answer = torch.repeat_interleave(answer_lengths)
     return replace(batch, extras={"answer": answer, "answer_lengths": answer_lengths})
+
+
+def _shared(features: Sequence[Features]) -> Batch:
+    """A packed row with each prompt once."""
+    import numpy as np
+    import torch
+
+    batch = pack(features)
+    branches = np.asarray([pair["lengths"] for pair in features], np.int32)
+    positions = [np.arange(p + n)[start:] for p, c, r in branches for start, n in ((0, c), (p, r))]
+    return replace(
+        batch,
+        position_ids=torch.from_numpy(np.concatenate(positions))[None],
+        branches=torch.from_numpy(branches),
+    )
+
+
+def unshared(batch: Batch) -> Batch:
+    """The same batch with a prompt for each answer, for a model that cannot share them."""
+    import numpy as np
+    import torch
+
+    if batch.cu_seqlens is None or batch.branches is None:
+        return batch
+    runs, lengths = [], []
+    for start, (prompt, first, second) in zip(
+        batch.cu_seqlens.tolist(), batch.branches.tolist(), strict=False
+    ):
+        other = start + prompt + first
+        runs += [(start, other), (start, start + prompt), (other, other + second)]
+        lengths += [prompt + first, prompt + second]
+    index = torch.from_numpy(np.concatenate([np.arange(a, b) for a, b in runs]))
+    return replace(
+        batch,
+        input_ids=batch.input_ids[:, index],
+        labels=batch.labels[:, index],
+        position_ids=batch.position_ids[:, index],
+        cu_seqlens=torch.from_numpy(np.cumsum([0, *lengths], dtype=np.int32)),
+        branches=None,
+        at=None,
+    )

@@ -14,20 +14,22 @@ from ..batch import IGNORE_INDEX, Batch, Features, Outputs
 from ..data.chat import Codec
 from ..data.encode import Cut, Dropped
 from ..data.example import Example
+from ..data.loader import Collate
 from ..data.ranking import answered
 from ..data.templates import load_template
 from ..errors import DataError
+from ..feed import build_collate
 from ..generate.decode import decoder
 from ..generate.engine import answer, room
 from ..model import outputs
 from ..model.asked_head import asked_head
-from ..model.attention import use_packed
+from ..model.attention import Sharing, use_packed
 from ..parallel.engine import Forward
 from ..recipe.recipe import Recipe
 from ..training.evaluate import evaluate
 from ..training.precision import autocast, choose
-from ..training.stage import ComparingStage, comparing, is_likelihood, measured, smoothing
-from .heldout import HeldOut, held_out
+from ..training.stage import comparing, is_likelihood, measured, smoothing
+from .heldout import held_out
 from .opened import Opened, open_start
 
 logger = logging.getLogger(__name__)
@@ -78,9 +80,9 @@ def measure(
                 "them: their tokenizers differ too much to be compared"
             )
         items = [{**item, "reference": told} for item, told in zip(items, said, strict=True)]  # type: ignore[dict-item]
-    with _running(opened, recipe) as forward:
+    with _running(opened, recipe) as (forward, collate):
         return evaluate(
-            _batches(recipe, items),
+            _batches(collate, items, recipe.train.micro_batch_size),
             forward,
             recipe.stage.loss,
             device=opened.device,
@@ -102,24 +104,19 @@ def references(
         return {}
     start = adopt(open_start(recipe), recipe)
     parts = held_out(recipe, start.codec, dataset=dataset, limit=limit)
-    with _running(start, recipe) as forward:
-        return {part.name: _asked(stage, start, recipe, part, forward) for part in parts}
-
-
-@torch.no_grad()
-def _asked(
-    stage: ComparingStage, start: Opened, recipe: Recipe, part: HeldOut, forward: Forward
-) -> Said:
-    found: Said = []
-    for batch in _batches(recipe, _items(start, recipe, part.examples)):
-        here = batch.to(start.device)
-        found += stage.answers(forward(here), here).tolist()
+    found: dict[str, Said] = {part.name: [] for part in parts}
+    with _running(start, recipe) as (forward, collate), torch.no_grad():
+        for part in parts:
+            items = _items(start, recipe, part.examples)
+            for batch in _batches(collate, items, recipe.train.micro_batch_size):
+                here = batch.to(start.device)
+                found[part.name] += stage.answers(forward(here), here).tolist()
     return found
 
 
 @contextmanager
-def _running(opened: Opened, recipe: Recipe) -> Iterator[Forward]:
-    """How a batch goes through the model to what is measured."""
+def _running(opened: Opened, recipe: Recipe) -> Iterator[tuple[Forward, Collate]]:
+    """How a batch goes through the model to what is measured, and how it is made."""
     needs, smoothed = measured(recipe.stage), smoothing(recipe.stage)
     precision = choose(recipe.train.precision)
 
@@ -127,9 +124,9 @@ def _running(opened: Opened, recipe: Recipe) -> Iterator[Forward]:
         with autocast(precision, opened.device):
             return outputs.compute(opened.model, batch, needs, head=head, smoothing=smoothed)
 
-    with _packed(opened, recipe):
+    with _packed(opened, recipe) as sharing:
         head = asked_head(opened.inner)
-        yield forward
+        yield forward, build_collate(recipe, sharing)
 
 
 def _items(opened: Opened, recipe: Recipe, examples: Sequence[Example]) -> list[Features]:
@@ -151,21 +148,17 @@ def num_batches(recipe: Recipe, num_examples: int) -> int:
     return -(-num_examples // recipe.train.micro_batch_size)
 
 
-def _batches(recipe: Recipe, items: Sequence[Features]) -> Iterator[Batch]:
-    size = recipe.train.micro_batch_size
-    for start in range(0, len(items), size):
-        yield recipe.stage.collate(items[start : start + size], packing=recipe.data.packing)
+def _batches(collate: Collate, items: Sequence[Features], size: int) -> Iterator[Batch]:
+    return (collate(items[start : start + size]) for start in range(0, len(items), size))
 
 
 @contextmanager
-def _packed(opened: Opened, recipe: Recipe) -> Iterator[None]:
+def _packed(opened: Opened, recipe: Recipe) -> Iterator[Sharing]:
     """Attention for packed rows while the block lasts; generating needs the plain one."""
     inner = opened.inner
     plain = inner.config._attn_implementation
-    if recipe.data.packing:
-        use_packed(inner)
     try:
-        yield
+        yield Sharing(recipe.data.packing and use_packed(inner))
     finally:
         inner.set_attn_implementation(plain)
 
