@@ -17,11 +17,12 @@ from ..batch import Batch
 from ..data.chat import Codec
 from ..data.dataset import EncodedDataset
 from ..data.mix import Index
+from ..data.pairs import unshared
 from ..errors import RecipeError
 from ..parallel.schedule import order
 from ..recipe.recipe import Recipe
 from ..training.precision import PrecisionName
-from .batches import heaviest, loader_of
+from .batches import heaviest, loader_of, shares_prompts
 from .memory import Memory, Mesh, Pass, Snapshot, Weight, memory
 from .rehearsal import (
     NotRehearsedError,
@@ -242,7 +243,8 @@ def _batch(recipe: Recipe, ground: Ground, logit_weight: float) -> Batch:
         logit_weight=logit_weight,
     )
     features = [ground.dataset[int(item)] for item in items]
-    return recipe.stage.collate(features, packing=packing)
+    batch = recipe.stage.collate(features, packing=packing)
+    return batch if shares_prompts(recipe) else unshared(batch)
 
 
 def memory_of(
