@@ -189,6 +189,7 @@ def test_a_kernel_for_rows_leaves_branches_to_the_documents_own():
     assert calls
 
 
+@pytest.mark.proof  # 15 s
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 def test_compiled_layers_know_branches():
     torch._dynamo.reset()
