@@ -48,7 +48,7 @@ from .parallel.world import ALONE, World
 from .recipe.recipe import Recipe, dump
 from .references import References, references
 from .staging import Staging, staged
-from .startup import Values, begin, check_packed, settle_attention
+from .startup import Values, begin, check_packed, settle_attention, settle_sharing
 from .training.callback import Callbacks, Context, TrainerCallback
 from .training.interval import Interval
 from .training.memory import keep_freed_memory
@@ -113,6 +113,9 @@ def build(
         is_proven = check_packed(trainer.forward, policy.inner)  # it has values only now
         policy.sharing.is_proven = world.from_main(is_proven)
         gather_nothing(policy.model)
+    if recipe.data.packing:
+        state, inner = trainer.state, policy.inner
+        state.shares_prompts = settle_sharing(policy.sharing, inner, state.shares_prompts)
     trainer.callbacks.emit("on_init_end")
     return trainer
 

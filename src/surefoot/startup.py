@@ -200,6 +200,14 @@ def settle_attention(
     return use(model, world.from_main(known))
 
 
+def settle_sharing(sharing: attention.Sharing, model: PreTrainedModel, known: bool | None) -> bool:
+    """Whether packed rows of ``model`` share prompts: as is ``known`` of a run that goes on, for
+    what is proven depends on rounding, if only for experts; otherwise if that is proven."""
+    if known is not None and attention.is_by_document(model):
+        sharing.is_proven = known
+    return sharing.is_proven
+
+
 @dataclass(frozen=True)
 class _Cast:
     """Values of another type."""

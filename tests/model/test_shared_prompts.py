@@ -14,10 +14,14 @@ from surefoot.batch import IGNORE_INDEX, Places, places
 from surefoot.data.collate import collate
 from surefoot.data.pairs import collate_pairs, split, unshared
 from surefoot.errors import ModelError
-from surefoot.model import outputs
+from surefoot.model import attention_choice, outputs
 from surefoot.model.asked_head import asked_head
-from surefoot.model.attention import use_packed
+from surefoot.model.attention import PREFIX, use_packed
+from surefoot.model.attention_rows import register
+from surefoot.model.compiled import compile_layers
 from surefoot.model.load import recompute_activations
+from surefoot.parallel.sequence import widened
+from surefoot.parallel.shard import layers
 
 CASES = [
     ("llama", "sdpa", {}),
@@ -164,3 +168,52 @@ def test_a_kernel_that_knows_no_branches_says_so():
     model = tiny.model()
     with pytest.raises(ModelError, match=r"cannot share a prompt.*model\.attention: sdpa"):
         outputs.compute(model, collate_pairs(PAIRS, packing=True), ("logps",))
+
+
+def test_a_kernel_for_rows_leaves_branches_to_the_documents_own():
+    calls = []
+
+    def counted(*row):
+        calls.append(row)
+        return attention_choice._by_document(*row)
+
+    register("counted_too", counted)
+    plain, model = tiny.model(), tiny.model()
+    use_packed(model)
+    model.set_attn_implementation(f"{PREFIX}counted_too")
+    batch = collate_pairs(PAIRS, packing=True)
+    found = learnt(model, [batch])
+    assert not calls
+    compare(found, learnt(plain, alone(PAIRS)), close=1e-4)
+    outputs.compute(model, unshared(batch), ("logps",))
+    assert calls
+
+
+@pytest.mark.proof  # 15 s
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+def test_compiled_layers_know_branches():
+    torch._dynamo.reset()
+    plain, model = tiny.model(num_hidden_layers=2), tiny.model(num_hidden_layers=2)
+    use_packed(model)
+    compile_layers(layers(model), backend="aot_eager")
+    found = learnt(model, [collate_pairs(PAIRS, packing=True)])
+    compare(found, learnt(plain, alone(PAIRS)), close=1e-4)
+
+
+def test_what_is_added_to_divide_a_row_is_no_branch():
+    model = tiny.model("mistral", dtype=torch.float64)
+    use_packed(model)
+    batch = collate_pairs(PAIRS, packing=True)
+    wide = widened(batch, 8)
+    assert wide.branches.tolist() == [*batch.branches.tolist(), [3, 0, 0]]
+    assert wide.branches.dtype == torch.int32
+    expected, found = (outputs.compute(model, one, ("logps",)).logps for one in (batch, wide))
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_where_positions_are_not_the_rows_own_prompts_are_not_shared():
+    model = tiny.model()
+    forward = model.forward
+    model.forward = lambda **given: forward(**{**given, "position_ids": None})
+    assert not use_packed(model)
+    assert use_packed(tiny.model())

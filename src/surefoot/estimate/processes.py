@@ -17,12 +17,13 @@ from ..batch import Batch
 from ..data.chat import Codec
 from ..data.dataset import EncodedDataset
 from ..data.mix import Index
+from ..data.pairs import unshared
 from ..errors import RecipeError
 from ..parallel.schedule import order
 from ..recipe.recipe import Recipe
 from ..training.precision import PrecisionName
 from ..training.stage import as_if_asked
-from .batches import heaviest, loader_of
+from .batches import heaviest, loader_of, shares_prompts
 from .memory import Memory, Mesh, Pass, Snapshot, Weight, memory
 from .rehearsal import (
     NotRehearsedError,
@@ -243,7 +244,8 @@ def _batch(recipe: Recipe, ground: Ground, logit_weight: float) -> Batch:
         logit_weight=logit_weight,
     )
     features = [ground.dataset[int(item)] for item in items]
-    return recipe.stage.collate(as_if_asked(recipe.stage, features), packing=packing)
+    batch = recipe.stage.collate(as_if_asked(recipe.stage, features), packing=packing)
+    return batch if shares_prompts(recipe) else unshared(batch)
 
 
 def memory_of(

@@ -219,7 +219,7 @@ def switch_to_packed(model: PreTrainedModel) -> None:
         model.set_attn_implementation(PREFIX + kernel)
 
 
-def _is_by_document(model: PreTrainedModel) -> bool:
+def is_by_document(model: PreTrainedModel) -> bool:
     """Whether packed rows of ``model`` go through attention functions of ours."""
     kernel: str = model.config._attn_implementation
     return kernel.startswith(PREFIX)
@@ -231,7 +231,7 @@ def packed_arguments(
     """What ``model`` wants to know about a packed row with these document bounds and branches
     (int32, on the CPU)."""
     bounds = cu_seqlens.tolist()
-    if _is_by_document(model):
+    if is_by_document(model):
         return {"document_bounds": Bounds(bounds, None if branches is None else branches.tolist())}
     if branches is not None:
         raise ModelError(
@@ -274,7 +274,7 @@ def prove_apart(model: PreTrainedModel, run: Callable[[Batch], torch.Tensor]) ->
         ModelError: the architecture mixes documents (its layers do not ask for attention through
             transformers' interface, or are recurrent).
     """
-    vocabulary, shares = model.config.get_text_config().vocab_size, _is_by_document(model)
+    vocabulary, shares = model.config.get_text_config().vocab_size, is_by_document(model)
     found, other = (run(_row(vocabulary, start, shares=shares)) for start in (0, vocabulary // 2))
     rounding = torch.finfo(found.dtype).eps
     if not _is_close(found, other, min(32 * rounding, 0.03)):
