@@ -282,9 +282,9 @@ def prove_apart(model: PreTrainedModel, run: Callable[[Batch], torch.Tensor]) ->
             f"{type(model).__name__}: examples laid in one row would see each other in this "
             "architecture; set data.packing: false"
         )
-    # other sums: they differ by more, but by less than if an answer saw the other one
+    # sums of another length may round otherwise; other positions alone give some 30,000 roundings
     shared, apart = found.tensor_split(2)
-    return shares and _is_close(shared, apart, min(1024 * rounding, 0.06))
+    return shares and _is_close(shared, apart, min(256 * rounding, 0.03))
 
 
 def _row(vocabulary: int, start: int, *, shares: bool) -> Batch:
