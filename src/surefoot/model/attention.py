@@ -157,11 +157,12 @@ def by_document(kernel: Kernel) -> Callable[..., tuple[torch.Tensor, None]]:
             "window": kwargs.get("sliding_window"),
             "softcap": kwargs.get("softcap"),
         }
-        runs = [n for prompt, one, two in bounds.parts for n in (prompt + one, two) if n]
+        parts = bounds.parts
+        runs = [n for prompt, one, two in parts for n in (prompt + one, two) if n]
         # split, not slices: the backward pass of each slice would fill a whole row with zeros
         pieces = zip(*(torch.split(t, runs, dim=2) for t in (query, key, value)), strict=True)
         found = []
-        for prompt, _, two in bounds.parts:
+        for prompt, _, two in parts:
             first = next(pieces)
             found.append(kernel(*first, **settings))
             if two:
