@@ -19,6 +19,9 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 
+from . import slopes
+from .slopes import capped, uncapped, wide
+
 CHUNK = 256  # positions; with fewer the matrix is read too often, with more caches overflow
 
 
@@ -37,22 +40,17 @@ class Head:
         bias = None if self.bias is None else self.bias.to(dtype)
         return replace(self, weight=self.weight.to(dtype), bias=bias)
 
+    def linear(self, hidden_CD: torch.Tensor) -> torch.Tensor:
+        """[C, V] logits that are not capped yet, in the type of the matrix."""
+        return F.linear(hidden_CD.to(self.weight.dtype), self.weight, self.bias)
+
     def logits(self, hidden_CD: torch.Tensor) -> torch.Tensor:
         """[C, V] in float32 or wider."""
-        logits_CV = F.linear(hidden_CD.to(self.weight.dtype), self.weight, self.bias)
-        logits_CV = logits_CV.to(_wide(logits_CV.dtype))
-        if self.softcap is not None:
-            logits_CV = torch.tanh(logits_CV / self.softcap) * self.softcap
-        return logits_CV
+        return capped(self.linear(hidden_CD), self.softcap)
 
     def chunks(self, length: int) -> Iterator[slice]:
         """Runs of positions, in order."""
         return (slice(i, min(i + CHUNK, length)) for i in range(0, length, CHUNK))
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    """What sums are made in: float32 at least."""
-    return torch.promote_types(dtype, torch.float32)
 
 
 @dataclass(frozen=True)
@@ -101,26 +99,23 @@ class _Totals(torch.autograd.Function):
         head = replace(head, weight=weight_VD, bias=bias_V)
         gradients = _Gradients.of(head, hidden_ND, ctx.needs_input_grad)
         head = gradients.head
-        found, everywhere = hidden_ND.new_zeros(2, dtype=_wide(hidden_ND.dtype)).unbind()
-        to_each = smoothing / len(weight_VD)
+        found, everywhere = hidden_ND.new_zeros(2, dtype=wide(hidden_ND.dtype)).unbind()
+        learns = any(ctx.needs_input_grad)
         for chunk in head.chunks(len(hidden_ND)):
-            labels_C = labels_N[chunk, None]
-            logits_CV = head.logits(hidden_ND[chunk])
-            logps_CV = F.log_softmax(logits_CV, dim=-1)
-            found += logps_CV.gather(1, labels_C).sum()
+            logits_CV = head.linear(hidden_ND[chunk])
+            run = slopes.fastest(logits_CV)
+            logps_C, sums_C, slopes_CV = run(
+                logits_CV, labels_N[chunk], head.softcap, smoothing, learns
+            )
+            found += logps_C.sum()
             if smoothing:
-                everywhere += logps_CV.sum()
-            if any(ctx.needs_input_grad):
-                slopes_CV = logps_CV.exp_()  # of minus the sum, as it will be asked for
-                slopes_CV = slopes_CV.sub_(to_each) if smoothing else slopes_CV
-                shares_C = torch.full_like(labels_C, smoothing - 1.0, dtype=found.dtype)
-                slopes_CV.scatter_add_(1, labels_C, shares_C)
-                gradients.add(chunk, _uncapped(slopes_CV, logits_CV, head.softcap))
-                del slopes_CV
-            del logits_CV, logps_CV  # or a third is there when the next chunk's logits are made
+                everywhere += sums_C.sum()
+            if slopes_CV is not None:
+                gradients.add(chunk, slopes_CV)
+            del logits_CV, slopes_CV  # or a third is there when the next chunk's logits are made
         ctx.save_for_backward(*gradients.sums(hidden_ND, weight_VD, bias_V))
         ctx.mark_non_differentiable(found)
-        return (1.0 - smoothing) * found + to_each * everywhere, found
+        return (1.0 - smoothing) * found + smoothing / len(weight_VD) * everywhere, found
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -144,7 +139,7 @@ class _Scores(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         ctx.softcap, ctx.dtype = head.softcap, head.dtype
         head = replace(head, weight=weight_VD, bias=bias_V).cast()
-        logps_N = hidden_ND.new_empty(len(hidden_ND), dtype=_wide(hidden_ND.dtype))
+        logps_N = hidden_ND.new_empty(len(hidden_ND), dtype=wide(hidden_ND.dtype))
         entropies_N, means_N = torch.empty_like(logps_N), torch.empty_like(logps_N)
         predictions_N = torch.empty_like(labels_N)
         for chunk in head.chunks(len(hidden_ND)):
@@ -172,15 +167,8 @@ class _Scores(torch.autograd.Function):
             weights_CV = logp_C1 + mean_C1 + entropy_C1 * (logps_CV + entropies_C1)
             slopes_CV = mean_C1 / len(weight_VD) - logps_CV.exp() * weights_CV
             slopes_CV.scatter_add_(1, labels_N[chunk, None], logp_C1)
-            found.add(chunk, _uncapped(slopes_CV, logits_CV, head.softcap))
+            found.add(chunk, uncapped(slopes_CV, logits_CV, head.softcap))
         return *found.sums(hidden_ND, weight_VD, bias_V), None, None
-
-
-def _uncapped(
-    slopes_CV: torch.Tensor, logits_CV: torch.Tensor, softcap: float | None
-) -> torch.Tensor:
-    """Slopes before the cap from those after it: d(cap tanh(x / cap))/dx = 1 - tanh^2(x / cap)."""
-    return slopes_CV if softcap is None else slopes_CV * (1 - (logits_CV / softcap).square())
 
 
 @dataclass(frozen=True)
@@ -200,7 +188,7 @@ class _Gradients:
 
         def room(like: torch.Tensor) -> torch.Tensor:  # the first chunk fills it, if there is one
             make = torch.empty_like if len(inputs) else torch.zeros_like
-            return make(like, dtype=_wide(like.dtype))
+            return make(like, dtype=wide(like.dtype))
 
         return _Gradients(
             head.cast(),
