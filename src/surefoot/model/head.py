@@ -1,8 +1,9 @@
 """Log-probabilities straight from hidden states: the logits of a batch never exist whole.
 
 Projection and softmax run in chunks of positions. Where only the sum of the log-probabilities is
-asked for, each chunk's gradient is made on the spot, while its probabilities are there; otherwise
-the backward pass computes them again, chunk by chunk.
+asked for, each chunk's gradient is made on the spot, while its probabilities are there; where each
+of them is, that is so if the matrix does not learn; otherwise the backward pass computes them
+again, chunk by chunk.
 
 A smoothed label (arXiv:1512.00567) is the word with probability 1 - s + s / V, and every other
 word with s / V.
@@ -48,6 +49,13 @@ class Head:
         """[C, V] in float32 or wider."""
         return capped(self.linear(hidden_CD), self.softcap)
 
+    def learnt(
+        self, hidden_CD: torch.Tensor, labels_C: torch.Tensor, smoothing: float, learns: bool
+    ) -> slopes.Learnt:
+        """What one chunk teaches; slopes are there if anything ``learns``."""
+        logits_CV = self.linear(hidden_CD)
+        return slopes.fastest(logits_CV)(logits_CV, labels_C, self.softcap, smoothing, learns)
+
     def chunks(self, length: int) -> Iterator[slice]:
         """Runs of positions, in order."""
         return (slice(i, min(i + CHUNK, length)) for i in range(0, length, CHUNK))
@@ -77,6 +85,12 @@ def totals(
     return cast(tuple[torch.Tensor, torch.Tensor], found)
 
 
+def logps(head: Head, hidden_ND: torch.Tensor, labels_N: torch.Tensor) -> torch.Tensor:
+    """[N] float32 log-probability of each label."""
+    found = _Logps.apply(hidden_ND, head.weight, head.bias, labels_N, head)  # type: ignore[no-untyped-call]
+    return cast(torch.Tensor, found)
+
+
 def scores(head: Head, hidden_ND: torch.Tensor, labels_N: torch.Tensor) -> Scores:
     """All there is to know about each position; all but predictions have gradients."""
     found = _Scores.apply(hidden_ND, head.weight, head.bias, labels_N, head)  # type: ignore[no-untyped-call]
@@ -102,17 +116,14 @@ class _Totals(torch.autograd.Function):
         found, everywhere = hidden_ND.new_zeros(2, dtype=wide(hidden_ND.dtype)).unbind()
         learns = any(ctx.needs_input_grad)
         for chunk in head.chunks(len(hidden_ND)):
-            logits_CV = head.linear(hidden_ND[chunk])
-            run = slopes.fastest(logits_CV)
-            logps_C, sums_C, slopes_CV = run(
-                logits_CV, labels_N[chunk], head.softcap, smoothing, learns
-            )
+            learnt = head.learnt(hidden_ND[chunk], labels_N[chunk], smoothing, learns)
+            logps_C, sums_C, slopes_CV = learnt
             found += logps_C.sum()
             if smoothing:
                 everywhere += sums_C.sum()
             if slopes_CV is not None:
                 gradients.add(chunk, slopes_CV)
-            del logits_CV, slopes_CV  # or a third is there when the next chunk's logits are made
+            del learnt, slopes_CV  # or they are there still when the next chunk's logits are made
         ctx.save_for_backward(*gradients.sums(hidden_ND, weight_VD, bias_V))
         ctx.mark_non_differentiable(found)
         return (1.0 - smoothing) * found + smoothing / len(weight_VD) * everywhere, found
@@ -122,6 +133,54 @@ class _Totals(torch.autograd.Function):
         factor = -gradients[0]
         found = (None if t is None else t.mul_(factor) for t in ctx.saved_tensors)
         return *found, None, None, None
+
+
+class _Logps(torch.autograd.Function):
+    """The slopes of each position are known but for its own factor. Those by hidden states can wait
+    for it; those by the matrix, which are sums over positions, the backward pass makes anew."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_ND: torch.Tensor,
+        weight_VD: torch.Tensor,
+        bias_V: torch.Tensor | None,
+        labels_N: torch.Tensor,
+        head: Head,
+    ) -> torch.Tensor:
+        ctx.softcap, ctx.dtype = head.softcap, head.dtype
+        ctx.is_frozen = not any(ctx.needs_input_grad[1:])
+        head = replace(head, weight=weight_VD, bias=bias_V)
+        waits = ctx.is_frozen and ctx.needs_input_grad[0]
+        gradients = _Gradients.of(head, hidden_ND, (waits, False, False))
+        logps_N = hidden_ND.new_empty(len(hidden_ND), dtype=wide(hidden_ND.dtype))
+        for chunk in head.chunks(len(hidden_ND)):
+            learnt = gradients.head.learnt(hidden_ND[chunk], labels_N[chunk], 0.0, waits)
+            logps_N[chunk], _, slopes_CV = learnt
+            if slopes_CV is not None:
+                gradients.add(chunk, slopes_CV)
+            del learnt, slopes_CV
+        if ctx.is_frozen:
+            ctx.save_for_backward(gradients.hidden)
+        else:
+            ctx.save_for_backward(hidden_ND, weight_VD, bias_V, labels_N)
+        return logps_N
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        factors_N1 = -gradients[0][:, None]
+        if ctx.is_frozen:
+            (hidden_ND,) = ctx.saved_tensors
+            return (hidden_ND * factors_N1).to(hidden_ND.dtype), None, None, None, None
+        hidden_ND, weight_VD, bias_V, labels_N = ctx.saved_tensors
+        head = Head(weight_VD, bias_V, ctx.softcap, ctx.dtype)
+        found = _Gradients.of(head, hidden_ND, ctx.needs_input_grad)
+        for chunk in head.chunks(len(hidden_ND)):
+            slopes_CV = found.head.learnt(hidden_ND[chunk], labels_N[chunk], 0.0, True)[2]
+            if slopes_CV is not None:
+                found.add(chunk, slopes_CV.mul_(factors_N1[chunk]))
+            del slopes_CV
+        return *found.sums(hidden_ND, weight_VD, bias_V), None, None
 
 
 class _Scores(torch.autograd.Function):
