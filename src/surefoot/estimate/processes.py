@@ -232,17 +232,11 @@ def rehearse_window(skeleton: Skeleton, batch: Batch, count: int) -> Pass:
 
 def _batch(recipe: Recipe, ground: Ground, logit_weight: float) -> Batch:
     loader = loader_of(recipe, ground.dataset, mesh_of(recipe, ground.machine).num_data_ranks)
-    packing = recipe.data.packing
     items = heaviest(
-        loader,
-        ground.steps,
-        ground.lengths,
-        ground.trained,
-        packing=packing,
-        logit_weight=logit_weight,
+        loader, ground.steps, ground.lengths, ground.trained, logit_weight=logit_weight
     )
     features = [ground.dataset[int(item)] for item in items]
-    return recipe.stage.collate(features, packing=packing)
+    return recipe.stage.collate(features, packing=recipe.data.packing)
 
 
 def memory_of(
