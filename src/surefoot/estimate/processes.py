@@ -142,6 +142,7 @@ def setting_of(recipe: Recipe, machine: Machine) -> Setting:
         sequence_parallel=section.sequence_parallel,
         pp=section.pp,
         num_parts=section.num_parts if section.pp > 1 else 1,
+        quantized=torch.bfloat16 if machine.on_gpu else torch.float32,
     )
 
 
