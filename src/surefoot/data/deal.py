@@ -40,26 +40,15 @@ def num_groups(num_items: int, micro_batch_size: int, world_size: int) -> int:
 def deal(lengths: Index, *, micro_batch_size: int, world_size: int, packing: bool) -> Index:
     """[W, N] The group of each item of windows alike, from its tokens (``lengths``, [W, N]).
 
-    Packed, an item goes to the group with the fewest tokens, the longest first; a group has
-    ``micro_batch_size`` items on average. Padded, items of about the same length go together, as
-    evenly by number as may be, so that none is much wider than the others in its rectangle.
-
-    The heaviest groups run first, those of a pass are as equal as may be, and the largest is never
-    larger than that of a split by number.
+    Packed, an item goes to the group with the fewest tokens, the longest first. Padded, items of
+    about the same length make a rectangle, the fewer the longer they are. A group has
+    ``micro_batch_size`` items on average; the largest is never larger, in ``positions``, than that
+    of a split by number. The heaviest run first, so that those of a pass are about equal.
     """
     count = num_groups(lengths.shape[1], micro_batch_size, world_size)
     if count <= 1:
         return np.zeros_like(lengths)
-    by_number = np.broadcast_to(_by_number(lengths.shape[1], count), lengths.shape)
-    if packing:
-        found = _by_tokens(lengths, count)
-        largest = [positions(lengths, g, count, packing=True).max(1) for g in (found, by_number)]
-        is_worse = largest[0] > largest[1]
-        found[is_worse] = by_number[is_worse]
-    else:
-        found = np.empty_like(lengths)
-        order = np.argsort(lengths, axis=1, kind="stable")  # where numbers differ, fewer are wide
-        np.put_along_axis(found, order, by_number, axis=1)
+    found = _by_tokens(lengths, count) if packing else _by_width(lengths, count)
     return _in_turn(found, positions(lengths, found, count, packing=packing), world_size)
 
 
@@ -80,21 +69,49 @@ def sums(values: Index, groups: Index, count: int) -> Index:
     return found.reshape(-1, count).astype(np.int64)
 
 
-def _by_number(num_items: int, count: int) -> Index:
-    """[N] Groups of as many items each; the first ones have one more where that does not go."""
-    sizes = np.full(count, num_items // count)
-    sizes[: num_items % count] += 1
-    return np.repeat(np.arange(count), sizes)
-
-
 def _by_tokens(lengths: Index, count: int) -> Index:
     """[W, N] Longest first, each to the group with the fewest tokens: at most 4/3 of what the best
-    of all splits has in its largest group (Graham 1969)."""
+    of all splits has in its largest group (Graham 1969). Where that is still more than a split by
+    number has, this one."""
     windows, found = np.arange(len(lengths)), np.empty_like(lengths)
     held = np.zeros((len(lengths), count), np.int64)
     for item in np.argsort(-lengths, axis=1, kind="stable").T:
         found[windows, item] = lightest = held.argmin(axis=1)
         held[windows, lightest] += lengths[windows, item]
+    sizes = [len(part) for part in np.array_split(np.arange(lengths.shape[1]), count)]
+    by_number = np.broadcast_to(np.repeat(np.arange(count), sizes), lengths.shape)
+    is_worse = held.max(axis=1) > sums(lengths, by_number, count).max(axis=1)
+    found[is_worse] = by_number[is_worse]
+    return found
+
+
+def _by_width(lengths: Index, count: int) -> Index:
+    """[W, N] Sorted, and cut into ``count`` rectangles of which the largest is as small as can be:
+    the size that all fit into is found by halving."""
+    order = np.argsort(-lengths, axis=1, kind="stable")
+    widths = np.maximum(1, np.take_along_axis(lengths, order, axis=1))
+    low, high = widths[:, 0], widths[:, 0] * -(-lengths.shape[1] // count)
+    while (low < high).any():
+        middle = (low + high) // 2
+        fits = _ends(widths, middle, count)[:, -1] == lengths.shape[1]
+        low, high = np.where(fits, low, middle + 1), np.where(fits, middle, high)
+    ends = _ends(widths, high, count, is_full=True)
+    begins = sums(np.ones_like(ends), ends, lengths.shape[1] + 1)  # how many groups end before
+    found = np.empty_like(lengths)
+    np.put_along_axis(found, order, begins.cumsum(axis=1)[:, :-1], axis=1)
+    return found
+
+
+def _ends(widths: Index, most: Index, count: int, *, is_full: bool = False) -> Index:
+    """[W, G] Where groups of sorted items end that take no more than ``most`` positions each.
+    ``is_full``: each leaves an item for all behind it, as far as there are."""
+    windows, num_items = np.arange(len(widths)), widths.shape[1]
+    found, end = np.empty((len(widths), count), np.int64), np.zeros(len(widths), np.int64)
+    for group in range(count):
+        last = num_items - (count - 1 - group) if is_full else num_items
+        taken = most // widths[windows, np.minimum(end, num_items - 1)]
+        end = np.minimum(np.minimum(end + taken, np.maximum(last, end + 1)), num_items)
+        found[:, group] = end
     return found
 
 
