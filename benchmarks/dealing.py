@@ -1,6 +1,6 @@
 """How much of their time ranks work, and how much they wait for the one with the heaviest pass.
 
-    .venv/bin/python benchmarks/dealing.py [--data ../shared/data] [--epochs 5]
+    .venv/bin/python benchmarks/dealing.py [--data ../shared/data] [--repetitions 5]
 
 Nothing is trained: time is counted in the positions that are computed, and all ranks wait for each
 other in every pass, as sharded ones do. Each dataset is encoded with a tokenizer of its own texts.
@@ -75,7 +75,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     shared = Path(__file__).parents[2] / "shared" / "data"
     parser.add_argument("--data", type=Path, default=shared)
-    parser.add_argument("--epochs", type=int, default=5)
+    parser.add_argument("--repetitions", type=int, default=5, help="epochs, each in another order")
     given = parser.parse_args()
     heads = ("busy by number", "dealt", "largest by number", "dealt")
     with tempfile.TemporaryDirectory() as name:
@@ -88,7 +88,7 @@ def main() -> None:
                 lengths = lengths_of(dataset, stage, given.data, folder)
                 for ranks, passes in SHAPES:
                     if MICRO_BATCH_SIZE * ranks * passes <= len(lengths):
-                        row = figures(lengths, ranks, passes, given.epochs, packing=packing)
+                        row = figures(lengths, ranks, passes, given.repetitions, packing=packing)
                         say(f"| {dataset} | {ranks} x {passes} | {' | '.join(row)} |")
 
 
