@@ -142,6 +142,7 @@ def setting_of(recipe: Recipe, machine: Machine) -> Setting:
         sequence_parallel=section.sequence_parallel,
         pp=section.pp,
         num_parts=section.num_parts if section.pp > 1 else 1,
+        quantized=torch.bfloat16 if machine.on_gpu else torch.float32,
     )
 
 
@@ -232,17 +233,11 @@ def rehearse_window(skeleton: Skeleton, batch: Batch, count: int) -> Pass:
 
 def _batch(recipe: Recipe, ground: Ground, logit_weight: float) -> Batch:
     loader = loader_of(recipe, ground.dataset, mesh_of(recipe, ground.machine).num_data_ranks)
-    packing = recipe.data.packing
     items = heaviest(
-        loader,
-        ground.steps,
-        ground.lengths,
-        ground.trained,
-        packing=packing,
-        logit_weight=logit_weight,
+        loader, ground.steps, ground.lengths, ground.trained, logit_weight=logit_weight
     )
     features = [ground.dataset[int(item)] for item in items]
-    return recipe.stage.collate(features, packing=packing)
+    return recipe.stage.collate(features, packing=recipe.data.packing)
 
 
 def memory_of(
