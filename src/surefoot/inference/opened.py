@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -33,6 +33,7 @@ from ..recipe.recipe import Recipe
 from ..startup import begin
 from .located import ADAPTER, Located, locate
 
+_PLAINLY = ParallelSection()
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 
@@ -95,7 +96,7 @@ def open_model(
     dtype: Dtype = "auto",
     trust_remote_code: bool = False,
     world: World = ALONE,
-    parallel: ParallelSection = ParallelSection(),
+    parallel: ParallelSection = _PLAINLY,
 ) -> Opened:
     """Open what ``path`` leads to (see ``locate``), ready to answer.
 
@@ -162,12 +163,15 @@ def _load_parts(
         spread(_without_wrapper(wrapped), world, parallel)
         return wrapped
     grow_embeddings(start.model, tokenizer)
-    adapter = parts.adapter
-    wrapped, values = start.apply(_as_it_is if adapter is None else partial(attach, folder=adapter))
+    method: Callable[[PreTrainedModel], nn.Module] = _as_it_is
+    if parts.adapter is not None:
+        method = partial(attach, folder=parts.adapter)
+    wrapped, values = start.apply(method)
     inner = start.model
     values = values.of(inner)  # without the wrapper, which is not there when it answers
     values.fill(inner, spread(inner, world, parallel), world)
-    return wrapped.eval()
+    wrapped.eval()
+    return wrapped
 
 
 def _as_it_is(model: PreTrainedModel) -> nn.Module:

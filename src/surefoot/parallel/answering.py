@@ -8,6 +8,7 @@ all parts and are the same bits in each of them.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,12 +22,23 @@ from .plan import cuts_vocabulary
 from .section import ParallelSection
 from .shard import layers
 from .tensor import AXIS, cut_tensors
-from .world import World
+from .world import World, launched
 
 if TYPE_CHECKING:  # half of all imports, and here only a name
     from transformers import PreTrainedModel
 
 _SHARDS = "dp_shard"
+
+
+def with_copies(section: ParallelSection, count: int | None = None) -> ParallelSection:
+    """``section`` for so many processes, all that a launcher has started if not given: those that
+    ``tp`` and ``dp_shard`` leave hold copies of the model."""
+    count = count or (launched() or (0, 1, 0))[1]
+    shards = section.dp_shard or 1
+    copies = section.dp_replicate
+    if copies == 1:
+        copies = max(1, count // (shards * section.tp))
+    return replace(section, num_processes=None, dp_shard=shards, dp_replicate=copies)
 
 
 def spread(model: PreTrainedModel, world: World, section: ParallelSection) -> dict[str, Cuts]:
@@ -63,7 +75,7 @@ def _share_logits(model: PreTrainedModel, world: World) -> None:
         shared.remove(AXIS)  # gathered from all, they are the same already
 
     def forward(hidden: torch.Tensor) -> torch.Tensor:
-        logits = own(hidden)
+        logits: torch.Tensor = own(hidden)
         if is_cut:
             logits = gathered(logits, MeshAxis(mesh[AXIS]), size)
         for axis in shared:
