@@ -159,9 +159,9 @@ def _load_parts(
     """The same in several processes, of which each reads just what it will hold."""
     start = begin(parts.model, section, dtype=training_dtype(section), weights=parts.weights)
     if start is None:
-        wrapped = _load(parts.model, section, tokenizer, parts.adapter, parts.weights)
-        spread(_without_wrapper(wrapped), world, parallel)
-        return wrapped
+        whole = _load(parts.model, section, tokenizer, parts.adapter, parts.weights)
+        spread(_without_wrapper(whole), world, parallel)
+        return whole
     grow_embeddings(start.model, tokenizer)
     method: Callable[[PreTrainedModel], nn.Module] = _as_it_is
     if parts.adapter is not None:
