@@ -175,7 +175,7 @@ def _load_parts(
 
 
 def _as_it_is(model: PreTrainedModel) -> nn.Module:
-    return model
+    return cast(nn.Module, model)
 
 
 def _without_wrapper(model: nn.Module) -> PreTrainedModel:
