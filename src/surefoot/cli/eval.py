@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING
 import click
 
 from .loading import loading
+from .progress import progress
 
 if TYPE_CHECKING:
     from ..address import Address
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from ..recipe.recipe import Recipe
 
 BASE = "base"
-Advance = Callable[[int], None]
 
 
 @dataclass(frozen=True)
@@ -138,25 +137,13 @@ def _evaluate(opened: Opened, recipe: Recipe, part: HeldOut) -> Result:
     from ..inference import generations, measure, num_batches
 
     count = len(part.examples)
-    with _progress(f"{part.name}: loss", num_batches(recipe, count)) as advance:
+    with progress(f"{part.name}: loss", num_batches(recipe, count)) as advance:
         metrics = measure(opened, recipe, part.examples, on_batch=lambda: advance(1))
     answers: list[Generation] = []
     if recipe.stage.uses_template:
-        with _progress(f"{part.name}: answers", count) as advance:
+        with progress(f"{part.name}: answers", count) as advance:
             answers = generations(opened, recipe, part.examples, on_answered=advance)
     return Result(part.name, count, metrics, answers)
-
-
-@contextmanager
-def _progress(title: str, total: int) -> Iterator[Advance]:
-    """A bar on standard error, if that is a terminal; it leaves nothing behind."""
-    from rich.console import Console
-    from rich.progress import Progress
-
-    console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task(title, total=total)
-        yield lambda count: bar.advance(task, count)
 
 
 def write_generations(path: Path, results: Sequence[Result]) -> None:
