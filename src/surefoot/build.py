@@ -36,7 +36,7 @@ from .model.load import (
     upcast_trained,
 )
 from .model.low_rank import use_one_pass
-from .model.quantized import num_elements
+from .model.quantized import check_alone, num_elements
 from .model.weights import AdapterWeights, FullWeights, names_in_files
 from .optim.state import NamedState
 from .parallel.engine import Forward, plain
@@ -46,6 +46,7 @@ from .parallel.shard import gather_nothing, layers, shard
 from .parallel.vocabulary import cut_vocabulary
 from .parallel.world import ALONE, World
 from .recipe.recipe import Recipe, dump
+from .references import References, references
 from .staging import Staging, staged
 from .startup import Values, begin, check_packed, settle_attention, settle_sharing
 from .training.callback import Callbacks, Context, TrainerCallback
@@ -54,7 +55,7 @@ from .training.memory import keep_freed_memory
 from .training.precision import LossScaler, PrecisionName, autocast, choose
 from .training.randomness import seed_everything, use_deterministic_kernels
 from .training.saver import Saver
-from .training.stage import Models, smoothing
+from .training.stage import Models, measured, smoothing
 from .training.state import TrainerControl, TrainerState
 from .training.step import Step
 from .training.trainer import Trainer
@@ -70,8 +71,10 @@ def build(
     resume: Path | None = None,
     trust_pickle: bool = False,
     world: World = ALONE,
+    is_trial: bool = False,
 ) -> Trainer:
-    """The trainer of a recipe, its states those of the checkpoint ``resume`` if one is given."""
+    """The trainer of a recipe, its states those of the checkpoint ``resume`` if one is given. Of a
+    trial only the speed matters: no reference is asked about its examples."""
     writer: interchange.Writer | None = None
     if resume is not None:
         writer = interchange.writer_of(resume, trust_pickle=trust_pickle, pp=world.pp)
@@ -81,10 +84,15 @@ def build(
     base = resolve(recipe.model)
     codec = build_codec(recipe, base)
     data, feeder = feed.open_data(recipe, codec, base, world)
+    asked = references(recipe, base, data, world)
+    is_asked = asked is None or asked.is_complete or is_trial
     is_kept = resume is not None and writer != "trainer" and recipe.method.kind == "full"
+    is_kept = is_kept and is_asked  # what is not to be asked anything need not have values
     policy = build_policy(recipe, base, codec.tokenizer, world, is_read=not is_kept)
     saver = build_saver(recipe, policy, codec, base, world)
     trainer = assemble(recipe, policy, data, saver, world)
+    if asked is not None:
+        refer(trainer, recipe, policy, data, asked.blank() if is_trial else asked)
     trainer.feeder = feeder
     trainer.callbacks.members = [*standard_callbacks(recipe, world), *callbacks]
     if resume is not None:
@@ -110,6 +118,16 @@ def build(
         state.shares_prompts = settle_sharing(policy.sharing, inner, state.shares_prompts)
     trainer.callbacks.emit("on_init_end")
     return trainer
+
+
+def refer(trainer: Trainer, recipe: Recipe, policy: Policy, data: Data, asked: References) -> None:
+    """Let the examples of ``trainer``, which has not begun, have what the reference says of them,
+    that is, its own policy now."""
+    collate, world = feed.build_collate(recipe, policy.sharing), trainer.world
+    asked.ask(trainer.forward, policy.model, collate)
+    data = asked.added(data)
+    trainer.loader = feed.build_loader(recipe, data, collate, world)
+    trainer.evals = feed.build_evals(recipe, data, collate, world)
 
 
 def build_codec(recipe: Recipe, base: Path) -> Codec:
@@ -148,11 +166,7 @@ def build_policy(
     it, it has no values yet.
     """
     dtype = training_dtype(recipe.model)
-    if recipe.model.quantization_bit is not None and world.size > 1:
-        raise RecipeError(
-            f"model.quantization_bit: a quantized base learns in one process, not {world.size}; "
-            "start one, or leave quantization_bit unset and let the processes share the weights"
-        )
+    check_alone(recipe.model, world.size)
     start = None
     if world.mesh is not None or not is_read:
         start = begin(base, recipe.model, dtype=dtype)
@@ -288,7 +302,7 @@ def build_engine(
     cuts: Mapping[str, Cuts],
 ) -> Engine:
     """A pipeline, if the model is shared out over one; otherwise one micro-batch after another."""
-    learning, measuring = recipe.stage.needs, (*recipe.stage.needs, "predictions")
+    learning, measuring = recipe.stage.needs, measured(recipe.stage)
     if staging is None:
         forward = partial(build_forward, policy, recipe, world, precision)
         return Engine(plain(forward(learning), device()), forward(measuring))
