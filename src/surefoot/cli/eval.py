@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ..recipe.recipe import Recipe
 
 BASE = "base"
-UNSHOWN = ("rewards/chosen", "rewards/rejected", "logps/chosen", "logps/rejected")  # but in JSON
+UNSHOWN = ("rewards/chosen", "rewards/rejected", "logps/chosen", "logps/rejected", "sft_loss")
 
 
 @dataclass(frozen=True)
@@ -200,7 +200,7 @@ def _print(name: str, results: Sequence[Result], written: object) -> None:
     console = Console(highlight=False)
     table = Table("dataset", title=f"{name} on held-out data", title_justify="left")
     metrics = [name for name in results[0].metrics if name not in UNSHOWN]
-    for column in ("examples", *(metric.replace("_", " ") for metric in metrics)):
+    for column in ("examples", *map(_heading, metrics)):
         table.add_column(column, justify="right")
     for result in results:
         values = (f"{result.metrics.get(metric, math.nan):.4f}" for metric in metrics)
@@ -212,6 +212,10 @@ def _print(name: str, results: Sequence[Result], written: object) -> None:
     if answers := [found for result in results for found in result.answers]:
         console.print(f"generations: {written}", style="dim", markup=False, soft_wrap=True)
         console.print(match_line(answers), style="bold")
+
+
+def _heading(metric: str) -> str:
+    return metric.removeprefix("rewards/").replace("_", " ")
 
 
 def match_line(answers: Sequence[Generation]) -> str:
