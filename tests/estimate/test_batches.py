@@ -8,8 +8,15 @@ from hypothesis import strategies as st
 from surefoot.data.collate import collate
 from surefoot.data.dataset import in_memory
 from surefoot.data.loader import Loader
+from surefoot.data.pairs import collate_pairs
 from surefoot.errors import DataError
-from surefoot.estimate.batches import course_of, heaviest, loader_of, trained_counts
+from surefoot.estimate.batches import (
+    course_of,
+    heaviest,
+    loader_of,
+    token_counts,
+    trained_counts,
+)
 from surefoot.recipe.recipe import read
 
 
@@ -97,3 +104,15 @@ def test_batches_that_do_not_divide_are_refused_as_in_training():
     made = recipe(global_batch_size=8, micro_batch_size=4)
     with pytest.raises(DataError, match="multiple of micro_batch_size x ranks"):
         loader_of(made, dataset([5] * 9), 3)
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_a_prompt_counts_as_often_as_it_is_computed(packing):
+    pairs = [
+        {"input_ids": [*range(sum(lengths))], "labels": [0] * sum(lengths), "lengths": lengths}
+        for lengths in ([2, 3, 4], [7, 1, 1])
+    ]
+    items = in_memory(pairs)
+    counts = token_counts(recipe(packing), items)
+    laid = [collate_pairs([pair], packing=packing).num_tokens for pair in pairs]
+    assert counts.tolist() == laid == ([9, 9] if packing else [11, 16])

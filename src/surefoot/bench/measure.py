@@ -87,7 +87,7 @@ def measure(recipe: Recipe, steps: int, folder: Path) -> Figures:
     Raises:
         SurefootError: as ``surefoot train`` would.
     """
-    trainer = build(_short(recipe, steps, folder))
+    trainer = build(_short(recipe, steps, folder), is_trial=True)
     where, loader = device(), trainer.loader
     assert isinstance(loader, Loader)  # for nothing is streamed here
     meter = Meter(Clock(where), loader)

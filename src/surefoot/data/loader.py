@@ -7,11 +7,10 @@ examples of step k are the same whatever the number of ranks and the size of a m
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Protocol
 
 import numpy as np
-import torch
 
 from ..batch import IGNORE_INDEX, Batch, Features, Window
 from ..errors import DataError
@@ -152,8 +151,8 @@ class InOrder:
         for start in range(0, len(self.dataset), size * self.world_size):
             first = start + size * self.rank
             rows = range(first, min(first + size, len(self.dataset)))
-            batch = self.collate([self.dataset[i] for i in rows or (0,)])
-            yield batch if rows else _without_labels(batch)
+            found = [self.dataset[i] for i in rows]
+            yield self.collate(found or [_without_labels(self.dataset[0])])
 
 
 class Items(Protocol):
@@ -167,7 +166,7 @@ def batch_of(group: Index, items: Items, collate: Collate) -> Batch:
     ranks of a sharded model must run equally often."""
     if len(group):
         return collate([items[int(item)] for item in group])
-    return _without_labels(collate([items[0]]))
+    return collate([_without_labels(items[0])])
 
 
 def check_sizes(global_batch_size: int, micro_batch_size: int, world_size: int) -> None:
@@ -190,9 +189,9 @@ def check_same(saved: Mapping[str, object], here: Mapping[str, object]) -> None:
             )
 
 
-def _without_labels(batch: Batch) -> Batch:
-    """The same batch without labels."""
-    return replace(batch, labels=torch.full_like(batch.labels, IGNORE_INDEX))
+def _without_labels(item: Features) -> Features:
+    """The same example with nothing to learn."""
+    return {**item, "labels": [IGNORE_INDEX] * len(item["labels"])}
 
 
 NAMES = {

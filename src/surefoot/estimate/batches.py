@@ -111,6 +111,28 @@ def _windows(loader: Loader, items: Index) -> Iterator[Index]:
         yield items[None, full:]
 
 
+def shares_prompts(recipe: Recipe) -> bool:
+    """Whether a run computes the prompt of two answers once."""
+    return recipe.data.packing and recipe.model.attention != "flash_attention_2"
+
+
+def token_counts(recipe: Recipe, dataset: EncodedDataset) -> Index:
+    """[items] The tokens of each item, padding not counted; a prompt of two answers twice, unless
+    they share it."""
+    if shares_prompts(recipe):
+        return dataset.lengths
+    again: Index = np.concatenate([_prompts(store) for store in dataset.stores])[dataset.index]
+    return dataset.lengths + again
+
+
+def _prompts(store: Store) -> Index:
+    lengths = store.features.get("lengths")
+    if lengths is None:
+        return np.zeros(len(store), np.int64)
+    prompts: Index = lengths.flat.reshape(-1, 3)[:, 0].astype(np.int64)
+    return prompts
+
+
 def trained_counts(dataset: EncodedDataset) -> Index:
     """[items] How many positions of each item carry a label; the first one never does."""
     return np.concatenate([_trained(store) for store in dataset.stores])[dataset.index]

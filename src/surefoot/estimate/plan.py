@@ -17,7 +17,7 @@ from ..model.load import resolve
 from ..model.quantized import check_alone, num_elements
 from ..recipe.recipe import Recipe
 from ..training.precision import PrecisionName
-from .batches import Course, course_of, loader_of, trained_counts
+from .batches import Course, course_of, loader_of, token_counts, trained_counts
 from .changes import changes
 from .examples import examples_of
 from .memory import Memory, Mesh
@@ -109,7 +109,8 @@ def make_plan(recipe: Recipe, machine: Machine, tokens_per_second: float | None 
     codec = build_codec(recipe, base)
     mesh = mesh_of(recipe, machine)
     examples = examples_of(recipe, codec)
-    lengths, trained = examples.dataset.lengths, trained_counts(examples.dataset)
+    lengths = token_counts(recipe, examples.dataset)
+    trained = trained_counts(examples.dataset)
     loader = loader_of(recipe, examples.dataset, mesh.num_data_ranks)
     course = course_of(recipe, loader, lengths, trained)
     ground = Ground(base, codec, machine, examples.dataset, lengths, trained, course.steps)

@@ -17,11 +17,13 @@ from ..batch import Batch
 from ..data.chat import Codec
 from ..data.dataset import EncodedDataset
 from ..data.mix import Index
+from ..data.pairs import unshared
 from ..errors import RecipeError
 from ..parallel.schedule import order
 from ..recipe.recipe import Recipe
 from ..training.precision import PrecisionName
-from .batches import heaviest, loader_of
+from ..training.stage import as_if_asked
+from .batches import heaviest, loader_of, shares_prompts
 from .memory import Memory, Mesh, Pass, Snapshot, Weight, memory
 from .rehearsal import (
     NotRehearsedError,
@@ -237,7 +239,9 @@ def _batch(recipe: Recipe, ground: Ground, logit_weight: float) -> Batch:
         loader, ground.steps, ground.lengths, ground.trained, logit_weight=logit_weight
     )
     features = [ground.dataset[int(item)] for item in items]
-    return recipe.stage.collate(features, packing=recipe.data.packing)
+    asked = as_if_asked(recipe.stage, features)
+    batch = recipe.stage.collate(asked, packing=recipe.data.packing)
+    return batch if shares_prompts(recipe) else unshared(batch)
 
 
 def memory_of(

@@ -332,6 +332,7 @@ def _places(mode: FakeTensorMode, batch: Batch) -> Places:
     """The places of ``batch``, which is real, as fake tensors."""
     at = places(batch)
     return Places(
+        mode.from_tensor(at.labels),
         mode.from_tensor(at.rows),
         mode.from_tensor(at.columns),
         mode.from_tensor(at.kept),
