@@ -15,7 +15,7 @@ from ..data.example import Example
 from ..data.templates import load_template
 from ..errors import DataError
 from ..generate.decode import decoder
-from ..generate.engine import answer, room
+from ..generate.engine import room
 from ..model import outputs
 from ..model.asked_head import asked_head
 from ..model.attention import use_packed
@@ -24,6 +24,7 @@ from ..training.evaluate import evaluate
 from ..training.precision import autocast, choose
 from ..training.stage import smoothing
 from .opened import Opened
+from .prediction import answered
 
 logger = logging.getLogger(__name__)
 UNCUT = 1_000_000_000  # tokens; more than any window
@@ -61,17 +62,19 @@ def measure(
     *,
     on_batch: Callable[[], None] | None = None,
 ) -> dict[str, float]:
-    """Loss, perplexity and token accuracy, as training measures them on the way."""
+    """Loss, perplexity and token accuracy, as training measures them on the way. Of several
+    processes each says the same."""
     items = _items(opened, recipe, examples)
     needs, smoothed = (*recipe.stage.needs, "predictions"), smoothing(recipe.stage)
-    precision = choose(recipe.train.precision)
+    precision, is_alone = choose(recipe.train.precision), opened.world.mesh is None
+    model = opened.model if is_alone else opened.inner  # what is spread, and has the adapter in it
 
     def forward(batch: Batch) -> Outputs:
         with autocast(precision, opened.device):
-            return outputs.compute(opened.model, batch, needs, head=head, smoothing=smoothed)
+            return outputs.compute(model, batch, needs, head=head, smoothing=smoothed)
 
     with _packed(opened, recipe):
-        head = asked_head(opened.inner)
+        head = asked_head(opened.inner) if is_alone else None
         return evaluate(
             _batches(recipe, items),
             forward,
@@ -143,11 +146,10 @@ def generations(
     if full:
         logger.warning("%d prompts fill the model's context window and get no answer", full)
     with autocast(choose(recipe.train.precision), opened.device):
-        answers = answer(
-            opened.model,
+        answers = answered(
+            opened,
             [question.prompt for question in questions],
             recipe.generate,
-            stop_token_ids=opened.stop_token_ids,
             seed=recipe.train.seed,
             on_answered=on_answered,
         )
