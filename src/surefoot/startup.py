@@ -174,16 +174,17 @@ class Values:
             raise ModelError(problem)
 
 
-def check_packed(forward: Callable[[Batch], Outputs], model: PreTrainedModel) -> None:
-    """Prove that no document sees another in packed rows of ``model``, which may be in parts: all
-    processes run ``forward`` together. Raises ``ModelError``."""
+def check_packed(forward: Callable[[Batch], Outputs], model: PreTrainedModel) -> bool:
+    """Prove that no document sees another in packed rows of ``model``, which may be in parts;
+    whether two answers may share a prompt. All processes run ``forward`` together. Raises
+    ``ModelError``."""
 
     def logps(batch: Batch) -> torch.Tensor:
         found = forward(batch.to(device())).logps
         assert found is not None
         return found
 
-    attention.prove_apart(model, logps)
+    return attention.prove_apart(model, logps)
 
 
 def settle_attention(
@@ -199,6 +200,14 @@ def settle_attention(
     if known is None and world.is_main:
         known = choose(row_of(model, bounds, device(), dtype))
     return use(model, world.from_main(known))
+
+
+def settle_sharing(sharing: attention.Sharing, model: PreTrainedModel, known: bool | None) -> bool:
+    """Whether packed rows of ``model`` share prompts: as is ``known`` of a run that goes on, for
+    what is proven depends on rounding, if only for experts; otherwise if that is proven."""
+    if known is not None and attention.is_by_document(model):
+        sharing.is_proven = known
+    return sharing.is_proven
 
 
 @dataclass(frozen=True)

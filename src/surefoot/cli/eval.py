@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from ..recipe.recipe import Recipe
 
 BASE = "base"
+UNSHOWN = ("rewards/chosen", "rewards/rejected", "logps/chosen", "logps/rejected")  # but in JSON
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class Result:
 
     name: str
     num_examples: int
-    metrics: dict[str, float]  # loss, perplexity, token_accuracy
+    metrics: dict[str, float]  # loss, perplexity, token_accuracy, say
     answers: Sequence[Generation] = field(default=())
 
     @property
@@ -65,9 +66,10 @@ def eval_(recipe: Path, overrides: tuple[str, ...], **options: object) -> None:
     """Evaluate the run of RECIPE on data that it was not trained on.
 
     That is data.eval_datasets, or what data.val_size holds out. Prints loss, perplexity and token
-    accuracy; for conversations the model also answers every one itself (section generate; greedy
-    unless it samples), and exact match is the share of answers that are those of the data, white
-    space around them aside. All answers go to generations-CHECKPOINT.jsonl in the run's folder.
+    accuracy; of stage dpo, how often the better answer has the higher reward, and by how much. For
+    conversations the model also answers every one itself (section generate; greedy unless it
+    samples), and exact match is the share of answers that are those of the data, white space around
+    them aside. All answers go to generations-CHECKPOINT.jsonl in the run's folder.
 
     Without --model, the best checkpoint of the run if its recipe ends with that one, otherwise the
     newest. OVERRIDES are dotted fields such as generate.max_new_tokens=64. Those of parallel say
@@ -102,18 +104,15 @@ def _results(
 ) -> tuple[str, list[Result]]:
     """A short name for the model, and what came out; the same in all processes."""
     with loading():
-        from ..inference import adopt, held_out
+        from ..inference import adopt, held_out, references
 
+    where = {"dataset": options["dataset"], "limit": options["limit"]}
+    said = references(loaded, world=world, parallel=parallel, **where)  # type: ignore[arg-type]
     opened, name = _open(loaded, options, world, parallel)
     opened = adopt(opened, loaded)
     with world.main_first():  # which fills the cache
-        parts = held_out(
-            loaded,
-            opened.codec,
-            dataset=options["dataset"],  # type: ignore[arg-type]
-            limit=options["limit"],  # type: ignore[arg-type]
-        )
-    return name, [_evaluate(opened, loaded, part) for part in parts]
+        parts = held_out(loaded, opened.codec, **where)  # type: ignore[arg-type]
+    return name, [_evaluate(opened, loaded, part, said.get(part.name)) for part in parts]
 
 
 def _tell(loaded: Recipe, name: str, results: Sequence[Result], options: dict[str, object]) -> None:
@@ -172,13 +171,15 @@ def _path(run: Address | Path, model: str | None) -> str:
     return model
 
 
-def _evaluate(opened: Opened, recipe: Recipe, part: HeldOut) -> Result:
+def _evaluate(
+    opened: Opened, recipe: Recipe, part: HeldOut, said: list[list[float]] | None
+) -> Result:
     from ..inference import generations, measure, num_batches
 
     count = len(part.examples)
     shown = opened.world.is_main
     with progress(f"{part.name}: loss", num_batches(recipe, count), is_shown=shown) as advance:
-        metrics = measure(opened, recipe, part.examples, on_batch=lambda: advance(1))
+        metrics = measure(opened, recipe, part.examples, said=said, on_batch=lambda: advance(1))
     answers: list[Generation] = []
     if recipe.stage.uses_template:
         with progress(f"{part.name}: answers", count, is_shown=shown) as advance:
@@ -238,7 +239,7 @@ def _print(name: str, results: Sequence[Result], written: object) -> None:
 
     console = Console(highlight=False)
     table = Table("dataset", title=f"{name} on held-out data", title_justify="left")
-    metrics = list(results[0].metrics)
+    metrics = [name for name in results[0].metrics if name not in UNSHOWN]
     for column in ("examples", *(metric.replace("_", " ") for metric in metrics)):
         table.add_column(column, justify="right")
     for result in results:

@@ -1,7 +1,7 @@
 """Using what was trained: find it by any path, open it as it was trained, write it out whole."""
 
 from .conversation import Answer, Conversation
-from .evaluation import Generation, adopt, generations, measure, num_batches
+from .evaluation import Generation, adopt, generations, measure, num_batches, references
 from .exported import export
 from .heldout import HeldOut, held_out
 from .located import Located, locate
@@ -25,4 +25,5 @@ __all__ = [
     "open_model",
     "open_start",
     "predict",
+    "references",
 ]

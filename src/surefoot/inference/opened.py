@@ -33,7 +33,7 @@ from ..recipe.recipe import Recipe
 from ..startup import begin
 from .located import ADAPTER, Located, locate
 
-_PLAINLY = ParallelSection()
+PLAINLY = ParallelSection()
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 
@@ -96,7 +96,7 @@ def open_model(
     dtype: Dtype = "auto",
     trust_remote_code: bool = False,
     world: World = ALONE,
-    parallel: ParallelSection = _PLAINLY,
+    parallel: ParallelSection = PLAINLY,
 ) -> Opened:
     """Open what ``path`` leads to (see ``locate``), ready to answer.
 
@@ -125,7 +125,7 @@ def open_model(
 
 
 def open_start(
-    recipe: Recipe, *, world: World = ALONE, parallel: ParallelSection = _PLAINLY
+    recipe: Recipe, *, world: World = ALONE, parallel: ParallelSection = PLAINLY
 ) -> Opened:
     """What the training of a recipe begins with: its model, with its tokens and template. ``world``
     and ``parallel`` as in ``open_model``."""

@@ -40,7 +40,7 @@ def predict(
     asked = [_ids(opened, prompt.with_system(system)) for prompt in prompts]
     left = [room(opened.model, ids) for ids in asked]
     _refuse_full(opened, prompts, asked, left)
-    found = answered(opened, asked, section, seed=seed, on_answered=on_answered)
+    found = answers_of(opened, asked, section, seed=seed, on_answered=on_answered)
     decode = decoder(opened.tokenizer)
     return [
         Answer(decode(ids), ending(len(ids), space, section))
@@ -48,7 +48,7 @@ def predict(
     ]
 
 
-def answered(
+def answers_of(
     opened: Opened,
     prompts: Sequence[Sequence[int]],
     section: GenerateSection,
