@@ -36,7 +36,7 @@ from .model.load import (
     upcast_trained,
 )
 from .model.low_rank import use_one_pass
-from .model.quantized import num_elements
+from .model.quantized import check_alone, num_elements
 from .model.weights import AdapterWeights, FullWeights, names_in_files
 from .optim.state import NamedState
 from .parallel.engine import Forward, plain
@@ -166,11 +166,7 @@ def build_policy(
     it, it has no values yet.
     """
     dtype = training_dtype(recipe.model)
-    if recipe.model.quantization_bit is not None and world.size > 1:
-        raise RecipeError(
-            f"model.quantization_bit: a quantized base learns in one process, not {world.size}; "
-            "start one, or leave quantization_bit unset and let the processes share the weights"
-        )
+    check_alone(recipe.model, world.size)
     start = None
     if world.mesh is not None or not is_read:
         start = begin(base, recipe.model, dtype=dtype)

@@ -101,10 +101,12 @@ def build_loader(recipe: Recipe, data: Data, collate: Collate, world: World) -> 
             micro_batch_size=recipe.train.micro_batch_size,
             seed=recipe.train.seed,
             buffer_size=recipe.data.buffer_size,
+            packing=recipe.data.packing,
             shuffle=recipe.data.shuffle,
             held=data.held,
             rank=world.data_rank,
             world_size=world.num_data_ranks,
+            prefetch=for_device(device()),
         )
     return Loader(
         dataset=data.train,
@@ -112,6 +114,7 @@ def build_loader(recipe: Recipe, data: Data, collate: Collate, world: World) -> 
         global_batch_size=recipe.train.global_batch_size,
         micro_batch_size=recipe.train.micro_batch_size,
         seed=recipe.train.seed,
+        packing=recipe.data.packing,
         shuffle=recipe.data.shuffle,
         rank=world.data_rank,
         world_size=world.num_data_ranks,

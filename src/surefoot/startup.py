@@ -90,14 +90,16 @@ def begin(
     section: ModelSection,
     *,
     dtype: torch.dtype | Literal["auto"],
+    weights: Path | None = None,
 ) -> Start | None:
     """The model in ``base`` without values; None, said in the log, if it can only be loaded whole.
+    ``weights`` is the folder that has them, if it is another one.
 
     Raises ``ModelError`` as ``load_model`` does.
     """
     try:
         why = why_not_empty(base, section)
-        source = None if why else open_named(base)
+        source = None if why else open_named(weights or base, base)
     except (CheckpointError, ValueError, OSError) as error:  # loading it whole will say more
         why, source = str(error), None
     if source is not None:

@@ -49,6 +49,7 @@ def every_batch(made, items, ranks, steps):
             global_batch_size=made.train.global_batch_size,
             micro_batch_size=made.train.micro_batch_size,
             seed=made.train.seed,
+            packing=made.data.packing,
             rank=rank,
             world_size=ranks,
         )
@@ -77,11 +78,11 @@ def test_figures_are_those_of_the_batches_that_come(lengths, sizes, packing, how
     assert counted <= course.tokens, "a batch that teaches nothing is not counted by a run"
     if trained.all():
         assert counted == course.tokens
-    found = heaviest(loader, course.steps, items.lengths, trained, packing=packing)
+    found = heaviest(loader, course.steps, items.lengths, trained)
     here = collate([items[int(i)] for i in found], packing=packing)
     most = max(b.input_ids.numel() for b in every_batch(made, items, ranks, course.steps))
     assert here.input_ids.numel() == most or most <= max(lengths), "a filler is no batch"
-    only = heaviest(loader, course.steps, items.lengths, trained, packing=packing, logit_weight=1e6)
+    only = heaviest(loader, course.steps, items.lengths, trained, logit_weight=1e6)
     assert trained[only].sum() == max((b.num_trained for b in batches), default=0)
 
 

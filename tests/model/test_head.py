@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from transformers.trainer_pt_utils import LabelSmoother
 
 from surefoot.model import head
-from surefoot.model.head import Head, scores, total, totals
+from surefoot.model.head import Head, logps, scores, total, totals
 
 N, D, V = 23, 7, 41
 
@@ -85,6 +85,24 @@ def test_each_score_and_the_gradients_of_any_function_of_them(bias, softcap):
     )
 
 
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("softcap", [None, 1.5])
+@pytest.mark.parametrize("learns", ["all", "hidden", "matrix"])
+def test_each_logp_and_the_gradients_of_any_function_of_them(learns, softcap, bias):
+    tensors, labels = inputs(bias=bias)
+    chosen = {"all": tensors, "hidden": tensors[:1], "matrix": tensors[1:]}[learns]
+    for tensor in tensors:
+        tensor.requires_grad_(any(tensor is one for one in chosen))
+    found = logps(Head(tensors[1], *(tensors[2:] or [None]), softcap), tensors[0], labels)
+    expected = reference(tensors, labels, softcap)[0]
+    torch.testing.assert_close(found, expected)
+    weights = torch.randn(N, dtype=torch.float64)
+    ours, theirs = ((t.sigmoid() * weights).sum() for t in (found, expected))
+    torch.testing.assert_close(
+        torch.autograd.grad(ours, chosen), torch.autograd.grad(theirs, chosen)
+    )
+
+
 def test_what_does_not_learn_costs_no_gradient():
     (hidden, weight, _), labels = inputs()
     frozen = weight.detach()
@@ -126,3 +144,6 @@ def test_no_labels_are_no_problem():
     assert found.item() == 0
     assert not torch.autograd.grad(found, weight)[0].any()
     assert scores(Head(weight, bias), hidden[:0], none).logps.shape == (0,)
+    each = logps(Head(weight, bias), hidden[:0], none)
+    assert each.shape == (0,)
+    assert not torch.autograd.grad(each.sum(), weight)[0].any()

@@ -54,6 +54,15 @@ def test_an_empty_folder_is_refused(tmp_path):
     assert refused(tmp_path) == f"{tmp_path}: is a folder, expected a recipe file"
 
 
+def test_the_folder_of_a_run_leads_to_the_recipe_in_its_newest_checkpoint(tmp_path):
+    for step in (9, 120, 30):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        (tmp_path / f"checkpoint-{step}" / "recipe.yaml").touch()
+    newest = tmp_path / "checkpoint-120" / "recipe.yaml"
+    wanted = f"{tmp_path}: is a folder, expected a recipe file such as {newest}"
+    assert refused(tmp_path) == wanted
+
+
 def test_a_file_as_a_folder_is_refused(folder):
     assert refused(folder / "qwen.yaml" / "x").endswith("cannot be read: Not a directory")
 

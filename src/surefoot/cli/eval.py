@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,15 +13,17 @@ from typing import TYPE_CHECKING
 import click
 
 from .loading import loading
+from .progress import progress
 
 if TYPE_CHECKING:
     from ..address import Address
     from ..inference import Generation, HeldOut, Opened
+    from ..parallel.section import ParallelSection
+    from ..parallel.world import World
     from ..recipe.recipe import Recipe
 
 BASE = "base"
 UNSHOWN = ("rewards/chosen", "rewards/rejected", "logps/chosen", "logps/rejected", "sft_loss")
-Advance = Callable[[int], None]
 
 
 @dataclass(frozen=True)
@@ -70,20 +72,50 @@ def eval_(recipe: Path, overrides: tuple[str, ...], **options: object) -> None:
     them aside. All answers go to generations-CHECKPOINT.jsonl in the run's folder.
 
     Without --model, the best checkpoint of the run if its recipe ends with that one, otherwise the
-    newest. OVERRIDES are dotted fields such as generate.max_new_tokens=64.
+    newest. OVERRIDES are dotted fields such as generate.max_new_tokens=64. Those of parallel say
+    over how many processes to spread the model, whatever it was trained on, as in `surefoot
+    predict`.
     """
+    from ..recipe.prediction import parallel_of
     from ..recipe.recipe import load
 
-    loaded = load(recipe, overrides)  # what is wrong with it is said before the slow imports
+    parallel, others = parallel_of(overrides)
+    loaded = load(recipe, others)  # what is wrong with it is said before the slow imports
+    with loading():
+        from ..parallel.launch import again, launch, num_processes
+        from ..parallel.section import ParallelSection
+        from ..parallel.world import joined
+
+    count = 1 if parallel == ParallelSection() else num_processes(parallel)
+    if count > 1:
+        raise SystemExit(launch(again(sys.argv[1:]), count))
+    with loading():
+        from ..parallel.answering import with_copies
+
+    parallel = with_copies(parallel)
+    with joined(parallel) as world:
+        name, results = _results(loaded, options, world, parallel)
+    if world.is_main:
+        _tell(loaded, name, results, options)
+
+
+def _results(
+    loaded: Recipe, options: dict[str, object], world: World, parallel: ParallelSection
+) -> tuple[str, list[Result]]:
+    """A short name for the model, and what came out; the same in all processes."""
     with loading():
         from ..inference import adopt, held_out, references
 
     where = {"dataset": options["dataset"], "limit": options["limit"]}
-    said = references(loaded, **where)  # type: ignore[arg-type]
-    opened, name = _open(loaded, options["model"], options["base"])  # type: ignore[arg-type]
+    said = references(loaded, world=world, parallel=parallel, **where)  # type: ignore[arg-type]
+    opened, name = _open(loaded, options, world, parallel)
     opened = adopt(opened, loaded)
-    parts = held_out(loaded, opened.codec, **where)  # type: ignore[arg-type]
-    results = [_evaluate(opened, loaded, part, said.get(part.name)) for part in parts]
+    with world.main_first():  # which fills the cache
+        parts = held_out(loaded, opened.codec, **where)  # type: ignore[arg-type]
+    return name, [_evaluate(opened, loaded, part, said.get(part.name)) for part in parts]
+
+
+def _tell(loaded: Recipe, name: str, results: Sequence[Result], options: dict[str, object]) -> None:
     written = None
     if any(result.answers for result in results):
         written = options["output"] or loaded.train.folder / f"generations-{name}.jsonl"
@@ -94,18 +126,24 @@ def eval_(recipe: Path, overrides: tuple[str, ...], **options: object) -> None:
         _print(name, results, written)
 
 
-def _open(recipe: Recipe, model: str | None, base: str | None) -> tuple[Opened, str]:
+def _open(
+    recipe: Recipe, options: dict[str, object], world: World, parallel: ParallelSection
+) -> tuple[Opened, str]:
     """The model to evaluate, and a short name for it."""
     from ..inference import locate, open_model, open_start
 
+    model: str | None = options["model"]  # type: ignore[assignment]
     if model == BASE:
-        return open_start(recipe), BASE
-    located = locate(_path(recipe.train.output_dir, model))
+        return open_start(recipe, world=world, parallel=parallel), BASE
+    with world.main_first():  # which downloads what is elsewhere
+        located = locate(_path(recipe.train.output_dir, model))
     opened = open_model(
         located.folder,
-        base=base,
+        base=options["base"],  # type: ignore[arg-type]
         dtype=recipe.model.dtype,
         trust_remote_code=recipe.model.trust_remote_code,
+        world=world,
+        parallel=parallel,
     )
     return opened, located.folder.name
 
@@ -139,25 +177,14 @@ def _evaluate(
     from ..inference import generations, measure, num_batches
 
     count = len(part.examples)
-    with _progress(f"{part.name}: loss", num_batches(recipe, count)) as advance:
+    shown = opened.world.is_main
+    with progress(f"{part.name}: loss", num_batches(recipe, count), is_shown=shown) as advance:
         metrics = measure(opened, recipe, part.examples, said=said, on_batch=lambda: advance(1))
     answers: list[Generation] = []
     if recipe.stage.uses_template:
-        with _progress(f"{part.name}: answers", count) as advance:
+        with progress(f"{part.name}: answers", count, is_shown=shown) as advance:
             answers = generations(opened, recipe, part.examples, on_answered=advance)
     return Result(part.name, count, metrics, answers)
-
-
-@contextmanager
-def _progress(title: str, total: int) -> Iterator[Advance]:
-    """A bar on standard error, if that is a terminal; it leaves nothing behind."""
-    from rich.console import Console
-    from rich.progress import Progress
-
-    console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task(title, total=total)
-        yield lambda count: bar.advance(task, count)
 
 
 def write_generations(path: Path, results: Sequence[Result]) -> None:

@@ -15,6 +15,7 @@ import numpy as np
 from ..batch import IGNORE_INDEX, Batch, Features, Window
 from ..errors import DataError
 from .dataset import EncodedDataset
+from .deal import share
 from .mix import Index, permutation
 from .prefetch import Prefetch
 
@@ -25,8 +26,9 @@ Collate = Callable[[Sequence[Features]], Batch]
 class Loader:
     """Endless windows of one rank's micro-batches. Every example comes once an epoch.
 
-    The last window of an epoch holds what is left, evenly spread over micro-batches and ranks;
-    where fewer examples are left than there are ranks, some ranks get one that teaches nothing.
+    The examples of a window are dealt to micro-batches and ranks by their lengths (``deal``). The
+    last one of an epoch holds what is left; where that is fewer examples than there are ranks, some
+    ranks get one that teaches nothing.
     """
 
     dataset: EncodedDataset
@@ -35,6 +37,7 @@ class Loader:
     global_batch_size: int
     micro_batch_size: int
     seed: int
+    packing: bool = True  # how ``collate`` lays examples out
     shuffle: bool = True
     rank: int = 0
     world_size: int = 1
@@ -90,7 +93,14 @@ class Loader:
         """The items of each of this rank's micro-batches in any window."""
         start = window * self.global_batch_size
         items = self.order(epoch)[start : start + self.global_batch_size]
-        return share(items, self.micro_batch_size, self.rank, self.world_size)
+        return share(
+            items,
+            self.dataset.lengths[items],
+            micro_batch_size=self.micro_batch_size,
+            rank=self.rank,
+            world_size=self.world_size,
+            packing=self.packing,
+        )
 
     def order(self, epoch: int) -> Index:
         """All items in the order of an epoch."""
@@ -149,12 +159,6 @@ class Items(Protocol):
     """Anything that has the features of items by their number."""
 
     def __getitem__(self, item: int) -> Features: ...
-
-
-def share(items: Index, micro_batch_size: int, rank: int, world_size: int) -> list[Index]:
-    """The items of each of a rank's micro-batches, of those of a window, evenly spread."""
-    num_micro_batches = -(-len(items) // (micro_batch_size * world_size))
-    return np.array_split(items, num_micro_batches * world_size)[rank::world_size]
 
 
 def batch_of(group: Index, items: Items, collate: Collate) -> Batch:

@@ -144,6 +144,7 @@ def setting_of(recipe: Recipe, machine: Machine) -> Setting:
         sequence_parallel=section.sequence_parallel,
         pp=section.pp,
         num_parts=section.num_parts if section.pp > 1 else 1,
+        quantized=torch.bfloat16 if machine.on_gpu else torch.float32,
     )
 
 
@@ -234,17 +235,12 @@ def rehearse_window(skeleton: Skeleton, batch: Batch, count: int) -> Pass:
 
 def _batch(recipe: Recipe, ground: Ground, logit_weight: float) -> Batch:
     loader = loader_of(recipe, ground.dataset, mesh_of(recipe, ground.machine).num_data_ranks)
-    packing = recipe.data.packing
     items = heaviest(
-        loader,
-        ground.steps,
-        ground.lengths,
-        ground.trained,
-        packing=packing,
-        logit_weight=logit_weight,
+        loader, ground.steps, ground.lengths, ground.trained, logit_weight=logit_weight
     )
     features = [ground.dataset[int(item)] for item in items]
-    batch = recipe.stage.collate(as_if_asked(recipe.stage, features), packing=packing)
+    asked = as_if_asked(recipe.stage, features)
+    batch = recipe.stage.collate(asked, packing=recipe.data.packing)
     return batch if shares_prompts(recipe) else unshared(batch)
 
 

@@ -6,6 +6,7 @@ from .exported import export
 from .heldout import HeldOut, held_out
 from .located import Located, locate
 from .opened import Opened, open_model, open_start
+from .prediction import predict
 
 __all__ = [
     "Answer",
@@ -23,5 +24,6 @@ __all__ = [
     "num_batches",
     "open_model",
     "open_start",
+    "predict",
     "references",
 ]

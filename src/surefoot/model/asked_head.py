@@ -21,7 +21,7 @@ from transformers.configuration_utils import PretrainedConfig
 from ..batch import Outputs
 from ..errors import ModelError
 from .attention import maskless
-from .head import Head, Scores, scores, totals
+from .head import Head, Scores, logps, scores, totals
 
 logger = logging.getLogger(__name__)
 _SOFTCAP = "final_logit_softcapping"
@@ -46,16 +46,21 @@ class AskedHead:
         """Run ``model``, which returns what its head returns; what is ``needed`` of the ``trained``
         positions, whose labels these are."""
         held: list[Scores] = []
+        is_plain = not smoothing and set(needs) <= {"total", "logps"}
 
         def answer(hidden_BKD: torch.Tensor) -> torch.Tensor:
             hidden_ND = trained(hidden_BKD)
             if set(needs) <= {"total"}:
                 return torch.stack(totals(self._head(hidden_ND), hidden_ND, labels_N, smoothing))
+            if is_plain:
+                return logps(self._head(hidden_ND), hidden_ND, labels_N)
             held.append(scores(self._head(hidden_ND), hidden_ND, labels_N))
             return torch.stack([held[0].logps, held[0].entropies, held[0].means])
 
         with _answering(self, answer):
             found = model()
+        if not held and "logps" in needs:
+            return Outputs(logps=found, total=found.sum())
         if not held:
             learnt, total = found
             return Outputs(total=total, smoothed=learnt) if smoothing else Outputs(total=learnt)

@@ -157,11 +157,12 @@ def by_document(kernel: Kernel) -> Callable[..., tuple[torch.Tensor, None]]:
             "window": kwargs.get("sliding_window"),
             "softcap": kwargs.get("softcap"),
         }
-        runs = [n for prompt, one, two in bounds.parts for n in (prompt + one, two) if n]
+        parts = bounds.parts
+        runs = [n for prompt, one, two in parts for n in (prompt + one, two) if n]
         # split, not slices: the backward pass of each slice would fill a whole row with zeros
         pieces = zip(*(torch.split(t, runs, dim=2) for t in (query, key, value)), strict=True)
         found = []
-        for prompt, _, two in bounds.parts:
+        for prompt, _, two in parts:
             first = next(pieces)
             found.append(kernel(*first, **settings))
             if two:
@@ -282,9 +283,9 @@ def prove_apart(model: PreTrainedModel, run: Callable[[Batch], torch.Tensor]) ->
             f"{type(model).__name__}: examples laid in one row would see each other in this "
             "architecture; set data.packing: false"
         )
-    # other sums: they differ by more, but by less than if an answer saw the other one
+    # sums of another length may round otherwise; other positions alone give some 30,000 roundings
     shared, apart = found.tensor_split(2)
-    return shares and _is_close(shared, apart, min(1024 * rounding, 0.06))
+    return shares and _is_close(shared, apart, min(256 * rounding, 0.03))
 
 
 def _row(vocabulary: int, start: int, *, shares: bool) -> Batch:

@@ -1,8 +1,9 @@
 """Log-probabilities straight from hidden states: the logits of a batch never exist whole.
 
 Projection and softmax run in chunks of positions. Where only the sum of the log-probabilities is
-asked for, each chunk's gradient is made on the spot, while its probabilities are there; otherwise
-the backward pass computes them again, chunk by chunk.
+asked for, each chunk's gradient is made on the spot, while its probabilities are there; where each
+of them is, that is so if the matrix does not learn; otherwise the backward pass computes them
+again, chunk by chunk.
 
 A smoothed label (arXiv:1512.00567) is the word with probability 1 - s + s / V, and every other
 word with s / V.
@@ -18,6 +19,9 @@ from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
+
+from . import slopes
+from .slopes import capped, uncapped, wide
 
 CHUNK = 256  # positions; with fewer the matrix is read too often, with more caches overflow
 
@@ -37,22 +41,24 @@ class Head:
         bias = None if self.bias is None else self.bias.to(dtype)
         return replace(self, weight=self.weight.to(dtype), bias=bias)
 
+    def linear(self, hidden_CD: torch.Tensor) -> torch.Tensor:
+        """[C, V] logits that are not capped yet, in the type of the matrix."""
+        return F.linear(hidden_CD.to(self.weight.dtype), self.weight, self.bias)
+
     def logits(self, hidden_CD: torch.Tensor) -> torch.Tensor:
         """[C, V] in float32 or wider."""
-        logits_CV = F.linear(hidden_CD.to(self.weight.dtype), self.weight, self.bias)
-        logits_CV = logits_CV.to(_wide(logits_CV.dtype))
-        if self.softcap is not None:
-            logits_CV = torch.tanh(logits_CV / self.softcap) * self.softcap
-        return logits_CV
+        return capped(self.linear(hidden_CD), self.softcap)
+
+    def learnt(
+        self, hidden_CD: torch.Tensor, labels_C: torch.Tensor, smoothing: float, learns: bool
+    ) -> slopes.Learnt:
+        """What one chunk teaches; slopes are there if anything ``learns``."""
+        logits_CV = self.linear(hidden_CD)
+        return slopes.fastest(logits_CV)(logits_CV, labels_C, self.softcap, smoothing, learns)
 
     def chunks(self, length: int) -> Iterator[slice]:
         """Runs of positions, in order."""
         return (slice(i, min(i + CHUNK, length)) for i in range(0, length, CHUNK))
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    """What sums are made in: float32 at least."""
-    return torch.promote_types(dtype, torch.float32)
 
 
 @dataclass(frozen=True)
@@ -79,6 +85,12 @@ def totals(
     return cast(tuple[torch.Tensor, torch.Tensor], found)
 
 
+def logps(head: Head, hidden_ND: torch.Tensor, labels_N: torch.Tensor) -> torch.Tensor:
+    """[N] float32 log-probability of each label."""
+    found = _Logps.apply(hidden_ND, head.weight, head.bias, labels_N, head)  # type: ignore[no-untyped-call]
+    return cast(torch.Tensor, found)
+
+
 def scores(head: Head, hidden_ND: torch.Tensor, labels_N: torch.Tensor) -> Scores:
     """All there is to know about each position; all but predictions have gradients."""
     found = _Scores.apply(hidden_ND, head.weight, head.bias, labels_N, head)  # type: ignore[no-untyped-call]
@@ -101,32 +113,74 @@ class _Totals(torch.autograd.Function):
         head = replace(head, weight=weight_VD, bias=bias_V)
         gradients = _Gradients.of(head, hidden_ND, ctx.needs_input_grad)
         head = gradients.head
-        found, everywhere = hidden_ND.new_zeros(2, dtype=_wide(hidden_ND.dtype)).unbind()
-        to_each = smoothing / len(weight_VD)
+        found, everywhere = hidden_ND.new_zeros(2, dtype=wide(hidden_ND.dtype)).unbind()
+        learns = any(ctx.needs_input_grad)
         for chunk in head.chunks(len(hidden_ND)):
-            labels_C = labels_N[chunk, None]
-            logits_CV = head.logits(hidden_ND[chunk])
-            logps_CV = F.log_softmax(logits_CV, dim=-1)
-            found += logps_CV.gather(1, labels_C).sum()
+            learnt = head.learnt(hidden_ND[chunk], labels_N[chunk], smoothing, learns)
+            logps_C, sums_C, slopes_CV = learnt
+            found += logps_C.sum()
             if smoothing:
-                everywhere += logps_CV.sum()
-            if any(ctx.needs_input_grad):
-                slopes_CV = logps_CV.exp_()  # of minus the sum, as it will be asked for
-                slopes_CV = slopes_CV.sub_(to_each) if smoothing else slopes_CV
-                shares_C = torch.full_like(labels_C, smoothing - 1.0, dtype=found.dtype)
-                slopes_CV.scatter_add_(1, labels_C, shares_C)
-                gradients.add(chunk, _uncapped(slopes_CV, logits_CV, head.softcap))
-                del slopes_CV
-            del logits_CV, logps_CV  # or a third is there when the next chunk's logits are made
+                everywhere += sums_C.sum()
+            if slopes_CV is not None:
+                gradients.add(chunk, slopes_CV)
+            del learnt, slopes_CV  # or they are there still when the next chunk's logits are made
         ctx.save_for_backward(*gradients.sums(hidden_ND, weight_VD, bias_V))
         ctx.mark_non_differentiable(found)
-        return (1.0 - smoothing) * found + to_each * everywhere, found
+        return (1.0 - smoothing) * found + smoothing / len(weight_VD) * everywhere, found
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         factor = -gradients[0]
         found = (None if t is None else t.mul_(factor) for t in ctx.saved_tensors)
         return *found, None, None, None
+
+
+class _Logps(torch.autograd.Function):
+    """The slopes of each position are known but for its own factor. Those by hidden states can wait
+    for it; those by the matrix, which are sums over positions, the backward pass makes anew."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_ND: torch.Tensor,
+        weight_VD: torch.Tensor,
+        bias_V: torch.Tensor | None,
+        labels_N: torch.Tensor,
+        head: Head,
+    ) -> torch.Tensor:
+        ctx.softcap, ctx.dtype = head.softcap, head.dtype
+        ctx.is_frozen = not any(ctx.needs_input_grad[1:])
+        head = replace(head, weight=weight_VD, bias=bias_V)
+        waits = ctx.is_frozen and ctx.needs_input_grad[0]
+        gradients = _Gradients.of(head, hidden_ND, (waits, False, False))
+        logps_N = hidden_ND.new_empty(len(hidden_ND), dtype=wide(hidden_ND.dtype))
+        for chunk in head.chunks(len(hidden_ND)):
+            learnt = gradients.head.learnt(hidden_ND[chunk], labels_N[chunk], 0.0, waits)
+            logps_N[chunk], _, slopes_CV = learnt
+            if slopes_CV is not None:
+                gradients.add(chunk, slopes_CV)
+            del learnt, slopes_CV
+        if ctx.is_frozen:
+            ctx.save_for_backward(gradients.hidden)
+        else:
+            ctx.save_for_backward(hidden_ND, weight_VD, bias_V, labels_N)
+        return logps_N
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        factors_N1 = -gradients[0][:, None]
+        if ctx.is_frozen:
+            (hidden_ND,) = ctx.saved_tensors
+            return (hidden_ND * factors_N1).to(hidden_ND.dtype), None, None, None, None
+        hidden_ND, weight_VD, bias_V, labels_N = ctx.saved_tensors
+        head = Head(weight_VD, bias_V, ctx.softcap, ctx.dtype)
+        found = _Gradients.of(head, hidden_ND, ctx.needs_input_grad)
+        for chunk in head.chunks(len(hidden_ND)):
+            slopes_CV = found.head.learnt(hidden_ND[chunk], labels_N[chunk], 0.0, True)[2]
+            if slopes_CV is not None:
+                found.add(chunk, slopes_CV.mul_(factors_N1[chunk]))
+            del slopes_CV
+        return *found.sums(hidden_ND, weight_VD, bias_V), None, None
 
 
 class _Scores(torch.autograd.Function):
@@ -144,7 +198,7 @@ class _Scores(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         ctx.softcap, ctx.dtype = head.softcap, head.dtype
         head = replace(head, weight=weight_VD, bias=bias_V).cast()
-        logps_N = hidden_ND.new_empty(len(hidden_ND), dtype=_wide(hidden_ND.dtype))
+        logps_N = hidden_ND.new_empty(len(hidden_ND), dtype=wide(hidden_ND.dtype))
         entropies_N, means_N = torch.empty_like(logps_N), torch.empty_like(logps_N)
         predictions_N = torch.empty_like(labels_N)
         for chunk in head.chunks(len(hidden_ND)):
@@ -172,15 +226,8 @@ class _Scores(torch.autograd.Function):
             weights_CV = logp_C1 + mean_C1 + entropy_C1 * (logps_CV + entropies_C1)
             slopes_CV = mean_C1 / len(weight_VD) - logps_CV.exp() * weights_CV
             slopes_CV.scatter_add_(1, labels_N[chunk, None], logp_C1)
-            found.add(chunk, _uncapped(slopes_CV, logits_CV, head.softcap))
+            found.add(chunk, uncapped(slopes_CV, logits_CV, head.softcap))
         return *found.sums(hidden_ND, weight_VD, bias_V), None, None
-
-
-def _uncapped(
-    slopes_CV: torch.Tensor, logits_CV: torch.Tensor, softcap: float | None
-) -> torch.Tensor:
-    """Slopes before the cap from those after it: d(cap tanh(x / cap))/dx = 1 - tanh^2(x / cap)."""
-    return slopes_CV if softcap is None else slopes_CV * (1 - (logits_CV / softcap).square())
 
 
 @dataclass(frozen=True)
@@ -200,7 +247,7 @@ class _Gradients:
 
         def room(like: torch.Tensor) -> torch.Tensor:  # the first chunk fills it, if there is one
             make = torch.empty_like if len(inputs) else torch.zeros_like
-            return make(like, dtype=_wide(like.dtype))
+            return make(like, dtype=wide(like.dtype))
 
         return _Gradients(
             head.cast(),

@@ -53,8 +53,14 @@ def _recipes(folder: Path) -> list[str]:
 
 
 def _inside(folder: Path) -> str:
-    found = _recipes(folder)[:3]
+    found = _recipes(folder)[:3] or _of_newest_checkpoint(folder)
     return f" such as {', '.join(str(folder / name) for name in found)}" if found else ""
+
+
+def _of_newest_checkpoint(run: Path) -> list[str]:
+    """The recipe that lies in a run's newest checkpoint."""
+    found = [path.relative_to(run) for path in run.glob("checkpoint-*/recipe.yaml")]
+    return [str(max(found, key=lambda path: (len(path.parts[0]), path.parts[0])))] if found else []
 
 
 def _near(path: Path) -> str:

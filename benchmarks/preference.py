@@ -1,0 +1,112 @@
+"""Pairs of answers with their prompts shared in a packed row, beside the same row with a prompt for
+each answer, and a padded rectangle.
+
+    .venv/bin/python benchmarks/preference.py [--repetitions 9] [--threads 1]
+
+Forward and backward of what a preference stage asks for (log-probabilities of both answers), all
+weights learning, in one process, in turns; before that, they are shown to agree. Speeds are medians
+of paired CPU times.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from statistics import median, quantiles
+
+import measure
+import torch
+from measure import say
+from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+
+from surefoot.batch import IGNORE_INDEX, Batch, Features
+from surefoot.data.pairs import collate_pairs, unshared
+from surefoot.model import outputs
+from surefoot.model.asked_head import AskedHead, asked_head
+from surefoot.model.attention import use_packed
+
+HIDDEN, LAYERS, VOCABULARY, PAIRS = 256, 4, 4_000, 4
+LENGTHS = [(32, 64), (64, 64), (128, 64), (384, 64)]  # of prompts and answers, on average
+WAYS = ("shared", "packed", "padded")
+
+
+def model() -> PreTrainedModel:
+    """A Qwen2 of random weights."""
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=HIDDEN,
+        intermediate_size=HIDDEN * 3,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HIDDEN // 64,
+        num_key_value_heads=2,
+    )
+    return Qwen2ForCausalLM._from_config(config, attn_implementation="sdpa", dtype=torch.float32)
+
+
+def pairs(prompt: int, answer: int) -> list[Features]:
+    """Some pairs of about these lengths."""
+    found: list[Features] = []
+    for i in range(PAIRS):
+        share = 0.5 + (i + 0.5) / PAIRS  # from a half more to a half less
+        lengths = [round(prompt * share), round(answer * share), round(answer * (2 - share))]
+        ids = torch.randint(0, VOCABULARY, (sum(lengths),)).tolist()
+        labels = [IGNORE_INDEX] * lengths[0] + ids[lengths[0] :]
+        found.append({"input_ids": ids, "labels": labels, "lengths": lengths})
+    return found
+
+
+def learn(policy: PreTrainedModel, head: AskedHead | None, batch: Batch) -> torch.Tensor:
+    """One pass, forward and backward; the log-probability of each answer."""
+    policy.zero_grad()
+    logps = outputs.compute(policy, batch, ("logps",), head=head).logps
+    assert logps is not None
+    answers = logps.new_zeros(2 * PAIRS).index_add(0, batch.extras["answer"], logps)
+    torch.nn.functional.logsigmoid(answers[::2] - answers[1::2]).sum().backward()
+    return answers.detach()
+
+
+def main() -> None:
+    """Measure, print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
+    parser.add_argument("--repetitions", type=int, default=9)
+    parser.add_argument("--threads", type=int, default=1)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    print(measure.machine(), measure.versions("surefoot", "torch", "transformers"), sep="\n")
+    plain, packed = model(), model()
+    assert use_packed(packed)
+    models = {"shared": packed, "packed": packed, "padded": plain}
+    heads = {way: asked_head(one) for way, one in models.items()}
+    rows = []
+    for prompt, answer in LENGTHS:
+        items = pairs(prompt, answer)
+        row = collate_pairs(items, packing=True)
+        batches = {"shared": row, "packed": unshared(row)}
+        batches["padded"] = collate_pairs(items, packing=False)
+        said = [learn(models[way], heads[way], batches[way]) for way in WAYS]
+        assert all(torch.allclose(one, said[0], rtol=1e-4) for one in said)
+        seconds: dict[str, list[float]] = {way: [] for way in WAYS}
+        for turn in range(options.repetitions):
+            say(f"prompts of {prompt}, answers of {answer}, turn {turn + 1}")
+            for way in WAYS:
+                started = time.process_time()
+                learn(models[way], heads[way], batches[way])
+                seconds[way].append(time.process_time() - started)
+        tokens = batches["packed"].num_tokens / batches["shared"].num_tokens
+        ratios = [_ratio(seconds[way], seconds["shared"]) for way in WAYS[1:]]
+        own = f"{median(seconds['shared']):.2f}"
+        rows.append([f"{prompt}", f"{answer}", f"{tokens:.2f}", own, *ratios])
+    head = ["prompt", "answer", "fewer tokens", "seconds", "beside packed", "beside padded"]
+    print(f"\n{measure.table(head, rows)}\n\nafter: {measure.machine()}")
+
+
+def _ratio(others: list[float], ours: list[float]) -> str:
+    """How many times as fast, and the middle half."""
+    found = [other / own for other, own in zip(others, ours, strict=True)]
+    low, middle, high = quantiles(found, n=4)
+    return f"{middle:.2f} [{low:.2f}–{high:.2f}]"
+
+
+if __name__ == "__main__":
+    main()
