@@ -10,7 +10,7 @@ import torch
 
 import ranks
 import surefoot
-from project import Project, assert_same, final_weights, in_child, losses, metrics
+from project import Project, assert_same, final_weights, in_child, losses, metrics, model_folder
 from spread import trainer
 from surefoot.batch import IGNORE_INDEX
 from surefoot.data.asked import Asked
@@ -19,7 +19,10 @@ from surefoot.data.pairs import join
 from surefoot.data.prepare import Prepared
 from surefoot.data.report import Report
 from surefoot.errors import DataError, ModelError, RecipeError
+from surefoot.inference import adopt, held_out, measure, open_model
+from surefoot.inference import references as references_of
 from surefoot.methods.lora import LoRA
+from surefoot.model.tokenizer import load_tokenizer
 from surefoot.parallel.world import ALONE
 from surefoot.recipe.recipe import load
 from surefoot.references import References
@@ -127,6 +130,37 @@ def test_it_begins_with_ln_2_and_learns_to_tell_right_from_wrong(tmp_path):
     assert last["eval_loss"] < 0.5
     assert "eval_perplexity" not in last
     assert "eval_token_accuracy" not in last
+
+
+def test_another_model_may_be_the_reference(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    before = project(tmp_path / "before", method="full", train={"max_steps": 4})
+    surefoot.train(before.recipe)  # the reference: weights and tokenizer of its checkpoint
+    other = str(before.run / "checkpoint-4")
+    caplog.clear()
+    made = project(tmp_path / "made", train={"max_steps": 4}, data={"val_size": 4})
+    options = {"stage.dpo.reference": other, "train.eval_steps": 4}
+    surefoot.train(made.recipe, **options)
+    assert said(caplog) == ["asked", "found"]
+    first, *_, logged = metrics(made.run)
+    ahead = metrics(before.run)[-1]["rewards/margins"]
+    assert first["rewards/margins"] == pytest.approx(-ahead, rel=0.5)  # so much it is behind
+    recipe = load(made.recipe, options)
+    start, end = (adopt(open_model(path), recipe) for path in (other, made.run / "checkpoint-4"))
+    (part,) = held_out(recipe, start.codec)
+    says = references_of(recipe)[part.name]
+    same = measure(start, recipe, part.examples, said=says)
+    assert same["rewards/margins"] == pytest.approx(0, abs=1e-5)
+    found = measure(end, recipe, part.examples, said=says)
+    assert found["rewards/margins"] == pytest.approx(logged["eval_rewards/margins"], abs=1e-5)
+
+
+def test_a_reference_with_other_tokens_is_refused(tmp_path):
+    made = project(tmp_path)
+    other = model_folder(tmp_path / "other")
+    load_tokenizer(other, new_special_tokens=["<other>"]).save_pretrained(other)
+    with pytest.raises(RecipeError, match="has other tokens than"):
+        surefoot.train(made.recipe, **{"stage.dpo.reference": str(other)})
 
 
 def test_packed_and_padded_learn_the_same(tmp_path):

@@ -22,6 +22,7 @@ from .data.templates import disagreement
 from .encoding import codec_of
 from .errors import RecipeError
 from .feed import Data
+from .methods.full import Full
 from .model import attention, attention_choice, companions, outputs
 from .model.adapter import continue_adapter
 from .model.asked_head import AskedHead, asked_head
@@ -46,7 +47,7 @@ from .parallel.shard import gather_nothing, layers, shard
 from .parallel.vocabulary import cut_vocabulary
 from .parallel.world import ALONE, World
 from .recipe.recipe import Recipe, dump
-from .references import References, references
+from .references import References, asked_model, references
 from .staging import Staging, staged
 from .startup import Values, begin, check_packed, settle_attention, settle_sharing
 from .training.callback import Callbacks, Context, TrainerCallback
@@ -85,6 +86,8 @@ def build(
     codec = build_codec(recipe, base)
     data, feeder = feed.open_data(recipe, codec, base, world)
     asked = references(recipe, base, data, world)
+    if asked is not None and not is_trial:
+        ask_another(recipe, codec, data, asked, world)
     is_asked = asked is None or asked.is_complete or is_trial
     is_kept = resume is not None and writer != "trainer" and recipe.method.kind == "full"
     is_kept = is_kept and is_asked  # what is not to be asked anything need not have values
@@ -118,6 +121,25 @@ def build(
         state.shares_prompts = settle_sharing(policy.sharing, inner, state.shares_prompts)
     trainer.callbacks.emit("on_init_end")
     return trainer
+
+
+def ask_another(recipe: Recipe, codec: Codec, data: Data, asked: References, world: World) -> None:
+    """Ask the model that the recipe compares with, if it is another one than that which will learn;
+    it is loaded for that, and let go. Raises ``RecipeError`` if it has other tokens."""
+    model = asked_model(recipe)
+    if model is recipe.model or asked.is_complete:
+        return
+    other, base = replace(recipe, model=model, method=Full()), resolve(model)
+    tokenizer = codec_of(other, base).tokenizer
+    if tokenizer.get_vocab() != codec.tokenizer.get_vocab():
+        raise RecipeError(
+            f"stage.dpo.reference: {model.path} has other tokens than {recipe.model.path}, so what "
+            "it says of an answer is not to be compared; name a model with the same tokenizer"
+        )
+    policy = build_policy(other, base, tokenizer, world)
+    saver = build_saver(other, policy, codec, base, world)
+    made = assemble(other, policy, data, saver, world)
+    asked.ask(made.forward, policy.model, feed.build_collate(other, policy.sharing))
 
 
 def refer(trainer: Trainer, recipe: Recipe, policy: Policy, data: Data, asked: References) -> None:

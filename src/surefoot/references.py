@@ -1,7 +1,8 @@
 """What the reference says about every example, asked once before the first step.
 
 The reference is the policy as it is then, so it is asked through the engine that measures, on all
-processes, and no second model is ever there. A run that goes on finds the answers on disk; where
+processes, and no second model is ever there; another model, if the recipe names one, is let go
+before that which learns is loaded. A run that goes on finds the answers on disk; where
 they are gone, it asks the model it began with once more before it takes up its checkpoint.
 """
 
@@ -26,7 +27,8 @@ from .data.loader import Collate, InOrder
 from .data.prepare import Prepared
 from .data.streamed import Streamed
 from .errors import ModelError
-from .model.load import PLACES, WEIGHTS, device
+from .model.load import PLACES, WEIGHTS, device, resolve
+from .model.section import ModelSection
 from .parallel.engine import Forward
 from .parallel.shard import gather_nothing
 from .parallel.world import World
@@ -145,13 +147,22 @@ def references(
     return References(stage, size, world, stores, kept, world.from_main(known))
 
 
+def asked_model(recipe: Recipe) -> ModelSection:
+    """The model that is the reference: the one to train, or another one."""
+    stage, model = comparing(recipe.stage), recipe.model
+    if stage is None or stage.reference is None:
+        return model
+    return replace(model, path=stage.reference, revision=None, adapter=None, quantization_bit=None)
+
+
 def _key(identity: str, store: Store) -> str:
     return xxhash.xxh3_128_hexdigest(f"{identity} {store.content}".encode())
 
 
 def _identity(recipe: Recipe, base: Path) -> str:
     """Another one whenever the reference may be another, or compute otherwise."""
-    model = recipe.model
+    model = asked_model(recipe)
+    base = base if model is recipe.model else resolve(model)
     folders = [base] if model.adapter is None else [base, model.adapter]
     settings = (
         *(model.dtype, model.quantization_bit, model.quantization_type, model.double_quantization),

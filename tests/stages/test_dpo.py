@@ -142,6 +142,7 @@ def test_a_pair_without_labels_counts_nothing(stage):
         ({"gamma": -1, "loss_type": "simpo"}, "gamma: must not be negative, got -1"),
         ({"gamma": 1}, "gamma means nothing to loss_type: sigmoid"),
         ({"sft_weight": -1}, "sft_weight: must not be negative, got -1"),
+        ({"reference": "x", "loss_type": "orpo"}, "reference means nothing to loss_type: orpo"),
         ({"loss_type": "sigmod"}, "did you mean sigmoid"),
     ],
     ids=str,

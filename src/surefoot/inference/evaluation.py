@@ -28,6 +28,7 @@ from ..parallel.engine import Forward
 from ..parallel.section import ParallelSection
 from ..parallel.world import ALONE, World
 from ..recipe.recipe import Recipe
+from ..references import asked_model
 from ..training.evaluate import evaluate
 from ..training.precision import autocast, choose
 from ..training.stage import comparing, is_likelihood, measured, smoothing
@@ -111,7 +112,8 @@ def references(
     stage = comparing(recipe.stage)
     if stage is None:
         return {}
-    start = adopt(open_start(recipe, world=world, parallel=parallel), recipe)
+    begun = replace(recipe, model=asked_model(recipe))
+    start = adopt(open_start(begun, world=world, parallel=parallel), recipe)
     with world.main_first():  # which fills the cache
         parts = held_out(recipe, start.codec, dataset=dataset, limit=limit)
     found: dict[str, Said] = {part.name: [] for part in parts}

@@ -94,12 +94,15 @@ def _build(document: Document, base: Path) -> Recipe:
 
 def _with_places(recipe: Recipe, base: Path) -> Recipe:
     """The recipe with its folders found, so that it means the same wherever it is read again."""
-    model, data, train = recipe.model, recipe.data, recipe.train
+    model, data, train, stage = recipe.model, recipe.data, recipe.train, recipe.stage
+    if isinstance(stage, DPO) and stage.reference:
+        stage = replace(stage, reference=locate_model(stage.reference, base))
     adapter = locate(model.adapter, base) if model.adapter else None
     run, caches = train.output_dir, (data.cache_dir, train.cache_dir)
     data_cache, run_cache = (path.expanduser().absolute() if path else None for path in caches)
     return replace(
         recipe,
+        stage=stage,
         model=replace(model, path=locate_model(model.path, base), adapter=adapter),
         data=replace(data, dataset_dir=locate(data.dataset_dir, base), cache_dir=data_cache),
         train=replace(

@@ -52,6 +52,10 @@ class DPO:
     sft_weight: float = 0.0
     """Add so much of the loss of ``sft`` on the chosen answer, the mean over its tokens."""
 
+    reference: str | None = None
+    """Another model to compare with, a folder or a hub id, that has the same tokenizer. Unset: the
+    model as it was before the first step."""
+
     def __post_init__(self) -> None:
         if self.beta <= 0:
             raise ValueError(f"beta must be positive, got {self.beta}")
@@ -63,6 +67,8 @@ class DPO:
             raise ValueError(f"gamma must not be negative, got {self.gamma}")
         if self.gamma != DPO.gamma and self.loss_type != "simpo":
             raise ValueError(f"gamma means nothing to loss_type: {self.loss_type}")
+        if self.reference is not None and not self.compares:
+            raise ValueError(f"reference means nothing to loss_type: {self.loss_type}")
         if self.sft_weight < 0:
             raise ValueError(f"sft_weight must not be negative, got {self.sft_weight}")
 

@@ -108,8 +108,12 @@ def measured(stage: Stage) -> tuple[str, ...]:
 
 @runtime_checkable
 class ComparingStage(Stage, Protocol):
-    """A stage that may learn from what a reference, the policy before the first step, says about
-    each example. That is asked once; then features have it as ``reference``."""
+    """A stage that may learn from what a reference, the policy before the first step or another
+    model, says about each example. That is asked once; then features have it as ``reference``."""
+
+    @property
+    def reference(self) -> str | None:
+        """The path of another model."""
 
     @property
     def compares(self) -> bool:
