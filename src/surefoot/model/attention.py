@@ -143,10 +143,12 @@ def by_document(kernel: Kernel) -> Callable[..., tuple[torch.Tensor, None]]:
             "softcap": kwargs.get("softcap"),
         }
         lengths = [b - a for a, b in pairwise(bounds.values)]
-        # split, not slices: the backward pass of each slice would fill a whole row with zeros
-        documents = zip(*(torch.split(t, lengths, dim=2) for t in (query, key, value)), strict=True)
-        parts = [kernel(*document, **settings) for document in documents]
-        return torch.cat(parts, dim=2).transpose(1, 2).contiguous(), None
+        # split, not slices: the backward pass of each slice would fill a whole row with zeros; and
+        # tokens first, as projections have them, or gradients would be laid out anew
+        rows = (torch.split(t.transpose(1, 2), lengths, dim=1) for t in (query, key, value))
+        documents = ([t.transpose(1, 2) for t in document] for document in zip(*rows, strict=True))
+        parts = [kernel(*document, **settings).transpose(1, 2) for document in documents]
+        return torch.cat(parts, dim=1).contiguous(), None
 
     return attend
 
