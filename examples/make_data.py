@@ -302,6 +302,28 @@ def notes(num_rows: int, seed: int, *, reserved: bool) -> list[dict[str, str]]:
     return list(rows.values())
 
 
+def preference(row: dict[str, str]) -> dict[str, str] | None:
+    """The row as a pair, if its record has gaps: one that leaves them out is better than one that
+    writes ``none``."""
+    fields = row["output"].split("; ")
+    known = [field for field in fields if not field.endswith(": none")]
+    if len(known) == len(fields):
+        return None
+    better = "; ".join(known)
+    return {
+        "instruction": row["instruction"],
+        "input": row["input"],
+        "chosen": better,
+        "rejected": row["output"],
+    }
+
+
+def preferences(num_rows: int, seed: int, *, reserved: bool) -> list[dict[str, str]]:
+    """Pairs about other orders, which do not say everything."""
+    pairs = map(preference, notes(8 * num_rows, seed + 1_000_000, reserved=reserved))
+    return [pair for pair in pairs if pair is not None][:num_rows]
+
+
 # ---- files
 
 
@@ -339,22 +361,29 @@ def write_rows(path: Path, rows: Iterable[dict[str, str]]) -> None:
 
 
 def main() -> None:
-    """Write the corpus, the training rows and the held-out rows."""
+    """Write the corpus, and the rows to learn and those held out of both kinds."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "data")
     parser.add_argument("--texts", type=int, default=100_000, help="texts in the corpus")
     parser.add_argument("--rows", type=int, default=3000, help="rows to fine-tune on")
     parser.add_argument("--held-out", type=int, default=200, help="rows to evaluate on")
+    parser.add_argument("--pairs", type=int, default=600, help="pairs to learn a preference from")
+    parser.add_argument("--held-out-pairs", type=int, default=100, help="pairs to evaluate on")
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
     texts = list(corpus(arguments.texts, arguments.seed))
     train = notes(arguments.rows, arguments.seed, reserved=False)
     held_out = notes(arguments.held_out, arguments.seed, reserved=True)
-    check_nothing_leaks([*(t["text"] for t in texts), *(r["input"] for r in train)], held_out)
+    pairs = preferences(arguments.pairs, arguments.seed, reserved=False)
+    held_out_pairs = preferences(arguments.held_out_pairs, arguments.seed, reserved=True)
+    seen = [*(t["text"] for t in texts), *(r["input"] for r in (*train, *pairs))]
+    check_nothing_leaks(seen, [*held_out, *held_out_pairs])
     arguments.out.mkdir(parents=True, exist_ok=True)
     write_rows(arguments.out / "corpus.jsonl", texts)
     write_rows(arguments.out / "orders_train.jsonl", train)
     write_rows(arguments.out / "orders_held_out.jsonl", held_out)
+    write_rows(arguments.out / "pairs_train.jsonl", pairs)
+    write_rows(arguments.out / "pairs_held_out.jsonl", held_out_pairs)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ LAYERS = [
     ["bench"],
     ["run", "inference", "estimate"],
     ["build"],
-    ["feed"],
+    ["feed", "references"],
     ["staging", "encoding_beside", "watchers"],
     ["interchange", "integrations"],
     ["run_folder", "encoding", "startup"],
@@ -33,7 +33,7 @@ LAZY = {"peft", "datasets", "matplotlib", "tensorboard", "modelscope", "pandas",
 LAZY |= {"torch.utils.tensorboard", "fsspec", "pyarrow", "flash_attn"}
 # What a recipe names is read without these; they come with the first call.
 LATER, LATER_FILES = {"torch", "numpy"}, {"batch", "optim/adamw", "data/collate", "data/pack"}
-LATER_FILES |= {"model/targets"}
+LATER_FILES |= {"data/pairs", "model/targets", "stages/dpo", "training/preferences"}
 LAZY_FILES = {"cli", "__init__", "__main__"}
 MAX_FILE, MAX_FUNCTION, MAX_PARAMETERS = 400, 60, 8
 PICKLES = {"interchange/pickles.py"}  # of the Hugging Face Trainer and of DCP, and no others

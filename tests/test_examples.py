@@ -105,7 +105,23 @@ def test_the_corpus_has_no_record_and_no_instruction(make_data):
         assert make_data.INSTRUCTION not in text["text"]
 
 
-@pytest.mark.parametrize("recipe", ["quickstart.yaml", "base.yaml"])
+def test_the_bundled_pairs_are_those_the_generator_writes(make_data):
+    train, held_out = rows("pairs_train.jsonl"), rows("pairs_held_out.jsonl")
+    assert train == make_data.preferences(len(train), seed=1, reserved=False)
+    assert held_out == make_data.preferences(len(held_out), seed=1, reserved=True)
+    make_data.check_nothing_leaks([row["input"] for row in train], held_out)
+    seen = {row["input"] for row in (*rows("orders_train.jsonl"), *train)}
+    assert not seen & {row["input"] for row in held_out}
+
+
+def test_the_better_of_two_records_leaves_out_what_nobody_knows():
+    for row in (*rows("pairs_train.jsonl"), *rows("pairs_held_out.jsonl")):
+        worse = record({"output": row["rejected"]})
+        better = record({"output": row["chosen"]})
+        assert better == {key: value for key, value in worse.items() if value != "none"} != worse
+
+
+@pytest.mark.parametrize("recipe", ["quickstart.yaml", "base.yaml", "dpo.yaml"])
 def test_the_recipes_are_valid(recipe):
     assert load(EXAMPLES / recipe).data.dataset_dir == DATA
 

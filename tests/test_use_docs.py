@@ -12,7 +12,7 @@ from folders import save_data, save_model, save_recipe
 from surefoot.cli.main import main
 
 PAGES = Path(__file__).parent.parent / "docs" / "how-to"
-NAMES = ("chat", "evaluate", "export")
+NAMES = ("chat", "predict", "evaluate", "export")
 
 
 def blocks(page, language):
@@ -32,6 +32,11 @@ def project(tmp_path_factory):
     save_data(folder / "data")
     save_data(folder / "data", "exam", [{"instruction": "1+1?", "output": "2"}])
     (folder / "questions.txt").write_text("1+1?\n2+2?\n")
+    text = (PAGES / "predict.md").read_text()
+    (told,) = re.findall(
+        r'^```yaml title="answers.yaml"\n(.*?)^```', text, re.DOTALL | re.MULTILINE
+    )
+    (folder / "answers.yaml").write_text(told)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         recipe = save_recipe(
@@ -58,8 +63,8 @@ def test_commands_run_as_they_stand(project, page):
         assert stdin is None or len(done.stdout.splitlines()) == len(stdin.splitlines())
 
 
-@pytest.mark.parametrize("page", ["chat", "export"])
+@pytest.mark.parametrize("page", ["chat", "predict", "export"])
 def test_python_runs_as_it_stands(project, page, capsys):
     (code,) = blocks(page, "python")
     exec(compile(code, page, "exec"), {})
-    assert len(capsys.readouterr().out.splitlines()) >= (2 if page == "chat" else 0)
+    assert len(capsys.readouterr().out.splitlines()) >= (0 if page == "export" else 2)

@@ -24,8 +24,10 @@ Features = Mapping[str, Sequence[int]]
 
 @dataclass(frozen=True)
 class Places:
-    """Where the trained labels of a batch are predicted: at N positions in K columns."""
+    """The trained labels of a batch, in reading order, and where they are predicted: at N positions
+    in K columns."""
 
+    labels: torch.Tensor  # [N]
     rows: torch.Tensor  # [N]
     columns: torch.Tensor  # [N] of the batch
     kept: torch.Tensor  # [K] the columns that the head is asked for
@@ -40,6 +42,9 @@ class Batch:
     its documents; a padded one is a rectangle with an ``attention_mask``. ``labels[b, t]`` is the
     token to predict *at* position t, that is, from the tokens before t; it is ``IGNORE_INDEX``
     where nothing is trained, and always at the first token of a document.
+
+    A document of a packed row may be a prompt and two answers to it, ``branches``: what is before
+    the second answer is then the prompt alone, for labels, positions and attention.
     """
 
     input_ids: torch.Tensor  # [B, T] int64
@@ -48,6 +53,9 @@ class Batch:
     attention_mask: torch.Tensor | None = None  # [B, T] int64, 1 for real tokens; None when packed
     cu_seqlens: torch.Tensor | None = (
         None  # [D + 1] int32, on the CPU, 0 first and T last; None when padded
+    )
+    branches: torch.Tensor | None = (
+        None  # [D, 3] int32, on the CPU: tokens of prompt and answers, 0 of what is not there
     )
     extras: Mapping[str, torch.Tensor] = field(
         default_factory=dict
@@ -84,15 +92,18 @@ class Batch:
         return self.located()._mapped(lambda tensor: tensor.to(device, non_blocking=True))
 
     def _mapped(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
-        """With ``function`` of each tensor but the bounds, which are read on the host, where
-        kernels are launched from."""
-        found = {name: function(tensor) for name, tensor in _tensors(self).items()}
-        found.pop("cu_seqlens", None)
+        """With ``function`` of each tensor but those that are read on the host, where kernels are
+        launched from."""
+        moved = {n: tensor for n, tensor in _tensors(self).items() if n not in _ON_HOST}
+        found = {name: function(tensor) for name, tensor in moved.items()}
         extras = {name: function(tensor) for name, tensor in self.extras.items()}
         at = self.at
         if at is not None:
             at = replace(at, **{name: function(part) for name, part in _tensors(at).items()})
         return replace(self, **found, extras=extras, at=at)
+
+
+_ON_HOST = ("cu_seqlens", "branches")
 
 
 def _tensors(holder: Batch | Places) -> dict[str, torch.Tensor]:
@@ -103,23 +114,40 @@ def _tensors(holder: Batch | Places) -> dict[str, torch.Tensor]:
 
 
 def places(batch: Batch) -> Places:
-    """The places of ``batch``. ``labels[b, t]`` is predicted at position t - 1.
+    """The places of ``batch``. ``labels[b, t]`` is predicted at position t - 1, and the first label
+    of a second answer where that of the first one is.
 
     A packed row keeps just its trained positions; a rectangle, the columns where any row is
     trained.
     """
     import numpy as np
 
-    labels = batch.labels[:, 1:]
-    rows, columns = np.nonzero(labels.cpu().numpy() != IGNORE_INDEX)
+    labels = batch.labels[:, 1:].cpu().numpy()
+    rows, columns = np.nonzero(labels != IGNORE_INDEX)
+    found = labels[rows, columns]
 
-    def here(found: np.ndarray) -> torch.Tensor:
-        return labels.new_tensor(found)
+    def here(values: np.ndarray) -> torch.Tensor:
+        return batch.labels.new_tensor(values)
 
+    if batch.branches is not None:
+        columns = _before(batch)[columns]
     if len(labels) == 1:
-        return Places(here(rows), here(columns), here(columns), None)
+        return Places(here(found), here(rows), here(columns), here(columns), None)
     kept, among_kept = np.unique(columns, return_inverse=True)
-    return Places(here(rows), here(columns), here(kept), here(among_kept))
+    return Places(here(found), here(rows), here(columns), here(kept), here(among_kept))
+
+
+def _before(batch: Batch) -> np.ndarray:
+    """[T - 1] for each token of a row but the first, the position of the token before it."""
+    import numpy as np
+
+    assert batch.cu_seqlens is not None
+    assert batch.branches is not None
+    before = np.arange(batch.labels.shape[1] - 1)
+    starts, parts = batch.cu_seqlens[:-1].numpy(), batch.branches.numpy()
+    starts, (prompt, first, _) = starts[parts[:, 2] > 0], parts[parts[:, 2] > 0].T
+    before[starts + prompt + first - 1] = starts + prompt - 1
+    return before
 
 
 Window = Sequence[Batch]  # the micro-batches of one optimizer step

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -37,7 +37,7 @@ from .model.load import (
     upcast_trained,
 )
 from .model.low_rank import use_one_pass
-from .model.quantized import num_elements
+from .model.quantized import check_alone, num_elements
 from .model.weights import AdapterWeights, FullWeights, names_in_files
 from .optim.state import NamedState
 from .parallel.engine import Forward, plain
@@ -47,15 +47,16 @@ from .parallel.shard import gather_nothing, layers, shard
 from .parallel.vocabulary import cut_vocabulary
 from .parallel.world import ALONE, World
 from .recipe.recipe import Recipe, dump
+from .references import References, references
 from .staging import Staging, staged
-from .startup import Values, begin, check_packed, settle_attention
+from .startup import Values, begin, check_packed, settle_attention, settle_sharing
 from .training.callback import Callbacks, Context, TrainerCallback
 from .training.interval import Interval
 from .training.memory import keep_freed_memory
 from .training.precision import LossScaler, PrecisionName, autocast, choose
 from .training.randomness import seed_everything, use_deterministic_kernels
 from .training.saver import Saver
-from .training.stage import Models, smoothing
+from .training.stage import Models, measured, smoothing
 from .training.state import TrainerControl, TrainerState
 from .training.step import Step
 from .training.trainer import Trainer
@@ -71,8 +72,10 @@ def build(
     resume: Path | None = None,
     trust_pickle: bool = False,
     world: World = ALONE,
+    is_trial: bool = False,
 ) -> Trainer:
-    """The trainer of a recipe, its states those of the checkpoint ``resume`` if one is given."""
+    """The trainer of a recipe, its states those of the checkpoint ``resume`` if one is given. Of a
+    trial only the speed matters: no reference is asked about its examples."""
     writer: interchange.Writer | None = None
     if resume is not None:
         writer = interchange.writer_of(resume, trust_pickle=trust_pickle, pp=world.pp)
@@ -82,10 +85,15 @@ def build(
     base = resolve(recipe.model)
     codec = build_codec(recipe, base)
     data, feeder = feed.open_data(recipe, codec, base, world)
+    asked = references(recipe, base, data, world)
+    is_asked = asked is None or asked.is_complete or is_trial
     is_kept = resume is not None and writer != "trainer" and recipe.method.kind == "full"
+    is_kept = is_kept and is_asked  # what is not to be asked anything need not have values
     policy = build_policy(recipe, base, codec.tokenizer, world, is_read=not is_kept)
     saver = build_saver(recipe, policy, codec, base, world)
     trainer = assemble(recipe, policy, data, saver, world)
+    if asked is not None:
+        refer(trainer, recipe, policy, data, asked.blank() if is_trial else asked)
     trainer.feeder = feeder
     trainer.callbacks.members = [*standard_callbacks(recipe, world), *callbacks]
     if resume is not None:
@@ -103,10 +111,24 @@ def build(
         trainer.state.attention = settle_attention(policy.inner, bounds, dtype, known, world)
     if recipe.data.packing and policy.values is not None:
         policy.model.eval()
-        check_packed(trainer.forward, policy.inner)  # it has values only now
+        is_proven = check_packed(trainer.forward, policy.inner)  # it has values only now
+        policy.sharing.is_proven = world.from_main(is_proven)
         gather_nothing(policy.model)
+    if recipe.data.packing:
+        state, inner = trainer.state, policy.inner
+        state.shares_prompts = settle_sharing(policy.sharing, inner, state.shares_prompts)
     trainer.callbacks.emit("on_init_end")
     return trainer
+
+
+def refer(trainer: Trainer, recipe: Recipe, policy: Policy, data: Data, asked: References) -> None:
+    """Let the examples of ``trainer``, which has not begun, have what the reference says of them,
+    that is, its own policy now."""
+    collate, world = feed.build_collate(recipe, policy.sharing), trainer.world
+    asked.ask(trainer.forward, policy.model, collate)
+    data = asked.added(data)
+    trainer.loader = feed.build_loader(recipe, data, collate, world)
+    trainer.evals = feed.build_evals(recipe, data, collate, world)
 
 
 def build_codec(recipe: Recipe, base: Path) -> Codec:
@@ -128,6 +150,7 @@ class Policy:
     weights: FullWeights | AdapterWeights  # what its checkpoints hold
     values: Values | None = None  # of a model that has none yet
     head: AskedHead | None = None  # of ``inner``, if it can be asked for more than logits
+    sharing: attention.Sharing = field(default_factory=attention.Sharing)
 
 
 def build_policy(
@@ -144,11 +167,7 @@ def build_policy(
     it, it has no values yet.
     """
     dtype = training_dtype(recipe.model)
-    if recipe.model.quantization_bit is not None and world.size > 1:
-        raise RecipeError(
-            f"model.quantization_bit: a quantized base learns in one process, not {world.size}; "
-            "start one, or leave quantization_bit unset and let the processes share the weights"
-        )
+    check_alone(recipe.model, world.size)
     start = None
     if world.mesh is not None or not is_read:
         start = begin(base, recipe.model, dtype=dtype)
@@ -158,8 +177,11 @@ def build_policy(
         else start.model
     )
     grew = grow_embeddings(model, tokenizer)
-    if recipe.data.packing:
-        (attention.use_packed if start is None else attention.switch_to_packed)(model)
+    sharing = attention.Sharing()
+    if recipe.data.packing and start is None:
+        sharing.is_proven = attention.use_packed(model)
+    elif recipe.data.packing:
+        attention.switch_to_packed(model)
     seed_everything(recipe.train.seed, 1)
     method: Callable[[PreTrainedModel], nn.Module] = recipe.method.apply
     if recipe.model.adapter is not None:
@@ -181,7 +203,7 @@ def build_policy(
     share = learning / sum(num_elements(p) for p in policy.parameters())
     logger.info("%s parameters learn, %.3g %% of all", f"{learning:,}", 100 * share)
     weights = AdapterWeights(policy) if is_adapter else FullWeights(model)
-    return Policy(policy, model, weights, values, asked_head(model))
+    return Policy(policy, model, weights, values, asked_head(model), sharing)
 
 
 def _refuse_frozen_new_tokens(policy: nn.Module) -> None:
@@ -209,7 +231,8 @@ def policy_dtype(recipe: Recipe, policy: Policy) -> torch.dtype:
 
 def assemble(recipe: Recipe, policy: Policy, data: Data, saver: Saver, world: World) -> Trainer:
     """Put the parts together."""
-    loader = feed.build_loader(recipe, data, world)
+    collate = feed.build_collate(recipe, policy.sharing)
+    loader = feed.build_loader(recipe, data, collate, world)
     section, precision = recipe.train, choose(recipe.train.precision)
     names = names_in_files(policy.model, policy.weights)  # before they are cut
     size = sum(num_elements(p) for p in policy.model.parameters())
@@ -255,7 +278,7 @@ def assemble(recipe: Recipe, policy: Policy, data: Data, saver: Saver, world: Wo
         ),
         forward=engine.forward,
         loader=loader,
-        evals=feed.build_evals(recipe, data, world),
+        evals=feed.build_evals(recipe, data, collate, world),
         saver=saver,
         callbacks=Callbacks(context, state, control),
         state=state,
@@ -282,7 +305,7 @@ def build_engine(
     cuts: Mapping[str, Cuts],
 ) -> Engine:
     """A pipeline, if the model is shared out over one; otherwise one micro-batch after another."""
-    learning, measuring = recipe.stage.needs, (*recipe.stage.needs, "predictions")
+    learning, measuring = recipe.stage.needs, measured(recipe.stage)
     if staging is None:
         forward = partial(build_forward, policy, recipe, world, precision)
         return Engine(plain(forward(learning), device()), forward(measuring))

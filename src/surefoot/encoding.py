@@ -84,4 +84,5 @@ def _encode(recipe: Recipe, codec: Codec, examples: Sequence[Example]) -> list[E
 
 
 def _fingerprint(recipe: Recipe, codec: Codec) -> dict[str, str]:
-    return {"codec": codec.fingerprint, "stage": repr(recipe.stage)}
+    # of a stage no setting changes what is encoded
+    return {"codec": codec.fingerprint, "stage": type(recipe.stage).__name__}

@@ -8,12 +8,15 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 
+from .batch import Batch, Features
 from .data.chat import Codec
 from .data.loader import Collate, InOrder, Loader
+from .data.pairs import unshared
 from .data.prefetch import for_device
 from .data.prepare import Prepared
 from .data.stream_loader import StreamLoader
@@ -21,6 +24,7 @@ from .data.streamed import Streamed
 from .encoding import prepared, streamed
 from .encoding_beside import POLL_SECONDS, Beside
 from .errors import RecipeError
+from .model.attention import Sharing
 from .model.load import device
 from .parallel.world import World, launched
 from .recipe.recipe import Recipe
@@ -76,27 +80,41 @@ def stream_data(
     return data, beside
 
 
-def build_loader(recipe: Recipe, data: Data, world: World) -> Windows:
+def build_collate(recipe: Recipe, sharing: Sharing) -> Collate:
+    """How examples become a micro-batch: as their stage lays them, but with a prompt for each
+    answer where the model cannot share them."""
+
+    def collate(features: Sequence[Features]) -> Batch:
+        batch = recipe.stage.collate(features, packing=recipe.data.packing)
+        return batch if sharing.is_proven else unshared(batch)
+
+    return collate
+
+
+def build_loader(recipe: Recipe, data: Data, collate: Collate, world: World) -> Windows:
     """Windows of micro-batches from the training examples."""
     if isinstance(data, Streamed):
         return StreamLoader(
             data.train,
-            build_collate(recipe),
+            collate,
             global_batch_size=recipe.train.global_batch_size,
             micro_batch_size=recipe.train.micro_batch_size,
             seed=recipe.train.seed,
             buffer_size=recipe.data.buffer_size,
+            packing=recipe.data.packing,
             shuffle=recipe.data.shuffle,
             held=data.held,
             rank=world.data_rank,
             world_size=world.num_data_ranks,
+            prefetch=for_device(device()),
         )
     return Loader(
         dataset=data.train,
-        collate=build_collate(recipe),
+        collate=collate,
         global_batch_size=recipe.train.global_batch_size,
         micro_batch_size=recipe.train.micro_batch_size,
         seed=recipe.train.seed,
+        packing=recipe.data.packing,
         shuffle=recipe.data.shuffle,
         rank=world.data_rank,
         world_size=world.num_data_ranks,
@@ -114,23 +132,18 @@ def packed_bounds(recipe: Recipe, loader: Windows) -> list[int]:
     return [length * count for count in range(recipe.train.micro_batch_size + 1)]
 
 
-def build_evals(recipe: Recipe, data: Data, world: World) -> dict[str, InOrder]:
+def build_evals(recipe: Recipe, data: Data, collate: Collate, world: World) -> dict[str, InOrder]:
     """This process's share of the micro-batches of every evaluation set, by its name."""
     return {
         name: InOrder(
             dataset,
-            build_collate(recipe),
+            collate,
             micro_batch_size=recipe.train.micro_batch_size,
             rank=world.data_rank,
             world_size=world.num_data_ranks,
         )
         for name, dataset in data.evals.items()
     }
-
-
-def build_collate(recipe: Recipe) -> Collate:
-    """How examples become a micro-batch."""
-    return partial(recipe.stage.collate, packing=recipe.data.packing)
 
 
 def num_steps(section: TrainSection, steps_per_epoch: int | None) -> int:

@@ -90,14 +90,16 @@ def begin(
     section: ModelSection,
     *,
     dtype: torch.dtype | Literal["auto"],
+    weights: Path | None = None,
 ) -> Start | None:
     """The model in ``base`` without values; None, said in the log, if it can only be loaded whole.
+    ``weights`` is the folder that has them, if it is another one.
 
     Raises ``ModelError`` as ``load_model`` does.
     """
     try:
         why = why_not_empty(base, section)
-        source = None if why else open_named(base)
+        source = None if why else open_named(weights or base, base)
     except (CheckpointError, ValueError, OSError) as error:  # loading it whole will say more
         why, source = str(error), None
     if source is not None:
@@ -172,16 +174,17 @@ class Values:
             raise ModelError(problem)
 
 
-def check_packed(forward: Callable[[Batch], Outputs], model: PreTrainedModel) -> None:
-    """Prove that no document sees another in packed rows of ``model``, which may be in parts: all
-    processes run ``forward`` together. Raises ``ModelError``."""
+def check_packed(forward: Callable[[Batch], Outputs], model: PreTrainedModel) -> bool:
+    """Prove that no document sees another in packed rows of ``model``, which may be in parts;
+    whether two answers may share a prompt. All processes run ``forward`` together. Raises
+    ``ModelError``."""
 
     def logps(batch: Batch) -> torch.Tensor:
         found = forward(batch.to(device())).logps
         assert found is not None
         return found
 
-    attention.prove_apart(model, logps)
+    return attention.prove_apart(model, logps)
 
 
 def settle_attention(
@@ -197,6 +200,14 @@ def settle_attention(
     if known is None and world.is_main:
         known = choose(row_of(model, bounds, device(), dtype))
     return use(model, world.from_main(known))
+
+
+def settle_sharing(sharing: attention.Sharing, model: PreTrainedModel, known: bool | None) -> bool:
+    """Whether packed rows of ``model`` share prompts: as is ``known`` of a run that goes on, for
+    what is proven depends on rounding, if only for experts; otherwise if that is proven."""
+    if known is not None and attention.is_by_document(model):
+        sharing.is_proven = known
+    return sharing.is_proven
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from click.testing import CliRunner
 
 import surefoot
 from folders import save_data, save_model, save_recipe
+from project import Project, metrics
 from surefoot.cli.main import main
 
 
@@ -153,3 +154,26 @@ def test_answers_that_cannot_be_written_are_an_error(project, tmp_path):
     done = run(project, "--limit", 1, "--output", tmp_path / "file" / "answers.jsonl")
     assert done.exit_code == 2
     assert "cannot write the generations" in done.stderr
+
+
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_of_pairs_the_rewards_are_those_that_training_logged(method, tmp_path):
+    made = Project(
+        tmp_path,
+        stage="dpo",
+        method=method,
+        data={"datasets": ["pairs"], "val_size": 4},
+        train={"max_steps": 4, "eval_steps": 4},
+        generate={"max_new_tokens": 8},
+    )
+    surefoot.train(made.recipe)
+    logged = metrics(made.run)[-1]
+    found = json.loads(run(made.recipe, "--json").stdout)
+    for name in ("loss", "rewards/chosen", "rewards/margins", "rewards/accuracies", "logps/chosen"):
+        assert found[name] == pytest.approx(logged[f"eval_{name}"], abs=1e-5)
+    assert found["answers"] == 4
+    (answer, *_) = lines(made.run / "generations-checkpoint-4.jsonl")
+    assert answer["reference"].startswith("It is ")
+    assert "said the hen" not in answer["reference"]
+    base = json.loads(run(made.recipe, "--json", "--model", "base").stdout)
+    assert base["rewards/margins"] == pytest.approx(0, abs=1e-5)

@@ -8,6 +8,7 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from folders import save_data, save_recipe
+from project import Project
 from surefoot.cli.main import main
 from surefoot.cli.preview import Figures, Part, Rendered, Shown, histogram, show
 
@@ -86,7 +87,9 @@ def test_json_holds_all_of_it(recipe):
     assert sums["dropped"] == {"the prompt leaves no room for an answer within data.cutoff_len": 1}
     assert len(sums["lengths"]) == 4
     first, second = sums["shown"]
-    assert first["items"][0]["parts"] == [
+    parts = first["items"][0]["parts"]
+    assert all(part.pop("answer") is None for part in parts)
+    assert parts == [
         {"text": "<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n", "learnt": False},
         {"text": "2<|im_end|>", "learnt": True},
         {"text": "\n", "learnt": False},
@@ -135,3 +138,21 @@ def test_every_length_is_in_one_bar(lengths, cutoff):
 
 def test_no_lengths_make_no_histogram():
     assert list(histogram([], 10)) == []
+
+
+def test_of_a_pair_both_answers_are_shown(tmp_path):
+    made = Project(tmp_path, stage="dpo", data={"datasets": ["pairs"]})
+    out = run(made.recipe, "-n", 1).stdout
+    assert "user\nWhat is 0 plus 0?<|im_end|>" in out
+    assert out.count("What is 0 plus 0?") == 1
+    assert (
+        "assistant\nchosen: [[It is 0.<|im_end|>]]\nrejected: [[It is 1, said the hen.<|im_end|>]]"
+        in out
+    )
+    (pairs,) = json.loads(run(made.recipe, "--json", "-n", 1).stdout)["datasets"]
+    (item,) = pairs["shown"][0]["items"]
+    answers = {part["answer"]: part["text"] for part in item["parts"] if part["learnt"]}
+    assert answers == {
+        "chosen": "It is 0.<|im_end|>",
+        "rejected": "It is 1, said the hen.<|im_end|>",
+    }

@@ -75,5 +75,5 @@ def test_convert_prints_a_recipe_and_names_what_it_did_not_look_at(tmp_path):
     assert "no train_dataset: say what to train on" in run("convert", file).stderr
     recipe.write_text(result.stdout)
     assert load(recipe).model.path == "m"
-    file.write_text("run_mode: predict")
-    assert "take `surefoot chat FOLDER`" in run("convert", file).stderr
+    file.write_text("run_mode: eval")
+    assert "take `surefoot eval RECIPE`" in run("convert", file).stderr

@@ -19,12 +19,19 @@ from surefoot.optim import OPTIMIZERS
 from surefoot.schema import settings
 from surefoot.stages import STAGES
 from surefoot.training import TrainerCallback
+from surefoot.training.stage import as_if_asked
 
+RANKED = ("dpo",)  # stages that learn from pairs of answers
 VARIANTS = {**STAGES, **METHODS, **OPTIMIZERS}
 EXAMPLES = [
     Example(messages=(Message("user", "What is 1 plus 1?"), Message("assistant", "It is 2."))),
     Example(messages=(Message("user", "And then?"),), text="Once upon a time."),
     Example(messages=(Message("user", ""), Message("assistant", ""))),
+    Example(
+        messages=(Message("user", "What is 1 plus 1?"),),
+        chosen=Message("assistant", "It is 2."),
+        rejected=Message("assistant", "It is 3, or more."),
+    ),
 ]
 
 
@@ -51,16 +58,17 @@ def test_a_stage_gives_one_outcome_per_example_and_batches_of_what_it_kept(name)
     kept = [o.features if isinstance(o, Cut) else o for o in outcomes if not isinstance(o, Dropped)]
     items = [item for features in kept for item in features]
     assert items
+    items = as_if_asked(stage, items)
     packed, padded = (stage.collate(items, packing=packing) for packing in (True, False))
     assert packed.num_trained == padded.num_trained > 0
-    assert packed.num_tokens == padded.num_tokens
+    assert packed.num_tokens <= padded.num_tokens  # a shared prompt is there once
 
 
 @pytest.mark.parametrize("name", STAGES)
 def test_a_loss_is_a_sum_with_its_weight_so_batches_add_up(name):
     stage = STAGES[name]()
     outcomes = [o for o in stage.encode(EXAMPLES, codec()) if not isinstance(o, Dropped)]
-    items = [item for features in outcomes for item in features]
+    items = as_if_asked(stage, [item for features in outcomes for item in features])
     items = (items * 2)[:2]
     halves = [stage.collate([item], packing=True) for item in items]
     whole = stage.collate(items, packing=True)
@@ -84,7 +92,8 @@ def test_a_method_lets_something_learn_and_the_model_still_speaks(name):
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("method", METHODS)
 def test_every_stage_and_method_resumes_to_the_same_bits(stage, method, tmp_path):
-    project = Project(tmp_path, stage=stage, method=method, train={"max_steps": 8})
+    data = {"datasets": ["pairs" if stage in RANKED else "sums"]}
+    project = Project(tmp_path, stage=stage, method=method, data=data, train={"max_steps": 8})
     surefoot.train(project.recipe)
     cut = str(tmp_path / "cut")
     options = {"train.output_dir": cut, "checkpoint.save_steps": 5}

@@ -1,6 +1,7 @@
 """Data that is read while it is encoded: the same windows, whoever reads them and whenever."""
 
 import json
+import threading
 from functools import partial
 from itertools import count
 
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from surefoot.data.collate import collate
 from surefoot.data.pack import unpack
+from surefoot.data.prefetch import Prefetch
 from surefoot.data.section import DataSection
 from surefoot.data.stream_loader import StreamLoader
 from surefoot.data.streamed import encode_stream, open_stream
@@ -167,8 +169,37 @@ def test_without_shuffling_the_order_is_that_of_the_data_and_no_more_is_waited_f
         return encode(examples)
 
     it, _ = loader(section, shuffle=False, buffer_size=1000, shard_rows=3, encode=noting)
-    assert items(it.next_window()) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert flat(it.next_window()) == list(range(8))
     assert len(seen) == 9
+
+
+def test_windows_made_ahead_are_those_made_on_the_spot_and_wait_for_no_encoding(tmp_path):
+    section = write(tmp_path, d=[1, 2] * 20)
+    threads = set()
+
+    def more(found):
+        threads.add(threading.current_thread())
+        return next(found, None)
+
+    def ahead(shards):
+        data = open_stream(section, encode, fingerprint={}, seed=1, more=partial(more, shards))
+        how = {"global_batch_size": 8, "micro_batch_size": 2, "seed": 1, "buffer_size": 6}
+        return StreamLoader(data.train, COLLATE, prefetch=Prefetch(noting), **how)
+
+    def noting(window):
+        made_by.append(threading.current_thread())
+        return window
+
+    made_by = []
+    it = ahead(encode_stream(section, encode, fingerprint={}, shard_rows=5))
+    plain, _ = loader(section)
+    for _ in range(20):
+        assert it.state_dict() == plain.state_dict()
+        assert items(it.next_window()) == items(plain.next_window())
+    assert threads == {threading.main_thread()}
+    assert len(set(made_by)) > 10
+    it.load_state_dict(loader(section)[0].state_dict())
+    assert items(it.next_window()) == items(loader(section)[0].next_window())
 
 
 def test_the_first_step_waits_for_the_buffer_and_for_nothing_behind_it(tmp_path):

@@ -62,8 +62,7 @@ def trainer(
         parallel=ParallelSection(**{"tp": world.tp, **(parallel or {})}),
     )
     inner = tiny.model(kind, **{"num_hidden_layers": 2, **changes})
-    if packing:
-        attention.use_packed(inner)
+    sharing = attention.Sharing(packing and attention.use_packed(inner))
     seed_everything(0, 1)
     model = method.apply(inner)
     if recompute:
@@ -83,7 +82,7 @@ def trainer(
         world=world,
     )
     data = Prepared(examples or small.examples(), {}, Report(()))
-    return assemble(recipe, Policy(model, inner, weights), data, saver, world)
+    return assemble(recipe, Policy(model, inner, weights, sharing=sharing), data, saver, world)
 
 
 def learn(made, count):

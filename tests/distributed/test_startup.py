@@ -26,13 +26,14 @@ from surefoot.errors import ModelError
 from surefoot.methods.freeze import Freeze
 from surefoot.methods.full import Full
 from surefoot.methods.lora import LoRA
+from surefoot.model.attention import Sharing, use_packed
 from surefoot.model.load import load_model
 from surefoot.model.section import ModelSection
 from surefoot.optim.adamw import AdamW
 from surefoot.parallel.world import ALONE
 from surefoot.recipe.recipe import Recipe
 from surefoot.stages.sft import SFT
-from surefoot.startup import begin, check_packed
+from surefoot.startup import begin, check_packed, settle_sharing
 from surefoot.training.saver import Saver
 from surefoot.training.section import TrainSection
 
@@ -68,7 +69,7 @@ def begun(world, folder, *, method=None, model=None, tokens=(), packing=False, p
     )
     made = assemble(recipe, policy, Prepared(small.examples(), {}, Report(())), saver, world)
     if packing and policy.values is not None:
-        check_packed(made.forward, policy.inner)
+        assert check_packed(made.forward, policy.inner), "prompts may be shared"
     return made
 
 
@@ -380,3 +381,13 @@ def test_a_disk_that_fails_one_process_is_an_error_in_all(tmp_path, monkeypatch)
             begun(world, tmp_path)
 
     ranks.run(2, work)
+
+
+@pytest.mark.parametrize("known", [None, True, False])
+def test_a_run_that_goes_on_shares_prompts_as_it_did(known):
+    model = tiny.model()
+    for is_proven in (True, False):
+        use_packed(model)
+        sharing = Sharing(is_proven)
+        assert settle_sharing(sharing, model, known) == (is_proven if known is None else known)
+    assert not settle_sharing(Sharing(), tiny.model(), known)  # not in a kernel of another

@@ -8,8 +8,15 @@ from hypothesis import strategies as st
 from surefoot.data.collate import collate
 from surefoot.data.dataset import in_memory
 from surefoot.data.loader import Loader
+from surefoot.data.pairs import collate_pairs
 from surefoot.errors import DataError
-from surefoot.estimate.batches import course_of, heaviest, loader_of, trained_counts
+from surefoot.estimate.batches import (
+    course_of,
+    heaviest,
+    loader_of,
+    token_counts,
+    trained_counts,
+)
 from surefoot.recipe.recipe import read
 
 
@@ -42,6 +49,7 @@ def every_batch(made, items, ranks, steps):
             global_batch_size=made.train.global_batch_size,
             micro_batch_size=made.train.micro_batch_size,
             seed=made.train.seed,
+            packing=made.data.packing,
             rank=rank,
             world_size=ranks,
         )
@@ -70,11 +78,11 @@ def test_figures_are_those_of_the_batches_that_come(lengths, sizes, packing, how
     assert counted <= course.tokens, "a batch that teaches nothing is not counted by a run"
     if trained.all():
         assert counted == course.tokens
-    found = heaviest(loader, course.steps, items.lengths, trained, packing=packing)
+    found = heaviest(loader, course.steps, items.lengths, trained)
     here = collate([items[int(i)] for i in found], packing=packing)
     most = max(b.input_ids.numel() for b in every_batch(made, items, ranks, course.steps))
     assert here.input_ids.numel() == most or most <= max(lengths), "a filler is no batch"
-    only = heaviest(loader, course.steps, items.lengths, trained, packing=packing, logit_weight=1e6)
+    only = heaviest(loader, course.steps, items.lengths, trained, logit_weight=1e6)
     assert trained[only].sum() == max((b.num_trained for b in batches), default=0)
 
 
@@ -96,3 +104,15 @@ def test_batches_that_do_not_divide_are_refused_as_in_training():
     made = recipe(global_batch_size=8, micro_batch_size=4)
     with pytest.raises(DataError, match="multiple of micro_batch_size x ranks"):
         loader_of(made, dataset([5] * 9), 3)
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_a_prompt_counts_as_often_as_it_is_computed(packing):
+    pairs = [
+        {"input_ids": [*range(sum(lengths))], "labels": [0] * sum(lengths), "lengths": lengths}
+        for lengths in ([2, 3, 4], [7, 1, 1])
+    ]
+    items = in_memory(pairs)
+    counts = token_counts(recipe(packing), items)
+    laid = [collate_pairs([pair], packing=packing).num_tokens for pair in pairs]
+    assert counts.tolist() == laid == ([9, 9] if packing else [11, 16])

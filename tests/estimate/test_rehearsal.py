@@ -7,12 +7,13 @@ import pytest
 import torch
 
 from surefoot.batch import Batch
+from surefoot.data.pairs import collate_pairs
 from surefoot.errors import ModelError, RecipeError
 from surefoot.estimate.live import Live
 from surefoot.estimate.rehearsal import NotRehearsedError, describe, rehearse
 from surefoot.training.precision import autocast
 
-from .scene import batch, head_of, kept, policy, recipe, skeleton, total
+from .scene import batch, features, head_of, kept, policy, recipe, skeleton, total
 
 SHAPES = [(40,), (20, 33, 11), (9, 9, 9, 50)]
 CPU = torch.device("cpu")
@@ -52,6 +53,15 @@ def test_other_architectures_need_no_formula_of_their_own(tmp_path, kind, packin
     micro_batch = batch(made, 30, 17)
     expected = kept(policy(made), micro_batch)
     assert rehearse(skeleton(made), micro_batch).kept.total == pytest.approx(expected, rel=0.02)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma2"])
+def test_a_shared_prompt_is_kept_once(tmp_path, kind):
+    made = recipe(tmp_path, kind, data={"packing": True})
+    pairs = [{**item, "lengths": [4, 20, 16]} for item in features(40, 40)]
+    shared = collate_pairs(pairs, packing=True)
+    expected = kept(policy(made), shared)
+    assert rehearse(skeleton(made), shared).kept.total == pytest.approx(expected, rel=0.02)
 
 
 @pytest.mark.parametrize(

@@ -54,6 +54,23 @@ def test_answers_come_in_the_order_of_their_prompts_and_are_counted():
     assert found == [by_hand(network, prompt, 3) for prompt in PROMPTS]
 
 
+@pytest.mark.parametrize("sample", [False, True])
+def test_shares_of_the_batches_together_are_the_whole(sample):
+    network = model()
+    section = GenerateSection(max_new_tokens=6, batch_size=2, do_sample=sample)
+    asked = {"stop_token_ids": [], "seed": 3}
+    whole, counts = engine.answer(network, PROMPTS, section, **asked), []
+    shares = [
+        engine.answer(
+            network, PROMPTS, section, **asked, share=engine.Share(i, 2), on_answered=counts.append
+        )
+        for i in range(2)
+    ]
+    assert [a or b for a, b in zip(*shares, strict=True)] == whole
+    assert [bool(a) ^ bool(b) for a, b in zip(*shares, strict=True)] == [True] * len(PROMPTS)
+    assert counts == [2, 2, 1] * 2
+
+
 def test_no_prompt_needs_no_answer():
     assert engine.answer(model(), [], GenerateSection(), stop_token_ids=[2]) == []
 

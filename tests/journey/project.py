@@ -60,6 +60,17 @@ def rows(count=24):
     ]
 
 
+def pairs(count=24):
+    return [
+        {
+            "instruction": f"What is {i % 9} plus {i // 9}?",
+            "chosen": f"It is {i % 9 + i // 9}.",
+            "rejected": f"It is {i % 9 + i // 9 + 1 + i % 3}, said the hen.",
+        }
+        for i in range(count)
+    ]
+
+
 class Project:
     """``recipe.yaml`` in ``folder``, with everything it names beside it."""
 
@@ -69,8 +80,14 @@ class Project:
         model_folder(folder / "model", kind)
         (folder / "data").mkdir()
         (folder / "data" / "sums.jsonl").write_text("\n".join(map(json.dumps, rows())) + "\n")
+        (folder / "data" / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs())) + "\n")
         (folder / "data" / "dataset_info.json").write_text(
-            json.dumps({"sums": {"file_name": "sums.jsonl"}})
+            json.dumps(
+                {
+                    "sums": {"file_name": "sums.jsonl"},
+                    "pairs": {"file_name": "pairs.jsonl", "ranking": True},
+                }
+            )
         )
         self.sections = {
             "model": {"path": "model"},

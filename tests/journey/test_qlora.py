@@ -2,7 +2,9 @@
 it is in its files."""
 
 import json
+import tomllib
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from surefoot.recipe.recipe import load
 needs_bitsandbytes = pytest.mark.skipif(
     find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed"
 )
+ROOT = Path(__file__).parents[2]
 LORA = {"lora": {"rank": 4, "dropout": 0.1}}
 
 
@@ -56,8 +59,10 @@ def test_it_learns_goes_on_to_the_bit_and_merges_into_the_whole_base(bits, tmp_p
 
 @pytest.mark.skipif(find_spec("bitsandbytes") is not None, reason="bitsandbytes is installed")
 def test_without_bitsandbytes_the_error_says_what_to_install(tmp_path):
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    (needed,) = extras["optional-dependencies"]["qlora"]
     with pytest.raises(
-        ModelError, match=r"quantization_bit: needs `pip install surefoot\[qlora\]`"
+        ModelError, match=f"quantization_bit: 4 needs bitsandbytes.*`pip install '{needed}'`"
     ):
         surefoot.train(project(tmp_path, 4).recipe)
 

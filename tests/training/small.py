@@ -31,6 +31,10 @@ from surefoot.training.triggers import Flow, Trigger
 class Items(list):
     fingerprint = "the same"
 
+    @property
+    def lengths(self):
+        return np.array([len(item["input_ids"]) for item in self])
+
 
 def examples(count=14, seed=5):
     random = np.random.default_rng(seed)
@@ -100,6 +104,7 @@ def trainer(
         global_batch_size=section.global_batch_size,
         micro_batch_size=section.micro_batch_size,
         seed=section.seed,
+        packing=packing,
         prefetch=prefetch,
     )
     state = TrainerState(max_steps=section.max_steps, train_batch_size=section.micro_batch_size)

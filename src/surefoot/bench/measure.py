@@ -87,7 +87,7 @@ def measure(recipe: Recipe, steps: int, folder: Path) -> Figures:
     Raises:
         SurefootError: as ``surefoot train`` would.
     """
-    trainer = build(_short(recipe, steps, folder))
+    trainer = build(_short(recipe, steps, folder), is_trial=True)
     where, loader = device(), trainer.loader
     assert isinstance(loader, Loader)  # for nothing is streamed here
     meter = Meter(Clock(where), loader)
@@ -95,7 +95,7 @@ def measure(recipe: Recipe, steps: int, folder: Path) -> Figures:
     trainer.step.run_window = timed(trainer.step.run_window, meter.clock.turn, meter.count)
     section = recipe.train
     run_steps = section.max_steps or math.ceil(section.num_epochs * loader.steps_per_epoch)
-    loader.window = _heaviest_window(loader, run_steps, packing=recipe.data.packing)
+    loader.window = _heaviest_window(loader, run_steps)
     trainer.fit()
     first, *_ = costs = meter.clock.steps()
     measured = costs[WARM_UP:]
@@ -131,11 +131,11 @@ def _short(recipe: Recipe, steps: int, folder: Path) -> Recipe:
     return replace(recipe, train=train, data=data)
 
 
-def _heaviest_window(loader: Loader, run_steps: int, *, packing: bool) -> int:
+def _heaviest_window(loader: Loader, run_steps: int) -> int:
     """The window of the first epoch that has the micro-batch with the most tokens."""
     lengths = loader.dataset.lengths
     steps = min(run_steps, loader.steps_per_epoch)
-    items = heaviest(loader, steps, lengths, np.zeros_like(lengths), packing=packing)
+    items = heaviest(loader, steps, lengths, np.zeros_like(lengths))
     return int(np.argmax(loader.order(0) == items[0])) // loader.global_batch_size
 
 

@@ -137,18 +137,24 @@ FORMATS = {
     "grad_norm": "{:.3g}",
     "learning_rate": "{:.3g}",
     "tokens_per_second": "{:,.0f}",
+    "rewards/accuracies": "{:.1%}",
+    "rewards/margins": "{:.3g}",
     "eval_loss": "{:.4f}",
     "eval_perplexity": "{:.4g}",
     "eval_token_accuracy": "{:.1%}",
+    "eval_rewards/accuracies": "{:.1%}",
+    "eval_rewards/margins": "{:.3g}",
 }
 BAR = 20  # characters
 BY_IMPORTANCE = (
     *("loss", "left", "checkpoint", "tokens_per_second"),
-    *("learning_rate", "trend", "grad_norm", "memory"),
+    *("rewards/accuracies", "learning_rate", "trend", "grad_norm", "memory", "rewards/margins"),
 )
 LABELS = {
     "loss": "loss",
     "trend": "",
+    "rewards/accuracies": "right",
+    "rewards/margins": "margin",
     "learning_rate": "lr",
     "grad_norm": "grad",
     "tokens_per_second": "tok/s",

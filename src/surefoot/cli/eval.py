@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING
 import click
 
 from .loading import loading
+from .progress import progress
 
 if TYPE_CHECKING:
     from ..address import Address
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ..recipe.recipe import Recipe
 
 BASE = "base"
-Advance = Callable[[int], None]
+UNSHOWN = ("rewards/chosen", "rewards/rejected", "logps/chosen", "logps/rejected")  # but in JSON
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Result:
 
     name: str
     num_examples: int
-    metrics: dict[str, float]  # loss, perplexity, token_accuracy
+    metrics: dict[str, float]  # loss, perplexity, token_accuracy, say
     answers: Sequence[Generation] = field(default=())
 
     @property
@@ -63,9 +63,10 @@ def eval_(recipe: Path, overrides: tuple[str, ...], **options: object) -> None:
     """Evaluate the run of RECIPE on data that it was not trained on.
 
     That is data.eval_datasets, or what data.val_size holds out. Prints loss, perplexity and token
-    accuracy; for conversations the model also answers every one itself (section generate; greedy
-    unless it samples), and exact match is the share of answers that are those of the data, white
-    space around them aside. All answers go to generations-CHECKPOINT.jsonl in the run's folder.
+    accuracy; of stage dpo, how often the better answer has the higher reward, and by how much. For
+    conversations the model also answers every one itself (section generate; greedy unless it
+    samples), and exact match is the share of answers that are those of the data, white space around
+    them aside. All answers go to generations-CHECKPOINT.jsonl in the run's folder.
 
     Without --model, the best checkpoint of the run if its recipe ends with that one, otherwise the
     newest. OVERRIDES are dotted fields such as generate.max_new_tokens=64.
@@ -74,17 +75,14 @@ def eval_(recipe: Path, overrides: tuple[str, ...], **options: object) -> None:
 
     loaded = load(recipe, overrides)  # what is wrong with it is said before the slow imports
     with loading():
-        from ..inference import adopt, held_out
+        from ..inference import adopt, held_out, references
 
+    where = {"dataset": options["dataset"], "limit": options["limit"]}
+    said = references(loaded, **where)  # type: ignore[arg-type]
     opened, name = _open(loaded, options["model"], options["base"])  # type: ignore[arg-type]
     opened = adopt(opened, loaded)
-    parts = held_out(
-        loaded,
-        opened.codec,
-        dataset=options["dataset"],  # type: ignore[arg-type]
-        limit=options["limit"],  # type: ignore[arg-type]
-    )
-    results = [_evaluate(opened, loaded, part) for part in parts]
+    parts = held_out(loaded, opened.codec, **where)  # type: ignore[arg-type]
+    results = [_evaluate(opened, loaded, part, said.get(part.name)) for part in parts]
     written = None
     if any(result.answers for result in results):
         written = options["output"] or loaded.train.folder / f"generations-{name}.jsonl"
@@ -134,29 +132,19 @@ def _path(run: Address | Path, model: str | None) -> str:
     return model
 
 
-def _evaluate(opened: Opened, recipe: Recipe, part: HeldOut) -> Result:
+def _evaluate(
+    opened: Opened, recipe: Recipe, part: HeldOut, said: list[list[float]] | None
+) -> Result:
     from ..inference import generations, measure, num_batches
 
     count = len(part.examples)
-    with _progress(f"{part.name}: loss", num_batches(recipe, count)) as advance:
-        metrics = measure(opened, recipe, part.examples, on_batch=lambda: advance(1))
+    with progress(f"{part.name}: loss", num_batches(recipe, count)) as advance:
+        metrics = measure(opened, recipe, part.examples, said=said, on_batch=lambda: advance(1))
     answers: list[Generation] = []
     if recipe.stage.uses_template:
-        with _progress(f"{part.name}: answers", count) as advance:
+        with progress(f"{part.name}: answers", count) as advance:
             answers = generations(opened, recipe, part.examples, on_answered=advance)
     return Result(part.name, count, metrics, answers)
-
-
-@contextmanager
-def _progress(title: str, total: int) -> Iterator[Advance]:
-    """A bar on standard error, if that is a terminal; it leaves nothing behind."""
-    from rich.console import Console
-    from rich.progress import Progress
-
-    console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task(title, total=total)
-        yield lambda count: bar.advance(task, count)
 
 
 def write_generations(path: Path, results: Sequence[Result]) -> None:
@@ -211,7 +199,7 @@ def _print(name: str, results: Sequence[Result], written: object) -> None:
 
     console = Console(highlight=False)
     table = Table("dataset", title=f"{name} on held-out data", title_justify="left")
-    metrics = list(results[0].metrics)
+    metrics = [name for name in results[0].metrics if name not in UNSHOWN]
     for column in ("examples", *(metric.replace("_", " ") for metric in metrics)):
         table.add_column(column, justify="right")
     for result in results:

@@ -1,4 +1,4 @@
-"""Importing what is heavy, without the collector of garbage looking for any in it."""
+"""Importing what is heavy, without work that an import has no need of."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from .mending import mending
+
 
 @contextmanager
 def loading() -> Iterator[None]:
-    """Import inside; what has been imported is not looked through again.
+    """Import inside; the collector of garbage does not look through what has been imported.
 
     torch and transformers make about a million objects, all of which stay. Every collection amid
     them walks those that are there already: a fifth of the processor time until a model trains.
@@ -18,7 +20,8 @@ def loading() -> Iterator[None]:
     was_on = gc.isenabled()
     gc.disable()
     try:
-        yield
+        with mending():
+            yield
     finally:
         gc.freeze()
         if was_on:

@@ -22,6 +22,7 @@ COMMANDS = {
     "plan": "Tell what a run will take: steps, memory, disk and time.",
     "bench": "Measure how fast a recipe trains here, and which settings are faster.",
     "chat": "Talk to a model, a checkpoint or an adapter.",
+    "predict": "Answer a file of prompts, on one process or many.",
     "eval": "Loss, perplexity and exact match on held-out data.",
     "export": "Write a model to use elsewhere, its adapter merged.",
     "ckpt": "List, show, compare, verify, prune and convert checkpoints.",

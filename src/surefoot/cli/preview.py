@@ -27,17 +27,19 @@ if TYPE_CHECKING:
 
 ROWS = 2000  # of each dataset, for the figures, unless all are asked for
 BATCH = 500
-LEARNT = "bold green"
+LEARNT, REJECTED = "bold green", "bold red"
+ANSWERS = (None, "chosen", "rejected")  # what the lengths of a pair are of
 BINS, WIDTH = 8, 40  # bars of the histogram up to cutoff_len, and characters of the longest
 UNLIMITED = 1 << 30
 
 
 @dataclass(frozen=True)
 class Part:
-    """A stretch of text that is learnt, or is not."""
+    """A stretch of text that is learnt, or is not; of a pair, the answer that it is."""
 
     text: str
     learnt: bool
+    answer: str | None = None  # chosen or rejected
 
 
 @dataclass(frozen=True)
@@ -202,10 +204,19 @@ def _sequence(codec: Codec, item: Features) -> Rendered:
     for ids, labels in _pairs(item):
         is_learnt = [label != IGNORE_INDEX for label in labels]
         trained += sum(is_learnt[1:])  # nothing predicts the first token
-        bounds = [0, *(i for i in range(1, len(ids)) if is_learnt[i] != is_learnt[i - 1]), len(ids)]
+        answers = _answers(item, len(ids))
+        kinds = list(zip(is_learnt, answers, strict=True))
+        bounds = [0, *(i for i in range(1, len(ids)) if kinds[i] != kinds[i - 1]), len(ids)]
         for start, end in pairwise(bounds):
-            parts.append(Part(codec.tokenizer.decode(list(ids[start:end])), is_learnt[start]))
+            text = codec.tokenizer.decode(list(ids[start:end]))
+            parts.append(Part(text, is_learnt[start], answers[start]))
     return Rendered(parts, _num_tokens(item), trained)
+
+
+def _answers(item: Features, count: int) -> list[str | None]:
+    """Of each token, which answer of a pair it is in."""
+    lengths = item.get("lengths", (count,))
+    return [name for name, length in zip(ANSWERS, lengths, strict=False) for _ in range(length)]
 
 
 def show(console: Console, figures: Figures, cutoff_len: int) -> None:
@@ -225,12 +236,16 @@ def show(console: Console, figures: Figures, cutoff_len: int) -> None:
 def _show_example(console: Console, shown: Shown) -> None:
     console.print(Text(f"── {shown.origin}: {_fate(shown)}", style="bold"))
     for item in shown.items:
-        text = Text()
+        text, answer = Text(), None
         for part in item.parts:
-            if part.learnt:
-                text.append(part.text if console.is_terminal else f"[[{part.text}]]", style=LEARNT)
-            else:
-                text.append(part.text, style="dim")
+            if part.answer != answer:
+                newline = "" if text.plain.endswith("\n") else "\n"
+                text.append(f"{newline}{part.answer}: ", style="bold")
+            answer = part.answer
+            style = REJECTED if answer == ANSWERS[-1] else LEARNT
+            is_marked = part.learnt and not console.is_terminal
+            words = f"[[{part.text}]]" if is_marked else part.text
+            text.append(words, style=style if part.learnt else "dim")
         console.print(text)
     console.print()
 

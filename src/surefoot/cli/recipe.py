@@ -36,6 +36,8 @@ def show(path: Path, overrides: tuple[str, ...], docs: bool) -> None:
 def convert(path: Path, overrides: tuple[str, ...]) -> None:
     """Print the YAML FILE of MindSpore Transformers as a recipe.
 
+    With run_mode: predict, that is what `surefoot predict` takes in its place.
+
     Keys that cannot be had here are refused, each with the reason. What its data sets take beside
     the recipe, and keys that were not looked at, are told on standard error. OVERRIDES such as
     data.datasets=[mine] win.
@@ -44,12 +46,16 @@ def convert(path: Path, overrides: tuple[str, ...]) -> None:
     from ..recipe.files import read_text
     from ..recipe.from_mindformers import convert as from_mindformers
     from ..recipe.overrides import override
+    from ..recipe.prediction import Prediction
     from ..recipe.recipe import Recipe
     from ..recipe.yaml import emit, parse
 
     found = from_mindformers(parse(read_text(path), str(path)))
-    click.echo(emit(override(Recipe, Document(found.nested()), overrides).data), nl=False)
-    if not any(override.startswith("data.datasets") for override in overrides):
+    kind = Prediction if found.is_prediction else Recipe
+    click.echo(emit(override(kind, Document(found.nested()), overrides).data), nl=False)
+    if found.is_prediction or not any(
+        override.startswith("data.datasets") for override in overrides
+    ):
         for line in found.advice:
             click.echo(line, err=True)
     if found.left:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import click
 
+from ..recipe.prediction import Prediction
 from ..recipe.recipe import Recipe
 from ..recipe.yaml import emit
 from ..schema import Setting, json_schema, markdown, settings, variant_name
@@ -49,6 +50,16 @@ file names another method. A mapping changes only the settings it names.
 [recipe.schema.json](recipe.schema.json) makes editors complete and check it: write
 `# yaml-language-server: $schema=recipe.schema.json` in its first line.
 """
+ANSWERS = """# Answers without training
+
+`surefoot predict` also takes a file with these sections:
+
+```yaml title="answers.yaml"
+model: {path: runs/qwen}
+generate: {max_new_tokens: 100}
+parallel: {tp: 2}
+```
+"""
 CLI = """# The command line
 
 A mistake that you can put right gives exit code 2 and a message without a traceback; `--verbose`,
@@ -58,7 +69,7 @@ anywhere on the line, adds the traceback. Ctrl-C gives 130.
 
 def recipe_page() -> str:
     """Every section, variant and setting."""
-    return "\n".join([NOTE, RECIPE, *_sections()])
+    return "\n".join([NOTE, RECIPE, *_sections(), *_answers()])
 
 
 def schema_page() -> str:
@@ -89,6 +100,18 @@ def _sections() -> Iterator[str]:
         for variant, cls in (setting.choices or {}).items():
             yield f"### `{name}: {variant}`\n"
             yield from _section(cls)
+
+
+def _answers() -> Iterator[str]:
+    """What is not said of a recipe already."""
+    yield ANSWERS
+    known = {setting.section for setting in settings(Recipe).values()}
+    for name, setting in settings(Prediction).items():
+        if setting.section is not None and setting.section not in known:
+            yield f"## `{name}` of answers\n"
+            yield from _section(setting.section)
+        else:
+            yield f"`{name}`, as above: {setting.doc}\n"
 
 
 def _section(cls: type) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from pathlib import Path
 
@@ -25,7 +26,8 @@ def train(recipe: Path, overrides: tuple[str, ...], trust_pickle: bool) -> None:
     Started again, the same command goes on from the newest checkpoint in train.output_dir that
     verifies. Ctrl-C or SIGTERM finish the step, save, and leave with 128 + the signal's number.
     """
-    from surefoot.recipe.recipe import load
+    with loading():
+        from surefoot.recipe.recipe import load
 
     loaded = load(recipe, overrides)  # what is wrong with it is said before the slow imports
     with loading():
@@ -36,6 +38,9 @@ def train(recipe: Path, overrides: tuple[str, ...], trust_pickle: bool) -> None:
         raise SystemExit(code)
     with loading():
         from surefoot.run import run
+
+        if loaded.method.kind == "adapter":
+            importlib.import_module("peft")  # which the method will ask for
 
     outcome = run(loaded, trust_pickle=trust_pickle)
     if outcome.signal is not None:

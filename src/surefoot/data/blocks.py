@@ -39,8 +39,9 @@ class Blocks:
         if not self.shuffle:
             return np.arange(start, end)
         place = epoch, start, end
-        if self._newest is None or self._newest[0] != place:
+        known = self._newest  # of one moment: a thread may look ahead
+        if known is None or known[0] != place:
             stream = epoch * EPOCHS + start
-            order = permutation(end - start, seed=self.seed, stream=stream) + start
-            self._newest = place, order
-        return self._newest[1]
+            known = place, permutation(end - start, seed=self.seed, stream=stream) + start
+            self._newest = known
+        return known[1]

@@ -21,9 +21,9 @@ from .mix import Index
 
 
 class Ragged(NamedTuple):
-    """Lists of integers end to end: list i is ``flat[offsets[i]:offsets[i + 1]]``."""
+    """Lists of numbers end to end: list i is ``flat[offsets[i]:offsets[i + 1]]``."""
 
-    flat: NDArray[np.int32]
+    flat: NDArray[np.int32] | NDArray[np.float32]  # floats only of what a reference says
     offsets: Index  # [lists + 1]
 
 

@@ -7,15 +7,15 @@ examples of step k are the same whatever the number of ranks and the size of a m
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Protocol
 
 import numpy as np
-import torch
 
 from ..batch import IGNORE_INDEX, Batch, Features, Window
 from ..errors import DataError
 from .dataset import EncodedDataset
+from .deal import share
 from .mix import Index, permutation
 from .prefetch import Prefetch
 
@@ -26,8 +26,9 @@ Collate = Callable[[Sequence[Features]], Batch]
 class Loader:
     """Endless windows of one rank's micro-batches. Every example comes once an epoch.
 
-    The last window of an epoch holds what is left, evenly spread over micro-batches and ranks;
-    where fewer examples are left than there are ranks, some ranks get one that teaches nothing.
+    The examples of a window are dealt to micro-batches and ranks by their lengths (``deal``). The
+    last one of an epoch holds what is left; where that is fewer examples than there are ranks, some
+    ranks get one that teaches nothing.
     """
 
     dataset: EncodedDataset
@@ -36,6 +37,7 @@ class Loader:
     global_batch_size: int
     micro_batch_size: int
     seed: int
+    packing: bool = True  # how ``collate`` lays examples out
     shuffle: bool = True
     rank: int = 0
     world_size: int = 1
@@ -91,7 +93,14 @@ class Loader:
         """The items of each of this rank's micro-batches in any window."""
         start = window * self.global_batch_size
         items = self.order(epoch)[start : start + self.global_batch_size]
-        return share(items, self.micro_batch_size, self.rank, self.world_size)
+        return share(
+            items,
+            self.dataset.lengths[items],
+            micro_batch_size=self.micro_batch_size,
+            rank=self.rank,
+            world_size=self.world_size,
+            packing=self.packing,
+        )
 
     def order(self, epoch: int) -> Index:
         """All items in the order of an epoch."""
@@ -142,8 +151,8 @@ class InOrder:
         for start in range(0, len(self.dataset), size * self.world_size):
             first = start + size * self.rank
             rows = range(first, min(first + size, len(self.dataset)))
-            batch = self.collate([self.dataset[i] for i in rows or (0,)])
-            yield batch if rows else _without_labels(batch)
+            found = [self.dataset[i] for i in rows]
+            yield self.collate(found or [_without_labels(self.dataset[0])])
 
 
 class Items(Protocol):
@@ -152,18 +161,12 @@ class Items(Protocol):
     def __getitem__(self, item: int) -> Features: ...
 
 
-def share(items: Index, micro_batch_size: int, rank: int, world_size: int) -> list[Index]:
-    """The items of each of a rank's micro-batches, of those of a window, evenly spread."""
-    num_micro_batches = -(-len(items) // (micro_batch_size * world_size))
-    return np.array_split(items, num_micro_batches * world_size)[rank::world_size]
-
-
 def batch_of(group: Index, items: Items, collate: Collate) -> Batch:
     """The batch of a group. Where there is nothing left for a rank, one that teaches nothing: all
     ranks of a sharded model must run equally often."""
     if len(group):
         return collate([items[int(item)] for item in group])
-    return _without_labels(collate([items[0]]))
+    return collate([_without_labels(items[0])])
 
 
 def check_sizes(global_batch_size: int, micro_batch_size: int, world_size: int) -> None:
@@ -186,9 +189,9 @@ def check_same(saved: Mapping[str, object], here: Mapping[str, object]) -> None:
             )
 
 
-def _without_labels(batch: Batch) -> Batch:
-    """The same batch without labels."""
-    return replace(batch, labels=torch.full_like(batch.labels, IGNORE_INDEX))
+def _without_labels(item: Features) -> Features:
+    """The same example with nothing to learn."""
+    return {**item, "labels": [IGNORE_INDEX] * len(item["labels"])}
 
 
 NAMES = {

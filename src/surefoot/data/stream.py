@@ -13,6 +13,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Lock
 
 import numpy as np
 import xxhash
@@ -56,6 +57,7 @@ class Stream:
         self._firsts = [0]  # [parts begun] the first shard of each
         self._report = DatasetReport(name=parts[0].name)
         self._stores: dict[int, Store] = {}  # by shard, the one used last behind the others
+        self._lock = Lock()  # of these: a thread may make a window ahead
 
     @property
     def is_whole(self) -> bool:
@@ -71,9 +73,13 @@ class Stream:
     def reach(self, count: int) -> int:
         """Wait until there are ``count`` items, or all that there will ever be; how many are
         known."""
-        while self._known < count and not self.is_whole:
+        while not self.has(count):
             self._find_next()
         return self._known
+
+    def has(self, count: int) -> bool:
+        """Whether ``count`` items are known, or all that there will ever be."""
+        return self._known >= count or self.is_whole
 
     def content(self, shards: int) -> str | None:
         """The hash of the first ``shards`` shards; None if there are not so many."""
@@ -91,6 +97,15 @@ class Stream:
         """The features of one item that is known: views of its shard, int32."""
         shard = bisect_right(self._ends, item)
         return self._store(shard)[item - self._start(shard)]
+
+    def lengths(self, items: Index) -> Index:
+        """[items] Tokens of items that are known."""
+        shards = np.array([bisect_right(self._ends, item) for item in items.tolist()])
+        found = np.empty(len(items), np.int64)
+        for shard in np.unique(shards).tolist():
+            here = shards == shard
+            found[here] = self._store(shard).lengths[items[here] - self._start(shard)]
+        return found
 
     def stores(self, count: int) -> list[Store]:
         """The shards with the first ``count`` items, all mapped at once."""
@@ -146,7 +161,8 @@ class Stream:
         return self.parts[part].folder, shard - self._firsts[part]
 
     def _store(self, shard: int) -> Store:
-        store = self._stores.pop(shard, None)
+        with self._lock:
+            store = self._stores.get(shard)
         if store is None:
             folder, number = self._place(shard)
             cached = find_shard(folder, number)
@@ -160,9 +176,11 @@ class Stream:
         return store
 
     def _keep(self, shard: int, store: Store) -> None:
-        self._stores[shard] = store
-        if len(self._stores) > OPEN:
-            del self._stores[next(iter(self._stores))]
+        with self._lock:
+            self._stores.pop(shard, None)
+            self._stores[shard] = store
+            if len(self._stores) > OPEN:
+                del self._stores[next(iter(self._stores))]
 
 
 def names_of_rows(numbers: Index, parts: Sequence[Part]) -> Iterator[tuple[str, list[int]]]:

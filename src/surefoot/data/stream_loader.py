@@ -16,8 +16,10 @@ import numpy as np
 from ..batch import Window
 from ..errors import DataError
 from .blocks import Blocks
-from .loader import Collate, batch_of, check_same, check_sizes, share
+from .deal import share
+from .loader import Collate, batch_of, check_same, check_sizes
 from .mix import Index
+from .prefetch import Prefetch
 from .stream import Stream
 
 logger = logging.getLogger(__name__)
@@ -42,10 +44,12 @@ class StreamLoader:
     micro_batch_size: int
     seed: int
     buffer_size: int
+    packing: bool = True  # how ``collate`` lays examples out
     shuffle: bool = True
     held: Index = field(default_factory=_nothing)  # items that are not for training, ascending
     rank: int = 0
     world_size: int = 1
+    prefetch: Prefetch | None = None  # makes the next window ahead, if its examples are there
     epoch: int = field(default=0, init=False)  # of the next window
     window: int = field(default=0, init=False)  # the next one, counted from 0 in each epoch
 
@@ -79,13 +83,27 @@ class StreamLoader:
 
     def next_window(self) -> Window:
         """This rank's micro-batches of the next optimizer step; waits for them, and moves on."""
-        items = self.items(self.epoch, self.window)
-        if not len(items):
-            raise DataError(f"the data ends before window {self.window} of epoch {self.epoch + 1}")
-        groups = share(items, self.micro_batch_size, self.rank, self.world_size)
-        batches = [batch_of(group, self.stream, self.collate) for group in groups]
+        at, ahead = (self.epoch, self.window), self.prefetch
+        window = self.window_at(*at) if ahead is None else ahead.take(at, self.window_at)
         self.skip()
-        return batches
+        if ahead is not None and self._is_there(self.epoch, self.window):
+            ahead.begin((self.epoch, self.window), self.window_at)
+        return window
+
+    def window_at(self, epoch: int, window: int) -> Window:
+        """This rank's micro-batches of any window; waits for them."""
+        items = self.items(epoch, window)
+        if not len(items):
+            raise DataError(f"the data ends before window {window} of epoch {epoch + 1}")
+        groups = share(
+            items,
+            self.stream.lengths(items),
+            micro_batch_size=self.micro_batch_size,
+            rank=self.rank,
+            world_size=self.world_size,
+            packing=self.packing,
+        )
+        return [batch_of(group, self.stream, self.collate) for group in groups]
 
     def skip(self) -> None:
         """Leave out the next window."""
@@ -123,6 +141,12 @@ class StreamLoader:
         shards = int(state.get("shards", 0))
         check_same({"streaming": "shards" in state, **state}, self._identity(shards))
         self.epoch, self.window = int(state["epoch"]), int(state["window"])
+
+    def _is_there(self, epoch: int, window: int) -> bool:
+        """Whether a window can be made without waiting. That is for the thread of the run: what it
+        starts to encode ends with the thread that has started it."""
+        last = (window + 1) * self.global_batch_size - 1
+        return self.stream.has(self._blocks.around(epoch, last)[1] + len(self.held))
 
     def _reach(self, count: int) -> int:
         """Wait for so many examples, or the end of the data; how many there are, at least."""

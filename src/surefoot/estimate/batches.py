@@ -10,6 +10,7 @@ import numpy as np
 
 from ..batch import IGNORE_INDEX, Batch
 from ..data.dataset import EncodedDataset, Store
+from ..data.deal import deal, num_groups, positions, sums
 from ..data.loader import Loader
 from ..data.mix import Index
 from ..errors import DataError
@@ -43,6 +44,7 @@ def loader_of(recipe: Recipe, dataset: EncodedDataset, num_processes: int) -> Lo
         global_batch_size=recipe.train.global_batch_size,
         micro_batch_size=recipe.train.micro_batch_size,
         seed=recipe.train.seed,
+        packing=recipe.data.packing,
         shuffle=recipe.data.shuffle,
         world_size=num_processes,
     )
@@ -74,20 +76,22 @@ def heaviest(
     lengths: Index,
     trained: Index,
     *,
-    packing: bool,
     logit_weight: float = 0.0,
 ) -> Index:
     """[items] The micro-batch that takes the most memory: tokens, padding included, plus trained
     positions times ``logit_weight``, what one takes as against a token."""
     best, found = -1.0, np.arange(0)
+    size, ranks, packing = loader.micro_batch_size, loader.world_size, loader.packing
     for items in _items(loader, steps):
-        for groups in _micro_batches(loader, items):
-            widths = lengths[groups]
-            size = widths.sum(1) if packing else widths.max(1) * groups.shape[1]
-            cost = size + logit_weight * trained[groups].sum(1)
-            at = int(cost.argmax())
-            if cost[at] > best:
-                best, found = float(cost[at]), groups[at]
+        for windows in _windows(loader, items):
+            sizes, count = lengths[windows], num_groups(windows.shape[1], size, ranks)
+            groups = deal(sizes, micro_batch_size=size, world_size=ranks, packing=packing)
+            cost = positions(sizes, groups, count, packing=packing)
+            cost = cost + logit_weight * sums(trained[windows], groups, count)
+            window, group = divmod(int(cost.argmax()), count)
+            if cost[window, group] > best:
+                best = float(cost[window, group])
+                found = windows[window][groups[window] == group]
     return found
 
 
@@ -98,17 +102,35 @@ def _items(loader: Loader, steps: int) -> Iterator[Index]:
         yield loader.order(epoch)[: left * loader.global_batch_size]
 
 
-def _micro_batches(loader: Loader, items: Index) -> Iterator[Index]:
-    """[micro-batches, items] of the windows that are full, then each one of the last, if it is
-    not."""
-    size = loader.micro_batch_size
+def _windows(loader: Loader, items: Index) -> Iterator[Index]:
+    """[windows, items] The windows that are full, then the last one, if it is not."""
     full = len(items) // loader.global_batch_size * loader.global_batch_size
     if full:
-        yield items[:full].reshape(-1, size)
-    rest = items[full:]
-    if len(rest):
-        count = -(-len(rest) // (size * loader.world_size)) * loader.world_size
-        yield from (group[None] for group in np.array_split(rest, count) if len(group))
+        yield items[:full].reshape(-1, loader.global_batch_size)
+    if len(items) > full:
+        yield items[None, full:]
+
+
+def shares_prompts(recipe: Recipe) -> bool:
+    """Whether a run computes the prompt of two answers once."""
+    return recipe.data.packing and recipe.model.attention != "flash_attention_2"
+
+
+def token_counts(recipe: Recipe, dataset: EncodedDataset) -> Index:
+    """[items] The tokens of each item, padding not counted; a prompt of two answers twice, unless
+    they share it."""
+    if shares_prompts(recipe):
+        return dataset.lengths
+    again: Index = np.concatenate([_prompts(store) for store in dataset.stores])[dataset.index]
+    return dataset.lengths + again
+
+
+def _prompts(store: Store) -> Index:
+    lengths = store.features.get("lengths")
+    if lengths is None:
+        return np.zeros(len(store), np.int64)
+    prompts: Index = lengths.flat.reshape(-1, 3)[:, 0].astype(np.int64)
+    return prompts
 
 
 def trained_counts(dataset: EncodedDataset) -> Index:

@@ -14,9 +14,10 @@ from ..callbacks.jsonl import NAME as METRICS
 from ..data.chat import Codec
 from ..errors import RecipeError
 from ..model.load import resolve
+from ..model.quantized import check_alone, num_elements
 from ..recipe.recipe import Recipe
 from ..training.precision import PrecisionName
-from .batches import Course, course_of, loader_of, trained_counts
+from .batches import Course, course_of, loader_of, token_counts, trained_counts
 from .changes import changes
 from .examples import examples_of
 from .memory import Memory, Mesh
@@ -103,11 +104,13 @@ def make_plan(recipe: Recipe, machine: Machine, tokens_per_second: float | None 
         ModelError: no configuration or tokenizer.
         DataError: a dataset is missing or broken, or batches do not divide.
     """
+    check_alone(recipe.model, machine.num_processes)
     base = resolve(recipe.model, weights=False)
     codec = build_codec(recipe, base)
     mesh = mesh_of(recipe, machine)
     examples = examples_of(recipe, codec)
-    lengths, trained = examples.dataset.lengths, trained_counts(examples.dataset)
+    lengths = token_counts(recipe, examples.dataset)
+    trained = trained_counts(examples.dataset)
     loader = loader_of(recipe, examples.dataset, mesh.num_data_ranks)
     course = course_of(recipe, loader, lengths, trained)
     ground = Ground(base, codec, machine, examples.dataset, lengths, trained, course.steps)
@@ -116,7 +119,7 @@ def make_plan(recipe: Recipe, machine: Machine, tokens_per_second: float | None 
     found = rehearsed(recipe, ground, held, as_held=True)
     largest, most = memory_of(recipe, machine, held, found.passes)
     options = _options(recipe, ground, held, found) if found.not_known is None else ()
-    sizes = [(p.numel(), p.requires_grad) for p in alone.model.parameters()]
+    sizes = [(num_elements(p), p.requires_grad) for p in alone.model.parameters()]
     return Plan(
         machine=machine,
         mesh=mesh,

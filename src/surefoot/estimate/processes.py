@@ -17,11 +17,13 @@ from ..batch import Batch
 from ..data.chat import Codec
 from ..data.dataset import EncodedDataset
 from ..data.mix import Index
+from ..data.pairs import unshared
 from ..errors import RecipeError
 from ..parallel.schedule import order
 from ..recipe.recipe import Recipe
 from ..training.precision import PrecisionName
-from .batches import heaviest, loader_of
+from ..training.stage import as_if_asked
+from .batches import heaviest, loader_of, shares_prompts
 from .memory import Memory, Mesh, Pass, Snapshot, Weight, memory
 from .rehearsal import (
     NotRehearsedError,
@@ -142,6 +144,7 @@ def setting_of(recipe: Recipe, machine: Machine) -> Setting:
         sequence_parallel=section.sequence_parallel,
         pp=section.pp,
         num_parts=section.num_parts if section.pp > 1 else 1,
+        quantized=torch.bfloat16 if machine.on_gpu else torch.float32,
     )
 
 
@@ -232,17 +235,13 @@ def rehearse_window(skeleton: Skeleton, batch: Batch, count: int) -> Pass:
 
 def _batch(recipe: Recipe, ground: Ground, logit_weight: float) -> Batch:
     loader = loader_of(recipe, ground.dataset, mesh_of(recipe, ground.machine).num_data_ranks)
-    packing = recipe.data.packing
     items = heaviest(
-        loader,
-        ground.steps,
-        ground.lengths,
-        ground.trained,
-        packing=packing,
-        logit_weight=logit_weight,
+        loader, ground.steps, ground.lengths, ground.trained, logit_weight=logit_weight
     )
     features = [ground.dataset[int(item)] for item in items]
-    return recipe.stage.collate(features, packing=packing)
+    asked = as_if_asked(recipe.stage, features)
+    batch = recipe.stage.collate(asked, packing=recipe.data.packing)
+    return batch if shares_prompts(recipe) else unshared(batch)
 
 
 def memory_of(

@@ -42,6 +42,7 @@ from ..training.stage import smoothing
 from .axis import FirstOf
 from .live import Live
 from .memory import Pass, Snapshot, Weight
+from .packed import pack, will_be_packed
 from .share import Share, share
 
 CPU = torch.device("cpu")
@@ -67,6 +68,7 @@ class Setting:
     pp: int = 1  # processes that share the layers out
     place: int = 0  # of the process among these
     num_parts: int = 1  # stages of each of them
+    quantized: torch.dtype = torch.float32  # of products with quantized weights
 
 
 @dataclass(frozen=True)
@@ -98,6 +100,7 @@ def build(
         grow_embeddings(inner, tokenizer)
         if recipe.data.packing:
             attention.switch_to_packed(inner)
+        packed = will_be_packed(inner) if recipe.model.quantization_bit else []
         policy = _adapted(inner, recipe.model.adapter) or recipe.method.apply(inner)
         if setting.recomputes:
             recompute_activations(inner, keep_random=False)  # which has no state here
@@ -110,6 +113,7 @@ def build(
     own = _share(inner, weights, setting) if setting.pp > 1 else None
     mode = FakeTensorMode()
     _put(policy, mode, setting.gathered)
+    pack(packed, recipe.model, mode, setting.quantized)
     made = Skeleton(mode, policy.train(), inner, weights, recipe, setting, head, share=own)
     return _cut(made) if setting.tp > 1 else made
 
@@ -331,6 +335,7 @@ def _places(mode: FakeTensorMode, batch: Batch) -> Places:
     """The places of ``batch``, which is real, as fake tensors."""
     at = places(batch)
     return Places(
+        mode.from_tensor(at.labels),
         mode.from_tensor(at.rows),
         mode.from_tensor(at.columns),
         mode.from_tensor(at.kept),

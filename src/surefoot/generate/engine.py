@@ -2,14 +2,19 @@
 
 Prompts of similar length share a batch, padded on the left, so that every answer starts at once; an
 answer is the same as if its prompt had been alone. No answer outgrows the model's context window.
+
+Batches, and what is drawn in each, follow from the prompts and the seed alone, so that copies of a
+model can share them out.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import cast
 
+import numpy as np
 import torch
 from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
@@ -20,6 +25,21 @@ from .sampling import generation_config, padding
 from .section import GenerateSection
 
 Ids = Sequence[int]
+
+
+@dataclass(frozen=True)
+class Share:
+    """Every ``count``-th batch, from ``index`` on."""
+
+    index: int = 0
+    count: int = 1
+
+    def has(self, number: int) -> bool:
+        """Whether batch ``number`` is in it."""
+        return number % self.count == self.index
+
+
+EVERYTHING = Share()
 
 
 def context_length(model: nn.Module) -> int | None:
@@ -43,6 +63,7 @@ def answer(
     stop_token_ids: Sequence[int],
     seed: int | None = None,
     on_answered: Callable[[int], None] | None = None,
+    share: Share = EVERYTHING,
 ) -> list[list[int]]:
     """The answer to every prompt, in order, without the stop token that ended it.
 
@@ -52,24 +73,24 @@ def answer(
         section: how to sample, and ``batch_size``.
         stop_token_ids: what ends an answer.
         seed: makes sampling repeatable; torch's own generators stay as they are.
-        on_answered: told how many answers each batch gave.
+        on_answered: told how many answers each batch gives; also of batches that others answer.
+        share: the batches to answer here; prompts of the others have the empty answer.
 
     A prompt that fills the context window has the empty answer; see ``room``.
     """
     answers: list[list[int]] = [[] for _ in prompts]
     allowed = [_allowed(model, prompt, section) for prompt in prompts]
-    with _seeded(seed, model):
-        for batch in _batches([len(p) for p in prompts], allowed, section.batch_size):
-            most = allowed[batch[0]]
-            if most:
-                config = generation_config(
-                    section, max_new_tokens=most, stop_token_ids=stop_token_ids
-                )
+    batches = _batches([len(p) for p in prompts], allowed, section.batch_size)
+    for number, batch in enumerate(batches):
+        most = allowed[batch[0]]
+        if most and share.has(number):
+            config = generation_config(section, max_new_tokens=most, stop_token_ids=stop_token_ids)
+            with _seeded(None if seed is None else _derived(seed, number), model):
                 found = _generate(model, [prompts[i] for i in batch], config)
-                for index, ids in zip(batch, found, strict=True):
-                    answers[index] = _before_stop(ids, stop_token_ids)
-            if on_answered is not None:
-                on_answered(len(batch))
+            for index, ids in zip(batch, found, strict=True):
+                answers[index] = _before_stop(ids, stop_token_ids)
+        if on_answered is not None:
+            on_answered(len(batch))
     return answers
 
 
@@ -184,6 +205,12 @@ def _alone(model: PreTrainedModel, config: GenerationConfig) -> Iterator[None]:
         yield
     finally:
         model.generation_config = own
+
+
+def _derived(seed: int, number: int) -> int:
+    """A seed for batch ``number``; close inputs give unrelated ones."""
+    mixed = np.random.SeedSequence([abs(seed), int(seed < 0), number])
+    return int(mixed.generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
 @contextmanager

@@ -1,11 +1,12 @@
 """Using what was trained: find it by any path, open it as it was trained, write it out whole."""
 
 from .conversation import Answer, Conversation
-from .evaluation import Generation, adopt, generations, measure, num_batches
+from .evaluation import Generation, adopt, generations, measure, num_batches, references
 from .exported import export
 from .heldout import HeldOut, held_out
 from .located import Located, locate
 from .opened import Opened, open_model, open_start
+from .prediction import predict
 
 __all__ = [
     "Answer",
@@ -23,4 +24,6 @@ __all__ = [
     "num_batches",
     "open_model",
     "open_start",
+    "predict",
+    "references",
 ]

@@ -28,6 +28,13 @@ class Answer:
     ending: Ending
 
 
+def ending(length: int, left: int | None, section: GenerateSection) -> Ending:
+    """Why an answer of ``length`` tokens ended, with room for ``left`` (None: any number)."""
+    if left is not None and length >= left:
+        return "window"
+    return "length" if length >= section.max_new_tokens else "stop"
+
+
 @dataclass
 class Conversation:
     """Messages so far. Nothing of them is ever dropped, and nothing is added that was not said.
@@ -113,9 +120,4 @@ class Conversation:
             )
         except KeyboardInterrupt:
             return Answer("".join(pieces), "interrupted")
-        return Answer("".join(pieces), self._ending(len(found), left))
-
-    def _ending(self, length: int, left: int | None) -> Ending:
-        if left is not None and length >= left:
-            return "window"
-        return "length" if length >= self.section.max_new_tokens else "stop"
+        return Answer("".join(pieces), ending(len(found), left, self.section))

@@ -8,24 +8,32 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+import torch
+
 from ..batch import IGNORE_INDEX, Batch, Features, Outputs
 from ..data.chat import Codec
 from ..data.encode import Cut, Dropped
 from ..data.example import Example
+from ..data.loader import Collate
+from ..data.ranking import answered
 from ..data.templates import load_template
 from ..errors import DataError
+from ..feed import build_collate
 from ..generate.decode import decoder
 from ..generate.engine import answer, room
 from ..model import outputs
 from ..model.asked_head import asked_head
-from ..model.attention import use_packed
+from ..model.attention import Sharing, use_packed
+from ..parallel.engine import Forward
 from ..recipe.recipe import Recipe
 from ..training.evaluate import evaluate
 from ..training.precision import autocast, choose
-from ..training.stage import smoothing
-from .opened import Opened
+from ..training.stage import comparing, is_likelihood, measured, smoothing
+from .heldout import held_out
+from .opened import Opened, open_start
 
 logger = logging.getLogger(__name__)
+Said = list[list[float]]  # of each example, what a reference says of chosen and rejected
 UNCUT = 1_000_000_000  # tokens; more than any window
 
 
@@ -59,26 +67,66 @@ def measure(
     recipe: Recipe,
     examples: Sequence[Example],
     *,
+    said: Said | None = None,
     on_batch: Callable[[], None] | None = None,
 ) -> dict[str, float]:
-    """Loss, perplexity and token accuracy, as training measures them on the way."""
+    """What training measures on the way: loss, perplexity and token accuracy, say. ``said`` is what
+    the reference says, if the stage compares with one (see ``references``)."""
     items = _items(opened, recipe, examples)
-    needs, smoothed = (*recipe.stage.needs, "predictions"), smoothing(recipe.stage)
+    if said is not None:
+        if len(said) != len(items):
+            raise DataError(
+                f"the reference has read {len(said)} examples, this model reads {len(items)} of "
+                "them: their tokenizers differ too much to be compared"
+            )
+        items = [{**item, "reference": told} for item, told in zip(items, said, strict=True)]  # type: ignore[dict-item]
+    with _running(opened, recipe) as (forward, collate):
+        return evaluate(
+            _batches(collate, items, recipe.train.micro_batch_size),
+            forward,
+            recipe.stage.loss,
+            device=opened.device,
+            after=on_batch or (lambda: None),
+            is_likelihood=is_likelihood(recipe.stage),
+        )
+
+
+def references(
+    recipe: Recipe, *, dataset: str | None = None, limit: int | None = None
+) -> dict[str, Said]:
+    """What the model that training began with says of each example to evaluate on (see
+    ``held_out``), by the name of their dataset; nothing if the stage needs no such reference.
+
+    Nothing of that model is left when this returns.
+    """
+    stage = comparing(recipe.stage)
+    if stage is None:
+        return {}
+    start = adopt(open_start(recipe), recipe)
+    parts = held_out(recipe, start.codec, dataset=dataset, limit=limit)
+    found: dict[str, Said] = {part.name: [] for part in parts}
+    with _running(start, recipe) as (forward, collate), torch.no_grad():
+        for part in parts:
+            items = _items(start, recipe, part.examples)
+            for batch in _batches(collate, items, recipe.train.micro_batch_size):
+                here = batch.to(start.device)
+                found[part.name] += stage.answers(forward(here), here).tolist()
+    return found
+
+
+@contextmanager
+def _running(opened: Opened, recipe: Recipe) -> Iterator[tuple[Forward, Collate]]:
+    """How a batch goes through the model to what is measured, and how it is made."""
+    needs, smoothed = measured(recipe.stage), smoothing(recipe.stage)
     precision = choose(recipe.train.precision)
 
     def forward(batch: Batch) -> Outputs:
         with autocast(precision, opened.device):
             return outputs.compute(opened.model, batch, needs, head=head, smoothing=smoothed)
 
-    with _packed(opened, recipe):
+    with _packed(opened, recipe) as sharing:
         head = asked_head(opened.inner)
-        return evaluate(
-            _batches(recipe, items),
-            forward,
-            recipe.stage.loss,
-            device=opened.device,
-            after=on_batch or (lambda: None),
-        )
+        yield forward, build_collate(recipe, sharing)
 
 
 def _items(opened: Opened, recipe: Recipe, examples: Sequence[Example]) -> list[Features]:
@@ -100,21 +148,17 @@ def num_batches(recipe: Recipe, num_examples: int) -> int:
     return -(-num_examples // recipe.train.micro_batch_size)
 
 
-def _batches(recipe: Recipe, items: Sequence[Features]) -> Iterator[Batch]:
-    size = recipe.train.micro_batch_size
-    for start in range(0, len(items), size):
-        yield recipe.stage.collate(items[start : start + size], packing=recipe.data.packing)
+def _batches(collate: Collate, items: Sequence[Features], size: int) -> Iterator[Batch]:
+    return (collate(items[start : start + size]) for start in range(0, len(items), size))
 
 
 @contextmanager
-def _packed(opened: Opened, recipe: Recipe) -> Iterator[None]:
+def _packed(opened: Opened, recipe: Recipe) -> Iterator[Sharing]:
     """Attention for packed rows while the block lasts; generating needs the plain one."""
     inner = opened.inner
     plain = inner.config._attn_implementation
-    if recipe.data.packing:
-        use_packed(inner)
     try:
-        yield
+        yield Sharing(recipe.data.packing and use_packed(inner))
     finally:
         inner.set_attn_implementation(plain)
 
@@ -170,6 +214,7 @@ def _questions(opened: Opened, recipe: Recipe, examples: Sequence[Example]) -> l
     codec = Codec(opened.tokenizer, opened.template, section)
     stops = frozenset(opened.stop_token_ids)
     found = []
+    examples = [answered(e, e.chosen) if e.chosen else e for e in examples]
     for example, outcome in zip(examples, codec.encode_chats(examples), strict=True):
         if not isinstance(outcome, Dropped | Cut):
             ids, labels = (list(outcome[-1][name]) for name in ("input_ids", "labels"))

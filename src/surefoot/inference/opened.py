@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..checkpoint.layouts import scattered
+from ..checkpoint.layouts import read_named, scattered
 from ..data.chat import Codec
 from ..data.example import JSON, Message
 from ..data.section import DataSection
@@ -26,9 +26,14 @@ from ..model.load import grow_embeddings, load_model, resolve, training_dtype
 from ..model.section import ModelSection
 from ..model.tokenizer import FILES as TOKENIZER_FILES
 from ..model.tokenizer import load_tokenizer
+from ..parallel.answering import spread
+from ..parallel.section import ParallelSection
+from ..parallel.world import ALONE, World
 from ..recipe.recipe import Recipe
+from ..startup import begin
 from .located import ADAPTER, Located, locate
 
+_PLAINLY = ParallelSection()
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 
@@ -40,6 +45,7 @@ class Opened:
     tokenizer: PreTrainedTokenizerBase
     template: Template | None  # None: it only continues plain text
     recipe: Recipe | None = None  # of the run that made it
+    world: World = ALONE  # whose processes answer together
 
     @cached_property
     def codec(self) -> Codec:
@@ -78,8 +84,7 @@ class Opened:
     @property
     def inner(self) -> PreTrainedModel:
         """The transformers model, without an adapter's wrapper."""
-        is_plain = isinstance(self.model, PreTrainedModel)
-        return cast(PreTrainedModel, self.model if is_plain else self.model.get_base_model())  # type: ignore[operator]
+        return _without_wrapper(self.model)
 
 
 def open_model(
@@ -87,8 +92,11 @@ def open_model(
     *,
     adapter: str | Path | None = None,
     base: str | Path | None = None,
+    weights: str | Path | None = None,
     dtype: Dtype = "auto",
     trust_remote_code: bool = False,
+    world: World = ALONE,
+    parallel: ParallelSection = _PLAINLY,
 ) -> Opened:
     """Open what ``path`` leads to (see ``locate``), ready to answer.
 
@@ -96,19 +104,27 @@ def open_model(
         path: a model, or an adapter, whose base is then loaded too.
         adapter: an adapter to put on the model of ``path``.
         base: the base of an adapter, if it is not where ``adapter_config.json`` says.
+        weights: of the model, if ``path`` has only its configuration and tokenizer.
         dtype: of the weights; ``auto``: as stored on a GPU, float32 on a CPU.
         trust_remote_code: run code that comes with the model.
+        world: the processes that share the model out, each of which calls this.
+        parallel: how they do it.
 
     Raises:
         ModelError: no such model, damaged files, an adapter of another model, or no base for it.
         CheckpointError: a damaged checkpoint, or a run that has none.
+        RecipeError: the model cannot be spread as ``parallel`` says.
     """
-    parts = find_parts(path, adapter=adapter, base=base)
+    with world.main_first():  # which downloads what is elsewhere
+        parts = find_parts(path, adapter=adapter, base=base, weights=weights)
     section = ModelSection(path=str(parts.model), dtype=dtype, trust_remote_code=trust_remote_code)
     tokenizer = load_tokenizer(parts.tokenizer, trust_remote_code=trust_remote_code)
     template = load_template("auto", tokenizer) if saved_source(tokenizer) else None
-    model = _load(parts.model, section, tokenizer, parts.adapter)
-    return Opened(model, tokenizer, template, parts.recipe)
+    if world.mesh is None:
+        model = _load(parts.model, section, tokenizer, parts.adapter, parts.weights)
+    else:
+        model = _load_parts(parts, section, tokenizer, world, parallel)
+    return Opened(model, tokenizer, template, parts.recipe, world)
 
 
 def open_start(recipe: Recipe) -> Opened:
@@ -125,10 +141,46 @@ def _load(
     section: ModelSection,
     tokenizer: PreTrainedTokenizerBase,
     adapter: Path | None,
+    weights: Path | None = None,
 ) -> nn.Module:
-    model = load_model(folder, section, dtype=training_dtype(section), weights=scattered(folder))
+    values = scattered(folder) if weights is None else read_named(weights, folder)
+    model = load_model(folder, section, dtype=training_dtype(section), weights=values)
     grow_embeddings(model, tokenizer)
     return model if adapter is None else attach(model, adapter).eval()
+
+
+def _load_parts(
+    parts: Parts,
+    section: ModelSection,
+    tokenizer: PreTrainedTokenizerBase,
+    world: World,
+    parallel: ParallelSection,
+) -> nn.Module:
+    """The same in several processes, of which each reads just what it will hold."""
+    start = begin(parts.model, section, dtype=training_dtype(section), weights=parts.weights)
+    if start is None:
+        whole = _load(parts.model, section, tokenizer, parts.adapter, parts.weights)
+        spread(_without_wrapper(whole), world, parallel)
+        return whole
+    grow_embeddings(start.model, tokenizer)
+    method: Callable[[PreTrainedModel], nn.Module] = _as_it_is
+    if parts.adapter is not None:
+        method = partial(attach, folder=parts.adapter)
+    wrapped, values = start.apply(method)
+    inner = start.model
+    values = values.of(inner)  # without the wrapper, which is not there when it answers
+    values.fill(inner, spread(inner, world, parallel), world)
+    wrapped.eval()
+    return wrapped
+
+
+def _as_it_is(model: PreTrainedModel) -> nn.Module:
+    return cast(nn.Module, model)
+
+
+def _without_wrapper(model: nn.Module) -> PreTrainedModel:
+    is_plain = isinstance(model, PreTrainedModel)
+    return cast(PreTrainedModel, model if is_plain else model.get_base_model())  # type: ignore[operator]
 
 
 @dataclass(frozen=True)
@@ -139,13 +191,26 @@ class Parts:
     adapter: Path | None
     tokenizer: Path  # the adapter's own if it has one: the template and tokens it was trained with
     recipe: Recipe | None
+    weights: Path | None = None  # of the model, if they are elsewhere
 
 
 def find_parts(
-    path: str | Path, *, adapter: str | Path | None = None, base: str | Path | None = None
+    path: str | Path,
+    *,
+    adapter: str | Path | None = None,
+    base: str | Path | None = None,
+    weights: str | Path | None = None,
 ) -> Parts:
     """The folders of the model, its adapter and its tokenizer; see ``open_model``."""
-    located = locate(path)
+    if weights is None:
+        return _parts(locate(path), adapter, base)
+    model, values = resolve(ModelSection(path=str(path)), weights=False), locate(weights)
+    if values.is_adapter:
+        raise ModelError(f"{values}: is an adapter, not the weights of a whole model")
+    return replace(_parts(Located(model, is_adapter=False), adapter, base), weights=values.folder)
+
+
+def _parts(located: Located, adapter: str | Path | None, base: str | Path | None) -> Parts:
     if adapter is not None:
         if located.is_adapter:
             raise ModelError(f"{located}: is an adapter already; --adapter goes with a whole model")

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 
@@ -25,18 +26,22 @@ from ..errors import ModelError
 
 Kernel = Callable[..., torch.Tensor]
 PREFIX = "surefoot_packed_"  # of the names registered with transformers
-# Lengths of two documents; together 24, which most numbers of processes divide that share tokens.
-_FIRST, _SECOND = 11, 13
+# A document, and a prompt with two answers to it, which follow once with the prompt shared and once
+# apart; together 24 tokens, which most numbers of processes divide that share tokens.
+_FIRST, _PAIR = 4, (2, 3, 4)
 
 
-def _banded(length: int, window: int | None, device: torch.device) -> torch.Tensor | None:
-    """Boolean causal mask [T, T] of a sliding window, or None where plain causal attention is the
-    same."""
-    if window is None or length <= window:
+def _mask(
+    query_HTE: torch.Tensor, key_HTE: torch.Tensor, window: int | None
+) -> torch.Tensor | None:
+    """Boolean causal mask [queries, keys], or None where torch's own is the same. Queries are at
+    the end of the keys; in a sliding window they see the last ones before them only."""
+    count, length = query_HTE.shape[-2], key_HTE.shape[-2]
+    if count == length and (window is None or length <= window):
         return None
-    position = torch.arange(length, device=device)
-    distance = position[:, None] - position[None, :]
-    return (distance >= 0) & (distance < window)
+    seen = torch.ones(count, length, dtype=torch.bool, device=query_HTE.device)
+    seen = seen.tril(length - count)
+    return seen if window is None else seen.triu(length - count - window + 1)
 
 
 def sdpa(
@@ -49,12 +54,12 @@ def sdpa(
     window: int | None,
     softcap: float | None,
 ) -> torch.Tensor:
-    """One document through torch's fused attention."""
+    """One document, or the end of one, through torch's fused attention."""
     if softcap is not None:
         raise ModelError(
             "this model caps its attention scores, which sdpa cannot; set model.attention: eager"
         )
-    mask = _banded(query_HTE.shape[-2], window, query_HTE.device)
+    mask = _mask(query_HTE, key_HTE, window)
     return F.scaled_dot_product_attention(
         query_HTE,
         key_HTE,
@@ -77,18 +82,16 @@ def _eager(
     window: int | None,
     softcap: float | None,
 ) -> torch.Tensor:
-    """One document, written out: softmax(q kᵀ · scaling) v, scores capped as tanh(s / cap) ·
-    cap."""
+    """The same, written out: softmax(q kᵀ · scaling) v, scores capped as tanh(s / cap) · cap."""
     groups = query_HTE.shape[1] // key_HTE.shape[1]
     key, value = (t.repeat_interleave(groups, dim=1) for t in (key_HTE, value_HTE))
     scale = query_HTE.shape[-1] ** -0.5 if scaling is None else scaling
     scores_HTT = query_HTE @ key.transpose(-1, -2) * scale
     if softcap is not None:
         scores_HTT = torch.tanh(scores_HTT / softcap) * softcap
-    length = query_HTE.shape[-2]
-    seen = _banded(length, window or length, query_HTE.device)
+    seen = _mask(query_HTE, key_HTE, window)
     if seen is None:
-        seen = torch.ones(length, length, dtype=torch.bool, device=query_HTE.device).tril()
+        seen = scores_HTT.new_ones(scores_HTT.shape[-2:], dtype=torch.bool).tril()
     scores_HTT = scores_HTT.masked_fill(~seen, torch.finfo(scores_HTT.dtype).min)
     weights = F.softmax(scores_HTT, dim=-1, dtype=torch.float32).to(query_HTE.dtype)
     return F.dropout(weights, p=dropout) @ value
@@ -96,11 +99,23 @@ def _eager(
 
 class Bounds:
     """The bounds of documents. A compiled layer hands this on without a look at it; a list it would
-    be compiled for, length by length."""
+    be compiled for, length by length.
 
-    def __init__(self, values: Sequence[int]) -> None:
-        self.values = values
+    ``branches`` are the tokens of prompt, first and second answer of each document, if some are
+    that (see ``Batch``).
+    """
+
+    def __init__(
+        self, values: Sequence[int], branches: Sequence[Sequence[int]] | None = None
+    ) -> None:
+        self.values, self.branches = values, branches
         self._kept: dict[str, object] = {}
+
+    @property
+    def parts(self) -> Sequence[Sequence[int]]:
+        """Of each document, the tokens of prompt, first and second answer; all of one that has none
+        are a prompt."""
+        return self.branches or [(b - a, 0, 0) for a, b in pairwise(self.values)]
 
     @property
     def longest(self) -> int:
@@ -142,15 +157,28 @@ def by_document(kernel: Kernel) -> Callable[..., tuple[torch.Tensor, None]]:
             "window": kwargs.get("sliding_window"),
             "softcap": kwargs.get("softcap"),
         }
-        lengths = [b - a for a, b in pairwise(bounds.values)]
-        # split, not slices: the backward pass of each slice would fill a whole row with zeros; and
-        # tokens first, as projections have them, or gradients would be laid out anew
-        rows = (torch.split(t.transpose(1, 2), lengths, dim=1) for t in (query, key, value))
-        documents = ([t.transpose(1, 2) for t in document] for document in zip(*rows, strict=True))
-        parts = [kernel(*document, **settings).transpose(1, 2) for document in documents]
-        return torch.cat(parts, dim=1).contiguous(), None
+        runs = [n for prompt, one, two in bounds.parts for n in (prompt + one, two) if n]
+        # split, not slices: the backward pass of each slice would fill a whole row with zeros
+        pieces = zip(*(torch.split(t, runs, dim=2) for t in (query, key, value)), strict=True)
+        found = []
+        for prompt, _, two in bounds.parts:
+            first = next(pieces)
+            found.append(kernel(*first, **settings))
+            if two:
+                found.append(kernel(*_after(prompt, first, next(pieces)), **settings))
+        return torch.cat(found, dim=2).transpose(1, 2).contiguous(), None
 
     return attend
+
+
+def _after(
+    prompt: int, first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]
+) -> Iterator[torch.Tensor]:
+    """Queries of a second answer, with keys and values of the prompt and of itself."""
+    query, *own = second
+    yield query
+    for shared, part in zip(first[1:], own, strict=True):
+        yield torch.cat([shared.narrow(2, 0, prompt), part], dim=2)
 
 
 KERNELS: dict[str, Kernel] = {"sdpa": sdpa, "eager": _eager}
@@ -160,8 +188,16 @@ for _name, _kernel in KERNELS.items():
     AttentionInterface.register(PREFIX + _name, _attend)
 
 
-def use_packed(model: PreTrainedModel) -> None:
-    """Switch ``model`` to packed rows and prove that no document sees another.
+@dataclass
+class Sharing:
+    """Whether two answers may share a prompt in rows of a model: not before that is proven."""
+
+    is_proven: bool = False
+
+
+def use_packed(model: PreTrainedModel) -> bool:
+    """Switch ``model`` to packed rows and prove that no document sees another; whether two answers
+    may share a prompt.
 
     Raises:
         ModelError: the architecture mixes documents.
@@ -170,7 +206,7 @@ def use_packed(model: PreTrainedModel) -> None:
     was_training = model.training
     model.eval()
     try:
-        prove_apart(model, partial(_logits_of_second, model))
+        return prove_apart(model, partial(_trained_logits, model))
     finally:
         model.train(was_training)
 
@@ -183,12 +219,25 @@ def switch_to_packed(model: PreTrainedModel) -> None:
         model.set_attn_implementation(PREFIX + kernel)
 
 
-def packed_arguments(model: PreTrainedModel, cu_seqlens: torch.Tensor) -> dict[str, object]:
-    """What ``model`` wants to know about a packed row with these document bounds (int32, on the
-    CPU)."""
+def is_by_document(model: PreTrainedModel) -> bool:
+    """Whether packed rows of ``model`` go through attention functions of ours."""
+    kernel: str = model.config._attn_implementation
+    return kernel.startswith(PREFIX)
+
+
+def packed_arguments(
+    model: PreTrainedModel, cu_seqlens: torch.Tensor, branches: torch.Tensor | None = None
+) -> dict[str, object]:
+    """What ``model`` wants to know about a packed row with these document bounds and branches
+    (int32, on the CPU)."""
     bounds = cu_seqlens.tolist()
-    if model.config._attn_implementation.startswith(PREFIX):
-        return {"document_bounds": Bounds(bounds)}
+    if is_by_document(model):
+        return {"document_bounds": Bounds(bounds, None if branches is None else branches.tolist())}
+    if branches is not None:
+        raise ModelError(
+            f"{type(model).__name__}: answers cannot share a prompt in the attention "
+            f"{model.config._attn_implementation}; set model.attention: sdpa"
+        )
     longest = max(b - a for a, b in pairwise(bounds))
     on_device = cu_seqlens.to(model.device)
     return {
@@ -215,44 +264,64 @@ def maskless(model: PreTrainedModel, length: int) -> Iterator[dict[str, object]]
 
 
 @torch.no_grad()
-def prove_apart(model: PreTrainedModel, run: Callable[[Batch], torch.Tensor]) -> None:
-    """Prove that ``run`` tells the same of the second of two documents, which alone has labels,
-    when the first one changes; ``model`` is what it runs, all of it or in parts.
+def prove_apart(model: PreTrainedModel, run: Callable[[Batch], torch.Tensor]) -> bool:
+    """Prove that ``run``, which tells something of each trained position, tells the same of those
+    of other documents when the first one changes. ``model`` is what it runs, all of it or in parts.
+
+    Returns whether it also tells the same of two answers that share a prompt as of two documents.
 
     Raises:
         ModelError: the architecture mixes documents (its layers do not ask for attention through
             transformers' interface, or are recurrent).
     """
-    vocabulary = model.config.get_text_config().vocab_size
-    first, length = _FIRST, _FIRST + _SECOND
-    ids = torch.arange(length)[None] % vocabulary
-    other = ids.clone()
-    other[:, :first] = (other[:, :first] + vocabulary // 2) % vocabulary
-    labels = torch.where(torch.arange(length) > first, ids, IGNORE_INDEX)
-    positions = torch.cat([torch.arange(first), torch.arange(_SECOND)])[None]
-    bounds = torch.tensor([0, first, length], dtype=torch.int32)
-    found = [run(Batch(row, labels, positions, cu_seqlens=bounds)) for row in (ids, other)]
-    if not _same_but_for_rounding(*found):
+    vocabulary, shares = model.config.get_text_config().vocab_size, is_by_document(model)
+    found, other = (run(_row(vocabulary, start, shares=shares)) for start in (0, vocabulary // 2))
+    rounding = torch.finfo(found.dtype).eps
+    if not _is_close(found, other, min(32 * rounding, 0.03)):
         raise ModelError(
             f"{type(model).__name__}: examples laid in one row would see each other in this "
             "architecture; set data.packing: false"
         )
+    # other sums: they differ by more, but by less than if an answer saw the other one
+    shared, apart = found.tensor_split(2)
+    return shares and _is_close(shared, apart, min(1024 * rounding, 0.06))
 
 
-def _logits_of_second(model: PreTrainedModel, batch: Batch) -> torch.Tensor:
-    assert batch.cu_seqlens is not None
+def _row(vocabulary: int, start: int, *, shares: bool) -> Batch:
+    """A document that begins with the token ``start``; a prompt and two answers, with labels, if
+    they may be one document; the same as two documents."""
+    tokens = torch.arange(_FIRST + sum(_PAIR))
+    first, prompt, one, two = torch.split(tokens, [_FIRST, *_PAIR])
+    both = [torch.cat([prompt, one]), torch.cat([prompt, two])]
+    documents = [first, *([torch.cat([prompt, one, two])] if shares else ()), *both]
+    token = torch.cat(documents)
+    ids = torch.where(token < _FIRST, token + start, token) % vocabulary
+    positions = token - _FIRST * (token >= _FIRST) - len(one) * (token >= two[0])
+    lengths = torch.tensor([0, *map(len, documents)])
+    branches = torch.tensor([(_FIRST, 0, 0), _PAIR, *((len(d), 0, 0) for d in both)])
+    return Batch(
+        ids[None],
+        torch.where(token < one[0], IGNORE_INDEX, ids)[None],
+        positions[None],
+        cu_seqlens=lengths.cumsum(0).int(),
+        branches=branches.int() if shares else None,
+    )
+
+
+def _trained_logits(model: PreTrainedModel, batch: Batch) -> torch.Tensor:
     here = batch.to(model.device)
+    assert here.at is not None
+    assert here.cu_seqlens is not None
     found: torch.Tensor = model(
         input_ids=here.input_ids,
         position_ids=here.position_ids,
         use_cache=False,
-        **packed_arguments(model, batch.cu_seqlens),
-    ).logits[:, _FIRST:]
-    return found
+        **packed_arguments(model, here.cu_seqlens, here.branches),
+    ).logits
+    return found[0, here.at.columns]
 
 
-def _same_but_for_rounding(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Whether two results differ as little as sums in another order do: experts multiply as many
-    tokens at once as come to them, from all documents."""
-    bound = min(32 * torch.finfo(first.dtype).eps, 0.03) * float(first.abs().max())
-    return float((first - second).abs().max()) <= bound
+def _is_close(first: torch.Tensor, second: torch.Tensor, share: float) -> bool:
+    """Whether two results differ as little as sums in another order do, by a ``share`` of the
+    largest: experts multiply as many tokens at once as come to them, from all documents."""
+    return float((first - second).abs().max()) <= share * float(first.abs().max())

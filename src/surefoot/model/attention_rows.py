@@ -2,7 +2,7 @@
 
 Each is a candidate only: ``attention_choice`` takes one where it gives what SDPA gives document by
 document, to the same bits every time, and is faster. What it cannot do (windows, capped scores,
-dropout) goes document by document.
+dropout, prompts that two answers share) goes document by document.
 
 Shapes: H heads, T tokens of the row, E size of a head.
 """
@@ -139,7 +139,7 @@ def register(name: str, kernel: RowKernel) -> None:
     ) -> tuple[torch.Tensor, None]:
         bounds, special = kwargs.get("document_bounds"), ("dropout", "sliding_window", "softcap")
         is_plain = not any(kwargs.get(name) for name in special) and kwargs.get("s_aux") is None
-        if not is_plain or not isinstance(bounds, Bounds):
+        if not is_plain or not isinstance(bounds, Bounds) or bounds.branches is not None:
             return otherwise(module, query, key, value, attention_mask, **kwargs)
         scaling = cast("float | None", kwargs.get("scaling"))
         return kernel(query, key, value, bounds, scaling).contiguous(), None

@@ -85,7 +85,6 @@ def compute(
         smoothing: how much of each label is spread evenly over the vocabulary.
     """
     at = at or batch.at or places(batch)
-    labels_N = batch.labels[at.rows, at.columns + 1]
 
     def run() -> torch.Tensor:
         found: torch.Tensor = model(
@@ -95,8 +94,8 @@ def compute(
 
     if head is None:
         logits_Nv = trained(run(), at)
-        return _of_logits(logits_Nv, labels_N, needs, vocabulary or WholeVocabulary(), smoothing)
-    return head.run(run, lambda x: trained(x, at), labels_N, needs, smoothing)
+        return _of_logits(logits_Nv, at.labels, needs, vocabulary or WholeVocabulary(), smoothing)
+    return head.run(run, lambda x: trained(x, at), at.labels, needs, smoothing)
 
 
 def trained(x_BKX: torch.Tensor, at: Places) -> torch.Tensor:
@@ -140,7 +139,7 @@ def _arguments(model: nn.Module, batch: Batch, hidden: torch.Tensor | None) -> d
         "attention_mask": batch.attention_mask,
         "position_ids": batch.position_ids,
         "use_cache": False,
-        **({} if packed is None else packed_arguments(_inner(model), packed)),
+        **({} if packed is None else packed_arguments(_inner(model), packed, batch.branches)),
     }
 
 

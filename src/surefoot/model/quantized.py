@@ -15,8 +15,10 @@ import torch
 from torch import nn
 from transformers import BitsAndBytesConfig
 
-from ..errors import ModelError
+from ..errors import ModelError, RecipeError
 from .section import ModelSection
+
+REQUIREMENT = "bitsandbytes>=0.48"  # what pyproject.toml's extra ``qlora`` asks for
 
 
 def quantization(section: ModelSection) -> BitsAndBytesConfig | None:
@@ -28,7 +30,10 @@ def quantization(section: ModelSection) -> BitsAndBytesConfig | None:
     if section.quantization_bit is None:
         return None
     if find_spec("bitsandbytes") is None:
-        raise ModelError("model.quantization_bit: needs `pip install surefoot[qlora]`")
+        raise ModelError(
+            f"model.quantization_bit: {section.quantization_bit} needs bitsandbytes, which is not "
+            f"installed: `pip install '{REQUIREMENT}'`"
+        )
     if section.quantization_bit == 8:
         # it would say at every product that it casts what comes in
         logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
@@ -40,6 +45,15 @@ def quantization(section: ModelSection) -> BitsAndBytesConfig | None:
         bnb_4bit_use_double_quant=section.double_quantization,
         bnb_4bit_compute_dtype=torch.bfloat16 if has_bf16 else torch.float32,
     )
+
+
+def check_alone(section: ModelSection, num_processes: int) -> None:
+    """Raise ``RecipeError`` if several processes would share a quantized base."""
+    if section.quantization_bit is not None and num_processes > 1:
+        raise RecipeError(
+            f"model.quantization_bit: a quantized base learns in one process, not {num_processes}; "
+            "start one, or leave quantization_bit unset and let the processes share the weights"
+        )
 
 
 def keep_bits(model: nn.Module) -> None:

@@ -34,7 +34,7 @@ class ModelSection:
     a minute or so. Needs a C++ compiler."""
     quantization_bit: Literal[4, 8] | None = None
     """Hold the frozen base in so many bits (QLoRA, with ``method: lora``). Needs ``pip install
-    surefoot[qlora]``."""
+    'bitsandbytes>=0.48'``."""
     quantization_type: Literal["nf4", "fp4"] = "nf4"
     """The sixteen values of 4 bits: spaced as a normal distribution is, or floating point."""
     double_quantization: bool = True

@@ -13,8 +13,8 @@ class ParallelSection:
     """Over how many processes a run is spread. May change between two starts of one run."""
 
     num_processes: int | None = None
-    """Processes that ``surefoot train`` starts on this machine; unset, one for each GPU, or one.
-    Under ``torchrun`` or SLURM the processes that are there are taken."""
+    """Processes that ``surefoot train`` and ``predict`` start on this machine; unset, one for each
+    GPU, or one. Under ``torchrun`` or SLURM the processes that are there are taken."""
     dp_replicate: int = 1
     """So many copies of the model, each over ``dp_shard`` processes. All of them: plain data
     parallelism."""

@@ -41,7 +41,7 @@ def widened(batch: Batch, multiple: int) -> Batch:
     more = -length % multiple
     if not more:
         return batch
-    mask, bounds = batch.attention_mask, batch.cu_seqlens
+    mask, bounds, branches = batch.attention_mask, batch.cu_seqlens, batch.branches
     return replace(
         batch,
         input_ids=F.pad(batch.input_ids, (0, more)),
@@ -49,6 +49,9 @@ def widened(batch: Batch, multiple: int) -> Batch:
         position_ids=F.pad(batch.position_ids, (0, more)),
         attention_mask=None if mask is None else F.pad(mask, (0, more)),
         cu_seqlens=None if bounds is None else F.pad(bounds, (0, 1), value=length + more),
+        branches=None
+        if branches is None
+        else torch.cat([branches, branches.new_tensor([[more, 0, 0]])]),
     )
 
 

@@ -1,4 +1,5 @@
-"""Log-probabilities from logits that are cut along the vocabulary: no process ever has them whole.
+"""Log-probabilities from logits that are cut along the vocabulary: no process that learns ever has
+them whole.
 
 Of every trained position, three numbers pass between the processes instead: the largest logit, the
 sum of the exponentials, and the label's own.

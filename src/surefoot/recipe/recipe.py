@@ -23,6 +23,7 @@ from ..optim.adamw import AdamW
 from ..parallel.section import ParallelSection
 from ..schema import Problem, Variants
 from ..stages import STAGES
+from ..stages.dpo import DPO
 from ..training.method import Method
 from ..training.section import TrainSection
 from ..training.stage import Stage
@@ -228,6 +229,22 @@ def plain_text_has_no_turns(recipe: Recipe) -> Iterator[Problem]:
                 yield Problem(("data", name), message)
 
 
+def preferences_are_of_last_answers(recipe: Recipe) -> Iterator[Problem]:
+    """Of a pair both answers are weighed, and nothing before them; a reference is asked about all
+    pairs before the first step."""
+    if not isinstance(recipe.stage, DPO):
+        return
+    for name in ("train_on_prompt", "mask_history"):
+        if getattr(recipe.data, name):
+            yield Problem(("data", name), "means nothing to stage dpo, which learns last answers")
+    if recipe.data.streaming and recipe.stage.compares:
+        message = (
+            "stage dpo asks its reference about every pair before the first step; leave it off, "
+            "or use loss_type: orpo or simpo, which need none"
+        )
+        yield Problem(("data", "streaming"), message)
+
+
 def trained_weights_need_range(recipe: Recipe) -> Iterator[Problem]:
     """In float16 the optimizer's epsilon is 0 and small updates vanish."""
     if recipe.model.dtype == "float16" and recipe.method.kind == "full":
@@ -245,5 +262,6 @@ RULES: list[Rule] = [
     a_quantized_base_needs_lora,
     rolling_back_needs_checkpoints,
     plain_text_has_no_turns,
+    preferences_are_of_last_answers,
     trained_weights_need_range,
 ]

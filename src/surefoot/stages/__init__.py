@@ -1,6 +1,7 @@
 """The training objectives. To add one: write its file, add its line."""
 
+from .dpo import DPO
 from .pt import PT
 from .sft import SFT
 
-STAGES = {"pt": PT, "sft": SFT}
+STAGES = {"pt": PT, "sft": SFT, "dpo": DPO}

@@ -10,6 +10,7 @@ from ..batch import Batch, Features, Loss, Outputs
 from ..data.collate import collate
 from ..data.encode import Encoded
 from ..data.example import Example
+from ..data.ranking import RANKED, is_ranked
 from ..training.losses import check_smoothing, negative_log_likelihood
 
 if TYPE_CHECKING:
@@ -34,7 +35,9 @@ class SFT:
 
     def encode(self, examples: Sequence[Example], codec: Codec) -> list[Encoded]:
         """Render conversations with the chat template; labels on the answers."""
-        return codec.encode_chats(examples)
+        plain = [example for example in examples if not is_ranked(example)]
+        found = iter(codec.encode_chats(plain))
+        return [RANKED if is_ranked(example) else next(found) for example in examples]
 
     def collate(self, features: Sequence[Features], *, packing: bool) -> Batch:
         """Lay examples end to end, or in a padded rectangle."""

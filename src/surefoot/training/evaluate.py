@@ -20,9 +20,11 @@ def evaluate(
     device: torch.device,
     after: Callable[[], None],
     sums: Callable[[Sequence[float]], list[float]] = list,
+    is_likelihood: bool = True,
 ) -> dict[str, float]:
-    """Metrics over ``batches``: ``loss`` (nats per unit of weight), ``perplexity`` (of the labels,
-    even if the loss is of smoothed ones), ``token_accuracy``.
+    """Metrics over ``batches``: ``loss`` (nats per unit of weight) and those that come with it; if
+    that is likelihood, ``perplexity`` (of the labels, even if the loss is of smoothed ones) and
+    ``token_accuracy``.
 
     ``after`` is called after every batch and may raise to break off. ``sums`` adds up over the
     processes that have other batches: equally many, if a process's forward pass needs the others.
@@ -36,7 +38,7 @@ def evaluate(
         total, weight = total + float(loss.total), weight + float(loss.weight)
         for name, value in loss.metrics.items():
             extra[name] = extra.get(name, 0.0) + float(value)
-        if outputs.predictions is not None:
+        if is_likelihood and outputs.predictions is not None:
             labels = batch.labels[:, 1:][batch.labels[:, 1:] != IGNORE_INDEX]
             correct += float((outputs.predictions == labels).sum())
             trained += len(labels)
@@ -46,7 +48,9 @@ def evaluate(
     )
     mean = total / weight if weight else float("nan")
     more = {name: value / weight for name, value in zip(extra, values, strict=True)}
-    metrics = {"loss": mean, "perplexity": math.exp(min(more.get("nll", mean), 700.0))}
+    metrics = {"loss": mean}
+    if is_likelihood:
+        metrics["perplexity"] = math.exp(min(more.get("nll", mean), 700.0))
     if trained:
         metrics["token_accuracy"] = correct / trained
     return metrics | more

@@ -30,7 +30,8 @@ class TrainSection:
     global_batch_size: int = 16
     """Examples per optimizer step, over all ranks and micro-batches."""
     micro_batch_size: int = 4
-    """Examples per forward and backward pass on one rank."""
+    """Examples per forward and backward pass on one rank, on average: those of a step are dealt out
+    by their lengths, so that all passes are equally large."""
     seed: int = 42
     """Seed of everything random: data order, dropout, new weights."""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"

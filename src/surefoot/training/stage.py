@@ -12,6 +12,7 @@ from ..data.encode import Encoded
 from ..data.example import Example
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
     from ..data.chat import Codec
@@ -70,7 +71,7 @@ class Stage(Protocol):
 
     def encode(self, examples: Sequence[Example], codec: Codec) -> list[Encoded]:
         """Turn examples into token lists: one entry per example, its features or why it was
-        dropped."""
+        dropped. The same whatever its settings are."""
 
     def collate(self, features: Sequence[Features], *, packing: bool) -> Batch:
         """Turn token lists into one micro-batch."""
@@ -94,9 +95,45 @@ def smoothing(stage: Stage) -> float:
     return stage.label_smoothing_factor if isinstance(stage, SmoothingStage) else 0.0
 
 
+def is_likelihood(stage: Stage) -> bool:
+    """Whether its loss is the likelihood of all labels, so that they have a perplexity, and it is
+    well to predict them (which it is not for answers to be rejected)."""
+    return "total" in stage.needs
+
+
+def measured(stage: Stage) -> tuple[str, ...]:
+    """The fields of Outputs that an evaluation reads."""
+    return (*stage.needs, "predictions") if is_likelihood(stage) else stage.needs
+
+
+@runtime_checkable
+class ComparingStage(Stage, Protocol):
+    """A stage that may learn from what a reference, the policy before the first step, says about
+    each example. That is asked once; then features have it as ``reference``."""
+
+    @property
+    def compares(self) -> bool:
+        """Whether it does."""
+
+    def answers(self, outputs: Outputs, batch: Batch) -> torch.Tensor:
+        """[examples, 2] What is kept of the reference's outputs."""
+
+
+def comparing(stage: Stage) -> ComparingStage | None:
+    """``stage``, if it needs a reference."""
+    return stage if isinstance(stage, ComparingStage) and stage.compares else None
+
+
+def as_if_asked(stage: Stage, features: Sequence[Features]) -> Sequence[Features]:
+    """``features`` for a loss of which only the size matters: the reference says 0 of each."""
+    if comparing(stage) is None:
+        return features
+    return [{**item, "reference": (0, 0)} for item in features]
+
+
 @runtime_checkable
 class PreparingStage(Stage, Protocol):
-    """A stage that first asks its models something: reference odds, samples, values, rewards."""
+    """A stage that first asks its models something: samples, values, rewards."""
 
     def prepare(self, models: Models, window: Window) -> Iterable[Window]:
         """Turn what was loaded into what to learn from; every window yielded is one optimizer

@@ -37,6 +37,7 @@ class TrainerState:
     skipped_windows: list[tuple[int, int]] = field(default_factory=list)  # (epoch, index) left out
     num_skipped_steps: int = 0  # steps without an update: a loss or gradient was not a number
     attention: str | None = None  # the kernel of packed rows, which a resume keeps
+    shares_prompts: bool | None = None  # whether its packed rows do, which a resume keeps
     pending: list[str] = field(default_factory=list)  # control flags a stop left raised
 
     def state_dict(self) -> dict[str, object]:
@@ -65,6 +66,7 @@ class TrainerState:
             "skipped_windows",
             "num_skipped_steps",
             "attention",
+            "shares_prompts",
             "pending",
             "train_loss_total",
             "train_runtime",

@@ -22,7 +22,7 @@ from .randomness import seed_everything
 from .saver import Saver
 from .section import TrainSection
 from .signals import StopSignal
-from .stage import Models, Stage, Windows, learnables
+from .stage import Models, Stage, Windows, is_likelihood, learnables
 from .state import TrainerControl, TrainerState
 from .step import Figures, Step, Unread
 
@@ -220,7 +220,13 @@ class Trainer:
         self.models.policy.eval()
         try:
             return evaluate(
-                batches, self.forward, self.stage.loss, device=device, after=after, sums=sums
+                batches,
+                self.forward,
+                self.stage.loss,
+                device=device,
+                after=after,
+                sums=sums,
+                is_likelihood=is_likelihood(self.stage),
             )
         finally:
             random.load_state_dict(drawn)

@@ -38,11 +38,12 @@ def open_folder(path: Path | str) -> Source:
     return Stored(open_weights(Path(path)))
 
 
-def open_named(path: Path | str) -> Source:
-    """The same under Hugging Face's names, also of MindSpore's folders."""
+def open_named(path: Path | str, model: Path | None = None) -> Source:
+    """The same under Hugging Face's names, also of MindSpore's folders. ``model`` is the folder of
+    the model that they are of, if it is not around them."""
     folder = Path(path)
     is_theirs = kind_of(folder) == "mindspore"
-    return mindspore.under_other_names(folder) if is_theirs else open_folder(folder)
+    return mindspore.under_other_names(folder, model) if is_theirs else open_folder(folder)
 
 
 def scattered(folder: Path | str) -> dict[str, torch.Tensor] | None:
@@ -53,5 +54,10 @@ def scattered(folder: Path | str) -> dict[str, torch.Tensor] | None:
     kind, has_model = kind_of(path), any(files.exists(path / n) for n in (MODEL, MODEL_INDEX))
     if kind not in ("native", "mindspore") or has_model:
         return None
-    source = open_named(path)
+    return read_named(path)
+
+
+def read_named(path: Path, model: Path | None = None) -> dict[str, torch.Tensor]:
+    """All that ``open_named`` opens, in memory."""
+    source = open_named(path, model)
     return {name: read_whole(source, name) for name in source.shapes()}

@@ -23,8 +23,9 @@ def open(path: Path) -> Source:  # noqa: A001 - the word for it
         return Stored(open_mindspore(path))
 
 
-def under_other_names(path: Path) -> Source:
-    """The weights under Hugging Face's names. Raises ``CheckpointError`` if they have none."""
+def under_other_names(path: Path, model: Path | None = None) -> Source:
+    """The weights, of the model in the folder ``model`` if it is not around them, under Hugging
+    Face's names. Raises ``CheckpointError`` if they have none."""
     source = open(path)
     family = family_of(source.shapes())
-    return source if family is None else to_huggingface(source, family, heads_near(path))
+    return source if family is None else to_huggingface(source, family, heads_near(path, model))

@@ -1,0 +1,101 @@
+"""Answers to a list of prompts, by one process or many: the same, however many there are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from ..data.prompts import Prompt
+from ..errors import DataError, TemplateError
+from ..generate.decode import decoder
+from ..generate.engine import Share, answer, context_length, room
+from ..generate.section import GenerateSection
+from .conversation import Answer, ending
+from .opened import Opened
+
+
+def predict(
+    opened: Opened,
+    prompts: Sequence[Prompt],
+    section: GenerateSection,
+    *,
+    system: str | None = None,
+    seed: int = 42,
+    on_answered: Callable[[int], None] | None = None,
+) -> list[Answer]:
+    """The answer to every prompt, in order, in every process of ``opened.world``.
+
+    Copies of the model share out the batches. Without a chat template, texts are continued.
+
+    Args:
+        opened: the model.
+        prompts: conversations that wait for an answer.
+        section: how to sample, and ``batch_size``.
+        system: a system message for prompts without one.
+        seed: what is sampled depends on it, on the prompts and ``batch_size`` only.
+        on_answered: told how many answers each batch gives.
+
+    Raises:
+        DataError: a prompt leaves no room for an answer, or the model takes no conversations.
+    """
+    asked = [_ids(opened, prompt.with_system(system)) for prompt in prompts]
+    left = [room(opened.model, ids) for ids in asked]
+    _refuse_full(opened, prompts, asked, left)
+    found = answer(
+        opened.model,
+        asked,
+        section,
+        stop_token_ids=opened.stop_token_ids,
+        seed=seed,
+        on_answered=on_answered,
+        share=_share(opened),
+    )
+    decode = decoder(opened.tokenizer)
+    return [
+        Answer(decode(ids), ending(len(ids), space, section))
+        for ids, space in zip(_of_all(opened, found), left, strict=True)
+    ]
+
+
+def _of_all(opened: Opened, answers: list[list[int]]) -> list[list[int]]:
+    """The answers of all copies, where each has the empty one to what it was not asked."""
+    parts = opened.world.gathered(answers)
+    return [max(found, key=len) for found in zip(*parts, strict=True)]
+
+
+def _share(opened: Opened) -> Share:
+    """The batches of this process: those of the copy of the model that it holds a part of."""
+    world = opened.world
+    copies = world.axes.get("dp_replicate", 1)
+    return Share(world.rank // (world.size // copies), copies)
+
+
+def _ids(opened: Opened, prompt: Prompt) -> list[int]:
+    if opened.template is not None:
+        try:
+            return opened.prompt(prompt.messages, prompt.tools)
+        except TemplateError as error:
+            raise TemplateError(f"{prompt.origin}: {error}") from None
+    if [message.role for message in prompt.messages] != ["user"] or prompt.tools:
+        raise TemplateError(
+            f"{prompt.origin}: this model has no chat template, so it takes plain texts only, "
+            "without a system message"
+        )
+    return opened.continuation(prompt.messages[0].content)
+
+
+def _refuse_full(
+    opened: Opened,
+    prompts: Sequence[Prompt],
+    asked: Sequence[Sequence[int]],
+    left: Sequence[int | None],
+) -> None:
+    """Before anything is answered: an answer that is missing would be seen too late."""
+    full = [i for i, space in enumerate(left) if space == 0]
+    if full:
+        first, more = full[0], len(full) - 1
+        also = f" ({more:,} more of {len(prompts):,} prompts are too long)" if more else ""
+        raise DataError(
+            f"{prompts[first].origin}: no room for an answer: the prompt has "
+            f"{len(asked[first]):,} tokens, the model's context window is "
+            f"{context_length(opened.model):,}{also}"
+        )

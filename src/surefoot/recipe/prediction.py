@@ -1,0 +1,109 @@
+"""What it takes to answer prompts: a recipe without training, from a file or the command line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from .. import schema
+from ..generate.section import GenerateSection
+from ..parallel.section import ParallelSection
+from ..schema import Problem
+from .document import Document
+from .files import SUFFIXES, read_text
+from .overrides import Overrides, override
+from .places import locate_model
+from .yaml import parse
+
+_OF_TRAINING = ("data", "stage", "train")  # sections that a recipe with training must have
+
+
+@dataclass(frozen=True, kw_only=True)
+class AskedModel:
+    """Which model answers."""
+
+    path: str
+    """A run's folder (its best or newest checkpoint), a checkpoint, an adapter, a model folder, a
+    hub id, or a recipe."""
+    weights: str | None = None
+    """The folder of the weights, of any layout, if ``path`` has only configuration and
+    tokenizer."""
+    adapter: str | None = None
+    """An adapter to put on the model of ``path``."""
+    base: str | None = None
+    """The base model of an adapter, if it moved."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Type of the weights. ``auto``: as stored on a GPU, float32 on a CPU."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model. Off unless you trust its author."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """A model, how it answers, and over how many processes."""
+
+    model: AskedModel
+    """Which model answers."""
+    generate: GenerateSection = GenerateSection()
+    """How answers are sampled."""
+    parallel: ParallelSection = ParallelSection()
+    """Over how many processes. Those that ``tp`` and ``dp_shard`` leave hold copies of the model,
+    which share out the prompts."""
+
+
+def load(
+    path: str, overrides: Overrides = (), *, generate: GenerateSection | None = None
+) -> Prediction:
+    """What ``path`` says, with ``overrides`` on top.
+
+    Args:
+        path: a YAML file with the sections of a ``Prediction``, or any ``AskedModel.path``.
+        overrides: see ``recipe.overrides``.
+        generate: of the run that made the model: what holds where neither of them says anything.
+
+    Raises:
+        RecipeError: with every problem there is.
+    """
+    document = override(Prediction, _document(path, generate), overrides)
+    found = schema.read(Prediction, document.data, fail=document.error)
+    if problems := list(_problems(found)):
+        raise document.error(problems)
+    base = Path(path).parent if _is_file(path) else Path()
+    names = ("path", "weights", "adapter", "base")
+    told = {name: getattr(found.model, name) for name in names}
+    places = {name: locate_model(value, base) for name, value in told.items() if value}
+    model: AskedModel = replace(found.model, **places)  # type: ignore[arg-type]
+    return replace(found, model=model)
+
+
+def _is_file(path: str) -> bool:
+    return Path(path).suffix in SUFFIXES and Path(path).is_file()
+
+
+def _document(path: str, generate: GenerateSection | None) -> Document:
+    document = parse(read_text(Path(path)), path) if _is_file(path) else Document({})
+    data = document.data
+    is_ours = isinstance(data, Mapping) and not any(name in data for name in _OF_TRAINING)
+    if not _is_file(path) or (isinstance(data, Mapping) and not is_ours):
+        document = Document({"model": {"path": path}})
+    if generate is not None and isinstance(document.data, Mapping):
+        told = document.data.get("generate") or {}
+        if isinstance(told, Mapping):
+            data = {**document.data, "generate": {**schema.write(generate), **told}}
+            document = replace(document, data=data)
+    return document
+
+
+def _problems(found: Prediction) -> Iterator[Problem]:
+    parallel = found.parallel
+    if parallel.pp > 1:
+        message = "an answer is written token by token, and a pipeline would idle; use tp"
+        yield Problem(("parallel", "pp"), message)
+    if parallel.sequence_parallel:
+        message = "means nothing to answers, which are written token by token; leave it out"
+        yield Problem(("parallel", "sequence_parallel"), message)
+    if found.model.weights is not None and found.model.base is not None:
+        message = "means nothing beside model.weights: path is the base"
+        yield Problem(("model", "base"), message)

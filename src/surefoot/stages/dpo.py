@@ -1,0 +1,148 @@
+"""Direct preference optimization: raise the better of two answers above the worse one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from ..batch import Batch, Features, Loss, Outputs
+from ..data.encode import Encoded
+from ..data.example import Example
+from ..data.pairs import collate_pairs
+from ..data.ranking import encode_pairs
+from ..training import preferences
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..data.chat import Codec
+
+PER_TOKEN = ("ipo", "orpo", "simpo")  # losses of an answer's mean log-probability, not its sum
+ALONE = ("orpo", "simpo")  # losses that need no reference
+
+
+@dataclass(frozen=True, kw_only=True)
+class DPO:
+    """Learn from pairs of answers which one is better (arXiv:2305.18290), by how much likelier the
+    model makes it than a reference does: the model as it was before the first step.
+
+    What the reference says is computed once, before the first step, and kept with the encoded
+    datasets; there is no second model beside the one that learns.
+
+    The loss is a sum over pairs, and its weight is their number. Rewards are ``beta`` times the
+    log-probability of an answer, as against the reference's.
+    """
+
+    roles: ClassVar[tuple[str, ...]] = ("policy",)
+    needs: ClassVar[tuple[str, ...]] = ("logps",)
+    uses_template: ClassVar[bool] = True
+
+    beta: float = 0.1
+    """How much a nat of difference counts: a small one lets the model go far from the reference.
+    Of ``orpo`` the weight of the odds ratio. Usual are 0.1 (``simpo``: 2)."""
+    loss_type: Literal["sigmoid", "hinge", "ipo", "orpo", "simpo"] = "sigmoid"
+    """``sigmoid`` is DPO's own, ``hinge`` SLiC's (arXiv:2305.10425), ``ipo`` arXiv:2310.12036;
+    ``orpo`` (arXiv:2403.07691) and ``simpo`` (arXiv:2405.14734) need no reference. The last three
+    are of log-probabilities per token."""
+    label_smoothing: float = 0.0
+    """``sigmoid`` only: the share of pairs that are taken to be the wrong way round (cDPO)."""
+    gamma: float = 0.5
+    """``simpo`` only: by how much the better answer's reward is to be higher."""
+    sft_weight: float = 0.0
+    """Add so much of the loss of ``sft`` on the chosen answer, the mean over its tokens."""
+
+    def __post_init__(self) -> None:
+        if self.beta <= 0:
+            raise ValueError(f"beta must be positive, got {self.beta}")
+        if not 0 <= self.label_smoothing < 0.5:
+            raise ValueError(f"label_smoothing must be in [0, 0.5), got {self.label_smoothing}")
+        if self.label_smoothing and self.loss_type != "sigmoid":
+            raise ValueError(f"label_smoothing means nothing to loss_type: {self.loss_type}")
+        if self.gamma < 0:
+            raise ValueError(f"gamma must not be negative, got {self.gamma}")
+        if self.gamma != DPO.gamma and self.loss_type != "simpo":
+            raise ValueError(f"gamma means nothing to loss_type: {self.loss_type}")
+        if self.sft_weight < 0:
+            raise ValueError(f"sft_weight must not be negative, got {self.sft_weight}")
+
+    @property
+    def compares(self) -> bool:
+        """Whether the loss needs what a reference says."""
+        return self.loss_type not in ALONE
+
+    def encode(self, examples: Sequence[Example], codec: Codec) -> list[Encoded]:
+        """Render both conversations of each row with the chat template; labels on the answers."""
+        return encode_pairs(examples, codec)
+
+    def collate(self, features: Sequence[Features], *, packing: bool) -> Batch:
+        """Lay pairs end to end, their prompts once, or in a padded rectangle."""
+        import torch
+
+        batch = collate_pairs(features, packing=packing)
+        if not all("reference" in item for item in features):
+            return batch
+        values = [float(value) for item in features for value in item["reference"]]
+        said = torch.tensor(values, dtype=torch.float32)
+        return replace(batch, extras={**batch.extras, "reference": said})
+
+    def answers(self, outputs: Outputs, batch: Batch) -> torch.Tensor:
+        """[P, 2] log-probability of the chosen and the rejected answer of each pair."""
+        assert outputs.logps is not None
+        extras = batch.extras
+        sums = preferences.sums_of_answers(
+            outputs.logps, extras["answer"], len(extras["answer_lengths"])
+        )
+        return sums.view(-1, 2)
+
+    def loss(self, outputs: Outputs, batch: Batch) -> Loss:
+        """The loss of each pair, summed; a pair without labels counts nothing."""
+        logps_P2, lengths_P2 = self.answers(outputs, batch), batch.extras["answer_lengths"]
+        lengths_P2 = lengths_P2.view(-1, 2)
+        is_there_P = (lengths_P2 > 0).all(1)
+        means_P2 = logps_P2 / lengths_P2.clamp(min=1)
+        told_P2 = means_P2 if self.loss_type in PER_TOKEN else logps_P2
+        relative_P2 = told_P2
+        if self.compares:
+            reference_P2 = batch.extras["reference"].view(-1, 2)
+            if self.loss_type in PER_TOKEN:
+                reference_P2 = reference_P2 / lengths_P2.clamp(min=1)
+            relative_P2 = told_P2 - reference_P2
+        likelihood_P = -means_P2[:, 0]
+        losses_P = self._losses(relative_P2) + self.sft_weight * likelihood_P
+        metrics = _metrics(self.beta * relative_P2.detach(), told_P2.detach())
+        if self.sft_weight or self.loss_type == "orpo":
+            metrics["sft_loss"] = likelihood_P.detach()
+
+        def summed(values_P: torch.Tensor) -> torch.Tensor:
+            return values_P.where(is_there_P, values_P.new_zeros(())).sum()
+
+        sums = {name: summed(values) for name, values in metrics.items()}
+        return Loss(summed(losses_P), is_there_P.sum(), sums)
+
+    def _losses(self, relative_P2: torch.Tensor) -> torch.Tensor:
+        """[P] the loss of each pair, from what the policy says as against the reference."""
+        chosen_P, rejected_P = relative_P2.unbind(1)
+        margins_P = chosen_P - rejected_P
+        if self.loss_type == "sigmoid":
+            return preferences.sigmoid(margins_P, self.beta, self.label_smoothing)
+        if self.loss_type == "hinge":
+            return preferences.hinge(margins_P, self.beta)
+        if self.loss_type == "ipo":
+            return preferences.ipo(margins_P, self.beta)
+        if self.loss_type == "orpo":
+            return preferences.orpo(chosen_P, rejected_P, self.beta)
+        return preferences.simpo(margins_P, self.beta, self.gamma)
+
+
+def _metrics(rewards_P2: torch.Tensor, logps_P2: torch.Tensor) -> dict[str, torch.Tensor]:
+    """[P] each, under TRL's names."""
+    (better_P, worse_P), (chosen_P, rejected_P) = rewards_P2.unbind(1), logps_P2.unbind(1)
+    return {
+        "rewards/chosen": better_P,
+        "rewards/rejected": worse_P,
+        "rewards/accuracies": (better_P > worse_P).to(better_P.dtype),
+        "rewards/margins": better_P - worse_P,
+        "logps/chosen": chosen_P,
+        "logps/rejected": rejected_P,
+    }

@@ -1,0 +1,71 @@
+"""The mathematics of preferences: pure functions of log-probabilities, each with its source.
+
+Shapes: P pairs, N trained positions. ``margins_P`` say by how much more the chosen answer is
+expected than the rejected one, as against a reference where there is one, in nats; ``chosen_P`` and
+``rejected_P`` are mean log-probabilities of an answer's tokens. Each loss is one number a pair.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+
+def sums_of_answers(
+    logps_N: torch.Tensor, answer_N: torch.Tensor, num_answers: int
+) -> torch.Tensor:
+    """[answers] log-probability of each answer, by whose each position is.
+
+    Sums of rows, for to scatter is to add in any order on a GPU.
+    """
+    import torch
+
+    answers_A = torch.arange(num_answers, device=answer_N.device)
+    is_its_own_AN = answer_N == answers_A[:, None]
+    return torch.where(is_its_own_AN, logps_N, logps_N.new_zeros(())).sum(1)
+
+
+def sigmoid(margins_P: torch.Tensor, beta: float, label_smoothing: float) -> torch.Tensor:
+    """DPO (arXiv:2305.18290): ``-log sigmoid(beta margin)``. Smoothed (cDPO,
+    ericmitchell.ai/cdpo.pdf), labels are wrong with that probability."""
+    import torch.nn.functional as F
+
+    logits_P = beta * margins_P
+    return (
+        -(1 - label_smoothing) * F.logsigmoid(logits_P)
+        - label_smoothing * F.logsigmoid(-logits_P)
+    )  # fmt: skip
+
+
+def hinge(margins_P: torch.Tensor, beta: float) -> torch.Tensor:
+    """SLiC (arXiv:2305.10425) as in RSO (arXiv:2309.06657): ``max(0, 1 - beta margin)``."""
+    return (1 - beta * margins_P).relu()
+
+
+def ipo(margins_P: torch.Tensor, beta: float) -> torch.Tensor:
+    """IPO (arXiv:2310.12036): ``(margin - 1 / (2 beta))^2``, of margins per token, as its authors
+    came to compute it."""
+    return (margins_P - 1 / (2 * beta)) ** 2
+
+
+def orpo(chosen_P: torch.Tensor, rejected_P: torch.Tensor, beta: float) -> torch.Tensor:
+    """ORPO (arXiv:2403.07691): likelihood of the chosen answer, and ``beta`` times
+    ``-log sigmoid`` of the log odds ratio."""
+    import torch.nn.functional as F
+
+    log_odds_P = chosen_P - rejected_P - (_log_complement(chosen_P) - _log_complement(rejected_P))
+    return -chosen_P - beta * F.logsigmoid(log_odds_P)
+
+
+def simpo(margins_P: torch.Tensor, beta: float, gamma: float) -> torch.Tensor:
+    """SimPO (arXiv:2405.14734): ``-log sigmoid(beta margin - gamma)``, of margins per token."""
+    import torch.nn.functional as F
+
+    return -F.logsigmoid(beta * margins_P - gamma)
+
+
+def _log_complement(logps_P: torch.Tensor) -> torch.Tensor:
+    """``log(1 - p)``."""
+    return (-logps_P.expm1()).log()

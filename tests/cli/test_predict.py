@@ -1,0 +1,133 @@
+"""The predict command: a file in, a file out, on one process and on two."""
+
+import json
+
+import pytest
+from click.testing import CliRunner
+
+from folders import save_adapter, save_model, save_recipe
+from surefoot.cli.main import main
+from surefoot.generate.section import GenerateSection
+from surefoot.inference import Conversation, open_model
+
+LIVELY = {"initializer_range": 0.3}  # prompts matter to what is said
+SHORT = "generate.max_new_tokens=6"
+TEXTS = ["Hi", "What is 1 plus 1?", "A long story"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("predict")
+    save_model(folder / "base", **LIVELY)
+    save_adapter(folder / "base", folder / "adapter")
+    (folder / "q.txt").write_text("\n".join(TEXTS) + "\n")
+    return folder
+
+
+@pytest.fixture
+def run(folder, tmp_path):
+    def run_it(*args, prompts=folder / "q.txt", output=tmp_path / "a.jsonl"):
+        told = ["predict", *args, "--prompts", prompts, "--output", output]
+        return CliRunner().invoke(main, [*map(str, told)])
+
+    return run_it
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def expected(path, count=6, **options):
+    opened = open_model(path)
+    section = GenerateSection(max_new_tokens=count)
+    answers = [Conversation(opened, section, **options).ask(text) for text in TEXTS]
+    return [
+        {"prompt": text, "answer": a.text, "ending": a.ending}
+        for text, a in zip(TEXTS, answers, strict=True)
+    ]
+
+
+def test_every_prompt_has_a_line_with_its_answer(folder, run, tmp_path):
+    done = run(folder / "base", SHORT)
+    assert done.exit_code == 0, done.output
+    assert lines(tmp_path / "a.jsonl") == expected(folder / "base")
+    counted = "3 answers (3 cut at generate.max_new_tokens)"
+    assert done.stdout == f"{tmp_path / 'a.jsonl'}: {counted}\n"
+
+
+def test_what_a_row_holds_beside_its_prompt_comes_along(folder, run, tmp_path):
+    rows = [{"id": i, "prompt": text, "tags": ["ä"]} for i, text in enumerate(TEXTS)]
+    path = tmp_path / "q.jsonl"
+    path.write_text("\n".join(json.dumps(row) for row in rows))
+    assert (
+        run(folder / "base", SHORT, prompts=path, output=tmp_path / "new" / "a.jsonl").exit_code
+        == 0
+    )
+    answers = expected(folder / "base")
+    found = lines(tmp_path / "new" / "a.jsonl")
+    assert found == [{**row, **answer} for row, answer in zip(rows, answers, strict=True)]
+    assert "ä" in (tmp_path / "new" / "a.jsonl").read_text()
+
+
+def test_an_adapter_and_a_system_message(folder, run, tmp_path):
+    assert run(folder / "adapter", SHORT, "--system", "Be brief.").exit_code == 0
+    assert lines(tmp_path / "a.jsonl") == expected(folder / "adapter", system="Be brief.")
+
+
+def test_a_run_answers_as_its_recipe_says_and_overrides_win(run, tmp_path):
+    import surefoot
+
+    recipe = save_recipe(tmp_path, method={"lora": {"rank": 2}}, generate={"max_new_tokens": 3})
+    surefoot.train(recipe)
+    checkpoint = tmp_path / "run" / "checkpoint-4"
+    for args, count in (([recipe], 3), ([tmp_path / "run", SHORT, "--force"], 6)):
+        assert run(*args).exit_code == 0
+        assert lines(tmp_path / "a.jsonl") == expected(checkpoint, count)
+
+
+def test_what_is_there_is_not_overwritten_without_a_word(folder, run, tmp_path):
+    (tmp_path / "a.jsonl").write_text("dear\n")
+    done = run("/nowhere", SHORT)
+    assert done.exit_code == 2
+    assert "a.jsonl: is there already; name another one, or add --force" in done.stderr
+    assert (tmp_path / "a.jsonl").read_text() == "dear\n"
+    done = run(folder / "base", SHORT, output=tmp_path)
+    assert "is a folder; expected the name of a file" in done.stderr
+    assert run(folder / "base", SHORT, "--force").exit_code == 0
+    assert len(lines(tmp_path / "a.jsonl")) == 3
+
+
+@pytest.mark.parametrize(
+    ("args", "problem"),
+    [
+        (["/nowhere"], "no folder /nowhere; expected a run, a checkpoint, a model or an adapter"),
+        (["x", "generate.top_p=3"], "generate.top_p: must be in (0, 1], got 3"),
+        (["x", "generat.top_p=1"], "generate"),
+        (["x", "parallel.pp=2"], "parallel.pp: an answer is written token by token"),
+    ],
+)
+def test_a_mistake_is_one_plain_error_and_writes_nothing(args, problem, run, tmp_path):
+    done = run(*args)
+    assert done.exit_code == 2
+    assert done.stderr.startswith("error: ")
+    assert problem in done.stderr
+    assert not (tmp_path / "a.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (None, "no prompts can be read: No such file or directory"),
+        (b"", "holds no prompt; expected one a line"),
+        (b"\x89PNG\xff", "is not UTF-8 text"),
+        (b"Hi\n" + b"x" * 300, "line 2: no room for an answer"),
+    ],
+)
+def test_prompts_that_cannot_be_answered_are_refused(content, problem, folder, run, tmp_path):
+    path = tmp_path / "q.txt"
+    if content is not None:
+        path.write_bytes(content)
+    done = run(folder / "base", SHORT, prompts=path)
+    assert done.exit_code == 2
+    assert problem in done.stderr
+    assert not (tmp_path / "a.jsonl").exists()

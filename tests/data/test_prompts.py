@@ -1,0 +1,94 @@
+"""Files of prompts: what is one, what comes along, and what is refused with its line."""
+
+import json
+
+import pytest
+
+from surefoot.data.example import Message
+from surefoot.data.prompts import read_prompts
+from surefoot.errors import DataError
+
+
+def write(path, *rows):
+    path.write_text(
+        "".join(f"{row if isinstance(row, str) else json.dumps(row)}\n" for row in rows)
+    )
+    return path
+
+
+def test_a_text_file_has_a_prompt_a_line_and_blank_lines_are_none(tmp_path):
+    path = tmp_path / "q.txt"
+    path.write_bytes('\ufeffHi\r\n\n  two  words \n{"prompt": 1}'.encode())
+    found = read_prompts(path)
+    assert [p.row["prompt"] for p in found] == ["Hi", "  two  words ", '{"prompt": 1}']
+    assert [p.origin.rpartition(": ")[2] for p in found] == ["line 1", "line 3", "line 4"]
+    assert found[0].messages == (Message("user", "Hi"),)
+
+
+def test_a_row_has_a_prompt_or_a_conversation_and_keeps_the_rest(tmp_path):
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    rows = [
+        {"id": 3, "prompt": "Hi"},
+        {"messages": [{"role": "system", "content": "s"}, *turns, turns[0]], "tag": ["x"]},
+    ]
+    one, two = read_prompts(write(tmp_path / "q.jsonl", *rows))
+    assert (one.row, two.row) == tuple(rows)
+    assert [m.role for m in two.messages] == ["system", "user", "assistant", "user"]
+
+
+def test_functions_come_along(tmp_path):
+    row = {"prompt": "Hi", "tools": [{"name": "add", "description": "", "parameters": {}}]}
+    (found,) = read_prompts(write(tmp_path / "q.jsonl", row))
+    assert [tool["name"] for tool in found.tools] == ["add"]
+
+
+def test_a_system_message_goes_where_there_is_none(tmp_path):
+    own = {"messages": [{"role": "system", "content": "own"}, {"role": "user", "content": "a"}]}
+    one, two = read_prompts(write(tmp_path / "q.jsonl", {"prompt": "Hi"}, own))
+    assert one.with_system("Be brief.").messages[0] == Message("system", "Be brief.")
+    assert two.with_system("Be brief.") == two
+    assert one.with_system(None) == one
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ("{", "Expecting property name"),
+        ("[1]", "expected an object, got"),
+        ({"text": "a"}, r"expected one of the keys 'prompt' and 'messages' \(keys found: text\)"),
+        ({"prompt": "a", "messages": []}, "expected one of the keys"),
+        ({"prompt": 3}, "'prompt': expected text, got int 3"),
+        ({"prompt": " "}, "the prompt is empty"),
+        ({"prompt": "a", "answer": "b"}, "the key 'answer' is where the answer goes"),
+        ({"messages": []}, "expected a list of turns"),
+        ({"messages": [{"role": "usr", "content": "a"}]}, "unknown role 'usr'"),
+        ({"messages": [{"role": "assistant", "content": "a"}]}, "the last message is of the ass"),
+    ],
+)
+def test_a_line_that_is_no_prompt_is_named_with_its_reason(row, reason, tmp_path):
+    path = write(tmp_path / "q.jsonl", {"prompt": "Hi"}, row)
+    with pytest.raises(DataError, match=rf"q\.jsonl: line 2: .*{reason}"):
+        read_prompts(path)
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (None, "no prompts can be read: No such file"),
+        (b"", "holds no prompt; expected one a line"),
+        (b"\n \n", "holds no prompt"),
+        (b"Hi\n\xff\xfe\n", "line 2: byte 0xff is not UTF-8 text"),
+        (b"Hi\0\n", "line 1: a NUL character, so this is no text"),
+    ],
+)
+def test_a_file_without_prompts_is_refused(content, reason, tmp_path):
+    path = tmp_path / "q.txt"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(DataError, match=reason):
+        read_prompts(path)
+
+
+def test_a_folder_is_no_file_of_prompts(tmp_path):
+    with pytest.raises(DataError, match="no prompts can be read: Is a directory"):
+        read_prompts(tmp_path)

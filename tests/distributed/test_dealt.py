@@ -1,0 +1,48 @@
+"""Examples dealt by their lengths: another split for each number of ranks, the same step."""
+
+import pytest
+import torch
+
+import ranks
+import small
+from spread import compare, learn, resume, save, trainer
+from surefoot.parallel.world import ALONE
+
+DOUBLE = {"dtype": torch.float64}
+TRAIN = {"global_batch_size": 8, "micro_batch_size": 2}
+CLOSE = 1e-10  # only the order of sums differs
+
+
+def examples():
+    """Of very different lengths."""
+    return small.examples(26, seed=3)
+
+
+def lengths(made, window):
+    """Tokens of each micro-batch of this rank."""
+    items = made.loader.groups(0, window)
+    return [int(made.loader.dataset.lengths[group].sum()) for group in items]
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_two_ranks_learn_what_one_does_to_float64(packing, tmp_path):
+    changes = {"packing": packing, "train": TRAIN, "examples": examples(), **DOUBLE}
+    compare(2, tmp_path, parallel={"dp_shard": 2}, steps=4, close=CLOSE, **changes)
+
+
+def test_a_run_goes_on_with_another_number_of_ranks_and_another_split(tmp_path):
+    changes = {"packing": True, "train": TRAIN, "examples": examples(), **DOUBLE}
+    alone = trainer(ALONE, tmp_path, **changes)
+    learn(alone, 2)
+    folder = save(alone, tmp_path)
+    expected = learn(alone, 3)  # into the second epoch
+
+    def work(world):
+        made = resume(trainer(world, tmp_path, **changes), folder)
+        return learn(made, 3), lengths(made, 0)
+
+    found = ranks.run(2, work, dp_shard=2)
+    for ours, _ in found:
+        assert ours == [pytest.approx(one, abs=CLOSE, rel=CLOSE) for one in expected]
+    (_, first), (_, second) = found
+    assert max(abs(a - b) for a, b in zip(first, second, strict=True)) <= 1, "of equal tokens"

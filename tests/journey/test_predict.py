@@ -1,0 +1,83 @@
+"""A file of prompts is answered by one process and by several, the command starting them."""
+
+import json
+
+import pytest
+
+from folders import save_model
+from project import surefoot
+from surefoot.checkpoint.mindspore.parallel import ParallelConfig
+from surefoot.checkpoint.mindspore.rewrite import Wanted
+from surefoot.inference.mindspore import write_mindspore
+
+SIZES = {"num_attention_heads": 4, "num_key_value_heads": 4, "initializer_range": 0.3}
+SAMPLED = ("generate.max_new_tokens=5", "generate.do_sample=true", "generate.batch_size=2")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("predict")
+    save_model(folder / "base", "qwen2", **SIZES)
+    (folder / "q.txt").write_text("Hi\nWhat is 1 plus 1?\nA long story\n")
+    wanted = Wanted("distributed", ParallelConfig(2, 2), names="legacy-fused")
+    write_mindspore(folder / "base", folder / "theirs", wanted)
+    for name in ("config.json", "tokenizer.json"):  # what MindSpore's ranks have nothing of
+        (folder / "theirs" / name).unlink()
+    return folder
+
+
+def predict(folder, output, path, *overrides, code=0):
+    told = ("--prompts", folder / "q.txt", "--output", output)
+    found, out, err = surefoot("predict", path, *overrides, *told)
+    assert found == code, err
+    return err if code else out
+
+
+@pytest.fixture(scope="module")
+def one(folder):
+    predict(folder, folder / "one.jsonl", folder / "base", *SAMPLED)
+    return (folder / "one.jsonl").read_text()
+
+
+@pytest.mark.parametrize("parallel", ["tp=2", "dp_shard=2", "num_processes=2"])
+def test_two_processes_write_what_one_writes(parallel, folder, one, tmp_path):
+    output = tmp_path / "a.jsonl"
+    out = predict(folder, output, folder / "base", *SAMPLED, f"parallel.{parallel}")
+    assert output.read_text() == one
+    assert out.splitlines() == [f"{output}: 3 answers (3 cut at generate.max_new_tokens)"]
+    assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
+
+
+THEIRS = """\
+run_mode: predict
+seed: 42
+load_checkpoint: {folder}/theirs
+pretrained_model_dir: {folder}/base
+load_ckpt_format: safetensors
+auto_trans_ckpt: True
+use_parallel: True
+parallel_config: {{data_parallel: 1, model_parallel: 2}}
+predict_batch_size: 2
+predict_data: {folder}/q.txt
+model: {{model_config: {{type: LlamaConfig, do_sample: True, top_k: 0, max_new_tokens: 5}}}}
+"""
+
+
+def test_their_file_answers_from_their_ranks_without_a_merge(folder, one, tmp_path):
+    (tmp_path / "theirs.yaml").write_text(THEIRS.format(folder=folder))
+    code, out, err = surefoot("recipe", "convert", tmp_path / "theirs.yaml")
+    assert code == 0, err
+    told = f"surefoot predict RECIPE --prompts {folder}/q.txt --output answers.jsonl --seed 42"
+    assert told in err
+    (tmp_path / "ours.yaml").write_text(out)
+    predict(folder, tmp_path / "a.jsonl", tmp_path / "ours.yaml")
+    assert (tmp_path / "a.jsonl").read_text() == one
+
+
+def test_more_processes_than_heads_are_one_error(folder, tmp_path):
+    save_model(tmp_path / "odd", hidden_size=24, num_attention_heads=3, num_key_value_heads=3)
+    err = predict(folder, tmp_path / "a.jsonl", tmp_path / "odd", "parallel.tp=2", code=2)
+    (line,) = [line for line in err.splitlines() if line.startswith("error")]
+    assert "parallel.tp: 2 processes cannot share the 3 attention heads of the model evenly" in line
+    assert json.loads((tmp_path / "odd" / "config.json").read_text())["num_attention_heads"] == 3
+    assert not (tmp_path / "a.jsonl").exists()

@@ -1,0 +1,219 @@
+"""Two answers to one prompt learn in one row what they learn in two, and the prompt is computed
+once."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.flop_counter import FlopCounterMode
+
+import tiny
+from surefoot.batch import IGNORE_INDEX, Places, places
+from surefoot.data.collate import collate
+from surefoot.data.pairs import collate_pairs, split, unshared
+from surefoot.errors import ModelError
+from surefoot.model import attention_choice, outputs
+from surefoot.model.asked_head import asked_head
+from surefoot.model.attention import PREFIX, use_packed
+from surefoot.model.attention_rows import register
+from surefoot.model.compiled import compile_layers
+from surefoot.model.load import recompute_activations
+from surefoot.parallel.sequence import widened
+from surefoot.parallel.shard import layers
+
+CASES = [
+    ("llama", "sdpa", {}),
+    ("llama", "eager", {}),
+    ("qwen2", "sdpa", {}),
+    ("qwen3", "sdpa", {}),
+    ("mistral", "sdpa", {}),  # a window of 4 tokens
+    ("mistral", "eager", {}),
+    ("gemma2", "eager", {"sliding_window": 4}),
+]
+NEEDS = ("logps", "entropies")
+
+
+def pair(prompt, chosen, rejected, seed=0):
+    """Answers to a prompt, all of their tokens learnt but some of the last ones."""
+    dice = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, 64, (prompt + chosen + rejected,), generator=dice).tolist()
+    learnt = [i >= prompt and (i + seed) % 4 != 3 for i in range(len(ids))]
+    labels = [i if known else IGNORE_INDEX for i, known in zip(ids, learnt, strict=True)]
+    return {"input_ids": ids, "labels": labels, "lengths": [prompt, chosen, rejected]}
+
+
+PAIRS = [pair(*lengths, seed=i) for i, lengths in enumerate([(7, 5, 9), (1, 1, 1), (3, 8, 2)])]
+
+
+def learnt(model, batches, *, asked=False):
+    """Log-probabilities, entropies, and the gradients of something that depends on all of them."""
+    head = asked_head(model) if asked else None
+    model.zero_grad()
+    found = [outputs.compute(model, batch, NEEDS, head=head) for batch in batches]
+    logps, entropies = (torch.cat([getattr(one, name) for one in found]) for name in NEEDS)
+    factors = torch.cos(torch.arange(len(logps)))
+    (logps @ factors.to(logps) + entropies.square().sum()).backward()
+    return logps.detach(), entropies.detach(), {n: p.grad for n, p in model.named_parameters()}
+
+
+def alone(pairs):
+    """Every conversation as a batch of its own, neither packed nor padded."""
+    return [collate([row], packing=False) for one in pairs for row in split(one)]
+
+
+def compare(found, expected, close=1e-10):
+    for have, want in zip(found[:2], expected[:2], strict=True):
+        torch.testing.assert_close(have, want, rtol=close, atol=close)
+    for name, gradient in expected[2].items():
+        torch.testing.assert_close(found[2][name], gradient, rtol=close, atol=close, msg=name)
+
+
+@pytest.fixture
+def all_in_float64(monkeypatch):
+    """Norms and softmax as well, which models make in float32 whatever they are in."""
+    monkeypatch.setattr(torch, "float32", torch.float64)
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+
+
+@pytest.mark.usefixtures("all_in_float64")
+@pytest.mark.parametrize("asked", [True, False])
+@pytest.mark.parametrize(("kind", "attention", "changes"), CASES, ids=str)
+def test_a_shared_prompt_teaches_what_two_prompts_teach(kind, attention, changes, asked):
+    plain = tiny.model(kind, attention=attention, dtype=torch.float64, **changes)
+    model = tiny.model(kind, attention=attention, dtype=torch.float64, **changes)
+    assert use_packed(model)
+    batch = collate_pairs(PAIRS, packing=True)
+    expected = learnt(plain, alone(PAIRS))
+    compare(learnt(model, [batch], asked=asked), expected)
+    compare(learnt(plain, [collate_pairs(PAIRS, packing=False)], asked=asked), expected)
+    compare(learnt(model, [unshared(batch)], asked=asked), expected)
+
+
+@pytest.mark.usefixtures("all_in_float64")
+@settings(deadline=None, max_examples=15)
+@given(lengths=st.lists(st.tuples(*[st.integers(1, 8)] * 3), min_size=1, max_size=3))
+def test_lengths_do_not_matter(lengths):
+    found = [pair(*parts, seed=i) for i, parts in enumerate(lengths)]
+    plain, model = (tiny.model("mistral", dtype=torch.float64) for _ in range(2))
+    use_packed(model)
+    compare(learnt(model, [collate_pairs(found, packing=True)]), learnt(plain, alone(found)))
+
+
+@pytest.mark.usefixtures("all_in_float64")
+def test_activations_may_be_recomputed():
+    plain, model = (tiny.model(dtype=torch.float64) for _ in range(2))
+    use_packed(model)
+    recompute_activations(model)
+    compare(
+        learnt(model.train(), [collate_pairs(PAIRS, packing=True)]), learnt(plain, alone(PAIRS))
+    )
+
+
+def test_an_answer_does_not_see_the_other_one():
+    model = tiny.model()
+    use_packed(model)
+    row = collate_pairs(PAIRS[:1], packing=True)
+    prompt, chosen, _ = PAIRS[0]["lengths"]
+    other = row.input_ids.clone()
+    other[:, prompt : prompt + chosen] = (other[:, prompt : prompt + chosen] + 7) % 64
+    is_rejected = row.extras["answer"] == 1
+    with torch.no_grad():
+        before, after = (
+            outputs.compute(model, replace(row, input_ids=ids), ("logps",)).logps
+            for ids in (row.input_ids, other)
+        )
+    assert torch.equal(before[is_rejected], after[is_rejected])
+    assert not torch.equal(before[~is_rejected], after[~is_rejected])
+
+
+def test_both_first_tokens_are_predicted_at_the_last_of_the_prompt():
+    batch = collate_pairs([pair(2, 2, 3), pair(3, 1, 2)], packing=True)
+    at = places(batch)
+    assert isinstance(at, Places)
+    assert at.columns.tolist() == [1, 1, 4, 5, 9, 11]
+    assert torch.equal(at.labels, batch.labels[batch.labels != IGNORE_INDEX])
+    assert at.kept is at.columns or torch.equal(at.kept, at.columns)
+
+
+def flops(model, batch):
+    with FlopCounterMode(display=False) as counter:
+        found = outputs.compute(model, batch, ("logps",)).logps
+        found.sum().backward()
+    return counter.get_total_flops()
+
+
+def test_the_prompt_is_computed_once():
+    model = tiny.model()
+    use_packed(model)
+    (prompt, chosen, rejected), seed = (40, 10, 14), 3
+    shared = collate_pairs([pair(prompt, chosen, rejected, seed=seed)], packing=True)
+    tokens = prompt + chosen + rejected
+    assert shared.num_tokens == tokens
+    assert unshared(shared).num_tokens == tokens + prompt
+    once, twice = flops(model, shared), flops(model, unshared(shared))
+    assert once / twice < 1.02 * tokens / (tokens + prompt)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_branches_move_with_a_batch_but_stay_on_the_host(device):
+    batch = collate_pairs(PAIRS, packing=True)
+    moved = batch.to(torch.device(device))
+    assert moved.branches is batch.branches
+    assert {moved.extras["answer"].device.type, moved.at.labels.device.type} == {device}
+
+
+def test_a_kernel_that_knows_no_branches_says_so():
+    model = tiny.model()
+    with pytest.raises(ModelError, match=r"cannot share a prompt.*model\.attention: sdpa"):
+        outputs.compute(model, collate_pairs(PAIRS, packing=True), ("logps",))
+
+
+def test_a_kernel_for_rows_leaves_branches_to_the_documents_own():
+    calls = []
+
+    def counted(*row):
+        calls.append(row)
+        return attention_choice._by_document(*row)
+
+    register("counted_too", counted)
+    plain, model = tiny.model(), tiny.model()
+    use_packed(model)
+    model.set_attn_implementation(f"{PREFIX}counted_too")
+    batch = collate_pairs(PAIRS, packing=True)
+    found = learnt(model, [batch])
+    assert not calls
+    compare(found, learnt(plain, alone(PAIRS)), close=1e-4)
+    outputs.compute(model, unshared(batch), ("logps",))
+    assert calls
+
+
+@pytest.mark.proof  # 15 s
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+def test_compiled_layers_know_branches():
+    torch._dynamo.reset()
+    plain, model = tiny.model(num_hidden_layers=2), tiny.model(num_hidden_layers=2)
+    use_packed(model)
+    compile_layers(layers(model), backend="aot_eager")
+    found = learnt(model, [collate_pairs(PAIRS, packing=True)])
+    compare(found, learnt(plain, alone(PAIRS)), close=1e-4)
+
+
+def test_what_is_added_to_divide_a_row_is_no_branch():
+    model = tiny.model("mistral", dtype=torch.float64)
+    use_packed(model)
+    batch = collate_pairs(PAIRS, packing=True)
+    wide = widened(batch, 8)
+    assert wide.branches.tolist() == [*batch.branches.tolist(), [3, 0, 0]]
+    assert wide.branches.dtype == torch.int32
+    expected, found = (outputs.compute(model, one, ("logps",)).logps for one in (batch, wide))
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_where_positions_are_not_the_rows_own_prompts_are_not_shared():
+    model = tiny.model()
+    forward = model.forward
+    model.forward = lambda **given: forward(**{**given, "position_ids": None})
+    assert not use_packed(model)
+    assert use_packed(tiny.model())

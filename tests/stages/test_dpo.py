@@ -1,0 +1,151 @@
+"""Pairs of answers to a loss, against a loop over pairs, and what it says of itself."""
+
+import math
+
+import pytest
+import torch
+
+from surefoot.batch import IGNORE_INDEX, Outputs
+from surefoot.data.pairs import join
+from surefoot.errors import RecipeError
+from surefoot.schema import read
+from surefoot.stages.dpo import DPO
+
+PAIRS = [  # lengths of prompt, chosen, rejected; the reference's log-probabilities
+    (3, 4, 2, (-4.0, -2.5)),
+    (5, 1, 3, (-1.25, -3.0)),
+    (1, 2, 2, (-6.0, -5.0)),
+]
+
+
+def items(with_reference=True):
+    found = []
+    for prompt, chosen, rejected, said in PAIRS:
+        head = list(range(10, 10 + prompt))
+        both = [
+            {"input_ids": head + answer, "labels": [IGNORE_INDEX] * prompt + answer}
+            for answer in (list(range(30, 30 + chosen)), list(range(50, 50 + rejected)))
+        ]
+        found.append(join(*both) | ({"reference": said} if with_reference else {}))
+    return found
+
+
+def outputs(batch, seed=0):
+    torch.manual_seed(seed)
+    logps = -torch.rand(batch.num_trained, dtype=torch.float64) - 0.1
+    return Outputs(logps.requires_grad_())
+
+
+def log_sigmoid(x):
+    return -math.log1p(math.exp(-x))
+
+
+def by_hand(stage, logps, answer):
+    """Sum over pairs of the loss and of each metric, in plain floats."""
+    loss, metrics = 0.0, {}
+    for index, (_, chosen, rejected, said) in enumerate(PAIRS):
+        sums = [
+            sum(p for p, whose in zip(logps, answer, strict=True) if whose == 2 * index + side)
+            for side in (0, 1)
+        ]
+        means = [sums[0] / chosen, sums[1] / rejected]
+        mean_said = [said[0] / chosen, said[1] / rejected]
+        told = means if stage.loss_type in ("ipo", "orpo", "simpo") else sums
+        if stage.loss_type == "ipo":
+            relative = [a - b for a, b in zip(means, mean_said, strict=True)]
+        elif stage.compares:
+            relative = [a - b for a, b in zip(sums, said, strict=True)]
+        else:
+            relative = means
+        margin, smooth = relative[0] - relative[1], stage.label_smoothing
+        loss += stage.sft_weight * -means[0]
+        if stage.loss_type == "sigmoid":
+            loss -= (1 - smooth) * log_sigmoid(stage.beta * margin)
+            loss -= smooth * log_sigmoid(-stage.beta * margin)
+        elif stage.loss_type == "hinge":
+            loss += max(0.0, 1 - stage.beta * margin)
+        elif stage.loss_type == "ipo":
+            loss += (margin - 1 / (2 * stage.beta)) ** 2
+        elif stage.loss_type == "simpo":
+            loss -= log_sigmoid(stage.beta * margin - stage.gamma)
+        else:
+            odds = [math.exp(p) / (1 - math.exp(p)) for p in means]
+            loss -= means[0] + stage.beta * log_sigmoid(math.log(odds[0] / odds[1]))
+        rewards = [stage.beta * value for value in relative]
+        found = {
+            "rewards/chosen": rewards[0],
+            "rewards/rejected": rewards[1],
+            "rewards/accuracies": float(rewards[0] > rewards[1]),
+            "rewards/margins": rewards[0] - rewards[1],
+            "logps/chosen": told[0],
+            "logps/rejected": told[1],
+        }
+        if stage.sft_weight or stage.loss_type == "orpo":
+            found["sft_loss"] = -means[0]
+        metrics = {name: metrics.get(name, 0.0) + value for name, value in found.items()}
+    return loss, metrics
+
+
+STAGES = [
+    DPO(),
+    DPO(beta=0.5, label_smoothing=0.2, sft_weight=0.3),
+    DPO(loss_type="hinge", beta=0.3),
+    DPO(loss_type="ipo"),
+    DPO(loss_type="orpo"),
+    DPO(loss_type="simpo", beta=2.0, gamma=1.0),
+]
+
+
+@pytest.mark.parametrize("packing", [True, False])
+@pytest.mark.parametrize("stage", STAGES, ids=repr)
+def test_the_loss_is_that_of_a_loop_over_pairs(stage, packing):
+    batch = stage.collate(items(), packing=packing)
+    said = outputs(batch)
+    loss = stage.loss(said, batch)
+    expected, metrics = by_hand(stage, said.logps.tolist(), batch.extras["answer"].tolist())
+    assert loss.total.item() == pytest.approx(expected, rel=1e-6)
+    assert loss.weight == len(PAIRS)
+    assert {name: value.item() for name, value in loss.metrics.items()} == pytest.approx(
+        metrics, rel=1e-6
+    )
+    assert not any(value.requires_grad for value in loss.metrics.values())
+
+
+def test_where_policy_and_reference_agree_the_loss_is_ln_2_and_no_reward_is_given():
+    stage = DPO()
+    batch = stage.collate(items(with_reference=False), packing=True)
+    said = outputs(batch)
+    batch.extras["reference"] = stage.answers(said, batch).detach().flatten()
+    loss = stage.loss(said, batch)
+    assert loss.total.item() == pytest.approx(len(PAIRS) * math.log(2))
+    for name in ("chosen", "rejected", "margins", "accuracies"):
+        assert loss.metrics[f"rewards/{name}"] == 0
+
+
+@pytest.mark.parametrize("stage", STAGES, ids=repr)
+def test_a_pair_without_labels_counts_nothing(stage):
+    blank = {**items()[0], "labels": [IGNORE_INDEX] * 9}
+    batch = stage.collate([blank], packing=True)
+    logps = torch.zeros(0, requires_grad=True)
+    loss = stage.loss(Outputs(logps), batch)
+    loss.total.backward()  # all processes run backward
+    assert loss.total == loss.weight == 0
+    assert all(value == 0 for value in loss.metrics.values())
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"beta": 0}, "beta: must be positive, got 0"),
+        ({"label_smoothing": 0.5}, r"label_smoothing: must be in \[0, 0.5\), got 0.5"),
+        ({"label_smoothing": 0.1, "loss_type": "ipo"}, "label_smoothing means nothing to .* ipo"),
+        ({"gamma": -1, "loss_type": "simpo"}, "gamma: must not be negative, got -1"),
+        ({"gamma": 1}, "gamma means nothing to loss_type: sigmoid"),
+        ({"sft_weight": -1}, "sft_weight: must not be negative, got -1"),
+        ({"loss_type": "sigmod"}, "did you mean sigmoid"),
+    ],
+    ids=str,
+)
+def test_a_setting_that_means_nothing_is_refused(settings, message):
+    with pytest.raises(RecipeError, match=message):
+        read(DPO, settings)

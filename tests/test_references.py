@@ -1,0 +1,249 @@
+"""A reference is asked once: by one process or two, before the first step or again at a resume."""
+
+import logging
+import math
+import os
+
+import numpy as np
+import pytest
+import torch
+
+import ranks
+import surefoot
+from project import Project, assert_same, final_weights, in_child, losses, metrics
+from spread import trainer
+from surefoot.batch import IGNORE_INDEX
+from surefoot.data.asked import Asked
+from surefoot.data.dataset import in_memory
+from surefoot.data.pairs import join
+from surefoot.data.prepare import Prepared
+from surefoot.data.report import Report
+from surefoot.errors import DataError, ModelError, RecipeError
+from surefoot.methods.lora import LoRA
+from surefoot.parallel.world import ALONE
+from surefoot.recipe.recipe import load
+from surefoot.references import References
+from surefoot.stages.dpo import DPO
+from surefoot.training import TrainerCallback
+
+FOUND, ASKED = "reference: found in the cache", "examples in"
+
+
+def project(folder, **sections):
+    data = {"datasets": ["pairs"], "cache_dir": str(folder / "cache"), **sections.pop("data", {})}
+    return Project(folder, **{"stage": "dpo", "method": "lora", **sections}, data=data)
+
+
+def said(caplog):
+    """What was said of the reference, and no more of it."""
+    found = [r.getMessage() for r in caplog.records if r.getMessage().startswith("reference: ")]
+    caplog.clear()
+    return ["found" if text == FOUND else "asked" for text in found]
+
+
+def kept(folder):
+    return sorted((folder / "cache" / "reference").rglob("*.safetensors"))
+
+
+class Stop(TrainerCallback):
+    def on_step_end(self, args, state, control):
+        control.should_training_stop |= state.global_step == 5
+
+
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_a_resume_finds_what_was_asked_and_where_it_is_gone_asks_again(method, tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    made = project(tmp_path, method=method, train={"max_steps": 8})
+    surefoot.train(made.recipe)
+    assert said(caplog) == ["asked"]
+    for name in ("found", "asked"):
+        options = {"train.output_dir": str(tmp_path / name)}
+        surefoot.train(made.recipe, callbacks=[Stop()], **options)
+        assert said(caplog) == ["found"]  # another run of the same data and model
+        if name == "asked":
+            for file in kept(tmp_path):
+                file.unlink()
+        surefoot.train(made.recipe, **options)
+        assert said(caplog) == [name]
+        assert losses(tmp_path / name) == losses(made.run)
+        assert_same(final_weights(tmp_path / name), final_weights(made.run))
+
+
+def test_another_stage_setting_asks_nobody_and_another_model_is_asked(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    made = project(tmp_path, train={"max_steps": 1})
+
+    def run(**changes):
+        changes["train.output_dir"] = str(tmp_path / str(len(list(tmp_path.iterdir()))))
+        surefoot.train(made.recipe, **changes)
+        return said(caplog)
+
+    assert run() == ["asked"]
+    assert run(**{"stage.dpo.beta": 0.3}) == ["found"]
+    assert run(**{"stage.dpo.loss_type": "ipo", "data.val_size": 4}) == ["found"]
+    assert run(**{"stage.dpo.loss_type": "orpo"}) == []
+    assert run(**{"train.precision": "bf16"}) == ["asked"]
+    os.utime(tmp_path / "model" / "model.safetensors")
+    assert run() == ["asked"]
+
+
+def test_a_run_killed_while_it_asks_begins_again_where_it_was(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr("surefoot.data.asked.PIECE", 4)  # of 24 examples
+    made = project(tmp_path, train={"max_steps": 4})
+    whole = tmp_path / "whole"
+    surefoot.train(made.recipe, **{"train.output_dir": str(whole)})
+    expected = {file.name: file.read_bytes() for file in kept(tmp_path)}
+    assert len(expected) == 6
+    for file in kept(tmp_path):
+        file.unlink()
+    killed = in_child(
+        lambda: surefoot.train(made.recipe), kill_when=lambda: len(kept(tmp_path)) > 2
+    )
+    assert killed
+    before = {file.name: file.stat().st_mtime_ns for file in kept(tmp_path)}
+    surefoot.train(made.recipe)
+    assert {file.name: file.read_bytes() for file in kept(tmp_path)} == expected
+    after = {file.name: file.stat().st_mtime_ns for file in kept(tmp_path)}
+    assert before.items() <= after.items()
+    assert losses(made.run) == losses(whole)
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_it_begins_with_ln_2_and_learns_to_tell_right_from_wrong(packing, tmp_path):
+    made = project(
+        tmp_path,
+        method="full",
+        data={"packing": packing, "eval_datasets": ["pairs"]},
+        train={"max_steps": 30, "eval_steps": 30, "metric_for_best_model": "eval_loss"},
+        optim={"adamw": {"learning_rate": 0.003}},
+    )
+    surefoot.train(made.recipe)
+    first, *_, last = metrics(made.run)
+    assert first["loss"] == pytest.approx(math.log(2), abs=1e-5)
+    assert first["rewards/margins"] == pytest.approx(0, abs=1e-5)
+    assert last["eval_rewards/accuracies"] == 1
+    assert last["eval_rewards/margins"] > 0.5
+    assert last["eval_loss"] < 0.5
+    assert "eval_perplexity" not in last
+    assert "eval_token_accuracy" not in last
+
+
+def test_packed_and_padded_learn_the_same(tmp_path):
+    found = []
+    for packing in (True, False):
+        made = project(tmp_path / str(packing), method="full", data={"packing": packing})
+        surefoot.train(made.recipe)
+        found.append([r["rewards/margins"] for r in metrics(made.run)])
+    assert found[0] == pytest.approx(found[1], abs=1e-4)
+
+
+def test_a_dataset_of_the_other_kind_is_an_error_that_says_what_to_do(tmp_path):
+    made = project(tmp_path)
+    with pytest.raises(DataError, match=r'none of its 24 rows .*"ranking": true in dataset_info'):
+        surefoot.train(made.recipe, **{"data.datasets": ["sums"]})
+    with pytest.raises(DataError, match=r"none of its 24 rows .*a ranking row"):
+        surefoot.train(made.recipe, stage="sft")
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [("data.train_on_prompt", "means nothing"), ("data.streaming", "orpo or simpo")],
+)
+def test_a_setting_that_a_pair_has_no_use_for_is_refused(setting, words, tmp_path):
+    made = project(tmp_path)
+    with pytest.raises(RecipeError, match=f"{setting}: .*{words}"):
+        load(made.recipe, {setting: True})
+
+
+# ---- several processes
+
+
+def pairs(count=11, seed=3):
+    random = np.random.default_rng(seed)
+    found = []
+    for _ in range(count):
+        prompt = random.integers(3, 64, random.integers(1, 6)).tolist()
+        answers = [random.integers(3, 64, random.integers(1, 6)).tolist() for _ in range(2)]
+        both = [
+            {"input_ids": prompt + answer, "labels": [IGNORE_INDEX] * len(prompt) + answer}
+            for answer in answers
+        ]
+        found.append(join(*both))
+    return in_memory(found)
+
+
+def references(made, data, folder):
+    (store,) = data.stores
+    kept = Asked(folder, len(store))
+    known = [[kept.read(piece) for piece in kept.pieces]]
+    return References(made.stage, 3, made.world, [store], [kept], known)
+
+
+def collate(features):
+    return DPO().collate(features, packing=True)
+
+
+def asked(world, folder, **changes):
+    """What the model says of each example, and the losses of a few steps that follow."""
+    changes = {"stage": DPO(beta=0.5), "packing": True, "dtype": torch.float64, **changes}
+    data = pairs()
+    made = trainer(world, folder, examples=data, **changes)
+    found = references(made, data, folder / f"asked-{world.size}")
+    assert not found.is_complete
+    found.ask(made.forward, made.models.policy, collate)
+    assert found.is_complete
+    learnt = found.added(Prepared(data, {}, Report(()))).train
+    changes["examples"] = learnt
+    again = trainer(world, folder, **changes)
+    steps = learn(again, 2)
+    return [item["reference"].tolist() for item in learnt], steps
+
+
+def learn(made, count):
+    """Loss, weight and the reward's margin of each of the next steps."""
+    found = []
+    for step in range(count):
+        made.models.policy.train()
+        figures = made.step.gradients(
+            made.loader.next_window(),
+            made.stage.loss,
+            step=step,
+            before=lambda index: None,
+            after=lambda index: None,
+        )
+        made.step.update(figures)
+        made.step.optimizer.zero_grad(set_to_none=True)
+        read = figures.read()
+        found.append((read.loss, read.weight, read.grad_norm, *read.metrics.values()))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("parallel", "changes"),
+    [
+        ({}, {}),
+        ({"dp_replicate": 2}, {"method": LoRA(rank=2)}),
+        ({"tp": 2}, {}),
+        ({"pp": 2}, {}),
+    ],
+    ids=str,
+)
+def test_two_processes_ask_and_learn_what_one_does(parallel, changes, tmp_path):
+    expected = asked(ALONE, tmp_path, **changes)
+    found = ranks.run(2, lambda w: asked(w, tmp_path, parallel=parallel, **changes), **parallel)
+    assert found[0] == found[1]
+    assert np.asarray(found[0][0]) == pytest.approx(np.asarray(expected[0]), rel=1e-6)
+    assert np.asarray(found[0][1]) == pytest.approx(np.asarray(expected[1]), rel=1e-6, abs=1e-6)
+    data = pairs()
+    files = [Asked(tmp_path / f"asked-{count}", len(data)) for count in (1, 2)]
+    one, two = ([file.read(piece) for piece in file.pieces] for file in files)
+    assert np.concatenate(one) == pytest.approx(np.concatenate(two), rel=1e-6)
+
+
+def test_a_reference_that_says_nan_is_an_error(tmp_path):
+    data = pairs()
+    made = trainer(ALONE, tmp_path, examples=data, stage=DPO(), packing=True)
+    with torch.no_grad():
+        next(made.models.policy.parameters()).fill_(math.nan)
+    with pytest.raises(ModelError, match="no numbers"):
+        references(made, data, tmp_path / "asked").ask(made.forward, made.models.policy, collate)
