@@ -25,7 +25,8 @@ from .example import JSON, Example, Message
 from .section import DataSection
 from .sequence import Rendered, split, whole
 from .templates import Template
-from .templates.render import Dicts, Renderer, message_dicts, tool_dicts
+from .templates.render import Renderer, message_dicts, tool_dicts
+from .templates.traced import Dicts
 from .templates.turns import Locator
 from .tokenize import Text, Tokenization, Tokens, canonical
 
