@@ -207,7 +207,7 @@ class Codec:
     def _encoded(self, rendered: Rendered, tokens: Tokens) -> Encoded:
         """Labels, and the cut to ``cutoff_len``."""
         if self.section.train_on_prompt:
-            found = [whole(rendered, tokens)]
+            found = [whole(rendered, tokens, self._chat)]
         else:
             found = split(rendered, tokens, self._chat)
         items = [item for item in found if item.num_learnt]
