@@ -23,7 +23,7 @@ from ..errors import TemplateError
 from .encode import Cut, Dropped, Encoded
 from .example import JSON, Example, Message
 from .section import DataSection
-from .sequence import Rendered, split, whole
+from .sequence import Item, Rendered, split, whole
 from .templates import Template
 from .templates.render import Renderer, message_dicts, tool_dicts
 from .templates.traced import Dicts
@@ -215,10 +215,15 @@ class Codec:
             return NOTHING
         fitted = [item.fit(self.section.cutoff_len) for item in items]
         pairs = zip(fitted, items, strict=True)
-        is_cut = any(fit is None or fit.num_learnt < item.num_learnt for fit, item in pairs)
+        is_cut = any(fit is not item and _is_cut(fit, item) for fit, item in pairs)
         if is_cut and self.section.on_too_long == "drop":
             return TOO_LONG
         features = [item.features for item in fitted if item is not None]
         if not features:
             return NO_ROOM
         return Cut(features) if is_cut else features
+
+
+def _is_cut(fit: Item | None, item: Item) -> bool:
+    """Whether something to learn is lost."""
+    return fit is None or fit.num_learnt < item.num_learnt

@@ -2,8 +2,9 @@
 
 A tokenizer cuts a text at its special tokens before anything else, and they come in the same order
 in the text and in its ids: they are landmarks. From one of them on, a byte-level tokenizer loses
-nothing, each id stands for the same bytes everywhere. So where the text from a landmark to a
-character, encoded alone, gives just the ids that follow the landmark, these end at that character.
+nothing: an id stands for the same bytes wherever it is, so that of a landmark is only where the
+text spells it. And where the text from a landmark to a character, encoded alone, gives just the ids
+that follow the landmark, these end at that character.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 from typing import cast
 
 from tokenizers import Tokenizer
+from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 
 from .example import JSON
@@ -67,29 +69,32 @@ class Landmarks:
             return None
         found: list[Landmark] = []
         index = -1
-        for match in self._pattern.finditer(text):
-            try:
+        try:
+            for match in self._pattern.finditer(text):
                 index = ids.index(self._ids[match[0]], index + 1)
-            except ValueError:
-                return None
-            found.append((match.end(), match.start(), index))
-        num_ids = sum(map(ids.count, {ids[index] for _, _, index in found}))
-        return Known(text, ids, found, encode) if num_ids == len(found) else None
+                found.append((match.end(), match.start(), index))
+        except ValueError:  # a longer token is there instead
+            return None
+        return Known(text, ids, found, encode)
 
 
 def landmarks_of(rust: Tokenizer, words: Collection[str]) -> Landmarks | None:
     """The special tokens among ``words``; None if the tokenizer may lose text."""
-    parts = json.loads(rust.to_str())
     added = rust.get_added_tokens_decoder()
-    is_lossless = (
-        parts["normalizer"] in (None, {"type": "NFC"})
-        and _is_byte_level(parts["pre_tokenizer"])
-        and _knows_bytes(parts["model"])
-        and not any(token.lstrip or token.rstrip for token in added.values())
-    )
+    if any(token.lstrip or token.rstrip for token in added.values()) or not _knows_bytes(rust):
+        return None
+    frame = Tokenizer(BPE())  # without the vocabulary, which may be large
+    if rust.normalizer:
+        frame.normalizer = rust.normalizer
+    if rust.pre_tokenizer:
+        frame.pre_tokenizer = rust.pre_tokenizer
+    parts = json.loads(frame.to_str())
+    if parts["normalizer"] not in (None, {"type": "NFC"}):
+        return None
     plain = {t.content: i for i, t in added.items() if t.special and not t.normalized}
     tokens = {word: plain[word] for word in plain.keys() & words}
-    return Landmarks(tokens, normalizes=bool(parts["normalizer"])) if is_lossless else None
+    is_kept = _is_byte_level(parts["pre_tokenizer"])
+    return Landmarks(tokens, normalizes=bool(parts["normalizer"])) if is_kept else None
 
 
 def _is_byte_level(part: JSON | None) -> bool:
@@ -104,9 +109,9 @@ def _is_byte_level(part: JSON | None) -> bool:
     return is_kept and last.get("type") == "ByteLevel" and not last["add_prefix_space"]
 
 
-def _knows_bytes(model: JSON) -> bool:
-    """Whether a model spells any bytes, and always in the same way."""
-    vocabulary = cast(JSON, model["vocab"])
+def _knows_bytes(rust: Tokenizer) -> bool:
+    """Whether its model spells any bytes, and always in the same way."""
+    model = rust.model
     names = ("dropout", "continuing_subword_prefix", "end_of_word_suffix")
-    is_plain = model["type"] == "BPE" and not any(model.get(name) for name in names)
-    return is_plain and all(byte in vocabulary for byte in ByteLevel.alphabet())
+    is_plain = isinstance(model, BPE) and not any(getattr(model, name) for name in names)
+    return is_plain and all(model.token_to_id(byte) is not None for byte in ByteLevel.alphabet())

@@ -84,7 +84,7 @@ class Tokenization:
 
     def spells_control(self, value: object) -> bool:
         """Whether ``value``, a string or lists and dicts of them, spells a control token."""
-        return any(self._control.search(text) for text in _strings(value))
+        return self._control.search("\0".join(_strings(value))) is not None  # no token has a \0
 
     def protect(self, value: T) -> T:
         """``value`` with marks around the control tokens that its strings spell."""
@@ -253,15 +253,19 @@ def _same(encoding: Encoding) -> Encoding:
     return encoding
 
 
-def _strings(value: object) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _strings(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _strings(item)
+def _strings(value: object) -> list[str]:
+    """All strings in a value but keys."""
+    found: list[str] = []
+    rest = [value]
+    while rest:
+        each = rest.pop()
+        if isinstance(each, str):
+            found.append(each)
+        elif isinstance(each, dict):
+            rest += each.values()
+        elif isinstance(each, list | tuple):
+            rest += each
+    return found
 
 
 def _map_strings(value: T, change: Callable[[str], str]) -> T:
