@@ -116,7 +116,12 @@ class Text(Opaque):
         return self._ask(operator.contains, part)
 
     __hash__ = Opaque.__hash__
-    __getitem__ = Opaque._refused
+
+    def __getitem__(self, index: object) -> NoReturn:
+        """Strings have nothing under a name; what is at a place is not known."""
+        if type(index) is str:
+            raise TypeError("a string has no names")
+        self._run.refuse()
 
     def __getattr__(self, name: str) -> Callable[..., object]:
         """A method of strings; an AttributeError where they have none of that name."""

@@ -49,10 +49,10 @@ class Shape:
     pieces: Pieces
     bounds: Spans | None  # of the generation blocks, in pieces
 
-    def text(self, contents: Sequence[str]) -> tuple[str, Spans]:
-        """The text, and the generation blocks' bounds in it."""
+    def text(self, contents: Sequence[str], *, marks: bool) -> tuple[str, Spans]:
+        """The text, and with ``marks`` the generation blocks' bounds in it."""
         parts = fill(self.pieces, contents)
-        if not self.bounds:
+        if not marks or not self.bounds:
             return "".join(parts), []
         starts = [0, *accumulate(map(len, parts))]
         return "".join(parts), [(starts[a], starts[b]) for a, b in self.bounds]
@@ -82,7 +82,8 @@ class Traced:
         self._num_met = 0
 
     def render(self, messages: Dicts, *, prompt: bool, marks: bool) -> tuple[str, Spans]:
-        """The text of a conversation of roles and contents, and its generation blocks' bounds.
+        """The text of a conversation of roles and contents; with ``marks``, the bounds in it of
+        the generation blocks.
 
         Raises what ``render`` raises.
         """
@@ -92,7 +93,7 @@ class Traced:
         while isinstance(node := ways.get(way), Fork):
             ways, way, asked = node.ways, node.question.value(contents), asked + 1
         if isinstance(node, Shape) and (node.bounds is not None or not marks):
-            return node.text(contents)
+            return node.text(contents, marks=marks)
         if node is Mark.MET:
             ways[way] = Mark.REFUSED  # unless all goes well
             ways[way] = self._learnt(messages, contents, prompt, asked)
@@ -107,8 +108,9 @@ class Traced:
         if run is None or not run.is_followed:
             return Mark.REFUSED
         shape = Shape(run.pieces, run.bounds if run.has_bounds else None)
-        text, spans = self._render(messages, prompt=prompt, marks=bool(run.bounds))
-        found, bounds = shape.text(contents)
+        marks = bool(run.bounds)
+        text, spans = self._render(messages, prompt=prompt, marks=marks)
+        found, bounds = shape.text(contents, marks=marks)
         if found != text:
             return Mark.REFUSED
         node: Node = shape if bounds == spans else replace(shape, bounds=None)
