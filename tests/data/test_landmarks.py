@@ -93,7 +93,7 @@ def test_an_answer_is_found_without_offsets(kind):
 
 def test_a_landmark_inside_a_longer_token_is_none():
     rust = tiny_tokenizers.tokenizer("gpt2").backend_tokenizer
-    rust.add_tokens(["x</s>y"])
+    rust.add_tokens([AddedToken("x</s>y", special=True, normalized=False)])
     text = "a</s>b x</s>y c</s>"
     ids = rust.encode(text, add_special_tokens=False).ids
     assert landmarks_of(rust, CONTROL).find(text, ids, list) is None

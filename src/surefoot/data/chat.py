@@ -189,13 +189,13 @@ class Codec:
             return NOTHING
         messages = messages[: learnt[-1] + 1]
         locator, is_whole = self._locator, self.section.train_on_prompt
-        answers = [i for i, message in enumerate(messages) if message.role == "assistant"]
-        wanted = answers if is_whole else [i for i in answers if i in learnt]
-        odd = {i for i in range(len(messages)) if (i in learnt) != is_whole}
+        counted = range(len(messages)) if is_whole else learnt
+        wanted = [i for i in counted if messages[i].role == "assistant"]
+        odd = [i for i in counted if i not in learnt] if is_whole else learnt
         try:
             dicts, tools, marked = self._protected(messages, example.tools)
             text, turns = locator.locate(dicts, tools, wanted)
-            parts = [locator.content(dicts, tools, i, text) for i in sorted(odd.difference(wanted))]
+            parts = [locator.content(dicts, tools, i, text) for i in odd if i not in wanted]
             if marked:
                 self._chat.encode([Text(text, marked)])  # this row may fail, its batch must not
         except TemplateError as error:

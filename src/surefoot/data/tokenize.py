@@ -114,8 +114,7 @@ class Tokenization:
         known = None
         if self._landmarks and not text.marked:
             known = self._landmarks.find(text.text, tokens.ids, self._ids)
-        place = partial(self._bounds, tokens, text, known, behind_prompt)
-        return [place(start, end) for start, end in spans]
+        return [self._bounds(tokens, text, known, span, behind_prompt) for span in spans]
 
     def is_prefix(self, tokens: Tokens, text: Text, end: int) -> bool:
         """Whether ``text[:end]``, encoded alone, gives just the first of ``tokens``, of ``text``.
@@ -149,10 +148,10 @@ class Tokenization:
         tokens: Tokens,
         text: Text,
         known: Known | None,
+        span: Bounds,
         behind_prompt: bool,
-        start: int,
-        end: int,
     ) -> Bounds | None:
+        start, end = span
         first = known.index(start) if known else None
         last = known.end(end) if known else None
         if first is None and behind_prompt and not self.is_prefix(tokens, text, start):
