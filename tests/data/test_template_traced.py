@@ -1,6 +1,8 @@
 """Conversations that are written from pieces are what the template writes, whatever it does."""
 
 import datetime
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 from hypothesis import given, settings
@@ -116,6 +118,13 @@ EACH = {  # what a template does with the content of each message, and whether t
     "{{ m.content.split() | first }}{{ m.content.split()[0] }}": False,
     "{{ m.content.split('a', 1)[-1] }}": True,
     "{{ m.content.split(',') | join('-') }}": False,
+    "{{ 'x' if m.content.split(',') }}{{ m.content.split(',') == ['x'] }}": False,
+    "{{ m.content.split(',') is sequence }}{{ m.content.split(',') is iterable }}": False,
+    "{{ m.content.split(',') is callable }}{{ m.content.split(',') is string }}": True,
+    "{{ '%c' % (m.content,) }}{{ '%(a)s' % {'a': m.content} }}": False,
+    "{{ [m.content] == ['x'] }}{{ 'x' in [m.content] }}{{ [m.content, 1] == messages }}": True,
+    "{{ (m.content,) < ('m',) }}": False,
+    "{{ m.content is callable }}{{ m.content is iterable }}{{ m.content is sequence }}": True,
     "{{ m.content | tojson }}{{ m | tojson }}": False,
     "{{ m }}{{ messages }}": False,
     "{{ m.content | replace('a', 'b') }}": False,
@@ -280,6 +289,20 @@ def test_bounds_in_a_longer_text_are_those_that_transformers_gives():
     for _ in range(4):
         found = traced.render(messages, prompt=False, marks=True)
         assert found == theirs(source, messages, prompt=False, marks=True)
+
+
+def test_several_threads_may_ask_at_once():
+    body = "{{ m.content | trim ~ '!' }}{{ 1 if 'x' in m.content }}{{ 2 if m.content }}"
+    source = FRAME.replace("BODY", body)
+    traced = Traced(source, NAMES, Counted(source))
+    conversations = [
+        dicts([("user", f"{n} x" if n % 3 else ""), ("assistant", "x" * (n % 2))] * (1 + n % 7))
+        for n in range(200)
+    ]
+    write = partial(traced.render, prompt=False, marks=False)
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(write, conversations))
+    assert found == [theirs(source, c, prompt=False, marks=False) for c in conversations]
 
 
 def test_the_date_is_that_of_the_day_on_which_a_row_is_written():

@@ -98,7 +98,7 @@ class Opaque:
 
     __str__ = __repr__ = __format__ = __bytes__ = _refused
     __len__ = __iter__ = __reversed__ = __lt__ = __le__ = __gt__ = __ge__ = _refused
-    __index__ = __int__ = __float__ = __call__ = _refused
+    __index__ = __int__ = __float__ = _refused
 
 
 class Text(Opaque):

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
 from itertools import accumulate
+from threading import Lock
 from typing import Protocol
 
 import jinja2
@@ -70,16 +71,14 @@ Node = Fork | Shape | Mark
 
 
 class Traced:
-    """A template, and the shapes of conversations that it was seen to write.
-
-    For one thread at a time.
-    """
+    """A template, and the shapes of conversations that it was seen to write."""
 
     def __init__(self, source: str, names: Mapping[str, str], render: Render) -> None:
         """``names`` are those of special tokens; ``render`` runs the template as it is."""
         self._source, self._names, self._render = source, names, render
         self._ways: dict[Hashable, Node] = {}
         self._num_met = 0
+        self._lock = Lock()  # of the script, which is for one thread at a time
 
     def render(self, messages: Dicts, *, prompt: bool, marks: bool) -> tuple[str, Spans]:
         """The text of a conversation of roles and contents; with ``marks``, the bounds in it of
@@ -123,7 +122,8 @@ class Traced:
         roles = [str(message["role"]) for message in messages]
         extra = {"tools": None, "documents": None, "add_generation_prompt": prompt}
         try:
-            return self._script.run(roles, contents, **extra, **self._names)
+            with self._lock:
+                return self._script.run(roles, contents, **extra, **self._names)
         except (jinja2.TemplateError, *RAISED):
             return None
 
