@@ -71,3 +71,12 @@ def test_what_would_be_streamed_is_measured_on_its_first_rows(project, tmp_path)
     stream = ["data.streaming=true", "data.buffer_size=8", "train.max_steps=100"]
     found = measure(load(project.recipe, stream), 1, tmp_path / "elsewhere")
     assert (found.steps, found.run_steps) == (1, 100)
+
+
+def test_of_pairs_no_reference_is_asked_for_its_speed(tmp_path):
+    cache = tmp_path / "cache"
+    data = {"datasets": ["pairs"], "cache_dir": str(cache)}
+    project = Project(tmp_path / "p", stage="dpo", data=data)
+    found = measure(load(project.recipe), 1, tmp_path / "elsewhere")
+    assert 0 < found.trained_tokens < found.tokens
+    assert not (cache / "reference").exists()

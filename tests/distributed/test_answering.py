@@ -16,11 +16,20 @@ from surefoot.checkpoint.mindspore.rewrite import Wanted
 from surefoot.data.prompts import Prompt, read_prompts
 from surefoot.errors import RecipeError
 from surefoot.generate.section import GenerateSection
-from surefoot.inference import open_model, predict
+from surefoot.inference import (
+    adopt,
+    generations,
+    held_out,
+    measure,
+    open_model,
+    open_start,
+    predict,
+)
 from surefoot.inference.mindspore import write_mindspore
 from surefoot.parallel.answering import with_copies
 from surefoot.parallel.section import ParallelSection
 from surefoot.parallel.world import ALONE
+from surefoot.recipe.recipe import load
 from test_startup import begun, head
 
 LIVELY = {"initializer_range": 0.3, "num_hidden_layers": 2}  # prompts matter to what is said
@@ -75,7 +84,8 @@ def models(tmp_path_factory):
 
 @pytest.mark.parametrize("parallel", MESHES, ids=str)
 def test_two_processes_say_what_one_says(parallel, models, prompts):
-    assert_alike(parallel, models, prompts)
+    some = models if "tp" in parallel else [models[i] for i in (1, 3, 5)]
+    assert_alike(parallel, some, prompts)
 
 
 @pytest.mark.proof
@@ -207,3 +217,40 @@ def test_an_answer_of_nothing_is_kept(models, prompts):
 
     one, two = ranks.run(2, work, dp_replicate=2)
     assert one == two
+
+
+def figures(world, recipe, **options):
+    """Loss and answers on what the recipe holds out, of what its training begins with."""
+    opened = adopt(open_start(recipe, world=world, **options), recipe)
+    (part,) = held_out(recipe, opened.codec)
+    found = generations(opened, recipe, part.examples)
+    return measure(opened, recipe, part.examples), [answer.answer for answer in found]
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_an_evaluation_of_two_processes_is_that_of_one(packing, models, tmp_path):
+    recipe = load(
+        folders.save_recipe(
+            tmp_path,
+            model={"path": str(models[1]), "adapter": str(models[5])},
+            data={"dataset_dir": str(folders.save_data(tmp_path / "data")), "packing": packing},
+            method={"lora": {}},
+        )
+    )
+    expected, answered = figures(ALONE, recipe)
+    assert len(set(answered)) > 1
+    for parallel in MESHES:
+        for found, answers in ranks.run(2, lambda w: figures(w, recipe), **parallel):
+            assert found == pytest.approx(expected, abs=1e-5, rel=1e-5)
+            assert answers == answered
+
+
+def test_a_quantized_model_is_for_one_process(models, tmp_path):
+    recipe = folders.save_recipe(tmp_path, method={"lora": {}})
+    quantized = load(recipe, ["model.quantization_bit=8"])
+
+    def work(world):
+        with pytest.raises(RecipeError, match="a quantized model is opened by one process, not 2"):
+            open_start(quantized, world=world)
+
+    ranks.run(2, work, tp=2)

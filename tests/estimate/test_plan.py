@@ -214,3 +214,14 @@ def test_the_stage_is_told_that_needs_most(project):
     assert [list(run) for run in found.layers] == [[found.place]]
     later = plan(project, *asked, "parallel.pp_schedule=gpipe", machine=Machine(3, on_gpu=False))
     assert later.memory.activations > found.memory.activations
+
+
+def test_pairs_are_planned_before_anybody_is_asked_about_them(tmp_path):
+    data = {"datasets": ["pairs"], "cache_dir": str(tmp_path / "cache")}
+    train = {"global_batch_size": 3, "micro_batch_size": 3, "max_steps": 2}
+    pairs = Project(tmp_path / "project", stage="dpo", data=data, train=train)
+    planned = plan(pairs)
+    assert planned.not_known is None
+    assert not (tmp_path / "cache").exists()
+    state = surefoot.train(pairs.recipe)
+    assert plan(pairs).course.tokens == state.num_input_tokens_seen

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from folders import save_model
+from folders import save_data, save_model, save_recipe
 from project import surefoot
 from surefoot.checkpoint.mindspore.parallel import ParallelConfig
 from surefoot.checkpoint.mindspore.rewrite import Wanted
@@ -81,3 +81,20 @@ def test_more_processes_than_heads_are_one_error(folder, tmp_path):
     assert "parallel.tp: 2 processes cannot share the 3 attention heads of the model evenly" in line
     assert json.loads((tmp_path / "odd" / "config.json").read_text())["num_attention_heads"] == 3
     assert not (tmp_path / "a.jsonl").exists()
+
+
+def test_an_evaluation_is_spread_as_the_command_says_not_as_the_training_was(folder, tmp_path):
+    data = {"dataset_dir": str(save_data(tmp_path / "data"))}
+    trained_on = {"num_processes": 4, "dp_shard": 4}
+    recipe = save_recipe(
+        tmp_path, model={"path": str(folder / "base")}, data=data, parallel=trained_on
+    )
+    found = []
+    for overrides in ((), ("parallel.tp=2",)):
+        told = ("eval", recipe, *overrides, "--model", "base", "--json")
+        code, out, err = surefoot(*told, "--output", tmp_path / f"{len(found)}.jsonl")
+        assert code == 0, err
+        found.append(json.loads(out))
+    assert found[1]["loss"] == pytest.approx(found[0]["loss"], abs=1e-5)
+    one, two = ((tmp_path / f"{i}.jsonl").read_text() for i in range(2))
+    assert one == two

@@ -4,7 +4,7 @@ import pytest
 
 from surefoot.errors import RecipeError
 from surefoot.generate.section import GenerateSection
-from surefoot.recipe.prediction import load
+from surefoot.recipe.prediction import load, parallel_of
 
 
 def write(path, text):
@@ -71,3 +71,10 @@ def test_what_is_wrong_is_said_with_its_place(text, problem, tmp_path):
 def test_an_override_of_training_is_refused():
     with pytest.raises(RecipeError, match=r"command line: train\.max_steps=3: train: unknown"):
         load("x", ["train.max_steps=3"])
+
+
+def test_the_processes_of_an_evaluation_are_told_apart_from_those_of_the_training():
+    parallel, others = parallel_of(["train.seed=1", "parallel.tp=2", "parallel={dp_shard: 2}"])
+    assert (parallel.tp, parallel.dp_shard, others) == (2, 2, ["train.seed=1"])
+    with pytest.raises(RecipeError, match=r"parallel\.pp: an answer is written token by token"):
+        parallel_of(["parallel.pp=2"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,10 +18,12 @@ from .progress import progress
 if TYPE_CHECKING:
     from ..address import Address
     from ..inference import Generation, HeldOut, Opened
+    from ..parallel.section import ParallelSection
+    from ..parallel.world import World
     from ..recipe.recipe import Recipe
 
 BASE = "base"
-UNSHOWN = ("rewards/chosen", "rewards/rejected", "logps/chosen", "logps/rejected")  # but in JSON
+UNSHOWN = ("rewards/chosen", "rewards/rejected", "logps/chosen", "logps/rejected", "sft_loss")
 
 
 @dataclass(frozen=True)
@@ -69,20 +72,50 @@ def eval_(recipe: Path, overrides: tuple[str, ...], **options: object) -> None:
     them aside. All answers go to generations-CHECKPOINT.jsonl in the run's folder.
 
     Without --model, the best checkpoint of the run if its recipe ends with that one, otherwise the
-    newest. OVERRIDES are dotted fields such as generate.max_new_tokens=64.
+    newest. OVERRIDES are dotted fields such as generate.max_new_tokens=64. Those of parallel say
+    over how many processes to spread the model, whatever it was trained on, as in `surefoot
+    predict`.
     """
+    from ..recipe.prediction import parallel_of
     from ..recipe.recipe import load
 
-    loaded = load(recipe, overrides)  # what is wrong with it is said before the slow imports
+    parallel, others = parallel_of(overrides)
+    loaded = load(recipe, others)  # what is wrong with it is said before the slow imports
+    with loading():
+        from ..parallel.launch import again, launch, num_processes
+        from ..parallel.section import ParallelSection
+        from ..parallel.world import joined
+
+    count = 1 if parallel == ParallelSection() else num_processes(parallel)
+    if count > 1:
+        raise SystemExit(launch(again(sys.argv[1:]), count))
+    with loading():
+        from ..parallel.answering import with_copies
+
+    parallel = with_copies(parallel)
+    with joined(parallel) as world:
+        name, results = _results(loaded, options, world, parallel)
+    if world.is_main:
+        _tell(loaded, name, results, options)
+
+
+def _results(
+    loaded: Recipe, options: dict[str, object], world: World, parallel: ParallelSection
+) -> tuple[str, list[Result]]:
+    """A short name for the model, and what came out; the same in all processes."""
     with loading():
         from ..inference import adopt, held_out, references
 
     where = {"dataset": options["dataset"], "limit": options["limit"]}
-    said = references(loaded, **where)  # type: ignore[arg-type]
-    opened, name = _open(loaded, options["model"], options["base"])  # type: ignore[arg-type]
+    said = references(loaded, world=world, parallel=parallel, **where)  # type: ignore[arg-type]
+    opened, name = _open(loaded, options, world, parallel)
     opened = adopt(opened, loaded)
-    parts = held_out(loaded, opened.codec, **where)  # type: ignore[arg-type]
-    results = [_evaluate(opened, loaded, part, said.get(part.name)) for part in parts]
+    with world.main_first():  # which fills the cache
+        parts = held_out(loaded, opened.codec, **where)  # type: ignore[arg-type]
+    return name, [_evaluate(opened, loaded, part, said.get(part.name)) for part in parts]
+
+
+def _tell(loaded: Recipe, name: str, results: Sequence[Result], options: dict[str, object]) -> None:
     written = None
     if any(result.answers for result in results):
         written = options["output"] or loaded.train.folder / f"generations-{name}.jsonl"
@@ -93,18 +126,24 @@ def eval_(recipe: Path, overrides: tuple[str, ...], **options: object) -> None:
         _print(name, results, written)
 
 
-def _open(recipe: Recipe, model: str | None, base: str | None) -> tuple[Opened, str]:
+def _open(
+    recipe: Recipe, options: dict[str, object], world: World, parallel: ParallelSection
+) -> tuple[Opened, str]:
     """The model to evaluate, and a short name for it."""
     from ..inference import locate, open_model, open_start
 
+    model: str | None = options["model"]  # type: ignore[assignment]
     if model == BASE:
-        return open_start(recipe), BASE
-    located = locate(_path(recipe.train.output_dir, model))
+        return open_start(recipe, world=world, parallel=parallel), BASE
+    with world.main_first():  # which downloads what is elsewhere
+        located = locate(_path(recipe.train.output_dir, model))
     opened = open_model(
         located.folder,
-        base=base,
+        base=options["base"],  # type: ignore[arg-type]
         dtype=recipe.model.dtype,
         trust_remote_code=recipe.model.trust_remote_code,
+        world=world,
+        parallel=parallel,
     )
     return opened, located.folder.name
 
@@ -138,11 +177,12 @@ def _evaluate(
     from ..inference import generations, measure, num_batches
 
     count = len(part.examples)
-    with progress(f"{part.name}: loss", num_batches(recipe, count)) as advance:
+    shown = opened.world.is_main
+    with progress(f"{part.name}: loss", num_batches(recipe, count), is_shown=shown) as advance:
         metrics = measure(opened, recipe, part.examples, said=said, on_batch=lambda: advance(1))
     answers: list[Generation] = []
     if recipe.stage.uses_template:
-        with progress(f"{part.name}: answers", count) as advance:
+        with progress(f"{part.name}: answers", count, is_shown=shown) as advance:
             answers = generations(opened, recipe, part.examples, on_answered=advance)
     return Result(part.name, count, metrics, answers)
 
@@ -200,7 +240,7 @@ def _print(name: str, results: Sequence[Result], written: object) -> None:
     console = Console(highlight=False)
     table = Table("dataset", title=f"{name} on held-out data", title_justify="left")
     metrics = [name for name in results[0].metrics if name not in UNSHOWN]
-    for column in ("examples", *(metric.replace("_", " ") for metric in metrics)):
+    for column in ("examples", *map(_heading, metrics)):
         table.add_column(column, justify="right")
     for result in results:
         values = (f"{result.metrics.get(metric, math.nan):.4f}" for metric in metrics)
@@ -212,6 +252,10 @@ def _print(name: str, results: Sequence[Result], written: object) -> None:
     if answers := [found for result in results for found in result.answers]:
         console.print(f"generations: {written}", style="dim", markup=False, soft_wrap=True)
         console.print(match_line(answers), style="bold")
+
+
+def _heading(metric: str) -> str:
+    return metric.removeprefix("rewards/").replace("_", " ")
 
 
 def match_line(answers: Sequence[Generation]) -> str:

@@ -20,17 +20,20 @@ from ..data.templates import load_template
 from ..errors import DataError
 from ..feed import build_collate
 from ..generate.decode import decoder
-from ..generate.engine import answer, room
+from ..generate.engine import room
 from ..model import outputs
 from ..model.asked_head import asked_head
 from ..model.attention import Sharing, use_packed
 from ..parallel.engine import Forward
+from ..parallel.section import ParallelSection
+from ..parallel.world import ALONE, World
 from ..recipe.recipe import Recipe
 from ..training.evaluate import evaluate
 from ..training.precision import autocast, choose
 from ..training.stage import comparing, is_likelihood, measured, smoothing
 from .heldout import held_out
-from .opened import Opened, open_start
+from .opened import PLAINLY, Opened, open_start
+from .prediction import answers_of
 
 logger = logging.getLogger(__name__)
 Said = list[list[float]]  # of each example, what a reference says of chosen and rejected
@@ -71,7 +74,8 @@ def measure(
     on_batch: Callable[[], None] | None = None,
 ) -> dict[str, float]:
     """What training measures on the way: loss, perplexity and token accuracy, say. ``said`` is what
-    the reference says, if the stage compares with one (see ``references``)."""
+    the reference says, if the stage compares with one (see ``references``). Of several processes
+    each finds the same."""
     items = _items(opened, recipe, examples)
     if said is not None:
         if len(said) != len(items):
@@ -92,7 +96,12 @@ def measure(
 
 
 def references(
-    recipe: Recipe, *, dataset: str | None = None, limit: int | None = None
+    recipe: Recipe,
+    *,
+    dataset: str | None = None,
+    limit: int | None = None,
+    world: World = ALONE,
+    parallel: ParallelSection = PLAINLY,
 ) -> dict[str, Said]:
     """What the model that training began with says of each example to evaluate on (see
     ``held_out``), by the name of their dataset; nothing if the stage needs no such reference.
@@ -102,8 +111,9 @@ def references(
     stage = comparing(recipe.stage)
     if stage is None:
         return {}
-    start = adopt(open_start(recipe), recipe)
-    parts = held_out(recipe, start.codec, dataset=dataset, limit=limit)
+    start = adopt(open_start(recipe, world=world, parallel=parallel), recipe)
+    with world.main_first():  # which fills the cache
+        parts = held_out(recipe, start.codec, dataset=dataset, limit=limit)
     found: dict[str, Said] = {part.name: [] for part in parts}
     with _running(start, recipe) as (forward, collate), torch.no_grad():
         for part in parts:
@@ -118,14 +128,15 @@ def references(
 def _running(opened: Opened, recipe: Recipe) -> Iterator[tuple[Forward, Collate]]:
     """How a batch goes through the model to what is measured, and how it is made."""
     needs, smoothed = measured(recipe.stage), smoothing(recipe.stage)
-    precision = choose(recipe.train.precision)
+    precision, is_alone = choose(recipe.train.precision), opened.world.mesh is None
+    model = opened.model if is_alone else opened.inner  # what is spread, and has the adapter in it
 
     def forward(batch: Batch) -> Outputs:
         with autocast(precision, opened.device):
-            return outputs.compute(opened.model, batch, needs, head=head, smoothing=smoothed)
+            return outputs.compute(model, batch, needs, head=head, smoothing=smoothed)
 
     with _packed(opened, recipe) as sharing:
-        head = asked_head(opened.inner)
+        head = asked_head(opened.inner) if is_alone else None
         yield forward, build_collate(recipe, sharing)
 
 
@@ -187,11 +198,10 @@ def generations(
     if full:
         logger.warning("%d prompts fill the model's context window and get no answer", full)
     with autocast(choose(recipe.train.precision), opened.device):
-        answers = answer(
-            opened.model,
+        answers = answers_of(
+            opened,
             [question.prompt for question in questions],
             recipe.generate,
-            stop_token_ids=opened.stop_token_ids,
             seed=recipe.train.seed,
             on_answered=on_answered,
         )

@@ -19,7 +19,7 @@ from ..data.example import JSON, Message
 from ..data.section import DataSection
 from ..data.templates import Template, load_template, saved_source
 from ..encoding import codec_of
-from ..errors import ModelError
+from ..errors import ModelError, RecipeError
 from ..generate.section import GenerateSection
 from ..model.adapter import attach
 from ..model.load import grow_embeddings, load_model, resolve, training_dtype
@@ -33,7 +33,7 @@ from ..recipe.recipe import Recipe
 from ..startup import begin
 from .located import ADAPTER, Located, locate
 
-_PLAINLY = ParallelSection()
+PLAINLY = ParallelSection()
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 
@@ -96,7 +96,7 @@ def open_model(
     dtype: Dtype = "auto",
     trust_remote_code: bool = False,
     world: World = ALONE,
-    parallel: ParallelSection = _PLAINLY,
+    parallel: ParallelSection = PLAINLY,
 ) -> Opened:
     """Open what ``path`` leads to (see ``locate``), ready to answer.
 
@@ -120,46 +120,52 @@ def open_model(
     section = ModelSection(path=str(parts.model), dtype=dtype, trust_remote_code=trust_remote_code)
     tokenizer = load_tokenizer(parts.tokenizer, trust_remote_code=trust_remote_code)
     template = load_template("auto", tokenizer) if saved_source(tokenizer) else None
-    if world.mesh is None:
-        model = _load(parts.model, section, tokenizer, parts.adapter, parts.weights)
-    else:
-        model = _load_parts(parts, section, tokenizer, world, parallel)
+    model = _load(parts, section, tokenizer, world, parallel)
     return Opened(model, tokenizer, template, parts.recipe, world)
 
 
-def open_start(recipe: Recipe) -> Opened:
-    """What the training of a recipe begins with: its model, with its tokens and template."""
-    folder = resolve(recipe.model)
+def open_start(
+    recipe: Recipe, *, world: World = ALONE, parallel: ParallelSection = PLAINLY
+) -> Opened:
+    """What the training of a recipe begins with: its model, with its tokens and template. ``world``
+    and ``parallel`` as in ``open_model``."""
+    if recipe.model.quantization_bit is not None and world.mesh is not None:
+        raise RecipeError(
+            "model.quantization_bit: a quantized model is opened by one process, not "
+            f"{world.size}; leave it unset, and let the processes share the weights"
+        )
+    with world.main_first():
+        folder = resolve(recipe.model)
     codec = codec_of(recipe, folder)
-    model = _load(folder, recipe.model, codec.tokenizer, recipe.model.adapter)
+    parts = Parts(folder, recipe.model.adapter, folder, recipe)
+    model = _load(parts, recipe.model, codec.tokenizer, world, parallel)
     template = codec.template if recipe.stage.uses_template else None
-    return Opened(model, codec.tokenizer, template, recipe)
+    return Opened(model, codec.tokenizer, template, recipe, world)
 
 
-def _load(
-    folder: Path,
-    section: ModelSection,
-    tokenizer: PreTrainedTokenizerBase,
-    adapter: Path | None,
-    weights: Path | None = None,
+def _load_whole(
+    parts: Parts, section: ModelSection, tokenizer: PreTrainedTokenizerBase
 ) -> nn.Module:
+    folder, weights = parts.model, parts.weights
     values = scattered(folder) if weights is None else read_named(weights, folder)
     model = load_model(folder, section, dtype=training_dtype(section), weights=values)
     grow_embeddings(model, tokenizer)
-    return model if adapter is None else attach(model, adapter).eval()
+    return model if parts.adapter is None else attach(model, parts.adapter).eval()
 
 
-def _load_parts(
+def _load(
     parts: Parts,
     section: ModelSection,
     tokenizer: PreTrainedTokenizerBase,
     world: World,
     parallel: ParallelSection,
 ) -> nn.Module:
-    """The same in several processes, of which each reads just what it will hold."""
+    """The model: all of it, or just what this process will hold."""
+    if world.mesh is None:
+        return _load_whole(parts, section, tokenizer)
     start = begin(parts.model, section, dtype=training_dtype(section), weights=parts.weights)
     if start is None:
-        whole = _load(parts.model, section, tokenizer, parts.adapter, parts.weights)
+        whole = _load_whole(parts, section, tokenizer)
         spread(_without_wrapper(whole), world, parallel)
         return whole
     grow_embeddings(start.model, tokenizer)

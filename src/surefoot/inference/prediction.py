@@ -40,26 +40,34 @@ def predict(
     asked = [_ids(opened, prompt.with_system(system)) for prompt in prompts]
     left = [room(opened.model, ids) for ids in asked]
     _refuse_full(opened, prompts, asked, left)
+    found = answers_of(opened, asked, section, seed=seed, on_answered=on_answered)
+    decode = decoder(opened.tokenizer)
+    return [
+        Answer(decode(ids), ending(len(ids), space, section))
+        for ids, space in zip(found, left, strict=True)
+    ]
+
+
+def answers_of(
+    opened: Opened,
+    prompts: Sequence[Sequence[int]],
+    section: GenerateSection,
+    *,
+    seed: int,
+    on_answered: Callable[[int], None] | None,
+) -> list[list[int]]:
+    """The answers of all copies of the model, in every process; see ``engine.answer``."""
     found = answer(
         opened.model,
-        asked,
+        prompts,
         section,
         stop_token_ids=opened.stop_token_ids,
         seed=seed,
         on_answered=on_answered,
         share=_share(opened),
     )
-    decode = decoder(opened.tokenizer)
-    return [
-        Answer(decode(ids), ending(len(ids), space, section))
-        for ids, space in zip(_of_all(opened, found), left, strict=True)
-    ]
-
-
-def _of_all(opened: Opened, answers: list[list[int]]) -> list[list[int]]:
-    """The answers of all copies, where each has the empty one to what it was not asked."""
-    parts = opened.world.gathered(answers)
-    return [max(found, key=len) for found in zip(*parts, strict=True)]
+    parts = opened.world.gathered(found)  # with the empty answer to what a copy was not asked
+    return [max(answers, key=len) for answers in zip(*parts, strict=True)]
 
 
 def _share(opened: Opened) -> Share:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -76,6 +76,13 @@ def load(
     places = {name: locate_model(value, base) for name, value in told.items() if value}
     model: AskedModel = replace(found.model, **places)  # type: ignore[arg-type]
     return replace(found, model=model)
+
+
+def parallel_of(overrides: Sequence[str]) -> tuple[ParallelSection, list[str]]:
+    """Over how many processes a model is to answer, whatever it was trained on, as some of the
+    ``overrides`` of its recipe say; and the others. Raises ``RecipeError`` as ``load`` does."""
+    named = [told for told in overrides if told.partition("=")[0].split(".")[0] == "parallel"]
+    return load("", named).parallel, [told for told in overrides if told not in named]
 
 
 def _is_file(path: str) -> bool:
