@@ -47,6 +47,7 @@ def make_model(
     hidden: int = 64,
     layers: int = 2,
     vocabulary: int = VOCABULARY,
+    intermediate: int | None = None,
 ) -> None:
     """A Qwen2, random (by default of a million parameters), with a byte-level BPE tokenizer of
     these rows. Where they give fewer tokens than ``vocabulary``, the model has room for more."""
@@ -56,7 +57,7 @@ def make_model(
     config = Qwen2Config(
         vocab_size=len(tokenizer) if hidden == 64 else vocabulary,
         hidden_size=hidden,
-        intermediate_size=hidden * 2 if hidden == 64 else hidden * 11 // 4,
+        intermediate_size=intermediate or (hidden * 2 if hidden == 64 else hidden * 11 // 4),
         num_hidden_layers=layers,
         num_attention_heads=max(4, hidden // 64),
         num_key_value_heads=2,

@@ -55,23 +55,26 @@ class Bench:
 
     folder: Path
     options: argparse.Namespace
+    examples: int  # a step
+    device: str = "cpu"
+    tolerance: float = 2e-4  # of first losses, relative
     found: dict[str, list[Report]] = field(default_factory=dict)
 
     def run(self, name: str, shape: str, method: str) -> Report:
         """One subject, once."""
         program, _, variant = name.partition("-")
-        *_, examples = SHAPES[shape]
         todo = Task(
             inputs=str(self.folder / shape),
             output=str(self.folder / "run"),
             report=str(self.folder / "report.json"),
             variant=variant,
             method=method,
-            batch=examples,
+            batch=self.examples,
             steps=self.options.steps,
             warmup=2,
             cutoff_len=512,
             pad_token_id=0,
+            device=self.device,
         )
         shutil.rmtree(todo.output, ignore_errors=True)
         (self.folder / "task.json").write_text(json.dumps(asdict(todo)))
@@ -80,6 +83,8 @@ class Bench:
         env = peers.surroundings(self.folder / "caches")
         env |= {"OMP_NUM_THREADS": str(self.options.threads), "TOKENIZERS_PARALLELISM": "false"}
         env |= {name: os.environ[name] for name in ("PYTHONPATH",) if name in os.environ}
+        if self.device != "cpu":
+            env["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0")
         command = [str(python), str(script), str(self.folder / "task.json")]
         measure.timed(command, env, self.folder / "log")
         return json.loads(Path(todo.report).read_text())
@@ -89,8 +94,10 @@ class Bench:
         ours = self.found["surefoot"][0]["losses"][0]
         for name in subjects:
             theirs = self.found[name][0]["losses"][0]
-            if not name.endswith(OTHER_BATCHES) and not math.isclose(ours, theirs, rel_tol=2e-4):
-                raise SystemExit(f"{SUBJECTS[name]}: first loss {theirs}, Surefoot's is {ours}")
+            if not name.endswith(OTHER_BATCHES) and not math.isclose(
+                ours, theirs, rel_tol=self.tolerance
+            ):
+                raise SystemExit(f"{name}: first loss {theirs}, Surefoot's is {ours}")
 
 
 def show(bench: Bench, subjects: list[str]) -> str:
@@ -140,7 +147,8 @@ def main() -> None:
         for shape in options.shapes:
             prepare(Path(name) / shape, shape, 512)
             for method in options.methods:
-                bench = Bench(Path(name), options, {subject: [] for subject in subjects})
+                bench = Bench(Path(name), options, SHAPES[shape][-1])
+                bench.found = {subject: [] for subject in subjects}
                 for subject in measure.interleaved(subjects, options.repetitions):
                     say(f"{shape} {method} {subject}")
                     bench.found[subject].append(bench.run(subject, shape, method))

@@ -10,7 +10,7 @@ import pytest
 
 FOLDER = Path(__file__).parent.parent / "benchmarks"
 BENCHMARKS = ["startup.py", "shares.py", "encode.py", "reshard.py", "ranks.py"]
-BENCHMARKS += ["train.py", "overhead.py", "preference.py", "dealing.py"]
+BENCHMARKS += ["train.py", "overhead.py", "preference.py", "dealing.py", "gpu/train.py"]
 FILES = sorted(f for f in FOLDER.rglob("*.py") if ".venv-peers" not in f.parts)
 RESULTS = (FOLDER / "RESULTS.md").read_text(encoding="utf-8")
 
@@ -39,7 +39,9 @@ def test_results_are_dated_and_name_the_machine():
     assert "2 cores" in RESULTS
 
 
-@pytest.mark.parametrize("name", ["requirements.txt", "requirements-mindspore.txt"])
+@pytest.mark.parametrize(
+    "name", ["requirements.txt", "requirements-mindspore.txt", "gpu/requirements.txt"]
+)
 def test_every_peer_is_pinned(name):
     lines = (FOLDER / name).read_text(encoding="utf-8").splitlines()
     wanted = [line for line in lines if line and not line.startswith("#")]

@@ -10,9 +10,19 @@ import torch
 
 import ranks
 import surefoot
-from project import Project, assert_same, final_weights, in_child, losses, metrics, model_folder
+from project import (
+    Project,
+    assert_same,
+    checkpoints,
+    final_weights,
+    in_child,
+    losses,
+    metrics,
+    model_folder,
+)
 from spread import trainer
 from surefoot.batch import IGNORE_INDEX
+from surefoot.build import build
 from surefoot.data.asked import Asked
 from surefoot.data.dataset import in_memory
 from surefoot.data.pairs import join
@@ -176,6 +186,16 @@ def test_packed_and_padded_learn_the_same(tmp_path):
         surefoot.train(made.recipe)
         found.append([r["rewards/margins"] for r in metrics(made.run)])
     assert found[0] == pytest.approx(found[1], abs=1e-4)
+
+
+def test_a_run_shares_prompts_from_its_start_and_as_it_goes_on(tmp_path):
+    made = project(tmp_path, method="full", train={"max_steps": 2})
+    begun = build(load(made.recipe))
+    surefoot.train(made.recipe)
+    for one in (begun, build(load(made.recipe), resume=checkpoints(made.run)[-1])):
+        (batch, *_) = one.loader.window_at(0, 0)
+        assert batch.branches is not None
+        assert one.state.shares_prompts
 
 
 def test_a_dataset_of_the_other_kind_is_an_error_that_says_what_to_do(tmp_path):

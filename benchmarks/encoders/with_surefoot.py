@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 
 from outcome import Item, task
@@ -36,4 +37,5 @@ def items(dataset: EncodedDataset) -> Iterator[Item]:
         yield dataset[index]["input_ids"], dataset[index]["labels"]
 
 
+gc.freeze()  # what is imported is not looked through again, as in ``surefoot train``
 todo.run(encode, items)

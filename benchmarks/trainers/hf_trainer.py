@@ -18,7 +18,8 @@ def arguments(todo: Task) -> dict[str, Any]:
         "logging_steps": 1,
         "save_strategy": "no",
         "report_to": "none",
-        "use_cpu": True,
+        "use_cpu": todo.device == "cpu",
+        "bf16": todo.device == "cuda",
         "disable_tqdm": True,
     }
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 
@@ -32,6 +33,7 @@ class Task:
     warmup: int  # steps that are not timed
     cutoff_len: int
     pad_token_id: int
+    device: str = "cpu"  # or cuda, and then in bf16 over weights in float32
 
 
 def task() -> Task:
@@ -44,7 +46,7 @@ class Meter:
     """Tells the steps' cost."""
 
     todo: Task
-    tokens: int = 0  # since the warm-up
+    tokens: int | torch.Tensor = 0  # since the warm-up; on the device, or each step would wait
     losses: list[float] = field(default_factory=list)
     num_steps: int = 0
 
@@ -52,34 +54,53 @@ class Meter:
         """Count the real tokens that go into ``model``."""
 
         def count(_module: nn.Module, _args: Any, kwargs: dict[str, Any]) -> None:
-            self.tokens += int((kwargs["input_ids"] != self.todo.pad_token_id).sum())
+            self.tokens += (kwargs["input_ids"] != self.todo.pad_token_id).sum()
 
         model.register_forward_pre_hook(count, with_kwargs=True)
 
     def begin(self) -> None:
         """A step begins."""
         if self.num_steps == self.todo.warmup:
-            Path("/proc/self/clear_refs").write_text("5")  # the peak from here on
+            self._forget_peak()
             self.tokens, self.cpu, self.wall = 0, time.process_time(), time.monotonic()
 
     def end(self) -> None:
         """A step has ended."""
         self.num_steps += 1
         if self.num_steps == self.todo.steps:
+            self._wait()
             cpu, wall = time.process_time() - self.cpu, time.monotonic() - self.wall
             self.report = {
                 "cpu": cpu,
                 "wall": wall,
-                "tokens": self.tokens,
-                "peak_mb": _peak_mb(),
+                "tokens": int(self.tokens),
+                "peak_mb": self._peak_mb(),
             }
 
     def write(self) -> None:
         """Leave the report where it is looked for."""
         Path(self.todo.report).write_text(json.dumps(self.report | {"losses": self.losses}))
 
+    def _wait(self) -> None:
+        if self.todo.device == "cuda":
+            torch.cuda.synchronize()
 
-def _peak_mb() -> float:
+    def _forget_peak(self) -> None:
+        """The peak is that from here on."""
+        self._wait()
+        if self.todo.device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        else:
+            Path("/proc/self/clear_refs").write_text("5")
+
+    def _peak_mb(self) -> float:
+        """Of what the GPU's allocator held, or of this process."""
+        if self.todo.device == "cuda":
+            return torch.cuda.max_memory_reserved() / 2**20
+        return _resident_mb()
+
+
+def _resident_mb() -> float:
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmHWM"):
             return int(line.split()[1]) / 1024

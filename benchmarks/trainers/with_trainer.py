@@ -1,4 +1,5 @@
-"""Train with the Hugging Face Trainer. Variants: ``padded``, and ``one`` example at a time."""
+"""Train with the Hugging Face Trainer. Variants: ``padded``, ``one`` example at a time, and
+``liger``: padded, with Liger's kernels."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ todo = task()
 meter = Meter(todo)
 
 tokenizer = PreTrainedTokenizerFast.from_pretrained(todo.inputs)
-model = AutoModelForCausalLM.from_pretrained(todo.inputs)
+model = AutoModelForCausalLM.from_pretrained(todo.inputs, dtype="float32")
 if todo.method == "lora":
     from peft import LoraConfig, get_peft_model
 
@@ -31,6 +32,7 @@ trainer = Trainer(
         per_device_train_batch_size=micro,
         gradient_accumulation_steps=todo.batch // micro,
         train_sampling_strategy="sequential",
+        use_liger_kernel=todo.variant == "liger",
     ),
     train_dataset=load_from_disk(f"{todo.inputs}/tokenized"),
     data_collator=DataCollatorForSeq2Seq(tokenizer),

@@ -36,7 +36,6 @@ trainer = InOrder(
     args=SFTConfig(
         **arguments(todo),
         per_device_train_batch_size=todo.batch // 2 if is_packed else todo.batch,
-        bf16=False,
         gradient_checkpointing=False,
         packing=is_packed,
         max_length=todo.cutoff_len,

@@ -96,10 +96,8 @@ def test_two_processes_say_what_one_says(parallel, models, prompts):
 )
 def test_four_processes_say_what_one_says(parallel, models, prompts, tmp_path):
     assert_alike(parallel, models, prompts, count=4)
-    more = [
-        folders.save_model(tmp_path / kind, kind, **LIVELY)
-        for kind in ("gemma2", "mistral", "phi3")
-    ]
+    sizes = {"sliding_window": 64, **LIVELY}
+    more = [folders.save_model(tmp_path / k, k, **sizes) for k in ("gemma2", "mistral", "phi3")]
     assert_alike(parallel, more, prompts, count=4)
 
 

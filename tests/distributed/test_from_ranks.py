@@ -7,13 +7,18 @@ import torch
 
 import folders
 import ranks
-from spread import learn, save
+from spread import learn, save, trainer
+from surefoot.checkpoint.beside import Beside
 from surefoot.checkpoint.load import load
+from surefoot.checkpoint.mindspore.names import Heads, to_mindspore
 from surefoot.checkpoint.mindspore.parallel import ParallelConfig
 from surefoot.checkpoint.mindspore.rewrite import Wanted
+from surefoot.checkpoint.mindspore.write import write_full
+from surefoot.checkpoint.source import Memory
 from surefoot.errors import CheckpointError
 from surefoot.inference.mindspore import write_mindspore
 from surefoot.interchange import load_mindspore_checkpoint
+from surefoot.model.fused import places
 from surefoot.parallel.world import ALONE
 from test_startup import begun, contents, data
 
@@ -120,3 +125,48 @@ def test_a_file_that_one_process_cannot_read_stops_both(saved, model, tmp_path, 
             load_mindspore_checkpoint(saved / "distributed", made, base=model)
 
     ranks.run(2, work, dp_shard=2)
+
+
+def experts_of(made):
+    """Weights and moments of a mixture under the names of Hugging Face's files: of what lies
+    together in memory, its parts."""
+    found = {name: t.detach().clone() for name, t in made.weights.state_dict().items()}
+    for name, slots in made.optimizer_state.state_dict().items():
+        for prefix, slot in (("adam_m.", "exp_avg"), ("adam_v.", "exp_avg_sq")):
+            parts = {n: at for n, at in places(made.weights.model).items() if at.fused == name}
+            for part, at in parts.items():
+                rows = slice(at.start[1], at.start[1] + at.shape[0])
+                found[prefix + part] = slots[slot][at.start[0], rows].clone()
+            if not parts:
+                found[prefix + name] = slots[slot].clone()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "family"), [("qwen3_moe", "mcore-fused"), ("mixtral", "legacy")], ids=["qwen3", "mixt"]
+)
+def test_the_moments_of_experts_are_gone_on_from(kind, family, tmp_path):
+    def fresh(world):
+        return trainer(world, tmp_path / "run", kind=kind)
+
+    before = fresh(ALONE)
+    learn(before, 2)
+    named = to_mindspore(Memory(experts_of(before)), family, Heads(4, 2))
+    numbers = Memory({"step_num": torch.tensor(2), "global_step": torch.tensor([2])})
+    write_full(Beside([("", named), ("", numbers)]), tmp_path / "theirs")
+    before.models.policy.config.save_pretrained(tmp_path / "theirs")
+    expected = state_of(before)
+
+    def resumed(world):
+        made = fresh(world)
+        load_mindspore_checkpoint(tmp_path / "theirs", made, base=tmp_path / "theirs")
+        return {n: v for n, v in state_of(made).items() if n in expected}, learn(made, 1)
+
+    after = learn(before, 1)
+    for parallel in ({}, *(PARALLEL[name] for name in ("dp_shard", "tp"))):
+        for found, losses in ranks.run(2 if parallel else 1, resumed, **parallel):
+            moments = {name for name in expected if name.endswith(("exp_avg", "exp_avg_sq"))}
+            assert moments <= found.keys()
+            whole = [n for n in found if n in moments or "experts." not in n or not parallel]
+            assert [n for n in whole if found[n] != expected[n]] == []
+            assert losses == [pytest.approx(one, abs=1e-5, rel=1e-5) for one in after]

@@ -23,9 +23,10 @@ from ..errors import TemplateError
 from .encode import Cut, Dropped, Encoded
 from .example import JSON, Example, Message
 from .section import DataSection
-from .sequence import Rendered, split, whole
+from .sequence import Item, Rendered, split, whole
 from .templates import Template
-from .templates.render import Dicts, Renderer, message_dicts, tool_dicts
+from .templates.render import Renderer, message_dicts, tool_dicts
+from .templates.traced import Dicts
 from .templates.turns import Locator
 from .tokenize import Text, Tokenization, Tokens, canonical
 
@@ -188,13 +189,13 @@ class Codec:
             return NOTHING
         messages = messages[: learnt[-1] + 1]
         locator, is_whole = self._locator, self.section.train_on_prompt
-        answers = [i for i, message in enumerate(messages) if message.role == "assistant"]
-        wanted = answers if is_whole else [i for i in answers if i in learnt]
-        odd = {i for i in range(len(messages)) if (i in learnt) != is_whole}
+        counted = range(len(messages)) if is_whole else learnt
+        wanted = [i for i in counted if messages[i].role == "assistant"]
+        odd = [i for i in counted if i not in learnt] if is_whole else learnt
         try:
             dicts, tools, marked = self._protected(messages, example.tools)
             text, turns = locator.locate(dicts, tools, wanted)
-            parts = [locator.content(dicts, tools, i, text) for i in sorted(odd.difference(wanted))]
+            parts = [locator.content(dicts, tools, i, text) for i in odd if i not in wanted]
             if marked:
                 self._chat.encode([Text(text, marked)])  # this row may fail, its batch must not
         except TemplateError as error:
@@ -206,7 +207,7 @@ class Codec:
     def _encoded(self, rendered: Rendered, tokens: Tokens) -> Encoded:
         """Labels, and the cut to ``cutoff_len``."""
         if self.section.train_on_prompt:
-            found = [whole(rendered, tokens)]
+            found = [whole(rendered, tokens, self._chat)]
         else:
             found = split(rendered, tokens, self._chat)
         items = [item for item in found if item.num_learnt]
@@ -214,10 +215,15 @@ class Codec:
             return NOTHING
         fitted = [item.fit(self.section.cutoff_len) for item in items]
         pairs = zip(fitted, items, strict=True)
-        is_cut = any(fit is None or fit.num_learnt < item.num_learnt for fit, item in pairs)
+        is_cut = any(fit is not item and _is_cut(fit, item) for fit, item in pairs)
         if is_cut and self.section.on_too_long == "drop":
             return TOO_LONG
         features = [item.features for item in fitted if item is not None]
         if not features:
             return NO_ROOM
         return Cut(features) if is_cut else features
+
+
+def _is_cut(fit: Item | None, item: Item) -> bool:
+    """Whether something to learn is lost."""
+    return fit is None or fit.num_learnt < item.num_learnt

@@ -115,13 +115,18 @@ class Encoder:
 
     def _count(self, items: Sequence[Features]) -> None:
         self.items += len(items)
-        for item in items:
-            for name, values in item.items():
-                if name.endswith("input_ids"):
-                    self.tokens += len(values)
-                elif name.endswith("labels"):  # nothing predicts the first token
-                    ignored = list(values[1:]).count(IGNORE_INDEX)
-                    self.trained_tokens += max(len(values) - 1, 0) - ignored
+        for name in items[0] if items else ():
+            column = [item[name] for item in items]
+            if name.endswith("input_ids"):
+                self.tokens += sum(map(len, column))
+            elif name.endswith("labels"):
+                self.trained_tokens += sum(map(_num_trained, column))
+
+
+def _num_trained(labels: Sequence[int]) -> int:
+    """How many labels are learnt; nothing predicts the first token."""
+    is_first = bool(labels) and labels[0] != IGNORE_INDEX
+    return len(labels) - labels.count(IGNORE_INDEX) - is_first
 
 
 def _ahead(

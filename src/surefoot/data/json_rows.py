@@ -16,6 +16,7 @@ CHUNK = 1 << 20  # characters that are read at a time
 BOM = b"\xef\xbb\xbf"  # some editors put it in front of UTF-8 text
 TOKEN = 32  # longer than any JSON token but a string or number
 SPACE = re.compile(r"[ \t\r\n]*")
+WHITE = ("", " ", "\t", "\r", "\n")  # the same, and the end
 
 
 def text_lines(path: Path) -> Iterator[tuple[int, str]]:
@@ -105,6 +106,8 @@ class _Window:
     def at_end(self) -> bool:
         """Step over white space and say whether that was all."""
         while True:
+            if self._text[self._at : self._at + 1] not in WHITE:
+                return False
             space = SPACE.match(self._text, self._at)
             self._at = space.end() if space else self._at
             if self._at < len(self._text) or not self._slide(CHUNK):

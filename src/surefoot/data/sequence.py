@@ -7,9 +7,7 @@ from dataclasses import dataclass, replace
 
 from ..batch import IGNORE_INDEX, Features
 from .templates.turns import Turn
-from .tokenize import Text, Tokenization, Tokens
-
-Bounds = tuple[int, int]  # the first token, and one past the last
+from .tokenize import Bounds, Text, Tokenization, Tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,21 +52,29 @@ class Item:
         return replace(self, ids=self.ids[:end], labels=self.labels[:end])
 
 
-def whole(rendered: Rendered, tokens: Tokens) -> Item:
+def whole(rendered: Rendered, tokens: Tokens, tokenization: Tokenization) -> Item:
     """The conversation as one text to learn, but for the parts that say no."""
     labels = list(tokens.ids)
-    for start, end in _bounds_of(rendered.parts, tokens):
+    for start, end in _bounds(rendered, tokens, tokenization, rendered.parts):
         labels[start:end] = [IGNORE_INDEX] * (end - start)
     inside = [turn for turn in rendered.turns if turn.text is rendered.text.text]
-    return Item(tokens.ids, labels, _bounds_of(inside, tokens))
+    return Item(tokens.ids, labels, _bounds(rendered, tokens, tokenization, inside))
 
 
 def split(rendered: Rendered, tokens: Tokens, tokenization: Tokenization) -> list[Item]:
     """One sequence for all answers that stand behind their prompts, one for each other answer."""
-    found = {turn: _in_place(rendered, tokens, tokenization, turn) for turn in rendered.turns}
-    own = [_alone(rendered, tokenization, turn) for turn in rendered.turns if not found[turn]]
-    answers = [bounds for bounds in found.values() if bounds]
-    learnt = [*answers, *_bounds_of(rendered.parts, tokens)]
+    inside = [turn for turn in rendered.turns if turn.text is rendered.text.text]
+    spans = [(turn.start, turn.end) for turn in inside]
+    found = tokenization.bounds(tokens, rendered.text, spans, behind_prompt=True)
+    answers = [bounds for bounds in found if bounds]
+    own: list[Item] = []
+    if len(answers) < len(rendered.turns):
+        placed = {turn for turn, bounds in zip(inside, found, strict=True) if bounds}
+        others = [turn for turn in rendered.turns if turn not in placed]
+        own = [_alone(rendered, tokenization, turn) for turn in others]
+    learnt = answers
+    if rendered.parts:
+        learnt = [*answers, *_bounds(rendered, tokens, tokenization, rendered.parts)]
     if not learnt:
         return own
     labels = [IGNORE_INDEX] * len(tokens.ids)
@@ -76,17 +82,6 @@ def split(rendered: Rendered, tokens: Tokens, tokenization: Tokenization) -> lis
         labels[start:end] = tokens.ids[start:end]
     item = Item(tokens.ids, labels, answers)
     return [item.cut(max(end for _, end in learnt)) if own else item, *own]
-
-
-def _in_place(
-    rendered: Rendered, tokens: Tokens, tokenization: Tokenization, turn: Turn
-) -> Bounds | None:
-    """The answer's tokens, if chat would give just the ids that stand in front of it."""
-    if turn.text is not rendered.text.text:
-        return None
-    if not tokenization.is_prefix(tokens, rendered.text, turn.start):
-        return None
-    return _bounds(turn, tokens)
 
 
 def _alone(rendered: Rendered, tokenization: Tokenization, turn: Turn) -> Item:
@@ -98,11 +93,9 @@ def _alone(rendered: Rendered, tokenization: Tokenization, turn: Turn) -> Item:
     return Item(ids, [IGNORE_INDEX] * len(prompt) + answer, [(len(prompt), len(ids))])
 
 
-def _bounds_of(turns: Sequence[Turn], tokens: Tokens) -> list[Bounds]:
-    return [bounds for turn in turns if (bounds := _bounds(turn, tokens))]
-
-
-def _bounds(turn: Turn, tokens: Tokens) -> Bounds | None:
-    """A turn in tokens; None if tokens lie across its bounds or there are none."""
-    start, end = tokens.index(turn.start), tokens.index(turn.end)
-    return None if start is None or end is None or start >= end else (start, end)
+def _bounds(
+    rendered: Rendered, tokens: Tokens, tokenization: Tokenization, turns: Sequence[Turn]
+) -> list[Bounds]:
+    """Of the turns that have tokens of their own."""
+    spans = [(turn.start, turn.end) for turn in turns]
+    return [bounds for bounds in tokenization.bounds(tokens, rendered.text, spans) if bounds]

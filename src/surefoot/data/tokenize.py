@@ -12,17 +12,19 @@ import re
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Protocol, TypeVar, cast
 
 from tokenizers import Encoding, Tokenizer
 from transformers import PreTrainedTokenizerBase
 
 from ..errors import TemplateError
+from .landmarks import Known, landmarks_of
 
 OPEN, CLOSE = "\U000f0000", "\U000f0001"  # as transformers has them; no message keeps its own
 GUARDS = ("\n", ":", "x")  # a text is encoded behind the first of these that it does not join
 
+Bounds = tuple[int, int]  # the first, and one past the last
 T = TypeVar("T")
 
 
@@ -77,11 +79,12 @@ class Tokenization:
         self._control = re.compile(words)
         self._marks = re.compile(f"{OPEN}({words}){CLOSE}|[{OPEN}{CLOSE}]")
         self._control_ids = frozenset(tokenizer.convert_tokens_to_ids(longest_first))
+        self._landmarks = landmarks_of(self._rust, known)
         self._short: dict[str, list[int]] = {}
 
     def spells_control(self, value: object) -> bool:
         """Whether ``value``, a string or lists and dicts of them, spells a control token."""
-        return any(self._control.search(text) for text in _strings(value))
+        return self._control.search("\0".join(_strings(value))) is not None  # no token has a \0
 
     def protect(self, value: T) -> T:
         """``value`` with marks around the control tokens that its strings spell."""
@@ -89,8 +92,7 @@ class Tokenization:
 
     def encode(self, texts: Sequence[Text]) -> list[Tokens]:
         """Ids and offsets of every text; nothing is added in front or behind."""
-        plain = [text.text for text in texts if not text.marked]
-        encoded = map(_tokens, self._rust.encode_batch(plain, add_special_tokens=False))
+        encoded = self._encode_plain([text.text for text in texts if not text.marked])
         return [self._encode_marked(t.text) if t.marked else next(encoded) for t in texts]
 
     def encode_after(self, text: Text) -> list[int]:
@@ -100,6 +102,19 @@ class Tokenization:
                 i for part, plain in self._parts(text.text) for i in self._after(part, plain).ids
             ]
         return self._after(text.text, False).ids
+
+    def bounds(
+        self, tokens: Tokens, text: Text, spans: Sequence[Bounds], *, behind_prompt: bool = False
+    ) -> list[Bounds | None]:
+        """The tokens of each span of a text: the first, and one past the last.
+
+        None where a token lies across a bound or there is none; and with ``behind_prompt``, where
+        the text before the span, encoded alone, would give other ids than stand before it.
+        """
+        known = None
+        if self._landmarks and not text.marked:
+            known = self._landmarks.find(text.text, tokens.ids, self._ids)
+        return [self._bounds(tokens, text, known, span, behind_prompt) for span in spans]
 
     def is_prefix(self, tokens: Tokens, text: Text, end: int) -> bool:
         """Whether ``text[:end]``, encoded alone, gives just the first of ``tokens``, of ``text``.
@@ -115,17 +130,45 @@ class Tokenization:
             if tokens.ids[first] in self._special:
                 break
         tail = text[tokens.offsets[first][0] if first else 0 : end]
-        return self._ids(tail) == tokens.ids[first:count]
+        ids = self.encode([tail])[0].ids if tail.marked else self._ids(tail.text)
+        return ids == tokens.ids[first:count]
 
-    def _ids(self, text: Text) -> list[int]:
-        """Ids of one text; short ones, such as the headers of turns, are remembered."""
-        if text.marked or len(text.text) > 64:
-            return self.encode([text])[0].ids
-        if text.text not in self._short:
+    def _encode_plain(self, texts: list[str]) -> Iterator[Tokens]:
+        """With landmarks, offsets are not found out before they are asked for: few ever are."""
+        if self._landmarks is None:
+            encoded = self._rust.encode_batch(texts, add_special_tokens=False)
+            return (Tokens(each.ids, _Offsets(partial(_same, each))) for each in encoded)
+        encode = partial(self._rust.encode, add_special_tokens=False)
+        quick = self._rust.encode_batch_fast(texts, add_special_tokens=False)
+        pairs = zip(quick, texts, strict=True)
+        return (Tokens(each.ids, _Offsets(partial(encode, text))) for each, text in pairs)
+
+    def _bounds(
+        self,
+        tokens: Tokens,
+        text: Text,
+        known: Known | None,
+        span: Bounds,
+        behind_prompt: bool,
+    ) -> Bounds | None:
+        start, end = span
+        first = known.index(start) if known else None
+        last = known.end(end) if known else None
+        if first is None and behind_prompt and not self.is_prefix(tokens, text, start):
+            return None
+        first = tokens.index(start) if first is None else first
+        last = tokens.index(end) if last is None else last
+        return None if first is None or last is None or first >= last else (first, last)
+
+    def _ids(self, text: str) -> list[int]:
+        """Ids of an unmarked text; short ones, such as the headers of turns, are remembered."""
+        if len(text) > 64:
+            return self.encode([Text(text)])[0].ids
+        if text not in self._short:
             if len(self._short) > 10_000:
                 self._short.clear()
-            self._short[text.text] = self.encode([text])[0].ids
-        return self._short[text.text]
+            self._short[text] = self.encode([Text(text)])[0].ids
+        return self._short[text]
 
     def _protect(self, text: str) -> str:
         return self._control.sub(f"{OPEN}\\g<0>{CLOSE}", text.replace(OPEN, "").replace(CLOSE, ""))
@@ -188,32 +231,40 @@ def canonical(tokenizer: PreTrainedTokenizerBase) -> str:
     return str(rust.to_str())
 
 
-@dataclass(frozen=True, slots=True)
-class _LazyOffsets:
-    """Offsets of an encoding, fetched one by one: few are ever looked at."""
+class _Offsets:
+    """Offsets of an encoding, fetched one by one."""
 
-    encoding: Encoding
+    def __init__(self, encode: Callable[[], Encoding]) -> None:
+        self._encode = encode
 
     def __len__(self) -> int:
-        return len(self.encoding)
+        return len(self._encoding)
 
     def __getitem__(self, index: int, /) -> tuple[int, int]:
-        return cast(tuple[int, int], self.encoding.token_to_chars(index))
+        return cast(tuple[int, int], self._encoding.token_to_chars(index))
+
+    @cached_property
+    def _encoding(self) -> Encoding:
+        return self._encode()
 
 
-def _tokens(encoding: Encoding) -> Tokens:
-    return Tokens(encoding.ids, _LazyOffsets(encoding))
+def _same(encoding: Encoding) -> Encoding:
+    return encoding
 
 
-def _strings(value: object) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _strings(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _strings(item)
+def _strings(value: object) -> list[str]:
+    """All strings in a value but keys."""
+    found: list[str] = []
+    rest = [value]
+    while rest:
+        each = rest.pop()
+        if isinstance(each, str):
+            found.append(each)
+        elif isinstance(each, dict):
+            rest += each.values()
+        elif isinstance(each, list | tuple):
+            rest += each
+    return found
 
 
 def _map_strings(value: T, change: Callable[[str], str]) -> T:

@@ -82,11 +82,12 @@ def heaviest(
     positions times ``logit_weight``, what one takes as against a token."""
     best, found = -1.0, np.arange(0)
     size, ranks, packing = loader.micro_batch_size, loader.world_size, loader.packing
+    dealt = loader.dataset.lengths  # what the run deals by, shared prompts or not
     for items in _items(loader, steps):
         for windows in _windows(loader, items):
-            sizes, count = lengths[windows], num_groups(windows.shape[1], size, ranks)
-            groups = deal(sizes, micro_batch_size=size, world_size=ranks, packing=packing)
-            cost = positions(sizes, groups, count, packing=packing)
+            count = num_groups(windows.shape[1], size, ranks)
+            groups = deal(dealt[windows], micro_batch_size=size, world_size=ranks, packing=packing)
+            cost = positions(lengths[windows], groups, count, packing=packing)
             cost = cost + logit_weight * sums(trained[windows], groups, count)
             window, group = divmod(int(cost.argmax()), count)
             if cost[window, group] > best:

@@ -17,7 +17,9 @@ from pathlib import Path
 import torch
 
 from ..checkpoint.beside import Beside
+from ..checkpoint.box import Box
 from ..checkpoint.boxed import part
+from ..checkpoint.mindspore.experts import Tile, Tiled
 from ..checkpoint.mindspore.opened import progress_of
 from ..checkpoint.mindspore.parallel import MOMENTS
 from ..checkpoint.mindspore.theirs import Theirs, as_huggingface, by_role, open_state
@@ -25,7 +27,8 @@ from ..checkpoint.source import Source, read_whole
 from ..checkpoint.states import Stateful, cuts_of
 from ..checkpoint.weights import recognise
 from ..errors import CheckpointError
-from ..model.weights import AdapterWeights
+from ..model.fused import places
+from ..model.weights import AdapterWeights, FullWeights
 from ..training.stage import Windows
 from ..training.trainer import Trainer
 
@@ -62,7 +65,7 @@ def load_mindspore_checkpoint(folder: Path, trainer: Trainer, *, base: Path) -> 
     theirs = Theirs(base=base if is_whole else None)
     roles = by_role(open_state(folder, theirs))
     both = Beside([("", roles["model"]), ("", roles["optimizer"])])
-    source = as_huggingface(both, folder, theirs)
+    source = _with_fused_moments(as_huggingface(both, folder, theirs), trainer)
     progress = read_progress(roles["state"], folder)
     _refuse_other(source, trainer, folder)
     for line in _differences(progress, trainer):
@@ -141,6 +144,28 @@ def _refuse_other(source: Source, trainer: Trainer, folder: Path) -> None:
                     f"{folder}: holds {what} of {name}, which learns in this run; to start anew "
                     f"from its weights, {_anew(folder)}"
                 )
+
+
+def _with_fused_moments(source: Source, trainer: Trainer) -> Source:
+    """``source``, with the moments of experts laid together as their parameters lie in memory. What
+    learns in the stages of a pipeline has other names, and is left as it is."""
+    weights = trainer.weights
+    if not isinstance(weights, FullWeights) or trainer.world.pp > 1:
+        return source
+    shapes = source.shapes()
+    made: dict[str, tuple[tuple[int, ...], tuple[Tile, ...]]] = {}
+    for name, at in places(weights.model).items():
+        for prefix in MOMENTS:
+            if shapes.get(prefix + name) == at.shape:
+                tile = Tile(prefix + name, Box(at.start, (1, *at.shape)), (0, 0), is_turned=False)
+                whole, tiles = made.get(prefix + at.fused, (at.whole, ()))
+                made[prefix + at.fused] = whole, (*tiles, tile)
+    complete = {
+        name: (whole, tiles)
+        for name, (whole, tiles) in made.items()
+        if sum(tile.box.size for tile in tiles) == math.prod(whole)
+    }
+    return Tiled(source, complete) if complete else source
 
 
 def _shape(found: tuple[int, ...] | None) -> str:

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from . import slopes
 from .slopes import capped, uncapped, wide
 
-CHUNK = 256  # positions; with fewer the matrix is read too often, with more caches overflow
+CHUNK = 384  # positions; with fewer the matrix is read too often, with more caches overflow
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,6 @@ from importlib import import_module
 from importlib.util import find_spec
 
 import torch
-import torch.nn.functional as F
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +53,8 @@ def by_torch(
 ) -> Learnt:
     """In torch's own operations, on any device."""
     logits_CV = capped(logits_CV, softcap)
-    logps_CV = F.log_softmax(logits_CV, dim=-1)
+    room_CV = logits_CV if softcap is None else None  # otherwise they are looked at again
+    logps_CV = torch.log_softmax(logits_CV, -1, out=room_CV)
     logps_C = logps_CV.gather(1, labels_C[:, None])[:, 0]
     sums_C = logps_CV.sum(-1) if smoothing else torch.zeros_like(logps_C)
     if not learns:

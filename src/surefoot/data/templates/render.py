@@ -12,10 +12,9 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from ...errors import TemplateError
 from ..example import JSON, Message
+from .traced import Dicts, Spans, Traced
 
-Dicts = Sequence[Mapping[str, object]]
 Probe = Mapping[str, list[dict[str, object]]]  # "messages", "tools"
-Spans = list[tuple[int, int]]
 
 _MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _TOOL: dict[str, object] = {
@@ -53,6 +52,7 @@ class Renderer:
         self.has_marks = _MARK.search(source) is not None
         self._names = dict(tokenizer.special_tokens_map)
         added = tokenizer.added_tokens_decoder.values()
+        self._traced = Traced(source, self._names, self._run)
         self._special = {token.content for token in added if token.special}
         self._added = self._special | {t.content for t in added if _is_markup(t.content)}
 
@@ -99,6 +99,14 @@ class Renderer:
     def _render(
         self, messages: Dicts, tools: Dicts | None, *, prompt: bool = False, marks: bool = False
     ) -> tuple[str, Spans]:
+        if tools or any(len(message) > 2 for message in messages):  # which has tool calls
+            return self._run(messages, tools, prompt=prompt, marks=marks)
+        return self._traced.render(messages, prompt=prompt, marks=marks)
+
+    def _run(
+        self, messages: Dicts, tools: Dicts | None = None, *, prompt: bool, marks: bool
+    ) -> tuple[str, Spans]:
+        """What the template gives."""
         try:
             texts, spans = render_jinja_template(
                 [messages],

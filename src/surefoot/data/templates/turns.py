@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from typing import cast
 
 from ...errors import TemplateError
-from .render import PROBES, Dicts, Renderer
+from .render import PROBES, Renderer
+from .traced import Dicts
 
 logger = logging.getLogger(__name__)
 
