@@ -44,12 +44,12 @@ def test_the_screen_tells_all_of_it(recipe):
     assert "lengths are those of 24 rows" in out
 
 
-def test_there_are_never_more_logits_than_a_chunk_of_them_and_what_is_made_of_it(recipe):
+def test_there_are_never_more_logits_than_a_chunk_of_them(recipe):
     rows = ["train.global_batch_size=22", "train.micro_batch_size=22", "data.train_on_prompt=true"]
     found = as_json(recipe, *rows)
     width = len(project_tokenizer())
-    assert found["heaviest_pass"]["trained"] > 2 * CHUNK
-    assert 0 < found["memory"]["logits"] <= 2 * CHUNK * width * 4
+    assert found["heaviest_pass"]["trained"] > 1.5 * CHUNK
+    assert 0 < found["memory"]["logits"] <= CHUNK * width * 4
 
 
 def test_json_holds_all_of_it(recipe):

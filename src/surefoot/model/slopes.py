@@ -53,7 +53,8 @@ def by_torch(
 ) -> Learnt:
     """In torch's own operations, on any device."""
     logits_CV = capped(logits_CV, softcap)
-    room_CV = logits_CV if softcap is None else None  # otherwise they are looked at again
+    # Where nobody looks at the logits again, their place will do; seen to be right on CPUs.
+    room_CV = logits_CV if softcap is None and logits_CV.is_cpu else None
     logps_CV = torch.log_softmax(logits_CV, -1, out=room_CV)
     logps_C = logps_CV.gather(1, labels_C[:, None])[:, 0]
     sums_C = logps_CV.sum(-1) if smoothing else torch.zeros_like(logps_C)
