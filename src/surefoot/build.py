@@ -27,7 +27,6 @@ from .model import attention, attention_choice, companions, outputs
 from .model.adapter import continue_adapter
 from .model.asked_head import AskedHead, asked_head
 from .model.compiled import compile_layers
-from .model.fewer_passes import use_fewer_passes
 from .model.load import (
     device,
     grow_embeddings,
@@ -212,8 +211,6 @@ def build_policy(
     is_adapter = recipe.method.kind == "adapter"
     if is_adapter:
         use_one_pass(policy)
-    if device().type == "cpu":
-        use_fewer_passes(policy)
     if values is not None and not is_read:
         values = Values({}, {})
     if recipe.model.gradient_checkpointing:

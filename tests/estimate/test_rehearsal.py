@@ -42,7 +42,7 @@ def test_what_is_kept_is_what_torch_really_saves(tmp_path, kind, precision, reco
         micro_batch = batch(made, *lengths)
         found = rehearse(without_memory, micro_batch).kept.total
         # what is computed again is given its mask and angles, which no hook is told of
-        bound = 0.17 if recomputes else 0.02
+        bound = 0.15 if recomputes else 0.02
         assert found == pytest.approx(kept(real, micro_batch, precision), rel=bound), lengths
 
 
@@ -90,8 +90,8 @@ def test_every_method_keeps_what_torch_really_saves(tmp_path, method, recomputes
 def test_a_layer_keeps_what_the_formula_says(tmp_path):
     """Counted by hand, as in arXiv:2205.05198 (there for LayerNorm, GELU, 16 bits and dropout).
 
-    Per token of a layer: each norm keeps its input and its own result, which the linear maps share,
-    and one reciprocal root (see ``model.fewer_passes``); attention q, k, v, its result by document, the
+    Per token of a layer: each norm keeps its input, the normalised input and its own result, which
+    the linear maps share, and one reciprocal root; attention q, k, v, its result by document, the
     same joined for the output map, and one log-sum-exp a head; the gated MLP the results of gate,
     activation and up, and their product.
     """
@@ -102,7 +102,7 @@ def test_a_layer_keeps_what_the_formula_says(tmp_path):
         made = recipe(tmp_path / str(layers), changes={**sizes, "num_hidden_layers": layers})
         found.append(rehearse(skeleton(made), batch(made, 30, 12)).kept.activations)
     hidden, heads, groups, size, inner = 40, 5, 1, 12, 56
-    norms = 2 * (2 * hidden + 1)
+    norms = 2 * (3 * hidden + 1)
     attention = 3 * heads * size + 2 * groups * size + heads
     assert found[1] - found[0] == 3 * 42 * 4 * (norms + attention + 4 * inner)
 

@@ -26,8 +26,7 @@ from ..batch import Batch, Places, places
 from ..errors import ModelError
 from ..model import attention, outputs
 from ..model.asked_head import AskedHead, asked_head
-from ..model.fewer_passes import use_fewer_passes
-from ..model.load import DTYPES, device, grow_embeddings, recompute_activations, upcast_trained
+from ..model.load import DTYPES, grow_embeddings, recompute_activations, upcast_trained
 from ..model.low_rank import use_one_pass
 from ..model.weights import AdapterWeights, FullWeights, trained
 from ..optim.state import NamedState
@@ -106,8 +105,6 @@ def build(
             recompute_activations(inner, keep_random=False)  # which has no state here
         upcast_trained(policy, recipe.model)
         head = asked_head(inner)
-    if device().type == "cpu":
-        use_fewer_passes(policy)
     is_adapter = recipe.method.kind == "adapter"
     weights = AdapterWeights(policy) if is_adapter else FullWeights(inner)
     own = _share(inner, weights, setting) if setting.pp > 1 else None

@@ -18,7 +18,6 @@ import torch
 from torch import nn
 
 from ..errors import RecipeError
-from .fewer_passes import leave_fewer_passes
 from .low_rank import leave_one_pass
 
 Function = Callable[..., object]
@@ -48,7 +47,6 @@ def compile_layers(layers: Sequence[nn.Module], *, backend: str = "inductor") ->
 
     for layer in layers:
         leave_one_pass(layer)
-        leave_fewer_passes(layer)
         if getattr(layer, "gradient_checkpointing", False):
             _compile_inside(layer, compiled)
         else:
