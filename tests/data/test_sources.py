@@ -94,5 +94,5 @@ def test_a_hub_dataset_that_is_not_there_says_what_to_check(tmp_path):
 
 @pytest.mark.skipif(find_spec("modelscope") is not None, reason="modelscope is installed")
 def test_modelscope_needs_its_library():
-    with pytest.raises(DataError, match=r"pip install surefoot\[modelscope\]"):
+    with pytest.raises(DataError, match=r"pip install modelscope"):
         list(Hub("modelscope", "nobody/nothing").rows())

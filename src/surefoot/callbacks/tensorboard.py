@@ -29,7 +29,7 @@ class TensorBoard(TrainerCallback):
             import tensorboard  # noqa: F401
         except ImportError:
             raise RecipeError(
-                "train.report_to: tensorboard is not installed; pip install 'surefoot[tensorboard]'"
+                "train.report_to: tensorboard is not installed; pip install tensorboard"
             ) from None
 
     def on_train_begin(self, args: Context, state: TrainerState, control: TrainerControl) -> None:

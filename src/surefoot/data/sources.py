@@ -140,7 +140,7 @@ def _load_modelscope(source: Hub) -> _HubDataset:
     try:
         import modelscope
     except ImportError:
-        hint = "pip install surefoot[modelscope]"
+        hint = "pip install modelscope"
         raise DataError(f"{source}: ModelScope datasets need their library: {hint}") from None
     try:
         loaded = modelscope.MsDataset.load(

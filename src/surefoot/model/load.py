@@ -93,7 +93,7 @@ def _download_modelscope(section: ModelSection, patterns: list[str]) -> Path:
     try:
         from modelscope import snapshot_download as modelscope_download
     except ImportError:
-        raise ModelError("model.hub: modelscope needs `pip install surefoot[modelscope]`") from None
+        raise ModelError("model.hub: modelscope needs `pip install modelscope`") from None
     return Path(
         modelscope_download(section.path, revision=section.revision, allow_patterns=patterns)
     )

@@ -16,7 +16,7 @@ class ModelSection:
     revision: str | None = None
     """Branch, tag or commit of a hub model."""
     hub: Literal["huggingface", "modelscope"] = "huggingface"
-    """Where a hub id is looked up. ``modelscope`` needs ``pip install surefoot[modelscope]``."""
+    """Where a hub id is looked up. ``modelscope`` needs ``pip install modelscope``."""
     adapter: Path | None = None
     """A PEFT adapter to go on training from (with ``method: lora``)."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"

@@ -13,7 +13,7 @@ from typing import Any
 from ..address import Address
 from .patience import Patience, StoreError, status_of
 
-EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs"}  # scheme -> what to install of ours
+PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs"}  # of each scheme
 _FLAT = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "memory", "oss", "r2", "tos"}
 PRECONDITION_FAILED = 412  # HTTP: the file that must not exist does
 _FEW = {"mode": "standard", "max_attempts": 2}  # by botocore; beyond that, ours
@@ -176,6 +176,6 @@ def _class_of(address: Address) -> Any:
     try:
         return get_filesystem_class(address.scheme)
     except ImportError as error:
-        extra = EXTRAS.get(address.scheme)
-        install = f"pip install 'surefoot[{extra}]'" if extra else str(error)
+        package = PACKAGES.get(address.scheme)
+        install = f"pip install {package}" if package else str(error)
         raise StoreError(f"{address}: a package is missing; {install}") from None

@@ -68,7 +68,7 @@ class TrainSection:
     """By how much a metric must be better to count for early stopping."""
     report_to: tuple[Literal["tensorboard"], ...] = ()
     """Trackers beside ``metrics.jsonl``. ``tensorboard`` needs ``pip install
-    surefoot[tensorboard]``."""
+    tensorboard``."""
 
     def __post_init__(self) -> None:
         self._check_output_dir()
