@@ -44,14 +44,14 @@ for dtype in ("bf16", "fp32"):
 """
 
 
-def without_triton():
+def need_triton():
     if not find_spec("triton"):
         pytest.skip("needs triton (pip install triton); its interpreter and compiler need no GPU")
 
 
 @pytest.fixture
 def kernel(monkeypatch):
-    without_triton()
+    need_triton()
     monkeypatch.setenv("TRITON_INTERPRET", "1")  # settled for a process when triton is imported
     return import_module("surefoot.model.slopes_kernel").fused
 
@@ -93,7 +93,7 @@ def test_the_kernel_passes_its_own_trial(kernel):
 
 
 def test_the_kernel_compiles_for_a_gpu_and_spills_nothing():
-    without_triton()
+    need_triton()
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
     command = [sys.executable, "-c", COMPILE]
     found = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
