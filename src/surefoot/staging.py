@@ -5,9 +5,8 @@ The stages know nothing of processes, the pipeline nothing of models; here they 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import nn
@@ -19,7 +18,6 @@ from .cuts import Cuts
 from .errors import RecipeError
 from .model import outputs
 from .model.anatomy import Absent
-from .model.asked_head import AskedHead
 from .model.pipeline_stages import Stages, keep, parameters_of
 from .model.weights import AdapterWeights, FullWeights
 from .optim.state import NamedState
@@ -30,7 +28,6 @@ from .parallel.plan import Stretch
 from .parallel.section import ParallelSection
 from .parallel.sequence import placed, widened
 from .parallel.shard import gather_nothing, reduce_gradients
-from .parallel.vocabulary import cut_vocabulary
 from .parallel.world import World
 from .training.precision import PrecisionName, autocast
 
@@ -143,26 +140,12 @@ class Staging:
                 "only one of them; leave tp at 1 and use parallel.dp_shard"
             )
 
-    def finish(
-        self,
-        precision: PrecisionName,
-        smoothing: float,
-        head: AskedHead | None,
-        needs: Sequence[str],
-    ) -> Finish:
-        """The last stage: what a stage of training needs of it."""
-        compute = partial(
-            outputs.compute,
-            self.model,
-            needs=needs,
-            vocabulary=cut_vocabulary(self.stages.parts.model, self.world),
-            head=head,
-            smoothing=smoothing,
-        )
+    def finish(self, compute: Callable[..., Outputs]) -> Finish:
+        """The last stage: ``compute(batch, hidden=...)`` makes outputs of what enters it."""
 
         def run(batch: Batch, hidden: torch.Tensor | None) -> Outputs:
             batch, hidden = self._whole(batch, hidden)
-            with autocast(precision, batch.input_ids.device), self.stages.only(self.stages.last):
+            with self.stages.only(self.stages.last):
                 return compute(batch, hidden=hidden)
 
         return run

@@ -8,7 +8,7 @@ import torch
 import ranks
 import small
 import tiny
-from surefoot.build import Policy, assemble
+from surefoot.build import assemble, options_of
 from surefoot.checkpoint.crew import Crew
 from surefoot.checkpoint.load import load
 from surefoot.checkpoint.save import prepare
@@ -21,7 +21,7 @@ from surefoot.methods.full import Full
 from surefoot.model import attention
 from surefoot.model.load import recompute_activations
 from surefoot.model.section import ModelSection
-from surefoot.model.weights import AdapterWeights, FullWeights
+from surefoot.network.open import ON_THE_MESH, Draft, finish
 from surefoot.optim.adamw import AdamW
 from surefoot.parallel.section import ParallelSection
 from surefoot.parallel.world import ALONE
@@ -67,8 +67,6 @@ def trainer(
     model = method.apply(inner)
     if recompute:
         recompute_activations(inner)
-    is_adapter = method.kind == "adapter"
-    weights = AdapterWeights(model) if is_adapter else FullWeights(inner)
     with torch.no_grad():  # PEFT's B is zero, and A would have no gradient
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
@@ -82,7 +80,9 @@ def trainer(
         world=world,
     )
     data = Prepared(examples or small.examples(), {}, Report(()))
-    return assemble(recipe, Policy(model, inner, weights, sharing=sharing), data, saver, world)
+    draft = Draft(folder, recipe.model, None, world, options_of(recipe))
+    draft.inner, draft.module, draft.sharing = inner, model, sharing
+    return assemble(recipe, finish(draft, ON_THE_MESH), data, saver, world)
 
 
 def learn(made, count):
