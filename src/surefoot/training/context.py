@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import nn
 
 from ..batch import IGNORE_INDEX, Batch, Features, Outputs, OutputSpec
 from ..data.chat import Codec
@@ -21,10 +20,10 @@ from ..data.deal import in_turn
 from ..data.loader import Collate, batch_of
 from ..data.mix import Index
 from ..errors import RunError
+from ..generate.sample import Sample
 from ..generate.section import GenerateSection
 from ..model.load import device
-from ..network.network import Network, Sample
-from ..parallel.shard import gather_nothing
+from ..network.network import Network
 from ..parallel.world import World
 from ..schema.locations import FunctionPath
 from .rewards import scores
@@ -55,7 +54,8 @@ class NetworkContext:
         found = torch.zeros(len(spec.outputs), int(ends[-1]), dtype=torch.float64)
         dtype = torch.float32
         for items, outputs, _ in self._batches(role, examples, spec):
-            at = np.concatenate([np.arange(ends[i], ends[i + 1]) for i in items], dtype=np.int64)
+            spans = [np.arange(ends[i], ends[i + 1]) for i in items]
+            at = np.concatenate([np.empty(0, np.int64), *spans])
             for row, name in enumerate(spec.outputs):
                 values: torch.Tensor = getattr(outputs, name)
                 dtype = values.dtype
@@ -82,7 +82,7 @@ class NetworkContext:
     ) -> list[Sample]:
         """One sample of the policy for each prompt."""
         network = self.networks[POLICY]
-        with evaluating(network.module):
+        with evaluating(network):
             return network.generate(prompts, settings, seed=self.seed)
 
     def score(
@@ -116,7 +116,7 @@ class NetworkContext:
     ) -> Iterator[tuple[Index, Outputs, Batch]]:
         """This rank's micro-batches with the examples in them, which may be none."""
         network, world = self.networks[role], self.world
-        with evaluating(network.module):
+        with evaluating(network):
             for items in in_turn(
                 len(examples), self.micro_batch_size, world.data_rank, world.num_data_ranks
             ):
@@ -189,12 +189,13 @@ def zeros(count: int, spec: OutputSpec) -> Outputs:
 
 
 @contextmanager
-def evaluating(module: nn.Module) -> Iterator[None]:
+def evaluating(network: Network) -> Iterator[None]:
     """Evaluation mode while the block lasts; nothing stays gathered behind it."""
+    module = network.module
     was_training = module.training
     module.eval()
     try:
         yield
     finally:
-        gather_nothing(module)
+        network.release()
         module.train(was_training)

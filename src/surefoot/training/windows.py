@@ -53,6 +53,9 @@ class WindowLoader(Protocol):
     def deal(self, examples: Sequence[Features]) -> Window:
         """This rank's micro-batches of the examples of a global window."""
 
+    def items(self, epoch: int, window: int) -> Index:
+        """The items of any global window."""
+
     def skip(self) -> None:
         """Leave out the next window."""
 
