@@ -19,9 +19,11 @@ from ..data.chat import Codec
 from ..data.deal import in_turn
 from ..data.loader import Collate, batch_of
 from ..data.mix import Index
+from ..data.pairs import unshared
 from ..errors import RunError
 from ..generate.sample import Sample
 from ..generate.section import GenerateSection
+from ..model.attention import Sharing
 from ..model.load import device
 from ..network.network import Network
 from ..parallel.world import World
@@ -32,6 +34,17 @@ from .stage import POLICY, Stage
 Reduction = Callable[[Outputs, Batch], torch.Tensor]  # a row per example
 
 
+def collate_of(stage: Stage, sharing: Sharing, *, packing: bool) -> Collate:
+    """How examples become a micro-batch: as the stage lays them out, but with a prompt for each
+    answer where the model cannot share prompts."""
+
+    def collate(features: Sequence[Features]) -> Batch:
+        batch = stage.collate(features, packing=packing)
+        return batch if sharing.is_proven else unshared(batch)
+
+    return collate
+
+
 @dataclass(frozen=True)
 class NetworkContext:
     """The context of a window, over the networks of a run."""
@@ -39,8 +52,8 @@ class NetworkContext:
     codec: Codec
     stage: Stage
     networks: Mapping[str, Network]  # by role
-    collate: Collate
     micro_batch_size: int
+    packing: bool
     world: World
     seed: int  # of what is sampled: of this window and no other
 
@@ -116,11 +129,12 @@ class NetworkContext:
     ) -> Iterator[tuple[Index, Outputs, Batch]]:
         """This rank's micro-batches with the examples in them, which may be none."""
         network, world = self.networks[role], self.world
+        collate = collate_of(self.stage, network.sharing, packing=self.packing)
         with evaluating(network):
             for items in in_turn(
                 len(examples), self.micro_batch_size, world.data_rank, world.num_data_ranks
             ):
-                batch = batch_of(items, examples, self.collate).to(device())
+                batch = batch_of(items, examples, collate).to(device())
                 yield items, network.forward(batch, spec), batch
 
 

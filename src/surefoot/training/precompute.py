@@ -12,8 +12,9 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -176,8 +177,13 @@ class WindowSet:
     """Examples that a run trains or is evaluated on, and its windows of them in order."""
 
     items: EncodedDataset
-    windows: Mapping[Place, Index]
+    find: Callable[[], Mapping[Place, Index]]
     order: str  # what the order depends on
+
+    @cached_property
+    def windows(self) -> Mapping[Place, Index]:
+        """The items of each window."""
+        return self.find()
 
 
 @dataclass(frozen=True)
@@ -242,8 +248,8 @@ def with_windows(one: WindowSet, found: Precomputation) -> KeptWindows:
     """The columns of a set's windows that are kept by window."""
     if found.stage.kept_by != "window" or not found.pieces:
         return KeptWindows({}, {})
-    ends = np.cumsum([0, *map(len, one.windows.values())]).tolist()
-    return KeptWindows(found.columns_of(one.order), dict(zip(one.windows, ends, strict=False)))
+    starts = np.cumsum([0, *map(len, one.windows.values())]).tolist()
+    return KeptWindows(found.columns_of(one.order), dict(zip(one.windows, starts, strict=False)))
 
 
 def model_of(auxiliary: AuxiliaryModel, policy: ModelSection) -> ModelSection:

@@ -6,6 +6,7 @@ examples of each are a pure function of it, so a run can be resumed inside a win
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,8 +17,9 @@ import torch
 
 from ..batch import Features, Window
 from ..data.mix import Index, permutation
-from ..errors import RunError
+from ..errors import RecipeError, RunError
 from .randomness import derive
+from .section import TrainSection
 from .stage import Stage, StageContext
 
 Place = tuple[int, int]  # of a window: epoch, and index in it
@@ -195,6 +197,29 @@ class Windows:
         rest = {name: value for name, value in state.items() if name != "inside"}
         self.loader.load_state_dict(rest)
         self.inside.load_state_dict(state.get("inside", {}))
+
+
+def num_steps(section: TrainSection, steps_per_epoch: int | None) -> int:
+    """Optimizer steps of the whole run. Raises ``RecipeError`` if nobody knows how many."""
+    if section.max_steps is not None:
+        return section.max_steps
+    if steps_per_epoch is None:
+        raise RecipeError(
+            "train.max_steps: needed with data.streaming, as the length of an epoch is not known "
+            "before all of the data is encoded; set it, or run `surefoot encode` first"
+        )
+    return math.ceil(section.num_epochs * steps_per_epoch)
+
+
+def windows_of_run(
+    loader: WindowLoader, section: TrainSection, stage: Stage
+) -> dict[Place, Index]:
+    """The items of every window of a run of known length, in order."""
+    per_epoch, per_window = loader.steps_per_epoch, stage.passes * stage.mini_batches
+    assert per_epoch is not None
+    count = -(-num_steps(section, per_epoch * per_window) // per_window)
+    places = [divmod(number, per_epoch) for number in range(count)]
+    return {place: loader.items(*place) for place in places}
 
 
 def inner_steps(count: int, passes: int, mini_batches: int, seed: int) -> list[Index]:
