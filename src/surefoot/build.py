@@ -14,6 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from . import feed, interchange
 from .batch import Batch, ForwardBackward, Outputs
+from .checkpoint.async_saver import SaveListener
 from .checkpoint.layouts import scattered
 from .checkpoint.load import load as load_checkpoint
 from .cuts import Cuts
@@ -73,6 +74,7 @@ def build(
     trust_pickle: bool = False,
     world: World = ALONE,
     is_trial: bool = False,
+    listeners: Sequence[SaveListener] = (),
 ) -> Trainer:
     """The trainer of a recipe, its states those of the checkpoint ``resume`` if one is given. Of a
     trial only the speed matters: no reference is asked about its examples."""
@@ -92,19 +94,26 @@ def build(
     is_kept = resume is not None and writer != "trainer" and recipe.method.kind == "full"
     is_kept = is_kept and is_asked  # what is not to be asked anything need not have values
     policy = build_policy(recipe, base, codec.tokenizer, world, is_read=not is_kept)
-    saver = build_saver(recipe, policy, codec, base, world)
+    saver = build_saver(
+        recipe,
+        policy,
+        codec,
+        base,
+        world,
+        resumed_from=resume,
+        is_foreign=writer is not None,
+        listeners=listeners,
+    )
     trainer = assemble(recipe, policy, data, saver, world)
     if asked is not None:
         refer(trainer, recipe, policy, data, asked.blank() if is_trial else asked)
     trainer.feeder = feeder
     trainer.callbacks.members = [*standard_callbacks(recipe, world), *callbacks]
     if resume is not None:
-        trainer.saver.resumed_from = resume
         if writer is not None:
             interchange.resume_from(resume, writer, trainer, base=base, trust_pickle=trust_pickle)
         else:
             load_checkpoint(resume, trainer.states)
-            trainer.saver.newest = resume
         logger.info("going on from %s, step %d", resume.name, trainer.state.global_step)
     if takes_any_attention(recipe, policy, world):
         known = trainer.state.attention or (attention_choice.BY_DOCUMENT if resume else None)
@@ -357,7 +366,17 @@ def build_forward(
     return forward
 
 
-def build_saver(recipe: Recipe, policy: Policy, codec: Codec, base: Path, world: World) -> Saver:
+def build_saver(
+    recipe: Recipe,
+    policy: Policy,
+    codec: Codec,
+    base: Path,
+    world: World,
+    *,
+    resumed_from: Path | None = None,
+    is_foreign: bool = False,
+    listeners: Sequence[SaveListener] = (),
+) -> Saver:
     """Where checkpoints go and what lies beside the weights in each of them."""
     files = {
         "recipe.yaml": dump(recipe).encode(),
@@ -380,5 +399,8 @@ def build_saver(recipe: Recipe, policy: Policy, codec: Codec, base: Path, world:
         },
         metric=recipe.train.metric_for_best_model,
         greater=recipe.train.is_greater_better,
+        resumed_from=resumed_from,
+        is_foreign=is_foreign,
         world=world,
+        listeners=listeners,
     )
