@@ -94,16 +94,9 @@ def build(
     is_kept = resume is not None and writer != "trainer" and recipe.method.kind == "full"
     is_kept = is_kept and is_asked  # what is not to be asked anything need not have values
     policy = build_policy(recipe, base, codec.tokenizer, world, is_read=not is_kept)
-    saver = build_saver(
-        recipe,
-        policy,
-        codec,
-        base,
-        world,
-        resumed_from=resume,
-        is_foreign=writer is not None,
-        listeners=listeners,
-    )
+    saver = build_saver(recipe, policy, codec, base, world)
+    is_foreign = writer is not None
+    saver = replace(saver, resumed_from=resume, is_foreign=is_foreign, listeners=listeners)
     trainer = assemble(recipe, policy, data, saver, world)
     if asked is not None:
         refer(trainer, recipe, policy, data, asked.blank() if is_trial else asked)
@@ -366,17 +359,7 @@ def build_forward(
     return forward
 
 
-def build_saver(
-    recipe: Recipe,
-    policy: Policy,
-    codec: Codec,
-    base: Path,
-    world: World,
-    *,
-    resumed_from: Path | None = None,
-    is_foreign: bool = False,
-    listeners: Sequence[SaveListener] = (),
-) -> Saver:
+def build_saver(recipe: Recipe, policy: Policy, codec: Codec, base: Path, world: World) -> Saver:
     """Where checkpoints go and what lies beside the weights in each of them."""
     files = {
         "recipe.yaml": dump(recipe).encode(),
@@ -399,8 +382,5 @@ def build_saver(
         },
         metric=recipe.train.metric_for_best_model,
         greater=recipe.train.is_greater_better,
-        resumed_from=resumed_from,
-        is_foreign=is_foreign,
         world=world,
-        listeners=listeners,
     )
