@@ -8,23 +8,36 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from . import feed
+from .batch import Batch, Features
 from .data.cache import default_folder
 from .data.chat import Codec
 from .data.dataset import EncodedDataset
+from .data.prepare import Prepared
 from .encoding import codec_of
 from .errors import RecipeError
+from .feed import Data
 from .methods.full import Full
 from .model.load import resolve
 from .model.section import ModelSection
 from .network.network import Network
 from .network.open import NetworkOptions, open_network
-from .parallel.section import ParallelSection
 from .parallel.world import World
 from .recipe.recipe import Recipe
 from .training.context import BlankContext, NetworkContext
-from .training.evaluate import windows_of
+from .training.evaluate import EvaluationSet, windows_of
 from .training.precision import choose
-from .training.precompute import Precomputation, WindowSet, identity_of, model_of, precomputation
+from .training.precompute import (
+    NOTHING,
+    KeptWindows,
+    Precomputation,
+    WindowSet,
+    identity_of,
+    model_of,
+    precomputation,
+    with_items,
+    with_windows,
+)
 from .training.stage import POLICY
 from .training.windows import WindowLoader, windows_of_run
 
@@ -36,8 +49,31 @@ class Ahead:
     recipe: Recipe
     codec: Codec
     world: World
-    parallel: ParallelSection
     found: Precomputation
+    loaded: Data
+    train: WindowSet | None  # None: nothing is computed
+    held_out: Mapping[str, WindowSet]
+
+    @property
+    def data(self) -> Data:
+        """The datasets, with the columns that are kept by item."""
+        if self.train is None or not isinstance(self.loaded, Prepared):
+            return self.loaded
+        evals = {name: with_items(data, self.found) for name, data in self.loaded.evals.items()}
+        return replace(self.loaded, train=with_items(self.loaded.train, self.found), evals=evals)
+
+    @property
+    def kept(self) -> KeptWindows:
+        """The columns of training's windows that are kept by window."""
+        return NOTHING if self.train is None else with_windows(self.train, self.found)
+
+    @property
+    def evals(self) -> dict[str, EvaluationSet]:
+        """The sets to evaluate on, with all their columns."""
+        return {
+            name: EvaluationSet(data, with_windows(self.held_out[name], self.found))
+            for name, data in self.data.evals.items()
+        }
 
     @property
     def needs_policy(self) -> bool:
@@ -84,7 +120,7 @@ class Ahead:
             )
         options = NetworkOptions(
             method=Full(),
-            parallel=self.parallel,
+            parallel=recipe.parallel,
             precision=choose(recipe.train.precision),
             packing=recipe.data.packing,
             seed=recipe.train.seed,
@@ -94,38 +130,47 @@ class Ahead:
 
 
 def open_ahead(
-    recipe: Recipe,
-    base: Path,
-    codec: Codec,
-    sets: Sequence[WindowSet],
-    world: World,
-    parallel: ParallelSection | None = None,
+    recipe: Recipe, base: Path, codec: Codec, data: Data, world: World
 ) -> Ahead:
-    """What is known of the columns of ``sets``; ``base`` is the folder of the recipe's model."""
+    """What is known of the columns of a run; ``base`` is the folder of the recipe's model."""
+    size = recipe.train.global_batch_size
+    held_out = {name: eval_set(dataset, size) for name, dataset in data.evals.items()}
+    train = None
+    if recipe.stage.auxiliary and isinstance(data, Prepared):
+        train = _train_set(recipe, data, feed.build_loader(recipe, data, _no_batch, world))
+    sets = [*([] if train is None else [train]), *held_out.values()]
+    return Ahead(recipe, codec, world, columns_of(recipe, base, sets, world), data, train, held_out)
+
+
+def columns_of(
+    recipe: Recipe, base: Path, sets: Sequence[WindowSet], world: World
+) -> Precomputation:
+    """What is known of the columns of ``sets``, and what is to be computed."""
     stage = recipe.stage
     models = {role: model_of(one, recipe.model) for role, one in stage.auxiliary.items()}
     bases = {role: _base(model, recipe, base) for role, model in models.items()}
     more = choose(recipe.train.precision), recipe.data.packing
     identity = identity_of(stage, {role: (models[role], bases[role]) for role in models}, *more)
     root = recipe.data.cache_dir or default_folder()
-    found = precomputation(stage, identity, root, sets, world)
-    return Ahead(recipe, codec, world, parallel or recipe.parallel, found)
+    return precomputation(stage, identity, root, sets, world)
 
 
 def _base(model: ModelSection, recipe: Recipe, base: Path) -> Path:
     return base if model is recipe.model else resolve(model)
 
 
-def train_set(recipe: Recipe, dataset: EncodedDataset, loader: WindowLoader) -> WindowSet:
+def _no_batch(_features: Sequence[Features]) -> Batch:
+    raise NotImplementedError("only the order of the examples is asked for")
+
+
+def _train_set(recipe: Recipe, data: Prepared, loader: WindowLoader) -> WindowSet:
     """The training examples, and the windows of the run."""
-    position = {"epoch": 0, "window": 0}
-    order = {name: value for name, value in loader.state_dict().items() if name not in position}
+    order = {n: value for n, value in loader.state_dict().items() if n not in ("epoch", "window")}
     windows = partial(windows_of_run, loader, recipe.train, recipe.stage)
-    return WindowSet(dataset, windows, str(sorted(order.items())))
+    return WindowSet(data.train, windows, str(sorted(order.items())))
 
 
-def eval_set(recipe: Recipe, dataset: EncodedDataset) -> WindowSet:
-    """The examples of an evaluation, and its windows."""
-    size = recipe.train.global_batch_size
+def eval_set(dataset: EncodedDataset, size: int) -> WindowSet:
+    """The examples of an evaluation, and its windows of ``size``."""
     windows = partial(windows_of, len(dataset), size)
     return WindowSet(dataset, windows, f"{dataset.fingerprint} in order, {size}")

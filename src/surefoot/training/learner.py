@@ -14,6 +14,11 @@ from ..optim.groups import Named
 from .step import Step
 
 
+def everything(_step: int, names: Sequence[str]) -> Collection[str]:
+    """All parameters are trained at every step."""
+    return names
+
+
 @dataclass
 class Learner:
     """One trained network."""

@@ -202,6 +202,9 @@ class KeptWindows:
         return {name: _item(column, index) for name, column in self.columns.items()}
 
 
+NOTHING = KeptWindows({}, {})
+
+
 def precomputation(
     stage: Stage, identity: str, root: Path, sets: Sequence[WindowSet], world: World
 ) -> Precomputation:
@@ -247,7 +250,7 @@ def with_items(dataset: EncodedDataset, found: Precomputation) -> EncodedDataset
 def with_windows(one: WindowSet, found: Precomputation) -> KeptWindows:
     """The columns of a set's windows that are kept by window."""
     if found.stage.kept_by != "window" or not found.pieces:
-        return KeptWindows({}, {})
+        return NOTHING
     starts = np.cumsum([0, *map(len, one.windows.values())]).tolist()
     return KeptWindows(found.columns_of(one.order), dict(zip(one.windows, starts, strict=False)))
 
