@@ -129,9 +129,7 @@ class Ahead:
         return open_network(base, model, tokenizer, self.world, options)
 
 
-def open_ahead(
-    recipe: Recipe, base: Path, codec: Codec, data: Data, world: World
-) -> Ahead:
+def open_ahead(recipe: Recipe, base: Path, codec: Codec, data: Data, world: World) -> Ahead:
     """What is known of the columns of a run; ``base`` is the folder of the recipe's model."""
     size = recipe.train.global_batch_size
     held_out = {name: eval_set(dataset, size) for name, dataset in data.evals.items()}

@@ -79,9 +79,7 @@ def build(
     policy = open_policy(recipe, base, codec.tokenizer, world, is_read=not is_kept)
     ahead.run(policy)
     saver = build_saver(recipe, policy, codec, base, world)
-    saver = replace(
-        saver, resumed_from=resume, is_foreign=writer is not None, listeners=listeners
-    )
+    saver = replace(saver, resumed_from=resume, is_foreign=writer is not None, listeners=listeners)
     members = [*([] if trial else standard_callbacks(recipe, world)), *callbacks]
     trainer = assemble(recipe, codec, policy, ahead, saver, members, feeder, trial=trial)
     if resume is not None:
@@ -172,9 +170,7 @@ def build_learner(recipe: Recipe, policy: Network, max_steps: int, around: Aroun
     return Learner(policy, stage.spec, step, recipe.optim.build, everything)
 
 
-def settle_packing(
-    recipe: Recipe, trainer: Trainer, policy: Network, *, is_resumed: bool
-) -> None:
+def settle_packing(recipe: Recipe, trainer: Trainer, policy: Network, *, is_resumed: bool) -> None:
     """How packed rows are computed, as a resumed run did: the kernel, and whether prompts are
     shared."""
     if takes_any_attention(recipe, policy, trainer.world):

@@ -112,7 +112,3 @@ def packed_bounds(recipe: Recipe, loader: WindowLoader) -> list[int]:
         return [] if bounds is None else [int(bound) for bound in bounds]
     length = recipe.data.cutoff_len // 2
     return [length * count for count in range(recipe.train.micro_batch_size + 1)]
-
-
-
-

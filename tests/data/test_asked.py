@@ -2,8 +2,8 @@
 
 import numpy as np
 import pytest
-
 from surefoot.data.asked import PIECE, Asked, stores_of, with_answers
+
 from surefoot.data.dataset import EncodedDataset, in_memory
 from surefoot.errors import DataError
 

@@ -20,8 +20,8 @@ def examples():
 
 def lengths(made, window):
     """Tokens of each micro-batch of this rank."""
-    items = made.loader.groups(0, window)
-    return [int(made.loader.dataset.lengths[group].sum()) for group in items]
+    items = made.windows.loader.groups(0, window)
+    return [int(made.windows.loader.dataset.lengths[group].sum()) for group in items]
 
 
 @pytest.mark.parametrize("packing", [True, False])

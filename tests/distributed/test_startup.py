@@ -93,12 +93,12 @@ def assert_starts_alike(count, folder, parallel, *cases, steps=0):
     expected = []
     for case in cases:
         alone = begun(ALONE, folder, **case)
-        expected.append((contents(alone.models.policy), learn(alone, steps)))
+        expected.append((contents(alone.policy.module), learn(alone, steps)))
 
     def work(world):
         for case, (values, losses) in zip(cases, expected, strict=True):
             made = begun(world, folder, **case)
-            found = contents(made.models.policy)
+            found = contents(made.policy.module)
             assert found.keys() == values.keys()
             assert [name for name in values if found[name] != values[name]] == [], case
             for ours, theirs in zip(learn(made, steps), losses, strict=True):
@@ -240,7 +240,7 @@ def test_adapters_in_float32_beside_a_base_in_bfloat16(parallel, tmp_path):
 
     def work(world):
         made = begun(world, tmp_path, **case)
-        found = {(p.requires_grad, p.dtype) for p in made.models.policy.parameters()}
+        found = {(p.requires_grad, p.dtype) for p in made.policy.module.parameters()}
         assert found == {(True, torch.float32), (False, torch.bfloat16)}
         return learn(made, 2)
 
@@ -260,12 +260,12 @@ def head(folder):
 )
 def test_each_process_reads_what_it_holds_and_no_more(count, parallel, tmp_path, monkeypatch):
     folders.save_model(tmp_path, "qwen2", dtype=torch.bfloat16, **UNEVEN)
-    numel = sum(p.numel() for p in begun(ALONE, tmp_path).models.policy.parameters())
+    numel = sum(p.numel() for p in begun(ALONE, tmp_path).policy.module.parameters())
 
     def work(world):
         monkeypatch.setattr(files, "os", counting := Counting(tmp_path))
         made = begun(world, tmp_path)
-        held = sum(p.to_local().numel() for p in made.models.policy.parameters())
+        held = sum(p.to_local().numel() for p in made.policy.module.parameters())
         assert counting.count == head(tmp_path) + 2 * held  # bytes of bfloat16
         return held
 

@@ -40,7 +40,7 @@ def trained_texts(recipe):
     """The questions in the training set of a run."""
     from surefoot.run import build
 
-    loader = build(recipe).loader
+    loader = build(recipe).windows.loader
     known = tokenizer()
     found = (known.decode(loader.dataset[i]["input_ids"]) for i in range(len(loader.dataset)))
     return {text.split("user\n")[1].split("<|im_end|>")[0] for text in found}

@@ -164,7 +164,7 @@ def resume(built, folder):
 
 
 def weights(built):
-    return {name: p.detach().clone() for name, p in built.models.policy.state_dict().items()}
+    return {name: p.detach().clone() for name, p in built.policy.module.state_dict().items()}
 
 
 def assert_same_weights(a, b):

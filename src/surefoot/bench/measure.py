@@ -114,7 +114,7 @@ def measure(recipe: Recipe, steps: int, folder: Path) -> Figures:
         trained_tokens=sum(meter.trained[WARM_UP:]),
         positions=sum(meter.positions[WARM_UP:]),
         flops=trainer.state.total_flos * tokens / max(1, sum(meter.tokens)),
-        gemm_flops=gemm_flops(_dtype(trainer.policy.network.module, choose(section.precision)), where),
+        gemm_flops=gemm_flops(_dtype(trainer.policy.module, choose(section.precision)), where),
         peak_memory=memory,
         compiling_seconds=max(0.0, sum(first.values()) - ordinary) if recipe.model.compile else 0.0,
         phases=phases,

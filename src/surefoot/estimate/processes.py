@@ -21,8 +21,8 @@ from ..data.pairs import unshared
 from ..errors import RecipeError
 from ..parallel.schedule import order
 from ..recipe.recipe import Recipe
-from ..training.precision import PrecisionName
 from ..training.context import blank_examples
+from ..training.precision import PrecisionName
 from .batches import heaviest, loader_of, shares_prompts
 from .memory import Memory, Mesh, Pass, Snapshot, Weight, memory
 from .rehearsal import (

@@ -29,8 +29,8 @@ from ..checkpoint.weights import recognise
 from ..errors import CheckpointError
 from ..model.fused import places
 from ..model.weights import AdapterWeights, FullWeights
-from ..training.windows import WindowLoader
 from ..training.trainer import Trainer
+from ..training.windows import WindowLoader
 
 logger = logging.getLogger(__name__)
 _SLOTS = dict(zip(MOMENTS, ("exp_avg", "exp_avg_sq"), strict=True))
@@ -111,7 +111,7 @@ def _anew(folder: Path) -> str:
 
 def _refuse_unlike(folder: Path, trainer: Trainer) -> None:
     """Refuse a method and an optimizer that MindSpore's moments do not belong to."""
-    if isinstance(trainer.policy.network.weights, AdapterWeights):
+    if isinstance(trainer.policy.weights, AdapterWeights):
         raise CheckpointError(
             f"{folder}: it holds a whole model and its moments, but the recipe's method trains an "
             f"adapter; set method to full, or {_anew(folder)} to train an adapter of its weights"
@@ -127,7 +127,7 @@ def _refuse_other(source: Source, trainer: Trainer, folder: Path) -> None:
     """Refuse weights of another model, and moments of other parameters."""
     shapes = source.shapes()
     theirs = {name: shape for name, shape in shapes.items() if not name.startswith(MOMENTS)}
-    ours = {name: tuple(t.shape) for name, t in trainer.policy.network.weights.state_dict().items()}
+    ours = {name: tuple(t.shape) for name, t in trainer.policy.weights.state_dict().items()}
     odd = sorted(ours.keys() ^ theirs.keys()) or [n for n in ours if ours[n] != theirs[n]]
     if odd:
         here, there = (_shape(found.get(odd[0])) for found in (ours, theirs))
@@ -149,7 +149,7 @@ def _refuse_other(source: Source, trainer: Trainer, folder: Path) -> None:
 def _with_fused_moments(source: Source, trainer: Trainer) -> Source:
     """``source``, with the moments of experts laid together as their parameters lie in memory. What
     learns in the stages of a pipeline has other names, and is left as it is."""
-    weights = trainer.policy.network.weights
+    weights = trainer.policy.weights
     if not isinstance(weights, FullWeights) or trainer.world.pp > 1:
         return source
     shapes = source.shapes()
@@ -182,7 +182,7 @@ def _fill_together(source: Source, trainer: Trainer, num_updates: int) -> None:
     """An error in one process is one in all, so that none waits for another."""
     problem = None
     try:
-        _fill_weights(source, trainer.policy.network.weights)
+        _fill_weights(source, trainer.policy.weights)
         _fill_moments(source, trainer, num_updates)
     except CheckpointError as error:
         problem = str(error)

@@ -22,6 +22,7 @@ from ..optim import OPTIMIZERS
 from ..optim.adamw import AdamW
 from ..parallel.section import ParallelSection
 from ..schema import Problem, Variants
+from ..schema.locations import locate
 from ..stages import STAGES
 from ..training.method import Method
 from ..training.section import TrainSection
@@ -29,7 +30,7 @@ from ..training.stage import Stage
 from .document import Document
 from .files import read_text
 from .overrides import Overrides, override
-from .places import locate, locate_model, with_locations
+from .places import locate_model, with_locations
 from .yaml import emit, parse
 
 

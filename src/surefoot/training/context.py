@@ -90,9 +90,7 @@ class NetworkContext:
         assert found is not None
         return self.world.summed(found).numpy()
 
-    def generate(
-        self, prompts: Sequence[Sequence[int]], settings: GenerateSection
-    ) -> list[Sample]:
+    def generate(self, prompts: Sequence[Sequence[int]], settings: GenerateSection) -> list[Sample]:
         """One sample of the policy for each prompt."""
         network = self.networks[POLICY]
         with evaluating(network):
@@ -161,9 +159,7 @@ class BlankContext:
         found = function(zeros(batch.num_trained, spec_of(self.stage, role)), batch)
         return found.double().numpy()
 
-    def generate(
-        self, prompts: Sequence[Sequence[int]], settings: GenerateSection
-    ) -> list[Sample]:
+    def generate(self, prompts: Sequence[Sequence[int]], settings: GenerateSection) -> list[Sample]:
         """The longest answers there may be."""
         ids, logps = (0,) * settings.max_new_tokens, np.zeros(settings.max_new_tokens, np.float32)
         return [Sample(ids, logps, "length") for _ in prompts]

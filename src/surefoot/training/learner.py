@@ -6,10 +6,11 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from torch import nn
 
 from ..batch import OutputSpec
 from ..checkpoint.states import Stateful
-from ..network.network import Network
+from ..network.network import Network, Weights
 from ..optim.groups import Named
 from .step import Step
 
@@ -32,6 +33,16 @@ class Learner:
 
     def __post_init__(self) -> None:
         self._names = frozenset(self.network.named)
+
+    @property
+    def module(self) -> nn.Module:
+        """The model with its adapter."""
+        return self.network.module
+
+    @property
+    def weights(self) -> Weights:
+        """What a checkpoint contains of the model."""
+        return self.network.weights
 
     @property
     def optimizer_state(self) -> Stateful:

@@ -263,7 +263,9 @@ def model_of(auxiliary: AuxiliaryModel, policy: ModelSection) -> ModelSection:
     return replace(policy, path=auxiliary.model, **changes)  # type: ignore[arg-type]
 
 
-def identity_of(stage: Stage, models: Mapping[str, tuple[ModelSection, Path]], *more: object) -> str:
+def identity_of(
+    stage: Stage, models: Mapping[str, tuple[ModelSection, Path]], *more: object
+) -> str:
     """Another text whenever an auxiliary model may be another, or compute otherwise.
 
     Args:

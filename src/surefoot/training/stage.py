@@ -70,9 +70,7 @@ class StageContext(Protocol):
         """[examples, ...] numbers that ``function`` makes of a batch's outputs, a row per example:
         less to send than the outputs of every token."""
 
-    def generate(
-        self, prompts: Sequence[Sequence[int]], settings: GenerateSection
-    ) -> list[Sample]:
+    def generate(self, prompts: Sequence[Sequence[int]], settings: GenerateSection) -> list[Sample]:
         """One sampled answer of the policy to each prompt."""
 
     def score(
@@ -159,8 +157,6 @@ def as_measured(_self: object, means: Mapping[str, float]) -> Mapping[str, float
     return means
 
 
-def no_problems(
-    _self: object, _data: DataSection, _parallel: ParallelSection
-) -> Iterator[Problem]:
+def no_problems(_self: object, _data: DataSection, _parallel: ParallelSection) -> Iterator[Problem]:
     """Runs with everything."""
     return iter(())

@@ -87,7 +87,7 @@ class Trainer:
         """What a checkpoint holds. The schedule is a pure function of the step and needs no
         state."""
         return {
-            "model": self.policy.network.weights,
+            "model": self.policy.weights,
             "optimizer": self.policy.optimizer_state,
             "scaler": self.policy.step.scaler,
             "loader": self.windows,
@@ -109,7 +109,7 @@ class Trainer:
             CheckpointError: a save failed and ``on_save_error`` says stop.
         """
         self.control.should_training_stop = False
-        self.policy.network.module.train()
+        self.policy.module.train()
         self.callbacks.emit("on_train_begin")
         with self.stop, self.feeder, self.saver:
             for flag in self.state.pending:
@@ -213,7 +213,11 @@ class Trainer:
             return True
         self._collect(wait=True)
         newest = self.saver.newest
-        if self.section.on_nan == "rollback" and newest and self._progress.rollbacks < MAX_ROLLBACKS:
+        if (
+            self.section.on_nan == "rollback"
+            and newest
+            and self._progress.rollbacks < MAX_ROLLBACKS
+        ):
             skipped = [*self.state.skipped_windows, taken.place]
             load(newest, self.states)  # which knows only those that were left out before it
             self.state.skipped_windows = skipped

@@ -211,9 +211,7 @@ def num_steps(section: TrainSection, steps_per_epoch: int | None) -> int:
     return math.ceil(section.num_epochs * steps_per_epoch)
 
 
-def windows_of_run(
-    loader: WindowLoader, section: TrainSection, stage: Stage
-) -> dict[Place, Index]:
+def windows_of_run(loader: WindowLoader, section: TrainSection, stage: Stage) -> dict[Place, Index]:
     """The items of every window of a run of known length, in order."""
     per_epoch, per_window = loader.steps_per_epoch, stage.passes * stage.mini_batches
     assert per_epoch is not None
