@@ -9,6 +9,7 @@ import torch
 import ranks
 import small
 import tiny
+from surefoot.auxiliary import open_ahead
 from surefoot.build import assemble, options_of
 from surefoot.checkpoint.crew import Crew
 from surefoot.checkpoint.load import load
@@ -83,7 +84,8 @@ def trainer(
     data = Prepared(examples or small.examples(), {}, Report(()))
     draft = Draft(folder, recipe.model, None, world, options_of(recipe))
     draft.inner, draft.module, draft.sharing = inner, model, sharing
-    return assemble(recipe, finish(draft, ON_THE_MESH), data, saver, world)
+    policy = finish(draft, ON_THE_MESH)
+    return assemble(recipe, None, policy, open_ahead(recipe, folder, None, data, world), saver)
 
 
 def learn(made, count):

@@ -2,7 +2,8 @@ from pathlib import Path
 
 import pytest
 
-from surefoot.recipe.places import locate, locate_model
+from surefoot.recipe.places import locate_model
+from surefoot.schema.locations import locate
 
 
 @pytest.fixture
