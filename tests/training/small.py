@@ -6,30 +6,30 @@ import numpy as np
 import torch
 
 import tiny
-from surefoot.checkpoint.load import load
+from surefoot.checkpoint.reading.loading import load
 from surefoot.checkpoint.section import CheckpointSection
-from surefoot.data.collate import collate
-from surefoot.data.loader import Loader
+from surefoot.data.order.loader import Loader
+from surefoot.data.text.collation import collate
 from surefoot.methods.full import Full
-from surefoot.model import attention
+from surefoot.model.attention import packed
+from surefoot.model.precision import LossScaler
 from surefoot.model.section import ModelSection
+from surefoot.model.seeding import seed_everything
 from surefoot.network.open import ON_THE_MESH, Draft, NetworkOptions, finish
 from surefoot.optim.adamw import AdamW
 from surefoot.parallel.world import ALONE
 from surefoot.stages.sft import SFT
 from surefoot.training.callback import Callbacks, Context, TrainerCallback
-from surefoot.training.evaluate import Evaluation, EvaluationSet
-from surefoot.training.interval import Interval
+from surefoot.training.evaluation import Evaluation, EvaluationSet
 from surefoot.training.learner import Learner, everything
-from surefoot.training.precision import LossScaler
+from surefoot.training.log_accumulator import LogAccumulator
 from surefoot.training.precompute import NOTHING
-from surefoot.training.randomness import seed_everything
 from surefoot.training.saver import Saver
 from surefoot.training.section import TrainSection
 from surefoot.training.state import TrainerControl, TrainerState
 from surefoot.training.step import Step
 from surefoot.training.trainer import Trainer
-from surefoot.training.triggers import Flow, Trigger
+from surefoot.training.triggers import IntervalCallback, Trigger
 from surefoot.training.windows import Windows
 
 
@@ -98,7 +98,7 @@ def trainer(
     seed_everything(section.seed)
     inner = tiny.model(attention_dropout=0.1) if model is None else model
     if packing:
-        attention.use_packed(inner)
+        packed.use_packed(inner)
     method = method or Full()
     seed_everything(section.seed, 1)
     policy = method.apply(inner)
@@ -127,7 +127,7 @@ def trainer(
         LossScaler(enabled=precision == "fp16"),
     )
     learner = Learner(network, stage.spec, step, optim.build, everything)
-    flow = Flow(
+    flow = IntervalCallback(
         Trigger(section.log_steps),
         Trigger(section.eval_steps, section.eval_minutes, section.eval_epoch),
         Trigger(save_steps),
@@ -151,7 +151,7 @@ def trainer(
         callbacks=Callbacks(context, state, control, [flow, *members]),
         state=state,
         control=control,
-        interval=Interval(state, 1000),
+        interval=LogAccumulator(state, 1000),
     )
 
 

@@ -15,16 +15,16 @@ import torch
 from numpy.typing import NDArray
 
 from ..batch import IGNORE_INDEX, Batch, Features, Outputs, OutputSpec
-from ..data.chat import Codec
-from ..data.deal import in_turn
-from ..data.loader import Collate, batch_of
-from ..data.mix import Index
-from ..data.pairs import unshared
+from ..data.data_order import Index
+from ..data.order.length_balancing import in_turn
+from ..data.order.loader import Collate, batch_of
+from ..data.text.codec import Codec
+from ..data.text.pairs import unshared
 from ..errors import RunError
 from ..generate.sample import Sample
 from ..generate.section import GenerateSection
-from ..model.attention import Sharing
-from ..model.load import device
+from ..model.attention.packed import PromptSharing
+from ..model.pretrained.loading import device
 from ..network.network import Network
 from ..parallel.world import World
 from ..schema.locations import FunctionPath
@@ -34,7 +34,7 @@ from .stage import POLICY, Stage
 Reduction = Callable[[Outputs, Batch], torch.Tensor]  # a row per example
 
 
-def collate_of(stage: Stage, sharing: Sharing, *, packing: bool) -> Collate:
+def collate_of(stage: Stage, sharing: PromptSharing, *, packing: bool) -> Collate:
     """How examples become a micro-batch: as the stage lays them out, but with a prompt for each
     answer where the model cannot share prompts."""
 

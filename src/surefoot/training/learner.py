@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ..batch import OutputSpec
-from ..checkpoint.states import Stateful
+from ..checkpoint.state.states import Stateful
 from ..network.network import Network, Weights
 from ..optim.groups import Named
 from .step import Step

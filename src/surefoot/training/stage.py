@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
 
 from ..batch import Batch, Features, Loss, Outputs, OutputSpec
-from ..data.encode import Encoded
+from ..data.encoded import Encoded
 from ..data.example import Example
 from ..data.section import DataSection
 from ..generate.section import GenerateSection
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
-    from ..data.chat import Codec
+    from ..data.text.codec import Codec
     from ..generate.sample import Sample
 
 POLICY = "policy"  # the role of the model that the recipe trains

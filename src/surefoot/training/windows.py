@@ -16,9 +16,9 @@ import numpy as np
 import torch
 
 from ..batch import Features, Window
-from ..data.mix import Index, permutation
+from ..data.data_order import Index, permutation
 from ..errors import RecipeError, RunError
-from .randomness import derive
+from ..model.seeding import derive
 from .section import TrainSection
 from .stage import Stage, StageContext
 
