@@ -22,8 +22,9 @@ from .feed import Data
 from .methods.full import Full
 from .model import attention, attention_choice, companions
 from .model.load import resolve
+from .network.draft import NetworkOptions
 from .network.network import Network
-from .network.open import NetworkOptions, open_network
+from .network.open import open_network
 from .parallel.world import ALONE, World
 from .recipe.recipe import Recipe, dump
 from .references import References, asked_model, references
@@ -148,7 +149,10 @@ def open_policy(
     """The model that a recipe trains; without values if not ``is_read``, because a checkpoint has
     all of them."""
     options = options_of(recipe, is_read=is_read)
-    return open_network(base, recipe.model, tokenizer, world, options)
+    made = open_network(base, recipe.model, tokenizer, world, options)
+    share = made.num_trainable / made.num_parameters
+    logger.info("%s parameters learn, %.3g %% of all", f"{made.num_trainable:,}", 100 * share)
+    return made
 
 
 def options_of(recipe: Recipe, *, is_read: bool = True) -> NetworkOptions:

@@ -4,6 +4,7 @@ import numpy as np
 import torch
 
 import tiny
+from surefoot.batch import OutputSpec
 from surefoot.checkpoint.load import load
 from surefoot.checkpoint.section import CheckpointSection
 from surefoot.data.collate import collate
@@ -114,7 +115,7 @@ def trainer(
 
     def forward(batch, needs=("logps",)):
         with autocast(precision, batch.input_ids.device):
-            return outputs.compute(policy, batch, needs)
+            return outputs.compute(policy, batch, OutputSpec(needs))
 
     checkpoint = CheckpointSection(save_steps=save_steps, keep=keep)
     flow = Flow(

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..build import Policy, build_saver
+from ..build import build_saver
 from ..checkpoint.crew import Crew
 from ..checkpoint.save import prepare
 from ..checkpoint.states import RandomState
@@ -58,13 +58,12 @@ def size_of_checkpoint(
 ) -> CheckpointSize:
     """The size of a checkpoint of the run, at its end, when ``num_logs`` records lie in it."""
     recipe, state = skeleton.recipe, optimizer_state(skeleton)
-    policy = Policy(skeleton.model, skeleton.inner, skeleton.weights)
-    saver = build_saver(recipe, policy, codec, base, ALONE)
+    saver = build_saver(recipe, skeleton.network, codec, base, ALONE)
     job, live = prepare(
         recipe.train.folder,
         0,
         {
-            "model": _Held(_plain(skeleton.weights.state_dict())),
+            "model": _Held(_plain(skeleton.network.weights.state_dict())),
             "optimizer": _Held({name: _plain(held) for name, held in state.items()}),
             "trainer": TrainerState(),
             "random": RandomState(),

@@ -22,7 +22,9 @@ from ..optim.state import NamedState
 from ..parallel.shard import gather_nothing
 from ..parallel.world import World
 from ..startup import check_packed
-from .runner import Engine, Hook
+from .draft import NetworkOptions
+from .heads import Heads
+from .runner import Engine, Hook, ModelForward
 
 
 class Weights(Protocol):
@@ -47,9 +49,13 @@ class Network:
     weights: Weights  # what its weight file contains
     named: Mapping[str, nn.Parameter]  # all that may be trained, by the names in files
     num_parameters: int  # of the unsharded model
+    num_trainable: int
+    runner: ModelForward
     engine: Engine
     world: World
+    options: NetworkOptions
     cuts: Mapping[str, Cuts] = field(default_factory=dict)  # by the names in files
+    heads: Heads = field(default_factory=Heads)
     sharing: Sharing = field(default_factory=Sharing)  # whether packed rows share prompts
     awaits_values: bool = False  # from a checkpoint, after which packing is to be verified
 

@@ -36,6 +36,7 @@ class ModelForward:
     precision: PrecisionName
     vocabulary: outputs.Vocabulary | None = None  # of logits that are sharded over ranks
     head: AskedHead | None = None  # the output head, if it can return log-probabilities
+    values: nn.Linear | None = None  # the head of ``Outputs.values``
     multiple: int = 1  # sequences are padded to a multiple of it
 
     def run(
@@ -58,12 +59,12 @@ class ModelForward:
             return outputs.compute(
                 self.model,
                 widened(batch, self.multiple),
-                spec.outputs,
+                spec,
                 at,
                 hidden=hidden,
                 vocabulary=self.vocabulary,
                 head=self.head,
-                smoothing=spec.smoothing,
+                values=self.values,
             )
 
 
