@@ -8,7 +8,7 @@ from pathlib import Path
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..model.weights import FullWeights
+from ..model.pretrained.weights import FullWeights
 from ..network.draft import NetworkOptions
 from ..network.network import Network
 from ..network.open import open_network

@@ -9,17 +9,17 @@ from pathlib import Path
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..cuts import Cuts
-from ..model.asked_head import AskedHead
-from ..model.attention import Sharing
+from ..geometry.sharding import Cuts
+from ..model.attention.packed import PromptSharing
+from ..model.head.logprob_head import LogprobHead
+from ..model.precision import PrecisionName
+from ..model.pretrained.weights import AdapterWeights, FullWeights
 from ..model.section import ModelSection
-from ..model.weights import AdapterWeights, FullWeights
 from ..parallel.section import ParallelSection
 from ..parallel.world import World
-from ..staging import Staging
-from ..startup import Start, Values
+from ..staging import PipelinedModel
+from ..startup import MetaModel, ShardLoader
 from ..training.method import Method
-from ..training.precision import PrecisionName
 from .heads import Heads
 
 
@@ -52,14 +52,14 @@ class Draft:
     inner: PreTrainedModel = field(init=False)  # without its adapter
     module: nn.Module = field(init=False)  # with it
     weights: FullWeights | AdapterWeights = field(init=False)
-    start: Start | None = None  # of a model that is on the meta device at first
-    values: Values | None = None  # to fill it with
+    start: MetaModel | None = None  # of a model that is on the meta device at first
+    values: ShardLoader | None = None  # to fill it with
     has_grown: bool = False
-    sharing: Sharing = field(default_factory=Sharing)
+    sharing: PromptSharing = field(default_factory=PromptSharing)
     heads: Heads = field(default_factory=Heads)
-    head: AskedHead | None = None  # the output head, if it can return log-probabilities
+    head: LogprobHead | None = None  # the output head, if it can return log-probabilities
     names: Mapping[str, str] = field(default_factory=dict)  # in the model -> in files
     num_parameters: int = 0  # of the unsharded model
     num_trainable: int = 0
-    staging: Staging | None = None
+    staging: PipelinedModel | None = None
     cuts: Mapping[str, Cuts] = field(default_factory=dict)  # by names in files

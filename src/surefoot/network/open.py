@@ -9,14 +9,14 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from ..errors import RecipeError
-from ..model.asked_head import asked_head
-from ..model.compiled import compile_layers
-from ..model.load import grow_embeddings, recompute_activations, upcast_trained
-from ..model.low_rank import use_one_pass
-from ..model.quantized import check_alone, num_elements
+from ..model.fused_lora import enable_fused_lora
+from ..model.head.logprob_head import asked_head
+from ..model.pretrained.compiled import compile_layers
+from ..model.pretrained.loading import grow_embeddings, recompute_activations, upcast_trained
+from ..model.pretrained.quantized import check_alone, num_elements
+from ..model.pretrained.weights import AdapterWeights, FullWeights, names_in_files
 from ..model.section import ModelSection
-from ..model.weights import AdapterWeights, FullWeights, names_in_files
-from ..parallel.shard import layers
+from ..parallel.sharded_model import layers
 from ..parallel.world import World
 from .draft import Draft, NetworkOptions
 from .heads import add_heads, refuse_heads
@@ -116,7 +116,7 @@ def attach_heads(draft: Draft, tensors: Tensors) -> None:
 def fuse_lora(draft: Draft, _: Tensors) -> None:
     """Compute each linear map that has an adapter in one autograd function."""
     if draft.module is not draft.inner and draft.options.is_trainable:
-        use_one_pass(draft.module)
+        enable_fused_lora(draft.module)
 
 
 def freeze(draft: Draft, _: Tensors) -> None:

@@ -15,20 +15,20 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from ..checkpoint.box import Box
 from ..checkpoint.layouts import read_named, scattered
-from ..cuts import Cuts
 from ..errors import ModelError
-from ..model import attention
-from ..model.adapter import attach, attach_empty
-from ..model.load import device, load_model, training_dtype
+from ..geometry.box import Box
+from ..geometry.sharding import Cuts
+from ..model.attention import packed
+from ..model.pretrained.adapter import attach, attach_empty
+from ..model.pretrained.loading import device, load_model, training_dtype
 from ..model.section import ModelSection
-from ..parallel.answering import spread
-from ..parallel.shard import shard
-from ..parallel.vocabulary import cut_vocabulary
-from ..staging import staged
-from ..startup import Reader, Values, begin
-from ..training.randomness import seed_everything
+from ..model.seeding import seed_everything
+from ..parallel.generation_sharding import shard_for_generation
+from ..parallel.sharded_model import shard
+from ..parallel.tensor.vocab_parallel import cut_vocabulary
+from ..staging import to_pipeline
+from ..startup import Reader, ShardLoader, init_on_meta
 from .draft import Draft
 from .runner import Engine, ModelForward, PipelineEngine, WholeEngine
 
@@ -86,7 +86,7 @@ class RealTensors:
         base, section, options = draft.base, draft.section, draft.options
         dtype = training_dtype(section)
         if draft.world.mesh is not None or not options.is_read:
-            draft.start = begin(base, section, dtype=dtype, weights=options.weights)
+            draft.start = init_on_meta(base, section, dtype=dtype, weights=options.weights)
         if draft.start is not None:
             draft.inner = draft.start.model
             return
@@ -97,9 +97,9 @@ class RealTensors:
     def pack(self, draft: Draft) -> None:
         """Prove it at once, if the values are there."""
         if draft.start is None:
-            draft.sharing.is_proven = attention.use_packed(draft.inner)
+            draft.sharing.is_proven = packed.use_packed(draft.inner)
         else:
-            attention.switch_to_packed(draft.inner)
+            packed.switch_to_packed(draft.inner)
 
     def adapt(self, draft: Draft) -> None:
         """Draw what the method adds, or read it."""
@@ -111,7 +111,7 @@ class RealTensors:
             return
         draft.module, draft.values = draft.start.apply(method)
         if not draft.options.is_read:
-            draft.values = Values({}, {})
+            draft.values = ShardLoader({}, {})
 
     def add(self, draft: Draft) -> None:
         """Heads start at 0."""
@@ -121,11 +121,11 @@ class RealTensors:
         new = {name: p for name, p in named.items() if draft.heads.is_weight(name)}
         zeros: dict[str, Reader] = {name: partial(_zeros, p.dtype) for name, p in new.items()}
         values = draft.values
-        draft.values = Values({**values.readers, **zeros}, {**values.tensors, **new})
+        draft.values = ShardLoader({**values.readers, **zeros}, {**values.tensors, **new})
 
     def divide(self, draft: Draft) -> None:
         """Keep this rank's."""
-        draft.staging = staged(
+        draft.staging = to_pipeline(
             draft.module,
             draft.inner,
             draft.weights,
@@ -185,7 +185,7 @@ class MetaTensors:
 
     def pack(self, draft: Draft) -> None:
         """There is nothing to prove."""
-        attention.switch_to_packed(draft.inner)
+        packed.switch_to_packed(draft.inner)
 
     def adapt(self, draft: Draft) -> None:
         """Without values."""
@@ -259,7 +259,7 @@ def _shard(draft: Draft) -> dict[str, Cuts]:
 
 
 def _spread(draft: Draft) -> dict[str, Cuts]:
-    return spread(draft.inner, draft.world, draft.options.parallel)
+    return shard_for_generation(draft.inner, draft.world, draft.options.parallel)
 
 
 def _zeros(dtype: torch.dtype, box: Box) -> torch.Tensor:

@@ -1,0 +1,156 @@
+"""The head of a transformers model, asked for log-probabilities in place of logits.
+
+While the model runs, its head's forward pass is ours. So its weights are where everyone expects
+them (gathered, if they are spread over processes), and no forward pass is written anew. What the
+model would do to logits afterwards it now does to our numbers, so only models can be asked that do
+nothing to them, or cap them as we know.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.configuration_utils import PretrainedConfig
+
+from ...batch import Outputs, OutputSpec
+from ...errors import ModelError
+from ..attention.packed import maskless
+from .chunked_cross_entropy import Head, Scores, logps, scores, totals
+from .logit_gradients import wide
+
+logger = logging.getLogger(__name__)
+_SOFTCAP = "final_logit_softcapping"
+
+
+@dataclass(frozen=True)
+class LogprobHead:
+    """A head that can be asked. The model must not cap its logits itself meanwhile."""
+
+    linear: nn.Linear
+    config: PretrainedConfig
+    softcap: float | None
+
+    def run(
+        self,
+        model: Callable[[], torch.Tensor],
+        trained: Callable[[torch.Tensor], torch.Tensor],
+        labels_N: torch.Tensor,
+        spec: OutputSpec,
+        values: nn.Linear | None = None,
+    ) -> Outputs:
+        """Run ``model``, which returns what its head returns; the outputs of ``spec`` at the
+        ``trained`` positions, whose labels these are. ``values`` is the head of ``Outputs.values``,
+        which leave the model beside the log-probabilities."""
+        needs, smoothing = set(spec.outputs), spec.smoothing
+        is_valued, needs = "values" in needs, needs - {"values"}
+        held: list[Scores] = []
+
+        def answer(hidden_BKD: torch.Tensor) -> torch.Tensor:
+            hidden_ND = trained(hidden_BKD)
+            if not is_valued:
+                return self._answer(hidden_ND, labels_N, spec, held)
+            assert values is not None
+            values_N = values(hidden_ND.to(values.weight.dtype))[:, 0]
+            values_N = values_N.to(wide(values_N.dtype))
+            if not needs:
+                return values_N
+            each = replace(spec, outputs=(*needs, "logps"))  # one number for each position
+            rows_XN = self._answer(hidden_ND, labels_N, each, held)
+            return torch.cat([rows_XN.view(-1, len(values_N)), values_N[None]])
+
+        with _answering(self, answer):
+            found = model()
+        if is_valued:
+            values_N = found if not needs else found[-1]
+            if not needs:
+                return Outputs(values=values_N)
+            found = found[0] if len(found) == 2 else found[:-1]
+            needs |= {"logps"}
+            return replace(_outputs(found, held, needs, smoothing), values=values_N)
+        return _outputs(found, held, needs, smoothing)
+
+    def _answer(
+        self,
+        hidden_ND: torch.Tensor,
+        labels_N: torch.Tensor,
+        spec: OutputSpec,
+        held: list[Scores],
+    ) -> torch.Tensor:
+        """What the head returns: the sum of log-probabilities twice, each of them, or rows of
+        log-probabilities, entropies and means; then all scores are in ``held``."""
+        needs = set(spec.outputs)
+        hidden_ND, head = self._head(hidden_ND, spec.temperature)
+        if needs <= {"total"}:
+            return torch.stack(totals(head, hidden_ND, labels_N, spec.smoothing))
+        if not spec.smoothing and needs <= {"total", "logps"}:
+            return logps(head, hidden_ND, labels_N)
+        held.append(scores(head, hidden_ND, labels_N))
+        return torch.stack([held[0].logps, held[0].entropies, held[0].means])
+
+    def _head(self, hidden_ND: torch.Tensor, temperature: float) -> tuple[torch.Tensor, Head]:
+        """The hidden states and the head whose logits are those of the model, divided by
+        ``temperature``: with a cap c, c tanh(x / c) / T is c' tanh(x' / c') for c' = c / T and
+        x' = x / T."""
+        kind = hidden_ND.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        bias, softcap = self.linear.bias, self.softcap
+        if temperature != 1.0:
+            hidden_ND = hidden_ND / temperature
+            bias = None if bias is None else bias / temperature
+            softcap = None if softcap is None else softcap / temperature
+        return hidden_ND, Head(self.linear.weight, bias, softcap, dtype)
+
+
+def _outputs(
+    found: torch.Tensor, held: list[Scores], needs: Collection[str], smoothing: float
+) -> Outputs:
+    """The outputs that a head has returned; see ``LogprobHead._answer``."""
+    if not held and "logps" in needs:
+        return Outputs(logps=found, total=found.sum())
+    if not held:
+        learnt, total = found
+        return Outputs(total=total, smoothed=learnt) if smoothing else Outputs(total=learnt)
+    logps_N, entropies_N, means_N = found
+    total, predictions_N = logps_N.sum(), held[0].predictions
+    smoothed = (1.0 - smoothing) * total + smoothing * means_N.sum() if smoothing else None
+    return Outputs(logps_N, total, smoothed, entropies_N, predictions=predictions_N)
+
+
+@contextlib.contextmanager
+def _answering(head: LogprobHead, answer: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
+    config = head.config
+    vars(head.linear)["forward"] = answer
+    if head.softcap is not None:
+        setattr(config, _SOFTCAP, None)
+    try:
+        yield
+    finally:
+        del vars(head.linear)["forward"]
+        if head.softcap is not None:
+            setattr(config, _SOFTCAP, head.softcap)
+
+
+@torch.no_grad()
+def asked_head(model: PreTrainedModel) -> LogprobHead | None:
+    """The head of ``model``, if it can be asked: a plain matrix, whose result the model returns as
+    it is. Runs the model on two tokens."""
+    linear = model.get_output_embeddings()
+    if type(linear) is not nn.Linear or "forward" in vars(linear):
+        return None
+    config = model.config.get_text_config()
+    head = LogprobHead(linear, config, getattr(config, _SOFTCAP, None))
+    mark = torch.zeros((), device=linear.weight.device)
+    ids = torch.zeros(1, 2, dtype=torch.int64, device=linear.weight.device)
+    try:
+        with _answering(head, lambda _: mark), maskless(model, 2) as arguments:
+            found = model(input_ids=ids, use_cache=False, **arguments).logits
+    except (TypeError, ValueError, RuntimeError, AttributeError, ModelError) as error:
+        logger.debug("%s: its head is not asked: %s", type(model).__name__, error)
+        return None
+    return head if found is mark else None
