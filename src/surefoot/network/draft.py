@@ -17,10 +17,10 @@ from ..model.pretrained.weights import AdapterWeights, FullWeights
 from ..model.section import ModelSection
 from ..parallel.section import ParallelSection
 from ..parallel.world import World
-from ..staging import PipelinedModel
-from ..startup import MetaModel, ShardLoader
-from ..training.method import Method
 from .heads import Heads
+from .meta import MetaModel, ShardLoader
+from .method import Method
+from .pipelined import PipelinedModel
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,9 +21,9 @@ from ..model.attention.packed import PromptSharing
 from ..optim.state import NamedState
 from ..parallel.sharded_model import gather_nothing
 from ..parallel.world import World
-from ..startup import verify_packing_isolation
 from .draft import NetworkOptions
 from .heads import Heads
+from .meta import verify_packing_isolation
 from .runner import Engine, Hook, ModelForward
 
 

@@ -23,7 +23,7 @@ from ..optim.state import NamedState
 from ..parallel.model_runner import plain
 from ..parallel.pipeline.pipeline import Finish, Pipeline, run_forward, run_windows
 from ..parallel.tensor.sequence_parallel import widened
-from ..staging import PipelinedModel
+from .pipelined import PipelinedModel
 
 Hook = Callable[[int], None]  # gets the index of a micro-batch
 

@@ -27,9 +27,9 @@ from ..model.seeding import seed_everything
 from ..parallel.generation_sharding import shard_for_generation
 from ..parallel.sharded_model import shard
 from ..parallel.tensor.vocab_parallel import cut_vocabulary
-from ..staging import to_pipeline
-from ..startup import Reader, ShardLoader, init_on_meta
 from .draft import Draft
+from .meta import Reader, ShardLoader, init_on_meta
+from .pipelined import to_pipeline
 from .runner import Engine, ModelForward, PipelineEngine, WholeEngine
 
 Method = Callable[[PreTrainedModel], nn.Module]

@@ -25,13 +25,13 @@ from ..model.pretrained import companions
 from ..model.pretrained.loading import resolve
 from ..model.seeding import seed_everything, use_deterministic_kernels
 from ..network.draft import NetworkOptions
+from ..network.meta import select_packed_attention, select_prompt_sharing
 from ..network.network import Network
 from ..network.open import open_network
 from ..parallel.world import ALONE, World
 from ..recipe.recipe import Recipe, dump
 from ..recipe.recipe_data import open_codec
 from ..references import ReferenceLogps, reference_model, references
-from ..startup import select_packed_attention, select_prompt_sharing
 from ..training.callback import Callbacks, Context, TrainerCallback
 from ..training.log_accumulator import LogAccumulator
 from ..training.saver import Saver

@@ -56,7 +56,7 @@ class LogprobHead:
             if not is_valued:
                 return self._answer(hidden_ND, labels_N, spec, held)
             assert values is not None
-            values_N = values(hidden_ND.to(values.weight.dtype))[:, 0]
+            values_N: torch.Tensor = values(hidden_ND.to(values.weight.dtype))[:, 0]
             values_N = values_N.to(wide(values_N.dtype))
             if not needs:
                 return values_N
@@ -99,7 +99,8 @@ class LogprobHead:
         x' = x / T."""
         kind = hidden_ND.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        bias, softcap = self.linear.bias, self.softcap
+        bias: torch.Tensor | None = self.linear.bias
+        softcap = self.softcap
         if temperature != 1.0:
             hidden_ND = hidden_ND / temperature
             bias = None if bias is None else bias / temperature
