@@ -12,8 +12,8 @@ import tiny
 from surefoot.batch import OutputSpec
 from surefoot.data.text.collation import collate
 from surefoot.errors import RecipeError
-from surefoot.model.attention.packed import packed
-from surefoot.model.head.chunked_cross_entropy import outputs
+from surefoot.model.attention import packed
+from surefoot.model.head import outputs
 from surefoot.model.pipeline_stages import keep, parameters_of, split
 
 

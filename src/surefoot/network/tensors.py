@@ -166,7 +166,8 @@ class RealTensors:
     def engine(self, draft: Draft, runner: ModelForward) -> Engine:
         """A pipeline, if ranks have different layers."""
         if draft.staging is None:
-            return WholeEngine(runner, device())
+            options = draft.options
+            return WholeEngine(runner, device(), options.parallel, options.only_generates)
         parallel, precision = draft.options.parallel, draft.options.precision
         return PipelineEngine(
             draft.staging, draft.staging.pipeline(parallel, precision, draft.cuts), runner
@@ -207,7 +208,7 @@ class MetaTensors:
 
     def engine(self, draft: Draft, runner: ModelForward) -> Engine:
         """Never run."""
-        return WholeEngine(runner, torch.device("meta"))
+        return WholeEngine(runner, torch.device("meta"), draft.options.parallel)
 
 
 REAL = RealTensors()

@@ -149,7 +149,7 @@ class FakeTensors:
 
     def engine(self, draft: Draft, runner: ModelForward) -> Engine:
         """Windows are run by ``rehearse``."""
-        return WholeEngine(runner, CPU)
+        return WholeEngine(runner, CPU, draft.options.parallel)
 
 
 @dataclass(frozen=True)
