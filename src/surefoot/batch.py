@@ -152,6 +152,43 @@ def _before(batch: Batch) -> np.ndarray:
     return before
 
 
+def ends(batch: Batch) -> TrainedPositions:
+    """The last token of each document of ``batch``, in reading order: of a padded row its last real
+    token, and of two responses that share a prompt, that of each. Labels there are 0."""
+    import numpy as np
+
+    if batch.cu_seqlens is not None:
+        columns = _last_columns(batch.cu_seqlens, batch.branches)
+        rows = np.zeros_like(columns)
+    else:
+        count, length = batch.input_ids.shape
+        rows, columns = np.arange(count), np.full(count, length - 1)
+        if batch.attention_mask is not None:
+            mask = batch.attention_mask.cpu().numpy()
+            columns = length - 1 - mask[:, ::-1].argmax(1)
+
+    def here(values: np.ndarray) -> torch.Tensor:
+        return batch.labels.new_tensor(values)
+
+    labels = here(np.zeros_like(columns))
+    if len(batch.input_ids) == 1:
+        return TrainedPositions(labels, here(rows), here(columns), here(columns), None)
+    kept, among_kept = np.unique(columns, return_inverse=True)
+    return TrainedPositions(labels, here(rows), here(columns), here(kept), here(among_kept))
+
+
+def _last_columns(cu_seqlens: torch.Tensor, branches: torch.Tensor | None) -> np.ndarray:
+    import numpy as np
+
+    bounds = cu_seqlens.numpy()
+    if branches is None:
+        return bounds[1:] - 1
+    prompts, ones, twos = branches.numpy().T
+    first = bounds[:-1] + prompts + ones - 1
+    both = np.stack([first, first + twos], axis=1)
+    return both[np.stack([np.ones_like(twos), twos], axis=1) > 0]
+
+
 Window = Sequence[Batch]  # the micro-batches of one optimizer step
 
 

@@ -9,7 +9,6 @@ import torch
 import ranks
 import small
 import tiny
-from surefoot.auxiliary import open_ahead
 from surefoot.checkpoint.reading.loading import load
 from surefoot.checkpoint.saving.preparation import prepare
 from surefoot.checkpoint.saving.writer_group import WriterGroup
@@ -29,6 +28,7 @@ from surefoot.parallel.section import ParallelSection
 from surefoot.parallel.world import ALONE
 from surefoot.recipe.recipe import Recipe
 from surefoot.run.assembly import assemble, options_of
+from surefoot.run.auxiliary import open_ahead
 from surefoot.stages.sft import SFT
 from surefoot.training.saver import Saver
 from surefoot.training.section import TrainSection

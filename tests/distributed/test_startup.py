@@ -27,12 +27,12 @@ from surefoot.methods.lora import LoRA
 from surefoot.model.attention.packed import PromptSharing, use_packed
 from surefoot.model.pretrained.loading import load_model
 from surefoot.model.section import ModelSection
+from surefoot.network.meta import init_on_meta, select_prompt_sharing
 from surefoot.optim.adamw import AdamW
 from surefoot.parallel.world import ALONE
 from surefoot.recipe.recipe import Recipe
 from surefoot.run.assembly import assemble, open_policy
 from surefoot.stages.sft import SFT
-from surefoot.startup import init_on_meta, select_prompt_sharing
 from surefoot.storage import files
 from surefoot.training.saver import Saver
 from surefoot.training.section import TrainSection
@@ -93,12 +93,12 @@ def assert_starts_alike(count, folder, parallel, *cases, steps=0):
     expected = []
     for case in cases:
         alone = begun(ALONE, folder, **case)
-        expected.append((contents(alone.policy.module), learn(alone, steps)))
+        expected.append((contents(alone.models.policy), learn(alone, steps)))
 
     def work(world):
         for case, (values, losses) in zip(cases, expected, strict=True):
             made = begun(world, folder, **case)
-            found = contents(made.policy.module)
+            found = contents(made.models.policy)
             assert found.keys() == values.keys()
             assert [name for name in values if found[name] != values[name]] == [], case
             for ours, theirs in zip(learn(made, steps), losses, strict=True):
@@ -240,7 +240,7 @@ def test_adapters_in_float32_beside_a_base_in_bfloat16(parallel, tmp_path):
 
     def work(world):
         made = begun(world, tmp_path, **case)
-        found = {(p.requires_grad, p.dtype) for p in made.policy.module.parameters()}
+        found = {(p.requires_grad, p.dtype) for p in made.models.policy.parameters()}
         assert found == {(True, torch.float32), (False, torch.bfloat16)}
         return learn(made, 2)
 
@@ -260,12 +260,12 @@ def head(folder):
 )
 def test_each_process_reads_what_it_holds_and_no_more(count, parallel, tmp_path, monkeypatch):
     folders.save_model(tmp_path, "qwen2", dtype=torch.bfloat16, **UNEVEN)
-    numel = sum(p.numel() for p in begun(ALONE, tmp_path).policy.module.parameters())
+    numel = sum(p.numel() for p in begun(ALONE, tmp_path).models.policy.parameters())
 
     def work(world):
         monkeypatch.setattr(files, "os", counting := Counting(tmp_path))
         made = begun(world, tmp_path)
-        held = sum(p.to_local().numel() for p in made.policy.module.parameters())
+        held = sum(p.to_local().numel() for p in made.models.policy.parameters())
         assert counting.count == head(tmp_path) + 2 * held  # bytes of bfloat16
         return held
 

@@ -18,13 +18,13 @@ from ..generate.section import GenerateSection
 from ..methods import METHODS
 from ..methods.full import Full
 from ..model.section import ModelSection
+from ..network.method import Method
 from ..optim import OPTIMIZERS
 from ..optim.adamw import AdamW
 from ..parallel.section import ParallelSection
 from ..schema import Problem, Variants
 from ..schema.locations import locate
 from ..stages import STAGES
-from ..training.method import Method
 from ..training.section import TrainSection
 from ..training.stage import Stage
 from .document import Document

@@ -12,7 +12,6 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from .. import interchange
-from ..auxiliary import Ahead, open_ahead
 from ..batch import StepRunner
 from ..checkpoint.background.saver import SaveListener
 from ..checkpoint.reading.loading import load as load_checkpoint
@@ -24,12 +23,13 @@ from ..model.precision import LossScaler, choose
 from ..model.pretrained import companions
 from ..model.pretrained.loading import resolve
 from ..model.seeding import derive, seed_everything, use_deterministic_kernels
+from ..network.draft import NetworkOptions
+from ..network.meta import select_packed_attention, select_prompt_sharing
 from ..network.network import Network
-from ..network.open import NetworkOptions, open_network
+from ..network.open import open_network
 from ..parallel.world import ALONE, World
 from ..recipe.recipe import Recipe, dump
 from ..recipe.recipe_data import open_codec
-from ..startup import select_packed_attention, select_prompt_sharing
 from ..training.callback import Callbacks, Context, TrainerCallback
 from ..training.context import NetworkContext, collate_of
 from ..training.evaluation import Evaluation
@@ -42,6 +42,7 @@ from ..training.step import Step
 from ..training.trainer import Trainer
 from ..training.windows import Place, Windows, num_steps
 from . import data_loading
+from .auxiliary import Ahead, open_ahead
 from .recipe_callbacks import standard_callbacks
 
 logger = logging.getLogger(__name__)
@@ -209,7 +210,10 @@ def open_policy(
     """The model that a recipe trains; without values if not ``is_read``, because a checkpoint has
     all of them."""
     options = options_of(recipe, is_read=is_read)
-    return open_network(base, recipe.model, tokenizer, world, options)
+    made = open_network(base, recipe.model, tokenizer, world, options)
+    share = made.num_trainable / made.num_parameters
+    logger.info("%s parameters learn, %.3g %% of all", f"{made.num_trainable:,}", 100 * share)
+    return made
 
 
 def options_of(recipe: Recipe, *, is_read: bool = True) -> NetworkOptions:

@@ -21,7 +21,7 @@ from ..data.order.loader import Collate, batch_of
 from ..data.text.codec import Codec
 from ..data.text.pairs import unshared
 from ..errors import RunError
-from ..generate.sample import Sample
+from ..generate.generation import Sample
 from ..generate.section import GenerateSection
 from ..model.attention.packed import PromptSharing
 from ..model.pretrained.loading import device

@@ -7,7 +7,7 @@ save.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -30,6 +30,7 @@ class FullWeights:
 
     model: PreTrainedModel
     cuts: Mapping[str, Cuts] = field(default_factory=dict)  # by name, of what is spread
+    apart: Collection[str] = ()  # names of parameters that have a file of their own
 
     def cuts_of(self, name: str) -> Cuts | None:
         """How a tensor is cut over processes; None if nothing is known of it."""
@@ -46,8 +47,8 @@ class FullWeights:
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The live tensors under the names of the model's Hugging Face files. If they are spread,
         parts of fused ones lie in the live tensors, too."""
-        tied = self.model.all_tied_weights_keys
-        own = {name: t for name, t in self.model.state_dict().items() if name not in tied}
+        left_out = {*self.model.all_tied_weights_keys, *self.apart}
+        own = {name: t for name, t in self.model.state_dict().items() if name not in left_out}
         parts = {}
         if any(isinstance(tensor, DTensor) for tensor in own.values()):
             parts = {n: view(own[at.fused], at, self.cuts_of(n)) for n, at in self._fused.items()}
@@ -59,7 +60,8 @@ class FullWeights:
     def load_state_dict(self, state: Tensors) -> None:
         """Copy ``state`` into the model. Raises ``CheckpointError`` if it is of another model."""
         own = self.model.state_dict()
-        wanted = {name: own[name] for name in own.keys() - self.model.all_tied_weights_keys.keys()}
+        left_out = {*self.model.all_tied_weights_keys, *self.apart}
+        wanted = {name: own[name] for name in own.keys() - left_out}
         if state.keys() != wanted.keys():
             wanted = self.state_dict()
             _check_names(state, wanted)
@@ -75,7 +77,7 @@ class FullWeights:
         fresh = type(self.model).from_pretrained(
             None, config=self.model.config, state_dict=dict(state), dtype=self.model.dtype
         )
-        self.model.load_state_dict(fresh.state_dict())
+        self.model.load_state_dict(fresh.state_dict(), strict=not self.apart)
 
 
 @dataclass(frozen=True)

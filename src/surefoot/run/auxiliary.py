@@ -8,26 +8,24 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from .batch import Batch, Features
-from .data.store.cache import default_folder
-from .data.store.dataset import EncodedDataset
-from .data.store.preparation import EncodedData
-from .data.text.codec import Codec
-from .errors import RecipeError
-from .methods.full import Full
-from .model.precision import choose
-from .model.pretrained.loading import resolve
-from .model.section import ModelSection
-from .network.network import Network
-from .network.open import NetworkOptions, open_network
-from .parallel.world import World
-from .recipe.recipe import Recipe
-from .recipe.recipe_data import open_codec
-from .run import data_loading
-from .run.data_loading import Data
-from .training.context import BlankContext, NetworkContext
-from .training.evaluation import EvaluationSet, windows_of
-from .training.precompute import (
+from ..batch import Batch, Features
+from ..data.store.cache import default_folder
+from ..data.store.dataset import EncodedDataset
+from ..data.store.preparation import EncodedData
+from ..data.text.codec import Codec
+from ..errors import RecipeError
+from ..model.precision import choose
+from ..model.pretrained.loading import resolve
+from ..model.section import ModelSection
+from ..network.draft import NetworkOptions
+from ..network.network import Network
+from ..network.open import open_network
+from ..parallel.world import World
+from ..recipe.recipe import Recipe
+from ..recipe.recipe_data import open_codec
+from ..training.context import BlankContext, NetworkContext
+from ..training.evaluation import EvaluationSet, windows_of
+from ..training.precompute import (
     NOTHING,
     KeptWindows,
     Precomputation,
@@ -38,8 +36,10 @@ from .training.precompute import (
     with_items,
     with_windows,
 )
-from .training.stage import POLICY
-from .training.windows import WindowLoader, windows_of_run
+from ..training.stage import POLICY
+from ..training.windows import WindowLoader, windows_of_run
+from . import data_loading
+from .data_loading import Data
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,6 @@ class Ahead:
                 "outputs cannot be compared; name a model with the same tokenizer"
             )
         options = NetworkOptions(
-            method=Full(),
             parallel=recipe.parallel,
             precision=choose(recipe.train.precision),
             packing=recipe.data.packing,
