@@ -14,11 +14,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ..batch import IGNORE_INDEX, Batch, Features, Outputs, OutputSpec
+from ..batch import Batch, Features, Outputs, OutputSpec
 from ..data.data_order import Index
 from ..data.order.length_balancing import in_turn
 from ..data.order.loader import Collate, batch_of
 from ..data.text.codec import Codec
+from ..data.text.collation import num_trained
 from ..data.text.pairs import unshared
 from ..errors import RunError
 from ..generate.generation import Sample
@@ -186,11 +187,6 @@ def blank_examples(
 def spec_of(stage: Stage, role: str) -> OutputSpec:
     """The outputs that ``stage`` needs of the model of a role."""
     return stage.spec if role == POLICY else stage.auxiliary[role].spec
-
-
-def num_trained(item: Features) -> int:
-    """Trained positions of an example: nothing predicts its first token."""
-    return int(np.count_nonzero(np.asarray(item["labels"])[1:] != IGNORE_INDEX))
 
 
 def zeros(count: int, spec: OutputSpec) -> Outputs:

@@ -5,7 +5,7 @@ renamed when all of it is on the disk, so it is there wholly or not at all; what
 afterwards is noticed and encoded anew. Any folder may be deleted at any time.
 
     <fingerprint>/header.json            names, sizes and hashes of the files below; the report
-    <fingerprint>/<feature>.tokens       int32, all items end to end
+    <fingerprint>/<feature>.tokens       int32, all items end to end; .bytes for text: uint8
     <fingerprint>/<feature>.offsets      int64, where each item begins, and the end
     <fingerprint>/rows                   int64, the row that each item comes from
 """
@@ -40,6 +40,8 @@ logger = logging.getLogger(__name__)
 
 VERSION = 1  # of the layout of a folder
 HEADER, ROWS, TOKENS, OFFSETS = "header.json", "rows", ".tokens", ".offsets"
+BYTES = ".bytes"
+KINDS = {TOKENS: np.int32, BYTES: np.uint8}  # of the values of items
 MAX_HEADER = 1 << 30  # bytes; it holds a line for every broken row
 POLL_SECONDS = 0.1
 
@@ -107,7 +109,7 @@ class Writer:
         if not items:
             return
         if not self._columns:
-            self._columns = {name: _Column(self._folder, name) for name in items[0]}
+            self._columns = {n: _Column(self._folder, n, suffix_of(v)) for n, v in items[0].items()}
         for name, column in self._columns.items():
             column.add([item[name] for item in items])
         self._rows.extend(rows)
@@ -137,9 +139,9 @@ class _Written(NamedTuple):
 class _Column:
     """One feature's tokens, written as they come, and their offsets, kept until the end."""
 
-    def __init__(self, folder: Path, name: str) -> None:
-        self._folder, self._name = folder, name
-        self._file = files.create(folder / f"{name}{TOKENS}")
+    def __init__(self, folder: Path, name: str, suffix: str) -> None:
+        self._folder, self._name, self._suffix = folder, name, suffix
+        self._file = files.create(folder / f"{name}{suffix}")
         self._hash, self._size = files.Hash(), 0
         self._lengths = array("q")
 
@@ -148,7 +150,7 @@ class _Column:
 
     def add(self, lists: Sequence[Sequence[int]]) -> None:
         lengths = array("q", map(len, lists))
-        flat = np.fromiter(chain.from_iterable(lists), np.int32, sum(lengths))
+        flat = np.fromiter(chain.from_iterable(lists), KINDS[self._suffix], sum(lengths))
         self._file.write_at(self._size, flat.data.cast("B"))
         self._hash.update(flat.data.cast("B"))
         self._size += flat.nbytes
@@ -157,7 +159,7 @@ class _Column:
     def finish(self) -> dict[str, _Written]:
         self._file.sync()
         offsets = np.concatenate([[0], np.cumsum(self._lengths, dtype=np.int64)])
-        written = {f"{self._name}{TOKENS}": _Written(self._size, self._hash.hex())}
+        written = {f"{self._name}{self._suffix}": _Written(self._size, self._hash.hex())}
         return written | _write_index(self._folder, f"{self._name}{OFFSETS}", offsets)
 
 
@@ -165,6 +167,11 @@ def _write_index(folder: Path, name: str, index: Index) -> dict[str, _Written]:
     data = index.tobytes()
     files.write_new(folder / name, data)
     return {name: _Written(len(data), files.digest(data))}
+
+
+def suffix_of(values: Sequence[int]) -> str:
+    """Of the file that holds a feature: text is kept as bytes."""
+    return BYTES if isinstance(values, bytes) else TOKENS
 
 
 class _DamagedError(Exception):
@@ -180,7 +187,10 @@ def _open(folder: Path) -> Cached:
     except FileNotFoundError as error:
         raise _DamagedError(f"no {Path(error.filename).name}") from error
     features = {
-        name: Ragged(arrays[name + TOKENS], arrays[name + OFFSETS]) for name in header["features"]
+        name: Ragged(arrays[name + suffix], arrays[name + OFFSETS])
+        for name in header["features"]
+        for suffix in KINDS
+        if name + suffix in arrays
     }
     content = files.digest(_canonical(header["files"]))
     return Cached(EncodedStore(features, arrays[ROWS], content), header["report"])
@@ -202,10 +212,10 @@ def _read_header(path: Path) -> dict[str, Any]:
 
 def _mapped(path: Path, written: _Written) -> NDArray[Any]:
     """The numbers of a file. Indexes are checked against their hash; tokens by their size."""
-    is_tokens = path.name.endswith(TOKENS)
+    is_tokens = path.suffix in KINDS
     if path.stat().st_size != written.size:
         raise _DamagedError(f"{path.name} has {path.stat().st_size} bytes, not {written.size}")
-    kind = np.int32 if is_tokens else np.int64
+    kind = KINDS.get(path.suffix, np.int64)
     numbers = np.memmap(path, kind, "r").view(np.ndarray) if written.size else np.empty(0, kind)
     if not is_tokens and files.digest(numbers.data.cast("B")) != written.digest:
         raise _DamagedError(f"{path.name} does not match its checksum")

@@ -10,7 +10,7 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import xxhash
@@ -23,7 +23,7 @@ from ..data_order import Index
 class Ragged(NamedTuple):
     """Lists of numbers end to end: list i is ``flat[offsets[i]:offsets[i + 1]]``."""
 
-    flat: NDArray[np.int32] | NDArray[np.float32]  # floats only of what a reference says
+    flat: NDArray[Any]  # int32; uint8 of text; what auxiliary models compute may be floats
     offsets: Index  # [lists + 1]
 
 
@@ -92,11 +92,16 @@ def join(stores: Sequence[EncodedStore]) -> EncodedDataset:
     return EncodedDataset(tuple(stores), np.arange(sum(len(store) for store in stores)))
 
 
+def _array(values: Sequence[int]) -> NDArray[Any]:
+    is_text = isinstance(values, bytes)
+    return np.frombuffer(values, np.uint8) if is_text else np.asarray(values, np.int32)
+
+
 def in_memory(items: Sequence[Features]) -> EncodedDataset:
     """A dataset of items that are at hand."""
     features, digest = {}, xxhash.xxh3_128()
     for name in items[0] if items else ():
-        lists = [np.asarray(item[name], np.int32) for item in items]
+        lists = [_array(item[name]) for item in items]
         offsets = np.cumsum([0, *map(len, lists)], dtype=np.int64)
         features[name] = Ragged(np.concatenate(lists), offsets)
         digest.update(name.encode() + features[name].flat.tobytes() + offsets.tobytes())
