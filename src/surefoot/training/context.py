@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -75,7 +76,7 @@ class NetworkContext:
                 dtype = values.dtype
                 found[row, torch.from_numpy(at)] = values[: len(at)].double().cpu()
         found = self.world.summed(found).to(dtype)
-        rows = found.split(counts, dim=1)
+        rows = [found[:, start:end] for start, end in pairwise(ends.tolist())]
         return [Outputs(**dict(zip(spec.outputs, row, strict=True))) for row in rows]
 
     def reduce(

@@ -247,8 +247,8 @@ def _column(lists: Sequence[Sequence[int]]) -> dict[str, torch.Tensor]:
 def examples_of(found: Mapping[str, Mapping[str, torch.Tensor]]) -> list[Features]:
     """The examples that ``columns`` was made of."""
     parts = {
-        name: [part.numpy() for part in column["values"].split(column["lengths"].tolist())]
+        name: np.split(column["values"].numpy(), np.cumsum(column["lengths"].numpy())[:-1])
         for name, column in found.items()
     }
     count = len(next(iter(parts.values())))
-    return [{name: column[i] for name, column in parts.items()} for i in range(count)]  # type: ignore[misc]
+    return [{name: column[i] for name, column in parts.items()} for i in range(count)]

@@ -93,8 +93,9 @@ def join(stores: Sequence[EncodedStore]) -> EncodedDataset:
 
 
 def _array(values: Sequence[int]) -> NDArray[Any]:
-    is_text = isinstance(values, bytes)
-    return np.frombuffer(values, np.uint8) if is_text else np.asarray(values, np.int32)
+    if isinstance(values, bytes):
+        return np.frombuffer(values, np.uint8)
+    return np.asarray(values, np.int32)
 
 
 def in_memory(items: Sequence[Features]) -> EncodedDataset:
