@@ -54,7 +54,7 @@ class Head:
     ) -> slopes.Learnt:
         """What one chunk teaches; slopes are there if anything ``learns``."""
         logits_CV = self.linear(hidden_CD)
-        return slopes.fastest(logits_CV)(logits_CV, labels_C, self.softcap, smoothing, learns)
+        return slopes.by_torch(logits_CV, labels_C, self.softcap, smoothing, learns)
 
     def chunks(self, length: int) -> Iterator[slice]:
         """Runs of positions, in order."""
