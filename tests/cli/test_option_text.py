@@ -2,9 +2,9 @@
 
 import pytest
 
-from surefoot.checkpoint.mesh import Mesh
 from surefoot.cli.option_text import parse_mesh
 from surefoot.errors import CheckpointError
+from surefoot.geometry.mesh import Mesh
 
 
 def test_a_mesh_is_read_in_any_order():

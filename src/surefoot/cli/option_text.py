@@ -7,9 +7,9 @@ import re
 from collections.abc import Collection, Iterator
 from dataclasses import fields
 
-from ..checkpoint.mesh import Mesh
 from ..checkpoint.mindspore.parallel import ParallelConfig
 from ..errors import CheckpointError
+from ..geometry.mesh import Mesh
 
 _MESH = "for example dp_shard=4,tp=2"
 _PARALLEL_CONFIG = "for example data_parallel=2,model_parallel=4,pipeline_stage=2"

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from math import prod
 
 from ...errors import CheckpointError
-from ..header import num_bytes
+from ..disk.header import num_bytes
 from .slicing import ALL_COPIES, TensorLayout
 from .strategy import Layouts
 
