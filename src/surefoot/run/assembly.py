@@ -117,11 +117,14 @@ def build(
         else:
             load_checkpoint(resume, trainer.states)
         logger.info("going on from %s, step %d", resume.name, trainer.state.global_step)
+    kernels = trainer.state.kernels
     if can_select_attention(recipe, policy, world):
-        known = trainer.state.attention or (selection.BY_DOCUMENT if resume else None)
+        known = kernels.packed_attention or (selection.BY_DOCUMENT if resume else None)
         dtype = policy_dtype(recipe, policy)
         bounds = data_loading.packed_bounds(recipe, trainer.loader)
-        trainer.state.attention = select_packed_attention(policy.inner, bounds, dtype, known, world)
+        kernels.packed_attention = select_packed_attention(
+            policy.inner, bounds, dtype, known, world
+        )
     if recipe.data.packing and policy.values is not None:
         policy.model.eval()
         is_proven = verify_packing_isolation(
@@ -130,8 +133,8 @@ def build(
         policy.sharing.is_proven = world.from_main(is_proven)
         gather_nothing(policy.model)
     if recipe.data.packing:
-        state, inner = trainer.state, policy.inner
-        state.shares_prompts = select_prompt_sharing(policy.sharing, inner, state.shares_prompts)
+        known_sharing = kernels.shared_prompts
+        kernels.shared_prompts = select_prompt_sharing(policy.sharing, policy.inner, known_sharing)
     trainer.callbacks.emit("on_init_end")
     return trainer
 
@@ -253,7 +256,7 @@ def _refuse_frozen_new_tokens(policy: nn.Module) -> None:
 
 
 def can_select_attention(recipe: Recipe, policy: Policy, world: World) -> bool:
-    """Whether packed rows may go through whatever kernel is fastest."""
+    """Whether the run selects the kernel of its packed rows."""
     kernel, is_free = policy.inner.config._attn_implementation, recipe.model.attention == "auto"
     return recipe.data.packing and is_free and world.pp == 1 and kernel == f"{packed.PREFIX}sdpa"
 
