@@ -18,10 +18,10 @@ from .checkpoint.layouts import scattered
 from .checkpoint.load import load as load_checkpoint
 from .cuts import Cuts
 from .data.chat import Codec
+from .data.store.run_data import TrainingData
 from .data.templates import disagreement
 from .encoding import codec_of
 from .errors import RecipeError
-from .feed import Data
 from .methods.full import Full
 from .model import attention, attention_choice, companions, outputs
 from .model.adapter import continue_adapter
@@ -123,7 +123,9 @@ def build(
     return trainer
 
 
-def ask_another(recipe: Recipe, codec: Codec, data: Data, asked: References, world: World) -> None:
+def ask_another(
+    recipe: Recipe, codec: Codec, data: TrainingData, asked: References, world: World
+) -> None:
     """Ask the model that the recipe compares with, if it is another one than that which will learn;
     it is loaded for that, and let go. Raises ``RecipeError`` if it has other tokens."""
     model = asked_model(recipe)
@@ -142,7 +144,9 @@ def ask_another(recipe: Recipe, codec: Codec, data: Data, asked: References, wor
     asked.ask(made.forward, policy.model, feed.build_collate(other, policy.sharing))
 
 
-def refer(trainer: Trainer, recipe: Recipe, policy: Policy, data: Data, asked: References) -> None:
+def refer(
+    trainer: Trainer, recipe: Recipe, policy: Policy, data: TrainingData, asked: References
+) -> None:
     """Let the examples of ``trainer``, which has not begun, have what the reference says of them,
     that is, its own policy now."""
     collate, world = feed.build_collate(recipe, policy.sharing), trainer.world
@@ -248,7 +252,9 @@ def policy_dtype(recipe: Recipe, policy: Policy) -> torch.dtype:
     return types[choose(recipe.train.precision)]
 
 
-def assemble(recipe: Recipe, policy: Policy, data: Data, saver: Saver, world: World) -> Trainer:
+def assemble(
+    recipe: Recipe, policy: Policy, data: TrainingData, saver: Saver, world: World
+) -> Trainer:
     """Put the parts together."""
     collate = feed.build_collate(recipe, policy.sharing)
     loader = feed.build_loader(recipe, data, collate, world)

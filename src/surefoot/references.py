@@ -13,6 +13,7 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -23,9 +24,8 @@ from torch import nn
 from .data.asked import Asked, Values, stores_of, with_answers
 from .data.cache import default_folder
 from .data.dataset import EncodedDataset, Store
-from .data.loader import Collate, InOrder
-from .data.prepare import Prepared
-from .data.streamed import Streamed
+from .data.order.micro_batches import Collate, InOrder
+from .data.store.run_data import TrainingData
 from .errors import ModelError
 from .model.load import PLACES, WEIGHTS, device, resolve
 from .model.section import ModelSection
@@ -89,15 +89,13 @@ class References:
         ]
         return replace(self, known=known)
 
-    def added(self, data: Prepared | Streamed) -> Prepared:
+    def added(self, data: TrainingData) -> TrainingData:
         """The datasets with the answers."""
-        assert isinstance(data, Prepared)  # nothing is streamed past a reference
         values = {
             store.content: np.concatenate([x for x in pieces if x is not None])
             for store, pieces in zip(self.stores, self.known, strict=True)
         }
-        evals = {name: with_answers(dataset, values) for name, dataset in data.evals.items()}
-        return replace(data, train=with_answers(data.train, values), evals=evals)
+        return data.changed(partial(with_answers, values=values))
 
     @torch.no_grad()
     def _asked(self, forward: Forward, store: Store, piece: range, collate: Collate) -> Values:
@@ -132,15 +130,13 @@ class References:
             logger.info("reference: %d of %d examples, %.0f/s", known, total, speed)
 
 
-def references(
-    recipe: Recipe, base: Path, data: Prepared | Streamed, world: World
-) -> References | None:
+def references(recipe: Recipe, base: Path, data: TrainingData, world: World) -> References | None:
     """What is known of the reference of a run; None if its stage needs none."""
     stage = comparing(recipe.stage)
-    if stage is None or isinstance(data, Streamed):
+    if stage is None:
         return None
     root, name = recipe.data.cache_dir or default_folder(), _identity(recipe, base)
-    stores = stores_of([data.train, *data.evals.values()])
+    stores = stores_of(data.complete)
     kept = [Asked(root / "reference" / _key(name, store), len(store)) for store in stores]
     known = [[x.read(piece) for piece in x.pieces] for x in kept] if world.is_main else None
     size = recipe.train.micro_batch_size

@@ -8,6 +8,8 @@ from surefoot.checkpoint.load import load
 from surefoot.checkpoint.section import CheckpointSection
 from surefoot.data.collate import collate
 from surefoot.data.loader import Loader
+from surefoot.data.order.full_shuffle import FullShuffle
+from surefoot.data.order.micro_batches import Batching
 from surefoot.methods.full import Full
 from surefoot.model import attention, outputs
 from surefoot.model.weights import AdapterWeights, FullWeights
@@ -34,6 +36,9 @@ class Items(list):
     @property
     def lengths(self):
         return np.array([len(item["input_ids"]) for item in self])
+
+    def lengths_of(self, items):
+        return self.lengths[items]
 
 
 def examples(count=14, seed=5):
@@ -99,12 +104,9 @@ def trainer(
     policy = method.apply(inner)
     make = lambda features: collate(features, packing=packing)  # noqa: E731
     loader = Loader(
-        dataset=items or examples(),
-        collate=make,
+        FullShuffle(items or examples(), section.seed),
+        Batching(make, micro_batch_size=section.micro_batch_size, packing=packing),
         global_batch_size=section.global_batch_size,
-        micro_batch_size=section.micro_batch_size,
-        seed=section.seed,
-        packing=packing,
         prefetch=prefetch,
     )
     state = TrainerState(max_steps=section.max_steps, train_batch_size=section.micro_batch_size)

@@ -13,7 +13,7 @@ import small
 from spread import trainer
 from surefoot.batch import IGNORE_INDEX
 from surefoot.data.collate import collate
-from surefoot.data.loader import InOrder
+from surefoot.data.order.micro_batches import InOrder
 from surefoot.methods.lora import LoRA
 from surefoot.parallel.world import ALONE
 from surefoot.stages.sft import SFT

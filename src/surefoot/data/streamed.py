@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from ..errors import DataError
+from .blocks import BlockShuffle
 from .cache import default_folder
 from .dataset import EncodedDataset, join
 from .encoder import Encode
@@ -26,11 +27,34 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Streamed:
-    """What a run learns from as it comes, and what it is evaluated on."""
+    """What a run trains on while it is encoded, and what it is evaluated on."""
 
     train: Stream
     held: Index  # items of the stream that ``val_size`` holds out, ascending
     evals: Mapping[str, EncodedDataset]  # by dataset; "" for what is held out
+
+    @property
+    def complete(self) -> Sequence[EncodedDataset]:
+        """The evaluation sets."""
+        return list(self.evals.values())
+
+    @property
+    def num_examples(self) -> int | None:
+        """Training examples, if all of them are encoded."""
+        length = self.train.length
+        return None if length is None else length - len(self.held)
+
+    def order(self, section: DataSection, *, seed: int) -> BlockShuffle:
+        """The training examples as they are encoded, shuffled in blocks of ``buffer_size``."""
+        size, shuffle = section.buffer_size, section.shuffle
+        return BlockShuffle(self.train, seed, size, shuffle, held_out=self.held)
+
+    def changed(self, change: Callable[[EncodedDataset], EncodedDataset]) -> Streamed:
+        """Raises ``DataError``: the training examples are not there yet."""
+        raise DataError(
+            "data.streaming: outputs of a model cannot be computed ahead for examples that are "
+            "still being encoded; set data.streaming to false"
+        )
 
 
 def open_stream(

@@ -14,7 +14,7 @@ from ..batch import IGNORE_INDEX, Batch, Features, Outputs
 from ..data.chat import Codec
 from ..data.encode import Cut, Dropped
 from ..data.example import Example
-from ..data.loader import Collate
+from ..data.order.micro_batches import Collate
 from ..data.ranking import answered
 from ..data.templates import load_template
 from ..errors import DataError

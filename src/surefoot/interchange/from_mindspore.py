@@ -26,10 +26,10 @@ from ..checkpoint.mindspore.theirs import Theirs, as_huggingface, by_role, open_
 from ..checkpoint.source import Source, read_whole
 from ..checkpoint.states import Stateful, cuts_of
 from ..checkpoint.weights import recognise
+from ..data.loader import Loader
 from ..errors import CheckpointError
 from ..model.fused import places
 from ..model.weights import AdapterWeights, FullWeights
-from ..training.stage import Windows
 from ..training.trainer import Trainer
 
 logger = logging.getLogger(__name__)
@@ -224,7 +224,7 @@ def _differences(progress: Progress, trainer: Trainer) -> Iterator[str]:
         yield f"its learning rate is {was:.4g}; the next one here is {now:.4g}, of at most {peak:g}"
 
 
-def _step(progress: Progress, loader: Windows) -> int:
+def _step(progress: Progress, loader: Loader) -> int:
     """The step of this run after as many examples, as MindSpore Transformers counts it."""
     if progress.batch_size is None:
         return progress.step_num

@@ -11,6 +11,7 @@ from signal import Signals
 from ..batch import Batch, Outputs, Window
 from ..checkpoint.load import load
 from ..checkpoint.states import RandomState, Stateful
+from ..data.loader import Loader
 from ..errors import RunError
 from ..parallel.shard import gather_nothing
 from ..parallel.world import ALONE, World
@@ -22,7 +23,7 @@ from .randomness import seed_everything
 from .saver import Saver
 from .section import TrainSection
 from .signals import StopSignal
-from .stage import Models, Stage, Windows, is_likelihood, learnables
+from .stage import Models, Stage, is_likelihood, learnables
 from .state import TrainerControl, TrainerState
 from .step import Figures, Step, Unread
 
@@ -57,7 +58,7 @@ class Trainer:
     optimizer_state: Stateful
     step: Step
     forward: Callable[[Batch], Outputs]  # for evaluation; the engine has its own
-    loader: Windows
+    loader: Loader
     evals: Mapping[str, Iterable[Batch]]
     saver: Saver
     callbacks: Callbacks
