@@ -125,7 +125,7 @@ def trainer(
         Trigger(save_steps),
     )
     context = Context(
-        section, policy, optimizer, folder, len(loader.dataset), loader.steps_per_epoch
+        section, policy, optimizer, folder, loader.num_examples, loader.steps_per_epoch
     )
     return Trainer(
         section=section,
