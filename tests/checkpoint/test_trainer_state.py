@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from surefoot.checkpoint import trainer_state
+from surefoot.checkpoint.disk import trainer_state
 from surefoot.errors import CheckpointError
 
 JSON = st.recursive(

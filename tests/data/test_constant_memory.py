@@ -4,13 +4,13 @@ import json
 import tracemalloc
 from functools import partial
 
-from surefoot.data.blocks import BlockShuffle
-from surefoot.data.collate import collate
-from surefoot.data.loader import Loader
+from surefoot.data.order.block_shuffle import BlockShuffle
+from surefoot.data.order.loader import Loader
 from surefoot.data.order.micro_batches import Batching
-from surefoot.data.prepare import prepare
 from surefoot.data.section import DataSection
-from surefoot.data.streamed import encode_stream, open_stream
+from surefoot.data.store.preparation import prepare
+from surefoot.data.store.streamed import encode_stream, open_stream
+from surefoot.data.text.collation import collate
 
 FEW, MANY = 2_000, 8_000
 TEXT = "so it goes on and on " * 100

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from surefoot.data.dataset import EncodedDataset, Ragged, in_memory, join, with_columns
+from surefoot.data.store.dataset import EncodedDataset, Ragged, in_memory, join, with_columns
 
 ITEMS = st.lists(
     st.lists(st.integers(-(2**31), 2**31 - 1), max_size=5).map(

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from ...batch import Features
-from ..mix import Index
+from ..data_order import Index
 
 Description = Mapping[str, int | str | bool]
 

@@ -8,8 +8,8 @@ from typing import ClassVar
 import numpy as np
 
 from ...errors import DataError
-from ..dataset import EncodedDataset
-from ..mix import Index, permutation
+from ..data_order import Index, permutation
+from ..store.dataset import EncodedDataset
 from .example_order import Description
 
 

@@ -9,9 +9,9 @@ import numpy as np
 
 from ...batch import IGNORE_INDEX, Batch, Features, Window
 from ...errors import DataError
-from ..dataset import EncodedDataset, num_tokens
-from ..deal import share
-from ..mix import Index
+from ..data_order import Index
+from ..store.dataset import EncodedDataset, num_tokens
+from .length_balancing import assign_to_rank
 
 Collate = Callable[[Sequence[Features]], Batch]
 
@@ -42,7 +42,7 @@ class Batching:
         Some are empty where there are fewer examples than ranks are left: all ranks have equally
         many micro-batches.
         """
-        return share(
+        return assign_to_rank(
             np.arange(len(lengths)),
             lengths,
             micro_batch_size=self.micro_batch_size,

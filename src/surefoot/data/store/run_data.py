@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-from ..dataset import EncodedDataset
 from ..order.example_order import Order
 from ..section import DataSection
+from .dataset import EncodedDataset
 
 
 class TrainingData(Protocol):

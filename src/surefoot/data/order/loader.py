@@ -1,0 +1,201 @@
+"""Windows of examples in an order that is a pure function of (seed, epoch), and of micro-batches.
+
+The position is two integers, the epoch and the window in it, so a resume skips nothing, and the
+examples of step k are the same whatever the number of ranks, the size of a micro-batch, and how far
+the encoding has come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import KW_ONLY, dataclass, field
+from functools import cached_property
+from typing import overload
+
+from ...batch import Features, Window
+from ...errors import DataError
+from ..data_order import Index
+from .example_order import Description, EncodedExamples, Order
+from .micro_batches import Batching
+from .prefetch import Prefetch
+
+
+@dataclass(frozen=True, eq=False)
+class WindowExamples(Sequence[Features]):
+    """The examples of one global window, each read from its store when it is looked at."""
+
+    source: EncodedExamples
+    items: Index
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    @overload
+    def __getitem__(self, index: int) -> Features: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> WindowExamples: ...
+
+    def __getitem__(self, index: int | slice) -> Features | WindowExamples:
+        if isinstance(index, slice):
+            return WindowExamples(self.source, self.items[index])
+        return self.source[int(self.items[index])]
+
+    @cached_property
+    def lengths(self) -> Index:
+        """[examples] tokens of each."""
+        return self.source.lengths_of(self.items)
+
+
+@dataclass
+class Loader:
+    """Endless windows. Every example comes once an epoch; the last window of an epoch contains what
+    is left.
+
+    ``next_examples`` gives the examples of the next global window, the same on every rank, and
+    ``deal`` this rank's micro-batches of them, or of what a stage made of them. ``next_window`` is
+    both.
+    """
+
+    order: Order
+    batching: Batching
+    _: KW_ONLY
+    global_batch_size: int
+    prefetch: Prefetch | None = None  # makes the next window ahead, if its examples are there
+    epoch: int = field(default=0, init=False)  # of the next window
+    window: int = field(default=0, init=False)  # the next one, counted from 0 in each epoch
+    _loaded: tuple[WindowExamples, Window | None] | None = field(
+        default=None, init=False, repr=False
+    )
+
+    def __post_init__(self) -> None:
+        self.batching.check(self.global_batch_size)
+
+    @property
+    def shuffle(self) -> bool:
+        """Whether examples come in another order than that of the data."""
+        return self.order.shuffle
+
+    @property
+    def num_examples(self) -> int | None:
+        """Examples in an epoch, if that is known."""
+        return self.order.num_examples
+
+    @property
+    def steps_per_epoch(self) -> int | None:
+        """Windows in an epoch, if that is known."""
+        count = self.num_examples
+        return None if count is None else -(-count // self.global_batch_size)
+
+    @property
+    def progress(self) -> float:
+        """Epochs that are completed, with a fraction. Without one in the first epoch of a stream:
+        how long that is depends on how far the encoding has come, and a run that was interrupted
+        must report the same."""
+        steps = self.steps_per_epoch if self.epoch or self.order.is_complete else None
+        return self.epoch + (self.window / steps if steps else 0.0)
+
+    def __iter__(self) -> Iterator[Window]:
+        while True:
+            yield self.next_window()
+
+    def next_examples(self) -> Sequence[Features]:
+        """The examples of the next global window, in order, the same on every rank; moves on."""
+        at, ahead = (self.epoch, self.window), self.prefetch
+        made = None if ahead is None else ahead.take(at)
+        self._loaded = (examples := self.examples_at(*at)), made
+        self.skip()
+        return examples
+
+    def deal(self, examples: Sequence[Features]) -> Window:
+        """This rank's micro-batches of a global window's examples. Those of ``next_examples`` were
+        made ahead; then the next ones are begun."""
+        loaded, self._loaded = self._loaded, None
+        if loaded is None or loaded[0] is not examples:
+            return self._ready(self.batching.window(examples))
+        window = self._ready(self._window(loaded[0])) if loaded[1] is None else loaded[1]
+        if self.prefetch is not None and self._is_ready():
+            self.prefetch.begin((self.epoch, self.window), self.window_at)
+        return window
+
+    def next_window(self) -> Window:
+        """This rank's micro-batches of the next global window; waits for them, and moves on."""
+        at = self.epoch, self.window
+        try:
+            return self.deal(self.next_examples())
+        except BaseException:
+            self.epoch, self.window = at
+            raise
+
+    def examples_at(self, epoch: int, window: int) -> WindowExamples:
+        """The examples of any global window; waits for them."""
+        start = window * self.global_batch_size
+        items = self.order.indices(epoch, start, start + self.global_batch_size)
+        if not len(items):
+            raise DataError(f"the data ends before window {window} of epoch {epoch + 1}")
+        return WindowExamples(self.order.examples, items)
+
+    def window_at(self, epoch: int, window: int) -> Window:
+        """This rank's micro-batches of any global window; waits for them."""
+        return self._window(self.examples_at(epoch, window))
+
+    def skip(self) -> None:
+        """Leave out the next window."""
+        self.window += 1
+        end = self.window * self.global_batch_size
+        if self.order.reach(end + 1) <= end:
+            self.epoch, self.window = self.epoch + 1, 0
+
+    def state_dict(self) -> dict[str, int | str | bool]:
+        """The position, and what it is a position in."""
+        described = self._describe(
+            self.order.describe(self.epoch, self.window * self.global_batch_size)
+        )
+        values = {"epoch": self.epoch, "window": self.window, **described}
+        return {name: values[name] for name in KEYS if name in values}
+
+    def load_state_dict(self, state: dict[str, int | str | bool]) -> None:
+        """Go to a saved position; raises DataError if it is one in other data or another order.
+
+        Waits until all examples before it are encoded, unless they are in the cache.
+        """
+        here = {"streaming": False, **self._describe(self.order.describe_like(state))}
+        saved = {"streaming": "shards" in state, **state}
+        for name, what in NAMES.items():
+            if name in here and saved.get(name) != here[name]:
+                raise DataError(
+                    f"cannot go on in the middle of the data: {what} was {saved.get(name)} "
+                    f"when the checkpoint was saved and is {here[name]} now; "
+                    "use the recipe of that run, or start a new one from its weights"
+                )
+        self.epoch, self.window = int(state["epoch"]), int(state["window"])
+
+    def _describe(self, order: Description) -> Description:
+        return {**order, "global_batch_size": self.global_batch_size}
+
+    def _is_ready(self) -> bool:
+        """Whether the next window can be made without waiting. Only the main thread waits: what it
+        starts to encode ends with the thread that has started it."""
+        last = (self.window + 1) * self.global_batch_size - 1
+        return self.order.is_ready(self.epoch, last)
+
+    def _window(self, examples: WindowExamples) -> Window:
+        spare = examples.source[0]
+        return self.batching.window(examples, lengths=examples.lengths, spare=spare)
+
+    def _ready(self, window: Window) -> Window:
+        return window if self.prefetch is None else self.prefetch.ready(window)
+
+
+NAMES = {
+    "streaming": "data.streaming",
+    "length": "the number of examples",
+    "seed": "train.seed",
+    "global_batch_size": "train.global_batch_size",
+    "shuffle": "data.shuffle",
+    "dataset": "the fingerprint of the encoded examples",
+    "buffer_size": "data.buffer_size",
+    "held": "the number of examples that data.val_size holds out",
+    "content": "the fingerprint of the examples seen so far",
+}
+KEYS = ("epoch", "window", "shards", *NAMES)  # of a state, in the order in which files have them
