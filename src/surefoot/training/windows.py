@@ -210,4 +210,4 @@ def examples_of(found: Mapping[str, Mapping[str, torch.Tensor]]) -> list[Feature
         for name, column in found.items()
     }
     count = len(next(iter(parts.values())))
-    return [{name: column[i] for name, column in parts.items()} for i in range(count)]
+    return [{name: column[i] for name, column in parts.items()} for i in range(count)]  # type: ignore[misc]
