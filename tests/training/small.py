@@ -8,7 +8,9 @@ import torch
 import tiny
 from surefoot.checkpoint.reading.loading import load
 from surefoot.checkpoint.section import CheckpointSection
+from surefoot.data.order.full_shuffle import FullShuffle
 from surefoot.data.order.loader import Loader
+from surefoot.data.order.micro_batches import Batching
 from surefoot.data.text.collation import collate
 from surefoot.methods.full import Full
 from surefoot.model.attention import packed
@@ -39,6 +41,9 @@ class Items(list):
     @property
     def lengths(self):
         return np.array([len(item["input_ids"]) for item in self])
+
+    def lengths_of(self, items):
+        return self.lengths[items]
 
 
 def examples(count=14, seed=5):
@@ -108,12 +113,9 @@ def trainer(
     network = finish(draft, ON_THE_MESH)
     stage, make = SFT(), lambda features: collate(features, packing=packing)
     loader = Loader(
-        dataset=items or examples(),
-        collate=make,
+        FullShuffle(items or examples(), section.seed),
+        Batching(make, micro_batch_size=section.micro_batch_size, packing=packing),
         global_batch_size=section.global_batch_size,
-        micro_batch_size=section.micro_batch_size,
-        seed=section.seed,
-        packing=packing,
         prefetch=prefetch,
     )
     state = TrainerState(max_steps=section.max_steps, train_batch_size=section.micro_batch_size)

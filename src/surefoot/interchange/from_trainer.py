@@ -18,10 +18,10 @@ import torch
 from ..callbacks.early_stop import EarlyStop
 from ..checkpoint.sources.source import TensorSource, read_whole
 from ..checkpoint.state.states import Stateful
+from ..data.order.loader import Loader
 from ..errors import CheckpointError
 from ..storage import files
 from ..training.trainer import Trainer
-from ..training.windows import WindowLoader
 from .moments import Moments, moments_by_name, trainer_groups
 from .pickles import read_pickle
 from .same_model import open_same
@@ -249,7 +249,7 @@ def _take_progress(progress: Progress, trainer: Trainer) -> None:
         trainer.callbacks.load_state_dict({EarlyStop.__name__: counted})
 
 
-def _take_place(progress: Progress, loader: WindowLoader) -> None:
+def _take_place(progress: Progress, loader: Loader) -> None:
     """Go to the window of the step; by the share of the epoch if batches differ. Where nobody knows
     how long an epoch is, the steps were all in the first."""
     windows = loader.steps_per_epoch

@@ -19,7 +19,8 @@ def locate_model(name: str, base: Path) -> str:
 def with_locations(section: Any, base: Path) -> Any:
     """``section`` with every setting that is a location found, in variants and sections, too."""
     values: dict[str, Any] = {
-        name: getattr(section, name) for name in schema.settings(type(section))
+        name: getattr(section, name)
+        for name in schema.settings(type(section))  # type: ignore[arg-type]
     }
     found = {name: _located(value, base) for name, value in values.items()}
     changed = {name: value for name, value in found.items() if value is not values[name]}

@@ -176,17 +176,18 @@ def build_learner(recipe: Recipe, policy: Network, max_steps: int, around: Aroun
 def settle_packing(recipe: Recipe, trainer: Trainer, policy: Network, *, is_resumed: bool) -> None:
     """How packed rows are computed, as a resumed run did: the kernel, and whether prompts are
     shared."""
+    kernels = trainer.state.kernels
     if can_select_attention(recipe, policy, trainer.world):
-        known = trainer.state.attention or (selection.BY_DOCUMENT if is_resumed else None)
+        known = kernels.packed_attention or (selection.BY_DOCUMENT if is_resumed else None)
         dtype = policy_dtype(recipe, policy)
         bounds = data_loading.packed_bounds(recipe, trainer.windows.loader)
         chosen = select_packed_attention(policy.inner, bounds, dtype, known, trainer.world)
-        trainer.state.attention = chosen
+        kernels.packed_attention = chosen
     if recipe.data.packing and policy.awaits_values:
         policy.verify_packing()  # it has values only now
     if recipe.data.packing:
-        state, inner = trainer.state, policy.inner
-        state.shares_prompts = select_prompt_sharing(policy.sharing, inner, state.shares_prompts)
+        known_sharing = kernels.shared_prompts
+        kernels.shared_prompts = select_prompt_sharing(policy.sharing, policy.inner, known_sharing)
 
 
 def build_codec(recipe: Recipe, base: Path) -> Codec:
@@ -229,7 +230,7 @@ def options_of(recipe: Recipe, *, is_read: bool = True) -> NetworkOptions:
 
 
 def can_select_attention(recipe: Recipe, policy: Network, world: World) -> bool:
-    """Whether packed rows may go through whatever kernel is fastest."""
+    """Whether the run selects the kernel of its packed rows."""
     kernel, is_free = policy.inner.config._attn_implementation, recipe.model.attention == "auto"
     return recipe.data.packing and is_free and world.pp == 1 and kernel == f"{packed.PREFIX}sdpa"
 

@@ -9,9 +9,10 @@ from functools import partial
 from pathlib import Path
 
 from ..batch import Batch, Features
+from ..data.order.loader import Loader
 from ..data.store.cache import default_folder
 from ..data.store.dataset import EncodedDataset
-from ..data.store.preparation import EncodedData
+from ..data.store.run_data import TrainingData
 from ..data.text.codec import Codec
 from ..errors import RecipeError
 from ..model.precision import choose
@@ -37,9 +38,8 @@ from ..training.precompute import (
     with_windows,
 )
 from ..training.stage import POLICY
-from ..training.windows import WindowLoader, windows_of_run
+from ..training.windows import windows_of_run
 from . import data_loading
-from .data_loading import Data
 
 
 @dataclass(frozen=True)
@@ -50,17 +50,16 @@ class Ahead:
     codec: Codec
     world: World
     found: Precomputation
-    loaded: Data
+    loaded: TrainingData
     train: WindowSet | None  # None: nothing is computed
     held_out: Mapping[str, WindowSet]
 
     @property
-    def data(self) -> Data:
+    def data(self) -> TrainingData:
         """The datasets, with the columns that are kept by item."""
-        if self.train is None or not isinstance(self.loaded, EncodedData):
+        if self.train is None:
             return self.loaded
-        evals = {name: with_items(data, self.found) for name, data in self.loaded.evals.items()}
-        return replace(self.loaded, train=with_items(self.loaded.train, self.found), evals=evals)
+        return self.loaded.changed(partial(with_items, found=self.found))
 
     @property
     def kept(self) -> KeptWindows:
@@ -128,13 +127,14 @@ class Ahead:
         return open_network(base, model, tokenizer, self.world, options)
 
 
-def open_ahead(recipe: Recipe, base: Path, codec: Codec, data: Data, world: World) -> Ahead:
+def open_ahead(recipe: Recipe, base: Path, codec: Codec, data: TrainingData, world: World) -> Ahead:
     """What is known of the columns of a run; ``base`` is the folder of the recipe's model."""
     size = recipe.train.global_batch_size
     held_out = {name: eval_set(dataset, size) for name, dataset in data.evals.items()}
     train = None
-    if recipe.stage.auxiliary and isinstance(data, EncodedData):
-        train = _train_set(recipe, data, data_loading.build_loader(recipe, data, _no_batch, world))
+    loader = data_loading.build_loader(recipe, data, _no_batch, world)
+    if recipe.stage.auxiliary and loader.order.is_complete:
+        train = _train_set(recipe, data, loader)
     sets = [*([] if train is None else [train]), *held_out.values()]
     return Ahead(recipe, codec, world, columns_of(recipe, base, sets, world), data, train, held_out)
 
@@ -160,11 +160,11 @@ def _no_batch(_features: Sequence[Features]) -> Batch:
     raise NotImplementedError("only the order of the examples is asked for")
 
 
-def _train_set(recipe: Recipe, data: EncodedData, loader: WindowLoader) -> WindowSet:
+def _train_set(recipe: Recipe, data: TrainingData, loader: Loader) -> WindowSet:
     """The training examples, and the windows of the run."""
     order = {n: value for n, value in loader.state_dict().items() if n not in ("epoch", "window")}
     windows = partial(windows_of_run, loader, recipe.train, recipe.stage)
-    return WindowSet(data.train, windows, str(sorted(order.items())))
+    return WindowSet(data.complete[0], windows, str(sorted(order.items())))
 
 
 def eval_set(dataset: EncodedDataset, size: int) -> WindowSet:

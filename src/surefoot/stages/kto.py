@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from ..batch import IGNORE_INDEX, Batch, Features, Loss, Outputs, OutputSpec
-from ..data.encoded import Truncated, Dropped, Encoded
+from ..data.encoded import Dropped, Encoded, Truncated
 from ..data.example import Example
 from ..data.section import DataSection
 from ..data.text.collation import collate, with_columns, with_owners

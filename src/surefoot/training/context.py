@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 import torch
@@ -18,7 +17,7 @@ from numpy.typing import NDArray
 from ..batch import Batch, Features, Outputs, OutputSpec
 from ..data.data_order import Index
 from ..data.order.length_balancing import in_turn
-from ..data.order.loader import Collate, batch_of
+from ..data.order.micro_batches import Collate, batch_of
 from ..data.text.codec import Codec
 from ..data.text.collation import num_trained
 from ..data.text.pairs import unshared
@@ -76,7 +75,7 @@ class NetworkContext:
                 dtype = values.dtype
                 found[row, torch.from_numpy(at)] = values[: len(at)].double().cpu()
         found = self.world.summed(found).to(dtype)
-        rows = [found[:, start:end] for start, end in pairwise(ends.tolist())]
+        rows = torch.split(found, counts, dim=1)
         return [Outputs(**dict(zip(spec.outputs, row, strict=True))) for row in rows]
 
     def reduce(

@@ -5,7 +5,8 @@ renamed when all of it is on the disk, so it is there wholly or not at all; what
 afterwards is noticed and encoded anew. Any folder may be deleted at any time.
 
     <fingerprint>/header.json            names, sizes and hashes of the files below; the report
-    <fingerprint>/<feature>.tokens       int32, all items end to end; .bytes for text: uint8
+    <fingerprint>/<feature>.tokens       int32, all items end to end
+    <fingerprint>/<feature>.bytes        uint8, the same of a feature that is text, not tokens
     <fingerprint>/<feature>.offsets      int64, where each item begins, and the end
     <fingerprint>/rows                   int64, the row that each item comes from
 """
@@ -20,7 +21,7 @@ import os
 import secrets
 import time
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -41,7 +42,7 @@ logger = logging.getLogger(__name__)
 VERSION = 1  # of the layout of a folder
 HEADER, ROWS, TOKENS, OFFSETS = "header.json", "rows", ".tokens", ".offsets"
 BYTES = ".bytes"
-KINDS = {TOKENS: np.int32, BYTES: np.uint8}  # of the values of items
+KINDS: Mapping[str, type[np.int32] | type[np.uint8]] = {TOKENS: np.int32, BYTES: np.uint8}
 MAX_HEADER = 1 << 30  # bytes; it holds a line for every broken row
 POLL_SECONDS = 0.1
 
@@ -109,7 +110,10 @@ class Writer:
         if not items:
             return
         if not self._columns:
-            self._columns = {n: _Column(self._folder, n, suffix_of(v)) for n, v in items[0].items()}
+            self._columns = {
+                name: _Column(self._folder, name, BYTES if isinstance(value, bytes) else TOKENS)
+                for name, value in items[0].items()
+            }
         for name, column in self._columns.items():
             column.add([item[name] for item in items])
         self._rows.extend(rows)
@@ -137,7 +141,8 @@ class _Written(NamedTuple):
 
 
 class _Column:
-    """One feature's tokens, written as they come, and their offsets, kept until the end."""
+    """One feature's tokens or bytes, written as they come, and their offsets, kept until the
+    end."""
 
     def __init__(self, folder: Path, name: str, suffix: str) -> None:
         self._folder, self._name, self._suffix = folder, name, suffix
@@ -167,11 +172,6 @@ def _write_index(folder: Path, name: str, index: Index) -> dict[str, _Written]:
     data = index.tobytes()
     files.write_new(folder / name, data)
     return {name: _Written(len(data), files.digest(data))}
-
-
-def suffix_of(values: Sequence[int]) -> str:
-    """Of the file that holds a feature: text is kept as bytes."""
-    return BYTES if isinstance(values, bytes) else TOKENS
 
 
 class _DamagedError(Exception):
@@ -211,13 +211,12 @@ def _read_header(path: Path) -> dict[str, Any]:
 
 
 def _mapped(path: Path, written: _Written) -> NDArray[Any]:
-    """The numbers of a file. Indexes are checked against their hash; tokens by their size."""
-    is_tokens = path.suffix in KINDS
+    """The numbers of a file. Indexes are checked by their hash, tokens and bytes by their size."""
+    kind: type[np.generic] = KINDS.get(path.suffix, np.int64)
     if path.stat().st_size != written.size:
         raise _DamagedError(f"{path.name} has {path.stat().st_size} bytes, not {written.size}")
-    kind = KINDS.get(path.suffix, np.int64)
     numbers = np.memmap(path, kind, "r").view(np.ndarray) if written.size else np.empty(0, kind)
-    if not is_tokens and files.digest(numbers.data.cast("B")) != written.digest:
+    if kind is np.int64 and files.digest(numbers.data.cast("B")) != written.digest:
         raise _DamagedError(f"{path.name} does not match its checksum")
     return numbers
 
