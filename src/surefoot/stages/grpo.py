@@ -45,7 +45,6 @@ class GRPO:
 
     uses_template: ClassVar[bool] = True
     heads: ClassVar[Sequence[str]] = ()
-    prepares: ClassVar[bool] = True
     kept_by: ClassVar[Literal["item", "window"]] = "item"
     auxiliary: ClassVar[Mapping[str, AuxiliaryModel]] = {}
     precompute = no_columns

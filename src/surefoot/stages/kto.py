@@ -47,7 +47,6 @@ class KTO:
 
     uses_template: ClassVar[bool] = True
     heads: ClassVar[Sequence[str]] = ()
-    prepares: ClassVar[bool] = True
     kept_by: ClassVar[Literal["item", "window"]] = "window"
     spec: ClassVar[OutputSpec] = LOGPS
     eval_spec: ClassVar[OutputSpec] = LOGPS
