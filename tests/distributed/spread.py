@@ -50,13 +50,14 @@ def trainer(
     examples=None,
     parallel=None,
     stage=None,
+    codec=None,
     **changes,
 ):
     """The trainer of a tiny model; ``changes`` are of its configuration."""
     method = method or Full()
     recipe = Recipe(
         model=ModelSection(path="unused"),
-        data=DataSection(datasets=("unused",), packing=packing),
+        data=DataSection(datasets=("unused",), packing=packing, cache_dir=folder / "cache"),
         method=method,
         stage=stage or SFT(),
         train=TrainSection(**{**TRAIN, "output_dir": folder, **(train or {})}),
@@ -85,7 +86,9 @@ def trainer(
     draft = Draft(folder, recipe.model, None, world, options_of(recipe))
     draft.inner, draft.module, draft.sharing = inner, model, sharing
     policy = finish(draft, ON_THE_MESH)
-    return assemble(recipe, None, policy, open_ahead(recipe, folder, None, data, world), saver)
+    ahead = open_ahead(recipe, folder, codec, data, world)
+    ahead.run(policy)
+    return assemble(recipe, codec, policy, ahead, saver)
 
 
 def learn(made, count):
@@ -95,7 +98,7 @@ def learn(made, count):
         step = made.state.global_step
         made.policy.module.train()
         figures = made.policy.step.gradients(
-            made.windows.loader.next_window(),
+            made.windows.next_turn().window,
             partial(made.stage.loss, "policy"),
             step=step,
             before=lambda index, step=step: seed_everything(0, step, index, made.world.data_rank),

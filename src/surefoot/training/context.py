@@ -95,7 +95,9 @@ class NetworkContext:
         """One sample of the policy for each prompt."""
         network = self.networks[POLICY]
         with evaluating(network):
-            return network.generate(prompts, settings, seed=self.seed)
+            return network.generate(
+                prompts, settings, seed=self.seed, stop_token_ids=self.codec.stop_token_ids
+            )
 
     def score(
         self,
