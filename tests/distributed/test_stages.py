@@ -14,7 +14,7 @@ CLOSE = {"dpo": 1e-6}  # its reference is kept in float32
 
 
 def losses(world, folder, name, *, count=14, packing=False, micro_batch_size=1, **parallel):
-    """Mean loss and gradient norm of a few steps."""
+    """Mean loss and gradient norm of a few steps, one after the other."""
     made = trainer(
         world,
         folder / f"{world.size}-{packing}-{micro_batch_size}",
@@ -26,7 +26,7 @@ def losses(world, folder, name, *, count=14, packing=False, micro_batch_size=1, 
         dtype=torch.float64,
         **({"parallel": parallel} if parallel else {}),
     )
-    return learn(made, STEPS)
+    return [figure for step in learn(made, STEPS) for figure in step]
 
 
 @pytest.mark.parametrize("name", STAGES)
