@@ -22,6 +22,7 @@ LAYERS = [
     ["stages", "methods", "callbacks"],
     ["training"],
     ["remote"],
+    ["network"],
     ["data", "model", "optim", "parallel", "generate", "checkpoint"],
     ["schema", "files", "batch", "cuts"],
     ["reasons", "address", "hashes"],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -22,9 +22,9 @@ from .data.templates import disagreement
 from .encoding import codec_of
 from .errors import RecipeError
 from .feed import Data
+from .methods.continued import continued
 from .methods.full import Full
 from .model import attention, attention_choice, companions, outputs
-from .model.adapter import continue_adapter
 from .model.asked_head import AskedHead, asked_head
 from .model.compiled import compile_layers
 from .model.load import (
@@ -38,8 +38,9 @@ from .model.load import (
 )
 from .model.low_rank import use_one_pass
 from .model.quantized import check_alone, num_elements
-from .model.weights import AdapterWeights, FullWeights, names_in_files
-from .optim.state import NamedState
+from .model.weights import names_in_files
+from .network.method import Weights
+from .optim.trained import TrainedParameters
 from .parallel.engine import Forward, plain
 from .parallel.pipeline import passed, piped
 from .parallel.sequence import widened
@@ -89,7 +90,7 @@ def build(
     if asked is not None and not is_trial:
         ask_another(recipe, codec, data, asked, world)
     is_asked = asked is None or asked.is_complete or is_trial
-    is_kept = resume is not None and writer != "trainer" and recipe.method.kind == "full"
+    is_kept = resume is not None and writer != "trainer" and recipe.method.saves_base_model
     is_kept = is_kept and is_asked  # what is not to be asked anything need not have values
     policy = build_policy(recipe, base, codec.tokenizer, world, is_read=not is_kept)
     saver = build_saver(recipe, policy, codec, base, world)
@@ -105,6 +106,7 @@ def build(
         else:
             load_checkpoint(resume, trainer.states)
             trainer.saver.newest = resume
+        trainer.trained.check(trainer.state.global_step)
         logger.info("going on from %s, step %d", resume.name, trainer.state.global_step)
     if takes_any_attention(recipe, policy, world):
         known = trainer.state.attention or (attention_choice.BY_DOCUMENT if resume else None)
@@ -168,7 +170,7 @@ class Policy:
 
     model: nn.Module
     inner: PreTrainedModel  # the same without its adapter
-    weights: FullWeights | AdapterWeights  # what its checkpoints hold
+    weights: Weights  # what its checkpoints hold
     values: Values | None = None  # of a model that has none yet
     head: AskedHead | None = None  # of ``inner``, if it can be asked for more than logits
     sharing: attention.Sharing = field(default_factory=attention.Sharing)
@@ -204,12 +206,9 @@ def build_policy(
     elif recipe.data.packing:
         attention.switch_to_packed(model)
     seed_everything(recipe.train.seed, 1)
-    method: Callable[[PreTrainedModel], nn.Module] = recipe.method.apply
-    if recipe.model.adapter is not None:
-        method = partial(continue_adapter, folder=recipe.model.adapter)
-    policy, values = (method(model), None) if start is None else start.apply(method)
-    is_adapter = recipe.method.kind == "adapter"
-    if is_adapter:
+    method = continued(recipe.method, recipe.model.adapter)
+    policy, values = (method.apply(model), None) if start is None else start.apply(method.apply)
+    if not method.saves_base_model:
         use_one_pass(policy)
     if values is not None and not is_read:
         values = Values({}, {})
@@ -221,8 +220,7 @@ def build_policy(
     learning = sum(p.numel() for p in policy.parameters() if p.requires_grad)
     share = learning / sum(num_elements(p) for p in policy.parameters())
     logger.info("%s parameters learn, %.3g %% of all", f"{learning:,}", 100 * share)
-    weights = AdapterWeights(policy) if is_adapter else FullWeights(model)
-    return Policy(policy, model, weights, values, asked_head(model), sharing)
+    return Policy(policy, model, method.weights(policy, model), values, asked_head(model), sharing)
 
 
 def _refuse_frozen_new_tokens(policy: nn.Module) -> None:
@@ -254,6 +252,7 @@ def assemble(recipe: Recipe, policy: Policy, data: Data, saver: Saver, world: Wo
     loader = feed.build_loader(recipe, data, collate, world)
     section, precision = recipe.train, choose(recipe.train.precision)
     names = names_in_files(policy.model, policy.weights)  # before they are cut
+    trainable = [names[n] for n, p in policy.model.named_parameters() if p.requires_grad]
     size = sum(num_elements(p) for p in policy.model.parameters())
     staging = staged(policy.model, policy.inner, policy.weights, names, world, recipe.parallel)
     names = names if staging is None else dict(staging.names)
@@ -273,20 +272,27 @@ def assemble(recipe: Recipe, policy: Policy, data: Data, saver: Saver, world: Wo
         num_train_epochs=section.num_epochs,
         train_batch_size=section.micro_batch_size,
     )
-    optimizer = recipe.optim.build(learning)
+    trained = TrainedParameters(
+        recipe.optim,
+        dict(learning),
+        recipe.method.trainable,
+        cuts,
+        trainable,
+    )
     engine = build_engine(policy, staging, recipe, world, precision, cuts)
-    weights, moments = replace(policy.weights, cuts=cuts), NamedState(optimizer, cuts)
+    weights = policy.weights.sharded(cuts)
     control = TrainerControl()
     counts = loader.num_examples, loader.steps_per_epoch
-    context = Context(section, policy.model, optimizer, section.folder, *counts)
+    context = Context(section, policy.model, trained, section.folder, *counts)
     return Trainer(
         section=section,
         stage=recipe.stage,
         models=Models(policy.model),
         weights=weights if staging is None else staging.weights(weights),
-        optimizer_state=moments if staging is None else staging.optimizer(moments),
+        trained=trained,
+        optimizer_state=trained if staging is None else staging.optimizer(trained),
         step=Step(
-            optimizer,
+            trained.optimizer,
             recipe.optim.schedule_over(max_steps),
             engine.run_window,
             section.max_grad_norm,
@@ -363,15 +369,12 @@ def build_saver(recipe: Recipe, policy: Policy, codec: Codec, base: Path, world:
         "recipe.yaml": dump(recipe).encode(),
         **companions.tokenizer_files(codec.tokenizer),
     }
-    if recipe.method.kind == "adapter":
-        files |= companions.adapter_files(policy.model, recipe.model)
-    else:
-        files |= companions.model_files(policy.inner, base, codec.stop_token_ids)
+    files |= policy.weights.small_files(recipe.model, base, codec.stop_token_ids)
     layout = recipe.checkpoint.layout_in(recipe.train.output_dir)
     return Saver(
         output_dir=recipe.train.folder,
         section=replace(recipe.checkpoint, layout=layout),
-        kind=recipe.method.kind,
+        kind=policy.weights.kind,
         companions=files,
         steps={
             "log_steps": recipe.train.log_steps,

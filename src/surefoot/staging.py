@@ -21,8 +21,8 @@ from .model import outputs
 from .model.anatomy import Absent
 from .model.asked_head import AskedHead
 from .model.pipeline_stages import Stages, keep, parameters_of
-from .model.weights import AdapterWeights, FullWeights
-from .optim.state import NamedState
+from .network.method import Weights
+from .optim.trained import TrainedParameters
 from .parallel.collectives import Axis, MeshAxis
 from .parallel.links import connect
 from .parallel.pipeline import Finish, Pipeline, tie
@@ -57,18 +57,19 @@ class Staging:
             for number, run in self.stages.here.items()
         ]
 
-    def weights(self, own: FullWeights | AdapterWeights) -> StagedWeights:
+    def weights(self, own: Weights) -> StagedWeights:
         """The weights as a state of the whole model."""
-        is_full = isinstance(own, FullWeights)
         second = {}
-        if is_full and self.tied is not None and self.names[self.tied] not in own.state_dict():
-            second = {self.names[self.tied]: self.tied}
+        if self.tied is not None:
+            name = self.names[self.tied]
+            if name in self.whole and name not in own.state_dict():  # an adapter's files lack it
+                second = {name: self.tied}
         names = {*own.state_dict(), *second}
         mine = owners(self.world, names)[self.world.pp_rank]
         elsewhere = {name: t for name, t in self.whole.items() if name not in names}
         return StagedWeights(own, self.model, elsewhere, names - mine, second, self.world)
 
-    def optimizer(self, own: NamedState) -> StagedOptimizer:
+    def optimizer(self, own: TrainedParameters) -> StagedOptimizer:
         """The state of the optimizer of this process as one of the whole model's."""
         elsewhere = set(self.learning) - set(self._learning_here())
         return StagedOptimizer(own, elsewhere, self._copies(), self.world)
@@ -171,7 +172,7 @@ class Staging:
 def staged(
     model: nn.Module,
     inner: PreTrainedModel,
-    weights: FullWeights | AdapterWeights,
+    weights: Weights,
     names: Mapping[str, str],
     world: World,
     section: ParallelSection,
@@ -220,9 +221,7 @@ class Division:
     tied: nn.Parameter | None  # a weight that the first and the last stage both have
 
 
-def divide(
-    inner: PreTrainedModel, weights: FullWeights | AdapterWeights, num_stages: int
-) -> Division:
+def divide(inner: PreTrainedModel, weights: Weights, num_stages: int) -> Division:
     """How ``inner``, which is whole, is divided into stages.
 
     Raises ``RecipeError`` if it cannot be.
@@ -233,14 +232,12 @@ def divide(
     return Division([any(learns[: i + 1]) for i in range(num_stages)], _shared(of_stages))
 
 
-def _refuse_converted(inner: PreTrainedModel, weights: FullWeights | AdapterWeights) -> None:
-    if isinstance(weights, FullWeights):
-        own = inner.state_dict().keys() - inner.all_tied_weights_keys.keys()
-        if own != weights.state_dict().keys():
-            raise RecipeError(
-                f"parallel.pp: {type(inner).__name__} fuses tensors of its files when it loads, "
-                "which a pipeline cannot do yet; leave pp at 1 and use parallel.dp_shard"
-            )
+def _refuse_converted(inner: PreTrainedModel, weights: Weights) -> None:
+    if weights.is_converted:
+        raise RecipeError(
+            f"parallel.pp: {type(inner).__name__} fuses tensors of its files when it loads, "
+            "which a pipeline cannot do yet; leave pp at 1 and use parallel.dp_shard"
+        )
 
 
 def _shared(of_stages: Sequence[Sequence[nn.Parameter]]) -> nn.Parameter | None:

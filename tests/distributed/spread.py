@@ -21,7 +21,6 @@ from surefoot.methods.full import Full
 from surefoot.model import attention
 from surefoot.model.load import recompute_activations
 from surefoot.model.section import ModelSection
-from surefoot.model.weights import AdapterWeights, FullWeights
 from surefoot.optim.adamw import AdamW
 from surefoot.parallel.section import ParallelSection
 from surefoot.parallel.world import ALONE
@@ -67,8 +66,7 @@ def trainer(
     model = method.apply(inner)
     if recompute:
         recompute_activations(inner)
-    is_adapter = method.kind == "adapter"
-    weights = AdapterWeights(model) if is_adapter else FullWeights(inner)
+    weights = method.weights(model, inner)
     with torch.no_grad():  # PEFT's B is zero, and A would have no gradient
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
@@ -76,7 +74,7 @@ def trainer(
     saver = Saver(
         output_dir=folder,
         section=CheckpointSection(),
-        kind=method.kind,
+        kind=weights.kind,
         companions={},
         steps=dict.fromkeys(("log_steps", "eval_steps", "save_steps")),
         world=world,

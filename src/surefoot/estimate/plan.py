@@ -159,7 +159,7 @@ def _saving(
     )
     evaluates = train.eval_steps or train.eval_minutes or train.eval_epoch
     at_once = most_at_once(saves, section.rule(), (section.keep_best or 1) if evaluates else 0)
-    is_adapter = skeleton.recipe.method.kind == "adapter"
+    is_adapter = not skeleton.recipe.method.saves_base_model
     copy = snapshot_size(size, machine.num_processes, is_adapter=is_adapter)
     return Saving(
         size=size,

@@ -28,7 +28,8 @@ from ..model import attention, outputs
 from ..model.asked_head import AskedHead, asked_head
 from ..model.load import DTYPES, grow_embeddings, recompute_activations, upcast_trained
 from ..model.low_rank import use_one_pass
-from ..model.weights import AdapterWeights, FullWeights, trained
+from ..model.weights import trained
+from ..network.method import Weights
 from ..optim.state import NamedState
 from ..parallel.plan import Stretch, cuts_vocabulary
 from ..parallel.sequence import widened
@@ -77,7 +78,7 @@ class Skeleton:
     mode: FakeTensorMode
     model: nn.Module
     inner: PreTrainedModel  # the same without its adapter
-    weights: FullWeights | AdapterWeights  # what its checkpoints hold
+    weights: Weights  # what its checkpoints hold
     recipe: Recipe
     setting: Setting
     head: AskedHead | None  # of ``inner``, if it can be asked for more than logits
@@ -105,8 +106,7 @@ def build(
             recompute_activations(inner, keep_random=False)  # which has no state here
         upcast_trained(policy, recipe.model)
         head = asked_head(inner)
-    is_adapter = recipe.method.kind == "adapter"
-    weights = AdapterWeights(policy) if is_adapter else FullWeights(inner)
+    weights = recipe.method.weights(policy, inner)
     own = _share(inner, weights, setting) if setting.pp > 1 else None
     mode = FakeTensorMode()
     _put(policy, mode, setting.gathered)
@@ -115,9 +115,7 @@ def build(
     return _cut(made) if setting.tp > 1 else made
 
 
-def _share(
-    inner: PreTrainedModel, weights: FullWeights | AdapterWeights, setting: Setting
-) -> Share:
+def _share(inner: PreTrainedModel, weights: Weights, setting: Setting) -> Share:
     count, dtype = setting.num_parts, setting.gathered
     return share(inner, weights, setting.place, size=setting.pp, num_parts=count, dtype=dtype)
 

@@ -69,7 +69,7 @@ def size_of_checkpoint(
             "trainer": TrainerState(),
             "random": RandomState(),
         },
-        kind=recipe.method.kind,
+        kind=skeleton.weights.kind,
         companions=saver.companions,
         max_shard_size=recipe.checkpoint.max_shard_size,
         crew=Crew(saver.section.layout or "full"),

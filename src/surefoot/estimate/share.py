@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from ..batch import Batch
 from ..model.pipeline_stages import Stages, keep, split
-from ..model.weights import AdapterWeights, FullWeights
+from ..network.method import Weights
 from ..staging import divide
 
 
@@ -51,7 +51,7 @@ class Share:
 
 def share(
     inner: PreTrainedModel,
-    weights: FullWeights | AdapterWeights,
+    weights: Weights,
     place: int,
     *,
     size: int,

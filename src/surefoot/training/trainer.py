@@ -12,6 +12,7 @@ from ..batch import Batch, Outputs, Window
 from ..checkpoint.load import load
 from ..checkpoint.states import RandomState, Stateful
 from ..errors import RunError
+from ..optim.trained import TrainedParameters
 from ..parallel.shard import gather_nothing
 from ..parallel.world import ALONE, World
 from .best import note_evaluation
@@ -54,6 +55,7 @@ class Trainer:
     stage: Stage
     models: Models
     weights: Stateful
+    trained: TrainedParameters
     optimizer_state: Stateful
     step: Step
     forward: Callable[[Batch], Outputs]  # for evaluation; the engine has its own
@@ -154,6 +156,7 @@ class Trainer:
         self.callbacks.emit("on_step_begin")
         if not self.models.policy.training:
             self.models.policy.train()
+        self.step.optimizer = self.trained.at(step)
         figures = self.step.gradients(
             window,
             self.stage.loss,

@@ -1,0 +1,1 @@
+"""A model that computes what a stage specifies, and how it is trained."""
