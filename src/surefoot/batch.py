@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 if TYPE_CHECKING:
     import numpy as np
@@ -154,6 +154,25 @@ Window = Sequence[Batch]  # the micro-batches of one optimizer step
 
 
 @dataclass(frozen=True)
+class OutputSpec:
+    """Which outputs of a model a stage needs, and where."""
+
+    outputs: tuple[str, ...]  # fields of ``Outputs``
+    at: Literal["labels", "ends"] = "labels"  # ends: the last token of each document (a score)
+    smoothing: float = 0.0  # probability that is spread evenly over the vocabulary, of each label
+    temperature: float = 1.0  # logits are divided by it before log-probabilities are computed
+
+    def __post_init__(self) -> None:
+        unknown = sorted(set(self.outputs) - _outputs())
+        if unknown:
+            raise ValueError(f"outputs: expected fields of Outputs, got {unknown[0]!r}")
+        if self.at == "ends" and set(self.outputs) != {"values"}:
+            raise ValueError(f"at the ends of documents there are only values, not {self.outputs}")
+        if self.temperature <= 0:
+            raise ValueError(f"temperature must be positive, got {self.temperature}")
+
+
+@dataclass(frozen=True)
 class Outputs:
     """What a stage asked of the model, at the trained positions in reading order.
 
@@ -166,6 +185,10 @@ class Outputs:
     entropies: torch.Tensor | None = None  # [N] float32, nats
     values: torch.Tensor | None = None  # [N] float32, from a value head
     predictions: torch.Tensor | None = None  # [N] int64
+
+
+def _outputs() -> set[str]:
+    return {known.name for known in fields(Outputs)}
 
 
 @dataclass(frozen=True)

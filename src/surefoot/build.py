@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import torch
-from torch import nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from . import feed, interchange
-from .batch import Batch, ForwardBackward, Outputs
-from .checkpoint.layouts import scattered
+from .batch import OutputSpec
 from .checkpoint.load import load as load_checkpoint
-from .cuts import Cuts
 from .data.chat import Codec
 from .data.templates import disagreement
 from .encoding import codec_of
@@ -24,37 +21,18 @@ from .errors import RecipeError
 from .feed import Data
 from .methods.continued import continued
 from .methods.full import Full
-from .model import attention, attention_choice, companions, outputs
-from .model.asked_head import AskedHead, asked_head
-from .model.compiled import compile_layers
-from .model.load import (
-    device,
-    grow_embeddings,
-    load_model,
-    recompute_activations,
-    resolve,
-    training_dtype,
-    upcast_trained,
-)
-from .model.low_rank import use_one_pass
-from .model.quantized import check_alone, num_elements
-from .model.weights import names_in_files
-from .network.method import Weights
-from .optim.trained import TrainedParameters
-from .parallel.engine import Forward, plain
-from .parallel.pipeline import passed, piped
-from .parallel.sequence import widened
-from .parallel.shard import gather_nothing, layers, shard
-from .parallel.vocabulary import cut_vocabulary
+from .model import attention, attention_choice, companions
+from .model.load import resolve
+from .network.network import Network
+from .network.open import NetworkOptions, open_network
 from .parallel.world import ALONE, World
 from .recipe.recipe import Recipe, dump
 from .references import References, asked_model, references
-from .staging import Staging, staged
-from .startup import Values, begin, check_packed, settle_attention, settle_sharing
+from .startup import settle_attention, settle_sharing
 from .training.callback import Callbacks, Context, TrainerCallback
 from .training.interval import Interval
 from .training.memory import keep_freed_memory
-from .training.precision import LossScaler, PrecisionName, autocast, choose
+from .training.precision import LossScaler, choose
 from .training.randomness import seed_everything, use_deterministic_kernels
 from .training.saver import Saver
 from .training.stage import Models, measured, smoothing
@@ -92,7 +70,7 @@ def build(
     is_asked = asked is None or asked.is_complete or is_trial
     is_kept = resume is not None and writer != "trainer" and recipe.method.saves_base_model
     is_kept = is_kept and is_asked  # what is not to be asked anything need not have values
-    policy = build_policy(recipe, base, codec.tokenizer, world, is_read=not is_kept)
+    policy = open_policy(recipe, base, codec.tokenizer, world, is_read=not is_kept)
     saver = build_saver(recipe, policy, codec, base, world)
     trainer = assemble(recipe, policy, data, saver, world)
     if asked is not None:
@@ -113,11 +91,8 @@ def build(
         dtype = policy_dtype(recipe, policy)
         bounds = feed.packed_bounds(recipe, trainer.loader)
         trainer.state.attention = settle_attention(policy.inner, bounds, dtype, known, world)
-    if recipe.data.packing and policy.values is not None:
-        policy.model.eval()
-        is_proven = check_packed(trainer.forward, policy.inner)  # it has values only now
-        policy.sharing.is_proven = world.from_main(is_proven)
-        gather_nothing(policy.model)
+    if recipe.data.packing and policy.awaits_values:
+        policy.verify_packing()  # it has values only now
     if recipe.data.packing:
         state, inner = trainer.state, policy.inner
         state.shares_prompts = settle_sharing(policy.sharing, inner, state.shares_prompts)
@@ -138,17 +113,17 @@ def ask_another(recipe: Recipe, codec: Codec, data: Data, asked: References, wor
             f"stage.dpo.reference: {model.path} has other tokens than {recipe.model.path}, so what "
             "it says of an answer is not to be compared; name a model with the same tokenizer"
         )
-    policy = build_policy(other, base, tokenizer, world)
+    policy = open_policy(other, base, tokenizer, world)
     saver = build_saver(other, policy, codec, base, world)
     made = assemble(other, policy, data, saver, world)
-    asked.ask(made.forward, policy.model, feed.build_collate(other, policy.sharing))
+    asked.ask(made.forward, policy.module, feed.build_collate(other, policy.sharing))
 
 
-def refer(trainer: Trainer, recipe: Recipe, policy: Policy, data: Data, asked: References) -> None:
+def refer(trainer: Trainer, recipe: Recipe, policy: Network, data: Data, asked: References) -> None:
     """Let the examples of ``trainer``, which has not begun, have what the reference says of them,
     that is, its own policy now."""
     collate, world = feed.build_collate(recipe, policy.sharing), trainer.world
-    asked.ask(trainer.forward, policy.model, collate)
+    asked.ask(trainer.forward, policy.module, collate)
     data = asked.added(data)
     trainer.loader = feed.build_loader(recipe, data, collate, world)
     trainer.evals = feed.build_evals(recipe, data, collate, world)
@@ -164,206 +139,91 @@ def build_codec(recipe: Recipe, base: Path) -> Codec:
     return codec
 
 
-@dataclass(frozen=True)
-class Policy:
-    """The model that learns."""
-
-    model: nn.Module
-    inner: PreTrainedModel  # the same without its adapter
-    weights: Weights  # what its checkpoints hold
-    values: Values | None = None  # of a model that has none yet
-    head: AskedHead | None = None  # of ``inner``, if it can be asked for more than logits
-    sharing: attention.Sharing = field(default_factory=attention.Sharing)
-
-
-def build_policy(
+def open_policy(
     recipe: Recipe,
     base: Path,
     tokenizer: PreTrainedTokenizerBase,
     world: World = ALONE,
     *,
     is_read: bool = True,
-) -> Policy:
-    """The pretrained model, made ready to learn by the recipe's method.
+) -> Network:
+    """The model that a recipe trains; without values if not ``is_read``, because a checkpoint has
+    all of them."""
+    options = options_of(recipe, is_read=is_read)
+    return open_network(base, recipe.model, tokenizer, world, options)
 
-    If several processes will share it, or if it is not to be read, because a checkpoint has all of
-    it, it has no values yet.
-    """
-    dtype = training_dtype(recipe.model)
-    check_alone(recipe.model, world.size)
-    start = None
-    if world.mesh is not None or not is_read:
-        start = begin(base, recipe.model, dtype=dtype)
-    model = (
-        load_model(base, recipe.model, dtype=dtype, weights=scattered(base))
-        if start is None
-        else start.model
+
+def options_of(recipe: Recipe, *, is_read: bool = True) -> NetworkOptions:
+    """How the model of a recipe is made ready."""
+    return NetworkOptions(
+        method=continued(recipe.method, recipe.model.adapter),
+        parallel=recipe.parallel,
+        precision=choose(recipe.train.precision),
+        packing=recipe.data.packing,
+        seed=recipe.train.seed,
+        is_read=is_read,
     )
-    grew = grow_embeddings(model, tokenizer)
-    sharing = attention.Sharing()
-    if recipe.data.packing and start is None:
-        sharing.is_proven = attention.use_packed(model)
-    elif recipe.data.packing:
-        attention.switch_to_packed(model)
-    seed_everything(recipe.train.seed, 1)
-    method = continued(recipe.method, recipe.model.adapter)
-    policy, values = (method.apply(model), None) if start is None else start.apply(method.apply)
-    if not method.saves_base_model:
-        use_one_pass(policy)
-    if values is not None and not is_read:
-        values = Values({}, {})
-    if recipe.model.gradient_checkpointing:
-        recompute_activations(model)
-    if grew:
-        _refuse_frozen_new_tokens(policy)
-    upcast_trained(policy, recipe.model)
-    learning = sum(p.numel() for p in policy.parameters() if p.requires_grad)
-    share = learning / sum(num_elements(p) for p in policy.parameters())
-    logger.info("%s parameters learn, %.3g %% of all", f"{learning:,}", 100 * share)
-    return Policy(policy, model, method.weights(policy, model), values, asked_head(model), sharing)
 
 
-def _refuse_frozen_new_tokens(policy: nn.Module) -> None:
-    embeddings: nn.Module = policy.get_input_embeddings()  # type: ignore[operator]
-    if not any(p.requires_grad for p in embeddings.parameters()):
-        raise RecipeError(
-            "model.new_special_tokens: the embeddings of the new tokens would never learn; "
-            "name them in method.lora.modules_to_save (embed_tokens, lm_head) or in "
-            "method.freeze.extra_modules, or use method: full"
-        )
-
-
-def takes_any_attention(recipe: Recipe, policy: Policy, world: World) -> bool:
+def takes_any_attention(recipe: Recipe, policy: Network, world: World) -> bool:
     """Whether packed rows may go through whatever kernel is fastest."""
     kernel, is_free = policy.inner.config._attn_implementation, recipe.model.attention == "auto"
     return recipe.data.packing and is_free and world.pp == 1 and kernel == f"{attention.PREFIX}sdpa"
 
 
-def policy_dtype(recipe: Recipe, policy: Policy) -> torch.dtype:
+def policy_dtype(recipe: Recipe, policy: Network) -> torch.dtype:
     """The type that most of the arithmetic is done in."""
     held: torch.dtype = policy.inner.dtype
     types = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": held}
     return types[choose(recipe.train.precision)]
 
 
-def assemble(recipe: Recipe, policy: Policy, data: Data, saver: Saver, world: World) -> Trainer:
+def assemble(recipe: Recipe, policy: Network, data: Data, saver: Saver, world: World) -> Trainer:
     """Put the parts together."""
     collate = feed.build_collate(recipe, policy.sharing)
     loader = feed.build_loader(recipe, data, collate, world)
     section, precision = recipe.train, choose(recipe.train.precision)
-    names = names_in_files(policy.model, policy.weights)  # before they are cut
-    trainable = [names[n] for n, p in policy.model.named_parameters() if p.requires_grad]
-    size = sum(num_elements(p) for p in policy.model.parameters())
-    staging = staged(policy.model, policy.inner, policy.weights, names, world, recipe.parallel)
-    names = names if staging is None else dict(staging.names)
-    values = None if policy.values is None else policy.values.of(policy.model)
-    dtype = torch.bfloat16 if precision == "bf16" else None
-    stages = None if staging is None else staging.stretches()
-    found = shard(policy.model, policy.inner, world, recipe.parallel, dtype=dtype, stages=stages)
-    if values is not None:
-        values.fill(policy.model, found, world)
-    if recipe.model.compile:
-        compile_layers(layers(policy.model))
-    cuts = {names[name]: cut for name, cut in found.items()}
-    learning = [(names[n], p) for n, p in policy.model.named_parameters() if p.requires_grad]
     max_steps = feed.num_steps(section, loader.steps_per_epoch)
     state = TrainerState(
         max_steps=max_steps,
         num_train_epochs=section.num_epochs,
         train_batch_size=section.micro_batch_size,
     )
-    trained = TrainedParameters(
-        recipe.optim,
-        dict(learning),
-        recipe.method.trainable,
-        cuts,
-        trainable,
-    )
-    engine = build_engine(policy, staging, recipe, world, precision, cuts)
-    weights = policy.weights.sharded(cuts)
+    trained = policy.trained(recipe.optim, recipe.method.trainable)
+    spec = OutputSpec(recipe.stage.needs, smoothing=smoothing(recipe.stage))
     control = TrainerControl()
     counts = loader.num_examples, loader.steps_per_epoch
-    context = Context(section, policy.model, trained, section.folder, *counts)
+    context = Context(section, policy.module, trained, section.folder, *counts)
     return Trainer(
         section=section,
         stage=recipe.stage,
-        models=Models(policy.model),
-        weights=weights if staging is None else staging.weights(weights),
+        models=Models(policy.module),
+        weights=policy.weights,
         trained=trained,
-        optimizer_state=trained if staging is None else staging.optimizer(trained),
+        optimizer_state=policy.optimizer_state(trained),
         step=Step(
             trained.optimizer,
             recipe.optim.schedule_over(max_steps),
-            engine.run_window,
+            policy.engine.step_runner(spec),
             section.max_grad_norm,
             LossScaler(enabled=precision == "fp16"),
             world.summed,
             world.totals,
-            copies=frozenset() if staging is None else staging.copies(),
+            copies=policy.replicas,
         ),
-        forward=engine.forward,
+        forward=partial(policy.forward, spec=replace(spec, outputs=measured(recipe.stage))),
         loader=loader,
         evals=feed.build_evals(recipe, data, collate, world),
         saver=saver,
         callbacks=Callbacks(context, state, control),
         state=state,
         control=control,
-        interval=Interval(state, size),
+        interval=Interval(state, policy.num_parameters),
         world=world,
     )
 
 
-@dataclass(frozen=True)
-class Engine:
-    """How the model is run: a window to learn from, a batch to measure."""
-
-    run_window: ForwardBackward
-    forward: Forward
-
-
-def build_engine(
-    policy: Policy,
-    staging: Staging | None,
-    recipe: Recipe,
-    world: World,
-    precision: PrecisionName,
-    cuts: Mapping[str, Cuts],
-) -> Engine:
-    """A pipeline, if the model is shared out over one; otherwise one micro-batch after another."""
-    learning, measuring = recipe.stage.needs, measured(recipe.stage)
-    if staging is None:
-        forward = partial(build_forward, policy, recipe, world, precision)
-        return Engine(plain(forward(learning), device()), forward(measuring))
-    head = None if world.tp > 1 else policy.head
-    pipeline = staging.pipeline(recipe.parallel, precision, cuts)
-    finish = partial(staging.finish, precision, smoothing(recipe.stage), head)
-    return Engine(piped(pipeline, finish(learning)), passed(pipeline, finish(measuring)))
-
-
-def build_forward(
-    policy: Policy, recipe: Recipe, world: World, precision: PrecisionName, needs: Sequence[str]
-) -> Forward:
-    """A batch through the model to what a stage needs of it."""
-    vocabulary = cut_vocabulary(policy.inner, world)
-    head = None if world.tp > 1 else policy.head
-    multiple = world.tp if recipe.parallel.sequence_parallel else 1
-    compute = partial(
-        outputs.compute,
-        policy.model,
-        needs=needs,
-        vocabulary=vocabulary,
-        head=head,
-        smoothing=smoothing(recipe.stage),
-    )
-
-    def forward(batch: Batch) -> Outputs:
-        with autocast(precision, batch.input_ids.device):
-            return compute(widened(batch, multiple))
-
-    return forward
-
-
-def build_saver(recipe: Recipe, policy: Policy, codec: Codec, base: Path, world: World) -> Saver:
+def build_saver(recipe: Recipe, policy: Network, codec: Codec, base: Path, world: World) -> Saver:
     """Where checkpoints go and what lies beside the weights in each of them."""
     files = {
         "recipe.yaml": dump(recipe).encode(),

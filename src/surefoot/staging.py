@@ -5,9 +5,8 @@ The stages know nothing of processes, the pipeline nothing of models; here they 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import nn
@@ -19,9 +18,8 @@ from .cuts import Cuts
 from .errors import RecipeError
 from .model import outputs
 from .model.anatomy import Absent
-from .model.asked_head import AskedHead
 from .model.pipeline_stages import Stages, keep, parameters_of
-from .network.method import Weights
+from .network.method import UnshardedWeights, Weights
 from .optim.trained import TrainedParameters
 from .parallel.collectives import Axis, MeshAxis
 from .parallel.links import connect
@@ -30,7 +28,6 @@ from .parallel.plan import Stretch
 from .parallel.section import ParallelSection
 from .parallel.sequence import placed, widened
 from .parallel.shard import gather_nothing, reduce_gradients
-from .parallel.vocabulary import cut_vocabulary
 from .parallel.world import World
 from .training.precision import PrecisionName, autocast
 
@@ -67,7 +64,16 @@ class Staging:
         names = {*own.state_dict(), *second}
         mine = owners(self.world, names)[self.world.pp_rank]
         elsewhere = {name: t for name, t in self.whole.items() if name not in names}
-        return StagedWeights(own, self.model, elsewhere, names - mine, second, self.world)
+        return StagedWeights(
+            own,
+            self.model,
+            elsewhere,
+            names - mine,
+            second,
+            self.world,
+            own.kind,
+            own.small_files,
+        )
 
     def optimizer(self, own: TrainedParameters) -> StagedOptimizer:
         """The state of the optimizer of this process as one of the whole model's."""
@@ -144,26 +150,12 @@ class Staging:
                 "only one of them; leave tp at 1 and use parallel.dp_shard"
             )
 
-    def finish(
-        self,
-        precision: PrecisionName,
-        smoothing: float,
-        head: AskedHead | None,
-        needs: Sequence[str],
-    ) -> Finish:
-        """The last stage: what a stage of training needs of it."""
-        compute = partial(
-            outputs.compute,
-            self.model,
-            needs=needs,
-            vocabulary=cut_vocabulary(self.stages.parts.model, self.world),
-            head=head,
-            smoothing=smoothing,
-        )
+    def finish(self, compute: Callable[..., Outputs]) -> Finish:
+        """The last stage: ``compute(batch, hidden=...)`` makes outputs of what enters it."""
 
         def run(batch: Batch, hidden: torch.Tensor | None) -> Outputs:
             batch, hidden = self._whole(batch, hidden)
-            with autocast(precision, batch.input_ids.device), self.stages.only(self.stages.last):
+            with self.stages.only(self.stages.last):
                 return compute(batch, hidden=hidden)
 
         return run
@@ -172,7 +164,7 @@ class Staging:
 def staged(
     model: nn.Module,
     inner: PreTrainedModel,
-    weights: Weights,
+    weights: UnshardedWeights,
     names: Mapping[str, str],
     world: World,
     section: ParallelSection,
@@ -221,7 +213,7 @@ class Division:
     tied: nn.Parameter | None  # a weight that the first and the last stage both have
 
 
-def divide(inner: PreTrainedModel, weights: Weights, num_stages: int) -> Division:
+def divide(inner: PreTrainedModel, weights: UnshardedWeights, num_stages: int) -> Division:
     """How ``inner``, which is whole, is divided into stages.
 
     Raises ``RecipeError`` if it cannot be.
@@ -232,7 +224,7 @@ def divide(inner: PreTrainedModel, weights: Weights, num_stages: int) -> Divisio
     return Division([any(learns[: i + 1]) for i in range(num_stages)], _shared(of_stages))
 
 
-def _refuse_converted(inner: PreTrainedModel, weights: Weights) -> None:
+def _refuse_converted(inner: PreTrainedModel, weights: UnshardedWeights) -> None:
     if weights.is_converted:
         raise RecipeError(
             f"parallel.pp: {type(inner).__name__} fuses tensors of its files when it loads, "

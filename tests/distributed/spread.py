@@ -8,7 +8,7 @@ import torch
 import ranks
 import small
 import tiny
-from surefoot.build import Policy, assemble
+from surefoot.build import assemble, options_of
 from surefoot.checkpoint.crew import Crew
 from surefoot.checkpoint.load import load
 from surefoot.checkpoint.save import prepare
@@ -21,6 +21,7 @@ from surefoot.methods.full import Full
 from surefoot.model import attention
 from surefoot.model.load import recompute_activations
 from surefoot.model.section import ModelSection
+from surefoot.network.open import ON_THE_MESH, Draft, finish
 from surefoot.optim.adamw import AdamW
 from surefoot.parallel.section import ParallelSection
 from surefoot.parallel.world import ALONE
@@ -66,21 +67,23 @@ def trainer(
     model = method.apply(inner)
     if recompute:
         recompute_activations(inner)
-    weights = method.weights(model, inner)
     with torch.no_grad():  # PEFT's B is zero, and A would have no gradient
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 parameter.normal_(std=0.1)
+    draft = Draft(folder, recipe.model, None, world, options_of(recipe))
+    draft.inner, draft.module, draft.sharing = inner, model, sharing
+    network = finish(draft, ON_THE_MESH)
     saver = Saver(
         output_dir=folder,
         section=CheckpointSection(),
-        kind=weights.kind,
+        kind=network.weights.kind,
         companions={},
         steps=dict.fromkeys(("log_steps", "eval_steps", "save_steps")),
         world=world,
     )
     data = Prepared(examples or small.examples(), {}, Report(()))
-    return assemble(recipe, Policy(model, inner, weights, sharing=sharing), data, saver, world)
+    return assemble(recipe, network, data, saver, world)
 
 
 def learn(made, count):

@@ -17,7 +17,7 @@ import tiny
 from counting import Counting
 from spread import learn, save
 from surefoot import files
-from surefoot.build import assemble, build_policy
+from surefoot.build import assemble, open_policy
 from surefoot.checkpoint.section import CheckpointSection
 from surefoot.data.prepare import Prepared
 from surefoot.data.report import Report
@@ -33,7 +33,7 @@ from surefoot.optim.adamw import AdamW
 from surefoot.parallel.world import ALONE
 from surefoot.recipe.recipe import Recipe
 from surefoot.stages.sft import SFT
-from surefoot.startup import begin, check_packed, settle_sharing
+from surefoot.startup import begin, settle_sharing
 from surefoot.training.saver import Saver
 from surefoot.training.section import TrainSection
 
@@ -58,7 +58,7 @@ def begun(world, folder, *, method=None, model=None, tokens=(), packing=False, p
         ),
         optim=AdamW(learning_rate=5e-3),
     )
-    policy = build_policy(recipe, folder, folders.tokenizer(extra=tokens), world)
+    policy = open_policy(recipe, folder, folders.tokenizer(extra=tokens), world)
     saver = Saver(
         output_dir=folder / "out",
         section=CheckpointSection(),
@@ -68,8 +68,7 @@ def begun(world, folder, *, method=None, model=None, tokens=(), packing=False, p
         world=world,
     )
     made = assemble(recipe, policy, Prepared(small.examples(), {}, Report(())), saver, world)
-    if packing and policy.values is not None:
-        assert check_packed(made.forward, policy.inner), "prompts may be shared"
+    assert policy.sharing.is_proven == packing, "prompts may be shared"
     return made
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 import folders
-from surefoot.build import build_policy
+from surefoot.build import open_policy
 from surefoot.data.collate import collate
 from surefoot.estimate.rehearsal import Setting, build
 from surefoot.model import outputs
@@ -41,7 +41,7 @@ def skeleton(made, precision="fp32", dtype=torch.float32, gathered=None, **sprea
 
 def policy(made):
     """The real one, ready to learn."""
-    return build_policy(made, made.model.path, tokenizer(made)).model.train()
+    return open_policy(made, made.model.path, tokenizer(made)).module.train()
 
 
 def features(*lengths, prompt=4, seed=0):

@@ -1,17 +1,19 @@
 """What the processes of a pipeline take, against two that run one."""
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 import torch
 
 import ranks
-from surefoot.build import Policy, build_engine, build_policy
+from surefoot.batch import OutputSpec
+from surefoot.build import options_of
 from surefoot.estimate.live import Live
 from surefoot.estimate.memory import Mesh, memory
 from surefoot.estimate.processes import rehearse_window
 from surefoot.estimate.rehearsal import describe
-from surefoot.model.weights import names_in_files
-from surefoot.parallel.shard import shard
-from surefoot.staging import staged
+from surefoot.network.open import open_network
 
 from .scene import batch, recipe, skeleton, tokenizer
 from .test_spread import SIZES, local, resized
@@ -19,15 +21,11 @@ from .test_spread import SIZES, local, resized
 
 def piped(world, made, precision):
     """The policy of this process; how to run a window through the pipeline."""
-    whole: Policy = build_policy(made, made.model.path, tokenizer(made))
-    model = whole.model.train()
-    names = names_in_files(model, whole.weights)
-    staging = staged(model, whole.inner, whole.weights, names, world, made.parallel)
-    dtype = torch.bfloat16 if precision == "bf16" else None
-    found = shard(model, whole.inner, world, made.parallel, dtype=dtype)
-    cuts = {staging.names[name]: cut for name, cut in found.items()}
-    engine = build_engine(whole, staging, made, world, precision, cuts)
-    return model, engine.run_window
+    made = replace(made, train=replace(made.train, precision=precision))
+    base, options = Path(made.model.path), options_of(made)
+    network = open_network(base, made.model, tokenizer(made), world, options)
+    run = network.engine.step_runner(OutputSpec(made.stage.needs))
+    return network.module.train(), run
 
 
 def measured(world, made, micro_batch, precision, count):

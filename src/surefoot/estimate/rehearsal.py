@@ -29,7 +29,7 @@ from ..model.asked_head import AskedHead, asked_head
 from ..model.load import DTYPES, grow_embeddings, recompute_activations, upcast_trained
 from ..model.low_rank import use_one_pass
 from ..model.weights import trained
-from ..network.method import Weights
+from ..network.method import UnshardedWeights
 from ..optim.state import NamedState
 from ..parallel.plan import Stretch, cuts_vocabulary
 from ..parallel.sequence import widened
@@ -78,7 +78,7 @@ class Skeleton:
     mode: FakeTensorMode
     model: nn.Module
     inner: PreTrainedModel  # the same without its adapter
-    weights: Weights  # what its checkpoints hold
+    weights: UnshardedWeights  # what its checkpoints hold
     recipe: Recipe
     setting: Setting
     head: AskedHead | None  # of ``inner``, if it can be asked for more than logits
@@ -115,7 +115,7 @@ def build(
     return _cut(made) if setting.tp > 1 else made
 
 
-def _share(inner: PreTrainedModel, weights: Weights, setting: Setting) -> Share:
+def _share(inner: PreTrainedModel, weights: UnshardedWeights, setting: Setting) -> Share:
     count, dtype = setting.num_parts, setting.gathered
     return share(inner, weights, setting.place, size=setting.pp, num_parts=count, dtype=dtype)
 

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from ..batch import Batch
 from ..model.pipeline_stages import Stages, keep, split
-from ..network.method import Weights
+from ..network.method import UnshardedWeights
 from ..staging import divide
 
 
@@ -51,7 +51,7 @@ class Share:
 
 def share(
     inner: PreTrainedModel,
-    weights: Weights,
+    weights: UnshardedWeights,
     place: int,
     *,
     size: int,

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from ..model.adapter import continue_adapter
 from ..model.section import ModelSection
-from ..network.method import Method, Weights
+from ..network.method import Method, UnshardedWeights
 from ..schema import Problem
 
 
@@ -36,7 +36,7 @@ class Continued:
         """The model with the adapter; errors as ``continue_adapter``."""
         return continue_adapter(model, self.folder)
 
-    def weights(self, module: nn.Module, inner: PreTrainedModel) -> Weights:
+    def weights(self, module: nn.Module, inner: PreTrainedModel) -> UnshardedWeights:
         """As ``method``."""
         return self.method.weights(module, inner)
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedModel
 
-    from ..network.method import Weights
+    from ..network.method import UnshardedWeights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +67,7 @@ class Freeze:
             outside[name].requires_grad_(True)
         return model
 
-    def weights(self, module: nn.Module, inner: PreTrainedModel) -> Weights:
+    def weights(self, module: nn.Module, inner: PreTrainedModel) -> UnshardedWeights:
         """All weights of the model, frozen ones included."""
         return models.FullWeights(inner)
 

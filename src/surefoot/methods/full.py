@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedModel
 
-    from ..network.method import Weights
+    from ..network.method import UnshardedWeights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +29,7 @@ class Full:
         """Make every parameter trainable."""
         return model.requires_grad_(True)
 
-    def weights(self, module: nn.Module, inner: PreTrainedModel) -> Weights:
+    def weights(self, module: nn.Module, inner: PreTrainedModel) -> UnshardedWeights:
         """All weights of the model."""
         return models.FullWeights(inner)
 

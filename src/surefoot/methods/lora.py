@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedModel
 
-    from ..network.method import Weights
+    from ..network.method import UnshardedWeights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +73,7 @@ class LoRA:
         wrapped: nn.Module = get_peft_model(model, config)
         return wrapped
 
-    def weights(self, module: nn.Module, inner: PreTrainedModel) -> Weights:
+    def weights(self, module: nn.Module, inner: PreTrainedModel) -> UnshardedWeights:
         """The adapter alone."""
         return models.AdapterWeights(module)
 

@@ -1,1 +1,1 @@
-"""A model that computes what a stage specifies, and how it is trained."""
+"""A model made ready: loaded, adapted, sharded, and run to the outputs that a stage needs."""

@@ -26,10 +26,6 @@ class Weights(Protocol):
     def kind(self) -> Kind:
         """What the manifest of such a checkpoint says it is of."""
 
-    @property
-    def is_converted(self) -> bool:
-        """Whether the files have other names or shapes than the modules."""
-
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The live tensors by their names in files."""
 
@@ -38,9 +34,6 @@ class Weights(Protocol):
 
     def cuts_of(self, name: str) -> Cuts | None:
         """How a tensor is cut over ranks; None if nothing is recorded of it."""
-
-    def sharded(self, cuts: Mapping[str, Cuts]) -> Weights:
-        """The same weights after their tensors were cut over ranks."""
 
     def small_files(
         self, section: ModelSection, folder: Path | None, stop_token_ids: Sequence[int]
@@ -52,6 +45,17 @@ class Weights(Protocol):
             folder: where the base model was loaded from.
             stop_token_ids: tokens that end a response.
         """
+
+
+class UnshardedWeights(Weights, Protocol):
+    """The same before anything is cut over ranks."""
+
+    @property
+    def is_converted(self) -> bool:
+        """Whether the files have other names or shapes than the modules."""
+
+    def sharded(self, cuts: Mapping[str, Cuts]) -> Weights:
+        """The weights after their tensors were cut over ranks."""
 
 
 class Method(Protocol):
@@ -69,7 +73,7 @@ class Method(Protocol):
         """Make the model ready to train: freeze, wrap, or leave alone. What requires gradients
         afterwards may be trained at some step."""
 
-    def weights(self, module: nn.Module, inner: PreTrainedModel) -> Weights:
+    def weights(self, module: nn.Module, inner: PreTrainedModel) -> UnshardedWeights:
         """What files contain of ``module``, the result of ``apply``; ``inner`` is what it wraps."""
 
     def trainable(self, step: int, names: Sequence[str]) -> Collection[str]:

@@ -1,0 +1,135 @@
+"""How a model is run: one forward pass to the outputs of a spec, and the two engines that run
+windows of them.
+
+The loop and the stages cannot tell one engine from the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from ..batch import Batch, ForwardBackward, Outputs, OutputSpec, Places
+from ..checkpoint.states import Stateful
+from ..model import outputs
+from ..model.asked_head import AskedHead
+from ..optim.trained import TrainedParameters
+from ..parallel.engine import plain
+from ..parallel.pipeline import Finish, Pipeline, passed, piped
+from ..parallel.sequence import widened
+from ..staging import Staging
+from ..training.precision import PrecisionName, autocast
+
+Hook = Callable[[int], None]  # gets the index of a micro-batch
+
+
+@dataclass(frozen=True)
+class ModelForward:
+    """One forward pass. Training, evaluation and the dry run of ``plan`` share it."""
+
+    model: nn.Module  # with its adapter
+    precision: PrecisionName
+    vocabulary: outputs.Vocabulary | None = None  # of logits that are sharded over ranks
+    head: AskedHead | None = None  # the output head, if it can return log-probabilities
+    multiple: int = 1  # sequences are padded to a multiple of it
+
+    def run(
+        self,
+        batch: Batch,
+        spec: OutputSpec,
+        *,
+        hidden: torch.Tensor | None = None,
+        at: Places | None = None,
+    ) -> Outputs:
+        """The outputs of ``batch``, with gradients if they are enabled.
+
+        Args:
+            batch: on the model's device.
+            spec: which outputs.
+            hidden: enters the last stage of a pipeline in place of embedded tokens.
+            at: the trained positions, where they are known already.
+        """
+        with autocast(self.precision, batch.input_ids.device):
+            return outputs.compute(
+                self.model,
+                widened(batch, self.multiple),
+                spec.outputs,
+                at,
+                hidden=hidden,
+                vocabulary=self.vocabulary,
+                head=self.head,
+                smoothing=spec.smoothing,
+            )
+
+
+class Engine(Protocol):
+    """How windows and batches run through a model."""
+
+    def forward(self, batch: Batch, spec: OutputSpec) -> Outputs:
+        """The outputs of ``batch``."""
+
+    def step_runner(self, spec: OutputSpec) -> ForwardBackward:
+        """What runs a window forward and backward."""
+
+    def optimizer_state(self, own: TrainedParameters) -> Stateful:
+        """The state of this rank's optimizer as that of the whole model's."""
+
+    def replicas(self) -> Collection[nn.Parameter]:
+        """Parameters that count on another rank, so that no norm counts them twice."""
+
+
+@dataclass(frozen=True)
+class WholeEngine:
+    """Every rank runs all layers, of which it may hold shards: one micro-batch after another."""
+
+    runner: ModelForward
+    device: torch.device
+
+    def forward(self, batch: Batch, spec: OutputSpec) -> Outputs:
+        """The outputs of ``batch``."""
+        return self.runner.run(batch, spec)
+
+    def step_runner(self, spec: OutputSpec) -> ForwardBackward:
+        """What runs a window forward and backward."""
+        return plain(partial(self.runner.run, spec=spec), self.device)
+
+    def optimizer_state(self, own: TrainedParameters) -> Stateful:
+        """It is that of the whole model's."""
+        return own
+
+    def replicas(self) -> Collection[nn.Parameter]:
+        """There are none."""
+        return frozenset()
+
+
+@dataclass(frozen=True)
+class PipelineEngine:
+    """Every rank runs some stages of a pipeline, several micro-batches at a time."""
+
+    staging: Staging
+    pipeline: Pipeline
+    runner: ModelForward  # of the last stage
+
+    def forward(self, batch: Batch, spec: OutputSpec) -> Outputs:
+        """The outputs of ``batch``, on all ranks of the pipeline."""
+        return passed(self.pipeline, self._finish(spec))(batch)
+
+    def step_runner(self, spec: OutputSpec) -> ForwardBackward:
+        """What runs a window forward and backward."""
+        return piped(self.pipeline, self._finish(spec))
+
+    def _finish(self, spec: OutputSpec) -> Finish:
+        return self.staging.finish(partial(self.runner.run, spec=spec))
+
+    def optimizer_state(self, own: TrainedParameters) -> Stateful:
+        """With the names of what other ranks hold."""
+        return self.staging.optimizer(own)
+
+    def replicas(self) -> Collection[nn.Parameter]:
+        """Of a weight that both ends have, the second."""
+        return self.staging.copies()
