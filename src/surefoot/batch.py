@@ -18,8 +18,18 @@ if TYPE_CHECKING:
 IGNORE_INDEX = -100  # a label that does not count; the value torch's cross entropy ignores
 
 # One encoded training item: names (input_ids, labels, ...) to token lists, as the cache stores
-# them.
+# them. Columns that a stage adds (reference log-probabilities, advantages) may be floats, in arrays.
 Features = Mapping[str, Sequence[int]]
+
+
+@dataclass(frozen=True)
+class OutputSpec:
+    """Which outputs of a model a stage needs, and where."""
+
+    outputs: tuple[str, ...]  # fields of Outputs: total, logps, entropies, values, predictions
+    at: Literal["labels", "ends"] = "labels"  # ends: a reward model's score, read on the end token
+    smoothing: float = 0.0  # of the labels
+    temperature: float = 1.0  # that the labels were sampled at
 
 
 @dataclass(frozen=True)

@@ -3,45 +3,48 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from . import feed, interchange
-from .batch import OutputSpec
+from .auxiliary import Ahead, open_ahead
+from .batch import ForwardBackward
+from .checkpoint.async_saver import SaveListener
 from .checkpoint.load import load as load_checkpoint
 from .data.chat import Codec
 from .data.templates import disagreement
 from .encoding import codec_of
-from .errors import RecipeError
-from .feed import Data
 from .methods.continued import continued
-from .methods.full import Full
 from .model import attention, attention_choice, companions
 from .model.load import resolve
 from .network.network import Network
 from .network.open import NetworkOptions, open_network
 from .parallel.world import ALONE, World
 from .recipe.recipe import Recipe, dump
-from .references import References, asked_model, references
 from .startup import settle_attention, settle_sharing
 from .training.callback import Callbacks, Context, TrainerCallback
+from .training.context import NetworkContext, collate_of
+from .training.evaluate import Evaluation
 from .training.interval import Interval
+from .training.learner import Learner
 from .training.memory import keep_freed_memory
 from .training.precision import LossScaler, choose
-from .training.randomness import seed_everything, use_deterministic_kernels
+from .training.randomness import derive, seed_everything, use_deterministic_kernels
 from .training.saver import Saver
-from .training.stage import Models, measured, smoothing
+from .training.stage import POLICY
 from .training.state import TrainerControl, TrainerState
 from .training.step import Step
 from .training.trainer import Trainer
+from .training.windows import Place, Windows, num_steps
 from .watchers import standard_callbacks
 
 logger = logging.getLogger(__name__)
+Around = Callable[[ForwardBackward], ForwardBackward]
 
 
 def build(
@@ -51,10 +54,14 @@ def build(
     resume: Path | None = None,
     trust_pickle: bool = False,
     world: World = ALONE,
-    is_trial: bool = False,
+    listeners: Sequence[SaveListener] = (),
+    trial: Around | None = None,
 ) -> Trainer:
-    """The trainer of a recipe, its states those of the checkpoint ``resume`` if one is given. Of a
-    trial only the speed matters: no reference is asked about its examples."""
+    """The trainer of a recipe, its states those of the checkpoint ``resume`` if one is given.
+
+    ``trial`` measures speed only: it is put around forward and backward, auxiliary models compute
+    nothing, and there are no callbacks but the given ones.
+    """
     writer: interchange.Writer | None = None
     if resume is not None:
         writer = interchange.writer_of(resume, trust_pickle=trust_pickle, pp=world.pp)
@@ -64,69 +71,122 @@ def build(
     base = resolve(recipe.model)
     codec = build_codec(recipe, base)
     data, feeder = feed.open_data(recipe, codec, base, world)
-    asked = references(recipe, base, data, world)
-    if asked is not None and not is_trial:
-        ask_another(recipe, codec, data, asked, world)
-    is_asked = asked is None or asked.is_complete or is_trial
+    ahead = open_ahead(recipe, base, codec, data, world)
+    if trial is not None:
+        ahead.blank()
+    ahead.run_without_policy()
     is_kept = resume is not None and writer != "trainer" and recipe.method.saves_base_model
-    is_kept = is_kept and is_asked  # what is not to be asked anything need not have values
+    is_kept = is_kept and ahead.found.is_complete  # what computes nothing need not have values
     policy = open_policy(recipe, base, codec.tokenizer, world, is_read=not is_kept)
+    ahead.run(policy)
     saver = build_saver(recipe, policy, codec, base, world)
-    trainer = assemble(recipe, policy, data, saver, world)
-    if asked is not None:
-        refer(trainer, recipe, policy, data, asked.blank() if is_trial else asked)
-    trainer.feeder = feeder
-    trainer.callbacks.members = [*standard_callbacks(recipe, world), *callbacks]
+    saver = replace(saver, resumed_from=resume, is_foreign=writer is not None, listeners=listeners)
+    members = [*([] if trial else standard_callbacks(recipe, world)), *callbacks]
+    trainer = assemble(recipe, codec, policy, ahead, saver, members, feeder, trial=trial)
     if resume is not None:
-        trainer.saver.resumed_from = resume
         if writer is not None:
             interchange.resume_from(resume, writer, trainer, base=base, trust_pickle=trust_pickle)
         else:
             load_checkpoint(resume, trainer.states)
-            trainer.saver.newest = resume
-        trainer.trained.check(trainer.state.global_step)
+        trainer.policy.trained.check(trainer.state.global_step)
         logger.info("going on from %s, step %d", resume.name, trainer.state.global_step)
-    if takes_any_attention(recipe, policy, world):
-        known = trainer.state.attention or (attention_choice.BY_DOCUMENT if resume else None)
+    settle_packing(recipe, trainer, policy, is_resumed=resume is not None)
+    trainer.callbacks.emit("on_init_end")
+    return trainer
+
+
+def assemble(
+    recipe: Recipe,
+    codec: Codec,
+    policy: Network,
+    ahead: Ahead,
+    saver: Saver,
+    members: Sequence[TrainerCallback] = (),
+    feeder: AbstractContextManager[object] | None = None,
+    *,
+    trial: Around | None = None,
+) -> Trainer:
+    """Put the parts together."""
+    section, stage, world = recipe.train, recipe.stage, ahead.world
+    collate = collate_of(stage, policy.sharing, packing=recipe.data.packing)
+    loader = feed.build_loader(recipe, ahead.data, collate, world)
+
+    def context(place: Place) -> NetworkContext:
+        seed = derive(section.seed, *place)
+        sizes = section.micro_batch_size, recipe.data.packing
+        return NetworkContext(codec, stage, {POLICY: policy}, *sizes, world, seed)
+
+    windows = Windows(loader, stage, context, ahead.kept, section.seed)
+    max_steps = num_steps(section, windows.steps_per_epoch)
+    state = TrainerState(
+        max_steps=max_steps,
+        num_train_epochs=section.num_epochs,
+        train_batch_size=section.micro_batch_size,
+    )
+    learner = build_learner(recipe, policy, max_steps, trial or _alone)
+    control = TrainerControl()
+    counts = loader.num_examples, windows.steps_per_epoch
+    args = Context(section, policy.module, learner, section.folder, *counts)
+    return Trainer(
+        section=section,
+        stage=stage,
+        learners={POLICY: learner},
+        windows=windows,
+        evals=ahead.evals,
+        evaluation=Evaluation(
+            stage,
+            policy,
+            context,
+            collate,
+            section.micro_batch_size,
+            section.global_batch_size,
+            world,
+        ),
+        saver=saver,
+        callbacks=Callbacks(args, state, control, members),
+        state=state,
+        control=control,
+        interval=Interval(state, policy.num_parameters),
+        world=world,
+        feeder=feeder or nullcontext(),
+    )
+
+
+def _alone(run_window: ForwardBackward) -> ForwardBackward:
+    return run_window
+
+
+def build_learner(recipe: Recipe, policy: Network, max_steps: int, around: Around) -> Learner:
+    """The policy with its optimizer."""
+    world, stage = policy.world, recipe.stage
+    trained = policy.trained(recipe.optim, recipe.method.trainable)
+    step = Step(
+        trained.optimizer,
+        recipe.optim.schedule_over(max_steps),
+        around(policy.engine.step_runner(stage.spec)),
+        recipe.train.max_grad_norm,
+        LossScaler(enabled=choose(recipe.train.precision) == "fp16"),
+        world.summed,
+        world.totals,
+        copies=policy.replicas,
+    )
+    return Learner(policy, stage.spec, step, trained)
+
+
+def settle_packing(recipe: Recipe, trainer: Trainer, policy: Network, *, is_resumed: bool) -> None:
+    """How packed rows are computed, as a resumed run did: the kernel, and whether prompts are
+    shared."""
+    if takes_any_attention(recipe, policy, trainer.world):
+        known = trainer.state.attention or (attention_choice.BY_DOCUMENT if is_resumed else None)
         dtype = policy_dtype(recipe, policy)
-        bounds = feed.packed_bounds(recipe, trainer.loader)
-        trainer.state.attention = settle_attention(policy.inner, bounds, dtype, known, world)
+        bounds = feed.packed_bounds(recipe, trainer.windows.loader)
+        chosen = settle_attention(policy.inner, bounds, dtype, known, trainer.world)
+        trainer.state.attention = chosen
     if recipe.data.packing and policy.awaits_values:
         policy.verify_packing()  # it has values only now
     if recipe.data.packing:
         state, inner = trainer.state, policy.inner
         state.shares_prompts = settle_sharing(policy.sharing, inner, state.shares_prompts)
-    trainer.callbacks.emit("on_init_end")
-    return trainer
-
-
-def ask_another(recipe: Recipe, codec: Codec, data: Data, asked: References, world: World) -> None:
-    """Ask the model that the recipe compares with, if it is another one than that which will learn;
-    it is loaded for that, and let go. Raises ``RecipeError`` if it has other tokens."""
-    model = asked_model(recipe)
-    if model is recipe.model or asked.is_complete:
-        return
-    other, base = replace(recipe, model=model, method=Full()), resolve(model)
-    tokenizer = codec_of(other, base).tokenizer
-    if tokenizer.get_vocab() != codec.tokenizer.get_vocab():
-        raise RecipeError(
-            f"stage.dpo.reference: {model.path} has other tokens than {recipe.model.path}, so what "
-            "it says of an answer is not to be compared; name a model with the same tokenizer"
-        )
-    policy = open_policy(other, base, tokenizer, world)
-    saver = build_saver(other, policy, codec, base, world)
-    made = assemble(other, policy, data, saver, world)
-    asked.ask(made.forward, policy.module, feed.build_collate(other, policy.sharing))
-
-
-def refer(trainer: Trainer, recipe: Recipe, policy: Network, data: Data, asked: References) -> None:
-    """Let the examples of ``trainer``, which has not begun, have what the reference says of them,
-    that is, its own policy now."""
-    collate, world = feed.build_collate(recipe, policy.sharing), trainer.world
-    asked.ask(trainer.forward, policy.module, collate)
-    data = asked.added(data)
-    trainer.loader = feed.build_loader(recipe, data, collate, world)
-    trainer.evals = feed.build_evals(recipe, data, collate, world)
 
 
 def build_codec(recipe: Recipe, base: Path) -> Codec:
@@ -176,51 +236,6 @@ def policy_dtype(recipe: Recipe, policy: Network) -> torch.dtype:
     held: torch.dtype = policy.inner.dtype
     types = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": held}
     return types[choose(recipe.train.precision)]
-
-
-def assemble(recipe: Recipe, policy: Network, data: Data, saver: Saver, world: World) -> Trainer:
-    """Put the parts together."""
-    collate = feed.build_collate(recipe, policy.sharing)
-    loader = feed.build_loader(recipe, data, collate, world)
-    section, precision = recipe.train, choose(recipe.train.precision)
-    max_steps = feed.num_steps(section, loader.steps_per_epoch)
-    state = TrainerState(
-        max_steps=max_steps,
-        num_train_epochs=section.num_epochs,
-        train_batch_size=section.micro_batch_size,
-    )
-    trained = policy.trained(recipe.optim, recipe.method.trainable)
-    spec = OutputSpec(recipe.stage.needs, smoothing=smoothing(recipe.stage))
-    control = TrainerControl()
-    counts = loader.num_examples, loader.steps_per_epoch
-    context = Context(section, policy.module, trained, section.folder, *counts)
-    return Trainer(
-        section=section,
-        stage=recipe.stage,
-        models=Models(policy.module),
-        weights=policy.weights,
-        trained=trained,
-        optimizer_state=policy.optimizer_state(trained),
-        step=Step(
-            trained.optimizer,
-            recipe.optim.schedule_over(max_steps),
-            policy.engine.step_runner(spec),
-            section.max_grad_norm,
-            LossScaler(enabled=precision == "fp16"),
-            world.summed,
-            world.totals,
-            copies=policy.replicas,
-        ),
-        forward=partial(policy.forward, spec=replace(spec, outputs=measured(recipe.stage))),
-        loader=loader,
-        evals=feed.build_evals(recipe, data, collate, world),
-        saver=saver,
-        callbacks=Callbacks(context, state, control),
-        state=state,
-        control=control,
-        interval=Interval(state, policy.num_parameters),
-        world=world,
-    )
 
 
 def build_saver(recipe: Recipe, policy: Network, codec: Codec, base: Path, world: World) -> Saver:

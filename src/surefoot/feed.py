@@ -6,30 +6,23 @@ With ``data.streaming`` a process beside encodes while these are read.
 from __future__ import annotations
 
 import logging
-import math
 import time
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 
-from .batch import Batch, Features
 from .data.chat import Codec
-from .data.loader import Collate, InOrder, Loader
-from .data.pairs import unshared
+from .data.loader import Collate, Loader
 from .data.prefetch import for_device
 from .data.prepare import Prepared
 from .data.stream_loader import StreamLoader
 from .data.streamed import Streamed
 from .encoding import prepared, streamed
 from .encoding_beside import POLL_SECONDS, Beside
-from .errors import RecipeError
-from .model.attention import Sharing
 from .model.load import device
 from .parallel.world import World, launched
 from .recipe.recipe import Recipe
-from .training.section import TrainSection
-from .training.stage import Windows
+from .training.windows import WindowLoader, num_steps
 
 logger = logging.getLogger(__name__)
 
@@ -80,18 +73,7 @@ def stream_data(
     return data, beside
 
 
-def build_collate(recipe: Recipe, sharing: Sharing) -> Collate:
-    """How examples become a micro-batch: as their stage lays them, but with a prompt for each
-    answer where the model cannot share them."""
-
-    def collate(features: Sequence[Features]) -> Batch:
-        batch = recipe.stage.collate(features, packing=recipe.data.packing)
-        return batch if sharing.is_proven else unshared(batch)
-
-    return collate
-
-
-def build_loader(recipe: Recipe, data: Data, collate: Collate, world: World) -> Windows:
+def build_loader(recipe: Recipe, data: Data, collate: Collate, world: World) -> WindowLoader:
     """Windows of micro-batches from the training examples."""
     if isinstance(data, Streamed):
         return StreamLoader(
@@ -122,7 +104,7 @@ def build_loader(recipe: Recipe, data: Data, collate: Collate, world: World) -> 
     )
 
 
-def packed_bounds(recipe: Recipe, loader: Windows) -> list[int]:
+def packed_bounds(recipe: Recipe, loader: WindowLoader) -> list[int]:
     """The bounds of the documents of a row such as the run packs: its first one; of a stream, where
     to look is to take, one of documents half as long as they may be."""
     if isinstance(loader, Loader):
@@ -132,27 +114,5 @@ def packed_bounds(recipe: Recipe, loader: Windows) -> list[int]:
     return [length * count for count in range(recipe.train.micro_batch_size + 1)]
 
 
-def build_evals(recipe: Recipe, data: Data, collate: Collate, world: World) -> dict[str, InOrder]:
-    """This process's share of the micro-batches of every evaluation set, by its name."""
-    return {
-        name: InOrder(
-            dataset,
-            collate,
-            micro_batch_size=recipe.train.micro_batch_size,
-            rank=world.data_rank,
-            world_size=world.num_data_ranks,
-        )
-        for name, dataset in data.evals.items()
-    }
 
 
-def num_steps(section: TrainSection, steps_per_epoch: int | None) -> int:
-    """Optimizer steps of the whole run. Raises ``RecipeError`` if nobody knows how many."""
-    if section.max_steps is not None:
-        return section.max_steps
-    if steps_per_epoch is None:
-        raise RecipeError(
-            "train.max_steps: needed with data.streaming, as the length of an epoch is not known "
-            "before all of the data is encoded; set it, or run `surefoot encode` first"
-        )
-    return math.ceil(section.num_epochs * steps_per_epoch)

@@ -1,5 +1,7 @@
 """A whole trainer on a tiny random model and a few examples, without recipe or tokenizer."""
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 
@@ -10,8 +12,9 @@ from surefoot.data.collate import collate
 from surefoot.data.loader import Loader
 from surefoot.methods.full import Full
 from surefoot.model import attention, outputs
+from surefoot.model.weights import AdapterWeights, FullWeights
 from surefoot.optim.adamw import AdamW
-from surefoot.optim.trained import TrainedParameters
+from surefoot.optim.state import NamedState
 from surefoot.parallel.engine import plain
 from surefoot.stages.sft import SFT
 from surefoot.training.callback import Callbacks, Context, TrainerCallback
@@ -96,7 +99,6 @@ def trainer(
     method = method or Full()
     seed_everything(section.seed, 1)
     policy = method.apply(inner)
-    files = method.weights(policy, inner)
     make = lambda features: collate(features, packing=packing)  # noqa: E731
     loader = Loader(
         dataset=items or examples(),
@@ -110,8 +112,7 @@ def trainer(
     state = TrainerState(max_steps=section.max_steps, train_batch_size=section.micro_batch_size)
     control = TrainerControl()
     optim = optim or AdamW(learning_rate=5e-3, weight_decay=0.1)
-    named = {n: p for n, p in policy.named_parameters() if p.requires_grad}
-    trained = TrainedParameters(optim, named, method.trainable)
+    optimizer = optim.build([(n, p) for n, p in policy.named_parameters() if p.requires_grad])
 
     def forward(batch, needs=("logps",)):
         with autocast(precision, batch.input_ids.device):
@@ -123,16 +124,17 @@ def trainer(
         Trigger(section.eval_steps, section.eval_minutes, section.eval_epoch),
         Trigger(save_steps),
     )
-    context = Context(section, policy, trained, folder, len(loader.dataset), loader.steps_per_epoch)
+    context = Context(
+        section, policy, optimizer, folder, len(loader.dataset), loader.steps_per_epoch
+    )
     return Trainer(
         section=section,
         stage=SFT(),
         models=Models(policy),
-        weights=files,
-        trained=trained,
-        optimizer_state=trained,
+        weights=AdapterWeights(policy) if method.kind == "adapter" else FullWeights(inner),
+        optimizer_state=NamedState(optimizer),
         step=Step(
-            trained.optimizer,
+            optimizer,
             optim.schedule_over(section.max_steps),
             plain(forward, torch.device("cpu")),
             section.max_grad_norm,
@@ -144,7 +146,7 @@ def trainer(
         saver=Saver(
             output_dir=folder,
             section=checkpoint,
-            kind=files.kind,
+            kind=method.kind,
             companions={},
             steps={"log_steps": 1, "eval_steps": section.eval_steps, "save_steps": save_steps},
         ),
@@ -157,7 +159,7 @@ def trainer(
 
 def resume(built, folder):
     load(folder, built.states)
-    built.saver.newest = built.saver.resumed_from = folder
+    built.saver = replace(built.saver, resumed_from=folder)
     return built
 
 

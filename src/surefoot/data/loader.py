@@ -79,6 +79,24 @@ class Loader:
             ahead.begin((self.epoch, self.window), self.window_at)
         return window
 
+    def next_examples(self) -> Sequence[Features]:
+        """The examples of the next global window; moves on."""
+        found = [self.dataset[int(item)] for item in self.items(self.epoch, self.window)]
+        self.skip()
+        return found
+
+    def deal(self, examples: Sequence[Features]) -> Window:
+        """This rank's micro-batches of examples that were loaded as a global window."""
+        groups = share(
+            np.arange(len(examples)),
+            np.array([len(item["input_ids"]) for item in examples]),
+            micro_batch_size=self.micro_batch_size,
+            rank=self.rank,
+            world_size=self.world_size,
+            packing=self.packing,
+        )
+        return [batch_of(group, examples, self.collate) for group in groups]
+
     def window_at(self, epoch: int, window: int) -> Window:
         """This rank's micro-batches of any window."""
         return [batch_of(g, self.dataset, self.collate) for g in self.groups(epoch, window)]
@@ -91,8 +109,7 @@ class Loader:
 
     def groups(self, epoch: int, window: int) -> list[Index]:
         """The items of each of this rank's micro-batches in any window."""
-        start = window * self.global_batch_size
-        items = self.order(epoch)[start : start + self.global_batch_size]
+        items = self.items(epoch, window)
         return share(
             items,
             self.dataset.lengths[items],
@@ -101,6 +118,11 @@ class Loader:
             world_size=self.world_size,
             packing=self.packing,
         )
+
+    def items(self, epoch: int, window: int) -> Index:
+        """The items of any global window."""
+        start = window * self.global_batch_size
+        return self.order(epoch)[start : start + self.global_batch_size]
 
     def order(self, epoch: int) -> Index:
         """All items in the order of an epoch."""

@@ -8,12 +8,12 @@ has come.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 
 import numpy as np
 
-from ..batch import Window
+from ..batch import Features, Window
 from ..errors import DataError
 from .blocks import Blocks
 from .deal import share
@@ -89,6 +89,24 @@ class StreamLoader:
         if ahead is not None and self._is_there(self.epoch, self.window):
             ahead.begin((self.epoch, self.window), self.window_at)
         return window
+
+    def next_examples(self) -> Sequence[Features]:
+        """The examples of the next global window; moves on."""
+        found = [self.stream[int(item)] for item in self.items(self.epoch, self.window)]
+        self.skip()
+        return found
+
+    def deal(self, examples: Sequence[Features]) -> Window:
+        """This rank's micro-batches of examples that were loaded as a global window."""
+        groups = share(
+            np.arange(len(examples)),
+            np.array([len(item["input_ids"]) for item in examples]),
+            micro_batch_size=self.micro_batch_size,
+            rank=self.rank,
+            world_size=self.world_size,
+            packing=self.packing,
+        )
+        return [batch_of(group, examples, self.collate) for group in groups]
 
     def window_at(self, epoch: int, window: int) -> Window:
         """This rank's micro-batches of any window; waits for them."""

@@ -22,7 +22,7 @@ from ..errors import RecipeError
 from ..parallel.schedule import order
 from ..recipe.recipe import Recipe
 from ..training.precision import PrecisionName
-from ..training.stage import as_if_asked
+from ..training.context import blank_examples
 from .batches import heaviest, loader_of, shares_prompts
 from .memory import Memory, Mesh, Pass, Snapshot, Weight, memory
 from .rehearsal import (
@@ -239,8 +239,9 @@ def _batch(recipe: Recipe, ground: Ground, logit_weight: float) -> Batch:
         loader, ground.steps, ground.lengths, ground.trained, logit_weight=logit_weight
     )
     features = [ground.dataset[int(item)] for item in items]
-    asked = as_if_asked(recipe.stage, features)
-    batch = recipe.stage.collate(asked, packing=recipe.data.packing)
+    packing = recipe.data.packing
+    found = blank_examples(recipe.stage, ground.codec, features, packing=packing)
+    batch = recipe.stage.collate(found[: len(features)], packing=packing)
     return batch if shares_prompts(recipe) else unshared(batch)
 
 

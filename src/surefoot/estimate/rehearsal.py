@@ -38,7 +38,7 @@ from ..parallel.tensor import cut_tensors
 from ..parallel.vocabulary import CutVocabulary
 from ..recipe.recipe import Recipe
 from ..training.precision import PrecisionName, autocast
-from ..training.stage import smoothing
+from ..training.stage import POLICY
 from .axis import FirstOf
 from .live import Live
 from .memory import Pass, Snapshot, Weight
@@ -291,14 +291,14 @@ def _through_all(
             found = outputs.compute(
                 skeleton.model,
                 here,
-                stage.needs,
+                stage.spec.outputs,
                 at,
                 hidden=hidden,
                 vocabulary=skeleton.vocabulary,
                 head=skeleton.head,
-                smoothing=smoothing(stage),
+                smoothing=stage.spec.smoothing,
             )
-        loss = stage.loss(found, here).total
+        loss = stage.loss(POLICY, found, here).total
         del found
         kept = live.now
         if loss.requires_grad:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from ..optim.optimizer import Optimizer
 from ..recipe.recipe import Recipe
-from ..training.stage import smoothing
 
 
 def training_arguments(recipe: Recipe, max_steps: int) -> dict[str, object]:
@@ -19,7 +18,7 @@ def training_arguments(recipe: Recipe, max_steps: int) -> dict[str, object]:
         "gradient_accumulation_steps": section.gradient_accumulation_steps,
         "max_grad_norm": section.max_grad_norm,
         "seed": section.seed,
-        "label_smoothing_factor": smoothing(recipe.stage),
+        "label_smoothing_factor": recipe.stage.spec.smoothing,
         "learning_rate": recipe.optim.learning_rate,
         **recipe.optim.trainer_arguments(),
         **_schedule(recipe.optim, max_steps),

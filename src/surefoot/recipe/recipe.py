@@ -25,13 +25,12 @@ from ..optim.optimizer import Optimizer
 from ..parallel.section import ParallelSection
 from ..schema import Problem, Variants
 from ..stages import STAGES
-from ..stages.dpo import DPO
 from ..training.section import TrainSection
 from ..training.stage import Stage
 from .document import Document
 from .files import read_text
 from .overrides import Overrides, override
-from .places import locate, locate_model
+from .places import locate, locate_model, with_locations
 from .yaml import emit, parse
 
 
@@ -95,15 +94,13 @@ def _build(document: Document, base: Path) -> Recipe:
 
 def _with_places(recipe: Recipe, base: Path) -> Recipe:
     """The recipe with its folders found, so that it means the same wherever it is read again."""
-    model, data, train, stage = recipe.model, recipe.data, recipe.train, recipe.stage
-    if isinstance(stage, DPO) and stage.reference:
-        stage = replace(stage, reference=locate_model(stage.reference, base))
+    recipe = with_locations(recipe, base)
+    model, data, train = recipe.model, recipe.data, recipe.train
     adapter = locate(model.adapter, base) if model.adapter else None
     run, caches = train.output_dir, (data.cache_dir, train.cache_dir)
     data_cache, run_cache = (path.expanduser().absolute() if path else None for path in caches)
     return replace(
         recipe,
-        stage=stage,
         model=replace(model, path=locate_model(model.path, base), adapter=adapter),
         data=replace(data, dataset_dir=locate(data.dataset_dir, base), cache_dir=data_cache),
         train=replace(
@@ -211,30 +208,9 @@ def rolling_back_needs_checkpoints(recipe: Recipe) -> Iterator[Problem]:
         yield Problem(("train", "on_nan"), "rollback needs checkpoints; set checkpoint.save_steps")
 
 
-def plain_text_has_no_turns(recipe: Recipe) -> Iterator[Problem]:
-    """A stage that learns plain text learns all of it; what shapes turns would do nothing."""
-    if not recipe.stage.uses_template:
-        stage = schema.variant_name(STAGES, recipe.stage)
-        for name in ("train_on_prompt", "mask_history", "default_system"):
-            if getattr(recipe.data, name):
-                message = f"means nothing to stage {stage}, which learns whole texts"
-                yield Problem(("data", name), message)
-
-
-def preferences_are_of_last_answers(recipe: Recipe) -> Iterator[Problem]:
-    """Of a pair both answers are weighed, and nothing before them; a reference is asked about all
-    pairs before the first step."""
-    if not isinstance(recipe.stage, DPO):
-        return
-    for name in ("train_on_prompt", "mask_history"):
-        if getattr(recipe.data, name):
-            yield Problem(("data", name), "means nothing to stage dpo, which learns last answers")
-    if recipe.data.streaming and recipe.stage.compares:
-        message = (
-            "stage dpo asks its reference about every pair before the first step; leave it off, "
-            "or use loss_type: orpo or simpo, which need none"
-        )
-        yield Problem(("data", "streaming"), message)
+def the_stage_fits(recipe: Recipe) -> Iterator[Problem]:
+    """What the stage itself knows of other sections."""
+    yield from recipe.stage.problems(recipe.data, recipe.parallel)
 
 
 RULES: list[Rule] = [
@@ -244,6 +220,5 @@ RULES: list[Rule] = [
     the_method_trains_such_a_model,
     settings_of_four_bits_need_four_bits,
     rolling_back_needs_checkpoints,
-    plain_text_has_no_turns,
-    preferences_are_of_last_answers,
+    the_stage_fits,
 ]

@@ -19,6 +19,7 @@ from pydantic import GetCoreSchemaHandler
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from ..address import Address
+from .locations import FunctionPath, ModelPath
 
 Keys = tuple[str | int, ...]  # the way to a value: section, variant, field, index in a list
 
@@ -132,6 +133,8 @@ WORDS = {
     str: "text",
     Path: "a path",
     Address: "a URL",
+    ModelPath: "a folder or a hub id",
+    FunctionPath: "a function as file.py:name",
     type(None): "null",
 }
 MANY = {int: "integers", float: "numbers", Path: "paths"}

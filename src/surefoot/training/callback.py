@@ -20,7 +20,7 @@ from .state import TrainerControl, TrainerState
 if TYPE_CHECKING:
     import torch
 
-    from ..optim.trained import TrainedParameters
+    from .learner import Learner
 
 
 @dataclass(frozen=True)
@@ -29,15 +29,15 @@ class Context:
 
     section: TrainSection
     model: nn.Module
-    trained: TrainedParameters
+    learner: Learner  # of the policy
     output_dir: Path
     num_examples: int | None  # None: not known as long as the data is being encoded
     steps_per_epoch: int | None
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer of the parameters that are trained now; the method may replace it."""
-        return self.trained.optimizer
+        """The optimizer of the policy as it is now."""
+        return self.learner.step.optimizer
 
 
 class TrainerCallback:

@@ -34,6 +34,8 @@ class TrainerState:
     interval_loss: float = 0.0  # sums since the last log
     interval_weight: float = 0.0
     interval_metrics: dict[str, float] = field(default_factory=dict)
+    interval_figures: dict[str, float] = field(default_factory=dict)  # of windows as a whole
+    interval_windows: int = 0
     skipped_windows: list[tuple[int, int]] = field(default_factory=list)  # (epoch, index) left out
     num_skipped_steps: int = 0  # steps without an update: a loss or gradient was not a number
     attention: str | None = None  # the kernel of packed rows, which a resume keeps
@@ -71,7 +73,7 @@ class TrainerState:
             "train_loss_total",
             "train_runtime",
         }
-        ours |= {"interval_loss", "interval_weight", "interval_metrics"}
+        ours |= {name for name in asdict(self) if name.startswith("interval_")}
         return {name: value for name, value in asdict(self).items() if name not in ours} | {
             "best_model_checkpoint": best,
             "logging_steps": section_steps["log_steps"] or 0,

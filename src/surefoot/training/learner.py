@@ -1,0 +1,30 @@
+"""A network that is trained: the outputs its loss needs, its optimizer, and who is trainable."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..batch import OutputSpec
+from ..checkpoint.states import Stateful
+from ..network.network import Network
+from ..optim.trained import TrainedParameters
+from .step import Step
+
+
+@dataclass
+class Learner:
+    """One trained network."""
+
+    network: Network
+    spec: OutputSpec
+    step: Step  # its optimizer is that of ``trained``
+    trained: TrainedParameters
+
+    @property
+    def optimizer_state(self) -> Stateful:
+        """What a checkpoint contains of the optimizer."""
+        return self.network.optimizer_state(self.trained)
+
+    def turn(self, step: int) -> None:
+        """Let those parameters be trained that are at ``step``, with an optimizer of their own."""
+        self.step.optimizer = self.trained.at(step)
