@@ -8,25 +8,25 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from . import feed
 from .batch import Batch, Features
-from .data.cache import default_folder
-from .data.chat import Codec
-from .data.dataset import EncodedDataset
-from .data.prepare import Prepared
-from .encoding import codec_of
+from .data.store.cache import default_folder
+from .data.store.dataset import EncodedDataset
+from .data.store.preparation import EncodedData
+from .data.text.codec import Codec
 from .errors import RecipeError
-from .feed import Data
 from .methods.full import Full
-from .model.load import resolve
+from .model.precision import choose
+from .model.pretrained.loading import resolve
 from .model.section import ModelSection
 from .network.network import Network
 from .network.open import NetworkOptions, open_network
 from .parallel.world import World
 from .recipe.recipe import Recipe
+from .recipe.recipe_data import open_codec
+from .run import data_loading
+from .run.data_loading import Data
 from .training.context import BlankContext, NetworkContext
-from .training.evaluate import EvaluationSet, windows_of
-from .training.precision import choose
+from .training.evaluation import EvaluationSet, windows_of
 from .training.precompute import (
     NOTHING,
     KeptWindows,
@@ -57,7 +57,7 @@ class Ahead:
     @property
     def data(self) -> Data:
         """The datasets, with the columns that are kept by item."""
-        if self.train is None or not isinstance(self.loaded, Prepared):
+        if self.train is None or not isinstance(self.loaded, EncodedData):
             return self.loaded
         evals = {name: with_items(data, self.found) for name, data in self.loaded.evals.items()}
         return replace(self.loaded, train=with_items(self.loaded.train, self.found), evals=evals)
@@ -112,7 +112,7 @@ class Ahead:
         recipe = self.recipe
         model = model_of(recipe.stage.auxiliary[role], recipe.model)
         base = resolve(model)
-        tokenizer = codec_of(replace(recipe, model=model), base).tokenizer
+        tokenizer = open_codec(replace(recipe, model=model), base).tokenizer
         if tokenizer.get_vocab() != self.codec.tokenizer.get_vocab():
             raise RecipeError(
                 f"the {role} {model.path} has other tokens than {recipe.model.path}, so their "
@@ -129,15 +129,13 @@ class Ahead:
         return open_network(base, model, tokenizer, self.world, options)
 
 
-def open_ahead(
-    recipe: Recipe, base: Path, codec: Codec, data: Data, world: World
-) -> Ahead:
+def open_ahead(recipe: Recipe, base: Path, codec: Codec, data: Data, world: World) -> Ahead:
     """What is known of the columns of a run; ``base`` is the folder of the recipe's model."""
     size = recipe.train.global_batch_size
     held_out = {name: eval_set(dataset, size) for name, dataset in data.evals.items()}
     train = None
-    if recipe.stage.auxiliary and isinstance(data, Prepared):
-        train = _train_set(recipe, data, feed.build_loader(recipe, data, _no_batch, world))
+    if recipe.stage.auxiliary and isinstance(data, EncodedData):
+        train = _train_set(recipe, data, data_loading.build_loader(recipe, data, _no_batch, world))
     sets = [*([] if train is None else [train]), *held_out.values()]
     return Ahead(recipe, codec, world, columns_of(recipe, base, sets, world), data, train, held_out)
 
@@ -163,7 +161,7 @@ def _no_batch(_features: Sequence[Features]) -> Batch:
     raise NotImplementedError("only the order of the examples is asked for")
 
 
-def _train_set(recipe: Recipe, data: Prepared, loader: WindowLoader) -> WindowSet:
+def _train_set(recipe: Recipe, data: EncodedData, loader: WindowLoader) -> WindowSet:
     """The training examples, and the windows of the run."""
     order = {n: value for n, value in loader.state_dict().items() if n not in ("epoch", "window")}
     windows = partial(windows_of_run, loader, recipe.train, recipe.stage)

@@ -2,9 +2,14 @@
 
 import numpy as np
 import pytest
+from surefoot.data.store.reference_logps_store import (
+    PIECE,
+    ReferenceLogpsStore,
+    stores_of,
+    with_reference_logps,
+)
 
-from surefoot.data.asked import PIECE, Asked, stores_of, with_answers
-from surefoot.data.dataset import EncodedDataset, in_memory
+from surefoot.data.store.dataset import EncodedDataset, in_memory
 from surefoot.errors import DataError
 
 
@@ -13,7 +18,7 @@ def values(count):
 
 
 def test_pieces_are_read_as_they_were_written(tmp_path):
-    asked = Asked(tmp_path / "new" / "key", PIECE + 3)
+    asked = ReferenceLogpsStore(tmp_path / "new" / "key", PIECE + 3)
     assert [len(piece) for piece in asked.pieces] == [PIECE, 3]
     assert [asked.read(piece) for piece in asked.pieces] == [None, None]
     last = asked.pieces[1]
@@ -24,7 +29,7 @@ def test_pieces_are_read_as_they_were_written(tmp_path):
 
 @pytest.mark.parametrize("size", [0, 7, -1])
 def test_a_torn_piece_is_none(size, tmp_path):
-    asked = Asked(tmp_path, 3)
+    asked = ReferenceLogpsStore(tmp_path, 3)
     (piece,) = asked.pieces
     asked.write(piece, values(3))
     (file,) = tmp_path.iterdir()
@@ -33,7 +38,7 @@ def test_a_torn_piece_is_none(size, tmp_path):
 
 
 def test_a_flipped_bit_is_noticed(tmp_path):
-    asked = Asked(tmp_path, 3)
+    asked = ReferenceLogpsStore(tmp_path, 3)
     (piece,) = asked.pieces
     asked.write(piece, values(3))
     (file,) = tmp_path.iterdir()
@@ -45,15 +50,15 @@ def test_a_flipped_bit_is_noticed(tmp_path):
 
 
 def test_a_piece_of_other_items_is_none(tmp_path):
-    asked = Asked(tmp_path, 3)
+    asked = ReferenceLogpsStore(tmp_path, 3)
     asked.write(asked.pieces[0], values(3))
-    more = Asked(tmp_path, 4)
+    more = ReferenceLogpsStore(tmp_path, 4)
     assert more.read(more.pieces[0]) is None
 
 
 def test_what_cannot_be_written_is_the_cache_folders_error(tmp_path):
     (tmp_path / "file").write_text("")
-    asked = Asked(tmp_path / "file", 1)
+    asked = ReferenceLogpsStore(tmp_path / "file", 1)
     with pytest.raises(DataError, match=r"data\.cache_dir"):
         asked.write(asked.pieces[0], values(1))
 
@@ -64,7 +69,7 @@ def test_every_item_has_its_answers_wherever_it_is_drawn():
     both = EncodedDataset((*one.stores, *two.stores), np.array([4, 2, 0]))
     said = {one.stores[0].content: values(4), two.stores[0].content: values(1) + 100}
     assert stores_of([both, one, two]) == [*one.stores, *two.stores]
-    found = with_answers(both, said)
+    found = with_reference_logps(both, said)
     assert [item["reference"].tolist() for item in found] == [[100, 101], [4, 5], [0, 1]]
     assert found.fingerprint == both.fingerprint
     assert found.lengths.tolist() == both.lengths.tolist()

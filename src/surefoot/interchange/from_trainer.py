@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 
-from .. import files
 from ..callbacks.early_stop import EarlyStop
-from ..checkpoint.source import Source, read_whole
-from ..checkpoint.states import Stateful
+from ..checkpoint.sources.source import TensorSource, read_whole
+from ..checkpoint.state.states import Stateful
 from ..errors import CheckpointError
-from ..training.windows import WindowLoader
+from ..storage import files
 from ..training.trainer import Trainer
+from ..training.windows import WindowLoader
 from .moments import Moments, moments_by_name, trainer_groups
 from .pickles import read_pickle
 from .same_model import open_same
@@ -106,7 +106,7 @@ def _refusal(folder: Path) -> str:
 
 
 @torch.no_grad()
-def _load_weights(source: Source, trainer: Trainer) -> None:
+def _load_weights(source: TensorSource, trainer: Trainer) -> None:
     """Tensor by tensor into those that are there, so that no second model is in memory."""
     current = trainer.policy.network.weights.state_dict()
     for name, tensor in current.items():

@@ -9,7 +9,7 @@ from pathlib import Path
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..model.adapter import continue_adapter
+from ..model.pretrained.adapter import continue_adapter
 from ..model.section import ModelSection
 from ..network.method import Method, UnshardedWeights
 from ..schema import Problem

@@ -5,11 +5,11 @@ The names are imported when they are first asked for: a recipe is read without t
 
 from typing import TYPE_CHECKING
 
-from ..later import found_in
+from ..lazy_exports import lazy_getattr
 
 if TYPE_CHECKING:
-    from .weights import AdapterWeights, FullWeights
+    from .pretrained.weights import AdapterWeights, FullWeights
 
 __all__ = ["AdapterWeights", "FullWeights"]
 
-__getattr__ = found_in(__name__, {".weights": ("AdapterWeights", "FullWeights")})
+__getattr__ = lazy_getattr(__name__, {".weights": ("AdapterWeights", "FullWeights")})

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedModel
 
-    from ..checkpoint.index import Kind
-    from ..cuts import Cuts
+    from ..checkpoint.disk.manifest import Kind
+    from ..geometry.sharding import Cuts
     from ..model.section import ModelSection
     from ..schema import Problem
 

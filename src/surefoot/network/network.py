@@ -14,14 +14,14 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..batch import Batch, Loss, LossFunction, Outputs, OutputSpec, Window
-from ..checkpoint.states import Stateful
-from ..cuts import Cuts
-from ..model.attention import Sharing
+from ..checkpoint.state.states import Stateful
+from ..geometry.sharding import Cuts
+from ..model.attention.packed import PromptSharing
 from ..optim.optimizer import Optimizer
 from ..optim.trained import Trainable, TrainedParameters
-from ..parallel.shard import gather_nothing
+from ..parallel.sharded_model import gather_nothing
 from ..parallel.world import World
-from ..startup import check_packed
+from ..startup import verify_packing_isolation
 from .method import Weights
 from .runner import Engine, Hook
 
@@ -39,7 +39,9 @@ class Network:
     engine: Engine
     world: World
     cuts: Mapping[str, Cuts] = field(default_factory=dict)  # by the names in files
-    sharing: Sharing = field(default_factory=Sharing)  # whether packed rows share prompts
+    sharing: PromptSharing = field(
+        default_factory=PromptSharing
+    )  # whether packed rows share prompts
     awaits_values: bool = False  # from a checkpoint, after which packing is to be verified
 
     @torch.no_grad()
@@ -78,7 +80,9 @@ class Network:
         ``ModelError``."""
         was_training = self.module.training
         self.module.eval()
-        is_proven = check_packed(partial(self.forward, spec=OutputSpec(("logps",))), self.inner)
+        is_proven = verify_packing_isolation(
+            partial(self.forward, spec=OutputSpec(("logps",))), self.inner
+        )
         self.sharing.is_proven = self.world.from_main(is_proven)
         self.release()
         self.module.train(was_training)

@@ -12,12 +12,14 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..checkpoint.layouts import scattered
-from ..cuts import Cuts
 from ..errors import RecipeError
-from ..model import attention
-from ..model.asked_head import AskedHead, asked_head
-from ..model.compiled import compile_layers
-from ..model.load import (
+from ..geometry.sharding import Cuts
+from ..model.attention import packed
+from ..model.fused_lora import enable_fused_lora
+from ..model.head.logprob_head import LogprobHead, asked_head
+from ..model.precision import PrecisionName
+from ..model.pretrained.compiled import compile_layers
+from ..model.pretrained.loading import (
     device,
     grow_embeddings,
     load_model,
@@ -25,18 +27,16 @@ from ..model.load import (
     training_dtype,
     upcast_trained,
 )
-from ..model.low_rank import use_one_pass
-from ..model.quantized import check_alone, num_elements
+from ..model.pretrained.quantized import check_alone, num_elements
+from ..model.pretrained.weights import names_in_files
 from ..model.section import ModelSection
-from ..model.weights import names_in_files
+from ..model.seeding import seed_everything
 from ..parallel.section import ParallelSection
-from ..parallel.shard import layers, shard
-from ..parallel.vocabulary import cut_vocabulary
+from ..parallel.sharded_model import layers, shard
+from ..parallel.tensor.vocab_parallel import cut_vocabulary
 from ..parallel.world import World
-from ..staging import Staging, staged
-from ..startup import Start, Values, begin
-from ..training.precision import PrecisionName
-from ..training.randomness import seed_everything
+from ..staging import PipelinedModel, to_pipeline
+from ..startup import MetaModel, ShardLoader, init_on_meta
 from .method import Method, UnshardedWeights
 from .network import Network
 from .runner import Engine, ModelForward, PipelineEngine, WholeEngine
@@ -69,15 +69,15 @@ class Draft:
     inner: PreTrainedModel = field(init=False)  # without its adapter
     module: nn.Module = field(init=False)  # with it
     weights: UnshardedWeights = field(init=False)
-    start: Start | None = None  # of a model that is on the meta device at first
-    values: Values | None = None  # to fill it with
+    start: MetaModel | None = None  # of a model that is on the meta device at first
+    values: ShardLoader | None = None  # to fill it with
     has_grown: bool = False
-    sharing: attention.Sharing = field(default_factory=attention.Sharing)
-    head: AskedHead | None = None
+    sharing: packed.PromptSharing = field(default_factory=packed.PromptSharing)
+    head: LogprobHead | None = None
     names: Mapping[str, str] = field(default_factory=dict)  # in the model -> in files
     trainable: Sequence[str] = ()  # names in files of all parameters that may be trained
     num_parameters: int = 0
-    staging: Staging | None = None
+    staging: PipelinedModel | None = None
     cuts: Mapping[str, Cuts] = field(default_factory=dict)  # by names in files
 
 
@@ -142,7 +142,7 @@ def load(draft: Draft) -> None:
     check_alone(draft.section, draft.world.size)
     dtype = training_dtype(draft.section)
     if draft.world.mesh is not None or not draft.options.is_read:
-        draft.start = begin(draft.base, draft.section, dtype=dtype)
+        draft.start = init_on_meta(draft.base, draft.section, dtype=dtype)
     if draft.start is not None:
         draft.inner = draft.start.model
     else:
@@ -158,9 +158,9 @@ def resize_embeddings(draft: Draft) -> None:
 def switch_attention(draft: Draft) -> None:
     """Attend within documents, if rows are packed; proven now if the values are there."""
     if draft.options.packing and draft.start is None:
-        draft.sharing.is_proven = attention.use_packed(draft.inner)
+        draft.sharing.is_proven = packed.use_packed(draft.inner)
     elif draft.options.packing:
-        attention.switch_to_packed(draft.inner)
+        packed.switch_to_packed(draft.inner)
 
 
 def apply_method(draft: Draft) -> None:
@@ -172,13 +172,13 @@ def apply_method(draft: Draft) -> None:
         return
     draft.module, draft.values = draft.start.apply(method.apply)
     if not draft.options.is_read:
-        draft.values = Values({}, {})
+        draft.values = ShardLoader({}, {})
 
 
 def fuse_lora(draft: Draft) -> None:
     """Compute each adapted linear map in one autograd function."""
     if draft.module is not draft.inner:
-        use_one_pass(draft.module)
+        enable_fused_lora(draft.module)
 
 
 def freeze(draft: Draft) -> None:
@@ -219,7 +219,7 @@ def name_parameters(draft: Draft) -> None:
 
 def divide_layers(draft: Draft) -> None:
     """Keep this rank's stages of a pipeline."""
-    draft.staging = staged(
+    draft.staging = to_pipeline(
         draft.module,
         draft.inner,
         draft.weights,

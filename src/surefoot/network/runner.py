@@ -14,16 +14,16 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from ..batch import Batch, ForwardBackward, Outputs, OutputSpec, Places
-from ..checkpoint.states import Stateful
-from ..model import outputs
-from ..model.asked_head import AskedHead
+from ..batch import Batch, Outputs, OutputSpec, StepRunner, TrainedPositions
+from ..checkpoint.state.states import Stateful
+from ..model.head import outputs
+from ..model.head.logprob_head import LogprobHead
+from ..model.precision import PrecisionName, autocast
 from ..optim.trained import TrainedParameters
-from ..parallel.engine import plain
-from ..parallel.pipeline import Finish, Pipeline, passed, piped
-from ..parallel.sequence import widened
-from ..staging import Staging
-from ..training.precision import PrecisionName, autocast
+from ..parallel.model_runner import plain
+from ..parallel.pipeline.pipeline import Finish, Pipeline, run_forward, run_windows
+from ..parallel.tensor.sequence_parallel import widened
+from ..staging import PipelinedModel
 
 Hook = Callable[[int], None]  # gets the index of a micro-batch
 
@@ -35,7 +35,7 @@ class ModelForward:
     model: nn.Module  # with its adapter
     precision: PrecisionName
     vocabulary: outputs.Vocabulary | None = None  # of logits that are sharded over ranks
-    head: AskedHead | None = None  # the output head, if it can return log-probabilities
+    head: LogprobHead | None = None  # the output head, if it can return log-probabilities
     multiple: int = 1  # sequences are padded to a multiple of it
 
     def run(
@@ -44,7 +44,7 @@ class ModelForward:
         spec: OutputSpec,
         *,
         hidden: torch.Tensor | None = None,
-        at: Places | None = None,
+        at: TrainedPositions | None = None,
     ) -> Outputs:
         """The outputs of ``batch``, with gradients if they are enabled.
 
@@ -73,7 +73,7 @@ class Engine(Protocol):
     def forward(self, batch: Batch, spec: OutputSpec) -> Outputs:
         """The outputs of ``batch``."""
 
-    def step_runner(self, spec: OutputSpec) -> ForwardBackward:
+    def step_runner(self, spec: OutputSpec) -> StepRunner:
         """What runs a window forward and backward."""
 
     def optimizer_state(self, own: TrainedParameters) -> Stateful:
@@ -94,7 +94,7 @@ class WholeEngine:
         """The outputs of ``batch``."""
         return self.runner.run(batch, spec)
 
-    def step_runner(self, spec: OutputSpec) -> ForwardBackward:
+    def step_runner(self, spec: OutputSpec) -> StepRunner:
         """What runs a window forward and backward."""
         return plain(partial(self.runner.run, spec=spec), self.device)
 
@@ -111,17 +111,17 @@ class WholeEngine:
 class PipelineEngine:
     """Every rank runs some stages of a pipeline, several micro-batches at a time."""
 
-    staging: Staging
+    staging: PipelinedModel
     pipeline: Pipeline
     runner: ModelForward  # of the last stage
 
     def forward(self, batch: Batch, spec: OutputSpec) -> Outputs:
         """The outputs of ``batch``, on all ranks of the pipeline."""
-        return passed(self.pipeline, self._finish(spec))(batch)
+        return run_forward(self.pipeline, self._finish(spec))(batch)
 
-    def step_runner(self, spec: OutputSpec) -> ForwardBackward:
+    def step_runner(self, spec: OutputSpec) -> StepRunner:
         """What runs a window forward and backward."""
-        return piped(self.pipeline, self._finish(spec))
+        return run_windows(self.pipeline, self._finish(spec))
 
     def _finish(self, spec: OutputSpec) -> Finish:
         return self.staging.finish(partial(self.runner.run, spec=spec))

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from ..cuts import Cut, Cuts
+from ..geometry.sharding import AxisShard, Cuts
 
 if TYPE_CHECKING:
     import torch
@@ -48,7 +48,7 @@ class StateTensor:
     """
 
     shape: Callable[[Shape], Shape]
-    cuts: Callable[[Shape, tuple[Cut, ...]], Cuts] | None
+    cuts: Callable[[Shape, tuple[AxisShard, ...]], Cuts] | None
 
 
 LIKE_PARAMETER = StateTensor(lambda shape: shape, lambda _, cuts: cuts)
@@ -62,7 +62,7 @@ def reduced(dim: int) -> StateTensor:
         at = len(parameter) + dim
         return (*parameter[:at], 1, *parameter[at + 1 :])
 
-    def cuts(parameter: Shape, cuts: tuple[Cut, ...]) -> Cuts:
+    def cuts(parameter: Shape, cuts: tuple[AxisShard, ...]) -> Cuts:
         return tuple(cut for cut in cuts if cut.dim != len(parameter) + dim)
 
     return StateTensor(shape, cuts)

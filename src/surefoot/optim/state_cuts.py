@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 import torch
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from ..cuts import Cut, Cuts, Window, held
 from ..errors import CheckpointError, RecipeError
+from ..geometry.sharding import AxisShard, Cuts, FusedSlice, local_offset_and_shape
 from .optimizer import Optimizer, StateTensor
 
 
@@ -38,7 +38,7 @@ class StateCuts:
         if cuts is None or name not in self.parameters:
             return None
         declared, shape = self._declared(key), tuple(self.parameters[name].shape)
-        if isinstance(cuts, Window):  # a part of a larger tensor, which is what was cut
+        if isinstance(cuts, FusedSlice):  # a part of a larger tensor, which is what was cut
             return cuts if declared.shape(shape) == shape else ()
         return () if declared.cuts is None else declared.cuts(shape, cuts)
 
@@ -72,12 +72,15 @@ def _is_sharded(parameter: torch.Tensor) -> bool:
     )
 
 
-def _plain(cuts: Cuts | None) -> tuple[Cut, ...]:
-    return () if cuts is None or isinstance(cuts, Window) else cuts
+def _plain(cuts: Cuts | None) -> tuple[AxisShard, ...]:
+    return () if cuts is None or isinstance(cuts, FusedSlice) else cuts
 
 
 def _zeros(
-    shape: tuple[int, ...], cuts: tuple[Cut, ...], parameter: DTensor, own: tuple[Cut, ...]
+    shape: tuple[int, ...],
+    cuts: tuple[AxisShard, ...],
+    parameter: DTensor,
+    own: tuple[AxisShard, ...],
 ) -> DTensor:
     """This rank's part of a tensor of ``shape`` with ``cuts`` along axes of the mesh of
     ``parameter``, whose own cuts are ``own``."""
@@ -93,7 +96,7 @@ def _zeros(
         else:  # as its parameter, whose cuts may be in another order than the axes of the mesh
             is_alike = dims[axis] == own_dims.get(axis)
             placements.append(placed if is_alike else Shard(dims[axis]))
-    _, extent = held(shape, cuts, sizes, place)
+    _, extent = local_offset_and_shape(shape, cuts, sizes, place)
     local = torch.zeros(extent, dtype=torch.float32, device=parameter.device)
     whole = torch.empty(shape, device="meta")
     made: DTensor = DTensor.from_local(

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from ..cuts import Cuts
 from ..errors import RecipeError
+from ..geometry.sharding import Cuts
 from .optimizer import Optimizer
 from .state import NamedState, State, other_parameters
 from .state_cuts import StateCuts

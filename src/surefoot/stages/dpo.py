@@ -7,21 +7,21 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from ..batch import Batch, Features, Loss, Outputs, OutputSpec
-from ..data.encode import Encoded
+from ..data.encoded import Encoded
 from ..data.example import Example
-from ..data.pairs import collate_pairs
-from ..data.ranking import encode_pairs
 from ..data.section import DataSection
+from ..data.text.pairs import collate_pairs
+from ..data.text.ranking import encode_pairs
 from ..parallel.section import ParallelSection
 from ..schema import Problem
 from ..schema.locations import ModelPath
-from ..training import preferences
+from ..training.objectives import preferences
 from ..training.stage import AuxiliaryModel, StageContext, as_loaded, as_measured
 
 if TYPE_CHECKING:
     import torch
 
-    from ..data.chat import Codec
+    from ..data.text.codec import Codec
 
 PER_TOKEN = ("ipo", "orpo", "simpo")  # losses of an answer's mean log-probability, not its sum
 ALONE = ("orpo", "simpo")  # losses that need no reference

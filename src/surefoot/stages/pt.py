@@ -7,17 +7,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from ..batch import Batch, Features, Loss, Outputs, OutputSpec
-from ..data.collate import collate
-from ..data.encode import Encoded
+from ..data.encoded import Encoded
 from ..data.example import Example
 from ..data.section import DataSection
+from ..data.text.collation import collate
 from ..parallel.section import ParallelSection
 from ..schema import Problem
-from ..training.losses import check_smoothing, negative_log_likelihood, with_perplexity
+from ..training.objectives.losses import check_smoothing, negative_log_likelihood, with_perplexity
 from ..training.stage import AuxiliaryModel, as_loaded, no_columns
 
 if TYPE_CHECKING:
-    from ..data.chat import Codec
+    from ..data.text.codec import Codec
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from ..batch import Batch, Features, Loss, Outputs, OutputSpec
-from ..data.collate import collate
-from ..data.encode import Dropped, Encoded
+from ..data.encoded import Dropped, Encoded
 from ..data.example import Example
-from ..data.ranking import RANKED, is_ranked
-from ..training.losses import check_smoothing, negative_log_likelihood, with_perplexity
+from ..data.text.collation import collate
+from ..data.text.ranking import RANKED, is_ranked
+from ..training.objectives.losses import check_smoothing, negative_log_likelihood, with_perplexity
 from ..training.stage import AuxiliaryModel, as_loaded, no_columns, no_problems
 
 if TYPE_CHECKING:
-    from ..data.chat import Codec
+    from ..data.text.codec import Codec
 
 UNDESIRABLE = Dropped("marked undesirable (kto_tag: false), which stage: kto trains on, not sft")
 

@@ -15,16 +15,16 @@ import torch
 from numpy.typing import NDArray
 
 from ..batch import IGNORE_INDEX, Batch, Features, Outputs, OutputSpec
-from ..data.chat import Codec
-from ..data.deal import in_turn
-from ..data.loader import Collate, batch_of
-from ..data.mix import Index
-from ..data.pairs import unshared
+from ..data.data_order import Index
+from ..data.order.length_balancing import in_turn
+from ..data.order.loader import Collate, batch_of
+from ..data.text.codec import Codec
+from ..data.text.pairs import unshared
 from ..errors import RunError
 from ..generate.sample import Sample
 from ..generate.section import GenerateSection
-from ..model.attention import Sharing
-from ..model.load import device
+from ..model.attention.packed import PromptSharing
+from ..model.pretrained.loading import device
 from ..network.network import Network
 from ..parallel.world import World
 from ..schema.locations import FunctionPath
@@ -34,7 +34,7 @@ from .stage import POLICY, Stage
 Reduction = Callable[[Outputs, Batch], torch.Tensor]  # a row per example
 
 
-def collate_of(stage: Stage, sharing: Sharing, *, packing: bool) -> Collate:
+def collate_of(stage: Stage, sharing: PromptSharing, *, packing: bool) -> Collate:
     """How examples become a micro-batch: as the stage lays them out, but with a prompt for each
     answer where the model cannot share prompts."""
 
@@ -90,9 +90,7 @@ class NetworkContext:
         assert found is not None
         return self.world.summed(found).numpy()
 
-    def generate(
-        self, prompts: Sequence[Sequence[int]], settings: GenerateSection
-    ) -> list[Sample]:
+    def generate(self, prompts: Sequence[Sequence[int]], settings: GenerateSection) -> list[Sample]:
         """One sample of the policy for each prompt."""
         network = self.networks[POLICY]
         with evaluating(network):
@@ -161,9 +159,7 @@ class BlankContext:
         found = function(zeros(batch.num_trained, spec_of(self.stage, role)), batch)
         return found.double().numpy()
 
-    def generate(
-        self, prompts: Sequence[Sequence[int]], settings: GenerateSection
-    ) -> list[Sample]:
+    def generate(self, prompts: Sequence[Sequence[int]], settings: GenerateSection) -> list[Sample]:
         """The longest answers there may be."""
         ids, logps = (0,) * settings.max_new_tokens, np.zeros(settings.max_new_tokens, np.float32)
         return [Sample(ids, logps, "length") for _ in prompts]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..batch import OutputSpec
-from ..checkpoint.states import Stateful
+from ..checkpoint.state.states import Stateful
 from ..network.network import Network
 from ..optim.trained import TrainedParameters
 from .step import Step

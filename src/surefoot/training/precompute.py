@@ -24,15 +24,15 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
-from .. import files
 from ..batch import Features
-from ..data.dataset import EncodedDataset, Ragged
-from ..data.loader import Items
-from ..data.mix import Index
+from ..data.data_order import Index
+from ..data.order.loader import Items
+from ..data.store.dataset import EncodedDataset, Ragged
 from ..errors import DataError, ModelError
-from ..model.load import PLACES, WEIGHTS
+from ..model.pretrained.loading import PLACES, WEIGHTS
 from ..model.section import ModelSection
 from ..parallel.world import World
+from ..storage import files
 from .stage import AuxiliaryModel, Stage, StageContext
 from .windows import Place
 
@@ -263,7 +263,9 @@ def model_of(auxiliary: AuxiliaryModel, policy: ModelSection) -> ModelSection:
     return replace(policy, path=auxiliary.model, **changes)  # type: ignore[arg-type]
 
 
-def identity_of(stage: Stage, models: Mapping[str, tuple[ModelSection, Path]], *more: object) -> str:
+def identity_of(
+    stage: Stage, models: Mapping[str, tuple[ModelSection, Path]], *more: object
+) -> str:
     """Another text whenever an auxiliary model may be another, or compute otherwise.
 
     Args:

@@ -14,15 +14,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal
 
-from ..checkpoint import retention
-from ..checkpoint.async_saver import AsyncSaver, SaveListener
-from ..checkpoint.commit import step_of
-from ..checkpoint.crew import Crew
+from ..checkpoint.background.saver import AsyncSaver, SaveListener
+from ..checkpoint.disk import retention
+from ..checkpoint.disk.commit import step_of
+from ..checkpoint.disk.trainer_state import finite
+from ..checkpoint.saving.writer_group import WriterGroup
 from ..checkpoint.section import CheckpointSection
-from ..checkpoint.states import Stateful
-from ..checkpoint.trainer_state import finite
-from ..files import exists
+from ..checkpoint.state.states import Stateful
 from ..parallel.world import ALONE, World
+from ..storage.files import exists
 from .state import TrainerState
 
 logger = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ class Saver:
             greater_is_better=self.greater,
             on_error=section.on_save_error,
             has_lock=True,  # the run has locked its folder from the start
-            writers=Crew(
+            writers=WriterGroup(
                 section.layout or "full",
                 world.rank,
                 world.size,

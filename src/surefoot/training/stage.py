@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
 
 from ..batch import Batch, Features, Loss, Outputs, OutputSpec
-from ..data.encode import Encoded
+from ..data.encoded import Encoded
 from ..data.example import Example
 from ..data.section import DataSection
 from ..generate.section import GenerateSection
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
-    from ..data.chat import Codec
+    from ..data.text.codec import Codec
     from ..generate.sample import Sample
 
 POLICY = "policy"  # the role of the model that the recipe trains
@@ -70,9 +70,7 @@ class StageContext(Protocol):
         """[examples, ...] numbers that ``function`` makes of a batch's outputs, a row per example:
         less to send than the outputs of every token."""
 
-    def generate(
-        self, prompts: Sequence[Sequence[int]], settings: GenerateSection
-    ) -> list[Sample]:
+    def generate(self, prompts: Sequence[Sequence[int]], settings: GenerateSection) -> list[Sample]:
         """One sampled answer of the policy to each prompt."""
 
     def score(
@@ -159,8 +157,6 @@ def as_measured(_self: object, means: Mapping[str, float]) -> Mapping[str, float
     return means
 
 
-def no_problems(
-    _self: object, _data: DataSection, _parallel: ParallelSection
-) -> Iterator[Problem]:
+def no_problems(_self: object, _data: DataSection, _parallel: ParallelSection) -> Iterator[Problem]:
     """Runs with everything."""
     return iter(())

@@ -10,22 +10,22 @@ from functools import partial
 from signal import Signals
 
 from ..batch import Window
-from ..checkpoint.load import load
-from ..checkpoint.states import RandomState, Stateful
+from ..checkpoint.reading.loading import load
+from ..checkpoint.state.states import RandomState, Stateful
 from ..errors import RunError
+from ..model.seeding import seed_everything
 from ..parallel.world import ALONE, World
-from .best import note_evaluation
+from .best_metric import record_evaluation
 from .callback import Callbacks
-from .evaluate import Evaluation, EvaluationSet, prefixed
-from .interval import Interval
+from .evaluation import Evaluation, EvaluationSet, prefixed
 from .learner import Learner
-from .randomness import seed_everything
+from .log_accumulator import LogAccumulator
 from .saver import Saver
 from .section import TrainSection
 from .signals import StopSignal
 from .stage import POLICY, Stage
 from .state import TrainerControl, TrainerState
-from .step import Figures, Unread, all_or_none
+from .step import PendingMetrics, StepMetrics, all_or_none
 from .windows import Place, Turn, Windows
 
 MAX_ROLLBACKS = 3  # to one checkpoint: more bad windows than that are no accident
@@ -42,7 +42,7 @@ class _Taken:
 
     number: int
     place: Place  # of its window
-    figures: Unread
+    figures: PendingMetrics
 
 
 @dataclass
@@ -71,7 +71,7 @@ class Trainer:
     callbacks: Callbacks
     state: TrainerState
     control: TrainerControl
-    interval: Interval
+    interval: LogAccumulator
     world: World = ALONE
     feeder: AbstractContextManager[object] = field(default_factory=nullcontext)  # while data comes
     stop: StopSignal = field(default_factory=StopSignal)
@@ -178,7 +178,7 @@ class Trainer:
         self.callbacks.emit("on_step_end")
         return True
 
-    def _gradients(self, role: str, window: Window) -> Unread:
+    def _gradients(self, role: str, window: Window) -> PendingMetrics:
         """Leave the gradients of one role's loss in its network."""
         learner, step = self.learners[role], self.state.global_step
         if not learner.network.module.training:
@@ -203,7 +203,7 @@ class Trainer:
         self.interval.add(figures)
         return True
 
-    def _bear(self, figures: Figures, taken: _Taken) -> bool:
+    def _bear(self, figures: StepMetrics, taken: _Taken) -> bool:
         """Deal with a loss or gradient that is not a number, which has moved nothing: True to go
         on."""
         what = f"step {taken.number}: loss {figures.loss / max(1, figures.weight)}, "
@@ -255,7 +255,7 @@ class Trainer:
         if control.should_evaluate and self.evals:
             try:
                 parts = {name: self._measure(each) for name, each in self.evals.items()}
-                note_evaluation(self.section, self.callbacks, prefixed(parts, "eval"))
+                record_evaluation(self.section, self.callbacks, prefixed(parts, "eval"))
             except _BrokenOffError:
                 state.pending = ["should_evaluate"]
         control.should_log = control.should_evaluate = False

@@ -16,9 +16,9 @@ import numpy as np
 import torch
 
 from ..batch import Features, Window
-from ..data.mix import Index, permutation
+from ..data.data_order import Index, permutation
 from ..errors import RecipeError, RunError
-from .randomness import derive
+from ..model.seeding import derive
 from .section import TrainSection
 from .stage import Stage, StageContext
 
@@ -211,9 +211,7 @@ def num_steps(section: TrainSection, steps_per_epoch: int | None) -> int:
     return math.ceil(section.num_epochs * steps_per_epoch)
 
 
-def windows_of_run(
-    loader: WindowLoader, section: TrainSection, stage: Stage
-) -> dict[Place, Index]:
+def windows_of_run(loader: WindowLoader, section: TrainSection, stage: Stage) -> dict[Place, Index]:
     """The items of every window of a run of known length, in order."""
     per_epoch, per_window = loader.steps_per_epoch, stage.passes * stage.mini_batches
     assert per_epoch is not None

@@ -1,0 +1,35 @@
+"""The folders and files that a recipe names, found beside the recipe file or in the current
+folder."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from .. import schema
+from ..schema.locations import FunctionPath, ModelPath
+from ..schema.locations import locate as locate
+
+T = TypeVar("T")
+
+
+def locate_model(name: str, base: Path) -> str:
+    """A model's folder made absolute; what is no folder here stays as written: it is a hub id."""
+    return str(ModelPath(name).located(base))
+
+
+def with_locations(section: T, base: Path) -> T:
+    """``section`` with every setting that is a location found, in variants and sections, too."""
+    values: dict[str, Any] = {
+        name: getattr(section, name) for name in schema.settings(type(section))
+    }
+    found = {name: _located(value, base) for name, value in values.items()}
+    changed = {name: value for name, value in found.items() if value is not values[name]}
+    return replace(section, **changed) if changed else section  # type: ignore[type-var]
+
+
+def _located(value: Any, base: Path) -> Any:
+    if isinstance(value, ModelPath | FunctionPath):
+        return value.located(base)
+    return with_locations(value, base) if schema.is_section(value) else value

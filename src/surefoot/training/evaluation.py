@@ -1,0 +1,122 @@
+"""Metrics of a policy on held-out examples, without touching anything the training uses.
+
+An evaluation takes the path of training: windows of the set in order, with the columns computed
+ahead, prepared by the stage, then dealt to ranks and micro-batches. Each rank measures its share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from ..batch import Batch
+from ..data.data_order import Index
+from ..data.order.length_balancing import in_turn
+from ..data.order.loader import Collate, Items, batch_of
+from ..model.pretrained.loading import device
+from ..network.network import Network
+from ..parallel.world import World
+from .context import evaluating
+from .stage import POLICY, Stage, StageContext
+from .windows import Columns, Place
+
+EVALUATION = -1  # in the place of an epoch: seeds of evaluations are their own
+
+
+class Examples(Items, Protocol):
+    """Examples by their number."""
+
+    def __len__(self) -> int:
+        """How many there are."""
+
+
+@dataclass(frozen=True)
+class EvaluationSet:
+    """Held-out examples, with the columns that were computed ahead for their windows."""
+
+    examples: Examples
+    kept: Columns
+
+
+def windows_of(count: int, size: int) -> dict[Place, Index]:
+    """The windows of ``count`` examples in order, the last one perhaps smaller."""
+    starts = enumerate(range(0, count, size))
+    return {(EVALUATION, n): np.arange(start, min(start + size, count)) for n, start in starts}
+
+
+@dataclass
+class _Sums:
+    """What is added up over the batches of a rank, and over windows."""
+
+    total: float = 0.0
+    weight: float = 0.0
+    metrics: dict[str, float] = field(default_factory=dict)
+    figures: dict[str, float] = field(default_factory=dict)  # each times the window's examples
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """How the policy of a run is measured."""
+
+    stage: Stage
+    network: Network
+    context: Callable[[Place], StageContext]
+    collate: Collate
+    micro_batch_size: int
+    window_size: int  # examples
+    world: World
+
+    def measure(self, held_out: EvaluationSet, after: Callable[[], None]) -> dict[str, float]:
+        """``loss`` (nats per unit of weight), what comes with it, and figures of the windows. All
+        ranks find the same.
+
+        ``after`` is called after every batch and may raise to break off.
+        """
+        sums = _Sums()
+        with evaluating(self.network):
+            for cpu_batch in self._batches(held_out, sums):
+                batch = cpu_batch.to(device())
+                outputs = self.network.forward(batch, self.stage.eval_spec)
+                loss = self.stage.loss(POLICY, outputs, batch)
+                sums.total += float(loss.total)
+                sums.weight += float(loss.weight)
+                for name, value in loss.metrics.items():
+                    sums.metrics[name] = sums.metrics.get(name, 0.0) + float(value)
+                after()
+        found = [sums.total, sums.weight, *sums.metrics.values()]
+        total, weight, *values = self.world.sums(found)
+        means = {"loss": total / weight if weight else float("nan")}
+        if weight:
+            means |= {n: value / weight for n, value in zip(sums.metrics, values, strict=True)}
+        count = len(held_out.examples)
+        figures = {name: value / count for name, value in sums.figures.items()}
+        return {**self.stage.metrics(means), **figures}
+
+    def _batches(self, held_out: EvaluationSet, sums: _Sums) -> Iterator[Batch]:
+        """This rank's micro-batches of all windows; figures of windows are added up."""
+        for place, items in windows_of(len(held_out.examples), self.window_size).items():
+            loaded = [held_out.examples[int(item)] for item in items]
+            context = self.context(place)
+            prepared = self.stage.prepare(context, held_out.kept.added(place, loaded))
+            for name, value in prepared.figures.items():
+                sums.figures[name] = sums.figures.get(name, 0.0) + value * len(items)
+            ranks = self.world.data_rank, self.world.num_data_ranks
+            for group in in_turn(len(prepared.examples), self.micro_batch_size, *ranks):
+                yield batch_of(group, prepared.examples, self.collate)
+
+
+def prefixed(parts: Mapping[str, Mapping[str, float]], prefix: str) -> dict[str, float]:
+    """``{"": m}`` as ``eval_loss``; several datasets as ``eval_NAME_loss`` and their mean as
+    ``eval_loss``."""
+    if list(parts) == [""]:
+        return {f"{prefix}_{name}": value for name, value in parts[""].items()}
+    named = {f"{prefix}_{part}_{name}": v for part, m in parts.items() for name, v in m.items()}
+    common = set.intersection(*(set(metrics) for metrics in parts.values()))
+    means = {
+        f"{prefix}_{name}": sum(m[name] for m in parts.values()) / len(parts)
+        for name in sorted(common)
+    }
+    return named | means
