@@ -86,7 +86,7 @@ def prepare(
     parent: str | None = None,
     max_shard_size: int = 5_000_000_000,
     crew: WriterGroup = ALONE,
-) -> tuple[Job, Live]:
+) -> tuple[Job, LiveTensors]:
     """What ``save`` would write, and the live tensors; nothing is read from these yet.
 
     Of several processes (``crew``) all must call this, and each gets what it is to write of the
