@@ -12,4 +12,4 @@ if TYPE_CHECKING:
 
 __all__ = ["AdapterWeights", "FullWeights"]
 
-__getattr__ = lazy_getattr(__name__, {".weights": ("AdapterWeights", "FullWeights")})
+__getattr__ = lazy_getattr(__name__, {".pretrained.weights": ("AdapterWeights", "FullWeights")})
