@@ -18,18 +18,8 @@ if TYPE_CHECKING:
 IGNORE_INDEX = -100  # a label that does not count; the value torch's cross entropy ignores
 
 # One encoded training item: names (input_ids, labels, ...) to token lists, as the cache stores
-# them. Columns that a stage adds (reference log-probabilities, advantages) may be floats, in arrays.
+# them; columns that a stage adds (reference log-probabilities, advantages) may be floats.
 Features = Mapping[str, Sequence[int]]
-
-
-@dataclass(frozen=True)
-class OutputSpec:
-    """Which outputs of a model a stage needs, and where."""
-
-    outputs: tuple[str, ...]  # fields of Outputs: total, logps, entropies, values, predictions
-    at: Literal["labels", "ends"] = "labels"  # ends: a reward model's score, read on the end token
-    smoothing: float = 0.0  # of the labels
-    temperature: float = 1.0  # that the labels were sampled at
 
 
 @dataclass(frozen=True)
@@ -160,6 +150,43 @@ def _before(batch: Batch) -> np.ndarray:
     starts, (prompt, first, _) = starts[parts[:, 2] > 0], parts[parts[:, 2] > 0].T
     before[starts + prompt + first - 1] = starts + prompt - 1
     return before
+
+
+def ends(batch: Batch) -> TrainedPositions:
+    """The last token of each document of ``batch``, in reading order: of a padded row its last real
+    token, and of two responses that share a prompt, that of each. Labels there are 0."""
+    import numpy as np
+
+    if batch.cu_seqlens is not None:
+        columns = _last_columns(batch.cu_seqlens, batch.branches)
+        rows = np.zeros_like(columns)
+    else:
+        count, length = batch.input_ids.shape
+        rows, columns = np.arange(count), np.full(count, length - 1)
+        if batch.attention_mask is not None:
+            mask = batch.attention_mask.cpu().numpy()
+            columns = length - 1 - mask[:, ::-1].argmax(1)
+
+    def here(values: np.ndarray) -> torch.Tensor:
+        return batch.labels.new_tensor(values)
+
+    labels = here(np.zeros_like(columns))
+    if len(batch.input_ids) == 1:
+        return TrainedPositions(labels, here(rows), here(columns), here(columns), None)
+    kept, among_kept = np.unique(columns, return_inverse=True)
+    return TrainedPositions(labels, here(rows), here(columns), here(kept), here(among_kept))
+
+
+def _last_columns(cu_seqlens: torch.Tensor, branches: torch.Tensor | None) -> np.ndarray:
+    import numpy as np
+
+    bounds = cu_seqlens.numpy()
+    if branches is None:
+        return bounds[1:] - 1
+    prompts, ones, twos = branches.numpy().T
+    first = bounds[:-1] + prompts + ones - 1
+    both = np.stack([first, first + twos], axis=1)
+    return both[np.stack([np.ones_like(twos), twos], axis=1) > 0]
 
 
 Window = Sequence[Batch]  # the micro-batches of one optimizer step

@@ -77,8 +77,10 @@ def test_a_loss_is_a_sum_with_its_weight_so_batches_add_up(name):
     halves = [stage.collate([item], packing=True) for item in items]
     whole = stage.collate(items, packing=True)
     logps = [torch.randn(batch.num_trained, dtype=torch.float64) for batch in halves]
-    parts = [stage.loss(Outputs(x, x.sum()), b) for x, b in zip(logps, halves, strict=True)]
-    together = stage.loss(Outputs(torch.cat(logps), torch.cat(logps).sum()), whole)
+    parts = [
+        stage.loss("policy", Outputs(x, x.sum()), b) for x, b in zip(logps, halves, strict=True)
+    ]
+    together = stage.loss("policy", Outputs(torch.cat(logps), torch.cat(logps).sum()), whole)
     torch.testing.assert_close(together.total, sum(part.total for part in parts))
     assert together.weight == sum(part.weight for part in parts)
 

@@ -1,6 +1,7 @@
 """A small run put together as recipes are, on any number of ranks, and compared with one alone."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ from surefoot.parallel.section import ParallelSection
 from surefoot.parallel.world import ALONE
 from surefoot.recipe.recipe import Recipe
 from surefoot.run.assembly import assemble, options_of
+from surefoot.run.auxiliary import open_ahead
 from surefoot.stages.sft import SFT
 from surefoot.training.saver import Saver
 from surefoot.training.section import TrainSection
@@ -83,7 +85,7 @@ def trainer(
         world=world,
     )
     data = EncodedData(examples or small.examples(), {}, Report(()))
-    return assemble(recipe, network, data, saver, world)
+    return assemble(recipe, None, network, open_ahead(recipe, folder, None, data, world), saver)
 
 
 def learn(made, count):
@@ -91,17 +93,17 @@ def learn(made, count):
     found = []
     for _ in range(count):
         step = made.state.global_step
-        made.models.policy.train()
-        figures = made.step.gradients(
-            made.loader.next_window(),
-            made.stage.loss,
+        made.policy.module.train()
+        figures = made.policy.step.gradients(
+            made.windows.loader.next_window(),
+            partial(made.stage.loss, "policy"),
             step=step,
             before=lambda index, step=step: seed_everything(0, step, index, made.world.data_rank),
             after=lambda index: None,
         )
-        made.step.update(figures)
+        made.policy.step.update(figures)
         figures = figures.read()
-        made.step.optimizer.zero_grad(set_to_none=True)
+        made.policy.step.optimizer.zero_grad(set_to_none=True)
         made.state.global_step += 1
         found.append((figures.loss / figures.weight, figures.grad_norm))
     return found

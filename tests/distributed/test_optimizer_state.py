@@ -6,7 +6,6 @@ from typing import ClassVar
 import pytest
 import torch
 from safetensors.torch import load_file
-from surefoot.checkpoint.saving.writing import write
 from torch.distributed import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
@@ -14,6 +13,7 @@ import ranks
 import surefoot.checkpoint as ckpt
 from surefoot.checkpoint.saving.preparation import prepare
 from surefoot.checkpoint.saving.writer_group import WriterGroup
+from surefoot.checkpoint.saving.writing import write
 from surefoot.errors import RecipeError
 from surefoot.geometry.sharding import AxisShard
 from surefoot.optim.groups import decay_groups

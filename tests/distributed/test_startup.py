@@ -27,12 +27,12 @@ from surefoot.methods.lora import LoRA
 from surefoot.model.attention.packed import PromptSharing, use_packed
 from surefoot.model.pretrained.loading import load_model
 from surefoot.model.section import ModelSection
+from surefoot.network.meta import init_on_meta, select_prompt_sharing
 from surefoot.optim.adamw import AdamW
 from surefoot.parallel.world import ALONE
 from surefoot.recipe.recipe import Recipe
 from surefoot.run.assembly import assemble, open_policy
 from surefoot.stages.sft import SFT
-from surefoot.startup import init_on_meta, select_prompt_sharing
 from surefoot.storage import files
 from surefoot.training.saver import Saver
 from surefoot.training.section import TrainSection

@@ -25,12 +25,12 @@ from ..checkpoint.sources.source import TensorSource, read_whole
 from ..checkpoint.state.local_box import local_box_of
 from ..checkpoint.state.states import Stateful, cuts_of
 from ..checkpoint.weights import detect_layout
+from ..data.order.loader import Loader
 from ..errors import CheckpointError
 from ..geometry.box import Box
 from ..model.fused_parameters import places
 from ..model.pretrained.weights import AdapterWeights, FullWeights
 from ..training.trainer import Trainer
-from ..training.windows import WindowLoader
 
 logger = logging.getLogger(__name__)
 _SLOTS = dict(zip(MOMENTS, ("exp_avg", "exp_avg_sq"), strict=True))
@@ -111,7 +111,7 @@ def _anew(folder: Path) -> str:
 
 def _refuse_unlike(folder: Path, trainer: Trainer) -> None:
     """Refuse a method and an optimizer that MindSpore's moments do not belong to."""
-    if isinstance(trainer.policy.network.weights, AdapterWeights):
+    if isinstance(trainer.policy.weights, AdapterWeights):
         raise CheckpointError(
             f"{folder}: it holds a whole model and its moments, but the recipe's method trains an "
             f"adapter; set method to full, or {_anew(folder)} to train an adapter of its weights"
@@ -127,7 +127,7 @@ def _refuse_other(source: TensorSource, trainer: Trainer, folder: Path) -> None:
     """Refuse weights of another model, and moments of other parameters."""
     shapes = source.shapes()
     theirs = {name: shape for name, shape in shapes.items() if not name.startswith(MOMENTS)}
-    ours = {name: tuple(t.shape) for name, t in trainer.policy.network.weights.state_dict().items()}
+    ours = {name: tuple(t.shape) for name, t in trainer.policy.weights.state_dict().items()}
     odd = sorted(ours.keys() ^ theirs.keys()) or [n for n in ours if ours[n] != theirs[n]]
     if odd:
         here, there = (_shape(found.get(odd[0])) for found in (ours, theirs))
@@ -149,7 +149,7 @@ def _refuse_other(source: TensorSource, trainer: Trainer, folder: Path) -> None:
 def _with_fused_moments(source: TensorSource, trainer: Trainer) -> TensorSource:
     """``source``, with the moments of experts laid together as their parameters lie in memory. What
     learns in the stages of a pipeline has other names, and is left as it is."""
-    weights = trainer.policy.network.weights
+    weights = trainer.policy.weights
     if not isinstance(weights, FullWeights) or trainer.world.pp > 1:
         return source
     shapes = source.shapes()
@@ -184,7 +184,7 @@ def _fill_together(source: TensorSource, trainer: Trainer, num_updates: int) -> 
     """An error in one process is one in all, so that none waits for another."""
     problem = None
     try:
-        _fill_weights(source, trainer.policy.network.weights)
+        _fill_weights(source, trainer.policy.weights)
         _fill_moments(source, trainer, num_updates)
     except CheckpointError as error:
         problem = str(error)
@@ -226,7 +226,7 @@ def _differences(progress: Progress, trainer: Trainer) -> Iterator[str]:
         yield f"its learning rate is {was:.4g}; the next one here is {now:.4g}, of at most {peak:g}"
 
 
-def _step(progress: Progress, loader: WindowLoader) -> int:
+def _step(progress: Progress, loader: Loader) -> int:
     """The step of this run after as many examples, as MindSpore Transformers counts it."""
     if progress.batch_size is None:
         return progress.step_num

@@ -18,10 +18,10 @@ import torch
 from ..callbacks.early_stop import EarlyStop
 from ..checkpoint.sources.source import TensorSource, read_whole
 from ..checkpoint.state.states import Stateful
+from ..data.order.loader import Loader
 from ..errors import CheckpointError
 from ..storage import files
 from ..training.trainer import Trainer
-from ..training.windows import WindowLoader
 from .moments import Moments, moments_by_name, trainer_groups
 from .pickles import read_pickle
 from .same_model import open_same
@@ -53,8 +53,8 @@ def load_trainer_checkpoint(folder: Path, trainer: Trainer, *, trust_pickle: boo
             checkpoint of another model, method or optimizer.
     """
     progress = check_trainer_checkpoint(folder, trust_pickle=trust_pickle)
-    policy = trainer.policy.network.module
-    source = open_same(folder, policy, trainer.policy.network.weights)
+    policy = trainer.policy.module
+    source = open_same(folder, policy, trainer.policy.weights)
     saved = read_pickle(folder / OPTIMIZER)
     moments = _moments(folder, trainer, moments_by_name(saved, policy, folder / OPTIMIZER))
     extras = _Extras(*(_optional(folder / name) for name in (SCHEDULER, SCALER, RANDOM)))
@@ -108,10 +108,10 @@ def _refusal(folder: Path) -> str:
 @torch.no_grad()
 def _load_weights(source: TensorSource, trainer: Trainer) -> None:
     """Tensor by tensor into those that are there, so that no second model is in memory."""
-    current = trainer.policy.network.weights.state_dict()
+    current = trainer.policy.weights.state_dict()
     for name, tensor in current.items():
         tensor.copy_(read_whole(source, name))
-    trainer.policy.network.weights.load_state_dict(current)
+    trainer.policy.weights.load_state_dict(current)
 
 
 def _moments(folder: Path, trainer: Trainer, by_module: Moments) -> Moments:
@@ -122,7 +122,7 @@ def _moments(folder: Path, trainer: Trainer, by_module: Moments) -> Moments:
             f"{folder / OPTIMIZER}: it holds AdamW's moments, but the recipe's optimizer is "
             f"{type(optimizer).__name__}; set optim to adamw"
         )
-    names = {id(p): name for name, p in trainer.policy.network.module.named_parameters()}
+    names = {id(p): name for name, p in trainer.policy.module.named_parameters()}
     return {
         ours: by_module[names[id(parameter)]]
         for group in optimizer.param_groups
@@ -167,8 +167,8 @@ def _other_settings(
         if _numbers(was) not in (None, _numbers(now)) and not has_none:
             yield f"optim.adamw.{name} was {was}, and is {now} from here on"
     if ours[0]["weight_decay"]:
-        decay = trainer_groups(trainer.policy.network.module)[0]
-        names = {id(p): name for name, p in trainer.policy.network.module.named_parameters()}
+        decay = trainer_groups(trainer.policy.module)[0]
+        names = {id(p): name for name, p in trainer.policy.module.named_parameters()}
         here = {names[id(p)] for g in ours if g["weight_decay"] for p in g["params"]}
         if odd := sorted(here ^ set(decay)):
             yield f"weight decay: {len(odd)} parameters differ from the Trainer's, {odd[0]} for one"
@@ -249,7 +249,7 @@ def _take_progress(progress: Progress, trainer: Trainer) -> None:
         trainer.callbacks.load_state_dict({EarlyStop.__name__: counted})
 
 
-def _take_place(progress: Progress, loader: WindowLoader) -> None:
+def _take_place(progress: Progress, loader: Loader) -> None:
     """Go to the window of the step; by the share of the epoch if batches differ. Where nobody knows
     how long an epoch is, the steps were all in the first."""
     windows = loader.steps_per_epoch

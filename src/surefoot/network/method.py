@@ -54,6 +54,9 @@ class UnshardedWeights(Weights, Protocol):
     def is_converted(self) -> bool:
         """Whether the files have other names or shapes than the modules."""
 
+    def without(self, names: Collection[str], /) -> UnshardedWeights:
+        """The weights but for the parameters ``names``, which have a file of their own."""
+
     def sharded(self, cuts: Mapping[str, Cuts]) -> Weights:
         """The weights after their tensors were cut over ranks."""
 

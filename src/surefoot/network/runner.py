@@ -6,24 +6,30 @@ The loop and the stages cannot tell one engine from the other.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+import contextlib
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from ..batch import Batch, Outputs, OutputSpec, StepRunner, TrainedPositions
 from ..checkpoint.state.states import Stateful
+from ..errors import RecipeError
 from ..model.head import outputs
 from ..model.head.logprob_head import LogprobHead
 from ..model.precision import PrecisionName, autocast
 from ..optim.trained import TrainedParameters
 from ..parallel.model_runner import plain
 from ..parallel.pipeline.pipeline import Finish, Pipeline, run_forward, run_windows
+from ..parallel.section import ParallelSection
 from ..parallel.tensor.sequence_parallel import widened
-from ..staging import PipelinedModel
+from ..parallel.world import World
+from .pipelined import PipelinedModel
+from .rollout import able_to_generate
 
 Hook = Callable[[int], None]  # gets the index of a micro-batch
 
@@ -36,6 +42,7 @@ class ModelForward:
     precision: PrecisionName
     vocabulary: outputs.Vocabulary | None = None  # of logits that are sharded over ranks
     head: LogprobHead | None = None  # the output head, if it can return log-probabilities
+    values: nn.Linear | None = None  # the head of ``Outputs.values``
     multiple: int = 1  # sequences are padded to a multiple of it
 
     def run(
@@ -58,12 +65,12 @@ class ModelForward:
             return outputs.compute(
                 self.model,
                 widened(batch, self.multiple),
-                spec.outputs,
+                spec,
                 at,
                 hidden=hidden,
                 vocabulary=self.vocabulary,
                 head=self.head,
-                smoothing=spec.smoothing,
+                values=self.values,
             )
 
 
@@ -75,6 +82,11 @@ class Engine(Protocol):
 
     def step_runner(self, spec: OutputSpec) -> StepRunner:
         """What runs a window forward and backward."""
+
+    def generating(
+        self, inner: PreTrainedModel, world: World
+    ) -> contextlib.AbstractContextManager[None]:
+        """While it lasts, the model generates; ``inner`` is the model without its adapter."""
 
     def optimizer_state(self, own: TrainedParameters) -> Stateful:
         """The state of this rank's optimizer as that of the whole model's."""
@@ -89,6 +101,8 @@ class WholeEngine:
 
     runner: ModelForward
     device: torch.device
+    parallel: ParallelSection
+    only_generates: bool = False  # then it is sharded so that it can as it is
 
     def forward(self, batch: Batch, spec: OutputSpec) -> Outputs:
         """The outputs of ``batch``."""
@@ -97,6 +111,16 @@ class WholeEngine:
     def step_runner(self, spec: OutputSpec) -> StepRunner:
         """What runs a window forward and backward."""
         return plain(partial(self.runner.run, spec=spec), self.device)
+
+    @contextlib.contextmanager
+    def generating(self, inner: PreTrainedModel, world: World) -> Iterator[None]:
+        """All weights are gathered meanwhile."""
+        module, precision = self.runner.model, self.runner.precision
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(autocast(precision, inner.device))
+            if not self.only_generates:
+                stack.enter_context(able_to_generate(module, inner, world, self.parallel))
+            yield
 
     def optimizer_state(self, own: TrainedParameters) -> Stateful:
         """It is that of the whole model's."""
@@ -125,6 +149,14 @@ class PipelineEngine:
 
     def _finish(self, spec: OutputSpec) -> Finish:
         return self.staging.finish(partial(self.runner.run, spec=spec))
+
+    def generating(
+        self, inner: PreTrainedModel, world: World
+    ) -> contextlib.AbstractContextManager[None]:
+        """Not possible yet. Raises ``RecipeError``."""
+        raise RecipeError(
+            "parallel.pp: a pipeline cannot generate yet; leave pp at 1 and use parallel.dp_shard"
+        )
 
     def optimizer_state(self, own: TrainedParameters) -> Stateful:
         """With the names of what other ranks hold."""

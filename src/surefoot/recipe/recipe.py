@@ -24,13 +24,14 @@ from ..optim.adamw import AdamW
 from ..optim.optimizer import Optimizer
 from ..parallel.section import ParallelSection
 from ..schema import Problem, Variants
+from ..schema.locations import locate
 from ..stages import STAGES
 from ..training.section import TrainSection
 from ..training.stage import Stage
 from .document import Document
 from .files import read_text
 from .overrides import Overrides, override
-from .recipe_paths import locate, locate_model, with_locations
+from .recipe_paths import locate_model, with_locations
 from .yaml import emit, parse
 
 

@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 
 from .. import schema
 from ..schema.locations import FunctionPath, ModelPath
-from ..schema.locations import locate as locate
 
 T = TypeVar("T")
 
@@ -22,7 +21,8 @@ def locate_model(name: str, base: Path) -> str:
 def with_locations(section: T, base: Path) -> T:
     """``section`` with every setting that is a location found, in variants and sections, too."""
     values: dict[str, Any] = {
-        name: getattr(section, name) for name in schema.settings(type(section))
+        name: getattr(section, name)
+        for name in schema.settings(type(section))  # type: ignore[arg-type]
     }
     found = {name: _located(value, base) for name, value in values.items()}
     changed = {name: value for name, value in found.items() if value is not values[name]}

@@ -12,25 +12,24 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from .. import interchange
-from ..auxiliary import Ahead, open_ahead
 from ..batch import StepRunner
 from ..checkpoint.background.saver import SaveListener
 from ..checkpoint.reading.loading import load as load_checkpoint
 from ..data.text.codec import Codec
 from ..data.text.templates import template_mismatch
-from ..methods.continued import continued
 from ..model.attention import packed, selection
 from ..model.malloc import keep_freed_memory
 from ..model.precision import LossScaler, choose
 from ..model.pretrained import companions
 from ..model.pretrained.loading import resolve
 from ..model.seeding import derive, seed_everything, use_deterministic_kernels
+from ..network.draft import NetworkOptions
+from ..network.meta import select_packed_attention, select_prompt_sharing
 from ..network.network import Network
-from ..network.open import NetworkOptions, open_network
+from ..network.open import open_network
 from ..parallel.world import ALONE, World
 from ..recipe.recipe import Recipe, dump
 from ..recipe.recipe_data import open_codec
-from ..startup import select_packed_attention, select_prompt_sharing
 from ..training.callback import Callbacks, Context, TrainerCallback
 from ..training.context import NetworkContext, collate_of
 from ..training.evaluation import Evaluation
@@ -43,6 +42,7 @@ from ..training.step import Step
 from ..training.trainer import Trainer
 from ..training.windows import Place, Windows, num_steps
 from . import data_loading
+from .auxiliary import Ahead, open_ahead
 from .recipe_callbacks import standard_callbacks
 
 logger = logging.getLogger(__name__)
@@ -178,17 +178,18 @@ def build_learner(recipe: Recipe, policy: Network, max_steps: int, around: Aroun
 def settle_packing(recipe: Recipe, trainer: Trainer, policy: Network, *, is_resumed: bool) -> None:
     """How packed rows are computed, as a resumed run did: the kernel, and whether prompts are
     shared."""
+    kernels = trainer.state.kernels
     if can_select_attention(recipe, policy, trainer.world):
-        known = trainer.state.attention or (selection.BY_DOCUMENT if is_resumed else None)
+        known = kernels.packed_attention or (selection.BY_DOCUMENT if is_resumed else None)
         dtype = policy_dtype(recipe, policy)
         bounds = data_loading.packed_bounds(recipe, trainer.windows.loader)
         chosen = select_packed_attention(policy.inner, bounds, dtype, known, trainer.world)
-        trainer.state.attention = chosen
+        kernels.packed_attention = chosen
     if recipe.data.packing and policy.awaits_values:
         policy.verify_packing()  # it has values only now
     if recipe.data.packing:
-        state, inner = trainer.state, policy.inner
-        state.shares_prompts = select_prompt_sharing(policy.sharing, inner, state.shares_prompts)
+        known_sharing = kernels.shared_prompts
+        kernels.shared_prompts = select_prompt_sharing(policy.sharing, policy.inner, known_sharing)
 
 
 def build_codec(recipe: Recipe, base: Path) -> Codec:
@@ -212,13 +213,16 @@ def open_policy(
     """The model that a recipe trains; without values if not ``is_read``, because a checkpoint has
     all of them."""
     options = options_of(recipe, is_read=is_read)
-    return open_network(base, recipe.model, tokenizer, world, options)
+    made = open_network(base, recipe.model, tokenizer, world, options)
+    share = made.num_trainable / made.num_parameters
+    logger.info("%s parameters learn, %.3g %% of all", f"{made.num_trainable:,}", 100 * share)
+    return made
 
 
 def options_of(recipe: Recipe, *, is_read: bool = True) -> NetworkOptions:
     """How the model of a recipe is made ready."""
     return NetworkOptions(
-        method=continued(recipe.method, recipe.model.adapter),
+        method=recipe.method,
         parallel=recipe.parallel,
         precision=choose(recipe.train.precision),
         packing=recipe.data.packing,
@@ -228,7 +232,7 @@ def options_of(recipe: Recipe, *, is_read: bool = True) -> NetworkOptions:
 
 
 def can_select_attention(recipe: Recipe, policy: Network, world: World) -> bool:
-    """Whether packed rows may go through whatever kernel is fastest."""
+    """Whether the run selects the kernel of its packed rows."""
     kernel, is_free = policy.inner.config._attn_implementation, recipe.model.attention == "auto"
     return recipe.data.packing and is_free and world.pp == 1 and kernel == f"{packed.PREFIX}sdpa"
 

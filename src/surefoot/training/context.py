@@ -17,11 +17,11 @@ from numpy.typing import NDArray
 from ..batch import IGNORE_INDEX, Batch, Features, Outputs, OutputSpec
 from ..data.data_order import Index
 from ..data.order.length_balancing import in_turn
-from ..data.order.loader import Collate, batch_of
+from ..data.order.micro_batches import Collate, batch_of
 from ..data.text.codec import Codec
 from ..data.text.pairs import unshared
 from ..errors import RunError
-from ..generate.sample import Sample
+from ..generate.generation import Sample
 from ..generate.section import GenerateSection
 from ..model.attention.packed import PromptSharing
 from ..model.pretrained.loading import device
@@ -74,7 +74,7 @@ class NetworkContext:
                 dtype = values.dtype
                 found[row, torch.from_numpy(at)] = values[: len(at)].double().cpu()
         found = self.world.summed(found).to(dtype)
-        rows = found.split(counts, dim=1)
+        rows = torch.split(found, counts, dim=1)
         return [Outputs(**dict(zip(spec.outputs, row, strict=True))) for row in rows]
 
     def reduce(

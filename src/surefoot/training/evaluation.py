@@ -15,7 +15,7 @@ import numpy as np
 from ..batch import Batch
 from ..data.data_order import Index
 from ..data.order.length_balancing import in_turn
-from ..data.order.loader import Collate, Items, batch_of
+from ..data.order.micro_batches import Collate, Items, batch_of
 from ..model.pretrained.loading import device
 from ..network.network import Network
 from ..parallel.world import World

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from torch import nn
+
 from ..batch import OutputSpec
 from ..checkpoint.state.states import Stateful
+from ..network.method import Weights
 from ..network.network import Network
 from ..optim.trained import TrainedParameters
 from .step import Step
@@ -19,6 +22,16 @@ class Learner:
     spec: OutputSpec
     step: Step  # its optimizer is that of ``trained``
     trained: TrainedParameters
+
+    @property
+    def module(self) -> nn.Module:
+        """The model with its adapter."""
+        return self.network.module
+
+    @property
+    def weights(self) -> Weights:
+        """What a checkpoint contains of the model."""
+        return self.network.weights
 
     @property
     def optimizer_state(self) -> Stateful:

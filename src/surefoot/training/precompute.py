@@ -26,7 +26,7 @@ from safetensors.numpy import load, save
 
 from ..batch import Features
 from ..data.data_order import Index
-from ..data.order.loader import Items
+from ..data.order.micro_batches import Items
 from ..data.store.dataset import EncodedDataset, Ragged
 from ..errors import DataError, ModelError
 from ..model.pretrained.loading import PLACES, WEIGHTS

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ..data.text.codec import Codec
-    from ..generate.sample import Sample
+    from ..generate.generation import Sample
 
 POLICY = "policy"  # the role of the model that the recipe trains
 

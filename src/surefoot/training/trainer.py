@@ -87,7 +87,7 @@ class Trainer:
         """What a checkpoint holds. The schedule is a pure function of the step and needs no
         state."""
         return {
-            "model": self.policy.network.weights,
+            "model": self.policy.weights,
             "optimizer": self.policy.optimizer_state,
             "scaler": self.policy.step.scaler,
             "loader": self.windows,
@@ -109,7 +109,7 @@ class Trainer:
             CheckpointError: a save failed and ``on_save_error`` says stop.
         """
         self.control.should_training_stop = False
-        self.policy.network.module.train()
+        self.policy.module.train()
         self.callbacks.emit("on_train_begin")
         with self.stop, self.feeder, self.saver:
             for flag in self.state.pending:

@@ -17,6 +17,7 @@ import torch
 
 from ..batch import Features, Window
 from ..data.data_order import Index, permutation
+from ..data.order.loader import Loader
 from ..errors import RecipeError, RunError
 from ..model.seeding import derive
 from .section import TrainSection
@@ -24,48 +25,6 @@ from .stage import Stage, StageContext
 
 Place = tuple[int, int]  # of a window: epoch, and index in it
 MAX_EMPTY = 100  # windows in a row without anything to train on, where an epoch has no length
-
-
-class WindowLoader(Protocol):
-    """Endless windows of examples, in an order that a position in it is enough to resume."""
-
-    epoch: int  # of the next window
-    window: int  # the next one, counted from 0 in each epoch
-    shuffle: bool
-    global_batch_size: int
-
-    @property
-    def progress(self) -> float:
-        """Completed epochs, with a fraction where that is known."""
-
-    @property
-    def num_examples(self) -> int | None:
-        """Examples in an epoch, if that is known."""
-
-    @property
-    def steps_per_epoch(self) -> int | None:
-        """Windows in an epoch, if that is known."""
-
-    def next_window(self) -> Window:
-        """This rank's micro-batches of the next window; moves on."""
-
-    def next_examples(self) -> Sequence[Features]:
-        """The examples of the next global window; moves on."""
-
-    def deal(self, examples: Sequence[Features]) -> Window:
-        """This rank's micro-batches of the examples of a global window."""
-
-    def items(self, epoch: int, window: int) -> Index:
-        """The items of any global window."""
-
-    def skip(self) -> None:
-        """Leave out the next window."""
-
-    def state_dict(self) -> dict[str, int | str | bool]:
-        """The position, and what it is a position in."""
-
-    def load_state_dict(self, state: dict[str, int | str | bool]) -> None:
-        """Go to a saved position; raises DataError if it is one in other data or another order."""
 
 
 class Columns(Protocol):
@@ -117,7 +76,7 @@ class Turn:
 class Windows:
     """The turns of a run, in order. Its state is the place in the data, and inside a window."""
 
-    loader: WindowLoader
+    loader: Loader
     stage: Stage
     context: Callable[[Place], StageContext]
     kept: Columns
@@ -211,13 +170,13 @@ def num_steps(section: TrainSection, steps_per_epoch: int | None) -> int:
     return math.ceil(section.num_epochs * steps_per_epoch)
 
 
-def windows_of_run(loader: WindowLoader, section: TrainSection, stage: Stage) -> dict[Place, Index]:
+def windows_of_run(loader: Loader, section: TrainSection, stage: Stage) -> dict[Place, Index]:
     """The items of every window of a run of known length, in order."""
     per_epoch, per_window = loader.steps_per_epoch, stage.passes * stage.mini_batches
     assert per_epoch is not None
     count = -(-num_steps(section, per_epoch * per_window) // per_window)
     places = [divmod(number, per_epoch) for number in range(count)]
-    return {place: loader.items(*place) for place in places}
+    return {place: loader.examples_at(*place).items for place in places}
 
 
 def inner_steps(count: int, passes: int, mini_batches: int, seed: int) -> list[Index]:
@@ -247,7 +206,7 @@ def _column(lists: Sequence[Sequence[int]]) -> dict[str, torch.Tensor]:
 def examples_of(found: Mapping[str, Mapping[str, torch.Tensor]]) -> list[Features]:
     """The examples that ``columns`` was made of."""
     parts = {
-        name: [part.numpy() for part in column["values"].split(column["lengths"].tolist())]
+        name: [part.numpy() for part in torch.split(column["values"], column["lengths"].tolist())]
         for name, column in found.items()
     }
     count = len(next(iter(parts.values())))

@@ -4,6 +4,7 @@ import numpy as np
 import torch
 
 import folders
+from surefoot.batch import OutputSpec
 from surefoot.data.text.collation import collate
 from surefoot.forecast.estimate.dry_run import HoldingOptions, build
 from surefoot.model.head import outputs
@@ -68,7 +69,7 @@ def head_of(model):
 
 def total(model, micro_batch, head):
     """The sum of log-probabilities, as training computes it."""
-    return outputs.compute(model, micro_batch, ("total",), head=head).total
+    return outputs.compute(model, micro_batch, OutputSpec(("total",)), head=head).total
 
 
 def kept(model, micro_batch, precision="fp32"):

@@ -1,6 +1,7 @@
 """What the processes of a pipeline take, against two that run one."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,7 @@ def piped(world, made, precision):
     made = replace(made, train=replace(made.train, precision=precision))
     base, options = Path(made.model.path), options_of(made)
     network = open_network(base, made.model, tokenizer(made), world, options)
-    run = network.engine.step_runner(OutputSpec(made.stage.needs))
+    run = network.engine.step_runner(OutputSpec(made.stage.spec.outputs))
     return network.module.train(), run
 
 
@@ -39,7 +40,7 @@ def measured(world, made, micro_batch, precision, count):
         own = [*map(local, model.parameters()), *model.buffers()]
         with LiveBytes(own, 10**9, lambda: given[0]) as live:
             at_work[:] = [live]
-            run([micro_batch] * count, made.stage.loss, before=id, after=id)
+            run([micro_batch] * count, partial(made.stage.loss, "policy"), before=id, after=id)
         weights = sum(tensor.nbytes for tensor in own)
     return weights, weights + live.growing
 

@@ -72,7 +72,7 @@ class AsyncSaver:
     """The folder of the run."""
     _: KW_ONLY
     keep: int | RetentionPolicy | None = None
-    """How many of the newest checkpoints are kept, or a ``Rule``; all of them by default."""
+    """How many of the newest checkpoints are kept, or a ``RetentionPolicy``; by default all."""
     resumed_from: Path | str | None = None
     """The checkpoint that the run resumes from. It is never deleted, and files that are equal in it
     are linked instead of written again."""
@@ -85,7 +85,7 @@ class AsyncSaver:
     max_shard_size: int = 5_000_000_000
     """Largest weight file in bytes."""
     greater_is_better: bool = False
-    """Of the metric by which a ``Rule`` keeps the best."""
+    """Of the metric by which a ``RetentionPolicy`` keeps the best."""
     on_error: Literal["stop", "continue"] = "stop"
     """Whether a save that failed raises, or is logged only."""
     has_lock: bool = False
@@ -158,8 +158,8 @@ class AsyncSaver:
         Args:
             step: the number of the checkpoint.
             states: as for ``checkpoint.save``, and so are ``kind`` and ``companions``.
-            metrics: the metric by step, for a ``Rule`` that keeps the best.
-            protected: steps whose checkpoints are kept, whatever the rule says.
+            metrics: the metric by step, for a ``RetentionPolicy`` that keeps the best.
+            protected: steps whose checkpoints are kept, whatever the policy says.
 
         Raises:
             CheckpointError: the last save failed, and this one was not begun; or this one cannot

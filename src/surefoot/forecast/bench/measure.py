@@ -7,7 +7,6 @@ the same examples whatever the settings.
 
 from __future__ import annotations
 
-import math
 import signal
 import time
 from collections.abc import Callable
@@ -28,6 +27,7 @@ from ...run.assembly import build
 from ...training.callback import Context, TrainerCallback
 from ...training.signals import SIGNALS
 from ...training.state import TrainerControl, TrainerState
+from ...training.windows import num_steps
 from ..estimate.batches import heaviest
 from .clock import Clock, timed
 from .hardware import forget_peak, gemm_flops, name_of, peak_memory
@@ -94,10 +94,9 @@ def measure(recipe: Recipe, steps: int, folder: Path) -> BenchResult:
     around = partial(timed, turn=meter.clock.turn, note=meter.count)
     trainer = build(_short(recipe, steps, folder), callbacks=[meter], trial=around)
     loader = trainer.windows.loader
-    assert isinstance(loader, Loader)  # for nothing is streamed here
     meter.rewind = partial(_go_to, loader, 0)
     section = recipe.train
-    run_steps = section.max_steps or math.ceil(section.num_epochs * loader.steps_per_epoch)
+    run_steps = num_steps(section, trainer.windows.steps_per_epoch)
     _go_to(loader, _heaviest_window(loader, run_steps))
     trainer.fit()
     first, *_ = costs = meter.clock.steps()
@@ -114,9 +113,7 @@ def measure(recipe: Recipe, steps: int, folder: Path) -> BenchResult:
         trained_tokens=sum(meter.trained[WARM_UP:]),
         positions=sum(meter.positions[WARM_UP:]),
         flops=trainer.state.total_flos * tokens / max(1, sum(meter.tokens)),
-        gemm_flops=gemm_flops(
-            _dtype(trainer.policy.network.module, choose(section.precision)), where
-        ),
+        gemm_flops=gemm_flops(_dtype(trainer.policy.module, choose(section.precision)), where),
         peak_memory=memory,
         compiling_seconds=max(0.0, sum(first.values()) - ordinary) if recipe.model.compile else 0.0,
         phases=phases,
@@ -143,10 +140,11 @@ def _go_to(loader: Loader, window: int) -> None:
 
 def _heaviest_window(loader: Loader, run_steps: int) -> int:
     """The window of the first epoch that has the micro-batch with the most tokens."""
-    lengths = loader.dataset.lengths
-    steps = min(run_steps, loader.steps_per_epoch)
-    items = heaviest(loader, steps, lengths, np.zeros_like(lengths))
-    return int(np.argmax(loader.order(0) == items[0])) // loader.global_batch_size
+    size = loader.global_batch_size
+    order = loader.order.indices(0, 0, run_steps * size)
+    lengths = loader.order.examples.lengths_of(np.arange(int(order.max()) + 1))
+    items = heaviest(loader, -(-len(order) // size), lengths, np.zeros_like(lengths))
+    return int(np.argmax(order == items[0])) // size
 
 
 def _dtype(model: nn.Module, precision: str) -> torch.dtype:

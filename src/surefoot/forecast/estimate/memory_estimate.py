@@ -14,7 +14,7 @@ from ...data.text.codec import Codec
 from ...errors import RecipeError
 from ...model.precision import PrecisionName
 from ...model.pretrained.loading import resolve
-from ...model.pretrained.quantized import check_alone, num_elements
+from ...model.pretrained.quantized import check_alone
 from ...recipe.recipe import Recipe
 from ...run.assembly import build_codec
 from .batches import RunLength, course_of, loader_of, token_counts, trained_counts
@@ -119,13 +119,12 @@ def make_plan(recipe: Recipe, machine: Machine, tokens_per_second: float | None 
     found = rehearsed(recipe, ground, held, as_held=True)
     largest, most = memory_of(recipe, machine, held, found.passes)
     options = _options(recipe, ground, held, found) if found.not_known is None else ()
-    sizes = [(num_elements(p), p.requires_grad) for p in alone.model.parameters()]
     return Plan(
         machine=machine,
         mesh=mesh,
         precision=precision_of(recipe, machine),
-        parameters=sum(size for size, _ in sizes),
-        trained_parameters=sum(size for size, is_trained in sizes if is_trained),
+        parameters=alone.network.num_parameters,
+        trained_parameters=alone.network.num_trainable,
         examples=len(examples.dataset),
         rows_read=examples.rows_read,
         course=course,
@@ -228,3 +227,63 @@ def _changed(
 
 def _cuts(recipe: Recipe) -> tuple[int, bool, int]:
     return recipe.parallel.tp, recipe.parallel.sequence_parallel, recipe.parallel.pp
+
+
+def as_data(found: Plan) -> dict[str, object]:
+    """All of it, as ``surefoot plan --json`` prints it."""
+    course, saving = found.course, found.saving
+    return {
+        "processes": {
+            "count": found.mesh.num_processes,
+            "dp_replicate": found.mesh.dp_replicate,
+            "dp_shard": found.mesh.dp_shard,
+            "tp": found.mesh.tp,
+            "pp": found.mesh.pp,
+            "device": "gpu" if found.machine.on_gpu else "cpu",
+            "precision": found.precision,
+            "capacity": found.machine.capacity,
+        },
+        "parameters": found.parameters,
+        "trained_parameters": found.trained_parameters,
+        "examples": found.examples,
+        "sampled_rows": found.rows_read,
+        "steps": course.steps,
+        "steps_per_epoch": course.steps_per_epoch,
+        "epochs": course.epochs,
+        "gradient_accumulation_steps": course.micro_batches,
+        "tokens": course.tokens,
+        "trained_tokens": course.trained_tokens,
+        "tokens_per_second": found.tokens_per_second,
+        "seconds": found.seconds,
+        "heaviest_pass": vars(found.heaviest),
+        "heaviest_stage": {
+            "process": found.place,
+            "layers": [layer for run in found.layers for layer in run],
+        }
+        if found.mesh.pp > 1
+        else None,
+        "memory": _as_data(found.memory),
+        "not_known": found.not_known,
+        "checkpoint": {
+            "total": saving.size.total,
+            "weights": saving.size.weights,
+            "optimizer": saving.size.optimizer,
+            "shared_by_all": saving.size.unchanging,
+            "saves": saving.saves,
+            "at_once": saving.at_once,
+            "disk": saving.disk,
+            "shared_memory": saving.shared_memory,
+        },
+        "options": [
+            {
+                "changes": dict(option.changes),
+                "memory": _as_data(option.memory),
+                "effect": option.effect,
+            }
+            for option in found.options
+        ],
+    }
+
+
+def _as_data(memory: Memory) -> dict[str, int]:
+    return {**memory.parts(), "peak": memory.peak}

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from ...batch import Batch
 from ...model.pipeline_stages import Stages, keep, split
 from ...network.method import UnshardedWeights
-from ...staging import plan_pipeline_stages
+from ...network.pipelined import plan_pipeline_stages
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ save.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -34,13 +34,18 @@ class FullWeights:
 
     model: PreTrainedModel
     cuts: Mapping[str, Cuts] = field(default_factory=dict)  # by name, of what is spread
+    apart: Collection[str] = ()  # names of parameters that have a file of their own
     kind: ClassVar[Literal["full", "adapter"]] = "full"
 
     @property
     def is_converted(self) -> bool:
         """Whether transformers fuses or renames tensors of the files when it loads them."""
-        own = self.model.state_dict().keys() - self.model.all_tied_weights_keys.keys()
+        own = self.model.state_dict().keys() - {*self.model.all_tied_weights_keys, *self.apart}
         return bool(own != self.state_dict().keys())
+
+    def without(self, names: Collection[str]) -> FullWeights:
+        """The weights but for ``names``, which have a file of their own."""
+        return replace(self, apart=names)
 
     def sharded(self, cuts: Mapping[str, Cuts]) -> FullWeights:
         """The same weights after their tensors were cut over ranks."""
@@ -67,8 +72,8 @@ class FullWeights:
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The live tensors under the names of the model's Hugging Face files. If they are spread,
         parts of fused ones lie in the live tensors, too."""
-        tied = self.model.all_tied_weights_keys
-        own = {name: t for name, t in self.model.state_dict().items() if name not in tied}
+        left_out = {*self.model.all_tied_weights_keys, *self.apart}
+        own = {name: t for name, t in self.model.state_dict().items() if name not in left_out}
         parts = {}
         if any(isinstance(tensor, DTensor) for tensor in own.values()):
             parts = {n: view(own[at.fused], at, self.cuts_of(n)) for n, at in self._fused.items()}
@@ -80,7 +85,8 @@ class FullWeights:
     def load_state_dict(self, state: Tensors) -> None:
         """Copy ``state`` into the model. Raises ``CheckpointError`` if it is of another model."""
         own = self.model.state_dict()
-        wanted = {name: own[name] for name in own.keys() - self.model.all_tied_weights_keys.keys()}
+        left_out = {*self.model.all_tied_weights_keys, *self.apart}
+        wanted = {name: own[name] for name in own.keys() - left_out}
         if state.keys() != wanted.keys():
             wanted = self.state_dict()
             _check_names(state, wanted)
@@ -96,7 +102,7 @@ class FullWeights:
         fresh = type(self.model).from_pretrained(
             None, config=self.model.config, state_dict=dict(state), dtype=self.model.dtype
         )
-        self.model.load_state_dict(fresh.state_dict())
+        self.model.load_state_dict(fresh.state_dict(), strict=not self.apart)
 
 
 @dataclass(frozen=True)
@@ -107,6 +113,10 @@ class AdapterWeights:
     cuts: Mapping[str, Cuts] = field(default_factory=dict)  # by name, of what is spread
     kind: ClassVar[Literal["full", "adapter"]] = "adapter"
     is_converted: ClassVar[bool] = False
+
+    def without(self, _names: Collection[str]) -> AdapterWeights:
+        """An adapter's files have none of the model's own tensors."""
+        return self
 
     def sharded(self, cuts: Mapping[str, Cuts]) -> AdapterWeights:
         """The same weights after their tensors were cut over ranks."""

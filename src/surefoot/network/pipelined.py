@@ -12,24 +12,24 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from .batch import Batch, Outputs
-from .checkpoint.state.pipelined_state import PipelinedOptimizer, PipelinedWeights, owners
-from .errors import RecipeError
-from .geometry.sharding import Cuts
-from .model.architecture import IdentityStub
-from .model.head import outputs
-from .model.pipeline_stages import Stages, keep, parameters_of
-from .model.precision import PrecisionName, autocast
-from .network.method import UnshardedWeights, Weights
-from .optim.trained import TrainedParameters
-from .parallel.collectives import Axis, MeshAxis
-from .parallel.pipeline.pipeline import Finish, Pipeline, tie
-from .parallel.pipeline.stage_links import connect
-from .parallel.section import ParallelSection
-from .parallel.sharded_model import gather_nothing, reduce_gradients
-from .parallel.tensor.sequence_parallel import placed, widened
-from .parallel.tensor.tp_plan import Stretch
-from .parallel.world import World
+from ..batch import Batch, Outputs
+from ..checkpoint.state.pipelined_state import PipelinedOptimizer, PipelinedWeights, owners
+from ..errors import RecipeError
+from ..geometry.sharding import Cuts
+from ..model.architecture import IdentityStub
+from ..model.head import outputs
+from ..model.pipeline_stages import Stages, keep, parameters_of
+from ..model.precision import PrecisionName, autocast
+from ..optim.trained import TrainedParameters
+from ..parallel.collectives import Axis, MeshAxis
+from ..parallel.pipeline.pipeline import Finish, Pipeline, tie
+from ..parallel.pipeline.stage_links import connect
+from ..parallel.section import ParallelSection
+from ..parallel.sharded_model import gather_nothing, reduce_gradients
+from ..parallel.tensor.sequence_parallel import placed, widened
+from ..parallel.tensor.tp_plan import Stretch
+from ..parallel.world import World
+from .method import UnshardedWeights, Weights
 
 
 @dataclass(frozen=True)

@@ -8,26 +8,25 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from .batch import Batch, Features
-from .data.store.cache import default_folder
-from .data.store.dataset import EncodedDataset
-from .data.store.preparation import EncodedData
-from .data.text.codec import Codec
-from .errors import RecipeError
-from .methods.full import Full
-from .model.precision import choose
-from .model.pretrained.loading import resolve
-from .model.section import ModelSection
-from .network.network import Network
-from .network.open import NetworkOptions, open_network
-from .parallel.world import World
-from .recipe.recipe import Recipe
-from .recipe.recipe_data import open_codec
-from .run import data_loading
-from .run.data_loading import Data
-from .training.context import BlankContext, NetworkContext
-from .training.evaluation import EvaluationSet, windows_of
-from .training.precompute import (
+from ..batch import Batch, Features
+from ..data.order.loader import Loader
+from ..data.store.cache import default_folder
+from ..data.store.dataset import EncodedDataset
+from ..data.store.run_data import TrainingData
+from ..data.text.codec import Codec
+from ..errors import RecipeError
+from ..model.precision import choose
+from ..model.pretrained.loading import resolve
+from ..model.section import ModelSection
+from ..network.draft import NetworkOptions
+from ..network.network import Network
+from ..network.open import open_network
+from ..parallel.world import World
+from ..recipe.recipe import Recipe
+from ..recipe.recipe_data import open_codec
+from ..training.context import BlankContext, NetworkContext
+from ..training.evaluation import EvaluationSet, windows_of
+from ..training.precompute import (
     NOTHING,
     KeptWindows,
     Precomputation,
@@ -38,8 +37,9 @@ from .training.precompute import (
     with_items,
     with_windows,
 )
-from .training.stage import POLICY
-from .training.windows import WindowLoader, windows_of_run
+from ..training.stage import POLICY
+from ..training.windows import windows_of_run
+from . import data_loading
 
 
 @dataclass(frozen=True)
@@ -50,17 +50,16 @@ class Ahead:
     codec: Codec
     world: World
     found: Precomputation
-    loaded: Data
+    loaded: TrainingData
     train: WindowSet | None  # None: nothing is computed
     held_out: Mapping[str, WindowSet]
 
     @property
-    def data(self) -> Data:
+    def data(self) -> TrainingData:
         """The datasets, with the columns that are kept by item."""
-        if self.train is None or not isinstance(self.loaded, EncodedData):
+        if self.train is None:
             return self.loaded
-        evals = {name: with_items(data, self.found) for name, data in self.loaded.evals.items()}
-        return replace(self.loaded, train=with_items(self.loaded.train, self.found), evals=evals)
+        return self.loaded.changed(partial(with_items, found=self.found))
 
     @property
     def kept(self) -> KeptWindows:
@@ -119,7 +118,6 @@ class Ahead:
                 "outputs cannot be compared; name a model with the same tokenizer"
             )
         options = NetworkOptions(
-            method=Full(),
             parallel=recipe.parallel,
             precision=choose(recipe.train.precision),
             packing=recipe.data.packing,
@@ -129,13 +127,14 @@ class Ahead:
         return open_network(base, model, tokenizer, self.world, options)
 
 
-def open_ahead(recipe: Recipe, base: Path, codec: Codec, data: Data, world: World) -> Ahead:
+def open_ahead(recipe: Recipe, base: Path, codec: Codec, data: TrainingData, world: World) -> Ahead:
     """What is known of the columns of a run; ``base`` is the folder of the recipe's model."""
     size = recipe.train.global_batch_size
     held_out = {name: eval_set(dataset, size) for name, dataset in data.evals.items()}
     train = None
-    if recipe.stage.auxiliary and isinstance(data, EncodedData):
-        train = _train_set(recipe, data, data_loading.build_loader(recipe, data, _no_batch, world))
+    loader = data_loading.build_loader(recipe, data, _no_batch, world)
+    if recipe.stage.auxiliary and loader.order.is_complete:
+        train = _train_set(recipe, data, loader)
     sets = [*([] if train is None else [train]), *held_out.values()]
     return Ahead(recipe, codec, world, columns_of(recipe, base, sets, world), data, train, held_out)
 
@@ -161,11 +160,11 @@ def _no_batch(_features: Sequence[Features]) -> Batch:
     raise NotImplementedError("only the order of the examples is asked for")
 
 
-def _train_set(recipe: Recipe, data: EncodedData, loader: WindowLoader) -> WindowSet:
+def _train_set(recipe: Recipe, data: TrainingData, loader: Loader) -> WindowSet:
     """The training examples, and the windows of the run."""
     order = {n: value for n, value in loader.state_dict().items() if n not in ("epoch", "window")}
     windows = partial(windows_of_run, loader, recipe.train, recipe.stage)
-    return WindowSet(data.train, windows, str(sorted(order.items())))
+    return WindowSet(data.complete[0], windows, str(sorted(order.items())))
 
 
 def eval_set(dataset: EncodedDataset, size: int) -> WindowSet:

@@ -19,18 +19,18 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from .batch import Batch, Outputs
-from .checkpoint.layouts import open_named
-from .checkpoint.sources.lora import same_values
-from .checkpoint.sources.source import TensorSource, read_whole
-from .checkpoint.state.local_box import BLOCK, local_box_of
-from .errors import CheckpointError, ModelError
-from .geometry.box import Box
-from .geometry.sharding import Cuts
-from .model.attention import packed
-from .model.attention.selection import choose, row_of, use
-from .model.pretrained.loading import device
-from .model.pretrained.meta import (
+from ..batch import Batch, Outputs
+from ..checkpoint.layouts import open_named
+from ..checkpoint.sources.lora import same_values
+from ..checkpoint.sources.source import TensorSource, read_whole
+from ..checkpoint.state.local_box import BLOCK, local_box_of
+from ..errors import CheckpointError, ModelError
+from ..geometry.box import Box
+from ..geometry.sharding import Cuts
+from ..model.attention import packed
+from ..model.attention.selection import choose, row_of, use
+from ..model.pretrained.loading import device
+from ..model.pretrained.meta import (
     CapturedInit,
     kept_tensors,
     load_empty,
@@ -38,8 +38,8 @@ from .model.pretrained.meta import (
     names_stored,
     why_not_empty,
 )
-from .model.section import ModelSection
-from .parallel.world import World
+from ..model.section import ModelSection
+from ..parallel.world import World
 
 logger = logging.getLogger(__name__)
 Reader = Callable[[Box], torch.Tensor]  # the values of one box of one tensor
@@ -196,9 +196,9 @@ def select_packed_attention(
     known: str | None,
     world: World,
 ) -> str:
-    """Let packed rows of ``model`` go through the kernel ``known``, or else through the fastest for
-    a row of ``dtype`` with these ``bounds`` of documents; its name. All processes take that of the
-    main one."""
+    """Let packed rows of ``model`` use the kernel ``known``, or else the preferred one that passes
+    its self-check on a row of ``dtype`` with these document ``bounds``. Returns its name; all ranks
+    use that of rank 0."""
     if known is None and world.is_main:
         known = choose(row_of(model, bounds, device(), dtype))
     return use(model, world.from_main(known))
