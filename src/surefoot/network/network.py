@@ -24,7 +24,7 @@ from ..optim.state import NamedState
 from ..parallel.sharded_model import gather_nothing
 from ..parallel.world import World
 from .draft import NetworkOptions
-from .heads import Heads
+from .heads import HEADS, Heads, HeadWeights
 from .meta import verify_packing_isolation
 from .rollout import evaluating
 from .runner import Engine, Hook, ModelForward
@@ -129,6 +129,12 @@ class Network:
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> Stateful:
         """The state of an optimizer of ``named``, as checkpoints contain it."""
         return self.engine.optimizer_state(NamedState(optimizer, self.cuts))
+
+    @property
+    def head_weights(self) -> dict[str, HeadWeights]:
+        """The weights of each head, by the name of the file that they have for themselves."""
+        named = ((HEADS[output], head) for output, head in self.heads.modules.items())
+        return {name: HeadWeights(name, head, self.cuts) for name, head in named}
 
     @property
     def replicas(self) -> Collection[nn.Parameter]:
