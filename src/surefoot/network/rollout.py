@@ -78,8 +78,8 @@ def _gathered(module: nn.Module, inner: PreTrainedModel, *, again: bool) -> Iter
         part.set_reshard_after_forward(False, recurse=False)
         part.unshard()
     # PEFT's generate runs the inner model, past the root of what is sharded. Without a pass before,
-    # FSDP2 would take the first layer that runs for the root, and refuse the true one later. Without
-    # one behind, the next backward pass would prefetch what ran last, which differs between ranks.
+    # FSDP2 would take the first layer that runs for the root, and refuse the true one later.
+    # Without a pass behind, the next backward pass would prefetch what ran last on each rank.
     is_wrapped = bool(parts) and module is not inner
     try:
         if is_wrapped:

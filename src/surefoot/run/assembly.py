@@ -68,7 +68,7 @@ def build(
     data, feeder = data_loading.open_data(recipe, codec, base, world)
     asked = references(recipe, base, data, world)
     if asked is not None and not is_trial:
-        precompute_with_other_model(recipe, codec, data, asked, world)
+        precompute_with_other_model(recipe, codec, asked, world)
     is_asked = asked is None or asked.is_complete or is_trial
     is_kept = resume is not None and writer != "trainer" and recipe.method.kind == "full"
     is_kept = is_kept and is_asked  # what is not to be asked anything need not have values
@@ -102,7 +102,7 @@ def build(
 
 
 def precompute_with_other_model(
-    recipe: Recipe, codec: Codec, data: Data, asked: ReferenceLogps, world: World
+    recipe: Recipe, codec: Codec, asked: ReferenceLogps, world: World
 ) -> None:
     """Ask the model that the recipe compares with, if it is another one than that which will learn;
     it is loaded for that, and let go. Raises ``RecipeError`` if it has other tokens."""
@@ -116,10 +116,10 @@ def precompute_with_other_model(
             f"stage.dpo.reference: {model.path} has other tokens than {recipe.model.path}, so what "
             "it says of an answer is not to be compared; name a model with the same tokenizer"
         )
-    policy = open_policy(other, base, tokenizer, world)
-    saver = build_saver(other, policy, codec, base, world)
-    made = assemble(other, policy, data, saver, world)
-    asked.ask(made.forward, policy.module, data_loading.build_collate(other, policy.sharing))
+    options = replace(options_of(other), is_trainable=False)
+    network = open_network(base, model, tokenizer, world, options)
+    forward = partial(network.forward, spec=OutputSpec(recipe.stage.needs))
+    asked.ask(forward, network.module, data_loading.build_collate(other, network.sharing))
 
 
 def attach_reference_logps(
