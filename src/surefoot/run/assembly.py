@@ -13,7 +13,9 @@ from transformers import PreTrainedTokenizerBase
 
 from .. import interchange
 from ..batch import OutputSpec
+from ..checkpoint.background.saver import SaveListener
 from ..checkpoint.reading.loading import load as load_checkpoint
+from ..data.store.run_data import TrainingData
 from ..data.text.codec import Codec
 from ..data.text.templates import template_mismatch
 from ..errors import RecipeError
@@ -40,7 +42,6 @@ from ..training.state import TrainerControl, TrainerState
 from ..training.step import Step
 from ..training.trainer import Trainer
 from . import data_loading
-from .data_loading import Data
 from .recipe_callbacks import standard_callbacks
 
 logger = logging.getLogger(__name__)
@@ -54,6 +55,7 @@ def build(
     trust_pickle: bool = False,
     world: World = ALONE,
     is_trial: bool = False,
+    listeners: Sequence[SaveListener] = (),
 ) -> Trainer:
     """The trainer of a recipe, its states those of the checkpoint ``resume`` if one is given. Of a
     trial only the speed matters: no reference is asked about its examples."""
@@ -74,29 +76,32 @@ def build(
     is_kept = is_kept and is_asked  # what is not to be asked anything need not have values
     policy = open_policy(recipe, base, codec.tokenizer, world, is_read=not is_kept)
     saver = build_saver(recipe, policy, codec, base, world)
+    is_foreign = writer is not None
+    saver = replace(saver, resumed_from=resume, is_foreign=is_foreign, listeners=listeners)
     trainer = assemble(recipe, policy, data, saver, world)
     if asked is not None:
         attach_reference_logps(trainer, recipe, policy, data, asked.blank() if is_trial else asked)
     trainer.feeder = feeder
     trainer.callbacks.members = [*standard_callbacks(recipe, world), *callbacks]
     if resume is not None:
-        trainer.saver.resumed_from = resume
         if writer is not None:
             interchange.resume_from(resume, writer, trainer, base=base, trust_pickle=trust_pickle)
         else:
             load_checkpoint(resume, trainer.states)
-            trainer.saver.newest = resume
         logger.info("going on from %s, step %d", resume.name, trainer.state.global_step)
+    kernels = trainer.state.kernels
     if can_select_attention(recipe, policy, world):
-        known = trainer.state.attention or (selection.BY_DOCUMENT if resume else None)
+        known = kernels.packed_attention or (selection.BY_DOCUMENT if resume else None)
         dtype = policy_dtype(recipe, policy)
         bounds = data_loading.packed_bounds(recipe, trainer.loader)
-        trainer.state.attention = select_packed_attention(policy.inner, bounds, dtype, known, world)
+        kernels.packed_attention = select_packed_attention(
+            policy.inner, bounds, dtype, known, world
+        )
     if recipe.data.packing and policy.awaits_values:
         policy.verify_packing()  # it has values only now
     if recipe.data.packing:
-        state, inner = trainer.state, policy.inner
-        state.shares_prompts = select_prompt_sharing(policy.sharing, inner, state.shares_prompts)
+        known_sharing = kernels.shared_prompts
+        kernels.shared_prompts = select_prompt_sharing(policy.sharing, policy.inner, known_sharing)
     trainer.callbacks.emit("on_init_end")
     return trainer
 
@@ -123,7 +128,7 @@ def precompute_with_other_model(
 
 
 def attach_reference_logps(
-    trainer: Trainer, recipe: Recipe, policy: Network, data: Data, asked: ReferenceLogps
+    trainer: Trainer, recipe: Recipe, policy: Network, data: TrainingData, asked: ReferenceLogps
 ) -> None:
     """Let the examples of ``trainer``, which has not begun, have what the reference says of them,
     that is, its own policy now."""
@@ -174,7 +179,7 @@ def options_of(recipe: Recipe, *, is_read: bool = True) -> NetworkOptions:
 
 
 def can_select_attention(recipe: Recipe, policy: Network, world: World) -> bool:
-    """Whether packed rows may go through whatever kernel is fastest."""
+    """Whether the run selects the kernel of its packed rows."""
     kernel, is_free = policy.inner.config._attn_implementation, recipe.model.attention == "auto"
     return recipe.data.packing and is_free and world.pp == 1 and kernel == f"{packed.PREFIX}sdpa"
 
@@ -186,7 +191,9 @@ def policy_dtype(recipe: Recipe, policy: Network) -> torch.dtype:
     return types[choose(recipe.train.precision)]
 
 
-def assemble(recipe: Recipe, policy: Network, data: Data, saver: Saver, world: World) -> Trainer:
+def assemble(
+    recipe: Recipe, policy: Network, data: TrainingData, saver: Saver, world: World
+) -> Trainer:
     """Put the parts together."""
     collate = data_loading.build_collate(recipe, policy.sharing)
     loader = data_loading.build_loader(recipe, data, collate, world)
