@@ -24,7 +24,7 @@ from ..optim.trained import Trainable, TrainedParameters
 from ..parallel.sharded_model import gather_nothing
 from ..parallel.world import World
 from .draft import NetworkOptions
-from .heads import Heads
+from .heads import HEADS, Heads, HeadWeights
 from .meta import verify_packing_isolation
 from .method import Weights
 from .rollout import evaluating
@@ -122,6 +122,12 @@ class Network:
     def optimizer_state(self, trained: TrainedParameters) -> Stateful:
         """The state of an optimizer, as checkpoints contain it."""
         return self.engine.optimizer_state(trained)
+
+    @property
+    def head_weights(self) -> dict[str, HeadWeights]:
+        """The weights of each head, by the name of the file that they have for themselves."""
+        named = ((HEADS[output], head) for output, head in self.heads.modules.items())
+        return {name: HeadWeights(name, head, self.cuts) for name, head in named}
 
     @property
     def replicas(self) -> Collection[nn.Parameter]:

@@ -116,7 +116,7 @@ def attach_heads(draft: Draft, tensors: Tensors) -> None:
 
 def fuse_lora(draft: Draft, _: Tensors) -> None:
     """Compute each linear map that has an adapter in one autograd function."""
-    if draft.module is not draft.inner and draft.options.is_trainable:
+    if draft.module is not draft.inner and draft.options.method is not None:
         enable_fused_lora(draft.module)
 
 
@@ -133,8 +133,10 @@ def recompute(draft: Draft, tensors: Tensors) -> None:
 
 
 def upcast(draft: Draft, _: Tensors) -> None:
-    """Hold trained weights in float32."""
-    upcast_trained(draft.module, draft.section)
+    """Hold weights that the method trains in float32, in a frozen copy as well: so it computes what
+    the trained one does."""
+    if draft.options.method is not None:
+        upcast_trained(draft.module, draft.section)
 
 
 def fuse_head(draft: Draft, tensors: Tensors) -> None:
@@ -178,9 +180,9 @@ ON_THE_MODEL: Sequence[Step] = (
     apply_method,  # wraps what is there by now
     attach_heads,  # after the method: PEFT's all-linear would wrap a head, too, and freeze it
     fuse_lora,  # only now are there PEFT's modules
-    freeze,  # whatever a method trains
     recompute,  # looks at what is trained: nothing before the first such layer is recomputed
     upcast,  # likewise
+    freeze,  # a frozen copy is like the model that is trained, but for this
     fuse_head,  # probes the unsharded output head: a sharded one has another forward pass
 )
 ON_THE_MESH: Sequence[Step] = (
