@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..data.text.prompts import Prompt
@@ -13,6 +12,7 @@ from ..recipe.prediction import Prediction, load
 from .conversation import Answer
 from .model_loading import open_model
 from .prediction import predict
+from .run_evaluation import Progress
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ def answer_prompts(
     world: World,
     parallel: ParallelSection,
     *,
-    progress: Callable[[str, int], AbstractContextManager[Callable[[int], None]]],
+    progress: Progress,
 ) -> list[Answer]:
     """The answer to every prompt, in order, in every process of ``world``.
 

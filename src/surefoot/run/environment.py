@@ -45,10 +45,10 @@ TIMEOUT = 300  # seconds; a first import of torch from a network disk takes minu
 GIB = 2**30
 
 TORCH = """
-import json, torch
+import json, sys, torch
 cards = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
 names = [f"{c.name}, {c.total_memory / 2**30:.1f} GiB, sm_{c.major}{c.minor}" for c in cards]
-print(json.dumps({
+sys.stdout.write(json.dumps({
     "build": torch.__version__,
     "cuda": torch.version.cuda,
     "devices": names,
