@@ -1,5 +1,7 @@
 """A whole trainer on a tiny random model and a few examples, without recipe or tokenizer."""
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 
@@ -160,7 +162,7 @@ def trainer(
 
 def resume(built, folder):
     load(folder, built.states)
-    built.saver.newest = built.saver.resumed_from = folder
+    built.saver = replace(built.saver, resumed_from=folder)
     return built
 
 

@@ -163,9 +163,9 @@ def _theirs(request: Request, base: Path | None) -> MindSporeHints:
 
 
 def _to_mindspore(request: Request, advance: Advance) -> Done:
-    from ...checkpoint.mindspore.parallel import parse_parallel_config
     from ...checkpoint.mindspore.rewrite import TargetFormat, rewrite
     from ...checkpoint.weights import detect_layout
+    from ..option_text import parse_parallel_config
 
     config = request.parallel_config
     wanted = TargetFormat(
@@ -244,7 +244,8 @@ def _to_trainer(request: Request, _advance: Advance) -> Done:
 
 def read_mesh(text: str | None) -> Mesh:
     """What ``--mesh`` says; one process if it is not given."""
-    from ...geometry.mesh import Mesh, parse_mesh
+    from ...geometry.mesh import Mesh
+    from ..option_text import parse_mesh
 
     return Mesh() if text is None else parse_mesh(text)
 
