@@ -17,8 +17,8 @@ from ...model.pretrained.loading import resolve
 from ...model.pretrained.quantized import check_alone
 from ...recipe.recipe import Recipe
 from ...run.assembly import build_codec
+from ..other_settings import changes
 from .batches import RunLength, course_of, loader_of, token_counts, trained_counts
-from .candidates import changes
 from .dry_run import DryRunModel
 from .examples import examples_of
 from .memory import Memory, Mesh
