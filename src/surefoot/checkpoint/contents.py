@@ -1,6 +1,6 @@
 """All that a checkpoint holds under one set of names: its tensors, and its states as plain data.
 
-A tensor is called ``role/name`` inside, ``model/...``, ``optimizer/...`` or ``state/...``; people
+A tensor is called ``role/name`` inside, for one ``model/...`` or ``optimizer/...``; people
 leave the ``model/`` out. A folder of others has a model, and perhaps the log of its run. No torch.
 """
 
@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from .. import files
 from ..errors import CheckpointError
@@ -17,41 +18,45 @@ from . import strict, trainer_state
 from .folder import open_checkpoint
 from .index import STATE
 from .mindspore.opened import progress_of, role_of
+from .roles import part_of
+from .roles import role_of as role_in
 from .weights import Weights, open_mindspore_state, open_weights, places, recognise
 
-ROLES = ("model", "optimizer", "state")
 _MODEL = "model/"
+_T = TypeVar("_T")
 
 
-def open_contents(folder: Path, roles: Collection[str] = ROLES) -> Weights:
-    """Every tensor of ``roles`` in a folder of any layout, by its full name.
+def open_contents(folder: Path, roles: Collection[str] | None = None) -> Weights:
+    """Every tensor in a folder of any layout, by its full name; only of ``roles``, if given: model,
+    optimizer, state, of all networks.
 
     Raises ``CheckpointError`` if the folder is none of weights, or is damaged.
     """
     with files.raising(CheckpointError, f"cannot read {folder}"):
         if recognise(folder) == "native":
             return _open_ours(folder, roles)
-        if recognise(folder) == "mindspore":
-            return _open_mindspore(folder, roles)
-        opened = open_weights(folder)
-    tensors = {_MODEL + name: place for name, place in opened.tensors.items()}
-    return Weights(opened.layout, folder, tensors if "model" in roles else {})
+        found = _open_foreign(folder)
+    return replace(found, tensors=_of_roles(found.tensors, roles))
 
 
-def _open_ours(folder: Path, roles: Collection[str]) -> Weights:
+def _open_ours(folder: Path, roles: Collection[str] | None) -> Weights:
     checkpoint = open_checkpoint(folder)
-    found = checkpoint.manifest.by_tensor()
-    wanted = {name: pieces for name, pieces in found.items() if name.partition("/")[0] in roles}
+    wanted = _of_roles(checkpoint.manifest.by_tensor(), roles)
     return Weights("native", folder, places(checkpoint, wanted))
 
 
-def _open_mindspore(folder: Path, roles: Collection[str]) -> Weights:
-    found = {
-        f"{role_of(name, place.entry.shape)}/{name}": place
-        for name, place in open_mindspore_state(folder).items()
-    }
-    wanted = {name: place for name, place in found.items() if name.partition("/")[0] in roles}
-    return Weights("mindspore", folder, wanted)
+def _open_foreign(folder: Path) -> Weights:
+    if recognise(folder) == "mindspore":
+        stored = open_mindspore_state(folder)
+        named = {f"{role_of(n, place.entry.shape)}/{n}": place for n, place in stored.items()}
+        return Weights("mindspore", folder, named)
+    opened = open_weights(folder)
+    return replace(opened, tensors={_MODEL + name: place for name, place in opened.tensors.items()})
+
+
+def _of_roles(tensors: Mapping[str, _T], roles: Collection[str] | None) -> Mapping[str, _T]:
+    """The tensors of ``roles``; None: all."""
+    return {n: one for n, one in tensors.items() if roles is None or part_of(role_in(n)) in roles}
 
 
 def shown(name: str) -> str:

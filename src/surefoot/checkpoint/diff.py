@@ -13,9 +13,10 @@ import torch
 from .. import files
 from ..errors import CheckpointError
 from . import strict
-from .contents import ROLES, open_contents, plain, small_file, states_of
+from .contents import open_contents, plain, small_file, states_of
 from .folder import open_checkpoint
 from .norms import are_finite, blocks, in_double, norm
+from .roles import FileRole, role_of
 from .source import Stored
 from .values import ValueChange, differences
 from .weights import Place, Weights, recognise
@@ -58,12 +59,12 @@ class TensorChange:
 
     @property
     def role(self) -> str:
-        """model, optimizer or state."""
-        return self.name.partition("/")[0]
+        """What kind of tensor it is: model, optimizer, state, or that of another network."""
+        return role_of(self.name)
 
 
 def compare_tensors(
-    a: Path, b: Path, roles: Collection[str] = ROLES, progress: Progress | None = None
+    a: Path, b: Path, roles: Collection[str] | None = None, progress: Progress | None = None
 ) -> Iterator[TensorChange]:
     """Every tensor of both folders, those of ``a`` first. Equal hashes spare the reading.
 
@@ -165,9 +166,12 @@ def compare_values(a: Path, b: Path) -> Mapping[str, list[ValueChange]]:
         found = {"config": differences(_configs(a), _configs(b))}
         if ours[0] == ours[1]:
             one, other = plain(dict(states_of(a))), plain(dict(states_of(b)))
-            found["optimizer"] = differences(
-                one.pop("optimizer", {}), other.pop("optimizer", {}), "optimizer"
-            )
+            optimizers = [n for n in dict.fromkeys((*one, *other)) if FileRole(n).is_optimizer]
+            found["optimizer"] = [
+                change
+                for name in optimizers
+                for change in differences(one.pop(name, {}), other.pop(name, {}), name)
+            ]
             found["state"] = differences(one, other)
         if all(ours):
             found["versions"] = differences(_versions(a), _versions(b))

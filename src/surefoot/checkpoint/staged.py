@@ -7,7 +7,7 @@ of all tensors.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ..cuts import Cuts
-from .states import Stateful, cuts_of
+from .states import ShardedState
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -31,7 +31,7 @@ class Exchange(Protocol):
 class StagedWeights:
     """The weights of some stages."""
 
-    own: Stateful
+    own: ShardedState
     model: nn.Module
     elsewhere: Tensors  # on the meta device
     copies: Collection[str]  # names of what an earlier stage has as well, which then writes it
@@ -40,11 +40,15 @@ class StagedWeights:
 
     def cuts_of(self, name: str) -> Cuts | None:
         """How a tensor is cut over processes; None if nothing is known of it."""
-        return cuts_of(self.own, name)
+        return self.own.cuts_of(name)
 
     def is_copy(self, name: str) -> bool:
         """Whether another process writes this tensor."""
         return name in self.copies
+
+    def like(self, name: str) -> torch.Tensor | None:
+        """None: all names are there from the beginning."""
+        return None
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """All names; the live tensors of those that are here."""
@@ -67,14 +71,14 @@ class StagedWeights:
 class StagedOptimizer:
     """The state of an optimizer of what learns in some stages: ``{parameter: {slot: tensor}}``."""
 
-    own: Stateful
+    own: ShardedState
     elsewhere: Collection[str]  # parameters
     copies: Collection[str]
     exchange: Exchange
 
     def cuts_of(self, pointer: str) -> Cuts | None:
         """How a tensor of the state is cut over processes."""
-        return cuts_of(self.own, pointer)
+        return self.own.cuts_of(pointer)
 
     def is_copy(self, pointer: str) -> bool:
         """Whether another process writes this tensor."""
@@ -84,8 +88,7 @@ class StagedOptimizer:
         """A tensor of the state that is not there yet; on the meta device if it never will be."""
         if pointer.rpartition(".")[0] in self.elsewhere:
             return torch.empty((), device="meta")
-        like: Callable[[str], torch.Tensor | None] = self.own.like  # type: ignore[attr-defined]
-        return like(pointer)
+        return self.own.like(pointer)
 
     def state_dict(self) -> dict[str, dict[str, torch.Tensor]]:
         """All parameters; the live tensors of those that are here. The processes of a pipeline call

@@ -24,7 +24,7 @@ from ..checkpoint.mindspore.opened import progress_of
 from ..checkpoint.mindspore.parallel import MOMENTS
 from ..checkpoint.mindspore.theirs import Theirs, as_huggingface, by_role, open_state
 from ..checkpoint.source import Source, read_whole
-from ..checkpoint.states import Stateful, cuts_of
+from ..checkpoint.states import ShardedState
 from ..checkpoint.weights import recognise
 from ..errors import CheckpointError
 from ..model.fused import places
@@ -191,11 +191,11 @@ def _fill_together(source: Source, trainer: Trainer, num_updates: int) -> None:
 
 
 @torch.no_grad()
-def _fill_weights(source: Source, weights: Stateful) -> None:
+def _fill_weights(source: Source, weights: ShardedState) -> None:
     """Box by box into the tensors that are there, so that no second model is in memory."""
     current = weights.state_dict()
     for name, tensor in current.items():
-        part(name, tensor, cuts_of(weights, name)).fill(partial(source.read, name))
+        part(name, tensor, weights.cuts_of(name)).fill(partial(source.read, name))
     weights.load_state_dict(current)
 
 
@@ -207,7 +207,7 @@ def _fill_moments(source: Source, trainer: Trainer, num_updates: int) -> None:
         moments[name] = {"step": torch.tensor(float(num_updates))}
         for prefix, slot in _SLOTS.items():
             found = torch.zeros_like(parameter, dtype=torch.float32)
-            cuts = cuts_of(trainer.optimizer_state, f"{name}.{slot}")
+            cuts = trainer.optimizer_state.cuts_of(f"{name}.{slot}")
             part(name, found, cuts).fill(partial(source.read, prefix + name))
             moments[name][slot] = found
     trainer.optimizer_state.load_state_dict(moments)

@@ -48,6 +48,10 @@ class NamedState:
         """How a tensor of the state is cut over processes: as its parameter is."""
         return self.cuts.get(pointer.rpartition(".")[0])
 
+    def is_copy(self, pointer: str) -> bool:
+        """No other pipeline stage has it."""
+        return False
+
     def _parameters(self) -> dict[str, torch.Tensor]:
         return {
             name: parameter

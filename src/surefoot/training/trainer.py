@@ -10,7 +10,7 @@ from signal import Signals
 
 from ..batch import Batch, Outputs, Window
 from ..checkpoint.load import load
-from ..checkpoint.states import RandomState, Stateful
+from ..checkpoint.states import FileState, RandomState, ShardedState, Stateful
 from ..errors import RunError
 from ..parallel.shard import gather_nothing
 from ..parallel.world import ALONE, World
@@ -53,8 +53,8 @@ class Trainer:
     section: TrainSection
     stage: Stage
     models: Models
-    weights: Stateful
-    optimizer_state: Stateful
+    weights: ShardedState
+    optimizer_state: ShardedState
     step: Step
     forward: Callable[[Batch], Outputs]  # for evaluation; the engine has its own
     loader: Windows
@@ -76,8 +76,8 @@ class Trainer:
         """What a checkpoint holds. The schedule is a pure function of the step and needs no
         state."""
         return {
-            "model": self.weights,
-            "optimizer": self.optimizer_state,
+            "model": FileState(self.weights),
+            "optimizer": FileState(self.optimizer_state),
             "scaler": self.step.scaler,
             "loader": self.loader,
             "trainer": self.state,

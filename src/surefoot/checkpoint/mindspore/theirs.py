@@ -14,7 +14,7 @@ import torch
 from ... import files
 from ...errors import CheckpointError
 from ..beside import Beside
-from ..contents import ROLES, open_contents
+from ..contents import open_contents
 from ..copy import described
 from ..folder import open_checkpoint
 from ..layouts import open_folder
@@ -40,6 +40,7 @@ from .strategy import Layouts
 from .write import Naming
 
 logger = logging.getLogger(__name__)
+_ROLES = ("model", "optimizer", "state")
 _NUMBERS = ("epoch_num", "step_num", "loss_scale", "global_batch_size")  # of common.json
 _MOMENTS = {"adam_m.": "exp_avg", "adam_v.": "exp_avg_sq"}
 
@@ -81,7 +82,7 @@ def open_model(folder: Path, theirs: Theirs = NOTHING_MORE) -> Source:
 
 def by_role(source: Source) -> dict[str, Source]:
     """What MindSpore saved apart as model, optimizer and state."""
-    names: dict[str, dict[str, str]] = {role: {} for role in ROLES}
+    names: dict[str, dict[str, str]] = {role: {} for role in _ROLES}
     for name, shape in source.shapes().items():
         names[role_of(name, shape)][name] = name
     return {role: Renamed(source, own) for role, own in names.items()}
@@ -144,7 +145,7 @@ def moments_of(model: Source, folder: Path) -> list[tuple[str, Source]]:
     owners = {
         name.removeprefix("optimizer/").rpartition(".")[0]
         for name in stored.shapes()
-        if name.endswith(slots)
+        if name.startswith("optimizer/") and name.endswith(slots)
     }
     if odd := sorted(owners - model.shapes().keys()):
         logger.warning(

@@ -15,7 +15,8 @@ from rich.table import Table
 from rich.text import Text
 
 from ...address import Address
-from ...checkpoint.contents import ROLES, open_contents, shown, small_file
+from ...checkpoint.contents import open_contents, shown, small_file
+from ...checkpoint.roles import roles_of
 from ...checkpoint.values import ValueChange, differences
 from ...recipe.yaml import parse
 from ..table import (
@@ -94,11 +95,10 @@ def diff(
 def _compare(a: Path, b: Path, parts: Sequence[str]) -> Comparison:
     from ...checkpoint.diff import compare_tensors, compare_values, num_bytes
 
-    roles = [role for role in ROLES if role in parts]
-    contents = open_contents(a, roles), open_contents(b, roles)
+    contents = open_contents(a, parts), open_contents(b, parts)
     names = contents[0].tensors.keys() | contents[1].tensors.keys()
     with reading("comparing", sum(num_bytes(name, *contents) for name in names)) as advance:
-        tensors = list(compare_tensors(a, b, roles, advance))
+        tensors = list(compare_tensors(a, b, parts, advance))
     values = dict(compare_values(a, b))
     recipes = _recipe(a), _recipe(b)
     if None not in recipes:
@@ -160,7 +160,7 @@ def _more(screen: Console, left: int) -> None:
 def _largest(changed: Sequence[TensorChange]) -> list[TensorChange]:
     """Those of each role that differ most."""
     found = []
-    for role in ROLES:
+    for role in roles_of(tensor.name for tensor in changed):
         mine = sorted((t for t in changed if t.role == role), key=_distance, reverse=True)
         found += mine[:_LARGEST]
     return found
