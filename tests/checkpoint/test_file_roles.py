@@ -9,20 +9,20 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file
 
-from surefoot.checkpoint.contents import open_contents
-from surefoot.checkpoint.diff import compare_tensors, compare_values
-from surefoot.checkpoint.folder import open_checkpoint
+from surefoot.checkpoint.converting.resharding import reshard
+from surefoot.checkpoint.disk.folder import open_checkpoint
 from surefoot.checkpoint.layouts import open_folder
-from surefoot.checkpoint.load import load
-from surefoot.checkpoint.mesh import Mesh
-from surefoot.checkpoint.reshard import reshard
+from surefoot.checkpoint.looking.diff import compare_tensors, compare_values
+from surefoot.checkpoint.looking.summary import summarise
+from surefoot.checkpoint.reading.contents import open_contents
+from surefoot.checkpoint.reading.loading import load
+from surefoot.checkpoint.reading.verification import verify
 from surefoot.checkpoint.roles import FileRole
-from surefoot.checkpoint.save import save
-from surefoot.checkpoint.states import FileState, UnshardedState
-from surefoot.checkpoint.summary import summarise
-from surefoot.checkpoint.verify import verify
+from surefoot.checkpoint.saving.preparation import save
+from surefoot.checkpoint.state.states import FileState, UnshardedState
 from surefoot.cli.main import main
 from surefoot.errors import CheckpointError
+from surefoot.geometry.mesh import Mesh
 
 from .sample import Holder, same
 

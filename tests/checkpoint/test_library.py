@@ -72,5 +72,5 @@ def test_importing_it_imports_no_torch():
 
 
 def test_the_process_that_writes_imports_no_torch():
-    code = "import sys, surefoot.checkpoint.writer; print({'torch', 'numpy'} & set(sys.modules))"
+    code = "import sys, surefoot.checkpoint.background.writer; print({'torch', 'numpy'} & set(sys.modules))"
     assert python(code) == "set()\n"

@@ -7,12 +7,12 @@ import torch
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import ranks
-from surefoot.checkpoint.crew import Crew
-from surefoot.checkpoint.load import load
-from surefoot.checkpoint.save import prepare
-from surefoot.checkpoint.states import FileState, UnshardedState
-from surefoot.checkpoint.verify import verify
-from surefoot.checkpoint.write import write
+from surefoot.checkpoint.reading.loading import load
+from surefoot.checkpoint.reading.verification import verify
+from surefoot.checkpoint.saving.preparation import prepare
+from surefoot.checkpoint.saving.writer_group import WriterGroup
+from surefoot.checkpoint.saving.writing import write
+from surefoot.checkpoint.state.states import FileState, UnshardedState
 
 SHAPES = {
     "model": {"model.layers.0.weight": (11, 6), "model.norm.weight": (7,)},
@@ -66,7 +66,7 @@ def leaves(state):
 
 def write_from(count, root, layout):
     def work(world):
-        crew = Crew(layout, world.rank, world.size, world.axes, world.gathered)
+        crew = WriterGroup(layout, world.rank, world.size, world.axes, world.gathered)
         saved = write(*prepare(root, 3, states(world, 2.0), crew=crew))
         world.wait()
         return saved.path

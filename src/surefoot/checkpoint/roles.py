@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from .index import Kind
+from .disk.manifest import Kind
 
 MODEL, OPTIMIZER, STATE = "model", "optimizer", "state"
 _ENDING = "_optimizer"

@@ -14,11 +14,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ...address import Address
-from ...checkpoint.contents import open_contents, shown, small_file
+from ...checkpoint.looking.values import ValueChange, differences
+from ...checkpoint.reading.contents import open_contents, shown, small_file
 from ...checkpoint.roles import roles_of
-from ...checkpoint.values import ValueChange, differences
 from ...recipe.yaml import parse
+from ...storage.address import Address
 from ..table import (
     JSON,
     as_dict,
@@ -32,10 +32,10 @@ from ..table import (
     reading,
     table,
 )
-from .place import PLACE, local
+from .checkpoint_path import PLACE, local
 
 if TYPE_CHECKING:
-    from ...checkpoint.diff import Figures, TensorChange, Verdict
+    from ...checkpoint.looking.diff import TensorChange, TensorDifference, Verdict
 
 _PARTS = ("model", "optimizer", "state", "config", "recipe", "versions")
 _LARGEST = 5  # tensors of each role, and values of each part, in the summary
@@ -93,7 +93,7 @@ def diff(
 
 
 def _compare(a: Path, b: Path, parts: Sequence[str]) -> Comparison:
-    from ...checkpoint.diff import compare_tensors, compare_values, num_bytes
+    from ...checkpoint.looking.diff import compare_tensors, compare_values, num_bytes
 
     contents = open_contents(a, parts), open_contents(b, parts)
     names = contents[0].tensors.keys() | contents[1].tensors.keys()
@@ -216,7 +216,7 @@ def _tensors(changes: Sequence[TensorChange], screen: Console) -> Table:
     return fitted(screen, columns, numbers=figures, optional=("‖B‖", "‖A‖", "differing", "‖B-A‖"))
 
 
-def _of(change: TensorChange, say: Callable[[Figures], str]) -> Text:
+def _of(change: TensorChange, say: Callable[[TensorDifference], str]) -> Text:
     return Text("" if change.figures is None else say(change.figures))
 
 

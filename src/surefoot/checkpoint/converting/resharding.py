@@ -1,0 +1,289 @@
+"""A checkpoint in another layout, or cut for another mesh: all of it, from file to file.
+
+Weights, optimizer and the rest of the state are sources; the new files are planned as the save of a
+run of that mesh would plan them, and filled block by block. So no model is built, no process group
+is started, memory does not grow with the model, and every byte is read once, its hash checked on
+the way.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+from ...errors import CheckpointError
+from ...geometry.box import Box
+from ...geometry.mesh import Mesh
+from ...storage import files
+from ..disk.commit import clean_beside, refuse_existing
+from ..disk.file_plan import plan_save
+from ..disk.folder import open_checkpoint
+from ..disk.manifest import Kind, Layout, Manifest, is_safetensors
+from ..reading.contents import open_contents
+from ..roles import MODEL, FileRole
+from ..saving.job import Job, Saved, Shard
+from ..saving.load_balancing import LocalTensor
+from ..saving.preparation import RANK_FOLDER, indexes, still_in, versions
+from ..saving.writer_group import shared_out
+from ..saving.writing import write
+from ..sources.copying import Progress, cast, described, fill, silent
+from ..sources.source import FolderSource, Renamed, TensorSource
+from ..weights import FOREIGN, detect_layout, open_weights
+
+ALONE = Mesh()
+SHARD_SIZE = 5_000_000_000  # bytes of the largest file
+_INDEX = ".safetensors.index.json"
+_CONFIG = "config.json"
+_MESH = re.compile(r"rank_\d{5}/")
+
+
+@dataclass(frozen=True)
+class Resharding:
+    """What is to be written, from which sources, and how large it is. Nothing is written yet."""
+
+    folder: Path
+    manifest: Manifest
+    layout: Layout
+    mesh: Mesh
+    sources: Mapping[str, TensorSource]  # by role
+    shards: Sequence[Shard]
+    small: Mapping[str, bytes]
+
+    @property
+    def reads(self) -> dict[str, int]:
+        """Bytes of tensors read from each file."""
+        found: dict[str, int] = {}
+        for piece in self.manifest.pieces:
+            found[piece.file] = found.get(piece.file, 0) + piece.num_bytes
+        return dict(sorted(found.items()))
+
+    @property
+    def writes(self) -> dict[str, int]:
+        """Bytes of each file but ``manifest.json``."""
+        large = {shard.plan.name: shard.plan.header.file_size for shard in self.shards}
+        return dict(sorted({**large, **{n: len(data) for n, data in self.small.items()}}.items()))
+
+    @property
+    def by_rank(self) -> list[int]:
+        """Bytes of tensor files that a save by each process of the mesh writes."""
+        found = [0] * self.mesh.size
+        for shard in self.shards:
+            name = shard.plan.name
+            rank = int(name[5:10]) if _MESH.match(name) else 0
+            found[rank] += shard.plan.header.file_size
+        return found
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors written."""
+        entries = (e for shard in self.shards for e in shard.plan.header.entries.values())
+        return sum(entry.num_bytes for entry in entries)
+
+
+def reshard(
+    folder: Path | str,
+    target: Path | str,
+    *,
+    layout: Layout = "full",
+    mesh: Mesh = ALONE,
+    dtype: str | None = None,
+    max_shard_size: int = SHARD_SIZE,
+    progress: Progress | None = None,
+) -> Saved:
+    """Write the checkpoint in ``folder`` as another one, ``target``, whole or not at all.
+
+    A run that goes on from either goes on in the same way: bitwise, unless ``dtype`` rounds the
+    weights.
+
+    Args:
+        folder: a checkpoint of ours.
+        target: the new checkpoint, a folder that does not exist.
+        layout: ``full``, or ``distributed`` for a folder for every process of ``mesh``.
+        mesh: the processes whose boxes are written; only in layout ``distributed``.
+        dtype: float32, float16 or bfloat16, for the weights; the optimizer's state stays.
+        max_shard_size: of each file, in bytes.
+        progress: told the bytes of each block written.
+
+    Raises:
+        CheckpointError: a damaged checkpoint, options that do not go together, ``target`` exists,
+            or the disk fails.
+    """
+    path = Path(target).absolute()
+    refuse_existing(path)
+    if Path(folder).absolute() in path.parents:
+        raise CheckpointError(f"{target}: lies in the checkpoint {folder}; choose another folder")
+    plan = plan_reshard(
+        folder, layout=layout, mesh=mesh, dtype=dtype, max_shard_size=max_shard_size
+    )
+    clean_beside(path)
+    return write(_job(plan, path), SourceContent(plan.sources, progress or silent))
+
+
+def plan_reshard(
+    folder: Path | str,
+    *,
+    layout: Layout = "full",
+    mesh: Mesh = ALONE,
+    dtype: str | None = None,
+    max_shard_size: int = SHARD_SIZE,
+) -> Resharding:
+    """What ``reshard`` would read and write. Of the tensors only the headers are read."""
+    if layout == "full" and mesh.size > 1:
+        raise CheckpointError(
+            "a mesh goes with layout distributed; layout full is the same for every mesh"
+        )
+    _refuse_foreign(Path(folder))
+    checkpoint = open_checkpoint(Path(folder))
+    manifest = checkpoint.manifest
+    sources = open_roles(Path(folder), manifest)
+    sources |= {r: cast(one, dtype) for r, one in sources.items() if FileRole(r).is_weights}
+    shards = list(shards_of(sources, manifest.kind, layout, mesh, max_shard_size))
+    names = [n for n in manifest.files if not is_safetensors(n) and not n.endswith(_INDEX)]
+    small = {name: checkpoint.small(name) for name in names}
+    if dtype is not None and _CONFIG in small:
+        small[_CONFIG] = with_dtype(small[_CONFIG], dtype)
+    small |= indexes(shards, mesh.size)
+    return Resharding(Path(folder), manifest, layout, mesh, sources, shards, small)
+
+
+def _refuse_foreign(folder: Path) -> None:
+    with files.raising(CheckpointError):
+        layout = detect_layout(folder)
+    if layout is None:
+        open_weights(folder)  # says what is there instead
+    if layout in FOREIGN:
+        raise CheckpointError(
+            f"{folder}: weights alone ({layout}), not a checkpoint of ours; "
+            "`surefoot ckpt convert --to surefoot` makes one of them, without a state to go on from"
+        )
+
+
+def open_roles(folder: Path, manifest: Manifest) -> dict[str, TensorSource]:
+    """The tensors of each role of a checkpoint of ours, under the names they have in its files."""
+    stored = FolderSource(open_contents(folder))
+    return {
+        role: Renamed(stored, {name: f"{role}/{name}" for name in manifest.tensors(role)})
+        for role in (MODEL, *(role for role in manifest.roles if role != MODEL))
+    }
+
+
+def with_dtype(config: bytes, dtype: str) -> bytes:
+    """``config.json`` of weights of another type."""
+    told = json.loads(config)
+    for section in (told, told.get("text_config")):
+        if isinstance(section, dict) and ("dtype" in section or section is told):
+            section["dtype"] = dtype
+            section.pop("torch_dtype", None)  # the old name
+    return (json.dumps(told, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()
+
+
+def shards_of(
+    sources: Mapping[str, TensorSource],
+    kind: Kind,
+    layout: Layout,
+    mesh: Mesh,
+    max_shard_size: int,
+) -> Iterator[Shard]:
+    """The files of every role: of whole tensors, or of the boxes of every rank."""
+    moments = {name: source.shapes() for name, source in sources.items()}
+    apart = [name for name in sources if FileRole(name, kind).is_adapter]
+    for name in apart:  # one small file beside the manifest, as PEFT wants it
+        (whole,) = held_by({name: sources[name]}, ALONE)
+        yield from _planned(FileRole(name, kind), whole[name], None)
+    sources = {name: source for name, source in sources.items() if name not in apart}
+    for rank, held in enumerate(held_by(sources, mesh)):
+        for name, own in held.items():
+            role = FileRole(name, kind)
+            yield from _planned(
+                role,
+                own,
+                max_shard_size,
+                moments=moments.get(role.optimizer, {}),
+                rank=rank if layout == "distributed" else None,
+            )
+
+
+def held_by(
+    sources: Mapping[str, TensorSource], mesh: Mesh
+) -> list[dict[str, dict[str, LocalTensor]]]:
+    """What each rank writes, by role and name: its share of what it would hold in a run.
+
+    What is no tensor of the model or its optimizer is whole, and the first rank's.
+    """
+    held: list[dict[str, dict[str, LocalTensor]]] = [
+        {r: {} for r in sources} for _ in range(mesh.size)
+    ]
+    for role, source in sources.items():
+        for name, (dtype, shape) in described(source).items():
+            is_sharded = not FileRole(role).is_of_rank_0
+            boxes = mesh.boxes(shape) if is_sharded else [((0,), Box.whole(shape))]
+            for ranks, box in boxes:
+                one = LocalTensor(dtype, shape, box)
+                for rank in ranks:
+                    held[rank][role][name] = one
+    return [
+        {
+            role: {n: replace(own[role][n], box=box) for n, box in share.get(role, {}).items()}
+            for role in sources
+        }
+        for own, share in zip(held, shared_out(held), strict=True)
+    ]
+
+
+def _planned(
+    role: FileRole,
+    held: Mapping[str, LocalTensor],
+    max_shard_size: int | None,
+    *,
+    moments: Collection[str] = (),
+    rank: int | None = None,
+) -> list[Shard]:
+    """The files of one role, with weights that no optimizer moves apart from the others; of one
+    ``rank`` in layout distributed. ``moments`` are the names of the optimizer's tensors."""
+    tensors = {name: (held[name].dtype, held[name].box.shape) for name in sorted(held)}
+    if not tensors:
+        return []
+    boxes = None if rank is None else {name: (one.shape, one.box) for name, one in held.items()}
+    stem = role.stem if rank is None else f"{RANK_FOLDER.format(rank)}/{role.stem}"
+    limit = max_shard_size if role.is_split_by_size else None
+    plans = plan_save(stem, tensors, limit, apart=still_in(role, tensors, moments), boxes=boxes)
+    return [Shard(role.name, plan) for plan in plans]
+
+
+def _job(plan: Resharding, target: Path) -> Job:
+    manifest = plan.manifest
+    return Job(
+        root=target.parent,
+        name=target.name,
+        step=manifest.step,
+        kind=manifest.kind,
+        created=datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z"),
+        versions=versions(),
+        shards=plan.shards,
+        small=plan.small,
+        parent=manifest.parent,
+        layout=plan.layout,
+        world_size=plan.mesh.size,
+        mesh=plan.mesh.axes,
+        share=False,
+    )
+
+
+@dataclass(frozen=True)
+class SourceContent:
+    """The content of files that are filled from sources."""
+
+    sources: Mapping[str, TensorSource]
+    progress: Progress
+
+    def write(self, shard: Shard, file: files.File) -> Mapping[str, str]:
+        """Fill and flush the file; the hash of each box's bytes by its tensor's name."""
+        return fill(file, self.sources[shard.role], shard.plan, self.progress)
+
+    def hash(self, shard: Shard, name: str) -> str:
+        """Not asked for: nothing is shared with a parent."""
+        raise AssertionError(name)
