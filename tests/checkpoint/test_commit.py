@@ -111,8 +111,11 @@ def test_the_folder_of_a_living_process_is_not_cleaned(tmp_path):
 
 
 def test_the_folder_of_a_killed_process_is_cleaned(tmp_path):
-    code = "import os, sys; from pathlib import Path; from surefoot.checkpoint.disk.commit import aside; "
-    code += "part = aside(Path(sys.argv[1]) / 'checkpoint-5'); part.__enter__(); os._exit(9)"
+    code = "import os, sys; from pathlib import Path; "
+    code += "from surefoot.checkpoint.disk.commit import temporary_folder; "
+    code += (
+        "part = temporary_folder(Path(sys.argv[1]) / 'checkpoint-5'); part.__enter__(); os._exit(9)"
+    )
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False)
     (left,) = tmp_path.iterdir()
     assert is_leftover(left.name)

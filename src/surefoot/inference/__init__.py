@@ -8,12 +8,16 @@ from .model_loading import LoadedModel, open_model, open_start
 from .model_location import ModelLocation, locate
 from .prediction import predict
 
+Opened, Located = LoadedModel, ModelLocation  # names of version 0.1, until 1.0
+
 __all__ = [
     "Answer",
     "Conversation",
     "Generation",
     "HeldOut",
+    "LoadedModel",
     "Located",
+    "ModelLocation",
     "Opened",
     "adopt",
     "export",

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Writer",
     "check_trainer_checkpoint",
+    "detect_trainer",
     "is_trainer_checkpoint",
     "load_mindspore_checkpoint",
     "load_trainer_checkpoint",
@@ -28,7 +29,6 @@ __all__ = [
     "resume_from",
     "save_trainer_checkpoint",
     "training_arguments",
-    "detect_trainer",
 ]
 
 _HOMES = {

@@ -1,4 +1,6 @@
-"""The process that encodes while another one trains: ``python -m surefoot.run.encoder_worker RECIPE``.
+"""The process that encodes while another one trains.
+
+Its command is ``python -m surefoot.run.encoder_worker RECIPE``.
 
 It goes ahead as fast as it can, with what processors leave; what it finishes lies in the cache, so
 that it may be ended at any time. It ends with the process that has started it.

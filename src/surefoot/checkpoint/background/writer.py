@@ -1,4 +1,6 @@
-"""The process that writes checkpoints: ``python -m surefoot.checkpoint.background.writer DESCRIPTOR SIZE``.
+"""The process that writes checkpoints.
+
+Its command is ``python -m surefoot.checkpoint.background.writer DESCRIPTOR SIZE``.
 
 It reads a job a line from its standard input, writes it from the arena at low priority, and
 answers with a line. At the end of its input, which is also how it learns that the process that

@@ -1,8 +1,8 @@
 """Memory of one process, from a description of the model and of one micro-batch. Pure arithmetic.
 
-Sharding is FSDP2's (``parallel/sharded_model.py``): a tensor, or what a cut along ``tp`` has left of it, is
-cut along its first dimension into ``dp_shard`` pieces of the rounded-up size. The largest process,
-the first, is what counts.
+Sharding is FSDP2's (``parallel/sharded_model.py``): a tensor, or what a cut along ``tp`` has left
+of it, is cut along its first dimension into ``dp_shard`` pieces of the rounded-up size. The
+largest process, the first, is what counts.
 """
 
 from __future__ import annotations
