@@ -11,14 +11,14 @@ from safetensors.torch import load_file
 
 from surefoot.checkpoint.converting.resharding import reshard
 from surefoot.checkpoint.disk.folder import open_checkpoint
-from surefoot.checkpoint.layouts import open_folder
+from surefoot.checkpoint.layouts.opening import open_folder
 from surefoot.checkpoint.looking.diff import compare_tensors, compare_values
 from surefoot.checkpoint.looking.summary import summarise
 from surefoot.checkpoint.reading.contents import open_contents
 from surefoot.checkpoint.reading.loading import load
 from surefoot.checkpoint.reading.verification import verify
-from surefoot.checkpoint.roles import FileRole
 from surefoot.checkpoint.saving.preparation import save
+from surefoot.checkpoint.state.roles import FileRole
 from surefoot.checkpoint.state.states import FileState, UnshardedState
 from surefoot.cli.main import main
 from surefoot.errors import CheckpointError

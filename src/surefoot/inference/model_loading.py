@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..checkpoint.layouts import read_named, scattered
+from ..checkpoint.layouts.opening import read_named, scattered
 from ..data.example import JSON, Message
 from ..data.section import DataSection
 from ..data.text.codec import Codec

@@ -16,15 +16,20 @@ from pathlib import Path
 
 import torch
 
-from ..checkpoint.mindspore.experts import StackedMatrix, StackedSource
-from ..checkpoint.mindspore.opened import progress_of
-from ..checkpoint.mindspore.parallel import MOMENTS
-from ..checkpoint.mindspore.theirs import MindSporeHints, as_huggingface, by_role, open_state
+from ..checkpoint.layouts.huggingface import HuggingFace
+from ..checkpoint.layouts.mindspore.mindspore_model import (
+    MindSporeHints,
+    as_huggingface,
+    by_role,
+    open_state,
+)
+from ..checkpoint.layouts.mindspore.naming.experts import StackedMatrix, StackedSource
+from ..checkpoint.layouts.mindspore.reading.opened import progress_of
+from ..checkpoint.layouts.mindspore.strategy.parallel_config import MOMENTS
 from ..checkpoint.sources.joined import JoinedSource
 from ..checkpoint.sources.source import TensorSource, read_whole
 from ..checkpoint.state.local_box import local_box_of
 from ..checkpoint.state.states import ShardedState
-from ..checkpoint.weights import detect_layout
 from ..errors import CheckpointError
 from ..geometry.box import Box
 from ..model.fused_parameters import places
@@ -61,7 +66,7 @@ def load_mindspore_checkpoint(folder: Path, trainer: Trainer, *, base: Path) -> 
             that trains an adapter, or an optimizer other than AdamW.
     """
     _refuse_unlike(folder, trainer)
-    is_whole = detect_layout(base) == "huggingface"
+    is_whole = HuggingFace().recognise(base)
     theirs = MindSporeHints(base=base if is_whole else None)
     roles = by_role(open_state(folder, theirs))
     both = JoinedSource([("", roles["model"]), ("", roles["optimizer"])])

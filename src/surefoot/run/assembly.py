@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .. import interchange
 from ..batch import Batch, Outputs, StepRunner
-from ..checkpoint.layouts import scattered
+from ..checkpoint.layouts.opening import scattered
 from ..checkpoint.reading.loading import load as load_checkpoint
 from ..data.text.codec import Codec
 from ..data.text.templates import template_mismatch
@@ -85,7 +85,7 @@ def build(
 ) -> Trainer:
     """The trainer of a recipe, its states those of the checkpoint ``resume`` if one is given. Of a
     trial only the speed matters: no reference is asked about its examples."""
-    writer: interchange.Writer | None = None
+    writer: interchange.ForeignTrainer | None = None
     if resume is not None:
         writer = interchange.detect_trainer(resume, trust_pickle=trust_pickle, pp=world.pp)
     seed_everything(recipe.train.seed)
@@ -98,7 +98,8 @@ def build(
     if asked is not None and not is_trial:
         precompute_with_other_model(recipe, codec, data, asked, world)
     is_asked = asked is None or asked.is_complete or is_trial
-    is_kept = resume is not None and writer != "trainer" and recipe.method.kind == "full"
+    needs_base = resume is None or (writer is not None and writer.needs_base)
+    is_kept = not needs_base and recipe.method.kind == "full"
     is_kept = is_kept and is_asked  # what is not to be asked anything need not have values
     policy = build_policy(recipe, base, codec.tokenizer, world, is_read=not is_kept)
     saver = build_saver(recipe, policy, codec, base, world)

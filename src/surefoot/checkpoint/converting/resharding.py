@@ -23,8 +23,8 @@ from ..disk.commit import clean_beside, refuse_existing
 from ..disk.file_plan import plan_save
 from ..disk.folder import open_checkpoint
 from ..disk.manifest import Kind, Layout, Manifest, is_safetensors
+from ..layouts.detection import expect_layout
 from ..reading.contents import open_contents
-from ..roles import MODEL, FileRole
 from ..saving.job import Job, Saved, Shard
 from ..saving.load_balancing import LocalTensor
 from ..saving.preparation import RANK_FOLDER, indexes, still_in, versions
@@ -32,7 +32,7 @@ from ..saving.writer_group import shared_out
 from ..saving.writing import write
 from ..sources.copying import Progress, cast, described, fill, silent
 from ..sources.source import FolderSource, Renamed, TensorSource
-from ..weights import FOREIGN, detect_layout, open_weights
+from ..state.roles import MODEL, FileRole
 
 ALONE = Mesh()
 SHARD_SIZE = 5_000_000_000  # bytes of the largest file
@@ -151,13 +151,10 @@ def plan_reshard(
 
 
 def _refuse_foreign(folder: Path) -> None:
-    with files.raising(CheckpointError):
-        layout = detect_layout(folder)
-    if layout is None:
-        open_weights(folder)  # says what is there instead
-    if layout in FOREIGN:
+    layout = expect_layout(folder)
+    if not layout.has_manifest:
         raise CheckpointError(
-            f"{folder}: weights alone ({layout}), not a checkpoint of ours; "
+            f"{folder}: weights alone ({layout.name}), not a checkpoint of ours; "
             "`surefoot ckpt convert --to surefoot` makes one of them, without a state to go on from"
         )
 

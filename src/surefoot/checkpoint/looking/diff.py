@@ -14,10 +14,11 @@ from ...errors import CheckpointError
 from ...storage import files
 from ..disk import strict_json
 from ..disk.folder import open_checkpoint
+from ..layouts.detection import has_manifest
 from ..reading.contents import open_contents, plain, small_file, states_of
-from ..roles import FileRole, role_of
 from ..sources.source import FolderSource
-from ..weights import TensorLocation, Weights, detect_layout
+from ..sources.weights import TensorLocation, Weights
+from ..state.roles import FileRole, role_of
 from .tensor_stats import are_finite, blocks, in_double, norm
 from .values import ValueChange, differences
 
@@ -165,7 +166,7 @@ def compare_values(a: Path, b: Path) -> Mapping[str, list[ValueChange]]:
     States are compared only if both folders keep them in the same way. Raises ``CheckpointError``.
     """
     with files.raising(CheckpointError):
-        ours = [detect_layout(folder) == "native" for folder in (a, b)]
+        ours = [has_manifest(folder) for folder in (a, b)]
         found = {"config": differences(_configs(a), _configs(b))}
         if ours[0] == ours[1]:
             one, other = plain(dict(states_of(a))), plain(dict(states_of(b)))

@@ -8,22 +8,16 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from ...errors import CheckpointError
 from ...storage import files
-from ..disk import strict_json, trainer_state
-from ..disk.folder import open_checkpoint
-from ..disk.manifest import STATE
-from ..mindspore.opened import progress_of, role_of
-from ..roles import part_of
-from ..roles import role_of as role_in
-from ..weights import Weights, detect_layout, open_mindspore_state, open_weights, places
+from ..layouts.detection import detect_layout, expect_layout
+from ..layouts.foreign import logged_states, read_small
+from ..sources.weights import Weights
 
 _MODEL = "model/"
-_T = TypeVar("_T")
 
 
 def open_contents(folder: Path, roles: Collection[str] | None = None) -> Weights:
@@ -32,31 +26,10 @@ def open_contents(folder: Path, roles: Collection[str] | None = None) -> Weights
 
     Raises ``CheckpointError`` if the folder is none of weights, or is damaged.
     """
+    layout = expect_layout(folder)
     with files.raising(CheckpointError, f"cannot read {folder}"):
-        if detect_layout(folder) == "native":
-            return _open_ours(folder, roles)
-        found = _open_foreign(folder)
-    return replace(found, tensors=_of_roles(found.tensors, roles))
-
-
-def _open_ours(folder: Path, roles: Collection[str] | None) -> Weights:
-    checkpoint = open_checkpoint(folder)
-    wanted = _of_roles(checkpoint.manifest.by_tensor(), roles)
-    return Weights("native", folder, places(checkpoint, wanted))
-
-
-def _open_foreign(folder: Path) -> Weights:
-    if detect_layout(folder) == "mindspore":
-        stored = open_mindspore_state(folder)
-        named = {f"{role_of(n, place.entry.shape)}/{n}": place for n, place in stored.items()}
-        return Weights("mindspore", folder, named)
-    opened = open_weights(folder)
-    return replace(opened, tensors={_MODEL + name: place for name, place in opened.tensors.items()})
-
-
-def _of_roles(tensors: Mapping[str, _T], roles: Collection[str] | None) -> Mapping[str, _T]:
-    """The tensors of ``roles``; None: all."""
-    return {n: one for n, one in tensors.items() if roles is None or part_of(role_in(n)) in roles}
+        tensors = layout.open_all(folder, None if roles is None else frozenset(roles))
+    return Weights(layout.name, folder, tensors)
 
 
 def shown(name: str) -> str:
@@ -86,28 +59,16 @@ def ascii_only(name: str) -> str:
 def states_of(folder: Path) -> Mapping[str, Any]:
     """The states without their tensors, as they are stored; of others, the log of the run."""
     with files.raising(CheckpointError):
-        if detect_layout(folder) == "native":
-            checkpoint = open_checkpoint(folder)
-            return checkpoint.skeleton() if STATE in checkpoint.manifest.files else {}
-        if detect_layout(folder) == "mindspore":
-            progress = progress_of(folder)
-            return {"progress": progress} if progress else {}
-        if files.exists(folder / trainer_state.NAME):
-            return {"trainer_state": trainer_state.load(folder)}
-    return {}
+        layout = detect_layout(folder)
+        return logged_states(folder) if layout is None else layout.states(folder)
 
 
 def small_file(folder: Path, name: str) -> bytes | None:
     """The content of a file beside the weights, its hash checked in a checkpoint of ours; None if
     there is no such file. Raises ``CheckpointError``."""
     with files.raising(CheckpointError):
-        if detect_layout(folder) == "native":
-            checkpoint = open_checkpoint(folder)
-            return checkpoint.small(name) if name in checkpoint.manifest.files else None
-        if not files.exists(folder / name):
-            return None
-        with files.open_file(folder / name) as file:
-            return files.read_all(file, strict_json.MAX_BYTES)
+        layout = detect_layout(folder)
+        return read_small(folder, name) if layout is None else layout.small_file(folder, name)
 
 
 def plain(skeleton: Any) -> Any:

@@ -21,8 +21,8 @@ from ..disk.bytes import DTYPES, fill, new_tensor, read_box
 from ..disk.folder import CheckpointFolder, open_checkpoint
 from ..disk.manifest import Piece
 from ..disk.tensorfile import TensorFile
-from ..roles import STATE, FileRole
 from ..state.local_box import LocalBox, local_box_of
+from ..state.roles import STATE, FileRole
 from ..state.states import ShardedState, Stateful, UnshardedState, adopted
 from ..state.tensors import join, pointers, split
 

@@ -23,9 +23,9 @@ from ..disk.file_plan import FilePlan, plan_save
 from ..disk.file_plan import Tensors as Described
 from ..disk.header import num_bytes
 from ..disk.manifest import MANIFEST, MAX_SMALL, STATE, Kind, Layout, is_plain_name
-from ..roles import MODEL, OPTIMIZER, FileRole, trained_names
-from ..roles import STATE as STATE_ROLE
 from ..state.local_box import LocalBox, local_box_of
+from ..state.roles import MODEL, OPTIMIZER, FileRole, trained_names
+from ..state.roles import STATE as STATE_ROLE
 from ..state.states import AdoptedStates, ShardedState, Stateful, adopted
 from ..state.tensors import split
 from .job import Job, Shard, Share
@@ -88,7 +88,7 @@ def prepare(
     parent: str | None = None,
     max_shard_size: int = 5_000_000_000,
     crew: WriterGroup = ALONE,
-) -> tuple[Job, Live]:
+) -> tuple[Job, LiveTensors]:
     """What ``save`` would write, and the live tensors; nothing is read from these yet.
 
     Of several processes (``crew``) all must call this, and each gets what it is to write of the

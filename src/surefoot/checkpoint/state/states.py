@@ -18,7 +18,7 @@ from torch import nn
 
 from ...errors import CheckpointError
 from ...geometry.sharding import Cuts
-from ..roles import MODEL, OPTIMIZER, STATE
+from .roles import MODEL, OPTIMIZER, STATE
 
 
 class Stateful(Protocol):

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from ...checkpoint.looking.values import ValueChange, differences
 from ...checkpoint.reading.contents import open_contents, shown, small_file
-from ...checkpoint.roles import roles_of
+from ...checkpoint.state.roles import roles_of
 from ...recipe.yaml import parse
 from ...storage.address import Address
 from ..table import (

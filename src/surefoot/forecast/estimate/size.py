@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from ...checkpoint.disk.dcp_metadata import explained
 from ...checkpoint.disk.manifest import MANIFEST, Manifest, Piece, dump
 from ...checkpoint.disk.retention import RetentionPolicy, decide
-from ...checkpoint.roles import FileRole
 from ...checkpoint.saving.job import Job
+from ...checkpoint.state.roles import FileRole
 
 NO_HASH = "0" * 32
 
