@@ -119,8 +119,8 @@ def test_what_a_killed_copy_left_is_removed_by_the_next(tmp_path):
 MEASURE = """
 import resource, sys
 from pathlib import Path
-from surefoot.checkpoint.copy import copy
-from surefoot.checkpoint.layouts.opening import (open_folder)
+from surefoot.checkpoint.sources.copying import copy
+from surefoot.checkpoint.layouts.opening import open_folder
 source, target = map(Path, sys.argv[1:])
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 copy(open_folder(source), target, dtype="float16", max_shard_size=100_000_000)

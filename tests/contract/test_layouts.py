@@ -146,10 +146,10 @@ def test_a_small_file_is_read_or_none(layout, folder):
 
 # Options that change how the files are cut, and the layout that what is written has.
 WRITTEN = {
-    "surefoot": ("native", [{}, {"layout": "distributed", "mesh": "dp_shard=3"}]),
+    "surefoot": ("native", [{}, {"layout": "distributed", "mesh": Mesh(dp_shard=3)}]),
     "huggingface": ("huggingface", [{}]),
     "peft": ("peft", [{}]),
-    "dcp": ("dcp", [{}, {"mesh": "dp_shard=2,tp=2"}]),
+    "dcp": ("dcp", [{}, {"mesh": Mesh(dp_shard=2, tp=2)}]),
     "mindspore": (
         "mindspore",
         [
@@ -158,7 +158,7 @@ WRITTEN = {
             {
                 "names": "keep",
                 "layout": "distributed",
-                "parallel_config": "data_parallel=2,enable_parallel_optimizer=true",
+                "parallel_config": ParallelConfig(2, enable_parallel_optimizer=True),
             },
         ],
     ),

@@ -1,5 +1,7 @@
 """A whole trainer on a tiny random model and a few examples, without recipe or tokenizer."""
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 
@@ -9,8 +11,8 @@ from surefoot.checkpoint.section import CheckpointSection
 from surefoot.data.order.loader import Loader
 from surefoot.data.text.collation import collate
 from surefoot.methods.full import Full
-from surefoot.model.attention.packed import packed
-from surefoot.model.head.chunked_cross_entropy import outputs
+from surefoot.model.attention import packed
+from surefoot.model.head import outputs
 from surefoot.model.precision import LossScaler, autocast
 from surefoot.model.pretrained.weights import AdapterWeights, FullWeights
 from surefoot.model.seeding import seed_everything
@@ -158,7 +160,7 @@ def trainer(
 
 def resume(built, folder):
     load(folder, built.states)
-    built.saver.newest = built.saver.resumed_from = folder
+    built.saver = replace(built.saver, resumed_from=folder)
     return built
 
 

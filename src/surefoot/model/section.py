@@ -23,8 +23,9 @@ class ModelSection:
     """Type of the weights. ``auto``: trained weights in float32, frozen ones as stored (float32 on
     a CPU)."""
     attention: Literal["auto", "sdpa", "eager", "flash_attention_2"] = "auto"
-    """Attention kernel. ``auto`` takes sdpa where the architecture has it, otherwise eager; packed
-    rows on a GPU go through what is fastest there, which a resume keeps."""
+    """Attention kernel. ``auto`` takes sdpa where the architecture has it, otherwise eager. Packed
+    rows on a GPU use the first of varlen, flash-attn, flex and sdpa that passes a self-check, which
+    a resume keeps."""
     new_special_tokens: tuple[str, ...] = ()
     """Tokens to add to the vocabulary; embeddings grow and start at the mean of the old ones."""
     gradient_checkpointing: bool = False

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .. import interchange
 from ..batch import Batch, Outputs, StepRunner
+from ..checkpoint.background.saver import SaveListener
 from ..checkpoint.layouts.opening import scattered
 from ..checkpoint.reading.loading import load as load_checkpoint
 from ..data.text.codec import Codec
@@ -82,6 +83,7 @@ def build(
     trust_pickle: bool = False,
     world: World = ALONE,
     is_trial: bool = False,
+    listeners: Sequence[SaveListener] = (),
 ) -> Trainer:
     """The trainer of a recipe, its states those of the checkpoint ``resume`` if one is given. Of a
     trial only the speed matters: no reference is asked about its examples."""
@@ -103,24 +105,27 @@ def build(
     is_kept = is_kept and is_asked  # what is not to be asked anything need not have values
     policy = build_policy(recipe, base, codec.tokenizer, world, is_read=not is_kept)
     saver = build_saver(recipe, policy, codec, base, world)
+    is_foreign = writer is not None
+    saver = replace(saver, resumed_from=resume, is_foreign=is_foreign, listeners=listeners)
     trainer = assemble(recipe, policy, data, saver, world)
     if asked is not None:
         attach_reference_logps(trainer, recipe, policy, data, asked.blank() if is_trial else asked)
     trainer.feeder = feeder
     trainer.callbacks.members = [*standard_callbacks(recipe, world), *callbacks]
     if resume is not None:
-        trainer.saver.resumed_from = resume
         if writer is not None:
             interchange.resume_from(resume, writer, trainer, base=base, trust_pickle=trust_pickle)
         else:
             load_checkpoint(resume, trainer.states)
-            trainer.saver.newest = resume
         logger.info("going on from %s, step %d", resume.name, trainer.state.global_step)
+    kernels = trainer.state.kernels
     if can_select_attention(recipe, policy, world):
-        known = trainer.state.attention or (selection.BY_DOCUMENT if resume else None)
+        known = kernels.packed_attention or (selection.BY_DOCUMENT if resume else None)
         dtype = policy_dtype(recipe, policy)
         bounds = data_loading.packed_bounds(recipe, trainer.loader)
-        trainer.state.attention = select_packed_attention(policy.inner, bounds, dtype, known, world)
+        kernels.packed_attention = select_packed_attention(
+            policy.inner, bounds, dtype, known, world
+        )
     if recipe.data.packing and policy.values is not None:
         policy.model.eval()
         is_proven = verify_packing_isolation(
@@ -129,8 +134,8 @@ def build(
         policy.sharing.is_proven = world.from_main(is_proven)
         gather_nothing(policy.model)
     if recipe.data.packing:
-        state, inner = trainer.state, policy.inner
-        state.shares_prompts = select_prompt_sharing(policy.sharing, inner, state.shares_prompts)
+        known_sharing = kernels.shared_prompts
+        kernels.shared_prompts = select_prompt_sharing(policy.sharing, policy.inner, known_sharing)
     trainer.callbacks.emit("on_init_end")
     return trainer
 
@@ -252,7 +257,7 @@ def _refuse_frozen_new_tokens(policy: nn.Module) -> None:
 
 
 def can_select_attention(recipe: Recipe, policy: Policy, world: World) -> bool:
-    """Whether packed rows may go through whatever kernel is fastest."""
+    """Whether the run selects the kernel of its packed rows."""
     kernel, is_free = policy.inner.config._attn_implementation, recipe.model.attention == "auto"
     return recipe.data.packing and is_free and world.pp == 1 and kernel == f"{packed.PREFIX}sdpa"
 

@@ -10,7 +10,7 @@ import click
 from ...storage.address import Address
 from ..table import JSON, print_json, reading
 from .checkpoint_path import PLACE, local
-from .target_options import TargetCommand, option_name
+from .target_options import TargetCommand, option_name, parsed
 
 if TYPE_CHECKING:
     from ...checkpoint.converting.origin import Done, Target
@@ -64,7 +64,7 @@ def _target(kind: str, given: dict[str, Any]) -> Target:
         raise click.UsageError(
             f"{option_name(odd[0])} means nothing with --to {kind}, which takes {takes}"
         )
-    return TARGETS[kind](**given)
+    return TARGETS[kind](**{name: parsed(known[name], value) for name, value in given.items()})
 
 
 def _report(target: Path, kind: str, done: Done, *, as_json: bool) -> None:

@@ -50,10 +50,12 @@ def plan(
     only the headers are read. manifest.json itself is not counted.
     """
     from ...checkpoint.converting.resharding import plan_reshard
-    from ...checkpoint.converting.targets.surefoot import read_mesh
+    from ...geometry.mesh import Mesh
+    from ..option_text import parse_mesh
 
     wanted = layout or ("full" if mesh is None else "distributed")
-    found = plan_reshard(local(checkpoint), layout=wanted, mesh=read_mesh(mesh), dtype=dtype)
+    processes = Mesh() if mesh is None else parse_mesh(mesh)
+    found = plan_reshard(local(checkpoint), layout=wanted, mesh=processes, dtype=dtype)
     ranks = found.by_rank
     facts: dict[str, object] = {
         "path": found.folder,

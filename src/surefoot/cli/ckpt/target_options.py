@@ -5,15 +5,23 @@ from __future__ import annotations
 import inspect
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import click
 
+from ...checkpoint.layouts.mindspore.strategy.parallel_config import ParallelConfig
+from ...geometry.mesh import Mesh
 from ...schema import Setting, settings
+from ..option_text import parse_mesh, parse_parallel_config
 
-_METAVARS = {"mesh": "AXIS=N[,AXIS=N]", "parallel_config": "NAME=N[,NAME=N]"}
+# Fields of several settings, which are one text on the command line.
+_PARSERS: Mapping[Any, Callable[[str], object]] = {
+    Mesh: parse_mesh,
+    ParallelConfig: parse_parallel_config,
+}
+_METAVARS: Mapping[Any, str] = {Mesh: "AXIS=N[,AXIS=N]", ParallelConfig: "NAME=N[,NAME=N]"}
 
 
 class TargetCommand(click.Command):
@@ -55,9 +63,7 @@ def option(setting: Setting) -> click.Option:
     hint = _without_none(setting.hint)
     if hint is bool:
         return click.Option([flag], is_flag=True, default=None, help=help_text)
-    return click.Option(
-        [flag], type=_type(hint), metavar=_METAVARS.get(setting.name), help=help_text
-    )
+    return click.Option([flag], type=_type(hint), metavar=_METAVARS.get(hint), help=help_text)
 
 
 def _without_none(hint: Any) -> Any:
@@ -73,6 +79,12 @@ def _type(hint: Any) -> click.ParamType[Any] | type:
     if hint is Path:
         return click.Path(exists=True, path_type=Path)
     return str
+
+
+def parsed(setting: Setting, value: Any) -> object:
+    """What was given for a field, in the field's type. Raises ``CheckpointError``."""
+    parse = _PARSERS.get(_without_none(setting.hint))
+    return value if parse is None else parse(value)
 
 
 def option_name(name: str) -> str:

@@ -54,7 +54,7 @@ class Head:
     ) -> logit_gradients.Learnt:
         """What one chunk teaches; slopes are there if anything ``learns``."""
         logits_CV = self.linear(hidden_CD)
-        return logit_gradients.fastest(logits_CV)(
+        return logit_gradients.torch_logit_gradients(
             logits_CV, labels_C, self.softcap, smoothing, learns
         )
 

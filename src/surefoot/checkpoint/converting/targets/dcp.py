@@ -5,18 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from ....geometry.mesh import Mesh
 from ...sources.copying import Progress
 from ..dcp_writing import write_dcp
 from ..model_files import companions
 from ..origin import Done, DtypeName, Family, Hints, Origin
-from .surefoot import read_mesh
 
 
 @dataclass(frozen=True)
 class DCPFolder:
     """What ``dcp.load`` reads with a ``HuggingFaceStorageReader``."""
 
-    mesh: str | None = None
+    mesh: Mesh | None = None
     """The processes whose boxes are written: dp_shard=4, dp_shard=4,tp=2, dp_replicate=2 …"""
 
     dtype: DtypeName | None = None
@@ -39,7 +39,7 @@ class DCPFolder:
 
     def write(self, origin: Origin, target: Path, progress: Progress) -> Done:
         """Boxes for every process of the mesh."""
-        source, mesh = origin.weights(), read_mesh(self.mesh)
+        source, mesh = origin.weights(), self.mesh or Mesh()
         small = companions(origin.folder, source)
         write_dcp(source, target, mesh=mesh, dtype=self.dtype, small=small, progress=progress)
         reader = f"HuggingFaceStorageReader({str(target)!r})"

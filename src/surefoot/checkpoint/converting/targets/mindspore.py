@@ -13,7 +13,7 @@ from ...layouts.detection import detect_layout
 from ...layouts.mindspore.layout import MindSpore
 from ...layouts.mindspore.mindspore_model import as_mindspore, moments_of, numbers_of
 from ...layouts.mindspore.naming.names import heads_near
-from ...layouts.mindspore.strategy.parallel_config import parse_parallel_config
+from ...layouts.mindspore.strategy.parallel_config import ParallelConfig
 from ...layouts.mindspore.writing.conversion import TargetFormat, check, rewrite, write
 from ...sources.copying import Progress, cast
 from ...sources.joined import JoinedSource
@@ -50,7 +50,7 @@ class MindSporeFolder:
     like: Path | None = None
     """Strategy files by which DST is cut for its ranks."""
 
-    parallel_config: str | None = None
+    parallel_config: ParallelConfig | None = None
     """How DST is cut for MindSpore's ranks: data_parallel=2,model_parallel=4, pipeline_stage,
     enable_parallel_optimizer=true, optimizer_weight_shard_size, parallel_optimizer_threshold,
     vocab_emb_dp=false."""
@@ -68,10 +68,9 @@ class MindSporeFolder:
 
     def write(self, origin: Origin, target: Path, progress: Progress) -> Done:
         """Weights, and of a run's checkpoint moments and step numbers."""
-        config = self.parallel_config
         wanted = TargetFormat(
             self.layout,
-            None if config is None else parse_parallel_config(config),
+            self.parallel_config,
             self.like,
             self.names,
             self.dtype,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from ....geometry.mesh import Mesh, parse_mesh
+from ....geometry.mesh import Mesh
 from ...disk.commit import named
 from ...disk.manifest import Kind
 from ...layouts.detection import detect_layout
@@ -27,7 +27,7 @@ class SurefootCheckpoint:
     layout: Literal["full", "distributed"] = "full"
     """Of a Surefoot checkpoint: whole tensors, or a folder of boxes for every process."""
 
-    mesh: str | None = None
+    mesh: Mesh | None = None
     """The processes whose boxes are written: dp_shard=4, dp_shard=4,tp=2, dp_replicate=2 …"""
 
     dtype: DtypeName | None = None
@@ -57,7 +57,7 @@ class SurefootCheckpoint:
 
     def write(self, origin: Origin, target: Path, progress: Progress) -> Done:
         """All of a Surefoot checkpoint; of other folders the weights."""
-        mesh = read_mesh(self.mesh)
+        mesh = self.mesh or Mesh()
         notes = {"layout": self.layout, "mesh": mesh.axes}
         layout = detect_layout(origin.folder)
         if not (named(origin.folder) or (layout is not None and layout.has_manifest)):
@@ -106,8 +106,3 @@ class SurefootCheckpoint:
         if origin.base is not None:
             source = named_as(source, origin.base)
         return "full", source, {} if place is None else companions(place, cast(source, self.dtype))
-
-
-def read_mesh(text: str | None) -> Mesh:
-    """What ``--mesh`` says; one process if it is not given."""
-    return Mesh() if text is None else parse_mesh(text)
