@@ -201,7 +201,7 @@ def test_an_adapter_becomes_peft(checkpoint, tmp_path):
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ([], "say what to write: --to (surefoot, huggingface, peft, trainer, dcp, mindspore) or"),
+        ([], "say what to write: --to (surefoot, huggingface, peft, dcp, mindspore, trainer) or"),
         (["--mesh", "dp_shard=2"], "--mesh goes with --layout distributed"),
         (["--layout", "full", "--mesh", "dp_shard=2"], "--mesh goes with --layout distributed"),
         (["--layout", "whole"], "'whole' is not one of 'full', 'distributed'"),
