@@ -17,7 +17,7 @@ _RECIPE = "recipe.yaml"
 
 @dataclass(frozen=True)
 class TrainerCheckpoint:
-    """What ``Trainer.train(resume_from_checkpoint=DST)`` goes on from."""
+    """A checkpoint that ``Trainer.train(resume_from_checkpoint=DST)`` resumes from."""
 
     base: str | None = None
     """The base model of an adapter if it moved, or of weights of others (DCP, DeepSpeed)."""

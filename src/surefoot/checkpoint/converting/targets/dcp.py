@@ -14,7 +14,7 @@ from ..origin import Done, DtypeName, Family, Hints, Origin
 
 @dataclass(frozen=True)
 class DCPFolder:
-    """What ``dcp.load`` reads with a ``HuggingFaceStorageReader``."""
+    """Weights for distributed checkpoints of PyTorch, ``dcp.load``."""
 
     mesh: Mesh | None = None
     """The processes whose boxes are written: dp_shard=4, dp_shard=4,tp=2, dp_replicate=2 …"""

@@ -18,7 +18,7 @@ from ..origin import Done, DtypeName, Family, Hints, Origin
 
 @dataclass(frozen=True)
 class HuggingFaceModel:
-    """A model as ``from_pretrained`` opens it."""
+    """Weights, configuration and tokenizer; an adapter is merged into its base."""
 
     base: str | None = None
     """The base model of an adapter if it moved, or of weights of others (DCP, DeepSpeed)."""

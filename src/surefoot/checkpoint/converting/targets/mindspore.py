@@ -26,7 +26,7 @@ _CONFIG = "config.json"
 
 @dataclass(frozen=True)
 class MindSporeFolder:
-    """What MindSpore Transformers reads, whole or by rank."""
+    """A folder for MindSpore Transformers, full or by rank."""
 
     layout: Literal["full", "distributed"] = "full"
     """Of a Surefoot checkpoint: whole tensors, or a folder of boxes for every process."""

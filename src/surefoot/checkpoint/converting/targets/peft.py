@@ -18,7 +18,7 @@ from ..origin import Done, DtypeName, Hints, Origin
 
 @dataclass(frozen=True)
 class PEFTAdapter:
-    """An adapter as ``PeftModel.from_pretrained`` opens it."""
+    """An adapter by itself."""
 
     dtype: DtypeName | None = None
     """Of the weights; the optimizer's state stays."""

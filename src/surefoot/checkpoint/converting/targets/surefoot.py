@@ -22,7 +22,7 @@ from ..weights_only import write_weights
 
 @dataclass(frozen=True)
 class SurefootCheckpoint:
-    """A checkpoint of ours."""
+    """A Surefoot checkpoint: another layout or mesh, or the weights of other tools."""
 
     layout: Literal["full", "distributed"] = "full"
     """Of a Surefoot checkpoint: whole tensors, or a folder of boxes for every process."""
