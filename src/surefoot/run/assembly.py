@@ -17,6 +17,7 @@ from ..batch import Batch, Outputs, StepRunner
 from ..checkpoint.background.saver import SaveListener
 from ..checkpoint.layouts.opening import scattered
 from ..checkpoint.reading.loading import load as load_checkpoint
+from ..data.store.run_data import TrainingData
 from ..data.text.codec import Codec
 from ..data.text.templates import template_mismatch
 from ..errors import RecipeError
@@ -69,7 +70,6 @@ from ..training.state import TrainerControl, TrainerState
 from ..training.step import Step
 from ..training.trainer import Trainer
 from . import data_loading
-from .data_loading import Data
 from .recipe_callbacks import standard_callbacks
 
 logger = logging.getLogger(__name__)
@@ -141,7 +141,7 @@ def build(
 
 
 def precompute_with_other_model(
-    recipe: Recipe, codec: Codec, data: Data, asked: ReferenceLogps, world: World
+    recipe: Recipe, codec: Codec, data: TrainingData, asked: ReferenceLogps, world: World
 ) -> None:
     """Ask the model that the recipe compares with, if it is another one than that which will learn;
     it is loaded for that, and let go. Raises ``RecipeError`` if it has other tokens."""
@@ -162,7 +162,7 @@ def precompute_with_other_model(
 
 
 def attach_reference_logps(
-    trainer: Trainer, recipe: Recipe, policy: Policy, data: Data, asked: ReferenceLogps
+    trainer: Trainer, recipe: Recipe, policy: Policy, data: TrainingData, asked: ReferenceLogps
 ) -> None:
     """Let the examples of ``trainer``, which has not begun, have what the reference says of them,
     that is, its own policy now."""
@@ -269,7 +269,9 @@ def policy_dtype(recipe: Recipe, policy: Policy) -> torch.dtype:
     return types[choose(recipe.train.precision)]
 
 
-def assemble(recipe: Recipe, policy: Policy, data: Data, saver: Saver, world: World) -> Trainer:
+def assemble(
+    recipe: Recipe, policy: Policy, data: TrainingData, saver: Saver, world: World
+) -> Trainer:
     """Put the parts together."""
     collate = data_loading.build_collate(recipe, policy.sharing)
     loader = data_loading.build_loader(recipe, data, collate, world)

@@ -30,12 +30,10 @@ class Prefetch:
         """Let a thread make the window at ``at``."""
         self._running = _Making(at, lambda: self.ready(make(*at)))
 
-    def take(self, at: Position, make: Callable[[int, int], Window]) -> Window:
-        """The window at ``at``: what was made ahead, if it is that. Raises what ``make`` did."""
+    def take(self, at: Position) -> Window | None:
+        """The window at ``at``, if that is what was made ahead. Raises what ``make`` did."""
         running, self._running = self._running, None
-        if running is None or running.at != at:
-            return self.ready(make(*at))
-        return running.result()
+        return running.result() if running is not None and running.at == at else None
 
 
 def for_device(where: torch.device) -> Prefetch | None:
