@@ -65,6 +65,14 @@ class FullWeights:
             return FusedSlice(at.whole, at.start, cuts)
         return self.cuts.get(name)
 
+    def is_copy(self, name: str) -> bool:
+        """No other pipeline stage has it."""
+        return False
+
+    def like(self, name: str) -> torch.Tensor | None:
+        """None: every tensor is there from the beginning."""
+        return None
+
     @cached_property
     def _fused(self) -> dict[str, FusedPlacement]:
         return places(self.model)
@@ -131,6 +139,14 @@ class AdapterWeights:
     def cuts_of(self, name: str) -> Cuts | None:
         """How a tensor is cut over processes; None if nothing is known of it."""
         return self.cuts.get(name)
+
+    def is_copy(self, name: str) -> bool:
+        """No other pipeline stage has it."""
+        return False
+
+    def like(self, name: str) -> torch.Tensor | None:
+        """None: every tensor is there from the beginning."""
+        return None
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The live tensors by PEFT's names, without the adapter's own name."""
