@@ -92,12 +92,15 @@ def test_a_loss_is_a_sum_with_its_weight_so_batches_add_up(name):
 
 @pytest.mark.parametrize("name", METHODS)
 def test_a_method_lets_something_learn_and_the_model_still_speaks(name):
-    model = METHODS[name]().apply(tiny.model())
+    method, inner = METHODS[name](), tiny.model()
+    model = method.apply(inner)
     learning = [p for p in model.parameters() if p.requires_grad]
     assert learning
     model(input_ids=torch.tensor([[5, 6, 7]])).logits.sum().backward()
     assert all(p.grad is not None for p in learning)
-    assert METHODS[name].kind in ("full", "adapter")
+    weights = method.weights(model, inner)
+    assert weights.kind == ("full" if method.saves_base_model else "adapter")
+    assert set(method.trainable(0, ["a", "b"])) == set(method.trainable(9, ["a", "b"]))
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -74,21 +74,21 @@ def trainer(
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 parameter.normal_(std=0.1)
+    draft = Draft(folder, recipe.model, None, world, options_of(recipe))
+    draft.inner, draft.module, draft.sharing = inner, model, sharing
+    network = finish(draft, ON_THE_MESH)
     saver = Saver(
         output_dir=folder,
         section=CheckpointSection(),
-        kind=method.kind,
+        kind=network.weights.kind,
         companions={},
         steps=dict.fromkeys(("log_steps", "eval_steps", "save_steps")),
         world=world,
     )
     data = EncodedData(examples or small.examples(), {}, Report(()))
-    draft = Draft(folder, recipe.model, None, world, options_of(recipe))
-    draft.inner, draft.module, draft.sharing = inner, model, sharing
-    policy = finish(draft, ON_THE_MESH)
     ahead = open_ahead(recipe, folder, codec, data, world)
-    ahead.run(policy)
-    return assemble(recipe, codec, policy, ahead, saver)
+    ahead.run(network)
+    return assemble(recipe, codec, network, ahead, saver)
 
 
 def learn(made, count):

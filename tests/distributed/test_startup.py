@@ -62,7 +62,7 @@ def begun(world, folder, *, method=None, model=None, tokens=(), packing=False, p
     saver = Saver(
         output_dir=folder / "out",
         section=CheckpointSection(),
-        kind=recipe.method.kind,
+        kind=policy.weights.kind,
         companions={},
         steps={},
         world=world,

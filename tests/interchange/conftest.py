@@ -38,7 +38,7 @@ class Both:
 def start(recipe, folder):
     """Their model with our first adapter, or with our choice of what learns."""
     policy = build(recipe).policy.module
-    if recipe.method.kind == "adapter":
+    if not recipe.method.saves_base_model:
         policy.save_pretrained(folder)
         return policy_of(recipe, folder)
     model = policy_of(recipe)
@@ -60,7 +60,7 @@ def train_both(folder, method):
         recipe,
         folder / "ours" / f"checkpoint-{HALF}",
         folder / "theirs" / f"checkpoint-{HALF}",
-        Path(recipe.model.path) if recipe.method.kind == "adapter" else None,
+        Path(recipe.model.path) if not recipe.method.saves_base_model else None,
         weights_of(ours.policy.module),
         weights_of(theirs.model),
         {r["step"]: r["loss"] for r in ours.state.log_history},

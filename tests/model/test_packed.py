@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 import tiny
 from surefoot.errors import ModelError
-from surefoot.model.attention import packed_arguments, use_packed
+from surefoot.model.attention.packed import packed_arguments, use_packed
 
 CASES = [
     ("llama", "sdpa"),

@@ -23,7 +23,7 @@ from surefoot.parallel.world import ALONE
 from surefoot.stages.sft import SFT
 from surefoot.training.callback import Callbacks, Context, TrainerCallback
 from surefoot.training.evaluation import Evaluation, EvaluationSet
-from surefoot.training.learner import Learner, everything
+from surefoot.training.learner import Learner
 from surefoot.training.log_accumulator import LogAccumulator
 from surefoot.training.precompute import NOTHING
 from surefoot.training.saver import Saver
@@ -121,20 +121,21 @@ def trainer(
     state = TrainerState(max_steps=section.max_steps, train_batch_size=section.micro_batch_size)
     control = TrainerControl()
     optim = optim or AdamW(learning_rate=5e-3, weight_decay=0.1)
+    trained = network.trained(optim, method.trainable)
     step = Step(
-        optim.build(list(network.named.items())),
+        trained.optimizer,
         optim.schedule_over(section.max_steps),
         network.engine.step_runner(stage.spec),
         section.max_grad_norm,
         LossScaler(enabled=precision == "fp16"),
     )
-    learner = Learner(network, stage.spec, step, optim.build, everything)
+    learner = Learner(network, stage.spec, step, trained)
     flow = IntervalCallback(
         Trigger(section.log_steps),
         Trigger(section.eval_steps, section.eval_minutes, section.eval_epoch),
         Trigger(save_steps),
     )
-    context = Context(section, policy, learner, folder, len(loader.dataset), loader.steps_per_epoch)
+    context = Context(section, policy, learner, folder, loader.num_examples, loader.steps_per_epoch)
     sizes = section.micro_batch_size, section.global_batch_size
     return Trainer(
         section=section,
@@ -146,7 +147,7 @@ def trainer(
         saver=Saver(
             output_dir=folder,
             section=CheckpointSection(save_steps=save_steps, keep=keep),
-            kind=method.kind,
+            kind=network.weights.kind,
             companions={},
             steps={"log_steps": 1, "eval_steps": section.eval_steps, "save_steps": save_steps},
         ),

@@ -1,12 +1,15 @@
-"""Going on from a folder that another trainer wrote: whose it is, and who reads it."""
+"""Resume from another trainer's checkpoint: detect the trainer that wrote it, call its loader."""
 
 from __future__ import annotations
 
 import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Protocol
 
-from ..checkpoint.weights import detect_layout
+from ..checkpoint.layouts.detection import detect_layout
+from ..checkpoint.layouts.mindspore.layout import MindSpore
 from ..errors import CheckpointError, RecipeError
 from ..storage import files
 from ..training.trainer import Trainer
@@ -14,11 +17,73 @@ from .from_mindspore import load_mindspore_checkpoint
 from .from_trainer import check_trainer_checkpoint, load_trainer_checkpoint
 from .trainer_folder import is_trainer_checkpoint
 
-Writer = Literal["trainer", "mindspore"]
+
+class ForeignTrainer(Protocol):
+    """Another trainer, from whose checkpoints a run can resume."""
+
+    needs_base: ClassVar[bool]
+    """Whether the weights of the base must be loaded before its checkpoint is."""
+
+    def recognise(self, folder: Path) -> bool:
+        """Whether it wrote ``folder``. From names alone."""
+
+    def check(self, folder: Path, *, trust_pickle: bool, pp: int) -> None:
+        """Refuse what shows without a model."""
+
+    def load(self, folder: Path, trainer: Trainer, *, base: Path, trust_pickle: bool) -> None:
+        """Make ``trainer`` what the other trainer was."""
 
 
-def detect_trainer(folder: Path, *, trust_pickle: bool, pp: int) -> Writer | None:
-    """Which other trainer wrote ``folder``; None if a run of ours did.
+@dataclass(frozen=True)
+class HuggingFaceTrainer:
+    """The Trainer of transformers."""
+
+    needs_base: ClassVar[bool] = True
+
+    def recognise(self, folder: Path) -> bool:
+        """Whether it wrote ``folder``, complete or not."""
+        return is_trainer_checkpoint(folder)
+
+    def check(self, folder: Path, *, trust_pickle: bool, pp: int) -> None:
+        """Raises ``RecipeError`` for a pipeline, ``CheckpointError`` for pickles not trusted."""
+        if pp > 1:
+            raise RecipeError(
+                f"parallel.pp: a pipeline cannot go on from {folder}, which another trainer wrote; "
+                "start with pp 1, save, and go on from that with any pp"
+            )
+        check_trainer_checkpoint(folder, trust_pickle=trust_pickle)
+
+    def load(self, folder: Path, trainer: Trainer, *, base: Path, trust_pickle: bool) -> None:
+        """The model around an adapter is not needed."""
+        load_trainer_checkpoint(folder, trainer, trust_pickle=trust_pickle)
+
+
+@dataclass(frozen=True)
+class MindSporeTransformers:
+    """MindSpore Transformers."""
+
+    needs_base: ClassVar[bool] = False
+
+    def recognise(self, folder: Path) -> bool:
+        """Whether it is a folder of MindSpore."""
+        return MindSpore().recognise(folder)
+
+    def check(self, folder: Path, *, trust_pickle: bool, pp: int) -> None:
+        """Nothing shows before the model is there."""
+
+    def load(self, folder: Path, trainer: Trainer, *, base: Path, trust_pickle: bool) -> None:
+        """``base`` tells heads and shapes; there are no pickles."""
+        load_mindspore_checkpoint(folder, trainer, base=base)
+
+
+TRAINERS: Mapping[str, ForeignTrainer] = {
+    "trainer": HuggingFaceTrainer(),
+    "mindspore": MindSporeTransformers(),
+}
+
+
+def detect_trainer(folder: Path, *, trust_pickle: bool, pp: int) -> ForeignTrainer | None:
+    """Which other trainer wrote ``folder``; None if a run of Surefoot did.
 
     Args:
         folder: what ``checkpoint.resume`` names.
@@ -29,33 +94,24 @@ def detect_trainer(folder: Path, *, trust_pickle: bool, pp: int) -> Writer | Non
         CheckpointError: what shows without a model: pickles that are not trusted, weights alone.
         RecipeError: a pipeline, which cannot go on from a Trainer's.
     """
-    if is_trainer_checkpoint(folder):
-        if pp > 1:
-            raise RecipeError(
-                f"parallel.pp: a pipeline cannot go on from {folder}, which another trainer wrote; "
-                "start with pp 1, save, and go on from that with any pp"
-            )
-        check_trainer_checkpoint(folder, trust_pickle=trust_pickle)
-        return "trainer"
     with files.raising(CheckpointError):
-        layout = detect_layout(folder)
-    if layout == "mindspore":
-        return "mindspore"
-    if layout in ("huggingface", "peft", "dcp"):
-        where = "adapter" if layout == "peft" else "path"
+        found = next((one for one in TRAINERS.values() if one.recognise(folder)), None)
+        layout = None if found is not None else detect_layout(folder)
+    if found is not None:
+        found.check(folder, trust_pickle=trust_pickle, pp=pp)
+        return found
+    if layout is not None and not layout.has_manifest:
+        where = "adapter" if layout.is_adapter else "path"
         raise CheckpointError(
-            f"{folder}: weights alone ({layout}), without the state of a training to go on from; "
-            f"to start from them, leave checkpoint.resume out and set "
+            f"{folder}: weights alone ({layout.name}), without the state of a training to go on "
+            f"from; to start from them, leave checkpoint.resume out and set "
             f"model.{where}={shlex.quote(str(folder))}"
         )
     return None
 
 
 def resume_from(
-    folder: Path, writer: Writer, trainer: Trainer, *, base: Path, trust_pickle: bool
+    folder: Path, writer: ForeignTrainer, trainer: Trainer, *, base: Path, trust_pickle: bool
 ) -> None:
-    """Make ``trainer`` what the other trainer's was; errors as of the two that do it."""
-    if writer == "trainer":
-        load_trainer_checkpoint(folder, trainer, trust_pickle=trust_pickle)
-    else:
-        load_mindspore_checkpoint(folder, trainer, base=base)
+    """Make ``trainer`` what the other trainer's was; errors as of its loader."""
+    writer.load(folder, trainer, base=base, trust_pickle=trust_pickle)

@@ -13,13 +13,12 @@ from ..geometry.sharding import Cuts
 from ..model.attention.packed import PromptSharing
 from ..model.head.logprob_head import LogprobHead
 from ..model.precision import PrecisionName
-from ..model.pretrained.weights import AdapterWeights, FullWeights
 from ..model.section import ModelSection
 from ..parallel.section import ParallelSection
 from ..parallel.world import World
 from .heads import Heads
 from .meta import MetaModel, ShardLoader
-from .method import Method
+from .method import Method, UnshardedWeights
 from .pipelined import PipelinedModel
 
 
@@ -51,7 +50,7 @@ class Draft:
     options: NetworkOptions
     inner: PreTrainedModel = field(init=False)  # without its adapter
     module: nn.Module = field(init=False)  # with it
-    weights: FullWeights | AdapterWeights = field(init=False)
+    weights: UnshardedWeights = field(init=False)
     start: MetaModel | None = None  # of a model that is on the meta device at first
     values: ShardLoader | None = None  # to fill it with
     has_grown: bool = False
@@ -60,6 +59,7 @@ class Draft:
     head: LogprobHead | None = None  # the output head, if it can return log-probabilities
     names: Mapping[str, str] = field(default_factory=dict)  # in the model -> in files
     num_parameters: int = 0  # of the unsharded model
+    trainable: Sequence[str] = ()  # names in files of all parameters that may be trained
     num_trainable: int = 0
     staging: PipelinedModel | None = None
     cuts: Mapping[str, Cuts] = field(default_factory=dict)  # by names in files

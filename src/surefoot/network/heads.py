@@ -13,7 +13,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..errors import RecipeError
+from ..errors import CheckpointError, RecipeError
+from ..geometry.sharding import Cuts
 from ..parallel.world import World
 
 HEADS: Mapping[str, str] = {"values": "value_head"}  # the output: the module, its weights' file
@@ -38,6 +39,34 @@ class Heads:
         """The name in its own file of a head's parameter; None for any other parameter."""
         found = (f".{name}".rpartition(f".{HEADS[output]}.") for output in self.modules)
         return next((head[1:] + leaf for _, head, leaf in found if head), None)
+
+
+@dataclass(frozen=True)
+class HeadWeights:
+    """The weights of one head, as the state of a file of its own."""
+
+    name: str  # of the head's module, and of the file
+    head: nn.Linear
+    cuts: Mapping[str, Cuts] = field(default_factory=dict)  # by names in files
+
+    def cuts_of(self, name: str) -> Cuts | None:
+        """How a tensor is sharded; None if that is not known."""
+        return self.cuts.get(name)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """The live tensors."""
+        return {f"{self.name}.{leaf}": tensor for leaf, tensor in self.head.state_dict().items()}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Copy ``state`` into the head. Raises ``CheckpointError`` if it is of another one."""
+        own = self.state_dict()
+        if state.keys() != own.keys():
+            raise CheckpointError(
+                f"{self.name}: expected the tensors {', '.join(own)}, found {', '.join(state)}"
+            )
+        for name, tensor in own.items():
+            tensor.copy_(state[name])
 
 
 def add_heads(model: PreTrainedModel, outputs: Sequence[str]) -> Heads:

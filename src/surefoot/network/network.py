@@ -8,39 +8,27 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from ..batch import Batch, Loss, LossFunction, Outputs, OutputSpec, Window
-from ..checkpoint.state.states import Stateful
+from ..checkpoint.state.states import ShardedState
 from ..generate.generation import BatchSlice, Ids, Sample, sample
 from ..generate.section import GenerateSection
 from ..geometry.sharding import Cuts
 from ..model.attention.packed import PromptSharing
-from ..optim.state import NamedState
+from ..optim.optimizer import Optimizer
+from ..optim.trained import Trainable, TrainedParameters
 from ..parallel.sharded_model import gather_nothing
 from ..parallel.world import World
 from .draft import NetworkOptions
-from .heads import Heads
+from .heads import HEADS, Heads, HeadWeights
 from .meta import verify_packing_isolation
+from .method import Weights
 from .rollout import evaluating
 from .runner import Engine, Hook, ModelForward
-
-
-class Weights(Protocol):
-    """The tensors that the weight file of a network contains, as a state."""
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """The live tensors under their names in files."""
-
-    def load_state_dict(self, state: Any, /) -> object:
-        """Copy ``state`` into the model."""
-
-    def cuts_of(self, name: str) -> Cuts | None:
-        """How a tensor is sharded; None if that is not known."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +38,8 @@ class Network:
     module: nn.Module  # with its adapter
     inner: PreTrainedModel  # the transformers model without it
     weights: Weights  # what its weight file contains
-    named: Mapping[str, nn.Parameter]  # all that may be trained, by the names in files
+    named: Mapping[str, nn.Parameter]  # this rank's that may be trained, by the names in files
+    trainable: Sequence[str]  # the names of all ranks'
     num_parameters: int  # of the unsharded model
     num_trainable: int
     runner: ModelForward
@@ -126,9 +115,19 @@ class Network:
         """Free the weights that forward passes without a backward pass have left gathered."""
         gather_nothing(self.module)
 
-    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> Stateful:
-        """The state of an optimizer of ``named``, as checkpoints contain it."""
-        return self.engine.optimizer_state(NamedState(optimizer, self.cuts))
+    def trained(self, optim: Optimizer, trainable: Trainable) -> TrainedParameters:
+        """An optimizer of ``named``, or of those of them that are ``trainable`` at a step."""
+        return TrainedParameters(optim, self.named, trainable, self.cuts, self.trainable)
+
+    def optimizer_state(self, trained: TrainedParameters) -> ShardedState:
+        """The state of an optimizer, as checkpoints contain it."""
+        return self.engine.optimizer_state(trained)
+
+    @property
+    def head_weights(self) -> dict[str, HeadWeights]:
+        """The weights of each head, by the name of the file that they have for themselves."""
+        named = ((HEADS[output], head) for output, head in self.heads.modules.items())
+        return {name: HeadWeights(name, head, self.cuts) for name, head in named}
 
     @property
     def replicas(self) -> Collection[nn.Parameter]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
@@ -20,6 +19,7 @@ from ..parallel.sharded_model import layers
 from ..parallel.world import World
 from .draft import Draft, NetworkOptions
 from .heads import add_heads, refuse_heads
+from .method import UnshardedWeights
 from .network import Network
 from .tensors import REAL, Tensors
 
@@ -58,12 +58,13 @@ def finish(draft: Draft, steps: Sequence[Step], tensors: Tensors = REAL) -> Netw
         step(draft, tensors)
     options, runner = draft.options, tensors.runner(draft)
     named = draft.module.named_parameters()
-    weights = replace(draft.weights, cuts=draft.cuts)
+    weights = draft.weights.sharded(draft.cuts)
     network = Network(
         module=draft.module,
         inner=draft.inner,
         weights=weights if draft.staging is None else draft.staging.weights(weights),
         named={draft.names[name]: p for name, p in named if p.requires_grad},
+        trainable=draft.trainable,
         num_parameters=draft.num_parameters,
         num_trainable=draft.num_trainable,
         runner=runner,
@@ -115,7 +116,7 @@ def attach_heads(draft: Draft, tensors: Tensors) -> None:
 
 def fuse_lora(draft: Draft, _: Tensors) -> None:
     """Compute each linear map that has an adapter in one autograd function."""
-    if draft.module is not draft.inner and draft.options.is_trainable:
+    if draft.module is not draft.inner and draft.options.method is not None:
         enable_fused_lora(draft.module)
 
 
@@ -132,8 +133,10 @@ def recompute(draft: Draft, tensors: Tensors) -> None:
 
 
 def upcast(draft: Draft, _: Tensors) -> None:
-    """Hold trained weights in float32."""
-    upcast_trained(draft.module, draft.section)
+    """Hold weights that the method trains in float32, in a frozen copy as well: so it computes what
+    the trained one does."""
+    if draft.options.method is not None:
+        upcast_trained(draft.module, draft.section)
 
 
 def fuse_head(draft: Draft, tensors: Tensors) -> None:
@@ -144,13 +147,12 @@ def fuse_head(draft: Draft, tensors: Tensors) -> None:
 
 def name_parameters(draft: Draft, _: Tensors) -> None:
     """Note each parameter's name in files."""
-    is_adapter = draft.module is not draft.inner
     own = {name for name, _ in draft.inner.named_parameters() if draft.heads.is_weight(name)}
-    draft.weights = (
-        AdapterWeights(draft.module) if is_adapter else FullWeights(draft.inner, apart=own)
-    )
+    draft.weights = _weights(draft).without(own)
     names = names_in_files(draft.module, draft.weights)
     draft.names = {here: draft.heads.name_in_file(here) or name for here, name in names.items()}
+    named = draft.module.named_parameters()
+    draft.trainable = [draft.names[name] for name, p in named if p.requires_grad]
     draft.num_parameters = sum(num_elements(p) for p in draft.module.parameters())
     draft.num_trainable = sum(p.numel() for p in draft.module.parameters() if p.requires_grad)
 
@@ -178,9 +180,9 @@ ON_THE_MODEL: Sequence[Step] = (
     apply_method,  # wraps what is there by now
     attach_heads,  # after the method: PEFT's all-linear would wrap a head, too, and freeze it
     fuse_lora,  # only now are there PEFT's modules
-    freeze,  # whatever a method trains
     recompute,  # looks at what is trained: nothing before the first such layer is recomputed
     upcast,  # likewise
+    freeze,  # a frozen copy is like the model that is trained, but for this
     fuse_head,  # probes the unsharded output head: a sharded one has another forward pass
 )
 ON_THE_MESH: Sequence[Step] = (
@@ -199,3 +201,11 @@ def _refuse_frozen_new_tokens(draft: Draft) -> None:
             "name them in method.lora.modules_to_save (embed_tokens, lm_head) or in "
             "method.freeze.extra_modules, or use method: full"
         )
+
+
+def _weights(draft: Draft) -> UnshardedWeights:
+    """As the method says; without one, those of the adapter if there is one."""
+    if draft.options.method is not None:
+        return draft.options.method.weights(draft.module, draft.inner)
+    is_adapter = draft.module is not draft.inner
+    return AdapterWeights(draft.module) if is_adapter else FullWeights(draft.inner)

@@ -77,13 +77,23 @@ def _gathered(module: nn.Module, inner: PreTrainedModel, *, again: bool) -> Iter
     for part in parts:
         part.set_reshard_after_forward(False, recurse=False)
         part.unshard()
-    if parts and module is not inner:
-        # PEFT's generate runs the inner model. Without this pass FSDP2 would take the first layer
-        # that runs for the root, and refuse the true one later.
-        module(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=inner.device), use_cache=False)
+    # PEFT's generate runs the inner model, past the root of what is sharded. Without a pass before,
+    # FSDP2 would take the first layer that runs for the root, and refuse the true one later.
+    # Without a pass behind, the next backward pass would prefetch what ran last on each rank.
+    is_wrapped = bool(parts) and module is not inner
     try:
+        if is_wrapped:
+            _run_once(module)
         yield
+        if is_wrapped:
+            _run_once(module)
     finally:
         for part in parts:
             part.set_reshard_after_forward(again, recurse=False)
             part.reshard()
+
+
+def _run_once(module: nn.Module) -> None:
+    """One token through all of the model."""
+    ids = torch.zeros(1, 1, dtype=torch.int64, device=next(module.parameters()).device)
+    module(input_ids=ids, use_cache=False)

@@ -21,6 +21,7 @@ from ..model.section import ModelSection
 from ..network.method import Method
 from ..optim import OPTIMIZERS
 from ..optim.adamw import AdamW
+from ..optim.optimizer import Optimizer
 from ..parallel.section import ParallelSection
 from ..schema import Problem, Variants
 from ..schema.locations import locate
@@ -48,7 +49,7 @@ class Recipe:
     """The training objective."""
     train: TrainSection
     """How long, in what steps, with what reports."""
-    optim: Annotated[AdamW, Variants(OPTIMIZERS)] = AdamW()
+    optim: Annotated[Optimizer, Variants(OPTIMIZERS)] = AdamW()
     """The optimizer and its learning rate."""
     checkpoint: CheckpointSection = CheckpointSection()
     """When to save, what to keep, where to go on from."""
@@ -186,29 +187,17 @@ def the_best_is_known_by_an_evaluation_metric(recipe: Recipe) -> Iterator[Proble
         yield Problem(("train", "metric_for_best_model"), message)
 
 
-def an_adapter_needs_lora(recipe: Recipe) -> Iterator[Problem]:
-    """Only an adapter method can go on from an adapter."""
-    if recipe.model.adapter is not None and recipe.method.kind != "adapter":
-        name = schema.variant_name(METHODS, recipe.method)
-        yield Problem(
-            ("model", "adapter"),
-            f"method {name} does not train adapters; use method: lora, "
-            "or merge it into the model first with `surefoot export`",
-        )
+def the_method_trains_such_a_model(recipe: Recipe) -> Iterator[Problem]:
+    """What the method says of the model's settings."""
+    return recipe.method.problems(recipe.model)
 
 
-def a_quantized_base_needs_lora(recipe: Recipe) -> Iterator[Problem]:
-    """What has 4 or 8 bits cannot learn: there must be something beside it that does."""
-    model, kept = recipe.model, ModelSection(path="")
-    if model.quantization_bit is not None and recipe.method.kind != "adapter":
-        name = schema.variant_name(METHODS, recipe.method)
-        message = (
-            f"method {name} trains the weights themselves; use method: lora, or leave it unset"
-        )
-        yield Problem(("model", "quantization_bit"), message)
+def settings_of_four_bits_need_four_bits(recipe: Recipe) -> Iterator[Problem]:
+    """Nothing else has a type of its bits, or scales to quantize once more."""
+    model, default = recipe.model, ModelSection(path="")
     if model.quantization_bit != 4:
         for name in ("quantization_type", "double_quantization"):
-            if getattr(model, name) != getattr(kept, name):
+            if getattr(model, name) != getattr(default, name):
                 yield Problem(("model", name), "means nothing unless model.quantization_bit is 4")
 
 
@@ -225,22 +214,12 @@ def the_stage_fits(recipe: Recipe) -> Iterator[Problem]:
     yield from recipe.stage.problems(recipe.data, recipe.parallel)
 
 
-def trained_weights_need_range(recipe: Recipe) -> Iterator[Problem]:
-    """In float16 the optimizer's epsilon is 0 and small updates vanish."""
-    if recipe.model.dtype == "float16" and recipe.method.kind == "full":
-        yield Problem(
-            ("model", "dtype"),
-            "weights that learn cannot be float16; use auto (and train.precision: fp16)",
-        )
-
-
 RULES: list[Rule] = [
     evaluating_needs_data,
     best_needs_evaluations,
     the_best_is_known_by_an_evaluation_metric,
-    an_adapter_needs_lora,
-    a_quantized_base_needs_lora,
+    the_method_trains_such_a_model,
+    settings_of_four_bits_need_four_bits,
     rolling_back_needs_checkpoints,
     the_stage_fits,
-    trained_weights_need_range,
 ]

@@ -33,7 +33,7 @@ from ..recipe.recipe_data import open_codec
 from ..training.callback import Callbacks, Context, TrainerCallback
 from ..training.context import NetworkContext, collate_of
 from ..training.evaluation import Evaluation
-from ..training.learner import Learner, everything
+from ..training.learner import Learner
 from ..training.log_accumulator import LogAccumulator
 from ..training.saver import Saver
 from ..training.stage import POLICY
@@ -64,7 +64,7 @@ def build(
     ``trial`` measures speed only: it is put around forward and backward, auxiliary models compute
     nothing, and there are no callbacks but the given ones.
     """
-    writer: interchange.Writer | None = None
+    writer: interchange.ForeignTrainer | None = None
     if resume is not None:
         writer = interchange.detect_trainer(resume, trust_pickle=trust_pickle, pp=world.pp)
     seed_everything(recipe.train.seed)
@@ -77,7 +77,8 @@ def build(
     if trial is not None:
         ahead.blank()
     ahead.run_without_policy()
-    is_kept = resume is not None and writer != "trainer" and recipe.method.kind == "full"
+    needs_base = resume is None or (writer is not None and writer.needs_base)
+    is_kept = not needs_base and recipe.method.saves_base_model
     is_kept = is_kept and ahead.found.is_complete  # what computes nothing need not have values
     policy = open_policy(recipe, base, codec.tokenizer, world, is_read=not is_kept)
     ahead.run(policy)
@@ -90,6 +91,7 @@ def build(
             interchange.resume_from(resume, writer, trainer, base=base, trust_pickle=trust_pickle)
         else:
             load_checkpoint(resume, trainer.states)
+        trainer.policy.trained.check(trainer.state.global_step)
         logger.info("going on from %s, step %d", resume.name, trainer.state.global_step)
     settle_packing(recipe, trainer, policy, is_resumed=resume is not None)
     trainer.callbacks.emit("on_init_end")
@@ -160,8 +162,9 @@ def _alone(run_window: StepRunner) -> StepRunner:
 def build_learner(recipe: Recipe, policy: Network, max_steps: int, around: Around) -> Learner:
     """The policy with its optimizer."""
     world, stage = policy.world, recipe.stage
+    trained = policy.trained(recipe.optim, recipe.method.trainable)
     step = Step(
-        recipe.optim.build(list(policy.named.items())),
+        trained.optimizer,
         recipe.optim.schedule_over(max_steps),
         around(policy.engine.step_runner(stage.spec)),
         recipe.train.max_grad_norm,
@@ -170,7 +173,7 @@ def build_learner(recipe: Recipe, policy: Network, max_steps: int, around: Aroun
         world.totals,
         copies=policy.replicas,
     )
-    return Learner(policy, stage.spec, step, recipe.optim.build, everything)
+    return Learner(policy, stage.spec, step, trained)
 
 
 def settle_packing(recipe: Recipe, trainer: Trainer, policy: Network, *, is_resumed: bool) -> None:
@@ -249,15 +252,12 @@ def build_saver(recipe: Recipe, policy: Network, codec: Codec, base: Path, world
         "recipe.yaml": dump(recipe).encode(),
         **companions.tokenizer_files(codec.tokenizer),
     }
-    if recipe.method.kind == "adapter":
-        files |= companions.adapter_files(policy.module, recipe.model)
-    else:
-        files |= companions.model_files(policy.inner, base, codec.stop_token_ids)
+    files |= policy.weights.small_files(recipe.model, base, codec.stop_token_ids)
     layout = recipe.checkpoint.layout_in(recipe.train.output_dir)
     return Saver(
         output_dir=recipe.train.folder,
         section=replace(recipe.checkpoint, layout=layout),
-        kind=recipe.method.kind,
+        kind=policy.weights.kind,
         companions=files,
         steps={
             "log_steps": recipe.train.log_steps,

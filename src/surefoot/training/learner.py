@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-import torch
 from torch import nn
 
 from ..batch import OutputSpec
-from ..checkpoint.state.states import Stateful
-from ..network.network import Network, Weights
-from ..optim.groups import Named
+from ..checkpoint.state.states import ShardedState
+from ..network.method import Weights
+from ..network.network import Network
+from ..optim.trained import TrainedParameters
 from .step import Step
-
-
-def everything(_step: int, names: Sequence[str]) -> Collection[str]:
-    """All parameters are trained at every step."""
-    return names
 
 
 @dataclass
@@ -26,13 +20,8 @@ class Learner:
 
     network: Network
     spec: OutputSpec
-    step: Step  # its optimizer may be replaced between two steps
-    build: Callable[[Named], torch.optim.Optimizer]
-    trainable: Callable[[int, Sequence[str]], Collection[str]]  # of all names, at a step
-    _names: frozenset[str] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._names = frozenset(self.network.named)
+    step: Step  # its optimizer is that of ``trained``
+    trained: TrainedParameters
 
     @property
     def module(self) -> nn.Module:
@@ -45,18 +34,10 @@ class Learner:
         return self.network.weights
 
     @property
-    def optimizer_state(self) -> Stateful:
+    def optimizer_state(self) -> ShardedState:
         """What a checkpoint contains of the optimizer."""
-        return self.network.optimizer_state(self.step.optimizer)
+        return self.network.optimizer_state(self.trained)
 
     def turn(self, step: int) -> None:
         """Let those parameters be trained that are at ``step``, with an optimizer of their own."""
-        named = self.network.named
-        names = frozenset(self.trainable(step, list(named)))
-        if names == self._names:
-            return
-        self._names = names
-        for name, parameter in named.items():
-            parameter.requires_grad_(name in names)
-            parameter.grad = None
-        self.step.optimizer = self.build([(n, p) for n, p in named.items() if n in names])
+        self.step.optimizer = self.trained.at(step)

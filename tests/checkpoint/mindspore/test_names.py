@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from surefoot.checkpoint.mindspore.names import (
+from surefoot.checkpoint.layouts.mindspore.naming.names import (
     FAMILIES,
     Heads,
     family_of,

@@ -3,7 +3,7 @@ import torch
 from safetensors.torch import save_file
 
 from surefoot.checkpoint.disk.tensorfile import open_path
-from surefoot.checkpoint.mindspore.shapes import infer_strategy
+from surefoot.checkpoint.layouts.mindspore.strategy.shapes import infer_strategy
 from surefoot.errors import CheckpointError
 
 WQ, WO, NORM = (f"model.layers.0.attention.{n}.weight" for n in ("wq", "wo", "norm"))

@@ -38,7 +38,7 @@ class Piece:
     """One box of one tensor, with the hash of its bytes. In ``file``, ``key`` is either the box or
     the whole tensor."""
 
-    tensor: str  # "model/...", "optimizer/..." or "state/...": unique in the checkpoint
+    tensor: str  # "ROLE/...", for one "model/...": unique in the checkpoint
     dtype: str  # safetensors' name for it
     shape: tuple[int, ...]  # of the whole tensor
     box: Box
@@ -81,9 +81,13 @@ class Manifest:
         """All pieces by the file they lie in."""
         return _grouped(self.pieces, lambda piece: piece.file)
 
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """The roles of its tensors, in alphabetical order."""
+        return tuple(sorted({piece.tensor.partition("/")[0] for piece in self.pieces}))
+
     def tensors(self, role: str) -> dict[str, tuple[Piece, ...]]:
-        """The pieces of each tensor of one role ("model", "optimizer", "state"), by the rest of its
-        name."""
+        """The pieces of each tensor of one role, by the rest of its name."""
         start, found = f"{role}/", dict[str, tuple[Piece, ...]]()
         for name, pieces in self.by_tensor().items():
             if name.startswith(start):

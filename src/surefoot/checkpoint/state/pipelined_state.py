@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 from ...geometry.sharding import Cuts
-from .states import Stateful, cuts_of
+from ..disk.manifest import Kind
+from .states import ShardedState
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -31,20 +32,26 @@ class Exchange(Protocol):
 class PipelinedWeights:
     """The weights of some stages."""
 
-    own: Stateful
+    own: ShardedState
     model: nn.Module
     elsewhere: Tensors  # on the meta device
     copies: Collection[str]  # names of what an earlier stage has as well, which then writes it
     second: Mapping[str, str]  # name in files of what is tied to it here: its name in the model
     exchange: Exchange
+    kind: Kind
+    small_files: Callable[..., dict[str, bytes]]  # beside the weights
 
     def cuts_of(self, name: str) -> Cuts | None:
         """How a tensor is cut over processes; None if nothing is known of it."""
-        return cuts_of(self.own, name)
+        return self.own.cuts_of(name)
 
     def is_copy(self, name: str) -> bool:
         """Whether another process writes this tensor."""
         return name in self.copies
+
+    def like(self, name: str) -> torch.Tensor | None:
+        """None: all names are there from the beginning."""
+        return None
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """All names; the live tensors of those that are here."""
@@ -67,14 +74,14 @@ class PipelinedWeights:
 class PipelinedOptimizer:
     """The state of an optimizer of what learns in some stages: ``{parameter: {slot: tensor}}``."""
 
-    own: Stateful
+    own: ShardedState
     elsewhere: Collection[str]  # parameters
     copies: Collection[str]
     exchange: Exchange
 
     def cuts_of(self, pointer: str) -> Cuts | None:
         """How a tensor of the state is cut over processes."""
-        return cuts_of(self.own, pointer)
+        return self.own.cuts_of(pointer)
 
     def is_copy(self, pointer: str) -> bool:
         """Whether another process writes this tensor."""
@@ -84,8 +91,7 @@ class PipelinedOptimizer:
         """A tensor of the state that is not there yet; on the meta device if it never will be."""
         if pointer.rpartition(".")[0] in self.elsewhere:
             return torch.empty((), device="meta")
-        like: Callable[[str], torch.Tensor | None] = self.own.like  # type: ignore[attr-defined]
-        return like(pointer)
+        return self.own.like(pointer)
 
     def state_dict(self) -> dict[str, dict[str, torch.Tensor]]:
         """All parameters; the live tensors of those that are here. The processes of a pipeline call

@@ -11,8 +11,23 @@ from rich.text import Text
 from ...storage.address import Address
 from ..table import JSON, cell, console, fitted, in_bytes, print_json
 from .checkpoint_path import PLACE, local
-from .convert import DTYPE, LAYOUT, MESH, LayoutName, read_mesh
+from .convert import LAYOUTS, LayoutName
 
+LAYOUT = click.option(
+    "--layout",
+    type=click.Choice(LAYOUTS),
+    help="Of a checkpoint of ours: whole tensors, or a folder of boxes for every process.",
+)
+MESH = click.option(
+    "--mesh",
+    metavar="AXIS=N[,AXIS=N]",
+    help="The processes whose boxes are written: dp_shard=4, dp_shard=4,tp=2, dp_replicate=2 …",
+)
+DTYPE = click.option(
+    "--dtype",
+    type=click.Choice(("float32", "float16", "bfloat16")),
+    help="Of the weights; the optimizer's state stays.",
+)
 _SHOWN = 12  # files in a table; --json has all
 
 
@@ -35,9 +50,12 @@ def plan(
     only the headers are read. manifest.json itself is not counted.
     """
     from ...checkpoint.converting.resharding import plan_reshard
+    from ...geometry.mesh import Mesh
+    from ..option_text import parse_mesh
 
     wanted = layout or ("full" if mesh is None else "distributed")
-    found = plan_reshard(local(checkpoint), layout=wanted, mesh=read_mesh(mesh), dtype=dtype)
+    processes = Mesh() if mesh is None else parse_mesh(mesh)
+    found = plan_reshard(local(checkpoint), layout=wanted, mesh=processes, dtype=dtype)
     ranks = found.by_rank
     facts: dict[str, object] = {
         "path": found.folder,

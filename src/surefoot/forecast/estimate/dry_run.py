@@ -114,6 +114,7 @@ class FakeTensors:
     def divide(self, draft: Draft) -> None:
         """Keep the layers of one process of a pipeline."""
         setting = self.setting
+        in_files = {p: draft.names[name] for name, p in draft.module.named_parameters()}
         if setting.pp > 1:
             self.share = share(
                 draft.inner,
@@ -123,6 +124,7 @@ class FakeTensors:
                 num_parts=setting.num_parts,
                 dtype=setting.gathered,
             )
+        draft.names = {name: in_files[p] for name, p in draft.module.named_parameters()}
 
     def shard(self, draft: Draft) -> None:
         """Make all tensors fake ones; keep what the first of the processes along ``tp`` has."""

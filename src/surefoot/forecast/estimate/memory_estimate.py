@@ -17,8 +17,8 @@ from ...model.pretrained.loading import resolve
 from ...model.pretrained.quantized import check_alone
 from ...recipe.recipe import Recipe
 from ...run.assembly import build_codec
+from ..other_settings import changes
 from .batches import RunLength, course_of, loader_of, token_counts, trained_counts
-from .candidates import changes
 from .dry_run import DryRunModel
 from .examples import examples_of
 from .memory import Memory, Mesh
@@ -158,7 +158,7 @@ def _saving(
     )
     evaluates = train.eval_steps or train.eval_minutes or train.eval_epoch
     at_once = most_at_once(saves, section.rule(), (section.keep_best or 1) if evaluates else 0)
-    is_adapter = skeleton.recipe.method.kind == "adapter"
+    is_adapter = not skeleton.recipe.method.saves_base_model
     copy = snapshot_size(size, machine.num_processes, is_adapter=is_adapter)
     return Saving(
         size=size,

@@ -68,7 +68,7 @@ def size_of_checkpoint(
             "trainer": TrainerState(),
             "random": RandomState(),
         },
-        kind=recipe.method.kind,
+        kind=skeleton.network.weights.kind,
         companions=saver.companions,
         max_shard_size=recipe.checkpoint.max_shard_size,
         crew=WriterGroup(saver.section.layout or "full"),

@@ -57,7 +57,8 @@ class LogprobHead:
                 return self._answer(hidden_ND, labels_N, spec, held)
             assert values is not None
             values_N: torch.Tensor = values(hidden_ND.to(values.weight.dtype))[:, 0]
-            values_N = values_N.to(wide(values_N.dtype))
+            # not a view: FSDP2 warns of what in-place operations on one would do
+            values_N = values_N.clone().to(wide(values_N.dtype))
             if not needs:
                 return values_N
             each = replace(spec, outputs=(*needs, "logps"))  # one number for each position

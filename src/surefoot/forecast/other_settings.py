@@ -1,0 +1,120 @@
+"""Other settings of a recipe that change nothing of what is trained but float rounding, only memory
+and time: those that a plan counts, and those that a benchmark tries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from ..recipe.recipe import Recipe
+
+SIZE, PACKING = "train.micro_batch_size", "data.packing"
+RECOMPUTE, COMPILE = "model.gradient_checkpointing", "model.compile"
+_MOST_TENSORS = 8  # processes of tp: beyond those of one machine it is too slow
+
+
+Changes = Mapping[str, int | bool]  # by dotted path
+
+
+@dataclass(frozen=True)
+class Change:
+    """One other setting, and whether it makes the run faster or slower."""
+
+    values: Changes
+    recipe: Recipe
+    effect: str
+    is_faster: bool
+
+
+def changes(recipe: Recipe, num_processes: int) -> Iterator[Change]:
+    """Every single change: how the processes are laid out, recomputation, the size of a pass."""
+    yield from _splits(recipe, num_processes)
+    yield from _tensors(recipe, num_processes)
+    yield from _pipelines(recipe, num_processes)
+    recomputes = not value(recipe, RECOMPUTE)
+    yield Change(
+        {RECOMPUTE: recomputes},
+        changed(recipe, {RECOMPUTE: recomputes}),
+        "about a fifth slower" if recomputes else "about a fifth faster",
+        not recomputes,
+    )
+    num_data_ranks = num_processes // recipe.parallel.tp // recipe.parallel.pp
+    if smaller := resized(recipe, 1, 2, num_data_ranks=num_data_ranks):
+        yield Change(smaller, changed(recipe, smaller), "more and smaller passes", False)
+    if larger := resized(recipe, 2, 1, num_data_ranks=num_data_ranks):
+        yield Change(larger, changed(recipe, larger), "fewer and larger passes", True)
+
+
+def resized(recipe: Recipe, times: int, part: int, *, num_data_ranks: int = 1) -> Changes:
+    """A micro-batch ``times`` / ``part`` as large; nothing if that does not divide the batch."""
+    train = recipe.train
+    size, rest = divmod(train.micro_batch_size * times, part)
+    return {} if rest or train.global_batch_size % (size * num_data_ranks) else {SIZE: size}
+
+
+def value(recipe: Recipe, name: str) -> int | bool:
+    """A setting by its dotted path."""
+    section, _, setting = name.partition(".")
+    found: int | bool = getattr(getattr(recipe, section), setting)
+    return found
+
+
+def changed(recipe: Recipe, changes: Changes) -> Recipe:
+    """The same with other settings. Those of a section change together: they are checked as one."""
+    names: dict[str, dict[str, int | bool]] = {}
+    for name, new in changes.items():
+        section, _, setting = name.partition(".")
+        names.setdefault(section, {})[setting] = new
+    sections = {name: replace(getattr(recipe, name), **values) for name, values in names.items()}
+    return replace(recipe, **sections)
+
+
+def _splits(recipe: Recipe, num_processes: int) -> Iterator[Change]:
+    """The other ways to lay so many processes out over examples."""
+    _, replicate, now, _ = recipe.parallel.axes(num_processes)
+    count = replicate * now
+    for shard in range(1, count + 1):
+        if count % shard or shard == now:
+            continue
+        replicate = count // shard
+        effect = "less communication" if shard < now else "more communication"
+        values = {"dp_replicate": replicate, "dp_shard": shard}
+        yield _laid_out(recipe, values, effect, is_faster=shard < now)
+
+
+def _tensors(recipe: Recipe, num_processes: int) -> Iterator[Change]:
+    """Twice and half as many processes that share every matrix, and tokens cut as well."""
+    pp, replicate, shard, tp = recipe.parallel.axes(num_processes)
+    if tp > 1 and pp == 1 and not recipe.parallel.sequence_parallel:
+        yield _laid_out(recipe, {"sequence_parallel": True}, "as much communication")
+    if shard % 2 == 0 and 2 * tp <= _MOST_TENSORS:
+        values = {"dp_shard": shard // 2, "tp": 2 * tp}
+        yield _laid_out(recipe, values, "more communication")
+    if tp % 2 == 0 and _divides(recipe, 2 * replicate * shard):
+        values = {"dp_shard": 2 * shard, "tp": tp // 2}
+        values |= (
+            {"sequence_parallel": False} if recipe.parallel.sequence_parallel and tp == 2 else {}
+        )
+        yield _laid_out(recipe, values, "less communication", is_faster=True)
+
+
+def _pipelines(recipe: Recipe, num_processes: int) -> Iterator[Change]:
+    """Of a pipeline, twice and half as many processes that share the layers out."""
+    pp, replicate, shard, _ = recipe.parallel.axes(num_processes)
+    if pp > 1 and shard % 2 == 0:
+        yield _laid_out(recipe, {"dp_shard": shard // 2, "pp": 2 * pp}, "waits more")
+    if pp % 2 == 0 and _divides(recipe, 2 * replicate * shard):
+        values = {"dp_shard": 2 * shard, "pp": pp // 2}
+        yield _laid_out(recipe, values, "waits less, more communication", is_faster=True)
+
+
+def _divides(recipe: Recipe, num_data_ranks: int) -> bool:
+    """Whether so many can share the examples of a step evenly."""
+    train = recipe.train
+    return train.global_batch_size % (train.micro_batch_size * num_data_ranks) == 0
+
+
+def _laid_out(recipe: Recipe, values: Changes, effect: str, *, is_faster: bool = False) -> Change:
+    changes = {f"parallel.{name}": value for name, value in values.items()}
+    return Change(changes, changed(recipe, changes), effect, is_faster)
