@@ -127,10 +127,9 @@ def sample(
     batches = _batches([len(p) for p in prompts], allowed, section.batch_size)
     for number, batch in enumerate(batches):
         if share.has(number):
-            most = allowed[batch[0]]
-            config = generation_config(section, max_new_tokens=most, stop_token_ids=stop_token_ids)
+            most, given = allowed[batch[0]], [prompts[i] for i in batch]
             with _seeded(None if seed is None else _derived(seed, number), model):
-                made = _sampled(model, [prompts[i] for i in batch], config, section)
+                made = _sampled(model, given, section, most, stop_token_ids)
             found |= zip(batch, made, strict=True)
         if on_answered is not None:
             on_answered(len(batch))
@@ -138,18 +137,22 @@ def sample(
 
 
 def _sampled(
-    model: nn.Module, prompts: Sequence[Ids], config: GenerationConfig, section: GenerateSection
+    model: nn.Module,
+    prompts: Sequence[Ids],
+    section: GenerateSection,
+    most: int,
+    stop_token_ids: Sequence[int],
 ) -> list[Sample]:
-    """One batch of responses."""
-    most = config.max_new_tokens
+    """One batch of responses of at most so many tokens."""
     if not most:
         return [Sample((), np.zeros(0, np.float32), "context") for _ in prompts]
+    config = generation_config(section, max_new_tokens=most, stop_token_ids=stop_token_ids)
     recorder = _LogProbabilities(section.temperature if section.do_sample else 1.0)
     rows = _generate(model, prompts, config, recorder=recorder)
     out_of_tokens: FinishReason = "length" if most == section.max_new_tokens else "context"
     found = []
     for ids, logps in zip(rows, recorder.of(rows), strict=True):
-        kept = len(_before_stop(ids, config.eos_token_id or ()))
+        kept = len(_before_stop(ids, stop_token_ids))
         is_over = kept < len(ids)
         end = kept + is_over
         reason = "stop" if is_over else out_of_tokens
