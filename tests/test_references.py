@@ -28,8 +28,7 @@ from surefoot.batch import IGNORE_INDEX
 from surefoot.data.store.dataset import in_memory
 from surefoot.data.text.pairs import join
 from surefoot.errors import DataError, ModelError, RecipeError
-from surefoot.inference import adopt, held_out, measure, open_model
-from surefoot.inference import references as references_of
+from surefoot.inference import adopt, auxiliary_columns, held_out, measure, open_model
 from surefoot.methods.lora import LoRA
 from surefoot.model.pretrained.tokenizer import load_tokenizer
 from surefoot.parallel.world import ALONE
@@ -159,10 +158,10 @@ def test_another_model_may_be_the_reference(tmp_path, caplog):
     recipe = load(made.recipe, options)
     start, end = (adopt(open_model(path), recipe) for path in (other, made.run / "checkpoint-4"))
     (part,) = held_out(recipe, start.codec)
-    says = references_of(recipe)[part.name]
-    same = measure(start, recipe, part.examples, said=says)
+    says = auxiliary_columns(recipe)[part.name]
+    same = measure(start, recipe, part.examples, columns=says)
     assert same["rewards/margins"] == pytest.approx(0, abs=1e-5)
-    found = measure(end, recipe, part.examples, said=says)
+    found = measure(end, recipe, part.examples, columns=says)
     assert found["rewards/margins"] == pytest.approx(logged["eval_rewards/margins"], abs=1e-5)
 
 

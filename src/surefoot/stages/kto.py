@@ -92,7 +92,7 @@ class KTO:
         own = context.reduce("reference", examples, log_probabilities)
         other = context.reduce("reference", mismatched(examples), log_probabilities)
         return [
-            {**item, "reference": [a], "mismatched_reference": [b]}  # type: ignore[list-item]
+            {**item, "reference": [a], "mismatched_reference": [b]}
             for item, a, b in zip(examples, own.tolist(), other.tolist(), strict=True)
         ]
 

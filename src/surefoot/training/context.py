@@ -164,8 +164,8 @@ class BlankContext:
 
     def generate(self, prompts: Sequence[Sequence[int]], settings: GenerateSection) -> list[Sample]:
         """The longest answers there may be."""
-        ids, logps = (0,) * settings.max_new_tokens, (0.0,) * settings.max_new_tokens
-        return [Sample(ids, logps, "length") for _ in prompts]
+        ids = (0,) * settings.max_new_tokens
+        return [Sample(ids, (0.0,) * len(ids), "length") for _ in prompts]
 
     def score(
         self,
