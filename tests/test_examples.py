@@ -128,7 +128,9 @@ def test_the_better_of_two_records_leaves_out_what_nobody_knows():
         assert better == {key: value for key, value in worse.items() if value != "none"} != worse
 
 
-@pytest.mark.parametrize("recipe", ["quickstart.yaml", "base.yaml", "dpo.yaml", "kto.yaml", "grpo.yaml"])
+@pytest.mark.parametrize(
+    "recipe", ["quickstart.yaml", "base.yaml", "dpo.yaml", "kto.yaml", "grpo.yaml"]
+)
 def test_the_recipes_are_valid(recipe):
     assert load(EXAMPLES / recipe).data.dataset_dir == DATA
 

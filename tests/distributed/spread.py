@@ -27,8 +27,9 @@ from surefoot.optim.adamw import AdamW
 from surefoot.parallel.section import ParallelSection
 from surefoot.parallel.world import ALONE
 from surefoot.recipe.recipe import Recipe
-from surefoot.run.assembly import assemble, options_of
 from surefoot.run.auxiliary import open_ahead
+from surefoot.run.policy import options_of
+from surefoot.run.trainer_parts import assemble
 from surefoot.stages.sft import SFT
 from surefoot.training.saver import Saver
 from surefoot.training.section import TrainSection
