@@ -21,7 +21,7 @@ from ..disk.retention import (
     metrics_in,
     seconds,
 )
-from .listing import Line, list_run, state_of
+from .listing import Line, has_hashes, list_run, state_of
 
 LOCK = ".lock"
 
@@ -95,7 +95,7 @@ def plan_pruning(folder: Path, options: PruneOptions) -> PrunePlan:
     lines = {
         step_of(line.path): line  # by name, as a run finds the newest
         for line in list_run(folder)
-        if line.layout == "native" and line.problem is None and not line.is_being_written
+        if has_hashes(line) and line.problem is None and not line.is_being_written
     }
     if not lines:
         raise CheckpointError(f"{folder}: it holds no whole checkpoint of Surefoot's to prune")
