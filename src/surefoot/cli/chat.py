@@ -6,7 +6,6 @@ import re
 import sys
 import unicodedata
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import click
@@ -16,7 +15,6 @@ from .loading import loading
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ..generate.section import GenerateSection
     from ..inference.conversation import Answer, Conversation
 
 HELP = """\
@@ -84,6 +82,7 @@ def chat(path: str, **options: object) -> None:
 
 def _open(path: str, options: dict[str, object]) -> Conversation:
     with loading():
+        from ..generate.section import with_options
         from ..inference import Conversation, open_model
 
     opened = open_model(
@@ -99,21 +98,6 @@ def _open(path: str, options: dict[str, object]) -> Conversation:
         system=options["system"],  # type: ignore[arg-type]
         seed=options["seed"],  # type: ignore[arg-type]
     )
-
-
-def with_options(section: GenerateSection, options: dict[str, object]) -> GenerateSection:
-    """The recipe's way of sampling, changed by what was given on the command line."""
-    names = ("max_new_tokens", "temperature", "top_p", "top_k", "repetition_penalty")
-    given = {name: options[name] for name in names if options.get(name) is not None}
-    is_greedy = bool(options.get("greedy")) or given.get("temperature") == 0
-    if is_greedy:
-        given = {
-            name: given[name] for name in given if name not in ("temperature", "top_p", "top_k")
-        }
-        given["do_sample"] = False
-    elif given.keys() & {"temperature", "top_p", "top_k"}:
-        given["do_sample"] = True
-    return replace(section, **given)  # type: ignore[arg-type]
 
 
 def _ask_once(conversation: Conversation, text: str) -> None:
