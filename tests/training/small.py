@@ -134,7 +134,7 @@ def trainer(
         Trigger(section.eval_steps, section.eval_minutes, section.eval_epoch),
         Trigger(save_steps),
     )
-    context = Context(section, policy, learner, folder, len(loader.dataset), loader.steps_per_epoch)
+    context = Context(section, policy, learner, folder, loader.num_examples, loader.steps_per_epoch)
     sizes = section.micro_batch_size, section.global_batch_size
     return Trainer(
         section=section,
