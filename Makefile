@@ -38,7 +38,7 @@ interop: $(STAMP)  ## let MindSpore read what we wrote, in an environment of its
 	MINDSPORE_PYTHON=$(CURDIR)/$(MINDSPORE)/bin/python $(BIN)/pytest -n 2 tests/interop
 
 docs: $(STAMP)  ## regenerate the reference pages from the code
-	$(BIN)/python -m surefoot.cli.reference docs/reference
+	$(BIN)/python -m surefoot.cli.docs_pages docs/reference
 
 clean:
 	rm -rf $(VENV) runs .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -18,13 +18,13 @@ import numpy as np
 from inputs import make_model
 from measure import say
 
-from surefoot.data.chat import Codec
-from surefoot.data.deal import deal, num_groups, positions
-from surefoot.data.mix import Index, permutation
-from surefoot.data.prepare import prepare
+from surefoot.data.data_order import Index, permutation
+from surefoot.data.order.length_balancing import balance_by_length, num_passes, positions
 from surefoot.data.section import DataSection
-from surefoot.data.templates import load_template
-from surefoot.model.tokenizer import load_tokenizer
+from surefoot.data.store.preparation import prepare
+from surefoot.data.text.codec import Codec
+from surefoot.data.text.templates import load_template
+from surefoot.model.pretrained.tokenizer import load_tokenizer
 from surefoot.stages.pt import PT
 from surefoot.stages.sft import SFT
 
@@ -60,9 +60,11 @@ def figures(lengths: Index, ranks: int, passes: int, epochs: int, *, packing: bo
     windows = np.concatenate(
         [lengths[order[: len(order) // size * size]].reshape(-1, size) for order in orders]
     )
-    count = num_groups(size, MICRO_BATCH_SIZE, ranks)
+    count = num_passes(size, MICRO_BATCH_SIZE, ranks)
     by_number = np.broadcast_to(np.repeat(np.arange(count), MICRO_BATCH_SIZE), windows.shape)
-    dealt = deal(windows, micro_batch_size=MICRO_BATCH_SIZE, world_size=ranks, packing=packing)
+    dealt = balance_by_length(
+        windows, micro_batch_size=MICRO_BATCH_SIZE, world_size=ranks, packing=packing
+    )
     laid_out = [positions(windows, groups, count, packing=packing) for groups in (by_number, dealt)]
     spent = [each.reshape(-1, ranks).max(1).sum() * ranks for each in laid_out]
     return [f"{windows.sum() / time:.2f}" for time in spent] + [

@@ -17,7 +17,7 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from surefoot.data.templates import bundled
+from surefoot.data.text.templates import bundled
 
 ALPACA = Path(__file__).parents[2] / "shared" / "data" / "alpaca_en_demo.json"
 VOCABULARY = 16_384

@@ -19,8 +19,8 @@ import measure
 import torch
 from measure import say
 
-from surefoot.bench.figures import Figures
-from surefoot.bench.fresh import measured
+from surefoot.forecast.bench.result import BenchResult
+from surefoot.forecast.bench.subprocess_trial import measured
 from surefoot.recipe.recipe import read
 
 SIZES = {"hidden": 768, "layers": 12, "vocabulary": 32_000}
@@ -28,7 +28,7 @@ METHODS = {"full": "full", "lora": {"lora": {"rank": 8}}}
 PHASES = ("data", "forward", "backward", "optimizer", "rest")
 
 
-def figures(folder: Path, method: str, steps: int) -> Figures:
+def figures(folder: Path, method: str, steps: int) -> BenchResult:
     """Of some steps, in a fresh process."""
     recipe = {
         "model": {"path": str(folder)},
@@ -43,7 +43,7 @@ def figures(folder: Path, method: str, steps: int) -> Figures:
         "optim": "adamw",
     }
     found = measured(read(recipe, {}), steps)
-    if not isinstance(found, Figures):
+    if not isinstance(found, BenchResult):
         raise SystemExit(f"{method}: {found.reason}")
     return found
 

@@ -20,10 +20,10 @@ from measure import say
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from surefoot.batch import IGNORE_INDEX, Batch, Features
-from surefoot.data.pairs import collate_pairs, unshared
-from surefoot.model import outputs
-from surefoot.model.asked_head import AskedHead, asked_head
-from surefoot.model.attention import use_packed
+from surefoot.data.text.pairs import collate_pairs, unshared
+from surefoot.model.attention.packed import use_packed
+from surefoot.model.head.chunked_cross_entropy import outputs
+from surefoot.model.head.logprob_head import LogprobHead, asked_head
 
 HIDDEN, LAYERS, VOCABULARY, PAIRS = 256, 4, 4_000, 4
 LENGTHS = [(32, 64), (64, 64), (128, 64), (384, 64)]  # of prompts and answers, on average
@@ -56,7 +56,7 @@ def pairs(prompt: int, answer: int) -> list[Features]:
     return found
 
 
-def learn(policy: PreTrainedModel, head: AskedHead | None, batch: Batch) -> torch.Tensor:
+def learn(policy: PreTrainedModel, head: LogprobHead | None, batch: Batch) -> torch.Tensor:
     """One pass, forward and backward; the log-probability of each answer."""
     policy.zero_grad()
     logps = outputs.compute(policy, batch, ("logps",), head=head).logps

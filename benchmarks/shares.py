@@ -31,16 +31,17 @@ def rank(folder: Path, way: str) -> None:
     import torch
     from torch import nn
 
-    from surefoot import build, files
     from surefoot.data.section import DataSection
     from surefoot.methods.full import Full
     from surefoot.model.section import ModelSection
     from surefoot.optim.adamw import AdamW
     from surefoot.parallel.section import ParallelSection
-    from surefoot.parallel.shard import shard
+    from surefoot.parallel.sharded_model import shard
     from surefoot.parallel.world import ALONE, World, joined
     from surefoot.recipe.recipe import Recipe
+    from surefoot.run.training_run import assembly
     from surefoot.stages.sft import SFT
+    from surefoot.storage import files
     from surefoot.training.section import TrainSection
 
     count = int(os.environ["WORLD_SIZE"])
@@ -58,7 +59,7 @@ def rank(folder: Path, way: str) -> None:
             parallel=section,
         )
         shared = ALONE if way == "whole" else world
-        policy = build.build_policy(recipe, model, range(10), shared)
+        policy = assembly.build_policy(recipe, model, range(10), shared)
         cuts = shard(policy.model, policy.inner, world, section, dtype=None)
         if policy.values is not None:
             policy.values.fill(policy.model, cuts, world)

@@ -11,29 +11,29 @@ ROOT = Path(__file__).parent.parent / "src" / "surefoot"
 LAYERS = [
     ["__init__", "__main__"],
     ["cli"],
-    ["bench"],
-    ["run", "inference", "estimate"],
-    ["build"],
-    ["feed", "references"],
-    ["staging", "encoding_beside", "watchers"],
-    ["interchange", "integrations"],
-    ["run_folder", "encoding", "startup"],
+    ["inference", "forecast"],
+    ["run"],
+    ["references", "staging"],
+    ["interchange", "integrations", "startup"],
     ["recipe"],
     ["stages", "methods", "callbacks"],
     ["training"],
     ["remote"],
     ["data", "model", "optim", "parallel", "generate", "checkpoint"],
-    ["schema", "files", "batch", "cuts"],
-    ["reasons", "address", "hashes"],
-    ["errors", "log", "later"],
+    ["schema"],
+    ["storage", "geometry"],
+    ["errors", "log", "batch", "lazy_exports"],
 ]
 # Heavy third parties that may be imported inside the one function that needs them; in the command
 # line, everything may, so that `--help` stays instant.
 LAZY = {"peft", "datasets", "matplotlib", "tensorboard", "modelscope", "pandas", "psutil"}
 LAZY |= {"torch.utils.tensorboard", "fsspec", "pyarrow", "flash_attn"}
 # What a recipe names is read without these; they come with the first call.
-LATER, LATER_FILES = {"torch", "numpy"}, {"batch", "optim/adamw", "data/collate", "data/pack"}
-LATER_FILES |= {"data/pairs", "model/targets", "stages/dpo", "training/preferences"}
+LATER, LATER_FILES = (
+    {"torch", "numpy"},
+    {"batch", "optim/adamw", "data/text/collation", "data/text/packing"},
+)
+LATER_FILES |= {"data/text/pairs", "model/targets", "stages/dpo", "training/objectives/preferences"}
 LAZY_FILES = {"cli", "__init__", "__main__"}
 MAX_FILE, MAX_FUNCTION, MAX_PARAMETERS = 400, 60, 8
 PICKLES = {"interchange/pickles.py"}  # of the Hugging Face Trainer and of DCP, and no others
@@ -41,10 +41,10 @@ TORCH_FREE = (
     "errors",
     "log",
     "schema/__init__",
-    "files",
-    "checkpoint/box",
-    "checkpoint/plan",
-    "checkpoint/index",
+    "storage/files",
+    "geometry/box",
+    "checkpoint/disk/file_plan",
+    "checkpoint/disk/manifest",
 )
 
 LEVEL = {name: i for i, row in enumerate(LAYERS) for name in row}

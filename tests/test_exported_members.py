@@ -33,7 +33,7 @@ def test_no_public_name_is_also_a_module():
 def test_train_is_a_function_whatever_was_imported_before():
     import surefoot.training.section  # noqa: F401
     from surefoot import train
-    from surefoot.run import train as the_same
+    from surefoot.run.training_run import train as the_same
 
     assert callable(train)
     assert train is the_same

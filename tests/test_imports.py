@@ -43,7 +43,7 @@ try:
     main(["train", {str(tmp_path / "recipe.yaml")!r}])
 except SystemExit as error:
     assert error.code == 2, error.code"""
-    assert not loaded_after(refused) & (HEAVY | {"surefoot.run", "rich"})
+    assert not loaded_after(refused) & (HEAVY | {"surefoot.run.training_run", "rich"})
 
 
 def test_a_run_of_one_process_loads_no_way_that_it_may_not_go():
@@ -51,13 +51,13 @@ def test_a_run_of_one_process_loads_no_way_that_it_may_not_go():
     unused = {"pyarrow", "pandas", "peft", "datasets", "matplotlib", "tensorboard", "modelscope"}
     unused |= {"torch.distributed.pipelining", "torch.utils.tensorboard"}
     unused |= {"surefoot.interchange.from_trainer", "surefoot.interchange.pickles"}
-    assert not loaded_after("import surefoot.run") & unused
+    assert not loaded_after("import surefoot.run.training_run") & unused
 
 
 FIRST_STEP = """
 from pathlib import Path
 from surefoot.recipe.recipe import load
-from surefoot.run import run
+from surefoot.run.training_run import run
 from surefoot.training.callback import TrainerCallback
 class Stop(Exception):
     pass
@@ -85,5 +85,9 @@ def test_nothing_else_is_loaded_up_to_the_first_step(tmp_path, method):
     assert tops - {name.partition(".")[0] for name in needed} <= OWN
     deep = {name for name in loaded - needed if name.startswith(("torch.", "transformers."))}
     assert len(deep) < 20, sorted(deep)  # a counter of operations, an attention for packed rows
-    assert not loaded & {"surefoot.inference", "surefoot.interchange.pickles", "surefoot.bench"}
+    assert not loaded & {
+        "surefoot.inference",
+        "surefoot.interchange.pickles",
+        "surefoot.forecast.bench",
+    }
     assert not loaded & (HEAVY - {"torch", "transformers", "numpy", "peft"})

@@ -22,20 +22,20 @@ from project import (
 )
 from spread import trainer
 from surefoot.batch import IGNORE_INDEX
-from surefoot.build import build
-from surefoot.data.asked import Asked
-from surefoot.data.dataset import in_memory
-from surefoot.data.pairs import join
-from surefoot.data.prepare import Prepared
-from surefoot.data.report import Report
+from surefoot.data.rows.dataset_report import Report
+from surefoot.data.store.dataset import in_memory
+from surefoot.data.store.preparation import EncodedData
+from surefoot.data.store.reference_logps_store import ReferenceLogpsStore
+from surefoot.data.text.pairs import join
 from surefoot.errors import DataError, ModelError, RecipeError
 from surefoot.inference import adopt, held_out, measure, open_model
 from surefoot.inference import references as references_of
 from surefoot.methods.lora import LoRA
-from surefoot.model.tokenizer import load_tokenizer
+from surefoot.model.pretrained.tokenizer import load_tokenizer
 from surefoot.parallel.world import ALONE
 from surefoot.recipe.recipe import load
-from surefoot.references import References
+from surefoot.references import ReferenceLogps
+from surefoot.run.assembly import build
 from surefoot.stages.dpo import DPO
 from surefoot.training import TrainerCallback
 
@@ -102,7 +102,7 @@ def test_another_stage_setting_asks_nobody_and_another_model_is_asked(tmp_path, 
 
 
 def test_a_run_killed_while_it_asks_begins_again_where_it_was(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr("surefoot.data.asked.PIECE", 4)  # of 24 examples
+    monkeypatch.setattr("surefoot.data.store.reference_logps_store.PIECE", 4)  # of 24 examples
     made = project(tmp_path, train={"max_steps": 4})
     whole = tmp_path / "whole"
     surefoot.train(made.recipe, **{"train.output_dir": str(whole)})
@@ -235,9 +235,9 @@ def pairs(count=11, seed=3):
 
 def references(made, data, folder):
     (store,) = data.stores
-    kept = Asked(folder, len(store))
+    kept = ReferenceLogpsStore(folder, len(store))
     known = [[kept.read(piece) for piece in kept.pieces]]
-    return References(made.stage, 3, made.world, [store], [kept], known)
+    return ReferenceLogps(made.stage, 3, made.world, [store], [kept], known)
 
 
 def collate(features):
@@ -253,7 +253,7 @@ def asked(world, folder, **changes):
     assert not found.is_complete
     found.ask(made.forward, made.models.policy, collate)
     assert found.is_complete
-    learnt = found.added(Prepared(data, {}, Report(()))).train
+    learnt = found.added(EncodedData(data, {}, Report(()))).train
     changes["examples"] = learnt
     again = trainer(world, folder, **changes)
     steps = learn(again, 2)
@@ -296,7 +296,7 @@ def test_two_processes_ask_and_learn_what_one_does(parallel, changes, tmp_path):
     assert np.asarray(found[0][0]) == pytest.approx(np.asarray(expected[0]), rel=1e-6)
     assert np.asarray(found[0][1]) == pytest.approx(np.asarray(expected[1]), rel=1e-6, abs=1e-6)
     data = pairs()
-    files = [Asked(tmp_path / f"asked-{count}", len(data)) for count in (1, 2)]
+    files = [ReferenceLogpsStore(tmp_path / f"asked-{count}", len(data)) for count in (1, 2)]
     one, two = ([file.read(piece) for piece in file.pieces] for file in files)
     assert np.concatenate(one) == pytest.approx(np.concatenate(two), rel=1e-6)
 

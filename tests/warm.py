@@ -18,7 +18,7 @@ from multiprocessing import reduction
 import forks
 from surefoot.parallel import launch
 
-IMPORTED = ["surefoot.run", "surefoot.inference", "torch.distributed.checkpoint"]
+IMPORTED = ["surefoot.run.training_run", "surefoot.inference", "torch.distributed.checkpoint"]
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(IMPORTED)
 

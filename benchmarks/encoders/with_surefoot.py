@@ -7,12 +7,12 @@ from collections.abc import Iterator
 
 from outcome import Item, task
 
-from surefoot.data.chat import Codec
-from surefoot.data.dataset import EncodedDataset
-from surefoot.data.prepare import prepare
 from surefoot.data.section import DataSection
-from surefoot.data.templates import load_template
-from surefoot.model.tokenizer import load_tokenizer
+from surefoot.data.store.dataset import EncodedDataset
+from surefoot.data.store.preparation import prepare
+from surefoot.data.text.codec import Codec
+from surefoot.data.text.templates import load_template
+from surefoot.model.pretrained.tokenizer import load_tokenizer
 from surefoot.stages.sft import SFT
 
 todo = task()

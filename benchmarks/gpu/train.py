@@ -30,7 +30,7 @@ import train
 from measure import say
 from transformers import Qwen2Config
 
-from surefoot.bench.hardware import gemm_flops, name_of
+from surefoot.forecast.bench.hardware import gemm_flops, name_of
 
 SHAPES = {  # hidden size, layers, intermediate size, vocabulary, examples a step
     "0.5B": (896, 24, 4_864, 151_936, 32),

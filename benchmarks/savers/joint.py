@@ -70,17 +70,17 @@ def surefoot(
     layout: str, folder: Path, tensors: tuple[Tensors, Any], *, waits: bool = False
 ) -> tuple[Callable[[int], None], Callable[[], int]]:
     """What begins a save, and what waits for it: the bytes that this process has written."""
-    from surefoot.checkpoint.crew import Crew
-    from surefoot.checkpoint.flight import Flight
-    from surefoot.checkpoint.save import prepare
+    from surefoot.checkpoint.background.in_flight import InFlightSave
+    from surefoot.checkpoint.saving.preparation import prepare
+    from surefoot.checkpoint.saving.writer_group import WriterGroup
 
     def exchange(value: object) -> list[Any]:
         found: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(found, value)
         return found
 
-    crew = Crew(layout, dist.get_rank(), dist.get_world_size(), {}, exchange)  # type: ignore[arg-type]
-    flight, share = Flight(), [0]
+    crew = WriterGroup(layout, dist.get_rank(), dist.get_world_size(), {}, exchange)  # type: ignore[arg-type]
+    flight, share = InFlightSave(), [0]
     states = {"model": Held(tensors[0]), "optimizer": Held(tensors[1])}
 
     def begin(step: int) -> None:

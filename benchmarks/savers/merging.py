@@ -16,14 +16,14 @@ import state
 import torch
 from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files
 
-from surefoot.checkpoint.commit import committed
-from surefoot.checkpoint.copy import copy
+from surefoot.checkpoint.converting.resharding import reshard
 from surefoot.checkpoint.dcp_write import write_dcp
+from surefoot.checkpoint.disk.commit import committed
 from surefoot.checkpoint.layouts import open_folder
-from surefoot.checkpoint.mesh import Mesh
-from surefoot.checkpoint.reshard import reshard
-from surefoot.checkpoint.save import save
-from surefoot.checkpoint.source import Memory
+from surefoot.checkpoint.saving.preparation import save
+from surefoot.checkpoint.sources.copying import copy
+from surefoot.checkpoint.sources.source import TensorsInMemory
+from surefoot.geometry.mesh import Mesh
 
 RANKS = Mesh(dp_shard=8)
 
@@ -38,7 +38,7 @@ def make(name: str, folder: Path, layers: int) -> None:
         reshard(whole, folder / "source", layout="distributed", mesh=RANKS)
         shutil.rmtree(whole)
     else:
-        write_dcp(Memory(state.tensors(made, adam)), folder / "source", mesh=RANKS)
+        write_dcp(TensorsInMemory(state.tensors(made, adam)), folder / "source", mesh=RANKS)
 
 
 def main(name: str, folder: Path, layers: int) -> None:

@@ -19,16 +19,16 @@ from safetensors.torch import save_file
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files
 
-from surefoot.checkpoint.box import Box
-from surefoot.checkpoint.copy import copy
+from surefoot.checkpoint.converting.resharding import reshard
 from surefoot.checkpoint.dcp import file_name
 from surefoot.checkpoint.dcp_write import write_dcp
+from surefoot.checkpoint.disk.dcp_metadata import explain
 from surefoot.checkpoint.layouts import open_folder
-from surefoot.checkpoint.load import load
-from surefoot.checkpoint.mesh import Mesh
-from surefoot.checkpoint.reshard import reshard
-from surefoot.checkpoint.save import save
-from surefoot.checkpoint.sharding import explain
+from surefoot.checkpoint.reading.loading import load
+from surefoot.checkpoint.saving.preparation import save
+from surefoot.checkpoint.sources.copying import copy
+from surefoot.geometry.box import Box
+from surefoot.geometry.mesh import Mesh
 
 EIGHT, FOUR = Mesh(dp_shard=8), Mesh(dp_shard=4)
 

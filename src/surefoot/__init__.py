@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .run import train
+    from .run.training_run import train
 
 __all__ = ["__version__", "train"]
 __version__ = "0.1.0"
@@ -12,7 +12,7 @@ __version__ = "0.1.0"
 def __getattr__(name: str) -> object:
     """``surefoot.train``, imported when it is first asked for: torch takes seconds."""
     if name == "train":
-        from .run import train
+        from .run.training_run import train
 
         return train
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

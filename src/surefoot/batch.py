@@ -23,7 +23,7 @@ Features = Mapping[str, Sequence[int]]
 
 
 @dataclass(frozen=True)
-class Places:
+class TrainedPositions:
     """The trained labels of a batch, in reading order, and where they are predicted: at N positions
     in K columns."""
 
@@ -60,7 +60,9 @@ class Batch:
     extras: Mapping[str, torch.Tensor] = field(
         default_factory=dict
     )  # what a stage adds for its loss
-    at: Places | None = None  # where its labels are predicted, once that has been looked up
+    at: TrainedPositions | None = (
+        None  # where its labels are predicted, once that has been looked up
+    )
 
     @property
     def num_tokens(self) -> int:
@@ -81,7 +83,7 @@ class Batch:
     def located(self) -> Batch:
         """The same batch, with the places of its labels. Counted on the host, as long as the batch
         is there: to count on a GPU is to wait for it."""
-        return self if self.at is not None else replace(self, at=places(self))
+        return self if self.at is not None else replace(self, at=trained_positions(self))
 
     def pinned(self) -> Batch:
         """The same batch in memory that a GPU copies from while it computes."""
@@ -106,14 +108,14 @@ class Batch:
 _ON_HOST = ("cu_seqlens", "branches")
 
 
-def _tensors(holder: Batch | Places) -> dict[str, torch.Tensor]:
+def _tensors(holder: Batch | TrainedPositions) -> dict[str, torch.Tensor]:
     """The fields that are tensors."""
     others = {"extras", "at"}
     found = {f.name: getattr(holder, f.name) for f in fields(holder) if f.name not in others}
     return {name: value for name, value in found.items() if value is not None}
 
 
-def places(batch: Batch) -> Places:
+def trained_positions(batch: Batch) -> TrainedPositions:
     """The places of ``batch``. ``labels[b, t]`` is predicted at position t - 1, and the first label
     of a second answer where that of the first one is.
 
@@ -132,9 +134,9 @@ def places(batch: Batch) -> Places:
     if batch.branches is not None:
         columns = _before(batch)[columns]
     if len(labels) == 1:
-        return Places(here(found), here(rows), here(columns), here(columns), None)
+        return TrainedPositions(here(found), here(rows), here(columns), here(columns), None)
     kept, among_kept = np.unique(columns, return_inverse=True)
-    return Places(here(found), here(rows), here(columns), here(kept), here(among_kept))
+    return TrainedPositions(here(found), here(rows), here(columns), here(kept), here(among_kept))
 
 
 def _before(batch: Batch) -> np.ndarray:
@@ -185,7 +187,7 @@ class Loss:
 LossFunction = Callable[[Outputs, Batch], Loss]  # pure: what the model said, what it should have
 
 
-class ForwardBackward(Protocol):
+class StepRunner(Protocol):
     """An engine: runs a window through the model and leaves summed gradients behind."""
 
     def __call__(

@@ -20,20 +20,25 @@ import torch
 import xxhash
 from torch import nn
 
-from .data.asked import Asked, Values, stores_of, with_answers
-from .data.cache import default_folder
-from .data.dataset import EncodedDataset, Store
-from .data.loader import Collate, InOrder
-from .data.prepare import Prepared
-from .data.streamed import Streamed
+from .data.order.loader import Collate, InOrder
+from .data.store.cache import default_folder
+from .data.store.dataset import EncodedDataset, EncodedStore
+from .data.store.preparation import EncodedData
+from .data.store.reference_logps_store import (
+    ReferenceLogpsStore,
+    Values,
+    stores_of,
+    with_reference_logps,
+)
+from .data.store.streamed import StreamingData
 from .errors import ModelError
-from .model.load import PLACES, WEIGHTS, device, resolve
+from .model.precision import choose
+from .model.pretrained.loading import PLACES, WEIGHTS, device, resolve
 from .model.section import ModelSection
-from .parallel.engine import Forward
-from .parallel.shard import gather_nothing
+from .parallel.model_runner import Forward
+from .parallel.sharded_model import gather_nothing
 from .parallel.world import World
 from .recipe.recipe import Recipe
-from .training.precision import choose
 from .training.stage import ComparingStage, comparing
 
 logger = logging.getLogger(__name__)
@@ -42,14 +47,14 @@ REPORT_SECONDS = 10.0
 
 
 @dataclass
-class References:
+class ReferenceLogps:
     """What the reference says about the examples of a run, as far as it has been asked."""
 
     stage: ComparingStage
     micro_batch_size: int
     world: World
-    stores: Sequence[Store]
-    kept: Sequence[Asked]  # of each store
+    stores: Sequence[EncodedStore]
+    kept: Sequence[ReferenceLogpsStore]  # of each store
     known: list[list[Values | None]]  # of each store, by piece
     _told: float = field(default_factory=time.monotonic, init=False)
 
@@ -82,25 +87,29 @@ class References:
         seconds = time.monotonic() - started
         logger.info("reference: %s examples in %.1f s", f"{self._num_known:,}", seconds)
 
-    def blank(self) -> References:
+    def blank(self) -> ReferenceLogps:
         """As if it had said 0 of everything: where only speed matters."""
         known: list[list[Values | None]] = [
             [np.zeros((len(piece), 2), np.float32) for piece in kept.pieces] for kept in self.kept
         ]
         return replace(self, known=known)
 
-    def added(self, data: Prepared | Streamed) -> Prepared:
+    def added(self, data: EncodedData | StreamingData) -> EncodedData:
         """The datasets with the answers."""
-        assert isinstance(data, Prepared)  # nothing is streamed past a reference
+        assert isinstance(data, EncodedData)  # nothing is streamed past a reference
         values = {
             store.content: np.concatenate([x for x in pieces if x is not None])
             for store, pieces in zip(self.stores, self.known, strict=True)
         }
-        evals = {name: with_answers(dataset, values) for name, dataset in data.evals.items()}
-        return replace(data, train=with_answers(data.train, values), evals=evals)
+        evals = {
+            name: with_reference_logps(dataset, values) for name, dataset in data.evals.items()
+        }
+        return replace(data, train=with_reference_logps(data.train, values), evals=evals)
 
     @torch.no_grad()
-    def _asked(self, forward: Forward, store: Store, piece: range, collate: Collate) -> Values:
+    def _asked(
+        self, forward: Forward, store: EncodedStore, piece: range, collate: Collate
+    ) -> Values:
         """[items, 2] of some items of a store."""
         world, size = self.world, self.micro_batch_size
         dataset = EncodedDataset((store,), np.asarray(piece))
@@ -133,21 +142,23 @@ class References:
 
 
 def references(
-    recipe: Recipe, base: Path, data: Prepared | Streamed, world: World
-) -> References | None:
+    recipe: Recipe, base: Path, data: EncodedData | StreamingData, world: World
+) -> ReferenceLogps | None:
     """What is known of the reference of a run; None if its stage needs none."""
     stage = comparing(recipe.stage)
-    if stage is None or isinstance(data, Streamed):
+    if stage is None or isinstance(data, StreamingData):
         return None
     root, name = recipe.data.cache_dir or default_folder(), _identity(recipe, base)
     stores = stores_of([data.train, *data.evals.values()])
-    kept = [Asked(root / "reference" / _key(name, store), len(store)) for store in stores]
+    kept = [
+        ReferenceLogpsStore(root / "reference" / _key(name, store), len(store)) for store in stores
+    ]
     known = [[x.read(piece) for piece in x.pieces] for x in kept] if world.is_main else None
     size = recipe.train.micro_batch_size
-    return References(stage, size, world, stores, kept, world.from_main(known))
+    return ReferenceLogps(stage, size, world, stores, kept, world.from_main(known))
 
 
-def asked_model(recipe: Recipe) -> ModelSection:
+def reference_model(recipe: Recipe) -> ModelSection:
     """The model that is the reference: the one to train, or another one."""
     stage, model = comparing(recipe.stage), recipe.model
     if stage is None or stage.reference is None:
@@ -155,13 +166,13 @@ def asked_model(recipe: Recipe) -> ModelSection:
     return replace(model, path=stage.reference, revision=None, adapter=None, quantization_bit=None)
 
 
-def _key(identity: str, store: Store) -> str:
+def _key(identity: str, store: EncodedStore) -> str:
     return xxhash.xxh3_128_hexdigest(f"{identity} {store.content}".encode())
 
 
 def _identity(recipe: Recipe, base: Path) -> str:
     """Another one whenever the reference may be another, or compute otherwise."""
-    model = asked_model(recipe)
+    model = reference_model(recipe)
     base = base if model is recipe.model else resolve(model)
     folders = [base] if model.adapter is None else [base, model.adapter]
     settings = (

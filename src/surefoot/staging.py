@@ -14,29 +14,29 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from .batch import Batch, Outputs
-from .checkpoint.staged import StagedOptimizer, StagedWeights, owners
-from .cuts import Cuts
+from .checkpoint.state.pipelined_state import PipelinedOptimizer, PipelinedWeights, owners
 from .errors import RecipeError
-from .model import outputs
-from .model.anatomy import Absent
-from .model.asked_head import AskedHead
+from .geometry.sharding import Cuts
+from .model.architecture import IdentityStub
+from .model.head import outputs
+from .model.head.logprob_head import LogprobHead
 from .model.pipeline_stages import Stages, keep, parameters_of
-from .model.weights import AdapterWeights, FullWeights
+from .model.precision import PrecisionName, autocast
+from .model.pretrained.weights import AdapterWeights, FullWeights
 from .optim.state import NamedState
 from .parallel.collectives import Axis, MeshAxis
-from .parallel.links import connect
-from .parallel.pipeline import Finish, Pipeline, tie
-from .parallel.plan import Stretch
+from .parallel.pipeline.pipeline import Finish, Pipeline, tie
+from .parallel.pipeline.stage_links import connect
 from .parallel.section import ParallelSection
-from .parallel.sequence import placed, widened
-from .parallel.shard import gather_nothing, reduce_gradients
-from .parallel.vocabulary import cut_vocabulary
+from .parallel.sharded_model import gather_nothing, reduce_gradients
+from .parallel.tensor.sequence_parallel import placed, widened
+from .parallel.tensor.tp_plan import Stretch
+from .parallel.tensor.vocab_parallel import cut_vocabulary
 from .parallel.world import World
-from .training.precision import PrecisionName, autocast
 
 
 @dataclass(frozen=True)
-class Staging:
+class PipelinedModel:
     """What this process has of a model that is shared out over a pipeline."""
 
     model: nn.Module
@@ -53,11 +53,13 @@ class Staging:
         """The layers of each stage of this process."""
         last = self.stages.last
         return [
-            Stretch([x for x in run if not isinstance(x, Absent)], number == 0, number == last)
+            Stretch(
+                [x for x in run if not isinstance(x, IdentityStub)], number == 0, number == last
+            )
             for number, run in self.stages.here.items()
         ]
 
-    def weights(self, own: FullWeights | AdapterWeights) -> StagedWeights:
+    def weights(self, own: FullWeights | AdapterWeights) -> PipelinedWeights:
         """The weights as a state of the whole model."""
         is_full = isinstance(own, FullWeights)
         second = {}
@@ -66,12 +68,12 @@ class Staging:
         names = {*own.state_dict(), *second}
         mine = owners(self.world, names)[self.world.pp_rank]
         elsewhere = {name: t for name, t in self.whole.items() if name not in names}
-        return StagedWeights(own, self.model, elsewhere, names - mine, second, self.world)
+        return PipelinedWeights(own, self.model, elsewhere, names - mine, second, self.world)
 
-    def optimizer(self, own: NamedState) -> StagedOptimizer:
+    def optimizer(self, own: NamedState) -> PipelinedOptimizer:
         """The state of the optimizer of this process as one of the whole model's."""
         elsewhere = set(self.learning) - set(self._learning_here())
-        return StagedOptimizer(own, elsewhere, self._copies(), self.world)
+        return PipelinedOptimizer(own, elsewhere, self._copies(), self.world)
 
     def copies(self) -> set[nn.Parameter]:
         """The parameters here that count in another process."""
@@ -147,7 +149,7 @@ class Staging:
         self,
         precision: PrecisionName,
         smoothing: float,
-        head: AskedHead | None,
+        head: LogprobHead | None,
         needs: Sequence[str],
     ) -> Finish:
         """The last stage: what a stage of training needs of it."""
@@ -168,14 +170,14 @@ class Staging:
         return run
 
 
-def staged(
+def to_pipeline(
     model: nn.Module,
     inner: PreTrainedModel,
     weights: FullWeights | AdapterWeights,
     names: Mapping[str, str],
     world: World,
     section: ParallelSection,
-) -> Staging | None:
+) -> PipelinedModel | None:
     """Let ``model`` keep what this process runs of it; None if it runs all.
 
     Args:
@@ -190,7 +192,7 @@ def staged(
     if world.mesh is None or world.pp == 1:
         return None
     num_stages = world.pp * section.num_parts
-    division = divide(inner, weights, num_stages)
+    division = plan_pipeline_stages(inner, weights, num_stages)
     in_files = {parameter: names[name] for name, parameter in model.named_parameters()}
     learning = {name for p, name in in_files.items() if p.requires_grad}
     whole = {
@@ -199,7 +201,7 @@ def staged(
     }
     stages = keep(inner, range(world.pp_rank, num_stages, world.pp), num_stages)
     here = dict(model.named_parameters())
-    return Staging(
+    return PipelinedModel(
         model,
         stages,
         {name: in_files[parameter] for name, parameter in here.items()},
@@ -213,16 +215,16 @@ def staged(
 
 
 @dataclass(frozen=True)
-class Division:
+class PipelineDivision:
     """What of a model is in which of the stages of a pipeline."""
 
     learns: Sequence[bool]  # for each stage, whether anything learns in it or before it
     tied: nn.Parameter | None  # a weight that the first and the last stage both have
 
 
-def divide(
+def plan_pipeline_stages(
     inner: PreTrainedModel, weights: FullWeights | AdapterWeights, num_stages: int
-) -> Division:
+) -> PipelineDivision:
     """How ``inner``, which is whole, is divided into stages.
 
     Raises ``RecipeError`` if it cannot be.
@@ -230,7 +232,7 @@ def divide(
     _refuse_converted(inner, weights)
     of_stages = parameters_of(inner, num_stages)
     learns = [any(p.requires_grad for p in stage) for stage in of_stages]
-    return Division([any(learns[: i + 1]) for i in range(num_stages)], _shared(of_stages))
+    return PipelineDivision([any(learns[: i + 1]) for i in range(num_stages)], _shared(of_stages))
 
 
 def _refuse_converted(inner: PreTrainedModel, weights: FullWeights | AdapterWeights) -> None:

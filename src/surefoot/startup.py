@@ -20,24 +20,24 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from .batch import Batch, Outputs
-from .checkpoint.box import Box
-from .checkpoint.boxed import BLOCK, part
 from .checkpoint.layouts import open_named
-from .checkpoint.lora import same_values
-from .checkpoint.source import Source, read_whole
-from .cuts import Cuts
+from .checkpoint.sources.lora import same_values
+from .checkpoint.sources.source import TensorSource, read_whole
+from .checkpoint.state.local_box import BLOCK, local_box_of
 from .errors import CheckpointError, ModelError
-from .model import attention
-from .model.attention_choice import choose, row_of, use
-from .model.empty import (
-    Remembered,
-    give_memory,
+from .geometry.box import Box
+from .geometry.sharding import Cuts
+from .model.attention import packed
+from .model.attention.selection import choose, row_of, use
+from .model.pretrained.loading import device
+from .model.pretrained.meta import (
+    CapturedInit,
     kept_tensors,
     load_empty,
+    materialize,
     names_stored,
     why_not_empty,
 )
-from .model.load import device
 from .model.section import ModelSection
 from .parallel.world import World
 
@@ -49,22 +49,24 @@ _MAGNITUDE, _BASE = ".lora_magnitude_vector.default.", ".base_layer."
 
 
 @dataclass(frozen=True)
-class Start:
+class MetaModel:
     """A model without values, and the files that have them."""
 
     model: PreTrainedModel  # on the meta device; may be pruned or grown before a method is applied
-    source: Source
+    source: TensorSource
     stored: Mapping[torch.Tensor, str]  # each tensor of the model: its name in the files
     names: Mapping[str, str]  # the same by its names in the model
 
-    def apply(self, method: Callable[[PreTrainedModel], nn.Module]) -> tuple[nn.Module, Values]:
+    def apply(
+        self, method: Callable[[PreTrainedModel], nn.Module]
+    ) -> tuple[nn.Module, ShardLoader]:
         """What ``method`` makes of the model, and where its values come from."""
         found = {  # by its name: what has been put in the place of a tensor since, grown or copied
             tensor: self.stored.get(tensor) or self.names.get(name)
             for name, tensor in kept_tensors(self.model)
         }
         known = {tensor: self._reader(name, tensor) for tensor, name in found.items() if name}
-        with Remembered() as drawn:
+        with CapturedInit() as drawn:
             policy = method(self.model)
         readers: dict[str, Reader] = {}
         for name, tensor in kept_tensors(policy):
@@ -75,23 +77,23 @@ class Start:
         for name, tensor in kept_tensors(policy):
             if name not in readers:
                 readers[name] = _made_of_others(name, tensor, policy, readers)
-        return policy, Values(readers, dict(kept_tensors(policy)))
+        return policy, ShardLoader(readers, dict(kept_tensors(policy)))
 
     def _reader(self, stored: str, tensor: torch.Tensor) -> Reader:
         """Read ``stored`` as transformers would have: in the type of ``tensor``, and with new rows
         where that has more."""
         if tuple(tensor.shape) == self.source.shapes()[stored]:
             return _Cast(partial(self.source.read, stored), tensor.dtype)
-        return _Grown(self.source, stored, tuple(tensor.shape), tensor.dtype)
+        return _ResizedEmbedding(self.source, stored, tuple(tensor.shape), tensor.dtype)
 
 
-def begin(
+def init_on_meta(
     base: Path,
     section: ModelSection,
     *,
     dtype: torch.dtype | Literal["auto"],
     weights: Path | None = None,
-) -> Start | None:
+) -> MetaModel | None:
     """The model in ``base`` without values; None, said in the log, if it can only be loaded whole.
     ``weights`` is the folder that has them, if it is another one.
 
@@ -111,13 +113,13 @@ def begin(
         if not odd:
             known = {tensor: names[name] for name, tensor in kept_tensors(model)}
             aliases = model.named_parameters(remove_duplicate=False)
-            return Start(model, source, known, names | {name: known[p] for name, p in aliases})
+            return MetaModel(model, source, known, names | {name: known[p] for name, p in aliases})
         why = f"{odd[0]} has no tensor of its own in the files"
     logger.info("%s is loaded whole by every process: %s", base, why)
     return None
 
 
-def _metas(source: Source) -> dict[str, torch.Tensor]:
+def _metas(source: TensorSource) -> dict[str, torch.Tensor]:
     dtypes = source.dtypes()
     return {
         name: torch.empty(shape, dtype=dtypes[name], device="meta")
@@ -125,7 +127,7 @@ def _metas(source: Source) -> dict[str, torch.Tensor]:
     }
 
 
-def _settle_ties(model: PreTrainedModel, source: Source) -> None:
+def _settle_ties(model: PreTrainedModel, source: TensorSource) -> None:
     """Tie what is to be tied, but has values of its own in the files, if these are equal."""
     stored = names_stored(model, _metas(source))
     for one, other in list(model.all_tied_weights_keys.items()):
@@ -138,19 +140,19 @@ def _settle_ties(model: PreTrainedModel, source: Source) -> None:
 
 
 @dataclass(frozen=True)
-class Values:
+class ShardLoader:
     """Where the values of a model's tensors come from, by their names."""
 
     readers: Mapping[str, Reader]
     tensors: Mapping[str, torch.Tensor]  # by the same names, before they were cut
 
-    def of(self, model: nn.Module) -> Values:
+    def of(self, model: nn.Module) -> ShardLoader:
         """Those of the tensors that ``model`` has kept, a stage of it for one; a tied tensor may go
         by its other name there."""
         names = {id(tensor): name for name, tensor in self.tensors.items()}
         left = {new: names[id(t)] for new, t in kept_tensors(model) if id(t) in names}
         readers = {new: self.readers[old] for new, old in left.items() if old in self.readers}
-        return Values(readers, {new: self.tensors[old] for new, old in left.items()})
+        return ShardLoader(readers, {new: self.tensors[old] for new, old in left.items()})
 
     def fill(self, model: nn.Module, cuts: Mapping[str, Cuts], world: World) -> None:
         """Give ``model`` memory on this process's device, and the parts that it holds now their
@@ -158,11 +160,11 @@ class Values:
 
         Raises ``ModelError`` in every process if one cannot read.
         """
-        give_memory(model, device())
+        materialize(model, device())
         tensors = dict(kept_tensors(model))
 
         def fill(name: str) -> None:
-            part(name, tensors[name].detach(), cuts.get(name)).fill(self.readers[name])
+            local_box_of(name, tensors[name].detach(), cuts.get(name)).fill(self.readers[name])
 
         problem = None
         try:
@@ -174,7 +176,7 @@ class Values:
             raise ModelError(problem)
 
 
-def check_packed(forward: Callable[[Batch], Outputs], model: PreTrainedModel) -> bool:
+def verify_packing_isolation(forward: Callable[[Batch], Outputs], model: PreTrainedModel) -> bool:
     """Prove that no document sees another in packed rows of ``model``, which may be in parts;
     whether two answers may share a prompt. All processes run ``forward`` together. Raises
     ``ModelError``."""
@@ -184,10 +186,10 @@ def check_packed(forward: Callable[[Batch], Outputs], model: PreTrainedModel) ->
         assert found is not None
         return found
 
-    return attention.prove_apart(model, logps)
+    return packed.check_document_isolation(model, logps)
 
 
-def settle_attention(
+def select_packed_attention(
     model: PreTrainedModel,
     bounds: Sequence[int],
     dtype: torch.dtype,
@@ -202,10 +204,12 @@ def settle_attention(
     return use(model, world.from_main(known))
 
 
-def settle_sharing(sharing: attention.Sharing, model: PreTrainedModel, known: bool | None) -> bool:
+def select_prompt_sharing(
+    sharing: packed.PromptSharing, model: PreTrainedModel, known: bool | None
+) -> bool:
     """Whether packed rows of ``model`` share prompts: as is ``known`` of a run that goes on, for
     what is proven depends on rounding, if only for experts; otherwise if that is proven."""
-    if known is not None and attention.is_by_document(model):
+    if known is not None and packed.uses_document_attention(model):
         sharing.is_proven = known
     return sharing.is_proven
 
@@ -222,10 +226,10 @@ class _Cast:
 
 
 @dataclass(frozen=True)
-class _Grown:
+class _ResizedEmbedding:
     """A matrix with new rows, which are the mean of the old ones (see ``grow_embeddings``)."""
 
-    source: Source
+    source: TensorSource
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype

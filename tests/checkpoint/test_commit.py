@@ -9,19 +9,19 @@ import time
 
 import pytest
 
-from surefoot import files
-from surefoot.checkpoint.commit import (
-    aside,
+from surefoot.checkpoint.disk.commit import (
     clean,
     committed,
-    drop,
+    delete,
     is_being_written,
     is_leftover,
+    mark_damaged,
     named,
-    set_aside,
     step_of,
+    temporary_folder,
 )
 from surefoot.errors import CheckpointError
+from surefoot.storage import files
 
 
 def names(root):
@@ -30,7 +30,7 @@ def names(root):
 
 def publish(root, step, content=b"{}"):
     target = root / f"checkpoint-{step}"
-    with aside(target) as part:
+    with temporary_folder(target) as part:
         files.write_new(part.folder / "file", b"x")
         part.commit(target, content)
     return target
@@ -44,14 +44,14 @@ def test_a_committed_folder_has_its_name_and_its_manifest(tmp_path):
 
 
 def test_before_the_commit_there_is_no_checkpoint(tmp_path):
-    with aside(tmp_path / "checkpoint-5") as part:
+    with temporary_folder(tmp_path / "checkpoint-5") as part:
         assert part.folder.name.startswith(".checkpoint-5.")
         assert named(tmp_path) == committed(tmp_path) == []
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])
 def test_what_is_not_committed_is_removed(tmp_path, error):
-    with pytest.raises(error), aside(tmp_path / "checkpoint-5") as part:
+    with pytest.raises(error), temporary_folder(tmp_path / "checkpoint-5") as part:
         files.write_new(part.folder / "file", b"x")
         raise error
     assert names(tmp_path) == []
@@ -62,7 +62,7 @@ def test_what_is_not_committed_is_removed(tmp_path, error):
 )
 def test_what_has_the_name_already_is_never_replaced(tmp_path, make):
     target = tmp_path / "checkpoint-5"
-    with pytest.raises(CheckpointError, match="exists already"), aside(target) as part:
+    with pytest.raises(CheckpointError, match="exists already"), temporary_folder(target) as part:
         make(target)
         part.commit(target, b"{}")
     assert names(tmp_path) == ["checkpoint-5"]
@@ -71,7 +71,7 @@ def test_what_has_the_name_already_is_never_replaced(tmp_path, make):
 
 def test_folders_inside_are_committed_with_it(tmp_path):
     target = tmp_path / "checkpoint-1"
-    with aside(target) as part:
+    with temporary_folder(target) as part:
         files.make_folder(part.folder / "sub" / "deep")
         files.write_new(part.folder / "sub" / "deep" / "file", b"x")
         part.commit(target, b"{}")
@@ -102,7 +102,7 @@ def test_checkpoints_are_listed_by_step_not_by_name(tmp_path):
 
 
 def test_the_folder_of_a_living_process_is_not_cleaned(tmp_path):
-    with aside(tmp_path / "checkpoint-5") as part:
+    with temporary_folder(tmp_path / "checkpoint-5") as part:
         assert clean(tmp_path) == []
         assert part.folder.exists()
         part.commit(tmp_path / "checkpoint-5", b"{}")
@@ -111,10 +111,11 @@ def test_the_folder_of_a_living_process_is_not_cleaned(tmp_path):
 
 
 def test_the_folder_of_a_killed_process_is_cleaned(tmp_path):
-    code = (
-        "import os, sys; from pathlib import Path; from surefoot.checkpoint.commit import aside; "
+    code = "import os, sys; from pathlib import Path; "
+    code += "from surefoot.checkpoint.disk.commit import temporary_folder; "
+    code += (
+        "part = temporary_folder(Path(sys.argv[1]) / 'checkpoint-5'); part.__enter__(); os._exit(9)"
     )
-    code += "part = aside(Path(sys.argv[1]) / 'checkpoint-5'); part.__enter__(); os._exit(9)"
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False)
     (left,) = tmp_path.iterdir()
     assert is_leftover(left.name)
@@ -123,7 +124,9 @@ def test_the_folder_of_a_killed_process_is_cleaned(tmp_path):
 
 
 def test_the_folder_of_another_living_process_is_not_cleaned(tmp_path):
-    code = "import sys; from pathlib import Path; from surefoot.checkpoint.commit import aside\n"
+    code = (
+        "import sys; from pathlib import Path; from surefoot.checkpoint.disk.commit import aside\n"
+    )
     code += (
         "with aside(Path(sys.argv[1]) / 'checkpoint-5'): print('in', flush=True); sys.stdin.read()"
     )
@@ -217,7 +220,7 @@ def test_a_save_starts_again_if_a_cleaner_has_the_lock_first(tmp_path, monkeypat
 
 
 def test_who_is_writing(tmp_path):
-    with aside(tmp_path / "checkpoint-5") as part:
+    with temporary_folder(tmp_path / "checkpoint-5") as part:
         assert is_being_written(part.folder)
         part.commit(tmp_path / "checkpoint-5", b"{}")
     assert not is_being_written(part.folder)
@@ -271,19 +274,19 @@ def test_without_locks_a_save_works_and_nothing_is_cleaned(tmp_path, monkeypatch
 
     monkeypatch.setattr(files.fcntl, "flock", no_locks)
     publish(tmp_path, 5)
-    with aside(tmp_path / "checkpoint-6") as part:
+    with temporary_folder(tmp_path / "checkpoint-6") as part:
         assert clean(tmp_path) == []
         assert part.folder.exists()
 
 
 def test_a_dropped_checkpoint_is_gone(tmp_path):
-    drop(publish(tmp_path, 5))
+    delete(publish(tmp_path, 5))
     assert names(tmp_path) == []
 
 
 def test_a_damaged_checkpoint_makes_way_for_a_new_one(tmp_path):
     for expected in ("checkpoint-5.damaged", "checkpoint-5.damaged-2", "checkpoint-5.damaged-3"):
-        assert set_aside(publish(tmp_path, 5)).name == expected
+        assert mark_damaged(publish(tmp_path, 5)).name == expected
     assert committed(tmp_path) == []
 
 

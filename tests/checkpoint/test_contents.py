@@ -4,11 +4,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from surefoot.checkpoint.box import Box
-from surefoot.checkpoint.contents import find_tensor, open_contents, plain, shown, states_of
-from surefoot.checkpoint.save import save
-from surefoot.checkpoint.source import Stored
+from surefoot.checkpoint.reading.contents import find_tensor, open_contents, plain, shown, states_of
+from surefoot.checkpoint.saving.preparation import save
+from surefoot.checkpoint.sources.source import FolderSource
 from surefoot.errors import CheckpointError
+from surefoot.geometry.box import Box
 
 from .sample import Holder, same_bits, sample_states
 
@@ -20,7 +20,7 @@ def ours(tmp_path):
 
 def test_all_tensors_of_ours_are_there(ours):
     contents = open_contents(ours)
-    source, states = Stored(contents), sample_states()
+    source, states = FolderSource(contents), sample_states()
     for name, tensor in states["model"].state.items():
         found = source.read(f"model/{name}", Box.whole(tuple(tensor.shape)))
         assert same_bits(found, tensor)

@@ -9,17 +9,17 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files
 
-from surefoot.checkpoint.copy import copy
+from surefoot.checkpoint.converting.resharding import reshard
 from surefoot.checkpoint.dcp import file_name, shard_files
 from surefoot.checkpoint.dcp_write import write_dcp
 from surefoot.checkpoint.layouts import open_folder
-from surefoot.checkpoint.mesh import Mesh
-from surefoot.checkpoint.reshard import reshard
-from surefoot.checkpoint.save import save
-from surefoot.checkpoint.source import Memory, read_whole
-from surefoot.checkpoint.summary import summarise
-from surefoot.checkpoint.verify import verify
+from surefoot.checkpoint.looking.summary import summarise
+from surefoot.checkpoint.reading.verification import verify
+from surefoot.checkpoint.saving.preparation import save
+from surefoot.checkpoint.sources.copying import copy
+from surefoot.checkpoint.sources.source import TensorsInMemory, read_whole
 from surefoot.errors import CheckpointError
+from surefoot.geometry.mesh import Mesh
 
 from .sample import same, sample_states
 
@@ -47,7 +47,7 @@ def read_by_pytorch(folder, tensors):
 
 @pytest.mark.parametrize("mesh", [Mesh(1, 1), Mesh(1, 4), Mesh(2, 3), Mesh(1, 60)])
 def test_pytorch_reads_what_is_written_for_any_mesh(mesh, tmp_path):
-    write_dcp(Memory(TENSORS), tmp_path / "dcp", mesh=mesh)
+    write_dcp(TensorsInMemory(TENSORS), tmp_path / "dcp", mesh=mesh)
     assert same(read_by_pytorch(tmp_path / "dcp", TENSORS), TENSORS)
     assert same(dict(sorted(everything(open_folder(tmp_path / "dcp")).items())), by_name(TENSORS))
 
@@ -57,7 +57,7 @@ def by_name(tensors):
 
 
 def test_pytorch_makes_whole_tensors_of_it(tmp_path):
-    write_dcp(Memory(TENSORS), tmp_path / "dcp", mesh=Mesh(1, 4))
+    write_dcp(TensorsInMemory(TENSORS), tmp_path / "dcp", mesh=Mesh(1, 4))
     (tmp_path / "whole").mkdir()
     mapping = dict.fromkeys(TENSORS, 1)
     consolidate_safetensors_files(
@@ -95,14 +95,16 @@ def test_what_pytorch_wrote_is_read(tmp_path):
 
 
 def test_weights_are_cast(tmp_path):
-    write_dcp(Memory(TENSORS), tmp_path / "dcp", dtype="bfloat16", small={"a/b.json": b"{}"})
+    write_dcp(
+        TensorsInMemory(TENSORS), tmp_path / "dcp", dtype="bfloat16", small={"a/b.json": b"{}"}
+    )
     found = everything(open_folder(tmp_path / "dcp"))
     assert all(torch.equal(found[name], t.bfloat16()) for name, t in TENSORS.items())
     assert (tmp_path / "dcp" / "a" / "b.json").read_bytes() == b"{}"
 
 
 def test_it_can_be_shown_and_verified(tmp_path):
-    write_dcp(Memory(TENSORS), tmp_path / "dcp", mesh=Mesh(1, 4))
+    write_dcp(TensorsInMemory(TENSORS), tmp_path / "dcp", mesh=Mesh(1, 4))
     assert verify(tmp_path / "dcp").ok
     summary = summarise(tmp_path / "dcp")
     assert summary.layout == "dcp"
@@ -112,7 +114,7 @@ def test_it_can_be_shown_and_verified(tmp_path):
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
 def test_a_missing_rank_is_told(rank, tmp_path):
-    write_dcp(Memory(TENSORS), tmp_path / "dcp", mesh=Mesh(1, 3))
+    write_dcp(TensorsInMemory(TENSORS), tmp_path / "dcp", mesh=Mesh(1, 3))
     (tmp_path / "dcp" / f"{file_name(rank)}.safetensors").unlink()
     with pytest.raises(CheckpointError, match="file of a rank missing"):
         open_folder(tmp_path / "dcp")
@@ -170,11 +172,11 @@ def test_a_folder_without_such_files_is_none(tmp_path):
 def test_a_failed_write_leaves_nothing(tmp_path):
     (tmp_path / "there").mkdir()
     with pytest.raises(CheckpointError, match="it exists already"):
-        write_dcp(Memory(TENSORS), tmp_path / "there")
+        write_dcp(TensorsInMemory(TENSORS), tmp_path / "there")
 
     def stop(_):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        write_dcp(Memory(TENSORS), tmp_path / "dcp", progress=stop)
+        write_dcp(TensorsInMemory(TENSORS), tmp_path / "dcp", progress=stop)
     assert [path.name for path in tmp_path.iterdir()] == ["there"]

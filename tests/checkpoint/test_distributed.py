@@ -15,21 +15,21 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader
 from transformers import AutoModelForCausalLM
 
 import tiny
-from surefoot.checkpoint.box import Box
-from surefoot.checkpoint.copy import copy
-from surefoot.checkpoint.crew import Crew
-from surefoot.checkpoint.folder import open_checkpoint
-from surefoot.checkpoint.job import Shard
+from surefoot.checkpoint.disk.file_plan import plan_save
+from surefoot.checkpoint.disk.folder import open_checkpoint
 from surefoot.checkpoint.layouts import open_folder
-from surefoot.checkpoint.load import load
-from surefoot.checkpoint.plan import plan_save
-from surefoot.checkpoint.save import prepare, save
-from surefoot.checkpoint.source import read_whole
-from surefoot.checkpoint.summary import summarise
-from surefoot.checkpoint.verify import verify
-from surefoot.checkpoint.write import write
+from surefoot.checkpoint.looking.summary import summarise
+from surefoot.checkpoint.reading.loading import load
+from surefoot.checkpoint.reading.verification import verify
+from surefoot.checkpoint.saving.job import Shard
+from surefoot.checkpoint.saving.preparation import prepare, save
+from surefoot.checkpoint.saving.writer_group import WriterGroup
+from surefoot.checkpoint.saving.writing import write
+from surefoot.checkpoint.sources.copying import copy
+from surefoot.checkpoint.sources.source import read_whole
 from surefoot.errors import CheckpointError
-from surefoot.files import digest
+from surefoot.geometry.box import Box
+from surefoot.storage.files import digest
 
 from .sample import Holder, blank, same, sample_states
 
@@ -65,7 +65,7 @@ class Pieces:
 
 def saved_by_ranks(root, states, cut):
     """As several ranks would save: ``cut(shape)`` gives the boxes of each rank."""
-    job, live = prepare(root, 7, states, kind="full", crew=Crew("distributed"))
+    job, live = prepare(root, 7, states, kind="full", crew=WriterGroup("distributed"))
     shards, boxes = [], {}
     for shard in job.shards:
         name = shard.plan.name.rpartition("/")[2].removesuffix(".safetensors")
@@ -249,7 +249,7 @@ def test_unchanged_weights_are_shared_between_steps(tmp_path):
     first, _ = saved(tmp_path, states)
     states["optimizer"].state["groups"] = [{"lr": 0.5}]
     job, live = prepare(
-        tmp_path, 8, states, kind="full", crew=Crew("distributed"), parent=first.name
+        tmp_path, 8, states, kind="full", crew=WriterGroup("distributed"), parent=first.name
     )
     result = write(job, live)
     assert result.num_shared > 0

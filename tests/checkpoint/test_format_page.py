@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from surefoot.checkpoint import index
-from surefoot.checkpoint.box import Box
-from surefoot.checkpoint.bytes import raw
-from surefoot.checkpoint.header import ITEM_SIZES
-from surefoot.checkpoint.job import Share
-from surefoot.checkpoint.save import Live, prepare, save
-from surefoot.checkpoint.write import write
+from surefoot.checkpoint.disk.bytes import raw
+from surefoot.checkpoint.disk.header import ITEM_SIZES
+from surefoot.checkpoint.saving.job import Share
+from surefoot.checkpoint.saving.preparation import LiveTensors, prepare, save
+from surefoot.checkpoint.saving.writing import write
+from surefoot.geometry.box import Box
+from surefoot.storage.disk_usage import manifest as index
 
 from .sample import sample_states
 from .test_distributed import halves, saved_by_ranks
@@ -71,7 +71,7 @@ def saved_by_halves(root, states):
                 for entry in [shard.plan.header.entries[n]]
             }
         made = replace(job, shards=shards, rank=at, world_size=2, nonce="0badcafe")
-        written.append((replace(made, small={} if at else job.small), Live(groups)))
+        written.append((replace(made, small={} if at else job.small), LiveTensors(groups)))
     thread = threading.Thread(target=lambda: write(*written[1]))
     thread.start()
     saved = write(*written[0])

@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from surefoot import files
 from surefoot.checkpoint.layouts import open_folder
-from surefoot.checkpoint.load import load
-from surefoot.checkpoint.save import save
-from surefoot.checkpoint.source import read_whole
-from surefoot.checkpoint.verify import find, verify
+from surefoot.checkpoint.reading.loading import load
+from surefoot.checkpoint.reading.verification import find_latest, verify
+from surefoot.checkpoint.saving.preparation import save
+from surefoot.checkpoint.sources.source import read_whole
 from surefoot.errors import CheckpointError
+from surefoot.storage import files
 
 from .sample import blank, sample_states
 from .test_index import HASH, sealed
@@ -102,7 +102,7 @@ READER = """
 import resource, sys
 from pathlib import Path
 from surefoot.checkpoint.verify import verify
-from surefoot.checkpoint.listing import list_run
+from surefoot.checkpoint.looking.listing import list_run
 from surefoot.errors import CheckpointError
 assert "torch" not in sys.modules
 limit = int(sys.argv[2])
@@ -124,7 +124,7 @@ def test_a_hostile_folder_is_a_problem_within_bounded_time_and_memory(folder, na
     assert "root:" not in done.stdout  # nothing of /etc/passwd
     with contextlib.suppress(CheckpointError):  # it may not need the part that is hostile
         load(folder, blank(sample_states()))
-    assert find(folder.parent).path is None
+    assert find_latest(folder.parent).path is None
 
 
 @pytest.fixture(scope="module")

@@ -2,9 +2,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from surefoot.checkpoint.box import Box
-from surefoot.checkpoint.interleaved import Interleaved, Pick, Turn, Unpicked
-from surefoot.checkpoint.source import Memory, read_whole
+from surefoot.checkpoint.sources.interleaved import (
+    DeinterleavedSource,
+    InterleavedSource,
+    Pick,
+    Turn,
+)
+from surefoot.checkpoint.sources.source import TensorsInMemory, read_whole
+from surefoot.geometry.box import Box
 
 
 @st.composite
@@ -22,7 +27,7 @@ def fused(draw):
 @given(fused(), st.data())
 def test_any_rows_of_the_fused_tensor_are_those_of_its_parts(found, data):
     parts, turns, whole = found
-    source = Interleaved(Memory({**parts, "other": torch.ones(2)}), {"f": turns})
+    source = InterleavedSource(TensorsInMemory({**parts, "other": torch.ones(2)}), {"f": turns})
     assert source.shapes() == {"other": (2,), "f": tuple(whole.shape)}
     assert torch.equal(read_whole(source, "f"), whole)
     first = data.draw(st.integers(0, len(whole)))
@@ -39,7 +44,7 @@ def test_any_rows_of_a_part_come_back(found, data):
     for turn in turns:
         picks[turn.name] = Pick("f", first, turn.rows, period)
         first += turn.rows
-    source = Unpicked(Memory({"f": whole, "other": torch.ones(2)}), picks)
+    source = DeinterleavedSource(TensorsInMemory({"f": whole, "other": torch.ones(2)}), picks)
     assert source.shapes() == {"other": (2,)} | {n: tuple(p.shape) for n, p in parts.items()}
     for name, part in parts.items():
         assert torch.equal(read_whole(source, name), part)

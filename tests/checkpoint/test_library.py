@@ -9,8 +9,9 @@ from surefoot import checkpoint
 
 BLOCKED = ["transformers", "peft", "datasets", "accelerate", "pydantic", "rich", "click"]
 NAMES = ["AsyncSaver", "CheckpointError", "Found", "Mesh", "NamedOptimizer", "RandomState"]
-NAMES += ["Renamed", "Report", "Rule", "Source", "Stateful", "copy", "find", "load", "newest"]
-NAMES += ["open_folder", "reshard", "save", "verify"]
+NAMES += ["Renamed", "Report", "RetentionPolicy", "Rule", "Source", "Stateful", "TensorSource"]
+NAMES += ["copy", "find", "find_latest", "load", "newest", "open_folder", "recover_latest"]
+NAMES += ["reshard", "save", "verify"]
 
 
 def python(code):
@@ -72,5 +73,6 @@ def test_importing_it_imports_no_torch():
 
 
 def test_the_process_that_writes_imports_no_torch():
-    code = "import sys, surefoot.checkpoint.writer; print({'torch', 'numpy'} & set(sys.modules))"
+    code = "import sys, surefoot.checkpoint.background.writer; "
+    code += "print({'torch', 'numpy'} & set(sys.modules))"
     assert python(code) == "set()\n"

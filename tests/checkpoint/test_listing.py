@@ -7,9 +7,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from surefoot.checkpoint.commit import aside
-from surefoot.checkpoint.listing import list_run, verified
-from surefoot.checkpoint.save import save
+from surefoot.checkpoint.disk.commit import temporary_folder
+from surefoot.checkpoint.looking.listing import list_run, verified
+from surefoot.checkpoint.saving.preparation import save
 
 from .sample import sample_states
 
@@ -46,7 +46,7 @@ def test_a_run_is_listed_oldest_first_with_what_is_wrong_last(tmp_path):
 
 
 def test_a_save_in_progress_is_no_leftover(tmp_path):
-    with aside(tmp_path / "checkpoint-5") as part:
+    with temporary_folder(tmp_path / "checkpoint-5") as part:
         (line,) = list_run(tmp_path)
         assert line.path == part.folder and line.is_being_written and line.problem is None
         part.commit(tmp_path / "checkpoint-5", b"{}")  # looking on has not disturbed it

@@ -14,13 +14,13 @@ from transformers import (
     LlamaForCausalLM,
 )
 
-from surefoot.checkpoint.box import Box
-from surefoot.checkpoint.copy import copy
 from surefoot.checkpoint.layouts import open_folder
 from surefoot.checkpoint.layouts.peft import merged
-from surefoot.checkpoint.save import save
-from surefoot.checkpoint.source import Cast, Memory, read_whole
+from surefoot.checkpoint.saving.preparation import save
+from surefoot.checkpoint.sources.copying import copy
+from surefoot.checkpoint.sources.source import CastSource, TensorsInMemory, read_whole
 from surefoot.errors import CheckpointError
+from surefoot.geometry.box import Box
 
 from .sample import Holder
 
@@ -152,13 +152,13 @@ def test_a_float64_base_is_merged_in_float64(tmp_path):
     w, a, b = torch.randn(6, 4).double(), torch.randn(2, 4), torch.randn(6, 2)
     adapter = {"base_model.model.x.lora_A.weight": a, "base_model.model.x.lora_B.weight": b}
     write_adapter(tmp_path, adapter)
-    found = merged(Memory({"x.weight": w}), tmp_path)
+    found = merged(TensorsInMemory({"x.weight": w}), tmp_path)
     assert torch.equal(read_whole(found, "x.weight"), w + 2.0 * (b.double() @ a.double()))
 
 
 def test_views_compose_over_a_merge(tmp_path):
     train(llama(), tmp_path, target_modules=["q_proj"])
-    view = Cast(ours(tmp_path), torch.float16)
+    view = CastSource(ours(tmp_path), torch.float16)
     name = "model.layers.0.self_attn.q_proj.weight"
     assert torch.equal(read_whole(view, name), read_whole(ours(tmp_path), name).half())
 
@@ -237,7 +237,7 @@ def test_a_tied_head_that_was_tuned_becomes_a_tensor_of_its_own(tmp_path):
 CONFIG = {"peft_type": "LORA", "r": 2, "lora_alpha": 4}
 PREFIX = "base_model.model.x."
 GOOD = {f"{PREFIX}lora_A.weight": torch.ones(2, 4), f"{PREFIX}lora_B.weight": torch.ones(6, 2)}
-BASE = Memory({"x.weight": torch.ones(6, 4), "x.bias": torch.ones(6)})
+BASE = TensorsInMemory({"x.weight": torch.ones(6, 4), "x.bias": torch.ones(6)})
 
 
 def write_adapter(folder, tensors, **config):
@@ -300,7 +300,7 @@ def test_a_bias_that_the_base_has_not_is_another_model(tmp_path):
     write_adapter(tmp_path, {**GOOD, f"{PREFIX}lora_B.bias": torch.ones(6)})
     assert merged(BASE, tmp_path).added
     with pytest.raises(CheckpointError, match=r"belongs to x\.bias, which the base"):
-        merged(Memory({"x.weight": torch.ones(6, 4)}), tmp_path)
+        merged(TensorsInMemory({"x.weight": torch.ones(6, 4)}), tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -338,7 +338,7 @@ def test_a_square_weight_is_transposed_only_if_the_adapter_says_so(tmp_path):
         f"{PREFIX}lora_A.weight": torch.randn(2, 4),
         f"{PREFIX}lora_B.weight": torch.randn(4, 2),
     }
-    base = Memory({"x.weight": torch.zeros(4, 4)})
+    base = TensorsInMemory({"x.weight": torch.zeros(4, 4)})
     update = 2.0 * tensors[f"{PREFIX}lora_B.weight"] @ tensors[f"{PREFIX}lora_A.weight"]
     write_adapter(tmp_path, tensors)
     torch.testing.assert_close(read_whole(merged(base, tmp_path), "x.weight"), update)

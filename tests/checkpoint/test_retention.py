@@ -8,11 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from surefoot import files
-from surefoot.checkpoint.commit import clean, committed
-from surefoot.checkpoint.retention import (
-    Rule,
-    choose,
+from surefoot.checkpoint.disk.commit import clean, committed
+from surefoot.checkpoint.disk.retention import (
+    RetentionPolicy,
+    decide,
     drop_all,
     metrics_in,
     more_is_better,
@@ -21,6 +20,7 @@ from surefoot.checkpoint.retention import (
 )
 from surefoot.checkpoint.section import CheckpointSection
 from surefoot.errors import CheckpointError
+from surefoot.storage import files
 from surefoot.training.section import TrainSection
 
 from .test_commit import names, publish
@@ -63,7 +63,7 @@ METRICS = st.dictionaries(
 )
 NUMBERS = st.none() | st.integers(1, 6)
 RULES = st.builds(
-    Rule,
+    RetentionPolicy,
     keep=NUMBERS,
     keep_every=NUMBERS,
     keep_best=NUMBERS,
@@ -82,7 +82,7 @@ RUNS = st.fixed_dictionaries(
 
 
 def staying(run):
-    verdicts = choose(**run)
+    verdicts = decide(**run)
     assert [verdict.step for verdict in verdicts] == sorted(run["saved"])
     return {verdict.step for verdict in verdicts if verdict.stays}
 
@@ -144,21 +144,25 @@ def test_what_has_stayed_once_decided_stays_when_decided_again(run):
 
 def test_a_clock_set_back_keeps_what_lies_in_its_future():
     saved = {1: 100 * HOUR, 2: 101 * HOUR, 3: 5 * HOUR}  # set back before the third
-    verdicts = choose(saved, Rule(keep=1, keep_hours=2), now=6 * HOUR)
+    verdicts = decide(saved, RetentionPolicy(keep=1, keep_hours=2), now=6 * HOUR)
     assert all(verdict.stays for verdict in verdicts)
 
 
 def test_a_clock_that_has_leapt_since_the_last_save_ages_nothing():
     saved = {step: step * HOUR for step in range(1, 6)}
-    stays = [v.step for v in choose(saved, Rule(keep=1, keep_hours=2), now=1e9 * HOUR) if v.stays]
+    stays = [
+        v.step
+        for v in decide(saved, RetentionPolicy(keep=1, keep_hours=2), now=1e9 * HOUR)
+        if v.stays
+    ]
     assert stays == [3, 4, 5]
 
 
 def test_a_checkpoint_stays_for_every_reason_there_is():
     saved = {step: step * HOUR for step in (10, 15, 20, 25)}
     metrics = {10: 0.5, 15: 0.1, 20: 0.1, 25: math.nan}
-    rule = Rule(keep=2, keep_every=10, keep_best=2, keep_hours=1)
-    verdicts = choose(saved, rule, now=25 * HOUR, metrics=metrics, protected=[15])
+    rule = RetentionPolicy(keep=2, keep_every=10, keep_best=2, keep_hours=1)
+    verdicts = decide(saved, rule, now=25 * HOUR, metrics=metrics, protected=[15])
     assert {verdict.step: verdict.why for verdict in verdicts} == {
         10: ("a multiple of 10",),
         15: ("best", "protected"),
@@ -168,24 +172,24 @@ def test_a_checkpoint_stays_for_every_reason_there_is():
 
 
 def test_nothing_goes_where_there_is_nothing_or_no_number():
-    assert choose({}, Rule(keep=1), now=0) == []
-    verdicts = choose({1: None, 2: None}, Rule(), now=0)
+    assert decide({}, RetentionPolicy(keep=1), now=0) == []
+    verdicts = decide({1: None, 2: None}, RetentionPolicy(), now=0)
     assert [verdict.why for verdict in verdicts] == [("all are kept",), ("newest",)]
 
 
 @pytest.mark.parametrize("name", ["keep", "keep_every", "keep_best", "keep_hours"])
 def test_a_rule_that_makes_no_sense_is_refused(name):
-    for kind in (Rule, CheckpointSection):
+    for kind in (RetentionPolicy, CheckpointSection):
         with pytest.raises(ValueError, match=name):
             kind(**{name: 0})
     with pytest.raises(ValueError, match="keep_hours must be positive, got nan"):
-        Rule(keep_hours=math.nan)
+        RetentionPolicy(keep_hours=math.nan)
 
 
 def test_the_recipe_says_the_rule():
     section = CheckpointSection(keep=None, keep_every=5, keep_best=2, keep_hours=1.5)
-    assert section.rule() == Rule(keep=None, keep_every=5, keep_best=2, keep_hours=1.5)
-    assert CheckpointSection().rule() == Rule(keep=3)
+    assert section.rule() == RetentionPolicy(keep=None, keep_every=5, keep_best=2, keep_hours=1.5)
+    assert CheckpointSection().rule() == RetentionPolicy(keep=3)
 
 
 def test_metrics_are_read_from_a_log():

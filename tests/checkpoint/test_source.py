@@ -6,13 +6,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from surefoot.checkpoint import source as sources
-from surefoot.checkpoint.box import Box
-from surefoot.checkpoint.interleaved import Interleaved, Turn
 from surefoot.checkpoint.layouts import open_folder
-from surefoot.checkpoint.save import save
-from surefoot.checkpoint.source import Cast, Memory, Renamed, read_whole
+from surefoot.checkpoint.saving.preparation import save
+from surefoot.checkpoint.sources import source as sources
+from surefoot.checkpoint.sources.interleaved import InterleavedSource, Turn
+from surefoot.checkpoint.sources.source import CastSource, Renamed, TensorsInMemory, read_whole
 from surefoot.errors import CheckpointError
+from surefoot.geometry.box import Box
 
 from .sample import Holder, num_open, same_bits
 from .test_box import boxes
@@ -30,7 +30,7 @@ def parts():
 
 def laid_end_to_end(source, name, parts):
     turns = tuple(Turn(part, source.shapes()[part][0]) for part in parts)
-    return Interleaved(source, {name: turns})
+    return InterleavedSource(source, {name: turns})
 
 
 def agree(view, expected):
@@ -44,9 +44,10 @@ def agree(view, expected):
 @given(st.data())
 def test_any_box_of_any_view_is_that_box_of_the_whole(data):
     q, k, v, ids = parts().values()
-    view = Cast(
+    view = CastSource(
         Renamed(
-            laid_end_to_end(Memory(parts()), "qkv", ("q", "k", "v")), {"new": "qkv", "i": "ids"}
+            laid_end_to_end(TensorsInMemory(parts()), "qkv", ("q", "k", "v")),
+            {"new": "qkv", "i": "ids"},
         ),
         torch.float16,
     )
@@ -59,13 +60,16 @@ def test_any_box_of_any_view_is_that_box_of_the_whole(data):
 
 
 def test_renaming_leaves_out_what_is_not_named():
-    agree(Renamed(Memory(parts()), {"a": "q", "b": "q"}), {"a": parts()["q"], "b": parts()["q"]})
+    agree(
+        Renamed(TensorsInMemory(parts()), {"a": "q", "b": "q"}),
+        {"a": parts()["q"], "b": parts()["q"]},
+    )
 
 
 def test_fusing_replaces_the_parts():
     p = parts()
     agree(
-        laid_end_to_end(Memory(p), "qk", ("q", "k")),
+        laid_end_to_end(TensorsInMemory(p), "qk", ("q", "k")),
         {"v": p["v"], "ids": p["ids"], "qk": torch.cat([p["q"], p["k"]])},
     )
 
@@ -73,7 +77,10 @@ def test_fusing_replaces_the_parts():
 def test_casting_leaves_integers_bools_and_tiny_floats():
     tensors = {"i": torch.arange(3), "b": torch.ones(2, dtype=torch.bool), "f": torch.randn(3)}
     tensors["e"] = torch.randn(3).to(torch.float8_e4m3fn)
-    agree(Cast(Memory(tensors), torch.bfloat16), {**tensors, "f": tensors["f"].bfloat16()})
+    agree(
+        CastSource(TensorsInMemory(tensors), torch.bfloat16),
+        {**tensors, "f": tensors["f"].bfloat16()},
+    )
 
 
 class Counting:
@@ -94,7 +101,7 @@ class Counting:
 
 
 def test_only_what_a_box_needs_is_read():
-    base = Counting(Memory(parts()))
+    base = Counting(TensorsInMemory(parts()))
     laid_end_to_end(base, "qkv", ("q", "k", "v")).read("qkv", Box((5, 1), (2, 3)))
     assert base.elements == 6
 
@@ -167,4 +174,4 @@ def test_a_source_needs_no_closing(tmp_path):
     for _ in range(50):
         open_folder(tmp_path)
     assert num_open() <= before
-    assert sources.Source  # a Protocol: nothing to inherit
+    assert sources.TensorSource  # a Protocol: nothing to inherit

@@ -4,9 +4,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from surefoot.checkpoint.listing import list_run
-from surefoot.checkpoint.save import save
-from surefoot.checkpoint.summary import summarise
+from surefoot.checkpoint.looking.listing import list_run
+from surefoot.checkpoint.looking.summary import summarise
+from surefoot.checkpoint.saving.preparation import save
 from surefoot.errors import CheckpointError
 
 from .sample import Holder, sample_states

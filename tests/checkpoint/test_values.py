@@ -5,7 +5,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from surefoot.checkpoint.values import ValueChange, differences
+from surefoot.checkpoint.looking.values import ValueChange, differences
 
 TREES = st.recursive(
     st.none() | st.booleans() | st.integers(0, 2) | st.floats() | st.text("ab", max_size=2),

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import warm
-from surefoot.checkpoint.save import save
-from surefoot.checkpoint.weights import open_weights, recognise
+from surefoot.checkpoint.saving.preparation import save
+from surefoot.checkpoint.weights import detect_layout, open_weights
 from surefoot.errors import CheckpointError
 
 from .sample import Holder, sample_states
@@ -32,7 +32,7 @@ def test_a_pickled_distributed_checkpoint_is_refused_with_the_command_that_conve
     name, tmp_path
 ):
     (tmp_path / name).touch()
-    assert recognise(tmp_path) is None
+    assert detect_layout(tmp_path) is None
     told = f"`surefoot ckpt convert {tmp_path} OUT --to huggingface --trust-pickle` makes a model"
     with pytest.raises(CheckpointError, match=re.escape(told)):
         open_weights(tmp_path)
@@ -47,7 +47,7 @@ def test_kinds_of_folders(tmp_path):
     for name in ("model", "adapter_model"):
         save_file({"w": torch.ones(1)}, tmp_path / "both" / f"{name}.safetensors")
     native = save(tmp_path, 1, sample_states(), kind="full")
-    found = {p.name: recognise(p) for p in tmp_path.iterdir()}
+    found = {p.name: detect_layout(p) for p in tmp_path.iterdir()}
     assert found == {
         "empty": None, "whole": "huggingface", "shards": "huggingface", "adapter": "peft",
         "both": "huggingface", "checkpoint-1": "native",

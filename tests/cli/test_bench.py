@@ -3,18 +3,18 @@
 import json
 
 import pytest
+from bench.made_up import figures
 from click.testing import CliRunner
 
 import forks
-from bench.made_up import figures
 from project import Project
-from surefoot.bench import fresh
-from surefoot.bench.alone import Alone
-from surefoot.bench.clock import PHASES
-from surefoot.bench.fresh import Failure
-from surefoot.bench.search import Search
 from surefoot.cli import bench
 from surefoot.cli.main import main
+from surefoot.forecast.bench import subprocess_trial
+from surefoot.forecast.bench.clock import PHASES
+from surefoot.forecast.bench.search import Search
+from surefoot.forecast.bench.single_rank import SingleRankRecipe
+from surefoot.forecast.bench.subprocess_trial import Failure
 from surefoot.recipe.recipe import load
 
 SIZE = "train.micro_batch_size"
@@ -28,7 +28,7 @@ def project(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def _warm(monkeypatch):
-    monkeypatch.setattr(fresh, "subprocess", forks)
+    monkeypatch.setattr(subprocess_trial, "subprocess", forks)
 
 
 def run(*args):
@@ -82,7 +82,9 @@ def shown(project, outcomes, capsys, *, is_over=lambda: False):
     recipe = load(project.recipe, ["train.global_batch_size=8"])
     search = Search(recipe, outcomes, is_over)
     list(search.run())
-    bench.show(search, Alone(recipe, 1), ["surefoot", "train", "my recipe.yaml", f"{SIZE}=4"])
+    bench.show(
+        search, SingleRankRecipe(recipe, 1), ["surefoot", "train", "my recipe.yaml", f"{SIZE}=4"]
+    )
     return capsys.readouterr().out
 
 

@@ -4,11 +4,11 @@ import pytest
 from click.testing import CliRunner
 
 from folders import save_data, save_recipe
-from surefoot.build import build_codec
 from surefoot.cli.main import main
-from surefoot.encoding import found, streamed
-from surefoot.model.load import resolve
+from surefoot.model.pretrained.loading import resolve
 from surefoot.recipe.recipe import load
+from surefoot.recipe.recipe_data import found, streamed
+from surefoot.run.assembly import build_codec
 
 NOT_HELD = ["data.val_size=0", "train.eval_steps=null"]
 

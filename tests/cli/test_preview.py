@@ -10,7 +10,7 @@ from rich.console import Console
 from folders import save_data, save_recipe
 from project import Project
 from surefoot.cli.main import main
-from surefoot.cli.preview import Figures, Part, Rendered, Shown, histogram, show
+from surefoot.cli.preview import DatasetStats, PreviewExample, Rendered, TextSpan, histogram, show
 
 LONG = "long " * 40
 
@@ -113,8 +113,8 @@ def test_a_wrong_recipe_is_an_error_without_a_traceback(recipe):
 
 
 def test_on_a_terminal_what_is_learnt_is_green():
-    items = [Rendered([Part("question ", False), Part("answer", True)], 5, 2)]
-    figures = Figures("sums", rows=1, shown=[Shown("sums:0", 5, False, None, items)])
+    items = [Rendered([TextSpan("question ", False), TextSpan("answer", True)], 5, 2)]
+    figures = DatasetStats("sums", rows=1, shown=[PreviewExample("sums:0", 5, False, None, items)])
     console = Console(file=io.StringIO(), force_terminal=True, color_system="standard")
     show(console, figures, 10)
     out = console.file.getvalue()

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from surefoot.data.example import Example
-from surefoot.data.formats import FORMATS
+from surefoot.data.rows.formats import FORMATS
 from surefoot.errors import DataError
 from surefoot.schema.setting import documentation
 

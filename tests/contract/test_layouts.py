@@ -5,17 +5,17 @@ import torch
 from safetensors.torch import save_file
 
 from checkpoint.sample import Holder, same_bits
-from surefoot.checkpoint.box import Box
-from surefoot.checkpoint.copy import copy, described
 from surefoot.checkpoint.dcp_write import write_dcp
 from surefoot.checkpoint.layouts import LAYOUTS, open_folder
-from surefoot.checkpoint.mesh import Mesh
 from surefoot.checkpoint.mindspore.parallel import ParallelConfig
 from surefoot.checkpoint.mindspore.write import write_distributed
-from surefoot.checkpoint.save import save
-from surefoot.checkpoint.source import Memory, read_whole
-from surefoot.checkpoint.weights import recognise
+from surefoot.checkpoint.saving.preparation import save
+from surefoot.checkpoint.sources.copying import copy, described
+from surefoot.checkpoint.sources.source import TensorsInMemory, read_whole
+from surefoot.checkpoint.weights import detect_layout
 from surefoot.errors import CheckpointError
+from surefoot.geometry.box import Box
+from surefoot.geometry.mesh import Mesh
 
 TENSORS = {
     "model.layers.0.weight": torch.randn(6, 4),
@@ -31,7 +31,7 @@ def write_native(folder, tensors):
 
 
 def write_huggingface(folder, tensors):
-    copy(Memory(tensors), folder, max_shard_size=60)
+    copy(TensorsInMemory(tensors), folder, max_shard_size=60)
     return folder
 
 
@@ -41,12 +41,12 @@ def write_peft(folder, tensors):
 
 
 def write_boxes(folder, tensors):
-    write_dcp(Memory(tensors), folder / "dcp", mesh=Mesh(dp_shard=4))
+    write_dcp(TensorsInMemory(tensors), folder / "dcp", mesh=Mesh(dp_shard=4))
     return folder / "dcp"
 
 
 def write_mindspore(folder, tensors):
-    source = Memory(tensors)
+    source = TensorsInMemory(tensors)
     config = ParallelConfig(2, enable_parallel_optimizer=True, parallel_optimizer_threshold=0)
     write_distributed(source, folder / "ranks", stages=config.stages(described(source)))
     return folder / "ranks"
@@ -73,7 +73,7 @@ def folder(layout, tmp_path):
 
 def test_a_folder_is_recognised_by_its_layout_alone(layout, folder):
     assert [name for name, each in LAYOUTS.items() if each.recognise(folder)] == [layout]
-    assert recognise(folder) == layout
+    assert detect_layout(folder) == layout
 
 
 def test_a_source_has_the_names_shapes_types_and_values_that_were_written(layout, folder):

@@ -9,11 +9,11 @@ import surefoot
 import tiny
 from project import Project, assert_same, final_weights, losses, tokenizer
 from surefoot.batch import Outputs
-from surefoot.data.chat import Codec
-from surefoot.data.encode import Cut, Dropped
+from surefoot.data.encoded import Dropped, Truncated
 from surefoot.data.example import Example, Message
 from surefoot.data.section import DataSection
-from surefoot.data.templates import load_template
+from surefoot.data.text.codec import Codec
+from surefoot.data.text.templates import load_template
 from surefoot.methods import METHODS
 from surefoot.optim import OPTIMIZERS
 from surefoot.schema import settings
@@ -55,7 +55,11 @@ def test_a_stage_gives_one_outcome_per_example_and_batches_of_what_it_kept(name)
     outcomes = stage.encode(EXAMPLES, codec())
     assert len(outcomes) == len(EXAMPLES)
     assert all(o.reason for o in outcomes if isinstance(o, Dropped))
-    kept = [o.features if isinstance(o, Cut) else o for o in outcomes if not isinstance(o, Dropped)]
+    kept = [
+        o.features if isinstance(o, Truncated) else o
+        for o in outcomes
+        if not isinstance(o, Dropped)
+    ]
     items = [item for features in kept for item in features]
     assert items
     items = as_if_asked(stage, items)

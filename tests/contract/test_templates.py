@@ -7,10 +7,10 @@ import pytest
 
 import tiny_tokenizers
 from surefoot.batch import IGNORE_INDEX
-from surefoot.data.chat import Codec
 from surefoot.data.example import Example, Message
 from surefoot.data.section import DataSection
-from surefoot.data.templates import bundled, load_template
+from surefoot.data.text.codec import Codec
+from surefoot.data.text.templates import bundled, load_template
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "templates"
 DOCS = Path(__file__).parent.parent.parent / "docs" / "templates.md"

@@ -11,10 +11,10 @@ import pytest
 from transformers import AutoTokenizer
 
 from surefoot.batch import IGNORE_INDEX
-from surefoot.data.chat import Codec
 from surefoot.data.example import Example, Message
 from surefoot.data.section import DataSection
-from surefoot.data.templates import Template, bundled
+from surefoot.data.text.codec import Codec
+from surefoot.data.text.templates import Template, bundled
 
 NAMES = ("chatml", "qwen", "llama3", "mistral", "gemma", "alpaca", "vicuna", "default", "empty")
 CASES = ("single", "system", "multi", "multi_system_zh", "think", "tools")

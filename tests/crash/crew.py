@@ -25,16 +25,16 @@ import torch
 
 import forks
 from checkpoint.sample import blank, same_states, sample_states, tree_bytes
-from surefoot import files
-from surefoot.checkpoint import background, together
-from surefoot.checkpoint.background import Background
-from surefoot.checkpoint.commit import committed
-from surefoot.checkpoint.crew import Crew
-from surefoot.checkpoint.load import load
-from surefoot.checkpoint.resume import newest
-from surefoot.checkpoint.save import prepare, save
-from surefoot.checkpoint.verify import find
+from surefoot.checkpoint.background.writer_process import Background, writer_process
+from surefoot.checkpoint.disk.commit import committed
+from surefoot.checkpoint.reading.latest import recover_latest
+from surefoot.checkpoint.reading.loading import load
+from surefoot.checkpoint.reading.verification import find_latest
+from surefoot.checkpoint.saving import joint
+from surefoot.checkpoint.saving.preparation import prepare, save
+from surefoot.checkpoint.saving.writer_group import WriterGroup
 from surefoot.errors import CheckpointError
+from surefoot.storage import files
 
 from .system import System, dies_after, dies_before, dies_within, fails
 
@@ -131,7 +131,7 @@ def jobs(root, step, ranks, layout):
             companions={"config.json": b"{}"},
             parent=f"checkpoint-{step - 1}",
             max_shard_size=900,
-            crew=Crew(layout, rank, ranks, {"dp_replicate": ranks}, partial(exchange, rank)),
+            crew=WriterGroup(layout, rank, ranks, {"dp_replicate": ranks}, partial(exchange, rank)),
         )
 
     threads = [threading.Thread(target=work, args=(rank,)) for rank in range(ranks)]
@@ -211,9 +211,9 @@ def wait_for_writers():
 
 def check(root, before, must_be_saved):
     """The next start: what it goes on from is whole, and stays the newest; nothing else is left."""
-    found = newest(root)
+    found = recover_latest(root)
     wait_for_writers()
-    assert newest(root) == found, "a save was committed behind the back of the next start"
+    assert recover_latest(root) == found, "a save was committed behind the back of the next start"
     there = {int(path.name.split("-")[1]): path for path in committed(root)}
     assert found == there[max(there)], "a damaged checkpoint"
     step = max(there)
@@ -228,7 +228,7 @@ def check(root, before, must_be_saved):
 
 
 def go_on(root, crew, notes, before):
-    if find(root).path != root / f"checkpoint-{NEW}":
+    if find_latest(root).path != root / f"checkpoint-{NEW}":
         assert life(root, crew, notes) == 0
         check(root, before, must_be_saved=True)
 
@@ -245,7 +245,7 @@ def writers(rank, system):
         if (made := system(number)) is not None:
             files.os = made
 
-    forks.put(background, prepare)
+    forks.put(writer_process, prepare)
 
 
 def count(start, target, crew, rank):
@@ -310,7 +310,7 @@ def at_moments(start, target, crew):
 
 def main(what, crew, stride, target):
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)  # orphans are waited for here
-    together._LAST_CHANCE, together._PATIENCE = 0.5, 20.0
+    joint._LAST_CHANCE, joint._PATIENCE = 0.5, 20.0
     start = target / "start"
     for step in (1, 2):
         save(start, step, states(step), kind="full")

@@ -14,11 +14,12 @@ from pathlib import Path
 import atheris
 
 with atheris.instrument_imports(include=["surefoot"]):
-    from surefoot import files
-    from surefoot.checkpoint import header, index, strict
-    from surefoot.checkpoint.verify import verify
+    from surefoot.checkpoint.reading.verification import verify
     from surefoot.checkpoint.weights import MODEL_INDEX, open_weights
     from surefoot.errors import CheckpointError
+    from surefoot.storage import files
+    from surefoot.storage.disk_usage import header, strict_json
+    from surefoot.storage.disk_usage import manifest as index
 
 SEAL = re.compile(rb'("seal": ")[0-9a-f]{32}(")')
 SCRATCH = Path(tempfile.mkdtemp(dir="/dev/shm" if Path("/dev/shm").is_dir() else None))
@@ -77,7 +78,7 @@ def seeds(name, corpus):
     elif name == "index":
         shutil.move(SCRATCH / "model.safetensors", SCRATCH / "model-00001-of-00001.safetensors")
         names = dict.fromkeys(tensors, "model-00001-of-00001.safetensors")
-        (corpus / "valid").write_bytes(strict.dump({"metadata": {}, "weight_map": names}))
+        (corpus / "valid").write_bytes(strict_json.dump({"metadata": {}, "weight_map": names}))
     else:
         (corpus / "valid").write_bytes(manifest(layout, head, whole))
 

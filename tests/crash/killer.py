@@ -7,7 +7,7 @@ import os
 import sys
 from pathlib import Path
 
-from surefoot import files
+from surefoot.storage import files
 
 from . import scene
 from .system import DEAD, System, dies_after, dies_before, dies_within

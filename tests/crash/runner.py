@@ -13,18 +13,18 @@ from dataclasses import replace
 from pathlib import Path
 
 from checkpoint.sample import blank, same_states, sample_states
-from surefoot.checkpoint.background import Background
-from surefoot.checkpoint.commit import being_written, clean, committed
-from surefoot.checkpoint.load import load
-from surefoot.checkpoint.retention import drop_all
-from surefoot.checkpoint.save import prepare, save
-from surefoot.checkpoint.verify import find
+from surefoot.checkpoint.background.writer_process import Background
+from surefoot.checkpoint.disk.commit import being_written, clean, committed
+from surefoot.checkpoint.disk.retention import drop_all
+from surefoot.checkpoint.reading.loading import load
+from surefoot.checkpoint.reading.verification import find_latest
+from surefoot.checkpoint.saving.preparation import prepare, save
 
 
 def start(root):
     """Go on from the newest checkpoint: its step."""
     clean(root)
-    found = find(root)
+    found = find_latest(root)
     assert not found.passed_over, found.passed_over
     step = 0
     if found.path is not None:

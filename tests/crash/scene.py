@@ -6,14 +6,14 @@ from dataclasses import replace
 import torch
 
 from checkpoint.sample import blank, same_states, sample_states, tree_bytes
-from surefoot.checkpoint.arena import Arena, Images, places
-from surefoot.checkpoint.commit import clean, committed
-from surefoot.checkpoint.load import load
-from surefoot.checkpoint.retention import drop_all
-from surefoot.checkpoint.save import prepare, save
-from surefoot.checkpoint.snapshot import take
-from surefoot.checkpoint.verify import find
-from surefoot.checkpoint.write import write
+from surefoot.checkpoint.background.snapshot import take
+from surefoot.checkpoint.background.snapshot_buffer import FileImages, SnapshotBuffer, places
+from surefoot.checkpoint.disk.commit import clean, committed
+from surefoot.checkpoint.disk.retention import drop_all
+from surefoot.checkpoint.reading.loading import load
+from surefoot.checkpoint.reading.verification import find_latest
+from surefoot.checkpoint.saving.preparation import prepare, save
+from surefoot.checkpoint.saving.writing import write
 from surefoot.errors import CheckpointError
 
 OLD, NEW = (1, 2), 3
@@ -49,8 +49,8 @@ def act(root):
     )
     job = replace(job, forget=["checkpoint-1"])
     starts, size = places([shard.plan.header.file_size for shard in job.shards])
-    arena = Arena.create(size)
-    images = Images(arena, starts, job.shards)
+    arena = SnapshotBuffer.create(size)
+    images = FileImages(arena, starts, job.shards)
     take(images, live.groups)
     saved = write(job, images)
     arena.close()
@@ -61,7 +61,7 @@ def act(root):
 
 def check(root, before, finished=False):
     """The newest checkpoint is whole and loads, nothing old was touched, leftovers go."""
-    found = find(root)
+    found = find_latest(root)
     there = {int(p.name.split("-")[1]): p for p in committed(root)}
     assert found.path is not None, "no checkpoint left"
     assert found.passed_over == [], f"a damaged checkpoint: {found.passed_over}"
@@ -81,7 +81,7 @@ def check(root, before, finished=False):
 def go_on(root):
     """The next start of the run saves the step again if it is not there, and ends as planned."""
     clean(root)
-    if find(root).path != root / f"checkpoint-{NEW}":
+    if find_latest(root).path != root / f"checkpoint-{NEW}":
         act(root)
     drop_all(committed(root)[:-2])
     assert [p.name for p in committed(root)] == ["checkpoint-2", "checkpoint-3"]

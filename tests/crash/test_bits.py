@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from checkpoint.sample import Holder
-from surefoot.checkpoint.save import save
-from surefoot.checkpoint.verify import find, verify
+from surefoot.checkpoint.reading.verification import find_latest, verify
+from surefoot.checkpoint.saving.preparation import save
 
 KINDS = ("flip", "cut", "extend")
 
@@ -52,7 +52,7 @@ def check(run, cases, with_find):
         path.write_bytes(damaged(whole, kind, where))
         assert not verify(folder, full=True).ok, f"{path.name}: {kind} {where} was not found"
         if with_find:
-            assert find(root).path == root / "checkpoint-1"
+            assert find_latest(root).path == root / "checkpoint-1"
         path.write_bytes(whole)
     assert verify(folder, full=True).ok
 
@@ -72,5 +72,5 @@ def test_every_file_that_is_missing_is_found(run):
         whole = path.read_bytes()
         path.unlink()
         assert not verify(run[1], full=True).ok
-        assert find(run[0]).path == run[0] / "checkpoint-1"
+        assert find_latest(run[0]).path == run[0] / "checkpoint-1"
         path.write_bytes(whole)

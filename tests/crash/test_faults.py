@@ -7,10 +7,10 @@ from functools import partial
 import pytest
 
 from checkpoint.sample import blank, same_states
-from surefoot import files
-from surefoot.checkpoint.load import load
-from surefoot.checkpoint.verify import find, verify
+from surefoot.checkpoint.reading.loading import load
+from surefoot.checkpoint.reading.verification import find_latest, verify
 from surefoot.errors import CheckpointError
+from surefoot.storage import files
 
 from . import scene
 from .system import System, fails, short
@@ -136,10 +136,10 @@ def test_short_reads_are_read_on(start):
 def test_finding_and_verifying_never_raise_what_the_disk_does(start):
     root, _ = start
     system = System()
-    with_system(system, lambda: find(root))
+    with_system(system, lambda: find_latest(root))
     for at in range(len(system.seen)):
         try:
-            found = with_system(System(fails(errno.EIO), at), lambda: find(root))
+            found = with_system(System(fails(errno.EIO), at), lambda: find_latest(root))
         except CheckpointError as error:
             assert "input/output error" in str(error)
         else:

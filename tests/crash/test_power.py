@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from surefoot import files
+from surefoot.storage import files
 
 from . import scene
 from .power import Disk, write_tree

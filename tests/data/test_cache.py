@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 import warm
-from surefoot import files
-from surefoot.data import cache
-from surefoot.data.cache import default_folder, load_or_build
+from surefoot.data.store import cache
+from surefoot.data.store.cache import default_folder, load_or_build
 from surefoot.errors import DataError
+from surefoot.storage import files
 
 ITEMS = [
     {"input_ids": [1, 2, 3], "labels": [-100, 2, 3], "weight": []},
@@ -175,7 +175,7 @@ def test_a_folder_that_cannot_be_made_is_an_error(tmp_path):
 SCRIPT = """
 import sys, time
 from pathlib import Path
-from surefoot.data.cache import load_or_build
+from surefoot.data.store.cache import load_or_build
 def build(writer):
     with open(sys.argv[1] + ".builds", "a") as file: file.write("x")
     writer.add([{"input_ids": [1, 2]}], [0])

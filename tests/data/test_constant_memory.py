@@ -4,11 +4,11 @@ import json
 import tracemalloc
 from functools import partial
 
-from surefoot.data.collate import collate
-from surefoot.data.prepare import prepare
+from surefoot.data.order.stream_loader import StreamLoader
 from surefoot.data.section import DataSection
-from surefoot.data.stream_loader import StreamLoader
-from surefoot.data.streamed import encode_stream, open_stream
+from surefoot.data.store.preparation import prepare
+from surefoot.data.store.streamed import encode_stream, open_stream
+from surefoot.data.text.collation import collate
 
 FEW, MANY = 2_000, 8_000
 TEXT = "so it goes on and on " * 100

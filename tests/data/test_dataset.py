@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from surefoot.data.dataset import EncodedDataset, in_memory, join
+from surefoot.data.store.dataset import EncodedDataset, in_memory, join
 
 ITEMS = st.lists(
     st.lists(st.integers(-(2**31), 2**31 - 1), max_size=5).map(

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from surefoot.data.formats import FORMATS
-from surefoot.data.registry import read_registry
-from surefoot.data.rows import read_examples
+from surefoot.data.rows.formats import FORMATS
+from surefoot.data.rows.registry import read_registry
+from surefoot.data.rows.rows import read_examples
 
 PAGE = (Path(__file__).parents[2] / "docs" / "how-to" / "datasets.md").read_text(encoding="utf-8")
 PAIRS = re.findall(

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from surefoot.data.collate import collate
-from surefoot.data.dataset import EncodedDataset, in_memory
-from surefoot.data.loader import Loader
-from surefoot.data.pack import unpack
+from surefoot.data.order.loader import Loader
+from surefoot.data.store.dataset import EncodedDataset, in_memory
+from surefoot.data.text.collation import collate
+from surefoot.data.text.packing import unpack
 from surefoot.errors import DataError
 
 COLLATE = partial(collate, packing=True)

@@ -6,10 +6,10 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from surefoot.batch import IGNORE_INDEX
-from surefoot.data.collate import collate
-from surefoot.data.dataset import in_memory
-from surefoot.data.loader import InOrder, batch_of
-from surefoot.data.pairs import collate_pairs, join, split
+from surefoot.data.order.loader import InOrder, batch_of
+from surefoot.data.store.dataset import in_memory
+from surefoot.data.text.collation import collate
+from surefoot.data.text.pairs import collate_pairs, join, split
 
 TOKEN = st.integers(0, 9)
 LABELLED = st.lists(st.tuples(TOKEN, st.booleans()), min_size=1, max_size=6)

@@ -5,11 +5,11 @@ from functools import partial
 
 import pytest
 
-from surefoot.data.collate import collate
-from surefoot.data.dataset import in_memory
-from surefoot.data.loader import Loader
-from surefoot.data.pack import unpack
-from surefoot.data.prefetch import Prefetch
+from surefoot.data.order.loader import Loader
+from surefoot.data.order.prefetch import Prefetch
+from surefoot.data.store.dataset import in_memory
+from surefoot.data.text.collation import collate
+from surefoot.data.text.packing import unpack
 
 COLLATE = partial(collate, packing=True)
 DATA = in_memory([{"input_ids": [i, i], "labels": [-100, i]} for i in range(23)])

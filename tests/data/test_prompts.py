@@ -5,7 +5,7 @@ import json
 import pytest
 
 from surefoot.data.example import Message
-from surefoot.data.prompts import read_prompts
+from surefoot.data.text.prompts import read_prompts
 from surefoot.errors import DataError
 
 

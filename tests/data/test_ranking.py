@@ -6,13 +6,13 @@ import pytest
 
 from project import tokenizer
 from surefoot.batch import IGNORE_INDEX
-from surefoot.data.chat import Codec
-from surefoot.data.encode import Cut, Dropped
+from surefoot.data.encoded import Dropped, Truncated
 from surefoot.data.example import Example, Message
-from surefoot.data.pairs import split
-from surefoot.data.ranking import RANKED, SAME, UNRANKED, encode_pairs
 from surefoot.data.section import DataSection
-from surefoot.data.templates import load_template
+from surefoot.data.text.codec import Codec
+from surefoot.data.text.pairs import split
+from surefoot.data.text.ranking import RANKED, SAME, UNRANKED, encode_pairs
+from surefoot.data.text.templates import load_template
 from surefoot.stages.sft import SFT
 
 QUESTION = (Message("user", "What is 1 plus 1?"),)
@@ -64,7 +64,7 @@ def test_an_answer_that_is_too_long_keeps_its_begin_and_is_counted():
     reader = codec()
     length = len(reader.encode_prompt(QUESTION)) + 3
     (cut,) = encode_pairs([PAIR], codec(cutoff_len=length))
-    assert isinstance(cut, Cut)
+    assert isinstance(cut, Truncated)
     (pair,) = cut.features
     assert pair["lengths"][1:] == [3, 3]
     (dropped,) = encode_pairs([PAIR], codec(cutoff_len=length, on_too_long="drop"))

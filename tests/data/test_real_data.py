@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from surefoot.data.registry import read_registry
-from surefoot.data.rows import read_examples
+from surefoot.data.rows.registry import read_registry
+from surefoot.data.rows.rows import read_examples
 
 COUNTS = {
     "alpaca_en_demo": 999,

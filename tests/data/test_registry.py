@@ -4,11 +4,11 @@ import json
 
 import pytest
 
-from surefoot.data.formats.alpaca import Alpaca
-from surefoot.data.formats.openai import OpenAI
-from surefoot.data.formats.sharegpt import ShareGPT
-from surefoot.data.registry import read_registry
-from surefoot.data.sources import Files, Hub
+from surefoot.data.rows.formats.alpaca import Alpaca
+from surefoot.data.rows.formats.openai import OpenAI
+from surefoot.data.rows.formats.sharegpt import ShareGPT
+from surefoot.data.rows.registry import read_registry
+from surefoot.data.rows.row_sources import Files, Hub
 from surefoot.errors import DataError
 
 

@@ -5,9 +5,9 @@ import json
 import pytest
 
 from surefoot.data.example import Example
-from surefoot.data.registry import read_registry
-from surefoot.data.rows import read_examples
-from surefoot.data.sources import BrokenRow
+from surefoot.data.rows.registry import read_registry
+from surefoot.data.rows.row_sources import BrokenRow
+from surefoot.data.rows.rows import read_examples
 from surefoot.errors import DataError
 
 GOOD = {"instruction": "a", "output": "b"}

@@ -5,10 +5,10 @@ from itertools import islice
 
 import pytest
 
-from surefoot.data.registry import read_registry
+from surefoot.data.rows.registry import read_registry
 from surefoot.data.section import DataSection
-from surefoot.data.shards import WHOLE, encode_shards, find_shard, read_whole
-from surefoot.data.stream import Part, Stream
+from surefoot.data.store.shards import WHOLE, encode_shards, find_shard, read_whole
+from surefoot.data.store.stream import Stream, StreamedDataset
 from surefoot.errors import DataError
 
 
@@ -48,7 +48,7 @@ def fail():
 
 
 def tokens(folder):
-    stream = Stream([Part("d", folder)], fail)
+    stream = Stream([StreamedDataset("d", folder)], fail)
     return [stream[i]["input_ids"].tolist()[0] for i in range(stream.reach(100))]
 
 

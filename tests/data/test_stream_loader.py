@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from surefoot.data.collate import collate
-from surefoot.data.pack import unpack
-from surefoot.data.prefetch import Prefetch
+from surefoot.data.order.prefetch import Prefetch
+from surefoot.data.order.stream_loader import StreamLoader
 from surefoot.data.section import DataSection
-from surefoot.data.stream_loader import StreamLoader
-from surefoot.data.streamed import encode_stream, open_stream
+from surefoot.data.store.streamed import encode_stream, open_stream
+from surefoot.data.text.collation import collate
+from surefoot.data.text.packing import unpack
 from surefoot.errors import DataError
 
 COLLATE = partial(collate, packing=True)

@@ -3,13 +3,13 @@
 import pytest
 
 import tiny_tokenizers
-from surefoot.data.templates import (
+from surefoot.data.text.templates import (
     Template,
     bundled,
-    disagreement,
     load_template,
     names,
     saved_source,
+    template_mismatch,
 )
 from surefoot.errors import TemplateError
 
@@ -78,12 +78,14 @@ def test_a_template_that_ends_in_eos_needs_one():
 
 def test_agreement_in_other_words_is_agreement():
     tokenizer = tiny_tokenizers.tokenizer(chat_template=load_template_source("chatml"))
-    assert disagreement(load_template("chatml", tokenizer), tokenizer) is None
-    assert disagreement(load_template("llama3", tokenizer), tiny_tokenizers.tokenizer()) is None
-    assert disagreement(load_template("auto", tokenizer), tokenizer) is None
+    assert template_mismatch(load_template("chatml", tokenizer), tokenizer) is None
+    assert (
+        template_mismatch(load_template("llama3", tokenizer), tiny_tokenizers.tokenizer()) is None
+    )
+    assert template_mismatch(load_template("auto", tokenizer), tokenizer) is None
     spaced = load_template_source("chatml") + "{# a comment #}"
     tokenizer = tiny_tokenizers.tokenizer(chat_template=spaced)
-    assert disagreement(load_template("chatml", tokenizer), tokenizer) is None
+    assert template_mismatch(load_template("chatml", tokenizer), tokenizer) is None
 
 
 def load_template_source(name):
@@ -93,7 +95,7 @@ def load_template_source(name):
 def test_a_disagreement_says_where_and_what_is_saved():
     injecting = "{{ '<|im_start|>system\nYou are Q<|im_end|>\n' if messages[0].role != 'system' }}"
     tokenizer = tiny_tokenizers.tokenizer(chat_template=injecting + CHATML)
-    text = disagreement(load_template("chatml", tokenizer), tokenizer)
+    text = template_mismatch(load_template("chatml", tokenizer), tokenizer)
     assert "for a question, several turns, tools." in text
     assert "You are Q" in text
     assert "saves it with the weights" in text
@@ -104,12 +106,12 @@ def test_a_disagreement_in_the_answers_only_is_found():
         "m.content", "('<think></think>' if m.role == 'assistant' else '') + m.content"
     )
     tokenizer = tiny_tokenizers.tokenizer(chat_template=thinking)
-    assert "<think></think>" in disagreement(load_template("chatml", tokenizer), tokenizer)
+    assert "<think></think>" in template_mismatch(load_template("chatml", tokenizer), tokenizer)
 
 
 def test_a_saved_template_that_refuses_a_conversation_disagrees_there():
     strict = "{{ raise_exception('no system') if messages[0].role == 'system' }}" + CHATML
     tokenizer = tiny_tokenizers.tokenizer(chat_template=strict)
-    text = disagreement(load_template("chatml", tokenizer), tokenizer)
+    text = template_mismatch(load_template("chatml", tokenizer), tokenizer)
     assert "for a system message, tools." in text
     assert "no system" in text

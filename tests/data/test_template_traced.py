@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from transformers.utils.chat_template_utils import render_jinja_template
 
 import tiny_tokenizers
-from surefoot.data.chat import Codec
-from surefoot.data.registry import read_registry
-from surefoot.data.rows import read_examples
+from surefoot.data.rows.registry import read_registry
+from surefoot.data.rows.rows import read_examples
 from surefoot.data.section import DataSection
-from surefoot.data.templates import bundled, load_template
-from surefoot.data.templates.traced import Traced
+from surefoot.data.text.codec import Codec
+from surefoot.data.text.templates import bundled, load_template
+from surefoot.data.text.templates.fast_render import TracedTemplate
 
 NAMES = {"bos_token": "<s>", "eos_token": "</s>"}
 ODD = [
@@ -218,7 +218,7 @@ def outcome(function, *args, **options):
 
 def check(source, conversations):
     """That every conversation is rendered as it should be, three times, in turn with others."""
-    traced, marks = Traced(source, NAMES, Counted(source)), "generation" in source
+    traced, marks = TracedTemplate(source, NAMES, Counted(source)), "generation" in source
     for turns in [*conversations, *conversations, *conversations[::-1]]:
         messages = dicts(turns)
         for options in ({"prompt": True, "marks": False}, {"prompt": False, "marks": marks}):
@@ -249,7 +249,7 @@ def test_whatever_a_template_does_the_text_is_the_same(body, conversations):
 @pytest.mark.parametrize(("body", "is_followed"), EACH.items())
 def test_what_can_be_followed_is_run_for_the_first_conversations_only(body, is_followed):
     asked = Counted(FRAME.replace("BODY", body))
-    traced = Traced(asked.source, NAMES, asked)
+    traced = TracedTemplate(asked.source, NAMES, asked)
     for i in range(6):
         outcome(traced.render, dicts([("user", f"a{i}")]), prompt=False, marks=False)
     before = asked.calls
@@ -261,7 +261,7 @@ def test_what_can_be_followed_is_run_for_the_first_conversations_only(body, is_f
 @pytest.mark.parametrize("name", sorted(SOURCES))
 def test_every_bundled_template_can_be_followed(name):
     asked = Counted(SOURCES[name])
-    traced = Traced(asked.source, NAMES, asked)
+    traced = TracedTemplate(asked.source, NAMES, asked)
     messages = dicts([("system", "s"), ("user", "a"), ("assistant", "b"), ("user", "c")])
     for prompt, marks in [(True, False), (False, True)] * 4:
         traced.render(messages, prompt=prompt, marks=marks)
@@ -270,7 +270,7 @@ def test_every_bundled_template_can_be_followed(name):
 
 def test_another_answer_to_a_question_is_another_shape():
     asked = Counted(FRAME.replace("BODY", "{{ 'thinks' if '</think>' in m.content }}"))
-    traced = Traced(asked.source, NAMES, asked)
+    traced = TracedTemplate(asked.source, NAMES, asked)
     for i in range(20):
         assert (
             "thinks" not in traced.render(dicts([("user", f"{i}")]), prompt=False, marks=False)[0]
@@ -285,7 +285,7 @@ def test_bounds_in_a_longer_text_are_those_that_transformers_gives():
     source = FRAME.replace(
         "BODY", "{% set t %}a{% generation %}{{ m.content }}{% endgeneration %}{% endset %}{{ t }}"
     )
-    traced, messages = Traced(source, NAMES, Counted(source)), dicts([("user", "x")])
+    traced, messages = TracedTemplate(source, NAMES, Counted(source)), dicts([("user", "x")])
     for _ in range(4):
         found = traced.render(messages, prompt=False, marks=True)
         assert found == theirs(source, messages, prompt=False, marks=True)
@@ -294,7 +294,7 @@ def test_bounds_in_a_longer_text_are_those_that_transformers_gives():
 def test_several_threads_may_ask_at_once():
     body = "{{ m.content | trim ~ '!' }}{{ 1 if 'x' in m.content }}{{ 2 if m.content }}"
     source = FRAME.replace("BODY", body)
-    traced = Traced(source, NAMES, Counted(source))
+    traced = TracedTemplate(source, NAMES, Counted(source))
     conversations = [
         dicts([("user", f"{n} x" if n % 3 else ""), ("assistant", "x" * (n % 2))] * (1 + n % 7))
         for n in range(200)
@@ -307,7 +307,7 @@ def test_several_threads_may_ask_at_once():
 
 def test_the_date_is_that_of_the_day_on_which_a_row_is_written():
     source = "{{ strftime_now('%d %b %Y') }}{{ messages[0].content }}"
-    traced = Traced(source, NAMES, Counted(source))
+    traced = TracedTemplate(source, NAMES, Counted(source))
     for i in range(4):
         written = traced.render(dicts([("user", str(i))]), prompt=False, marks=False)[0]
         assert written == datetime.datetime.now().strftime("%d %b %Y") + str(i)

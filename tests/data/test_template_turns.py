@@ -6,11 +6,11 @@ import pytest
 
 import tiny_tokenizers
 from surefoot.batch import IGNORE_INDEX
-from surefoot.data.chat import Codec
-from surefoot.data.encode import Dropped
+from surefoot.data.encoded import Dropped
 from surefoot.data.example import Example, Message
 from surefoot.data.section import DataSection
-from surefoot.data.templates import load_template
+from surefoot.data.text.codec import Codec
+from surefoot.data.text.templates import load_template
 from surefoot.errors import TemplateError
 
 # Small templates, each with one habit of a real one.

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 import tiny
 from spread import learn, resume, save, trainer
-from surefoot.checkpoint.folder import open_checkpoint
+from surefoot.checkpoint.disk.folder import open_checkpoint
 
 
 def whole(tensor):

@@ -8,26 +8,26 @@ import torch
 import ranks
 import small
 import tiny
-from surefoot.build import Policy, assemble
-from surefoot.checkpoint.crew import Crew
-from surefoot.checkpoint.load import load
-from surefoot.checkpoint.save import prepare
+from surefoot.checkpoint.reading.loading import load
+from surefoot.checkpoint.saving.preparation import prepare
+from surefoot.checkpoint.saving.writer_group import WriterGroup
+from surefoot.checkpoint.saving.writing import write
 from surefoot.checkpoint.section import CheckpointSection
-from surefoot.checkpoint.write import write
-from surefoot.data.prepare import Prepared
-from surefoot.data.report import Report
+from surefoot.data.rows.dataset_report import Report
 from surefoot.data.section import DataSection
+from surefoot.data.store.preparation import EncodedData
 from surefoot.methods.full import Full
-from surefoot.model import attention
-from surefoot.model.load import recompute_activations
+from surefoot.model.attention.packed import packed
+from surefoot.model.pretrained.loading import recompute_activations
+from surefoot.model.pretrained.weights import AdapterWeights, FullWeights
 from surefoot.model.section import ModelSection
-from surefoot.model.weights import AdapterWeights, FullWeights
+from surefoot.model.seeding import seed_everything
 from surefoot.optim.adamw import AdamW
 from surefoot.parallel.section import ParallelSection
 from surefoot.parallel.world import ALONE
 from surefoot.recipe.recipe import Recipe
+from surefoot.run.assembly import Policy, assemble
 from surefoot.stages.sft import SFT
-from surefoot.training.randomness import seed_everything
 from surefoot.training.saver import Saver
 from surefoot.training.section import TrainSection
 
@@ -62,7 +62,7 @@ def trainer(
         parallel=ParallelSection(**{"tp": world.tp, **(parallel or {})}),
     )
     inner = tiny.model(kind, **{"num_hidden_layers": 2, **changes})
-    sharing = attention.Sharing(packing and attention.use_packed(inner))
+    sharing = packed.PromptSharing(packing and packed.use_packed(inner))
     seed_everything(0, 1)
     model = method.apply(inner)
     if recompute:
@@ -81,7 +81,7 @@ def trainer(
         steps=dict.fromkeys(("log_steps", "eval_steps", "save_steps")),
         world=world,
     )
-    data = Prepared(examples or small.examples(), {}, Report(()))
+    data = EncodedData(examples or small.examples(), {}, Report(()))
     return assemble(recipe, Policy(model, inner, weights, sharing=sharing), data, saver, world)
 
 
@@ -119,7 +119,7 @@ def compare(count, folder, *, parallel, steps=2, close=CLOSE, **changes):
 def save(made, folder, layout="full"):
     """Write what all ranks hold as one checkpoint, now."""
     world = made.world
-    crew = Crew(layout, world.rank, world.size, world.axes, world.gathered)
+    crew = WriterGroup(layout, world.rank, world.size, world.axes, world.gathered)
     states = {name: state for name, state in made.states.items() if name != "random"}
     job, live = prepare(folder, made.state.global_step, states, kind=made.saver.kind, crew=crew)
     write(replace(job, share=False), live)

@@ -10,10 +10,9 @@ import folders
 import ranks
 from counting import Counting
 from spread import save
-from surefoot import files
 from surefoot.checkpoint.mindspore.parallel import ParallelConfig
-from surefoot.checkpoint.mindspore.rewrite import Wanted
-from surefoot.data.prompts import Prompt, read_prompts
+from surefoot.checkpoint.mindspore.rewrite import TargetFormat
+from surefoot.data.text.prompts import Prompt, read_prompts
 from surefoot.errors import RecipeError
 from surefoot.generate.section import GenerateSection
 from surefoot.inference import (
@@ -26,10 +25,11 @@ from surefoot.inference import (
     predict,
 )
 from surefoot.inference.mindspore import write_mindspore
-from surefoot.parallel.answering import with_copies
+from surefoot.parallel.generation_sharding import with_replicas
 from surefoot.parallel.section import ParallelSection
 from surefoot.parallel.world import ALONE
 from surefoot.recipe.recipe import load
+from surefoot.storage import files
 from test_startup import begun, head
 
 LIVELY = {"initializer_range": 0.3, "num_hidden_layers": 2}  # prompts matter to what is said
@@ -118,9 +118,9 @@ def folder(tmp_path_factory):
     sizes = {"num_attention_heads": 4, "num_key_value_heads": 4, **LIVELY}
     base = folders.save_model(folder / "base", "qwen2", **sizes)
     wanted = {
-        "full": Wanted(names="legacy-fused"),
-        "ranks": Wanted("distributed", ParallelConfig(2, 2), names="legacy-fused"),
-        "iteration": Wanted("distributed", ParallelConfig(1, 4), is_iteration=True),
+        "full": TargetFormat(names="legacy-fused"),
+        "ranks": TargetFormat("distributed", ParallelConfig(2, 2), names="legacy-fused"),
+        "iteration": TargetFormat("distributed", ParallelConfig(1, 4), is_iteration=True),
     }
     for name, form in wanted.items():
         write_mindspore(base, folder / name, form)
@@ -198,10 +198,10 @@ def test_heads_that_processes_cannot_share_are_one_sentence_in_all(tmp_path):
 
 
 def test_processes_beyond_a_model_are_copies():
-    found = [with_copies(ParallelSection(tp=2, num_processes=8), n) for n in (2, 8)]
+    found = [with_replicas(ParallelSection(tp=2, num_processes=8), n) for n in (2, 8)]
     assert [(s.tp, s.dp_shard, s.dp_replicate) for s in found] == [(2, 1, 1), (2, 1, 4)]
-    assert with_copies(ParallelSection()).axes(1) == (1, 1, 1, 1)
-    assert with_copies(ParallelSection(dp_shard=2), 4).axes(4) == (1, 2, 2, 1)
+    assert with_replicas(ParallelSection()).axes(1) == (1, 1, 1, 1)
+    assert with_replicas(ParallelSection(dp_shard=2), 4).axes(4) == (1, 2, 2, 1)
 
 
 def test_an_answer_of_nothing_is_kept(models, prompts):

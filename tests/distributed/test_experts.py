@@ -7,10 +7,10 @@ import ranks
 import tiny
 from spread import compare, learn, resume, save, trainer
 from surefoot.checkpoint.layouts import open_folder
-from surefoot.checkpoint.source import read_whole
-from surefoot.checkpoint.verify import verify
+from surefoot.checkpoint.reading.verification import verify
+from surefoot.checkpoint.sources.source import read_whole
 from surefoot.methods.lora import LoRA
-from surefoot.model.weights import FullWeights
+from surefoot.model.pretrained.weights import FullWeights
 from surefoot.parallel.world import ALONE
 from test_reshard import CLOSE, assert_bitwise, assert_written_once
 

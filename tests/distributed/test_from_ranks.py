@@ -8,27 +8,29 @@ import torch
 import folders
 import ranks
 from spread import learn, save, trainer
-from surefoot.checkpoint.beside import Beside
-from surefoot.checkpoint.load import load
 from surefoot.checkpoint.mindspore.names import Heads, to_mindspore
 from surefoot.checkpoint.mindspore.parallel import ParallelConfig
-from surefoot.checkpoint.mindspore.rewrite import Wanted
+from surefoot.checkpoint.mindspore.rewrite import TargetFormat
 from surefoot.checkpoint.mindspore.write import write_full
-from surefoot.checkpoint.source import Memory
+from surefoot.checkpoint.reading.loading import load
+from surefoot.checkpoint.sources.joined import JoinedSource
+from surefoot.checkpoint.sources.source import TensorsInMemory
 from surefoot.errors import CheckpointError
 from surefoot.inference.mindspore import write_mindspore
 from surefoot.interchange import load_mindspore_checkpoint
-from surefoot.model.fused import places
+from surefoot.model.fused_parameters import places
 from surefoot.parallel.world import ALONE
 from test_startup import begun, contents, data
 
 SIZES = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4}
-CUT = Wanted("distributed", ParallelConfig(1, 2, 2), names="legacy-fused", remove_redundancy=True)
+CUT = TargetFormat(
+    "distributed", ParallelConfig(1, 2, 2), names="legacy-fused", remove_redundancy=True
+)
 FORMS = {
-    "full": Wanted(names="legacy-fused"),
+    "full": TargetFormat(names="legacy-fused"),
     "distributed": CUT,
-    "same": Wanted("distributed", ParallelConfig(1, 2)),
-    "iteration": Wanted("distributed", ParallelConfig(2, 2), is_iteration=True),
+    "same": TargetFormat("distributed", ParallelConfig(1, 2)),
+    "iteration": TargetFormat("distributed", ParallelConfig(2, 2), is_iteration=True),
 }
 PARALLEL = {
     "dp_shard": {"dp_shard": 2},
@@ -119,7 +121,8 @@ def test_a_file_that_one_process_cannot_read_stops_both(saved, model, tmp_path, 
         if world.rank == 1:
             broken = CheckpointError("a disk that fails")
             monkeypatch.setattr(
-                "surefoot.checkpoint.boxed.Part.fill", lambda *_: (_ for _ in ()).throw(broken)
+                "surefoot.checkpoint.state.local_box.LocalBox.fill",
+                lambda *_: (_ for _ in ()).throw(broken),
             )
         with pytest.raises(CheckpointError, match="a disk that fails"):
             load_mindspore_checkpoint(saved / "distributed", made, base=model)
@@ -151,9 +154,9 @@ def test_the_moments_of_experts_are_gone_on_from(kind, family, tmp_path):
 
     before = fresh(ALONE)
     learn(before, 2)
-    named = to_mindspore(Memory(experts_of(before)), family, Heads(4, 2))
-    numbers = Memory({"step_num": torch.tensor(2), "global_step": torch.tensor([2])})
-    write_full(Beside([("", named), ("", numbers)]), tmp_path / "theirs")
+    named = to_mindspore(TensorsInMemory(experts_of(before)), family, Heads(4, 2))
+    numbers = TensorsInMemory({"step_num": torch.tensor(2), "global_step": torch.tensor([2])})
+    write_full(JoinedSource([("", named), ("", numbers)]), tmp_path / "theirs")
     before.models.policy.config.save_pretrained(tmp_path / "theirs")
     expected = state_of(before)
 

@@ -7,9 +7,9 @@ import ranks
 import tiny
 from spread import UNEVEN, learn, trainer
 from surefoot.methods.lora import LoRA
-from surefoot.model.outputs import WholeVocabulary
+from surefoot.model.head.outputs import WholeVocabulary
 from surefoot.parallel.collectives import MeshAxis, part
-from surefoot.parallel.vocabulary import CutVocabulary, cut_vocabulary
+from surefoot.parallel.tensor.vocab_parallel import VocabParallelLogits, cut_vocabulary
 from surefoot.parallel.world import ALONE
 from surefoot.stages.sft import SFT
 
@@ -40,7 +40,7 @@ def test_log_probabilities_entropies_means_and_predictions_are_those_of_the_whol
     def work(world):
         axis = MeshAxis(world.mesh["tp"])
         mine = part(size, axis)
-        return mine, asked(CutVocabulary(axis, size), logits[:, mine], labels, gradients)
+        return mine, asked(VocabParallelLogits(axis, size), logits[:, mine], labels, gradients)
 
     for mine, (logps, entropies, means, predictions, gradient) in ranks.run(4, work, tp=4):
         torch.testing.assert_close(logps, expected[0], rtol=1e-12, atol=1e-12)
@@ -53,7 +53,7 @@ def test_log_probabilities_entropies_means_and_predictions_are_those_of_the_whol
 def test_a_batch_that_trains_nothing_has_no_log_probabilities():
     def work(world):
         logits = torch.zeros(0, 4, requires_grad=True)
-        found = CutVocabulary(MeshAxis(world.mesh["tp"]), 8)
+        found = VocabParallelLogits(MeshAxis(world.mesh["tp"]), 8)
         return found.logps(logits, torch.zeros(0, dtype=torch.int64)).shape
 
     assert ranks.run(2, work, tp=2) == [(0,), (0,)]

@@ -15,11 +15,11 @@ from torch.distributed.tensor import DTensor
 import ranks
 from kept import assert_bitwise, everything
 from spread import UNEVEN, learn, resume, save, trainer
-from surefoot.checkpoint.verify import verify
+from surefoot.checkpoint.reading.verification import verify
 from surefoot.methods.full import Full
 from surefoot.methods.lora import LoRA
+from surefoot.model.seeding import seed_everything
 from surefoot.parallel.world import ALONE
-from surefoot.training.randomness import seed_everything
 
 CLOSE = 1e-9  # of float64 after some steps of Adam
 CLOSE_FLOAT32 = 5e-5

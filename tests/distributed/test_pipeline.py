@@ -12,8 +12,8 @@ from kept import everything
 from spread import UNEVEN, learn, trainer
 from surefoot.methods.freeze import Freeze
 from surefoot.methods.lora import LoRA
+from surefoot.model.seeding import seed_everything
 from surefoot.parallel.world import ALONE
-from surefoot.training.randomness import seed_everything
 
 STEPS = 3
 compare = partial(spread.compare, steps=STEPS)

@@ -6,9 +6,9 @@ import signal
 
 import ranks
 from spread import learn, trainer
-from surefoot.checkpoint.commit import committed
+from surefoot.checkpoint.disk.commit import committed
+from surefoot.checkpoint.reading.verification import verify
 from surefoot.checkpoint.section import CheckpointSection
-from surefoot.checkpoint.verify import verify
 
 
 def begin(world, folder, layout, **section):

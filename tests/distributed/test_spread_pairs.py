@@ -11,8 +11,8 @@ import torch.nn.functional as F
 import ranks
 from spread import CLOSE, learn, trainer
 from surefoot.batch import IGNORE_INDEX, Loss
-from surefoot.data.dataset import in_memory
-from surefoot.data.pairs import collate_pairs
+from surefoot.data.store.dataset import in_memory
+from surefoot.data.text.pairs import collate_pairs
 from surefoot.parallel.world import ALONE
 
 

@@ -16,24 +16,24 @@ import small
 import tiny
 from counting import Counting
 from spread import learn, save
-from surefoot import files
-from surefoot.build import assemble, build_policy
 from surefoot.checkpoint.section import CheckpointSection
-from surefoot.data.prepare import Prepared
-from surefoot.data.report import Report
+from surefoot.data.rows.dataset_report import Report
 from surefoot.data.section import DataSection
+from surefoot.data.store.preparation import EncodedData
 from surefoot.errors import ModelError
 from surefoot.methods.freeze import Freeze
 from surefoot.methods.full import Full
 from surefoot.methods.lora import LoRA
-from surefoot.model.attention import Sharing, use_packed
-from surefoot.model.load import load_model
+from surefoot.model.attention.packed import PromptSharing, use_packed
+from surefoot.model.pretrained.loading import load_model
 from surefoot.model.section import ModelSection
 from surefoot.optim.adamw import AdamW
 from surefoot.parallel.world import ALONE
 from surefoot.recipe.recipe import Recipe
+from surefoot.run.assembly import assemble, build_policy
 from surefoot.stages.sft import SFT
-from surefoot.startup import begin, check_packed, settle_sharing
+from surefoot.startup import init_on_meta, select_prompt_sharing, verify_packing_isolation
+from surefoot.storage import files
 from surefoot.training.saver import Saver
 from surefoot.training.section import TrainSection
 
@@ -67,9 +67,9 @@ def begun(world, folder, *, method=None, model=None, tokens=(), packing=False, p
         steps={},
         world=world,
     )
-    made = assemble(recipe, policy, Prepared(small.examples(), {}, Report(())), saver, world)
+    made = assemble(recipe, policy, EncodedData(small.examples(), {}, Report(())), saver, world)
     if packing and policy.values is not None:
-        assert check_packed(made.forward, policy.inner), "prompts may be shared"
+        assert verify_packing_isolation(made.forward, policy.inner), "prompts may be shared"
     return made
 
 
@@ -146,7 +146,7 @@ def test_a_stand_in_for_one_process_has_the_values_of_the_files(kind, tmp_path):
     section = ModelSection(path=str(tmp_path))
     for dtype in (torch.float32, torch.bfloat16, "auto"):
         expected = load_model(tmp_path, section, dtype=dtype)
-        start = begin(tmp_path, section, dtype=dtype)
+        start = init_on_meta(tmp_path, section, dtype=dtype)
         policy, values = start.apply(Full().apply)
         values.fill(policy, {}, ALONE)
         assert contents(policy) == contents(expected)
@@ -164,7 +164,7 @@ def save_mixture(folder):
 def test_what_is_made_of_several_tensors_is_loaded_whole(tmp_path, caplog):
     save_mixture(tmp_path)
     with caplog.at_level("INFO"):
-        assert begin(tmp_path, ModelSection(path=str(tmp_path)), dtype=torch.float32) is None
+        assert init_on_meta(tmp_path, ModelSection(path=str(tmp_path)), dtype=torch.float32) is None
     assert "is loaded whole by every process" in caplog.text
     assert "experts.gate_up_proj has no tensor of its own in the files" in caplog.text
 
@@ -280,7 +280,7 @@ def test_only_what_is_left_in_the_model_is_read(tmp_path, monkeypatch):
     section = ModelSection(path=str(tmp_path))
     whole = load_model(tmp_path, section, dtype=torch.float32)
     monkeypatch.setattr(files, "os", counting := Counting(tmp_path))
-    start = begin(tmp_path, section, dtype=torch.float32)
+    start = init_on_meta(tmp_path, section, dtype=torch.float32)
     del start.model.model.layers[0], start.model.model.embed_tokens
     policy, values = start.apply(Full().apply)
     values.fill(policy, {}, ALONE)
@@ -292,7 +292,7 @@ def test_only_what_is_left_in_the_model_is_read(tmp_path, monkeypatch):
 
 def test_a_copy_of_what_was_tied_is_read_as_well(tmp_path):
     folders.save_model(tmp_path, "qwen2", **UNEVEN)
-    start = begin(tmp_path, ModelSection(path=str(tmp_path)), dtype=torch.float32)
+    start = init_on_meta(tmp_path, ModelSection(path=str(tmp_path)), dtype=torch.float32)
     tied = start.model.lm_head.weight
     start.model.lm_head.weight = torch.nn.Parameter(torch.empty_like(tied))
     policy, values = start.apply(Full().apply)
@@ -388,6 +388,10 @@ def test_a_run_that_goes_on_shares_prompts_as_it_did(known):
     model = tiny.model()
     for is_proven in (True, False):
         use_packed(model)
-        sharing = Sharing(is_proven)
-        assert settle_sharing(sharing, model, known) == (is_proven if known is None else known)
-    assert not settle_sharing(Sharing(), tiny.model(), known)  # not in a kernel of another
+        sharing = PromptSharing(is_proven)
+        assert select_prompt_sharing(sharing, model, known) == (
+            is_proven if known is None else known
+        )
+    assert not select_prompt_sharing(
+        PromptSharing(), tiny.model(), known
+    )  # not in a kernel of another

@@ -10,9 +10,9 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 import ranks
 from spread import UNEVEN, save, trainer
-from surefoot.checkpoint.boxed import part
 from surefoot.checkpoint.layouts import open_folder
-from surefoot.checkpoint.source import read_whole
+from surefoot.checkpoint.sources.source import read_whole
+from surefoot.checkpoint.state.local_box import local_box_of
 
 NAME = "model.embed_tokens.weight"  # of 97 rows, on 4 x 2 processes
 FEW = {"num_hidden_layers": 1, "kind": "qwen2", "train": {"micro_batch_size": 1}, **UNEVEN}
@@ -25,7 +25,7 @@ def numbered(made):
         whole = tensor.full_tensor()
         rows = torch.arange(len(whole), dtype=torch.float32)
         whole = rows.reshape(-1, *(1,) * (whole.ndim - 1)).expand(whole.shape).contiguous()
-        found = part(name, tensor, made.weights.cuts_of(name))
+        found = local_box_of(name, tensor, made.weights.cuts_of(name))
         found.values.copy_(whole[found.box.slices_in(found.box.whole(found.shape))])
         assert torch.equal(tensor.full_tensor(), whole), name  # torch's own gather agrees
         yield name, tensor
@@ -36,7 +36,7 @@ def boxes(tensor, name, made):
     sizes, start = compute_local_shape_and_global_offset(
         tensor.shape, tensor.device_mesh, tensor.placements
     )
-    found = part(name, tensor, made.weights.cuts_of(name))
+    found = local_box_of(name, tensor, made.weights.cuts_of(name))
     held = [int(row[0]) for row in tensor.to_local()]
     ours = [*range(found.box.start[0], found.box.start[0] + found.box.shape[0])]
     return [*range(start[0], start[0] + sizes[0])], ours, held

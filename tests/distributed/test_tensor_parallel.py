@@ -5,7 +5,7 @@ import torch
 
 import ranks
 from spread import UNEVEN, compare, learn, trainer
-from surefoot.checkpoint.boxed import part
+from surefoot.checkpoint.state.local_box import local_box_of
 from surefoot.methods.freeze import Freeze
 from surefoot.methods.full import Full
 from surefoot.methods.lora import LoRA
@@ -81,7 +81,7 @@ def copies(world, folder, method, **changes):
     found = {}
     for group in made.step.optimizer.param_groups:
         for name, parameter in zip(group["names"], group["params"], strict=True):
-            one = part(name, parameter.detach(), made.weights.cuts_of(name))
+            one = local_box_of(name, parameter.detach(), made.weights.cuts_of(name))
             found[name, one.box.start] = one.values.numpy().tobytes()
     return found
 

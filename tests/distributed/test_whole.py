@@ -12,12 +12,12 @@ from transformers import AutoModelForCausalLM
 import ranks
 import tiny
 from spread import UNEVEN, learn, resume, save, trainer
-from surefoot.checkpoint.balance import SLACK
-from surefoot.checkpoint.crew import Crew
-from surefoot.checkpoint.flight import Flight
-from surefoot.checkpoint.folder import open_checkpoint
-from surefoot.checkpoint.save import prepare
-from surefoot.checkpoint.verify import verify
+from surefoot.checkpoint.background.in_flight import InFlightSave
+from surefoot.checkpoint.disk.folder import open_checkpoint
+from surefoot.checkpoint.reading.verification import verify
+from surefoot.checkpoint.saving.load_balancing import SLACK
+from surefoot.checkpoint.saving.preparation import prepare
+from surefoot.checkpoint.saving.writer_group import WriterGroup
 from surefoot.methods.freeze import Freeze
 from surefoot.methods.lora import LoRA
 from surefoot.parallel.world import ALONE
@@ -61,8 +61,8 @@ def test_the_files_are_those_that_one_process_writes(count, mesh, changes, tmp_p
     def work(world):
         made = trainer(world, tmp_path / "many", **changes)
         learn(made, 2)
-        crew = Crew("full", world.rank, world.size, world.axes, world.gathered)
-        flight = Flight()
+        crew = WriterGroup("full", world.rank, world.size, world.axes, world.gathered)
+        flight = InFlightSave()
         job = save_in_background(made, crew, flight)
         learn(made, 1)  # the snapshot does not mind
         flight.wait()
@@ -114,7 +114,7 @@ def test_none_writes_much_more_than_another(count, mesh, tmp_path):
     def work(world):
         made = trainer(world, tmp_path, **{**FULL, "hidden_size": 64})
         learn(made, 1)
-        crew = Crew("full", world.rank, world.size, world.axes, world.gathered)
+        crew = WriterGroup("full", world.rank, world.size, world.axes, world.gathered)
         _, live = prepare(tmp_path, 1, states_of(made), crew=crew)
         groups = [tensors for role, tensors in live.groups.items() if role != "state"]
         return sum(t.numel() * t.element_size() for group in groups for t in group.values())
@@ -138,8 +138,8 @@ def test_frozen_weights_share_the_file_of_the_checkpoint_before(layout, tmp_path
             said.append(value)
             return world.gathered(value)
 
-        crew = Crew(layout, world.rank, world.size, world.axes, exchange)
-        flight, found = Flight(), []
+        crew = WriterGroup(layout, world.rank, world.size, world.axes, exchange)
+        flight, found = InFlightSave(), []
         for parent in (None, "checkpoint-1", "checkpoint-2"):
             learn(made, 1)
             save_in_background(made, crew, flight, parent)
@@ -167,8 +167,8 @@ def test_other_numbers_of_processes_write_frozen_weights_anew(tmp_path):
         if parent is not None:
             resume(made, tmp_path / parent)
         learn(made, 1)
-        crew = Crew("full", world.rank, world.size, world.axes, world.gathered)
-        flight = Flight()
+        crew = WriterGroup("full", world.rank, world.size, world.axes, world.gathered)
+        flight = InFlightSave()
         save_in_background(made, crew, flight, parent)
         found = flight.wait()
         world.wait()
@@ -186,14 +186,14 @@ def test_other_numbers_of_processes_write_frozen_weights_anew(tmp_path):
 def test_one_that_cannot_reserve_the_space_stops_all_before_a_byte_is_written(tmp_path):
     def work(world):
         made = trainer(world, tmp_path, **FULL)
-        crew = Crew("full", world.rank, world.size, world.axes, world.gathered)
+        crew = WriterGroup("full", world.rank, world.size, world.axes, world.gathered)
         job, live = prepare(tmp_path, 1, states_of(made), crew=crew)
         shards = [
             replace(shard, plan=replace(shard.plan, header=replace(h, file_size=1 << 43)))
             for shard in job.shards
             for h in [shard.plan.header]
         ]
-        flight = Flight()
+        flight = InFlightSave()
         flight.start(
             replace(job, shards=shards if world.is_main else job.shards), live, in_background=False
         )

@@ -9,7 +9,7 @@ from click.testing import CliRunner
 from pages import ROOT, SHELLS, blocks, steps, surefoot_commands
 
 from checkpoint.sample import Holder
-from surefoot.checkpoint.save import save
+from surefoot.checkpoint.saving.preparation import save
 from surefoot.cli.main import main
 
 PAGE = ROOT / "docs" / "how-to" / "checkpoints.md"

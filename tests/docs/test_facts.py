@@ -8,7 +8,7 @@ from pages import ROOT
 
 import surefoot
 from project import Project, metrics
-from surefoot.run_folder import FREE
+from surefoot.run.folder import FREE
 from surefoot.training import Context, TrainerCallback, TrainerControl, TrainerState
 
 HOW_TO = ROOT / "docs" / "how-to"

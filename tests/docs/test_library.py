@@ -7,7 +7,7 @@ from pages import ROOT, blocks
 
 import tiny
 from surefoot.checkpoint import find
-from surefoot.checkpoint.commit import committed
+from surefoot.checkpoint.disk.commit import committed
 
 HOW_TO = ROOT / "docs" / "how-to"
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 import folders
-from surefoot.data.prompts import read_prompts
+from surefoot.data.text.prompts import read_prompts
 from surefoot.errors import DataError, TemplateError
 from surefoot.generate.section import GenerateSection
 from surefoot.inference import Conversation, open_model, predict

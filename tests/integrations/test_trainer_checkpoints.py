@@ -23,7 +23,7 @@ from transformers import (
 import tiny
 from folders import save_model, tokenizer
 from surefoot.checkpoint import CheckpointError, Rule, verify
-from surefoot.checkpoint.commit import committed
+from surefoot.checkpoint.disk.commit import committed
 from surefoot.errors import RunError
 from surefoot.integrations import SurefootCheckpoints
 

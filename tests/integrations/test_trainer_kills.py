@@ -11,7 +11,7 @@ from transformers import TrainerCallback
 
 from project import in_child
 from surefoot.checkpoint import newest
-from surefoot.checkpoint.commit import committed, step_of
+from surefoot.checkpoint.disk.commit import committed, step_of
 
 STEPS, KILLS = 50, 6
 

@@ -8,7 +8,7 @@ import pytest
 from theirs import HALF, Losses, policy_of, recipe_in, their_trainer, weights_of
 
 from surefoot.recipe.recipe import Recipe
-from surefoot.run import build
+from surefoot.run.training_run import build
 
 METHODS = {
     "full": {},

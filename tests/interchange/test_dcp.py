@@ -12,10 +12,10 @@ from safetensors.torch import load_file
 
 import warm
 from checkpoint.sample import num_open, same
-from surefoot.checkpoint.box import Box
-from surefoot.checkpoint.copy import copy
-from surefoot.checkpoint.source import read_whole
+from surefoot.checkpoint.sources.copying import copy
+from surefoot.checkpoint.sources.source import read_whole
 from surefoot.errors import CheckpointError
+from surefoot.geometry.box import Box
 from surefoot.interchange.source import open_source
 
 SIZE = 3

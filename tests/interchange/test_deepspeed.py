@@ -13,13 +13,13 @@ from safetensors.torch import load_file, save_file
 from zero_folders import model_state, write_universal, write_zero
 
 from checkpoint.sample import num_open, same
-from surefoot import files
-from surefoot.checkpoint.box import Box
 from surefoot.checkpoint.layouts import open_folder
-from surefoot.checkpoint.source import read_whole
+from surefoot.checkpoint.sources.source import read_whole
 from surefoot.errors import CheckpointError
+from surefoot.geometry.box import Box
 from surefoot.interchange.archive import Archive
 from surefoot.interchange.source import open_source
+from surefoot.storage import files
 
 ALIAS = [("lm_head.weight", "embed.weight")]
 GROUPS = [["embed.weight", "layers.0.weight"], ["layers.0.bias", "norm.weight"]]

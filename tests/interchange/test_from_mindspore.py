@@ -10,9 +10,9 @@ from folders import save_adapter, save_model
 from spread import trainer
 from surefoot.checkpoint.mindspore.names import to_huggingface
 from surefoot.checkpoint.mindspore.write import write_full
-from surefoot.checkpoint.source import Memory, read_whole
+from surefoot.checkpoint.sources.source import TensorsInMemory, read_whole
 from surefoot.errors import CheckpointError
-from surefoot.interchange import load_mindspore_checkpoint, writer_of
+from surefoot.interchange import detect_trainer, load_mindspore_checkpoint
 from surefoot.methods.lora import LoRA
 from surefoot.parallel.world import ALONE
 
@@ -37,7 +37,7 @@ def in_one_folder(truth, tmp_path, **changes):  # noqa: F811
     """The real tensors as one folder; None leaves one out."""
     numbers = {"step_num": torch.tensor(20), "global_batch_size": torch.tensor(8)}
     tensors = {name: t for name, t in {**truth, **numbers, **changes}.items() if t is not None}
-    write_full(Memory(tensors), tmp_path / "theirs")
+    write_full(TensorsInMemory(tensors), tmp_path / "theirs")
     return tmp_path / "theirs"
 
 
@@ -50,7 +50,7 @@ def test_weights_moments_and_step_are_those_that_mindspore_saved(
 ):
     made = resumed(real / name, fresh(tmp_path))
     cut = {n: t for n, t in truth.items() if n.startswith(("adam_", "model.", "lm_head."))}
-    wanted = to_huggingface(Memory(cut), "legacy")
+    wanted = to_huggingface(TensorsInMemory(cut), "legacy")
     for ours, tensor in made.weights.state_dict().items():
         assert torch.equal(tensor, read_whole(wanted, ours))
     moments = made.optimizer_state.state_dict()
@@ -126,6 +126,6 @@ def test_weights_alone_are_nothing_to_go_on_from(tmp_path):
     adapter = save_adapter(model, tmp_path / "adapter")
     for folder, setting in ((model, "model.path"), (adapter, "model.adapter")):
         with pytest.raises(CheckpointError) as caught:
-            writer_of(folder, trust_pickle=False, pp=1)
+            detect_trainer(folder, trust_pickle=False, pp=1)
         assert "weights alone" in str(caught.value)
         assert f"set {setting}={folder}" in str(caught.value)

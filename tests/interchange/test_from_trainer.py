@@ -18,7 +18,7 @@ from surefoot.interchange import is_trainer_checkpoint, load_trainer_checkpoint
 from surefoot.methods.full import Full
 from surefoot.methods.lora import LoRA
 from surefoot.optim.adamw import AdamW
-from surefoot.run import build
+from surefoot.run.training_run import build
 
 
 @pytest.fixture

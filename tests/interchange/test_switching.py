@@ -12,7 +12,7 @@ import torch
 from theirs import HALF, Losses, furthest, their_trainer, weights_of
 
 from surefoot.interchange import load_trainer_checkpoint, save_trainer_checkpoint
-from surefoot.run import build
+from surefoot.run.training_run import build
 
 ROUNDING = 2e-6
 

@@ -18,7 +18,7 @@ import tiny
 from surefoot.checkpoint.layouts import open_folder
 from surefoot.errors import CheckpointError, ModelError
 from surefoot.interchange import load_trainer_checkpoint, save_trainer_checkpoint
-from surefoot.run import build
+from surefoot.run.training_run import build
 
 
 def convert(both, folder, **changes):

@@ -8,7 +8,7 @@ from transformers.trainer_callback import TrainerCallback
 from folders import save_data, save_model, save_recipe
 from surefoot.interchange import training_arguments
 from surefoot.recipe.recipe import load
-from surefoot.run import build
+from surefoot.run.training_run import build
 
 STEPS, HALF = 8, 4  # of a whole run, and where to switch; six steps are an epoch
 

@@ -11,15 +11,15 @@ import torch
 
 from checkpoint.mindspore.real import copied, real  # noqa: F401 - fixtures
 from folders import save_model, save_recipe
-from surefoot.checkpoint.bytes import raw
-from surefoot.checkpoint.contents import open_contents, shown
+from surefoot.checkpoint.disk.bytes import raw
 from surefoot.checkpoint.mindspore.parallel import ParallelConfig
-from surefoot.checkpoint.mindspore.rewrite import Wanted
-from surefoot.checkpoint.source import Stored, read_whole
+from surefoot.checkpoint.mindspore.rewrite import TargetFormat
+from surefoot.checkpoint.reading.contents import open_contents, shown
+from surefoot.checkpoint.sources.source import FolderSource, read_whole
 from surefoot.inference.mindspore import write_mindspore
 from surefoot.interchange import load_mindspore_checkpoint
 from surefoot.recipe.recipe import load
-from surefoot.run import build, run
+from surefoot.run.training_run import build, run
 
 PYTHON = os.environ.get("MINDSPORE_PYTHON")
 pytestmark = pytest.mark.skipif(not PYTHON, reason="needs MINDSPORE_PYTHON; see make interop")
@@ -50,7 +50,7 @@ def digest(tensor):
 
 def ours(folder):
     contents = open_contents(folder)
-    source = Stored(contents)
+    source = FolderSource(contents)
     return {
         shown(name).removeprefix("optimizer/").removeprefix("state/"): digest(
             read_whole(source, name)
@@ -78,7 +78,7 @@ def model(request, tmp_path_factory):
 
 def test_whole_weights_are_read_bitwise_and_fill_a_net(model, tmp_path):
     folder, names = model
-    write_mindspore(folder, tmp_path / "full", Wanted(names=names))
+    write_mindspore(folder, tmp_path / "full", TargetFormat(names=names))
     assert only_hashes(theirs("hashes", folder=tmp_path / "full")) == ours(tmp_path / "full")
     told = theirs("into_net", folder=tmp_path / "full")
     assert told == {"missing": [], "unknown": [], "same": True}
@@ -87,9 +87,9 @@ def test_whole_weights_are_read_bitwise_and_fill_a_net(model, tmp_path):
 @pytest.mark.parametrize("cut", CUTS)
 def test_their_merge_of_our_slices_is_the_whole(model, tmp_path, cut):
     folder, names = model
-    wanted = Wanted("distributed", CUTS[cut], names=names)
+    wanted = TargetFormat("distributed", CUTS[cut], names=names)
     write_mindspore(folder, tmp_path / "cut", wanted)
-    write_mindspore(folder, tmp_path / "full", Wanted(names=names))
+    write_mindspore(folder, tmp_path / "full", TargetFormat(names=names))
     found = theirs(
         "merge", source=tmp_path / "cut/checkpoint", strategy=tmp_path / "cut/strategy",
         target=tmp_path / "merged",
@@ -100,8 +100,8 @@ def test_their_merge_of_our_slices_is_the_whole(model, tmp_path, cut):
 @pytest.mark.parametrize("cut", CUTS)
 def test_their_cut_by_our_strategy_is_ours(model, tmp_path, cut):
     folder, names = model
-    write_mindspore(folder, tmp_path / "cut", Wanted("distributed", CUTS[cut], names=names))
-    write_mindspore(folder, tmp_path / "full", Wanted(names=names))
+    write_mindspore(folder, tmp_path / "cut", TargetFormat("distributed", CUTS[cut], names=names))
+    write_mindspore(folder, tmp_path / "full", TargetFormat(names=names))
     found, expected = theirs(
         "cut", source=tmp_path / "full", strategy=tmp_path / "cut/strategy",
         target=tmp_path / "theirs", ours=tmp_path / "cut/checkpoint",
@@ -118,11 +118,11 @@ def mixture(request, tmp_path_factory):
 
 def test_a_mixture_of_experts_fills_a_net_and_survives_their_merge(mixture, tmp_path):
     folder, names = mixture
-    write_mindspore(folder, tmp_path / "full", Wanted(names=names))
+    write_mindspore(folder, tmp_path / "full", TargetFormat(names=names))
     told = theirs("into_net", folder=tmp_path / "full")
     assert told == {"missing": [], "unknown": [], "same": True}
     shards = ParallelConfig(2, enable_parallel_optimizer=True, parallel_optimizer_threshold=0)
-    write_mindspore(folder, tmp_path / "cut", Wanted("distributed", shards, names=names))
+    write_mindspore(folder, tmp_path / "cut", TargetFormat("distributed", shards, names=names))
     found = theirs(
         "merge", source=tmp_path / "cut/checkpoint", strategy=tmp_path / "cut/strategy",
         target=tmp_path / "merged",
@@ -142,7 +142,9 @@ def trained(tmp_path_factory):
 
 def test_moments_of_a_run_fill_their_net_and_come_back_into_a_run(trained, tmp_path):
     checkpoint = trained / "run" / "checkpoint-2"
-    write_mindspore(checkpoint, tmp_path / "cut", Wanted("distributed", CUTS["dp2mp2 with shards"]))
+    write_mindspore(
+        checkpoint, tmp_path / "cut", TargetFormat("distributed", CUTS["dp2mp2 with shards"])
+    )
     found = theirs(
         "merge", source=tmp_path / "cut/checkpoint", strategy=tmp_path / "cut/strategy",
         target=tmp_path / "merged",
@@ -153,7 +155,7 @@ def test_moments_of_a_run_fill_their_net_and_come_back_into_a_run(trained, tmp_p
     made = build(load(trained / "recipe.yaml"))
     load_mindspore_checkpoint(tmp_path / "merged", made, base=trained / "model")
     assert made.state.global_step == 2
-    whole = Stored(open_contents(checkpoint))
+    whole = FolderSource(open_contents(checkpoint))
     for name, tensor in made.weights.state_dict().items():
         assert torch.equal(tensor, read_whole(whole, f"model/{name}"))
     for name, slots in made.optimizer_state.state_dict().items():
@@ -162,7 +164,7 @@ def test_moments_of_a_run_fill_their_net_and_come_back_into_a_run(trained, tmp_p
 
 
 def test_training_state_survives_their_merge(real, tmp_path):  # noqa: F811
-    wanted = Wanted("distributed", CUTS["dp2mp2 with shards"])
+    wanted = TargetFormat("distributed", CUTS["dp2mp2 with shards"])
     write_mindspore(real / "pp2mp2", tmp_path / "cut", wanted)
     found = theirs(
         "merge", source=tmp_path / "cut/checkpoint", strategy=tmp_path / "cut/strategy",

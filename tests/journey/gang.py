@@ -21,10 +21,10 @@ from pathlib import Path
 
 import forks
 from project import Project, checkpoints, losses
-from surefoot.checkpoint import background
+from surefoot.checkpoint.background.writer_process import writer_process
 from surefoot.checkpoint.layouts import open_folder
-from surefoot.checkpoint.source import read_whole
-from surefoot.checkpoint.verify import verify
+from surefoot.checkpoint.reading.verification import verify
+from surefoot.checkpoint.sources.source import read_whole
 from surefoot.cli import train as imported_early  # noqa: F401
 from surefoot.parallel import launch
 
@@ -150,7 +150,7 @@ def compare(project, reference, is_bitwise):
 def main(wanted, seed, counts, folder):
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
     forks.put(launch)
-    forks.put(background)
+    forks.put(writer_process)
     rng, kills, starts, rounds, worst = random.Random(seed), Counter(), 0, 0, (0.0, 0.0)
     reference = whole(folder / "reference", counts[0])
     while kills.total() < wanted:

@@ -56,10 +56,10 @@ def pickled(project):
 
 
 def adapter_of_another_model(project):
-    from surefoot.checkpoint.save import save
+    from surefoot.checkpoint.saving.preparation import save
     from surefoot.methods.lora import LoRA
-    from surefoot.model.companions import adapter_files
-    from surefoot.model.weights import AdapterWeights
+    from surefoot.model.pretrained.companions import adapter_files
+    from surefoot.model.pretrained.weights import AdapterWeights
 
     other = LoRA(rank=2).apply(tiny.model("llama", hidden_size=16, head_dim=4))
     companions = adapter_files(other)

@@ -7,10 +7,10 @@ import torch
 from cli.ckpt.runner import run as ckpt
 from folders import save_adapter, save_model, save_recipe
 from surefoot.checkpoint.layouts import open_named
-from surefoot.checkpoint.source import read_whole
+from surefoot.checkpoint.sources.source import read_whole
 from surefoot.errors import CheckpointError
 from surefoot.recipe.recipe import load
-from surefoot.run import build
+from surefoot.run.training_run import build
 
 CUT = ("--layout", "distributed")
 TARGETS = {

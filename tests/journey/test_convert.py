@@ -7,10 +7,10 @@ from transformers import AutoModelForCausalLM
 
 from project import Project, assert_same, checkpoints, final_weights, losses, surefoot
 from surefoot.checkpoint.layouts import open_folder
-from surefoot.checkpoint.source import read_whole
-from surefoot.checkpoint.verify import verify
+from surefoot.checkpoint.reading.verification import verify
+from surefoot.checkpoint.sources.source import read_whole
 from surefoot.recipe.recipe import load
-from surefoot.run import build
+from surefoot.run.training_run import build
 
 
 def convert(*arguments):

@@ -15,7 +15,7 @@ import small
 import surefoot
 from project import Project, assert_same, checkpoints, final_weights, losses
 from surefoot.callbacks.early_stop import EarlyStop
-from surefoot.checkpoint.commit import committed
+from surefoot.checkpoint.disk.commit import committed
 from surefoot.errors import RunError
 from surefoot.training.callback import TrainerCallback
 

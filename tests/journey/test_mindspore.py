@@ -8,23 +8,23 @@ import torch
 from safetensors import safe_open
 
 from folders import save_data, save_model, save_recipe
-from surefoot.checkpoint.contents import open_contents
 from surefoot.checkpoint.mindspore.parallel import ParallelConfig
-from surefoot.checkpoint.mindspore.rewrite import Wanted
-from surefoot.checkpoint.source import Stored, read_whole
+from surefoot.checkpoint.mindspore.rewrite import TargetFormat
+from surefoot.checkpoint.reading.contents import open_contents
+from surefoot.checkpoint.sources.source import FolderSource, read_whole
 from surefoot.inference.mindspore import write_mindspore
-from surefoot.inference.opened import open_model
+from surefoot.inference.model_loading import open_model
 from surefoot.model.section import ModelSection
-from surefoot.recipe.from_mindformers import convert
+from surefoot.recipe.from_mindformers.conversion import convert
 from surefoot.recipe.recipe import load, read
 from surefoot.recipe.yaml import parse
-from surefoot.run import build, run
-from surefoot.startup import begin
+from surefoot.run.training_run import build, run
+from surefoot.startup import init_on_meta
 
 FORMS = {
-    "full": Wanted(names="legacy-fused"),
-    "distributed": Wanted("distributed", ParallelConfig(2, 2, 3), names="legacy-fused"),
-    "iteration": Wanted("distributed", ParallelConfig(1, 4), is_iteration=True),
+    "full": TargetFormat(names="legacy-fused"),
+    "distributed": TargetFormat("distributed", ParallelConfig(2, 2, 3), names="legacy-fused"),
+    "iteration": TargetFormat("distributed", ParallelConfig(1, 4), is_iteration=True),
 }
 
 SAVES = {"save_steps": 2, "async_save": False}
@@ -52,7 +52,7 @@ def test_a_model_of_mindspores_answers_as_the_one_it_came_from(model, tmp_path, 
 def test_a_process_reads_just_its_part_of_mindspores_weights(model, tmp_path, form):
     write_mindspore(model, tmp_path / "theirs", FORMS[form])
     section = ModelSection(path=str(tmp_path / "theirs"))
-    assert begin(tmp_path / "theirs", section, dtype="auto") is not None
+    assert init_on_meta(tmp_path / "theirs", section, dtype="auto") is not None
 
 
 def losses(folder, model, run_folder):
@@ -95,7 +95,7 @@ def assert_goes_on(trained, recipe):
     state = run(recipe).state
     assert state.global_step == 4
     found, expected = (
-        Stored(open_contents(folder / "checkpoint-4", ("model", "optimizer")))
+        FolderSource(open_contents(folder / "checkpoint-4", ("model", "optimizer")))
         for folder in (recipe.train.folder, trained / "run")
     )
     assert found.shapes() == expected.shapes()
@@ -155,10 +155,10 @@ def test_a_pretraining_saves_each_slice_once(trained, tmp_path):
     run(from_yaml(trained, PRETRAIN.format(run=tmp_path / "run", model=trained / "model")))
     checkpoint, theirs = tmp_path / "run" / "checkpoint-4", tmp_path / "theirs"
     assert (checkpoint / "rank_00000" / "optimizer.safetensors").exists()
-    wanted = Wanted("distributed", ParallelConfig(2, 2), remove_redundancy=True)
+    wanted = TargetFormat("distributed", ParallelConfig(2, 2), remove_redundancy=True)
     write_mindspore(checkpoint, theirs, wanted)
     files = sorted((theirs / "checkpoint").rglob("*.safetensors"))
-    whole = Stored(open_contents(checkpoint, ("model", "optimizer")))
+    whole = FolderSource(open_contents(checkpoint, ("model", "optimizer")))
     moments = [s for n, s in whole.shapes().items() if not n.endswith(".step")]
     stored = sum(sum(math.prod(s) for s in sizes(file).values() if s) for file in files)
     assert len(files) == 4

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 import surefoot
 import warm
 from project import Project, assert_same, checkpoints, final_weights, in_child, losses, start
-from surefoot.checkpoint.verify import verify
+from surefoot.checkpoint.reading.verification import verify
 
 CASES = {
     "full": {"method": "full"},

@@ -12,10 +12,10 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from project import Project, checkpoints, losses, start, surefoot
-from surefoot.checkpoint.commit import being_written
+from surefoot.checkpoint.disk.commit import being_written
 from surefoot.checkpoint.layouts import open_folder
-from surefoot.checkpoint.source import read_whole
-from surefoot.checkpoint.verify import verify
+from surefoot.checkpoint.reading.verification import verify
+from surefoot.checkpoint.sources.source import read_whole
 
 CLOSE = 2e-5  # of losses and of weights after some steps of Adam: sums in another order
 

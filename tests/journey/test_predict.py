@@ -7,7 +7,7 @@ import pytest
 from folders import save_data, save_model, save_recipe
 from project import surefoot
 from surefoot.checkpoint.mindspore.parallel import ParallelConfig
-from surefoot.checkpoint.mindspore.rewrite import Wanted
+from surefoot.checkpoint.mindspore.rewrite import TargetFormat
 from surefoot.inference.mindspore import write_mindspore
 
 SIZES = {"num_attention_heads": 4, "num_key_value_heads": 4, "initializer_range": 0.3}
@@ -19,7 +19,7 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("predict")
     save_model(folder / "base", "qwen2", **SIZES)
     (folder / "q.txt").write_text("Hi\nWhat is 1 plus 1?\nA long story\n")
-    wanted = Wanted("distributed", ParallelConfig(2, 2), names="legacy-fused")
+    wanted = TargetFormat("distributed", ParallelConfig(2, 2), names="legacy-fused")
     write_mindspore(folder / "base", folder / "theirs", wanted)
     for name in ("config.json", "tokenizer.json"):  # what MindSpore's ranks have nothing of
         (folder / "theirs" / name).unlink()

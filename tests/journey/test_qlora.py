@@ -13,11 +13,11 @@ from transformers import AutoModelForCausalLM
 
 import surefoot
 from project import Project, assert_same, checkpoints, final_weights, losses
-from surefoot.build import build
 from surefoot.errors import ModelError, RecipeError
 from surefoot.inference.exported import export
 from surefoot.parallel.world import World
 from surefoot.recipe.recipe import load
+from surefoot.run.assembly import build
 
 needs_bitsandbytes = pytest.mark.skipif(
     find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed"

@@ -8,11 +8,11 @@ import pytest
 
 import surefoot
 from project import Project, assert_same, checkpoints, final_weights, in_child, losses, rows
-from surefoot.build import build_codec
-from surefoot.encoding import encode_all
 from surefoot.errors import DataError, RecipeError
-from surefoot.model.load import resolve
+from surefoot.model.pretrained.loading import resolve
 from surefoot.recipe.recipe import load
+from surefoot.recipe.recipe_data import encode_all
+from surefoot.run.assembly import build_codec
 from test_never_lost import assert_no_worse_for_it, killed_again_and_again
 
 MANY = 60

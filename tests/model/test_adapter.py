@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM
 
 from folders import edit_json, save_adapter, save_model
 from surefoot.errors import ModelError
-from surefoot.model.adapter import attach, continue_adapter
+from surefoot.model.pretrained.adapter import attach, continue_adapter
 
 IDS = torch.arange(60, 76)[None]
 

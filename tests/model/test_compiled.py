@@ -14,8 +14,8 @@ from surefoot.errors import RecipeError
 from surefoot.methods.freeze import Freeze
 from surefoot.methods.full import Full
 from surefoot.methods.lora import LoRA
-from surefoot.model.compiled import compile_layers
-from surefoot.parallel.shard import layers
+from surefoot.model.pretrained.compiled import compile_layers
+from surefoot.parallel.sharded_model import layers
 from surefoot.parallel.world import ALONE
 
 CLOSE = 1e-5  # of mean losses (about 4) and of gradient norms: fused sums round differently

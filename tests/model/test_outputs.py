@@ -6,8 +6,8 @@ from transformers.trainer_pt_utils import LabelSmoother
 
 import tiny
 from surefoot.batch import IGNORE_INDEX, Batch
-from surefoot.model import outputs
-from surefoot.model.attention import use_packed
+from surefoot.model.attention.packed import use_packed
+from surefoot.model.head.chunked_cross_entropy import outputs
 
 
 def padded(rows, labels):

@@ -9,9 +9,10 @@ import torch
 
 import small
 import tiny
-from surefoot.data.collate import collate
+from surefoot.data.text.collation import collate
 from surefoot.errors import RecipeError
-from surefoot.model import attention, outputs
+from surefoot.model.attention.packed import packed
+from surefoot.model.head.chunked_cross_entropy import outputs
 from surefoot.model.pipeline_stages import keep, parameters_of, split
 
 
@@ -21,7 +22,7 @@ from surefoot.model.pipeline_stages import keep, parameters_of, split
 def test_stages_compose_to_the_model(kind, packing):
     whole, batch = tiny.model(kind), collate(small.examples(5), packing=packing)
     if packing:
-        attention.use_packed(whole)
+        packed.use_packed(whole)
     expected = outputs.compute(whole, batch, ("entropies",))
     hidden = None
     for number in range(3):

@@ -10,18 +10,18 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 import tiny
-from surefoot.batch import IGNORE_INDEX, Places, places
-from surefoot.data.collate import collate
-from surefoot.data.pairs import collate_pairs, split, unshared
+from surefoot.batch import IGNORE_INDEX, TrainedPositions, trained_positions
+from surefoot.data.text.collation import collate
+from surefoot.data.text.pairs import collate_pairs, split, unshared
 from surefoot.errors import ModelError
-from surefoot.model import attention_choice, outputs
-from surefoot.model.asked_head import asked_head
-from surefoot.model.attention import PREFIX, use_packed
-from surefoot.model.attention_rows import register
-from surefoot.model.compiled import compile_layers
-from surefoot.model.load import recompute_activations
-from surefoot.parallel.sequence import widened
-from surefoot.parallel.shard import layers
+from surefoot.model.attention.kernels import register
+from surefoot.model.attention.packed import PREFIX, selection, use_packed
+from surefoot.model.head.chunked_cross_entropy import outputs
+from surefoot.model.head.logprob_head import asked_head
+from surefoot.model.pretrained.compiled import compile_layers
+from surefoot.model.pretrained.loading import recompute_activations
+from surefoot.parallel.sharded_model import layers
+from surefoot.parallel.tensor.sequence_parallel import widened
 
 CASES = [
     ("llama", "sdpa", {}),
@@ -130,8 +130,8 @@ def test_an_answer_does_not_see_the_other_one():
 
 def test_both_first_tokens_are_predicted_at_the_last_of_the_prompt():
     batch = collate_pairs([pair(2, 2, 3), pair(3, 1, 2)], packing=True)
-    at = places(batch)
-    assert isinstance(at, Places)
+    at = trained_positions(batch)
+    assert isinstance(at, TrainedPositions)
     assert at.columns.tolist() == [1, 1, 4, 5, 9, 11]
     assert torch.equal(at.labels, batch.labels[batch.labels != IGNORE_INDEX])
     assert at.kept is at.columns or torch.equal(at.kept, at.columns)
@@ -175,7 +175,7 @@ def test_a_kernel_for_rows_leaves_branches_to_the_documents_own():
 
     def counted(*row):
         calls.append(row)
-        return attention_choice._by_document(*row)
+        return selection._by_document(*row)
 
     register("counted_too", counted)
     plain, model = tiny.model(), tiny.model()

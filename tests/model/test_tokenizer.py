@@ -6,7 +6,7 @@ import pytest
 
 import tiny_tokenizers
 from surefoot.errors import ModelError
-from surefoot.model.tokenizer import load_tokenizer
+from surefoot.model.pretrained.tokenizer import load_tokenizer
 
 
 @pytest.fixture

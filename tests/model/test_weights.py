@@ -10,12 +10,12 @@ from transformers import (
 )
 
 import tiny
-from surefoot.checkpoint.load import load
-from surefoot.checkpoint.save import save
+from surefoot.checkpoint.reading.loading import load
+from surefoot.checkpoint.saving.preparation import save
 from surefoot.errors import CheckpointError
 from surefoot.methods.lora import LoRA
-from surefoot.model.companions import adapter_files, model_files
-from surefoot.model.weights import AdapterWeights, FullWeights
+from surefoot.model.pretrained.companions import adapter_files, model_files
+from surefoot.model.pretrained.weights import AdapterWeights, FullWeights
 
 IDS = torch.arange(3, 20)[None]
 

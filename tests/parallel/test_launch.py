@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from surefoot.parallel.launch import _Gang, launch, num_processes
+from surefoot.parallel.launch import _ProcessGroup, launch, num_processes
 from surefoot.parallel.section import ParallelSection
 
 
@@ -61,7 +61,7 @@ def test_of_two_failures_at_once_the_one_that_was_killed_is_told():
         os.kill(os.getpid(), signal.SIGKILL)
     sys.exit(1)
     """
-    gang = _Gang(command(script), 2)
+    gang = _ProcessGroup(command(script), 2)
     for process in gang.processes:
         process.wait()
     assert gang.watch() == 128 + signal.SIGKILL

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from surefoot.address import Address, default_cache, is_address
-from surefoot.checkpoint.index import is_plain_name
+from surefoot.checkpoint.disk.manifest import is_plain_name
 from surefoot.recipe.recipe import dump, read
+from surefoot.storage.address import Address, default_cache, is_address
 
 SECTIONS = {"model": {"path": "."}, "data": {"datasets": ["a"]}, "stage": "sft"}
 

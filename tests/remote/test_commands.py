@@ -6,11 +6,11 @@ import pytest
 from click.testing import CliRunner
 
 from checkpoint.sample import sample_states
-from surefoot.address import Address
-from surefoot.checkpoint.save import save
+from surefoot.checkpoint.saving.preparation import save
 from surefoot.cli.main import main
 from surefoot.remote.store import Store
 from surefoot.remote.upload import upload
+from surefoot.storage.address import Address
 
 STATE = {"log_history": [{"step": 2, "loss": 0.25}], "global_step": 2, "best_global_step": 2}
 

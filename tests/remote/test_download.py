@@ -3,15 +3,15 @@
 import pytest
 
 from checkpoint.sample import blank, same, sample_states
-from surefoot.address import Address
-from surefoot.checkpoint import strict
-from surefoot.checkpoint.load import load
-from surefoot.checkpoint.save import save
+from surefoot.checkpoint.reading.loading import load
+from surefoot.checkpoint.saving.preparation import save
 from surefoot.errors import CheckpointError
 from surefoot.remote.download import DamagedError, download, verify
 from surefoot.remote.listing import list_store
 from surefoot.remote.store import Store
 from surefoot.remote.upload import remove, upload
+from surefoot.storage.address import Address
+from surefoot.storage.disk_usage import strict_json
 
 URL = Address("memory://runs/tiny")
 
@@ -74,7 +74,7 @@ def test_damage_on_the_way_is_mended_by_a_second_look(store, tmp_path, memory, m
 
 
 def test_a_manifest_of_no_size_is_not_even_read(store, tmp_path, monkeypatch):
-    monkeypatch.setattr(strict, "MAX_BYTES", 10)
+    monkeypatch.setattr(strict_json, "MAX_BYTES", 10)
     with pytest.raises(DamagedError, match="too many for a manifest"):
         download(store, "checkpoint-3", tmp_path / "to")
     (line,) = list_store(URL)

@@ -5,12 +5,12 @@ import logging
 import pytest
 
 from checkpoint.sample import sample_states
-from surefoot.address import Address
-from surefoot.checkpoint.save import save
+from surefoot.checkpoint.saving.preparation import save
 from surefoot.errors import CheckpointError
 from surefoot.remote.contents import contents
 from surefoot.remote.mirror import Mirror
 from surefoot.remote.store import Store
+from surefoot.storage.address import Address
 
 URL = Address("memory://runs/mirror")
 

@@ -13,14 +13,14 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from project import Project, assert_same, checkpoints, losses, start
-from surefoot.address import Address
-from surefoot.checkpoint.verify import verify
+from surefoot.checkpoint.reading.verification import verify
 from surefoot.cli.main import main
 from surefoot.errors import CheckpointError, RunError, SurefootError
 from surefoot.inference import locate
 from surefoot.recipe.recipe import load
 from surefoot.remote.uploader import LOCK
-from surefoot.run import run
+from surefoot.run.training_run import run
+from surefoot.storage.address import Address
 
 
 def train(project, url=None, cache=None, **overrides):

@@ -2,9 +2,9 @@
 
 import pytest
 
-from surefoot.address import Address
-from surefoot.remote.patience import MissingError, StoreError
+from surefoot.remote.retry import MissingError, StoreError
 from surefoot.remote.store import Store
+from surefoot.storage.address import Address
 
 
 @pytest.fixture(params=["s3", "memory", "file"])

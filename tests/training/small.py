@@ -4,28 +4,29 @@ import numpy as np
 import torch
 
 import tiny
-from surefoot.checkpoint.load import load
+from surefoot.checkpoint.reading.loading import load
 from surefoot.checkpoint.section import CheckpointSection
-from surefoot.data.collate import collate
-from surefoot.data.loader import Loader
+from surefoot.data.order.loader import Loader
+from surefoot.data.text.collation import collate
 from surefoot.methods.full import Full
-from surefoot.model import attention, outputs
-from surefoot.model.weights import AdapterWeights, FullWeights
+from surefoot.model.attention.packed import packed
+from surefoot.model.head.chunked_cross_entropy import outputs
+from surefoot.model.precision import LossScaler, autocast
+from surefoot.model.pretrained.weights import AdapterWeights, FullWeights
+from surefoot.model.seeding import seed_everything
 from surefoot.optim.adamw import AdamW
 from surefoot.optim.state import NamedState
-from surefoot.parallel.engine import plain
+from surefoot.parallel.model_runner import plain
 from surefoot.stages.sft import SFT
 from surefoot.training.callback import Callbacks, Context, TrainerCallback
-from surefoot.training.interval import Interval
-from surefoot.training.precision import LossScaler, autocast
-from surefoot.training.randomness import seed_everything
+from surefoot.training.log_accumulator import LogAccumulator
 from surefoot.training.saver import Saver
 from surefoot.training.section import TrainSection
 from surefoot.training.stage import Models
 from surefoot.training.state import TrainerControl, TrainerState
 from surefoot.training.step import Step
 from surefoot.training.trainer import Trainer
-from surefoot.training.triggers import Flow, Trigger
+from surefoot.training.triggers import IntervalCallback, Trigger
 
 
 class Items(list):
@@ -93,7 +94,7 @@ def trainer(
     seed_everything(section.seed)
     inner = tiny.model(attention_dropout=0.1) if model is None else model
     if packing:
-        attention.use_packed(inner)
+        packed.use_packed(inner)
     method = method or Full()
     seed_everything(section.seed, 1)
     policy = method.apply(inner)
@@ -117,7 +118,7 @@ def trainer(
             return outputs.compute(policy, batch, needs)
 
     checkpoint = CheckpointSection(save_steps=save_steps, keep=keep)
-    flow = Flow(
+    flow = IntervalCallback(
         Trigger(section.log_steps),
         Trigger(section.eval_steps, section.eval_minutes, section.eval_epoch),
         Trigger(save_steps),
@@ -151,7 +152,7 @@ def trainer(
         callbacks=Callbacks(context, state, control, [flow, *members]),
         state=state,
         control=control,
-        interval=Interval(state, 1000),
+        interval=LogAccumulator(state, 1000),
     )
 
 

@@ -12,11 +12,11 @@ import pytest
 
 import small
 from surefoot.callbacks.early_stop import EarlyStop
-from surefoot.checkpoint.arena import Arena
-from surefoot.checkpoint.commit import committed
-from surefoot.checkpoint.folder import open_checkpoint
+from surefoot.checkpoint.background.snapshot_buffer import SnapshotBuffer
+from surefoot.checkpoint.disk.commit import committed
+from surefoot.checkpoint.disk.folder import open_checkpoint
+from surefoot.checkpoint.reading.verification import verify
 from surefoot.checkpoint.section import CheckpointSection
-from surefoot.checkpoint.verify import verify
 from surefoot.errors import CheckpointError
 from surefoot.training.callback import TrainerCallback
 
@@ -167,7 +167,7 @@ def test_without_room_for_a_snapshot_training_waits_for_every_save(tmp_path, mon
     def none(size):
         raise MemoryError("no room")
 
-    monkeypatch.setattr(Arena, "create", none)
+    monkeypatch.setattr(SnapshotBuffer, "create", none)
     built(tmp_path, save_steps=2).fit()
     assert steps_in(tmp_path) == [2, 4, 6, 8]
     assert caplog.text.count("training waits for every save") == 1

@@ -8,10 +8,10 @@ import small
 import tiny
 from surefoot.batch import Loss
 from surefoot.methods.lora import LoRA
+from surefoot.model.precision import LossScaler
 from surefoot.optim.adamw import AdamW
 from surefoot.optim.schedules import Schedule
 from surefoot.training.callback import TrainerCallback
-from surefoot.training.precision import LossScaler
 from surefoot.training.step import Step
 
 # On a GPU, the host learns from each of these what the device has computed: it waits.

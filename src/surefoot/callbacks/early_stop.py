@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ..training.best import is_better
+from ..training.best_metric import is_better
 from ..training.callback import Context, TrainerCallback
 from ..training.state import TrainerControl, TrainerState
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..errors import RunError
-from ..files import append_line, make_folder, raising
+from ..storage.files import append_line, make_folder, raising
 from ..training.callback import Context, TrainerCallback
 from ..training.state import TrainerControl, TrainerState
 

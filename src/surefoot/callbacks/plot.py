@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..files import explain, write_aside
+from ..storage.files import explain, write_aside
 from ..training.callback import Context, TrainerCallback
 from ..training.state import TrainerControl, TrainerState
 

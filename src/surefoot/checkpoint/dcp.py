@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .. import files
 from ..errors import CheckpointError
-from . import strict, tensorfile
-from .box import Box, is_covered_once
-from .header import integers
-from .sharding import INFO_KEY, SHAPE_KEY, START_KEY
+from ..geometry.box import Box, is_covered_once
+from ..storage import files
+from .disk import strict_json, tensorfile
+from .disk.dcp_metadata import INFO_KEY, SHAPE_KEY, START_KEY
+from .disk.header import integers
 
 _FILE = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
 
@@ -59,7 +59,7 @@ def open_boxes(folder: Path) -> dict[str, list[Stored]]:
 def _boxes(file: tensorfile.TensorFile) -> Mapping[str, tuple[tuple[int, ...], Box]]:
     """Each tensor's whole shape, as far as this file knows, and the box of it that is here."""
     where = f"{file.path}: {INFO_KEY}"
-    told = strict.parse_object(file.header.metadata.get(INFO_KEY, "{}").encode(), where)
+    told = strict_json.parse_object(file.header.metadata.get(INFO_KEY, "{}").encode(), where)
     found = {}
     for key, entry in file.header.entries.items():
         info: Any = told.get(key, {START_KEY: [0] * len(entry.shape)})

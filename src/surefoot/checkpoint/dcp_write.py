@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from .. import files
+from ..geometry.mesh import Mesh
+from ..storage import files
 from . import dcp
-from .copy import Progress, cast, fill, silent
-from .mesh import Mesh
-from .plan import FilePlan, plan_save
-from .reshard import ALONE, held_by
-from .source import Source
-from .whole import new_folder, write_small
+from .converting.resharding import ALONE, held_by
+from .disk.atomic_folder import new_folder, write_small
+from .disk.file_plan import FilePlan, plan_save
+from .sources.copying import Progress, cast, fill, silent
+from .sources.source import TensorSource
 
 
-def plan_dcp(source: Source, mesh: Mesh = ALONE) -> list[FilePlan]:
+def plan_dcp(source: TensorSource, mesh: Mesh = ALONE) -> list[FilePlan]:
     """One file for every rank that holds something."""
     plans = []
     for rank, held in enumerate(held_by({"model": source}, mesh)):
@@ -28,7 +28,7 @@ def plan_dcp(source: Source, mesh: Mesh = ALONE) -> list[FilePlan]:
 
 
 def write_dcp(
-    source: Source,
+    source: TensorSource,
     target: Path,
     *,
     mesh: Mesh = ALONE,

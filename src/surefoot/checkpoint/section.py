@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from ..address import Address
-from .index import Layout
-from .retention import Rule
+from ..storage.address import Address
+from .disk.manifest import Layout
+from .disk.retention import RetentionPolicy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,9 +76,9 @@ class CheckpointSection:
         """The layout of checkpoints there."""
         return self.layout or ("full" if isinstance(output_dir, Path) else "distributed")
 
-    def rule(self) -> Rule:
+    def rule(self) -> RetentionPolicy:
         """Which checkpoints stay."""
-        return Rule(
+        return RetentionPolicy(
             keep=self.keep,
             keep_every=self.keep_every,
             keep_best=self.keep_best,

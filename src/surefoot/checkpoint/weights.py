@@ -14,14 +14,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from .. import files
 from ..errors import CheckpointError
-from . import dcp, strict, tensorfile
-from .box import Box
-from .commit import named
-from .folder import CheckpointFolder, open_checkpoint
-from .header import Entry
-from .index import MANIFEST, STATE, Piece, is_plain_name
+from ..geometry.box import Box
+from ..storage import files
+from . import dcp
+from .disk import strict_json, tensorfile
+from .disk.commit import named
+from .disk.folder import CheckpointFolder, open_checkpoint
+from .disk.header import Entry
+from .disk.manifest import MANIFEST, STATE, Piece, is_plain_name
 from .mindspore import opened as mindspore
 from .mindspore.ranks import old_file
 from .mindspore.shapes import Shapes
@@ -49,7 +50,7 @@ _CONVERT = (
 
 
 @dataclass(frozen=True)
-class Part:
+class StoredBox:
     """One box of a tensor. In ``file``, ``key`` is either the box or the whole tensor."""
 
     file: tensorfile.TensorFile
@@ -64,7 +65,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Place:
+class TensorLocation:
     """One tensor in a file. ``hash`` is known for checkpoints of ours.
 
     A tensor that lies in several ``parts`` has no hash itself; its file and key are the first
@@ -75,7 +76,7 @@ class Place:
     key: str
     entry: Entry
     hash: str | None = None
-    parts: tuple[Part, ...] = ()
+    parts: tuple[StoredBox, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -84,10 +85,10 @@ class Weights:
 
     layout: Layout
     folder: Path
-    tensors: Mapping[str, Place]
+    tensors: Mapping[str, TensorLocation]
 
 
-def recognise(folder: Path) -> Layout | None:
+def detect_layout(folder: Path) -> Layout | None:
     """Which kind of folder of weights ``folder`` is; None if it is none that can be read."""
     if files.exists(folder / MANIFEST) or files.exists(folder / STATE):
         return "native"  # without a manifest it is damaged, not somebody else's
@@ -109,7 +110,7 @@ def is_deepspeed(folder: Path) -> bool:
 
 def open_weights(folder: Path) -> Weights:
     """The weights in ``folder``, whatever its layout; a ``CheckpointError`` if there are none."""
-    layout = recognise(folder)
+    layout = detect_layout(folder)
     with files.raising(CheckpointError, f"cannot read the weights in {folder}"):
         if layout is None:
             raise CheckpointError(_why_not(folder))
@@ -124,21 +125,23 @@ def open_native(folder: Path) -> Weights:
 
 def places(
     checkpoint: CheckpointFolder, tensors: Mapping[str, Sequence[Piece]]
-) -> dict[str, Place]:
+) -> dict[str, TensorLocation]:
     """Where the tensors of a checkpoint of ours lie, each file opened once."""
     names = {piece.file for pieces in tensors.values() for piece in pieces}
     opened = {name: checkpoint.tensors(name) for name in names}
     return {name: _place(pieces, opened) for name, pieces in tensors.items()}
 
 
-def _place(pieces: Sequence[Piece], opened: Mapping[str, tensorfile.TensorFile]) -> Place:
+def _place(pieces: Sequence[Piece], opened: Mapping[str, tensorfile.TensorFile]) -> TensorLocation:
     first = pieces[0]
     file = opened[first.file]
     entry = file.entry(first.key)
     if len(pieces) == 1:  # it is all of the tensor
-        return Place(file, first.key, entry, first.hash)
-    parts = tuple(Part(opened[p.file], p.key, p.box, p.hash) for p in pieces)
-    return Place(file, first.key, Entry(first.dtype, first.shape, entry.offset), None, parts)
+        return TensorLocation(file, first.key, entry, first.hash)
+    parts = tuple(StoredBox(opened[p.file], p.key, p.box, p.hash) for p in pieces)
+    return TensorLocation(
+        file, first.key, Entry(first.dtype, first.shape, entry.offset), None, parts
+    )
 
 
 def open_peft(folder: Path) -> Weights:
@@ -152,7 +155,7 @@ def open_huggingface(folder: Path) -> Weights:
         return Weights("huggingface", folder, _stored([tensorfile.open_path(folder / MODEL)]))
     where = folder / MODEL_INDEX
     with files.open_file(where) as file:
-        index = strict.parse_object(files.read_all(file, strict.MAX_BYTES), str(where))
+        index = strict_json.parse_object(files.read_all(file, strict_json.MAX_BYTES), str(where))
     names = index.get("weight_map")
     if not isinstance(names, dict) or not all(isinstance(n, str) for n in names.values()):
         raise CheckpointError(f"{where}: weight_map must map tensor names to file names")
@@ -185,30 +188,32 @@ def open_mindspore(
 
 def open_mindspore_state(
     folder: Path, *, strategy: Path | None = None, shapes: Shapes | None = None
-) -> dict[str, Place]:
+) -> dict[str, TensorLocation]:
     """All tensors that MindSpore saved, by its names: weights, moments, numbers of the training."""
     return _from_boxes(mindspore.open_boxes(folder, strategy=strategy, shapes=shapes))
 
 
-def _from_boxes(tensors: Mapping[str, Sequence[dcp.Stored]]) -> dict[str, Place]:
+def _from_boxes(tensors: Mapping[str, Sequence[dcp.Stored]]) -> dict[str, TensorLocation]:
     found = {}
     for name, boxes in tensors.items():
         first = boxes[0]
         entry = first.file.entry(name)
-        parts = tuple(Part(box.file, name, box.box) for box in boxes) if len(boxes) > 1 else ()
-        found[name] = Place(first.file, name, replace(entry, shape=first.shape), None, parts)
+        parts = tuple(StoredBox(box.file, name, box.box) for box in boxes) if len(boxes) > 1 else ()
+        found[name] = TensorLocation(
+            first.file, name, replace(entry, shape=first.shape), None, parts
+        )
     return found
 
 
-def _stored(opened: list[tensorfile.TensorFile]) -> dict[str, Place]:
-    found: dict[str, Place] = {}
+def _stored(opened: list[tensorfile.TensorFile]) -> dict[str, TensorLocation]:
+    found: dict[str, TensorLocation] = {}
     for file in opened:
         for name, entry in file.header.entries.items():
             if name in found:
                 raise CheckpointError(
                     f"{file.path}: {name[:200]!r} is in {found[name].file.path.name} as well"
                 )
-            found[name] = Place(file, name, entry)
+            found[name] = TensorLocation(file, name, entry)
     return found
 
 
@@ -216,7 +221,7 @@ def _why_not(folder: Path) -> str:
     if not files.is_folder(folder):
         what = "is a file, not a folder" if files.exists(folder) else "does not exist"
         return f"{folder} {what}"
-    if inside := [path for path in named(folder) if recognise(path) is not None]:
+    if inside := [path for path in named(folder) if detect_layout(path) is not None]:
         return f"{folder}: holds no weights itself; did you mean {inside[-1]}?"
     names = files.list_folder(folder)
     if old := old_file(folder):

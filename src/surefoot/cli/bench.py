@@ -17,10 +17,10 @@ from rich.text import Text
 from .table import cell, console, frame, in_bytes, print_json, table
 
 if TYPE_CHECKING:
-    from ..bench.alone import Alone
-    from ..bench.figures import Figures
-    from ..bench.fresh import Failure
-    from ..bench.search import Changes, Search, Trial
+    from ..forecast.bench.result import BenchResult
+    from ..forecast.bench.search import Changes, Search, Trial
+    from ..forecast.bench.single_rank import SingleRankRecipe
+    from ..forecast.bench.subprocess_trial import Failure
 
 PHASES = {
     "data": "the next window: examples read, laid out, padded or packed",
@@ -65,7 +65,7 @@ def bench(
     from ..recipe.recipe import load
 
     loaded = load(recipe, overrides)
-    from ..bench.alone import alone
+    from ..forecast.bench.single_rank import alone
 
     one = alone(loaded)
     found = measured(one, steps, only_this=only_this)
@@ -76,16 +76,16 @@ def bench(
     show(found, one, command)
 
 
-def measured(one: Alone, steps: int, *, only_this: bool) -> Search:
+def measured(one: SingleRankRecipe, steps: int, *, only_this: bool) -> Search:
     """The recipe as it is and, unless ``only_this``, what else was tried.
 
     Raises:
         SurefootError: the recipe cannot be trained, as ``surefoot train`` would say it, or nothing
             that was tried worked.
     """
-    from ..bench.fresh import Failure, measured
-    from ..bench.search import Search
     from ..errors import RunError, SurefootError
+    from ..forecast.bench.search import Search
+    from ..forecast.bench.subprocess_trial import Failure, measured
     from ..recipe.recipe import read
 
     began = time.monotonic()
@@ -93,7 +93,7 @@ def measured(one: Alone, steps: int, *, only_this: bool) -> Search:
     screen = Console(stderr=True)
     with screen.status("measuring the recipe") as status:
 
-        def measure(changes: Changes) -> Figures | Failure:
+        def measure(changes: Changes) -> BenchResult | Failure:
             status.update(
                 f"trying {' '.join(_settings(changes))}" if changes else "measuring the recipe"
             )
@@ -123,20 +123,20 @@ def _settings(changes: Changes) -> list[str]:
 
 def _gain(trial: Trial, first: Trial) -> float | None:
     """How many times as fast as the recipe; None if either failed."""
-    from ..bench.figures import Figures
+    from ..forecast.bench.result import BenchResult
 
     new, old = trial.outcome, first.outcome
-    if not isinstance(new, Figures) or not isinstance(old, Figures):
+    if not isinstance(new, BenchResult) or not isinstance(old, BenchResult):
         return None
     return new.tokens_per_second / old.tokens_per_second
 
 
-def show(found: Search, one: Alone, command: list[str]) -> None:
+def show(found: Search, one: SingleRankRecipe, command: list[str]) -> None:
     """Print facts, where the time goes, what was tried, and the command to take."""
-    from ..bench.figures import Figures
+    from ..forecast.bench.result import BenchResult
 
     screen, first = console(), found.trials[0].outcome
-    if isinstance(first, Figures):
+    if isinstance(first, BenchResult):
         screen.print(frame(found.recipe.model.path, _lines(found, first, one)))
         screen.print(_time_table(first))
     if len(found.trials) > 1:
@@ -147,7 +147,7 @@ def show(found: Search, one: Alone, command: list[str]) -> None:
             screen.print(line, soft_wrap=True)
 
 
-def _lines(found: Search, figures: Figures, one: Alone) -> Iterator[tuple[str, str]]:
+def _lines(found: Search, figures: BenchResult, one: SingleRankRecipe) -> Iterator[tuple[str, str]]:
     yield "device", f"{figures.device}, {figures.precision}"
     if one.num_processes > 1:
         yield "processes", f"measured as one of {one.num_processes:,}: {_apart(one)}"
@@ -165,12 +165,12 @@ def _lines(found: Search, figures: Figures, one: Alone) -> Iterator[tuple[str, s
         yield "compiling", f"{figures.compiling_seconds:.3g} s in the first step"
 
 
-def _apart(one: Alone) -> str:
+def _apart(one: SingleRankRecipe) -> str:
     share = f"its {one.recipe.train.global_batch_size:,} examples a step"
     return f"{share} on the whole model, without communication"
 
 
-def _time_table(figures: Figures) -> Table:
+def _time_table(figures: BenchResult) -> Table:
     made = table("where the time goes", "of a step", "seconds", "what it is", numbers=_NUMBERS)
     for name, share in figures.shares.items():
         seconds = f"{figures.phases[name] / figures.steps:.3g}"
@@ -191,10 +191,10 @@ def _trials_table(found: Search) -> Table:
 
 
 def _results(trial: Trial, first: Trial) -> list[str | Text]:
-    from ..bench.figures import Figures
+    from ..forecast.bench.result import BenchResult
 
     figures = trial.outcome
-    if not isinstance(figures, Figures):
+    if not isinstance(figures, BenchResult):
         return ["", "", "", Text.assemble(("failed: ", "red"), cell(_first_line(figures)))]
     gain = _gain(trial, first)
     compiling = figures.compiling_seconds
@@ -221,7 +221,7 @@ def _verdict(found: Search, command: list[str]) -> Iterator[Text]:
     yield Text.assemble("  ", (shlex.join(command), "bold"))
 
 
-def as_data(found: Search, one: Alone, command: list[str]) -> dict[str, object]:
+def as_data(found: Search, one: SingleRankRecipe, command: list[str]) -> dict[str, object]:
     """All figures, in bytes, tokens and seconds."""
     first, best = found.trials[0], found.best
     return {
@@ -237,11 +237,11 @@ def as_data(found: Search, one: Alone, command: list[str]) -> dict[str, object]:
 
 
 def _outcome(trial: Trial, first: Trial) -> dict[str, object]:
-    from ..bench.figures import Figures
+    from ..forecast.bench.result import BenchResult
 
     figures = trial.outcome
     known: dict[str, object] = {"changes": dict(trial.changes)}
-    if not isinstance(figures, Figures):
+    if not isinstance(figures, BenchResult):
         return {**known, "failure": figures.reason}
     return {
         **known,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 if TYPE_CHECKING:
-    from ..data.chat import Codec
+    from ..data.text.codec import Codec
     from ..recipe.recipe import Recipe
 
 
@@ -25,9 +25,9 @@ def encode(recipe: Path, overrides: tuple[str, ...]) -> None:
 
     OVERRIDES are dotted fields such as data.cutoff_len=512.
     """
-    from ..build import build_codec
-    from ..model.load import resolve
+    from ..model.pretrained.loading import resolve
     from ..recipe.recipe import load
+    from ..run.assembly import build_codec
 
     loaded = load(recipe, overrides)
     for line in lines(loaded, build_codec(loaded, resolve(loaded.model, weights=False))):
@@ -36,7 +36,7 @@ def encode(recipe: Path, overrides: tuple[str, ...]) -> None:
 
 def lines(recipe: Recipe, codec: Codec) -> Iterator[str]:
     """Encode, and say what became of the rows."""
-    from ..encoding import encode_all, prepared
+    from ..recipe.recipe_data import encode_all, prepared
 
     if recipe.data.streaming:
         reports = {report.name: report for report in encode_all(recipe, codec)}

@@ -16,11 +16,11 @@ from .loading import loading
 from .progress import progress
 
 if TYPE_CHECKING:
-    from ..address import Address
-    from ..inference import Generation, HeldOut, Opened
+    from ..inference import Generation, HeldOut, LoadedModel
     from ..parallel.section import ParallelSection
     from ..parallel.world import World
     from ..recipe.recipe import Recipe
+    from ..storage.address import Address
 
 BASE = "base"
 UNSHOWN = ("rewards/chosen", "rewards/rejected", "logps/chosen", "logps/rejected", "sft_loss")
@@ -82,17 +82,17 @@ def eval_(recipe: Path, overrides: tuple[str, ...], **options: object) -> None:
     parallel, others = parallel_of(overrides)
     loaded = load(recipe, others)  # what is wrong with it is said before the slow imports
     with loading():
-        from ..parallel.launch import again, launch, num_processes
+        from ..parallel.launch import launch, num_processes, rerun_command
         from ..parallel.section import ParallelSection
         from ..parallel.world import joined
 
     count = 1 if parallel == ParallelSection() else num_processes(parallel)
     if count > 1:
-        raise SystemExit(launch(again(sys.argv[1:]), count))
+        raise SystemExit(launch(rerun_command(sys.argv[1:]), count))
     with loading():
-        from ..parallel.answering import with_copies
+        from ..parallel.generation_sharding import with_replicas
 
-    parallel = with_copies(parallel)
+    parallel = with_replicas(parallel)
     with joined(parallel) as world:
         name, results = _results(loaded, options, world, parallel)
     if world.is_main:
@@ -128,7 +128,7 @@ def _tell(loaded: Recipe, name: str, results: Sequence[Result], options: dict[st
 
 def _open(
     recipe: Recipe, options: dict[str, object], world: World, parallel: ParallelSection
-) -> tuple[Opened, str]:
+) -> tuple[LoadedModel, str]:
     """The model to evaluate, and a short name for it."""
     from ..inference import locate, open_model, open_start
 
@@ -150,7 +150,7 @@ def _open(
 
 def _path(run: Address | Path, model: str | None) -> str:
     """What to look for: the run itself, one of its checkpoints, or any other model."""
-    from ..checkpoint.commit import named
+    from ..checkpoint.disk.commit import named
     from ..errors import CheckpointError
 
     if not isinstance(run, Path):
@@ -172,7 +172,7 @@ def _path(run: Address | Path, model: str | None) -> str:
 
 
 def _evaluate(
-    opened: Opened, recipe: Recipe, part: HeldOut, said: list[list[float]] | None
+    opened: LoadedModel, recipe: Recipe, part: HeldOut, said: list[list[float]] | None
 ) -> Result:
     from ..inference import generations, measure, num_batches
 
@@ -190,7 +190,7 @@ def _evaluate(
 def write_generations(path: Path, results: Sequence[Result]) -> None:
     """One JSON object a line: origin, prompt, reference, answer, match. Replaces an old file."""
     from ..errors import RunError
-    from ..files import make_folder, raising, write_aside
+    from ..storage.files import make_folder, raising, write_aside
 
     lines = [
         json.dumps(

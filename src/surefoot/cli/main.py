@@ -77,7 +77,7 @@ class Commands(click.Group):
                 raise click.exceptions.Exit(128 + error.ended_by) from None
             if is_echo or os.environ.get("RANK", "0") != "0":
                 time.sleep(_ECHO)
-            raise (Echo if is_echo else Failure)(str(error)) from error
+            raise (PeerFailure if is_echo else Failure)(str(error)) from error
         except KeyboardInterrupt:
             click.echo(err=True)  # end the line that has the terminal's ^C
             raise click.exceptions.Exit(130) from None  # 128 + SIGINT, as shells have it
@@ -96,7 +96,7 @@ class Failure(click.ClickException):
         click.echo(click.style("error:", fg="red", bold=True) + text, err=True)
 
 
-class Echo(Failure):
+class PeerFailure(Failure):
     """Another process has failed, which may be worth another start: no exit code 2."""
 
     exit_code = 1

@@ -15,9 +15,9 @@ from .loading import loading
 from .table import cell, console, frame, in_bytes, print_json, table
 
 if TYPE_CHECKING:
-    from ..estimate.memory import Memory
-    from ..estimate.plan import Plan
-    from ..estimate.processes import Machine
+    from ..forecast.estimate.memory import Memory
+    from ..forecast.estimate.memory_estimate import Plan
+    from ..forecast.estimate.processes import Machine
     from ..recipe.recipe import Recipe
 
 PARTS = {
@@ -77,7 +77,7 @@ def plan(
         overrides = (*overrides, f"parallel.num_processes={num_processes}")
     loaded = load(recipe, overrides)
     with loading():
-        from ..estimate.plan import make_plan
+        from ..forecast.estimate.memory_estimate import make_plan
 
     machine = machine_for(loaded, device)
     with Console(stderr=True).status("rehearsing"):  # seconds; more for models of many layers
@@ -93,7 +93,7 @@ def machine_for(recipe: Recipe, device: str | None) -> Machine:
     import psutil
     import torch
 
-    from ..estimate.processes import Machine
+    from ..forecast.estimate.processes import Machine
     from ..parallel.launch import num_processes
 
     has_gpu = torch.cuda.is_available()

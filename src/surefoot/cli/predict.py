@@ -15,7 +15,7 @@ from .loading import loading
 from .progress import progress
 
 if TYPE_CHECKING:
-    from ..data.prompts import Prompt
+    from ..data.text.prompts import Prompt
     from ..inference import Answer
     from ..inference.conversation import Ending
     from ..recipe.prediction import Prediction
@@ -68,17 +68,17 @@ def predict(
     OUTPUT appears when all of it is written. Each line has what the prompt's line had, then answer
     and ending: stop, or where it was cut, length (generate.max_new_tokens) or window.
     """
-    from ..data.prompts import read_prompts
+    from ..data.text.prompts import read_prompts
     from ..recipe.prediction import load
 
     asked = load(path, overrides)  # what is wrong is said before the slow imports
     found = read_prompts(prompts)
     _refuse_taken(output, force=force)
     with loading():
-        from ..parallel.launch import again, launch, num_processes
+        from ..parallel.launch import launch, num_processes, rerun_command
 
     if (count := num_processes(asked.parallel)) > 1:
-        raise SystemExit(launch(again(sys.argv[1:]), count, asked.parallel.max_restarts))
+        raise SystemExit(launch(rerun_command(sys.argv[1:]), count, asked.parallel.max_restarts))
     answers = _answers(asked, (path, overrides), found, system, seed)
     if answers is not None:
         _write(output, found, answers)
@@ -95,11 +95,11 @@ def _answers(
     """The answers, in the process that writes them down."""
     with loading():
         from ..inference import open_model, predict
-        from ..parallel.answering import with_copies
+        from ..parallel.generation_sharding import with_replicas
         from ..parallel.world import joined
         from ..recipe.prediction import load
 
-    model, parallel = asked.model, with_copies(asked.parallel)
+    model, parallel = asked.model, with_replicas(asked.parallel)
     with joined(parallel) as world:
         opened = open_model(
             model.path,
@@ -120,7 +120,7 @@ def _answers(
 def _refuse_taken(output: Path, *, force: bool) -> None:
     """Before the work: nothing is overwritten by mistake, and there is a place to write to."""
     from ..errors import RunError
-    from ..files import make_folder, raising
+    from ..storage.files import make_folder, raising
 
     if output.is_dir():
         raise RunError(f"--output {output}: is a folder; expected the name of a file")
@@ -132,7 +132,7 @@ def _refuse_taken(output: Path, *, force: bool) -> None:
 
 def _write(output: Path, prompts: Sequence[Prompt], answers: Sequence[Answer]) -> None:
     from ..errors import RunError
-    from ..files import raising, write_aside
+    from ..storage.files import raising, write_aside
 
     lines = [
         json.dumps(

@@ -19,10 +19,10 @@ from .loading import loading
 
 if TYPE_CHECKING:
     from ..batch import Features
-    from ..data.chat import Codec
-    from ..data.encode import Encoded
+    from ..data.encoded import Encoded
     from ..data.example import Example
-    from ..data.sources import BrokenRow
+    from ..data.rows.row_sources import BrokenRow
+    from ..data.text.codec import Codec
     from ..recipe.recipe import Recipe
 
 ROWS = 2000  # of each dataset, for the figures, unless all are asked for
@@ -34,7 +34,7 @@ UNLIMITED = 1 << 30
 
 
 @dataclass(frozen=True)
-class Part:
+class TextSpan:
     """A stretch of text that is learnt, or is not; of a pair, the answer that it is."""
 
     text: str
@@ -46,13 +46,13 @@ class Part:
 class Rendered:
     """One sequence of tokens that an example gave."""
 
-    parts: Sequence[Part]
+    parts: Sequence[TextSpan]
     tokens: int
     trained_tokens: int
 
 
 @dataclass(frozen=True)
-class Shown:
+class PreviewExample:
     """One example and what became of it."""
 
     origin: str
@@ -63,7 +63,7 @@ class Shown:
 
 
 @dataclass
-class Figures:
+class DatasetStats:
     """What became of the rows of a dataset that were read."""
 
     name: str
@@ -76,7 +76,7 @@ class Figures:
     tokens: int = 0
     trained_tokens: int = 0
     lengths: list[int] = field(default_factory=list)  # of sequences, before anything was cut
-    shown: list[Shown] = field(default_factory=list)
+    shown: list[PreviewExample] = field(default_factory=list)
 
 
 @click.command()
@@ -99,8 +99,8 @@ def preview(recipe: Path, overrides: tuple[str, ...], **options: object) -> None
 
     loaded = load(recipe, overrides)  # what is wrong with it is said before the slow imports
     with loading():
-        from ..build import build_codec
-        from ..model.load import resolve
+        from ..model.pretrained.loading import resolve
+        from ..run.assembly import build_codec
 
     codec = build_codec(loaded, resolve(loaded.model))
     limit = None if options["all_rows"] else ROWS
@@ -119,16 +119,18 @@ def _names(recipe: Recipe) -> tuple[str, ...]:
     return tuple(dict.fromkeys([*recipe.data.datasets, *recipe.data.eval_datasets]))
 
 
-def measure(recipe: Recipe, codec: Codec, name: str, *, count: int, limit: int | None) -> Figures:
+def measure(
+    recipe: Recipe, codec: Codec, name: str, *, count: int, limit: int | None
+) -> DatasetStats:
     """Encode the rows of a dataset, twice: as training will, and without a limit of length."""
-    from ..data.registry import read_registry
-    from ..data.rows import read_examples
+    from ..data.rows.registry import read_registry
+    from ..data.rows.rows import read_examples
 
     limits = [n for n in (limit, recipe.data.max_samples) if n is not None]
     entry = read_registry(recipe.data.dataset_dir).entry(name)
     rows = read_examples(entry, max_samples=recipe.data.max_samples, max_broken_rows=UNLIMITED)
     wanted = islice(rows, min(limits)) if limits else rows
-    figures = Figures(name)
+    figures = DatasetStats(name)
     while batch := list(islice(wanted, BATCH)):
         _add(figures, recipe, codec, batch, count)
     figures.all_rows = next(rows, None) is None
@@ -136,7 +138,7 @@ def measure(recipe: Recipe, codec: Codec, name: str, *, count: int, limit: int |
 
 
 def _add(
-    figures: Figures,
+    figures: DatasetStats,
     recipe: Recipe,
     codec: Codec,
     batch: Sequence[Example | BrokenRow],
@@ -165,24 +167,24 @@ def _add(
             figures.shown.append(shown)
 
 
-def _shown(codec: Codec, example: Example, outcome: Encoded, whole: Encoded) -> Shown:
-    from ..data.encode import Cut, Dropped
+def _shown(codec: Codec, example: Example, outcome: Encoded, whole: Encoded) -> PreviewExample:
+    from ..data.encoded import Dropped, Truncated
 
-    return Shown(
+    return PreviewExample(
         origin=example.origin,
         tokens=sum(_num_tokens(item) for item in _items(whole)),
-        cut=isinstance(outcome, Cut),
+        cut=isinstance(outcome, Truncated),
         dropped=outcome.reason if isinstance(outcome, Dropped) else None,
         items=[_sequence(codec, item) for item in _items(outcome)],
     )
 
 
 def _items(outcome: Encoded) -> Sequence[Features]:
-    from ..data.encode import Cut, Dropped
+    from ..data.encoded import Dropped, Truncated
 
     if isinstance(outcome, Dropped):
         return ()
-    return outcome.features if isinstance(outcome, Cut) else outcome
+    return outcome.features if isinstance(outcome, Truncated) else outcome
 
 
 def _pairs(item: Features) -> Iterator[tuple[Sequence[int], Sequence[int]]]:
@@ -199,7 +201,7 @@ def _num_tokens(item: Features) -> int:
 def _sequence(codec: Codec, item: Features) -> Rendered:
     from ..batch import IGNORE_INDEX
 
-    parts: list[Part] = []
+    parts: list[TextSpan] = []
     trained = 0
     for ids, labels in _pairs(item):
         is_learnt = [label != IGNORE_INDEX for label in labels]
@@ -209,7 +211,7 @@ def _sequence(codec: Codec, item: Features) -> Rendered:
         bounds = [0, *(i for i in range(1, len(ids)) if kinds[i] != kinds[i - 1]), len(ids)]
         for start, end in pairwise(bounds):
             text = codec.tokenizer.decode(list(ids[start:end]))
-            parts.append(Part(text, is_learnt[start], answers[start]))
+            parts.append(TextSpan(text, is_learnt[start], answers[start]))
     return Rendered(parts, _num_tokens(item), trained)
 
 
@@ -219,7 +221,7 @@ def _answers(item: Features, count: int) -> list[str | None]:
     return [name for name, length in zip(ANSWERS, lengths, strict=False) for _ in range(length)]
 
 
-def show(console: Console, figures: Figures, cutoff_len: int) -> None:
+def show(console: Console, figures: DatasetStats, cutoff_len: int) -> None:
     """Print examples, a legend and figures."""
     for shown in figures.shown:
         _show_example(console, shown)
@@ -233,7 +235,7 @@ def show(console: Console, figures: Figures, cutoff_len: int) -> None:
     console.print()
 
 
-def _show_example(console: Console, shown: Shown) -> None:
+def _show_example(console: Console, shown: PreviewExample) -> None:
     console.print(Text(f"── {shown.origin}: {_fate(shown)}", style="bold"))
     for item in shown.items:
         text, answer = Text(), None
@@ -250,7 +252,7 @@ def _show_example(console: Console, shown: Shown) -> None:
     console.print()
 
 
-def _fate(shown: Shown) -> str:
+def _fate(shown: PreviewExample) -> str:
     if shown.dropped:
         return f"left out: {shown.dropped}"
     tokens = _count(sum(item.tokens for item in shown.items), "token")
@@ -266,7 +268,7 @@ def _legend(console: Console) -> Text:
     return Text.assemble(("learnt", LEARNT), "  ", ("read, not learnt", "dim"))
 
 
-def _lines(figures: Figures) -> Iterator[str]:
+def _lines(figures: DatasetStats) -> Iterator[str]:
     first = "" if figures.all_rows else "the first "
     yield (
         f"{first}{_count(figures.rows, 'row')}, {_count(figures.items, 'sequence')}, "
@@ -313,7 +315,7 @@ def _edges(longest: int, cutoff_len: int) -> list[int]:
     return sorted({step for step in steps if 0 < step < longest} | {longest})
 
 
-def summary(recipe: Recipe, found: Sequence[Figures]) -> Mapping[str, object]:
+def summary(recipe: Recipe, found: Sequence[DatasetStats]) -> Mapping[str, object]:
     """All of it for scripts."""
     datasets = [{**asdict(figures), "lengths": sorted(figures.lengths)} for figures in found]
     return {"cutoff_len": recipe.data.cutoff_len, "datasets": datasets}

@@ -44,7 +44,7 @@ def convert(path: Path, overrides: tuple[str, ...]) -> None:
     """
     from ..recipe.document import Document
     from ..recipe.files import read_text
-    from ..recipe.from_mindformers import convert as from_mindformers
+    from ..recipe.from_mindformers.conversion import convert as from_mindformers
     from ..recipe.overrides import override
     from ..recipe.prediction import Prediction
     from ..recipe.recipe import Recipe

@@ -31,13 +31,13 @@ def train(recipe: Path, overrides: tuple[str, ...], trust_pickle: bool) -> None:
 
     loaded = load(recipe, overrides)  # what is wrong with it is said before the slow imports
     with loading():
-        from surefoot.parallel.launch import again, launch, num_processes
+        from surefoot.parallel.launch import launch, num_processes, rerun_command
 
     if (count := num_processes(loaded.parallel)) > 1:
-        code = launch(again(sys.argv[1:]), count, loaded.parallel.max_restarts)
+        code = launch(rerun_command(sys.argv[1:]), count, loaded.parallel.max_restarts)
         raise SystemExit(code)
     with loading():
-        from surefoot.run import run
+        from surefoot.run.training_run import run
 
         if loaded.method.kind == "adapter":
             importlib.import_module("peft")  # which the method will ask for

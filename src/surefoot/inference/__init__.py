@@ -3,17 +3,21 @@
 from .conversation import Answer, Conversation
 from .evaluation import Generation, adopt, generations, measure, num_batches, references
 from .exported import export
-from .heldout import HeldOut, held_out
-from .located import Located, locate
-from .opened import Opened, open_model, open_start
+from .held_out_set import HeldOut, held_out
+from .model_loading import LoadedModel, open_model, open_start
+from .model_location import ModelLocation, locate
 from .prediction import predict
+
+Opened, Located = LoadedModel, ModelLocation  # names of version 0.1, until 1.0
 
 __all__ = [
     "Answer",
     "Conversation",
     "Generation",
     "HeldOut",
+    "LoadedModel",
     "Located",
+    "ModelLocation",
     "Opened",
     "adopt",
     "export",

@@ -9,9 +9,9 @@ from typing import Literal
 from ..data.example import Message
 from ..errors import RunError, TemplateError
 from ..generate.decode import decoder
-from ..generate.engine import context_length, room, stream
+from ..generate.generation import context_length, room, stream
 from ..generate.section import GenerateSection
-from .opened import Opened
+from .model_loading import LoadedModel
 
 Ending = Literal["stop", "length", "window", "interrupted"]
 
@@ -42,7 +42,7 @@ class Conversation:
     Without a chat template there is no conversation: every text is continued by itself.
     """
 
-    opened: Opened
+    opened: LoadedModel
     section: GenerateSection
     system: str | None = None
     seed: int | None = None  # makes sampling repeatable

@@ -11,29 +11,29 @@ from itertools import pairwise
 import torch
 
 from ..batch import IGNORE_INDEX, Batch, Features, Outputs
-from ..data.chat import Codec
-from ..data.encode import Cut, Dropped
+from ..data.encoded import Dropped, Truncated
 from ..data.example import Example
-from ..data.loader import Collate
-from ..data.ranking import answered
-from ..data.templates import load_template
+from ..data.order.loader import Collate
+from ..data.text.codec import Codec
+from ..data.text.ranking import answered
+from ..data.text.templates import load_template
 from ..errors import DataError
-from ..feed import build_collate
 from ..generate.decode import decoder
-from ..generate.engine import room
-from ..model import outputs
-from ..model.asked_head import asked_head
-from ..model.attention import Sharing, use_packed
-from ..parallel.engine import Forward
+from ..generate.generation import room
+from ..model.attention.packed import PromptSharing, use_packed
+from ..model.head import outputs
+from ..model.head.logprob_head import asked_head
+from ..model.precision import autocast, choose
+from ..parallel.model_runner import Forward
 from ..parallel.section import ParallelSection
 from ..parallel.world import ALONE, World
 from ..recipe.recipe import Recipe
-from ..references import asked_model
-from ..training.evaluate import evaluate
-from ..training.precision import autocast, choose
+from ..references import reference_model
+from ..run.data_loading import build_collate
+from ..training.evaluation import evaluate
 from ..training.stage import comparing, is_likelihood, measured, smoothing
-from .heldout import held_out
-from .opened import PLAINLY, Opened, open_start
+from .held_out_set import held_out
+from .model_loading import PLAINLY, LoadedModel, open_start
 from .prediction import answers_of
 
 logger = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ class Generation:
         return self.answer.strip() == self.reference.strip()
 
 
-def adopt(opened: Opened, recipe: Recipe) -> Opened:
+def adopt(opened: LoadedModel, recipe: Recipe) -> LoadedModel:
     """``opened`` with the recipe's settings; with its template, too, if the model brings none."""
     template = opened.template
     if not recipe.stage.uses_template:
@@ -67,7 +67,7 @@ def adopt(opened: Opened, recipe: Recipe) -> Opened:
 
 
 def measure(
-    opened: Opened,
+    opened: LoadedModel,
     recipe: Recipe,
     examples: Sequence[Example],
     *,
@@ -112,7 +112,7 @@ def references(
     stage = comparing(recipe.stage)
     if stage is None:
         return {}
-    begun = replace(recipe, model=asked_model(recipe))
+    begun = replace(recipe, model=reference_model(recipe))
     start = adopt(open_start(begun, world=world, parallel=parallel), recipe)
     with world.main_first():  # which fills the cache
         parts = held_out(recipe, start.codec, dataset=dataset, limit=limit)
@@ -127,7 +127,7 @@ def references(
 
 
 @contextmanager
-def _running(opened: Opened, recipe: Recipe) -> Iterator[tuple[Forward, Collate]]:
+def _running(opened: LoadedModel, recipe: Recipe) -> Iterator[tuple[Forward, Collate]]:
     """How a batch goes through the model to what is measured, and how it is made."""
     needs, smoothed = measured(recipe.stage), smoothing(recipe.stage)
     precision, is_alone = choose(recipe.train.precision), opened.world.mesh is None
@@ -142,7 +142,7 @@ def _running(opened: Opened, recipe: Recipe) -> Iterator[tuple[Forward, Collate]
         yield forward, build_collate(recipe, sharing)
 
 
-def _items(opened: Opened, recipe: Recipe, examples: Sequence[Example]) -> list[Features]:
+def _items(opened: LoadedModel, recipe: Recipe, examples: Sequence[Example]) -> list[Features]:
     outcomes = recipe.stage.encode(examples, opened.codec)
     dropped = [outcome for outcome in outcomes if isinstance(outcome, Dropped)]
     if len(dropped) == len(outcomes):
@@ -153,7 +153,7 @@ def _items(opened: Opened, recipe: Recipe, examples: Sequence[Example]) -> list[
             "left out %d of %d examples: %s", len(dropped), len(outcomes), dropped[0].reason
         )
     kept = (outcome for outcome in outcomes if not isinstance(outcome, Dropped))
-    return [f for o in kept for f in (o.features if isinstance(o, Cut) else o)]
+    return [f for o in kept for f in (o.features if isinstance(o, Truncated) else o)]
 
 
 def num_batches(recipe: Recipe, num_examples: int) -> int:
@@ -166,12 +166,12 @@ def _batches(collate: Collate, items: Sequence[Features], size: int) -> Iterator
 
 
 @contextmanager
-def _packed(opened: Opened, recipe: Recipe) -> Iterator[Sharing]:
+def _packed(opened: LoadedModel, recipe: Recipe) -> Iterator[PromptSharing]:
     """Attention for packed rows while the block lasts; generating needs the plain one."""
     inner = opened.inner
     plain = inner.config._attn_implementation
     try:
-        yield Sharing(recipe.data.packing and use_packed(inner))
+        yield PromptSharing(recipe.data.packing and use_packed(inner))
     finally:
         inner.set_attn_implementation(plain)
 
@@ -184,7 +184,7 @@ class _Question:
 
 
 def generations(
-    opened: Opened,
+    opened: LoadedModel,
     recipe: Recipe,
     examples: Sequence[Example],
     *,
@@ -214,7 +214,7 @@ def generations(
     ]
 
 
-def _questions(opened: Opened, recipe: Recipe, examples: Sequence[Example]) -> list[_Question]:
+def _questions(opened: LoadedModel, recipe: Recipe, examples: Sequence[Example]) -> list[_Question]:
     """Split conversations where training does: before the last answer's first label."""
     section = replace(
         recipe.data,
@@ -228,7 +228,7 @@ def _questions(opened: Opened, recipe: Recipe, examples: Sequence[Example]) -> l
     found = []
     examples = [answered(e, e.chosen) if e.chosen else e for e in examples]
     for example, outcome in zip(examples, codec.encode_chats(examples), strict=True):
-        if not isinstance(outcome, Dropped | Cut):
+        if not isinstance(outcome, Dropped | Truncated):
             ids, labels = (list(outcome[-1][name]) for name in ("input_ids", "labels"))
             start, end = _last_span(labels)
             last = next((i for i in range(start, end) if ids[i] in stops), end)

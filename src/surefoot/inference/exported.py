@@ -16,22 +16,22 @@ from typing import Any, Literal
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
 
-from .. import files
-from ..checkpoint.companions import beside
-from ..checkpoint.copy import copy
+from ..checkpoint.disk.atomic_folder import new_folder, write_small
+from ..checkpoint.disk.companions import beside
 from ..checkpoint.layouts import open_folder
 from ..checkpoint.layouts.peft import PREFIX, merged
-from ..checkpoint.lora import same_values
-from ..checkpoint.source import Cast, Renamed, Source
-from ..checkpoint.whole import new_folder, write_small
-from ..data.chat import Codec
+from ..checkpoint.sources.copying import copy
+from ..checkpoint.sources.lora import same_values
+from ..checkpoint.sources.source import CastSource, Renamed, TensorSource
 from ..data.section import DataSection
-from ..data.templates import load_template, saved_source
+from ..data.text.codec import Codec
+from ..data.text.templates import load_template, saved_source
 from ..errors import ModelError
-from ..model.load import DTYPES
-from ..model.tokenizer import load_tokenizer
-from .grown import Grown
-from .opened import Parts, find_parts
+from ..model.pretrained.loading import DTYPES
+from ..model.pretrained.tokenizer import load_tokenizer
+from ..storage import files
+from .model_loading import Parts, find_parts
+from .resized import Grown
 
 DtypeName = Literal["float32", "bfloat16", "float16"]
 
@@ -80,10 +80,10 @@ def export(
 
 def whole_model(
     parts: Parts, *, dtype: DtypeName | None = None, trust_remote_code: bool = False
-) -> tuple[Source, dict[str, bytes]]:
+) -> tuple[TensorSource, dict[str, bytes]]:
     """The weights of a model, an adapter merged into them, and the small files to lie beside."""
     whole = _whole(parts, trust_remote_code)
-    source = whole.source if dtype is None else Cast(whole.source, DTYPES[dtype])
+    source = whole.source if dtype is None else CastSource(whole.source, DTYPES[dtype])
     small = {
         **beside(parts.model, parts.tokenizer),
         **configs(parts.model, source, whole.changes, whole.stop_token_ids),
@@ -102,7 +102,7 @@ def _refuse_taken(out: Path) -> None:
 class _Whole:
     """The weights to write, and what they change in ``config.json``."""
 
-    source: Source
+    source: TensorSource
     changes: Mapping[str, object]
     stop_token_ids: tuple[int, ...] = ()
 
@@ -144,7 +144,7 @@ def _names(folder: Path, trust_remote_code: bool) -> _Names:
     return _Names(f"{embed}.weight", None if head is None else f"{modules[id(head)]}.weight")
 
 
-def _grow(base: Source, names: _Names, rows: int) -> Source:
+def _grow(base: TensorSource, names: _Names, rows: int) -> TensorSource:
     """``base`` with an embedding for every token of the tokenizer, as training would start."""
     stored = base.shapes()
     present = [name for name in (names.embed, names.head or "") if name in stored]
@@ -153,7 +153,7 @@ def _grow(base: Source, names: _Names, rows: int) -> Source:
     return Grown(base, frozenset(present), rows)
 
 
-def _merge(base: Source, adapter: Path, names: _Names) -> tuple[Source, bool]:
+def _merge(base: TensorSource, adapter: Path, names: _Names) -> tuple[TensorSource, bool]:
     """The merge, and whether it untied the embeddings.
 
     PEFT trains one of two tied embeddings without the other, or each for itself, so both are stored
@@ -187,7 +187,7 @@ def _stop_token_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
 
 def configs(
     folder: Path,
-    source: Source,
+    source: TensorSource,
     changes: Mapping[str, object] | None = None,
     stop_token_ids: tuple[int, ...] = (),
 ) -> dict[str, bytes]:
@@ -212,7 +212,7 @@ def configs(
     return found
 
 
-def _main_dtype(source: Source) -> str:
+def _main_dtype(source: TensorSource) -> str:
     """The type most of the weights have."""
     sizes: dict[torch.dtype, int] = {}
     shapes = source.shapes()
@@ -222,7 +222,7 @@ def _main_dtype(source: Source) -> str:
     return str(max(sizes, key=lambda dtype: sizes[dtype], default=torch.float32))[len("torch.") :]
 
 
-def _num_bytes(source: Source) -> int:
+def _num_bytes(source: TensorSource) -> int:
     dtypes = source.dtypes()
     return sum(prod(shape) * dtypes[name].itemsize for name, shape in source.shapes().items())
 

@@ -5,26 +5,26 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from .. import files
-from ..checkpoint.beside import Beside
-from ..checkpoint.commit import named
-from ..checkpoint.copy import Progress, cast
+from ..checkpoint.disk.commit import named
 from ..checkpoint.mindspore.names import heads_near
-from ..checkpoint.mindspore.rewrite import Wanted, check, rewrite, write
+from ..checkpoint.mindspore.rewrite import TargetFormat, check, rewrite, write
 from ..checkpoint.mindspore.theirs import (
     NOTHING_MORE,
-    Theirs,
+    MindSporeHints,
     as_mindspore,
     moments_of,
     numbers_of,
 )
-from ..checkpoint.source import Memory, Source
-from ..checkpoint.weights import Layout, recognise
+from ..checkpoint.sources.copying import Progress, cast
+from ..checkpoint.sources.joined import JoinedSource
+from ..checkpoint.sources.source import TensorsInMemory, TensorSource
+from ..checkpoint.weights import Layout, detect_layout
 from ..errors import CheckpointError
 from ..interchange.source import open_source
+from ..storage import files
+from .converted import companions
 from .exported import whole_model
-from .opened import find_parts
-from .rewritten import companions
+from .model_loading import find_parts
 
 _CONFIG = "config.json"
 
@@ -32,9 +32,9 @@ _CONFIG = "config.json"
 def write_mindspore(
     folder: Path,
     target: Path,
-    wanted: Wanted,
+    wanted: TargetFormat,
     *,
-    theirs: Theirs = NOTHING_MORE,
+    theirs: MindSporeHints = NOTHING_MORE,
     trust_pickle: bool = False,
     progress: Progress | None = None,
 ) -> None:
@@ -49,7 +49,7 @@ def write_mindspore(
     """
     check(target, wanted)
     with files.raising(CheckpointError):
-        layout = recognise(folder)
+        layout = detect_layout(folder)
     if layout == "mindspore":
         rewrite(folder, target, wanted, theirs=theirs, progress=progress)
         return
@@ -58,21 +58,25 @@ def write_mindspore(
 
 
 def _opened(
-    folder: Path, layout: Layout | None, wanted: Wanted, theirs: Theirs, trust_pickle: bool
-) -> tuple[Source, Mapping[str, bytes]]:
+    folder: Path,
+    layout: Layout | None,
+    wanted: TargetFormat,
+    theirs: MindSporeHints,
+    trust_pickle: bool,
+) -> tuple[TensorSource, Mapping[str, bytes]]:
     """Everything under MindSpore's names, and the small files to lie beside."""
     if not named(folder) and (layout in (None, "dcp") or not _is_model(folder, layout)):
         model = open_source(folder, trust_pickle=trust_pickle)
         small = {} if theirs.base is None else companions(theirs.base, model)
-        heads, moments, numbers = heads_near(folder, theirs.base), [], Memory({})
+        heads, moments, numbers = heads_near(folder, theirs.base), [], TensorsInMemory({})
     else:
         parts = find_parts(folder, base=theirs.base)
         model, small = whole_model(parts)
         heads, moments = heads_near(parts.model), moments_of(model, folder)
         batch = None if parts.recipe is None else parts.recipe.train.global_batch_size
-        numbers = numbers_of(folder, batch) if moments else Memory({})
-    every = Beside([("", cast(model, wanted.dtype)), *moments])
-    return Beside([("", as_mindspore(every, wanted.names, heads)), ("", numbers)]), small
+        numbers = numbers_of(folder, batch) if moments else TensorsInMemory({})
+    every = JoinedSource([("", cast(model, wanted.dtype)), *moments])
+    return JoinedSource([("", as_mindspore(every, wanted.names, heads)), ("", numbers)]), small
 
 
 def _is_model(folder: Path, layout: Layout | None) -> bool:

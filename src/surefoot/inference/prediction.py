@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from ..data.prompts import Prompt
+from ..data.text.prompts import Prompt
 from ..errors import DataError, TemplateError
 from ..generate.decode import decoder
-from ..generate.engine import Share, answer, context_length, room
+from ..generate.generation import BatchSlice, answer, context_length, room
 from ..generate.section import GenerateSection
 from .conversation import Answer, ending
-from .opened import Opened
+from .model_loading import LoadedModel
 
 
 def predict(
-    opened: Opened,
+    opened: LoadedModel,
     prompts: Sequence[Prompt],
     section: GenerateSection,
     *,
@@ -49,7 +49,7 @@ def predict(
 
 
 def answers_of(
-    opened: Opened,
+    opened: LoadedModel,
     prompts: Sequence[Sequence[int]],
     section: GenerateSection,
     *,
@@ -70,14 +70,14 @@ def answers_of(
     return [max(answers, key=len) for answers in zip(*parts, strict=True)]
 
 
-def _share(opened: Opened) -> Share:
+def _share(opened: LoadedModel) -> BatchSlice:
     """The batches of this process: those of the copy of the model that it holds a part of."""
     world = opened.world
     copies = world.axes.get("dp_replicate", 1)
-    return Share(world.rank // (world.size // copies), copies)
+    return BatchSlice(world.rank // (world.size // copies), copies)
 
 
-def _ids(opened: Opened, prompt: Prompt) -> list[int]:
+def _ids(opened: LoadedModel, prompt: Prompt) -> list[int]:
     if opened.template is not None:
         try:
             return opened.prompt(prompt.messages, prompt.tools)
@@ -92,7 +92,7 @@ def _ids(opened: Opened, prompt: Prompt) -> list[int]:
 
 
 def _refuse_full(
-    opened: Opened,
+    opened: LoadedModel,
     prompts: Sequence[Prompt],
     asked: Sequence[Sequence[int]],
     left: Sequence[int | None],

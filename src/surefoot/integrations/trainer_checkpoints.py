@@ -18,17 +18,17 @@ from typing import Any
 
 from transformers import Trainer, TrainerCallback
 
-from ..checkpoint import retention
-from ..checkpoint.async_saver import AsyncSaver
-from ..checkpoint.commit import named, step_of
-from ..checkpoint.load import load
-from ..checkpoint.resume import newest
-from ..checkpoint.retention import Rule
-from ..checkpoint.states import RandomState
-from ..checkpoint.verify import verify_checkpoint
+from ..checkpoint.background.saver import AsyncSaver
+from ..checkpoint.disk import retention
+from ..checkpoint.disk.commit import named, step_of
+from ..checkpoint.disk.retention import RetentionPolicy
+from ..checkpoint.reading.latest import recover_latest
+from ..checkpoint.reading.loading import load
+from ..checkpoint.reading.verification import verify_checkpoint
+from ..checkpoint.state.states import RandomState
 from ..errors import CheckpointError, RunError
-from .trainer_parts import Generators, Parts, parts_of, refuse_unsupported
 from .trainer_state import STATE, dump, mark_in, mark_of, metric, restore_callbacks
+from .trainer_states import Generators, TrainerStates, parts_of, refuse_unsupported
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ class SurefootCheckpoints(TrainerCallback):  # type: ignore[misc]
         trainer: Trainer,
         *,
         save_steps: int,
-        keep: int | Rule | None = None,
+        keep: int | RetentionPolicy | None = None,
         output_dir: Path | str | None = None,
     ) -> None:
         if save_steps < 1:
@@ -69,7 +69,7 @@ class SurefootCheckpoints(TrainerCallback):  # type: ignore[misc]
         self.keep = keep
         self._asked: Path | None = None  # where the Trainer was told to go on from
         self._saver: AsyncSaver | None = None
-        self._parts: Parts | None = None
+        self._parts: TrainerStates | None = None
         self._epoch_began: dict[str, Any] | None = None  # random generators
         self._restore: Generators | None = None  # generators still to be set
         self._is_wanted = False  # another callback asked for a save
@@ -82,7 +82,7 @@ class SurefootCheckpoints(TrainerCallback):  # type: ignore[misc]
         One that does not verify is named, kept under another name, and passed over.
         """
         self._close_quietly()
-        self._asked = newest(self.output_dir)
+        self._asked = recover_latest(self.output_dir)
         return None if self._asked is None else str(self._asked)
 
     def checked(self, folder: Path | str) -> str:
@@ -193,7 +193,7 @@ class SurefootCheckpoints(TrainerCallback):  # type: ignore[misc]
             return Generators(now, None)
         return Generators(self._epoch_began or now, now)
 
-    def _resumed_from(self, state: Any, parts: Parts) -> Path | None:
+    def _resumed_from(self, state: Any, parts: TrainerStates) -> Path | None:
         """The checkpoint of ours whose ``trainer_state.json`` the Trainer has read, if one is."""
         if state.global_step == 0:
             return None

@@ -16,8 +16,8 @@ from typing import Any
 from transformers import Trainer
 from transformers.trainer_callback import ExportableState
 
-from ..checkpoint.folder import open_checkpoint
-from ..checkpoint.trainer_state import finite
+from ..checkpoint.disk.folder import open_checkpoint
+from ..checkpoint.disk.trainer_state import finite
 from ..errors import CheckpointError
 
 STATE = "trainer_state.json"

@@ -8,19 +8,20 @@ of the conversions.
 
 from typing import TYPE_CHECKING
 
-from ..later import found_in
+from ..lazy_exports import lazy_getattr
 
 if TYPE_CHECKING:
     from .arguments import training_arguments
+    from .foreign_resume import Writer, detect_trainer, resume_from
     from .from_mindspore import load_mindspore_checkpoint
     from .from_trainer import check_trainer_checkpoint, load_trainer_checkpoint
-    from .resume import Writer, resume_from, writer_of
     from .to_trainer import save_trainer_checkpoint
     from .trainer_folder import is_trainer_checkpoint, refuse_output_dir
 
 __all__ = [
     "Writer",
     "check_trainer_checkpoint",
+    "detect_trainer",
     "is_trainer_checkpoint",
     "load_mindspore_checkpoint",
     "load_trainer_checkpoint",
@@ -28,15 +29,14 @@ __all__ = [
     "resume_from",
     "save_trainer_checkpoint",
     "training_arguments",
-    "writer_of",
 ]
 
 _HOMES = {
     ".arguments": ("training_arguments",),
     ".from_mindspore": ("load_mindspore_checkpoint",),
     ".from_trainer": ("check_trainer_checkpoint", "load_trainer_checkpoint"),
-    ".resume": ("Writer", "resume_from", "writer_of"),
+    ".foreign_resume": ("Writer", "resume_from", "detect_trainer"),
     ".to_trainer": ("save_trainer_checkpoint",),
     ".trainer_folder": ("is_trainer_checkpoint", "refuse_output_dir"),
 }
-__getattr__ = found_in(__name__, _HOMES)
+__getattr__ = lazy_getattr(__name__, _HOMES)

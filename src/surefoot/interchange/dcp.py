@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 
-from .. import files
-from ..checkpoint.box import Box, is_covered_once
-from ..checkpoint.bytes import raw
-from ..checkpoint.index import is_plain_name
-from ..checkpoint.source import Shape
+from ..checkpoint.disk.bytes import raw
+from ..checkpoint.disk.manifest import is_plain_name
+from ..checkpoint.sources.source import Shape
 from ..checkpoint.weights import DISTRIBUTED
 from ..errors import CheckpointError
+from ..geometry.box import Box, is_covered_once
+from ..storage import files
 from .archive import Archive
 from .pickles import read_record
 

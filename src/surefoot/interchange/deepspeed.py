@@ -15,14 +15,14 @@ from typing import Any
 
 import torch
 
-from .. import files
-from ..checkpoint import strict
-from ..checkpoint.box import Box
-from ..checkpoint.index import is_plain_name
+from ..checkpoint.disk import strict_json
+from ..checkpoint.disk.manifest import is_plain_name
 from ..checkpoint.weights import DEEPSPEED
 from ..errors import CheckpointError
+from ..geometry.box import Box
+from ..storage import files
 from .archive import Archive, Values
-from .runs import Run, Runs, Spread, cut, whole
+from .flat_buffers import FlatBufferSource, Spread, ValueRange, cut, whole
 
 UNIVERSAL = "zero"  # the folder of a universal checkpoint: a folder for every parameter
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d{1,9})_)?mp_rank_(\d{2,9})_model_states\.pt")
@@ -33,7 +33,7 @@ _LAYER = re.compile(r"(?:layer|expert|expp_rank)_\d.*_states\.pt")
 _ALIGNED = 2  # ZeRO 2 rounds the length of a buffer up to this many values a rank
 
 
-def open_deepspeed(folder: Path, *, trust_pickle: bool = False) -> Runs:
+def open_deepspeed(folder: Path, *, trust_pickle: bool = False) -> FlatBufferSource:
     """The weights of a checkpoint: ``global_step500``, or the folder whose ``latest`` names it.
 
     Of weights that share their values one is left. Raises ``CheckpointError`` for pickles that the
@@ -57,8 +57,8 @@ def open_deepspeed(folder: Path, *, trust_pickle: bool = False) -> Runs:
         raise CheckpointError(f"{place}: it has no mp_rank_00_model_states.pt of DeepSpeed")
     try:
         if files.is_folder(place / UNIVERSAL):
-            return Runs(_universal(place, ranks))
-        return Runs(_zero(place, ranks, _ranks(place, names, _OPTIMIZER)))
+            return FlatBufferSource(_universal(place, ranks))
+        return FlatBufferSource(_zero(place, ranks, _ranks(place, names, _OPTIMIZER)))
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"{place}: not laid out as DeepSpeed does ({type(error).__name__}: {str(error)[:200]})"
@@ -70,7 +70,7 @@ def _place(folder: Path) -> Path:
     for name in DEEPSPEED[:2]:
         if files.exists(folder / name):
             with files.open_file(folder / name) as file:
-                tag = files.read_all(file, strict.MAX_BYTES).decode(errors="replace").strip()
+                tag = files.read_all(file, strict_json.MAX_BYTES).decode(errors="replace").strip()
             if not is_plain_name(tag) or not files.is_folder(folder / tag):
                 raise CheckpointError(f"{folder / name}: {tag[:200]!r} is no folder beside it")
             return folder / tag
@@ -219,17 +219,17 @@ def _by_rank(
             raise CheckpointError(f"{place}: {size} values of rank {rank}, expected {at}")
 
 
-def _trimmed(parts: Sequence[Sequence[Run]], size: int) -> tuple[Run, ...]:
+def _trimmed(parts: Sequence[Sequence[ValueRange]], size: int) -> tuple[ValueRange, ...]:
     """The first ``size`` values: the last ranks' parts are filled up."""
     found, left = [], size
     for run in (run for part in parts for run in part):
         if left > 0:
-            found.append(Run(run.values, run.first, min(run.count, left)))
+            found.append(ValueRange(run.values, run.first, min(run.count, left)))
             left -= run.count
     return tuple(found)
 
 
-def _spread(place: Path, name: str, shape: tuple[int, ...], runs: tuple[Run, ...]) -> Spread:
+def _spread(place: Path, name: str, shape: tuple[int, ...], runs: tuple[ValueRange, ...]) -> Spread:
     size, expected = sum(run.count for run in runs), Box.whole(shape).size
     if size != expected or len({run.values.dtype for run in runs}) > 1:
         raise CheckpointError(
@@ -247,7 +247,9 @@ def _kept(states: Sequence[_State]) -> Iterator[tuple[str, Spread]]:
         yield name, whole(states[0].values(first["module"][name], name))
     for name, shape in (first.get("frozen_param_shapes") or {}).items():
         parts = [s.values(s.told["frozen_param_fragments"][name], name) for s in states]
-        runs = _trimmed([[Run(one, 0, one.size)] for one in parts], Box.whole(tuple(shape)).size)
+        runs = _trimmed(
+            [[ValueRange(one, 0, one.size)] for one in parts], Box.whole(tuple(shape)).size
+        )
         yield name, _spread(states[0].archive.file.path.parent, name, tuple(shape), runs)
 
 
@@ -272,7 +274,7 @@ def _universal(place: Path, models: Mapping[int, list[Path]]) -> dict[str, Sprea
         values = state.values(record, name)
         is_flat = not isinstance(state.told, dict) and name in shapes
         shape = shapes[name] if is_flat else values.shape
-        found[name] = _spread(place, name, shape, (Run(values, 0, values.size),))
+        found[name] = _spread(place, name, shape, (ValueRange(values, 0, values.size),))
     if missing := sorted(shapes.keys() - found.keys()):
         raise CheckpointError(f"{place / UNIVERSAL}: {missing[0]} is missing")
     if is_cut:

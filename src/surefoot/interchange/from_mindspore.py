@@ -16,19 +16,19 @@ from pathlib import Path
 
 import torch
 
-from ..checkpoint.beside import Beside
-from ..checkpoint.box import Box
-from ..checkpoint.boxed import part
-from ..checkpoint.mindspore.experts import Tile, Tiled
+from ..checkpoint.mindspore.experts import StackedMatrix, StackedSource
 from ..checkpoint.mindspore.opened import progress_of
 from ..checkpoint.mindspore.parallel import MOMENTS
-from ..checkpoint.mindspore.theirs import Theirs, as_huggingface, by_role, open_state
-from ..checkpoint.source import Source, read_whole
-from ..checkpoint.states import Stateful, cuts_of
-from ..checkpoint.weights import recognise
+from ..checkpoint.mindspore.theirs import MindSporeHints, as_huggingface, by_role, open_state
+from ..checkpoint.sources.joined import JoinedSource
+from ..checkpoint.sources.source import TensorSource, read_whole
+from ..checkpoint.state.local_box import local_box_of
+from ..checkpoint.state.states import Stateful, cuts_of
+from ..checkpoint.weights import detect_layout
 from ..errors import CheckpointError
-from ..model.fused import places
-from ..model.weights import AdapterWeights, FullWeights
+from ..geometry.box import Box
+from ..model.fused_parameters import places
+from ..model.pretrained.weights import AdapterWeights, FullWeights
 from ..training.stage import Windows
 from ..training.trainer import Trainer
 
@@ -61,10 +61,10 @@ def load_mindspore_checkpoint(folder: Path, trainer: Trainer, *, base: Path) -> 
             that trains an adapter, or an optimizer other than AdamW.
     """
     _refuse_unlike(folder, trainer)
-    is_whole = recognise(base) == "huggingface"
-    theirs = Theirs(base=base if is_whole else None)
+    is_whole = detect_layout(base) == "huggingface"
+    theirs = MindSporeHints(base=base if is_whole else None)
     roles = by_role(open_state(folder, theirs))
-    both = Beside([("", roles["model"]), ("", roles["optimizer"])])
+    both = JoinedSource([("", roles["model"]), ("", roles["optimizer"])])
     source = _with_fused_moments(as_huggingface(both, folder, theirs), trainer)
     progress = read_progress(roles["state"], folder)
     _refuse_other(source, trainer, folder)
@@ -77,7 +77,7 @@ def load_mindspore_checkpoint(folder: Path, trainer: Trainer, *, base: Path) -> 
     _take_place(progress, trainer)
 
 
-def read_progress(state: Source, where: Path) -> Progress:
+def read_progress(state: TensorSource, where: Path) -> Progress:
     """The numbers beside the moments. Raises ``CheckpointError`` if no step is among them."""
     names, told = state.shapes(), progress_of(where)
 
@@ -123,7 +123,7 @@ def _refuse_unlike(folder: Path, trainer: Trainer) -> None:
         )
 
 
-def _refuse_other(source: Source, trainer: Trainer, folder: Path) -> None:
+def _refuse_other(source: TensorSource, trainer: Trainer, folder: Path) -> None:
     """Refuse weights of another model, and moments of other parameters."""
     shapes = source.shapes()
     theirs = {name: shape for name, shape in shapes.items() if not name.startswith(MOMENTS)}
@@ -146,18 +146,20 @@ def _refuse_other(source: Source, trainer: Trainer, folder: Path) -> None:
                 )
 
 
-def _with_fused_moments(source: Source, trainer: Trainer) -> Source:
+def _with_fused_moments(source: TensorSource, trainer: Trainer) -> TensorSource:
     """``source``, with the moments of experts laid together as their parameters lie in memory. What
     learns in the stages of a pipeline has other names, and is left as it is."""
     weights = trainer.weights
     if not isinstance(weights, FullWeights) or trainer.world.pp > 1:
         return source
     shapes = source.shapes()
-    made: dict[str, tuple[tuple[int, ...], tuple[Tile, ...]]] = {}
+    made: dict[str, tuple[tuple[int, ...], tuple[StackedMatrix, ...]]] = {}
     for name, at in places(weights.model).items():
         for prefix in MOMENTS:
             if shapes.get(prefix + name) == at.shape:
-                tile = Tile(prefix + name, Box(at.start, (1, *at.shape)), (0, 0), is_turned=False)
+                tile = StackedMatrix(
+                    prefix + name, Box(at.start, (1, *at.shape)), (0, 0), is_turned=False
+                )
                 whole, tiles = made.get(prefix + at.fused, (at.whole, ()))
                 made[prefix + at.fused] = whole, (*tiles, tile)
     complete = {
@@ -165,7 +167,7 @@ def _with_fused_moments(source: Source, trainer: Trainer) -> Source:
         for name, (whole, tiles) in made.items()
         if sum(tile.box.size for tile in tiles) == math.prod(whole)
     }
-    return Tiled(source, complete) if complete else source
+    return StackedSource(source, complete) if complete else source
 
 
 def _shape(found: tuple[int, ...] | None) -> str:
@@ -178,7 +180,7 @@ def _learning(trainer: Trainer) -> Iterator[tuple[str, torch.Tensor]]:
         yield from zip(group["names"], group["params"], strict=True)
 
 
-def _fill_together(source: Source, trainer: Trainer, num_updates: int) -> None:
+def _fill_together(source: TensorSource, trainer: Trainer, num_updates: int) -> None:
     """An error in one process is one in all, so that none waits for another."""
     problem = None
     try:
@@ -191,16 +193,16 @@ def _fill_together(source: Source, trainer: Trainer, num_updates: int) -> None:
 
 
 @torch.no_grad()
-def _fill_weights(source: Source, weights: Stateful) -> None:
+def _fill_weights(source: TensorSource, weights: Stateful) -> None:
     """Box by box into the tensors that are there, so that no second model is in memory."""
     current = weights.state_dict()
     for name, tensor in current.items():
-        part(name, tensor, cuts_of(weights, name)).fill(partial(source.read, name))
+        local_box_of(name, tensor, cuts_of(weights, name)).fill(partial(source.read, name))
     weights.load_state_dict(current)
 
 
 @torch.no_grad()
-def _fill_moments(source: Source, trainer: Trainer, num_updates: int) -> None:
+def _fill_moments(source: TensorSource, trainer: Trainer, num_updates: int) -> None:
     """Moments cut as their parameters are."""
     moments: dict[str, dict[str, torch.Tensor]] = {}
     for name, parameter in _learning(trainer):
@@ -208,7 +210,7 @@ def _fill_moments(source: Source, trainer: Trainer, num_updates: int) -> None:
         for prefix, slot in _SLOTS.items():
             found = torch.zeros_like(parameter, dtype=torch.float32)
             cuts = cuts_of(trainer.optimizer_state, f"{name}.{slot}")
-            part(name, found, cuts).fill(partial(source.read, prefix + name))
+            local_box_of(name, found, cuts).fill(partial(source.read, prefix + name))
             moments[name][slot] = found
     trainer.optimizer_state.load_state_dict(moments)
 

@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 
-from .. import files
 from ..callbacks.early_stop import EarlyStop
-from ..checkpoint.source import Source, read_whole
-from ..checkpoint.states import Stateful
+from ..checkpoint.sources.source import TensorSource, read_whole
+from ..checkpoint.state.states import Stateful
 from ..errors import CheckpointError
+from ..storage import files
 from ..training.stage import Windows
 from ..training.trainer import Trainer
 from .moments import Moments, moments_by_name, trainer_groups
@@ -106,7 +106,7 @@ def _refusal(folder: Path) -> str:
 
 
 @torch.no_grad()
-def _load_weights(source: Source, trainer: Trainer) -> None:
+def _load_weights(source: TensorSource, trainer: Trainer) -> None:
     """Tensor by tensor into those that are there, so that no second model is in memory."""
     current = trainer.weights.state_dict()
     for name, tensor in current.items():

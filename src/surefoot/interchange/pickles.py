@@ -21,8 +21,8 @@ import numpy as np
 import torch
 from transformers.trainer_pt_utils import safe_globals
 
-from .. import files
 from ..errors import CheckpointError
+from ..storage import files
 
 _RECONSTRUCT = np._core.multiarray._reconstruct  # type: ignore[attr-defined]
 OF_NUMPY_1 = (_RECONSTRUCT, "numpy.core.multiarray._reconstruct")  # the name it had there

@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from .. import files
-from ..checkpoint import strict
+from ..checkpoint.disk import strict_json
 from ..checkpoint.layouts import open_folder
-from ..checkpoint.source import Source, read_whole
-from ..checkpoint.states import Stateful
-from ..checkpoint.weights import ADAPTER, ADAPTER_CONFIG, MODEL, recognise
+from ..checkpoint.sources.source import TensorSource, read_whole
+from ..checkpoint.state.states import Stateful
+from ..checkpoint.weights import ADAPTER, ADAPTER_CONFIG, MODEL, detect_layout
 from ..errors import CheckpointError
-from ..model.companions import adapter_files
-from ..model.weights import AdapterWeights
+from ..model.pretrained.companions import adapter_files
+from ..model.pretrained.weights import AdapterWeights
+from ..storage import files
 
 logger = logging.getLogger(__name__)
 # Settings of an adapter that change what its weights mean; targets and rank show in its tensors.
@@ -31,7 +31,7 @@ SHOWN = ("r", "rank_pattern", "target_modules", "modules_to_save", "peft_type")
 CHANGED_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
-def open_same(folder: Path, policy: nn.Module, weights: Stateful) -> Source:
+def open_same(folder: Path, policy: nn.Module, weights: Stateful) -> TensorSource:
     """The weights in ``folder``, if they are those of the model in training.
 
     Args:
@@ -43,7 +43,7 @@ def open_same(folder: Path, policy: nn.Module, weights: Stateful) -> Source:
         CheckpointError: names or shapes differ, or an adapter's settings.
     """
     is_adapter = isinstance(weights, AdapterWeights)
-    layout = recognise(folder)
+    layout = detect_layout(folder)
     if layout is None and not any(folder.glob("*_model*.bin")):  # which are pickles, told below
         raise CheckpointError(
             f"{folder}: it holds no weights ({MODEL} or {ADAPTER}); go on from another checkpoint"
@@ -73,7 +73,7 @@ def open_same(folder: Path, policy: nn.Module, weights: Stateful) -> Source:
     return source
 
 
-def _is_base(source: Source, name: str, policy: nn.Module) -> bool:
+def _is_base(source: TensorSource, name: str, policy: nn.Module) -> bool:
     """Whether the tensor is the base's own: PEFT adds embeddings that are a target or grew."""
     own = policy.state_dict().get(name)
     if own is None or tuple(own.shape) != source.shapes()[name]:
@@ -89,7 +89,7 @@ def _configs(folder: Path, policy: nn.Module) -> tuple[dict[str, Any], dict[str,
     """``adapter_config.json`` in the folder, and as this run would write it."""
     path = folder / ADAPTER_CONFIG
     with files.raising(CheckpointError), files.open_file(path) as file:
-        theirs = strict.parse_object(files.read_all(file, strict.MAX_BYTES), str(path))
+        theirs = strict_json.parse_object(files.read_all(file, strict_json.MAX_BYTES), str(path))
     return theirs, json.loads(adapter_files(policy)[ADAPTER_CONFIG])
 
 

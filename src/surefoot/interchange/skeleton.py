@@ -11,7 +11,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from ..errors import ModelError
-from ..model.weights import AdapterWeights, FullWeights, trained
+from ..model.pretrained.weights import AdapterWeights, FullWeights, trained
 from ..recipe.recipe import Recipe
 
 

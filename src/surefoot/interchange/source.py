@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from .. import files
 from ..checkpoint.layouts import open_folder
-from ..checkpoint.source import Source
-from ..checkpoint.weights import is_deepspeed, recognise
+from ..checkpoint.sources.source import TensorSource
+from ..checkpoint.weights import detect_layout, is_deepspeed
 from ..errors import CheckpointError
+from ..storage import files
 from .dcp import FSDP, INDEX, open_pickled
 from .deepspeed import open_deepspeed
 
 
-def open_source(folder: Path, *, trust_pickle: bool = False) -> Source:
+def open_source(folder: Path, *, trust_pickle: bool = False) -> TensorSource:
     """The weights in a folder of any kind, ours or of others.
 
     Raises ``CheckpointError`` if there are none, or they lie in pickles that the user does not
@@ -23,6 +23,6 @@ def open_source(folder: Path, *, trust_pickle: bool = False) -> Source:
         for inner in (folder, folder / FSDP):
             if files.exists(inner / INDEX):
                 return open_pickled(inner, trust_pickle=trust_pickle)
-        if recognise(folder) is None and is_deepspeed(folder):
+        if detect_layout(folder) is None and is_deepspeed(folder):
             return open_deepspeed(folder, trust_pickle=trust_pickle)
     return open_folder(folder)

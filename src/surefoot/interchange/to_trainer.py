@@ -16,19 +16,19 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
-from .. import files
 from ..callbacks.early_stop import EarlyStop
-from ..checkpoint import strict
-from ..checkpoint.copy import copy
-from ..checkpoint.folder import CheckpointFolder, open_checkpoint
-from ..checkpoint.index import STATE as OURS
-from ..checkpoint.index import is_safetensors
+from ..checkpoint.disk import strict_json
+from ..checkpoint.disk.atomic_folder import new_folder
+from ..checkpoint.disk.folder import CheckpointFolder, open_checkpoint
+from ..checkpoint.disk.manifest import STATE as OURS
+from ..checkpoint.disk.manifest import is_safetensors
 from ..checkpoint.layouts import open_folder
-from ..checkpoint.load import load
-from ..checkpoint.source import Memory, Source
-from ..checkpoint.whole import new_folder
+from ..checkpoint.reading.loading import load
+from ..checkpoint.sources.copying import copy
+from ..checkpoint.sources.source import TensorsInMemory, TensorSource
 from ..errors import CheckpointError
 from ..recipe.recipe import Recipe
+from ..storage import files
 from .arguments import training_arguments
 from .moments import moments_by_number, trainer_groups
 from .pickles import write_pickle
@@ -120,11 +120,11 @@ def _write_weights(opened: CheckpointFolder, skeleton: Skeleton, folder: Path) -
     other names (experts that are fused in memory), the modules' are written: otherwise it would
     leave these weights as they are, with no more than a warning. ``from_pretrained`` takes both.
     """
-    source: Source = open_folder(opened.path)
+    source: TensorSource = open_folder(opened.path)
     if skeleton.converted():
         model = AutoModelForCausalLM.from_pretrained(opened.path, dtype="auto")
         tied = model.all_tied_weights_keys
-        source = Memory({n: t for n, t in model.state_dict().items() if n not in tied})
+        source = TensorsInMemory({n: t for n, t in model.state_dict().items() if n not in tied})
     is_adapter = opened.manifest.kind == "adapter"
     stem, limit = ("adapter_model", None) if is_adapter else ("model", 5_000_000_000)
     copy(source, folder, stem=stem, max_shard_size=limit)
@@ -191,7 +191,7 @@ def _state(
 ) -> bytes:
     """``trainer_state.json`` as the Trainer needs it: it takes its steps from here, and fails at
     its next save if its own flags are not among the callbacks."""
-    content = strict.parse_object(opened.small(STATE), str(opened.path / STATE))
+    content = strict_json.parse_object(opened.small(STATE), str(opened.path / STATE))
     content |= {
         "logging_steps": recipe.train.log_steps or LOGGING_STEPS,
         "eval_steps": recipe.train.eval_steps or recipe.train.log_steps or LOGGING_STEPS,

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .. import files
-from ..checkpoint import strict, trainer_state
-from ..checkpoint.commit import named, step_of
-from ..checkpoint.index import MANIFEST
-from ..checkpoint.index import STATE as SKELETON
+from ..checkpoint.disk import strict_json, trainer_state
+from ..checkpoint.disk.commit import named, step_of
+from ..checkpoint.disk.manifest import MANIFEST
+from ..checkpoint.disk.manifest import STATE as SKELETON
 from ..errors import CheckpointError, RunError
+from ..storage import files
 
 OPTIMIZER, SCHEDULER = "optimizer.pt", "scheduler.pt"
 RANDOM, SCALER = "rng_state.pth", "scaler.pt"
@@ -144,7 +144,7 @@ def read_progress(folder: Path) -> Progress:
 def _read(where: Path) -> Mapping[str, Any]:
     """The Trainer writes NaN and Infinity where JSON has no word for them."""
     with files.raising(CheckpointError), files.open_file(where) as file:
-        data = files.read_all(file, strict.MAX_BYTES)
+        data = files.read_all(file, strict_json.MAX_BYTES)
     try:
         content = json.loads(data)
     except (ValueError, RecursionError) as error:

@@ -16,7 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..errors import RecipeError
-from .anatomy import Absent, Anatomy, anatomy
+from .architecture import Architecture, IdentityStub, anatomy
 
 _OF_THE_HEAD = ("logits_to_keep", "labels")  # arguments that the model without its head knows not
 
@@ -63,7 +63,7 @@ class Layers(nn.ModuleList):
 class Stages:
     """The stages of this process."""
 
-    parts: Anatomy
+    parts: Architecture
     last: int  # number of the last stage of all
     here: Mapping[int, list[nn.Module]]  # by number, the layers to show while it runs
     no_norm: nn.Module
@@ -121,8 +121,8 @@ def keep(model: PreTrainedModel, numbers: Collection[int], num_stages: int) -> S
     runs, last = split(parts.num_layers, num_stages), num_stages - 1
     base = parts.base._modules
     layers = list(parts.base.get_submodule(parts.layers).children())
-    absent = [Absent(layer) for layer in layers]
-    no_norm = Absent(parts.base.get_submodule(parts.norm))
+    absent = [IdentityStub(layer) for layer in layers]
+    no_norm = IdentityStub(parts.base.get_submodule(parts.norm))
 
     def only(wanted: Collection[int]) -> list[nn.Module]:
         kept = {i for number in wanted for i in runs[number]}

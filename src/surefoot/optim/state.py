@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 import torch
 from torch.distributed.tensor import DTensor
 
-from ..cuts import Cuts
 from ..errors import CheckpointError
+from ..geometry.sharding import Cuts
 
 State = Mapping[str, Mapping[str, torch.Tensor]]
 

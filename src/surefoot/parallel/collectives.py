@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from ..cuts import chunk
+from ..geometry.sharding import chunk
 
 
 class Axis(Protocol):
@@ -103,33 +103,33 @@ def part(length: int, axis: Axis) -> slice:
     return slice(first, first + count)
 
 
-def copied(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+def copy_to_tp_region(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """``x``, the same in all processes; its gradient is the sum of theirs."""
     return cast(torch.Tensor, _Copied.apply(x, axis))  # type: ignore[no-untyped-call]
 
 
-def summed(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+def reduce_from_tp_region(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """The sum of all processes' ``x``."""
     return cast(torch.Tensor, _Summed.apply(x, axis))  # type: ignore[no-untyped-call]
 
 
-def gathered(x: torch.Tensor, axis: Axis, length: int, dim: int = -1) -> torch.Tensor:
+def gather_from_tp_region(x: torch.Tensor, axis: Axis, length: int, dim: int = -1) -> torch.Tensor:
     """The parts of all processes, put together to ``length`` elements along ``dim``. What follows
     is the same in all processes, and so is its gradient."""
     return cast(torch.Tensor, _Gathered.apply(x, axis, length, dim))  # type: ignore[no-untyped-call]
 
 
-def taken(x: torch.Tensor, axis: Axis, dim: int = -1) -> torch.Tensor:
+def scatter_to_tp_region(x: torch.Tensor, axis: Axis, dim: int = -1) -> torch.Tensor:
     """This process's part, along ``dim``, of ``x``, which is the same in all processes."""
     return cast(torch.Tensor, _Taken.apply(x, axis, dim))  # type: ignore[no-untyped-call]
 
 
-def joined(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
+def gather_from_sequence_region(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
     """As ``gathered``, of equal parts; but what follows differs, so that gradients are summed."""
     return cast(torch.Tensor, _Joined.apply(x, axis, dim))  # type: ignore[no-untyped-call]
 
 
-def scattered(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
+def reduce_scatter_to_sequence_region(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
     """This process's part, along ``dim``, of the sum of all processes' ``x``; parts are equal."""
     return cast(torch.Tensor, _Scattered.apply(x, axis, dim))  # type: ignore[no-untyped-call]
 

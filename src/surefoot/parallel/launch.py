@@ -45,7 +45,7 @@ def launch(command: Sequence[str], count: int, max_restarts: int = 0) -> int:
     go on from the last checkpoint.
     """
     for attempt in range(max_restarts + 1):
-        gang = _Gang(command, count)
+        gang = _ProcessGroup(command, count)
         code = gang.watch()
         if code == 0 or gang.was_stopped or code == 2 or attempt == max_restarts:
             break  # 2: an error of the user's, which another start will not mend
@@ -58,7 +58,7 @@ def launch(command: Sequence[str], count: int, max_restarts: int = 0) -> int:
     return code
 
 
-class _Gang:
+class _ProcessGroup:
     """The processes of one start."""
 
     def __init__(self, command: Sequence[str], count: int) -> None:
@@ -122,6 +122,6 @@ class _Gang:
                 process.wait()
 
 
-def again(arguments: Sequence[str]) -> list[str]:
+def rerun_command(arguments: Sequence[str]) -> list[str]:
     """The command that runs this very program with ``arguments``."""
     return [sys.executable, "-m", "surefoot", *arguments]

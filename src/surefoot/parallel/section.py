@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from .schedule import ScheduleName
+from .pipeline.schedule import ScheduleName
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -201,7 +201,7 @@ def joined(section: ParallelSection) -> Iterator[World]:
     if kind == "cuda":
         torch.cuda.set_device(local)
     try:
-        with losses_told(rank):
+        with explain_peer_loss(rank):
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo",
                 rank=rank,
@@ -216,7 +216,7 @@ def joined(section: ParallelSection) -> Iterator[World]:
 
 
 @contextlib.contextmanager
-def losses_told(
+def explain_peer_loss(
     rank: int, received: Callable[[], signal.Signals | None] = lambda: None
 ) -> Iterator[None]:
     """Tell what torch says when another process is gone as a ``LostPeerError``, which knows whether

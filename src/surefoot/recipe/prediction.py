@@ -14,14 +14,14 @@ from ..schema import Problem
 from .document import Document
 from .files import SUFFIXES, read_text
 from .overrides import Overrides, override
-from .places import locate_model
+from .recipe_paths import locate_model
 from .yaml import parse
 
 _OF_TRAINING = ("data", "stage", "train")  # sections that a recipe with training must have
 
 
 @dataclass(frozen=True, kw_only=True)
-class AskedModel:
+class PredictModel:
     """Which model answers."""
 
     path: str
@@ -44,7 +44,7 @@ class AskedModel:
 class Prediction:
     """A model, how it answers, and over how many processes."""
 
-    model: AskedModel
+    model: PredictModel
     """Which model answers."""
     generate: GenerateSection = GenerateSection()
     """How answers are sampled."""
@@ -59,7 +59,7 @@ def load(
     """What ``path`` says, with ``overrides`` on top.
 
     Args:
-        path: a YAML file with the sections of a ``Prediction``, or any ``AskedModel.path``.
+        path: a YAML file with the sections of a ``Prediction``, or any ``PredictModel.path``.
         overrides: see ``recipe.overrides``.
         generate: of the run that made the model: what holds where neither of them says anything.
 
@@ -74,7 +74,7 @@ def load(
     names = ("path", "weights", "adapter", "base")
     told = {name: getattr(found.model, name) for name in names}
     places = {name: locate_model(value, base) for name, value in told.items() if value}
-    model: AskedModel = replace(found.model, **places)  # type: ignore[arg-type]
+    model: PredictModel = replace(found.model, **places)  # type: ignore[arg-type]
     return replace(found, model=model)
 
 

@@ -30,7 +30,7 @@ from ..training.stage import Stage
 from .document import Document
 from .files import read_text
 from .overrides import Overrides, override
-from .places import locate, locate_model
+from .recipe_paths import locate, locate_model
 from .yaml import emit, parse
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from ..address import Address
-from ..checkpoint.commit import step_of
-from ..checkpoint.listing import Line
-from ..checkpoint.verify import Report
+from ..checkpoint.disk.commit import step_of
+from ..checkpoint.looking.listing import Line
+from ..checkpoint.reading.verification import Report
 from ..errors import CheckpointError
+from ..storage.address import Address
 from .download import verify
 from .store import Store
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..checkpoint.commit import step_of
-from ..checkpoint.index import MANIFEST
+from ..checkpoint.disk.commit import step_of
+from ..checkpoint.disk.manifest import MANIFEST
 from .store import Store
 
 

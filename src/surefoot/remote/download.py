@@ -6,17 +6,17 @@ import logging
 import tempfile
 from pathlib import Path
 
-from .. import files
-from ..checkpoint.commit import aside
-from ..checkpoint.folder import CheckpointFolder
-from ..checkpoint.index import MANIFEST, Manifest
-from ..checkpoint.verify import Report, problems_in
+from ..checkpoint.disk.commit import temporary_folder
+from ..checkpoint.disk.folder import CheckpointFolder
+from ..checkpoint.disk.manifest import MANIFEST, Manifest
+from ..checkpoint.reading.verification import Report, problems_in
 from ..errors import CheckpointError
+from ..storage import files
 from .contents import Contents, readable
 from .listing import read_manifest, wrong_length
-from .parallel import in_parallel
-from .patience import MissingError, StoreError
+from .retry import MissingError, StoreError
 from .store import Store
+from .transfers import in_parallel
 
 logger = logging.getLogger(__name__)
 _WORKERS = 8
@@ -40,7 +40,7 @@ def download(store: Store, name: str, root: Path) -> Path:
     size = sum(manifest.files.values())
     logger.info("downloading %s (%s) from %s", name, readable(size), store.address)
     doing = f"cannot download {name} to {root}"
-    with files.raising(CheckpointError, doing), aside(root / name) as part:
+    with files.raising(CheckpointError, doing), temporary_folder(root / name) as part:
         _prepare(part.folder, manifest)
         _fetch_sound(store, name, CheckpointFolder(part.folder, manifest))
         part.commit(root / name, text)

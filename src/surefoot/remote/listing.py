@@ -5,16 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from ..address import Address
-from ..checkpoint import strict, trainer_state
-from ..checkpoint.commit import step_of
-from ..checkpoint.index import MANIFEST, Manifest, parse
-from ..checkpoint.listing import Line, line_of
-from ..checkpoint.trainer_state import TrainerState
+from ..checkpoint.disk import strict_json, trainer_state
+from ..checkpoint.disk.commit import step_of
+from ..checkpoint.disk.manifest import MANIFEST, Manifest, parse
+from ..checkpoint.disk.trainer_state import TrainerState
+from ..checkpoint.looking.listing import Line, line_of
 from ..errors import CheckpointError
-from ..files import digest
+from ..storage.address import Address
+from ..storage.files import digest
 from .contents import Contents, contents
-from .patience import StoreError
+from .retry import StoreError
 from .store import Store
 
 
@@ -51,7 +51,7 @@ def read_manifest(store: Store, there: Contents, name: str) -> tuple[bytes, Mani
     """
     file = f"{name}/{MANIFEST}"
     where = str(store.address.inside(file))
-    if there.files[file] > strict.MAX_BYTES:
+    if there.files[file] > strict_json.MAX_BYTES:
         raise CheckpointError(f"{where}: {there.files[file]} bytes are too many for a manifest")
     text = store.read(file)
     return text, parse(text, where)
@@ -69,12 +69,12 @@ def wrong_length(manifest: Manifest, there: Contents, name: str) -> str | None:
 
 def _state(store: Store, name: str, manifest: Manifest) -> TrainerState:
     file = trainer_state.NAME
-    if manifest.files.get(file, 0) > strict.MAX_BYTES:
+    if manifest.files.get(file, 0) > strict_json.MAX_BYTES:
         return TrainerState()
     try:
         data = store.read(f"{name}/{file}") if file in manifest.files else b"{}"
         if file in manifest.hashes and digest(data) != manifest.hashes[file]:
             return TrainerState()
-        return trainer_state.read(strict.parse_object(data, file))
+        return trainer_state.read(strict_json.parse_object(data, file))
     except CheckpointError:
         return TrainerState()

@@ -12,11 +12,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
 
-from ..checkpoint.commit import committed, step_of
+from ..checkpoint.disk.commit import committed, step_of
 from ..errors import CheckpointError, LostPeerError
 from .contents import readable
-from .hand import Answer, Hand, hand
 from .store import Store
+from .upload_worker import Answer, UploadWorker, hand
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ class Mirror:
         self._in_flight: int | None = None
         self._is_busy = False
         self._seconds = seconds
-        self._hand: Hand | None = None
+        self._hand: UploadWorker | None = None
 
     def __enter__(self) -> Mirror:
         self._start()  # what an earlier start of the run could not upload

@@ -6,12 +6,12 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from .. import files
-from ..checkpoint.index import is_plain_name
+from ..checkpoint.disk.manifest import is_plain_name
 from ..errors import CheckpointError, RunError
+from ..storage import files
 from .contents import Contents
-from .parallel import in_parallel
 from .store import Store
+from .transfers import in_parallel
 
 MAX_BYTES = 1 << 30  # of one such file
 _WORKERS = 4

@@ -10,8 +10,8 @@ import difflib
 from pathlib import Path
 from typing import Any
 
-from ..address import Address
-from .patience import Patience, StoreError, status_of
+from ..storage.address import Address
+from .retry import RetryPolicy, StoreError, status_of
 
 PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs"}  # of each scheme
 _FLAT = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "memory", "oss", "r2", "tos"}
@@ -29,7 +29,7 @@ class Store:
 
     def __init__(self, address: Address, *, seconds: float = 600) -> None:
         self.address = address
-        self._patience = Patience(seconds)
+        self._patience = RetryPolicy(seconds)
         self._files, self._root = _open(address)
 
     def list(self, below: str = "") -> dict[str, int]:

@@ -11,16 +11,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from .. import files
-from ..checkpoint import strict
-from ..checkpoint.folder import open_checkpoint
-from ..checkpoint.index import MANIFEST
-from ..checkpoint.verify import verify_checkpoint
+from ..checkpoint.disk import strict_json
+from ..checkpoint.disk.folder import open_checkpoint
+from ..checkpoint.disk.manifest import MANIFEST
+from ..checkpoint.reading.verification import verify_checkpoint
 from ..errors import CheckpointError
+from ..storage import files
 from .contents import Contents
-from .parallel import in_parallel
-from .patience import StoreError
+from .retry import StoreError
 from .store import Store
+from .transfers import in_parallel
 
 DAMAGED = "manifest.damaged.json"  # what the manifest of a damaged checkpoint is renamed to
 _WORKERS = 4  # files on their way at a time
@@ -72,7 +72,7 @@ def _taken(store: Store, name: str) -> CheckpointError:
 
 def _manifest(folder: Path) -> bytes:
     with files.raising(CheckpointError), files.open_inside(folder, MANIFEST) as file:
-        return files.read_all(file, strict.MAX_BYTES)
+        return files.read_all(file, strict_json.MAX_BYTES)
 
 
 def _put(store: Store, folder: Path, wanted: Mapping[str, int]) -> None:

@@ -18,9 +18,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from .. import files
-from ..address import Address
 from ..errors import CheckpointError, SurefootError
+from ..storage import files
+from ..storage.address import Address
 from .run_files import Stamp, push
 from .store import Store
 from .upload import remove, upload

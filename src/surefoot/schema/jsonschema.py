@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, Union
 
-from ..address import Address
+from ..storage.address import Address
 from .read import write_setting
 from .setting import Setting, markdown, settings
 

@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from ..address import Address
 from ..errors import RecipeError
+from ..storage.address import Address
 from .problem import Problem, explain
 from .setting import Setting, is_section, settings, variant_name
 

@@ -18,7 +18,7 @@ from typing import Any, Literal, Union
 from pydantic import GetCoreSchemaHandler
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-from ..address import Address
+from ..storage.address import Address
 
 Keys = tuple[str | int, ...]  # the way to a value: section, variant, field, index in a list
 

@@ -7,16 +7,16 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from ..batch import Batch, Features, Loss, Outputs
-from ..data.encode import Encoded
+from ..data.encoded import Encoded
 from ..data.example import Example
-from ..data.pairs import collate_pairs
-from ..data.ranking import encode_pairs
-from ..training import preferences
+from ..data.text.pairs import collate_pairs
+from ..data.text.ranking import encode_pairs
+from ..training.objectives import preferences
 
 if TYPE_CHECKING:
     import torch
 
-    from ..data.chat import Codec
+    from ..data.text.codec import Codec
 
 PER_TOKEN = ("ipo", "orpo", "simpo")  # losses of an answer's mean log-probability, not its sum
 ALONE = ("orpo", "simpo")  # losses that need no reference

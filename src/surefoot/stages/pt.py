@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from ..batch import Batch, Features, Loss, Outputs
-from ..data.collate import collate
-from ..data.encode import Encoded
+from ..data.encoded import Encoded
 from ..data.example import Example
-from ..training.losses import check_smoothing, negative_log_likelihood
+from ..data.text.collation import collate
+from ..training.objectives.losses import check_smoothing, negative_log_likelihood
 
 if TYPE_CHECKING:
-    from ..data.chat import Codec
+    from ..data.text.codec import Codec
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,7 @@ The names are imported when they are first asked for: a recipe is read without t
 
 from typing import TYPE_CHECKING
 
-from ..later import found_in
+from ..lazy_exports import lazy_getattr
 
 if TYPE_CHECKING:
     from .callback import Context, TrainerCallback
@@ -19,4 +19,4 @@ _HOMES = {
     ".state": ("TrainerControl", "TrainerState"),
     ".trainer": ("Trainer",),
 }
-__getattr__ = found_in(__name__, _HOMES)
+__getattr__ = lazy_getattr(__name__, _HOMES)

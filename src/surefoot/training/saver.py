@@ -15,20 +15,20 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal
 
-from ..checkpoint import retention
-from ..checkpoint.commit import committed, step_of
-from ..checkpoint.crew import Crew
-from ..checkpoint.flight import Flight, end
-from ..checkpoint.job import Job, Saved
-from ..checkpoint.retention import Times
-from ..checkpoint.save import Live, prepare
+from ..checkpoint.background.in_flight import InFlightSave, end
+from ..checkpoint.disk import retention
+from ..checkpoint.disk.commit import committed, step_of
+from ..checkpoint.disk.retention import Times
+from ..checkpoint.disk.trainer_state import finite
+from ..checkpoint.saving.job import Job, Saved
+from ..checkpoint.saving.preparation import LiveTensors, prepare
+from ..checkpoint.saving.writer_group import WriterGroup
 from ..checkpoint.section import CheckpointSection
-from ..checkpoint.states import Stateful
-from ..checkpoint.trainer_state import finite
+from ..checkpoint.state.states import Stateful
 from ..errors import CheckpointError
-from ..files import exists
 from ..parallel.world import ALONE, World
 from ..remote.mirror import Mirror
+from ..storage.files import exists
 from .state import TrainerState
 
 logger = logging.getLogger(__name__)
@@ -55,14 +55,14 @@ class Saver:
     mirror: Mirror | None = None  # that keeps a copy of the run in a store
     seconds_stopped: float = 0.0  # how long saves have kept the loop waiting
     num_left_out: int = 0  # saves that were not taken because one was in flight
-    _flight: Flight = field(default_factory=Flight)
+    _flight: InFlightSave = field(default_factory=InFlightSave)
     _forgotten: Sequence[str] = ()  # names that the save in flight takes the place of
     _done: list[int] = field(default_factory=list)  # committed steps that nobody was told of
 
     def __post_init__(self) -> None:
         self._times = Times(self.output_dir)
         world = self.world
-        self._crew = Crew(
+        self._crew = WriterGroup(
             self.section.layout or "full", world.rank, world.size, world.axes, world.gathered
         )
 
@@ -169,7 +169,9 @@ class Saver:
             self._flight.target.name if self._flight.target else "",
         )
 
-    def _prepare(self, state: TrainerState, states: Mapping[str, Stateful]) -> tuple[Job, Live]:
+    def _prepare(
+        self, state: TrainerState, states: Mapping[str, Stateful]
+    ) -> tuple[Job, LiveTensors]:
         parent = self.newest or self.resumed_from
         job, live = prepare(
             self.output_dir,
@@ -221,7 +223,7 @@ class Saver:
             protected |= self.mirror.protected
         if state.best_global_step is not None:
             protected.add(state.best_global_step)
-        verdicts = retention.choose(
+        verdicts = retention.decide(
             saved,
             self.section.rule(),
             now=time.time(),

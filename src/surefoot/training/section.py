@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from ..address import Address, default_cache
-from ..checkpoint.retention import more_is_better
+from ..checkpoint.disk.retention import more_is_better
+from ..storage.address import Address, default_cache
 
 _HALF_A_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:(/|$)")  # as a path, s3:// has lost a slash
 

@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Protocol, runtime_checkable
 
 from ..batch import Batch, Features, Loss, Outputs, Window
-from ..data.encode import Encoded
+from ..data.encoded import Encoded
 from ..data.example import Example
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from ..data.chat import Codec
+    from ..data.text.codec import Codec
 
 
 @dataclass(frozen=True)

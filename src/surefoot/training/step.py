@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ..batch import Batch, ForwardBackward, Loss, LossFunction, Outputs, Window
+from ..batch import Batch, Loss, LossFunction, Outputs, StepRunner, Window
+from ..model.precision import LossScaler
 from ..optim.schedules import Schedule
-from ..parallel.norm import local, total_norm
-from .precision import LossScaler
+from ..parallel.grad_norm import global_norm, local
 
 Reduce = Callable[[torch.Tensor], torch.Tensor]  # each of some float64 values, over processes
 
@@ -25,7 +25,7 @@ def _alone(values: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class Figures:
+class StepMetrics:
     """What a step says about itself. Sums are over the whole window, of all processes."""
 
     loss: float  # sum
@@ -49,7 +49,7 @@ class Figures:
 
 
 @dataclass(frozen=True)
-class Unread:
+class PendingMetrics:
     """The figures of a step on their way to the host, which ``read`` waits for."""
 
     values: torch.Tensor  # loss, weight, tokens, metrics, grad_norm: float64, soon on the host
@@ -59,13 +59,13 @@ class Unread:
     scale: float
     sent: torch.cuda.Event | None = None  # when they are there
 
-    def read(self) -> Figures:
+    def read(self) -> StepMetrics:
         """The figures."""
         if self.sent is not None:
             self.sent.synchronize()
         loss, weight, tokens, *metrics, norm = self.values.tolist()
         named = dict(zip(self.names, metrics, strict=True))
-        return Figures(loss, weight, norm, self.learning_rate, named, int(tokens), self.scale)
+        return StepMetrics(loss, weight, norm, self.learning_rate, named, int(tokens), self.scale)
 
 
 @dataclass
@@ -75,7 +75,7 @@ class Step:
 
     optimizer: torch.optim.Optimizer
     schedule: Schedule
-    run_window: ForwardBackward
+    run_window: StepRunner
     max_grad_norm: float
     scaler: LossScaler
     sums: Reduce = _alone  # over all shares of the examples
@@ -90,7 +90,7 @@ class Step:
         step: int,
         before: Callable[[int], None],
         after: Callable[[int], None],
-    ) -> Unread:
+    ) -> PendingMetrics:
         """Leave the normalised, clipped gradient of ``window`` in the parameters.
 
         The gradient of the summed loss is divided once, by the weight of all micro-batches
@@ -106,10 +106,10 @@ class Step:
         total = total / factor
         is_bad = ~(total.isfinite() & norm.isfinite())
         values = torch.stack([total, weight, *rest, norm])
-        found = Unread(values, names, is_bad.float(), learning_rate, scale)
+        found = PendingMetrics(values, names, is_bad.float(), learning_rate, scale)
         return _on_its_way(found)
 
-    def update(self, unread: Unread) -> None:
+    def update(self, unread: PendingMetrics) -> None:
         """Move the weights, unless loss or gradient are no numbers; fp16's scale learns of that."""
         if all(group.get("fused") for group in self.optimizer.param_groups):
             self.optimizer.found_inf = unread.is_bad  # type: ignore[attr-defined]
@@ -143,7 +143,7 @@ class Step:
         gradients = {p: p.grad for p in parameters if p.grad is not None}
         divisor = torch.where(divisor == 0, 1.0, divisor)
         counted = [g for p, g in gradients.items() if p not in self.copies]
-        norm = total_norm(counted, self.totals, divisor.device).double() / divisor
+        norm = global_norm(counted, self.totals, divisor.device).double() / divisor
         factor = 1 / divisor
         if self.max_grad_norm > 0:  # as torch.nn.utils.clip_grads_with_norm_
             factor = factor * (self.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
@@ -173,7 +173,7 @@ def _multiply(gradients: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
             gradient.copy_(gradient.float() * factor.float())
 
 
-def _on_its_way(found: Unread) -> Unread:
+def _on_its_way(found: PendingMetrics) -> PendingMetrics:
     """Send the values to the host."""
     if found.values.device.type != "cuda":
         return replace(found, values=found.values.cpu())

@@ -9,22 +9,22 @@ from dataclasses import dataclass, field, fields
 from signal import Signals
 
 from ..batch import Batch, Outputs, Window
-from ..checkpoint.load import load
-from ..checkpoint.states import RandomState, Stateful
+from ..checkpoint.reading.loading import load
+from ..checkpoint.state.states import RandomState, Stateful
 from ..errors import RunError
-from ..parallel.shard import gather_nothing
+from ..model.seeding import seed_everything
+from ..parallel.sharded_model import gather_nothing
 from ..parallel.world import ALONE, World
-from .best import note_evaluation
+from .best_metric import record_evaluation
 from .callback import Callbacks
-from .evaluate import evaluate, prefixed
-from .interval import Interval
-from .randomness import seed_everything
+from .evaluation import evaluate, prefixed
+from .log_accumulator import LogAccumulator
 from .saver import Saver
 from .section import TrainSection
 from .signals import StopSignal
 from .stage import Models, Stage, Windows, is_likelihood, learnables
 from .state import TrainerControl, TrainerState
-from .step import Figures, Step, Unread
+from .step import PendingMetrics, Step, StepMetrics
 
 MAX_ROLLBACKS = 3  # to one checkpoint: more bad windows than that are no accident
 
@@ -40,7 +40,7 @@ class _Taken:
 
     number: int
     place: tuple[int, int]  # of its window: epoch, index
-    figures: Unread
+    figures: PendingMetrics
 
 
 @dataclass
@@ -63,7 +63,7 @@ class Trainer:
     callbacks: Callbacks
     state: TrainerState
     control: TrainerControl
-    interval: Interval
+    interval: LogAccumulator
     stop: StopSignal = field(default_factory=StopSignal)
     world: World = ALONE
     agreed: Signals | None = None  # the signal that any of several processes has received
@@ -185,7 +185,7 @@ class Trainer:
         self.interval.add(figures)
         return True
 
-    def _bear(self, figures: Figures, taken: _Taken) -> bool:
+    def _bear(self, figures: StepMetrics, taken: _Taken) -> bool:
         """Deal with a loss or gradient that is not a number, which has moved nothing: True to go
         on."""
         what = f"step {taken.number}: loss {figures.loss / max(1, figures.weight)}, "
@@ -244,7 +244,7 @@ class Trainer:
         if control.should_evaluate and self.evals:
             try:
                 parts = {name: self._measure(batches) for name, batches in self.evals.items()}
-                note_evaluation(self.section, self.callbacks, prefixed(parts, "eval"))
+                record_evaluation(self.section, self.callbacks, prefixed(parts, "eval"))
             except _BrokenOffError:
                 state.pending = ["should_evaluate"]
         control.should_log = control.should_evaluate = False

@@ -32,7 +32,7 @@ class Trigger:
 
 
 @dataclass
-class Flow(TrainerCallback):
+class IntervalCallback(TrainerCallback):
     """Raises the flags of the loop when its triggers are due; at the last step, all that are in
     use."""
 

@@ -1,7 +1,6 @@
 import pytest
 import torch
 
-from surefoot.checkpoint.box import Box
 from surefoot.checkpoint.mindspore.names import (
     FAMILIES,
     Heads,
@@ -11,9 +10,10 @@ from surefoot.checkpoint.mindspore.names import (
     to_mindspore,
     usual,
 )
-from surefoot.checkpoint.source import Memory, read_whole
+from surefoot.checkpoint.sources.source import TensorsInMemory, read_whole
 from surefoot.errors import CheckpointError
-from surefoot.model.weights import FullWeights
+from surefoot.geometry.box import Box
+from surefoot.model.pretrained.weights import FullWeights
 from tiny import model
 
 HEADS = Heads(4, 2)
@@ -44,7 +44,7 @@ def kinds(family):
 
 
 def named(family, tensors):
-    source = to_mindspore(Memory(tensors), family, HEADS)
+    source = to_mindspore(TensorsInMemory(tensors), family, HEADS)
     return {name: read_whole(source, name) for name in source.shapes()}
 
 
@@ -53,7 +53,7 @@ def test_there_and_back_is_bitwise(family):
     tensors = weights(kinds(family))
     there = named(family, tensors)
     assert there.keys().isdisjoint(tensors.keys() - {"lm_head.weight"})
-    back = to_huggingface(Memory(there), family, HEADS)
+    back = to_huggingface(TensorsInMemory(there), family, HEADS)
     assert back.shapes() == {name: tuple(t.shape) for name, t in tensors.items()}
     assert all(torch.equal(read_whole(back, name), t) for name, t in tensors.items())
 
@@ -101,7 +101,7 @@ def test_moments_change_as_their_weights_do():
 
 def test_the_real_names_are_those_of_the_legacy_family(truth):
     model = {name: tensor for name, tensor in truth.items() if not name.startswith("adam")}
-    back = to_huggingface(Memory(model), family_of({n: t.shape for n, t in model.items()}))
+    back = to_huggingface(TensorsInMemory(model), family_of({n: t.shape for n, t in model.items()}))
     assert "model.layers.1.self_attn.q_proj.weight" in back.shapes()
     again = to_mindspore(back, "legacy")
     assert again.shapes().keys() == model.keys()
@@ -123,11 +123,11 @@ def test_a_model_with_norms_of_queries_is_named_as_mcore():
 )
 def test_a_name_without_another_is_refused(name, family, problem):
     with pytest.raises(CheckpointError, match=problem):
-        to_mindspore(Memory({name: torch.ones(1)}), family)
+        to_mindspore(TensorsInMemory({name: torch.ones(1)}), family)
 
 
 def test_fused_heads_need_their_number():
-    there = Memory(named("legacy-fused", weights()))
+    there = TensorsInMemory(named("legacy-fused", weights()))
     with pytest.raises(
         CheckpointError, match=r"a config.json must say; name the model with --base"
     ):
@@ -155,7 +155,7 @@ def test_a_mixture_goes_there_and_back_bitwise(kind, family):
     assert usual({name: tuple(t.shape) for name, t in tensors.items()}) == family.split("-")[0]
     there = named(family, tensors)
     assert family_of({name: tuple(t.shape) for name, t in there.items()}) == family
-    back = to_huggingface(Memory(there), family, HEADS)
+    back = to_huggingface(TensorsInMemory(there), family, HEADS)
     assert back.shapes() == {name: tuple(t.shape) for name, t in tensors.items()}
     assert all(torch.equal(read_whole(back, name), t) for name, t in tensors.items())
 
@@ -171,7 +171,7 @@ def test_the_experts_are_those_of_mindspore():
     down = turned["down_proj"].flatten(0, 1)
     assert torch.equal(there["decoder.layers.1.mlp.experts.weight2"], down)
     assert there["decoder.layers.1.mlp.router.weight"] is not None
-    source = to_mindspore(Memory(tensors), "mcore-fused", HEADS)
+    source = to_mindspore(TensorsInMemory(tensors), "mcore-fused", HEADS)
     box = Box((20, 10), (50, 30))  # over two experts, gates and ups
     found = source.read("decoder.layers.1.mlp.experts.weight1", box)
     assert torch.equal(found, both.flatten(0, 1)[20:70, 10:40])
@@ -200,4 +200,4 @@ def test_experts_that_are_not_all_there_are_refused():
     there = named("mcore-fused", weights("qwen3_moe"))
     del there["decoder.layers.0.mlp.router.weight"]
     with pytest.raises(CheckpointError, match="whose router is missing, cannot be taken apart"):
-        to_huggingface(Memory(there), "mcore-fused", HEADS)
+        to_huggingface(TensorsInMemory(there), "mcore-fused", HEADS)

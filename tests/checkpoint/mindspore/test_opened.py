@@ -1,11 +1,11 @@
 import pytest
 import torch
 
-from surefoot.checkpoint.contents import open_contents
 from surefoot.checkpoint.layouts import open_folder
 from surefoot.checkpoint.mindspore.opened import form_of, saves
-from surefoot.checkpoint.source import Stored, read_whole
-from surefoot.checkpoint.weights import Weights, open_mindspore_state, recognise
+from surefoot.checkpoint.reading.contents import open_contents
+from surefoot.checkpoint.sources.source import FolderSource, read_whole
+from surefoot.checkpoint.weights import Weights, detect_layout, open_mindspore_state
 from surefoot.errors import CheckpointError
 
 from .real import SOURCES, rank_file, rewrite
@@ -21,7 +21,7 @@ FORMS = {
 
 
 def every(folder, **options):
-    source = Stored(opened(folder, **options))
+    source = FolderSource(opened(folder, **options))
     return {name: read_whole(source, name) for name in source.shapes()}
 
 
@@ -38,7 +38,7 @@ def assert_true(found, truth):
 @pytest.mark.parametrize(("name", "form"), FORMS.items())
 def test_every_form_is_recognised(real, name, form):
     assert form_of(real / name) == form
-    assert recognise(real / name) == "mindspore"
+    assert detect_layout(real / name) == "mindspore"
 
 
 @pytest.mark.parametrize("name", [*SOURCES, *FORMS])

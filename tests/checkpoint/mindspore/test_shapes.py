@@ -2,8 +2,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from surefoot.checkpoint.mindspore.shapes import guess
-from surefoot.checkpoint.tensorfile import open_path
+from surefoot.checkpoint.disk.tensorfile import open_path
+from surefoot.checkpoint.mindspore.shapes import infer_strategy
 from surefoot.errors import CheckpointError
 
 WQ, WO, NORM = (f"model.layers.0.attention.{n}.weight" for n in ("wq", "wo", "norm"))
@@ -32,7 +32,7 @@ def test_a_projection_back_tells_how_many_ranks_share_a_model(tmp_path):
         for _ in range(2)
         for mp in range(2)
     ]
-    found = guess(ranks(tmp_path, *cut), shapes(whole), tmp_path)
+    found = infer_strategy(ranks(tmp_path, *cut), shapes(whole), tmp_path)
     assert boxes(found, WQ, whole[WQ], 4) == [(0, 0), (4, 0), (0, 0), (4, 0)]
 
 
@@ -44,7 +44,7 @@ def test_two_ways_that_give_the_same_files_are_refused(tmp_path):
         for r in range(4)
     ]
     with pytest.raises(CheckpointError, match=r"can lie on 4 devices in several ways that give"):
-        guess(ranks(tmp_path, *cut), shapes(whole), tmp_path)
+        infer_strategy(ranks(tmp_path, *cut), shapes(whole), tmp_path)
 
 
 def test_norms_that_start_as_ones_are_not_taken_for_cut_ones(tmp_path):
@@ -53,17 +53,17 @@ def test_norms_that_start_as_ones_are_not_taken_for_cut_ones(tmp_path):
         {NORM: whole[NORM], WQ: whole[WQ][4 * i : 4 * i + 4], WO: whole[WO][:, 4 * i : 4 * i + 4]}
         for i in range(2)
     ]
-    found = guess(ranks(tmp_path, *cut), shapes(whole), tmp_path)
+    found = infer_strategy(ranks(tmp_path, *cut), shapes(whole), tmp_path)
     assert boxes(found, NORM, whole[NORM], 2) == [(0,), (0,)]
 
 
 def test_shapes_that_nothing_gives_are_refused(tmp_path):
     files = ranks(tmp_path, {WQ: torch.randn(3, 4)}, {WQ: torch.randn(3, 4)})
     with pytest.raises(CheckpointError, match="no layout on 2 devices gives these shapes"):
-        guess(files, {WQ: (8, 4)}, tmp_path)
+        infer_strategy(files, {WQ: (8, 4)}, tmp_path)
 
 
 def test_another_model_is_refused(tmp_path):
     files = ranks(tmp_path, {"a": torch.randn(3, 4)}, {"a": torch.randn(3, 4)})
     with pytest.raises(CheckpointError, match="is it another model"):
-        guess(files, {WQ: (8, 4)}, tmp_path)
+        infer_strategy(files, {WQ: (8, 4)}, tmp_path)

@@ -5,11 +5,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from surefoot.checkpoint.copy import described
 from surefoot.checkpoint.mindspore.parallel import ParallelConfig
 from surefoot.checkpoint.mindspore.strategy import open_strategy
 from surefoot.checkpoint.mindspore.write import Naming, write_distributed, write_full
-from surefoot.checkpoint.source import Memory, Stored, read_whole
+from surefoot.checkpoint.sources.copying import described
+from surefoot.checkpoint.sources.source import FolderSource, TensorsInMemory, read_whole
 from surefoot.checkpoint.weights import Weights, open_mindspore_state
 from surefoot.errors import CheckpointError
 
@@ -44,7 +44,7 @@ def config(name):
 
 
 def opened(folder, **options):
-    return Stored(Weights("mindspore", folder, open_mindspore_state(folder, **options)))
+    return FolderSource(Weights("mindspore", folder, open_mindspore_state(folder, **options)))
 
 
 def stages(source, name):
@@ -163,7 +163,7 @@ def test_what_was_written_is_read_back_with_its_own_strategy(real, truth, tmp_pa
 
 
 def test_a_tensor_without_a_layout_is_refused_and_nothing_written(tmp_path):
-    source = Memory({"a.weight": torch.ones(4, 4), "b.weight": torch.ones(4, 4)})
+    source = TensorsInMemory({"a.weight": torch.ones(4, 4), "b.weight": torch.ones(4, 4)})
     told = ParallelConfig(2).stages({"a.weight": ("F32", (4, 4))})
     with pytest.raises(CheckpointError, match=r"the strategy says nothing of 'b.weight'"):
         write_distributed(source, tmp_path / "out", stages=told)

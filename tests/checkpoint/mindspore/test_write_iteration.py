@@ -6,7 +6,7 @@ import torch
 from surefoot.checkpoint.mindspore.parallel import ParallelConfig
 from surefoot.checkpoint.mindspore.strategy import open_strategy
 from surefoot.checkpoint.mindspore.write_iteration import write_iteration
-from surefoot.checkpoint.source import Memory, read_whole
+from surefoot.checkpoint.sources.source import TensorsInMemory, read_whole
 from surefoot.errors import CheckpointError
 
 from .real import read
@@ -87,12 +87,14 @@ def test_shards_over_a_part_of_the_copies_are_refused(tmp_path):
     )  # fmt: skip
     stages = config.stages({"a.weight": ("F32", (8, 4))})
     with pytest.raises(CheckpointError, match="2 shards over 4 copies; this form has words for"):
-        write_iteration(Memory({"a.weight": torch.ones(8, 4)}), tmp_path / "out", stages=stages)
+        write_iteration(
+            TensorsInMemory({"a.weight": torch.ones(8, 4)}), tmp_path / "out", stages=stages
+        )
     assert not list(tmp_path.iterdir())
 
 
 def test_weights_alone_are_iteration_0(tmp_path):
-    write_iteration(Memory({"a.weight": torch.ones(8, 4)}), tmp_path / "out")
+    write_iteration(TensorsInMemory({"a.weight": torch.ones(8, 4)}), tmp_path / "out")
     names = sorted(path.name for path in (tmp_path / "out/iteration_00000000").iterdir())
     assert names == ["common.json", "surefoot-model-0000000-0000001.safetensors"]
     assert torch.equal(read_whole(opened(tmp_path / "out"), "a.weight"), torch.ones(8, 4))

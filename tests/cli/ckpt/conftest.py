@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 
 from checkpoint.mindspore.real import copied, real  # noqa: F401 - fixtures
 from checkpoint.sample import sample_states
-from surefoot.checkpoint.save import save
+from surefoot.checkpoint.saving.preparation import save
 
 
 @pytest.fixture

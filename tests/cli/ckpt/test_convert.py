@@ -13,10 +13,10 @@ from checkpoint.sample import sample_states
 from folders import save_recipe
 from interchange.zero_folders import write_zero
 from surefoot.checkpoint.dcp_write import write_dcp
-from surefoot.checkpoint.save import save
-from surefoot.checkpoint.source import Memory
+from surefoot.checkpoint.saving.preparation import save
+from surefoot.checkpoint.sources.source import TensorsInMemory
 from surefoot.recipe.recipe import load
-from surefoot.run import build
+from surefoot.run.training_run import build
 
 from .runner import run
 
@@ -172,7 +172,7 @@ def test_a_checkpoint_of_deepspeed_becomes_a_model(checkpoint, tmp_path):
 
 
 def test_weights_of_another_model_are_refused(checkpoint, tmp_path):
-    write_dcp(Memory({"a": torch.ones(2)}), tmp_path / "dcp")
+    write_dcp(TensorsInMemory({"a": torch.ones(2)}), tmp_path / "dcp")
     done = run(
         "convert", tmp_path / "dcp", tmp_path / "out", "--to", "huggingface",
         "--base", checkpoint.parents[1] / "model",

@@ -10,10 +10,10 @@ from transformers import AutoModelForCausalLM
 
 from checkpoint.mindspore.real import rank_file, rewrite
 from folders import save_model, save_recipe
-from surefoot.checkpoint.contents import open_contents
-from surefoot.checkpoint.source import Stored, read_whole
+from surefoot.checkpoint.reading.contents import open_contents
+from surefoot.checkpoint.sources.source import FolderSource, read_whole
 from surefoot.recipe.recipe import load
-from surefoot.run import build
+from surefoot.run.training_run import build
 
 from .runner import run
 
@@ -39,7 +39,7 @@ def weights(folder):
 
 def everything(folder):
     contents = open_contents(folder)
-    return {name: read_whole(Stored(contents), name) for name in contents.tensors}
+    return {name: read_whole(FolderSource(contents), name) for name in contents.tensors}
 
 
 def assert_equal(found, expected):

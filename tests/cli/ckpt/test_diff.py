@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 
 from checkpoint.sample import sample_states
-from surefoot.checkpoint.save import save
+from surefoot.checkpoint.saving.preparation import save
 
 from .runner import damage, on_screen, run
 

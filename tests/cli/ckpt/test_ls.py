@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 
-from surefoot.checkpoint.commit import aside
+from surefoot.checkpoint.disk.commit import temporary_folder
 
 from .runner import damage, on_screen, run
 
@@ -28,7 +28,7 @@ def test_ls_shows_a_line_a_checkpoint(folder):
 
 
 def test_ls_shows_a_save_in_progress(tmp_path):
-    with aside(tmp_path / "checkpoint-5"):
+    with temporary_folder(tmp_path / "checkpoint-5"):
         assert "being saved" in run("ls", tmp_path).output
 
 

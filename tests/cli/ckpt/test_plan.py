@@ -3,8 +3,8 @@
 import json
 
 from checkpoint.sample import tree_bytes
-from surefoot.checkpoint.mesh import Mesh
-from surefoot.checkpoint.reshard import reshard
+from surefoot.checkpoint.converting.resharding import reshard
+from surefoot.geometry.mesh import Mesh
 
 from .runner import run
 

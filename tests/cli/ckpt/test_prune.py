@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from checkpoint.sample import sample_states
-from surefoot.checkpoint.commit import aside
-from surefoot.checkpoint.save import save
+from surefoot.checkpoint.disk.commit import temporary_folder
+from surefoot.checkpoint.saving.preparation import save
 from surefoot.cli.ckpt.prune import LOCK, RECIPE
 from surefoot.recipe.recipe import read
 
@@ -113,7 +113,7 @@ def test_json_is_the_only_output(root):
 
 
 def test_it_is_refused_while_a_save_is_being_written(root):
-    with aside(root / "checkpoint-6"):
+    with temporary_folder(root / "checkpoint-6"):
         result = run("prune", root, "--yes")
         assert result.exit_code == 2 and "is still being saved" in result.output
         assert left(root) == [1, 2, 3, 4, 5]
@@ -121,7 +121,7 @@ def test_it_is_refused_while_a_save_is_being_written(root):
 
 
 def test_it_is_refused_while_a_process_trains_there(root):
-    from surefoot.run_folder import opened
+    from surefoot.run.folder import opened
 
     recipe = read(
         {

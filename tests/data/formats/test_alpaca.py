@@ -3,7 +3,7 @@
 import pytest
 
 from surefoot.data.example import Message
-from surefoot.data.formats.alpaca import Alpaca
+from surefoot.data.rows.formats.alpaca import Alpaca
 from surefoot.errors import DataError
 
 ROW = {"instruction": "Add the numbers.", "input": "2 3", "output": "5"}

@@ -7,10 +7,10 @@ from typing import Protocol
 
 import torch
 
-from ... import files
-from ..source import Source, Stored, read_whole
+from ...storage import files
+from ..sources.source import FolderSource, TensorSource, read_whole
 from ..weights import MODEL, MODEL_INDEX, open_weights
-from ..weights import recognise as kind_of
+from ..weights import detect_layout as kind_of
 from . import dcp, huggingface, mindspore, native, peft
 
 
@@ -20,7 +20,7 @@ class Layout(Protocol):
     def recognise(self, path: Path) -> bool:
         """Whether the folder is of this layout. Reads names only."""
 
-    def open(self, path: Path) -> Source:
+    def open(self, path: Path) -> TensorSource:
         """The weights in the folder; a ``CheckpointError`` if they are damaged."""
 
 
@@ -33,12 +33,12 @@ LAYOUTS: dict[str, Layout] = {
 }
 
 
-def open_folder(path: Path | str) -> Source:
+def open_folder(path: Path | str) -> TensorSource:
     """The weights in a folder of any layout. ``CheckpointError``s say what to do instead."""
-    return Stored(open_weights(Path(path)))
+    return FolderSource(open_weights(Path(path)))
 
 
-def open_named(path: Path | str, model: Path | None = None) -> Source:
+def open_named(path: Path | str, model: Path | None = None) -> TensorSource:
     """The same under Hugging Face's names, also of MindSpore's folders. ``model`` is the folder of
     the model that they are of, if it is not around them."""
     folder = Path(path)

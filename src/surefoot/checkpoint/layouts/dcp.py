@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ... import files
 from ...errors import CheckpointError
-from ..source import Source, Stored
+from ...storage import files
+from ..sources.source import FolderSource, TensorSource
+from ..weights import detect_layout as kind_of
 from ..weights import open_dcp
-from ..weights import recognise as kind_of
 
 
 def recognise(path: Path) -> bool:
@@ -16,7 +16,7 @@ def recognise(path: Path) -> bool:
     return kind_of(path) == "dcp"
 
 
-def open(path: Path) -> Source:  # noqa: A001 - the word for it
+def open(path: Path) -> TensorSource:  # noqa: A001 - the word for it
     """The tensors, each put together from its boxes."""
     with files.raising(CheckpointError):
-        return Stored(open_dcp(path))
+        return FolderSource(open_dcp(path))

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ... import files
 from ...errors import CheckpointError
+from ...storage import files
 from ..mindspore.names import family_of, heads_near, to_huggingface
-from ..source import Source, Stored
+from ..sources.source import FolderSource, TensorSource
+from ..weights import detect_layout as kind_of
 from ..weights import open_mindspore
-from ..weights import recognise as kind_of
 
 
 def recognise(path: Path) -> bool:
@@ -17,13 +17,13 @@ def recognise(path: Path) -> bool:
     return kind_of(path) == "mindspore"
 
 
-def open(path: Path) -> Source:  # noqa: A001 - the word for it
+def open(path: Path) -> TensorSource:  # noqa: A001 - the word for it
     """The weights under MindSpore's names, each put together from its ranks' slices."""
     with files.raising(CheckpointError):
-        return Stored(open_mindspore(path))
+        return FolderSource(open_mindspore(path))
 
 
-def under_other_names(path: Path, model: Path | None = None) -> Source:
+def under_other_names(path: Path, model: Path | None = None) -> TensorSource:
     """The weights, of the model in the folder ``model`` if it is not around them, under Hugging
     Face's names. Raises ``CheckpointError`` if they have none."""
     source = open(path)

@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ... import files
 from ...errors import CheckpointError
-from .. import strict
-from ..lora import Delta, Merged, same_values
-from ..source import Renamed, Shape, Source, Stored
+from ...storage import files
+from ..disk import strict_json
+from ..sources.lora import Delta, Merged, same_values
+from ..sources.source import FolderSource, Renamed, Shape, TensorSource
 from ..weights import ADAPTER_CONFIG, open_peft, open_weights
-from ..weights import recognise as kind_of
+from ..weights import detect_layout as kind_of
 
 PREFIX = "base_model.model."
 HEAD = "lm_head.weight"
@@ -63,13 +63,13 @@ def recognise(path: Path) -> bool:
     return kind_of(path) == "peft"
 
 
-def open(path: Path) -> Source:  # noqa: A001 - the word for it
+def open(path: Path) -> TensorSource:  # noqa: A001 - the word for it
     """The adapter's tensors under PEFT's names."""
     with files.raising(CheckpointError):
-        return Stored(open_peft(path))
+        return FolderSource(open_peft(path))
 
 
-def merged(base: Source, adapter_folder: Path) -> Merged:
+def merged(base: TensorSource, adapter_folder: Path) -> Merged:
     """``base`` with the LoRA or DoRA adapter in ``adapter_folder`` folded in.
 
     A base with tied embeddings stores no ``lm_head.weight``. If the adapter gives the head values
@@ -80,7 +80,7 @@ def merged(base: Source, adapter_folder: Path) -> Merged:
     cannot be folded in.
     """
     config = read_config(adapter_folder)
-    adapter = Stored(open_weights(adapter_folder))
+    adapter = FolderSource(open_weights(adapter_folder))
     modules, replaced = _sort(adapter, adapter_folder)
     replaced = _without_tied(adapter, replaced, base.shapes())
     base = _with_head(base, {*replaced, *(f"{module}.weight" for module in modules)})
@@ -106,7 +106,7 @@ def read_config(folder: Path) -> Mapping[str, Any]:
     """``adapter_config.json``, if the adapter is one that can be folded into its base."""
     where = folder / ADAPTER_CONFIG
     with files.raising(CheckpointError), files.open_file(where) as file:
-        config = strict.parse_object(files.read_all(file, strict.MAX_BYTES), str(where))
+        config = strict_json.parse_object(files.read_all(file, strict_json.MAX_BYTES), str(where))
     if config.get("peft_type") != "LORA":
         kind = str(config.get("peft_type"))[:40]
         raise CheckpointError(f"{where}: peft_type {kind} cannot be merged here; {_ELSEWHERE}")
@@ -126,7 +126,7 @@ def read_config(folder: Path) -> Mapping[str, Any]:
     return config
 
 
-def _sort(adapter: Source, folder: Path) -> tuple[dict[str, _Module], dict[str, str]]:
+def _sort(adapter: TensorSource, folder: Path) -> tuple[dict[str, _Module], dict[str, str]]:
     """Low-rank tensors by module, and whole tensors by the base tensor they replace."""
     modules: dict[str, _Module] = {}
     replaced = {}
@@ -147,7 +147,7 @@ def _sort(adapter: Source, folder: Path) -> tuple[dict[str, _Module], dict[str, 
 
 
 def _without_tied(
-    adapter: Source, replaced: Mapping[str, str], shapes: Mapping[str, Shape]
+    adapter: TensorSource, replaced: Mapping[str, str], shapes: Mapping[str, Shape]
 ) -> dict[str, str]:
     """Leave out a copy of a replaced tensor that the base does not store, because it is tied."""
     kept = {name: key for name, key in replaced.items() if name in shapes}
@@ -159,7 +159,7 @@ def _without_tied(
     return kept | own
 
 
-def _with_head(base: Source, touched: Collection[str]) -> Source:
+def _with_head(base: TensorSource, touched: Collection[str]) -> TensorSource:
     """``base``, with the head it ties to its embeddings as a tensor if the adapter changes it."""
     shapes = base.shapes()
     tied = [name for name in shapes if name.endswith(_EMBEDDINGS)]
@@ -169,7 +169,7 @@ def _with_head(base: Source, touched: Collection[str]) -> Source:
 
 
 def _delta(
-    adapter: Source,
+    adapter: TensorSource,
     folder: Path,
     module: str,
     roles: Mapping[str, str],

@@ -6,15 +6,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ... import files
 from ...errors import CheckpointError
-from .. import tensorfile
-from ..box import Box, is_covered_once
+from ...geometry.box import Box, is_covered_once
+from ...storage import files
 from ..dcp import Stored
+from ..disk import tensorfile
 from .fit import Slice, check_fit, check_same, check_step
 from .full import whole
 from .ranks import rank_files, root_of
-from .shapes import Shapes, guess
+from .shapes import Shapes, infer_strategy
 from .strategy import ENDINGS, Strategy, open_strategy
 
 Boxes = dict[str, list[Stored]]  # by a tensor's name; together they are all of it
@@ -47,7 +47,7 @@ def open_distributed(
     if told is None:
         if len(opened) == 1:
             return {name: [whole(opened[0], name)] for name in opened[0].header.entries}
-        told = guess(opened, shapes, where)
+        told = infer_strategy(opened, shapes, where)
     if told.world_size != len(opened):
         raise CheckpointError(_wrong_world(told, len(opened), where))
     slices, loose = _sort(opened, told)

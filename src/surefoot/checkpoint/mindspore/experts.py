@@ -15,12 +15,12 @@ from operator import sub
 import torch
 
 from ...errors import CheckpointError
-from ..box import Box
-from ..source import Shape, Source
+from ...geometry.box import Box
+from ..sources.source import Shape, TensorSource
 
 
 @dataclass(frozen=True)
-class Tile:
+class StackedMatrix:
     """A matrix, or a part of one, that lies in a tensor."""
 
     name: str
@@ -30,11 +30,11 @@ class Tile:
 
 
 @dataclass(frozen=True)
-class Tiled:
+class StackedSource:
     """Tensors made of tiles of others, which disappear."""
 
-    source: Source
-    tensors: Mapping[str, tuple[Shape, tuple[Tile, ...]]]
+    source: TensorSource
+    tensors: Mapping[str, tuple[Shape, tuple[StackedMatrix, ...]]]
 
     @cached_property
     def _left(self) -> list[str]:
@@ -72,7 +72,7 @@ class Tiled:
                 found[common.slices_in(box)].copy_(values)
         return found
 
-    def _values(self, tile: Tile, box: Box) -> torch.Tensor:
+    def _values(self, tile: StackedMatrix, box: Box) -> torch.Tensor:
         first, size = list(map(sub, box.start, tile.box.start))[-2:], list(box.shape[-2:])
         if tile.is_turned:
             first, size = first[::-1], size[::-1]
@@ -115,7 +115,7 @@ MIXTRAL = Experts(
 _LAYER = r"(model\.layers\.\d+\.)"
 
 
-def stacked(source: Source, experts: Experts) -> Source:
+def stacked(source: TensorSource, experts: Experts) -> TensorSource:
     """``source``, of Hugging Face's names, with one tensor for all experts of a layer.
 
     Raises ``CheckpointError`` if one of them is missing, or of another shape.
@@ -136,16 +136,18 @@ def stacked(source: Source, experts: Experts) -> Source:
             rows, columns = _common_shape([n for row in names for n in row], shapes)
             extent = (columns, rows) if experts.is_flat else (1, rows, columns)
             tiles = tuple(
-                Tile(name, Box(_start(experts, i, j, extent), extent), (0, 0), experts.is_flat)
+                StackedMatrix(
+                    name, Box(_start(experts, i, j, extent), extent), (0, 0), experts.is_flat
+                )
                 for i, row in enumerate(names)
                 for j, name in enumerate(row)
             )
             shape = (count * extent[0], len(stack.parts) * extent[1], *extent[2:])
             made[f"{layer}{experts.name}.{stack.name}"] = (shape, tiles)
-    return Tiled(source, made) if made else source
+    return StackedSource(source, made) if made else source
 
 
-def unstacked(source: Source, experts: Experts) -> Source:
+def unstacked(source: TensorSource, experts: Experts) -> TensorSource:
     """The same backwards."""
     shapes = source.shapes()
     made = {}
@@ -159,10 +161,10 @@ def unstacked(source: Source, experts: Experts) -> Source:
             for i in range(count):
                 for j, part in enumerate(stack.parts):
                     box = Box((0, 0), (rows, columns))
-                    tile = Tile(name, box, _start(experts, i, j, extent), experts.is_flat)
+                    tile = StackedMatrix(name, box, _start(experts, i, j, extent), experts.is_flat)
                     own = f"{found[1]}{experts.name}.{i}.{part}.weight"
                     made[own] = ((rows, columns), (tile,))
-    return Tiled(source, made) if made else source
+    return StackedSource(source, made) if made else source
 
 
 def _start(experts: Experts, i: int, j: int, extent: tuple[int, ...]) -> tuple[int, ...]:

@@ -13,10 +13,10 @@ from functools import partial
 from pathlib import Path
 
 from ...errors import CheckpointError
-from ..box import Box
+from ...geometry.box import Box
 from ..dcp import Stored
-from ..header import ITEM_SIZES
-from ..tensorfile import TensorFile
+from ..disk.header import ITEM_SIZES
+from ..disk.tensorfile import TensorFile
 
 _BYTES = 1024  # of every slice
 _ELEMENTS = 8  # of a slice; fewer say little

@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from ... import files
 from ...errors import CheckpointError
-from .. import strict, tensorfile
-from ..box import Box
+from ...geometry.box import Box
+from ...storage import files
 from ..dcp import Stored
-from ..index import is_plain_name
+from ..disk import strict_json, tensorfile
+from ..disk.manifest import is_plain_name
 from .ranks import FOLDER, step_of
 
 MAP = "param_name_map.json"
@@ -82,7 +82,7 @@ def _is_theirs(path: Path) -> bool:
 def _read_map(where: Path) -> dict[str, str]:
     """File names by tensor: as ``weight_map``, or without anything around it."""
     with files.open_file(where) as file:
-        told = strict.parse_object(files.read_all(file, strict.MAX_BYTES), str(where))
+        told = strict_json.parse_object(files.read_all(file, strict_json.MAX_BYTES), str(where))
     names = told.get("weight_map", told)
     if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
         raise CheckpointError(f"{where}: expected file names by tensor name")

@@ -12,13 +12,13 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from ... import files
 from ...errors import CheckpointError
-from .. import strict, tensorfile
-from ..box import Box, is_covered_once
+from ...geometry.box import Box, is_covered_once
+from ...storage import files
 from ..dcp import Stored
-from ..header import integers, sizes
-from ..index import is_plain_name
+from ..disk import strict_json, tensorfile
+from ..disk.header import integers, sizes
+from ..disk.manifest import is_plain_name
 from .fit import check_same
 from .full import whole
 
@@ -59,7 +59,7 @@ def chosen(folder: Path) -> Path:
     if _is_one(folder):
         return folder
     with files.open_file(folder / TRACKER) as file:
-        text = files.read_all(file, strict.MAX_BYTES).decode("utf-8", "replace").strip()
+        text = files.read_all(file, strict_json.MAX_BYTES).decode("utf-8", "replace").strip()
     for path in iterations(folder):
         if text.isdecimal() and number_of(path) == int(text):
             return path
@@ -74,7 +74,7 @@ def open_iteration(folder: Path) -> dict[str, list[Stored]]:
         return _open_single(path, names)
     where = path / METADATA
     with files.open_file(where) as text:
-        told = strict.parse_object(files.read_all(text, strict.MAX_BYTES), str(where))
+        told = strict_json.parse_object(files.read_all(text, strict_json.MAX_BYTES), str(where))
     tensors, storage = told.get("state_dict_metadata"), told.get("storage_data")
     if not isinstance(tensors, dict) or not isinstance(storage, dict):
         raise CheckpointError(f"{where}: expected state_dict_metadata and storage_data")

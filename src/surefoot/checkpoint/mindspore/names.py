@@ -12,12 +12,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ... import files
 from ...errors import CheckpointError
-from .. import strict
-from ..beside import Beside
-from ..interleaved import Interleaved, Pick, Turn, Unpicked
-from ..source import Renamed, Shape, Source
+from ...storage import files
+from ..disk import strict_json
+from ..sources.interleaved import DeinterleavedSource, InterleavedSource, Pick, Turn
+from ..sources.joined import JoinedSource
+from ..sources.source import Renamed, Shape, TensorSource
 from .experts import MCORE, MIXTRAL, Experts, stacked, unstacked
 from .parallel import MOMENTS
 from .ranks import root_of
@@ -133,7 +133,7 @@ def heads_of(folder: Path) -> Heads | None:
     if not files.exists(where):
         return None
     with files.open_file(where) as file:
-        told = strict.parse_object(files.read_all(file, strict.MAX_BYTES), str(where))
+        told = strict_json.parse_object(files.read_all(file, strict_json.MAX_BYTES), str(where))
     inner = told.get("text_config")
     own = inner if isinstance(inner, dict) else told
     queries = own.get("num_attention_heads")
@@ -174,7 +174,7 @@ def usual(names: Mapping[str, Shape]) -> str:
     return "mcore" if is_newer else "legacy"
 
 
-def to_mindspore(source: Source, family: str, heads: Heads | None = None) -> Source:
+def to_mindspore(source: TensorSource, family: str, heads: Heads | None = None) -> TensorSource:
     """Weights of Hugging Face's names under those of a family.
 
     Args:
@@ -188,16 +188,16 @@ def to_mindspore(source: Source, family: str, heads: Heads | None = None) -> Sou
     return _each(source, lambda part: _named(part, FAMILIES[family], heads))
 
 
-def to_huggingface(source: Source, family: str, heads: Heads | None = None) -> Source:
+def to_huggingface(source: TensorSource, family: str, heads: Heads | None = None) -> TensorSource:
     """Weights of a family's names under those of Hugging Face."""
     return _each(source, lambda part: _unnamed(part, FAMILIES[family], heads))
 
 
-def _named(source: Source, family: Family, heads: Heads | None) -> Source:
+def _named(source: TensorSource, family: Family, heads: Heads | None) -> TensorSource:
     if family.experts is not None:
         source = stacked(source, family.experts)
     names = {_translated(name, family): name for name in source.shapes()}
-    found: Source = Renamed(source, names)
+    found: TensorSource = Renamed(source, names)
     for fused, parts in _fusions(family):
         turns = {}
         for name in list(found.shapes()):
@@ -207,11 +207,11 @@ def _named(source: Source, family: Family, heads: Heads | None) -> Source:
                 turns[f"{match[0]}{fused}.{match[1]}"] = tuple(
                     Turn(part, found.shapes()[part][0] // groups) for part in own
                 )
-        found = Interleaved(found, turns) if turns else found
+        found = InterleavedSource(found, turns) if turns else found
     return found
 
 
-def _unnamed(source: Source, family: Family, heads: Heads | None) -> Source:
+def _unnamed(source: TensorSource, family: Family, heads: Heads | None) -> TensorSource:
     found = source
     for fused, parts in _fusions(family):
         picks: dict[str, Pick] = {}
@@ -223,7 +223,7 @@ def _unnamed(source: Source, family: Family, heads: Heads | None) -> Source:
                     own = f"{match[0]}{family.modules[part]}.{match[1]}"
                     picks[own] = Pick(name, first, count, sum(rows))
                     first += count
-        found = Unpicked(found, picks) if picks else found
+        found = DeinterleavedSource(found, picks) if picks else found
     found = Renamed(found, {_translated(n, family, back=True): n for n in found.shapes()})
     return found if family.experts is None else unstacked(found, family.experts)
 
@@ -318,11 +318,11 @@ def _translated(name: str, family: Family, *, back: bool = False) -> str:
     )
 
 
-def _each(source: Source, change: Callable[[Source], Source]) -> Source:
+def _each(source: TensorSource, change: Callable[[TensorSource], TensorSource]) -> TensorSource:
     """``change`` made to the weights, and in the same way to the moments."""
     prefixes = {n: next((p for p in MOMENTS if n.startswith(p)), "") for n in source.shapes()}
     parts = []
     for prefix in sorted(set(prefixes.values())):
         own = {n.removeprefix(prefix): n for n, before in prefixes.items() if before == prefix}
         parts.append((prefix, change(Renamed(source, own))))
-    return Beside(parts)
+    return JoinedSource(parts)

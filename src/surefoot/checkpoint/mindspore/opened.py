@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from ... import files
 from ...errors import CheckpointError
-from .. import strict, tensorfile
+from ...storage import files
 from ..dcp import Stored
+from ..disk import strict_json, tensorfile
 from . import full, iteration
 from .distributed import open_distributed
 from .fit import told_step
@@ -104,4 +104,4 @@ def progress_of(path: Path) -> Mapping[str, Any]:
     if not files.exists(where):
         return {}
     with files.open_file(where) as file:
-        return strict.parse_object(files.read_all(file, strict.MAX_BYTES), str(where))
+        return strict_json.parse_object(files.read_all(file, strict_json.MAX_BYTES), str(where))

@@ -13,8 +13,8 @@ from dataclasses import dataclass, fields
 from math import prod
 
 from ...errors import CheckpointError
-from ..header import num_bytes
-from ..settings import pairs
+from ...geometry.option_text import pairs
+from ..disk.header import num_bytes
 from .slicing import ALL_COPIES, TensorLayout
 from .strategy import Layouts
 

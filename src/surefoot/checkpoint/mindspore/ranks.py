@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ... import files
 from ...errors import CheckpointError
+from ...storage import files
 
 FOLDER = re.compile(r"rank_(0|[1-9]\d{0,5})")
 _FILE = re.compile(

@@ -7,20 +7,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from ... import files
 from ...errors import CheckpointError
-from ..beside import Beside
-from ..companions import beside
-from ..copy import Progress, cast
-from ..source import Source
-from ..whole import refuse_taken
+from ...storage import files
+from ..disk.atomic_folder import refuse_taken
+from ..disk.companions import beside
+from ..sources.copying import Progress, cast
+from ..sources.joined import JoinedSource
+from ..sources.source import TensorSource
 from .names import KEEP, heads_near
 from .parallel import ParallelConfig
 from .ranks import model_near
 from .strategy import Layouts, open_strategy
 from .theirs import (
     NOTHING_MORE,
-    Theirs,
+    MindSporeHints,
     as_huggingface,
     as_mindspore,
     by_role,
@@ -37,7 +37,7 @@ _CONFIG = "config.json"
 
 
 @dataclass(frozen=True)
-class Wanted:
+class TargetFormat:
     """What is to be written."""
 
     form: Form = "full"
@@ -49,7 +49,7 @@ class Wanted:
     is_iteration: bool = False  # in the newer form of MindSpore Transformers 2.x
 
 
-def check(target: Path, wanted: Wanted) -> None:
+def check(target: Path, wanted: TargetFormat) -> None:
     """Refuse a target that exists, and a form that does not go with what it is to be cut by."""
     refuse_taken(target)
     if (wanted.form == "distributed") != (wanted.config is not None or wanted.like is not None):
@@ -62,9 +62,9 @@ def check(target: Path, wanted: Wanted) -> None:
 def rewrite(
     folder: Path,
     target: Path,
-    wanted: Wanted,
+    wanted: TargetFormat,
     *,
-    theirs: Theirs = NOTHING_MORE,
+    theirs: MindSporeHints = NOTHING_MORE,
     progress: Progress | None = None,
 ) -> None:
     """Write all that MindSpore saved in ``folder`` into the new folder ``target``.
@@ -77,10 +77,10 @@ def rewrite(
 
 
 def write(
-    source: Source,
+    source: TensorSource,
     folder: Path,
     target: Path,
-    wanted: Wanted,
+    wanted: TargetFormat,
     *,
     small: Mapping[str, bytes],
     progress: Progress | None = None,
@@ -115,23 +115,25 @@ def write(
     )
 
 
-def _stages(source: Source, wanted: Wanted) -> Sequence[Layouts]:
+def _stages(source: TensorSource, wanted: TargetFormat) -> Sequence[Layouts]:
     if wanted.like is not None:
         return open_strategy(wanted.like).stages
     return stages_for(source, wanted.config or ParallelConfig())
 
 
-def _renamed(folder: Path, wanted: Wanted, theirs: Theirs) -> Source:
+def _renamed(folder: Path, wanted: TargetFormat, theirs: MindSporeHints) -> TensorSource:
     """MindSpore's own content, under other names if these are asked for."""
     parts = by_role(open_state(folder, theirs))
-    cut: Source = Beside([("", cast(parts["model"], wanted.dtype)), ("", parts["optimizer"])])
+    cut: TensorSource = JoinedSource(
+        [("", cast(parts["model"], wanted.dtype)), ("", parts["optimizer"])]
+    )
     if wanted.names not in (None, KEEP):
         plain = as_huggingface(cut, folder, replace(theirs, names=None))
         cut = as_mindspore(plain, wanted.names, heads_near(folder, theirs.base))
-    return Beside([("", cut), ("", parts["state"])])
+    return JoinedSource([("", cut), ("", parts["state"])])
 
 
-def _small(folder: Path, theirs: Theirs) -> Mapping[str, bytes]:
+def _small(folder: Path, theirs: MindSporeHints) -> Mapping[str, bytes]:
     """The configuration and tokenizer of the base, or those that lie beside already."""
     own = theirs.base if theirs.base and files.exists(theirs.base / _CONFIG) else None
     place = own or model_near(folder)

@@ -12,9 +12,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from ...errors import CheckpointError
-from ..box import Box
+from ...geometry.box import Box
 from ..dcp import Stored
-from ..tensorfile import TensorFile
+from ..disk.tensorfile import TensorFile
 from .fit import Slice, check_fit
 from .parallel import ParallelConfig, weight_of
 from .slicing import TensorLayout
@@ -25,7 +25,7 @@ Shapes = Mapping[str, tuple[int, ...]]  # of whole weights, by MindSpore's names
 _ASK = "say where the strategy files are with --strategy FOLDER"
 
 
-def guess(opened: Sequence[TensorFile], shapes: Shapes | None, where: Path) -> Strategy:
+def infer_strategy(opened: Sequence[TensorFile], shapes: Shapes | None, where: Path) -> Strategy:
     """The one strategy that these files can have been saved by.
 
     Raises ``CheckpointError`` if there is none, or more than one.

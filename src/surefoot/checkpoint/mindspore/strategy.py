@@ -14,9 +14,9 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from ... import files
 from ...errors import CheckpointError
-from .. import strict
+from ...storage import files
+from ..disk import strict_json
 from .slicing import TensorLayout
 from .wire import Value, fields, integer, integers, message, packed
 
@@ -158,7 +158,7 @@ def _dims(value: Value, where: str) -> tuple[int, ...]:
 
 
 def _from_json(data: bytes, where: str) -> tuple[int, dict[str, TensorLayout]]:
-    told = strict.parse_object(data, where)
+    told = strict_json.parse_object(data, where)
     items, stages = told.get("parallel_layout_item"), told.get("parallel_strategy_item")
     if not isinstance(items, dict) or not all(isinstance(item, dict) for item in items.values()):
         raise CheckpointError(f"{where}: expected parallel_layout_item with an entry per tensor")

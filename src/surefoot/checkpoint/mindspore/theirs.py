@@ -11,27 +11,18 @@ from typing import Any
 
 import torch
 
-from ... import files
 from ...errors import CheckpointError
-from ..beside import Beside
-from ..contents import ROLES, open_contents
-from ..copy import described
-from ..folder import open_checkpoint
+from ...storage import files
+from ..disk.folder import open_checkpoint
+from ..disk.tensorfile import open_path
+from ..disk.trainer_state import NAME as TRAINER_STATE
 from ..layouts import open_folder
-from ..source import Memory, Renamed, Source, Stored
-from ..tensorfile import open_path
-from ..trainer_state import NAME as TRAINER_STATE
-from ..weights import Weights, open_mindspore_state, recognise
-from .names import (
-    KEEP,
-    Heads,
-    family_of,
-    heads_near,
-    heads_of,
-    to_huggingface,
-    to_mindspore,
-    usual,
-)
+from ..reading.contents import ROLES, open_contents
+from ..sources.copying import described
+from ..sources.joined import JoinedSource
+from ..sources.source import FolderSource, Renamed, TensorsInMemory, TensorSource
+from ..weights import Weights, detect_layout, open_mindspore_state
+from .names import KEEP, Heads, family_of, heads_near, heads_of, to_huggingface, to_mindspore, usual
 from .opened import form_of, progress_of, role_of
 from .parallel import ParallelConfig
 from .ranks import rank_files, step_of
@@ -45,7 +36,7 @@ _MOMENTS = {"adam_m.": "exp_avg", "adam_v.": "exp_avg_sq"}
 
 
 @dataclass(frozen=True)
-class Theirs:
+class MindSporeHints:
     """Where to find what a folder of MindSpore's does not say itself."""
 
     strategy: Path | None = None  # files, if they are not beside the ranks
@@ -53,10 +44,10 @@ class Theirs:
     base: Path | None = None  # the same model as Hugging Face has it
 
 
-NOTHING_MORE = Theirs()
+NOTHING_MORE = MindSporeHints()
 
 
-def open_state(folder: Path, theirs: Theirs = NOTHING_MORE) -> Source:
+def open_state(folder: Path, theirs: MindSporeHints = NOTHING_MORE) -> TensorSource:
     """All that MindSpore saved, by its names: weights, moments, numbers of the training.
 
     Raises ``CheckpointError`` for files that do not belong together, or are not enough.
@@ -65,21 +56,21 @@ def open_state(folder: Path, theirs: Theirs = NOTHING_MORE) -> Source:
         shapes = _shapes(folder, theirs) if theirs.base is not None else None
         found = open_mindspore_state(folder, strategy=theirs.strategy, shapes=shapes)
         told = progress_of(folder) if form_of(folder) == "iteration" else {}
-    source = Stored(Weights("mindspore", folder, found))
+    source = FolderSource(Weights("mindspore", folder, found))
     numbers = {
         name: torch.tensor(told[name])
         for name in _NUMBERS
         if isinstance(told.get(name), int | float) and name not in found
     }
-    return Beside([("", source), ("", Memory(numbers))]) if numbers else source
+    return JoinedSource([("", source), ("", TensorsInMemory(numbers))]) if numbers else source
 
 
-def open_model(folder: Path, theirs: Theirs = NOTHING_MORE) -> Source:
+def open_model(folder: Path, theirs: MindSporeHints = NOTHING_MORE) -> TensorSource:
     """The weights in a folder of MindSpore's, under Hugging Face's names."""
     return as_huggingface(by_role(open_state(folder, theirs))["model"], folder, theirs)
 
 
-def by_role(source: Source) -> dict[str, Source]:
+def by_role(source: TensorSource) -> dict[str, TensorSource]:
     """What MindSpore saved apart as model, optimizer and state."""
     names: dict[str, dict[str, str]] = {role: {} for role in ROLES}
     for name, shape in source.shapes().items():
@@ -87,7 +78,9 @@ def by_role(source: Source) -> dict[str, Source]:
     return {role: Renamed(source, own) for role, own in names.items()}
 
 
-def as_huggingface(source: Source, folder: Path, theirs: Theirs = NOTHING_MORE) -> Source:
+def as_huggingface(
+    source: TensorSource, folder: Path, theirs: MindSporeHints = NOTHING_MORE
+) -> TensorSource:
     """``source``, which came from ``folder``, under Hugging Face's names."""
     family = theirs.names or family_of(source.shapes())
     if family in (None, KEEP):
@@ -95,7 +88,7 @@ def as_huggingface(source: Source, folder: Path, theirs: Theirs = NOTHING_MORE) 
     return to_huggingface(source, family or "", heads_near(folder, theirs.base))
 
 
-def as_mindspore(source: Source, family: str | None, heads: Heads | None) -> Source:
+def as_mindspore(source: TensorSource, family: str | None, heads: Heads | None) -> TensorSource:
     """Weights of Hugging Face's names, and their moments, under those of a family; None: the one
     that MindSpore Transformers uses for such a model."""
     if family == KEEP:
@@ -103,7 +96,7 @@ def as_mindspore(source: Source, family: str | None, heads: Heads | None) -> Sou
     return to_mindspore(source, family or usual(source.shapes()), heads)
 
 
-def _shapes(folder: Path, theirs: Theirs) -> Shapes | None:
+def _shapes(folder: Path, theirs: MindSporeHints) -> Shapes | None:
     """The whole shapes of the model in ``base`` by MindSpore's names, for files of ranks."""
     if theirs.base is None or form_of(folder) != "ranks":
         return None
@@ -118,7 +111,7 @@ def _shapes(folder: Path, theirs: Theirs) -> Shapes | None:
     return to_mindspore(base, family or "", heads_of(theirs.base)).shapes()
 
 
-def stages_for(source: Source, config: ParallelConfig) -> Sequence[Layouts]:
+def stages_for(source: TensorSource, config: ParallelConfig) -> Sequence[Layouts]:
     """The layout of everything in ``source`` that is cut, for a ``parallel_config``."""
     return config.stages(
         {n: one for n, one in described(source).items() if role_of(n, one[1]) != "state"}
@@ -127,19 +120,19 @@ def stages_for(source: Source, config: ParallelConfig) -> Sequence[Layouts]:
 
 def naming_of(folder: Path) -> Naming:
     """How to name the files of ranks that come from ``folder``: after the step it was saved at."""
-    if recognise(folder) == "native":
+    if detect_layout(folder) == "native":
         return Naming(step=open_checkpoint(folder).manifest.step)
     if form_of(folder) == "ranks" and (step := step_of(rank_files(folder)[0].name)) is not None:
         return Naming(step.prefix, step.epoch, step.step)
     return Naming()
 
 
-def moments_of(model: Source, folder: Path) -> list[tuple[str, Source]]:
+def moments_of(model: TensorSource, folder: Path) -> list[tuple[str, TensorSource]]:
     """The moments that a run's checkpoint keeps of ``model``'s weights, and what MindSpore puts
     before their names; none in the folders of others and of adapters."""
-    if recognise(folder) != "native" or open_checkpoint(folder).manifest.kind != "full":
+    if detect_layout(folder) != "native" or open_checkpoint(folder).manifest.kind != "full":
         return []
-    stored = Stored(open_contents(folder, ("optimizer",)))
+    stored = FolderSource(open_contents(folder, ("optimizer",)))
     slots = tuple(f".{key}" for key in _MOMENTS.values())
     owners = {
         name.removeprefix("optimizer/").rpartition(".")[0]
@@ -153,7 +146,7 @@ def moments_of(model: Source, folder: Path) -> list[tuple[str, Source]]:
             *(folder, odd[0]),
         )
         return []
-    found: list[tuple[str, Source]] = []
+    found: list[tuple[str, TensorSource]] = []
     for prefix, key in _MOMENTS.items():
         names = {name: f"optimizer/{name}.{key}" for name in model.shapes()}
         known = {name: full for name, full in names.items() if full in stored.shapes()}
@@ -162,7 +155,7 @@ def moments_of(model: Source, folder: Path) -> list[tuple[str, Source]]:
     return found
 
 
-def numbers_of(folder: Path, global_batch_size: int | None) -> Memory:
+def numbers_of(folder: Path, global_batch_size: int | None) -> TensorsInMemory:
     """The numbers that MindSpore Transformers goes on from, of a checkpoint of ours."""
     checkpoint = open_checkpoint(folder)
     told: Mapping[str, Any] = {}
@@ -177,4 +170,4 @@ def numbers_of(folder: Path, global_batch_size: int | None) -> Memory:
     }
     if global_batch_size is not None:
         found["global_batch_size"] = torch.tensor(global_batch_size)
-    return Memory(found)
+    return TensorsInMemory(found)

@@ -12,15 +12,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ... import files
 from ...errors import CheckpointError
-from ..box import Box
-from ..copy import Progress, described, pour, silent
-from ..header import build, num_bytes
-from ..plan import FilePlan
-from ..source import Source
-from ..stream import Stream
-from ..whole import new_folder, write_small
+from ...geometry.box import Box
+from ...storage import files
+from ..disk.atomic_folder import new_folder, write_small
+from ..disk.file_plan import FilePlan
+from ..disk.header import build, num_bytes
+from ..disk.stream import Stream
+from ..sources.copying import Progress, copy_box, described, silent
+from ..sources.source import TensorSource
 from .full import HYPER, MAP, PART
 from .opened import META, role_of
 from .ranks import INNER
@@ -63,7 +63,7 @@ class PlannedFile:
 
 
 def write_full(
-    source: Source,
+    source: TensorSource,
     target: Path,
     *,
     small: Mapping[str, bytes] | None = None,
@@ -100,7 +100,7 @@ def write_full(
 
 
 def write_distributed(
-    source: Source,
+    source: TensorSource,
     target: Path,
     *,
     stages: Sequence[Layouts],
@@ -149,7 +149,7 @@ def write_distributed(
         write_small(folder, small or {})
 
 
-def sorted_out(source: Source) -> tuple[dict[str, Described], dict[str, Described]]:
+def sorted_out(source: TensorSource) -> tuple[dict[str, Described], dict[str, Described]]:
     """What is cut, and the numbers of the training, which are not."""
     found = described(source)
     numbers = {n: one for n, one in found.items() if role_of(n, one[1]) == "state"}
@@ -226,7 +226,7 @@ def file_of(
 
 
 def write_file(
-    folder: Path, file: PlannedFile, source: Source, progress: Progress | None = None
+    folder: Path, file: PlannedFile, source: TensorSource, progress: Progress | None = None
 ) -> None:
     """Fill and flush a file from the source."""
     with files.create(folder / file.plan.name) as opened:
@@ -235,7 +235,7 @@ def write_file(
         with Stream(opened) as stream:
             stream.write(file.plan.head)
             for name, box in file.boxes.items():
-                pour(stream, source, name, box, progress or silent)
+                copy_box(stream, source, name, box, progress or silent)
 
 
 def _write_strategies(folder: Path, stages: Sequence[Layouts]) -> None:

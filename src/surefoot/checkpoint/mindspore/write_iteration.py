@@ -9,25 +9,17 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from ... import files
 from ...errors import CheckpointError
-from ..box import Box
-from ..copy import Progress
-from ..source import Source, read_whole
-from ..whole import new_folder, write_small
+from ...geometry.box import Box
+from ...storage import files
+from ..disk.atomic_folder import new_folder, write_small
+from ..sources.copying import Progress
+from ..sources.source import TensorSource, read_whole
 from .iteration import COMMON, FOLDER, METADATA, TRACKER
 from .opened import role_of
 from .slicing import ALL_COPIES, TensorLayout
 from .strategy import Layouts
-from .write import (
-    Described,
-    PlannedFile,
-    file_of,
-    held_by,
-    once,
-    sorted_out,
-    write_file,
-)
+from .write import Described, PlannedFile, file_of, held_by, once, sorted_out, write_file
 
 _COMMON = ("epoch_num", "step_num", "global_step", "loss_scale", "global_batch_size")
 _IN_FILES = ("global_step", "learning_rate")  # beside the moments, as tensors
@@ -47,7 +39,7 @@ _FORMAT = {"format": "ms"}
 
 
 def write_iteration(
-    source: Source,
+    source: TensorSource,
     target: Path,
     *,
     stages: Sequence[Layouts] | None = None,
@@ -129,7 +121,7 @@ def _alone(tensors: Mapping[str, Described]) -> list[dict[str, Box]]:
     return [{name: Box.whole(shape) for name, (_, shape) in tensors.items()}]
 
 
-def _common(source: Source, numbers: Mapping[str, Described]) -> dict[str, Any]:
+def _common(source: TensorSource, numbers: Mapping[str, Described]) -> dict[str, Any]:
     """What ``common.json`` says; null for what the source does not know."""
     found = {
         name: read_whole(source, name).reshape(-1)[0].item() if name in numbers else None

@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ...address import Address
-from ...checkpoint.contents import find_tensor, open_contents, shown
-from ...checkpoint.slices import select
+from ...checkpoint.reading.contents import find_tensor, open_contents, shown
 from ...errors import CheckpointError
+from ...geometry.slices import select
+from ...storage.address import Address
 from ..table import JSON, cell, console, dims, print_json
-from .place import PLACE, local
+from .checkpoint_path import PLACE, local
 
 if TYPE_CHECKING:
     import torch
 
-    from ...checkpoint.excerpt import Excerpt
+    from ...checkpoint.looking.tensor_excerpt import Excerpt
 
 _SHOWN = 1000  # values; of more, only the edges are shown
 _MOST = 1_000_000  # values that --all and --json print
@@ -37,8 +37,8 @@ def cat(checkpoint: Path | Address, tensor: str, where: str, whole: bool, as_jso
     numpy's: indices, start:stop:step and ...; negative numbers count from the end, a step is
     positive. No other part of the file is read.
     """
-    from ...checkpoint.excerpt import excerpt
-    from ...checkpoint.source import Stored
+    from ...checkpoint.looking.tensor_excerpt import excerpt
+    from ...checkpoint.sources.source import FolderSource
 
     contents = open_contents(local(checkpoint))
     name = find_tensor(contents, tensor)
@@ -49,7 +49,7 @@ def cat(checkpoint: Path | Address, tensor: str, where: str, whole: bool, as_jso
         raise CheckpointError(
             f"{tensor}: {count:,} values are too many to print, at most {_MOST:,}; take a slice"
         )
-    found = excerpt(Stored(contents), name, selection, _MOST if whole or as_json else _SHOWN)
+    found = excerpt(FolderSource(contents), name, selection, _MOST if whole or as_json else _SHOWN)
     if as_json:
         facts = {"tensor": shown(name), "dtype": entry.dtype, "shape": entry.shape}
         print_json(facts | {"slice": where, "values": _plain(found.values)})

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Literal
 
 import click
 
-from ...address import Address
+from ...storage.address import Address
 from ..table import JSON, Advance, print_json, reading
-from .place import PLACE, local
+from .checkpoint_path import PLACE, local
 
 if TYPE_CHECKING:
-    from ...checkpoint.mesh import Mesh
-    from ...checkpoint.mindspore.theirs import Theirs
-    from ...checkpoint.source import Source
+    from ...checkpoint.mindspore.theirs import MindSporeHints
+    from ...checkpoint.sources.source import TensorSource
+    from ...geometry.mesh import Mesh
 
 LEGACY = ("legacy", "legacy-fused")
 MCORE = ("mcore", "mcore-mla", "mcore-v1", "mcore-fused", "mcore-contiguous")
@@ -56,11 +56,11 @@ class Done:
 
 
 def _to_surefoot(request: Request, advance: Advance) -> Done:
-    from ...checkpoint.reshard import reshard
-    from ...checkpoint.weights import recognise
+    from ...checkpoint.converting.resharding import reshard
+    from ...checkpoint.weights import detect_layout
 
     mesh = read_mesh(request.mesh)
-    if recognise(request.checkpoint) != "native" and not _is_run(request.checkpoint):
+    if detect_layout(request.checkpoint) != "native" and not _is_run(request.checkpoint):
         return _weights_alone(request, mesh, advance)
     for name in ("base", "names", "strategy", "trust_pickle"):
         if getattr(request, name):
@@ -81,7 +81,7 @@ def _to_surefoot(request: Request, advance: Advance) -> Done:
 
 
 def _weights_alone(request: Request, mesh: Mesh, advance: Advance) -> Done:
-    from ...inference.rewritten import write_checkpoint
+    from ...inference.converted import write_checkpoint
 
     base = None if request.base is None else _model(request.base)
     write_checkpoint(
@@ -102,11 +102,11 @@ def _weights_alone(request: Request, mesh: Mesh, advance: Advance) -> Done:
 
 def _to_huggingface(request: Request, advance: Advance) -> Done:
     from ...checkpoint.mindspore.ranks import model_near
-    from ...checkpoint.weights import recognise
+    from ...checkpoint.weights import detect_layout
     from ...inference import export
-    from ...inference.rewritten import write_model
+    from ...inference.converted import write_model
 
-    kind = recognise(request.checkpoint)
+    kind = detect_layout(request.checkpoint)
     if kind not in (None, "dcp", "mindspore") or _is_run(request.checkpoint):
         before = 0
 
@@ -134,7 +134,7 @@ def _to_huggingface(request: Request, advance: Advance) -> Done:
 
 
 def _is_run(folder: Path) -> bool:
-    from ...checkpoint.commit import named
+    from ...checkpoint.disk.commit import named
 
     return bool(named(folder))
 
@@ -145,30 +145,30 @@ def _model(path: str) -> Path:
     return locate(path).folder
 
 
-def _open_theirs(request: Request, base: Path | None = None) -> Source:
+def _open_theirs(request: Request, base: Path | None = None) -> TensorSource:
     """The weights of others, under Hugging Face's names."""
     from ...checkpoint.mindspore.theirs import open_model
-    from ...checkpoint.weights import recognise
+    from ...checkpoint.weights import detect_layout
     from ...interchange.source import open_source
 
-    if recognise(request.checkpoint) == "mindspore":
+    if detect_layout(request.checkpoint) == "mindspore":
         return open_model(request.checkpoint, _theirs(request, base))
     return open_source(request.checkpoint, trust_pickle=request.trust_pickle)
 
 
-def _theirs(request: Request, base: Path | None) -> Theirs:
-    from ...checkpoint.mindspore.theirs import Theirs
+def _theirs(request: Request, base: Path | None) -> MindSporeHints:
+    from ...checkpoint.mindspore.theirs import MindSporeHints
 
-    return Theirs(request.strategy, request.names, base)
+    return MindSporeHints(request.strategy, request.names, base)
 
 
 def _to_mindspore(request: Request, advance: Advance) -> Done:
     from ...checkpoint.mindspore.parallel import parse_parallel_config
-    from ...checkpoint.mindspore.rewrite import Wanted, rewrite
-    from ...checkpoint.weights import recognise
+    from ...checkpoint.mindspore.rewrite import TargetFormat, rewrite
+    from ...checkpoint.weights import detect_layout
 
     config = request.parallel_config
-    wanted = Wanted(
+    wanted = TargetFormat(
         request.layout,
         None if config is None else parse_parallel_config(config),
         request.like,
@@ -180,7 +180,7 @@ def _to_mindspore(request: Request, advance: Advance) -> Done:
     base = None if request.base is None else _model(request.base)
     folder, target, theirs = request.checkpoint, request.target, _theirs(request, base)
     theirs = replace(theirs, names=None)
-    if recognise(folder) == "mindspore":
+    if detect_layout(folder) == "mindspore":
         rewrite(folder, target, wanted, theirs=theirs, progress=advance)
     else:
         from ...inference.mindspore import write_mindspore  # which takes seconds to import
@@ -196,7 +196,7 @@ def _to_mindspore(request: Request, advance: Advance) -> Done:
 
 
 def _to_peft(request: Request, advance: Advance) -> Done:
-    from ...inference.rewritten import write_adapter
+    from ...inference.converted import write_adapter
 
     write_adapter(request.checkpoint, request.target, dtype=request.dtype, progress=advance)
     return Done()
@@ -204,7 +204,7 @@ def _to_peft(request: Request, advance: Advance) -> Done:
 
 def _to_dcp(request: Request, advance: Advance) -> Done:
     from ...checkpoint.dcp_write import write_dcp
-    from ...inference.rewritten import companions
+    from ...inference.converted import companions
 
     source = _open_theirs(request)
     mesh = read_mesh(request.mesh)
@@ -221,9 +221,9 @@ def _to_dcp(request: Request, advance: Advance) -> Done:
 
 
 def _to_trainer(request: Request, _advance: Advance) -> Done:
-    from ...checkpoint.folder import open_checkpoint
+    from ...checkpoint.disk.folder import open_checkpoint
     from ...errors import CheckpointError
-    from ...inference.opened import find_parts
+    from ...inference.model_loading import find_parts
     from ...interchange import save_trainer_checkpoint
 
     open_checkpoint(request.checkpoint)  # ours; nobody else's holds what it takes
@@ -244,7 +244,7 @@ def _to_trainer(request: Request, _advance: Advance) -> Done:
 
 def read_mesh(text: str | None) -> Mesh:
     """What ``--mesh`` says; one process if it is not given."""
-    from ...checkpoint.mesh import Mesh, parse_mesh
+    from ...geometry.mesh import Mesh, parse_mesh
 
     return Mesh() if text is None else parse_mesh(text)
 

@@ -14,10 +14,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ...address import Address
-from ...checkpoint.contents import ROLES, open_contents, shown, small_file
-from ...checkpoint.values import ValueChange, differences
+from ...checkpoint.looking.values import ValueChange, differences
+from ...checkpoint.reading.contents import ROLES, open_contents, shown, small_file
 from ...recipe.yaml import parse
+from ...storage.address import Address
 from ..table import (
     JSON,
     as_dict,
@@ -31,10 +31,10 @@ from ..table import (
     reading,
     table,
 )
-from .place import PLACE, local
+from .checkpoint_path import PLACE, local
 
 if TYPE_CHECKING:
-    from ...checkpoint.diff import Figures, TensorChange, Verdict
+    from ...checkpoint.looking.diff import TensorChange, TensorDifference, Verdict
 
 _PARTS = ("model", "optimizer", "state", "config", "recipe", "versions")
 _LARGEST = 5  # tensors of each role, and values of each part, in the summary
@@ -92,7 +92,7 @@ def diff(
 
 
 def _compare(a: Path, b: Path, parts: Sequence[str]) -> Comparison:
-    from ...checkpoint.diff import compare_tensors, compare_values, num_bytes
+    from ...checkpoint.looking.diff import compare_tensors, compare_values, num_bytes
 
     roles = [role for role in ROLES if role in parts]
     contents = open_contents(a, roles), open_contents(b, roles)
@@ -216,7 +216,7 @@ def _tensors(changes: Sequence[TensorChange], screen: Console) -> Table:
     return fitted(screen, columns, numbers=figures, optional=("‖B‖", "‖A‖", "differing", "‖B-A‖"))
 
 
-def _of(change: TensorChange, say: Callable[[Figures], str]) -> Text:
+def _of(change: TensorChange, say: Callable[[TensorDifference], str]) -> Text:
     return Text("" if change.figures is None else say(change.figures))
 
 

@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ...address import Address
-from ...checkpoint.listing import Line, list_run, verified
+from ...checkpoint.looking.listing import Line, list_run, verified
+from ...storage.address import Address
 from ..table import (
     JSON,
     as_dict,
@@ -24,7 +24,7 @@ from ..table import (
     reading,
     time,
 )
-from .place import PLACE
+from .checkpoint_path import PLACE
 
 _NUMBERS = ("step", "size", "on disk", "loss", "eval loss", "parent")
 _OPTIONAL = ("parent", "kind", "layout", "step", "on disk")  # goes where there is no room

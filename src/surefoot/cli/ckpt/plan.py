@@ -8,10 +8,10 @@ from pathlib import Path
 import click
 from rich.text import Text
 
-from ...address import Address
+from ...storage.address import Address
 from ..table import JSON, cell, console, fitted, in_bytes, print_json
+from .checkpoint_path import PLACE, local
 from .convert import DTYPE, LAYOUT, MESH, LayoutName, read_mesh
-from .place import PLACE, local
 
 _SHOWN = 12  # files in a table; --json has all
 
@@ -34,7 +34,7 @@ def plan(
     Without --layout it is full, with --mesh distributed. Nothing is written, and of the tensors
     only the headers are read. manifest.json itself is not counted.
     """
-    from ...checkpoint.reshard import plan_reshard
+    from ...checkpoint.converting.resharding import plan_reshard
 
     wanted = layout or ("full" if mesh is None else "distributed")
     found = plan_reshard(local(checkpoint), layout=wanted, mesh=read_mesh(mesh), dtype=dtype)

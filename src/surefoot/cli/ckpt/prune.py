@@ -15,24 +15,24 @@ import click
 from rich.table import Table
 from rich.text import Text
 
-from ... import files, schema
-from ...checkpoint import disk
-from ...checkpoint.commit import step_of
-from ...checkpoint.folder import open_checkpoint
-from ...checkpoint.listing import Line, list_run, state_of
-from ...checkpoint.retention import (
-    Rule,
-    Verdict,
-    choose,
+from ... import schema
+from ...checkpoint.disk.commit import step_of
+from ...checkpoint.disk.folder import open_checkpoint
+from ...checkpoint.disk.retention import (
+    RetentionDecision,
+    RetentionPolicy,
+    decide,
     drop_all,
     metrics_in,
     more_is_better,
     seconds,
 )
+from ...checkpoint.looking.listing import Line, list_run, state_of
 from ...checkpoint.section import CheckpointSection
 from ...errors import CheckpointError
 from ...recipe.files import read_text
 from ...recipe.yaml import parse
+from ...storage import disk_usage, files
 from ..table import FOLDER, JSON, as_dict, cell, console, in_bytes, mark, number, print_json, table
 from ..table import time as local_time
 
@@ -41,10 +41,10 @@ _METRIC = "eval_loss"
 
 
 @dataclass(frozen=True)
-class Wish:
+class PruneOptions:
     """What shall stay, and by which metric the best are known."""
 
-    rule: Rule
+    rule: RetentionPolicy
     metric: str
     greater: bool
     resume: str = "auto"
@@ -56,7 +56,7 @@ class Planned:
 
     line: Line
     metric: float | None
-    verdict: Verdict
+    verdict: RetentionDecision
 
 
 @click.command()
@@ -103,9 +103,9 @@ def prune(folder: Path, dry_run: bool, yes: bool, as_json: bool, **options: obje
             console().print(mark("✓", "bold green", text))
 
 
-def _wish(folder: Path, options: dict[str, Any]) -> Wish:
+def _wish(folder: Path, options: dict[str, Any]) -> PruneOptions:
     """The recipe's rule with the options on top."""
-    numbers = {field.name for field in dataclasses.fields(Rule)}
+    numbers = {field.name for field in dataclasses.fields(RetentionPolicy)}
     section, train = CheckpointSection(keep=None), dict[str, Any]()
     if (folder / RECIPE).exists():
         section, train = _recipe(folder / RECIPE)
@@ -118,7 +118,7 @@ def _wish(folder: Path, options: dict[str, Any]) -> Wish:
     greater = options.get("greater")
     if greater is None and "metric" not in options:
         greater = train.get("greater_is_better")
-    return Wish(
+    return PruneOptions(
         dataclasses.replace(section.rule(), **chosen),
         str(metric),
         more_is_better(str(metric)) if greater is None else bool(greater),
@@ -162,7 +162,7 @@ def _nobody_trains_in(folder: Path) -> Iterator[None]:
         yield
 
 
-def _plan(folder: Path, wish: Wish) -> tuple[list[Planned], int]:
+def _plan(folder: Path, wish: PruneOptions) -> tuple[list[Planned], int]:
     """Every whole checkpoint of ours and what becomes of it, and the bytes that come free."""
     if step_of(folder.resolve()) >= 0:
         raise CheckpointError(f"{folder}: it is a checkpoint; name the run's folder it lies in")
@@ -176,7 +176,7 @@ def _plan(folder: Path, wish: Wish) -> tuple[list[Planned], int]:
     metrics = _metrics(list(lines.values()), wish)
     resume = Path(wish.resume).resolve()
     protected = [s for s, line in lines.items() if line.is_best or line.path.resolve() == resume]
-    verdicts = choose(
+    verdicts = decide(
         {step: seconds(line.created) for step, line in lines.items()},
         wish.rule,
         now=time.time(),
@@ -188,17 +188,19 @@ def _plan(folder: Path, wish: Wish) -> tuple[list[Planned], int]:
         Planned(lines[v.step], metrics.get(v.step), _named(lines[v.step], v)) for v in verdicts
     ]
     going = [item.line.path for item in planned if not item.verdict.stays]
-    return planned, disk.freed([disk.stored(path) for path in going if not path.is_symlink()])
+    return planned, disk_usage.freed(
+        [disk_usage.stored(path) for path in going if not path.is_symlink()]
+    )
 
 
-def _named(line: Line, verdict: Verdict) -> Verdict:
+def _named(line: Line, verdict: RetentionDecision) -> RetentionDecision:
     """The same verdict, with what it is protected for."""
     name = "best" if line.is_best else "checkpoint.resume names it"
     why = [name if reason == "protected" else reason for reason in verdict.why]
-    return Verdict(verdict.step, tuple(dict.fromkeys(why)))
+    return RetentionDecision(verdict.step, tuple(dict.fromkeys(why)))
 
 
-def _metrics(lines: Sequence[Line], wish: Wish) -> dict[int, float]:
+def _metrics(lines: Sequence[Line], wish: PruneOptions) -> dict[int, float]:
     """The metric of every step that any of the checkpoints knows of; the newest knows best."""
     history = [row for line in lines for row in state_of(open_checkpoint(line.path)).history]
     found = metrics_in(history, wish.metric)

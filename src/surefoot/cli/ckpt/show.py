@@ -12,10 +12,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ...address import Address
-from ...checkpoint.contents import open_contents, shown, states_of
-from ...checkpoint.summary import Group, Summary, Tensor, summarise
+from ...checkpoint.looking.summary import Group, Summary, Tensor, summarise
+from ...checkpoint.reading.contents import open_contents, shown, states_of
 from ...errors import CheckpointError
+from ...storage.address import Address
 from ..table import (
     JSON,
     as_dict,
@@ -31,10 +31,10 @@ from ..table import (
     table,
     when,
 )
-from .place import PLACE, local
+from .checkpoint_path import PLACE, local
 
 if TYPE_CHECKING:
-    from ...checkpoint.norms import Norms
+    from ...checkpoint.looking.tensor_stats import Norms
 
 _NUMBERS = ("tensors", "elements", "size", "L2 norm", "min", "max", "mean", "NaN", "inf")
 _LAYOUTS = {
@@ -98,12 +98,12 @@ def _state(checkpoint: Path, name: str) -> object:
 
 
 def _norms(checkpoint: Path) -> AllNorms:
-    from ...checkpoint.norms import norms
-    from ...checkpoint.source import Stored
+    from ...checkpoint.looking.tensor_stats import norms
+    from ...checkpoint.sources.source import FolderSource
 
     contents = open_contents(checkpoint)
     total = sum(place.entry.num_bytes for place in contents.tensors.values())
-    source, found = Stored(contents), {}
+    source, found = FolderSource(contents), {}
     with reading("reading", total) as advance:
         for name, place in contents.tensors.items():
             found[name] = norms(source, name)

@@ -8,11 +8,11 @@ from pathlib import Path
 import click
 from rich.text import Text
 
-from ...address import Address
-from ...checkpoint.listing import list_run
-from ...checkpoint.verify import Report, verify
+from ...checkpoint.looking.listing import list_run
+from ...checkpoint.reading.verification import Report, verify
+from ...storage.address import Address
 from ..table import JSON, as_dict, cell, console, mark, print_json, reading
-from .place import PLACE
+from .checkpoint_path import PLACE
 
 
 @click.command("verify")

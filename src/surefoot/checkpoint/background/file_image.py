@@ -1,0 +1,78 @@
+"""How what one process writes of a file lies in memory before it is written. Pure.
+
+A whole file lies there as it will on the disk. Of a file that several processes write, each has its
+boxes: those that are one range of the file lie at the same place of a page as there, so that they
+can go to the disk uncopied, and in one go with their neighbours; the others, boxes of columns,
+are written row by row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from ...geometry.box import Box
+from ...storage.files import PAGE
+from ..disk.header import num_bytes, ranges_of
+from ..saving.job import Shard
+
+_ALIGNMENT = 64  # bytes, of a tensor in memory
+
+
+@dataclass(frozen=True, slots=True)
+class ByteRange:
+    """Bytes that lie together in memory and in the file."""
+
+    start: int  # in the image
+    offset: int  # in the file
+    length: int
+
+
+@dataclass(frozen=True)
+class Image:
+    """The places of everything, from the start of the image, which begins with the file's head."""
+
+    spots: Mapping[str, tuple[int, int]]  # start and length of each tensor, or box of one, by key
+    stretches: Sequence[ByteRange]  # what is written as it lies
+    scattered: Mapping[str, Box]  # boxes that are not one range of the file
+    size: int
+
+
+def image_of(shard: Shard) -> Image:
+    """How the bytes of ``shard`` lie in memory."""
+    header = shard.plan.header
+    if shard.share is None:
+        spots = {name: (entry.offset, entry.num_bytes) for name, entry in header.entries.items()}
+        return Image(spots, [ByteRange(0, 0, header.file_size)], {}, header.file_size)
+    end = header.data_start
+    spots, scattered = {}, dict[str, Box]()
+    stretches = [ByteRange(0, 0, end)] if shard.share.has_head else []
+    for name, entry in header.entries.items():
+        if (box := shard.share.boxes.get(name)) is None:
+            continue
+        length = num_bytes(entry.dtype, box.shape)
+        runs = list(_first_two(ranges_of(entry, box)))
+        if len(runs) == 1:
+            start = _append(stretches, end, *runs[0])
+        else:
+            start = -(-end // _ALIGNMENT) * _ALIGNMENT
+            scattered |= {name: box} if runs else {}
+        spots[name] = start, length
+        end = start + length
+    return Image(spots, stretches, scattered, end)
+
+
+def _append(stretches: list[ByteRange], end: int, offset: int, length: int) -> int:
+    """Add a range of the file to what is written as it lies: where in memory it begins."""
+    if stretches:
+        last = stretches[-1]
+        if (last.start + last.length, last.offset + last.length) == (end, offset):
+            stretches[-1] = ByteRange(last.start, last.offset, last.length + length)
+            return end
+    start = -(-end // PAGE) * PAGE + offset % PAGE
+    stretches.append(ByteRange(start, offset, length))
+    return start
+
+
+def _first_two(ranges: Iterator[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    return (one for one, _ in zip(ranges, range(2), strict=False))

@@ -1,0 +1,119 @@
+"""One save at a time, in the background where there is a way to do that, otherwise at once."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from ...errors import CheckpointError
+from ..saving.job import MOST_ATTEMPTS, Job, Saved
+from ..saving.preparation import LiveTensors
+from ..saving.writing import write
+from .snapshot_buffer import is_available
+from .writer_process import Background
+
+logger = logging.getLogger(__name__)
+
+
+class InFlightSave:
+    """``target`` is the checkpoint that is being written, if one is.
+
+    What goes wrong in the background is raised when somebody asks, and the save is over then.
+    """
+
+    def __init__(self) -> None:
+        self.target: Path | None = None
+        self._background = Background()
+        self._is_grounded = False
+
+    @property
+    def pid(self) -> int | None:
+        """Number of the process that writes; None if there is none."""
+        return self._background.pid
+
+    def start(self, job: Job, live: LiveTensors, *, in_background: bool = True) -> Saved | None:
+        """Begin to write ``job``, or write it before this returns; what was saved in that case.
+
+        The live tensors may change afterwards. Raises ``CheckpointError``.
+        """
+        if in_background and not self._is_grounded:
+            if self._take_off(job, live):
+                return None
+            self._is_grounded = True
+        return _told(_write(job, live))
+
+    def poll(self) -> Saved | None:
+        """What was saved, if the save in flight has ended."""
+        return self._ask(wait=False)
+
+    def wait(self) -> Saved | None:
+        """What was saved, once the save in flight has ended."""
+        return self._ask(wait=True)
+
+    def close(self) -> None:
+        """Wait for the save in flight, and end the process that writes."""
+        self._background.close()
+
+    def _take_off(self, job: Job, live: LiveTensors) -> bool:
+        why = "this system has no shared memory of the kind that is needed"
+        if is_available():
+            try:
+                self._background.start(job, live)
+                self.target = job.target
+                return True
+            except MemoryError as error:
+                why = f"no room for a snapshot of the state ({error})"
+        logger.warning("%s: training waits for every save", why)
+        return False
+
+    def _ask(self, *, wait: bool) -> Saved | None:
+        try:
+            saved = self._background.wait() if wait else self._background.poll()
+        except CheckpointError:
+            self.target = None
+            raise
+        if saved is None:
+            return None
+        self.target = None
+        return _told(saved)
+
+
+def end(close: Callable[[], None], error: BaseException | None) -> None:
+    """Run ``close`` at the end of a block; if that was ended by ``error``, which matters more, what
+    goes wrong is logged and not raised."""
+    try:
+        close()
+    except CheckpointError as failure:
+        if error is None:
+            raise
+        logger.error("%s", failure)
+
+
+def _write(job: Job, live: LiveTensors) -> Saved:
+    """Write it at once; again, if processes that write it together have failed."""
+    while True:
+        is_last = job.nonce is None or job.attempt + 1 >= MOST_ATTEMPTS
+        try:
+            saved = write(job, live)
+        except CheckpointError:
+            if is_last:
+                raise
+        else:
+            if is_last or saved.is_committed:
+                return saved
+        job = replace(job, attempt=job.attempt + 1)
+
+
+def _told(saved: Saved) -> Saved:
+    if saved.problem:
+        logger.warning("%s", saved.problem)
+    logger.debug(
+        "%s: %d bytes, %d of them shared, in %.2f s",
+        saved.path.name,
+        saved.num_bytes,
+        saved.num_shared,
+        saved.seconds,
+    )
+    return saved

@@ -1,0 +1,63 @@
+"""Copy live tensors into an arena: all that a save costs the thread that trains."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from .snapshot_buffer import FileImages, SnapshotBuffer
+
+Groups = Mapping[str, Mapping[str, torch.Tensor]]  # role -> name -> tensor
+
+
+def take(images: FileImages, groups: Groups) -> None:
+    """Fill the image of every file: its head, and the tensors as they are now."""
+    with _beside(groups):
+        for shard in images.shards:
+            image = images.of(shard)
+            image[: len(shard.plan.head)] = shard.plan.head
+            for name in images.names(shard):
+                _copy(groups[shard.role][name], images.tensor(shard, name))
+
+
+@torch.no_grad()
+def _copy(tensor: torch.Tensor, into: memoryview) -> None:
+    if tensor.numel():
+        place = torch.frombuffer(into, dtype=torch.uint8).view(tensor.dtype).view(tensor.shape)
+        place.copy_(tensor.detach(), non_blocking=True)
+
+
+@contextlib.contextmanager
+def _beside(groups: Groups) -> Iterator[None]:
+    """Copies from a GPU run beside its other work, and are done when the block ends."""
+    devices = {t.device for tensors in groups.values() for t in tensors.values() if t.is_cuda}
+    with contextlib.ExitStack() as stack:
+        for device in devices:
+            stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            stream.wait_stream(torch.cuda.current_stream(device))
+            stack.callback(stream.synchronize)
+            stack.enter_context(torch.cuda.stream(stream))
+        yield
+
+
+def pin(arena: SnapshotBuffer) -> bool:
+    """Let GPUs copy straight into the arena's pages; whether they can. Otherwise copies are slower
+    and keep the GPU waiting, but are as right."""
+    status = _runtime().cudaHostRegister(_address(arena), arena.size, 0)
+    return int(status) == 0
+
+
+def unpin(arena: SnapshotBuffer) -> None:
+    """Before the arena's memory is given back."""
+    _runtime().cudaHostUnregister(_address(arena))
+
+
+def _address(arena: SnapshotBuffer) -> int:
+    return torch.frombuffer(arena.view, dtype=torch.uint8).data_ptr()
+
+
+def _runtime() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]

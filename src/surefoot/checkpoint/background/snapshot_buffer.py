@@ -1,0 +1,149 @@
+"""Shared memory that holds the image of every file of a save, allocated once and used again.
+
+Two processes map it: the one that trains copies a snapshot into it, the one that writes hands its
+pages to the disk as they lie. It has no name and is gone with the last of the two.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from ...storage import files
+from ..disk.header import ranges_of
+from ..saving.job import Shard
+from .file_image import Image, image_of
+
+_MEMORY = Path("/proc/meminfo")
+_GROUP = Path("/sys/fs/cgroup")
+_WORTH_BYPASSING = 256 << 10  # bytes; less of a file that others write as well goes to the cache
+
+
+def is_available() -> bool:
+    """Whether this system has memory of the kind that is needed (Linux has)."""
+    return hasattr(os, "memfd_create")
+
+
+class SnapshotBuffer:
+    """``size`` bytes of shared memory."""
+
+    def __init__(self, descriptor: int, size: int) -> None:
+        self.descriptor = descriptor
+        self.size = size
+        # Pages are mapped now: a copy into pages that are not costs several times as much.
+        flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
+        self._map = mmap.mmap(descriptor, size, flags=flags)
+        self.view = memoryview(self._map)
+
+    @classmethod
+    def create(cls, size: int) -> SnapshotBuffer:
+        """New memory, all of it there; ``MemoryError`` if there is not so much to spare."""
+        free = free_memory()
+        if free is not None and size > free:
+            raise MemoryError(f"{size:,} bytes are needed, {free:,} are free")
+        descriptor = os.memfd_create("surefoot-checkpoint", os.MFD_CLOEXEC)
+        try:
+            os.posix_fallocate(descriptor, 0, size)
+            return cls(descriptor, size)
+        except OSError as error:
+            os.close(descriptor)
+            raise MemoryError(f"{size:,} bytes of shared memory: {error.strerror}") from error
+
+    def close(self) -> None:
+        """Give the memory back, unless the other process still uses it."""
+        os.close(self.descriptor)
+        self.view.release()
+        self._map.close()
+
+
+@dataclass(frozen=True)
+class FileImages:
+    """The bytes of a job's tensors as they lie in an arena, file by file (``image``)."""
+
+    arena: SnapshotBuffer
+    starts: Sequence[int]  # of each shard's image
+    shards: Sequence[Shard]
+
+    @cached_property
+    def _images(self) -> Mapping[str, tuple[int, Image]]:
+        pairs = zip(self.shards, self.starts, strict=True)
+        return {shard.plan.name: (start, image_of(shard)) for shard, start in pairs}
+
+    def of(self, shard: Shard) -> memoryview:
+        """The image of one file, which begins with its head."""
+        start, image = self._images[shard.plan.name]
+        return self.arena.view[start : start + image.size]
+
+    def names(self, shard: Shard) -> list[str]:
+        """The tensors in it, whole or as boxes."""
+        return list(self._images[shard.plan.name][1].spots)
+
+    def tensor(self, shard: Shard, name: str) -> memoryview:
+        """The bytes of one tensor, or of the box of it that is here."""
+        start, length = self._images[shard.plan.name][1].spots[name]
+        return self.of(shard)[start : start + length]
+
+    def hash(self, shard: Shard, name: str) -> str:
+        """The hash of the same bytes."""
+        return files.digest(self.tensor(shard, name))
+
+    def write(self, shard: Shard, file: files.File) -> dict[str, str]:
+        """Fill and flush the file, or its part, from the image; the hashes by tensor."""
+        with ThreadPoolExecutor(1) as pool:  # the disk works while the core hashes
+            names = self.names(shard)
+            hashes = pool.submit(lambda: {name: self.hash(shard, name) for name in names})
+            self._write(shard, file)
+            file.sync()
+            return hashes.result()
+
+    def _write(self, shard: Shard, file: files.File) -> None:
+        view, image = self.of(shard), self._images[shard.plan.name][1]
+        for part in image.stretches:
+            data = view[part.start : part.start + part.length]
+            if shard.share is None or part.length >= _WORTH_BYPASSING:
+                file.write_at(part.offset, data)
+            else:
+                file.write_ranges([(part.offset, part.length)], data)
+        for name, box in image.scattered.items():
+            ranges = ranges_of(shard.plan.header.entries[name], box)
+            file.write_ranges(ranges, self.tensor(shard, name))
+
+
+def places(sizes: Sequence[int]) -> tuple[list[int], int]:
+    """Where images of these sizes start, each at a page, and the size of all of them."""
+    starts, end = [], 0
+    for size in sizes:
+        starts.append(end)
+        end = -(-(end + size) // files.PAGE) * files.PAGE
+    return starts, max(end, files.PAGE)
+
+
+def free_memory() -> int | None:
+    """Bytes that can be had without swapping, within the limit of a container; None if unknown."""
+    found = [free for free in (_of_machine(), _of_container()) if free is not None]
+    return min(found, default=None)
+
+
+def _of_machine() -> int | None:
+    try:
+        lines = _MEMORY.read_text().splitlines()
+    except OSError:
+        return None
+    sizes = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
+    return int(sizes[0]) * 1024 if sizes else None
+
+
+def _of_container() -> int | None:
+    try:
+        limit = (_GROUP / "memory.max").read_text().strip()
+        used = int((_GROUP / "memory.current").read_text())
+        pairs = [line.split() for line in (_GROUP / "memory.stat").read_text().splitlines()]
+    except (OSError, ValueError):
+        return None
+    cached = sum(int(size) for name, size in pairs if name in ("active_file", "inactive_file"))
+    return int(limit) - used + cached if limit.isdigit() else None

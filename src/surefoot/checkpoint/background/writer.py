@@ -1,0 +1,119 @@
+"""The process that writes checkpoints.
+
+Its command is ``python -m surefoot.checkpoint.background.writer DESCRIPTOR SIZE``.
+
+It reads a job a line from its standard input, writes it from the arena at low priority, and
+answers with a line. At the end of its input, which is also how it learns that the process that
+trains is dead, it ends, once it has committed what it has.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import select
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+from ...errors import CheckpointError
+from ...geometry.box import Box
+from ..disk.file_plan import FilePlan
+from ..disk.header import parse
+from ..saving.job import Job, Shard, Share
+from ..saving.writing import write
+from .snapshot_buffer import FileImages, SnapshotBuffer
+
+
+class _OrphanedError(Exception):
+    """The process that trains died before the folder aside was there."""
+
+
+def main(descriptor: int, size: int) -> None:
+    """Serve until the end of the input."""
+    _step_back()
+    arena = SnapshotBuffer(descriptor, size)
+    with contextlib.suppress(_OrphanedError, BrokenPipeError):
+        for line in sys.stdin.buffer:
+            if not line.endswith(b"\n"):
+                return  # the process that trains died in the middle of it
+            sys.stdout.write(json.dumps(_serve(json.loads(line), arena)) + "\n")
+            sys.stdout.flush()
+
+
+def _step_back() -> None:
+    """Take little of a core that others want, but some: at idle priority a gigabyte took twice as
+    long beside training, and slowed it as much in all."""
+    os.nice(19)
+
+
+def _serve(told: dict[str, Any], arena: SnapshotBuffer) -> dict[str, object]:
+    job = _job(told, arena)
+    images = FileImages(arena, [start for _, _, start, *_ in told["shards"]], job.shards)
+    try:
+        saved = write(job, images, started=_must_not_be_orphaned, is_orphan=_is_orphaned)
+    except CheckpointError as error:
+        return {"error": str(error)}
+    except Exception as error:
+        if isinstance(error, _OrphanedError):
+            raise
+        traceback.print_exc()
+        return {"error": f"cannot save {job.target}: {type(error).__name__}: {error}"}
+    return {**dataclasses.asdict(saved), "path": str(saved.path)}
+
+
+def _must_not_be_orphaned() -> None:
+    """Give up if the process that trains has died already.
+
+    The folder aside is locked by now. Whoever starts the run again after this moment sees it, and
+    waits; whoever did before would not have.
+    """
+    if _is_orphaned():
+        raise _OrphanedError
+
+
+def _is_orphaned() -> bool:
+    """Whether the process that trains is dead."""
+    poll = select.poll()
+    poll.register(sys.stdin.fileno(), select.POLLIN)
+    return any(event & select.POLLHUP for _, event in poll.poll(0))
+
+
+def _job(told: dict[str, Any], arena: SnapshotBuffer) -> Job:
+    def cut(start: int, length: int) -> memoryview:
+        return arena.view[start : start + length]
+
+    shards = [
+        Shard(role, _plan(name, arena.view[start:], size), _share(share))
+        for role, name, start, size, share in told["shards"]
+    ]
+    small = {name: bytes(cut(start, size)) for name, (start, size) in told["small"].items()}
+    apart = {"root", "shards", "small"}
+    plain = [f.name for f in dataclasses.fields(Job) if f.name not in apart]
+    return Job(
+        root=Path(told["root"]),
+        shards=shards,
+        small=small,
+        **{name: told[name] for name in plain},
+    )
+
+
+def _plan(name: str, image: memoryview, file_size: int) -> FilePlan:
+    length = 8 + int.from_bytes(image[:8], "little")
+    head = bytes(image[:length])
+    return FilePlan(name, head, parse(head[8:], file_size, name))
+
+
+def _share(told: dict[str, Any] | None) -> Share | None:
+    if told is None:
+        return None
+    told_boxes = told["boxes"].items()
+    boxes = {name: Box(tuple(start), tuple(shape)) for name, (start, shape) in told_boxes}
+    return Share(boxes, told["has_head"])
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))

@@ -1,0 +1,249 @@
+"""Save while training goes on: a snapshot into shared memory, and a process that writes it.
+
+One save is in flight at a time. What goes wrong in it is told at the next call. The process has the
+whole snapshot, so it finishes and commits even if the one that trains dies; it then ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import select
+import signal
+import subprocess
+import sys
+import weakref
+from collections.abc import Mapping
+from pathlib import Path
+from typing import cast
+
+import surefoot
+
+from ...errors import CheckpointError
+from ..disk.commit import clean
+from ..saving.job import MOST_ATTEMPTS, Job, Saved, Shard
+from ..saving.preparation import LiveTensors
+from . import snapshot
+from .file_image import image_of
+from .snapshot_buffer import FileImages, SnapshotBuffer, places
+
+logger = logging.getLogger(__name__)
+_DEAF = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # meant for the process that trains
+_SLACK = 1 << 20  # bytes; the log in the state grows from save to save
+
+
+class Background:
+    """Writes checkpoints in a process of its own, one after the other."""
+
+    def __init__(self) -> None:
+        self._arena: SnapshotBuffer | None = None
+        self._is_pinned = False  # whether GPUs copy straight into it
+        self._writer: _Writer | None = None
+        self._target: Path | None = None  # of the save in flight
+        self._job: dict[str, object] = {}  # sent last, as ``describe`` tells it
+
+    @property
+    def pid(self) -> int | None:
+        """Number of the process that writes; None if there is none."""
+        return None if self._writer is None else self._writer.process.pid
+
+    def start(self, job: Job, live: LiveTensors) -> None:
+        """Take a snapshot and start to write it; the live tensors may change from then on.
+
+        Raises:
+            MemoryError: there is no room for the snapshot.
+            CheckpointError: the process that writes cannot be started.
+        """
+        assert self._target is None, "one save at a time"
+        sizes = [image_of(shard).size for shard in job.shards]
+        blobs = [len(data) for data in job.small.values()]
+        starts, size = places([*sizes, *blobs])
+        arena = self._room(size, size + sum(blobs) + _SLACK, live)
+        images = FileImages(arena, starts[: len(sizes)], job.shards)
+        snapshot.take(images, live.groups)
+        small = dict(zip(job.small, zip(starts[len(sizes) :], blobs, strict=True), strict=True))
+        for name, (start, length) in small.items():
+            arena.view[start : start + length] = job.small[name]
+        self._job = describe(job, images, small)
+        self._send(arena)
+        self._target = job.target
+
+    def poll(self) -> Saved | None:
+        """The save that has ended since, if one has. Raises ``CheckpointError`` if it failed."""
+        if self._target is None or self._writer is None or not self._writer.has_answer():
+            return None
+        return self._end(self._target)
+
+    def wait(self) -> Saved | None:
+        """Wait for the save in flight, if there is one. Raises ``CheckpointError`` if it failed."""
+        saved = None
+        while saved is None and self._target is not None:
+            saved = self._end(self._target)
+        return saved
+
+    def close(self) -> None:
+        """Wait for the save in flight, end the process and give the memory back."""
+        try:
+            self.wait()
+        finally:
+            if self._writer is not None:
+                self._writer.close()
+            if self._arena is not None:
+                if self._is_pinned:
+                    snapshot.unpin(self._arena)
+                self._arena.close()
+            self._writer, self._arena, self._is_pinned = None, None, False
+
+    def _end(self, target: Path) -> Saved | None:
+        """Wait for the end of an attempt: what was saved, or None if another one was begun.
+
+        A process that was killed is replaced, and several that write together all try again when
+        one of them has failed: the snapshot is still there. Does not wait for the new attempt, for
+        the other processes may have to hear of it in the loop.
+        """
+        assert self._writer is not None
+        assert self._arena is not None
+        if answer := self._writer.answer():
+            told = json.loads(answer)
+            why, can_mend = str(told.get("error", "")), self._job["nonce"] is not None
+            is_done = not why and told["is_committed"]
+        else:
+            told, why, can_mend, is_done = {}, self._writer.death(), True, False
+            clean(target.parent)
+        attempt = cast("int", self._job["attempt"]) + 1
+        if not is_done and can_mend and attempt < MOST_ATTEMPTS:
+            logger.warning("%s; trying once more", why or f"{target.name} is not committed")
+            self._job["attempt"] = attempt
+            self._send(self._arena)
+            return None
+        self._target = None
+        if why:
+            raise CheckpointError(why if told else f"cannot save {target}: {why}")
+        return Saved(**{**told, "path": target})
+
+    def _room(self, size: int, ample: int, live: LiveTensors) -> SnapshotBuffer:
+        """The arena, made anew (and with it the process that maps it) if it is too small."""
+        if self._arena is None or self._arena.size < size:
+            self.close()
+            self._arena = SnapshotBuffer.create(ample)
+            if any(t.is_cuda for tensors in live.groups.values() for t in tensors.values()):
+                self._is_pinned = snapshot.pin(self._arena)
+        return self._arena
+
+    def _send(self, arena: SnapshotBuffer) -> None:
+        if self._writer is not None and not self._writer.is_alive:
+            self._writer.close()
+            self._writer = None
+        if self._writer is None:
+            self._writer = _Writer(arena)
+        self._writer.send(json.dumps(self._job).encode() + b"\n")
+
+
+class _Writer:
+    """The process, and the pipes to it."""
+
+    def __init__(self, arena: SnapshotBuffer) -> None:
+        home, known = str(Path(surefoot.__file__).parent.parent), os.environ.get("PYTHONPATH")
+        # -P and the path: it imports this very package, and nothing that lies about.
+        command = [sys.executable, "-P", "-m", "surefoot.checkpoint.background.writer"]
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _DEAF)  # the process inherits the mask
+        try:
+            self.process = subprocess.Popen(
+                [*command, str(arena.descriptor), str(arena.size)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                pass_fds=[arena.descriptor],
+                env={
+                    **os.environ,
+                    "PYTHONPATH": os.pathsep.join([home, known] if known else [home]),
+                },
+            )
+        except OSError as error:
+            raise CheckpointError(
+                f"cannot start the process that writes checkpoints: {error}"
+            ) from error
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self._jobs, self._answers = self.process.stdin, self.process.stdout
+        this = weakref.ref(self)
+        os.register_at_fork(after_in_child=lambda: _let_go(this()))
+
+    @property
+    def is_alive(self) -> bool:
+        return self.process.poll() is None
+
+    def send(self, message: bytes) -> None:
+        with contextlib.suppress(BrokenPipeError):  # it died; whoever waits for an answer sees it
+            self._jobs.write(message)
+            self._jobs.flush()
+
+    def has_answer(self) -> bool:
+        return bool(select.select([self._answers], [], [], 0)[0])
+
+    def answer(self) -> bytes:
+        """Wait for a line; empty if the process died instead."""
+        line = self._answers.readline()
+        return line if line.endswith(b"\n") else b""
+
+    def death(self) -> str:
+        """How the process ended, for people."""
+        code = self.process.wait()
+        how = f"with exit code {code}" if code >= 0 else f"by {signal.Signals(-code).name}"
+        hint = "; is memory short?" if code == -signal.SIGKILL else ""
+        return f"the process that writes checkpoints was ended {how}{hint}"
+
+    def close(self) -> None:
+        self.let_go()
+        self.process.wait()
+
+    def let_go(self) -> None:
+        """Close the pipes."""
+        with contextlib.suppress(BrokenPipeError):
+            self._jobs.close()
+        self._answers.close()
+
+
+def _let_go(writer: _Writer | None) -> None:
+    """In a forked process, such as a data loader's worker: if that held the pipes open, the writer
+    would not see the end of the process that trains, nor that this one has closed them."""
+    if writer is not None:
+        writer.let_go()
+
+
+def describe(
+    job: Job, images: FileImages, small: Mapping[str, tuple[int, int]]
+) -> dict[str, object]:
+    """A job as JSON; what is large lies in the arena."""
+    starts = zip(job.shards, images.starts, strict=True)
+    return {
+        "root": str(job.root.absolute()),
+        "step": job.step,
+        "kind": job.kind,
+        "created": job.created,
+        "versions": job.versions,
+        "parent": job.parent,
+        "forget": list(job.forget),
+        "layout": job.layout,
+        "share": job.share,
+        "rank": job.rank,
+        "world_size": job.world_size,
+        "mesh": job.mesh,
+        "nonce": job.nonce,
+        "attempt": job.attempt,
+        "name": job.name,
+        "shards": [
+            (s.role, s.plan.name, start, s.plan.header.file_size, _share(s)) for s, start in starts
+        ],
+        "small": small,
+    }
+
+
+def _share(shard: Shard) -> dict[str, object] | None:
+    if shard.share is None:
+        return None
+    boxes = {name: (box.start, box.shape) for name, box in shard.share.boxes.items()}
+    return {"boxes": boxes, "has_head": shard.share.has_head}

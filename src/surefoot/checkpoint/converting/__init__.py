@@ -1,0 +1,1 @@
+"""Checkpoints from file to file: another layout, another mesh, weights only."""

@@ -1,0 +1,282 @@
+"""A checkpoint in another layout, or cut for another mesh: all of it, from file to file.
+
+Weights, optimizer and the rest of the state are sources; the new files are planned as the save of a
+run of that mesh would plan them, and filled block by block. So no model is built, no process group
+is started, memory does not grow with the model, and every byte is read once, its hash checked on
+the way.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+from ...errors import CheckpointError
+from ...geometry.box import Box
+from ...geometry.mesh import Mesh
+from ...storage import files
+from ..disk.commit import clean_beside, refuse_existing
+from ..disk.file_plan import plan_save
+from ..disk.folder import open_checkpoint
+from ..disk.manifest import Kind, Layout, Manifest, is_safetensors
+from ..reading.contents import ROLES, open_contents
+from ..saving.job import Job, Saved, Shard
+from ..saving.load_balancing import LocalTensor
+from ..saving.preparation import RANK_FOLDER, WEIGHT_STEMS, indexes, unchanged_parameters, versions
+from ..saving.writer_group import shared_out
+from ..saving.writing import write
+from ..sources.copying import Progress, cast, described, fill, silent
+from ..sources.source import FolderSource, Renamed, TensorSource
+from ..weights import FOREIGN, detect_layout, open_weights
+
+ALONE = Mesh()
+SHARD_SIZE = 5_000_000_000  # bytes of the largest file
+_INDEX = ".safetensors.index.json"
+_CONFIG = "config.json"
+_MESH = re.compile(r"rank_\d{5}/")
+
+
+@dataclass(frozen=True)
+class Resharding:
+    """What is to be written, from which sources, and how large it is. Nothing is written yet."""
+
+    folder: Path
+    manifest: Manifest
+    layout: Layout
+    mesh: Mesh
+    sources: Mapping[str, TensorSource]  # by role
+    shards: Sequence[Shard]
+    small: Mapping[str, bytes]
+
+    @property
+    def reads(self) -> dict[str, int]:
+        """Bytes of tensors read from each file."""
+        found: dict[str, int] = {}
+        for piece in self.manifest.pieces:
+            found[piece.file] = found.get(piece.file, 0) + piece.num_bytes
+        return dict(sorted(found.items()))
+
+    @property
+    def writes(self) -> dict[str, int]:
+        """Bytes of each file but ``manifest.json``."""
+        large = {shard.plan.name: shard.plan.header.file_size for shard in self.shards}
+        return dict(sorted({**large, **{n: len(data) for n, data in self.small.items()}}.items()))
+
+    @property
+    def by_rank(self) -> list[int]:
+        """Bytes of tensor files that a save by each process of the mesh writes."""
+        found = [0] * self.mesh.size
+        for shard in self.shards:
+            name = shard.plan.name
+            rank = int(name[5:10]) if _MESH.match(name) else 0
+            found[rank] += shard.plan.header.file_size
+        return found
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors written."""
+        entries = (e for shard in self.shards for e in shard.plan.header.entries.values())
+        return sum(entry.num_bytes for entry in entries)
+
+
+def reshard(
+    folder: Path | str,
+    target: Path | str,
+    *,
+    layout: Layout = "full",
+    mesh: Mesh = ALONE,
+    dtype: str | None = None,
+    max_shard_size: int = SHARD_SIZE,
+    progress: Progress | None = None,
+) -> Saved:
+    """Write the checkpoint in ``folder`` as another one, ``target``, whole or not at all.
+
+    A run that goes on from either goes on in the same way: bitwise, unless ``dtype`` rounds the
+    weights.
+
+    Args:
+        folder: a checkpoint of ours.
+        target: the new checkpoint, a folder that does not exist.
+        layout: ``full``, or ``distributed`` for a folder for every process of ``mesh``.
+        mesh: the processes whose boxes are written; only in layout ``distributed``.
+        dtype: float32, float16 or bfloat16, for the weights; the optimizer's state stays.
+        max_shard_size: of each file, in bytes.
+        progress: told the bytes of each block written.
+
+    Raises:
+        CheckpointError: a damaged checkpoint, options that do not go together, ``target`` exists,
+            or the disk fails.
+    """
+    path = Path(target).absolute()
+    refuse_existing(path)
+    if Path(folder).absolute() in path.parents:
+        raise CheckpointError(f"{target}: lies in the checkpoint {folder}; choose another folder")
+    plan = plan_reshard(
+        folder, layout=layout, mesh=mesh, dtype=dtype, max_shard_size=max_shard_size
+    )
+    clean_beside(path)
+    return write(_job(plan, path), SourceContent(plan.sources, progress or silent))
+
+
+def plan_reshard(
+    folder: Path | str,
+    *,
+    layout: Layout = "full",
+    mesh: Mesh = ALONE,
+    dtype: str | None = None,
+    max_shard_size: int = SHARD_SIZE,
+) -> Resharding:
+    """What ``reshard`` would read and write. Of the tensors only the headers are read."""
+    if layout == "full" and mesh.size > 1:
+        raise CheckpointError(
+            "a mesh goes with layout distributed; layout full is the same for every mesh"
+        )
+    _refuse_foreign(Path(folder))
+    checkpoint = open_checkpoint(Path(folder))
+    manifest = checkpoint.manifest
+    sources = open_roles(Path(folder), manifest)
+    sources["model"] = cast(sources["model"], dtype)
+    shards = list(shards_of(sources, manifest.kind, layout, mesh, max_shard_size))
+    names = [n for n in manifest.files if not is_safetensors(n) and not n.endswith(_INDEX)]
+    small = {name: checkpoint.small(name) for name in names}
+    if dtype is not None and _CONFIG in small:
+        small[_CONFIG] = with_dtype(small[_CONFIG], dtype)
+    small |= indexes(shards, mesh.size)
+    return Resharding(Path(folder), manifest, layout, mesh, sources, shards, small)
+
+
+def _refuse_foreign(folder: Path) -> None:
+    with files.raising(CheckpointError):
+        layout = detect_layout(folder)
+    if layout is None:
+        open_weights(folder)  # says what is there instead
+    if layout in FOREIGN:
+        raise CheckpointError(
+            f"{folder}: weights alone ({layout}), not a checkpoint of ours; "
+            "`surefoot ckpt convert --to surefoot` makes one of them, without a state to go on from"
+        )
+
+
+def open_roles(folder: Path, manifest: Manifest) -> dict[str, TensorSource]:
+    """The tensors of each role of a checkpoint of ours, under the names they have in its files."""
+    stored = FolderSource(open_contents(folder))
+    return {
+        role: Renamed(stored, {name: f"{role}/{name}" for name in manifest.tensors(role)})
+        for role in ROLES
+    }
+
+
+def with_dtype(config: bytes, dtype: str) -> bytes:
+    """``config.json`` of weights of another type."""
+    told = json.loads(config)
+    for section in (told, told.get("text_config")):
+        if isinstance(section, dict) and ("dtype" in section or section is told):
+            section["dtype"] = dtype
+            section.pop("torch_dtype", None)  # the old name
+    return (json.dumps(told, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()
+
+
+def shards_of(
+    sources: Mapping[str, TensorSource],
+    kind: Kind,
+    layout: Layout,
+    mesh: Mesh,
+    max_shard_size: int,
+) -> Iterator[Shard]:
+    """The files of every role: of whole tensors, or of the boxes of every rank."""
+    moments = sources["optimizer"].shapes() if "optimizer" in sources else {}
+    moved = {name.rpartition(".")[0] for name in moments}
+    stems = {"model": WEIGHT_STEMS[kind], "optimizer": "optimizer", "state": "state"}
+    if kind == "adapter":  # one small file beside the manifest, as PEFT wants it
+        (whole,) = held_by({"model": sources["model"]}, ALONE)
+        yield from _planned("model", stems["model"], whole["model"], None)
+        sources = {role: source for role, source in sources.items() if role != "model"}
+    for rank, held in enumerate(held_by(sources, mesh)):
+        for role, own in held.items():
+            stem, is_boxed = stems[role], layout == "distributed"
+            stem = f"{RANK_FOLDER.format(rank)}/{stem}" if is_boxed else stem
+            limit = None if role == "state" else max_shard_size
+            movers = moved if role == "model" else None
+            yield from _planned(role, stem, own, limit, moved=movers, is_boxed=is_boxed)
+
+
+def held_by(
+    sources: Mapping[str, TensorSource], mesh: Mesh
+) -> list[dict[str, dict[str, LocalTensor]]]:
+    """What each rank writes, by role and name: its share of what it would hold in a run.
+
+    What is no tensor of the model or its optimizer is whole, and the first rank's.
+    """
+    held: list[dict[str, dict[str, LocalTensor]]] = [
+        {r: {} for r in sources} for _ in range(mesh.size)
+    ]
+    for role, source in sources.items():
+        for name, (dtype, shape) in described(source).items():
+            boxes = [((0,), Box.whole(shape))] if role == "state" else mesh.boxes(shape)
+            for ranks, box in boxes:
+                one = LocalTensor(dtype, shape, box)
+                for rank in ranks:
+                    held[rank][role][name] = one
+    return [
+        {
+            role: {n: replace(own[role][n], box=box) for n, box in share.get(role, {}).items()}
+            for role in sources
+        }
+        for own, share in zip(held, shared_out(held), strict=True)
+    ]
+
+
+def _planned(
+    role: str,
+    stem: str,
+    held: Mapping[str, LocalTensor],
+    limit: int | None,
+    *,
+    moved: Collection[str] | None = None,
+    is_boxed: bool = False,
+) -> list[Shard]:
+    """The files of one role, those of weights that are not ``moved`` apart from the others."""
+    tensors = {name: (held[name].dtype, held[name].box.shape) for name in sorted(held)}
+    boxes = {name: (one.shape, one.box) for name, one in held.items()} if is_boxed else None
+    apart = () if moved is None else unchanged_parameters(tensors, moved)
+    plans = plan_save(stem, tensors, limit, apart=apart, boxes=boxes) if tensors else []
+    return [Shard(role, plan) for plan in plans]
+
+
+def _job(plan: Resharding, target: Path) -> Job:
+    manifest = plan.manifest
+    return Job(
+        root=target.parent,
+        name=target.name,
+        step=manifest.step,
+        kind=manifest.kind,
+        created=datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z"),
+        versions=versions(),
+        shards=plan.shards,
+        small=plan.small,
+        parent=manifest.parent,
+        layout=plan.layout,
+        world_size=plan.mesh.size,
+        mesh=plan.mesh.axes,
+        share=False,
+    )
+
+
+@dataclass(frozen=True)
+class SourceContent:
+    """The content of files that are filled from sources."""
+
+    sources: Mapping[str, TensorSource]
+    progress: Progress
+
+    def write(self, shard: Shard, file: files.File) -> Mapping[str, str]:
+        """Fill and flush the file; the hash of each box's bytes by its tensor's name."""
+        return fill(file, self.sources[shard.role], shard.plan, self.progress)
+
+    def hash(self, shard: Shard, name: str) -> str:
+        """Not asked for: nothing is shared with a parent."""
+        raise AssertionError(name)

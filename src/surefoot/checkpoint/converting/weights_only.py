@@ -1,0 +1,69 @@
+"""A checkpoint of ours that holds weights and nothing else, written from any source.
+
+Every command and every reader takes it, and a training may begin with it (``model.path``); going on
+from it is refused, as there is no state of a training in it. Its step is 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+
+from ...geometry.mesh import Mesh
+from ..disk.commit import clean_beside, refuse_existing
+from ..disk.manifest import Kind, Layout
+from ..saving.job import Job, Saved
+from ..saving.preparation import indexes, versions
+from ..saving.writing import write
+from ..sources.copying import Progress, cast, silent
+from ..sources.source import TensorSource
+from .resharding import ALONE, SHARD_SIZE, SourceContent, shards_of
+
+
+def write_weights(
+    source: TensorSource,
+    target: Path | str,
+    *,
+    kind: Kind = "full",
+    layout: Layout = "full",
+    mesh: Mesh = ALONE,
+    dtype: str | None = None,
+    small: Mapping[str, bytes] | None = None,
+    progress: Progress | None = None,
+) -> Saved:
+    """Write ``source`` as a checkpoint of ours, ``target``, whole or not at all.
+
+    Args:
+        source: weights under Hugging Face's names, or PEFT's.
+        target: the new checkpoint, a folder that does not exist.
+        kind: ``adapter`` for PEFT's weights.
+        layout: ``full``, or ``distributed`` for a folder for every process of ``mesh``.
+        mesh: the processes whose boxes are written; only in layout ``distributed``.
+        dtype: float32, float16 or bfloat16; None: as they are.
+        small: other files to lie beside, such as ``config.json``.
+        progress: told the bytes of each block written.
+
+    Raises:
+        CheckpointError: damaged weights, ``target`` exists, or the disk fails.
+    """
+    path = Path(target).absolute()
+    refuse_existing(path)
+    sources = {"model": cast(source, dtype)}
+    shards = list(shards_of(sources, kind, layout, mesh, SHARD_SIZE))
+    job = Job(
+        root=path.parent,
+        name=path.name,
+        step=0,
+        kind=kind,
+        created=datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z"),
+        versions=versions(),
+        shards=shards,
+        small={**(small or {}), **indexes(shards, mesh.size)},
+        layout=layout,
+        world_size=mesh.size,
+        mesh=mesh.axes,
+        share=False,
+    )
+    clean_beside(path)
+    return write(job, SourceContent(sources, progress or silent))

@@ -1,0 +1,169 @@
+"""Tensors to bytes at positions and back: positional reads and writes, no library between.
+
+Writing: space is reserved, then every tensor goes straight from its memory to its final place,
+hashed block by block while the block is in the cache. Reading: a box goes straight from the file
+into the tensor that will hold it. Neither needs more memory than one block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from operator import add
+
+import torch
+
+from ...errors import CheckpointError
+from ...geometry.box import Box
+from ...storage import files
+from .file_plan import FilePlan
+from .header import Entry, ranges_of
+from .manifest import Piece
+from .stream import Stream
+from .tensorfile import TensorFile
+
+DTYPES = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "U16": torch.uint16,
+    "I16": torch.int16,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "U32": torch.uint32,
+    "I32": torch.int32,
+    "F32": torch.float32,
+    "U64": torch.uint64,
+    "I64": torch.int64,
+    "F64": torch.float64,
+    "C64": torch.complex64,
+}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+def describe(name: str, tensor: torch.Tensor) -> tuple[str, tuple[int, ...]]:
+    """The tensor's stored type and shape; a ``CheckpointError`` if it cannot be stored as it is."""
+    if tensor.layout != torch.strided or tensor.device.type == "meta":
+        kind = "a meta tensor" if tensor.device.type == "meta" else f"a {tensor.layout} tensor"
+        raise CheckpointError(f"{name}: cannot store {kind}; only dense tensors with values")
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
+        raise CheckpointError(f"{name}: cannot store a {type(tensor).__name__}; only plain tensors")
+    return dtype_name(name, tensor.dtype), tuple(tensor.shape)
+
+
+def dtype_name(name: str, dtype: torch.dtype) -> str:
+    """What safetensors calls ``dtype``; a ``CheckpointError`` if it does not know it."""
+    if dtype not in NAMES:
+        known = ", ".join(str(dtype).removeprefix("torch.") for dtype in NAMES)
+        raise CheckpointError(f"{name}: cannot store {dtype}; safetensors has {known}")
+    return NAMES[dtype]
+
+
+def raw(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor, in place."""
+    flat = tensor.detach().as_strided((tensor.numel(),), (1,))  # one element may have any stride
+    return flat.view(torch.uint8).numpy().data
+
+
+def write_file(
+    file: files.File, plan: FilePlan, tensors: Mapping[str, torch.Tensor]
+) -> dict[str, str]:
+    """Fill and flush the file that ``plan`` describes; the hash of each tensor's bytes by name."""
+    with Stream(file) as stream:
+        stream.write(plan.head)
+        return {name: write_tensor(stream, tensors[name]) for name in plan.header.entries}
+
+
+def write_box(file: files.File, entry: Entry, box: Box, tensor: torch.Tensor) -> str:
+    """Write ``tensor``, which is ``box`` of a stored one, to its place; the hash of its values in
+    row-major order. No more memory than a block is needed."""
+    digest = files.Hash()
+    for part in Box.whole(box.shape).blocks(files.BLOCK // tensor.element_size()):
+        block = raw(_dense(tensor[part.slices_in(Box.whole(box.shape))]))
+        digest.update(block)
+        start = tuple(map(add, box.start, part.start))
+        file.write_ranges(ranges_of(entry, Box(start, part.shape)), block)
+    return digest.hex()
+
+
+def write_tensor(stream: Stream, tensor: torch.Tensor, digest: files.Hash | None = None) -> str:
+    """Add the tensor's values in row-major order; their hash, or that of all that ``digest`` has
+    been fed with."""
+    digest = digest or files.Hash()
+    for block in _blocks(tensor):
+        digest.update(block)
+        stream.write(block)
+    return digest.hex()
+
+
+def hash_tensor(tensor: torch.Tensor) -> str:
+    """The hash of the tensor's values in row-major order."""
+    digest = files.Hash()
+    for block in _blocks(tensor):
+        digest.update(block)
+    return digest.hex()
+
+
+def _blocks(tensor: torch.Tensor) -> Iterator[memoryview]:
+    """The tensor's bytes in row-major order, in blocks that stay in the core's cache."""
+    for part in _dense_parts(tensor.detach()):
+        data = raw(part)
+        for at in range(0, len(data), files.BLOCK):
+            yield data[at : at + files.BLOCK]
+
+
+def _dense_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The tensor as contiguous CPU tensors that follow each other in row-major order.
+
+    One that is not contiguous, or lies on a device, is copied about a block at a time.
+    """
+    is_plain = tensor.device.type == "cpu" and tensor.is_contiguous()
+    if is_plain and not (tensor.is_conj() or tensor.is_neg()):
+        yield tensor
+    else:
+        whole = Box.whole(tuple(tensor.shape))
+        for box in whole.blocks(files.BLOCK // tensor.element_size()):
+            yield _dense(tensor[box.slices_in(whole)])
+
+
+def _dense(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+
+
+def new_tensor(stored: Entry | Piece) -> torch.Tensor:
+    """A tensor to read ``stored`` into; a ``CheckpointError`` if there is no memory for it."""
+    try:
+        return torch.empty(stored.shape, dtype=DTYPES[stored.dtype])
+    except RuntimeError as error:
+        need = f"{stored.num_bytes:,} bytes for a tensor of shape {list(stored.shape)}"
+        raise CheckpointError(f"not enough memory: {need}") from error
+
+
+def fill(tensor: torch.Tensor, file: TensorFile, key: str, box: Box | None = None) -> str:
+    """Fill a contiguous CPU tensor with all of ``key``, or a box of it; the hash of the bytes."""
+    found = file.read_into(key, raw(tensor), box)
+    _check_bools(tensor, file, key)
+    return found
+
+
+def read_box(file: TensorFile, key: str, box: Box) -> torch.Tensor:
+    """The values of ``box``, reading no other bytes."""
+    found = torch.empty(box.shape, dtype=DTYPES[file.entry(key).dtype])
+    fill_box(found, file, key, box)
+    return found
+
+
+def fill_box(tensor: torch.Tensor, file: TensorFile, key: str, box: Box) -> None:
+    """Fill a contiguous CPU tensor with the values of ``box``, reading no other bytes."""
+    file.read_box_into(key, box, raw(tensor))
+    _check_bools(tensor, file, key)
+
+
+def _check_bools(tensor: torch.Tensor, file: TensorFile, key: str) -> None:
+    """A bool that is neither 0 nor 1 makes torch contradict itself."""
+    if tensor.dtype == torch.bool and tensor.numel() and tensor.view(torch.uint8).max() > 1:
+        raise CheckpointError(f"{file.path}: {key}: a bool must be 0 or 1")

@@ -1,0 +1,235 @@
+"""A checkpoint exists or it does not: written aside, flushed, then renamed into place.
+
+The folder aside, ``.checkpoint-N.<nonce>.part``, holds a manifest from the first moment: empty, and
+locked by the process that writes. The lock ends with the process, however it ends, also across
+machines and containers where process numbers say nothing; so whoever finds a folder whose manifest
+can be locked knows that nobody writes it any more, and may remove it. A folder that others are to
+read has no manifest: who writes it (``whole``) holds the lock of the folder itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import secrets
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...errors import CheckpointError
+from ...storage import files
+from .manifest import MANIFEST
+
+_COMMITTED = re.compile(r"checkpoint-(0|[1-9]\d{0,17})")
+_PART = re.compile(r"\.checkpoint-\d+\.[0-9a-f]+\.part")
+_FORGOTTEN = re.compile(r"\.checkpoint-\d+\.[0-9a-f]+\.forgotten")
+_ATTEMPTS = 100
+
+
+@dataclass(frozen=True)
+class PendingCheckpoint:
+    """A checkpoint in the making."""
+
+    folder: Path
+    manifest: files.File
+
+    def commit(self, target: Path, manifest: bytes) -> None:
+        """Write the manifest, flush, and give the folder its name: from then on it exists."""
+        self.manifest.reserve(len(manifest))
+        self.manifest.write_at(0, manifest)
+        self.manifest.sync()
+        for folder in _folders(self.folder):
+            files.sync_folder(folder)
+        refuse_existing(target)  # a rename would replace an empty folder
+        try:
+            files.rename(self.folder, target)
+        except OSError:
+            # A network disk may do it, lose its answer, and then find nothing to do again.
+            if not self.manifest.is_at(target / MANIFEST):
+                raise
+        files.sync_folder(target.parent)
+
+
+@contextlib.contextmanager
+def temporary_folder(target: Path, nonce: str | None = None) -> Iterator[PendingCheckpoint]:
+    """A new folder beside ``target`` to write into; removed unless it was committed.
+
+    Its name is chosen at random, unless several processes have agreed on a ``nonce``.
+    """
+    files.make_folder(target.parent)
+    part = _start(target, nonce)
+    try:
+        with part.manifest:
+            yield part
+    finally:
+        with contextlib.suppress(
+            OSError
+        ):  # what stopped the save matters more; `clean` tries again
+            files.remove_tree(part.folder)  # of that name nothing is left after a commit
+
+
+def refuse_existing(target: Path) -> None:
+    """Raise ``CheckpointError`` if there is anything of that name."""
+    if files.exists(target):
+        raise CheckpointError(
+            f"{target}: it exists already, and a checkpoint is never overwritten; "
+            f"move it away or choose another folder"
+        )
+
+
+def part_of(target: Path, nonce: str) -> Path:
+    """The folder aside of that name."""
+    return target.with_name(f".{target.name}.{nonce}.part")
+
+
+def new_nonce() -> str:
+    """A name that no other save has."""
+    return secrets.token_hex(4)
+
+
+def _start(target: Path, nonce: str | None) -> PendingCheckpoint:
+    for _ in range(_ATTEMPTS):
+        folder = part_of(target, nonce or new_nonce())
+        files.new_folder(folder)
+        with contextlib.suppress(FileNotFoundError):  # cleaned away before the file was there
+            manifest = files.create(folder / MANIFEST)
+            if _is_mine(manifest):
+                return PendingCheckpoint(folder, manifest)
+            manifest.close()
+    raise CheckpointError(
+        f"{target.parent}: another process keeps removing the folder of this save"
+    )
+
+
+def _is_mine(manifest: files.File) -> bool:
+    try:
+        manifest.lock()  # where there are no locks, nobody cleans either
+    except BlockingIOError:
+        return False  # the cleaner of another process was faster
+    return manifest.is_at(manifest.path)
+
+
+def _folders(folder: Path) -> list[Path]:
+    """``folder`` and those in it, innermost first."""
+    inner = [folder / name for name in files.list_folder(folder)]
+    return [*(deep for path in inner if files.is_folder(path) for deep in _folders(path)), folder]
+
+
+def step_of(folder: Path) -> int:
+    """The N of ``checkpoint-N``; -1 for any other name."""
+    match = _COMMITTED.fullmatch(folder.name)
+    return int(match.group(1)) if match else -1
+
+
+def named(root: Path) -> list[Path]:
+    """The folders under ``root`` with a checkpoint's name, committed or not, oldest step first."""
+    with files.raising(CheckpointError):
+        if not files.is_folder(root):
+            return []
+        found = [root / name for name in files.list_folder(root)]
+        return sorted((p for p in found if step_of(p) >= 0 and files.is_folder(p)), key=step_of)
+
+
+def committed(root: Path) -> list[Path]:
+    """The checkpoints that exist under ``root``, oldest step first. Only the name is looked at."""
+    with files.raising(CheckpointError):
+        return [folder for folder in named(root) if files.exists(folder / MANIFEST)]
+
+
+def is_leftover(name: str) -> bool:
+    """Whether ``name`` is that of a folder half written or half removed."""
+    return bool(_PART.fullmatch(name) or _FORGOTTEN.fullmatch(name))
+
+
+def is_being_written(folder: Path) -> bool:
+    """Whether a living process is making a checkpoint in ``folder``."""
+    try:
+        with files.open_file(folder / MANIFEST, follow=False, write=True) as manifest:
+            manifest.lock()  # given back at once; a saver that meets it takes another folder
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def being_written(root: Path) -> list[Path]:
+    """The folders under ``root`` in which a living process makes a checkpoint."""
+    with files.raising(CheckpointError):
+        names = files.list_folder(root) if files.is_folder(root) else []
+        return [root / n for n in names if _PART.fullmatch(n) and is_being_written(root / n)]
+
+
+def clean(root: Path) -> list[Path]:
+    """Remove what killed processes left half written or half forgotten; what was removed.
+
+    The folder of a process that still writes is left alone.
+    """
+    removed = []
+    with files.raising(CheckpointError, f"cannot clean up in {root}"):
+        names = files.list_folder(root) if files.is_folder(root) else []
+        for name in names:
+            remove = _remove if _FORGOTTEN.fullmatch(name) else _remove_if_dead
+            if is_leftover(name) and remove(root / name):
+                removed.append(root / name)
+    return removed
+
+
+def clean_beside(target: Path) -> None:
+    """Remove what killed processes left half written of a folder that was to be ``target``."""
+    start, end = part_of(target, "").name.rsplit(".", 1)
+    with files.raising(CheckpointError, f"cannot clean up in {target.parent}"):
+        names = files.list_folder(target.parent) if files.is_folder(target.parent) else []
+        for name in names:
+            if name.startswith(start) and name.endswith(f".{end}"):
+                _remove_if_dead(target.parent / name)
+
+
+def _remove(folder: Path) -> bool:
+    files.remove_tree(folder)
+    return True
+
+
+def _remove_if_dead(folder: Path) -> bool:
+    try:
+        with files.open_folder(folder) as whole:
+            return _remove_unwritten(folder, has_locks=whole.lock())
+    except (BlockingIOError, FileNotFoundError):
+        return False  # it is being written, or was removed meanwhile
+
+
+def _remove_unwritten(folder: Path, *, has_locks: bool) -> bool:
+    for _ in range(2):
+        try:
+            with files.open_file(folder / MANIFEST, follow=False, write=True) as manifest:
+                is_dead = manifest.lock() and manifest.is_at(manifest.path)
+                return is_dead and _remove(folder)
+        except BlockingIOError:
+            return False  # it is being written
+        except FileNotFoundError:
+            # Killed, or still alive, between making the folder and the file: take it only while
+            # it is empty. The owner, if there is one, then finds it gone and starts again.
+            if files.remove_empty_folder(folder):
+                return True
+    # Not empty, and no manifest, which is made first: one for others to read, or after a power cut.
+    return has_locks and _remove(folder)
+
+
+def mark_damaged(folder: Path) -> Path:
+    """Rename a damaged checkpoint, so that its step can be saved again; its new path."""
+    target, number = folder.with_name(f"{folder.name}.damaged"), 1
+    with files.raising(CheckpointError, f"cannot set {folder} aside"):
+        while files.exists(target):
+            number += 1
+            target = folder.with_name(f"{folder.name}.damaged-{number}")
+        files.rename(folder, target)
+        files.sync_folder(folder.parent)
+    return target
+
+
+def delete(folder: Path) -> None:
+    """Make a checkpoint cease to exist at one stroke, then free its space."""
+    gone = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.forgotten")
+    files.rename(folder, gone)
+    files.sync_folder(folder.parent)
+    files.remove_tree(gone)

@@ -1,0 +1,67 @@
+"""Decide what goes into which file at which byte, without doing it. Pure; no torch here.
+
+Tensors go whole into files of bounded size, which are named as Hugging Face names them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from .dcp_metadata import Boxes, explain
+from .header import Header, build, num_bytes
+
+Tensors = Mapping[str, tuple[str, tuple[int, ...]]]  # name -> dtype, shape
+
+
+@dataclass(frozen=True)
+class FilePlan:
+    """One safetensors file to be: its first bytes, and the place of every tensor after them."""
+
+    name: str
+    head: bytes
+    header: Header
+
+
+def plan_save(
+    stem: str,
+    tensors: Tensors,
+    max_shard_size: int | None,
+    *,
+    apart: Collection[str] = (),
+    boxes: Boxes | None = None,
+) -> list[FilePlan]:
+    """Files for ``tensors``: one, or several of at most ``max_shard_size`` bytes of tensors each.
+
+    Tensors keep their order over the files, so that a layer stays together; one that is larger
+    than the limit has a file of its own. Those ``apart`` come first, in files without the others.
+    ``boxes`` says which part of its tensor each is; every file then explains itself.
+    """
+    aside = {name: described for name, described in tensors.items() if name in apart}
+    rest = {name: described for name, described in tensors.items() if name not in apart}
+    groups = [group for part in (aside, rest) if part for group in _groups(part, max_shard_size)]
+    if len(groups) == 1:
+        names = [f"{stem}.safetensors"]
+    else:
+        names = [
+            f"{stem}-{i:05d}-of-{len(groups):05d}.safetensors" for i in range(1, len(groups) + 1)
+        ]
+    return [_file(name, group, boxes) for name, group in zip(names, groups, strict=True)]
+
+
+def _file(name: str, group: Tensors, boxes: Boxes | None) -> FilePlan:
+    told = None if boxes is None else explain({key: boxes[key] for key in group})
+    return FilePlan(name, *build(group, told))
+
+
+def _groups(tensors: Tensors, limit: int | None) -> list[dict[str, tuple[str, tuple[int, ...]]]]:
+    groups: list[dict[str, tuple[str, tuple[int, ...]]]] = [{}]
+    filled = 0
+    for name, (dtype, shape) in tensors.items():
+        size = num_bytes(dtype, shape)
+        if limit is not None and groups[-1] and filled + size > limit:
+            groups.append({})
+            filled = 0
+        groups[-1][name] = (dtype, shape)
+        filled += size
+    return groups

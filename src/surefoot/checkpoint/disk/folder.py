@@ -1,0 +1,114 @@
+"""A committed checkpoint opened for reading: nothing in it is believed before it is checked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ...errors import CheckpointError
+from ...storage import files
+from . import strict_json, tensorfile
+from .manifest import MANIFEST, STATE, Manifest, Piece, parse
+
+WHAT_TO_DO = "the file is damaged; go on from an earlier checkpoint"
+
+
+@dataclass(frozen=True)
+class CheckpointFolder:
+    """The folder and its manifest. Files are checked against the manifest as they are opened."""
+
+    path: Path
+    manifest: Manifest
+
+    def small(self, name: str) -> bytes:
+        """The content of a file that is not tensors, its length and hash checked."""
+        with files.raising(CheckpointError), files.open_inside(self.path, name) as file:
+            size = file.size
+            self._check_size(name, size)
+            data = file.read(0, size)
+        if files.digest(data) != self.manifest.hashes[name]:
+            raise CheckpointError(
+                f"{self.path / name}: its hash is not the manifest's; {WHAT_TO_DO}"
+            )
+        return data
+
+    def tensors(self, name: str) -> tensorfile.TensorFile:
+        """A file of tensors, its length and header checked; whoever reads a piece checks that."""
+        file = tensorfile.open_inside(self.path, name)
+        try:
+            self._check_size(name, file.header.file_size)
+            self._check_header(name, file)
+        except CheckpointError:
+            file.close()
+            raise
+        return file
+
+    def skeleton(self) -> Mapping[str, Any]:
+        """The state without its tensors; a ``CheckpointError`` if there are only weights."""
+        if STATE not in self.manifest.files:
+            setting = "adapter" if self.manifest.kind == "adapter" else "path"
+            raise CheckpointError(
+                f"{self.path}: weights alone, without {STATE}, the state of a training to go on "
+                f"from; to start from them, leave checkpoint.resume out and set "
+                f"model.{setting}={self.path}"
+            )
+        return strict_json.parse_object(self.small(STATE), str(self.path / STATE))
+
+    def check_stored(self, file: tensorfile.TensorFile, piece: Piece) -> None:
+        """Read a piece, and refuse it if its bytes have another hash than the manifest's."""
+        inside = piece.inside(file.entry(piece.key).shape)
+        self.check_piece(piece, file.hash(piece.key, inside))
+
+    def check_piece(self, piece: Piece, found: str) -> None:
+        """Refuse a piece whose bytes have another hash than the manifest's."""
+        if piece.hash != found:
+            raise CheckpointError(
+                f"{self.path / piece.file}: the bytes of {piece.key!r} are not those that were "
+                f"saved (hash {found[:8]}…, expected {piece.hash[:8]}…); {WHAT_TO_DO}"
+            )
+
+    def _check_size(self, name: str, found: int) -> None:
+        expected = self.manifest.files.get(name)
+        if found != expected:
+            raise CheckpointError(
+                f"{self.path / name}: {found} bytes, expected {expected}; {WHAT_TO_DO}"
+            )
+
+    def _check_header(self, name: str, file: tensorfile.TensorFile) -> None:
+        where = self.path / name
+        if file.head_hash != self.manifest.hashes[name]:
+            raise CheckpointError(
+                f"{where}: its header is not the one that was saved; {WHAT_TO_DO}"
+            )
+        pieces = self.manifest.pieces_in(name)
+        if odd := sorted(pieces.keys() ^ file.header.entries.keys()):
+            raise CheckpointError(
+                f"{where}: file and manifest disagree about tensor {odd[0][:200]!r}"
+            )
+        for key, parts in pieces.items():
+            entry, first = file.header.entries[key], parts[0]
+            expected = first.box.shape if len(parts) == 1 else first.shape
+            if (entry.dtype, entry.shape) != (first.dtype, expected):
+                raise CheckpointError(
+                    f"{where}: {key!r} is {entry.dtype} {list(entry.shape)}, the manifest says "
+                    f"{first.dtype} {list(expected)}"
+                )
+            if any(piece.tensor != first.tensor for piece in parts):
+                raise CheckpointError(
+                    f"{where}: {key!r} cannot be both {first.tensor!r} and {parts[-1].tensor!r}"
+                )
+
+
+def open_checkpoint(folder: Path) -> CheckpointFolder:
+    """Open ``folder`` by its manifest; a ``CheckpointError`` if it is not a whole checkpoint."""
+    where = folder / MANIFEST
+    with files.raising(CheckpointError):
+        if not files.exists(where):
+            why = f"was never committed: it has no {MANIFEST}"
+            why = why if files.exists(folder) else "does not exist"
+            raise CheckpointError(f"{folder}: this checkpoint {why}")
+        with files.open_inside(folder, MANIFEST) as file:
+            data = files.read_all(file, strict_json.MAX_BYTES)
+    return CheckpointFolder(folder, parse(data, str(where)))

@@ -1,0 +1,303 @@
+"""What a checkpoint holds and where: the manifest, as objects and as text.
+
+``manifest.json`` carries a seal: the xxh3-128 of its own bytes, taken with the seal's 32 digits as
+zeros. So every bit of the manifest is covered, the manifest covers every file's length, every small
+file and every header by a hash, and every piece of a tensor by a hash.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Literal, get_args
+
+from ...errors import CheckpointError
+from ...geometry.box import Box, is_covered_once
+from ...storage import files
+from . import strict_json
+from .header import ITEM_SIZES, integers, num_bytes, sizes
+
+MANIFEST = "manifest.json"
+STATE = "state.json"
+FORMAT = "surefoot-checkpoint"
+VERSION = (1, 0)  # a reader takes any minor version of its major one
+MAX_SMALL = 1 << 30  # bytes of a file that is hashed as a whole
+Kind = Literal["full", "adapter"]
+Layout = Literal["full", "distributed"]  # whole tensors, or boxes of them in a folder a rank
+
+_SEAL = "0" * 32
+_HASH = re.compile(r"[0-9a-f]{32}")
+_NAME = re.compile(r"[^./\\\x00-\x1f\x7f][^/\\\x00-\x1f\x7f]{0,200}")
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One box of one tensor, with the hash of its bytes. In ``file``, ``key`` is either the box or
+    the whole tensor."""
+
+    tensor: str  # "model/...", "optimizer/..." or "state/...": unique in the checkpoint
+    dtype: str  # safetensors' name for it
+    shape: tuple[int, ...]  # of the whole tensor
+    box: Box
+    file: str
+    key: str
+    hash: str
+
+    @property
+    def num_bytes(self) -> int:
+        """Length of the stored bytes."""
+        return num_bytes(self.dtype, self.box.shape)
+
+    def inside(self, stored: tuple[int, ...]) -> Box:
+        """Where the box lies in what is stored under the key, which has the shape ``stored``."""
+        return Box.whole(stored) if stored == self.box.shape else self.box
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """Everything about a checkpoint but its bytes."""
+
+    step: int
+    kind: Kind
+    created: str  # UTC, ISO 8601
+    versions: Mapping[str, str]  # of the libraries that wrote it
+    files: Mapping[str, int]  # name -> bytes; all files but the manifest
+    hashes: Mapping[str, str]  # of whole small files, and of what precedes the data in safetensors
+    pieces: Sequence[Piece]
+    parent: str | None = None
+    layout: Layout = "full"
+    world_size: int = 1  # of the run that wrote it; no reader needs it, nor the mesh
+    mesh: Mapping[str, int] = field(default_factory=dict)
+
+    def pieces_in(self, file: str) -> dict[str, tuple[Piece, ...]]:
+        """The pieces of one file by their key there."""
+        return _grouped(self.pieces_of_file.get(file, ()), lambda piece: piece.key)
+
+    @cached_property
+    def pieces_of_file(self) -> Mapping[str, tuple[Piece, ...]]:
+        """All pieces by the file they lie in."""
+        return _grouped(self.pieces, lambda piece: piece.file)
+
+    def tensors(self, role: str) -> dict[str, tuple[Piece, ...]]:
+        """The pieces of each tensor of one role ("model", "optimizer", "state"), by the rest of its
+        name."""
+        start, found = f"{role}/", dict[str, tuple[Piece, ...]]()
+        for name, pieces in self.by_tensor().items():
+            if name.startswith(start):
+                found[name.removeprefix(start)] = pieces
+        return found
+
+    def by_tensor(self) -> dict[str, tuple[Piece, ...]]:
+        """The pieces of each tensor by its full name; together they are all of it."""
+        return _grouped(self.pieces, lambda piece: piece.tensor)
+
+
+def _grouped(pieces: Iterable[Piece], key: Callable[[Piece], str]) -> dict[str, tuple[Piece, ...]]:
+    found: dict[str, list[Piece]] = {}
+    for piece in pieces:
+        found.setdefault(key(piece), []).append(piece)
+    return {name: tuple(group) for name, group in found.items()}
+
+
+def is_plain_name(name: str) -> bool:
+    """Whether ``name`` can only mean a file inside the folder it is put in, on any system."""
+    parts = name.split("/")
+    return len(parts) <= 4 and all(_NAME.fullmatch(part) for part in parts)
+
+
+def is_safetensors(name: str) -> bool:
+    """Whether a file of that name holds tensors: its hash covers only what precedes them."""
+    return name.endswith(".safetensors")
+
+
+def dump(manifest: Manifest) -> bytes:
+    """The manifest's text, sealed: sorted keys and one entry a line, for people and ``diff``."""
+    fields: dict[str, Any] = {
+        "created": manifest.created,
+        "files": dict(manifest.files),
+        "format": FORMAT,
+        "hashes": dict(manifest.hashes),
+        "kind": manifest.kind,
+        "layout": manifest.layout,
+        "mesh": dict(manifest.mesh),
+        "parent": manifest.parent,
+        "pieces": [dump_piece(p) for p in sorted(manifest.pieces, key=lambda p: (p.tensor, p.box))],
+        "seal": _SEAL,
+        "step": manifest.step,
+        "version": ".".join(map(str, VERSION)),
+        "versions": dict(manifest.versions),
+        "world_size": manifest.world_size,
+    }
+    text = (
+        "{\n"
+        + ",\n".join(f"{json.dumps(k)}: {_lines(fields[k])}" for k in sorted(fields))
+        + "\n}\n"
+    )
+    data = text.encode()
+    return data.replace(_SEAL.encode(), files.digest(data).encode())
+
+
+def dump_piece(piece: Piece) -> dict[str, Any]:
+    """A piece as it lies in a manifest."""
+    return {
+        "box": [list(piece.box.start), list(piece.box.shape)],
+        "dtype": piece.dtype,
+        "file": piece.file,
+        "hash": piece.hash,
+        "key": piece.key,
+        "shape": list(piece.shape),
+        "tensor": piece.tensor,
+    }
+
+
+def _lines(value: object) -> str:
+    if isinstance(value, dict) and value:
+        rows = (f"  {json.dumps(k)}: {json.dumps(v)}" for k, v in sorted(value.items()))
+        return "{\n" + ",\n".join(rows) + "\n}"
+    if isinstance(value, list) and value:
+        return "[\n" + ",\n".join(f"  {json.dumps(v, sort_keys=True)}" for v in value) + "\n]"
+    return json.dumps(value)
+
+
+def parse(data: bytes, where: str) -> Manifest:
+    """Read a manifest, and refuse one that is damaged, of a later format, or contradicts itself."""
+    raw = strict_json.parse_object(data, where)
+    _check_version(raw, where)
+    _check_seal(data, raw.get("seal"), where)
+    _check_fields(raw, where)
+    manifest = Manifest(
+        step=raw["step"],
+        kind=raw["kind"],
+        created=raw["created"],
+        versions=raw["versions"],
+        files=raw["files"],
+        hashes=raw["hashes"],
+        pieces=tuple(parse_piece(p, f"{where}: piece {i}") for i, p in enumerate(raw["pieces"])),
+        parent=raw["parent"],
+        layout=raw["layout"],
+        world_size=raw["world_size"],
+        mesh=raw["mesh"],
+    )
+    check_consistent(manifest, where)
+    return manifest
+
+
+def _check_version(raw: Mapping[str, Any], where: str) -> None:
+    if raw.get("format") != FORMAT:
+        raise CheckpointError(
+            f"{where}: format is {str(raw.get('format'))[:40]!r}, expected {FORMAT!r}"
+        )
+    version = raw.get("version")
+    if not isinstance(version, str) or not re.fullmatch(r"\d{1,9}\.\d{1,9}", version):
+        raise CheckpointError(
+            f"{where}: version is {str(version)[:40]!r}, expected for example '1.0'"
+        )
+    if int(version.split(".")[0]) > VERSION[0]:
+        versions = raw.get("versions")
+        writer = versions.get("surefoot", "later") if isinstance(versions, dict) else "later"
+        raise CheckpointError(
+            f"{where}: format version {version} was written by Surefoot {str(writer)[:40]}; this "
+            f"one reads version {VERSION[0]}: install surefoot {str(writer)[:40]} or newer"
+        )
+
+
+def _check_seal(data: bytes, seal: object, where: str) -> None:
+    if not isinstance(seal, str) or not _HASH.fullmatch(seal):
+        raise CheckpointError(f"{where}: it carries no seal; the file is damaged")
+    digits = seal.encode()
+    if data.count(digits) != 1 or files.digest(data.replace(digits, _SEAL.encode())) != seal:
+        raise CheckpointError(f"{where}: its seal does not match its content; the file is damaged")
+
+
+def _check_fields(raw: Mapping[str, Any], where: str) -> None:
+    def is_size(value: object) -> bool:
+        return type(value) is int and 0 <= value < 1 << 63
+
+    def is_map(kind: Any) -> Any:
+        return lambda value: isinstance(value, dict) and all(map(kind, value.values()))
+
+    def is_text(value: object) -> bool:
+        return isinstance(value, str)
+
+    expected = {
+        "created": is_text,
+        "files": is_map(is_size),
+        "hashes": is_map(lambda value: isinstance(value, str) and _HASH.fullmatch(value)),
+        "kind": lambda value: value in get_args(Kind),
+        "layout": lambda value: value in get_args(Layout),
+        "mesh": is_map(is_size),
+        "parent": lambda value: value is None or isinstance(value, str),
+        "pieces": lambda value: isinstance(value, list),
+        "step": is_size,
+        "versions": is_map(is_text),
+        "world_size": is_size,
+    }
+    for name, is_good in expected.items():
+        if name not in raw:
+            raise CheckpointError(f"{where}: {name} is missing")
+        if not is_good(raw[name]):
+            raise CheckpointError(f"{where}: {name} cannot be {str(raw[name])[:80]!r}")
+
+
+def parse_piece(raw: object, where: str) -> Piece:
+    """A piece that lay in a manifest; a ``CheckpointError`` that names ``where`` if it is none."""
+    names = {"box", "dtype", "file", "hash", "key", "shape", "tensor"}
+    if not isinstance(raw, dict) or raw.keys() != names:
+        raise CheckpointError(f"{where}: expected the fields {', '.join(sorted(names))}")
+    if not all(isinstance(raw[name], str) for name in names - {"box", "shape"}):
+        raise CheckpointError(f"{where}: all fields but box and shape must be text")
+    if raw["dtype"] not in ITEM_SIZES:
+        raise CheckpointError(f"{where}: unknown dtype {raw['dtype'][:40]!r}")
+    if not _HASH.fullmatch(raw["hash"]):
+        raise CheckpointError(f"{where}: {raw['hash'][:40]!r} is not an xxh3-128 in hexadecimal")
+    shape = sizes(raw["shape"], f"{where}: shape")
+    if not isinstance(raw["box"], list) or len(raw["box"]) != 2:
+        raise CheckpointError(f"{where}: box must be a start and a shape")
+    start, extent = (integers(side, len(shape), f"{where}: box") for side in raw["box"])
+    text = {name: raw[name] for name in ("tensor", "dtype", "file", "key", "hash")}
+    return Piece(shape=shape, box=Box(start, extent), **text)
+
+
+def check_consistent(manifest: Manifest, where: str) -> None:
+    """Names stay in the folder, every piece has its file, every tensor is there exactly once.
+
+    Raises ``CheckpointError`` if not.
+    """
+    for name, size in manifest.files.items():
+        if not is_plain_name(name) or name == MANIFEST:
+            raise CheckpointError(
+                f"{where}: {name[:200]!r} is not the name of a file inside the folder"
+            )
+        if size > MAX_SMALL and not is_safetensors(name):
+            raise CheckpointError(
+                f"{where}: {name[:200]!r} has {size} bytes, more than {MAX_SMALL}"
+            )
+    for name in manifest.files.keys() ^ manifest.hashes.keys():
+        raise CheckpointError(f"{where}: {name[:200]!r} has a length or a hash, but not both")
+    for piece in manifest.pieces:
+        if piece.file not in manifest.files or not is_safetensors(piece.file):
+            raise CheckpointError(
+                f"{where}: {piece.tensor[:200]!r} lies in {piece.file[:200]!r}, no such file"
+            )
+    for name, pieces in manifest.by_tensor().items():
+        _check_pieces(pieces, f"{where}: tensor {name[:200]!r}", manifest.layout)
+
+
+def _check_pieces(pieces: Sequence[Piece], where: str, layout: Layout) -> None:
+    """The pieces of one tensor are all of it, and nothing twice.
+
+    They lie in one tensor of one file or, in layout distributed, each by itself.
+    """
+    first = pieces[0]
+    places = {(piece.file, piece.key) for piece in pieces}
+    if layout == "full" and len(places) > 1:
+        raise CheckpointError(f"{where} lies in several places, which layout full has not")
+    if any((piece.dtype, piece.shape) != (first.dtype, first.shape) for piece in pieces):
+        raise CheckpointError(f"{where} has pieces of different types or whole shapes")
+    if 1 < len(places) < len(pieces):
+        raise CheckpointError(f"{where} has two pieces in one place")
+    if not is_covered_once(Box.whole(first.shape), [piece.box for piece in pieces]):
+        raise CheckpointError(f"{where}: its {len(pieces)} pieces are not all of it exactly once")

@@ -1,0 +1,179 @@
+"""Which checkpoints stay, as a pure function of what there is, and the removal of the others.
+
+A checkpoint stays if any reason holds, so every further setting can only keep more. Nothing here
+trusts a clock: ages count back from the newest checkpoint, or from now if now is earlier.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+
+from ...errors import CheckpointError
+from ...storage import files
+from .commit import committed, delete, step_of
+from .folder import open_checkpoint
+
+HOUR = 3600  # seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class RetentionPolicy:
+    """What stays beside the newest checkpoint and the best. Without ``keep``, all do."""
+
+    keep: int | None = None  # so many of the newest
+    keep_every: int | None = None  # those whose step is a multiple of this
+    keep_best: int | None = None  # so many of the best by a metric
+    keep_hours: float | None = None  # those saved within so many hours before the newest
+
+    def __post_init__(self) -> None:
+        for name in ("keep", "keep_every", "keep_best"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        if self.keep_hours is not None and not self.keep_hours > 0:
+            raise ValueError(f"keep_hours must be positive, got {self.keep_hours}")
+
+
+@dataclass(frozen=True)
+class RetentionDecision:
+    """What becomes of the checkpoint of ``step``: it stays for these reasons, or goes for none."""
+
+    step: int
+    why: tuple[str, ...]
+
+    @property
+    def stays(self) -> bool:
+        """Whether there is any reason."""
+        return bool(self.why)
+
+
+def decide(
+    saved: Mapping[int, float | None],
+    rule: RetentionPolicy,
+    *,
+    now: float,
+    metrics: Mapping[int, float] | None = None,
+    greater: bool = False,
+    protected: Collection[int] = (),
+) -> list[RetentionDecision]:
+    """Decide about every checkpoint, oldest step first.
+
+    Args:
+        saved: the step of every whole checkpoint, and when it was saved (seconds since 1970, None
+            if that is not known: such a one counts as young).
+        rule: what stays.
+        now: the time, in seconds since 1970.
+        metrics: the metric by which the best are chosen, by step; nan is never best.
+        greater: whether more of it is better.
+        protected: steps that stay in any case, such as the one resumed from.
+    """
+    steps = sorted(saved)
+    newest = steps[-(rule.keep or 1) :] if steps else []
+    found = {} if metrics is None else {step: metrics[step] for step in steps if step in metrics}
+    best = ranked(found, greater=greater)[: rule.keep_best or 1]
+    verdicts = []
+    for step in steps:
+        reasons = {
+            "newest": step == steps[-1],
+            f"among the newest {rule.keep}": step != steps[-1] and step in newest,
+            "all are kept": rule.keep is None and step != steps[-1],
+            "best": step in best[:1],
+            f"among the best {rule.keep_best}": step in best[1:],
+            f"a multiple of {rule.keep_every}": rule.keep_every and step % rule.keep_every == 0,
+            f"of the last {rule.keep_hours:g} h" if rule.keep_hours else "": _is_young(
+                saved[step], saved[steps[-1]], rule.keep_hours, now
+            ),
+            "protected": step in protected,
+        }
+        verdicts.append(
+            RetentionDecision(step, tuple(reason for reason, holds in reasons.items() if holds))
+        )
+    return verdicts
+
+
+def ranked(metrics: Mapping[int, float], *, greater: bool) -> list[int]:
+    """The steps from the best to the worst; of equals the earliest first, and no nan."""
+    sign = -1 if greater else 1
+    known = [step for step, value in metrics.items() if not math.isnan(value)]
+    return sorted(known, key=lambda step: (sign * metrics[step], step))
+
+
+def _is_young(
+    created: float | None, newest: float | None, keep_hours: float | None, now: float
+) -> bool:
+    if keep_hours is None:
+        return False
+    end = now if newest is None else min(now, newest)
+    return created is None or end - created <= keep_hours * HOUR
+
+
+def metrics_in(history: Iterable[object], name: str) -> dict[int, float]:
+    """What ``name`` was at each step, from the records of a log; what is no number is left out."""
+    found: dict[int, float] = {}
+    for record in history:
+        if isinstance(record, dict):
+            step, value = record.get("step"), number(record.get(name))
+            if type(step) is int and value is not None:
+                found[step] = value
+    return found
+
+
+def number(value: object) -> float | None:
+    """``value`` if it is a number that a float can hold, nan and infinities included."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        return float(value)
+    except OverflowError:
+        return None
+
+
+def more_is_better(metric: str) -> bool:
+    """Whether more of ``metric`` is better, unless somebody says otherwise."""
+    return not metric.endswith(("loss", "perplexity"))
+
+
+def seconds(created: str | None) -> float | None:
+    """A manifest's ``created`` in seconds since 1970; None if it is no time."""
+    try:
+        found = datetime.fromisoformat(created or "")
+        return (found if found.tzinfo else found.replace(tzinfo=UTC)).timestamp()
+    except (ValueError, OverflowError):
+        return None
+
+
+@dataclass(frozen=True)
+class Times:
+    """When the checkpoints under ``root`` were saved, as far as a rule asks."""
+
+    root: Path
+    _known: dict[int, float | None] = field(default_factory=dict)
+
+    def of(self, rule: RetentionPolicy, *, coming: int | None = None) -> dict[int, float | None]:
+        """Seconds since 1970 by step, None where nobody asks or knows; now, of the one to come."""
+        asks = rule.keep_hours is not None
+        times = {step_of(p): self._of(p) if asks else None for p in committed(self.root)}
+        if coming is not None:
+            times[coming] = self._known[coming] = time.time()
+        return times
+
+    def _of(self, path: Path) -> float | None:
+        step = step_of(path)
+        if step not in self._known:
+            try:
+                self._known[step] = seconds(open_checkpoint(path).manifest.created)
+            except CheckpointError:
+                self._known[step] = None
+        return self._known[step]
+
+
+def drop_all(folders: Sequence[Path]) -> None:
+    """Remove checkpoints, each at one stroke; a ``CheckpointError`` at the first that stays."""
+    for folder in folders:
+        with files.raising(CheckpointError, f"cannot remove an old checkpoint of {folder.parent}"):
+            delete(folder)

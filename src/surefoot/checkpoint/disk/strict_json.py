@@ -1,0 +1,78 @@
+"""JSON from a file that nobody vouches for: bounded in size, depth and number of values, no twins.
+
+Python's own reader takes duplicate keys, NaN and nesting without end, and a list of empty lists
+takes thirty times its text in memory. Here all of that is a ``CheckpointError`` before it costs.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from typing import Any
+
+from ...errors import CheckpointError
+
+MAX_BYTES = 128 << 20  # of a manifest: about 400,000 pieces
+MAX_VALUES = 8_000_000  # under 1 GiB once parsed
+MAX_DEPTH = 200
+
+_STRING = re.compile(rb'"[^"]*+"?')  # possessive: linear on any input
+_NESTING = re.compile(rb"[^\[\]{}]+")
+
+
+def parse(data: bytes, where: str, *, allow_nan: bool = False) -> Any:
+    """What ``data`` says; ``where`` names the file in errors.
+
+    ``allow_nan`` takes NaN and Infinity, which Python writes and JSON does not know.
+    """
+    _bound(data, where)
+    constant = float if allow_nan else _no_constant
+    try:
+        return json.loads(
+            data.decode("utf-8"), object_pairs_hook=_no_twins, parse_constant=constant
+        )
+    except (ValueError, RecursionError) as error:  # a UnicodeDecodeError is a ValueError too
+        raise CheckpointError(f"{where}: not valid JSON: {error}") from error
+
+
+def parse_object(data: bytes, where: str, *, allow_nan: bool = False) -> dict[str, Any]:
+    """The same, where only an object will do."""
+    found = parse(data, where, allow_nan=allow_nan)
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{where}: expected a JSON object, found a {type(found).__name__}")
+    return found
+
+
+def dump(value: object, *, indent: int | None = None) -> bytes:
+    """JSON with sorted keys and nothing that other readers could not take."""
+    text = json.dumps(value, sort_keys=True, indent=indent, allow_nan=False)
+    return text.encode() + b"\n"
+
+
+def _bound(data: bytes, where: str) -> None:
+    if len(data) > MAX_BYTES:
+        raise CheckpointError(
+            f"{where}: {len(data)} bytes of JSON, more than the {MAX_BYTES} allowed"
+        )
+    bare = _STRING.sub(b"", data.replace(b"\\\\", b"").replace(b'\\"', b""))
+    values = bare.count(b",") + bare.count(b"[") + bare.count(b"{")
+    if values > MAX_VALUES:
+        raise CheckpointError(f"{where}: {values} values, more than the {MAX_VALUES} allowed")
+    depth = 0
+    for bracket in _NESTING.sub(b"", bare):
+        depth += 1 if bracket in b"[{" else -1
+        if depth > MAX_DEPTH:
+            raise CheckpointError(f"{where}: nested deeper than {MAX_DEPTH}")
+
+
+def _no_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twin = Counter(key for key, _ in pairs).most_common(1)[0][0]
+        raise ValueError(f"the key {twin[:80]!r} occurs twice")
+    return found
+
+
+def _no_constant(name: str) -> float:
+    raise ValueError(f"{name} is not a number in JSON")

@@ -1,0 +1,1 @@
+"""What a checkpoint contains, for people and tools."""

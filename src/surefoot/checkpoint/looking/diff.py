@@ -1,0 +1,190 @@
+"""What differs between two checkpoints of any layout, tensor by tensor, in bounded memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from ...errors import CheckpointError
+from ...storage import files
+from ..disk import strict_json
+from ..disk.folder import open_checkpoint
+from ..reading.contents import ROLES, open_contents, plain, small_file, states_of
+from ..sources.source import FolderSource
+from ..weights import TensorLocation, Weights, detect_layout
+from .tensor_stats import are_finite, blocks, in_double, norm
+from .values import ValueChange, differences
+
+Verdict = Literal["equal", "differs", "only in A", "only in B", "other type", "other shape"]
+Progress = Callable[[int], None]  # is told the bytes of every tensor that has been compared
+CONFIGS = ("config.json", "adapter_config.json", "generation_config.json")
+
+
+@dataclass(frozen=True)
+class TensorDifference:
+    """How far two tensors of one shape are apart.
+
+    ``max_absolute`` is infinite where one value is finite and the other is not; the norms are over
+    the places where both are finite.
+    """
+
+    num_different: int  # values that are not the same number; nan is nan, -0.0 is 0.0
+    max_absolute: float  # largest |B - A|
+    norm: float  # of B - A
+    norm_a: float
+    norm_b: float
+
+    @property
+    def relative(self) -> float:
+        """The norm of B - A as a share of the larger of both norms: 0 to 2."""
+        larger = max(self.norm_a, self.norm_b)
+        return self.norm / larger if larger else 0.0
+
+
+@dataclass(frozen=True)
+class TensorChange:
+    """One tensor in both checkpoints. ``figures`` are there if the values could be compared."""
+
+    name: str  # role/name
+    verdict: Verdict
+    types: tuple[str | None, str | None]
+    shapes: tuple[tuple[int, ...] | None, tuple[int, ...] | None]
+    figures: TensorDifference | None = None
+
+    @property
+    def role(self) -> str:
+        """model, optimizer or state."""
+        return self.name.partition("/")[0]
+
+
+def compare_tensors(
+    a: Path, b: Path, roles: Collection[str] = ROLES, progress: Progress | None = None
+) -> Iterator[TensorChange]:
+    """Every tensor of both folders, those of ``a`` first. Equal hashes spare the reading.
+
+    Raises ``CheckpointError`` if a folder cannot be read, or is found to be damaged.
+    """
+    one, other = open_contents(a, roles), open_contents(b, roles)
+    sources = FolderSource(one), FolderSource(other)
+    with files.raising(CheckpointError):
+        for name in [*one.tensors, *(name for name in other.tensors if name not in one.tensors)]:
+            yield _compare(name, one.tensors.get(name), other.tensors.get(name), sources)
+            if progress is not None:
+                progress(num_bytes(name, one, other))
+
+
+def num_bytes(name: str, *contents: Weights) -> int:
+    """The length of a tensor in all ``contents`` that have it."""
+    places = (weights.tensors.get(name) for weights in contents)
+    return sum(place.entry.num_bytes for place in places if place is not None)
+
+
+def _compare(
+    name: str,
+    a: TensorLocation | None,
+    b: TensorLocation | None,
+    sources: tuple[FolderSource, FolderSource],
+) -> TensorChange:
+    types = a.entry.dtype if a else None, b.entry.dtype if b else None
+    shapes = a.entry.shape if a else None, b.entry.shape if b else None
+    if a is None or b is None:
+        return TensorChange(name, "only in B" if a is None else "only in A", types, shapes)
+    if shapes[0] != shapes[1]:
+        return TensorChange(name, "other shape", types, shapes)
+    if types[0] == types[1] and a.hash is not None and a.hash == b.hash:
+        return TensorChange(name, "equal", types, shapes)
+    if types[0] != types[1] and "C64" in types:
+        return TensorChange(name, "other type", types, shapes)
+    if types[0] == types[1] and _are_equal(name, sources):
+        return TensorChange(name, "equal", types, shapes)
+    verdict: Verdict = "differs" if types[0] == types[1] else "other type"
+    return TensorChange(name, verdict, types, shapes, _measure(name, sources))
+
+
+def _are_equal(name: str, sources: tuple[FolderSource, FolderSource]) -> bool:
+    """Whether the bytes are the same; of tensors that differ, little more than a block is read."""
+    a, b = sources
+    return all(
+        _same_bytes(a.read(name, box), b.read(name, box)) for box in blocks(a.shapes()[name])
+    )
+
+
+def _measure(name: str, sources: tuple[FolderSource, FolderSource]) -> TensorDifference:
+    """How far the values are apart."""
+    total = TensorDifference(0, 0.0, 0.0, 0.0, 0.0)
+    for box in blocks(sources[0].shapes()[name]):
+        a, b = (in_double(source.read(name, box)) for source in sources)
+        total = _joined(total, _figures(a, b))
+    return total
+
+
+def _joined(one: TensorDifference, other: TensorDifference) -> TensorDifference:
+    """The figures of two parts of a tensor together."""
+    return TensorDifference(
+        one.num_different + other.num_different,
+        max(one.max_absolute, other.max_absolute),
+        math.hypot(one.norm, other.norm),
+        math.hypot(one.norm_a, other.norm_a),
+        math.hypot(one.norm_b, other.norm_b),
+    )
+
+
+def _figures(a: torch.Tensor, b: torch.Tensor) -> TensorDifference:
+    num_odd = 0
+    if not (are_finite(a) and are_finite(b)):
+        both = a.isfinite() & b.isfinite()
+        num_odd = int((~both & (a != b) & ~(a.isnan() & b.isnan())).sum())
+        a, b = a[both], b[both]
+    apart = b - a
+    largest = float(apart.abs().max()) if apart.numel() else 0.0
+    return TensorDifference(
+        num_odd + int(apart.count_nonzero()),
+        math.inf if num_odd else largest,
+        norm(apart),
+        norm(a),
+        norm(b),
+    )
+
+
+def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
+    flat = [tensor.reshape(-1).view(torch.uint8) for tensor in (a, b)]
+    if len(flat[0]) % 8 == 0:
+        flat = [tensor.view(torch.int64) for tensor in flat]  # several times as quick
+    return torch.equal(*flat)
+
+
+def compare_values(a: Path, b: Path) -> Mapping[str, list[ValueChange]]:
+    """Whatever is not a tensor, by role: the states, library versions, and configurations.
+
+    States are compared only if both folders keep them in the same way. Raises ``CheckpointError``.
+    """
+    with files.raising(CheckpointError):
+        ours = [detect_layout(folder) == "native" for folder in (a, b)]
+        found = {"config": differences(_configs(a), _configs(b))}
+        if ours[0] == ours[1]:
+            one, other = plain(dict(states_of(a))), plain(dict(states_of(b)))
+            found["optimizer"] = differences(
+                one.pop("optimizer", {}), other.pop("optimizer", {}), "optimizer"
+            )
+            found["state"] = differences(one, other)
+        if all(ours):
+            found["versions"] = differences(_versions(a), _versions(b))
+    return found
+
+
+def _versions(folder: Path) -> dict[str, str]:
+    return dict(open_checkpoint(folder).manifest.versions)
+
+
+def _configs(folder: Path) -> dict[str, object]:
+    texts = {name: small_file(folder, name) for name in CONFIGS}
+    return {
+        name: strict_json.parse_object(text, str(folder / name))
+        for name, text in texts.items()
+        if text is not None
+    }

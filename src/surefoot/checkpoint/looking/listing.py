@@ -1,0 +1,193 @@
+"""The checkpoints of a run, one line each: ours, and those of the Hugging Face Trainer. No torch.
+
+Read from names, manifests and what the run has logged; nothing is hashed unless asked for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Literal
+
+from ...errors import CheckpointError
+from ...storage import disk_usage, files
+from ..disk import strict_json, trainer_state
+from ..disk.commit import is_being_written, is_leftover, named, step_of
+from ..disk.folder import CheckpointFolder, open_checkpoint
+from ..disk.manifest import Manifest
+from ..disk.trainer_state import TrainerState
+from ..mindspore.opened import Saved, saves
+from ..reading.verification import Progress, verify
+from ..weights import FOREIGN, Layout, detect_layout, open_weights
+
+
+@dataclass(frozen=True)
+class Line:
+    """One entry of a run's folder. ``problem`` is set if it cannot be used."""
+
+    path: Path
+    step: int | None = None
+    created: str | None = None
+    layout: Layout | None = None
+    kind: str | None = None  # full or adapter
+    parent: str | None = None
+    num_bytes: int | None = None  # as its files say
+    disk_bytes: int | None = None  # what it adds to the older ones: a shared file counts once
+    loss: float | None = None  # the last that was logged
+    eval_loss: float | None = None  # at this very step
+    is_best: bool = False
+    is_being_written: bool = False
+    verified: Literal["every byte", "structure"] | None = None
+    problem: str | None = None
+
+
+def list_run(root: Path) -> list[Line]:
+    """The checkpoints under ``root``, oldest first, then what is left of others. Hashes nothing.
+
+    A folder that is a checkpoint itself is a list of one.
+    """
+    with files.raising(CheckpointError):
+        return _list_run(root)
+
+
+def verified(line: Line, progress: Progress | None = None) -> Line:
+    """The same line, every byte that has a hash checked."""
+    if line.problem is not None or line.is_being_written:
+        return line
+    report = verify(line.path, full=True, progress=progress)
+    if not report.ok:
+        return replace(line, problem=_inside(line.path, report.problems[0]))
+    return replace(line, verified="every byte" if line.layout == "native" else "structure")
+
+
+def _list_run(root: Path) -> list[Line]:
+    if step_of(root) >= 0 and detect_layout(root):
+        return _with_disk([_line(root)[0]])
+    if not named(root) and detect_layout(root) == "mindspore":
+        return [_of_mindspore(saved) for saved in saves(root)]
+    found = [_line(folder) for folder in named(root)]
+    best = next((state.best_step for line, state in reversed(found) if line.problem is None), None)
+    lines = [replace(line, is_best=line.step == best is not None) for line, state in found]
+    names = files.list_folder(root)
+    return _with_disk(lines) + [_leftover(root / name) for name in names if is_leftover(name)]
+
+
+def _with_disk(lines: list[Line]) -> list[Line]:
+    totals = disk_usage.added([disk_usage.stored(line.path) for line in lines])
+    return [replace(line, disk_bytes=n) for line, n in zip(lines, totals, strict=True)]
+
+
+def _line(folder: Path) -> tuple[Line, TrainerState]:
+    """A checkpoint, and what it knows of its run."""
+    layout = detect_layout(folder)
+    is_trainers = layout in FOREIGN or (
+        layout is None and files.exists(folder / trainer_state.NAME)
+    )
+    try:
+        return _of_trainer(folder, layout) if is_trainers else _of_ours(folder)
+    except CheckpointError as error:
+        problem = _inside(folder, str(error))
+        return Line(folder, step_of(folder), layout=layout, problem=problem), TrainerState()
+
+
+def _inside(folder: Path, problem: str) -> str:
+    """What is wrong, without the name of the folder it begins with."""
+    return problem.removeprefix(str(folder)).removeprefix(": ").removeprefix("/")
+
+
+def _of_ours(folder: Path) -> tuple[Line, TrainerState]:
+    checkpoint = open_checkpoint(folder)
+    state = state_of(checkpoint)
+    return line_of(folder, checkpoint.manifest, state, _wrong_length(checkpoint)), state
+
+
+def line_of(folder: Path, manifest: Manifest, state: TrainerState, problem: str | None) -> Line:
+    """The line of a checkpoint of ours."""
+    return Line(
+        folder,
+        step=manifest.step,
+        created=manifest.created,
+        layout="native",
+        kind=manifest.kind,
+        parent=manifest.parent,
+        num_bytes=sum(manifest.files.values()),
+        loss=state.last("loss"),
+        eval_loss=state.at("eval_loss", manifest.step),
+        problem=problem,
+    )
+
+
+def _of_trainer(folder: Path, layout: Layout | None) -> tuple[Line, TrainerState]:
+    """A folder without a manifest: its weights must be readable, its log need not be."""
+    open_weights(folder)
+    try:
+        state = trainer_state.read(trainer_state.load(folder))
+    except CheckpointError:
+        state = TrainerState()
+    step = step_of(folder) if state.step is None else state.step
+    line = Line(
+        folder,
+        step=step,
+        created=_modified(folder),
+        layout=layout,
+        kind="adapter" if layout == "peft" else "full",
+        num_bytes=sum(name.num_bytes for name in disk_usage.stored(folder)),
+        loss=state.last("loss"),
+        eval_loss=state.at("eval_loss", step),
+    )
+    return line, state
+
+
+def _of_mindspore(saved: Saved) -> Line:
+    """One save of a folder in which MindSpore keeps several."""
+    line = Line(
+        saved.path,
+        step=saved.step,
+        created=_modified(saved.path),
+        layout="mindspore",
+        kind="full",
+        num_bytes=saved.num_bytes,
+    )
+    try:
+        open_weights(saved.path)
+    except CheckpointError as error:
+        return replace(line, problem=_inside(saved.path, str(error)))
+    return line
+
+
+def _modified(folder: Path) -> str | None:
+    """When the folder of another tool was last written to, as manifests say it."""
+    names = [folder / trainer_state.NAME, folder]
+    with files.raising(CheckpointError):
+        stamp = next(path for path in names if files.exists(path)).stat().st_mtime
+    try:
+        found = datetime.fromtimestamp(stamp, UTC)
+    except (ValueError, OverflowError):  # no year of ours
+        return None
+    return found.isoformat(timespec="seconds").replace("+00:00", "Z")
+
+
+def _leftover(folder: Path) -> Line:
+    if is_being_written(folder):
+        return Line(folder, is_being_written=True)
+    return Line(folder, problem="a save or removal cut short; removed when the run goes on")
+
+
+def _wrong_length(checkpoint: CheckpointFolder) -> str | None:
+    for name, expected in checkpoint.manifest.files.items():
+        found = files.size_of(checkpoint.path / name)
+        if found != expected:
+            return f"{name}: {'missing' if found is None else f'{found} of {expected} bytes'}"
+    return None
+
+
+def state_of(checkpoint: CheckpointFolder) -> TrainerState:
+    """What a checkpoint of ours has logged; empty if that is missing or damaged."""
+    name = trainer_state.NAME
+    if name not in checkpoint.manifest.files:
+        return TrainerState()
+    try:
+        return trainer_state.read(strict_json.parse_object(checkpoint.small(name), name))
+    except CheckpointError:
+        return TrainerState()

@@ -1,0 +1,211 @@
+"""What a checkpoint is, for people and tools: read from manifests and headers, not from tensors."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from math import prod
+from pathlib import Path
+
+from ...errors import CheckpointError
+from ...storage import files
+from ..disk import strict_json, trainer_state
+from ..disk.folder import CheckpointFolder, open_checkpoint
+from ..disk.manifest import Piece
+from ..reading.contents import open_contents, states_of
+from ..weights import ADAPTER_CONFIG, PICKLES, TensorLocation, Weights, detect_layout
+
+_WIDTH = 60  # characters in which a state is told
+_WANTED = {  # configuration file -> what is said of it
+    "config.json": (
+        "architectures",
+        "model_type",
+        "hidden_size",
+        "num_hidden_layers",
+        "vocab_size",
+    ),
+    ADAPTER_CONFIG: ("peft_type", "base_model_name_or_path", "r", "lora_alpha", "target_modules"),
+}
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One tensor, as it is stored."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    num_bytes: int
+    file: str
+
+
+@dataclass(frozen=True)
+class Group:
+    """The tensors of one role in figures."""
+
+    role: str  # model, optimizer or state
+    tensors: tuple[Tensor, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all tensors."""
+        return sum(tensor.num_bytes for tensor in self.tensors)
+
+    @property
+    def num_elements(self) -> int:
+        """Of all tensors: the number of parameters, for a model."""
+        return sum(prod(tensor.shape) for tensor in self.tensors)
+
+    @property
+    def dtypes(self) -> dict[str, int]:
+        """How many tensors there are of each type."""
+        return dict(Counter(tensor.dtype for tensor in self.tensors).most_common())
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A folder of weights: what it says about itself, and what is in it."""
+
+    path: Path
+    layout: str  # native, huggingface, peft, dcp or mindspore
+    facts: Mapping[str, str]  # in the order of interest
+    files: Mapping[str, int]  # name -> bytes
+    groups: tuple[Group, ...]
+    states: Mapping[str, str]  # name -> what it holds, in a few words
+
+    @property
+    def pickles(self) -> list[str]:
+        """The files that could run code if they were read, and so are not."""
+        if self.layout == "mindspore":  # whose .ckpt are protocol buffers
+            return []
+        return [name for name in self.files if name.endswith(PICKLES)]
+
+
+def summarise(folder: Path) -> Summary:
+    """Look into a folder of weights of any layout. Raises ``CheckpointError`` if it is none."""
+    with files.raising(CheckpointError):
+        if detect_layout(folder) == "native":
+            return _summarise_native(open_checkpoint(folder))
+        return _summarise_plain(open_contents(folder))
+
+
+def _summarise_native(checkpoint: CheckpointFolder) -> Summary:
+    manifest = checkpoint.manifest
+    facts = {
+        "step": str(manifest.step),
+        "kind": {"full": "full weights", "adapter": "adapter"}[manifest.kind],
+        "saved": manifest.created,
+        "parent": manifest.parent or "none",
+        "world size": str(manifest.world_size),
+        "versions": ", ".join(" ".join(pair) for pair in sorted(manifest.versions.items())),
+    }
+    return Summary(
+        checkpoint.path,
+        "native",
+        facts,
+        manifest.files,
+        _groups(manifest.by_tensor()),
+        _states(checkpoint.path),
+    )
+
+
+def _states(folder: Path) -> dict[str, str]:
+    return {name: _in_words(value) for name, value in states_of(folder).items()}
+
+
+def _groups(tensors: Mapping[str, Sequence[Piece]]) -> tuple[Group, ...]:
+    found: dict[str, list[Tensor]] = {}
+    for full_name, pieces in sorted(tensors.items()):
+        role, _, name = full_name.partition("/")
+        size, names = sum(p.num_bytes for p in pieces), sorted({p.file for p in pieces})
+        files_of = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+        tensor = Tensor(name, pieces[0].dtype, pieces[0].shape, size, files_of)
+        found.setdefault(role, []).append(tensor)
+    return tuple(Group(role, tuple(found[role])) for role in sorted(found))
+
+
+def _summarise_plain(contents: Weights) -> Summary:
+    folder = contents.folder
+    groups: dict[str, list[Tensor]] = {}
+    for full_name, place in sorted(contents.tensors.items()):
+        role, _, name = full_name.partition("/")
+        groups.setdefault(role, []).append(_tensor(name, place, folder))
+    try:
+        progress, states = _progress(folder), _states(folder)
+    except CheckpointError as error:  # a damaged log says nothing against the weights
+        progress, states = {"log": f"cannot be read: {error}"}, {}
+    return Summary(
+        folder,
+        contents.layout,
+        progress | _config_facts(folder),
+        _sizes(contents),
+        tuple(Group(role, tuple(groups[role])) for role in sorted(groups)) or (Group("model", ()),),
+        states,
+    )
+
+
+def _sizes(contents: Weights) -> dict[str, int]:
+    """The files in the folder, and the files of tensors in folders within."""
+    folder = contents.folder
+    names = files.list_folder(folder) if files.is_folder(folder) else []
+    sizes = {name: files.size_of(folder / name) for name in names}
+    for place in contents.tensors.values():
+        for file in {part.file for part in place.parts} or {place.file}:
+            sizes[_inside(file.path, folder)] = file.header.file_size
+    return {name: size for name, size in sorted(sizes.items()) if size is not None}
+
+
+def _inside(path: Path, folder: Path) -> str:
+    """A file's name as seen from the folder."""
+    return str(path.relative_to(folder)) if folder in path.parents else path.name
+
+
+def _progress(folder: Path) -> dict[str, str]:
+    """How far the run was, where the Hugging Face Trainer says so."""
+    if not files.exists(folder / trainer_state.NAME):
+        return {}
+    state = trainer_state.read(trainer_state.load(folder))
+    found = {"step": state.step, "loss": state.last("loss"), "best step": state.best_step}
+    return {name: str(value) for name, value in found.items() if value is not None}
+
+
+def _tensor(name: str, place: TensorLocation, folder: Path) -> Tensor:
+    entry, files_of = place.entry, sorted({part.file.path for part in place.parts})
+    file = _inside(place.file.path, folder)
+    if len(files_of) > 1:
+        file = f"{_inside(files_of[0], folder)} and {len(files_of) - 1} more"
+    return Tensor(name, entry.dtype, entry.shape, entry.num_bytes, file)
+
+
+def _config_facts(folder: Path) -> dict[str, str]:
+    """A few words from ``config.json`` or ``adapter_config.json``."""
+    facts: dict[str, str] = {}
+    for name, keys in _WANTED.items():
+        if files.exists(folder / name):
+            with files.raising(CheckpointError), files.open_file(folder / name) as file:
+                text = files.read_all(file, strict_json.MAX_BYTES)
+            config = strict_json.parse_object(text, str(folder / name))
+            facts |= {key: _plain(config[key]) for key in keys if config.get(key) is not None}
+    return facts
+
+
+def _plain(value: object) -> str:
+    return _clipped(", ".join(map(str, value)) if isinstance(value, list) else str(value))
+
+
+def _in_words(value: object) -> str:
+    """What a state holds: its keys, or its value if that is short."""
+    if not isinstance(value, dict) or next(iter(value), "$").startswith("$"):
+        return _clipped(str(value))
+    lengths = accumulate(len(key) + 2 for key in value)
+    shown = [key for key, length in zip(value, lengths, strict=True) if length <= _WIDTH]
+    if not shown:
+        return f"{len(value)} entries"
+    rest = [f"… ({len(value)} entries)"] if len(shown) < len(value) else []
+    return ", ".join(shown + rest)
+
+
+def _clipped(text: str) -> str:
+    return text if len(text) <= _WIDTH else f"{text[: _WIDTH - 1]}…"

@@ -1,0 +1,1 @@
+"""Read a checkpoint: verify it, find the latest valid one, load states from it."""

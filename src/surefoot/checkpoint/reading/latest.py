@@ -1,0 +1,56 @@
+"""Where to go on from: the newest sound checkpoint, once the dead are done and cleared away."""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+
+from ...errors import CheckpointError
+from ..disk.commit import being_written, clean, mark_damaged
+from ..weights import FOREIGN, detect_layout
+from .verification import find_latest
+
+logger = logging.getLogger(__name__)
+_PAUSE = 0.1  # seconds between two looks
+
+
+def recover_latest(root: Path | str) -> Path | None:
+    """The newest checkpoint under ``root`` that verifies to the last byte; None to start anew.
+
+    To be asked at the start of a run, while no other one saves to ``root``. A save that outlived a
+    killed run is waited for; what other saves left half written is removed; a checkpoint that does
+    not verify is kept under another name, so that its step can be saved again. All of it is logged.
+    Raises ``CheckpointError`` if there are only somebody else's checkpoints.
+    """
+    root = Path(root)
+    wait_for_orphans(root)
+    for leftover in clean(root):
+        logger.info("removed %s, left by a save that was cut short", leftover.name)
+    found = find_latest(root)
+    for path, reason in found.passed_over:
+        if found.path is None and detect_layout(path) in FOREIGN:
+            raise CheckpointError(
+                f"{path}: not a checkpoint of ours, and saves would run into it; move it away or "
+                "choose another folder"
+            )
+        aside = mark_damaged(path)
+        logger.warning("%s does not verify (%s); kept as %s", path.name, reason, aside.name)
+    if found.passed_over and found.path is None:
+        logger.warning("no sound checkpoint in %s: starting anew", root)
+    return found.path
+
+
+def wait_for_orphans(root: Path) -> None:
+    """Wait for a save that outlived its run: the run goes on from there, not from the one before.
+
+    Nobody trains here, so what is still being written is the last snapshot of a run that died.
+    """
+    is_told = False
+    while writing := being_written(root):
+        if not is_told:
+            logger.info(
+                "a run died here; waiting for its last save, %s, to finish", writing[0].name
+            )
+            is_told = True
+        time.sleep(_PAUSE)

@@ -1,0 +1,215 @@
+"""Load states from a checkpoint: check all that can be checked, then read straight into place."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from operator import add, sub
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from ...errors import CheckpointError
+from ...geometry.box import Box
+from ...storage import files
+from ..disk.bytes import DTYPES, fill, new_tensor, read_box
+from ..disk.folder import CheckpointFolder, open_checkpoint
+from ..disk.manifest import Piece
+from ..disk.tensorfile import TensorFile
+from ..state.local_box import LocalBox, local_box_of
+from ..state.states import Stateful, adopted, cuts_of
+from ..state.tensors import join, pointers, split
+
+Pieces = tuple[Piece, ...]  # of one tensor
+_SHOWN = 3  # names in a message; the counts tell the rest
+_READERS = min(4, os.cpu_count() or 1)  # one core copies slower than the memory can
+
+
+@dataclass(frozen=True)
+class _Job:
+    """One state to load: its pieces by tensor name, what it has now, and how it is put together."""
+
+    name: str
+    pieces: Mapping[str, Pieces]
+    current: Mapping[str, torch.Tensor]
+    skeleton: Any
+    state: Stateful
+
+    @property
+    def wanted(self) -> dict[str, Pieces]:
+        """What is to be read: not the tensors that other stages of a pipeline have."""
+        theirs = {name for name, tensor in self.current.items() if tensor.is_meta}
+        return {name: pieces for name, pieces in self.pieces.items() if name not in theirs}
+
+    def tree(self, tensors: Mapping[str, torch.Tensor], where: str) -> Any:
+        if self.name == "model":
+            return {name: tensors[name] for name in self.current}
+        return join(self.skeleton, tensors, where)
+
+
+def load(
+    folder: Path | str, states: Mapping[str, Stateful], *, only: Collection[str] | None = None
+) -> None:
+    """Make every state (of ``only``, if given) what it was when ``folder`` was saved.
+
+    Tensors that a state already has, of the same shape and type, are read into directly. Nothing
+    is changed before names, shapes, lengths and headers are known to be right; the hash of every
+    piece is checked as it is read. Raises ``CheckpointError``.
+    """
+    if only is not None and (unknown := sorted(set(only) - set(states))):
+        raise ValueError(f"only: no state {unknown[0]!r}; there are {', '.join(states)}")
+    checkpoint = open_checkpoint(Path(folder))
+    wanted = {n: state for n, state in adopted(states).items() if only is None or n in only}
+    skeleton = checkpoint.skeleton()
+    with files.raising(CheckpointError, f"cannot load {folder}"):
+        jobs = [_prepare(checkpoint, name, state, skeleton) for name, state in wanted.items()]
+        tensors = _read(checkpoint, jobs)
+        trees = [
+            job.tree(into, f"{folder}: {job.name}") for job, into in zip(jobs, tensors, strict=True)
+        ]
+    for state, tree in zip(wanted.values(), trees, strict=True):
+        state.load_state_dict(tree)
+
+
+def _prepare(
+    checkpoint: CheckpointFolder, name: str, state: Stateful, skeleton: Mapping[str, Any]
+) -> _Job:
+    if name == "model":
+        return _prepare_model(checkpoint, state)
+    if name not in skeleton:
+        held = ", ".join(sorted(skeleton))
+        raise CheckpointError(f"{checkpoint.path}: it holds no state {name!r}, only {held}")
+    is_optimizer = name == "optimizer"
+    tree = state.state_dict() if is_optimizer else {name: state.state_dict()}
+    current, _ = split(tree, name)
+    like = getattr(state, "like", None)  # of tensors that are not there yet: how they are cut
+    saved = checkpoint.manifest.tensors("optimizer" if is_optimizer else "state")
+    pieces = {}
+    for pointer in pointers(skeleton[name]):
+        if pointer not in saved:
+            raise CheckpointError(
+                f"{checkpoint.path}: {name}: tensor {pointer[:200]!r} is not there"
+            )
+        pieces[pointer] = saved[pointer]
+        if like is not None and pointer not in current and (made := like(pointer)) is not None:
+            current[pointer] = made
+    if is_optimizer:
+        _check_shapes(checkpoint, name, current, pieces)
+    return _Job(name, pieces, current, skeleton[name], state)
+
+
+def _prepare_model(checkpoint: CheckpointFolder, state: Stateful) -> _Job:
+    current, pieces = state.state_dict(), checkpoint.manifest.tensors("model")
+    missing = [name for name in current if name not in pieces]
+    unexpected = [name for name in pieces if name not in current]
+    if missing or unexpected:
+        raise CheckpointError(
+            f"{checkpoint.path}: it is the checkpoint of another model: of the {len(current)} "
+            f"tensors of this one {_some(missing)} missing in it, and of its own {len(pieces)} "
+            f"{_some(unexpected)} unknown here"
+        )
+    _check_shapes(checkpoint, "model", current, pieces)
+    return _Job("model", pieces, current, None, state)
+
+
+def _some(names: list[str]) -> str:
+    if not names:
+        return "none are"
+    more = f", … ({len(names)} in all)" if len(names) > _SHOWN else ""
+    return f"{', '.join(names[:_SHOWN])}{more} {'is' if len(names) == 1 else 'are'}"
+
+
+def _check_shapes(
+    checkpoint: CheckpointFolder,
+    name: str,
+    current: Mapping[str, torch.Tensor],
+    pieces: Mapping[str, Pieces],
+) -> None:
+    shapes = {name: parts[0].shape for name, parts in pieces.items()}
+    here = {n: t for n, t in current.items() if not t.is_meta}  # others check what they have
+    odd = [n for n, shape in shapes.items() if n in here and tuple(here[n].shape) != shape]
+    if odd:
+        first = odd[0]
+        raise CheckpointError(
+            f"{checkpoint.path}: it is the checkpoint of another model: {name} tensor {first} has "
+            f"shape {list(shapes[first])} in it, {list(current[first].shape)} here"
+            + (f"; {len(odd)} tensors differ" if len(odd) > 1 else "")
+        )
+
+
+def _read(checkpoint: CheckpointFolder, jobs: Sequence[_Job]) -> list[dict[str, torch.Tensor]]:
+    """Open and check every file that is needed, then fill the tensors, several at a time."""
+    names = sorted({p.file for job in jobs for pieces in job.wanted.values() for p in pieces})
+    with ExitStack() as stack:
+        opened = {name: stack.enter_context(checkpoint.tensors(name)) for name in names}
+        found = [_targets(job.current, job.pieces) for job in jobs]
+
+        def read(job: _Job, piece: Piece, name: str, tensor: torch.Tensor) -> None:
+            into = local_box_of(name, tensor, cuts_of(job.state, name))
+            _read_piece(checkpoint, piece, opened[piece.file], into)
+
+        with ThreadPoolExecutor(_READERS) as pool:
+            running = [
+                pool.submit(read, job, piece, name, into[name])
+                for job, into in zip(jobs, found, strict=True)
+                for name, pieces in job.wanted.items()
+                for piece in pieces
+            ]
+            try:
+                for done in running:
+                    done.result()
+            finally:
+                pool.shutdown(cancel_futures=True)
+    return found
+
+
+def _read_piece(
+    checkpoint: CheckpointFolder, piece: Piece, file: TensorFile, into: LocalBox
+) -> None:
+    """Read what of ``piece`` lies in the box that is wanted; a piece read whole is checked."""
+    common = piece.box & into.box
+    if piece.box.size and common is None:
+        return
+    stored = piece.inside(file.entry(piece.key).shape)
+    if common is not None and common != piece.box:
+        shift = map(sub, stored.start, piece.box.start)
+        inside = Box(tuple(map(add, common.start, shift)), common.shape)
+        into.values[common.slices_in(into.box)].copy_(read_box(file, piece.key, inside))
+        return
+    target = into.values[piece.box.slices_in(into.box)] if piece.box.size else into.values
+    if target.is_contiguous() and target.device.type == "cpu":
+        found = fill(target, file, piece.key, stored)
+    else:
+        values = torch.empty(piece.box.shape, dtype=target.dtype)
+        found = fill(values, file, piece.key, stored)
+        target.copy_(values)
+    checkpoint.check_piece(piece, found)
+
+
+def _targets(
+    current: Mapping[str, torch.Tensor], pieces: Mapping[str, Pieces]
+) -> dict[str, torch.Tensor]:
+    """Where each tensor is read to: the state's own tensor if it fits, otherwise a new one."""
+    found = {}
+    for name, (piece, *_) in pieces.items():
+        own = current.get(name)
+        if isinstance(own, DTensor) and own.dtype != DTYPES[piece.dtype]:
+            own = torch.empty_like(own, dtype=DTYPES[piece.dtype])  # cut as it is, not whole
+        found[name] = own if own is not None and _fits(own, piece) else new_tensor(piece)
+    return found
+
+
+def _fits(tensor: torch.Tensor, piece: Piece) -> bool:
+    if tensor.is_meta:
+        return True
+    if tuple(tensor.shape) != piece.shape or tensor.dtype != DTYPES[piece.dtype]:
+        return False
+    if isinstance(tensor, DTensor):
+        return True
+    is_plain = tensor.device.type == "cpu" and tensor.layout == torch.strided
+    return is_plain and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())

@@ -1,0 +1,137 @@
+"""Is this checkpoint what was saved? Every byte is covered: by a hash or by the manifest's seal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ...errors import CheckpointError
+from ...storage import files
+from ..disk import strict_json
+from ..disk.commit import named, step_of
+from ..disk.folder import CheckpointFolder, open_checkpoint
+from ..disk.manifest import MANIFEST, is_safetensors
+from ..weights import FOREIGN, detect_layout, open_weights
+
+PLAIN_JSON = ("config.json", "adapter_config.json", "generation_config.json")
+
+
+@dataclass(frozen=True)
+class Report:
+    """What ``verify`` found. ``notes`` are worth knowing, but do not make a checkpoint bad."""
+
+    folder: Path
+    problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    checked: str = ""  # how thoroughly, in words
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is wrong with it."""
+        return not self.problems
+
+
+@dataclass(frozen=True)
+class Found:
+    """The checkpoint to go on from, if any, and the newer ones that are not whole, with why."""
+
+    path: Path | None
+    passed_over: list[tuple[Path, str]]
+
+
+Progress = Callable[[int], None]  # is told the bytes of every tensor once it is hashed
+
+
+def verify(folder: Path | str, *, full: bool = True, progress: Progress | None = None) -> Report:
+    """Check a folder of weights; with ``full`` every byte that has a hash.
+
+    In a checkpoint of ours everything has one. In a folder of others, headers, index and
+    configuration are checked to be whole and to agree. Raises ``CheckpointError`` only if there
+    is nothing to check.
+    """
+    folder = Path(folder)
+    with files.raising(CheckpointError):
+        layout = detect_layout(folder)
+    if layout is None and step_of(folder) < 0:
+        open_weights(folder)  # says what there is instead
+    if layout in FOREIGN:
+        return _verify_plain(folder)
+    return verify_checkpoint(folder, full=full, progress=progress)
+
+
+def verify_checkpoint(folder: Path, *, full: bool, progress: Progress | None = None) -> Report:
+    """Check a checkpoint of ours: lengths, headers and small files; with ``full`` every byte."""
+    try:
+        checkpoint = open_checkpoint(folder)
+        notes = _strays(checkpoint)
+        problems = [
+            problem
+            for name in sorted(checkpoint.manifest.files)
+            for problem in _problems(checkpoint, name, full=full, progress=progress or _silent)
+        ]
+        checked = "every byte checked" if full else "lengths, headers and small files checked"
+        return Report(folder, problems, notes, checked)
+    except CheckpointError as error:
+        return Report(folder, [str(error)])
+
+
+def _verify_plain(folder: Path) -> Report:
+    problems = []
+    try:
+        open_weights(folder)
+        for name in PLAIN_JSON:
+            if files.exists(folder / name):
+                with files.raising(CheckpointError), files.open_file(folder / name) as file:
+                    text = files.read_all(file, strict_json.MAX_BYTES)
+                strict_json.parse_object(text, str(folder / name))
+    except CheckpointError as error:
+        problems.append(str(error))
+    note = f"{folder}: not a Surefoot checkpoint, so it has no hashes to check its values by"
+    return Report(folder, problems, [note], "structure checked")
+
+
+def find_latest(root: Path | str) -> Found:
+    """The newest checkpoint under ``root`` that verifies to the last byte."""
+    passed_over: list[tuple[Path, str]] = []
+    for folder in reversed(named(Path(root))):
+        report = verify_checkpoint(folder, full=True)
+        if report.ok:
+            return Found(folder, passed_over)
+        passed_over.append((folder, report.problems[0]))
+    return Found(None, passed_over)
+
+
+def problems_in(checkpoint: CheckpointFolder, name: str) -> list[str]:
+    """What is wrong with one file of an opened checkpoint, every byte of it checked."""
+    return list(_problems(checkpoint, name, full=True, progress=_silent))
+
+
+def _silent(num_bytes: int) -> None:
+    """Report no progress."""
+
+
+def _problems(
+    checkpoint: CheckpointFolder, name: str, *, full: bool, progress: Progress
+) -> Iterator[str]:
+    try:
+        if not is_safetensors(name):
+            checkpoint.small(name)
+            return
+        with files.raising(CheckpointError), checkpoint.tensors(name) as file:
+            for piece in checkpoint.manifest.pieces_of_file.get(name, ()) if full else ():
+                try:
+                    checkpoint.check_stored(file, piece)
+                except CheckpointError as error:
+                    yield str(error)
+                progress(piece.num_bytes)
+    except CheckpointError as error:
+        yield str(error)
+
+
+def _strays(checkpoint: CheckpointFolder) -> list[str]:
+    """What lies in the folder beside the checkpoint: notes of a user, or files that others read."""
+    known = {MANIFEST} | {name.split("/")[0] for name in checkpoint.manifest.files}
+    with files.raising(CheckpointError):
+        strays = [name for name in files.list_folder(checkpoint.path) if name not in known]
+    return [f"{checkpoint.path / name}: was not saved with this checkpoint" for name in strays]

@@ -1,0 +1,1 @@
+"""Save states: prepare, plan who writes what, write, commit."""

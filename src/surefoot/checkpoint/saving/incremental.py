@@ -1,0 +1,87 @@
+"""Files that would be equal to the parent's to the last byte, and need not be written again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Protocol
+
+from ...errors import CheckpointError
+from ...storage import files
+from ..disk.folder import CheckpointFolder, open_checkpoint
+from ..disk.manifest import MANIFEST, Piece
+from .job import Job, Shard
+
+
+class Hashes(Protocol):
+    """Where the bytes of a job's tensors come from, as far as this goes."""
+
+    def hash(self, shard: Shard, name: str) -> str:
+        """The hash of one tensor's bytes, or of the box of it that is here."""
+
+
+def parent_of(job: Job) -> CheckpointFolder | None:
+    """The checkpoint before, if its files may be used again."""
+    if not job.share or job.parent is None or not files.exists(job.root / job.parent / MANIFEST):
+        return None
+    try:
+        return open_checkpoint(job.root / job.parent)
+    except CheckpointError:
+        return None  # damaged since; nothing is lost by writing all of it
+
+
+def equal_file(parent: CheckpointFolder, shard: Shard, content: Hashes) -> str | None:
+    """The parent's file that holds all that this process would write of ``shard``, if there is one.
+
+    The file is read again: a bad sector must not be inherited.
+    """
+    name = _of_same_head(parent, shard)
+    if name is None:
+        return None
+    saved = _counterparts(parent.manifest.pieces_in(name), shard)
+    if saved is None or any(content.hash(shard, p.key) != p.hash for p in saved):
+        return None
+    try:
+        with parent.tensors(name) as file:
+            for piece in saved:
+                parent.check_stored(file, piece)
+    except (CheckpointError, OSError):
+        return None
+    return name
+
+
+def link(parent: CheckpointFolder, name: str, shard: Shard, folder: Path) -> list[Piece] | None:
+    """Give ``shard`` the content of the parent's file ``name``: its pieces, or None where the file
+    system cannot do that."""
+    new = folder / shard.plan.name
+    make_parent(folder, shard.plan.name)
+    return list(_renamed(parent, name, shard)) if files.share(parent.path / name, new) else None
+
+
+def _renamed(parent: CheckpointFolder, name: str, shard: Shard) -> Iterator[Piece]:
+    for piece in parent.manifest.pieces_of_file.get(name, ()):
+        yield replace(piece, tensor=f"{shard.role}/{piece.key}", file=shard.plan.name)
+
+
+def _of_same_head(parent: CheckpointFolder, shard: Shard) -> str | None:
+    wanted = files.digest(shard.plan.head), shard.plan.header.file_size
+    manifest = parent.manifest
+    return next((n for n, s in manifest.files.items() if (manifest.hashes[n], s) == wanted), None)
+
+
+def _counterparts(saved: Mapping[str, tuple[Piece, ...]], shard: Shard) -> list[Piece] | None:
+    """The parent's pieces that are the same boxes as those that this process writes."""
+    if shard.share is None:
+        found = [pieces[0] for pieces in saved.values() if len(pieces) == 1]
+        return found if len(found) == len(saved) else None
+    boxes = shard.share.boxes.items()
+    found = [piece for key, box in boxes for piece in saved[key] if piece.box == box]
+    return found if len(found) == len(boxes) else None
+
+
+def make_parent(folder: Path, name: str) -> None:
+    """Make the folder of a rank in ``folder``, but not that one anew: it may have been given up."""
+    parent = (folder / name).parent
+    if parent != folder and not files.is_folder(parent):
+        files.new_folder(parent)

@@ -1,0 +1,79 @@
+"""A save on its way: all of a checkpoint to be but the bytes of its tensors. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ...geometry.box import Box
+from ..disk.file_plan import FilePlan
+from ..disk.manifest import Kind, Layout
+
+MOST_ATTEMPTS = 2  # to write a job of which a process was killed, or one that several write
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one process writes of a file that several write together."""
+
+    boxes: Mapping[str, Box]  # of the whole tensors in it, by key
+    has_head: bool  # whether it writes what precedes the tensors
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One file of tensors to be."""
+
+    role: str  # model, optimizer or state
+    plan: FilePlan
+    share: Share | None = None  # if several processes write it
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What to write where, and what may go once it is committed."""
+
+    root: Path
+    step: int
+    kind: Kind
+    created: str  # UTC, ISO 8601
+    versions: Mapping[str, str]
+    shards: Sequence[Shard]
+    small: Mapping[str, bytes]  # the other files, by name
+    parent: str | None = None  # the checkpoint this run went on from
+    forget: Sequence[str] = ()  # checkpoints under ``root`` that this one takes the place of
+    layout: Layout = "full"
+    rank: int = 0  # which process this is of those that write the checkpoint together
+    world_size: int = 1
+    mesh: Mapping[str, int] = field(default_factory=dict)
+    nonce: str | None = None  # of the folder aside, on which they have agreed
+    attempt: int = 0  # how often it has failed; a folder aside for each
+    share: bool = True  # files equal to the parent's are linked instead of written again
+    name: str | None = None  # of the folder, if it is not checkpoint-{step}
+
+    @property
+    def is_joint(self) -> bool:
+        """Whether several processes write the same files, at least an adapter's."""
+        return self.nonce is not None and (self.layout == "full" or self.kind == "adapter")
+
+    @property
+    def target(self) -> Path:
+        """The folder that the checkpoint will be."""
+        return self.root / (self.name or f"checkpoint-{self.step}")
+
+    def nonce_of(self, attempt: int) -> str | None:
+        """That of one attempt."""
+        return None if self.nonce is None else f"{self.nonce}{attempt:x}"
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A committed checkpoint."""
+
+    path: Path
+    num_bytes: int  # of all its files
+    num_shared: int = 0  # of these, bytes that lie in files it shares with its parent
+    seconds: float = 0.0  # from the first byte to the commit
+    problem: str | None = None  # why an older checkpoint could not be removed
+    is_committed: bool = True  # as far as a process knows that is not the first

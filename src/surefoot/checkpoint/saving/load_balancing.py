@@ -1,0 +1,156 @@
+"""Who writes what: every element once, by one of those that hold it, and all write equally much.
+
+Pure arithmetic over what each process says it holds, so that all come to the same answer. No torch.
+
+Processes that hold equal boxes share them out. Boxes with the fewest holders go first, as these
+have the least choice. The boxes that the same processes hold are laid end to end and cut where each
+of these has as much as the others, so that at most one tensor a process is divided, by its rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ...errors import CheckpointError
+from ...geometry.box import Box, is_covered_once
+from ..disk.header import num_bytes
+
+SLACK = 0.01  # of what one process is to write: what a cut may miss to spare a tensor
+
+
+@dataclass(frozen=True, slots=True)
+class LocalTensor:
+    """What one process has of one tensor."""
+
+    dtype: str  # safetensors' name for it
+    shape: tuple[int, ...]  # of the whole tensor
+    box: Box
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the box."""
+        return num_bytes(self.dtype, self.box.shape)
+
+
+Holdings = Sequence[Mapping[str, LocalTensor]]  # by rank, then by name
+Holders = tuple[int, ...]  # ranks
+
+
+def balance(holdings: Holdings) -> list[dict[str, Box]]:
+    """The box of each tensor that each rank writes, by name; of most, many ranks write none.
+
+    A tensor without dimensions or elements is the first holder's.
+
+    Raises ``CheckpointError`` if the boxes of a tensor are not all of it, or overlap otherwise than
+    by being equal.
+    """
+    found: list[dict[str, Box]] = [{} for _ in holdings]
+    loads = [0] * len(holdings)
+    groups: dict[Holders, list[tuple[str, LocalTensor]]] = {}
+    for name, boxes in _holders(holdings).items():
+        _check(name, boxes)
+        for held, ranks in boxes.items():
+            writers = ranks if held.box.shape and held.box.size else ranks[:1]
+            groups.setdefault(writers, []).append((name, held))
+    for ranks in sorted(groups, key=lambda ranks: (len(ranks), ranks)):
+        _deal(groups[ranks], ranks, loads, found)
+    return found
+
+
+def _holders(holdings: Holdings) -> dict[str, dict[LocalTensor, Holders]]:
+    """The different boxes of each tensor, and who has them. Empty boxes of others are left out."""
+    found: dict[str, dict[LocalTensor, Holders]] = {}
+    for rank, tensors in enumerate(holdings):
+        for name, held in tensors.items():
+            boxes = found.setdefault(name, {})
+            whole = Box.whole(held.shape)
+            one = held if whole.size else LocalTensor(held.dtype, held.shape, whole)
+            if held.box.size or not whole.size:
+                boxes[one] = (*boxes.get(one, ()), rank)
+    return found
+
+
+def _check(name: str, boxes: Mapping[LocalTensor, Holders]) -> None:
+    kinds = {(held.dtype, held.shape) for held in boxes}
+    if len(kinds) > 1:
+        (a, shape_a), (b, shape_b), *_ = sorted(kinds)
+        raise CheckpointError(
+            f"{name}: processes hold different tensors of that name, {a} {list(shape_a)} and "
+            f"{b} {list(shape_b)}"
+        )
+    shapes = {held.shape for held in boxes}
+    if not shapes or not is_covered_once(Box.whole(*shapes), [held.box for held in boxes]):
+        parts = ", ".join(f"{list(h.box.start)}+{list(h.box.shape)}" for h in list(boxes)[:4])
+        raise CheckpointError(
+            f"{name}: what the processes hold is not all of it exactly once ({parts}, "
+            f"{len(boxes)} boxes in all)"
+        )
+
+
+def _deal(
+    items: Sequence[tuple[str, LocalTensor]],
+    ranks: Holders,
+    loads: list[int],
+    found: list[dict[str, Box]],
+) -> None:
+    """Share ``items``, which all of ``ranks`` hold, out among them; both lists are added to."""
+    shares = _shares(sum(held.num_bytes for _, held in items), [loads[rank] for rank in ranks])
+    takers = [(rank, share) for rank, share in zip(ranks, shares, strict=True) if share]
+    rank, share = takers.pop(0) if takers else (ranks[0], 0)
+    end, dealt = share, 0  # of the line on which all items lie
+    for name, held in items:
+        rest: Box | None = held.box
+        while rest is not None:
+            size, room, slack = num_bytes(held.dtype, rest.shape), end - dealt, SLACK * share
+            part: Box | None = rest
+            rest = None
+            if part is not None and takers and size > room + slack:
+                part, rest = _divided(part, room / size, slack / size)
+            if part is not None:
+                found[rank][name] = part
+                given = num_bytes(held.dtype, part.shape)
+                dealt, loads[rank] = dealt + given, loads[rank] + given
+            if rest is not None:
+                rank, share = takers.pop(0)
+                end += share
+
+
+def _divided(box: Box, wanted: float, tolerance: float) -> tuple[Box | None, Box | None]:
+    """About a share ``wanted`` of ``box``, and the rest; None for nothing.
+
+    It is cut along the first dimension that is fine enough for the ``tolerance``.
+    """
+    if wanted <= tolerance:
+        return None, box
+
+    def count(dim: int) -> int:
+        return round(box.shape[dim] * wanted)
+
+    def is_fine(dim: int) -> bool:
+        return abs(count(dim) / box.shape[dim] - wanted) <= tolerance
+
+    dims = range(len(box.shape))
+    dim = next(filter(is_fine, dims), max(dims, key=lambda dim: box.shape[dim]))
+    if not 0 < (first := count(dim)) < box.shape[dim]:
+        return (box, None) if first else (None, box)
+    before, after = box.shape[:dim], box.shape[dim + 1 :]
+    rest = (*box.start[:dim], box.start[dim] + first, *box.start[dim + 1 :])
+    return (
+        Box(box.start, (*before, first, *after)),
+        Box(rest, (*before, box.shape[dim] - first, *after)),
+    )
+
+
+def _shares(total: int, loads: Sequence[int]) -> list[int]:
+    """How much of ``total`` each takes so that all end as level as they can."""
+    level, filled = 0, sorted(loads)
+    for count in range(1, len(filled) + 1):
+        level = -(-(total + sum(filled[:count])) // count)
+        if count == len(filled) or level <= filled[count]:
+            break
+    left, found = total, []
+    for load in loads:
+        found.append(min(left, max(0, level - load)))
+        left -= found[-1]
+    return found

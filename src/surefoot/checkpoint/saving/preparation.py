@@ -1,0 +1,326 @@
+"""Save a dict of states as one checkpoint folder, all of it or nothing."""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...errors import CheckpointError
+from ...geometry.box import Box
+from ...storage import files
+from ..disk import strict_json
+from ..disk.bytes import describe, hash_tensor, write_box, write_file
+from ..disk.file_plan import FilePlan, plan_save
+from ..disk.file_plan import Tensors as Described
+from ..disk.header import num_bytes
+from ..disk.manifest import MANIFEST, MAX_SMALL, STATE, Kind, Layout, is_plain_name
+from ..state.local_box import LocalBox, local_box_of
+from ..state.states import Stateful, adopted, cuts_of, is_copy
+from ..state.tensors import split
+from .job import Job, Shard, Share
+from .load_balancing import LocalTensor
+from .writer_group import ALONE, Holding, WriterGroup
+from .writing import write
+
+WEIGHT_STEMS: Mapping[Kind, str] = {"full": "model", "adapter": "adapter_model"}
+LIBRARIES = ("surefoot", "torch", "transformers", "peft", "safetensors")
+RANK_FOLDER = "rank_{:05d}"  # of layout distributed
+WORTH_SHARING = 0.1  # of the weights' bytes
+
+
+Tensors = Mapping[str, torch.Tensor]
+ByRole = Mapping[str, Mapping[str, LocalBox]]  # role -> name -> what is here of it
+
+
+def save(
+    root: Path | str,
+    step: int,
+    states: Mapping[str, Stateful],
+    *,
+    kind: Kind = "full",
+    companions: Mapping[str, bytes] | None = None,
+    parent: str | None = None,
+    max_shard_size: int = 5_000_000_000,
+    layout: Layout = "full",
+) -> Path:
+    """Write ``root/checkpoint-{step}`` and return it; it is on the disk when this returns.
+
+    ``states`` are parts of a run by name. Two have files of their own: ``model``, a module or
+    anything whose state is a flat dict of tensors, and ``optimizer``. ``kind`` is ``adapter`` if
+    the model's tensors are those of a PEFT adapter. ``companions`` are small files that lie beside
+    (config.json, tokenizer.json, ...). ``parent`` names the checkpoint this run went on from; files
+    that are equal in it are linked. ``layout`` is ``full``, or ``distributed`` for a folder a rank.
+
+    Raises ``CheckpointError``, leaving nothing behind, if the checkpoint exists already, a state
+    cannot be stored, or the disk fails.
+    """
+    job, live = prepare(
+        root,
+        step,
+        states,
+        kind=kind,
+        companions=companions,
+        parent=parent,
+        max_shard_size=max_shard_size,
+        crew=WriterGroup(layout),
+    )
+    return write(job, live).path
+
+
+def prepare(
+    root: Path | str,
+    step: int,
+    states: Mapping[str, Stateful],
+    *,
+    kind: Kind = "full",
+    companions: Mapping[str, bytes] | None = None,
+    parent: str | None = None,
+    max_shard_size: int = 5_000_000_000,
+    crew: WriterGroup = ALONE,
+) -> tuple[Job, LiveTensors]:
+    """What ``save`` would write, and the live tensors; nothing is read from these yet.
+
+    Of several processes (``crew``) all must call this, and each gets what it is to write of the
+    boxes that it holds: of files that they share in layout ``full``, of its own in layout
+    ``distributed``. What is no tensor of the model or the optimizer is the first one's.
+    """
+    groups, skeleton = _split({name: s.state_dict() for name, s in adopted(states).items()})
+    parts = {role: _parts(role, found, states.get(role)) for role, found in groups.items()}
+    tensors: Mapping[str, Described]
+    tensors, nonce = {role: _described(role, found) for role, found in parts.items()}, None
+    if crew.size == 1:
+        _refuse_incomplete(parts)
+    else:
+        word, plan = crew.agree(_held(parts, tensors, crew), skeleton.get("optimizer", {}), parent)
+        nonce, parent, tensors = word.nonce, word.parent, plan.tensors
+        parts = {role: _narrowed(found, plan.mine.get(role, {})) for role, found in parts.items()}
+        skeleton |= {"optimizer": plan.optimizer} if "optimizer" in skeleton else {}
+    shards = _shards(parts, tensors, kind, max_shard_size, crew)
+    ours = {**indexes(shards, crew.size), STATE: _dump_skeleton(skeleton)} if crew.rank == 0 else {}
+    job = Job(
+        root=Path(root),
+        step=step,
+        kind=kind,
+        created=datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z"),
+        versions=versions(),
+        shards=shards,
+        small={**_checked(companions or {}, {*ours, MANIFEST}), **ours} if ours else {},
+        parent=parent,
+        layout=crew.layout,
+        rank=crew.rank,
+        world_size=crew.size,
+        mesh=crew.mesh,
+        nonce=nonce,
+    )
+    values = {role: {n: p.values for n, p in found.items()} for role, found in parts.items()}
+    return job, LiveTensors(values)
+
+
+def _parts(role: str, tensors: Tensors, state: Stateful | None) -> dict[str, LocalBox]:
+    """What this process holds, and no other stage of a pipeline writes."""
+    return {
+        name: local_box_of(f"{role}: {name}", tensor, cuts_of(state, name))
+        for name, tensor in tensors.items()
+        if not (tensor.is_meta or is_copy(state, name))
+    }
+
+
+def _refuse_incomplete(parts: ByRole) -> None:
+    """A process that saves alone must have all of every tensor: nobody writes the rest."""
+    for role, found in parts.items():
+        for name, one in found.items():
+            if one.box != Box.whole(one.shape):
+                raise CheckpointError(
+                    f"{role}: {name}: this process saves alone, but holds {list(one.box.shape)} of "
+                    f"{list(one.shape)}; give it the whole tensor (`full_tensor()`)"
+                )
+
+
+def _described(role: str, parts: Mapping[str, LocalBox]) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """The type and whole shape of each tensor; an error if one cannot be stored."""
+    return {n: (describe(f"{role}: {n}", p.values)[0], p.shape) for n, p in parts.items()}
+
+
+def _held(parts: ByRole, tensors: Mapping[str, Described], crew: WriterGroup) -> Holding:
+    """The same for the other processes; what is no tensor of the model or the optimizer, the
+    random generators for one, is not the same in all of them, and the first one's counts."""
+    return {
+        role: {n: LocalTensor(tensors[role][n][0], p.shape, p.box) for n, p in found.items()}
+        for role, found in parts.items()
+        if role != "state" or crew.rank == 0
+    }
+
+
+def _narrowed(parts: Mapping[str, LocalBox], boxes: Mapping[str, Box]) -> dict[str, LocalBox]:
+    return {name: parts[name].narrowed(boxes[name]) for name in parts if name in boxes}
+
+
+@dataclass(frozen=True)
+class LiveTensors:
+    """The tensors of a job as they are now, by role and name."""
+
+    groups: Mapping[str, Tensors]
+
+    def write(self, shard: Shard, file: files.File) -> Mapping[str, str]:
+        """Fill and flush the file, or this process's part of it; the hashes by tensor."""
+        tensors = self.groups[shard.role]
+        if shard.share is None:
+            return write_file(file, shard.plan, tensors)
+        if shard.share.has_head:
+            file.write_at(0, shard.plan.head)
+        entries, boxes = shard.plan.header.entries, shard.share.boxes
+        found = {n: write_box(file, entries[n], boxes[n], tensors[n]) for n in boxes}
+        file.sync()
+        return found
+
+    def hash(self, shard: Shard, name: str) -> str:
+        """The hash of one tensor's bytes."""
+        return hash_tensor(self.groups[shard.role][name])
+
+
+def versions() -> dict[str, str]:
+    """The versions of what wrote the checkpoint."""
+    return {"python": platform.python_version(), **{name: _version(name) for name in LIBRARIES}}
+
+
+@cache  # looking it up takes longer than saving a small state
+def _version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:  # run from a source tree that is not installed
+        return "unknown"
+
+
+def _split(
+    trees: Mapping[str, dict[str, Any]],
+) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, Any]]:
+    """The tensors of each role by their key in the file, and the skeleton of all states."""
+    groups: dict[str, dict[str, torch.Tensor]] = {"model": {}, "optimizer": {}, "state": {}}
+    skeleton: dict[str, Any] = {}
+    rest: dict[str, Any] = {}
+    for name, tree in trees.items():
+        if not name.isidentifier():
+            raise CheckpointError(f"a state cannot be called {name!r}; choose a plain word")
+        if name == "model":
+            groups["model"] = _flat(tree)
+        elif name == "optimizer":
+            groups["optimizer"], skeleton["optimizer"] = split(tree, "optimizer")
+        else:
+            rest[name] = tree
+    groups["state"], others = split(rest, "state")
+    return groups, skeleton | others
+
+
+def _flat(tree: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    for name, value in tree.items():
+        if not isinstance(value, torch.Tensor):
+            raise CheckpointError(f"model: {name!r} is a {type(value).__name__}, expected a tensor")
+    return dict(tree)
+
+
+def _shards(
+    parts: ByRole,
+    tensors: Mapping[str, Described],
+    kind: Kind,
+    max_shard_size: int,
+    crew: WriterGroup,
+) -> list[Shard]:
+    """The files of every role that this process writes something of.
+
+    Several processes share those of layout ``full``, and an adapter's in both layouts. Otherwise
+    they lie in the folder of this rank, and say which box of its tensor each one is.
+    """
+    stems = {"model": WEIGHT_STEMS[kind], "optimizer": "optimizer", "state": "state"}
+    moved = {name.rpartition(".")[0] for name in tensors.get("optimizer", {})}
+    shards = []
+    for role, own in parts.items():
+        is_adapter = role == "model" and kind == "adapter"
+        is_boxed = crew.layout == "distributed" and not is_adapter
+        is_joint = crew.size > 1 and role != "state" and not is_boxed
+        limit = None if is_adapter or role == "state" else max_shard_size
+        described = tensors.get(role, {})
+        if not is_joint:
+            described = {name: (described[name][0], one.box.shape) for name, one in own.items()}
+        apart = unchanged_parameters(described, moved) if role == "model" and not is_adapter else ()
+        boxes = {name: (one.shape, one.box) for name, one in own.items()} if is_boxed else None
+        stem = f"{RANK_FOLDER.format(crew.rank)}/{stems[role]}" if is_boxed else stems[role]
+        if not described:
+            continue
+        for plan in plan_save(stem, described, limit, apart=apart, boxes=boxes):
+            share = _share(plan, own, crew) if is_joint else None
+            if share is None or share.boxes or share.has_head:
+                shards.append(Shard(role, plan, share))
+    return shards
+
+
+def _share(plan: FilePlan, own: Mapping[str, LocalBox], crew: WriterGroup) -> Share:
+    boxes = {name: own[name].box for name in plan.header.entries if name in own}
+    return Share(boxes, has_head=crew.rank == 0)
+
+
+def unchanged_parameters(model: Described, moved: Collection[str]) -> set[str]:
+    """Weights that no optimizer moves, if they are worth files of their own, to be shared.
+
+    The optimizer's tensors are named after the weights it moves.
+    """
+    still = {name for name in model if name not in moved}
+    sizes = {name: num_bytes(*described) for name, described in model.items()}
+    share = sum(sizes[name] for name in still) / max(sum(sizes.values()), 1)
+    return still if WORTH_SHARING <= share < 1 else set()
+
+
+def indexes(shards: Sequence[Shard], num_ranks: int) -> dict[str, bytes]:
+    """The ``*.safetensors.index.json`` of every role that took several files.
+
+    In layout ``distributed`` it is for the weights alone, at the top, so that ``from_pretrained``
+    finds them; for the rest the manifest says what is where.
+    """
+    found = {}
+    for role in dict.fromkeys(shard.role for shard in shards):
+        plans = [shard.plan for shard in shards if shard.role == role]
+        stem = plans[0].name.partition("-00001-of-")[0].removesuffix(".safetensors")
+        is_in_folder = "/" in stem
+        if role == "model" and num_ranks == 1 if is_in_folder else len(plans) > 1:
+            found[f"{stem.rpartition('/')[2]}.safetensors.index.json"] = dump_index(plans)
+    return found
+
+
+def dump_index(plans: Sequence[FilePlan]) -> bytes:
+    """Hugging Face's index over weight files."""
+    total = sum(plan.header.file_size - plan.header.data_start for plan in plans)
+    names = {name: plan.name for plan in plans for name in plan.header.entries}
+    return strict_json.dump({"metadata": {"total_size": total}, "weight_map": names}, indent=2)
+
+
+def _dump_skeleton(skeleton: Mapping[str, Any]) -> bytes:
+    rows = (
+        f"{json.dumps(name)}: {json.dumps(value, allow_nan=False)}"
+        for name, value in skeleton.items()
+    )
+    return ("{\n" + ",\n".join(rows) + "\n}\n").encode()  # a state a line; dicts keep their order
+
+
+def _checked(companions: Mapping[str, bytes], taken: Collection[str]) -> Mapping[str, bytes]:
+    for name, data in companions.items():
+        if not is_plain_name(name):
+            raise CheckpointError(
+                f"companion {name!r}: not the plain name of a file inside the checkpoint"
+            )
+        if name in taken or name.endswith(".safetensors"):
+            raise CheckpointError(
+                f"companion {name!r}: the checkpoint writes a file of that name itself"
+            )
+        if len(data) > MAX_SMALL:
+            raise CheckpointError(
+                f"companion {name!r}: {len(data)} bytes, more than the {MAX_SMALL} allowed"
+            )
+    return companions

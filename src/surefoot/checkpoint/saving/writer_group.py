@@ -1,0 +1,131 @@
+"""The processes that write a checkpoint together: what each holds, and what each is to write.
+
+Each says what it holds of which tensor, and all work out the same plan from that. They say it anew
+only if it has changed since the last save; otherwise a few bytes tell them so.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...geometry.box import Box
+from ...storage.files import digest
+from ..disk.commit import new_nonce
+from ..disk.file_plan import Tensors
+from ..disk.manifest import Layout
+from .load_balancing import LocalTensor, balance
+
+Exchange = Callable[[Any], list[Any]]  # what every process has passed to it, in order of rank
+Holding = Mapping[str, Mapping[str, LocalTensor]]  # role -> name -> what a process holds
+
+
+@dataclass(frozen=True)
+class SavePlan:
+    """What all processes have worked out alike."""
+
+    tensors: Mapping[str, Tensors]  # by role: the type and whole shape of each, of all processes
+    mine: Mapping[str, Mapping[str, Box]]  # by role and name: what this process writes
+    optimizer: Mapping[str, Any]  # its state without tensors, of all processes
+
+
+@dataclass(frozen=True)
+class SaveDecision:
+    """What the first process says of one save, and all go by."""
+
+    nonce: str  # of the folder aside
+    parent: str | None
+
+
+@dataclass
+class _Memory:
+    """The last plan, and the digests of what it was made from."""
+
+    digests: tuple[str, ...] = ()
+    plan: SavePlan | None = None
+
+
+@dataclass(frozen=True)
+class WriterGroup:
+    """The processes that write a checkpoint together, as one of them sees them, and how."""
+
+    layout: Layout = "full"
+    rank: int = 0
+    size: int = 1
+    mesh: Mapping[str, int] = field(default_factory=dict)
+    exchange: Exchange = lambda said: [said]
+    _memory: _Memory = field(default_factory=_Memory, repr=False, compare=False)
+
+    def agree(
+        self, held: Holding, optimizer: Mapping[str, Any], parent: str | None
+    ) -> tuple[SaveDecision, SavePlan]:
+        """Tell the others what this process holds; what is to be done. Every process must call it.
+
+        Args:
+            held: what is here of the tensors of each role.
+            optimizer: its state without tensors, which in a pipeline is of some parameters only.
+            parent: as this process knows it; the first one's counts.
+
+        Raises ``CheckpointError``, in every process, if what they hold does not fit together.
+        """
+        said = _said(held, optimizer)
+        own = digest(json.dumps(said).encode())
+        answers = self.exchange((own, new_nonce(), parent))
+        digests = tuple(found for found, _, _ in answers)
+        if self._memory.plan is None or digests != self._memory.digests:
+            self._memory.plan = _plan([_heard(one) for one in self.exchange(said)], self.rank)
+            self._memory.digests = digests
+        return SaveDecision(*answers[0][1:]), self._memory.plan
+
+
+ALONE = WriterGroup()
+
+
+def _said(held: Holding, optimizer: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
+    """The same in plain data, of which equal ones have equal digests."""
+    tensors = [
+        (role, name, one.dtype, one.shape, one.box.start, one.box.shape)
+        for role, tensors in held.items()
+        for name, one in tensors.items()
+    ]
+    return tensors, optimizer
+
+
+Heard = tuple[dict[str, dict[str, LocalTensor]], Mapping[str, Any]]
+
+
+def _heard(said: tuple[Any, Mapping[str, Any]]) -> Heard:
+    found: dict[str, dict[str, LocalTensor]] = {}
+    for role, name, dtype, shape, start, extent in said[0]:
+        box = Box(tuple(start), tuple(extent))
+        found.setdefault(role, {})[name] = LocalTensor(dtype, tuple(shape), box)
+    return found, said[1]
+
+
+def shared_out(held: Sequence[Holding]) -> list[dict[str, dict[str, Box]]]:
+    """What each process writes of what all hold, by role and name (see ``balance``)."""
+    flat = [
+        {f"{role}/{name}": one for role, found in tensors.items() for name, one in found.items()}
+        for tensors in held
+    ]
+    shares: list[dict[str, dict[str, Box]]] = [{} for _ in held]
+    for share, boxes in zip(shares, balance(flat), strict=True):
+        for full_name, box in boxes.items():
+            role, _, name = full_name.partition("/")
+            share.setdefault(role, {})[name] = box
+    return shares
+
+
+def _plan(heard: list[Heard], rank: int) -> SavePlan:
+    mine = shared_out([tensors for tensors, _ in heard])[rank]
+    whole: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = {}
+    optimizer: dict[str, Any] = {}
+    for tensors, states in heard:
+        for role, found in tensors.items():
+            for name, one in found.items():
+                whole.setdefault(role, {}).setdefault(name, (one.dtype, one.shape))
+        for name, state in states.items():
+            optimizer.setdefault(name, state)
+    return SavePlan(whole, mine, optimizer)

@@ -1,0 +1,239 @@
+"""Write a checkpoint aside, all of it, then commit it; afterwards forget what it replaces.
+
+The bytes of tensors come from a ``Content``: live tensors (``save``), or the arena that a snapshot
+was copied into (``background``). No torch here: the process that writes in the background starts
+in a tenth of a second.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from ...errors import CheckpointError
+from ...storage import files
+from ..disk.commit import delete, refuse_existing, temporary_folder
+from ..disk.dcp_metadata import explained
+from ..disk.folder import CheckpointFolder, open_checkpoint
+from ..disk.manifest import MANIFEST, Manifest, Piece, check_consistent, dump
+from .incremental import equal_file, link, make_parent, parent_of
+from .job import Job, Saved, Shard
+from .joint import (
+    Written,
+    gather,
+    publish_files,
+    publish_folder,
+    read_changed,
+    report_changed,
+    wait_for_files,
+    write_own_part,
+)
+
+
+class Content(Protocol):
+    """Where the bytes of a job's tensors come from."""
+
+    def write(self, shard: Shard, file: files.File) -> Mapping[str, str]:
+        """Fill and flush the file; the hash of each tensor's bytes by name."""
+
+    def hash(self, shard: Shard, name: str) -> str:
+        """The hash of one tensor's bytes."""
+
+
+def write(
+    job: Job,
+    content: Content,
+    started: Callable[[], None] | None = None,
+    is_orphan: Callable[[], bool] = lambda: False,
+) -> Saved:
+    """Write and commit ``job``; it is on the disk when this returns.
+
+    Of several processes that write a checkpoint together, the first commits it, once all others
+    have reported their part; these return when it has.
+
+    ``started`` is called once the folder aside is there and locked; it may raise to give up.
+    Raises ``CheckpointError``, leaving nothing behind, if the checkpoint exists already or the disk
+    fails.
+    """
+    began = time.monotonic()
+    target = job.target
+    if job.rank > 0:
+        with files.raising(CheckpointError, f"cannot save {target}"):
+            own, done = write_own_part(job, lambda path: write_files(job, content, path), is_orphan)
+        return Saved(target, own, 0, time.monotonic() - began, is_committed=done)
+    with files.raising(CheckpointError, f"cannot save {target}"):
+        if job.attempt and (size := _size_of(job)) is not None:  # the writer died after the commit
+            return Saved(target, size, 0, time.monotonic() - began, _forget(job))
+        refuse_existing(target)
+        with temporary_folder(target, job.nonce_of(job.attempt)) as part:
+            if started is not None:
+                started()
+            if job.nonce is not None:
+                publish_folder(part.folder)
+            written = write_files(job, content, part.folder, is_orphan)
+            if job.nonce is not None:  # others write their part
+                gather(job, part.folder, written, is_orphan)
+                check_consistent(_manifest(job, written), str(target))
+            part.commit(target, dump(_manifest(job, written)))
+    size = sum(written.files.values())
+    seconds = time.monotonic() - began
+    return Saved(target, size, written.num_shared, seconds, _forget(job))
+
+
+def _size_of(job: Job) -> int | None:
+    """The bytes of the checkpoint, if ``job`` has been committed."""
+    if not files.exists(job.target / MANIFEST):
+        return None
+    manifest = open_checkpoint(job.target).manifest
+    return sum(manifest.files.values()) if manifest.created == job.created else None
+
+
+def _manifest(job: Job, written: Written) -> Manifest:
+    return Manifest(
+        step=job.step,
+        kind=job.kind,
+        created=job.created,
+        versions=job.versions,
+        files=written.files,
+        hashes=written.hashes,
+        pieces=written.pieces,
+        parent=job.parent,
+        layout=job.layout,
+        world_size=job.world_size,
+        mesh=job.mesh,
+    )
+
+
+def _forget(job: Job) -> str | None:
+    """Drop what the new checkpoint replaces; what went wrong, which does not undo the save."""
+    try:
+        for name in job.forget:
+            if files.exists(job.root / name):
+                delete(job.root / name)
+    except OSError as error:
+        return f"cannot remove an old checkpoint: {files.explain(error)}"
+    return None
+
+
+def write_files(
+    job: Job, content: Content, folder: Path, is_orphan: Callable[[], bool] = lambda: False
+) -> Written:
+    """Write and flush all files but the manifest. Space for the large ones is claimed first."""
+    written, parent = Written(), parent_of(job)
+    own = [shard for shard in job.shards if shard.share is None]
+    left = [shard for shard in own if not _link(parent, shard, content, folder, written)]
+    if job.is_joint and job.rank == 0:
+        left += _open_joint(job, content, folder, written, left, is_orphan)
+    else:
+        _reserve(folder, left)
+    if job.is_joint and job.rank > 0:
+        left += _join(job, content, folder)
+    for shard in left:
+        path = folder / shard.plan.name
+        with _opened(path, shard) as file:
+            file.bypass_cache()
+            _note(written, shard, content.write(shard, file))
+    for name, data in sorted(job.small.items()):
+        path = folder / name
+        if path.parent != folder:
+            files.make_folder(path.parent)
+        files.write_new(path, data)
+        written.files[name] = len(data)
+        written.hashes[name] = files.digest(data)
+    return written
+
+
+def _opened(path: Path, shard: Shard) -> files.File:
+    if shard.share is None:
+        return files.open_file(path, follow=False, write=True)
+    return files.open_to_write(path)
+
+
+def _reserve(folder: Path, shards: Sequence[Shard]) -> None:
+    for shard in shards:
+        make_parent(folder, shard.plan.name)
+        with files.create(folder / shard.plan.name) as file:
+            file.reserve(shard.plan.header.file_size)
+
+
+def _open_joint(
+    job: Job,
+    content: Content,
+    folder: Path,
+    written: Written,
+    own: Sequence[Shard],
+    is_orphan: Callable[[], bool],
+) -> list[Shard]:
+    """Make the files that all processes write, beside its ``own``, and let them begin; the ones
+    that are not the parent's to the last byte, as far as any process can tell."""
+    joint, parent = [shard for shard in job.shards if shard.share is not None], parent_of(job)
+    other = read_changed(job, folder, is_orphan) if _may_share(job) else set()
+    left = [
+        shard
+        for shard in joint
+        if shard.plan.name in other or not _link(parent, shard, content, folder, written)
+    ]
+    _reserve(folder, [*own, *left])
+    publish_files(folder, [shard.plan.name for shard in left])
+    return left
+
+
+def _join(job: Job, content: Content, folder: Path) -> list[Shard]:
+    """Wait until the files that all processes write are there; those of which this one writes a
+    part."""
+    joint, parent = [shard for shard in job.shards if shard.share is not None], parent_of(job)
+    if _may_share(job):
+        changed = [s for s in joint if parent is None or equal_file(parent, s, content) is None]
+        report_changed(job, folder, [shard.plan.name for shard in changed])
+    names = wait_for_files(folder)
+    return [shard for shard in joint if shard.plan.name in names]
+
+
+def _may_share(job: Job) -> bool:
+    """Whether files may be the parent's, on which all processes agree."""
+    return job.share and job.parent is not None
+
+
+def _link(
+    parent: CheckpointFolder | None,
+    shard: Shard,
+    content: Content,
+    folder: Path,
+    written: Written,
+) -> bool:
+    """Whether ``shard`` is equal to a file of the parent, and has been linked to it."""
+    name = None if parent is None else equal_file(parent, shard, content)
+    if parent is None or name is None or (pieces := link(parent, name, shard, folder)) is None:
+        return False
+    _note_file(written, shard)
+    written.pieces += pieces
+    written.num_shared += shard.plan.header.file_size
+    return True
+
+
+def _note(written: Written, shard: Shard, hashes: Mapping[str, str]) -> None:
+    plan, share = shard.plan, shard.share
+    boxes = explained(plan.header)
+    if share is None or share.has_head:
+        _note_file(written, shard)
+    if share is not None:
+        boxes = {name: (plan.header.entries[name].shape, box) for name, box in share.boxes.items()}
+    written.pieces += [
+        Piece(
+            tensor=f"{shard.role}/{name}",
+            dtype=plan.header.entries[name].dtype,
+            shape=shape,
+            box=box,
+            file=plan.name,
+            key=name,
+            hash=hashes[name],
+        )
+        for name, (shape, box) in boxes.items()
+    ]
+
+
+def _note_file(written: Written, shard: Shard) -> None:
+    written.files[shard.plan.name] = shard.plan.header.file_size
+    written.hashes[shard.plan.name] = files.digest(shard.plan.head)

@@ -1,0 +1,1 @@
+"""Lazy tensors in files, and views of them."""

@@ -1,0 +1,129 @@
+"""Write any source as Hugging Face weight files, block by block, in bounded memory."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from ...errors import CheckpointError
+from ...geometry.box import Box
+from ...storage import files
+from ..disk.bytes import dtype_name, write_tensor
+from ..disk.dcp_metadata import explained
+from ..disk.file_plan import FilePlan, plan_save
+from ..disk.stream import Stream
+from ..saving.preparation import dump_index
+from .source import CastSource, Shape, TensorSource
+
+Progress = Callable[[int], None]  # is told the bytes of each block written
+_PART = ".part"
+_BLOCK = 1 << 20  # bytes read, computed and written at a time: still in the cache as float32
+CASTS = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+def copy(
+    source: TensorSource,
+    target_folder: Path | str,
+    *,
+    stem: str = "model",
+    dtype: str | None = None,
+    max_shard_size: int | None = 5_000_000_000,
+    progress: Progress | None = None,
+) -> None:
+    """Write ``source`` into ``target_folder`` as ``{stem}.safetensors``, or as shards and an index.
+
+    ``dtype`` (float32, float16, bfloat16) casts floating point tensors. The files appear when all
+    are whole; a folder that has such weights already is refused.
+    """
+    source, folder = cast(source, dtype), Path(target_folder)
+    plans = plan_save(stem, described(source), max_shard_size)
+    with files.raising(CheckpointError, f"cannot write weights to {folder}"):
+        files.make_folder(folder)
+        _make_room(folder, stem)
+        _write(source, folder, plans, progress or silent)
+        if len(plans) > 1:
+            files.write_aside(folder / f"{stem}.safetensors.index.json", dump_index(plans))
+        files.sync_folder(folder)
+
+
+def cast(source: TensorSource, dtype: str | None) -> TensorSource:
+    """``source`` with its floating point tensors as ``dtype``; as it is if that is None."""
+    if dtype is None:
+        return source
+    if dtype not in CASTS:
+        raise CheckpointError(f"dtype {dtype!r}: expected one of {', '.join(CASTS)}")
+    return CastSource(source, CASTS[dtype])
+
+
+def described(source: TensorSource) -> dict[str, tuple[str, Shape]]:
+    """The stored type and shape of every tensor."""
+    dtypes = source.dtypes()
+    return {name: (dtype_name(name, dtypes[name]), s) for name, s in source.shapes().items()}
+
+
+def silent(num_bytes: int) -> None:
+    """Report no progress."""
+
+
+def _make_room(folder: Path, stem: str) -> None:
+    """Refuse a folder with such weights; remove what a killed copy left behind."""
+    for name in files.list_folder(folder):
+        if name.startswith(stem) and ".safetensors" in name:
+            raise CheckpointError(f"{folder / name}: it exists already; choose another folder")
+        if name.startswith(f".{stem}") and name.endswith(_PART):
+            with (
+                contextlib.suppress(BlockingIOError),  # another process writes it
+                files.open_file(folder / name, follow=False, write=True) as file,
+            ):
+                if file.lock():
+                    files.remove_tree(folder / name)
+
+
+def _write(
+    source: TensorSource, folder: Path, plans: Sequence[FilePlan], progress: Progress
+) -> None:
+    """Write all files aside, then give them their names."""
+    nonce = secrets.token_hex(4)
+    with contextlib.ExitStack() as stack:
+        opened = []
+        for plan in plans:
+            path = folder / f".{plan.name}.{nonce}{_PART}"
+            file = stack.enter_context(files.create(path))
+            stack.callback(_remove, path)
+            file.lock()
+            file.reserve(plan.header.file_size)
+            file.bypass_cache()
+            opened.append(file)
+        for file, plan in zip(opened, plans, strict=True):
+            fill(file, source, plan, progress)
+        for file, plan in zip(opened, plans, strict=True):
+            files.rename(file.path, folder / plan.name)
+
+
+def _remove(path: Path) -> None:
+    with contextlib.suppress(OSError):  # what stopped the copy matters more
+        files.remove_tree(path)
+
+
+def fill(
+    file: files.File, source: TensorSource, plan: FilePlan, progress: Progress
+) -> dict[str, str]:
+    """Fill and flush a file; the hash of the bytes of each of its tensors, or boxes, by name."""
+    with Stream(file) as stream:
+        stream.write(plan.head)
+        boxes = explained(plan.header).items()
+        return {name: copy_box(stream, source, name, box, progress) for name, (_, box) in boxes}
+
+
+def copy_box(stream: Stream, source: TensorSource, name: str, box: Box, progress: Progress) -> str:
+    """Add the values of one box of one tensor, block by block; the hash of their bytes."""
+    digest = files.Hash()
+    for part in box.blocks(_BLOCK // source.dtypes()[name].itemsize):
+        block = source.read(name, part)
+        write_tensor(stream, block, digest)
+        progress(block.nbytes)
+    return digest.hex()

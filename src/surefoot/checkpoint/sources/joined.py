@@ -1,0 +1,46 @@
+"""Several sources as one: of weights and their moments, or of a model and what is told of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from ...geometry.box import Box
+from .source import Shape, TensorSource
+
+
+@dataclass(frozen=True)
+class JoinedSource:
+    """Sources whose names, with what stands before them, all differ."""
+
+    parts: Sequence[tuple[str, TensorSource]]  # each with what stands before its names
+
+    @cached_property
+    def _places(self) -> Mapping[str, tuple[TensorSource, str]]:
+        return {
+            f"{prefix}{name}": (part, name) for prefix, part in self.parts for name in part.shapes()
+        }
+
+    @cached_property
+    def _shapes(self) -> Mapping[str, Shape]:
+        return {f"{p}{name}": s for p, part in self.parts for name, s in part.shapes().items()}
+
+    @cached_property
+    def _dtypes(self) -> Mapping[str, torch.dtype]:
+        return {f"{p}{name}": d for p, part in self.parts for name, d in part.dtypes().items()}
+
+    def shapes(self) -> Mapping[str, Shape]:
+        """Of all."""
+        return self._shapes
+
+    def dtypes(self) -> Mapping[str, torch.dtype]:
+        """Of all."""
+        return self._dtypes
+
+    def read(self, name: str, box: Box) -> torch.Tensor:
+        """From the part it is in."""
+        part, inner = self._places[name]
+        return part.read(inner, box)

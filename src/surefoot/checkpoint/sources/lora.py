@@ -1,0 +1,131 @@
+"""Base weights with a low-rank adapter folded in, computed box by box.
+
+Shapes: O outputs, I inputs, R rank. LoRA (Hu et al. 2021): ``W_OI + scale * B_OR @ A_RI``.
+DoRA (Liu et al. 2024) then scales every row to a learned length:
+``m_O / ||V_OI|| * V_OI`` with ``V = W + scale * B A`` and the norm over I.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+
+from ...geometry.box import Box
+from .source import Shape, TensorSource, read_whole
+
+_BLOCK = 4 << 20  # elements computed at a time
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What is added to one weight: names in the adapter, and how they are meant."""
+
+    a: str  # [R, I]
+    b: str  # [O, R]
+    scale: float
+    magnitude: str | None = None  # [O], DoRA only
+    is_transposed: bool = False  # the weight is stored as [I, O]: embeddings, GPT-2's Conv1D
+
+
+@dataclass(frozen=True)
+class Merged:
+    """A base with tensors replaced by, and low-rank updates added from, an adapter.
+
+    Computed in float32 (float64 for a float64 base) and rounded once, to the type of the base.
+    """
+
+    base: TensorSource
+    adapter: TensorSource
+    deltas: Mapping[str, Delta]  # by base name
+    replaced: Mapping[str, str] = field(default_factory=dict)  # base name -> adapter name
+    added: Mapping[str, tuple[str, float]] = field(default_factory=dict)  # biases: name, scale
+    _norms: dict[str, torch.Tensor] = field(default_factory=dict, repr=False, compare=False)
+    _factors: dict[str, torch.Tensor] = field(default_factory=dict, repr=False, compare=False)
+
+    @cached_property
+    def _shapes(self) -> Mapping[str, Shape]:
+        shapes = self.adapter.shapes()
+        return {**self.base.shapes(), **{name: shapes[new] for name, new in self.replaced.items()}}
+
+    def shapes(self) -> Mapping[str, Shape]:
+        """Those of the base, but for replaced tensors: a grown vocabulary has more rows."""
+        return self._shapes
+
+    def dtypes(self) -> Mapping[str, torch.dtype]:
+        """Those of the base."""
+        return self.base.dtypes()
+
+    def read(self, name: str, box: Box) -> torch.Tensor:
+        """The merged values."""
+        dtype = self.base.dtypes()[name]
+        if name not in self.deltas and name not in self.added:
+            return self._plain(name, box).to(dtype)
+        exact = torch.float64 if dtype == torch.float64 else torch.float32
+        if name in self.added:
+            bias, scale = self.added[name]
+            update = self.adapter.read(bias, box).to(exact) * scale
+            return (self._plain(name, box).to(exact) + update).to(dtype)
+        delta = self.deltas[name]
+        if delta.magnitude is None:
+            return self._with_update(name, box, delta, exact).to(dtype)
+        return self._scaled(name, box, delta, exact).to(dtype)
+
+    def _plain(self, name: str, box: Box) -> torch.Tensor:
+        if name in self.replaced:
+            return self.adapter.read(self.replaced[name], box)
+        return self.base.read(name, box)
+
+    def _with_update(self, name: str, box: Box, delta: Delta, exact: torch.dtype) -> torch.Tensor:
+        """V = W + scale * B A in ``box``."""
+        weight = self._plain(name, box).to(exact)
+        out, inner = (1, 0) if delta.is_transposed else (0, 1)
+        a_RI, b_OR = self._factor(delta.a, exact), self._factor(delta.b, exact)
+        a_RI = a_RI[:, box.start[inner] : box.stop[inner]]
+        b_OR = b_OR[box.start[out] : box.stop[out]]
+        one, other = (a_RI.T, b_OR.T) if delta.is_transposed else (b_OR, a_RI)
+        return torch.addmm(weight, one, other, alpha=delta.scale)
+
+    def _factor(self, name: str, exact: torch.dtype) -> torch.Tensor:
+        """A or B; the last few are kept, as every block of a weight needs them."""
+        if name not in self._factors:
+            while len(self._factors) > 1:
+                del self._factors[next(iter(self._factors))]
+            self._factors[name] = read_whole(self.adapter, name).to(exact)
+        return self._factors[name]
+
+    def _scaled(self, name: str, box: Box, delta: Delta, exact: torch.dtype) -> torch.Tensor:
+        """DoRA: rows of V brought to their learned lengths; the norm is over whole rows."""
+        assert delta.magnitude is not None  # or there is nothing to scale to
+        out = 1 if delta.is_transposed else 0
+        outs = Box((box.start[out],), (box.shape[out],))
+        m_O: torch.Tensor = self.adapter.read(delta.magnitude, outs).to(exact)
+        if delta.is_transposed:
+            value = self._with_update(name, box, delta, exact)
+            norm_O = self._column_norms(name, delta, exact)[box.start[1] : box.stop[1]]
+            return value * (m_O / norm_O)[None, :]
+        whole = self.shapes()[name]
+        rows = Box((box.start[0], 0), (box.shape[0], whole[1]))
+        value_OI = self._with_update(name, rows, delta, exact)
+        norm_O = value_OI.square().sum(1).sqrt()
+        scaled_OI = value_OI * (m_O / norm_O)[:, None]
+        return scaled_OI[:, box.start[1] : box.stop[1]]
+
+    def _column_norms(self, name: str, delta: Delta, exact: torch.dtype) -> torch.Tensor:
+        """Norms over the stored rows, block by block; kept, as every block of rows needs them."""
+        if name not in self._norms:
+            shape = self.shapes()[name]
+            total = torch.zeros(shape[1], dtype=torch.float64)
+            for box in Box.whole(shape).blocks(max(shape[1], _BLOCK)):
+                total += self._with_update(name, box, delta, exact).double().square().sum(0)
+            self._norms[name] = total.sqrt().to(exact)
+        return self._norms[name]
+
+
+def same_values(source: TensorSource, one: str, other: str) -> bool:
+    """Whether two tensors of a source are equal."""
+    if source.shapes()[one] != source.shapes()[other]:
+        return False
+    return torch.equal(read_whole(source, one), read_whole(source, other))

@@ -1,0 +1,185 @@
+"""A source answers: what tensors are there, and what values fill this box of one of them?
+
+A folder in any layout opens as a source. Renaming, fusing, casting and merging are sources over
+sources, so that a conversion is one expression, reads only what it writes, and builds no model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Protocol
+
+import torch
+
+from ...errors import CheckpointError
+from ...geometry.box import Box
+from ...storage import files
+from ..disk.bytes import DTYPES, fill_box, raw
+from ..weights import StoredBox, Weights
+
+Shape = tuple[int, ...]
+
+
+class TensorSource(Protocol):
+    """Named tensors that can be read box by box."""
+
+    def shapes(self) -> Mapping[str, Shape]:
+        """The name and whole shape of every tensor."""
+
+    def dtypes(self) -> Mapping[str, torch.dtype]:
+        """The type of every tensor."""
+
+    def read(self, name: str, box: Box) -> torch.Tensor:
+        """The values in one box of one tensor, on the CPU."""
+
+
+def read_whole(source: TensorSource, name: str) -> torch.Tensor:
+    """All of one tensor."""
+    return source.read(name, Box.whole(source.shapes()[name]))
+
+
+@dataclass(frozen=True)
+class FolderSource:
+    """The weights of a folder.
+
+    Where a hash is known, what is read whole, or block by block in order, is checked against it:
+    every part by itself if a tensor lies in several.
+    """
+
+    weights: Weights
+    _half_read: dict[StoredBox, tuple[int, files.Hash]] = field(
+        default_factory=dict, repr=False, compare=False
+    )  # elements hashed so far, and their hash
+
+    @cached_property
+    def _shapes(self) -> Mapping[str, Shape]:
+        return {name: place.entry.shape for name, place in self.weights.tensors.items()}
+
+    def shapes(self) -> Mapping[str, Shape]:
+        """As stored."""
+        return self._shapes
+
+    @cached_property
+    def _dtypes(self) -> Mapping[str, torch.dtype]:
+        return {name: DTYPES[place.entry.dtype] for name, place in self.weights.tensors.items()}
+
+    def dtypes(self) -> Mapping[str, torch.dtype]:
+        """As stored."""
+        return self._dtypes
+
+    def read(self, name: str, box: Box) -> torch.Tensor:
+        """Just the bytes of ``box``, from the file into a new tensor."""
+        place = self.weights.tensors[name]
+        whole = Box.whole(place.entry.shape)
+        if len(box.shape) != len(whole.shape) or box not in whole:
+            where = f"{self.weights.folder}: {name}"
+            raise CheckpointError(f"{where}: {box} is outside of shape {place.entry.shape}")
+        found = torch.empty(box.shape, dtype=self._dtypes[name])
+        for part in place.parts or (StoredBox(place.file, place.key, whole, place.hash),):
+            if (common := box & part.box) is not None:
+                self._fill(name, part, common, found[common.slices_in(box)])
+        return found
+
+    def _fill(self, name: str, part: StoredBox, box: Box, target: torch.Tensor) -> None:
+        """Read ``box``, which lies in ``part``, straight into ``target`` if that is contiguous."""
+        inside = box.moved_into(part.box)
+        is_plain = target.is_contiguous()
+        values = target if is_plain else torch.empty(box.shape, dtype=target.dtype)
+        with files.raising(CheckpointError):
+            fill_box(values, part.file, part.key, part.in_file(box))
+        if part.hash is not None:
+            self._check(name, part, inside, values)
+        if not is_plain:
+            target.copy_(values)
+
+    def _check(self, name: str, part: StoredBox, box: Box, found: torch.Tensor) -> None:
+        whole = Box.whole(part.box.shape)
+        first, count = next(box.runs_in(whole), (0, 0))
+        if count != box.size:
+            return  # not one run of the file
+        expected, digest = (
+            (0, files.Hash()) if first == 0 else self._half_read.pop(part, (-1, None))
+        )
+        if first != expected or digest is None:
+            return  # out of order
+        digest.update(raw(found))
+        if first + count < whole.size:
+            self._half_read[part] = (first + count, digest)
+        elif digest.hex() != part.hash:
+            raise CheckpointError(f"{part.file.path}: {name} is damaged: its hash does not match")
+
+
+@dataclass(frozen=True)
+class TensorsInMemory:
+    """Tensors that are already here."""
+
+    tensors: Mapping[str, torch.Tensor]
+
+    def shapes(self) -> Mapping[str, Shape]:
+        """As they are."""
+        return {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}
+
+    def dtypes(self) -> Mapping[str, torch.dtype]:
+        """As they are."""
+        return {name: tensor.dtype for name, tensor in self.tensors.items()}
+
+    def read(self, name: str, box: Box) -> torch.Tensor:
+        """A view."""
+        tensor = self.tensors[name]
+        return tensor[box.slices_in(Box.whole(tuple(tensor.shape)))].detach().cpu()
+
+
+@dataclass(frozen=True)
+class Renamed:
+    """Tensors under other names (new name -> old name); those not named are left out."""
+
+    source: TensorSource
+    names: Mapping[str, str]
+
+    @cached_property
+    def _shapes(self) -> Mapping[str, Shape]:
+        shapes = self.source.shapes()
+        return {new: shapes[old] for new, old in self.names.items()}
+
+    @cached_property
+    def _dtypes(self) -> Mapping[str, torch.dtype]:
+        dtypes = self.source.dtypes()
+        return {new: dtypes[old] for new, old in self.names.items()}
+
+    def shapes(self) -> Mapping[str, Shape]:
+        """By new name."""
+        return self._shapes
+
+    def dtypes(self) -> Mapping[str, torch.dtype]:
+        """By new name."""
+        return self._dtypes
+
+    def read(self, name: str, box: Box) -> torch.Tensor:
+        """By new name."""
+        return self.source.read(self.names[name], box)
+
+
+@dataclass(frozen=True)
+class CastSource:
+    """The same values in another floating point type. Integers, bools and 8-bit floats stay."""
+
+    source: TensorSource
+    dtype: torch.dtype
+
+    def shapes(self) -> Mapping[str, Shape]:
+        """Unchanged."""
+        return self.source.shapes()
+
+    def dtypes(self) -> Mapping[str, torch.dtype]:
+        """``dtype`` for what is a plain floating point number."""
+        return {name: self._target(dtype) for name, dtype in self.source.dtypes().items()}
+
+    def read(self, name: str, box: Box) -> torch.Tensor:
+        """Rounded to nearest."""
+        found = self.source.read(name, box)
+        return found.to(self._target(found.dtype))
+
+    def _target(self, dtype: torch.dtype) -> torch.dtype:
+        return self.dtype if dtype.is_floating_point and dtype.itemsize > 1 else dtype

@@ -1,0 +1,1 @@
+"""States of a run as named tensors and plain data."""

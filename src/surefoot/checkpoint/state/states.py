@@ -1,0 +1,182 @@
+"""What a part of the run owes its checkpoint: to say what it is, and to become it again.
+
+Most of torch does so as it is: modules, optimizers, learning rate schedulers, samplers. What it
+leaves out is here: parameters that a module has under two names, an optimizer's state under its
+parameters' names, and the random generators.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import nn
+
+from ...errors import CheckpointError
+from ...geometry.sharding import Cuts
+
+
+class Stateful(Protocol):
+    """Anything with a state: the model, the optimizer, the loader, the random generators.
+
+    A state is made of dicts, lists, tuples, numbers, text, None and dense tensors. Two states have
+    files of their own: ``model``, a flat dict of tensors under the names of the weight file, and
+    ``optimizer``, a dict of parameter name to dict.
+    """
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state as it is now. Tensors may be the owner's own: saving only reads them.
+
+        Loading asks for the state as well, and reads into the tensors of it that fit, so that
+        ``load_state_dict`` may find its own tensors filled already.
+        """
+
+    def load_state_dict(self, state: dict[str, Any], /) -> object:
+        """Become ``state``."""
+
+
+def adopted(states: Mapping[str, Stateful]) -> dict[str, Stateful]:
+    """``states`` as they are saved and loaded: a plain module has every tensor once."""
+    return {
+        name: ModuleState(state) if isinstance(state, nn.Module) else state
+        for name, state in states.items()
+    }
+
+
+def cuts_of(state: Stateful | None, name: str) -> Cuts | None:
+    """How the tensor ``name`` of a state is cut over processes, if the state has it on record: some
+    have a ``cuts_of`` of their own."""
+    recorded = getattr(state, "cuts_of", None)
+    found: Cuts | None = None if recorded is None else recorded(name)
+    return found
+
+
+def is_copy(state: Stateful | None, name: str) -> bool:
+    """Whether another stage of a pipeline has the tensor ``name`` of a state as well, and writes
+    it: some states have an ``is_copy`` of their own."""
+    asked = getattr(state, "is_copy", None)
+    return asked is not None and bool(asked(name))
+
+
+@dataclass(frozen=True)
+class ModuleState:
+    """A module whose tied tensors are stored once, under the first of their names."""
+
+    module: nn.Module
+
+    def state_dict(self) -> dict[str, Any]:
+        """The live tensors, and whatever else the module says."""
+        whole = self.module.state_dict()
+        return {name: whole[name] for name, first in _first_names(whole).items() if first == name}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Become ``state``: every name must be there, or the one it shares its tensor with."""
+        first = _first_names(self.module.state_dict())
+        self.module.load_state_dict({name: state[kept] for name, kept in first.items()})
+
+
+def _first_names(tree: Mapping[str, Any]) -> dict[str, str]:
+    """For every name the first one that has the very same tensor, mostly the name itself."""
+    firsts: dict[object, str] = {}
+    return {name: firsts.setdefault(_place(name, value), name) for name, value in tree.items()}
+
+
+def _place(name: str, value: object) -> object:
+    """What two values have in common only if they are one."""
+    if not isinstance(value, torch.Tensor) or value.layout != torch.strided or not value.numel():
+        return name
+    storage = value.untyped_storage()._cdata
+    return storage, value.storage_offset(), value.shape, value.stride(), value.dtype
+
+
+@dataclass(frozen=True)
+class NamedOptimizer:
+    """A torch optimizer under its parameters' names, which survive another order of parameters.
+
+    ``{name: {exp_avg: ..., ...}, "param_groups": [{"lr": ..., "params": [name, ...]}, ...]}``.
+    Weights that no optimizer moves can then be told apart, and are shared by the next checkpoint.
+    """
+
+    optimizer: torch.optim.Optimizer
+    named_parameters: Iterable[tuple[str, nn.Parameter]]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "named_parameters", list(self.named_parameters))
+
+    def state_dict(self) -> dict[str, Any]:
+        """The live tensors by name, and the settings of every group."""
+        names, plain = self._names(), self.optimizer.state_dict()
+        order = [name for group in names for name in group]
+        groups = zip(plain["param_groups"], names, strict=True)
+        return {
+            **{order[i]: state for i, state in plain["state"].items()},
+            "param_groups": [{**group, "params": params} for group, params in groups],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Become ``state``. Raises ``CheckpointError`` if its groups hold other parameters."""
+        names = self._names()
+        order = [name for group in names for name in group]
+        saved = {frozenset(group["params"]): group for group in state["param_groups"]}
+        plain: dict[str, Any] = self.optimizer.state_dict()
+        for i, params in enumerate(names):
+            if frozenset(params) not in saved:
+                raise CheckpointError(
+                    f"optimizer state of other parameters, or grouped otherwise: there is no group "
+                    f"of just these {len(params)} (for one, {params[0] if params else 'none'})"
+                )
+            own = plain["param_groups"][i]
+            plain["param_groups"][i] = {**saved[frozenset(params)], "params": own["params"]}
+        plain["state"] = {i: state[name] for i, name in enumerate(order) if name in state}
+        self.optimizer.load_state_dict(plain)
+
+    def _names(self) -> list[list[str]]:
+        """The names of each group's parameters."""
+        known = {id(parameter): name for name, parameter in self.named_parameters}
+        groups = [group["params"] for group in self.optimizer.param_groups]
+        if odd := [p for params in groups for p in params if id(p) not in known]:
+            raise CheckpointError(
+                f"the optimizer moves {len(odd)} parameters that have no name, one of shape "
+                f"{list(odd[0].shape)}; pass the named_parameters() of every module it moves"
+            )
+        return [[known[id(p)] for p in params] for params in groups]
+
+
+class RandomState:
+    """The random generators of this process, as one state."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Python's, numpy's and torch's generators, and that of the GPU in use."""
+        version, words, gauss = random.getstate()
+        numpy: dict[str, Any] = np.random.get_state(legacy=False)
+        state: dict[str, Any] = {
+            "python": [version, list(words), gauss],
+            "numpy": {**numpy, "state": _words_to_tensor(numpy["state"])},
+            "torch": torch.get_rng_state(),
+        }
+        if torch.cuda.is_available():
+            state["cuda"] = torch.cuda.get_rng_state()
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Set the generators; one of a device that is not here is left out."""
+        version, words, gauss = state["python"]
+        random.setstate((version, tuple(words), gauss))
+        numpy = state["numpy"]
+        np.random.set_state({**numpy, "state": _tensor_to_words(numpy["state"])})
+        torch.set_rng_state(state["torch"])
+        if "cuda" in state and torch.cuda.is_available():
+            torch.cuda.set_rng_state(state["cuda"])
+
+
+def _words_to_tensor(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The Mersenne twister's 624 words as a tensor: files know no numpy arrays."""
+    return {"key": torch.from_numpy(state["key"].astype(np.int64)), "pos": int(state["pos"])}
+
+
+def _tensor_to_words(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {"key": state["key"].numpy().astype(np.uint32), "pos": state["pos"]}

@@ -1,0 +1,44 @@
+"""Checkpoints and runs on the command line: folders here, or the URLs of folders in a store."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from ...checkpoint.mindspore.ranks import step_of
+from ...storage.address import Address, is_address
+
+
+class Place(click.Path):
+    """A folder that is there, or a URL. Where MindSpore's ranks keep several steps in a folder, a
+    file in ``rank_0`` names the step."""
+
+    def __init__(self) -> None:
+        super().__init__(exists=True, file_okay=False, path_type=Path)
+
+    def convert(  # type: ignore[override]
+        self, value: str, param: click.Parameter | None, ctx: click.Context | None
+    ) -> Path | Address:
+        """The folder, or the address."""
+        if step_of(Path(value).name) is not None and Path(value).is_file():
+            return Path(value)
+        if not is_address(value):
+            found: Path = super().convert(value, param, ctx)  # type: ignore[assignment]
+            return found
+        try:
+            return Address(value)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
+
+PLACE = Place()
+
+
+def local(checkpoint: Path | Address) -> Path:
+    """The checkpoint's folder; if it lies in a store, that of its copy in the cache."""
+    if isinstance(checkpoint, Path):
+        return checkpoint
+    from ...remote.remote_resume import fetch
+
+    return fetch(checkpoint)

@@ -1,0 +1,170 @@
+"""The reference pages, written from the code: ``python -m surefoot.cli.docs_pages docs/reference``.
+
+Fields, defaults, docstrings and options are the only source, so the pages cannot say what the
+program does not do; a test fails while the committed pages differ from what this writes.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+
+from ..recipe.prediction import Prediction
+from ..recipe.recipe import Recipe
+from ..recipe.yaml import emit
+from ..schema import Setting, json_schema, markdown, settings, variant_name
+from ..schema.read import write_setting
+from .main import COMMANDS, main
+
+WIDTH = 88
+NOTE = "<!-- Written by `make docs` from the code. Do not edit. -->\n"
+RECIPE = """# The recipe
+
+One YAML file says everything about a run:
+
+```yaml
+model: {path: Qwen/Qwen3-0.6B}
+data: {dataset_dir: data, datasets: [alpaca_en, identity]}
+method: {lora: {rank: 16}}
+stage: sft
+train: {output_dir: runs/qwen, num_epochs: 3, global_batch_size: 64, micro_batch_size: 2}
+optim: {adamw: {learning_rate: 1.0e-4, schedule: cosine}}
+checkpoint: {save_steps: 200, keep: 3}
+```
+
+`method`, `stage` and `optim` hold one of several variants: its name alone, or its name with
+settings below it. Where a list is expected, one item will do. Unknown keys are refused.
+
+A path is relative to the recipe file if it exists there, otherwise to the current folder;
+`train.output_dir` is always relative to the current folder.
+
+On the command line `section.setting=value` overrides the file, as in
+`surefoot train recipe.yaml optim.adamw.learning_rate=5e-5`; so does `method.lora.rank=8` when the
+file names another method. A mapping changes only the settings it names.
+
+`surefoot recipe show recipe.yaml` prints a recipe with every setting spelled out, and
+[recipe.schema.json](recipe.schema.json) makes editors complete and check it: write
+`# yaml-language-server: $schema=recipe.schema.json` in its first line.
+"""
+ANSWERS = """# Answers without training
+
+`surefoot predict` also takes a file with these sections:
+
+```yaml title="answers.yaml"
+model: {path: runs/qwen}
+generate: {max_new_tokens: 100}
+parallel: {tp: 2}
+```
+"""
+CLI = """# The command line
+
+A mistake that you can put right gives exit code 2 and a message without a traceback; `--verbose`,
+anywhere on the line, adds the traceback. Ctrl-C gives 130.
+"""
+
+
+def recipe_page() -> str:
+    """Every section, variant and setting."""
+    return "\n".join([NOTE, RECIPE, *_sections(), *_answers()])
+
+
+def schema_page() -> str:
+    """The JSON schema of recipes."""
+    return json.dumps(json_schema(Recipe), indent=2, ensure_ascii=False) + "\n"
+
+
+def cli_page() -> str:
+    """Every command and option."""
+    return "\n".join([NOTE, CLI, *_commands()])
+
+
+PAGES = {"recipe.md": recipe_page, "recipe.schema.json": schema_page, "cli.md": cli_page}
+
+
+def _sections() -> Iterator[str]:
+    for name, setting in settings(Recipe).items():
+        if setting.section is not None:
+            default = "" if setting.is_required else " (may be left out)"
+            yield f"## `{name}`{default}\n"
+            yield from _section(setting.section)
+            continue
+        default = "required"
+        if not setting.is_required:
+            default = f"default `{variant_name(setting.choices or {}, setting.default)}`"
+        yield f"## `{name}` ({default})\n"
+        yield f"{setting.doc} {setting.expected.capitalize()}.\n"
+        for variant, cls in (setting.choices or {}).items():
+            yield f"### `{name}: {variant}`\n"
+            yield from _section(cls)
+
+
+def _answers() -> Iterator[str]:
+    """What is not said of a recipe already."""
+    yield ANSWERS
+    known = {setting.section for setting in settings(Recipe).values()}
+    for name, setting in settings(Prediction).items():
+        if setting.section is not None and setting.section not in known:
+            yield f"## `{name}` of answers\n"
+            yield from _section(setting.section)
+        else:
+            yield f"`{name}`, as above: {setting.doc}\n"
+
+
+def _section(cls: type) -> Iterator[str]:
+    yield f"{markdown(inspect.getdoc(cls) or '')}\n"
+    if not settings(cls):
+        yield "It has no settings.\n"
+        return
+    yield "| setting | value | default | what it is |\n|---|---|---|---|"
+    for name, setting in settings(cls).items():
+        default = "**required**" if setting.is_required else f"`{_default(setting)}`"
+        cells = [f"`{name}`", setting.expected, default, setting.doc]
+        yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+    yield ""
+
+
+def _default(setting: Setting) -> str:
+    """The default as it would stand in the recipe."""
+    return emit({"x": write_setting(setting, setting.default)}).removeprefix("x:").strip()
+
+
+def _commands() -> Iterator[str]:
+    context = click.Context(
+        main, info_name="surefoot", terminal_width=WIDTH, **main.context_settings
+    )
+    yield from _help(main, context)
+    for name in COMMANDS:
+        command = main.get_command(context, name)
+        assert command is not None
+        yield from _tree(command, name, context)
+
+
+def _tree(command: click.Command, name: str, parent: click.Context) -> Iterator[str]:
+    """A command and, of a group, the commands in it."""
+    context = click.Context(command, parent=parent, info_name=name, terminal_width=WIDTH)
+    yield from _help(command, context)
+    for inner in command.commands.values() if isinstance(command, click.Group) else ():
+        yield from _tree(inner, str(inner.name), context)
+
+
+def _help(command: click.Command, context: click.Context) -> Iterator[str]:
+    yield f"## `{context.command_path}`\n"
+    yield f"```text\n{command.get_help(context)}\n```\n"
+
+
+@click.command()
+@click.argument("folder", type=click.Path(file_okay=False, path_type=Path))
+def reference(folder: Path) -> None:
+    """Write the reference pages into FOLDER."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, page in PAGES.items():
+        (folder / name).write_text(page(), encoding="utf-8")
+        click.echo(f"wrote {folder / name}")
+
+
+if __name__ == "__main__":
+    reference()

@@ -1,0 +1,1 @@
+"""Token ids to windows: shuffles, balancing by length, the loader."""

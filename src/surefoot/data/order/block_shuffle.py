@@ -1,0 +1,47 @@
+"""The order of data of unknown length: in blocks of one size, each shuffled by itself.
+
+It is a pure function of (seed, epoch, position), like that of data of known length, so a position
+is all that a resume needs; a shuffle buffer would have to be saved, or filled again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ..data_order import Index, draw, permutation
+
+EPOCHS = 1 << 40  # streams of random numbers of one epoch
+
+
+@dataclass
+class BlockShuffle:
+    """Blocks of ``size`` items; the first one of an epoch is shorter, from the second epoch on, so
+    that an example has other neighbours in each."""
+
+    size: int
+    seed: int
+    shuffle: bool = True
+    _newest: tuple[tuple[int, int, int], Index] | None = field(default=None, init=False)
+
+    def around(self, epoch: int, position: int) -> tuple[int, int]:
+        """Where the block of a position begins and ends, if the data goes on so far."""
+        moved = epoch and self.shuffle
+        first = self.size - (draw(self.size, seed=self.seed, stream=epoch) if moved else 0)
+        if position < first:
+            return 0, first
+        start = position - (position - first) % self.size
+        return start, start + self.size
+
+    def order(self, epoch: int, start: int, end: int) -> Index:
+        """The items of a block in the order in which they come."""
+        if not self.shuffle:
+            return np.arange(start, end)
+        place = epoch, start, end
+        known = self._newest  # of one moment: a thread may look ahead
+        if known is None or known[0] != place:
+            stream = epoch * EPOCHS + start
+            known = place, permutation(end - start, seed=self.seed, stream=stream) + start
+            self._newest = known
+        return known[1]

@@ -1,0 +1,1 @@
+"""Files to examples: sources, readers, the registry of datasets, formats."""

@@ -1,0 +1,82 @@
+"""What became of the rows of each dataset: nothing is left out without being counted."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..example import JSON
+from .row_sources import BrokenRow
+
+SHOWN = 3  # broken rows that are shown
+
+
+@dataclass(frozen=True, kw_only=True)
+class DatasetReport:
+    """The figures of one dataset."""
+
+    name: str
+    rows: int = 0  # that were read
+    broken: tuple[BrokenRow, ...] = ()  # that could not be read
+    # reason -> how many examples gave nothing to learn
+    dropped: Mapping[str, int] = field(default_factory=dict)
+    cut: int = 0  # examples that lost a part to cutoff_len
+    items: int = 0  # encoded examples, or pieces of long texts
+    tokens: int = 0
+    trained_tokens: int = 0  # that carry a label
+
+    def lines(self) -> Iterator[str]:
+        """The report in words."""
+        learnt = f"{self.tokens:,} tokens, {self.trained_tokens:,} of them to learn"
+        yield f"{self.name}: {self.rows:,} rows, {self.items:,} examples, {learnt}"
+        if self.broken:
+            yield f"{self.name}: rows left out, for they cannot be read: {len(self.broken):,}"
+            yield from shown(self.broken)
+        for reason, count in self.dropped.items():
+            yield f"{self.name}: examples dropped: {count:,} ({reason})"
+        if self.cut:
+            yield f"{self.name}: examples cut to data.cutoff_len: {self.cut:,}"
+
+
+@dataclass(frozen=True)
+class Report:
+    """The figures of all datasets of a recipe."""
+
+    datasets: tuple[DatasetReport, ...]
+    held_out: int = 0  # examples that val_size took from the training data
+
+    def lines(self) -> Iterator[str]:
+        """The report in words."""
+        for dataset in self.datasets:
+            yield from dataset.lines()
+        if self.held_out:
+            yield f"examples held out for evaluation: {self.held_out:,}"
+
+
+def report_from(saved: JSON, name: str) -> DatasetReport:
+    """The report that a folder of the cache holds, under another name perhaps."""
+    fields: dict[str, Any] = dict(saved)
+    broken = tuple(BrokenRow(**row) for row in fields["broken"])
+    return DatasetReport(**{**fields, "broken": broken, "name": name})
+
+
+def add(one: DatasetReport, more: DatasetReport) -> DatasetReport:
+    """The report of rows and of those that follow them."""
+    return DatasetReport(
+        name=one.name,
+        rows=one.rows + more.rows,
+        broken=one.broken + more.broken,
+        dropped=dict((Counter(one.dropped) + Counter(more.dropped)).most_common()),
+        cut=one.cut + more.cut,
+        items=one.items + more.items,
+        tokens=one.tokens + more.tokens,
+        trained_tokens=one.trained_tokens + more.trained_tokens,
+    )
+
+
+def shown(broken: Sequence[BrokenRow]) -> Iterator[str]:
+    """A line for each of the first broken rows."""
+    for row in broken[:SHOWN]:
+        yield f"  row {row.index}: {row.reason}"

@@ -1,0 +1,82 @@
+"""Alpaca: one question and one answer a row, in columns of their own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ....errors import DataError
+from ...example import Example, Message
+from .fields import Row, as_text, label, missing, shown, structure, text, tools
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alpaca:
+    """``{"instruction", "input", "output", "system", "history"}``; only a prompt makes a text."""
+
+    main: ClassVar[str] = "prompt"
+
+    prompt: str | None = "instruction"
+    """The question, or the text of a row for ``stage: pt``."""
+    query: str | None = "input"
+    """What the question is about; follows it on a line of its own."""
+    response: str | None = "output"
+    """The answer."""
+    history: str | None = "history"
+    """Earlier turns: a list of [question, answer]."""
+    system: str | None = "system"
+    """The system message."""
+    tools: str | None = "tools"
+    """Functions the model may call: a list of schemas, or the same as a JSON string."""
+    chosen: str | None = "chosen"
+    """The better answer, with ``ranking``."""
+    rejected: str | None = "rejected"
+    """The worse answer, with ``ranking``."""
+    kto_tag: str | None = None
+    """Whether the answer is desirable, true or false."""
+    ranking: bool = False
+    """Each row has a better and a worse answer."""
+
+    def read(self, row: Row) -> Example:
+        """The row's conversation; raises DataError with the reason why it has none."""
+        prompt, query = text(row, self.prompt), text(row, self.query)
+        if prompt is None and query is None:
+            raise missing(row, self.prompt)
+        question = Message("user", "\n".join(part for part in (prompt, query) if part))
+        before = (*self._system(row), *self._history(row), question)
+        functions = tools(row, self.tools)
+        if self.ranking:
+            chosen, rejected = (self._answer(row, name) for name in (self.chosen, self.rejected))
+            return Example(before, functions, chosen=chosen, rejected=rejected)
+        answer = text(row, self.response)
+        if answer is not None:
+            messages = (*before, Message("assistant", answer))
+            return Example(messages, functions, label=label(row, self.kto_tag))
+        if query or len(before) > 1:
+            return Example(before, functions)
+        if not prompt:
+            raise DataError(f"column {self.prompt!r}: the text is empty")
+        return Example(before, functions, text=prompt)
+
+    def _system(self, row: Row) -> tuple[Message, ...]:
+        system = text(row, self.system)
+        return (Message("system", system),) if system else ()
+
+    def _answer(self, row: Row, column: str | None) -> Message:
+        answer = text(row, column)
+        if answer is None:
+            raise missing(row, column)
+        return Message("assistant", answer)
+
+    def _history(self, row: Row) -> list[Message]:
+        turns = structure(row, self.history)
+        where = f"column {self.history!r}"
+        messages = []
+        for turn in turns if isinstance(turns, list) else []:
+            if not isinstance(turn, list) or len(turn) != 2:
+                raise DataError(f"{where}: expected [question, answer], got {shown(turn)}")
+            messages.append(Message("user", as_text(turn[0], where)))
+            messages.append(Message("assistant", as_text(turn[1], where)))
+        if turns is not None and not isinstance(turns, list):
+            raise DataError(f"{where}: expected a list of [question, answer], got {shown(turns)}")
+        return messages

@@ -1,0 +1,106 @@
+"""One value of a row: of the right type, or a DataError that names the column.
+
+A column is absent when its name is None (switched off), the row lacks it, or its value is null:
+columnar files fill what a row does not have with nulls.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from difflib import get_close_matches
+
+from ....errors import DataError
+from ...example import JSON
+
+Row = Mapping[str, object]
+TRUTH = {"true": True, "1": True, "false": False, "0": False}  # csv has only text
+
+
+def text(row: Row, column: str | None) -> str | None:
+    """The text of a column, None where it is absent."""
+    value = _value(row, column)
+    return None if value is None else as_text(value, f"column {column!r}")
+
+
+def as_text(value: object, where: str) -> str:
+    """``value`` if it is text that a tokenizer can take."""
+    if not isinstance(value, str):
+        raise DataError(f"{where}: expected text, got {shown(value)}")
+    if not value.isascii():
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            at = f"at character {error.start}"
+            raise DataError(f"{where}: half of a surrogate pair {at}, which is no text") from None
+    return value
+
+
+def structure(row: Row, column: str | None) -> object:
+    """The list or object of a column, or of the JSON string in it; None where it is absent."""
+    value = _value(row, column)
+    if not isinstance(value, str):
+        return value
+    return from_json(value, f"column {column!r}") if value.strip() else None
+
+
+def from_json(value: str, where: str) -> object:
+    """What a JSON string says."""
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{where}: not valid JSON ({error}): {shown(value)}") from None
+
+
+def tools(row: Row, column: str | None) -> tuple[JSON, ...]:
+    """Schemas of functions, taken out of OpenAI's wrapping ``{"type", "function": ...}``."""
+    value = structure(row, column)
+    if value is None:
+        return ()
+    where = f"column {column!r}"
+    if not isinstance(value, list):
+        raise DataError(f"{where}: expected a list of function schemas, got {shown(value)}")
+    return tuple(_function(item, where) for item in value)
+
+
+def _function(value: object, where: str) -> JSON:
+    schema = value.get("function", value) if isinstance(value, Mapping) else value
+    if not isinstance(schema, Mapping) or not isinstance(schema.get("name"), str):
+        raise DataError(f"{where}: expected a function schema with a name, got {shown(value)}")
+    return schema
+
+
+def label(row: Row, column: str | None) -> bool | None:
+    """Whether the answer is desirable; None if no such column is named."""
+    if column is None:
+        return None
+    value = _value(row, column)
+    truth = TRUTH.get(str(value).lower())
+    if truth is None or not isinstance(value, bool | int | str):
+        raise DataError(f"column {column!r}: expected true or false, got {shown(value)}")
+    return truth
+
+
+def missing(row: Row, column: str | None) -> DataError:
+    """The error for a row without the column it is all about."""
+    found = ", ".join(row) or "none"
+    return DataError(f"no column {column!r} (columns found: {found}){nearest(str(column), row)}")
+
+
+def nearest(word: str, choices: Mapping[str, object]) -> str:
+    """`` (did you mean x?)`` for the choice that looks most like ``word``, or nothing."""
+    close = get_close_matches(word, list(choices), n=1)
+    return f" (did you mean {close[0]}?)" if close else ""
+
+
+def shown(value: object) -> str:
+    """The type of a value and as much of it as fits in a message."""
+    if value is None:
+        return "null"
+    words = repr(value)
+    words = words if len(words) <= 60 else words[:57] + "..."
+    return f"{type(value).__name__} {words}"
+
+
+def _value(row: Row, column: str | None) -> object:
+    return None if column is None else row.get(column)

@@ -1,0 +1,72 @@
+"""OpenAI: a list of messages a row, with function calls in ``tool_calls``; nothing is added."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ...example import Example
+from .fields import Row, label, text, tools
+from .turns import Turns, with_system
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenAI:
+    """``{"messages": [{"role": "user", "content": ...}, {"role": "assistant", ...}], "tools"}``."""
+
+    main: ClassVar[str] = "messages"
+
+    messages: str | None = "messages"
+    """The messages."""
+    system: str | None = "system"
+    """The system message, if it is not the first message."""
+    tools: str | None = "tools"
+    """Functions the model may call: a list of schemas, or the same as a JSON string."""
+    chosen: str | None = "chosen"
+    """The better answer, with ``ranking``: a message or its text."""
+    rejected: str | None = "rejected"
+    """The worse answer, with ``ranking``: a message or its text."""
+    kto_tag: str | None = None
+    """Whether the last answer is desirable, true or false."""
+    role_tag: str = "role"
+    """Key of a message's role."""
+    content_tag: str = "content"
+    """Key of a message's content."""
+    user_tag: str = "user"
+    """Role of the user."""
+    assistant_tag: str = "assistant"
+    """Role of the model."""
+    observation_tag: str = "tool"
+    """Role of a function's result; ``function``, its older name, is read too."""
+    function_tag: str = "function_call"
+    """Role of a function call in a message of its own, for files that have such."""
+    system_tag: str = "system"
+    """Role of the system message; ``developer``, its newer name, is read too."""
+    ranking: bool = False
+    """Each row has a better and a worse last answer."""
+
+    def read(self, row: Row) -> Example:
+        """The row's conversation; raises DataError with the reason why it has none."""
+        turns = self._turns()
+        return Example(
+            with_system(text(row, self.system), turns.of(row, self.messages)),
+            tools(row, self.tools),
+            chosen=turns.answer(row, self.chosen) if self.ranking else None,
+            rejected=turns.answer(row, self.rejected) if self.ranking else None,
+            label=label(row, self.kto_tag),
+        )
+
+    def _turns(self) -> Turns:
+        return Turns(
+            role=self.role_tag,
+            content=self.content_tag,
+            roles={
+                "developer": "system",
+                "function": "tool",
+                self.user_tag: "user",
+                self.assistant_tag: "assistant",
+                self.observation_tag: "tool",
+                self.system_tag: "system",
+            },
+            function=self.function_tag,
+        )

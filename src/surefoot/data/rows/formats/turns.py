@@ -1,0 +1,154 @@
+"""A conversation written as a list of turns: each an object with a role and a content.
+
+Two ways to write a function call are read: a turn of its own whose content is the call as JSON
+(ShareGPT), and ``tool_calls`` beside the content of an assistant turn (OpenAI).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ....errors import DataError
+from ...example import JSON, Message, Role
+from .fields import Row, as_text, from_json, missing, nearest, shown, structure
+
+THOUGHT = re.compile(r"\s*<think>.*?</think>\s*", re.DOTALL)
+WRAPPED_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class Turns:
+    """How a dataset spells its turns: keys of role and content, and its words for the roles."""
+
+    role: str
+    content: str
+    roles: Mapping[str, Role]
+    function: str  # the role of a turn that is a function call
+
+    def of(self, row: Row, column: str | None) -> tuple[Message, ...]:
+        """The conversation in a column."""
+        value = structure(row, column)
+        if value is None:
+            raise missing(row, column)
+        if not isinstance(value, list) or not value:
+            raise DataError(f"column {column!r}: expected a list of turns, got {shown(value)}")
+        return tuple(self.message(turn, f"turn {i}") for i, turn in enumerate(value, 1))
+
+    def answer(self, row: Row, column: str | None) -> Message:
+        """The chosen or rejected answer in a column: a turn, a list of one turn, or its text."""
+        value = _only(row.get(column) if column else None)
+        if value is None:
+            raise missing(row, column)
+        where = f"column {column!r}"
+        if isinstance(value, str):
+            return Message("assistant", as_text(value, where))
+        message = self.message(value, where)
+        if message.role != "assistant":
+            raise DataError(f"{where}: expected an answer, got a turn of the {message.role}")
+        return message
+
+    def message(self, turn: object, where: str) -> Message:
+        """One turn."""
+        if not isinstance(turn, Mapping):
+            raise DataError(f"{where}: expected an object, got {shown(turn)}")
+        role, content = turn.get(self.role), turn.get(self.content)
+        learn = _learn(turn, where)
+        if role == self.function:
+            words, calls = _written_calls(as_text(content, where), where)
+            return Message("assistant", words, calls, learn)
+        known = self.roles.get(role) if isinstance(role, str) else None
+        if known is None:
+            raise self._unknown_role(turn, where)
+        if turn.get("reasoning_content"):
+            hint = f"write it into {self.content!r}, between the model's own marks"
+            raise DataError(f"{where}: 'reasoning_content' is not read; {hint}")
+        calls = _listed_calls(turn.get("tool_calls"), where)
+        if calls and known != "assistant":
+            raise DataError(f"{where}: 'tool_calls' in a turn of the {known}")
+        if content is None and calls:
+            return Message(known, "", calls, learn)
+        return Message(known, _content(content, f"{where}: {self.content!r}"), calls, learn)
+
+    def _unknown_role(self, turn: Row, where: str) -> DataError:
+        if self.role not in turn:
+            return DataError(f"{where}: no key {self.role!r} (keys found: {', '.join(turn)})")
+        known = dict.fromkeys([*self.roles, self.function])
+        role = turn[self.role]
+        hint = nearest(str(role), known) or f" (expected one of {', '.join(known)})"
+        return DataError(f"{where}: unknown role {role!r}{hint}")
+
+
+def with_system(system: str | None, messages: tuple[Message, ...]) -> tuple[Message, ...]:
+    """The conversation with the system message of its own column in front."""
+    if not system:
+        return messages
+    if messages[0].role != "system":
+        return (Message("system", system), *messages)
+    if messages[0].content != system:
+        raise DataError(
+            "the system column and the first turn give two different system messages; "
+            'switch the column off with "columns": {"system": null}'
+        )
+    return messages
+
+
+def _only(value: object) -> object:
+    return value[0] if isinstance(value, list) and len(value) == 1 else value
+
+
+def _learn(turn: Row, where: str) -> bool | None:
+    """``weight`` 0 or 1, as in OpenAI's fine-tuning files: whether this turn is learnt."""
+    weight = turn.get("weight")
+    if weight is None:
+        return None
+    if weight not in (0, 1):
+        raise DataError(f"{where}: expected weight 0 or 1, got {shown(weight)}")
+    return bool(weight)
+
+
+def _content(value: object, where: str) -> str:
+    """Text, or a list of text parts, one after the other."""
+    if not isinstance(value, list):
+        return as_text(value, where)
+    for part in value:
+        if not isinstance(part, Mapping) or part.get("type") != "text":
+            raise DataError(f"{where}: only text parts are read, got {shown(part)}")
+    return "".join(as_text(part.get("text"), where) for part in value)
+
+
+def _written_calls(content: str, where: str) -> tuple[str, tuple[JSON, ...]]:
+    """The calls written as JSON in a turn of their own, and the thought before them, if any."""
+    thought = THOUGHT.match(content)
+    words = thought[0] if thought else ""
+    body = content[len(words) :]
+    bodies = WRAPPED_CALL.findall(body) or [body]
+    calls = [call for text in bodies for call in _as_list(from_json(text, where))]
+    if not calls:
+        raise DataError(f"{where}: expected a function call, got {shown(content)}")
+    return words, tuple(_call(call, where) for call in calls)
+
+
+def _listed_calls(value: object, where: str) -> tuple[JSON, ...]:
+    """The calls of an OpenAI message."""
+    value = from_json(value, where) if isinstance(value, str) and value else value
+    return tuple(_call(call, where) for call in _as_list(value or []))
+
+
+def _as_list(value: object) -> list[object]:
+    return value if isinstance(value, list) else [value]
+
+
+def _call(value: object, where: str) -> JSON:
+    """``{"name", "arguments"}`` with the arguments as an object, however they were written."""
+    call = value.get("function") or value if isinstance(value, Mapping) else value
+    if not isinstance(call, Mapping) or not isinstance(call.get("name"), str):
+        raise DataError(f"{where}: expected a call with name and arguments, got {shown(value)}")
+    arguments = call.get("arguments")
+    if isinstance(arguments, str):
+        arguments = from_json(arguments, f"{where}: arguments") if arguments.strip() else {}
+    arguments = {} if arguments is None else arguments
+    if not isinstance(arguments, Mapping):
+        raise DataError(f"{where}: expected arguments as an object, got {shown(arguments)}")
+    return {"name": call["name"], "arguments": arguments}

@@ -1,0 +1,154 @@
+"""Rows of JSON files: one object a line, or one long list that is never in memory as a whole."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TextIO
+
+from ...errors import DataError
+from .formats.fields import Row, shown
+
+Line = Row | str  # what a reader yields: a row, or the reason why there is none
+CHUNK = 1 << 20  # characters that are read at a time
+BOM = b"\xef\xbb\xbf"  # some editors put it in front of UTF-8 text
+TOKEN = 32  # longer than any JSON token but a string or number
+SPACE = re.compile(r"[ \t\r\n]*")
+WHITE = ("", " ", "\t", "\r", "\n")  # the same, and the end
+
+
+def text_lines(path: Path) -> Iterator[tuple[int, str]]:
+    """Number and text of every line that is not blank, without byte order mark and line end."""
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+            except UnicodeDecodeError as error:
+                raise not_utf8(path, f"line {number}", error) from None
+            if text.strip():
+                yield number, text.rstrip("\r\n")
+
+
+def read_jsonl(path: Path) -> Iterator[Line]:
+    """One object a line. A line that is none, such as a torn last one, costs only itself."""
+    for number, line in text_lines(path):
+        try:
+            yield _object(json.loads(line), f"line {number}")
+        except (ValueError, RecursionError) as error:
+            yield f"line {number} is not valid JSON ({error})"
+
+
+def read_json(path: Path) -> Iterator[Line]:
+    """A list of objects; or, as some tools name such files too, one object a line."""
+    with path.open("rb") as file:
+        start = file.read(3).removeprefix(BOM).lstrip()
+        while not start and (more := file.read(CHUNK)):
+            start = more.lstrip()
+    if not start:
+        return iter(())
+    if not start.startswith(b"{"):
+        return _read_list(path)
+    number, line = next(text_lines(path))
+    try:
+        json.loads(line)
+    except ValueError:
+        hint = "expected a list of rows, or one row a line"
+        raise DataError(f"{path}: line {number} begins a single JSON object; {hint}") from None
+    return read_jsonl(path)
+
+
+def not_utf8(path: Path, where: str, error: UnicodeDecodeError) -> DataError:
+    """The error for a text file in another encoding."""
+    found = error.object[error.start]
+    hint = "convert it, for example with: iconv -f ISO-8859-1 -t UTF-8"
+    return DataError(f"{path}: {where}: byte 0x{found:02x} is not UTF-8 text; {hint}")
+
+
+def _read_list(path: Path) -> Iterator[Line]:
+    with path.open(encoding="utf-8-sig") as file:
+        window = _Window(file, path)
+        window.expect("[", "expected a list of rows")
+        if window.take("]"):
+            return
+        number = 0
+        while True:
+            number += 1
+            yield _object(window.value(), f"row {number}")
+            if window.take("]"):
+                break
+            window.expect(",", "expected ',' or ']' after a row")
+        if not window.at_end():
+            raise window.error("expected nothing after the list")
+
+
+class _Window:
+    """A window that slides over a text file, to take JSON values from it front to back."""
+
+    def __init__(self, file: TextIO, path: Path) -> None:
+        self._file, self._path = file, path
+        self._text, self._at, self._line = "", 0, 1
+        self._decode = json.JSONDecoder().raw_decode
+
+    def take(self, mark: str) -> bool:
+        """Step over white space and over ``mark``, if that comes next."""
+        if self.at_end() or self._text[self._at] != mark:
+            return False
+        self._at += 1
+        return True
+
+    def expect(self, mark: str, complaint: str) -> None:
+        """Step over ``mark``, which must come next."""
+        if not self.take(mark):
+            raise self.error(complaint)
+
+    def at_end(self) -> bool:
+        """Step over white space and say whether that was all."""
+        while True:
+            if self._text[self._at : self._at + 1] not in WHITE:
+                return False
+            space = SPACE.match(self._text, self._at)
+            self._at = space.end() if space else self._at
+            if self._at < len(self._text) or not self._slide(CHUNK):
+                return self._at == len(self._text)
+
+    def value(self) -> object:
+        """The next value. What looks broken may only be cut off by the window's end: read on."""
+        self.at_end()
+        size = CHUNK
+        while True:
+            try:
+                value, end = self._decode(self._text, self._at)
+            except json.JSONDecodeError as error:
+                is_cut = error.msg.startswith("Unterminated") or error.pos > len(self._text) - TOKEN
+                if not is_cut or not self._slide(size):
+                    self._at = error.pos
+                    raise self.error(error.msg) from None
+            except RecursionError:
+                raise self.error("too many brackets inside each other") from None
+            else:
+                if end < len(self._text) or not self._slide(size):
+                    self._at = end
+                    return value
+            size *= 2  # so that a value of n characters is tried log(n) times, not n
+
+    def error(self, reason: str) -> DataError:
+        """What is wrong at the current place."""
+        line = self._line + self._text.count("\n", 0, self._at)
+        return DataError(f"{self._path}: not valid JSON at line {line}: {reason}")
+
+    def _slide(self, size: int) -> bool:
+        """Let go of what was taken and read on; False at the end of the file."""
+        try:
+            chunk = self._file.read(size)
+        except UnicodeDecodeError as error:
+            raise not_utf8(self._path, "the file", error) from None
+        if chunk:
+            self._line += self._text.count("\n", 0, self._at)
+            self._text, self._at = self._text[self._at :] + chunk, 0
+        return bool(chunk)
+
+
+def _object(value: object, where: str) -> Line:
+    return value if isinstance(value, dict) else f"{where}: expected an object, got {shown(value)}"

@@ -1,0 +1,197 @@
+"""``dataset_info.json``: what datasets there are, where their rows lie, and how to read them.
+
+The file is LLaMA-Factory's, read strictly: an entry that is used may hold no key without meaning.
+Unlike there, columns and tags that an entry does not list keep their usual names.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from ...errors import DataError
+from ..example import JSON
+from .formats import FORMATS, Format
+from .formats.fields import nearest, shown
+from .row_sources import Hub, RowSource, find_files
+
+FILE = "dataset_info.json"
+TURN_TAGS = ("role_tag", "content_tag", "user_tag", "assistant_tag")
+TAGS = {*TURN_TAGS, "observation_tag", "function_tag", "system_tag"}
+SOURCES = ("file_name", "hf_hub_url", "ms_hub_url")
+HUB_KEYS = ("subset", "folder")  # say which part of a hub dataset is meant
+KEYS = (*SOURCES, *HUB_KEYS, "split", "formatting", "ranking", "num_samples", "columns", "tags")
+RANKING_COLUMNS = ("chosen", "rejected")
+REFUSED = {
+    "om_hub_url": "the OpenMind hub is not read; use hf_hub_url, ms_hub_url or a local file",
+    "script_url": "dataset scripts are not run; convert the dataset to JSON or Parquet",
+    "cloud_file_name": "cloud storage is not read; copy the file here and give its file_name",
+}
+WORDS = {str: "text", bool: "true or false", int: "a whole number"}
+MEDIA = ("images", "videos", "audios")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One dataset: its source and how a row of it is read."""
+
+    name: str
+    source: RowSource
+    format: Format
+    columns: tuple[str, ...]  # the names of columns its rows must have
+    num_samples: int | None = None  # use only so many rows, the first ones
+
+    def describe(self) -> str:
+        """Everything but the content that says what examples come out of this entry."""
+        return f"{self.format} {self.columns} {self.num_samples}"
+
+
+@dataclass(frozen=True)
+class Registry:
+    """The entries of a ``dataset_info.json``; each is checked when it is asked for."""
+
+    path: Path
+    entries: Mapping[str, object]
+
+    def entry(self, name: str) -> Entry:
+        """The dataset of that name; raises DataError for an unknown name or a wrong entry."""
+        if name not in self.entries:
+            hint = nearest(name, self.entries) or f" (it has {_listed(self.entries)})"
+            raise DataError(f"dataset {name!r} is not in {self.path}{hint}")
+        where = f"{self.path}: {name}"
+        raw = _object(self.entries[name], where)
+        _check_keys(raw, where)
+        kind = _kind(raw, where)
+        names = _names(raw, "columns", kind, where) | _names(raw, "tags", kind, where)
+        ranking = bool(_value(raw, "ranking", bool, where))
+        for column in RANKING_COLUMNS:
+            if names.get(column) and not ranking:
+                raise DataError(f'{where}.columns.{column}: is read only with "ranking": true')
+        settings: dict[str, Any] = {**names, "ranking": ranking}
+        data_format: Format = FORMATS[kind](**settings)
+        source = _source(raw, self.path.parent, where)
+        columns = _columns(names, data_format)
+        return Entry(name, source, data_format, columns, _num_samples(raw, where))
+
+
+def read_registry(dataset_dir: Path) -> Registry:
+    """The registry of a folder; raises DataError where there is none or it is no JSON object."""
+    path = dataset_dir / FILE
+    try:
+        raw = json.loads(path.read_bytes(), object_pairs_hook=_unique)
+    except FileNotFoundError:
+        hint = "set data.dataset_dir to the folder that holds it"
+        raise DataError(f"no {FILE} in {dataset_dir.absolute()}; {hint}") from None
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path}: not valid JSON: {error}") from None
+    return Registry(path, _object(raw, str(path)))
+
+
+def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(n for n in names if names.count(n) > 1)!r} is there twice")
+    return found
+
+
+def _listed(entries: Mapping[str, object]) -> str:
+    return ", ".join(list(entries)[:10]) + (", ..." if len(entries) > 10 else "")
+
+
+def _object(value: object, where: str) -> JSON:
+    if not isinstance(value, dict):
+        raise DataError(f"{where}: expected an object, got {shown(value)}")
+    return value
+
+
+def _check_keys(raw: JSON, where: str) -> None:
+    for key in raw.keys() - KEYS - REFUSED.keys():
+        hint = nearest(key, dict.fromkeys(KEYS)) or f" (known: {', '.join(KEYS)})"
+        raise DataError(f"{where}: unknown key {key!r}{hint}")
+    given = [key for key in SOURCES if key in raw]
+    refused = [key for key in REFUSED if key in raw]
+    if not given and refused:
+        raise DataError(f"{where}: {refused[0]}: {REFUSED[refused[0]]}")
+    if "file_name" in given and len(given) > 1:
+        raise DataError(f"{where}: give either file_name or {given[1]}, not both")
+
+
+def _value(raw: JSON, key: str, kind: type, where: str) -> object:
+    """The value of a key, of the right type; None where it is not given or null."""
+    value = raw.get(key)
+    if value is not None and type(value) is not kind:  # True is an int, but no number here
+        expected = WORDS[kind]
+        raise DataError(f"{where}.{key}: expected {expected}, got {shown(value)}")
+    return value
+
+
+def _text(raw: JSON, key: str, where: str) -> str | None:
+    value = _value(raw, key, str, where)
+    return None if value is None else str(value)
+
+
+def _num_samples(raw: JSON, where: str) -> int | None:
+    value = _value(raw, "num_samples", int, where)
+    if isinstance(value, int) and value < 1:
+        raise DataError(f"{where}.num_samples: must be at least 1, got {value}")
+    return value if isinstance(value, int) else None
+
+
+def _kind(raw: JSON, where: str) -> str:
+    kind = _text(raw, "formatting", where) or "alpaca"
+    if kind not in FORMATS:
+        hint = nearest(kind, FORMATS)
+        known = ", ".join(FORMATS)
+        raise DataError(f"{where}.formatting: expected one of {known}, got {kind!r}{hint}")
+    return kind
+
+
+def _names(raw: JSON, key: str, kind: str, where: str) -> dict[str, str | None]:
+    """What an entry calls the columns or the tags of its format."""
+    where = f"{where}.{key}"
+    listed = _object(raw.get(key) or {}, where)
+    names = {field.name for field in fields(FORMATS[kind])} - {"ranking"}
+    known = dict.fromkeys(sorted(names & TAGS if key == "tags" else names - TAGS))
+    for name, value in listed.items():
+        if name in MEDIA:
+            raise DataError(f"{where}.{name}: only text is read, not {name}")
+        if name not in known:
+            words = ", ".join(known) or f"no {key}"
+            hint = nearest(name, known) or f" ({kind} has {words})"
+            raise DataError(f"{where}: unknown name {name!r}{hint}")
+        is_needed = key == "tags" or name == FORMATS[kind].main
+        if not (isinstance(value, str) and value) and (value is not None or is_needed):
+            raise DataError(f"{where}.{name}: expected a name, got {shown(value)}")
+    return {name: None if value is None else str(value) for name, value in listed.items()}
+
+
+def _columns(names: Mapping[str, str | None], data_format: Format) -> tuple[str, ...]:
+    """The columns that rows must have: those listed, and the one that no row can do without."""
+    main = getattr(data_format, data_format.main)
+    listed = [names[name] for name in names if name not in TAGS]
+    return tuple(dict.fromkeys([main, *(name for name in listed if name)]))
+
+
+def _source(raw: JSON, folder: Path, where: str) -> RowSource:
+    split = _text(raw, "split", where) or "train"
+    subset, part = (_text(raw, key, where) for key in HUB_KEYS)
+    file_name, huggingface, modelscope = (_text(raw, key, where) for key in SOURCES)
+    if huggingface:
+        return Hub("huggingface", huggingface, subset, split, part)
+    if modelscope:
+        return Hub("modelscope", modelscope, subset, split, part)
+    if not file_name:
+        raise DataError(f"{where}: needs a file_name, hf_hub_url or ms_hub_url to read rows from")
+    for key, is_set in (("subset", subset), ("folder", part), ("split", split != "train")):
+        if is_set:
+            raise DataError(f"{where}.{key}: only hub datasets have one; this is a file_name")
+    try:
+        return find_files(folder / file_name)
+    except DataError as error:
+        raise DataError(f"{where}.file_name: {error}") from None

@@ -1,0 +1,176 @@
+"""Where rows come from: files of one kind, or a dataset of a hub. Rows come one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Literal, Protocol
+
+import xxhash
+
+from ...errors import DataError
+from .formats.fields import Row
+from .readers import READERS
+
+CHUNK = 1 << 22  # bytes that are hashed at a time
+
+
+@dataclass(frozen=True, slots=True)
+class BrokenRow:
+    """A row that cannot be read: left out, counted and reported."""
+
+    index: int  # of the row in its dataset, from 0
+    reason: str
+
+
+class RowSource(Protocol):
+    """Anything that has rows."""
+
+    def rows(self) -> Iterator[Row | BrokenRow]:
+        """All rows; raises DataError where the source as a whole cannot be read."""
+
+    def content_hash(self) -> str:
+        """Equal for equal content only."""
+
+    def stamp(self) -> str:
+        """Another one whenever the content may be another; no file is read for it."""
+
+
+@dataclass(frozen=True)
+class Files:
+    """Files of one kind, read one after the other."""
+
+    paths: tuple[Path, ...]
+
+    def __str__(self) -> str:
+        more = f" and {len(self.paths) - 1} more" if len(self.paths) > 1 else ""
+        return f"{self.paths[0]}{more}"
+
+    def rows(self) -> Iterator[Row | BrokenRow]:
+        """All rows; raises DataError where a file as a whole is no file of its kind."""
+        index = 0
+        for path in self.paths:
+            try:
+                for row in READERS[path.suffix.lower()](path):
+                    if isinstance(row, str):
+                        yield BrokenRow(index, f"{path.name}: {row}")
+                    else:
+                        yield row
+                    index += 1
+            except OSError as error:
+                raise DataError(f"cannot read {path}: {error.strerror or error}") from error
+
+    def content_hash(self) -> str:
+        """Hash of the bytes of all files, with their kinds and bounds."""
+        digest = xxhash.xxh3_128()
+        for path in self.paths:
+            try:
+                digest.update(f"{path.suffix}:{path.stat().st_size}:".encode())
+                with path.open("rb") as file:
+                    while chunk := file.read(CHUNK):
+                        digest.update(chunk)
+            except OSError as error:
+                raise DataError(f"cannot read {path}: {error.strerror or error}") from error
+        return digest.hexdigest()
+
+    def stamp(self) -> str:
+        """Names, sizes, times and places of all files: whoever writes one leaves a trace there."""
+        try:
+            stats = [(path, path.stat()) for path in self.paths]
+        except OSError as error:
+            raise DataError(f"cannot read {error.filename}: {error.strerror or error}") from error
+        traces = [
+            f"{path.absolute()}:{s.st_size}:{s.st_mtime_ns}:{s.st_ctime_ns}:{s.st_ino}"
+            for path, s in stats
+        ]
+        return xxhash.xxh3_128_hexdigest("\n".join(traces).encode())
+
+
+@dataclass(frozen=True)
+class Hub:
+    """A dataset of the Hugging Face hub (or a local folder in its form), or of ModelScope."""
+
+    hub: Literal["huggingface", "modelscope"]
+    url: str
+    subset: str | None = None
+    split: str = "train"
+    folder: str | None = None
+
+    def __str__(self) -> str:
+        return f"{self.url} ({self.hub})"
+
+    def rows(self) -> Iterator[Row | BrokenRow]:
+        """All rows; raises DataError where the dataset cannot be had."""
+        yield from self._loaded
+
+    def content_hash(self) -> str:
+        """The hub library's own fingerprint of what it loaded."""
+        return self._loaded._fingerprint
+
+    def stamp(self) -> str:
+        """The same: what is loaded does not change any more."""
+        return self.content_hash()
+
+    @cached_property
+    def _loaded(self) -> _HubDataset:
+        return _load_modelscope(self) if self.hub == "modelscope" else _load_huggingface(self)
+
+
+class _HubDataset(Protocol):
+    _fingerprint: str
+
+    def __iter__(self) -> Iterator[Row]: ...
+
+
+def _load_huggingface(source: Hub) -> _HubDataset:
+    import datasets
+
+    try:
+        dataset: _HubDataset = datasets.load_dataset(
+            source.url, name=source.subset, data_dir=source.folder, split=source.split
+        )
+    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+        raise _not_loaded(source, error) from error
+    return dataset
+
+
+def _load_modelscope(source: Hub) -> _HubDataset:
+    try:
+        import modelscope
+    except ImportError:
+        hint = "pip install modelscope"
+        raise DataError(f"{source}: ModelScope datasets need their library: {hint}") from None
+    try:
+        loaded = modelscope.MsDataset.load(
+            source.url, subset_name=source.subset, data_dir=source.folder, split=source.split
+        )
+        is_wrapped = isinstance(loaded, modelscope.MsDataset)
+        dataset: _HubDataset = loaded.to_hf_dataset() if is_wrapped else loaded
+    except (OSError, ValueError, RuntimeError) as error:
+        raise _not_loaded(source, error) from error
+    return dataset
+
+
+def _not_loaded(source: Hub, error: Exception) -> DataError:
+    hint = "check its name, subset, split and folder, and the network"
+    return DataError(f"cannot load dataset {source}: {error}; {hint}")
+
+
+def find_files(path: Path) -> Files:
+    """The file at ``path``, or the files of the folder there, which must be of one kind."""
+    paths = [path]
+    if path.is_dir():
+        paths = sorted(p for p in path.iterdir() if p.is_file() and not p.name.startswith("."))
+        if not paths:
+            raise DataError(f"folder {path} holds no files")
+    elif not path.exists():
+        raise DataError(f"no file or folder {path}")
+    kinds = {p.suffix.lower() for p in paths}
+    if len(kinds) > 1:
+        raise DataError(f"folder {path} holds files of several kinds: {', '.join(sorted(kinds))}")
+    if not kinds <= READERS.keys():
+        known = ", ".join(kind[1:] for kind in READERS)
+        raise DataError(f"{paths[0]}: expected a file of one of the kinds {known}")
+    return Files(tuple(paths))

@@ -1,0 +1,86 @@
+"""From a dataset's entry to its examples, with every row that gives none accounted for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import islice
+
+from ...errors import DataError
+from ..example import Example
+from .dataset_report import shown
+from .formats import FORMATS
+from .formats.fields import Row, nearest
+from .registry import Entry
+from .row_sources import BrokenRow
+
+
+def read_examples(
+    entry: Entry, *, max_samples: int | None = None, max_broken_rows: int = 0
+) -> Iterator[Example | BrokenRow]:
+    """One item a row, in order.
+
+    Raises DataError where there is no row, where a column that the entry lists is in none of them,
+    and at the first broken row above ``max_broken_rows``.
+    """
+    found: dict[str, None] = {}  # all columns so far, in the order in which they came
+    broken: list[BrokenRow] = []
+    rows = iter(entry.source.rows())
+    limit = min((n for n in (max_samples, entry.num_samples) if n is not None), default=None)
+    for index, row in enumerate(islice(rows, limit)):
+        if not isinstance(row, BrokenRow):
+            found.update(dict.fromkeys(row))
+        item = _read(entry, index, row)
+        if isinstance(item, BrokenRow):
+            broken.append(item)
+        if len(broken) > max_broken_rows:
+            _check_columns(entry, found, rows)
+            raise too_many_broken(entry.name, broken, max_broken_rows)
+        yield item
+    if not found and not broken:
+        raise DataError(f"dataset {entry.name!r}: {entry.source} has no rows")
+    _check_columns(entry, found, rows)
+
+
+def _read(entry: Entry, index: int, row: Row | BrokenRow) -> Example | BrokenRow:
+    if isinstance(row, BrokenRow):
+        return row
+    try:
+        return replace(entry.format.read(row), origin=f"{entry.name}:{index}")
+    except DataError as error:
+        return BrokenRow(index, str(error))
+
+
+def _check_columns(entry: Entry, found: dict[str, None], rest: Iterator[Row | BrokenRow]) -> None:
+    """Every column that the entry names must be in some row, even if in one that is not used."""
+    absent = set(entry.columns) - found.keys()
+    while absent and (row := next(rest, None)) is not None:
+        found.update({} if isinstance(row, BrokenRow) else dict.fromkeys(row))
+        absent -= found.keys()
+    for column in entry.columns:
+        if column in absent and found:
+            columns = ", ".join(found)
+            raise DataError(
+                f"dataset {entry.name!r}: no row has the column {column!r}"
+                f"{_advice(entry, column, found)}; the columns of {entry.source} are: {columns}"
+            )
+
+
+def _advice(entry: Entry, column: str, found: Mapping[str, None]) -> str:
+    """What the dataset may have meant, if the columns that it has tell."""
+    if hint := nearest(column, found):
+        return hint
+    for name, kind in FORMATS.items():
+        main = getattr(kind(), kind.main)
+        if main in found and not isinstance(entry.format, kind):
+            return f' (add "formatting": "{name}" to the entry?)'
+    return ' (add "columns": {"prompt": "text"} to the entry?)' if "text" in found else ""
+
+
+def too_many_broken(name: str, broken: Sequence[BrokenRow], limit: int) -> DataError:
+    """The error that shows the first broken rows."""
+    lines = "".join(f"\n{line}" for line in shown(broken))
+    return DataError(
+        f"dataset {name!r}: more than data.max_broken_rows = {limit} rows cannot be read; "
+        f"mend them or raise the limit. The first ones:{lines}"
+    )

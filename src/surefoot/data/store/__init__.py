@@ -1,0 +1,1 @@
+"""Token ids on disk: the cache, and datasets read in place."""

@@ -1,0 +1,103 @@
+"""Encoded items as flat arrays with offsets, read in place: no item is a Python object until asked.
+
+A ``Store`` holds what one dataset of the recipe gave; an ``EncodedDataset`` is a choice of items
+from one store or several.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from ...batch import Features
+from ..data_order import Index
+
+
+class Ragged(NamedTuple):
+    """Lists of numbers end to end: list i is ``flat[offsets[i]:offsets[i + 1]]``."""
+
+    flat: NDArray[np.int32] | NDArray[np.float32]  # floats only of what a reference says
+    offsets: Index  # [lists + 1]
+
+
+@dataclass(frozen=True)
+class EncodedStore:
+    """The items of one dataset, by feature."""
+
+    features: Mapping[str, Ragged]
+    rows: Index  # [items] the row of the dataset that each item comes from
+    content: str  # hash of all of it
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Features:
+        return {
+            name: flat[offsets[index] : offsets[index + 1]]  # type: ignore[misc]
+            for name, (flat, offsets) in self.features.items()
+        }
+
+    @property
+    def lengths(self) -> Index:
+        """[items] tokens of each item, all its ``input_ids`` (or ``..._input_ids``) together."""
+        total = np.zeros(len(self), np.int64)
+        for name, ragged in self.features.items():
+            if name.endswith("input_ids"):
+                total += np.diff(ragged.offsets)
+        return total
+
+
+@dataclass(frozen=True)
+class EncodedDataset:
+    """Items of some stores, in a fixed order; what a Loader draws from."""
+
+    stores: tuple[EncodedStore, ...]
+    index: Index  # [items] positions in the stores laid end to end
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    def __getitem__(self, item: int) -> Features:
+        """The features of one item: views of the stores, int32."""
+        at = int(self.index[item])
+        store = bisect_right(self._starts, at) - 1
+        return self.stores[store][at - self._starts[store]]
+
+    @cached_property
+    def lengths(self) -> Index:
+        """[items] tokens of each item."""
+        return np.concatenate([store.lengths for store in self.stores])[self.index]
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Equal for equal items in equal order."""
+        digest = xxhash.xxh3_128(" ".join(store.content for store in self.stores).encode())
+        digest.update(np.ascontiguousarray(self.index).data)
+        return digest.hexdigest()
+
+    @cached_property
+    def _starts(self) -> list[int]:
+        return [0, *np.cumsum([len(store) for store in self.stores]).tolist()]
+
+
+def join(stores: Sequence[EncodedStore]) -> EncodedDataset:
+    """All items of the stores, one store after the other."""
+    return EncodedDataset(tuple(stores), np.arange(sum(len(store) for store in stores)))
+
+
+def in_memory(items: Sequence[Features]) -> EncodedDataset:
+    """A dataset of items that are at hand."""
+    features, digest = {}, xxhash.xxh3_128()
+    for name in items[0] if items else ():
+        lists = [np.asarray(item[name], np.int32) for item in items]
+        offsets = np.cumsum([0, *map(len, lists)], dtype=np.int64)
+        features[name] = Ragged(np.concatenate(lists), offsets)
+        digest.update(name.encode() + features[name].flat.tobytes() + offsets.tobytes())
+    return join([EncodedStore(features, np.arange(len(items)), digest.hexdigest())])

@@ -1,0 +1,85 @@
+"""What a reference has said about the items of a store: two numbers for each, kept on disk.
+
+They lie beside the encoded datasets, in pieces that are there as soon as they are computed; any of
+them may be deleted at any time.
+
+    reference/<key>/<first item>.safetensors     values: float32 [items, 2]; check: their hash
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import SafetensorError
+from safetensors.numpy import load, save
+
+from ...errors import DataError
+from ...storage import files
+from .dataset import EncodedDataset, EncodedStore, Ragged
+
+PIECE = 2048  # items; 16 KiB
+FEATURE = "reference"
+Values = NDArray[np.float32]  # [items, 2]
+
+
+@dataclass(frozen=True)
+class ReferenceLogpsStore:
+    """What has been asked about ``num_items`` items, under a key that says about which, and whom
+    (see ``references``)."""
+
+    folder: Path
+    num_items: int
+
+    @property
+    def pieces(self) -> list[range]:
+        """The items of each piece."""
+        count = self.num_items
+        return [range(start, min(start + PIECE, count)) for start in range(0, count, PIECE)]
+
+    def read(self, piece: range) -> Values | None:
+        """What is kept of a piece; None if nothing, or nothing sound."""
+        path = self._path(piece)
+        with files.raising(DataError, "data.cache_dir"):
+            try:
+                with files.open_file(path) as file:
+                    found = load(files.read_all(file, 1 << 20))
+            except (FileNotFoundError, SafetensorError):
+                return None
+        values, check = found.get("values"), found.get("check")
+        if values is None or check is None or values.shape != (len(piece), 2):
+            return None
+        return values if check.tobytes() == _check(values) else None
+
+    def write(self, piece: range, values: Values) -> None:
+        """Keep a piece. Raises ``DataError``."""
+        check = np.frombuffer(_check(values), np.uint8)
+        with files.raising(DataError, "data.cache_dir"):
+            files.make_folder(self.folder)
+            data = save({"values": values, "check": check})
+            files.write_aside(self._path(piece), data)
+
+    def _path(self, piece: range) -> Path:
+        return self.folder / f"{piece.start:09}.safetensors"
+
+
+def _check(values: Values) -> bytes:
+    return files.digest(np.ascontiguousarray(values).data.cast("B")).encode()
+
+
+def stores_of(datasets: Sequence[EncodedDataset]) -> list[EncodedStore]:
+    """Every store that they draw from, once."""
+    return list({store.content: store for data in datasets for store in data.stores}.values())
+
+
+def with_reference_logps(dataset: EncodedDataset, values: Mapping[str, Values]) -> EncodedDataset:
+    """The same items, each with what the reference says of it; ``values`` by content of a store."""
+    return replace(dataset, stores=tuple(_with(s, values[s.content]) for s in dataset.stores))
+
+
+def _with(store: EncodedStore, values: Values) -> EncodedStore:
+    said = Ragged(values.reshape(-1), np.arange(len(store) + 1) * 2)
+    return replace(store, features={**store.features, FEATURE: said})

@@ -1,0 +1,124 @@
+"""A dataset that is encoded piece by piece: every shard can be read as soon as it is there.
+
+A shard is a folder of the cache. The items of all shards, one after the other, are those of all
+rows in their order. Whoever goes on after an interruption begins with the first shard that is
+missing.
+
+    <fingerprint>.shards/00000000/    the first rows, in the form that ``cache`` describes
+    <fingerprint>.shards/00000001/    the rows after those
+    <fingerprint>.shards/whole.json   how many shards and items there are; written last
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from itertools import chain
+from pathlib import Path
+
+from ...errors import DataError
+from ...storage import files
+from ..example import JSON
+from ..rows.dataset_report import DatasetReport, add, report_from
+from ..rows.registry import Entry
+from ..rows.rows import read_examples
+from ..section import DataSection
+from . import cache
+from .cache import Cached, Writer, load_or_build
+from .encoder import Encode, Encoder, Row, nothing_learnt
+
+ROWS, TOKENS = 4096, 1 << 22  # a shard ends with one or the other
+WHOLE = "whole.json"
+MAX_WHOLE = 1 << 10  # bytes
+
+
+@dataclass(frozen=True)
+class CompleteDataset:
+    """A dataset that is encoded to its end."""
+
+    shards: int
+    items: int
+
+
+def find_shard(folder: Path, number: int) -> Cached | None:
+    """A shard of the dataset in ``folder``; None if it is not there, or not sound."""
+    return cache.find(folder, _name(number))
+
+
+def read_whole(folder: Path) -> CompleteDataset | None:
+    """How much there is in ``folder``; None as long as something is missing."""
+    with files.raising(DataError, "data.cache_dir"):
+        try:
+            with files.open_file(folder / WHOLE) as file:
+                return CompleteDataset(**json.loads(files.read_all(file, MAX_WHOLE)))
+        except (FileNotFoundError, TypeError, ValueError):
+            return None
+
+
+def encode_shards(
+    entry: Entry, section: DataSection, encode: Encode, folder: Path, *, shard_rows: int = ROWS
+) -> Iterator[DatasetReport]:
+    """Encode a dataset into ``folder``, or what is still missing there; yields the figures so far
+    with every shard.
+
+    Raises ``DataError`` if rows are broken, the source changes meanwhile, or nothing is learnt.
+    """
+    limits = section.max_samples, section.max_broken_rows
+    rows = _Rows(read_examples(entry, max_samples=limits[0], max_broken_rows=limits[1]))
+    stamp, number, total = entry.source.stamp(), 0, DatasetReport(name=entry.name)
+
+    def build(writer: Writer) -> JSON:
+        encoder = Encoder(entry.name, encode, writer, first_row=total.rows)
+        report = encoder.run(rows, max_rows=shard_rows, max_tokens=TOKENS)
+        if entry.source.stamp() != stamp:
+            raise DataError(f"dataset {entry.name!r}: {entry.source} was changed while it was read")
+        return asdict(report)
+
+    while (whole := read_whole(folder)) is None or number < whole.shards:
+        found = find_shard(folder, number)
+        if found is None:
+            rows.go_to(total.rows)
+            if rows.is_at_end():
+                break
+            found = load_or_build(folder, _name(number), build)
+        total = add(total, report_from(found.report, entry.name))
+        number += 1
+        yield total
+    if not total.items:
+        raise nothing_learnt(total)
+    with files.raising(DataError, "data.cache_dir"):
+        files.write_aside(
+            folder / WHOLE, json.dumps(asdict(CompleteDataset(number, total.items))).encode()
+        )
+
+
+def _name(number: int) -> str:
+    return f"{number:08d}"
+
+
+class _Rows:
+    """The rows of a dataset, and how many of them were taken."""
+
+    def __init__(self, rows: Iterator[Row]) -> None:
+        self._rows, self._taken = rows, 0
+
+    def __iter__(self) -> Iterator[Row]:
+        return self
+
+    def __next__(self) -> Row:
+        row = next(self._rows)
+        self._taken += 1
+        return row
+
+    def go_to(self, row: int) -> None:
+        """Leave out the rows before ``row``."""
+        while self._taken < row and next(self, None) is not None:
+            pass
+
+    def is_at_end(self) -> bool:
+        """Whether no row is left."""
+        first = next(self._rows, None)
+        if first is not None:
+            self._rows = chain([first], self._rows)
+        return first is None

@@ -1,0 +1,196 @@
+"""Datasets that are read while they are still being encoded.
+
+Items have the numbers of their order: those of the first dataset's rows, then those of the next.
+What an item is depends on the data alone, not on how far the encoding has come; whoever asks for
+one that is not there yet waits for it. Of the shards that were read, a few stay mapped.
+"""
+
+from __future__ import annotations
+
+import logging
+from array import array
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Lock
+
+import numpy as np
+import xxhash
+
+from ...batch import Features
+from ...errors import DataError
+from ..data_order import Index
+from ..rows.dataset_report import DatasetReport, add, report_from
+from ..rows.rows import too_many_broken
+from .cache import Cached
+from .dataset import EncodedStore
+from .shards import find_shard, read_whole
+
+logger = logging.getLogger(__name__)
+
+OPEN = 32  # shards that are mapped at a time; each holds a few file descriptors
+MAX_ROWS = 1 << 44  # of a dataset
+
+
+@dataclass(frozen=True)
+class StreamedDataset:
+    """One dataset, and where its shards come."""
+
+    name: str
+    folder: Path
+
+
+class Stream:
+    """The items of some datasets, one after the other."""
+
+    def __init__(
+        self,
+        parts: Sequence[StreamedDataset],
+        more: Callable[[], None],
+        *,
+        max_broken_rows: int = 0,
+    ) -> None:
+        """``more`` is called as long as the next shard is not there; it waits a little, or raises
+        if nobody encodes any more."""
+        self.parts = parts
+        self._more = more
+        self._max_broken_rows = max_broken_rows
+        self._ends = array("q")  # [shards] items up to the end of each
+        self._chain: list[str] = []  # [shards] hash of the content up to the end of each
+        self._firsts = [0]  # [parts begun] the first shard of each
+        self._report = DatasetReport(name=parts[0].name)
+        self._stores: dict[int, EncodedStore] = {}  # by shard, the one used last behind the others
+        self._lock = Lock()  # of these: a thread may make a window ahead
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all shards of all parts were found."""
+        return len(self._firsts) > len(self.parts)
+
+    @property
+    def length(self) -> int | None:
+        """The number of items, if all parts are encoded to their end."""
+        wholes = [read_whole(part.folder) for part in self.parts]
+        return None if None in wholes else sum(whole.items for whole in wholes if whole)
+
+    def reach(self, count: int) -> int:
+        """Wait until there are ``count`` items, or all that there will ever be; how many are
+        known."""
+        while not self.has(count):
+            self._find_next()
+        return self._known
+
+    def has(self, count: int) -> bool:
+        """Whether ``count`` items are known, or all that there will ever be."""
+        return self._known >= count or self.is_whole
+
+    def content(self, shards: int) -> str | None:
+        """The hash of the first ``shards`` shards; None if there are not so many."""
+        while len(self._chain) < shards and not self.is_whole:
+            self._find_next()
+        if len(self._chain) < shards:
+            return None
+        return self._chain[shards - 1] if shards else ""
+
+    def shards(self, count: int) -> int:
+        """How many shards hold the first ``count`` items, as far as these are known."""
+        return bisect_left(self._ends, count) + 1 if count else 0
+
+    def __getitem__(self, item: int) -> Features:
+        """The features of one item that is known: views of its shard, int32."""
+        shard = bisect_right(self._ends, item)
+        return self._store(shard)[item - self._start(shard)]
+
+    def lengths(self, items: Index) -> Index:
+        """[items] Tokens of items that are known."""
+        shards = np.array([bisect_right(self._ends, item) for item in items.tolist()])
+        found = np.empty(len(items), np.int64)
+        for shard in np.unique(shards).tolist():
+            here = shards == shard
+            found[here] = self._store(shard).lengths[items[here] - self._start(shard)]
+        return found
+
+    def stores(self, count: int) -> list[EncodedStore]:
+        """The shards with the first ``count`` items, all mapped at once."""
+        count = min(count, self.reach(count))
+        return [self._store(shard) for shard in range(self.shards(count))]
+
+    def rows(self, count: int) -> Index:
+        """[items] The row of each of the first items, as a number of its own, ascending; of as many
+        items as there are, up to ``count``."""
+        found = [np.empty(0, np.int64)]
+        count = min(count, self.reach(count))
+        for shard in range(self.shards(count)):
+            part = bisect_right(self._firsts, shard) - 1
+            found.append(self._store(shard).rows + part * MAX_ROWS)
+        return np.concatenate(found)[:count]
+
+    @property
+    def _known(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def _start(self, shard: int) -> int:
+        return self._ends[shard - 1] if shard else 0
+
+    def _find_next(self) -> None:
+        """Find the next shard, or the end of a dataset; wait a little if neither is there."""
+        folder, number = self._place(len(self._ends))
+        if (cached := find_shard(folder, number)) is not None:
+            self._take(cached)
+        elif (whole := read_whole(folder)) is not None and number >= whole.shards:
+            self._end_part()
+        else:
+            self._more()
+
+    def _take(self, cached: Cached) -> None:
+        name = self.parts[len(self._firsts) - 1].name
+        self._report = add(self._report, report_from(cached.report, name))
+        if len(self._report.broken) > self._max_broken_rows:
+            raise too_many_broken(name, self._report.broken, self._max_broken_rows)
+        before = self._chain[-1] if self._chain else ""
+        self._keep(len(self._ends), cached.store)
+        self._ends.append(self._known + len(cached.store))
+        self._chain.append(xxhash.xxh3_128_hexdigest(f"{before} {cached.store.content}".encode()))
+
+    def _end_part(self) -> None:
+        for line in self._report.lines():
+            logger.info("%s", line)
+        self._firsts.append(len(self._ends))
+        if not self.is_whole:
+            self._report = DatasetReport(name=self.parts[len(self._firsts) - 1].name)
+
+    def _place(self, shard: int) -> tuple[Path, int]:
+        part = min(bisect_right(self._firsts, shard), len(self.parts)) - 1
+        return self.parts[part].folder, shard - self._firsts[part]
+
+    def _store(self, shard: int) -> EncodedStore:
+        with self._lock:
+            store = self._stores.get(shard)
+        if store is None:
+            folder, number = self._place(shard)
+            cached = find_shard(folder, number)
+            if cached is None:
+                raise DataError(
+                    f"{folder}: shard {number} is gone or damaged; it is encoded again when the "
+                    "same command is started again"
+                )
+            store = cached.store
+        self._keep(shard, store)
+        return store
+
+    def _keep(self, shard: int, store: EncodedStore) -> None:
+        with self._lock:
+            self._stores.pop(shard, None)
+            self._stores[shard] = store
+            if len(self._stores) > OPEN:
+                del self._stores[next(iter(self._stores))]
+
+
+def names_of_rows(
+    numbers: Index, parts: Sequence[StreamedDataset]
+) -> Iterator[tuple[str, list[int]]]:
+    """The numbers that ``Stream.rows`` gives, as rows of each dataset."""
+    for number, part in enumerate(parts):
+        of_it = numbers[numbers // MAX_ROWS == number] - number * MAX_ROWS
+        yield part.name, np.unique(of_it).tolist()

@@ -1,0 +1,98 @@
+"""From the recipe's ``data`` section to datasets that are read while they are being encoded."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from ...errors import DataError
+from ..data_order import Index, hold_out
+from ..rows.dataset_report import DatasetReport
+from ..rows.registry import Entry
+from ..section import DataSection
+from .cache import default_folder
+from .dataset import EncodedDataset, join
+from .encoder import Encode
+from .preparation import entries_of, key_of, prepare_evals
+from .shards import ROWS, encode_shards
+from .stream import Stream, StreamedDataset
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class StreamingData:
+    """What a run learns from as it comes, and what it is evaluated on."""
+
+    train: Stream
+    held: Index  # items of the stream that ``val_size`` holds out, ascending
+    evals: Mapping[str, EncodedDataset]  # by dataset; "" for what is held out
+
+
+def open_stream(
+    section: DataSection,
+    encode: Encode,
+    *,
+    fingerprint: Mapping[str, str],
+    seed: int,
+    more: Callable[[], None],
+) -> StreamingData:
+    """The datasets of a recipe, which somebody encodes meanwhile (see ``Stream`` for ``more``).
+
+    The ``eval_datasets`` are encoded here and now; what ``val_size`` holds out is waited for.
+    """
+    parts = [
+        StreamedDataset(entry.name, _folder(entry, section, fingerprint))
+        for entry in _learnt(section)
+    ]
+    stream = Stream(parts, more, max_broken_rows=section.max_broken_rows)
+    evals = prepare_evals(section, encode, fingerprint=fingerprint)
+    held = held_items(stream, section, seed)
+    if len(held):
+        stores = stream.stores(int(held[-1]) + 1)
+        evals[""] = EncodedDataset(join(stores).stores, held)
+    return StreamingData(stream, held, evals)
+
+
+def encode_stream(
+    section: DataSection, encode: Encode, *, fingerprint: Mapping[str, str], shard_rows: int = ROWS
+) -> Iterator[DatasetReport]:
+    """Encode the training datasets to their end, one after the other; yields the figures of a
+    dataset so far with each of its shards.
+
+    Raises ``DataError`` if something is missing or broken, or gives nothing to learn.
+    """
+    for entry in _learnt(section):
+        folder = _folder(entry, section, fingerprint)
+        yield from encode_shards(entry, section, encode, folder, shard_rows=shard_rows)
+
+
+def held_items(stream: Stream, section: DataSection, seed: int) -> Index:
+    """The items of ``val_size`` rows among those of the first ``buffer_size`` items."""
+    if not section.val_size:
+        return np.empty(0, np.int64)
+    rows = stream.rows(section.buffer_size + 1)
+    if len(rows) > section.buffer_size:  # the last row may go on: none of it is held out
+        rows = rows[rows != rows[-1]]
+    _, numbers = np.unique(rows, return_inverse=True)
+    if section.val_size >= (count := int(numbers.max(initial=-1)) + 1):
+        raise DataError(
+            f"data.val_size = {section.val_size:g} leaves nothing to train on: with data.streaming "
+            f"it takes rows from the first data.buffer_size examples, which are {count} rows"
+        )
+    return np.flatnonzero(
+        hold_out(numbers, num_rows=count, val_size=section.val_size, seed=seed)
+    ).astype(np.int64)
+
+
+def _learnt(section: DataSection) -> list[Entry]:
+    return [entry for entry in entries_of(section) if entry.name in section.datasets]
+
+
+def _folder(entry: Entry, section: DataSection, fingerprint: Mapping[str, str]) -> Path:
+    root = section.cache_dir or default_folder()
+    return root / f"{key_of(entry, section, fingerprint, entry.source.stamp())}.shards"

@@ -1,0 +1,229 @@
+"""Conversations and documents to ids and labels; an answer is learnt behind its own prompt.
+
+Every learnt answer stands behind exactly the ids that ``tokenizer.apply_chat_template(messages,
+add_generation_prompt=True)`` gives for the messages before it; labels lie on the answer and its
+end-of-turn token. Nearly always one sequence does this for all answers of a conversation. An answer
+that is written otherwise once it is history, or whose first letters the tokenizer would join to the
+prompt, gets a sequence of its own.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from itertools import pairwise
+from threading import Lock
+
+import xxhash
+from transformers import PreTrainedTokenizerBase
+
+from ...batch import Features
+from ...errors import TemplateError
+from ..encoded import Dropped, Encoded, Truncated
+from ..example import JSON, Example, Message
+from ..section import DataSection
+from .sequence import Item, Rendered, split, whole
+from .templates import Template
+from .templates.fast_render import Dicts
+from .templates.render import Renderer, message_dicts, tool_dicts
+from .templates.response_spans import ResponseLocator
+from .tokenization import Text, Tokenization, Tokens, canonical
+
+VERSION = 1  # of what this module makes of an example; part of the fingerprint
+
+NOTHING = Dropped("no answer to learn in this conversation")
+NO_ROOM = Dropped("the prompt leaves no room for an answer within data.cutoff_len")
+TOO_LONG = Dropped("longer than data.cutoff_len (on_too_long: drop)")
+NO_TEXT = Dropped("empty text")
+
+
+class Codec:
+    """Turns examples into token ids and labels, and messages into prompts, for one recipe.
+
+    Several threads may encode at once: while one is in the Rust tokenizer, another one renders.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        template: Template | None,
+        section: DataSection,
+    ) -> None:
+        """``template`` may be None where only documents are encoded (``stage: pt``)."""
+        self.tokenizer = tokenizer
+        self.section = section
+        self._template = template
+        self._lock = Lock()  # what is Python; a template renders for one thread at a time only
+
+    def encode_chats(self, examples: Sequence[Example]) -> list[Encoded]:
+        """Ids and labels of each conversation, cut to ``cutoff_len``, or why it is dropped."""
+        with self._lock:
+            drafts = [self._draft(example) for example in examples]
+            chat = self._chat
+        tokens = iter(chat.encode([d.text for d in drafts if isinstance(d, Rendered)]))
+        with self._lock:
+            return [
+                self._encoded(draft, next(tokens)) if isinstance(draft, Rendered) else draft
+                for draft in drafts
+            ]
+
+    def encode_documents(self, texts: Sequence[str]) -> list[Encoded]:
+        """Each text with its first and last token (BOS if the tokenizer has it, EOS), in pieces."""
+        with self._lock:
+            tokenization, head, tail = self._documents
+        marked = [Text(tokenization.protect(t), tokenization.spells_control(t)) for t in texts]
+        found = tokenization.encode(marked)
+        return [
+            list(self._pieces([*head, *tokens.ids, *tail])) if text else NO_TEXT
+            for text, tokens in zip(texts, found, strict=True)
+        ]
+
+    def encode_prompt(self, messages: Sequence[Message], tools: Sequence[JSON] = ()) -> list[int]:
+        """Ids up to where the next answer begins, as ``apply_chat_template`` gives them."""
+        dicts, schemas, marked = self._protected(self._with_system(messages), tools)
+        text = self._renderer.render(dicts, schemas, prompt=True)
+        return self._chat.encode([Text(text, marked)])[0].ids
+
+    def with_section(self, section: DataSection) -> Codec:
+        """The same tokenizer and template under other settings."""
+        made = Codec(self.tokenizer, self._template, section)
+        shared = ("_renderer", "_locator", "_chat", "_documents", "_lock")
+        vars(made).update({name: vars(self)[name] for name in shared if name in vars(self)})
+        return made
+
+    @cached_property
+    def template(self) -> Template:
+        """The chat template in use."""
+        if self._template is None:
+            raise TemplateError("conversations need a chat template; set data.template")
+        return self._template
+
+    @cached_property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """Tokens that end an answer: the template's, and the tokenizer's end of sequence."""
+        names = [*(self._template.stop if self._template else ()), self.tokenizer.eos_token]
+        vocabulary = self.tokenizer.get_vocab()
+        return tuple(dict.fromkeys(vocabulary[name] for name in names if name in vocabulary))
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Equal for equal ids and labels: tokenizer, template and the settings that matter."""
+        fields = ("default_system", "cutoff_len", "on_too_long", "train_on_prompt", "mask_history")
+        parts = [
+            VERSION,
+            canonical(self.tokenizer),
+            sorted((name, str(token)) for name, token in self.tokenizer.special_tokens_map.items()),
+            self._template and [self._template.source, self._template.stop],
+            [getattr(self.section, field) for field in fields],
+        ]
+        return xxhash.xxh3_128_hexdigest(json.dumps(parts).encode())
+
+    @cached_property
+    def _renderer(self) -> Renderer:
+        return Renderer(self.template.source, self.tokenizer)
+
+    @cached_property
+    def _locator(self) -> ResponseLocator:
+        return ResponseLocator(self._renderer)
+
+    @cached_property
+    def _chat(self) -> Tokenization:
+        written = self._renderer.written_tokens()
+        return Tokenization(self.tokenizer, {*written, *self.template.stop, *self._ends})
+
+    @cached_property
+    def _ends(self) -> set[str]:
+        """The tokens that begin, end and fill a sequence."""
+        named = self.tokenizer.special_tokens_map
+        return {str(named[n]) for n in ("bos_token", "eos_token", "pad_token") if named.get(n)}
+
+    @cached_property
+    def _documents(self) -> tuple[Tokenization, list[int], list[int]]:
+        """The tokenization of plain text, and the ids in front of and behind a document."""
+        first = self.tokenizer("a", add_special_tokens=True)["input_ids"][:1]
+        head = first if first == [self.tokenizer.bos_token_id] else []
+        return Tokenization(self.tokenizer, self._ends), head, [self.tokenizer.eos_token_id]
+
+    def _pieces(self, ids: list[int]) -> Iterator[Features]:
+        """Pieces of at most ``cutoff_len``; none has one token only, nothing to learn from."""
+        length = self.section.cutoff_len
+        bounds = [*range(0, len(ids), length), len(ids)]
+        if len(bounds) > 2 and bounds[-1] - bounds[-2] == 1:
+            bounds[-2] -= 1
+        for start, end in pairwise(bounds):
+            yield {"input_ids": ids[start:end], "labels": ids[start:end]}
+
+    def _with_system(self, messages: Sequence[Message]) -> list[Message]:
+        """The messages, after the recipe's system message if they have none."""
+        system = self.section.default_system
+        if system is None or (messages and messages[0].role == "system"):
+            return list(messages)
+        return [Message("system", system), *messages]
+
+    def _protected(
+        self, messages: Sequence[Message], tools: Sequence[JSON]
+    ) -> tuple[Dicts, Dicts | None, bool]:
+        """Messages and tools for the template, and whether they hold marks around plain text."""
+        dicts, schemas = message_dicts(messages), tool_dicts(tools)
+        marked = self._chat.spells_control([dicts, schemas])
+        if marked:
+            dicts, schemas = self._chat.protect(dicts), self._chat.protect(schemas)
+        return dicts, schemas or None, marked
+
+    def _is_learnt(self, messages: Sequence[Message], index: int) -> bool:
+        """Whether the message at ``index`` is learnt: its own word, else the recipe's."""
+        message = messages[index]
+        if message.learn is not None:
+            return message.learn
+        if message.role != "assistant":
+            return self.section.train_on_prompt
+        later = (message.role == "assistant" for message in messages[index + 1 :])
+        return not self.section.mask_history or not any(later)
+
+    def _draft(self, example: Example) -> Rendered | Dropped:
+        """Render a conversation up to the last message to learn."""
+        messages = self._with_system(example.messages)
+        learnt = [i for i in range(len(messages)) if self._is_learnt(messages, i)]
+        if not learnt:
+            return NOTHING
+        messages = messages[: learnt[-1] + 1]
+        locator, is_whole = self._locator, self.section.train_on_prompt
+        counted = range(len(messages)) if is_whole else learnt
+        wanted = [i for i in counted if messages[i].role == "assistant"]
+        odd = [i for i in counted if i not in learnt] if is_whole else learnt
+        try:
+            dicts, tools, marked = self._protected(messages, example.tools)
+            text, turns = locator.locate(dicts, tools, wanted)
+            parts = [locator.content(dicts, tools, i, text) for i in odd if i not in wanted]
+            if marked:
+                self._chat.encode([Text(text, marked)])  # this row may fail, its batch must not
+        except TemplateError as error:
+            return Dropped(str(error))
+        if is_whole:
+            parts += [turn for turn in turns if turn.index in odd]
+        return Rendered(Text(text, marked), turns, parts)
+
+    def _encoded(self, rendered: Rendered, tokens: Tokens) -> Encoded:
+        """Labels, and the cut to ``cutoff_len``."""
+        if self.section.train_on_prompt:
+            found = [whole(rendered, tokens, self._chat)]
+        else:
+            found = split(rendered, tokens, self._chat)
+        items = [item for item in found if item.num_learnt]
+        if not items:
+            return NOTHING
+        fitted = [item.fit(self.section.cutoff_len) for item in items]
+        pairs = zip(fitted, items, strict=True)
+        is_cut = any(fit is not item and _is_cut(fit, item) for fit, item in pairs)
+        if is_cut and self.section.on_too_long == "drop":
+            return TOO_LONG
+        features = [item.features for item in fitted if item is not None]
+        if not features:
+            return NO_ROOM
+        return Truncated(features) if is_cut else features
+
+
+def _is_cut(fit: Item | None, item: Item) -> bool:
+    """Whether something to learn is lost."""
+    return fit is None or fit.num_learnt < item.num_learnt

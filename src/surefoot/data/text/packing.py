@@ -1,0 +1,38 @@
+"""Several examples end to end in one row, and back. No example sees another (see ``model``)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from ...batch import IGNORE_INDEX, Batch, Features
+
+
+def pack(features: Sequence[Features]) -> Batch:
+    """One row of all examples: positions start anew in each, ``cu_seqlens`` holds their bounds."""
+    import numpy as np
+    import torch
+
+    def row(parts: Sequence[np.ndarray]) -> torch.Tensor:
+        return torch.from_numpy(np.concatenate(parts))[None]
+
+    lengths = [len(item["input_ids"]) for item in features]
+    bounds = np.cumsum([0, *lengths], dtype=np.int32)
+    labels = np.concatenate([np.asarray(item["labels"], np.int64) for item in features])
+    labels[bounds[:-1]] = IGNORE_INDEX  # nothing before the first token says what it should be
+    return Batch(
+        input_ids=row([np.asarray(item["input_ids"], np.int64) for item in features]),
+        labels=torch.from_numpy(labels)[None],
+        position_ids=row([np.arange(length) for length in lengths]),
+        cu_seqlens=torch.from_numpy(bounds),
+    )
+
+
+def unpack(batch: Batch) -> list[Features]:
+    """The examples of a packed row."""
+    bounds = batch.cu_seqlens
+    if bounds is None:
+        raise ValueError("this batch is not packed")
+    ids, labels = batch.input_ids[0].tolist(), batch.labels[0].tolist()
+    documents = pairwise(bounds.tolist())
+    return [{"input_ids": ids[a:b], "labels": labels[a:b]} for a, b in documents]

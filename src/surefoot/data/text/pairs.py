@@ -1,0 +1,120 @@
+"""Pairs of a better and a worse answer to one prompt.
+
+A pair is kept as its parts end to end, prompt, chosen and rejected, with their ``lengths``: the
+prompt is there once. A packed row keeps it so (see ``Batch.branches``), and the prompt is computed
+once; elsewhere each answer has a prompt of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from ...batch import IGNORE_INDEX, Batch, Features
+from .collation import collate
+from .packing import pack
+
+
+def join(chosen: Features, rejected: Features) -> Features:
+    """Two conversations (``input_ids``, ``labels``) as a pair: what both begin with, and where
+    neither has a label, is the prompt, but for one token at least of each answer.
+
+    Raises:
+        ValueError: they do not begin with the same token, or one is nothing but that.
+    """
+    both = (chosen, rejected)
+    most = min(*(_first_label(item) for item in both), *(len(i["input_ids"]) - 1 for i in both))
+    heads = zip(*(item["input_ids"][:most] for item in both), strict=True)
+    length = next((i for i, (one, other) in enumerate(heads) if one != other), most)
+    if length < 1:
+        raise ValueError("chosen and rejected have no prompt in common")
+    answers = [len(item["input_ids"]) - length for item in both]
+    return {
+        "input_ids": [*chosen["input_ids"], *rejected["input_ids"][length:]],
+        "labels": [
+            *[IGNORE_INDEX] * length,
+            *chosen["labels"][length:],
+            *rejected["labels"][length:],
+        ],
+        "lengths": [length, *answers],
+    }
+
+
+def _first_label(item: Features) -> int:
+    """Where the first label is that can be learnt: nothing predicts a first token."""
+    labels = item["labels"]
+    return next((i for i in range(1, len(labels)) if labels[i] != IGNORE_INDEX), len(labels))
+
+
+def split(pair: Features) -> Iterator[Features]:
+    """A pair as two conversations again, chosen first."""
+    import numpy as np
+
+    prompt, chosen, _ = (int(length) for length in pair["lengths"])
+    parts = {name: np.asarray(pair[name], np.int64) for name in ("input_ids", "labels")}
+    yield {name: part[: prompt + chosen] for name, part in parts.items()}  # type: ignore[misc]
+    yield {
+        name: np.concatenate([part[:prompt], part[prompt + chosen :]])  # type: ignore[misc]
+        for name, part in parts.items()
+    }
+
+
+def collate_pairs(features: Sequence[Features], *, packing: bool, pad_token_id: int = 0) -> Batch:
+    """One micro-batch of pairs (``input_ids``, ``labels``, ``lengths``).
+
+    Its ``extras`` say whose each trained position is: ``answer``, [N] int64, is 2 i for the chosen
+    and 2 i + 1 for the rejected answer of pair i, in the order of ``Outputs.logps``;
+    ``answer_lengths``, [2 x pairs] int64, has the trained positions of each answer.
+    """
+    import numpy as np
+    import torch
+
+    rows = [row for pair in features for row in split(pair)]
+    batch = (
+        _shared(features) if packing else collate(rows, packing=False, pad_token_id=pad_token_id)
+    )
+    counts = [np.count_nonzero(np.asarray(row["labels"]) != IGNORE_INDEX) for row in rows]
+    answer_lengths = torch.tensor(counts)
+    answer = torch.repeat_interleave(answer_lengths)
+    return replace(batch, extras={"answer": answer, "answer_lengths": answer_lengths})
+
+
+def _shared(features: Sequence[Features]) -> Batch:
+    """A packed row with each prompt once."""
+    import numpy as np
+    import torch
+
+    batch = pack(features)
+    branches = np.asarray([pair["lengths"] for pair in features], np.int32)
+    positions = [np.arange(p + n)[start:] for p, c, r in branches for start, n in ((0, c), (p, r))]
+    return replace(
+        batch,
+        position_ids=torch.from_numpy(np.concatenate(positions))[None],
+        branches=torch.from_numpy(branches),
+    )
+
+
+def unshared(batch: Batch) -> Batch:
+    """The same batch with a prompt for each answer, for a model that cannot share them."""
+    import numpy as np
+    import torch
+
+    if batch.cu_seqlens is None or batch.branches is None:
+        return batch
+    runs, lengths = [], []
+    for start, (prompt, first, second) in zip(
+        batch.cu_seqlens.tolist(), batch.branches.tolist(), strict=False
+    ):
+        other = start + prompt + first
+        runs += [(start, other), (start, start + prompt), (other, other + second)]
+        lengths += [prompt + first, prompt + second]
+    index = torch.from_numpy(np.concatenate([np.arange(a, b) for a, b in runs]))
+    return replace(
+        batch,
+        input_ids=batch.input_ids[:, index],
+        labels=batch.labels[:, index],
+        position_ids=batch.position_ids[:, index],
+        cu_seqlens=torch.from_numpy(np.cumsum([0, *lengths], dtype=np.int32)),
+        branches=None,
+        at=None,
+    )

@@ -1,0 +1,101 @@
+"""A rendered conversation becomes sequences of tokens with labels, which can be cut to a length."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from ...batch import IGNORE_INDEX, Features
+from .templates.response_spans import Turn
+from .tokenization import Bounds, Text, Tokenization, Tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """The text of a conversation, and what of it is learnt."""
+
+    text: Text
+    turns: Sequence[Turn]  # the answers to learn; all answers where the whole text is learnt
+    parts: Sequence[Turn]  # contents to learn beside them; or not to learn, of a whole text
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One sequence of tokens, and labels. ``answers`` are in reading order: where it may be cut."""
+
+    ids: list[int]
+    labels: list[int]
+    answers: Sequence[Bounds]
+
+    @property
+    def features(self) -> Features:
+        """As the cache stores it."""
+        return {"input_ids": self.ids, "labels": self.labels}
+
+    @property
+    def num_learnt(self) -> int:
+        """Tokens that carry a label."""
+        return len(self.labels) - self.labels.count(IGNORE_INDEX)
+
+    def fit(self, length: int) -> Item | None:
+        """Whole turns up to the last answer that fits; else the first answer without its end."""
+        if len(self.ids) <= length:
+            return self
+        if ends := [end for _, end in self.answers if end <= length]:
+            return self.cut(ends[-1])
+        if self.answers and self.answers[0][0] < length:
+            return self.cut(length)
+        return None
+
+    def cut(self, end: int) -> Item:
+        """Its first ``end`` tokens."""
+        return replace(self, ids=self.ids[:end], labels=self.labels[:end])
+
+
+def whole(rendered: Rendered, tokens: Tokens, tokenization: Tokenization) -> Item:
+    """The conversation as one text to learn, but for the parts that say no."""
+    labels = list(tokens.ids)
+    for start, end in _bounds(rendered, tokens, tokenization, rendered.parts):
+        labels[start:end] = [IGNORE_INDEX] * (end - start)
+    inside = [turn for turn in rendered.turns if turn.text is rendered.text.text]
+    return Item(tokens.ids, labels, _bounds(rendered, tokens, tokenization, inside))
+
+
+def split(rendered: Rendered, tokens: Tokens, tokenization: Tokenization) -> list[Item]:
+    """One sequence for all answers that stand behind their prompts, one for each other answer."""
+    inside = [turn for turn in rendered.turns if turn.text is rendered.text.text]
+    spans = [(turn.start, turn.end) for turn in inside]
+    found = tokenization.bounds(tokens, rendered.text, spans, behind_prompt=True)
+    answers = [bounds for bounds in found if bounds]
+    own: list[Item] = []
+    if len(answers) < len(rendered.turns):
+        placed = {turn for turn, bounds in zip(inside, found, strict=True) if bounds}
+        others = [turn for turn in rendered.turns if turn not in placed]
+        own = [_alone(rendered, tokenization, turn) for turn in others]
+    learnt = answers
+    if rendered.parts:
+        learnt = [*answers, *_bounds(rendered, tokens, tokenization, rendered.parts)]
+    if not learnt:
+        return own
+    labels = [IGNORE_INDEX] * len(tokens.ids)
+    for start, end in learnt:
+        labels[start:end] = tokens.ids[start:end]
+    item = Item(tokens.ids, labels, answers)
+    return [item.cut(max(end for _, end in learnt)) if own else item, *own]
+
+
+def _alone(rendered: Rendered, tokenization: Tokenization, turn: Turn) -> Item:
+    """A sequence for one answer: its prompt as chat encodes it, then the answer."""
+    text = Text(turn.text, rendered.text.marked)
+    prompt = tokenization.encode([text[: turn.start]])[0].ids
+    answer = tokenization.encode_after(text[turn.start : turn.end])
+    ids = prompt + answer
+    return Item(ids, [IGNORE_INDEX] * len(prompt) + answer, [(len(prompt), len(ids))])
+
+
+def _bounds(
+    rendered: Rendered, tokens: Tokens, tokenization: Tokenization, turns: Sequence[Turn]
+) -> list[Bounds]:
+    """Of the turns that have tokens of their own."""
+    spans = [(turn.start, turn.end) for turn in turns]
+    return [bounds for bounds in tokenization.bounds(tokens, rendered.text, spans) if bounds]

@@ -1,0 +1,150 @@
+"""Messages to text, through the same Jinja environment as ``tokenizer.apply_chat_template``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import cast
+
+import jinja2
+from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from ....errors import TemplateError
+from ...example import JSON, Message
+from .fast_render import Dicts, Spans, TracedTemplate
+
+Probe = Mapping[str, list[dict[str, object]]]  # "messages", "tools"
+
+_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_TOOL: dict[str, object] = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Add two numbers",
+        "parameters": {
+            "type": "object",
+            "properties": {"a": {"type": "number", "description": "first"}},
+            "required": ["a"],
+        },
+    },
+}
+_TURNS: list[dict[str, object]] = [
+    {"role": "user", "content": "Question one"},
+    {"role": "assistant", "content": "Answer one"},
+    {"role": "user", "content": "Question two"},
+]
+_SYSTEM: dict[str, object] = {"role": "system", "content": "Instruction"}
+# Conversations that show how a template treats the common cases.
+PROBES: Mapping[str, Probe] = {
+    "a question": {"messages": _TURNS[:1]},
+    "several turns": {"messages": _TURNS},
+    "a system message": {"messages": [_SYSTEM, *_TURNS]},
+    "tools": {"messages": _TURNS[:1], "tools": [_TOOL]},
+}
+
+
+class Renderer:
+    """One template, with the tokenizer's names for the special tokens."""
+
+    def __init__(self, source: str, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.source = source
+        self.has_marks = _MARK.search(source) is not None
+        self._names = dict(tokenizer.special_tokens_map)
+        added = tokenizer.added_tokens_decoder.values()
+        self._traced = TracedTemplate(source, self._names, self._run)
+        self._special = {token.content for token in added if token.special}
+        self._added = self._special | {t.content for t in added if _is_markup(t.content)}
+
+    def render(self, messages: Dicts, tools: Dicts | None = None, *, prompt: bool = False) -> str:
+        """The text of a conversation; with ``prompt``, up to where the next answer begins.
+
+        Raises:
+            TemplateError: the template refuses the conversation.
+        """
+        return self._render(messages, tools, prompt=prompt)[0]
+
+    def render_marked(self, messages: Dicts, tools: Dicts | None = None) -> tuple[str, Spans]:
+        """The text of a conversation, and where its ``{% generation %}`` blocks are."""
+        return self._render(messages, tools, marks=True)
+
+    def closing_token(self) -> str | None:
+        """The token that ends an answer, seen in a short conversation; None without one."""
+        probe: Dicts = [*_TURNS[:1], {"role": "assistant", "content": "Answer"}]
+        try:
+            tail = self.render(probe).rpartition("Answer")[2]
+        except TemplateError:
+            return None
+        found = [(tail.find(token), -len(token), token) for token in self._added if token in tail]
+        return min(found)[2] if found else None
+
+    def written_tokens(self) -> frozenset[str]:
+        """Tokens that frame the turns: special ones it writes anywhere, others around turns.
+
+        So those of DeepSeek are among them, which are not special there (``<｜User｜>``), and not
+        Qwen's ``<think>``, which answers may write.
+        """
+        renderings = [self._rendered(probe, prompt=True) for probe in PROBES.values()]
+        everywhere = "\0".join([self.source, *renderings])
+        around = self._rendered(PROBES["several turns"])
+        found = {token for token in self._special if token in everywhere}
+        return frozenset(found | {token for token in self._added if token in around})
+
+    def _rendered(self, probe: Probe, *, prompt: bool = False) -> str:
+        try:
+            return self.render(probe["messages"], probe.get("tools"), prompt=prompt)
+        except TemplateError:
+            return ""
+
+    def _render(
+        self, messages: Dicts, tools: Dicts | None, *, prompt: bool = False, marks: bool = False
+    ) -> tuple[str, Spans]:
+        if tools or any(len(message) > 2 for message in messages):  # which has tool calls
+            return self._run(messages, tools, prompt=prompt, marks=marks)
+        return self._traced.render(messages, prompt=prompt, marks=marks)
+
+    def _run(
+        self, messages: Dicts, tools: Dicts | None = None, *, prompt: bool, marks: bool
+    ) -> tuple[str, Spans]:
+        """What the template gives."""
+        try:
+            texts, spans = render_jinja_template(
+                [messages],
+                tools=list(tools) if tools else None,
+                chat_template=self.source,
+                add_generation_prompt=prompt,
+                return_assistant_tokens_mask=marks,
+                **self._names,
+            )
+        except jinja2.TemplateSyntaxError as error:
+            where = f"line {error.lineno}: {error.message}"
+            raise TemplateError(f"the chat template is not valid Jinja, {where}") from error
+        except (jinja2.TemplateError, TypeError, ValueError, LookupError) as error:
+            raise TemplateError(f"the chat template refuses this conversation: {error}") from error
+        return cast(str, texts[0]), list(spans[0]) if spans else []
+
+
+def _is_markup(token: str) -> bool:
+    """Whether an added token can be a sign of a template's, rather than a word or white space."""
+    return len(token) > 2 and not token.isalnum() and not token.isspace()
+
+
+def message_dicts(messages: Sequence[Message]) -> list[dict[str, object]]:
+    """Messages as chat templates know them."""
+    return [_message_dict(message) for message in messages]
+
+
+def tool_dicts(tools: Sequence[JSON]) -> list[dict[str, object]]:
+    """Tool schemas, or calls, as chat templates know them: under ``function``."""
+    return [_under_function(tool) for tool in tools]
+
+
+def _under_function(tool: JSON) -> dict[str, object]:
+    return dict(tool) if "function" in tool else {"type": "function", "function": tool}
+
+
+def _message_dict(message: Message) -> dict[str, object]:
+    fields: dict[str, object] = {"role": message.role, "content": message.content}
+    if message.tool_calls:
+        fields["tool_calls"] = tool_dicts(message.tool_calls)
+    return fields

@@ -1,0 +1,277 @@
+"""Text to ids in batches through the Rust tokenizer; a message never writes a control token.
+
+``<|im_end|>`` in a user's text is some letters and signs, not the end of the turn. Where a message
+spells one of the tokens that frame turns, it is wrapped in private-use marks before rendering, and
+what is wrapped is encoded as plain text: what transformers does with ``sanitize_control_tokens``.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from bisect import bisect_left
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Protocol, TypeVar, cast
+
+from tokenizers import Encoding, Tokenizer
+from transformers import PreTrainedTokenizerBase
+
+from ...errors import TemplateError
+from .token_alignment import Known, landmarks_of
+
+OPEN, CLOSE = "\U000f0000", "\U000f0001"  # as transformers has them; no message keeps its own
+GUARDS = ("\n", ":", "x")  # a text is encoded behind the first of these that it does not join
+
+Bounds = tuple[int, int]  # the first, and one past the last
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """Rendered text. ``marked``: it holds marks around words that must stay plain text."""
+
+    text: str
+    marked: bool = False
+
+    def __getitem__(self, part: slice) -> Text:
+        return Text(self.text[part], self.marked)
+
+
+class Offsets(Protocol):
+    """For each token, the characters it covers: first, and one past the last."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> tuple[int, int]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """Token ids, and where they are in the text."""
+
+    ids: list[int]
+    offsets: Offsets
+
+    def index(self, position: int) -> int | None:
+        """Number of tokens before a character; None if a token lies across its beginning."""
+        before = bisect_left(self.offsets, (position, -1))
+        if before and self.offsets[before - 1][1] > position:
+            return None
+        return before
+
+
+class Tokenization:
+    """A tokenizer that protects control tokens and knows what it does at a text's joints.
+
+    It works on its own copy of the Rust tokenizer, without a post-processor: those trim offsets.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, control: Collection[str]) -> None:
+        self._rust = Tokenizer.from_str(canonical(tokenizer))
+        self._rust.post_processor = None
+        added = tokenizer.added_tokens_decoder
+        self._special = frozenset(i for i, token in added.items() if token.special)
+        known = tokenizer.added_tokens_encoder.keys() & control
+        longest_first = sorted(known, key=len, reverse=True)
+        words = "|".join(map(re.escape, longest_first)) or "(?!)"  # (?!) never matches
+        self._control = re.compile(words)
+        self._marks = re.compile(f"{OPEN}({words}){CLOSE}|[{OPEN}{CLOSE}]")
+        self._control_ids = frozenset(tokenizer.convert_tokens_to_ids(longest_first))
+        self._landmarks = landmarks_of(self._rust, known)
+        self._short: dict[str, list[int]] = {}
+
+    def spells_control(self, value: object) -> bool:
+        """Whether ``value``, a string or lists and dicts of them, spells a control token."""
+        return self._control.search("\0".join(_strings(value))) is not None  # no token has a \0
+
+    def protect(self, value: T) -> T:
+        """``value`` with marks around the control tokens that its strings spell."""
+        return _map_strings(value, self._protect)
+
+    def encode(self, texts: Sequence[Text]) -> list[Tokens]:
+        """Ids and offsets of every text; nothing is added in front or behind."""
+        encoded = self._encode_plain([text.text for text in texts if not text.marked])
+        return [self._encode_marked(t.text) if t.marked else next(encoded) for t in texts]
+
+    def encode_after(self, text: Text) -> list[int]:
+        """Ids of a text that continues another: without the space some tokenizers put first."""
+        if text.marked:
+            return [
+                i for part, plain in self._parts(text.text) for i in self._after(part, plain).ids
+            ]
+        return self._after(text.text, False).ids
+
+    def bounds(
+        self, tokens: Tokens, text: Text, spans: Sequence[Bounds], *, behind_prompt: bool = False
+    ) -> list[Bounds | None]:
+        """The tokens of each span of a text: the first, and one past the last.
+
+        None where a token lies across a bound or there is none; and with ``behind_prompt``, where
+        the text before the span, encoded alone, would give other ids than stand before it.
+        """
+        known = None
+        if self._landmarks and not text.marked:
+            known = self._landmarks.find(text.text, tokens.ids, self._ids)
+        return [self._bounds(tokens, text, known, span, behind_prompt) for span in spans]
+
+    def is_prefix(self, tokens: Tokens, text: Text, end: int) -> bool:
+        """Whether ``text[:end]``, encoded alone, gives just the first of ``tokens``, of ``text``.
+
+        Special tokens split a text before anything else, so only what follows the last one counts.
+        """
+        count = tokens.index(end)
+        if not count:
+            return count == 0
+        first = count
+        while first > 0:
+            first -= 1
+            if tokens.ids[first] in self._special:
+                break
+        tail = text[tokens.offsets[first][0] if first else 0 : end]
+        ids = self.encode([tail])[0].ids if tail.marked else self._ids(tail.text)
+        return ids == tokens.ids[first:count]
+
+    def _encode_plain(self, texts: list[str]) -> Iterator[Tokens]:
+        """With landmarks, offsets are not found out before they are asked for: few ever are."""
+        if self._landmarks is None:
+            encoded = self._rust.encode_batch(texts, add_special_tokens=False)
+            return (Tokens(each.ids, _Offsets(partial(_same, each))) for each in encoded)
+        encode = partial(self._rust.encode, add_special_tokens=False)
+        quick = self._rust.encode_batch_fast(texts, add_special_tokens=False)
+        pairs = zip(quick, texts, strict=True)
+        return (Tokens(each.ids, _Offsets(partial(encode, text))) for each, text in pairs)
+
+    def _bounds(
+        self,
+        tokens: Tokens,
+        text: Text,
+        known: Known | None,
+        span: Bounds,
+        behind_prompt: bool,
+    ) -> Bounds | None:
+        start, end = span
+        first = known.index(start) if known else None
+        last = known.end(end) if known else None
+        if first is None and behind_prompt and not self.is_prefix(tokens, text, start):
+            return None
+        first = tokens.index(start) if first is None else first
+        last = tokens.index(end) if last is None else last
+        return None if first is None or last is None or first >= last else (first, last)
+
+    def _ids(self, text: str) -> list[int]:
+        """Ids of an unmarked text; short ones, such as the headers of turns, are remembered."""
+        if len(text) > 64:
+            return self.encode([Text(text)])[0].ids
+        if text not in self._short:
+            if len(self._short) > 10_000:
+                self._short.clear()
+            self._short[text] = self.encode([Text(text)])[0].ids
+        return self._short[text]
+
+    def _protect(self, text: str) -> str:
+        return self._control.sub(f"{OPEN}\\g<0>{CLOSE}", text.replace(OPEN, "").replace(CLOSE, ""))
+
+    def _encode_marked(self, text: str) -> Tokens:
+        ids: list[int] = []
+        offsets: list[tuple[int, int]] = []
+        position = 0
+        for part, plain in self._parts(text):
+            start = text.index(part, position)
+            found = self._after(part, plain) if start else self._encode_part(part, plain)
+            ids += found.ids
+            every = (found.offsets[i] for i in range(len(found.ids)))
+            offsets += [(a + start, b + start) for a, b in every]
+            position = start + len(part)
+        return Tokens(ids, offsets)
+
+    def _parts(self, marked: str) -> Iterator[tuple[str, bool]]:
+        """A marked text's parts, and whether each is to be plain; marks and empty ones left out."""
+        for i, part in enumerate(self._marks.split(marked)):
+            if part:
+                yield part, i % 2 == 1
+
+    def _after(self, text: str, plain: bool) -> Tokens:
+        """Encode behind a letter that is taken away again, so that no space is put in front."""
+        rust = self._without_tokens if plain else self._rust
+        for guard in GUARDS:
+            alone = rust.encode(guard, add_special_tokens=False).ids
+            found = rust.encode(guard + text, add_special_tokens=False)
+            if found.ids[: len(alone)] == alone:
+                return self._checked(text, plain, found, len(alone))
+        return self._encode_part(text, plain)
+
+    def _encode_part(self, text: str, plain: bool) -> Tokens:
+        rust = self._without_tokens if plain else self._rust
+        return self._checked(text, plain, rust.encode(text, add_special_tokens=False), 0)
+
+    def _checked(self, text: str, plain: bool, found: Encoding, skip: int) -> Tokens:
+        """What follows the first ``skip`` tokens, of one letter; no control token if ``plain``."""
+        ids = found.ids[skip:]
+        if plain and self._control_ids.intersection(ids):
+            raise TemplateError(f"this tokenizer has no spelling of {text!r} as plain text")
+        before = 1 if skip else 0
+        return Tokens(ids, [(max(a - before, 0), b - before) for a, b in found.offsets[skip:]])
+
+    @cached_property
+    def _without_tokens(self) -> Tokenizer:
+        """The same tokenizer without its added tokens, to which all is plain text."""
+        parts = json.loads(self._rust.to_str())
+        return Tokenizer.from_str(json.dumps({**parts, "added_tokens": []}))
+
+
+def canonical(tokenizer: PreTrainedTokenizerBase) -> str:
+    """The Rust tokenizer as JSON, without the padding that an earlier call may have left in it."""
+    rust = tokenizer.backend_tokenizer
+    if rust.padding or rust.truncation:
+        rust = Tokenizer.from_str(rust.to_str())
+        rust.no_padding()
+        rust.no_truncation()
+    return str(rust.to_str())
+
+
+class _Offsets:
+    """Offsets of an encoding, fetched one by one."""
+
+    def __init__(self, encode: Callable[[], Encoding]) -> None:
+        self._encode = encode
+
+    def __len__(self) -> int:
+        return len(self._encoding)
+
+    def __getitem__(self, index: int, /) -> tuple[int, int]:
+        return cast(tuple[int, int], self._encoding.token_to_chars(index))
+
+    @cached_property
+    def _encoding(self) -> Encoding:
+        return self._encode()
+
+
+def _same(encoding: Encoding) -> Encoding:
+    return encoding
+
+
+def _strings(value: object) -> list[str]:
+    """All strings in a value but keys."""
+    found: list[str] = []
+    rest = [value]
+    while rest:
+        each = rest.pop()
+        if isinstance(each, str):
+            found.append(each)
+        elif isinstance(each, dict):
+            rest += each.values()
+        elif isinstance(each, list | tuple):
+            rest += each
+    return found
+
+
+def _map_strings(value: T, change: Callable[[str], str]) -> T:
+    if isinstance(value, str):
+        return cast(T, change(value))
+    if isinstance(value, dict):
+        return cast(T, {key: _map_strings(item, change) for key, item in value.items()})
+    if isinstance(value, list | tuple):
+        return cast(T, [_map_strings(item, change) for item in value])
+    return value

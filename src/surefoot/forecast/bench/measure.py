@@ -1,0 +1,146 @@
+"""A few optimizer steps of a recipe, measured in this process; nothing is saved.
+
+The first step runs the window with the largest pass of the first epoch, so that the peak of the
+memory is the run's, not that of a lucky start. The steps that are timed are the first of the run,
+the same examples whatever the settings.
+"""
+
+from __future__ import annotations
+
+import math
+import signal
+import time
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+
+from ...batch import Window
+from ...data.order.loader import Loader
+from ...model.precision import choose
+from ...model.pretrained.loading import device
+from ...recipe.recipe import Recipe
+from ...run.assembly import build
+from ...training.callback import Context, TrainerCallback
+from ...training.signals import SIGNALS
+from ...training.state import TrainerControl, TrainerState
+from ..estimate.batches import heaviest
+from .clock import Clock, timed
+from .hardware import forget_peak, gemm_flops, name_of, peak_memory
+from .result import BenchResult
+
+WARM_UP = 2  # steps: the heaviest, which also compiles, and an ordinary one
+ENOUGH = 30.0  # seconds of measured steps, after which no more are begun
+
+
+@dataclass
+class Meter(TrainerCallback):
+    """Times the steps of a run, counts what goes into them, and ends it."""
+
+    clock: Clock
+    loader: Loader
+    began: float = 0.0  # when the warm-up was over
+    tokens: list[int] = field(default_factory=list)  # of each step, padding not counted
+    trained: list[int] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)  # padding counted
+
+    def count(self, window: Window) -> None:
+        """Note the size of a window."""
+        self.tokens.append(sum(batch.num_tokens for batch in window))
+        self.trained.append(sum(batch.num_trained for batch in window))
+        self.positions.append(sum(batch.input_ids.numel() for batch in window))
+
+    def on_train_begin(self, args: Context, state: TrainerState, control: TrainerControl) -> None:
+        """The model is there; from here on it is about steps."""
+        forget_peak(self.clock.device)
+        self.clock.turn("data")
+
+    def on_step_begin(self, args: Context, state: TrainerState, control: TrainerControl) -> None:
+        """The window is there. A signal ends all at once, for there is nothing to be saved."""
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_DFL)
+        self.clock.turn("rest")
+
+    def on_optimizer_step(
+        self, args: Context, state: TrainerState, control: TrainerControl
+    ) -> None:
+        """The weights have moved."""
+        self.clock.turn("rest")
+
+    def on_step_end(self, args: Context, state: TrainerState, control: TrainerControl) -> None:
+        """The next step begins, with its window; after the heaviest one, with the run's first."""
+        self.clock.turn("data")
+        if state.global_step == 1:
+            self.loader.epoch = self.loader.window = 0
+        if state.global_step == WARM_UP:
+            self.began = time.monotonic()
+        elif state.global_step > WARM_UP:
+            control.should_training_stop |= time.monotonic() - self.began > ENOUGH
+
+
+def measure(recipe: Recipe, steps: int, folder: Path) -> BenchResult:
+    """The figures of ``steps`` optimizer steps, or fewer if they are slow. ``folder`` stands for
+    the run's.
+
+    Raises:
+        SurefootError: as ``surefoot train`` would.
+    """
+    trainer = build(_short(recipe, steps, folder), is_trial=True)
+    where, loader = device(), trainer.loader
+    assert isinstance(loader, Loader)  # for nothing is streamed here
+    meter = Meter(Clock(where), loader)
+    trainer.callbacks.members = [meter]
+    trainer.step.run_window = timed(trainer.step.run_window, meter.clock.turn, meter.count)
+    section = recipe.train
+    run_steps = section.max_steps or math.ceil(section.num_epochs * loader.steps_per_epoch)
+    loader.window = _heaviest_window(loader, run_steps)
+    trainer.fit()
+    first, *_ = costs = meter.clock.steps()
+    measured = costs[WARM_UP:]
+    phases = {name: sum(cost[name] for cost in measured) for name in measured[0]}
+    memory, tokens = peak_memory(where), sum(meter.tokens[WARM_UP:])
+    ordinary = sum(phases.values()) / len(measured)
+    return BenchResult(
+        device=name_of(where),
+        precision=choose(section.precision),
+        run_steps=run_steps,
+        steps=len(measured),
+        tokens=tokens,
+        trained_tokens=sum(meter.trained[WARM_UP:]),
+        positions=sum(meter.positions[WARM_UP:]),
+        flops=trainer.state.total_flos * tokens / max(1, sum(meter.tokens)),
+        gemm_flops=gemm_flops(_dtype(trainer.models.policy, choose(section.precision)), where),
+        peak_memory=memory,
+        compiling_seconds=max(0.0, sum(first.values()) - ordinary) if recipe.model.compile else 0.0,
+        phases=phases,
+    )
+
+
+def _short(recipe: Recipe, steps: int, folder: Path) -> Recipe:
+    """The same, over soon and in another folder. What would be streamed is encoded before, as many
+    rows as the shuffle looks at."""
+    train = replace(recipe.train, output_dir=folder, max_steps=WARM_UP + steps, report_to=())
+    if train.on_nan == "rollback":  # there is nothing to go back to
+        train = replace(train, on_nan="stop")
+    data = recipe.data
+    if data.streaming:
+        rows = min(data.max_samples or data.buffer_size, data.buffer_size)
+        data = replace(data, streaming=False, max_samples=rows)
+    return replace(recipe, train=train, data=data)
+
+
+def _heaviest_window(loader: Loader, run_steps: int) -> int:
+    """The window of the first epoch that has the micro-batch with the most tokens."""
+    lengths = loader.dataset.lengths
+    steps = min(run_steps, loader.steps_per_epoch)
+    items = heaviest(loader, steps, lengths, np.zeros_like(lengths))
+    return int(np.argmax(loader.order(0) == items[0])) // loader.global_batch_size
+
+
+def _dtype(model: nn.Module, precision: str) -> torch.dtype:
+    """The type that most of the arithmetic is done in."""
+    if precision != "fp32":
+        return torch.bfloat16 if precision == "bf16" else torch.float16
+    return max(model.parameters(), key=torch.Tensor.numel).dtype

@@ -1,0 +1,77 @@
+"""Measure a recipe in a fresh process: its memory is its own, and so is its end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ... import errors
+from ...parallel.world import LAUNCHER
+from ...recipe.recipe import Recipe, dump
+from .result import BenchResult
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why there are no figures."""
+
+    reason: str
+    error: str | None = None  # the class of ``errors`` that ``surefoot train`` would raise
+
+    def raised(self) -> errors.SurefootError:
+        """The same as an error to raise."""
+        kind: type[errors.SurefootError] = getattr(errors, self.error or "RunError")
+        return kind(self.reason)
+
+
+def measured(recipe: Recipe, steps: int, timeout: float | None = None) -> BenchResult | Failure:
+    """The figures of ``recipe``, or why there are none; ``timeout`` in seconds.
+
+    Nothing of it is left behind but the cache of encoded datasets.
+    """
+    with tempfile.TemporaryDirectory(prefix="surefoot-bench-") as name:
+        folder = Path(name)
+        (folder / "recipe.yaml").write_text(dump(recipe), encoding="utf-8")
+        files = (folder / "recipe.yaml", steps, folder / "result.json")
+        command = [sys.executable, "-P", "-m", "surefoot.forecast.bench.trial", *map(str, files)]
+        with (folder / "log").open("w") as log:
+            try:
+                code = subprocess.run(
+                    command,
+                    env={**os.environ, LAUNCHER: str(os.getpid())},
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    timeout=timeout,
+                    start_new_session=True,  # Ctrl-C ends this process, which ends that one
+                    check=False,
+                ).returncode
+            except subprocess.TimeoutExpired:
+                return Failure(f"not done after {timeout:.0f} s")
+        if code:
+            return _crash(code, (folder / "log").read_text(errors="replace"))
+        return _result(json.loads((folder / "result.json").read_text()))
+
+
+def _result(found: Mapping[str, object]) -> BenchResult | Failure:
+    figures = found.get("figures")
+    if isinstance(figures, dict):
+        return BenchResult(**figures)
+    error = found.get("error")
+    return Failure(str(found["failure"]), None if error is None else str(error))
+
+
+def _crash(code: int, log: str) -> Failure:
+    if code == -signal.SIGKILL:
+        return Failure("killed by the system, most likely for want of memory")
+    if code < 0:
+        return Failure(f"ended by {signal.Signals(-code).name}")
+    lines = [line for line in log.splitlines() if line.strip()]
+    return Failure(lines[-1] if lines else f"ended with code {code}")

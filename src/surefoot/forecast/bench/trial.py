@@ -1,0 +1,39 @@
+"""The process of one measurement: ``python -m surefoot.forecast.bench.trial RECIPE STEPS RESULT``.
+
+It ends with a JSON file that holds the figures, or what the recipe has failed of.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+from ...errors import SurefootError
+from ...parallel.world import die_with_launcher
+from ...recipe.recipe import load
+from .measure import measure
+
+OUT_OF_MEMORY = "out of memory"
+_SIGNS = ("out of memory", "can't allocate memory", "not enough memory")  # of torch, lower case
+
+
+def main(recipe: Path, steps: int, result: Path) -> None:
+    """Measure, and leave what was found in ``result``."""
+    die_with_launcher()
+    found: dict[str, object]
+    try:
+        found = {"figures": asdict(measure(load(recipe), steps, result.parent / "run"))}
+    except SurefootError as error:
+        found = {"failure": str(error), "error": type(error).__name__}
+    except (MemoryError, RuntimeError) as error:
+        text = str(error).lower()
+        if not isinstance(error, MemoryError) and not any(sign in text for sign in _SIGNS):
+            raise
+        found = {"failure": OUT_OF_MEMORY}
+    result.write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))

@@ -1,0 +1,158 @@
+"""Steps, tokens and the heaviest micro-batches of a run, from the lengths of its examples."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from ...batch import IGNORE_INDEX, Batch
+from ...data.data_order import Index
+from ...data.order.length_balancing import balance_by_length, num_passes, positions, sums
+from ...data.order.loader import Loader
+from ...data.store.dataset import EncodedDataset, EncodedStore
+from ...errors import DataError
+from ...recipe.recipe import Recipe
+
+_ITEMS = 100_000  # examples whose labels are looked at together
+
+
+@dataclass(frozen=True)
+class RunLength:
+    """How far a run goes."""
+
+    steps: int
+    steps_per_epoch: int
+    micro_batches: int  # of a process in a step
+    tokens: int  # over all steps and processes, padding not counted
+    trained_tokens: int
+
+    @property
+    def epochs(self) -> float:
+        """Passes over the data, with a fraction."""
+        return self.steps / self.steps_per_epoch
+
+
+def loader_of(recipe: Recipe, dataset: EncodedDataset, num_processes: int) -> Loader:
+    """The order in which the run will see ``dataset``. Raises ``DataError`` if batches do not
+    divide."""
+    return Loader(
+        dataset=dataset,
+        collate=_no_batch,
+        global_batch_size=recipe.train.global_batch_size,
+        micro_batch_size=recipe.train.micro_batch_size,
+        seed=recipe.train.seed,
+        packing=recipe.data.packing,
+        shuffle=recipe.data.shuffle,
+        world_size=num_processes,
+    )
+
+
+def _no_batch(_features: object) -> Batch:
+    raise DataError("a plan asks for the order of examples, not for batches")
+
+
+def course_of(recipe: Recipe, loader: Loader, lengths: Index, trained: Index) -> RunLength:
+    """Steps and tokens of the whole run."""
+    section = recipe.train
+    steps = section.max_steps or math.ceil(section.num_epochs * loader.steps_per_epoch)
+    counts = np.zeros(2, np.int64)
+    for items in _items(loader, steps):
+        counts += [lengths[items].sum(), trained[items].sum()]
+    return RunLength(
+        steps=steps,
+        steps_per_epoch=loader.steps_per_epoch,
+        micro_batches=loader.global_batch_size // (loader.micro_batch_size * loader.world_size),
+        tokens=int(counts[0]),
+        trained_tokens=int(counts[1]),
+    )
+
+
+def heaviest(
+    loader: Loader,
+    steps: int,
+    lengths: Index,
+    trained: Index,
+    *,
+    logit_weight: float = 0.0,
+) -> Index:
+    """[items] The micro-batch that takes the most memory: tokens, padding included, plus trained
+    positions times ``logit_weight``, what one takes as against a token."""
+    best, found = -1.0, np.arange(0)
+    size, ranks, packing = loader.micro_batch_size, loader.world_size, loader.packing
+    dealt = loader.dataset.lengths  # what the run deals by, shared prompts or not
+    for items in _items(loader, steps):
+        for windows in _windows(loader, items):
+            count = num_passes(windows.shape[1], size, ranks)
+            groups = balance_by_length(
+                dealt[windows], micro_batch_size=size, world_size=ranks, packing=packing
+            )
+            cost = positions(lengths[windows], groups, count, packing=packing)
+            cost = cost + logit_weight * sums(trained[windows], groups, count)
+            window, group = divmod(int(cost.argmax()), count)
+            if cost[window, group] > best:
+                best = float(cost[window, group])
+                found = windows[window][groups[window] == group]
+    return found
+
+
+def _items(loader: Loader, steps: int) -> Iterator[Index]:
+    """The items of each epoch, in order, as far as ``steps`` go."""
+    for epoch in range(-(-steps // loader.steps_per_epoch)):
+        left = steps - epoch * loader.steps_per_epoch
+        yield loader.order(epoch)[: left * loader.global_batch_size]
+
+
+def _windows(loader: Loader, items: Index) -> Iterator[Index]:
+    """[windows, items] The windows that are full, then the last one, if it is not."""
+    full = len(items) // loader.global_batch_size * loader.global_batch_size
+    if full:
+        yield items[:full].reshape(-1, loader.global_batch_size)
+    if len(items) > full:
+        yield items[None, full:]
+
+
+def shares_prompts(recipe: Recipe) -> bool:
+    """Whether a run computes the prompt of two answers once."""
+    return recipe.data.packing and recipe.model.attention != "flash_attention_2"
+
+
+def token_counts(recipe: Recipe, dataset: EncodedDataset) -> Index:
+    """[items] The tokens of each item, padding not counted; a prompt of two answers twice, unless
+    they share it."""
+    if shares_prompts(recipe):
+        return dataset.lengths
+    again: Index = np.concatenate([_prompts(store) for store in dataset.stores])[dataset.index]
+    return dataset.lengths + again
+
+
+def _prompts(store: EncodedStore) -> Index:
+    lengths = store.features.get("lengths")
+    if lengths is None:
+        return np.zeros(len(store), np.int64)
+    prompts: Index = lengths.flat.reshape(-1, 3)[:, 0].astype(np.int64)
+    return prompts
+
+
+def trained_counts(dataset: EncodedDataset) -> Index:
+    """[items] How many positions of each item carry a label; the first one never does."""
+    return np.concatenate([_trained(store) for store in dataset.stores])[dataset.index]
+
+
+def _trained(store: EncodedStore) -> Index:
+    total = np.zeros(len(store), np.int64)
+    for name, (flat, offsets) in store.features.items():
+        if not name.endswith("labels"):
+            continue
+        for start in range(0, len(store), _ITEMS):
+            bounds = offsets[start : start + _ITEMS + 1]
+            learnt = flat[bounds[0] : bounds[-1]] != IGNORE_INDEX
+            sums = np.concatenate([[0], np.cumsum(learnt, dtype=np.int64)])
+            begins, ends = bounds[:-1] - bounds[0], bounds[1:] - bounds[0]
+            some = ends > begins
+            first = np.zeros(len(begins), np.int64)
+            first[some] = learnt[begins[some]]
+            total[start : start + _ITEMS] += sums[ends] - sums[begins] - first
+    return total

@@ -1,0 +1,382 @@
+"""The model of a recipe without memory, and one micro-batch run through it.
+
+Fake tensors are dispatched as tensors of a CPU are, so what is kept for the backward pass is what
+torch's own kernels keep. A GPU's kernels keep the same, but for attention with a mask.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import (
+    AttentionInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from ...batch import Batch, TrainedPositions, trained_positions
+from ...errors import ModelError
+from ...model.attention import packed as attention
+from ...model.fused_lora import enable_fused_lora
+from ...model.head import outputs
+from ...model.head.logprob_head import LogprobHead, asked_head
+from ...model.precision import PrecisionName, autocast
+from ...model.pretrained.loading import (
+    DTYPES,
+    grow_embeddings,
+    recompute_activations,
+    upcast_trained,
+)
+from ...model.pretrained.weights import AdapterWeights, FullWeights, trained
+from ...optim.state import NamedState
+from ...parallel.sharded_model import layers
+from ...parallel.tensor.sequence_parallel import widened
+from ...parallel.tensor.tensor_parallel import cut_tensors
+from ...parallel.tensor.tp_plan import Stretch, cuts_vocabulary
+from ...parallel.tensor.vocab_parallel import VocabParallelLogits
+from ...recipe.recipe import Recipe
+from ...training.stage import smoothing
+from .axis import FakeAxis
+from .fake_quantized import pack, will_be_packed
+from .live_bytes import LiveBytes
+from .memory import Pass, Snapshot, Weight
+from .share import StageShare, share
+
+CPU = torch.device("cpu")
+UNMASKED = "surefoot_unmasked_sdpa"  # transformers' own; no mask is built for a name it knows not
+AttentionInterface.register(UNMASKED, sdpa_attention_forward)
+_LOGGER = logging.getLogger("torch._subclasses.fake_tensor")  # tells what is raised as well
+
+
+class NotRehearsedError(ModelError):
+    """The model cannot be run without values."""
+
+
+@dataclass(frozen=True)
+class HoldingOptions:
+    """What decides how a model is held and run, beside the recipe."""
+
+    precision: PrecisionName
+    dtype: torch.dtype | None  # weights before a method picks those that learn; None: as stored
+    gathered: torch.dtype | None = None  # of all weights, where processes gather them in it
+    recomputes: bool = False  # gradient checkpointing
+    tp: int = 1  # processes that share every matrix; of one of them, the first
+    sequence_parallel: bool = False
+    pp: int = 1  # processes that share the layers out
+    place: int = 0  # of the process among these
+    num_parts: int = 1  # stages of each of them
+    quantized: torch.dtype = torch.float32  # of products with quantized weights
+
+
+@dataclass(frozen=True)
+class DryRunModel:
+    """The model of a recipe on fake tensors, ready to learn."""
+
+    mode: FakeTensorMode
+    model: nn.Module
+    inner: PreTrainedModel  # the same without its adapter
+    weights: FullWeights | AdapterWeights  # what its checkpoints hold
+    recipe: Recipe
+    setting: HoldingOptions
+    head: LogprobHead | None  # of ``inner``, if it can be asked for more than logits
+    vocabulary: VocabParallelLogits | None = None  # of logits, where they are cut
+    share: StageShare | None = None  # of a pipeline
+
+
+def build(
+    recipe: Recipe, base: Path, tokenizer: PreTrainedTokenizerBase, setting: HoldingOptions
+) -> DryRunModel:
+    """The model in ``base`` as ``build_policy`` makes it, from its ``config.json`` alone.
+
+    Raises:
+        ModelError: no configuration of a causal language model.
+        RecipeError: the method names modules that the model has not, or it cannot be cut.
+    """
+    with torch.device("meta"):
+        inner = _from_config(recipe, base, setting)
+        grow_embeddings(inner, tokenizer)
+        if recipe.data.packing:
+            attention.switch_to_packed(inner)
+        packed = will_be_packed(inner) if recipe.model.quantization_bit else []
+        policy = _adapted(inner, recipe.model.adapter) or recipe.method.apply(inner)
+        if setting.recomputes:
+            recompute_activations(inner, keep_random=False)  # which has no state here
+        upcast_trained(policy, recipe.model)
+        head = asked_head(inner)
+    is_adapter = recipe.method.kind == "adapter"
+    weights = AdapterWeights(policy) if is_adapter else FullWeights(inner)
+    own = _share(inner, weights, setting) if setting.pp > 1 else None
+    mode = FakeTensorMode()
+    _put(policy, mode, setting.gathered)
+    pack(packed, recipe.model, mode, setting.quantized)
+    made = DryRunModel(mode, policy.train(), inner, weights, recipe, setting, head, share=own)
+    return _cut(made) if setting.tp > 1 else made
+
+
+def _share(
+    inner: PreTrainedModel, weights: FullWeights | AdapterWeights, setting: HoldingOptions
+) -> StageShare:
+    count, dtype = setting.num_parts, setting.gathered
+    return share(inner, weights, setting.place, size=setting.pp, num_parts=count, dtype=dtype)
+
+
+def _cut(whole: DryRunModel) -> DryRunModel:
+    """What the first of the processes along ``tp`` has of it."""
+    inner, axis = whole.inner, FakeAxis(whole.setting.tp)
+    is_cut, size = cuts_vocabulary(inner), inner.config.get_text_config().vocab_size
+    with whole.mode:
+        between = [Stretch(layers(inner))] if whole.setting.sequence_parallel else ()
+        cut_tensors(inner, axis, between)
+    return replace(whole, head=None, vocabulary=VocabParallelLogits(axis, size) if is_cut else None)
+
+
+def _put(model: nn.Module, mode: FakeTensorMode, dtype: torch.dtype | None) -> None:
+    """Move a model from the meta device to fake tensors of a CPU; what is tied stays tied."""
+    moved: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                if id(parameter) not in moved:
+                    with mode:
+                        values = torch.empty(parameter.shape, dtype=dtype or parameter.dtype)
+                    moved[id(parameter)] = nn.Parameter(values, parameter.requires_grad)
+                module._parameters[name] = moved[id(parameter)]
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                with mode:
+                    module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
+
+
+def _from_config(recipe: Recipe, base: Path, setting: HoldingOptions) -> PreTrainedModel:
+    section = recipe.model
+    kernel = section.attention if section.attention in ("sdpa", "eager") else None
+    if section.attention == "flash_attention_2":
+        kernel = "sdpa"  # has no CPU kernel; keeps the same
+    try:
+        config = AutoConfig.from_pretrained(base, trust_remote_code=section.trust_remote_code)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            config,
+            dtype=setting.dtype or config.dtype or torch.float32,
+            attn_implementation=kernel,
+            trust_remote_code=section.trust_remote_code,
+        )
+    except (ValueError, OSError, ImportError, KeyError, TypeError) as error:
+        raise ModelError(
+            f"{base}: cannot build the model from config.json: {str(error).strip().splitlines()[0]}"
+        ) from None
+    return model
+
+
+def _adapted(model: PreTrainedModel, folder: Path | None) -> nn.Module | None:
+    """The model with an adapter like the one in ``folder``, whose weights are not read."""
+    if folder is None:
+        return None
+    from peft import PeftConfig, get_peft_model
+
+    config = PeftConfig.from_pretrained(str(folder))
+    config.inference_mode = False
+    wrapped: nn.Module = get_peft_model(model, config)
+    enable_fused_lora(wrapped)
+    return wrapped
+
+
+def optimizer_state(skeleton: DryRunModel) -> dict[str, dict[str, torch.Tensor]]:
+    """What the recipe's optimizer holds after a step, by parameter; fake tensors."""
+    named = trained(skeleton.model, skeleton.weights)
+    with skeleton.mode:
+        optimizer = skeleton.recipe.optim.build(named)
+        for _, parameter in named:
+            parameter.grad = torch.empty_like(parameter)
+        optimizer.step()
+        for _, parameter in named:
+            parameter.grad = None
+    return NamedState(optimizer).state_dict()
+
+
+def describe(skeleton: DryRunModel) -> list[Weight]:
+    """Every parameter and buffer of the model, with what the optimizer holds for it."""
+    state = optimizer_state(skeleton)
+    names = {id(p): name for name, p in trained(skeleton.model, skeleton.weights)}
+    blocks = {
+        id(tensor): index
+        for index, layer in enumerate(layers(skeleton.model))
+        for tensor in layer.parameters()
+    }
+    head, last = skeleton.inner.get_output_embeddings(), skeleton.inner.get_input_embeddings()
+    is_tied = head is not None and last is not None and head.weight is last.weight
+    found = []
+    for parameter in skeleton.model.parameters():
+        held = state.get(names.get(id(parameter), ""), {}).values()
+        found.append(
+            Weight(
+                tuple(parameter.shape),
+                parameter.element_size(),
+                parameter.requires_grad,
+                blocks.get(id(parameter)),
+                state=sum(tensor.nbytes for tensor in held if tensor.ndim),
+                scalars=sum(tensor.nbytes for tensor in held if not tensor.ndim),
+                is_last=last is not None and parameter is last.weight and not is_tied,
+            )
+        )
+    buffers = {id(buffer): buffer for buffer in skeleton.model.buffers()}.values()
+    found += [Weight(tuple(b.shape), b.element_size(), False, None, is_cut=False) for b in buffers]
+    return found
+
+
+def dry_run_batch(skeleton: DryRunModel, batch: Batch, number: int | None = None) -> Pass:
+    """Run ``batch``, which may be real, forward and backward; of a pipeline, through the stage
+    ``number``.
+
+    Raises ``NotRehearsedError`` if the model cannot be run so: it looks at values, which are not
+    there, or uses a kernel that torch knows no shapes for.
+    """
+    was_disabled, _LOGGER.disabled = _LOGGER.disabled, True
+    try:
+        return _rehearse(skeleton, batch, number)
+    except (RuntimeError, NotImplementedError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise NotRehearsedError(
+            f"{type(skeleton.inner).__name__} cannot be rehearsed without values: {reason}"
+        ) from None
+    finally:
+        _LOGGER.disabled = was_disabled
+
+
+def _rehearse(skeleton: DryRunModel, batch: Batch, number: int | None) -> Pass:
+    batch = widened(batch, skeleton.setting.tp if skeleton.setting.sequence_parallel else 1)
+    own = [*skeleton.model.parameters(), *skeleton.model.buffers()]
+    grown = 0
+
+    def drop(parameter: torch.Tensor) -> None:
+        nonlocal grown
+        assert parameter.grad is not None
+        grown += parameter.grad.nbytes
+        parameter.grad = None
+
+    hooks = [
+        parameter.register_post_accumulate_grad_hook(drop)  # type: ignore[no-untyped-call]
+        for parameter in skeleton.model.parameters()
+        if parameter.requires_grad
+    ]
+    kernel = skeleton.inner.config._attn_implementation
+    if _needs_no_mask(skeleton.inner, batch):
+        skeleton.inner.set_attn_implementation(UNMASKED)
+    live = LiveBytes(own, _width(skeleton), lambda: grown)
+    try:
+        kept = (
+            _through_all(skeleton, batch, live)
+            if skeleton.share is None or number is None
+            else _through_stage(skeleton, skeleton.share, number, batch, live)
+        )
+    finally:
+        skeleton.inner.set_attn_implementation(kernel)
+        for hook in hooks:
+            hook.remove()
+    return Pass(
+        kept=kept,
+        at_peak=live.peak,
+        most_activations=live.most_activations,
+        growing=live.growing,
+    )
+
+
+def _through_all(
+    skeleton: DryRunModel, batch: Batch, live: LiveBytes, hidden: torch.Tensor | None = None
+) -> Snapshot:
+    """Run all of the model, or the end of a pipeline, forward and backward; what was kept."""
+    stage, mode = skeleton.recipe.stage, skeleton.mode
+    at, here = _places(mode, batch), _fake(mode, batch)
+    with mode, live:
+        with autocast(skeleton.setting.precision, CPU):
+            found = outputs.compute(
+                skeleton.model,
+                here,
+                stage.needs,
+                at,
+                hidden=hidden,
+                vocabulary=skeleton.vocabulary,
+                head=skeleton.head,
+                smoothing=smoothing(stage),
+            )
+        loss = stage.loss(found, here).total
+        del found
+        kept = live.now
+        if loss.requires_grad:
+            loss.backward()  # type: ignore[no-untyped-call]
+    return kept
+
+
+def _through_stage(
+    skeleton: DryRunModel, own: StageShare, number: int, batch: Batch, live: LiveBytes
+) -> Snapshot:
+    """Run a stage of a pipeline as ``parallel.pipeline`` does; what was kept."""
+    mode, learns = skeleton.mode, own.learns[number]
+    with own.stages.only(number), torch.set_grad_enabled(learns):
+        with mode, live:
+            hidden = own.entering(batch, number)
+        if number == own.stages.last:
+            return _through_all(skeleton, batch, live, hidden)
+        here = _fake(mode, batch)
+        with mode, live:
+            with autocast(skeleton.setting.precision, CPU):
+                leaving = outputs.hidden_states(skeleton.model, here, hidden)
+            kept = live.now
+            if learns:
+                torch.autograd.backward(leaving, torch.empty_like(leaving))
+    return kept
+
+
+def _places(mode: FakeTensorMode, batch: Batch) -> TrainedPositions:
+    """The places of ``batch``, which is real, as fake tensors."""
+    at = trained_positions(batch)
+    return TrainedPositions(
+        mode.from_tensor(at.labels),
+        mode.from_tensor(at.rows),
+        mode.from_tensor(at.columns),
+        mode.from_tensor(at.kept),
+        None if at.among_kept is None else mode.from_tensor(at.among_kept),
+    )
+
+
+def _width(skeleton: DryRunModel) -> int:
+    """Of logits."""
+    if skeleton.vocabulary is not None:
+        return skeleton.vocabulary.width
+    return int(skeleton.inner.config.get_text_config().vocab_size)
+
+
+def _fake(mode: FakeTensorMode, batch: Batch) -> Batch:
+    mask = batch.attention_mask
+    return replace(
+        batch,
+        input_ids=mode.from_tensor(batch.input_ids),
+        labels=mode.from_tensor(batch.labels),
+        position_ids=mode.from_tensor(batch.position_ids),
+        attention_mask=None if mask is None else mode.from_tensor(mask),
+        extras={name: mode.from_tensor(tensor) for name, tensor in batch.extras.items()},
+    )
+
+
+def _needs_no_mask(model: PreTrainedModel, batch: Batch) -> bool:
+    """Whether transformers would look at the mask of ``batch`` and leave it out: it hides
+    nothing."""
+    if batch.attention_mask is None or model.config._attn_implementation != "sdpa":
+        return False
+    window = getattr(model.config.get_text_config(), "sliding_window", None)
+    is_local = window is not None and batch.input_ids.shape[1] >= window
+    return not is_local and bool(batch.attention_mask.all())
+
+
+def held_dtype(recipe: Recipe, *, on_gpu: bool) -> torch.dtype | None:
+    """The type that weights are loaded in; None: as they are stored."""
+    if recipe.model.dtype != "auto":
+        return DTYPES[recipe.model.dtype]
+    return None if on_gpu else torch.float32

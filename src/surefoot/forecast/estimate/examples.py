@@ -1,0 +1,97 @@
+"""The examples of a recipe: all of them if the cache has them, otherwise a sample of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+
+import numpy as np
+
+from ...batch import Features
+from ...data.encoded import Dropped, Truncated
+from ...data.example import Example
+from ...data.rows.registry import Entry, read_registry
+from ...data.rows.row_sources import BrokenRow
+from ...data.rows.rows import read_examples
+from ...data.store.dataset import EncodedDataset, in_memory, join
+from ...data.text.codec import Codec
+from ...errors import DataError
+from ...recipe.recipe import Recipe
+from ...recipe.recipe_data import found
+
+ROWS = 1000  # of each dataset, spread evenly over it
+
+
+@dataclass(frozen=True)
+class Examples:
+    """What is trained on. Of a sample, each example stands for several."""
+
+    dataset: EncodedDataset
+    rows_read: int | None = None  # how many rows were encoded to know; None: all, from the cache
+
+
+def examples_of(recipe: Recipe, codec: Codec) -> Examples:
+    """The training examples of ``recipe``; nothing is written to the cache.
+
+    Raises:
+        DataError: a dataset is missing or broken, or gives nothing to learn.
+    """
+    if not recipe.data.streaming:
+        cached = found(recipe, codec, replace(recipe.data, eval_datasets=()))
+        if cached is not None:
+            return Examples(cached.train)
+    registry = read_registry(recipe.data.dataset_dir)
+    samples = [_sample(recipe, codec, registry.entry(name)) for name in recipe.data.datasets]
+    stores = [in_memory(sample.items).stores[0] for sample in samples]
+    share = _learnt_share(recipe, sum(sample.rows for sample in samples))
+    index, start = [], 0
+    for store, sample in zip(stores, samples, strict=True):
+        count = max(1, round(len(store) * sample.rows / sample.read * share))
+        index.append(start + np.arange(count) % len(store))
+        start += len(store)
+    dataset = EncodedDataset(join(stores).stores, np.concatenate(index))
+    return Examples(dataset, sum(sample.read for sample in samples))
+
+
+@dataclass(frozen=True)
+class _Sample:
+    items: Sequence[Features]
+    read: int  # rows that were encoded
+    rows: int  # that there are
+
+
+def _sample(recipe: Recipe, codec: Codec, entry: Entry) -> _Sample:
+    rows = sum(1 for _ in _rows(recipe, entry))
+    chosen = list(islice(_rows(recipe, entry), 0, None, -(-rows // ROWS)))
+    items = _encoded(recipe, codec, chosen)
+    if not items:
+        raise DataError(
+            f"dataset {entry.name!r}: none of {len(chosen):,} rows gives anything to learn; "
+            "`surefoot preview` shows why"
+        )
+    return _Sample(items, len(chosen), rows)
+
+
+def _rows(recipe: Recipe, entry: Entry) -> Iterator[Example | BrokenRow]:
+    section = recipe.data
+    return read_examples(
+        entry, max_samples=section.max_samples, max_broken_rows=section.max_broken_rows
+    )
+
+
+def _encoded(
+    recipe: Recipe, codec: Codec, rows: Sequence[Example | BrokenRow]
+) -> Sequence[Features]:
+    outcomes = recipe.stage.encode([row for row in rows if isinstance(row, Example)], codec)
+    items: list[Features] = []
+    for outcome in outcomes:
+        if not isinstance(outcome, Dropped):
+            items += outcome.features if isinstance(outcome, Truncated) else outcome
+    return items
+
+
+def _learnt_share(recipe: Recipe, rows: int) -> float:
+    """What ``val_size`` leaves to learn."""
+    held = recipe.data.val_size
+    return max(0.0, 1 - (held if held < 1 else held / rows))

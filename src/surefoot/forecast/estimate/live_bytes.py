@@ -1,0 +1,110 @@
+"""Count the bytes that are alive: every storage from the operation that made it to its end.
+
+Works on fake tensors as on real ones. What kernels use inside one operation is not seen.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from .memory import Snapshot
+
+KINDS = ("activations", "logits", "copies")
+
+
+class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A context that counts what is made in it.
+
+    ``now`` is what is alive, ``peak`` the moment when that was most, ``most_activations`` the most
+    of these at any moment; what exists before is not counted.
+
+    Args:
+        weights: the parameters and buffers; conversions of them are ``copies``.
+        vocabulary: the width by which logits are known.
+        beside: bytes of what grows meanwhile elsewhere; ``growing`` is the peak with it.
+    """
+
+    def __init__(
+        self,
+        weights: Iterable[torch.Tensor],
+        vocabulary: int,
+        beside: Callable[[], int] = lambda: 0,
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._weights = {_place(tensor) for tensor in weights}
+        self._known: set[int] = set(self._weights)
+        self._vocabulary = vocabulary
+        self._alive = dict.fromkeys(KINDS, 0)
+        self._beside = beside
+        self.peak = self.now
+        self.growing = self.most_activations = 0
+
+    @property
+    def now(self) -> Snapshot:
+        """What is alive at this moment."""
+        return Snapshot(**self._alive)
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> object:
+        """Run the operation, and note the storages it has made."""
+        out = func(*args, **(kwargs or {}))
+        made = [tensor for tensor in _tensors(out) if _place(tensor) not in self._known]
+        if made:  # not so for views, and for what an operation has changed in place
+            given = {_place(tensor) for tensor in _tensors((args, kwargs))}
+            made = [tensor for tensor in made if _place(tensor) not in given]
+        if made:
+            is_copy = _is_conversion(func) and _place(args[0]) in self._weights
+            for tensor in made:
+                self._note(tensor, "copies" if is_copy else self._kind(tensor))
+            self.look()
+        return out
+
+    def _kind(self, tensor: torch.Tensor) -> str:
+        is_wide = tensor.ndim >= 2 and tensor.shape[-1] == self._vocabulary
+        return "logits" if is_wide and tensor.is_floating_point() else "activations"
+
+    def _note(self, tensor: torch.Tensor, kind: str) -> None:
+        place, storage = _place(tensor), tensor.untyped_storage()
+        if place in self._known:  # of two results that are one
+            return
+        self._known.add(place)
+        self._alive[kind] += storage.nbytes()
+        weakref.finalize(storage, self._forget, place, kind, storage.nbytes())
+
+    def _forget(self, place: int, kind: str, num_bytes: int) -> None:
+        self._known.discard(place)
+        self._alive[kind] -= num_bytes
+
+    def look(self) -> None:
+        """Note a peak, if this is one."""
+        now = self.now
+        self.most_activations = max(self.most_activations, now.activations)
+        self.growing = max(self.growing, now.total + self._beside())
+        if now.total > self.peak.total:
+            self.peak = now
+
+
+def _place(tensor: torch.Tensor) -> int:
+    """What two tensors have in common only if they share memory."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _is_conversion(func: Callable[..., Any]) -> bool:
+    return func is torch.ops.aten._to_copy.default
+
+
+def _tensors(out: object) -> Iterator[torch.Tensor]:
+    for leaf in tree_leaves(out):
+        if isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided:
+            yield leaf

@@ -1,0 +1,282 @@
+"""Memory of one process, from a description of the model and of one micro-batch. Pure arithmetic.
+
+Sharding is FSDP2's (``parallel/sharded_model.py``): a tensor, or what a cut along ``tp`` has left
+of it, is cut along its first dimension into ``dp_shard`` pieces of the rounded-up size. The
+largest process, the first, is what counts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+FLOAT32 = 4  # bytes; what gradients are summed over processes in, if weights are gathered in less
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One parameter (tied ones are one), or a buffer."""
+
+    shape: tuple[int, ...]  # of the first part along tp
+    item_size: int  # bytes of an element, as it is held
+    is_trained: bool
+    layer: int | None  # the block it belongs to; None outside of them
+    state: int = 0  # bytes that the optimizer holds for it when it is whole, but for scalars
+    scalars: int = 0  # bytes of these
+    is_cut: bool = True  # over the processes; buffers of modules are not
+    is_last: bool = False  # its gradient comes at the very end: the input embeddings, not tied
+
+    @property
+    def size(self) -> int:
+        """Elements."""
+        return math.prod(self.shape)
+
+    def share(self, count: int) -> int:
+        """Elements of the largest of ``count`` pieces."""
+        if not self.shape or not self.is_cut:
+            return self.size
+        return -(-self.shape[0] // count) * math.prod(self.shape[1:])
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Bytes that are alive at one moment, by kind."""
+
+    activations: int  # made on the way from the input to the loss, and back
+    logits: int  # as wide as the vocabulary
+    copies: int  # of weights, in the type of the arithmetic
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.activations + self.logits + self.copies
+
+
+@dataclass(frozen=True)
+class Pass:
+    """What the heaviest micro-batch takes beside weights, gradients and optimizer.
+
+    All but ``growing`` is without the gradients of weights.
+    """
+
+    kept: Snapshot  # from the forward for the backward pass
+    at_peak: Snapshot  # when most is alive
+    most_activations: int  # at any moment: also when logits are gone, and layers are at work
+    growing: int  # the most, where the gradients of weights come on top one by one
+    last: int = 0  # of a window in a pipeline: activations in its last pass, after a layer of it
+
+    @property
+    def activations(self) -> int:
+        """What is kept for the backward pass and still there at the peak, but for logits."""
+        return min(self.kept.activations, self.at_peak.activations)
+
+    @property
+    def working(self) -> int:
+        """What is there at the peak for a short time: temporaries, a layer computed again."""
+        return self.at_peak.activations - self.activations
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """How a run is spread. One process has no mesh, and gathers nothing."""
+
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    reshard_after_forward: bool = True
+    tp: int = 1
+    pp: int = 1
+
+    @property
+    def num_processes(self) -> int:
+        """All of them."""
+        return self.num_data_ranks * self.tp * self.pp
+
+    @property
+    def num_data_ranks(self) -> int:
+        """Into how many shares the examples are divided."""
+        return self.dp_replicate * self.dp_shard
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one process by part, and the most that is taken at one time."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    logits: int
+    working: int
+    buffers: int
+    peak: int
+
+    def parts(self) -> dict[str, int]:
+        """The parts by name, in the order in which they are shown."""
+        names = ("weights", "gradients", "optimizer", "activations", "logits", "working", "buffers")
+        return {name: getattr(self, name) for name in names}
+
+
+def memory(
+    weights: Sequence[Weight], one: Pass, mesh: Mesh, *, compute_size: int, accumulates: bool
+) -> Memory:
+    """What the largest process of ``mesh`` takes; of a pipeline, of those with the same stages.
+
+    Args:
+        weights: all parameters and buffers of the model, or of these stages.
+        one: the heaviest micro-batch, on weights as they are gathered; of a pipeline, the window.
+        mesh: over how many processes.
+        compute_size: bytes of an element of a gathered weight; 0 if gathered as it is held.
+        accumulates: whether a step has several micro-batches. If so the gradients of the first
+            are there in the backward pass of the second; if not they come while activations go.
+    """
+    is_alone = mesh.num_processes == 1
+    count = 1 if is_alone else mesh.dp_shard
+    held = sum(weight.share(count) * weight.item_size for weight in weights)
+    trained = [weight for weight in weights if weight.is_trained]
+    gradients = sum(weight.share(count) * weight.item_size for weight in trained)
+    optimizer = sum(_state(weight, count) for weight in trained)
+    if is_alone:
+        buffers = one.at_peak.copies
+        most = gradients + one.at_peak.total if accumulates else max(one.growing, gradients)
+    elif mesh.pp > 1:
+        piled = piled_up(weights, mesh, compute_size)
+        gradients = piled.gradients if accumulates else gradients
+        buffers = max(piled.between, piled.at_work, piled.at_last)
+        most = _of_window(one, piled, accumulates=accumulates)
+    else:
+        whole = gathered(weights, mesh, compute_size)
+        buffers = max(whole.between, whole.at_work, whole.at_end)
+        between = whole.between + one.at_peak.total - one.at_peak.copies
+        most = gradients + max(between, whole.at_work + one.most_activations, whole.at_end)
+    return Memory(
+        weights=held,
+        gradients=gradients,
+        optimizer=optimizer,
+        activations=one.activations,
+        logits=one.at_peak.logits,
+        working=one.working,
+        buffers=buffers,
+        peak=held + optimizer + most,
+    )
+
+
+def _of_window(one: Pass, piled: UnreducedGradients, *, accumulates: bool) -> int:
+    """The most that a window in a pipeline takes beside weights and optimizer."""
+    between = piled.between - one.at_peak.copies
+    first = one.growing + between
+    if not accumulates:
+        return max(first, one.last + piled.at_last + piled.layer, piled.at_end)
+    later = max(
+        one.at_peak.total + between,
+        one.most_activations + piled.at_work,
+        one.last + piled.at_last,
+    )
+    return max(first, piled.gradients + later, piled.at_end)
+
+
+def _state(weight: Weight, count: int) -> int:
+    if not weight.size:
+        return weight.scalars
+    return weight.state * weight.share(count) // weight.size + weight.scalars
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """What FSDP2 holds whole beside its shards, at three moments."""
+
+    between: int  # forward and backward pass, when logits are at work
+    at_work: int  # in the backward pass of a layer
+    at_end: int  # of the backward pass, when the gradients outside of layers are summed
+
+
+def gathered(weights: Sequence[Weight], mesh: Mesh, compute_size: int) -> Gathered:
+    """Weights that are gathered, their gradients, and the buffers of both ways.
+
+    Weights outside the layers are whole throughout. A layer is given back after its forward pass;
+    in the backward pass one is at work while the next one comes, into a buffer first. Or else all
+    stay until their backward pass. Once a layer has its gradients it is given back, and they are
+    copied to be summed over the processes, in float32. A process that shards with nobody copies
+    its weights when their turn comes, not before, and its gradients three times.
+    """
+    is_alone = mesh.dp_shard == 1
+    outside, layers = _by_layer(weights)
+    sizes = [_whole(layer, compute_size) for layer in layers]
+    one, every = max(sizes, default=0), sum(sizes)
+    reduced = max((_reduced(layer, compute_size, is_alone) for layer in layers), default=0)
+    if mesh.reshard_after_forward:
+        at_work = one + reduced if is_alone else max(3 * one, 2 * one + reduced)
+    else:
+        at_work = every + max(one, reduced - one)
+    whole = _whole(outside, compute_size)
+    early = [weight for weight in _trained(outside) if not weight.is_last]
+    return Gathered(
+        between=whole if mesh.reshard_after_forward else whole + every,
+        at_work=whole + _whole(early, compute_size) + at_work,
+        at_end=whole + _reduced(outside, compute_size, is_alone) + reduced,
+    )
+
+
+@dataclass(frozen=True)
+class UnreducedGradients:
+    """What FSDP2 holds where gradients are summed over processes only after the last micro-batch:
+    until then they are added up whole, in the type that they are summed in."""
+
+    gradients: int
+    layer: int  # the gradients of one
+    between: int  # beside them, when logits are at work
+    at_work: int  # beside them, in the backward pass of a layer
+    at_last: int  # the same after the last one, when they are sent
+    at_end: int  # with them, when those outside of layers are sent
+
+
+def piled_up(weights: Sequence[Weight], mesh: Mesh, compute_size: int) -> UnreducedGradients:
+    """As ``gathered``, for the stages of a pipeline. What a pass adds is in its own type first."""
+    outside, layers = _by_layer(weights)
+    kept_size = max(FLOAT32, compute_size) if compute_size else 0
+    sizes = [_whole(layer, compute_size) for layer in layers]
+    one, every = max(sizes, default=0), sum(sizes)
+    own = [_trained(layer) for layer in layers]
+    sums = max((_whole(layer, kept_size) for layer in own), default=0)
+    added = max((_whole(layer, compute_size) for layer in own), default=0) if compute_size else 0
+    copies = 2 if mesh.dp_shard == 1 else 1
+    held = every if not mesh.reshard_after_forward else one if mesh.dp_shard == 1 else 3 * one
+    early = [weight for weight in _trained(outside) if not weight.is_last]
+    whole = _whole(outside, compute_size) + (_whole(early, compute_size) if compute_size else 0)
+    last = _trained(outside)
+    parts = sum(weight.share(mesh.dp_shard) * weight.item_size for layer in own for weight in layer)
+    return UnreducedGradients(
+        gradients=_whole(_trained(weights), kept_size),
+        layer=sums,
+        between=gathered(weights, mesh, compute_size).between,
+        at_work=whole + held + added,
+        at_last=whole + max(held, min(held, 2 * one) + copies * sums),
+        at_end=parts
+        + sums
+        + _whole(outside, compute_size)
+        + (1 + copies) * _whole(last, kept_size),
+    )
+
+
+def _by_layer(weights: Iterable[Weight]) -> tuple[list[Weight], list[list[Weight]]]:
+    """What is cut of weights: those outside of layers, and those of each layer."""
+    cut = [weight for weight in weights if weight.is_cut]
+    numbers = sorted({weight.layer for weight in cut if weight.layer is not None})
+    outside = [weight for weight in cut if weight.layer is None]
+    return outside, [[weight for weight in cut if weight.layer == index] for index in numbers]
+
+
+def _reduced(weights: Iterable[Weight], compute_size: int, is_alone: bool) -> int:
+    """Gradients of these weights, and the buffer in which they are summed."""
+    trained = _trained(weights)
+    summed = _whole(trained, max(FLOAT32, compute_size) if compute_size else 0)
+    both = _whole(trained, compute_size) + summed
+    return max(both, 3 * summed) if is_alone else both
+
+
+def _trained(weights: Iterable[Weight]) -> list[Weight]:
+    return [weight for weight in weights if weight.is_trained]
+
+
+def _whole(weights: Iterable[Weight], compute_size: int) -> int:
+    return sum(weight.size * (compute_size or weight.item_size) for weight in weights)

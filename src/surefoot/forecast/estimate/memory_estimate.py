@@ -1,0 +1,230 @@
+"""The plan of a run: how long it is, what it takes, and what would take less or go faster."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+from ...batch import Batch
+from ...callbacks.jsonl import NAME as METRICS
+from ...data.text.codec import Codec
+from ...errors import RecipeError
+from ...model.precision import PrecisionName
+from ...model.pretrained.loading import resolve
+from ...model.pretrained.quantized import check_alone, num_elements
+from ...recipe.recipe import Recipe
+from ...run.assembly import build_codec
+from .batches import RunLength, course_of, loader_of, token_counts, trained_counts
+from .candidates import changes
+from .dry_run import DryRunModel
+from .examples import examples_of
+from .memory import Memory, Mesh
+from .processes import (
+    Machine,
+    PlanBase,
+    Process,
+    Rehearsed,
+    memory_of,
+    mesh_of,
+    precision_of,
+    processes,
+    rehearsed,
+    whole,
+)
+from .saving import size_of_checkpoint
+from .size import CheckpointSize, disk_needed, most_at_once, saved_steps, snapshot_size
+
+_SPEEDS = 20  # of the last logs
+
+
+@dataclass(frozen=True)
+class Heaviest:
+    """The micro-batch that takes the most memory."""
+
+    examples: int
+    tokens: int  # padding included
+    trained: int
+
+
+@dataclass(frozen=True)
+class Option:
+    """The same run with another setting."""
+
+    changes: Mapping[str, object]  # by dotted path
+    memory: Memory
+    effect: str  # beside memory
+
+
+@dataclass(frozen=True)
+class Saving:
+    """What checkpoints take."""
+
+    size: CheckpointSize
+    saves: int
+    at_once: int  # on the disk, the one being written included
+    disk: int
+    shared_memory: int  # of a process; 0 if saves are not in the background
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that is known before a run."""
+
+    machine: Machine
+    mesh: Mesh
+    precision: PrecisionName
+    parameters: int
+    trained_parameters: int
+    examples: int
+    rows_read: int | None
+    course: RunLength
+    heaviest: Heaviest
+    memory: Memory  # of the process that needs most
+    place: int  # of that one in a pipeline
+    layers: tuple[range, ...]  # of its stages there
+    not_known: str | None  # why activations are not in the memory
+    saving: Saving
+    tokens_per_second: float | None
+    options: tuple[Option, ...]
+
+    @property
+    def seconds(self) -> float | None:
+        """How long it trains, saves and evaluations not counted."""
+        return self.course.tokens / self.tokens_per_second if self.tokens_per_second else None
+
+
+def make_plan(recipe: Recipe, machine: Machine, tokens_per_second: float | None = None) -> Plan:
+    """The plan of ``recipe``; no weights are read.
+
+    Raises:
+        RecipeError: the processes do not make the mesh, or the method does not fit the model.
+        ModelError: no configuration or tokenizer.
+        DataError: a dataset is missing or broken, or batches do not divide.
+    """
+    check_alone(recipe.model, machine.num_processes)
+    base = resolve(recipe.model, weights=False)
+    codec = build_codec(recipe, base)
+    mesh = mesh_of(recipe, machine)
+    examples = examples_of(recipe, codec)
+    lengths = token_counts(recipe, examples.dataset)
+    trained = trained_counts(examples.dataset)
+    loader = loader_of(recipe, examples.dataset, mesh.num_data_ranks)
+    course = course_of(recipe, loader, lengths, trained)
+    ground = PlanBase(base, codec, machine, examples.dataset, lengths, trained, course.steps)
+    held = processes(recipe, ground)
+    alone = whole(recipe, ground) if mesh.tp * mesh.pp > 1 else held[0].skeleton
+    found = rehearsed(recipe, ground, held, as_held=True)
+    largest, most = memory_of(recipe, machine, held, found.passes)
+    options = _options(recipe, ground, held, found) if found.not_known is None else ()
+    sizes = [(num_elements(p), p.requires_grad) for p in alone.model.parameters()]
+    return Plan(
+        machine=machine,
+        mesh=mesh,
+        precision=precision_of(recipe, machine),
+        parameters=sum(size for size, _ in sizes),
+        trained_parameters=sum(size for size, is_trained in sizes if is_trained),
+        examples=len(examples.dataset),
+        rows_read=examples.rows_read,
+        course=course,
+        heaviest=_heaviest(found.batch),
+        memory=most,
+        place=largest.place,
+        layers=tuple(largest.layers),
+        not_known=found.not_known,
+        saving=_saving(alone, codec, base, course, machine),
+        tokens_per_second=tokens_per_second or measured_speed(recipe.train.folder),
+        options=tuple(options),
+    )
+
+
+def _heaviest(batch: Batch) -> Heaviest:
+    rows = len(batch.input_ids) if batch.cu_seqlens is None else len(batch.cu_seqlens) - 1
+    return Heaviest(rows, batch.input_ids.numel(), batch.num_trained)
+
+
+def _saving(
+    skeleton: DryRunModel, codec: Codec, base: Path, course: RunLength, machine: Machine
+) -> Saving:
+    section, train = skeleton.recipe.checkpoint, skeleton.recipe.train
+    num_logs = course.steps // train.log_steps if train.log_steps else 0
+    size = size_of_checkpoint(skeleton, codec, base, num_logs=num_logs)
+    saves = saved_steps(
+        steps=course.steps,
+        steps_per_epoch=course.steps_per_epoch,
+        save_steps=section.save_steps,
+        save_epoch=section.save_epoch,
+    )
+    evaluates = train.eval_steps or train.eval_minutes or train.eval_epoch
+    at_once = most_at_once(saves, section.rule(), (section.keep_best or 1) if evaluates else 0)
+    is_adapter = skeleton.recipe.method.kind == "adapter"
+    copy = snapshot_size(size, machine.num_processes, is_adapter=is_adapter)
+    return Saving(
+        size=size,
+        saves=len(saves),
+        at_once=at_once,
+        disk=disk_needed(size, at_once),
+        shared_memory=copy if section.async_save else 0,
+    )
+
+
+def measured_speed(folder: Path) -> float | None:
+    """Tokens a second of all processes, from the last logs of the run in ``folder``, if there are
+    any."""
+    try:
+        lines = (folder / METRICS).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError):
+        return None
+    speeds = [speed for line in lines[-10 * _SPEEDS :] if (speed := _speed(line))]
+    return median(speeds[-_SPEEDS:]) if speeds else None
+
+
+def _speed(line: str) -> float | None:
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    value = record.get("tokens_per_second") if isinstance(record, dict) else None
+    return float(value) if isinstance(value, int | float) and value > 0 else None
+
+
+def _options(
+    recipe: Recipe, ground: PlanBase, held: Sequence[Process], known: Rehearsed
+) -> list[Option]:
+    """What would take less memory, or go faster and still fit; least memory first."""
+    now = memory_of(recipe, ground.machine, held, known.passes)[1].peak
+    found = []
+    for change in changes(recipe, ground.machine.num_processes):
+        try:
+            takes = _changed(recipe, change.recipe, ground, held, known)
+        except RecipeError:  # an architecture that tp or pp cannot cut, or not so far
+            continue
+        if takes is None:
+            continue
+        capacity = ground.machine.capacity
+        is_better = takes.peak <= (capacity or takes.peak) if change.is_faster else True
+        if is_better and (change.is_faster or takes.peak < now):
+            found.append(Option(change.values, takes, change.effect))
+    return sorted(found, key=lambda option: option.memory.peak)
+
+
+def _changed(
+    recipe: Recipe, other: Recipe, ground: PlanBase, held: Sequence[Process], known: Rehearsed
+) -> Memory | None:
+    """What ``other`` takes, if that is known; what is ``held`` and ``known`` is of ``recipe``."""
+    is_cut_alike = _cuts(other) == _cuts(recipe)
+    if not is_cut_alike:
+        held = processes(other, ground)
+    passes = known.passes
+    if not is_cut_alike or other.parallel == recipe.parallel:
+        found = rehearsed(other, ground, held, known.logit_weight, as_held=not is_cut_alike)
+        if found.not_known:
+            return None
+        passes = found.passes
+    return memory_of(other, ground.machine, held, passes)[1]
+
+
+def _cuts(recipe: Recipe) -> tuple[int, bool, int]:
+    return recipe.parallel.tp, recipe.parallel.sequence_parallel, recipe.parallel.pp

@@ -1,0 +1,263 @@
+"""The processes of a run as far as memory goes: how each holds the model, the heaviest micro-batch,
+and what it takes.
+
+Without a pipeline the first one stands for all. In a pipeline one stands for those whose stages
+hold the same: the first of them, which has the most micro-batches under way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from ...batch import Batch
+from ...data.data_order import Index
+from ...data.store.dataset import EncodedDataset
+from ...data.text.codec import Codec
+from ...data.text.pairs import unshared
+from ...errors import RecipeError
+from ...model.precision import PrecisionName
+from ...parallel.pipeline.schedule import order
+from ...recipe.recipe import Recipe
+from ...training.stage import as_if_asked
+from .batches import heaviest, loader_of, shares_prompts
+from .dry_run import (
+    DryRunModel,
+    HoldingOptions,
+    NotRehearsedError,
+    build,
+    describe,
+    dry_run_batch,
+    held_dtype,
+)
+from .memory import Memory, Mesh, Pass, Snapshot, Weight, memory
+from .window import Route, window
+
+NOTHING = Pass(Snapshot(0, 0, 0), Snapshot(0, 0, 0), 0, 0)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where the run is to be."""
+
+    num_processes: int
+    on_gpu: bool
+    capacity: int | None = None  # bytes that a process can have; None: not known
+
+
+@dataclass(frozen=True)
+class PlanBase:
+    """What the recipe and its variants have in common."""
+
+    base: Path
+    codec: Codec
+    machine: Machine
+    dataset: EncodedDataset
+    lengths: Index
+    trained: Index
+    steps: int
+
+
+@dataclass(frozen=True)
+class Process:
+    """One process, and those that are like it."""
+
+    skeleton: DryRunModel  # as it holds it
+    weights: Sequence[Weight]
+
+    @property
+    def place(self) -> int:
+        """Of its stages in the pipeline."""
+        return self.skeleton.setting.place
+
+    @property
+    def layers(self) -> list[range]:
+        """The layers of its stages, if the run is a pipeline."""
+        return [] if self.skeleton.share is None else self.skeleton.share.layers
+
+
+def processes(recipe: Recipe, ground: PlanBase) -> list[Process]:
+    """One process of each kind.
+
+    Raises ``RecipeError`` if the model cannot be cut as the recipe asks.
+    """
+    setting = setting_of(recipe, ground.machine)
+    found: list[Process] = []
+    for place in range(setting.pp):
+        skeleton = _build(recipe, ground, replace(setting, place=place))
+        made = Process(skeleton, describe(skeleton))
+        if not any(_kind(made) == _kind(other) for other in found):
+            found.append(made)
+    return found
+
+
+def _kind(process: Process) -> tuple[object, ...]:
+    share = process.skeleton.share
+    learns = [] if share is None else [share.learns[max(0, n - 1) : n + 1] for n in share.numbers]
+    is_end = process.place in (0, process.skeleton.setting.pp - 1)
+    numbers = {weight.layer for weight in process.weights}
+    return process.weights, numbers, learns, is_end and process.place
+
+
+def _build(recipe: Recipe, ground: PlanBase, setting: HoldingOptions) -> DryRunModel:
+    return build(recipe, ground.base, ground.codec.tokenizer, setting)
+
+
+def whole(recipe: Recipe, ground: PlanBase) -> DryRunModel:
+    """The model as one process alone would hold it."""
+    setting = setting_of(recipe, ground.machine)
+    return _build(
+        recipe, ground, replace(setting, tp=1, sequence_parallel=False, pp=1, num_parts=1)
+    )
+
+
+def mesh_of(recipe: Recipe, machine: Machine) -> Mesh:
+    """The mesh of the recipe; a ``RecipeError`` if the processes do not make it."""
+    try:
+        pp, replicate, shard, tp = recipe.parallel.axes(machine.num_processes)
+    except ValueError as error:
+        raise RecipeError(
+            f"parallel: {error}; change them, or plan for as many with --num-processes"
+        ) from None
+    return Mesh(replicate, shard, recipe.parallel.reshard_after_forward, tp, pp)
+
+
+def precision_of(recipe: Recipe, machine: Machine) -> PrecisionName:
+    """What ``auto`` means there."""
+    chosen = recipe.train.precision
+    if chosen == "auto":
+        return "bf16" if machine.on_gpu else "fp32"
+    return chosen
+
+
+def setting_of(recipe: Recipe, machine: Machine) -> HoldingOptions:
+    """How the weights are held by the first process."""
+    section = recipe.parallel
+    return HoldingOptions(
+        precision_of(recipe, machine),
+        held_dtype(recipe, on_gpu=machine.on_gpu),
+        recomputes=recipe.model.gradient_checkpointing,
+        tp=section.tp,
+        sequence_parallel=section.sequence_parallel,
+        pp=section.pp,
+        num_parts=section.num_parts if section.pp > 1 else 1,
+        quantized=torch.bfloat16 if machine.on_gpu else torch.float32,
+    )
+
+
+def _gathers_bf16(recipe: Recipe, machine: Machine) -> bool:
+    return machine.num_processes > 1 and precision_of(recipe, machine) == "bf16"
+
+
+@dataclass(frozen=True)
+class Rehearsed:
+    """The heaviest micro-batch, and what it takes in each process by its place."""
+
+    batch: Batch
+    passes: Mapping[int, Pass]
+    not_known: str | None = None  # why it is not
+
+    @property
+    def most(self) -> Pass:
+        """Of all processes."""
+        return max(self.passes.values(), key=lambda one: one.at_peak.total)
+
+    @property
+    def logit_weight(self) -> float:
+        """Bytes of a trained position as against those of a token."""
+        at_peak = self.most.at_peak
+        by_token = max(1, at_peak.activations) / self.batch.input_ids.numel()
+        return at_peak.logits / max(1, self.batch.num_trained) / by_token
+
+
+def rehearsed(
+    recipe: Recipe,
+    ground: PlanBase,
+    held: Sequence[Process],
+    logit_weight: float | None = None,
+    *,
+    as_held: bool = False,
+) -> Rehearsed:
+    """What the heaviest micro-batch takes in processes like ``held``, or why that is not known.
+
+    What is heaviest depends on what a trained position takes as against a token; where that is not
+    known yet, the micro-batch with the most tokens tells. ``as_held``: whether the recipe is that
+    of ``held``, so that their skeletons need not be built again.
+    """
+    machine, skeletons = ground.machine, {process.place: process.skeleton for process in held}
+    gathers = _gathers_bf16(recipe, machine)
+    setting = replace(setting_of(recipe, machine), gathered=torch.bfloat16 if gathers else None)
+    batch = _batch(recipe, ground, logit_weight or 0.0)
+    try:
+        if gathers or not as_held:
+            skeletons = {
+                place: _build(recipe, ground, replace(setting, place=place)) for place in skeletons
+            }
+        found = _run(recipe, machine, skeletons, batch)
+        if logit_weight is None:
+            other = _batch(recipe, ground, found.logit_weight)
+            if not torch.equal(other.input_ids, batch.input_ids):
+                both = (found, _run(recipe, machine, skeletons, other))
+                found = max(both, key=lambda one: one.most.at_peak.total)
+    except NotRehearsedError as error:
+        return Rehearsed(batch, dict.fromkeys(skeletons, NOTHING), str(error))
+    return found
+
+
+def _run(
+    recipe: Recipe, machine: Machine, skeletons: Mapping[int, DryRunModel], batch: Batch
+) -> Rehearsed:
+    mesh = mesh_of(recipe, machine)
+    count = recipe.train.global_batch_size // (recipe.train.micro_batch_size * mesh.num_data_ranks)
+    passes = {
+        place: rehearse_window(skeleton, batch, max(1, count))
+        for place, skeleton in skeletons.items()
+    }
+    return Rehearsed(batch, passes)
+
+
+def rehearse_window(skeleton: DryRunModel, batch: Batch, count: int) -> Pass:
+    """What a step of ``count`` micro-batches takes, each of them ``batch``: as much as one of them,
+    if they do not overlap in a pipeline. Raises ``NotRehearsedError``."""
+    own = skeleton.share
+    if own is None:
+        return dry_run_batch(skeleton, batch)
+    passes = [dry_run_batch(skeleton, batch, number) for number in own.numbers]
+    schedule = skeleton.recipe.parallel.pp_schedule
+    ops = order(schedule, own.place, own.size, len(passes), count)
+    layers = [len(run) for run in own.layers]
+    route = Route(own.place, own.size, own.learns, own.size_of(batch), layers)
+    return window(passes, ops, route)
+
+
+def _batch(recipe: Recipe, ground: PlanBase, logit_weight: float) -> Batch:
+    loader = loader_of(recipe, ground.dataset, mesh_of(recipe, ground.machine).num_data_ranks)
+    items = heaviest(
+        loader, ground.steps, ground.lengths, ground.trained, logit_weight=logit_weight
+    )
+    features = [ground.dataset[int(item)] for item in items]
+    asked = as_if_asked(recipe.stage, features)
+    batch = recipe.stage.collate(asked, packing=recipe.data.packing)
+    return batch if shares_prompts(recipe) else unshared(batch)
+
+
+def memory_of(
+    recipe: Recipe, machine: Machine, held: Sequence[Process], passes: Mapping[int, Pass]
+) -> tuple[Process, Memory]:
+    """The process of ``held`` that needs most, and what it takes."""
+    mesh = mesh_of(recipe, machine)
+    per_pass = recipe.train.micro_batch_size * mesh.num_data_ranks
+    found = [
+        memory(
+            process.weights,
+            passes[process.place],
+            mesh,
+            compute_size=2 if _gathers_bf16(recipe, machine) else 0,
+            accumulates=recipe.train.global_batch_size > per_pass,
+        )
+        for process in held
+    ]
+    return max(zip(held, found, strict=True), key=lambda pair: pair[1].peak)

@@ -1,0 +1,71 @@
+"""The stages of a pipeline that one process has of a model, and what enters them: there is nobody
+to send it, so that it is made here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedModel
+
+from ...batch import Batch
+from ...model.pipeline_stages import Stages, keep, split
+from ...model.pretrained.weights import AdapterWeights, FullWeights
+from ...staging import plan_pipeline_stages
+
+
+@dataclass(frozen=True)
+class StageShare:
+    """The stages of one process, the first being ``place`` of ``size`` processes."""
+
+    place: int
+    size: int
+    stages: Stages
+    learns: Sequence[bool]  # of all stages, whether anything learns in one or before it
+    hidden_size: int
+    dtype: torch.dtype  # of what passes between stages
+
+    @property
+    def numbers(self) -> list[int]:
+        """Which of all stages these are."""
+        return sorted(self.stages.here)
+
+    @property
+    def layers(self) -> list[range]:
+        """The layers of each of these stages."""
+        runs = split(self.stages.parts.num_layers, len(self.learns))
+        return [runs[number] for number in self.numbers]
+
+    def entering(self, batch: Batch, number: int) -> torch.Tensor | None:
+        """What the stage ``number`` receives, [B, T, hidden size]; the first one gets tokens."""
+        if number == 0:
+            return None
+        hidden = torch.empty(*batch.input_ids.shape, self.hidden_size, dtype=self.dtype)
+        return hidden.requires_grad_(self.learns[number - 1])
+
+    def size_of(self, batch: Batch) -> int:
+        """Bytes that pass between two stages for ``batch``."""
+        return batch.input_ids.numel() * self.hidden_size * self.dtype.itemsize
+
+
+def share(
+    inner: PreTrainedModel,
+    weights: FullWeights | AdapterWeights,
+    place: int,
+    *,
+    size: int,
+    num_parts: int,
+    dtype: torch.dtype | None,
+) -> StageShare:
+    """Let ``inner`` have nothing but the stages of the process ``place`` of ``size``, so many each.
+
+    ``dtype`` is what all weights are gathered in, if they are. Raises ``RecipeError`` if the model
+    cannot be cut between its layers.
+    """
+    num_stages = size * num_parts
+    division = plan_pipeline_stages(inner, weights, num_stages)
+    embedding = inner.get_input_embeddings().weight
+    stages = keep(inner, range(place, num_stages, size), num_stages)
+    hidden_size = inner.config.get_text_config().hidden_size
+    return StageShare(place, size, stages, division.learns, hidden_size, dtype or embedding.dtype)

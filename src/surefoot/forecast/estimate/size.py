@@ -1,0 +1,129 @@
+"""How large checkpoints are, and what disk they need while a run goes on. Pure arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from ...checkpoint.disk.dcp_metadata import explained
+from ...checkpoint.disk.manifest import MANIFEST, Manifest, Piece, dump
+from ...checkpoint.disk.retention import RetentionPolicy, decide
+from ...checkpoint.saving.job import Job
+
+NO_HASH = "0" * 32
+
+
+@dataclass(frozen=True)
+class CheckpointSize:
+    """Bytes of one checkpoint."""
+
+    weights: int
+    optimizer: int
+    rest: int  # other states, tokenizer, configuration, manifest
+    unchanging: int  # of files that every checkpoint of the run shares with the first
+
+    @property
+    def total(self) -> int:
+        """All of its files."""
+        return self.weights + self.optimizer + self.rest
+
+
+def checkpoint_size(job: Job, frozen: Iterable[str], log: int = 0) -> CheckpointSize:
+    """The size of the checkpoint that ``job`` would write.
+
+    Args:
+        job: what to write; of its tensors only type and shape count.
+        frozen: the weights that no optimizer moves.
+        log: bytes of the history of the run at its end.
+    """
+    by_role = {"model": 0, "optimizer": 0, "state": 0}
+    still, unchanging = set(frozen), 0
+    for shard in job.shards:
+        by_role[shard.role] += shard.plan.header.file_size
+        if shard.role == "model" and shard.plan.header.entries.keys() <= still:
+            unchanging += shard.plan.header.file_size
+    small = sum(map(len, job.small.values())) + len(_manifest(job)) + log
+    return CheckpointSize(
+        by_role["model"],
+        by_role["optimizer"],
+        by_role["state"] + small,
+        unchanging if job.share else 0,
+    )
+
+
+def _manifest(job: Job) -> bytes:
+    """The manifest as it will be, but for the values of hashes."""
+    names = [shard.plan.name for shard in job.shards]
+    files = {shard.plan.name: shard.plan.header.file_size for shard in job.shards}
+    files |= {name: len(data) for name, data in job.small.items() if name != MANIFEST}
+    pieces = [
+        Piece(
+            tensor=f"{shard.role}/{name}",
+            dtype=shard.plan.header.entries[name].dtype,
+            shape=shape,
+            box=box,
+            file=shard.plan.name,
+            key=name,
+            hash=NO_HASH,
+        )
+        for shard in job.shards
+        for name, (shape, box) in explained(shard.plan.header).items()
+    ]
+    return dump(
+        Manifest(
+            step=job.step,
+            kind=job.kind,
+            created=job.created,
+            versions=job.versions,
+            files=files,
+            hashes=dict.fromkeys([*names, *job.small], NO_HASH),
+            pieces=pieces,
+            parent=job.parent,
+            layout=job.layout,
+            world_size=job.world_size,
+            mesh=job.mesh,
+        )
+    )
+
+
+def snapshot_size(size: CheckpointSize, num_processes: int, *, is_adapter: bool) -> int:
+    """Shared memory of the fullest process for a save in the background: what it writes itself.
+
+    The first one writes an adapter whole, and all small files.
+    """
+    share = size.optimizer + (0 if is_adapter else size.weights)
+    return -(-share // num_processes) + (size.weights if is_adapter else 0)
+
+
+def saved_steps(
+    *, steps: int, steps_per_epoch: int, save_steps: int | None, save_epoch: bool
+) -> list[int]:
+    """The steps at which a run saves; the last one always. Saves by the clock are not in it."""
+    found = {steps}
+    if save_steps:
+        found |= set(range(save_steps, steps, save_steps))
+    if save_epoch:
+        found |= set(range(steps_per_epoch, steps, steps_per_epoch))
+    return sorted(found)
+
+
+def most_at_once(saves: Sequence[int], rule: RetentionPolicy, num_best: int) -> int:
+    """How many checkpoints lie on the disk at the worst moment, the one being written included.
+
+    The best ones (``num_best``) may be older than those that stay for another reason. Ages
+    (``keep_hours``) are not known: all count as young.
+    """
+    if rule.keep is None:
+        return len(saves)
+    kept: Mapping[int, float | None] = {}
+    most = 0
+    for step in saves:
+        coming = {**kept, step: None}
+        most = max(most, len(coming))
+        kept = {v.step: None for v in decide(coming, rule, now=0.0) if v.stays}
+    return min(most + num_best, len(saves))
+
+
+def disk_needed(size: CheckpointSize, count: int) -> int:
+    """Bytes that ``count`` checkpoints take on the disk: what never changes lies there once."""
+    return size.unchanging + (size.total - size.unchanging) * count

@@ -1,0 +1,224 @@
+"""Answers from a model: many prompts at once, or one as it is written.
+
+Prompts of similar length share a batch, padded on the left, so that every answer starts at once; an
+answer is the same as if its prompt had been alone. No answer outgrows the model's context window.
+
+Batches, and what is drawn in each, follow from the prompts and the seed alone, so that copies of a
+model can share them out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import cast
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.generation import BaseStreamer
+
+from .decode import Decode, TextStream
+from .sampling import generation_config, padding
+from .section import GenerateSection
+
+Ids = Sequence[int]
+
+
+@dataclass(frozen=True)
+class BatchSlice:
+    """Every ``count``-th batch, from ``index`` on."""
+
+    index: int = 0
+    count: int = 1
+
+    def has(self, number: int) -> bool:
+        """Whether batch ``number`` is in it."""
+        return number % self.count == self.index
+
+
+EVERYTHING = BatchSlice()
+
+
+def context_length(model: nn.Module) -> int | None:
+    """The most tokens of prompt and answer together; None for a model without a limit."""
+    config = _inner(model).config.get_text_config()
+    length = getattr(config, "max_position_embeddings", None)  # recurrent models have none
+    return length if isinstance(length, int) and length > 0 else None
+
+
+def room(model: nn.Module, prompt: Ids) -> int | None:
+    """Tokens that fit after ``prompt``: 0 if it fills the context window; None: no limit."""
+    length = context_length(model)
+    return None if length is None else max(0, length - len(prompt))
+
+
+def answer(
+    model: nn.Module,
+    prompts: Sequence[Ids],
+    section: GenerateSection,
+    *,
+    stop_token_ids: Sequence[int],
+    seed: int | None = None,
+    on_answered: Callable[[int], None] | None = None,
+    share: BatchSlice = EVERYTHING,
+) -> list[list[int]]:
+    """The answer to every prompt, in order, without the stop token that ended it.
+
+    Args:
+        model: in evaluation mode.
+        prompts: token ids; none may be empty.
+        section: how to sample, and ``batch_size``.
+        stop_token_ids: what ends an answer.
+        seed: makes sampling repeatable; torch's own generators stay as they are.
+        on_answered: told how many answers each batch gives; also of batches that others answer.
+        share: the batches to answer here; prompts of the others have the empty answer.
+
+    A prompt that fills the context window has the empty answer; see ``room``.
+    """
+    answers: list[list[int]] = [[] for _ in prompts]
+    allowed = [_allowed(model, prompt, section) for prompt in prompts]
+    batches = _batches([len(p) for p in prompts], allowed, section.batch_size)
+    for number, batch in enumerate(batches):
+        most = allowed[batch[0]]
+        if most and share.has(number):
+            config = generation_config(section, max_new_tokens=most, stop_token_ids=stop_token_ids)
+            with _seeded(None if seed is None else _derived(seed, number), model):
+                found = _generate(model, [prompts[i] for i in batch], config)
+            for index, ids in zip(batch, found, strict=True):
+                answers[index] = _before_stop(ids, stop_token_ids)
+        if on_answered is not None:
+            on_answered(len(batch))
+    return answers
+
+
+def stream(
+    model: nn.Module,
+    prompt: Ids,
+    section: GenerateSection,
+    *,
+    stop_token_ids: Sequence[int],
+    decode: Decode,
+    on_text: Callable[[str], None],
+    seed: int | None = None,
+) -> list[int]:
+    """Answer one prompt and show the text while it comes: ``on_text`` gets it piece by piece.
+
+    Whatever ``on_text`` raises (a KeyboardInterrupt, say) ends the answer and is passed on. The
+    pieces end to end are the answer's whole text.
+    """
+    allowed = _allowed(model, prompt, section)
+    if not allowed:
+        return []
+    config = generation_config(section, max_new_tokens=allowed, stop_token_ids=stop_token_ids)
+    shown = _Shown(TextStream(decode), on_text, frozenset(stop_token_ids))
+    with _seeded(seed, model):
+        found = _generate(model, [prompt], config, shown)
+    return _before_stop(found[0], stop_token_ids)
+
+
+class _Shown(BaseStreamer):  # type: ignore[misc]
+    """What ``generate`` tells of every new token, turned into text."""
+
+    def __init__(
+        self, text: TextStream, on_text: Callable[[str], None], stops: frozenset[int]
+    ) -> None:
+        self._text, self._on_text, self._stops = text, on_text, stops
+        self._is_prompt = True
+        self._is_over = False
+
+    def put(self, value: torch.Tensor) -> None:
+        """The prompt, then one token at a time."""
+        if self._is_prompt:
+            self._is_prompt = False
+            return
+        token_id = int(value)
+        self._is_over |= token_id in self._stops
+        if not self._is_over and (piece := self._text.push(token_id)):
+            self._on_text(piece)
+
+    def end(self) -> None:
+        """No more tokens."""
+        if piece := self._text.end():
+            self._on_text(piece)
+
+
+def _allowed(model: nn.Module, prompt: Ids, section: GenerateSection) -> int:
+    left = room(model, prompt)
+    return section.max_new_tokens if left is None else min(left, section.max_new_tokens)
+
+
+def _batches(lengths: Sequence[int], allowed: Sequence[int], size: int) -> Iterator[list[int]]:
+    """Indices of prompts that share a batch: equal room for answers, lengths as near as can be."""
+    order = sorted(range(len(lengths)), key=lambda i: (allowed[i], lengths[i]))
+    batch: list[int] = []
+    for index in order:
+        if batch and (len(batch) == size or allowed[index] != allowed[batch[0]]):
+            yield batch
+            batch = []
+        batch.append(index)
+    if batch:
+        yield batch
+
+
+def _generate(
+    model: nn.Module,
+    prompts: Sequence[Ids],
+    config: GenerationConfig,
+    streamer: BaseStreamer | None = None,
+) -> list[list[int]]:
+    """The ids after every prompt, with whatever follows a stop token."""
+    inner = _inner(model)
+    longest = max(map(len, prompts))
+    filler = padding(config.eos_token_id or ())
+    missing = [longest - len(prompt) for prompt in prompts]
+    rows = [[filler] * n + list(p) for n, p in zip(missing, prompts, strict=True)]
+    mask = [[0] * n + [1] * len(p) for n, p in zip(missing, prompts, strict=True)]
+    with _alone(inner, config):
+        found = cast(PreTrainedModel, model).generate(
+            input_ids=torch.tensor(rows, device=inner.device),
+            attention_mask=torch.tensor(mask, device=inner.device),
+            generation_config=config,
+            streamer=streamer,
+        )
+    return cast(list[list[int]], found[:, longest:].tolist())
+
+
+def _before_stop(ids: list[int], stop_token_ids: Sequence[int]) -> list[int]:
+    end = next((i for i, token_id in enumerate(ids) if token_id in stop_token_ids), len(ids))
+    return ids[:end]
+
+
+def _inner(model: nn.Module) -> PreTrainedModel:
+    """The transformers model inside a PEFT wrapper, or ``model`` itself."""
+    is_plain = isinstance(model, PreTrainedModel)
+    return cast(PreTrainedModel, model if is_plain else model.get_base_model())  # type: ignore[operator]
+
+
+@contextmanager
+def _alone(model: PreTrainedModel, config: GenerationConfig) -> Iterator[None]:
+    """Generate by ``config`` alone: transformers would fill its gaps from the model's own."""
+    own, model.generation_config = model.generation_config, config
+    try:
+        yield
+    finally:
+        model.generation_config = own
+
+
+def _derived(seed: int, number: int) -> int:
+    """A seed for batch ``number``; close inputs give unrelated ones."""
+    mixed = np.random.SeedSequence([abs(seed), int(seed < 0), number])
+    return int(mixed.generate_state(1, np.uint64)[0] >> np.uint64(1))
+
+
+@contextmanager
+def _seeded(seed: int | None, model: nn.Module) -> Iterator[None]:
+    if seed is None:
+        yield
+        return
+    device = _inner(model).device
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        yield

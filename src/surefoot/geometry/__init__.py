@@ -1,0 +1,1 @@
+"""Parts of tensors as integers: boxes, shardings, meshes, slices. No torch here."""

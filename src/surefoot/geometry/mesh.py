@@ -1,0 +1,74 @@
+"""A mesh of processes, and which boxes of a tensor they hold.
+
+The cuts are those of a run, tensor parallelism first, then FSDP2 within, by the rule of
+``torch.chunk``; but all along the first dimension: which tensors a run cuts along the second, the
+plan of the architecture says, and any mesh reads any cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, fields
+from itertools import product
+
+from ..errors import CheckpointError
+from .box import Box
+from .option_text import pairs
+from .sharding import AxisShard, local_offset_and_shape
+
+_EXAMPLE = "for example dp_shard=4,tp=2"
+_CUTS = (AxisShard("tp", 0), AxisShard("dp_shard", 0))
+_MOST = 65_536  # processes: their folders have five digits
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """``dp_replicate`` copies of a model, each cut over ``dp_shard`` times ``tp`` processes."""
+
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    tp: int = 1
+
+    def __post_init__(self) -> None:
+        for axis, size in asdict(self).items():
+            if size < 1:
+                raise CheckpointError(f"mesh: {axis} must be at least 1, got {size}")
+        if self.size > _MOST:
+            raise CheckpointError(f"mesh: {self.size:,} processes are more than {_MOST:,}")
+
+    @property
+    def size(self) -> int:
+        """The number of processes."""
+        return self.dp_replicate * self.dp_shard * self.tp
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """The size of every axis, in order; none for a process alone, as a run says it."""
+        return asdict(self) if self.size > 1 else {}
+
+    def boxes(self, shape: tuple[int, ...]) -> Iterator[tuple[Sequence[int], Box]]:
+        """The boxes of a tensor, but for empty ones, and the ranks that hold each. A tensor without
+        dimensions or elements is whole everywhere, and the first rank's."""
+        whole = Box.whole(shape)
+        if not shape or not whole.size:
+            yield (0,), whole
+            return
+        sizes, step = asdict(self), self.dp_shard * self.tp
+        for first, (shard, part) in enumerate(product(range(self.dp_shard), range(self.tp))):
+            box = Box(*local_offset_and_shape(shape, _CUTS, sizes, {"dp_shard": shard, "tp": part}))
+            if box.size:
+                yield range(first, self.size, step), box
+
+
+def parse_mesh(text: str) -> Mesh:
+    """What ``dp_shard=4,dp_replicate=2`` says. Raises ``CheckpointError`` for anything else."""
+    known = [field.name for field in fields(Mesh)]
+    odd = f"a checkpoint is cut along {', '.join(known[:-1])} and {known[-1]}, not {{}}"
+    sizes: dict[str, int] = {}
+    for axis, size in pairs(text, known, what="mesh", odd=odd, example=_EXAMPLE):
+        if not (size.isascii() and size.isdecimal() and len(size) < 10):
+            raise CheckpointError(
+                f"mesh {text!r}: {axis} must be a whole number, got {size!r}; {_EXAMPLE}"
+            )
+        sizes[axis] = int(size)
+    return Mesh(**sizes)

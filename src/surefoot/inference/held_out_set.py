@@ -1,0 +1,133 @@
+"""Which examples a recipe keeps out of training: the very rows that training evaluates on."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+
+from ..data.example import Example
+from ..data.rows.registry import read_registry
+from ..data.rows.rows import read_examples
+from ..data.section import DataSection
+from ..data.store.dataset import EncodedDataset
+from ..data.store.stream import names_of_rows
+from ..data.text.codec import Codec
+from ..errors import ModelError, RecipeError
+from ..model.pretrained.loading import resolve
+from ..recipe.recipe import Recipe
+from ..recipe.recipe_data import encode_all, open_codec, prepared, streamed
+
+logger = logging.getLogger(__name__)
+VAL = "held out"  # what val_size takes from the training datasets
+Rows = Mapping[str, Sequence[int]]  # dataset -> its rows, ascending
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """Examples to evaluate on, under the name of their dataset."""
+
+    name: str
+    examples: Sequence[Example]
+
+
+def held_out(
+    recipe: Recipe, codec: Codec, *, dataset: str | None = None, limit: int | None = None
+) -> list[HeldOut]:
+    """What a recipe evaluates on: its ``eval_datasets``, or what ``val_size`` holds out.
+
+    Args:
+        recipe: whose data section decides.
+        codec: says which rows are usable where the recipe's own model is gone.
+        dataset: this one instead; of a training dataset, only what ``val_size`` holds out.
+        limit: at most so many rows of each, the first ones.
+
+    Raises:
+        RecipeError: there is nothing to evaluate on.
+        DataError: a dataset is missing or broken.
+    """
+    codec = _own_codec(recipe, codec)
+    section = recipe.data
+    names = section.eval_datasets if dataset is None else (dataset,)
+    if dataset in section.datasets and dataset not in section.eval_datasets:
+        if section.val_size:
+            rows = {dataset: _split(recipe, codec)[dataset]}
+            return [HeldOut(dataset, _examples(section, _first(rows, limit)))]
+        logger.warning("dataset %r is what the recipe trains on: its figures prove little", dataset)
+    if names:
+        each = ((name, {name: _rows_of(recipe, codec, name)}) for name in names)
+        return [HeldOut(name, _examples(section, _first(rows, limit))) for name, rows in each]
+    if not section.val_size:
+        raise RecipeError(
+            "nothing to evaluate on; set data.val_size or data.eval_datasets, or name a dataset "
+            "with --dataset"
+        )
+    rows = _split(recipe, codec)
+    return [HeldOut(VAL, _examples(section, _first(rows, limit)))]
+
+
+def _own_codec(recipe: Recipe, fallback: Codec) -> Codec:
+    """How the recipe itself reads examples, for another model must not change what is held out."""
+    try:
+        folder = resolve(recipe.model)
+    except ModelError:
+        return fallback
+    codec = open_codec(recipe, folder)
+    if recipe.stage.uses_template:
+        codec.tokenizer.chat_template = codec.template.source
+    return codec
+
+
+def _rows_of(recipe: Recipe, codec: Codec, name: str) -> list[int]:
+    """The rows of a dataset that give something to learn."""
+    section = replace(recipe.data, datasets=(name,), eval_datasets=(), val_size=0.0)
+    (rows,) = _rows(prepared(recipe, codec, section).train)
+    return rows
+
+
+def _split(recipe: Recipe, codec: Codec) -> dict[str, list[int]]:
+    """The rows that ``val_size`` holds out, by dataset."""
+    if recipe.data.streaming:
+        shards = encode_all(recipe, codec)  # as far as it takes
+        found = streamed(recipe, codec, partial(next, shards, None))
+        numbers = found.train.rows(int(found.held[-1]) + 1)[found.held]
+        return dict(names_of_rows(numbers, found.train.parts))
+    rows = _rows(prepared(recipe, codec).evals[""])
+    return dict(zip(recipe.data.datasets, rows, strict=True))
+
+
+def _rows(dataset: EncodedDataset) -> list[list[int]]:
+    """The rows of each store that the dataset draws from."""
+    starts = np.cumsum([0, *(len(store) for store in dataset.stores)])
+    found = []
+    for store, start in zip(dataset.stores, starts, strict=False):
+        inside = (dataset.index >= start) & (dataset.index < start + len(store))
+        found.append(np.unique(store.rows[dataset.index[inside] - start]).tolist())
+    return found
+
+
+def _first(rows: Rows, limit: int | None) -> dict[str, list[int]]:
+    """The first ``limit`` rows over all datasets."""
+    pairs = [(name, row) for name, of_it in rows.items() for row in of_it][:limit]
+    return {name: [row for found, row in pairs if found == name] for name in rows}
+
+
+def _examples(section: DataSection, rows: Rows) -> list[Example]:
+    registry = read_registry(section.dataset_dir)
+    found: list[Example] = []
+    for name, wanted in rows.items():
+        if wanted:
+            every = read_examples(
+                registry.entry(name),
+                max_samples=wanted[-1] + 1,
+                max_broken_rows=section.max_broken_rows,
+            )
+            found += _picked(every, set(wanted))
+    return found
+
+
+def _picked(items: Iterable[object], wanted: set[int]) -> list[Example]:
+    return [item for i, item in enumerate(items) if i in wanted and isinstance(item, Example)]

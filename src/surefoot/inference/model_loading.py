@@ -1,0 +1,276 @@
+"""A model opened to be used: with the adapter, vocabulary and chat template it was trained with."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ..checkpoint.layouts import read_named, scattered
+from ..data.example import JSON, Message
+from ..data.section import DataSection
+from ..data.text.codec import Codec
+from ..data.text.templates import Template, load_template, saved_source
+from ..errors import ModelError, RecipeError
+from ..generate.section import GenerateSection
+from ..model.pretrained.adapter import attach
+from ..model.pretrained.loading import grow_embeddings, load_model, resolve, training_dtype
+from ..model.pretrained.tokenizer import FILES as TOKENIZER_FILES
+from ..model.pretrained.tokenizer import load_tokenizer
+from ..model.section import ModelSection
+from ..parallel.generation_sharding import shard_for_generation
+from ..parallel.section import ParallelSection
+from ..parallel.world import ALONE, World
+from ..recipe.recipe import Recipe
+from ..recipe.recipe_data import open_codec
+from ..startup import init_on_meta
+from .model_location import ADAPTER, ModelLocation, locate
+
+PLAINLY = ParallelSection()
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model in evaluation mode and all that it takes to talk to it."""
+
+    model: nn.Module
+    tokenizer: PreTrainedTokenizerBase
+    template: Template | None  # None: it only continues plain text
+    recipe: Recipe | None = None  # of the run that made it
+    world: World = ALONE  # whose processes answer together
+
+    @cached_property
+    def codec(self) -> Codec:
+        """Messages to ids as in training, with the recipe's default system message."""
+        section = self.recipe.data if self.recipe else DataSection(datasets=("none",))
+        return Codec(self.tokenizer, self.template, section)
+
+    @cached_property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """Tokens that end an answer: the template's, the tokenizer's and the model's own."""
+        own = self.inner.generation_config.eos_token_id
+        found = own if isinstance(own, list) else [own]
+        known = [i for i in found if isinstance(i, int)]
+        return tuple(dict.fromkeys([*self.codec.stop_token_ids, *known]))
+
+    @property
+    def generate(self) -> GenerateSection:
+        """How the run's recipe says to sample; greedily if there is none."""
+        return self.recipe.generate if self.recipe else GenerateSection()
+
+    def prompt(self, messages: Sequence[Message], tools: Sequence[JSON] = ()) -> list[int]:
+        """The ids of a conversation up to where the next answer begins."""
+        return self.codec.encode_prompt(messages, tools)
+
+    def continuation(self, text: str) -> list[int]:
+        """The ids of plain text to go on from, after whatever the tokenizer puts in front."""
+        ids: list[int] = self.tokenizer(text)["input_ids"]
+        ends = ids and ids[-1] == self.tokenizer.eos_token_id
+        return ids[:-1] if ends and not text.endswith(str(self.tokenizer.eos_token)) else ids
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return cast(torch.device, self.inner.device)
+
+    @property
+    def inner(self) -> PreTrainedModel:
+        """The transformers model, without an adapter's wrapper."""
+        return _without_wrapper(self.model)
+
+
+def open_model(
+    path: str | Path,
+    *,
+    adapter: str | Path | None = None,
+    base: str | Path | None = None,
+    weights: str | Path | None = None,
+    dtype: Dtype = "auto",
+    trust_remote_code: bool = False,
+    world: World = ALONE,
+    parallel: ParallelSection = PLAINLY,
+) -> LoadedModel:
+    """Open what ``path`` leads to (see ``locate``), ready to answer.
+
+    Args:
+        path: a model, or an adapter, whose base is then loaded too.
+        adapter: an adapter to put on the model of ``path``.
+        base: the base of an adapter, if it is not where ``adapter_config.json`` says.
+        weights: of the model, if ``path`` has only its configuration and tokenizer.
+        dtype: of the weights; ``auto``: as stored on a GPU, float32 on a CPU.
+        trust_remote_code: run code that comes with the model.
+        world: the processes that share the model out, each of which calls this.
+        parallel: how they do it.
+
+    Raises:
+        ModelError: no such model, damaged files, an adapter of another model, or no base for it.
+        CheckpointError: a damaged checkpoint, or a run that has none.
+        RecipeError: the model cannot be spread as ``parallel`` says.
+    """
+    with world.main_first():  # which downloads what is elsewhere
+        parts = find_parts(path, adapter=adapter, base=base, weights=weights)
+    section = ModelSection(path=str(parts.model), dtype=dtype, trust_remote_code=trust_remote_code)
+    tokenizer = load_tokenizer(parts.tokenizer, trust_remote_code=trust_remote_code)
+    template = load_template("auto", tokenizer) if saved_source(tokenizer) else None
+    model = _load(parts, section, tokenizer, world, parallel)
+    return LoadedModel(model, tokenizer, template, parts.recipe, world)
+
+
+def open_start(
+    recipe: Recipe, *, world: World = ALONE, parallel: ParallelSection = PLAINLY
+) -> LoadedModel:
+    """What the training of a recipe begins with: its model, with its tokens and template. ``world``
+    and ``parallel`` as in ``open_model``."""
+    if recipe.model.quantization_bit is not None and world.mesh is not None:
+        raise RecipeError(
+            "model.quantization_bit: a quantized model is opened by one process, not "
+            f"{world.size}; leave it unset, and let the processes share the weights"
+        )
+    with world.main_first():
+        folder = resolve(recipe.model)
+    codec = open_codec(recipe, folder)
+    parts = Parts(folder, recipe.model.adapter, folder, recipe)
+    model = _load(parts, recipe.model, codec.tokenizer, world, parallel)
+    template = codec.template if recipe.stage.uses_template else None
+    return LoadedModel(model, codec.tokenizer, template, recipe, world)
+
+
+def _load_whole(
+    parts: Parts, section: ModelSection, tokenizer: PreTrainedTokenizerBase
+) -> nn.Module:
+    folder, weights = parts.model, parts.weights
+    values = scattered(folder) if weights is None else read_named(weights, folder)
+    model = load_model(folder, section, dtype=training_dtype(section), weights=values)
+    grow_embeddings(model, tokenizer)
+    return model if parts.adapter is None else attach(model, parts.adapter).eval()
+
+
+def _load(
+    parts: Parts,
+    section: ModelSection,
+    tokenizer: PreTrainedTokenizerBase,
+    world: World,
+    parallel: ParallelSection,
+) -> nn.Module:
+    """The model: all of it, or just what this process will hold."""
+    if world.mesh is None:
+        return _load_whole(parts, section, tokenizer)
+    start = init_on_meta(parts.model, section, dtype=training_dtype(section), weights=parts.weights)
+    if start is None:
+        whole = _load_whole(parts, section, tokenizer)
+        shard_for_generation(_without_wrapper(whole), world, parallel)
+        return whole
+    grow_embeddings(start.model, tokenizer)
+    method: Callable[[PreTrainedModel], nn.Module] = _as_it_is
+    if parts.adapter is not None:
+        method = partial(attach, folder=parts.adapter)
+    wrapped, values = start.apply(method)
+    inner = start.model
+    values = values.of(inner)  # without the wrapper, which is not there when it answers
+    values.fill(inner, shard_for_generation(inner, world, parallel), world)
+    wrapped.eval()
+    return wrapped
+
+
+def _as_it_is(model: PreTrainedModel) -> nn.Module:
+    return cast(nn.Module, model)
+
+
+def _without_wrapper(model: nn.Module) -> PreTrainedModel:
+    is_plain = isinstance(model, PreTrainedModel)
+    return cast(PreTrainedModel, model if is_plain else model.get_base_model())  # type: ignore[operator]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The folders a model is opened from."""
+
+    model: Path
+    adapter: Path | None
+    tokenizer: Path  # the adapter's own if it has one: the template and tokens it was trained with
+    recipe: Recipe | None
+    weights: Path | None = None  # of the model, if they are elsewhere
+
+
+def find_parts(
+    path: str | Path,
+    *,
+    adapter: str | Path | None = None,
+    base: str | Path | None = None,
+    weights: str | Path | None = None,
+) -> Parts:
+    """The folders of the model, its adapter and its tokenizer; see ``open_model``."""
+    if weights is None:
+        return _parts(locate(path), adapter, base)
+    model, values = resolve(ModelSection(path=str(path)), weights=False), locate(weights)
+    if values.is_adapter:
+        raise ModelError(f"{values}: is an adapter, not the weights of a whole model")
+    return replace(
+        _parts(ModelLocation(model, is_adapter=False), adapter, base), weights=values.folder
+    )
+
+
+def _parts(located: ModelLocation, adapter: str | Path | None, base: str | Path | None) -> Parts:
+    if adapter is not None:
+        if located.is_adapter:
+            raise ModelError(f"{located}: is an adapter already; --adapter goes with a whole model")
+        top = locate(adapter)
+        if not top.is_adapter:
+            raise ModelError(f"{top}: holds no {ADAPTER}; expected the folder of an adapter")
+        return _on_base(top, located.folder)
+    if located.is_adapter:
+        return _on_base(located, _base_of(located, base))
+    if base is not None:
+        raise ModelError(f"{located}: is a whole model, not an adapter, so it has no --base")
+    return Parts(located.folder, None, located.folder, located.recipe)
+
+
+def _on_base(adapter: ModelLocation, base: Path) -> Parts:
+    has_tokenizer = any((adapter.folder / name).is_file() for name in TOKENIZER_FILES)
+    tokenizer = adapter.folder if has_tokenizer else base
+    return Parts(base, adapter.folder, tokenizer, adapter.recipe)
+
+
+def _base_of(adapter: ModelLocation, given: str | Path | None) -> Path:
+    """The folder of an adapter's base: the one given, or where its files say it was."""
+    if given is not None:
+        located = locate(given)
+        if located.is_adapter:
+            raise ModelError(
+                f"--base {given}: is an adapter; merge it first with `surefoot export`"
+            )
+        return located.folder
+    config = _read_config(adapter.folder)
+    name = config.get("base_model_name_or_path")
+    if isinstance(name, str) and Path(name).is_dir():
+        return Path(name)
+    sections = [adapter.recipe.model] if adapter.recipe else []
+    if isinstance(name, str) and name and not Path(name).is_absolute():
+        sections.append(ModelSection(path=name, revision=config.get("revision")))
+    for section in sections:
+        try:
+            return resolve(section)
+        except ModelError:
+            continue
+    raise ModelError(
+        f"{adapter}: this adapter needs its base model, {name!r}, which is not there; "
+        "say where it is with --base FOLDER"
+    )
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    try:
+        config = json.loads((folder / ADAPTER).read_bytes())
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{folder / ADAPTER}: cannot be read: {error}") from None
+    if not isinstance(config, dict):
+        raise ModelError(f"{folder / ADAPTER}: expected a JSON object, found {str(config)[:40]}")
+    return config

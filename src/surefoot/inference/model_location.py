@@ -1,0 +1,170 @@
+"""What a path means: a run, a checkpoint, a model folder, an adapter, a recipe or a hub id."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..checkpoint.disk.commit import named, step_of
+from ..checkpoint.reading.verification import verify
+from ..checkpoint.weights import detect_layout, open_weights
+from ..errors import CheckpointError, ModelError, RecipeError
+from ..model.pretrained.loading import fetch
+from ..model.section import ModelSection
+from ..recipe.files import SUFFIXES
+from ..recipe.recipe import Recipe, load
+from ..remote import remote_resume as remote
+from ..storage.address import Address, is_address
+
+logger = logging.getLogger(__name__)
+RECIPE = "recipe.yaml"
+ADAPTER = "adapter_config.json"
+
+
+@dataclass(frozen=True)
+class ModelLocation:
+    """A folder of weights that can be opened."""
+
+    folder: Path
+    is_adapter: bool  # of a base that lies elsewhere
+    recipe: Recipe | None = None  # of the run that made it
+
+    def __str__(self) -> str:
+        return str(self.folder)
+
+
+def locate(path: str | Path) -> ModelLocation:
+    """The weights that ``path`` leads to.
+
+    Args:
+        path: a run's folder (its best checkpoint if the recipe ends with that one, otherwise the
+            newest that is whole), a checkpoint, the URL of either, a model or adapter folder, a
+            recipe file, a hub id.
+
+    Raises:
+        ModelError: nothing is there, or no weights that can be read.
+        CheckpointError: a checkpoint is damaged, or a run has none yet.
+    """
+    if isinstance(path, str) and is_address(path):
+        return _of_address(Address(path))
+    local = Path(path).expanduser()
+    if local.is_file():
+        return _of_recipe(local)
+    if local.is_dir():
+        return _of_folder(local)
+    if str(path).startswith((".", "/", "~")):
+        raise ModelError(f"no folder {path}; expected a run, a checkpoint, a model or an adapter")
+    return _of_folder(_of_hub(str(path)))
+
+
+def _of_hub(name: str) -> Path:
+    try:
+        return fetch(ModelSection(path=name))
+    except ModelError as error:  # which speaks of a recipe's field
+        raise ModelError(str(error).removeprefix("model.path: ")) from None
+
+
+def _of_recipe(path: Path) -> ModelLocation:
+    if path.suffix not in SUFFIXES:
+        raise ModelError(f"{path}: is a file; expected the folder it lies in, or a recipe")
+    folder = load(path).train.output_dir
+    if isinstance(folder, Address):
+        return _of_address(folder)
+    if not named(folder):
+        raise CheckpointError(
+            f"{path}: its run in {folder} has no checkpoint yet; run `surefoot train {path}` first"
+        )
+    return _of_run(folder)
+
+
+def _of_address(address: Address) -> ModelLocation:
+    """The same in a store; what is asked for is downloaded."""
+    if step_of(Path(address.name)) >= 0:
+        return _with_recipe(remote.fetch(address))
+    newest = remote.fetch_newest(address)
+    located = _with_recipe(newest)
+    if located.recipe is None or not located.recipe.train.load_best_model_at_end:
+        return located
+    best = _best_step(newest)
+    return located if best is None else _with_recipe(remote.fetch(address.inside(best)))
+
+
+def _of_folder(folder: Path) -> ModelLocation:
+    if detect_layout(folder) is not None:
+        _check(folder)
+        return _with_recipe(folder)
+    if named(folder):
+        return _of_run(folder)
+    if (folder / RECIPE).is_file():
+        raise CheckpointError(
+            f"{folder}: this run has no checkpoint yet; `surefoot train` saves the first one"
+        )
+    open_weights(folder)  # says what is there instead
+    raise ModelError(f"{folder}: holds no weights that can be read")
+
+
+def _check(folder: Path) -> None:
+    report = verify(folder, full=False)
+    if not report.ok:
+        raise CheckpointError(report.problems[0])
+
+
+def _of_run(run: Path) -> ModelLocation:
+    """The best checkpoint of a run if its recipe ends with that one, otherwise the newest."""
+    newest = _newest(run)
+    located = _with_recipe(newest)
+    if located.recipe is None or not located.recipe.train.load_best_model_at_end:
+        return located
+    best = _best_beside(newest)
+    return located if best is None else _with_recipe(best)
+
+
+def _newest(run: Path) -> Path:
+    reasons = []
+    for folder in reversed(named(run)):
+        report = verify(folder, full=False)
+        if report.ok:
+            return folder
+        reasons.append(report.problems[0])
+        logger.warning("%s is passed over: %s", folder.name, report.problems[0])
+    raise CheckpointError(f"{run}: none of its checkpoints is whole; the newest: {reasons[0]}")
+
+
+def _best_beside(newest: Path) -> Path | None:
+    """The checkpoint that ``newest`` calls the best of its run, if it is there and whole."""
+    name = _best_step(newest)
+    best = newest.with_name(name) if name else newest
+    if name is None or not best.is_dir():
+        return None
+    if not verify(best, full=False).ok:
+        logger.warning("the best checkpoint, %s, is damaged: taking %s", best.name, newest.name)
+        return None
+    return best
+
+
+def _best_step(newest: Path) -> str | None:
+    """The name of the checkpoint that ``newest`` calls the best of its run."""
+    try:
+        step = json.loads((newest / "trainer_state.json").read_bytes()).get("best_global_step")
+    except (OSError, ValueError):
+        return None
+    return None if step is None else f"checkpoint-{step}"
+
+
+def _with_recipe(folder: Path) -> ModelLocation:
+    has_adapter = (folder / ADAPTER).is_file()
+    is_adapter = has_adapter and detect_layout(folder) in ("native", "peft")
+    path = folder / RECIPE
+    if not path.is_file():
+        return ModelLocation(folder, is_adapter)
+    try:
+        return ModelLocation(folder, is_adapter, load(path))
+    except RecipeError as error:
+        logger.warning(
+            "the recipe beside the weights cannot be read, so its system message and its generate "
+            "section are not used: %s",
+            error,
+        )
+        return ModelLocation(folder, is_adapter)

@@ -1,0 +1,151 @@
+"""The parts of a Hugging Face Trainer as states, and the Trainers that have none we can save."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer
+
+from ..checkpoint.state.states import ModuleState, NamedOptimizer, Stateful
+from ..errors import RunError
+from ..model.pretrained import companions
+from ..model.pretrained.weights import AdapterWeights, FullWeights, trained
+
+
+@dataclass
+class Generators:
+    """The random generators as the epoch began and, within it, as the next step begins."""
+
+    epoch: dict[str, Any] = field(default_factory=dict)
+    step: dict[str, Any] | None = None  # None: the next step is the first of an epoch
+
+    def state_dict(self) -> dict[str, Any]:
+        """Both."""
+        return {"epoch": self.epoch, "step": self.step}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Both; they are set by whoever knows when."""
+        self.epoch, self.step = state["epoch"], state["step"]
+
+
+@dataclass(frozen=True)
+class TrainerStates:
+    """What goes into every checkpoint of a Trainer's run."""
+
+    states: Mapping[str, Stateful]
+    kind: Literal["full", "adapter"]
+    companions: Mapping[str, bytes]
+    optimizer_has_moved: bool  # whether it has any state yet
+
+
+def refuse_unsupported(trainer: Trainer) -> None:
+    """Raise ``RunError`` if the Trainer saves itself, or keeps its state in several places."""
+    args = trainer.args
+    saves_itself = f"save_strategy is {args.save_strategy.value!r}"
+    settings = {
+        saves_itself: args.save_strategy != "no",
+        "enable_jit_checkpoint is on": args.enable_jit_checkpoint,
+        "auto_find_batch_size is on": args.auto_find_batch_size,
+    }
+    for setting, is_on in settings.items():
+        if is_on:
+            value = '"no"' if setting == saves_itself else "False"
+            raise RunError(
+                f"SurefootCheckpoints: {setting}, so that the Trainer would save or start over by "
+                f"itself; set {setting.split()[0]}={value}"
+            )
+    kinds = {
+        "DeepSpeed": trainer.is_deepspeed_enabled,
+        "FSDP": trainer.is_fsdp_enabled or trainer.is_fsdp_xla_enabled,
+        "a model that is sharded as it is loaded": trainer.is_distributed_loading_by_transformers,
+        "several processes": args.world_size > 1,
+        "several GPUs in one process": args.n_gpu > 1,
+    }
+    for kind, is_on in kinds.items():
+        if is_on:
+            raise RunError(
+                f"SurefootCheckpoints: {kind}: not supported; it saves the state of one process on "
+                "one device"
+            )
+
+
+def parts_of(trainer: Trainer, model: nn.Module, optimizer: Any, scheduler: Any) -> TrainerStates:
+    """The states of a run that is about to begin. Raises ``RunError`` for a model of no kind."""
+    weights, kind = _weights(model)
+    named = (
+        model.named_parameters() if isinstance(weights, ModuleState) else trained(model, weights)
+    )
+    states: dict[str, Stateful] = {
+        "model": weights,
+        "optimizer": NamedOptimizer(optimizer, named),
+        "scheduler": scheduler,
+    }
+    if optimizer.scaler is not None:
+        states["scaler"] = optimizer.scaler
+    files = {**_model_files(model, kind), **_processing_files(trainer)}
+    return TrainerStates(states, kind, files, bool(optimizer.state))
+
+
+def _weights(
+    model: nn.Module,
+) -> tuple[FullWeights | AdapterWeights | ModuleState, Literal["full", "adapter"]]:
+    from peft import PeftModel
+
+    if isinstance(model, PeftModel):
+        _refuse_adapters(model)
+        return AdapterWeights(model), "adapter"
+    if not isinstance(model, PreTrainedModel):
+        _refuse_ties(model)
+        return ModuleState(model), "full"
+    if getattr(model, "_hf_peft_config_loaded", False):
+        raise RunError(
+            "SurefootCheckpoints: adapters added with add_adapter() are not supported; wrap the "
+            "model with peft.get_peft_model() instead"
+        )
+    return FullWeights(model), "full"
+
+
+def _refuse_ties(model: nn.Module) -> None:
+    if tied := sorted(model.state_dict().keys() - ModuleState(model).state_dict().keys()):
+        raise RunError(
+            f"SurefootCheckpoints: {tied[0]} is tied to another tensor, and the Trainer can only "
+            "load tied tensors into a PreTrainedModel"
+        )
+
+
+def _refuse_adapters(model: Any) -> None:
+    """Refuse what would not come back from the one file that PEFT reads an adapter from."""
+    if list(model.peft_config) != ["default"]:
+        raise RunError(
+            f"SurefootCheckpoints: the adapters {', '.join(model.peft_config)}: expected one, "
+            "called default"
+        )
+    weights = AdapterWeights(model)
+    known = weights.state_dict().keys()
+    if lost := [name for name, _ in trained(model, weights) if name not in known]:
+        raise RunError(
+            f"SurefootCheckpoints: {len(lost)} parameters learn that a PEFT adapter's file does "
+            f"not hold ({lost[0]} for one); freeze them, or name their module in modules_to_save"
+        )
+
+
+def _model_files(model: nn.Module, kind: Literal["full", "adapter"]) -> dict[str, bytes]:
+    if kind == "adapter":
+        return companions.adapter_files(model)
+    if not isinstance(model, PreTrainedModel):
+        return {}
+    has_code = bool(getattr(model.config, "auto_map", None)) and bool(model.name_or_path)
+    code = Path(model.name_or_path) if has_code else None
+    return companions.model_files(model, code, ())
+
+
+def _processing_files(trainer: Trainer) -> dict[str, bytes]:
+    """The tokenizer's or processor's files; as in the Trainer, the collator's if there is none."""
+    processing = trainer.processing_class or getattr(trainer.data_collator, "tokenizer", None)
+    if isinstance(processing, PreTrainedTokenizerBase):
+        return companions.tokenizer_files(processing)
+    return {} if processing is None else companions.saved_files(processing)

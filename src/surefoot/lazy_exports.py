@@ -1,0 +1,28 @@
+"""Public names of a package, each imported from its home when it is first asked for.
+
+So a package has its names in one place, and whoever needs one module of it does not wait for all
+the others, and for torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+
+
+def lazy_getattr(
+    package: str,
+    homes: Mapping[str, Sequence[str]],
+    aliases: Mapping[str, str] | None = None,
+) -> Callable[[str], object]:
+    """The ``__getattr__`` of ``package``: ``homes`` are its modules and the names each exports,
+    ``aliases`` are earlier names of some of these."""
+    modules = {name: home for home, names in homes.items() for name in names}
+
+    def find(name: str) -> object:
+        name = (aliases or {}).get(name, name)
+        if name not in modules:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        return getattr(importlib.import_module(modules[name], package), name)
+
+    return find

@@ -1,0 +1,1 @@
+"""The output head: log-probabilities without full logits."""

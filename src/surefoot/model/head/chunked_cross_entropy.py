@@ -1,0 +1,282 @@
+"""Log-probabilities straight from hidden states: the logits of a batch never exist whole.
+
+Projection and softmax run in chunks of positions. Where only the sum of the log-probabilities is
+asked for, each chunk's gradient is made on the spot, while its probabilities are there; where each
+of them is, that is so if the matrix does not learn; otherwise the backward pass computes them
+again, chunk by chunk.
+
+A smoothed label (arXiv:1512.00567) is the word with probability 1 - s + s / V, and every other
+word with s / V.
+
+Shapes: N positions, C of them a chunk, D hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+
+from . import logit_gradients
+from .logit_gradients import capped, uncapped, wide
+
+CHUNK = 384  # positions; with fewer the matrix is read too often, with more caches overflow
+
+
+@dataclass(frozen=True)
+class Head:
+    """The linear map from hidden states to logits, which may be capped: tanh(x / cap) * cap."""
+
+    weight: torch.Tensor  # [V, D]
+    bias: torch.Tensor | None = None  # [V]
+    softcap: float | None = None
+    dtype: torch.dtype | None = None  # what is multiplied in; None: the matrix's own
+
+    def cast(self) -> Head:
+        """The same with a matrix of its ``dtype``."""
+        dtype = self.dtype or self.weight.dtype
+        bias = None if self.bias is None else self.bias.to(dtype)
+        return replace(self, weight=self.weight.to(dtype), bias=bias)
+
+    def linear(self, hidden_CD: torch.Tensor) -> torch.Tensor:
+        """[C, V] logits that are not capped yet, in the type of the matrix."""
+        return F.linear(hidden_CD.to(self.weight.dtype), self.weight, self.bias)
+
+    def logits(self, hidden_CD: torch.Tensor) -> torch.Tensor:
+        """[C, V] in float32 or wider."""
+        return capped(self.linear(hidden_CD), self.softcap)
+
+    def learnt(
+        self, hidden_CD: torch.Tensor, labels_C: torch.Tensor, smoothing: float, learns: bool
+    ) -> logit_gradients.Learnt:
+        """What one chunk teaches; slopes are there if anything ``learns``."""
+        logits_CV = self.linear(hidden_CD)
+        return logit_gradients.fastest(logits_CV)(
+            logits_CV, labels_C, self.softcap, smoothing, learns
+        )
+
+    def chunks(self, length: int) -> Iterator[slice]:
+        """Runs of positions, in order."""
+        return (slice(i, min(i + CHUNK, length)) for i in range(0, length, CHUNK))
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What a head says of N positions."""
+
+    logps: torch.Tensor  # [N] float32, log-probability of each label
+    entropies: torch.Tensor  # [N] float32, nats
+    means: torch.Tensor  # [N] float32, log-probability of a word, on average over the vocabulary
+    predictions: torch.Tensor  # [N] int64, the most probable word
+
+
+def total(head: Head, hidden_ND: torch.Tensor, labels_N: torch.Tensor) -> torch.Tensor:
+    """The sum of the labels' log-probabilities, a scalar."""
+    return totals(head, hidden_ND, labels_N, 0.0)[0]
+
+
+def totals(
+    head: Head, hidden_ND: torch.Tensor, labels_N: torch.Tensor, smoothing: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The sum of the smoothed labels' log-probabilities, and that of the labels themselves, which
+    has no gradient."""
+    found = _Totals.apply(hidden_ND, head.weight, head.bias, labels_N, head, smoothing)  # type: ignore[no-untyped-call]
+    return cast(tuple[torch.Tensor, torch.Tensor], found)
+
+
+def logps(head: Head, hidden_ND: torch.Tensor, labels_N: torch.Tensor) -> torch.Tensor:
+    """[N] float32 log-probability of each label."""
+    found = _Logps.apply(hidden_ND, head.weight, head.bias, labels_N, head)  # type: ignore[no-untyped-call]
+    return cast(torch.Tensor, found)
+
+
+def scores(head: Head, hidden_ND: torch.Tensor, labels_N: torch.Tensor) -> Scores:
+    """All there is to know about each position; all but predictions have gradients."""
+    found = _Scores.apply(hidden_ND, head.weight, head.bias, labels_N, head)  # type: ignore[no-untyped-call]
+    return Scores(*found)
+
+
+class _Totals(torch.autograd.Function):
+    """d log p(label) / d logits = label - p: known without the backward pass, up to a factor."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_ND: torch.Tensor,
+        weight_VD: torch.Tensor,
+        bias_V: torch.Tensor | None,
+        labels_N: torch.Tensor,
+        head: Head,
+        smoothing: float,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        head = replace(head, weight=weight_VD, bias=bias_V)
+        gradients = _Gradients.of(head, hidden_ND, ctx.needs_input_grad)
+        head = gradients.head
+        found, everywhere = hidden_ND.new_zeros(2, dtype=wide(hidden_ND.dtype)).unbind()
+        learns = any(ctx.needs_input_grad)
+        for chunk in head.chunks(len(hidden_ND)):
+            learnt = head.learnt(hidden_ND[chunk], labels_N[chunk], smoothing, learns)
+            logps_C, sums_C, slopes_CV = learnt
+            found += logps_C.sum()
+            if smoothing:
+                everywhere += sums_C.sum()
+            if slopes_CV is not None:
+                gradients.add(chunk, slopes_CV)
+            del learnt, slopes_CV  # or they are there still when the next chunk's logits are made
+        ctx.save_for_backward(*gradients.sums(hidden_ND, weight_VD, bias_V))
+        ctx.mark_non_differentiable(found)
+        return (1.0 - smoothing) * found + smoothing / len(weight_VD) * everywhere, found
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        factor = -gradients[0]
+        found = (None if t is None else t.mul_(factor) for t in ctx.saved_tensors)
+        return *found, None, None, None
+
+
+class _Logps(torch.autograd.Function):
+    """The slopes of each position are known but for its own factor. Those by hidden states can wait
+    for it; those by the matrix, which are sums over positions, the backward pass makes anew."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_ND: torch.Tensor,
+        weight_VD: torch.Tensor,
+        bias_V: torch.Tensor | None,
+        labels_N: torch.Tensor,
+        head: Head,
+    ) -> torch.Tensor:
+        ctx.softcap, ctx.dtype = head.softcap, head.dtype
+        ctx.is_frozen = not any(ctx.needs_input_grad[1:])
+        head = replace(head, weight=weight_VD, bias=bias_V)
+        waits = ctx.is_frozen and ctx.needs_input_grad[0]
+        gradients = _Gradients.of(head, hidden_ND, (waits, False, False))
+        logps_N = hidden_ND.new_empty(len(hidden_ND), dtype=wide(hidden_ND.dtype))
+        for chunk in head.chunks(len(hidden_ND)):
+            learnt = gradients.head.learnt(hidden_ND[chunk], labels_N[chunk], 0.0, waits)
+            logps_N[chunk], _, slopes_CV = learnt
+            if slopes_CV is not None:
+                gradients.add(chunk, slopes_CV)
+            del learnt, slopes_CV
+        if ctx.is_frozen:
+            ctx.save_for_backward(gradients.hidden)
+        else:
+            ctx.save_for_backward(hidden_ND, weight_VD, bias_V, labels_N)
+        return logps_N
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        factors_N1 = -gradients[0][:, None]
+        if ctx.is_frozen:
+            (hidden_ND,) = ctx.saved_tensors
+            return (hidden_ND * factors_N1).to(hidden_ND.dtype), None, None, None, None
+        hidden_ND, weight_VD, bias_V, labels_N = ctx.saved_tensors
+        head = Head(weight_VD, bias_V, ctx.softcap, ctx.dtype)
+        found = _Gradients.of(head, hidden_ND, ctx.needs_input_grad)
+        for chunk in head.chunks(len(hidden_ND)):
+            slopes_CV = found.head.learnt(hidden_ND[chunk], labels_N[chunk], 0.0, True)[2]
+            if slopes_CV is not None:
+                found.add(chunk, slopes_CV.mul_(factors_N1[chunk]))
+            del slopes_CV
+        return *found.sums(hidden_ND, weight_VD, bias_V), None, None
+
+
+class _Scores(torch.autograd.Function):
+    """d logp = onehot - p, d mean = 1 / V - p and d entropy = -p (log p + entropy), times what
+    comes from above."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_ND: torch.Tensor,
+        weight_VD: torch.Tensor,
+        bias_V: torch.Tensor | None,
+        labels_N: torch.Tensor,
+        head: Head,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        ctx.softcap, ctx.dtype = head.softcap, head.dtype
+        head = replace(head, weight=weight_VD, bias=bias_V).cast()
+        logps_N = hidden_ND.new_empty(len(hidden_ND), dtype=wide(hidden_ND.dtype))
+        entropies_N, means_N = torch.empty_like(logps_N), torch.empty_like(logps_N)
+        predictions_N = torch.empty_like(labels_N)
+        for chunk in head.chunks(len(hidden_ND)):
+            logps_CV = F.log_softmax(head.logits(hidden_ND[chunk]), dim=-1)
+            logps_N[chunk] = logps_CV.gather(1, labels_N[chunk, None])[:, 0]
+            predictions_N[chunk] = logps_CV.argmax(-1)
+            means_N[chunk] = logps_CV.mean(-1)
+            entropies_N[chunk] = -(logps_CV.exp() * logps_CV).sum(-1)
+        ctx.save_for_backward(hidden_ND, weight_VD, bias_V, labels_N, entropies_N)
+        ctx.mark_non_differentiable(predictions_N)
+        return logps_N, entropies_N, means_N, predictions_N
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        of_logps_N, of_entropies_N, of_means_N = gradients[:3]
+        hidden_ND, weight_VD, bias_V, labels_N, entropies_N = ctx.saved_tensors
+        head = Head(weight_VD, bias_V, ctx.softcap, ctx.dtype)
+        found = _Gradients.of(head, hidden_ND, ctx.needs_input_grad)
+        head = found.head
+        for chunk in head.chunks(len(hidden_ND)):
+            logits_CV = head.logits(hidden_ND[chunk])
+            logps_CV = F.log_softmax(logits_CV, dim=-1)
+            entropies_C1, entropy_C1 = entropies_N[chunk, None], of_entropies_N[chunk, None]
+            logp_C1, mean_C1 = of_logps_N[chunk, None], of_means_N[chunk, None]
+            weights_CV = logp_C1 + mean_C1 + entropy_C1 * (logps_CV + entropies_C1)
+            slopes_CV = mean_C1 / len(weight_VD) - logps_CV.exp() * weights_CV
+            slopes_CV.scatter_add_(1, labels_N[chunk, None], logp_C1)
+            found.add(chunk, uncapped(slopes_CV, logits_CV, head.softcap))
+        return *found.sums(hidden_ND, weight_VD, bias_V), None, None
+
+
+@dataclass(frozen=True)
+class _Gradients:
+    """Sums over chunks, of whatever learns; float32 at least where they are sums."""
+
+    head: Head  # as it is multiplied
+    inputs: torch.Tensor  # [N, D]
+    hidden: torch.Tensor | None
+    weight: torch.Tensor | None
+    bias: torch.Tensor | None
+
+    @staticmethod
+    def of(head: Head, inputs: torch.Tensor, needed: tuple[bool, ...]) -> _Gradients:
+        """None yet."""
+        weight, bias = head.weight, head.bias
+
+        def room(like: torch.Tensor) -> torch.Tensor:  # the first chunk fills it, if there is one
+            make = torch.empty_like if len(inputs) else torch.zeros_like
+            return make(like, dtype=wide(like.dtype))
+
+        return _Gradients(
+            head.cast(),
+            inputs,
+            torch.empty_like(inputs) if needed[0] else None,
+            room(weight) if needed[1] else None,
+            None if bias is None or not needed[2] else room(bias),
+        )
+
+    def add(self, chunk: slice, slopes_CV: torch.Tensor) -> None:
+        """Take in one chunk's slopes."""
+        more = chunk.start > 0
+        if self.bias is not None:
+            self.bias.copy_(self.bias + slopes_CV.sum(0) if more else slopes_CV.sum(0))
+        low_CV = slopes_CV.to(self.head.weight.dtype)
+        if self.hidden is not None:
+            self.hidden[chunk] = (low_CV @ self.head.weight).to(self.hidden.dtype)
+        if self.weight is not None:
+            inputs_CD = self.inputs[chunk].to(low_CV.dtype)
+            if low_CV.dtype == self.weight.dtype:
+                self.weight.addmm_(low_CV.t(), inputs_CD, beta=int(more))
+            elif more:
+                self.weight.add_(low_CV.t() @ inputs_CD)
+            else:
+                self.weight.copy_(low_CV.t() @ inputs_CD)
+
+    def sums(self, *likes: torch.Tensor | None) -> Iterator[torch.Tensor | None]:
+        """What hidden states, matrix and bias get, in their own types."""
+        for found, like in zip((self.hidden, self.weight, self.bias), likes, strict=True):
+            yield None if found is None or like is None else found.to(like.dtype)

@@ -1,0 +1,149 @@
+"""What stages need of a model, computed in one place, so that no stage ever sees a batch of logits.
+
+The head is asked for trained positions alone (``logits_to_keep``), and where it can be, for
+log-probabilities rather than logits: these are most of the memory and, with a large vocabulary,
+much of the time.
+
+Shapes: B rows, T tokens, N trained positions in reading order, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Protocol, cast
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import PreTrainedModel
+
+from ...batch import Batch, Outputs, TrainedPositions, trained_positions
+from ..attention.packed import packed_arguments
+from .logprob_head import LogprobHead
+
+
+class Vocabulary(Protocol):
+    """How logits [N, v] lie, of which this process may have some columns only."""
+
+    def logps(self, logits_Nv: torch.Tensor, labels_N: torch.Tensor) -> torch.Tensor:
+        """[N] log-probability of each label."""
+
+    def means(self, logits_Nv: torch.Tensor) -> torch.Tensor:
+        """[N] log-probability of a token, on average over the whole vocabulary."""
+
+    def entropies(self, logits_Nv: torch.Tensor) -> torch.Tensor:
+        """[N] entropy of each next-token distribution in nats: ``-sum p log p``."""
+
+    def predictions(self, logits_Nv: torch.Tensor) -> torch.Tensor:
+        """[N] the most probable token."""
+
+
+@dataclass(frozen=True)
+class WholeVocabulary:
+    """All of it is here."""
+
+    def logps(self, logits_NV: torch.Tensor, labels_N: torch.Tensor) -> torch.Tensor:
+        """[N] log-probability of each label."""
+        return -F.cross_entropy(logits_NV, labels_N, reduction="none")
+
+    def means(self, logits_NV: torch.Tensor) -> torch.Tensor:
+        """[N] log-probability of a token, on average over the vocabulary."""
+        return F.log_softmax(logits_NV, dim=-1).mean(-1)
+
+    def entropies(self, logits_NV: torch.Tensor) -> torch.Tensor:
+        """[N] entropy of each next-token distribution in nats: ``-sum p log p``."""
+        logps_NV = F.log_softmax(logits_NV, dim=-1)
+        return -(logps_NV.exp() * logps_NV).sum(-1)
+
+    def predictions(self, logits_NV: torch.Tensor) -> torch.Tensor:
+        """[N] the most probable token."""
+        return logits_NV.argmax(-1)
+
+
+def compute(
+    model: nn.Module,
+    batch: Batch,
+    needs: Collection[str],
+    at: TrainedPositions | None = None,
+    *,
+    hidden: torch.Tensor | None = None,
+    vocabulary: Vocabulary | None = None,
+    head: LogprobHead | None = None,
+    smoothing: float = 0.0,
+) -> Outputs:
+    """Run ``model`` on ``batch`` and keep what a stage ``needs`` (names of ``Outputs``' fields).
+
+    Args:
+        model: all of it, or the end of a pipeline.
+        batch: on its device.
+        needs: names of ``Outputs``' fields.
+        at: the places of ``batch``, where they are known already.
+        hidden: what enters the model in place of embedded tokens, if it is the end of a pipeline.
+        vocabulary: of a head that leaves a part of the logits here.
+        head: the model's, if it is whole and can be asked for more than logits.
+        smoothing: how much of each label is spread evenly over the vocabulary.
+    """
+    at = at or batch.at or trained_positions(batch)
+
+    def run() -> torch.Tensor:
+        found: torch.Tensor = model(
+            logits_to_keep=at.kept, **_arguments(model, batch, hidden)
+        ).logits
+        return found
+
+    if head is None:
+        logits_Nv = trained(run(), at)
+        return _of_logits(logits_Nv, at.labels, needs, vocabulary or WholeVocabulary(), smoothing)
+    return head.run(run, lambda x: trained(x, at), at.labels, needs, smoothing)
+
+
+def trained(x_BKX: torch.Tensor, at: TrainedPositions) -> torch.Tensor:
+    """[N, X]: of the kept columns, the trained positions."""
+    return x_BKX[0] if at.among_kept is None else x_BKX[at.rows, at.among_kept]
+
+
+def _of_logits(
+    logits_Nv: torch.Tensor,
+    labels_N: torch.Tensor,
+    needs: Collection[str],
+    vocabulary: Vocabulary,
+    smoothing: float,
+) -> Outputs:
+    if logits_Nv.dtype in (torch.float16, torch.bfloat16):
+        logits_Nv = logits_Nv.float()
+    logps_N = vocabulary.logps(logits_Nv, labels_N)
+    total, smoothed = logps_N.sum(), None
+    if smoothing:
+        smoothed = (1.0 - smoothing) * total + smoothing * vocabulary.means(logits_Nv).sum()
+    return Outputs(
+        logps=logps_N,
+        total=total,
+        smoothed=smoothed,
+        entropies=vocabulary.entropies(logits_Nv) if "entropies" in needs else None,
+        predictions=vocabulary.predictions(logits_Nv) if "predictions" in needs else None,
+    )
+
+
+def hidden_states(model: nn.Module, batch: Batch, hidden: torch.Tensor | None) -> torch.Tensor:
+    """What leaves a stage of a pipeline that is not the last, [B, T, hidden size]."""
+    found: torch.Tensor = model(**_arguments(model, batch, hidden)).last_hidden_state
+    return found
+
+
+def _arguments(model: nn.Module, batch: Batch, hidden: torch.Tensor | None) -> dict[str, object]:
+    entering = {"input_ids": batch.input_ids} if hidden is None else {"inputs_embeds": hidden}
+    packed = batch.cu_seqlens
+    return {
+        **entering,
+        "attention_mask": batch.attention_mask,
+        "position_ids": batch.position_ids,
+        "use_cache": False,
+        **({} if packed is None else packed_arguments(_inner(model), packed, batch.branches)),
+    }
+
+
+def _inner(model: nn.Module) -> PreTrainedModel:
+    """The transformers model inside a PEFT wrapper, or ``model`` itself."""
+    inner = model if isinstance(model, PreTrainedModel) else model.get_base_model()  # type: ignore[operator]
+    return cast(PreTrainedModel, inner)

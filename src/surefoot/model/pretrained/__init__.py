@@ -1,0 +1,1 @@
+"""A pretrained model: loading, weights by name, tokenizer, adapter, quantization."""

@@ -1,0 +1,78 @@
+"""A PEFT adapter on top of a loaded model: checked against it before a single weight is read."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+from torch import nn
+from transformers import PreTrainedModel
+
+from ...errors import ModelError
+from .weights import AdapterWeights
+
+WEIGHTS = "adapter_model.safetensors"
+
+
+def continue_adapter(model: PreTrainedModel, folder: Path) -> nn.Module:
+    """``model`` with the adapter in ``folder``, ready to train on.
+
+    Raises:
+        ModelError: no adapter there, a damaged one, or one that was made for another model.
+    """
+    return attach(model, folder, trainable=True)
+
+
+def attach(model: PreTrainedModel, folder: Path, *, trainable: bool = False) -> nn.Module:
+    """``model`` wrapped by PEFT with the adapter in ``folder``; errors as ``continue_adapter``."""
+    from peft import PeftModel
+
+    _check(folder)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what matters of them is checked below
+            wrapped: nn.Module = PeftModel.from_pretrained(
+                model, str(folder), is_trainable=trainable
+            )
+    except (RuntimeError, ValueError, KeyError) as error:
+        reason = str(error).strip().splitlines()
+        detail = next(
+            (line.strip() for line in reason if "mismatch" in line or "not found" in line),
+            reason[0],
+        )
+        raise ModelError(
+            f"{folder}: this adapter was made for another model than {model.name_or_path}: {detail}"
+        ) from None
+    except SafetensorError as error:
+        raise ModelError(f"{folder}: damaged or truncated {WEIGHTS}: {error}") from None
+    _check_names(wrapped, folder, model.name_or_path)
+    return wrapped
+
+
+def _check_names(wrapped: nn.Module, folder: Path, base: str) -> None:
+    """Refuse an adapter whose tensors PEFT would leave out, or leave random, without a word."""
+    with safe_open(folder / WEIGHTS, "pt") as file:
+        found = set(file.keys())
+    wanted = AdapterWeights(wrapped).state_dict().keys()
+    missing = sorted(wanted - found)
+    unexpected = sorted(found - wanted - wrapped.state_dict().keys())
+    if missing or unexpected:
+        raise ModelError(
+            f"{folder}: this adapter was made for another model than {base}: {len(unexpected)} of "
+            f"its {len(found)} tensors have no place in it and {len(missing)} are missing "
+            f"(for one, {(unexpected or missing)[0]})"
+        )
+
+
+def _check(folder: Path) -> None:
+    if not (folder / "adapter_config.json").is_file():
+        raise ModelError(f"{folder}: no adapter_config.json; expected the folder of a PEFT adapter")
+    try:
+        json.loads((folder / "adapter_config.json").read_bytes())
+    except ValueError as error:
+        raise ModelError(f"{folder}/adapter_config.json: not JSON: {error}") from None
+    if not (folder / WEIGHTS).is_file():
+        found = "; it holds a pickle, which is never read" if any(folder.glob("*.bin")) else ""
+        raise ModelError(f"{folder}: no {WEIGHTS}{found}")

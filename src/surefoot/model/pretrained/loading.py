@@ -1,0 +1,254 @@
+"""A pretrained model from a folder or a hub: found, checked, loaded whole, or a clear error."""
+
+from __future__ import annotations
+
+import json
+import logging
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal
+
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from safetensors import SafetensorError
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.utils.logging import disable_progress_bar
+
+from ...errors import ModelError
+from ..section import ModelSection
+from .quantized import disable_relayout, quantization
+
+logger = logging.getLogger(__name__)
+WEIGHTS = "*.safetensors"
+PLACES = ("", "rank_00000/", "rank_0/", "checkpoint/rank_0/", "iteration_*/")  # ours, MindSpore's
+FILES = ("*.json", WEIGHTS, "*.jinja", "*.model", "*.txt", "*.py")  # never pickles
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def device() -> torch.device:
+    """The GPU of this process if there is one, otherwise the CPU."""
+    return (
+        torch.device("cuda", torch.cuda.current_device())
+        if torch.cuda.is_available()
+        else torch.device("cpu")
+    )
+
+
+def resolve(section: ModelSection, *, weights: bool = True) -> Path:
+    """The local folder of a model: ``section.path`` itself, or its files fetched from the hub.
+
+    Without ``weights``, its configuration and tokenizer are enough.
+
+    Raises:
+        ModelError: no such folder and no such hub model, or a folder without safetensors weights.
+    """
+    local = Path(section.path)
+    folder = local if local.exists() else fetch(section, weights=weights)
+    if not folder.is_dir():
+        raise ModelError(
+            f"model.path: {folder} is a file; expected the folder that holds config.json"
+        )
+    if not (folder / "config.json").is_file():
+        raise ModelError(
+            f"model.path: no config.json in {folder}; expected a Hugging Face model folder"
+        )
+    if weights:
+        _refuse_pickles(folder)
+    return folder
+
+
+def fetch(section: ModelSection, *, weights: bool = True) -> Path:
+    """The files of a hub model (or adapter) in the local cache; no pickles among them."""
+    patterns = [name for name in FILES if weights or name != WEIGHTS]
+    if section.hub == "modelscope":
+        return _download_modelscope(section, patterns)
+    try:
+        return Path(
+            snapshot_download(section.path, revision=section.revision, allow_patterns=patterns)
+        )
+    except HFValidationError:
+        raise ModelError(
+            f"model.path: no folder {section.path!r} here, "
+            "and it is not a hub id such as Qwen/Qwen3-0.6B"
+        ) from None
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ModelError(
+            f"model.path: no folder {section.path!r} here, "
+            f"and the Hugging Face hub did not give it: {reason}"
+        ) from None
+
+
+def _download_modelscope(section: ModelSection, patterns: list[str]) -> Path:
+    try:
+        from modelscope import snapshot_download as modelscope_download
+    except ImportError:
+        raise ModelError("model.hub: modelscope needs `pip install modelscope`") from None
+    return Path(
+        modelscope_download(section.path, revision=section.revision, allow_patterns=patterns)
+    )
+
+
+def _refuse_pickles(folder: Path) -> None:
+    if any(found for place in PLACES for found in folder.glob(f"{place}{WEIGHTS}")):
+        return
+    pickles = sorted(p.name for p in folder.iterdir() if p.suffix in (".bin", ".pt", ".pth"))
+    if pickles:
+        raise ModelError(
+            f"model.path: {folder} holds its weights as {pickles[0]}, a pickle, which can run code "
+            "when read. If you trust it, write safetensors beside it once: python -c "
+            f'"from transformers import AutoModelForCausalLM as M; M.from_pretrained('
+            f"'{folder}', weights_only=True).save_pretrained('{folder}')\""
+        )
+    raise ModelError(f"model.path: no *.safetensors in {folder}; the weights are missing")
+
+
+def load_model(
+    folder: Path,
+    section: ModelSection,
+    *,
+    dtype: torch.dtype | Literal["auto"],
+    weights: Mapping[str, torch.Tensor] | None = None,
+) -> PreTrainedModel:
+    """The causal language model in ``folder``, on this process's device, in evaluation mode.
+
+    ``weights`` are given where they lie in ``folder`` in a form that transformers cannot read. If
+    they are on the meta device, so is the model.
+
+    Raises:
+        ModelError: not a causal language model, or weights that are missing, unexpected or damaged.
+    """
+    attention = None if section.attention == "auto" else section.attention
+    is_empty = weights is not None and any(tensor.is_meta for tensor in weights.values())
+    quantized = None if is_empty else quantization(section)
+    disable_progress_bar()  # of transformers; the screen is ours
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=section.trust_remote_code)
+        opened = AutoModelForCausalLM
+        if weights is not None:  # the general class would look for files
+            opened = AutoModelForCausalLM._model_mapping[type(config)]
+        model, info = opened.from_pretrained(
+            folder if weights is None else None,
+            state_dict=None if weights is None else dict(weights),
+            config=config,
+            dtype=dtype,
+            device_map=_device_map(is_empty=is_empty, is_quantized=quantized is not None),
+            quantization_config=quantized,
+            attn_implementation=attention,
+            use_safetensors=True,
+            trust_remote_code=section.trust_remote_code,
+            ignore_mismatched_sizes=True,  # reported below, with their names
+            output_loading_info=True,
+        )
+        if weights is not None:
+            _name(model, folder)
+    except (SafetensorError, json.JSONDecodeError) as error:
+        raise ModelError(
+            f"{folder}: damaged or truncated file: {error}; fetch the model again"
+        ) from None
+    except (ValueError, OSError, ImportError, KeyError, RuntimeError) as error:
+        raise ModelError(
+            f"{folder}: cannot load the model: {str(error).strip().splitlines()[0]}"
+        ) from None
+    _check_complete(folder, info)
+    if quantized is not None:
+        disable_relayout(model)
+    is_there = is_empty or quantized is not None
+    return (model if is_there else model.to(device())).eval()
+
+
+def _device_map(*, is_empty: bool, is_quantized: bool) -> dict[str, torch.device] | None:
+    """Where transformers puts the model, if not on the CPU at first."""
+    if is_empty:
+        return {"": torch.device("meta")}
+    return {"": device()} if is_quantized else None
+
+
+def _name(model: PreTrainedModel, folder: Path) -> None:
+    """What a model learns of its folder beside the weights, had it been loaded from there."""
+    model.name_or_path = model.config.name_or_path = str(folder)
+    if model.can_generate():
+        is_there = (folder / "generation_config.json").is_file()
+        other = {} if is_there else {"config_file_name": "config.json", "_from_model_config": True}
+        model.generation_config = GenerationConfig.from_pretrained(folder, **other)
+
+
+def _check_complete(folder: Path, info: dict[str, object]) -> None:
+    for kind, advice in (
+        ("missing_keys", "the model needs them and would start them at random"),
+        ("unexpected_keys", "they are of another architecture than config.json says"),
+        ("mismatched_keys", "their shapes are not what config.json says"),
+    ):
+        names = sorted(str(name) for name in info.get(kind) or ())  # type: ignore[attr-defined]
+        if names:
+            raise ModelError(
+                f"{folder}: {len(names)} tensors {kind.removesuffix('_keys')} "
+                f"({names[0]}): {advice}"
+            )
+
+
+def training_dtype(section: ModelSection) -> torch.dtype | Literal["auto"]:
+    """The type to load weights in before a method picks those that learn."""
+    if section.dtype != "auto":
+        return DTYPES[section.dtype]
+    return "auto" if torch.cuda.is_available() else torch.float32
+
+
+def upcast_trained(model: nn.Module, section: ModelSection) -> None:
+    """With ``dtype: auto``, hold the weights that learn in float32, where small updates survive."""
+    if section.dtype == "auto":
+        for parameter in model.parameters():
+            if parameter.requires_grad and parameter.dtype in (torch.float16, torch.bfloat16):
+                parameter.data = parameter.data.float()
+
+
+def recompute_activations(model: PreTrainedModel, *, keep_random: bool = True) -> None:
+    """Keep no activations of the layers; compute them again in the backward pass, with the same
+    random numbers unless ``keep_random`` is false.
+
+    To be called when it is known what learns: before a layer or embedding that does, nothing is
+    kept anyway.
+    """
+    with warnings.catch_warnings():  # 5.23 renamed it; this name works in all of transformers 5
+        warnings.simplefilter("ignore", FutureWarning)
+        model.gradient_checkpointing_enable(
+            {"use_reentrant": False, "preserve_rng_state": keep_random}
+        )
+    model.disable_input_require_grads()  # what recomputes without reentering needs no such hook
+    learns = any(p.requires_grad for p in model.get_input_embeddings().parameters())
+    for layer in model.modules():
+        if isinstance(layer, GradientCheckpointingLayer):
+            learns = learns or any(p.requires_grad for p in layer.parameters())
+            layer.gradient_checkpointing = learns
+
+
+@torch.no_grad()
+def grow_embeddings(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Make room for tokens the tokenizer has and the model has not; they start at the mean of the
+    others.
+
+    Never shrinks (vocabularies are often padded). Returns whether anything grew.
+    """
+    before = model.get_input_embeddings().num_embeddings
+    if len(tokenizer) <= before:
+        return False
+    model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+    embeddings = [model.get_input_embeddings(), model.get_output_embeddings()]
+    for weight in {id(m.weight): m.weight for m in embeddings if m is not None}.values():
+        weight[before:] = weight[:before].float().mean(0).to(weight.dtype)
+    logger.info(
+        "embeddings: %d new tokens, started at the mean of the %d old ones",
+        len(tokenizer) - before,
+        before,
+    )
+    return True

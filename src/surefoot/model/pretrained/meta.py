@@ -1,0 +1,120 @@
+"""A pretrained model without values: its modules, types and ties, and where its values lie.
+
+It is transformers itself that loads it, from tensors on the meta device with the names, shapes and
+types of those in the files. So it renames, converts, ties and complains as for any model, and reads
+nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+
+from ..section import ModelSection
+from .loading import load_model
+from .weights import place
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+def why_not_empty(folder: Path, section: ModelSection) -> str | None:
+    """Why the model in ``folder`` can only be loaded whole; None if it need not be."""
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=section.trust_remote_code)
+    is_theirs = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
+    has_ours = type(config) in AutoModelForCausalLM._model_mapping
+    if not has_ours or (is_theirs and section.trust_remote_code):
+        return "its code comes with it"
+    if getattr(config, "quantization_config", None) is not None:
+        return "its weights are quantized"
+    return None
+
+
+def load_empty(
+    folder: Path, section: ModelSection, *, dtype: torch.dtype | Literal["auto"], stored: Tensors
+) -> PreTrainedModel:
+    """The model in ``folder`` on the meta device, checked against ``stored``, the tensors of its
+    files on the meta device.
+
+    Buffers that no file holds have their values already. Raises ``ModelError`` as ``load_model``.
+    """
+    model = load_model(folder, section, dtype=dtype, weights=stored)
+    for name, buffer in list(model.named_non_persistent_buffers()):
+        parent, _, leaf = name.rpartition(".")
+        module = model.get_submodule(parent)
+        module._buffers[leaf] = torch.empty_like(buffer, device="cpu")
+        module._is_hf_initialized = False  # as transformers marks it
+    model.initialize_weights()
+    return model
+
+
+def names_stored(model: PreTrainedModel, stored: Tensors) -> dict[str, str]:
+    """For each tensor of ``model``, once if it is tied, the name of the one in the files that has
+    its values; those that are made of others are left out."""
+    prefix = f"{model.base_model_prefix}."  # which files of the bare model do not have
+    known: dict[object, list[str]] = {}
+    for name, tensor in revert_weight_conversion(model, model.state_dict()).items():
+        found = known.setdefault((place(tensor), tensor.shape), [])
+        found += [n for n in (name, name.removeprefix(prefix), prefix + name) if n in stored]
+    places = {name: known.get((place(t), t.shape), []) for name, t in kept_tensors(model)}
+    return {name: found[0] for name, found in places.items() if found}
+
+
+def kept_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The parameters and buffers that a file of ``model`` holds, tied ones once."""
+    yield from model.named_parameters()
+    kept = model.state_dict().keys()
+    yield from ((name, buffer) for name, buffer in model.named_buffers() if name in kept)
+
+
+@torch.no_grad()
+def materialize(model: nn.Module, device: torch.device) -> None:
+    """Move ``model`` to ``device``; what is on the meta device gets memory without values. What is
+    tied stays tied."""
+    first = {id(p): name for name, p in model.named_parameters()}
+    tied = [
+        (name, first[id(p)])
+        for name, p in model.named_parameters(remove_duplicate=False)
+        if first[id(p)] != name
+    ]
+    move = lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(device)  # noqa: E731
+    model._apply(move)  # type: ignore[no-untyped-call]
+    for name, same in tied:
+        parent, _, leaf = name.rpartition(".")
+        model.get_submodule(parent)._parameters[leaf] = model.get_parameter(same)
+
+
+class CapturedInit(TorchFunctionMode):
+    """While it is active, what is moved or copied to the meta device leaves its values here: so
+    PEFT draws an adapter for a model that has none, in its own order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._values: dict[object, tuple[torch.Tensor, torch.Tensor]] = {}  # the key stays alive
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The values that ``tensor``, on the meta device, would have."""
+        _, values = self._values.get(place(tensor), (None, None))
+        return values if values is not None and values.shape == tensor.shape else None
+
+    def __torch_function__(
+        self,
+        func: object,
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        result = func(*args, **(kwargs or {}))  # type: ignore[operator]
+        if func in (torch.Tensor.to, torch.Tensor.copy_) and result.is_meta:
+            given = args[0] if func is torch.Tensor.to else args[1]
+            assert isinstance(given, torch.Tensor)
+            values = self.of(given) if given.is_meta else given.detach()
+            if values is not None:
+                self._values[place(result)] = result, values.to(result.dtype)
+        return result

@@ -1,0 +1,141 @@
+"""The weights of a model as states to save and restore, under the names its files use.
+
+transformers 5 fuses and renames tensors at load for some architectures (experts, for one); a file
+with module names would not come back through ``from_pretrained``, so names are turned back before a
+save.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+
+from ...errors import CheckpointError
+from ...geometry.sharding import Cuts, FusedSlice
+from ..fused_parameters import FusedPlacement, places, view
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class FullWeights:
+    """All weights of a transformers model; tied ones once, under the name transformers keeps."""
+
+    model: PreTrainedModel
+    cuts: Mapping[str, Cuts] = field(default_factory=dict)  # by name, of what is spread
+
+    def cuts_of(self, name: str) -> Cuts | None:
+        """How a tensor is cut over processes; None if nothing is known of it."""
+        if self.cuts and name not in self.cuts and (at := self._fused.get(name)) is not None:
+            cuts = self.cuts.get(at.fused, ())
+            assert not isinstance(cuts, FusedSlice)
+            return FusedSlice(at.whole, at.start, cuts)
+        return self.cuts.get(name)
+
+    @cached_property
+    def _fused(self) -> dict[str, FusedPlacement]:
+        return places(self.model)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """The live tensors under the names of the model's Hugging Face files. If they are spread,
+        parts of fused ones lie in the live tensors, too."""
+        tied = self.model.all_tied_weights_keys
+        own = {name: t for name, t in self.model.state_dict().items() if name not in tied}
+        parts = {}
+        if any(isinstance(tensor, DTensor) for tensor in own.values()):
+            parts = {n: view(own[at.fused], at, self.cuts_of(n)) for n, at in self._fused.items()}
+            own = {n: t for n, t in own.items() if n not in {a.fused for a in self._fused.values()}}
+        renamed: dict[str, torch.Tensor] = revert_weight_conversion(self.model, own)
+        return {**renamed, **parts}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Tensors) -> None:
+        """Copy ``state`` into the model. Raises ``CheckpointError`` if it is of another model."""
+        own = self.model.state_dict()
+        wanted = {name: own[name] for name in own.keys() - self.model.all_tied_weights_keys.keys()}
+        if state.keys() != wanted.keys():
+            wanted = self.state_dict()
+            _check_names(state, wanted)
+            if not any(isinstance(tensor, DTensor) for tensor in wanted.values()):
+                self._load_converted(state)
+                return
+        for name, tensor in wanted.items():
+            if tensor is not state[name] and not _is_same(tensor, state[name]):
+                tensor.copy_(state[name])
+
+    def _load_converted(self, state: Tensors) -> None:
+        """Let transformers fuse and rename ``state`` as it does when it loads a folder."""
+        fresh = type(self.model).from_pretrained(
+            None, config=self.model.config, state_dict=dict(state), dtype=self.model.dtype
+        )
+        self.model.load_state_dict(fresh.state_dict())
+
+
+@dataclass(frozen=True)
+class AdapterWeights:
+    """The weights of a PEFT adapter under the names of ``adapter_model.safetensors``."""
+
+    model: nn.Module
+    cuts: Mapping[str, Cuts] = field(default_factory=dict)  # by name, of what is spread
+
+    def cuts_of(self, name: str) -> Cuts | None:
+        """How a tensor is cut over processes; None if nothing is known of it."""
+        return self.cuts.get(name)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """The live tensors by PEFT's names, without the adapter's own name."""
+        from peft import get_peft_model_state_dict
+
+        state: dict[str, torch.Tensor] = get_peft_model_state_dict(
+            self.model, save_embedding_layers=False
+        )
+        return state
+
+    def load_state_dict(self, state: Tensors) -> None:
+        """Copy ``state`` into the adapter. Raises ``CheckpointError`` if it is of another one."""
+        from peft import set_peft_model_state_dict
+
+        _check_names(state, self.state_dict())
+        set_peft_model_state_dict(self.model, dict(state))
+
+
+def _is_same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors are the same memory."""
+    here, there = (t.to_local() if isinstance(t, DTensor) else t for t in (a, b))
+    return here.data_ptr() == there.data_ptr()
+
+
+def trained(
+    model: nn.Module, weights: FullWeights | AdapterWeights
+) -> list[tuple[str, nn.Parameter]]:
+    """The parameters that learn, each under its name in the weight files where it has one there."""
+    names = names_in_files(model, weights)
+    return [(names[name], p) for name, p in model.named_parameters() if p.requires_grad]
+
+
+def names_in_files(model: nn.Module, weights: FullWeights | AdapterWeights) -> dict[str, str]:
+    """For each parameter of ``model`` its name in the weight files, or its own where it has none
+    there."""
+    in_files = {place(tensor): name for name, tensor in weights.state_dict().items()}
+    return {name: in_files.get(place(p), name) for name, p in model.named_parameters()}
+
+
+def place(tensor: torch.Tensor) -> tuple[int, int, int]:
+    """Where the values lie; on the meta device, which has no addresses, where they would lie."""
+    return tensor.untyped_storage()._cdata, int(tensor.storage_offset()), tensor.numel()
+
+
+def _check_names(found: Tensors, wanted: Tensors) -> None:
+    missing, unexpected = sorted(wanted.keys() - found.keys()), sorted(found.keys() - wanted.keys())
+    if missing or unexpected:
+        raise CheckpointError(
+            f"weights of another model: {len(missing)} tensors missing, "
+            f"{len(unexpected)} unexpected (for one, {(missing or unexpected)[0]})"
+        )

@@ -1,0 +1,94 @@
+"""Spread a model that only answers: its matrices over ``tp``, what is left of them over
+``dp_shard``.
+
+Processes that answer together must take the same next token, or they would wait for each other for
+ever. So the logits that they choose from, of one position for each prompt, are put together from
+all parts and are the same bits in each of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+
+from ..geometry.sharding import AxisShard, Cuts
+from .collectives import MeshAxis, gather_from_tp_region
+from .section import ParallelSection
+from .sharded_model import layers
+from .tensor.tensor_parallel import AXIS, cut_tensors
+from .tensor.tp_plan import cuts_vocabulary
+from .world import World, launched
+
+if TYPE_CHECKING:  # half of all imports, and here only a name
+    from transformers import PreTrainedModel
+
+_SHARDS = "dp_shard"
+
+
+def with_replicas(section: ParallelSection, count: int | None = None) -> ParallelSection:
+    """``section`` for so many processes, all that a launcher has started if not given: those that
+    ``tp`` and ``dp_shard`` leave hold copies of the model."""
+    count = count or (launched() or (0, 1, 0))[1]
+    shards = section.dp_shard or 1
+    copies = section.dp_replicate
+    if copies == 1:
+        copies = max(1, count // (shards * section.tp))
+    return replace(section, num_processes=None, dp_shard=shards, dp_replicate=copies)
+
+
+def shard_for_generation(
+    model: PreTrainedModel, world: World, section: ParallelSection
+) -> dict[str, Cuts]:
+    """Spread ``model``, without the wrapper of an adapter, in place; how each parameter is cut, by
+    name. Along ``dp_replicate`` there are whole copies.
+
+    Raises ``RecipeError`` if the architecture cannot be spread over ``tp``.
+    """
+    if world.mesh is None:
+        return {}
+    model.requires_grad_(False)  # so that an adapter may have another type than its base
+    along_tp = cut_tensors(model, MeshAxis(world.mesh[AXIS])) if world.tp > 1 else {}
+    cuts: dict[str, Cuts] = {n: along_tp.get(p, ()) for n, p in model.named_parameters()}
+    _share_logits(model, world)
+    if world.axes[_SHARDS] > 1:
+        cuts = {name: (*found, AxisShard(_SHARDS, 0)) for name, found in cuts.items()}  # type: ignore[misc]
+        for module in (*layers(model), model):
+            fully_shard(
+                module,
+                mesh=world.mesh[_SHARDS],
+                reshard_after_forward=section.reshard_after_forward,
+            )
+    return cuts
+
+
+def _share_logits(model: PreTrainedModel, world: World) -> None:
+    """Let the head give the same whole logits to all processes that answer together."""
+    assert world.mesh is not None
+    head, mesh = model.get_output_embeddings(), world.mesh
+    own, is_cut = head.forward, world.tp > 1 and cuts_vocabulary(model)
+    size = model.config.get_text_config().vocab_size
+    shared = [axis for axis in (AXIS, _SHARDS) if world.axes[axis] > 1]
+    if is_cut:
+        shared.remove(AXIS)  # gathered from all, they are the same already
+
+    def forward(hidden: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = own(hidden)
+        if is_cut:
+            logits = gather_from_tp_region(logits, MeshAxis(mesh[AXIS]), size)
+        for axis in shared:
+            logits = _of_the_first(logits, mesh[axis])
+        return logits
+
+    head.forward = forward
+
+
+def _of_the_first(values: torch.Tensor, axis: DeviceMesh) -> torch.Tensor:
+    """What the first process along ``axis`` has."""
+    values = values.contiguous()
+    dist.broadcast(values, group=axis.get_group(), group_src=0)
+    return values

@@ -1,0 +1,243 @@
+"""Pipeline parallelism: every process runs some stages of the model, and micro-batches pass from
+stage to stage, forward and back.
+
+The loss is computed after the last stage, and told to all. Weights that the first and the last
+stage both have (an embedding tied to the head) learn from the sum of both gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
+from datetime import timedelta
+from functools import cached_property
+from itertools import zip_longest
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ...batch import Batch, Loss, LossFunction, Outputs, StepRunner, Window
+from ..grad_norm import local
+from ..model_runner import Forward
+from ..world import World
+from .schedule import Op, ScheduleName, order
+from .stage_links import Arrival, Links, pipelines
+
+T = TypeVar("T")
+Advance = Callable[[int, Batch, torch.Tensor | None], torch.Tensor]
+Finish = Callable[[Batch, torch.Tensor | None], Outputs]
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """The stages of this process, and how they are run."""
+
+    links: Links
+    schedule: ScheduleName
+    advance: (
+        Advance  # a stage but the last one: what enters it (the first: nothing), what leaves it
+    )
+    shape: Callable[[Batch], Sequence[int]]  # of what passes between stages
+    learns: Sequence[bool]  # for each stage, whether anything learns in it or before it
+    settle: Callable[[bool], None]  # called before each backward pass: whether it is the last one
+    let_go: Callable[[], None]  # called after a window without any backward pass here
+    tied: TiedWeight | None = None
+
+    @property
+    def last(self) -> int:
+        """The number of the last stage."""
+        return self.links.num_stages - 1
+
+    def stage(self, op: Op) -> int:
+        """The number of the stage that ``op`` runs."""
+        return op.part * self.links.size + self.links.place
+
+    def order(self, count: int) -> list[Op]:
+        """What this process does with ``count`` micro-batches."""
+        links = self.links
+        parts = links.num_stages // links.size
+        return order(self.schedule, links.place, links.size, parts, count)
+
+
+@dataclass(frozen=True)
+class TiedWeight:
+    """A weight that the first and the last stage both have; ``parameter`` is this process's."""
+
+    parameter: nn.Parameter | None
+    group: dist.ProcessGroup | None
+
+    def add_up(self) -> None:
+        """Let both have the sum of their gradients."""
+        if self.parameter is None or self.group is None or not self.parameter.requires_grad:
+            return
+        if self.parameter.grad is None:
+            self.parameter.grad = torch.zeros_like(self.parameter)
+        dist.all_reduce(local(self.parameter.grad), group=self.group)
+
+
+def tie(world: World, parameter: nn.Parameter | None, *, timeout_minutes: float) -> TiedWeight:
+    """Connect the first and the last stage of each pipeline. All processes call this together."""
+    found = None
+    for ranks in pipelines(world):
+        ends = [ranks[0], ranks[-1]]
+        group = dist.new_group(ends, timeout=timedelta(minutes=timeout_minutes))
+        if world.rank in ends:
+            found = group
+    return TiedWeight(parameter, found)
+
+
+def run_windows(pipeline: Pipeline, finish: Finish) -> StepRunner:
+    """Windows through the stages, several micro-batches under way at a time."""
+
+    def run(
+        window: Window,
+        loss_function: LossFunction,
+        *,
+        before: Callable[[int], None],
+        after: Callable[[int], None],
+    ) -> list[Loss]:
+        ops = pipeline.order(len(window))
+        running = _Running(pipeline, finish, window, loss_function, ops)
+        for op, coming in zip_longest(ops, ops[1:]):
+            running.expect(op)
+            if coming is not None and running.is_free_to_expect(coming):
+                running.expect(coming)  # it may arrive while this one is computed
+            if op.is_forward:
+                before(op.index + op.part * len(window))  # other layers draw other numbers
+                running.forward(op)
+            else:
+                running.backward(op)
+                if op.part == 0:
+                    after(op.index)
+        pipeline.links.flush()
+        if running.final is None:
+            pipeline.let_go()
+        if pipeline.tied is not None:
+            pipeline.tied.add_up()
+        return _told(pipeline.links, running.losses)
+
+    return run
+
+
+def run_forward(pipeline: Pipeline, finish: Finish) -> Forward:
+    """A batch forward through the stages; its outputs are told to all processes."""
+    links = pipeline.links
+
+    def forward(batch: Batch) -> Outputs:
+        found = None
+        for stage in range(links.place, links.num_stages, links.size):
+            hidden = links.entering(pipeline.shape(batch), stage).wait() if stage else None
+            if stage == pipeline.last:
+                found = finish(batch, hidden)
+            else:
+                links.enter(pipeline.advance(stage, batch, hidden), stage + 1)
+        links.flush()
+        return _shared(links, found)
+
+    return forward
+
+
+@dataclass
+class _Running:
+    """One window under way."""
+
+    pipeline: Pipeline
+    finish: Finish
+    window: Window
+    loss_function: LossFunction
+    ops: Sequence[Op]
+    losses: list[Loss] = field(default_factory=list)  # in the last process, of each micro-batch
+    inputs: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
+    outputs: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
+    arrivals: dict[Op, Arrival] = field(default_factory=dict)
+
+    @cached_property
+    def final(self) -> Op | None:
+        """The last backward pass of this process, if anything learns here or before."""
+        pipe = self.pipeline
+        back = (op for op in reversed(self.ops) if not op.is_forward)
+        return next((op for op in back if pipe.learns[pipe.stage(op)]), None)
+
+    def expect(self, op: Op) -> None:
+        """Begin to receive what ``op`` needs."""
+        if op in self.arrivals:
+            return
+        pipe, stage = self.pipeline, self.pipeline.stage(op)
+        if op.is_forward and stage > 0:
+            shape = pipe.shape(self.window[op.index])
+            self.arrivals[op] = pipe.links.entering(shape, stage)
+        elif not op.is_forward and stage < pipe.last and pipe.learns[stage]:
+            output = self.outputs[stage, op.index]
+            self.arrivals[op] = pipe.links.given_back(output, stage + 1)
+
+    def is_free_to_expect(self, op: Op) -> bool:
+        """Whether all is known of what ``op`` needs, so that nothing has to be waited for."""
+        stage = self.pipeline.stage(op)
+        if op.is_forward:
+            return stage in self.pipeline.links.dtypes
+        return (stage, op.index) in self.outputs
+
+    def forward(self, op: Op) -> None:
+        """Run a stage, and send on what it gives."""
+        pipe, stage = self.pipeline, self.pipeline.stage(op)
+        batch = self.window[op.index].to(pipe.links.device)
+        hidden = self.arrivals.pop(op).wait() if stage > 0 else None
+        with torch.set_grad_enabled(pipe.learns[stage]):
+            if hidden is not None and pipe.learns[stage - 1]:
+                self.inputs[stage, op.index] = hidden.requires_grad_()
+            if stage == pipe.last:
+                loss = self.loss_function(self.finish(batch, hidden), batch)
+                self.losses.append(loss.detach())
+                self.outputs[stage, op.index] = loss.total
+                return
+            output = pipe.advance(stage, batch, hidden)
+        pipe.links.enter(output, stage + 1)
+        self.outputs[stage, op.index] = output
+
+    def backward(self, op: Op) -> None:
+        """Run a stage backward, and send back the gradient of what entered it."""
+        pipe, stage = self.pipeline, self.pipeline.stage(op)
+        output = self.outputs.pop((stage, op.index))
+        if not pipe.learns[stage]:
+            return
+        gradient = None if stage == pipe.last else self.arrivals.pop(op).wait()
+        pipe.settle(op == self.final)
+        torch.autograd.backward(output, gradient)
+        entered = self.inputs.pop((stage, op.index), None)
+        if entered is not None:
+            assert entered.grad is not None
+            pipe.links.give_back(entered.grad, stage)
+
+
+def _told(links: Links, losses: Sequence[Loss]) -> list[Loss]:
+    """The losses that the last process has, as numbers, in all of them."""
+    rows = [
+        (float(loss.total), float(loss.weight), {k: float(v) for k, v in loss.metrics.items()})
+        for loss in losses
+    ]
+
+    def number(value: float) -> torch.Tensor:
+        return torch.tensor(value, dtype=torch.float64, device=links.device)
+
+    return [
+        Loss(number(total), number(weight), {k: number(v) for k, v in metrics.items()})
+        for total, weight, metrics in _from_last(links, rows)
+    ]
+
+
+def _shared(links: Links, outputs: Outputs | None) -> Outputs:
+    """The outputs that the last process has, in all of them."""
+    held = {}
+    if outputs is not None:
+        tensors = {known.name: getattr(outputs, known.name) for known in fields(outputs)}
+        held = {name: t.cpu() for name, t in tensors.items() if t is not None}
+    return Outputs(**{name: t.to(links.device) for name, t in _from_last(links, held).items()})
+
+
+def _from_last(links: Links, value: T) -> T:
+    box = [value]
+    group = links.groups["forward", False]
+    dist.broadcast_object_list(box, src=links.ranks[-1], group=group)
+    return box[0]

@@ -1,0 +1,94 @@
+"""Spread a model over processes: first its matrices over the axis ``tp``, then what is left of them
+over the other axes with FSDP2. How each tensor was cut is recorded on the way.
+
+Gradients are summed over the processes, never averaged: the step divides once, by the weight of the
+whole window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from ..geometry.sharding import AxisShard, Cuts
+from .collectives import MeshAxis
+from .section import ParallelSection
+from .tensor.tensor_parallel import cut_tensors
+from .tensor.tp_plan import Stretch
+from .world import DATA_AXES, World
+
+if TYPE_CHECKING:  # half of all imports, and here only a name
+    from transformers import PreTrainedModel
+
+
+def shard(
+    model: nn.Module,
+    inner: PreTrainedModel,
+    world: World,
+    section: ParallelSection,
+    *,
+    dtype: torch.dtype | None,
+    stages: Sequence[Stretch] | None = None,
+) -> dict[str, Cuts]:
+    """Shard ``model`` in place, layer by layer; how each parameter is cut, by name. Nothing happens
+    if this process is alone.
+
+    Args:
+        model: whole, with the same values in every process.
+        inner: the same without its adapter.
+        world: whose mesh it is spread over.
+        section: whether a layer is gathered again for the backward pass.
+        dtype: what weights are gathered and multiplied in; gradients are summed in float32. None:
+            as they are.
+        stages: the layers of each stage of a pipeline that is here; None: all are.
+    """
+    if world.mesh is None:
+        return {}
+    cut: dict[nn.Parameter, tuple[AxisShard, ...]] = {}
+    if world.tp > 1:
+        stretches = stages or [Stretch(layers(inner))]
+        between = stretches if section.sequence_parallel else ()
+        cut = cut_tensors(inner, MeshAxis(world.mesh["tp"]), between)
+    cuts: dict[str, Cuts] = {
+        name: (*cut.get(p, ()), AxisShard("dp_shard", 0)) for name, p in model.named_parameters()
+    }
+    mesh = world.mesh[DATA_AXES]
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32 if dtype else None)
+    again = section.reshard_after_forward
+    for layer in layers(model):
+        fully_shard(layer, mesh=mesh, reshard_after_forward=again, mp_policy=policy)
+    fully_shard(model, mesh=mesh, reshard_after_forward=again, mp_policy=policy)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # gloo knows no other way to divide by 1
+    return cuts
+
+
+def layers(model: nn.Module) -> list[nn.Module]:
+    """The repeated blocks: the elements of the longest list of modules that is in no other one."""
+    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) > 1]
+    blocks = [*max(lists, key=_num_parameters)] if lists else []
+    return [block for block in blocks if _num_parameters(block)]  # of a pipeline's stage, its own
+
+
+def _num_parameters(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())
+
+
+def reduce_gradients(model: nn.Module, *, now: bool) -> None:
+    """Whether the next backward pass sums the gradients over processes, or only adds to them."""
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(now)
+        model.set_is_last_backward(now)
+
+
+def gather_nothing(model: nn.Module) -> None:
+    """Let go of what a forward pass without a backward one has left gathered."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()

@@ -1,0 +1,1 @@
+"""A YAML file of MindSpore Transformers as the settings of a recipe."""

@@ -1,0 +1,226 @@
+"""A YAML file of MindSpore Transformers as the settings of a recipe: one table, key by key.
+
+A key says the same here, says nothing here, or is refused with the reason and what to do. What data
+sets come to is in ``mindformers_data``; files with ``run_mode: predict`` have a table of their own,
+in ``mindformers_answers``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ...checkpoint.mindspore.ranks import model_near, root_of
+from ..document import Document
+from .data import read_data
+from .keys import Converted, Found, RefusedError, Rule, Together, apply, nothing, only, to
+from .predict import CONVERTER, SAFETENSORS, STRATEGY, UNCUT, convert_prediction, sizes
+
+_STAGES = {"train": "pt", "finetune": "sft"}
+_OWN_FILES = (
+    "a checkpoint here keeps weights and optimizer in files of their own; "
+    "`surefoot ckpt convert --to huggingface` writes the weights alone"
+)
+
+
+def convert(document: Document) -> Converted:
+    """The settings that the keys of ``document`` come to: of a recipe, or of a ``Prediction``.
+
+    Raises:
+        RecipeError: with every key that cannot be had here, each with line, reason and way out.
+    """
+    told = document.data
+    if isinstance(told, dict) and told.get("run_mode") == "predict":
+        return convert_prediction(document)
+    done = apply(document, _RULES, _TOGETHER)
+    assert isinstance(told, dict)
+    data = read_data(told)
+    done.settings |= data.settings
+    done.advice += data.advice
+    return done
+
+
+def _run_mode(value: Any) -> Found:
+    if value in _STAGES:
+        return {"stage": _STAGES[value]}
+    if value == "eval":
+        raise RefusedError(f"{value!r} is no training; take `surefoot eval RECIPE`")
+    raise RefusedError(f"{value!r}: expected train, finetune, predict or eval")
+
+
+def _integrated(value: Any) -> Found:
+    return {"checkpoint.layout": "full" if value else "distributed"}
+
+
+def _async(value: Any) -> Found:
+    return {"checkpoint.async_save": bool(value)}
+
+
+def _seconds(value: Any) -> Found:
+    return {"checkpoint.save_minutes": value / 60} if value else {}
+
+
+def _parallel(told: Mapping[str, Any]) -> Found:
+    """Processes and batch: data parallel ranks share the optimizer, or have copies."""
+    config = told.get("parallel_config") or {}
+    runner, parallel = told.get("runner_config") or {}, told.get("parallel") or {}
+    data, model, stages = sizes(config)
+    found: dict[str, object] = {}
+    if data * model * stages > 1:
+        found["parallel.num_processes"] = data * model * stages
+        found["parallel.tp"] = model
+        is_sharded = bool(parallel.get("enable_parallel_optimizer"))
+        found["parallel.dp_shard" if is_sharded else "parallel.dp_replicate"] = data
+        found |= {} if is_sharded else {"parallel.dp_shard": 1}
+        found |= {"parallel.pp": stages} if stages > 1 else {}
+        if config.get("use_seq_parallel") and model > 1:
+            found["parallel.sequence_parallel"] = True
+    if isinstance(batch := runner.get("batch_size"), int):
+        windows = (runner.get("gradient_accumulation_steps") or 1) * (
+            config.get("micro_batch_num") or 1 if stages > 1 else 1
+        )
+        found["train.micro_batch_size"] = batch
+        found["train.global_batch_size"] = batch * data * windows
+    return found
+
+
+def _start(told: Mapping[str, Any]) -> Found:
+    """The model to begin with, and whether to go on."""
+    weights, model = told.get("load_checkpoint") or "", told.get("pretrained_model_dir") or ""
+    resume = told.get("resume_training") or False
+    is_model = bool(weights) and model_near(Path(weights)) == Path(weights)
+    if resume and weights:
+        if not model and not is_model:
+            raise RefusedError(
+                f"resume_training: {weights!r} has no config.json beside its weights; say the "
+                "model they are of with pretrained_model_dir"
+            )
+        start = weights if is_model else model
+        return {"model.path": start, "checkpoint.resume": _saved_at(weights, resume)}
+    if isinstance(resume, str):
+        return {"checkpoint.resume": resume}
+    if weights and model and not is_model:
+        raise RefusedError(
+            f"{weights!r} has no config.json beside its weights; make a model of both once: "
+            f"surefoot ckpt convert {weights} MODEL --to huggingface --base {model}"
+        )
+    path = weights or model
+    return {"model.path": path} if path else {}
+
+
+def _saved_at(weights: str, resume: str | bool) -> str:
+    """What to go on from: the newest step, or that of a file's name."""
+    if not isinstance(resume, str):
+        return weights
+    name = re.sub(r"_rank_\d+", "_rank_0", resume)
+    name = name if name.endswith(".safetensors") else f"{name}.safetensors"
+    return str(root_of(Path(weights)) / "rank_0" / name)
+
+
+def _schedule(told: Mapping[str, Any]) -> Found:
+    """The learning rate and its course."""
+    section = told.get("lr_schedule") or {}
+    rate = section.get("learning_rate") or (told.get("optimizer") or {}).get("learning_rate")
+    found: dict[str, object] = {}
+    if kind := section.get("type"):
+        if kind not in _SCHEDULES:
+            raise RefusedError(f"type {kind!r}: expected one of {', '.join(_SCHEDULES)}")
+        found["schedule"] = _SCHEDULES[kind]
+    if isinstance(rate, int | float) and rate > 0:
+        found["learning_rate"] = rate
+        if end := section.get("lr_end"):
+            found["min_lr_ratio"] = end / rate
+    ratio, steps = section.get("warmup_ratio"), section.get("warmup_steps")
+    found |= {"warmup_ratio": ratio} if ratio is not None else {}
+    found |= {"warmup_steps": steps} if ratio is None and steps is not None else {}
+    found |= {"decay_ratio": section["decay_ratio"]} if section.get("decay_ratio") else {}
+    if section.get("total_steps") not in (None, -1):
+        raise RefusedError(
+            f"total_steps {section['total_steps']}: here a schedule runs over the steps of the "
+            "run; leave it at -1, and say how many with train.max_steps"
+        )
+    return {f"optim.adamw.{name}": value for name, value in found.items()}
+
+
+def _betas(value: Any) -> Found:
+    if not isinstance(value, list) or len(value) != 2:
+        raise RefusedError(f"expected two numbers, got {value!r}")
+    return {"optim.adamw.beta1": value[0], "optim.adamw.beta2": value[1]}
+
+
+_SCHEDULES = {
+    "CosineWithWarmUpLR": "cosine",
+    "LinearWithWarmUpLR": "linear",
+    "ConstantWarmUpLR": "constant",
+    "WarmUpStableDecayLR": "wsd",
+}
+_TOGETHER: Together = (
+    (("parallel_config",), _parallel),
+    (("load_checkpoint",), _start),
+    (("lr_schedule",), _schedule),
+)
+_MONITOR = "callbacks.CheckpointMonitor."
+_RULES: dict[str, Rule] = {
+    "run_mode": _run_mode,
+    "seed": to("train.seed", int),
+    "output_dir": to("train.output_dir", str),
+    "load_checkpoint": nothing,  # with pretrained_model_dir and resume_training: _start
+    "pretrained_model_dir": nothing,
+    "resume_training": nothing,
+    "load_ckpt_format": SAFETENSORS,
+    "auto_trans_ckpt": nothing,  # any layout is cut for any processes, always
+    "remove_redundancy": nothing,  # the files say it
+    "src_strategy_path_or_dir": STRATEGY,
+    "use_parallel": nothing,  # parallel_config says it
+    "only_save_strategy": only((False, None), "there is nothing to compile here"),
+    "resume_by_last_timestamp_ckpt": only(
+        (False, None), "the newest checkpoint that is whole is taken, by its step"
+    ),
+    "ignore_data_skip": only((False, None), "a run goes on with the next example, always"),
+    "data_skip_steps": only((0, None), "a run goes on with the next example, always"),
+    **{f"parallel_config.{name}": nothing for name in ("data_parallel", "model_parallel")},
+    **{f"parallel_config.{n}": nothing for n in ("pipeline_stage", "micro_batch_num")},
+    **UNCUT,
+    "parallel_config.use_seq_parallel": nothing,
+    "parallel_config.gradient_aggregation_group": nothing,
+    "parallel_config.vocab_emb_dp": nothing,  # files of any layout are read
+    "parallel.enable_parallel_optimizer": nothing,
+    "runner_config.epochs": to("train.num_epochs", int),
+    "runner_config.batch_size": to("train.micro_batch_size", int),
+    "runner_config.gradient_accumulation_steps": nothing,
+    "runner_config.sink_mode": nothing,
+    "runner_config.sink_size": nothing,
+    "optimizer.type": only(
+        ("AdamW", "FusedAdamWeightDecay", "FP32StateAdamWeightDecay"), "there is only AdamW here"
+    ),
+    "optimizer.betas": _betas,
+    "optimizer.eps": to("optim.adamw.epsilon"),
+    "optimizer.weight_decay": to("optim.adamw.weight_decay"),
+    "optimizer.learning_rate": nothing,  # lr_schedule's wins: _schedule
+    **{f"lr_schedule.{n}": nothing for n in ("type", "learning_rate", "lr_end", "decay_ratio")},
+    **{f"lr_schedule.{n}": nothing for n in ("warmup_ratio", "warmup_steps", "total_steps")},
+    "lr_schedule.warmup_lr_init": only((0, None), "a warm-up begins at the first step's share"),
+    "train_dataset.data_loader": nothing,  # read_data
+    "callbacks.MFLossMonitor.per_print_times": to("train.log_steps", int),
+    f"{_MONITOR}save_checkpoint_steps": to("checkpoint.save_steps", int),
+    f"{_MONITOR}save_checkpoint_seconds": _seconds,
+    f"{_MONITOR}keep_checkpoint_max": to("checkpoint.keep", int),
+    f"{_MONITOR}keep_checkpoint_per_n_minutes": only(
+        (0, None), "use checkpoint.keep_every (steps) or keep_hours instead"
+    ),
+    f"{_MONITOR}prefix": nothing,  # folders are called checkpoint-STEP
+    f"{_MONITOR}checkpoint_format": only(
+        ("safetensors",), f"checkpoints are safetensors; of older ones, {CONVERTER}"
+    ),
+    f"{_MONITOR}remove_redundancy": nothing,  # a slice is written once, always
+    f"{_MONITOR}integrated_save": _integrated,
+    f"{_MONITOR}async_save": _async,
+    f"{_MONITOR}save_network_params": only((False, None), _OWN_FILES),
+    f"{_MONITOR}save_trainable_params": only((False, None), _OWN_FILES),
+    f"{_MONITOR}directory": only((None, ""), "checkpoints lie in output_dir"),
+    f"{_MONITOR}exception_save": only(
+        (False, None), "SIGTERM and Ctrl-C save anyway; a failure goes back to the last checkpoint"
+    ),
+}

@@ -1,0 +1,88 @@
+"""How a recipe reads its data: with which tokenizer and template, and through which cache.
+
+Training and evaluation both come here, so they see the same tokens and hold out the same rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+
+from ..data.encoded import Encoded
+from ..data.example import Example
+from ..data.rows.dataset_report import DatasetReport
+from ..data.section import DataSection
+from ..data.store.preparation import EncodedData, find, prepare
+from ..data.store.streamed import StreamingData, encode_stream, open_stream
+from ..data.text.codec import Codec
+from ..data.text.templates import load_template
+from ..model.pretrained.tokenizer import load_tokenizer
+from .recipe import Recipe
+
+
+def open_codec(recipe: Recipe, base: Path) -> Codec:
+    """The tokenizer of the model in ``base`` with the recipe's new tokens and chat template.
+
+    Raises:
+        ModelError: the tokenizer is missing or damaged.
+        TemplateError: the template is unknown, or needs tokens that the tokenizer has not.
+    """
+    tokenizer = load_tokenizer(
+        base,
+        trust_remote_code=recipe.model.trust_remote_code,
+        new_special_tokens=recipe.model.new_special_tokens,
+    )
+    uses_template = recipe.stage.uses_template
+    template = load_template(recipe.data.template, tokenizer) if uses_template else None
+    return Codec(tokenizer, template, recipe.data)
+
+
+def prepared(recipe: Recipe, codec: Codec, section: DataSection | None = None) -> EncodedData:
+    """The encoded datasets of a recipe, or of another ``section`` read as it says.
+
+    Raises:
+        DataError: something is missing, broken, or gives nothing to learn.
+    """
+    return prepare(
+        section or recipe.data,
+        partial(_encode, recipe, codec),
+        fingerprint=_fingerprint(recipe, codec),
+        seed=recipe.train.seed,
+    )
+
+
+def found(recipe: Recipe, codec: Codec, section: DataSection | None = None) -> EncodedData | None:
+    """The same if all of it is in the cache; nothing is encoded."""
+    section = section or recipe.data
+    return find(section, fingerprint=_fingerprint(recipe, codec), seed=recipe.train.seed)
+
+
+def streamed(recipe: Recipe, codec: Codec, more: Callable[[], None]) -> StreamingData:
+    """The datasets of a recipe to read while they are encoded; ``more`` waits for the next piece.
+
+    Raises:
+        DataError: something is missing, broken, or gives nothing to learn.
+    """
+    return open_stream(
+        recipe.data,
+        partial(_encode, recipe, codec),
+        fingerprint=_fingerprint(recipe, codec),
+        seed=recipe.train.seed,
+        more=more,
+    )
+
+
+def encode_all(recipe: Recipe, codec: Codec) -> Iterator[DatasetReport]:
+    """Encode what ``streamed`` reads, to its end; the figures so far with each piece."""
+    fingerprint = _fingerprint(recipe, codec)
+    return encode_stream(recipe.data, partial(_encode, recipe, codec), fingerprint=fingerprint)
+
+
+def _encode(recipe: Recipe, codec: Codec, examples: Sequence[Example]) -> list[Encoded]:
+    return recipe.stage.encode(examples, codec)
+
+
+def _fingerprint(recipe: Recipe, codec: Codec) -> dict[str, str]:
+    # of a stage no setting changes what is encoded
+    return {"codec": codec.fingerprint, "stage": type(recipe.stage).__name__}

@@ -1,0 +1,141 @@
+"""Where a run in a store goes on from: the newest sound checkpoint, be it here or there.
+
+One that only lies there is downloaded and verified to the last byte. What is damaged, here or
+there, is said and passed over; a store that cannot be reached ends the start instead, so that a run
+never goes back behind what it has saved because of a network.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ..checkpoint.disk.commit import committed, mark_damaged, named, step_of
+from ..checkpoint.reading.verification import verify_checkpoint
+from ..errors import CheckpointError
+from ..storage import files
+from ..storage.address import Address, default_cache, is_address
+from .contents import Contents, contents
+from .download import DamagedError, download
+from .run_files import pull
+from .store import Store
+
+logger = logging.getLogger(__name__)
+RECIPE = "recipe.yaml"
+
+
+@dataclass
+class RemoteRun:
+    """The part of a run that lies in a store, as it was found at the start."""
+
+    store: Store
+    folder: Path  # where the run works
+    there: Contents
+    damaged: set[int] = field(default_factory=set)  # steps that are there, but not whole
+
+    @property
+    def steps(self) -> set[int]:
+        """The steps that exist there, as far as is known."""
+        return set(self.there.committed) - self.damaged
+
+    def newest_sound(self) -> Path | None:
+        """The local folder to go on from; None if there is no sound checkpoint anywhere."""
+        self._tell_of_uncommitted()
+        here = {step_of(path): path for path in named(self.folder)}
+        for step in sorted(here.keys() | self.steps, reverse=True):
+            found = self._kept(here[step]) if step in here else None
+            if found is None and step in self.steps:
+                found = self._downloaded(step)
+            if found is not None:
+                return found
+        if here or self.damaged:
+            logger.warning("no sound checkpoint in %s: starting anew", self.store.address)
+        return None
+
+    def get(self, name: str) -> Path:
+        """One checkpoint of the run, downloaded unless it is here. It must be sound."""
+        path = self.folder / name
+        if step_of(path) in {step_of(p) for p in committed(self.folder)}:
+            report = verify_checkpoint(path, full=True)
+            if report.ok:
+                return path
+            raise CheckpointError(report.problems[0])
+        return download(self.store, name, self.folder)
+
+    def bring_recipe(self) -> None:
+        """Make the run's recipe lie here, unless the run has saved here already."""
+        is_here = committed(self.folder) and files.exists(self.folder / RECIPE)
+        if RECIPE in self.there.files and not is_here:
+            only = Contents({RECIPE: self.there.files[RECIPE]})
+            pull(self.store, self.folder, only, keep=lambda _: False)
+
+    def _kept(self, path: Path) -> Path | None:
+        report = verify_checkpoint(path, full=True)
+        if report.ok:
+            return path
+        aside = mark_damaged(path)
+        logger.warning(
+            "%s does not verify (%s); kept as %s", path.name, report.problems[0], aside.name
+        )
+        return None
+
+    def _downloaded(self, step: int) -> Path | None:
+        try:
+            found = download(self.store, self.there.committed[step], self.folder)
+        except DamagedError as error:
+            self.damaged.add(step)
+            logger.warning("checkpoint-%d is passed over: %s", step, error)
+            return None
+        self.bring_run_files()
+        return found
+
+    def bring_run_files(self) -> None:
+        """What the run had logged there goes on here."""
+        pull(self.store, self.folder, self.there, keep=lambda name: name == RECIPE)
+
+    def _tell_of_uncommitted(self) -> None:
+        newest = max(self.steps, default=-1)
+        for step, name in self.there.uncommitted.items():
+            if step > newest:
+                logger.info(
+                    "%s was never committed in %s (an upload was cut short): passed over",
+                    name,
+                    self.store.address,
+                )
+
+
+def open_remote_run(address: Address, folder: Path, *, seconds: float) -> RemoteRun:
+    """Look into the store. Raises ``StoreError`` if it cannot be used."""
+    store = Store(address, seconds=seconds)
+    return RemoteRun(store, folder, contents(store))
+
+
+def is_within(resume: str, output_dir: Path | Address) -> bool:
+    """Whether ``resume`` names a checkpoint of the run in ``output_dir`` by its URL."""
+    return (
+        isinstance(output_dir, Address)
+        and is_address(resume)
+        and Address(resume).parent == output_dir
+    )
+
+
+def fetch(checkpoint: Address, cache: Path | None = None, *, seconds: float = 600) -> Path:
+    """The local copy of a checkpoint of any run, downloaded unless it is here and sound."""
+    if step_of(Path(checkpoint.name)) < 0:
+        raise CheckpointError(f"{checkpoint}: expected the URL of a checkpoint, …/checkpoint-N")
+    folder = (cache or default_cache()) / checkpoint.parent.slug
+    with files.raising(CheckpointError):
+        files.make_folder(folder)
+    return open_remote_run(checkpoint.parent, folder, seconds=seconds).get(checkpoint.name)
+
+
+def fetch_newest(run: Address, cache: Path | None = None, *, seconds: float = 600) -> Path:
+    """The local copy of the newest checkpoint of a run, which must be sound."""
+    folder = (cache or default_cache()) / run.slug
+    with files.raising(CheckpointError):
+        files.make_folder(folder)
+    found = open_remote_run(run, folder, seconds=seconds)
+    if not found.steps:
+        raise CheckpointError(f"{run}: there is no checkpoint in it")
+    return found.get(f"checkpoint-{max(found.steps)}")

@@ -1,0 +1,158 @@
+"""What a trainer is fed with: encoded datasets, and loaders of them.
+
+With ``data.streaming`` a process beside encodes while these are read.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from pathlib import Path
+
+from ..batch import Batch, Features
+from ..data.order.loader import Collate, InOrder, Loader
+from ..data.order.prefetch import for_device
+from ..data.order.stream_loader import StreamLoader
+from ..data.store.preparation import EncodedData
+from ..data.store.streamed import StreamingData
+from ..data.text.codec import Codec
+from ..data.text.pairs import unshared
+from ..errors import RecipeError
+from ..model.attention.packed import PromptSharing
+from ..model.pretrained.loading import device
+from ..parallel.world import World, launched
+from ..recipe.recipe import Recipe
+from ..recipe.recipe_data import prepared, streamed
+from ..training.section import TrainSection
+from ..training.stage import Windows
+from .encoder_worker import POLL_SECONDS, EncoderWorker
+
+logger = logging.getLogger(__name__)
+
+Data = EncodedData | StreamingData
+
+
+def open_data(
+    recipe: Recipe, codec: Codec, base: Path, world: World
+) -> tuple[Data, AbstractContextManager[object]]:
+    """The datasets of a recipe, and what has to go on as long as they are read."""
+    with world.main_first():
+        if recipe.data.streaming:
+            return stream_data(recipe, codec, base)
+        return prepare_data(recipe, codec), nullcontext()
+
+
+def prepare_data(recipe: Recipe, codec: Codec) -> EncodedData:
+    """Encoded datasets, from the cache where they are in it; what was left out is logged."""
+    found = prepared(recipe, codec)
+    for line in found.report.lines():
+        logger.info("%s", line)
+    return found
+
+
+def stream_data(
+    recipe: Recipe, codec: Codec, base: Path
+) -> tuple[StreamingData, AbstractContextManager[object]]:
+    """Datasets to read while a process beside encodes them, one on every machine.
+
+    Raises:
+        RecipeError: the recipe counts epochs, and nobody knows yet how long one is.
+        DataError: something is missing or broken.
+    """
+    place = launched()
+    if place is not None and place[2]:
+        return streamed(recipe, codec, partial(time.sleep, POLL_SECONDS)), nullcontext()
+    beside = EncoderWorker(recipe, base)
+    if len(recipe.data.datasets) > 1:
+        logger.warning(
+            "data.streaming: the datasets come one after the other, mixed no further than "
+            "data.buffer_size = %d examples",
+            recipe.data.buffer_size,
+        )
+    data = streamed(recipe, codec, beside.wait)
+    if data.train.length is None:
+        num_steps(recipe.train, None)  # before anything slow
+        beside.start()
+    return data, beside
+
+
+def build_collate(recipe: Recipe, sharing: PromptSharing) -> Collate:
+    """How examples become a micro-batch: as their stage lays them, but with a prompt for each
+    answer where the model cannot share them."""
+
+    def collate(features: Sequence[Features]) -> Batch:
+        batch = recipe.stage.collate(features, packing=recipe.data.packing)
+        return batch if sharing.is_proven else unshared(batch)
+
+    return collate
+
+
+def build_loader(recipe: Recipe, data: Data, collate: Collate, world: World) -> Windows:
+    """Windows of micro-batches from the training examples."""
+    if isinstance(data, StreamingData):
+        return StreamLoader(
+            data.train,
+            collate,
+            global_batch_size=recipe.train.global_batch_size,
+            micro_batch_size=recipe.train.micro_batch_size,
+            seed=recipe.train.seed,
+            buffer_size=recipe.data.buffer_size,
+            packing=recipe.data.packing,
+            shuffle=recipe.data.shuffle,
+            held=data.held,
+            rank=world.data_rank,
+            world_size=world.num_data_ranks,
+            prefetch=for_device(device()),
+        )
+    return Loader(
+        dataset=data.train,
+        collate=collate,
+        global_batch_size=recipe.train.global_batch_size,
+        micro_batch_size=recipe.train.micro_batch_size,
+        seed=recipe.train.seed,
+        packing=recipe.data.packing,
+        shuffle=recipe.data.shuffle,
+        rank=world.data_rank,
+        world_size=world.num_data_ranks,
+        prefetch=for_device(device()),
+    )
+
+
+def packed_bounds(recipe: Recipe, loader: Windows) -> list[int]:
+    """The bounds of the documents of a row such as the run packs: its first one; of a stream, where
+    to look is to take, one of documents half as long as they may be."""
+    if isinstance(loader, Loader):
+        bounds = loader.window_at(0, 0)[0].cu_seqlens
+        return [] if bounds is None else [int(bound) for bound in bounds]
+    length = recipe.data.cutoff_len // 2
+    return [length * count for count in range(recipe.train.micro_batch_size + 1)]
+
+
+def build_evals(recipe: Recipe, data: Data, collate: Collate, world: World) -> dict[str, InOrder]:
+    """This process's share of the micro-batches of every evaluation set, by its name."""
+    return {
+        name: InOrder(
+            dataset,
+            collate,
+            micro_batch_size=recipe.train.micro_batch_size,
+            rank=world.data_rank,
+            world_size=world.num_data_ranks,
+        )
+        for name, dataset in data.evals.items()
+    }
+
+
+def num_steps(section: TrainSection, steps_per_epoch: int | None) -> int:
+    """Optimizer steps of the whole run. Raises ``RecipeError`` if nobody knows how many."""
+    if section.max_steps is not None:
+        return section.max_steps
+    if steps_per_epoch is None:
+        raise RecipeError(
+            "train.max_steps: needed with data.streaming, as the length of an epoch is not known "
+            "before all of the data is encoded; set it, or run `surefoot encode` first"
+        )
+    return math.ceil(section.num_epochs * steps_per_epoch)

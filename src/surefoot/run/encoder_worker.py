@@ -1,0 +1,150 @@
+"""The process that encodes while another one trains.
+
+Its command is ``python -m surefoot.run.encoder_worker RECIPE``.
+
+It goes ahead as fast as it can, with what processors leave; what it finishes lies in the cache, so
+that it may be ended at any time. It ends with the process that has started it.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import weakref
+from dataclasses import replace
+from pathlib import Path
+
+import surefoot
+
+from ..errors import DataError, SurefootError
+from ..model.pretrained.loading import resolve
+from ..parallel.world import LAUNCHER, die_with_launcher
+from ..recipe.recipe import Recipe, dump, load
+from ..recipe.recipe_data import encode_all, open_codec
+
+POLL_SECONDS = 0.05
+MAX_STARTS = 3
+NICE = 10
+RECIPE, LOG, ERROR = "recipe.yaml", "log", "error"  # the last: what the user can mend
+
+
+class EncoderWorker:
+    """Encodes the datasets of a recipe in a process of its own."""
+
+    def __init__(self, recipe: Recipe, base: Path) -> None:
+        """``base`` is the folder of the model that the tokenizer comes from."""
+        self._recipe = replace(recipe, model=replace(recipe.model, path=str(base)))
+        self._process: _Process | None = None
+        self._starts = 0
+
+    def __enter__(self) -> EncoderWorker:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End the process; what it has finished stays in the cache."""
+        if self._process is not None:
+            self._process.end()
+        self._process, self._starts = None, 0
+
+    def start(self) -> None:
+        """Start to encode what is not in the cache, unless that goes on already.
+
+        Raises ``DataError`` if the process cannot be started.
+        """
+        if self._process is None or self._process.code is not None:
+            self._process = _Process(self._recipe)
+            self._starts += 1
+
+    def wait(self) -> None:
+        """Wait a little for more.
+
+        Raises ``DataError`` if nothing more will come: the data is broken, or the process was ended
+        again and again.
+        """
+        if self._process is not None and self._process.code is not None:
+            if error := self._process.read(ERROR):
+                raise DataError(error)
+            if self._starts >= MAX_STARTS:
+                how = self._process.ending
+                raise DataError(f"the process that encodes the data has ended {how}")
+        self.start()  # again, if it was killed, for want of memory say, or its work is gone
+        time.sleep(POLL_SECONDS)
+
+
+class _Process:
+    """A started process, and the folder with its recipe and what it says."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        home, known = str(Path(surefoot.__file__).parent.parent), os.environ.get("PYTHONPATH")
+        self._folder = Path(tempfile.mkdtemp(prefix="surefoot-encoder-"))
+        (self._folder / RECIPE).write_text(dump(recipe), encoding="utf-8")
+        with (self._folder / LOG).open("wb") as log:
+            try:
+                self._process = subprocess.Popen(
+                    [
+                        sys.executable,
+                        "-P",
+                        "-m",
+                        "surefoot.run.encoder_worker",
+                        self._folder / RECIPE,
+                    ],
+                    env={
+                        **os.environ,
+                        LAUNCHER: str(os.getpid()),
+                        "PYTHONPATH": os.pathsep.join([home, known] if known else [home]),
+                    },
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,  # Ctrl-C is for the process that trains
+                )
+            except OSError as error:
+                raise DataError(f"cannot start the process that encodes: {error}") from error
+        self.end = weakref.finalize(self, _end, self._process, self._folder, os.getpid())
+
+    @property
+    def code(self) -> int | None:
+        """Its exit code; None as long as it goes on."""
+        return self._process.poll()
+
+    @property
+    def ending(self) -> str:
+        """How it has ended, for people."""
+        code, said = self._process.wait(), self.read(LOG).splitlines()
+        how = f"by {signal.Signals(-code).name}" if code < 0 else f"with code {code}"
+        return f"{how}: {said[-1]}" if said else how
+
+    def read(self, name: str) -> str:
+        """The content of a file that it has written; empty if there is none."""
+        file = self._folder / name
+        return file.read_text(encoding="utf-8", errors="replace") if file.exists() else ""
+
+
+def _end(process: subprocess.Popen[bytes], folder: Path, pid: int) -> None:
+    if os.getpid() == pid:  # not in a copy of the process that has started it
+        process.terminate()
+        process.wait()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def main(recipe: Path) -> int:
+    """Encode all training datasets; the exit code."""
+    die_with_launcher()
+    os.nice(NICE)
+    try:
+        loaded = load(recipe)
+        for _ in encode_all(loaded, open_codec(loaded, resolve(loaded.model, weights=False))):
+            pass
+    except SurefootError as error:
+        recipe.with_name(ERROR).write_text(str(error), encoding="utf-8")
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))

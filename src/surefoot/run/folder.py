@@ -1,0 +1,227 @@
+"""The folder of a run: one run, one process at a time, and where it goes on from."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..checkpoint.disk.commit import clean, committed, new_nonce, step_of
+from ..checkpoint.mindspore.ranks import step_of as rank_step
+from ..checkpoint.reading.latest import recover_latest, wait_for_orphans
+from ..errors import CheckpointError, RunError
+from ..parallel.world import ALONE, World
+from ..recipe.recipe import Recipe, changes, dump, load
+from ..remote.mirror import Mirror
+from ..remote.remote_resume import RemoteRun, fetch, is_within, open_remote_run
+from ..storage.address import Address, is_address
+from ..storage.files import raising, write_aside, write_new
+
+logger = logging.getLogger(__name__)
+RECIPE = "recipe.yaml"
+_SIGHT = 20.0  # seconds for a network disk to show a file to another machine
+# What may differ between two starts of one run: how long, what to report, keep and survive.
+FREE: tuple[str, ...] = (
+    "checkpoint",
+    "generate",
+    "parallel",
+    "model.attention",
+    "model.compile",
+    "model.gradient_checkpointing",
+)
+FREE += ("train.output_dir", "train.num_epochs", "train.max_steps", "train.micro_batch_size")
+FREE += ("train.on_nan", "train.report_to", "train.deterministic", "train.load_best_model_at_end")
+FREE += ("train.log_", "train.eval_", "train.early_", "train.metric_", "train.greater_")
+FREE += ("data.cache_dir", "train.cache_dir", "data.max_broken_rows", "data.packing")
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Where a run works, and what of it lies in a store."""
+
+    path: Path
+    away: RemoteRun | None = None  # of a run whose output_dir is a URL
+
+
+@contextmanager
+def opened(recipe: Recipe, world: World = ALONE) -> Iterator[RunFolder]:
+    """The run's folder, made if need be, locked against a second run while the block lasts.
+
+    Of several processes the main one does all that.
+
+    Raises:
+        RunError: it cannot be written, another process trains in it, it holds another run, or not
+            all processes see it.
+        StoreError: ``output_dir`` is a URL of a store that cannot be used.
+    """
+    folder = recipe.train.folder
+    with _locked(folder) if world.is_main else nullcontext():
+        _must_be_shared(folder, world)
+        run = RunFolder(folder)
+        if world.is_main:
+            wait_for_orphans(folder)
+            run = RunFolder(folder, _look_away(folder, recipe))
+            _refuse_another_run(run, recipe)
+        world.wait()
+        yield run
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
+    except OSError as error:
+        raise RunError(
+            f"train.output_dir: cannot write in {folder}: {error.strerror}; choose another folder"
+        ) from None
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # a dead process holds no lock
+        except BlockingIOError:
+            raise RunError(
+                f"train.output_dir: another process is training in {folder}; "
+                "stop it or choose another folder"
+            ) from None
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _must_be_shared(folder: Path, world: World) -> None:
+    """Each process writes its part of every checkpoint there, so all must see what one leaves."""
+    if world.size == 1:
+        return
+    mark = folder / f".seen.{world.from_main(new_nonce())}"
+    if world.is_main:
+        with raising(RunError, f"train.output_dir: cannot write in {folder}"):
+            write_new(mark, b"")
+    world.wait()
+    deadline = time.monotonic() + _SIGHT
+    while not (is_seen := mark.exists()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    (blind,) = world.largest([0.0 if is_seen else float(world.rank)])
+    if world.is_main:
+        mark.unlink(missing_ok=True)
+    if blind:
+        raise RunError(
+            f"process {blind:.0f} does not see the folder {folder} of process 0. Where a run spans "
+            "several machines, these must share a disk: choose a folder on it as train.output_dir, "
+            "or as train.cache_dir if train.output_dir is a URL"
+        )
+
+
+def _look_away(folder: Path, recipe: Recipe) -> RemoteRun | None:
+    """The part of the run that lies in a store, its recipe brought here."""
+    address = recipe.train.output_dir
+    if not isinstance(address, Address):
+        return None
+    found = open_remote_run(address, folder, seconds=recipe.checkpoint.remote_seconds)
+    found.bring_recipe()
+    return found
+
+
+def mirror_of(folder: RunFolder, recipe: Recipe) -> Mirror | None:
+    """What keeps the copy in the store up to date while the run trains; None for a local run."""
+    if folder.away is None:
+        return None
+    return Mirror(
+        folder.away.store,
+        folder.path,
+        there=folder.away.steps,
+        damaged=folder.away.damaged,
+        seconds=recipe.checkpoint.remote_seconds,
+    )
+
+
+def _refuse_another_run(folder: RunFolder, recipe: Recipe) -> None:
+    known, steps = folder.path / RECIPE, _steps(folder)
+    place = recipe.train.output_dir
+    if not known.exists():
+        if steps:
+            raise RunError(
+                f"train.output_dir: {place} holds checkpoint-{max(steps)} of a run without "
+                f"{RECIPE}, so it is not one of ours; choose another folder"
+            )
+        return
+    differing = [c for c in changes(load(known), recipe) if not c.path.startswith(FREE)]
+    resume = recipe.checkpoint.resume
+    asked = is_within(resume, place) or _is_inside(resume, folder.path)
+    if differing and steps and not asked:
+        listed = "; ".join(str(change) for change in differing[:4])
+        here = f" (and {folder.path})" if folder.away else ""
+        raise RunError(
+            f"train.output_dir: {place}{here} holds another run ({listed}). Choose another "
+            "folder, or go on from one of its checkpoints with checkpoint.resume=PATH in a new "
+            "folder"
+        )
+
+
+def _is_inside(path: str, folder: Path) -> bool:
+    return not is_address(path) and Path(path).resolve().parent == folder.resolve()
+
+
+def write_recipe(folder: RunFolder, recipe: Recipe) -> None:
+    """Leave the resolved recipe in the run's folder, and in the store: so it is known that that can
+    be written to before anything is learnt."""
+    text = dump(recipe).encode()
+    with raising(RunError, "recipe"):
+        write_aside(folder.path / RECIPE, text)
+    if folder.away is not None:
+        folder.away.store.write(RECIPE, text)
+
+
+def resume_point(folder: RunFolder, recipe: Recipe) -> Path | None:
+    """The checkpoint to go on from, or None to start anew.
+
+    Checkpoints that do not verify are named, kept under another name, and passed over.
+
+    Raises:
+        RunError: ``none`` was asked for, but the folder holds checkpoints.
+        CheckpointError: the checkpoint asked for is missing or damaged.
+    """
+    for leftover in clean(folder.path):
+        logger.info("removed %s, left by a save that was cut short", leftover.name)
+    resume, steps = recipe.checkpoint.resume, _steps(folder)
+    if resume == "none":
+        if steps:
+            raise RunError(
+                f"checkpoint.resume is none, but {recipe.train.output_dir} holds "
+                f"checkpoint-{max(steps)}; choose another train.output_dir"
+            )
+        return None
+    is_own = is_within(resume, recipe.train.output_dir) or _is_inside(resume, folder.path)
+    if resume == "auto" or (steps and not is_own):
+        return recover_latest(folder.path) if folder.away is None else folder.away.newest_sound()
+    step = step_of(Path(resume))
+    if is_own and any(later > step for later in steps):
+        raise RunError(
+            f"checkpoint.resume: {recipe.train.output_dir} holds later checkpoints than "
+            f"checkpoint-{step} (up to checkpoint-{max(steps)}), which training would run into; "
+            "choose another train.output_dir"
+        )
+    return _asked_for(resume, folder, recipe)
+
+
+def _steps(folder: RunFolder) -> set[int]:
+    """The steps that the run has saved, here or in its store."""
+    here = {step_of(path) for path in committed(folder.path)}
+    return here | (folder.away.steps if folder.away else set())
+
+
+def _asked_for(resume: str, folder: RunFolder, recipe: Recipe) -> Path:
+    if not is_address(resume):
+        is_step = rank_step(Path(resume).name) is not None and Path(resume).is_file()
+        if not is_step and not Path(resume).is_dir():
+            raise CheckpointError(f"checkpoint.resume: no checkpoint folder {resume}")
+        return Path(resume)
+    asked = Address(resume)
+    if folder.away is not None and asked.parent == folder.away.store.address:
+        folder.away.bring_run_files()
+        return folder.away.get(asked.name)
+    return fetch(asked, recipe.train.cache_dir, seconds=recipe.checkpoint.remote_seconds)

@@ -1,0 +1,40 @@
+"""The callbacks of a run: those that its recipe asks for, beside the caller's own."""
+
+from __future__ import annotations
+
+from rich.console import Console
+
+from ..callbacks.console import Screen
+from ..callbacks.early_stop import EarlyStop
+from ..callbacks.jsonl import NAME as METRICS
+from ..callbacks.jsonl import Jsonl
+from ..callbacks.plot import NAME as PLOT
+from ..callbacks.plot import Plot
+from ..callbacks.tensorboard import TensorBoard
+from ..callbacks.warm_up import WarmUp
+from ..parallel.world import ALONE, World
+from ..recipe.recipe import Recipe
+from ..training.callback import TrainerCallback
+from ..training.triggers import IntervalCallback, Trigger
+
+
+def standard_callbacks(recipe: Recipe, world: World = ALONE) -> list[TrainerCallback]:
+    """The callbacks the recipe asks for, in the order they are called."""
+    section, checkpoint, folder = recipe.train, recipe.checkpoint, recipe.train.folder
+    members: list[TrainerCallback] = [
+        IntervalCallback(
+            Trigger(section.log_steps, section.log_minutes, section.log_epoch),
+            Trigger(section.eval_steps, section.eval_minutes, section.eval_epoch),
+            Trigger(checkpoint.save_steps, checkpoint.save_minutes, checkpoint.save_epoch),
+        )
+    ]
+    if section.early_stopping_patience is not None:
+        members.append(EarlyStop(section.early_stopping_patience, section.early_stopping_threshold))
+    if not world.is_main:
+        return members
+    members += [Jsonl(folder / METRICS), Screen(Console(stderr=True)), Plot(folder / PLOT)]
+    if recipe.model.compile:
+        members.append(WarmUp())
+    if "tensorboard" in section.report_to:
+        members.append(TensorBoard(folder / "tensorboard"))
+    return members

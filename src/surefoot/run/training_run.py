@@ -1,0 +1,153 @@
+"""From a recipe to a trained model, in reading order. The only place where the parts meet."""
+
+from __future__ import annotations
+
+import json
+import logging
+import signal
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+from .. import interchange
+from ..checkpoint.reading.loading import load as load_checkpoint
+from ..errors import CheckpointError, RunError
+from ..parallel.world import explain_peer_loss, joined
+from ..recipe.recipe import Recipe, load, read
+from ..storage.files import raising, write_aside
+from ..training.callback import TrainerCallback
+from ..training.state import TrainerState
+from ..training.trainer import Trainer
+from .assembly import build as build  # noqa: PLC0414 - part of what a run is, from Python
+from .folder import mirror_of, opened, resume_point, write_recipe
+
+logger = logging.getLogger(__name__)
+
+
+def train(
+    recipe: Recipe | str | Path | Mapping[str, object],
+    *,
+    callbacks: Sequence[TrainerCallback] = (),
+    trust_pickle: bool = False,
+    **overrides: object,
+) -> TrainerState:
+    """Train as the recipe says, from where its output_dir left off, and return the final state.
+
+    Args:
+        recipe: a ``Recipe``, the path of a YAML file, or the same as nested mappings.
+        callbacks: watchers beside those of the recipe.
+        trust_pickle: read the pickles in a checkpoint of Hugging Face's Trainer, if
+            ``checkpoint.resume`` names one.
+        overrides: sections to change, as nested mappings
+            (``optim={"adamw": {"learning_rate": 5e-5}}``) or as dotted paths
+            (``**{"optim.adamw.learning_rate": 5e-5}``).
+
+    Raises:
+        SurefootError: whatever a user can put right; see ``errors``.
+    """
+    loaded = read_recipe(recipe, overrides)
+    return run(loaded, callbacks=callbacks, trust_pickle=trust_pickle).state
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended: its state, and the signal that stopped it, if one did."""
+
+    state: TrainerState
+    signal: signal.Signals | None = None
+
+
+def run(
+    recipe: Recipe, *, callbacks: Sequence[TrainerCallback] = (), trust_pickle: bool = False
+) -> Outcome:
+    """Start a run, or go on with it; see ``train``."""
+    with joined(recipe.parallel) as world, opened(recipe, world) as folder:
+        start = None
+        if world.is_main:
+            interchange.refuse_output_dir(folder.path)
+            start = resume_point(folder, recipe)
+        start = world.from_main(start)
+        trainer = build(
+            recipe, callbacks=callbacks, resume=start, trust_pickle=trust_pickle, world=world
+        )
+        if not world.is_main:
+            return _fit(trainer)
+        write_recipe(folder, recipe)
+        trainer.saver.mirror = mirror = mirror_of(folder, recipe)
+        if start is not None:
+            trainer.saver.forget_old(trainer.state)  # a smaller keep makes room before a save
+        with mirror or nullcontext():
+            return _fit(trainer)
+
+
+def _fit(trainer: Trainer) -> Outcome:
+    state = trainer.state
+    if state.global_step >= state.max_steps and not state.pending:
+        logger.info(
+            "this run is complete: %d of %d steps. "
+            "To train on, raise train.num_epochs or train.max_steps",
+            state.global_step,
+            state.max_steps,
+        )
+        return Outcome(state)
+    told = explain_peer_loss(trainer.world.rank, lambda: trainer.signal)
+    with trainer.stop, told:  # also after the last step: a signal lets the last upload finish
+        trainer.fit()
+        _must_be_saved(trainer)
+        finish(trainer)
+        trainer.saver.settle(state)
+    return Outcome(state, trainer.signal)
+
+
+def _must_be_saved(trainer: Trainer) -> None:
+    """A run whose last save failed (``on_save_error: continue``) has not done what it was for."""
+    step, newest = trainer.state.global_step, trainer.saver.newest
+    ended = step >= trainer.state.max_steps or trainer.signal is not None
+    if ended and newest != trainer.saver.path_of(step):
+        raise CheckpointError(
+            f"step {step}, the last one, could not be saved; the newest checkpoint is "
+            f"{newest or 'none'}. Make room, then start the same command again to go on from there"
+        )
+
+
+def read_recipe(
+    recipe: Recipe | str | Path | Mapping[str, object], overrides: Mapping[str, object]
+) -> Recipe:
+    """The recipe to run, from whatever form it is given in."""
+    if isinstance(recipe, Recipe):
+        return read(recipe, overrides) if overrides else recipe
+    if isinstance(recipe, Mapping):
+        return read(recipe, overrides)
+    return load(Path(recipe), overrides)
+
+
+def finish(trainer: Trainer) -> None:
+    """Write ``all_results.json``; end with the best weights if the recipe says so."""
+    state, section = trainer.state, trainer.section
+    if trainer.signal is not None or not trainer.world.is_main:
+        return
+    best = state.best_global_step
+    if section.load_best_model_at_end and best is not None:
+        load_checkpoint(trainer.saver.path_of(best), trainer.states, only=["model"])
+        logger.info(
+            "best: checkpoint-%d, %s %.4g", best, section.metric_for_best_model, state.best_metric
+        )
+    steps = max(1, state.global_step - state.num_skipped_steps)
+    evaluations = [record for record in state.log_history if "eval_loss" in record]
+    results: dict[str, object] = {
+        "global_step": state.global_step,
+        "epoch": state.epoch,
+        "train_loss": state.train_loss_total / steps,
+        "train_runtime": state.train_runtime,
+        "seconds_stopped_by_saves": trainer.saver.seconds_stopped,
+        "num_input_tokens_seen": state.num_input_tokens_seen,
+        "total_flos": state.total_flos,
+        "best_metric": state.best_metric,
+        "best_global_step": best,
+        **(evaluations[-1] if evaluations else {}),
+    }
+    results.pop("step", None)
+    text = json.dumps(results, indent=2, sort_keys=True) + "\n"
+    with raising(RunError, "results"):
+        write_aside(section.folder / "all_results.json", text.encode())

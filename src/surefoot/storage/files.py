@@ -1,0 +1,400 @@
+"""The one seam for durable bytes: everything that must survive a crash is written and read here.
+
+Every call to the operating system goes through this module's ``os``, so that a test can make any
+one of them fail, fall short or be the last thing the process ever does. Functions raise plain
+``OSError`` with the file's name; ``raising(SomeError)`` turns it into a message for people.
+File modes follow the umask.
+"""
+# The functions of `os` are the seam; pathlib would go around it.
+# ruff: noqa: PTH102, PTH104, PTH106, PTH108, PTH116, PTH208
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import secrets
+import stat
+import weakref
+from collections.abc import Iterable, Iterator
+from pathlib import Path, PurePosixPath
+
+from .hashes import Hash as Hash  # noqa: PLC0414 - exported from here
+from .hashes import digest as digest  # noqa: PLC0414
+from .os_errors import explain as explain  # noqa: PLC0414
+from .os_errors import raising as raising  # noqa: PLC0414
+
+BLOCK = 512 << 10  # bytes per read or write: still in the core's own cache when they are hashed
+PAGE = 4096  # bytes; what lies at a page, in memory and in the file, can go to the disk uncopied
+_DIRECT_BLOCK = 4 << 20  # bytes per write that goes to the disk uncopied
+
+_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # a pipe of that name must not hang the reader
+_FOLDER = os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECTORY
+_DIRECT: int = getattr(os, "O_DIRECT", 0)
+_CREATE = os.O_RDWR | os.O_CLOEXEC | os.O_CREAT | os.O_EXCL
+
+_CLONE = 0x40049409  # FICLONE of linux/fs.h
+
+_NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EBADF)  # on some network disks
+
+
+@contextlib.contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Give an ``OSError`` of a call on a descriptor the name of its file."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
+
+
+class File:
+    """An open file, read and written at positions, so that threads can share it."""
+
+    def __init__(self, descriptor: int, path: Path) -> None:
+        self.path = path
+        self._descriptor = descriptor
+        self._is_direct = False
+        self._close = weakref.finalize(self, os.close, descriptor)  # whoever forgets to
+        self._close.atexit = False
+
+    def __enter__(self) -> File:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give the descriptor back. Closing twice is harmless."""
+        self._descriptor = -1  # its number may soon be another file's
+        with _naming(self.path):
+            self._close()
+
+    @property
+    def size(self) -> int:
+        """Length in bytes."""
+        with _naming(self.path):
+            return os.fstat(self._descriptor).st_size
+
+    def read_into(self, offset: int, view: memoryview) -> None:
+        """Fill ``view`` with the bytes from ``offset`` on; ``OSError`` if the file ends before."""
+        done = 0
+        with _naming(self.path):
+            while done < len(view):
+                count = os.preadv(self._descriptor, [view[done : done + BLOCK]], offset + done)
+                if not count:
+                    missing = len(view) - done
+                    raise OSError(errno.ENODATA, f"the file ends {missing} bytes too early")
+                done += count
+
+    def read(self, offset: int, length: int) -> bytes:
+        """The ``length`` bytes from ``offset`` on. The caller bounds ``length``."""
+        data = bytearray(length)
+        self.read_into(offset, memoryview(data))
+        return bytes(data)
+
+    def reserve(self, length: int) -> None:
+        """Claim space for ``length`` bytes: a full disk shows before any is written."""
+        if not length:
+            return
+        with _naming(self.path):
+            try:
+                os.posix_fallocate(self._descriptor, 0, length)
+            except OSError as error:
+                space = os.fstatvfs(self._descriptor)
+                free = space.f_bavail * space.f_frsize
+                can_reserve = error.errno not in (errno.EOPNOTSUPP, errno.EINVAL)
+                if error.errno == errno.ENOSPC or (free < length and not can_reserve):
+                    said = f"{length:,} bytes are needed, {free:,} are free"
+                    raise OSError(errno.ENOSPC, said) from error
+                if can_reserve:
+                    raise
+                os.ftruncate(self._descriptor, length)
+
+    def write_at(self, offset: int, data: bytes | memoryview) -> None:
+        """Write all of ``data`` at ``offset``."""
+        view = memoryview(data)
+        done = 0
+        with _naming(self.path):
+            while done < len(view):
+                count = self._write(view[done:], offset + done)
+                if not count:
+                    raise OSError(errno.EIO, "nothing was written")
+                done += count
+
+    def bypass_cache(self) -> None:
+        """Write past the page cache from now on, where system and disk allow it.
+
+        What is not read again soon would be copied once more on its way, and push out what is.
+        """
+        with contextlib.suppress(OSError):
+            self._set_direct(True)
+
+    def _set_direct(self, on: bool) -> None:
+        flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL) & ~_DIRECT
+        fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags | (_DIRECT if on else 0))
+        self._is_direct = on
+
+    def write_ranges(self, ranges: Iterable[tuple[int, int]], data: memoryview) -> None:
+        """Write ``data`` into ranges of the file, (offset, length) each, through the page cache."""
+        was_direct, done = self._is_direct, 0
+        if was_direct:
+            self._set_direct(False)  # they are too short for that
+        for offset, length in ranges:
+            self.write_at(offset, data[done : done + length])
+            done += length
+        if was_direct:
+            self._set_direct(True)
+
+    def _write(self, view: memoryview, offset: int) -> int:
+        """One write: past the page cache as long as whole pages are asked for, else through it."""
+        if not self._is_direct:
+            return os.pwrite(self._descriptor, view[:BLOCK], offset)
+        edge = -offset % PAGE  # bytes before the next page; others may write the rest of this one
+        whole = min((len(view) - edge) // PAGE * PAGE, _DIRECT_BLOCK)
+        if edge or not whole:
+            self._set_direct(False)
+            count = os.pwrite(self._descriptor, view[: edge or len(view)], offset)
+            self._set_direct(True)
+            return count
+        try:
+            return os.pwrite(self._descriptor, view[:whole], offset)
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # not from this memory, or not on this disk
+                raise
+        self._set_direct(False)
+        return os.pwrite(self._descriptor, view[:BLOCK], offset)
+
+    def sync(self) -> None:
+        """Return when the bytes are on the disk."""
+        with _naming(self.path):
+            os.fsync(self._descriptor)
+
+    def lock(self) -> bool:
+        """Lock the file until it is closed or the process ends, however it ends.
+
+        False if the file system knows no locks. Raises ``BlockingIOError`` if somebody has it.
+        """
+        with _naming(self.path):
+            try:
+                fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                if error.errno not in _NO_LOCKS:
+                    raise
+                return False
+        return True
+
+    def is_at(self, path: Path) -> bool:
+        """Whether ``path`` leads to this very file."""
+        try:
+            return os.path.samestat(os.fstat(self._descriptor), os.stat(path))
+        except FileNotFoundError:
+            return False
+
+
+def create(path: Path) -> File:
+    """A new empty file; an ``OSError`` if there is one already."""
+    return File(os.open(path, _CREATE, 0o666), path)
+
+
+def open_file(path: Path, *, follow: bool = True, write: bool = False) -> File:
+    """An existing regular file; ``follow=False`` refuses a symbolic link at the end of the path."""
+    flags = _READ | (os.O_RDWR if write else 0) | (0 if follow else os.O_NOFOLLOW)
+    return _regular(File(os.open(path, flags), path))
+
+
+def open_to_write(path: Path) -> File:
+    """An existing regular file, not a link, that others write, too. It cannot be read: network
+    disks would fetch what others have yet to write, and write it back."""
+    return _regular(File(os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW), path))
+
+
+def open_folder(path: Path) -> File:
+    """A folder, not by a link, to lock it or to know it again."""
+    return File(os.open(path, _FOLDER | os.O_NOFOLLOW), path)
+
+
+def open_inside(folder: Path, name: str) -> File:
+    """The regular file ``name`` (``a.json``, ``sub/b.txt``) that truly lies inside ``folder``.
+
+    No symbolic link is followed below ``folder``, so that nothing outside it can be read.
+    """
+    *folders, last = PurePosixPath(name).parts
+    path = folder / name
+    try:
+        with contextlib.ExitStack() as stack:
+            parent = os.open(folder, _FOLDER)
+            stack.callback(os.close, parent)
+            for part in folders:
+                parent = os.open(part, _FOLDER | os.O_NOFOLLOW, dir_fd=parent)
+                stack.callback(os.close, parent)
+            file = File(os.open(last, _READ | os.O_NOFOLLOW, dir_fd=parent), path)
+    except OSError as error:
+        error.filename = str(path)  # not just the part of it that was to be opened
+        raise
+    return _regular(file)
+
+
+def _regular(file: File) -> File:
+    if not stat.S_ISREG(os.fstat(file._descriptor).st_mode):
+        file.close()
+        raise OSError(errno.EINVAL, "not a regular file", str(file.path))
+    return file
+
+
+def read_all(file: File, limit: int) -> bytes:
+    """The whole file, if it has at most ``limit`` bytes."""
+    size = file.size
+    if size > limit:
+        why = f"{size} bytes are more than the {limit} allowed"
+        raise OSError(errno.EINVAL, why, str(file.path))
+    return file.read(0, size)
+
+
+def write_new(path: Path, data: bytes) -> None:
+    """Write and flush a new file. It is not durable before its folder is flushed too."""
+    with create(path) as file:
+        file.reserve(len(data))
+        file.write_at(0, data)
+        file.sync()
+
+
+def write_aside(path: Path, data: bytes) -> None:
+    """Give ``path`` the content ``data`` at one stroke: a crash leaves the old or the new.
+
+    Written beside it, flushed, renamed over it, and the folder flushed.
+    """
+    aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
+    try:
+        write_new(aside, data)
+        rename(aside, path)
+        sync_folder(path.parent)
+    finally:
+        with contextlib.suppress(OSError):
+            os.unlink(aside)  # of that name nothing is left after the rename
+
+
+def append_line(path: Path, text: str) -> None:
+    """Add one line at the end of ``path``, whole or not at all; readers see it at once."""
+    line = (text + "\n").encode()
+    descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_CREAT | os.O_APPEND, 0o666)
+    with _naming(path), File(descriptor, path) as file:
+        before = file.size
+        if (written := os.write(descriptor, line)) < len(line):
+            os.ftruncate(descriptor, before)
+            raise OSError(errno.ENOSPC, f"only {written} of {len(line)} bytes were written")
+
+
+def make_folder(path: Path) -> None:
+    """Make ``path`` and what is missing above it, so that a crash does not take it away again."""
+    if is_folder(path):
+        return
+    try:
+        os.mkdir(path)
+    except FileNotFoundError:
+        make_folder(path.parent)
+        make_folder(path)
+    except FileExistsError:
+        if not is_folder(path):  # another process may have been faster
+            raise NotADirectoryError(errno.ENOTDIR, "it is a file", str(path)) from None
+    else:
+        sync_folder(path.parent)
+
+
+def new_folder(path: Path) -> None:
+    """Make ``path``, which must not exist. The name is not durable before its folder is flushed."""
+    os.mkdir(path)
+
+
+def sync_folder(path: Path) -> None:
+    """Return when the names in ``path`` (not the files' bytes) are on the disk."""
+    with _naming(path), File(os.open(path, _FOLDER), path) as folder:
+        folder.sync()
+
+
+def rename(old: Path, new: Path) -> None:
+    """Rename at one stroke. Replaces a file; ``OSError`` where ``new`` is a folder with files."""
+    os.rename(old, new)
+
+
+def share(old: Path, new: Path) -> bool:
+    """Give ``new`` the content of ``old`` without a copy; False where this file system cannot.
+
+    A clone (its own file, the same blocks until one changes) where there are clones, else a hard
+    link.
+    """
+    try:
+        with open_file(old, follow=False) as source, create(new) as target:
+            fcntl.ioctl(target._descriptor, _CLONE, source._descriptor)
+            target.sync()
+        return True
+    except OSError:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(new)
+    try:
+        os.link(old, new, follow_symlinks=False)
+    except OSError:
+        return False
+    return True
+
+
+def list_folder(path: Path) -> list[str]:
+    """The names in ``path``, sorted."""
+    return sorted(os.listdir(path))
+
+
+def remove_tree(path: Path) -> None:
+    """Remove a file, a link (not what it leads to) or a folder with all it holds, however deep;
+    that other processes remove or add something meanwhile is no error."""
+    left, patience = [path], 100
+    while left:
+        try:
+            if not stat.S_ISDIR(os.lstat(left[-1]).st_mode):
+                os.unlink(left[-1])
+            elif inside := os.listdir(left[-1]):
+                left += [left[-1] / name for name in inside]
+                continue
+            else:
+                os.rmdir(left[-1])
+        except OSError as error:
+            if error.errno == errno.ENOTEMPTY and (patience := patience - 1):
+                continue
+            if error.errno != errno.ENOENT:
+                raise
+        left.pop()
+
+
+def remove_empty_folder(path: Path) -> bool:
+    """Remove ``path`` if nothing is in it; whether it was."""
+    try:
+        os.rmdir(path)
+    except OSError:
+        return False
+    return True
+
+
+def exists(path: Path) -> bool:
+    """Whether there is anything of that name, be it a link to nowhere."""
+    try:
+        os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
+
+
+def size_of(path: Path) -> int | None:
+    """The length of a regular file, links followed; None if there is none."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_size if stat.S_ISREG(found.st_mode) else None
+
+
+def is_folder(path: Path) -> bool:
+    """Whether ``path`` is a folder, links followed."""
+    try:
+        return stat.S_ISDIR(os.stat(path).st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return False

@@ -1,0 +1,49 @@
+"""What an ``OSError`` means, in words for people."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from collections.abc import Iterator
+
+from ..errors import SurefootError
+
+_REASONS = {
+    errno.ENOSPC: "the disk is full; free some space or choose another folder",
+    errno.EDQUOT: "your disk quota is used up; free some space or choose another folder",
+    errno.EROFS: "the file system is read-only; choose another folder",
+    errno.EACCES: "no permission; check the owner and mode of the file and its folders",
+    errno.EPERM: "not permitted; check the owner and mode of the file and its folders",
+    errno.EIO: "the disk reports an input/output error; check its health before going on",
+    errno.ENOENT: "it does not exist",
+    errno.EEXIST: "it exists already",
+    errno.ENOTEMPTY: "it exists already and is not empty",
+    errno.ENOTDIR: "a part of the path is not a folder",
+    errno.EISDIR: "it is a folder",
+    errno.ELOOP: "it is a symbolic link, which is not followed here",
+    errno.ENAMETOOLONG: "the name is too long",
+    errno.EFBIG: "the file system does not allow files this large",
+    errno.EMFILE: "too many open files; raise `ulimit -n`",
+}
+
+
+def explain(error: OSError) -> str:
+    """One sentence for people: which file, what happened, what to do."""
+    said = error.strerror or str(error)
+    reason = _REASONS.get(error.errno or 0)
+    if reason is None:
+        reason = said
+    elif said != os.strerror(error.errno or 0):
+        reason = f"{reason} ({said})"
+    where = f"{os.fsdecode(error.filename)}: " if error.filename is not None else ""
+    return f"{where}{reason}"
+
+
+@contextlib.contextmanager
+def raising(kind: type[SurefootError], doing: str = "") -> Iterator[None]:
+    """Turn an ``OSError`` of the block into ``kind``, with a message for people."""
+    try:
+        yield
+    except OSError as error:
+        raise kind(f"{doing}: {explain(error)}" if doing else explain(error)) from error

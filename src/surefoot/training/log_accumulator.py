@@ -1,0 +1,62 @@
+"""The figures between two logs. Sums live in TrainerState, so that a log after a resume is
+right."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .callback import Callbacks
+from .state import TrainerState
+from .step import StepMetrics
+
+
+@dataclass
+class LogAccumulator:
+    """Adds up steps and turns them into one record."""
+
+    state: TrainerState
+    num_parameters: int  # for the estimate of total_flos
+    seconds: float = 0.0  # speed is of this session only, so these two are not saved
+    tokens: int = 0
+    last: StepMetrics | None = None
+
+    def spend(self, seconds: float) -> None:
+        """Count time."""
+        self.seconds += seconds
+        self.state.train_runtime += seconds
+
+    def add(self, figures: StepMetrics) -> None:
+        """Count one step."""
+        state, tokens = self.state, figures.num_tokens
+        self.tokens, self.last = self.tokens + tokens, figures
+        state.num_input_tokens_seen += tokens
+        state.total_flos += 6.0 * self.num_parameters * tokens
+        if not figures.is_finite:
+            return
+        state.train_loss_total += figures.loss / figures.weight if figures.weight else 0.0
+        state.interval_loss += figures.loss
+        state.interval_weight += figures.weight
+        for name, value in figures.metrics.items():
+            state.interval_metrics[name] = state.interval_metrics.get(name, 0.0) + value
+
+    def log(self, callbacks: Callbacks) -> None:
+        """Report the steps since the last report, if there are any, and start anew."""
+        state = self.state
+        if self.last is None:
+            return
+        weight = state.interval_weight
+        record: dict[str, float] = {
+            "step": state.global_step,
+            "epoch": state.epoch,
+            "loss": state.interval_loss / weight if weight else float("nan"),
+            "grad_norm": self.last.grad_norm,
+            "learning_rate": self.last.learning_rate,
+            **{name: value / weight for name, value in state.interval_metrics.items() if weight},
+            "num_input_tokens_seen": state.num_input_tokens_seen,
+            "tokens_per_second": self.tokens / self.seconds if self.seconds else 0.0,
+        }
+        state.log_history.append(record)
+        state.interval_loss = state.interval_weight = 0.0
+        state.interval_metrics = {}
+        self.seconds, self.tokens, self.last = 0.0, 0, None
+        callbacks.emit("on_log", logs=record)

@@ -1,0 +1,1 @@
+"""The mathematics of the stages: pure functions, each with its source."""

@@ -1,0 +1,66 @@
+"""Packing and unpacking."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from surefoot.batch import IGNORE_INDEX
+from surefoot.data.store.dataset import in_memory
+from surefoot.data.text.collation import pad
+from surefoot.data.text.packing import pack, unpack
+
+TOKEN = st.integers(0, 2**31 - 1)
+LABELLED = st.lists(st.tuples(TOKEN, TOKEN | st.just(IGNORE_INDEX)), min_size=1, max_size=9).map(
+    lambda pairs: {"input_ids": [a for a, _ in pairs], "labels": [b for _, b in pairs]}
+)
+EXAMPLES = st.lists(LABELLED, min_size=1, max_size=6)
+
+
+def without_first_label(item):
+    return {**item, "labels": [IGNORE_INDEX, *item["labels"][1:]]}
+
+
+@given(examples=EXAMPLES)
+def test_unpacking_gives_back_the_examples(examples):
+    assert unpack(pack(examples)) == [without_first_label(item) for item in examples]
+
+
+@given(examples=EXAMPLES)
+def test_a_packed_row_has_the_bounds_and_positions_of_its_documents(examples):
+    batch = pack(examples)
+    lengths = [len(item["input_ids"]) for item in examples]
+    assert batch.input_ids.shape == batch.labels.shape == batch.position_ids.shape
+    assert batch.input_ids.shape == (1, sum(lengths))
+    assert batch.attention_mask is None
+    assert batch.cu_seqlens.dtype == torch.int32
+    assert batch.cu_seqlens.diff().tolist() == lengths
+    assert batch.cu_seqlens[0] == 0
+    assert batch.position_ids[0].tolist() == [p for n in lengths for p in range(n)]
+    assert {batch.input_ids.dtype, batch.labels.dtype, batch.position_ids.dtype} == {torch.int64}
+
+
+@given(examples=EXAMPLES)
+def test_no_label_is_predicted_from_another_document(examples):
+    batch = pack(examples)
+    assert (batch.labels[0, batch.cu_seqlens[:-1].long()] == IGNORE_INDEX).all()
+
+
+@given(examples=EXAMPLES)
+def test_nothing_is_lost_by_packing_or_padding(examples):
+    for batch in (pack(examples), pad(examples)):
+        assert batch.num_tokens == sum(len(item["input_ids"]) for item in examples)
+        trained = sum(len(i["labels"]) - 1 - i["labels"][1:].count(IGNORE_INDEX) for i in examples)
+        assert batch.num_trained == trained
+
+
+def test_mapped_items_pack_like_lists():
+    items = [{"input_ids": [1, 2], "labels": [1, 2]}, {"input_ids": [3, 4], "labels": [-100, 4]}]
+    dataset = in_memory(items)
+    assert unpack(pack([dataset[0], dataset[1]])) == unpack(pack(items))
+    assert dataset[0]["labels"].tolist() == [1, 2]
+
+
+def test_a_padded_batch_cannot_be_unpacked():
+    with pytest.raises(ValueError, match="not packed"):
+        unpack(pad([{"input_ids": [1], "labels": [1]}]))

@@ -1,0 +1,98 @@
+"""Files, folders and hub datasets as sources of rows."""
+
+import json
+from importlib.util import find_spec
+
+import pytest
+
+from surefoot.data.rows.row_sources import BrokenRow, Files, Hub, find_files
+from surefoot.errors import DataError
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A folder of two files, a hidden one, and a folder."""
+    (tmp_path / "b.jsonl").write_text('{"n": 2}\noops\n')
+    (tmp_path / "a.jsonl").write_text('{"n": 0}\n{"n": 1}\n')
+    (tmp_path / ".hidden.txt").write_text("x")
+    (tmp_path / "sub").mkdir()
+    return tmp_path
+
+
+def test_a_folder_is_read_file_by_file_in_the_order_of_names(folder):
+    rows = list(find_files(folder).rows())
+    assert rows[:3] == [{"n": 0}, {"n": 1}, {"n": 2}]
+    assert isinstance(rows[3], BrokenRow)
+    assert rows[3].index == 3
+    assert rows[3].reason.startswith("b.jsonl: line 2 is not valid JSON")
+
+
+def test_a_source_says_what_it_is(folder):
+    assert str(find_files(folder)) == f"{folder / 'a.jsonl'} and 1 more"
+    assert str(find_files(folder / "a.jsonl")) == str(folder / "a.jsonl")
+
+
+def test_endings_may_be_in_capitals(tmp_path):
+    (tmp_path / "A.JSONL").write_text('{"n": 0}\n')
+    assert list(find_files(tmp_path / "A.JSONL").rows()) == [{"n": 0}]
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("no.json", "no file or folder"),
+        ("sub", "folder .*sub holds no files"),
+        ("", r"holds files of several kinds: \.jsonl, \.md"),
+        ("c.md", "c.md: expected a file of one of the kinds json, jsonl, csv, parquet, txt, arrow"),
+    ],
+)
+def test_what_cannot_be_read_is_refused(folder, name, reason):
+    (folder / "c.md").write_text("# hi")
+    with pytest.raises(DataError, match=reason):
+        find_files(folder / name)
+
+
+def test_a_file_that_goes_away_is_an_error(folder):
+    source = find_files(folder / "a.jsonl")
+    (folder / "a.jsonl").unlink()
+    with pytest.raises(DataError, match=r"cannot read .*a.jsonl: No such file"):
+        list(source.rows())
+    with pytest.raises(DataError, match=r"cannot read .*a.jsonl: No such file"):
+        source.content_hash()
+
+
+def test_the_content_hash_knows_every_byte_and_where_files_end(folder, tmp_path):
+    source = find_files(folder)
+    hashes = {source.content_hash()}
+    (folder / "b.jsonl").write_text('{"n": 3}\noops\n')
+    hashes.add(source.content_hash())
+    (folder / "b.jsonl").write_text("oops\n")
+    (folder / "a.jsonl").write_text('{"n": 0}\n{"n": 1}\n{"n": 2}\n')
+    hashes.add(source.content_hash())
+    assert len(hashes) == 3
+    assert source.content_hash() == Files(source.paths).content_hash()
+
+
+def test_a_dataset_in_the_hubs_form_is_read_by_subset_and_split(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    for name in ("train", "test"):
+        text = "".join(json.dumps({"n": n, "split": name}) + "\n" for n in range(3))
+        (tmp_path / "hub").mkdir(exist_ok=True)
+        (tmp_path / "hub" / f"{name}.jsonl").write_text(text)
+    source = Hub("huggingface", str(tmp_path / "hub"), split="test")
+    assert list(source.rows()) == [{"n": n, "split": "test"} for n in range(3)]
+    assert source.content_hash() == source.content_hash()
+    assert source.content_hash() != Hub("huggingface", str(tmp_path / "hub")).content_hash()
+    with pytest.raises(DataError, match=r"cannot load dataset .*hub \(huggingface\): .*dev"):
+        list(Hub("huggingface", str(tmp_path / "hub"), split="dev").rows())
+
+
+def test_a_hub_dataset_that_is_not_there_says_what_to_check(tmp_path):
+    with pytest.raises(DataError, match=r"cannot load dataset nobody/nothing .*check its name"):
+        Hub("huggingface", "nobody/nothing").content_hash()
+
+
+@pytest.mark.skipif(find_spec("modelscope") is not None, reason="modelscope is installed")
+def test_modelscope_needs_its_library():
+    with pytest.raises(DataError, match=r"pip install modelscope"):
+        list(Hub("modelscope", "nobody/nothing").rows())

@@ -1,0 +1,101 @@
+"""Text to ids: positions, joints between texts, and words that must stay words."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import tiny_tokenizers
+from surefoot.data.text.tokenization import CLOSE, OPEN, Text, Tokenization
+from surefoot.errors import TemplateError
+
+KINDS = pytest.mark.parametrize("kind", tiny_tokenizers.KINDS)
+TEXTS = st.text("ab1 \n\t'é🙂<|>_", max_size=20)
+_MADE = {}
+
+
+def made(kind):
+    if kind not in _MADE:
+        tokenizer = tiny_tokenizers.tokenizer(kind)
+        _MADE[kind] = tokenizer, Tokenization(tokenizer, tiny_tokenizers.CONTROL)
+    return _MADE[kind]
+
+
+@KINDS
+def test_ids_are_the_tokenizer_s_without_what_it_adds(kind):
+    tokenizer, tokenization = made(kind)
+    texts = ["", "Hello there", "<|im_start|>user\n\n x<|im_end|>", "é🙂"]
+    found = [tokens.ids for tokens in tokenization.encode([Text(text) for text in texts])]
+    assert found == tokenizer(texts, add_special_tokens=False)["input_ids"]
+
+
+def test_a_position_is_a_number_of_tokens_or_inside_one():
+    _, tokenization = made("qwen")
+    text = "<|im_start|>é x"
+    (tokens,) = tokenization.encode([Text(text)])
+    assert tokens.index(0) == 0
+    assert tokens.index(len("<|im_start|>")) == 1
+    assert tokens.index(3) is None
+    assert tokens.index(len(text)) == len(tokens.ids)
+
+
+@KINDS
+@settings(max_examples=50, deadline=None)
+@given(TEXTS, TEXTS)
+def test_what_is_said_to_be_a_prefix_is_one(kind, head, rest):
+    tokenizer, tokenization = made(kind)
+    text = Text(f"<|im_start|>{head}{rest}")
+    end = len(text.text) - len(rest)
+    (tokens,) = tokenization.encode([text])
+    ids = tokenizer.encode(text.text[:end], add_special_tokens=False)
+    assert tokenization.is_prefix(tokens, text, end) == (tokens.ids[: len(ids)] == ids)
+
+
+@KINDS
+@settings(max_examples=50, deadline=None)
+@given(TEXTS, TEXTS)
+def test_a_continuation_reads_as_its_text(kind, head, rest):
+    tokenizer, tokenization = made(kind)
+    text = "<s>x" + head
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    ids += tokenization.encode_after(Text(rest))
+    whole = tokenizer.encode(text + rest, add_special_tokens=False)
+    assert tokenizer.decode(ids) == tokenizer.decode(whole)
+
+
+@KINDS
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.one_of(TEXTS, st.sampled_from(tiny_tokenizers.CONTROL)), max_size=6))
+def test_protected_text_reads_the_same_and_holds_no_control_token(kind, parts):
+    tokenizer, tokenization = made(kind)
+    text = "x" + "".join(parts)
+    (tokens,) = tokenization.encode([Text(tokenization.protect(text), marked=True)])
+    control = set(tokenizer.convert_tokens_to_ids(tiny_tokenizers.CONTROL))
+    assert control.isdisjoint(tokens.ids)
+    assert tokenizer.decode(tokens.ids) == text
+
+
+def test_marks_in_a_message_cannot_be_forged():
+    _, tokenization = made("qwen")
+    forged = f"{OPEN}<|im_end|>{CLOSE} {CLOSE}<|im_end|>{OPEN} <|im{OPEN}_end|>"
+    protected = tokenization.protect(forged)
+    assert protected.count(OPEN) == protected.count(CLOSE) == 3
+    (tokens,) = tokenization.encode([Text(protected, marked=True)])
+    assert tokens.ids.count(tokenization.encode([Text("<|im_end|>")])[0].ids[0]) == 0
+
+
+def test_protection_reaches_into_lists_and_dicts_but_not_keys():
+    _, tokenization = made("qwen")
+    value = {"<|im_end|>": ["a", {"b": "<|im_end|>"}], "n": 1}
+    assert tokenization.spells_control(value)
+    assert not tokenization.spells_control({"<|im_end|>": "a"})
+    assert tokenization.protect(value) == {
+        "<|im_end|>": ["a", {"b": f"{OPEN}<|im_end|>{CLOSE}"}],
+        "n": 1,
+    }
+
+
+def test_a_tokenizer_that_knows_no_other_spelling_says_so():
+    tokenizer = tiny_tokenizers.word_tokenizer()
+    tokenization = Tokenization(tokenizer, ["</s>"])
+    with pytest.raises(TemplateError, match=r"no spelling of '</s>' as plain text"):
+        tokenization.encode([Text(tokenization.protect("a </s>"), marked=True)])

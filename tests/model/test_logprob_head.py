@@ -1,0 +1,105 @@
+"""A model whose head is asked for log-probabilities learns what it would learn from logits."""
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from test_outputs import LABELS, ROWS, flat, padded
+from torch import nn
+
+import tiny
+from surefoot.model.attention.packed import use_packed
+from surefoot.model.head.chunked_cross_entropy import outputs
+from surefoot.model.head.logprob_head import asked_head
+
+KINDS = [*tiny.KINDS, *tiny.MORE]
+
+
+def learnt(model, batch, needs, head, smoothing):
+    found = outputs.compute(model, batch, needs, head=head, smoothing=smoothing)
+    model.zero_grad()
+    value = found.smoothed if smoothing else found.total
+    if "logps" in needs:
+        value = value + found.logps.sin().sum()
+    if "entropies" in needs:
+        value = value + found.entropies.sum()
+    value.backward()
+    gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return found, gradients
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+@pytest.mark.parametrize("needs", [("total",), ("logps",), ("logps", "entropies", "predictions")])
+@pytest.mark.parametrize("make", [padded, flat])
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_asked_head_gives_the_outputs_and_gradients_of_logits(kind, make, needs, smoothing):
+    # some of transformers' kernels know no float64: eager masks, grouped products of experts
+    in_single = kind in ("gemma2", "mixtral", "qwen3_moe")
+    model = tiny.model(kind, dtype=torch.float32 if in_single else torch.float64)
+    if make is flat:
+        use_packed(model)
+    batch, head = make(ROWS, LABELS), asked_head(model)
+    assert head is not None
+    ours, our_gradients = learnt(model, batch, needs, head, smoothing)
+    theirs, their_gradients = learnt(model, batch, needs, None, smoothing)
+    torch.testing.assert_close(ours.total, theirs.total)
+    torch.testing.assert_close(ours.smoothed, theirs.smoothed)
+    assert our_gradients.keys() == their_gradients.keys()
+    torch.testing.assert_close(our_gradients, their_gradients)
+    if "logps" in needs:
+        torch.testing.assert_close(ours.logps, theirs.logps)
+    if "predictions" in needs:
+        assert torch.equal(ours.predictions, theirs.predictions)
+
+
+def test_a_model_that_caps_its_logits_speaks_as_before_afterwards():
+    model = tiny.model("gemma2", final_logit_softcapping=2.0)
+    ids = torch.tensor([[3, 4, 5]])
+    before = model(input_ids=ids).logits
+    head = asked_head(model)
+    assert head.softcap == 2.0
+    outputs.compute(model, padded(ROWS, LABELS), ("total",), head=head)
+    assert torch.equal(model(input_ids=ids).logits, before)
+    assert before.abs().max() <= 2.0
+
+
+def test_a_model_that_does_more_to_its_logits_keeps_them():
+    class Scaling(type(tiny.model())):
+        def forward(self, *args, **kwargs):
+            found = super().forward(*args, **kwargs)
+            found.logits = found.logits * 0.5
+            return found
+
+    model = tiny.model()
+    model.__class__ = Scaling
+    assert asked_head(model) is None
+
+
+def test_a_model_that_takes_nothing_but_tokens_keeps_its_logits():
+    class Strict(type(tiny.model())):
+        def forward(self, input_ids, use_cache=None):
+            return super().forward(input_ids=input_ids, use_cache=use_cache)
+
+    model = tiny.model()
+    model.__class__ = Strict
+    assert asked_head(model) is None
+    assert model(torch.tensor([[1]])).logits.shape == (1, 1, 64)
+
+
+def test_a_head_under_an_adapter_keeps_its_logits():
+    model = tiny.model()
+    get_peft_model(model, LoraConfig(target_modules=["lm_head"], task_type="CAUSAL_LM"))
+    assert asked_head(model) is None
+
+
+def test_a_model_without_memory_can_be_asked_too():
+    with torch.device("meta"):
+        model = tiny.model("qwen3")
+    assert isinstance(asked_head(model).linear, nn.Linear)
+
+
+def test_a_failing_model_gets_its_head_back():
+    model = tiny.model()
+    head = asked_head(model)
+    with pytest.raises(IndexError):
+        outputs.compute(model, padded([[10_000] * 3], [[1] * 3]), ("total",), head=head)
+    assert model(input_ids=torch.tensor([[1]])).logits.shape == (1, 1, 64)

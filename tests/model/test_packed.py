@@ -1,0 +1,78 @@
+"""No example sees another: packed rows give the logits and gradients of one-by-one runs."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import tiny
+from surefoot.errors import ModelError
+from surefoot.model.attention.packed import packed_arguments, use_packed
+
+CASES = [
+    ("llama", "sdpa"),
+    ("llama", "eager"),
+    ("qwen2", "sdpa"),
+    ("qwen3", "sdpa"),
+    ("mistral", "sdpa"),
+    ("mistral", "eager"),
+    ("gemma2", "eager"),
+]
+
+
+def one_by_one(model, documents):
+    return [model(input_ids=d[None], use_cache=False).logits[0] for d in documents]
+
+
+def packed(model, documents):
+    bounds = torch.tensor([0, *torch.tensor([len(d) for d in documents]).cumsum(0)]).int()
+    positions = torch.cat([torch.arange(len(d)) for d in documents])[None]
+    arguments = packed_arguments(model, bounds)
+    row = torch.cat(documents)[None]
+    logits = model(input_ids=row, position_ids=positions, use_cache=False, **arguments).logits[0]
+    return logits.split([len(d) for d in documents])
+
+
+def gradients(model, logits):
+    model.zero_grad()
+    sum(part.log_softmax(-1)[:, 3].sum() for part in logits).backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize(("kind", "attention"), CASES)
+def test_a_packed_row_gives_the_logits_and_gradients_of_its_documents_alone(kind, attention):
+    generator = torch.Generator().manual_seed(1)
+    documents = [torch.randint(3, 64, (n,), generator=generator) for n in (5, 1, 9, 12)]
+    alone = tiny.model(kind, attention=attention, dtype=torch.float64)
+    together = tiny.model(kind, attention=attention, dtype=torch.float64)
+    use_packed(together)
+    expected, found = one_by_one(alone, documents), packed(together, documents)
+    for a, b in zip(expected, found, strict=True):
+        torch.testing.assert_close(b, a, rtol=1e-6, atol=1e-6)  # eager softmax is in float32
+    want, have = gradients(alone, expected), gradients(together, found)
+    for name in want:
+        torch.testing.assert_close(have[name], want[name], rtol=1e-5, atol=1e-5, msg=name)
+
+
+@settings(deadline=None, max_examples=15)
+@given(lengths=st.lists(st.integers(1, 12), min_size=1, max_size=6), changed=st.data())
+def test_changing_one_document_changes_no_other(lengths, changed):
+    model = tiny.model("llama")
+    use_packed(model)
+    documents = [torch.arange(n) % 50 + 3 for n in lengths]
+    which = changed.draw(st.integers(0, len(lengths) - 1))
+    with torch.no_grad():
+        before = packed(model, documents)
+        documents[which] = (documents[which] + 7) % 64
+        after = packed(model, documents)
+    for i, (a, b) in enumerate(zip(before, after, strict=True)):
+        assert torch.equal(a, b) == (i != which)
+
+
+def test_a_recurrent_architecture_is_refused():
+    from transformers import MambaConfig, MambaForCausalLM
+
+    torch.manual_seed(0)
+    model = MambaForCausalLM(MambaConfig(vocab_size=64, hidden_size=16, num_hidden_layers=2))
+    with pytest.raises(ModelError, match=r"data\.packing: false"):
+        use_packed(model)

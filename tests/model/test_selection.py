@@ -1,0 +1,120 @@
+"""A kernel is taken only if it is right, repeats itself and is faster; a run keeps its kernel."""
+
+import logging
+import time
+
+import pytest
+import torch
+
+import tiny
+from surefoot.model.attention.kernels import flex, register, varlen
+from surefoot.model.attention.packed import Bounds, packed, selection
+from surefoot.model.attention.selection import BY_DOCUMENT, Row, choose
+
+CPU = torch.device("cpu")
+ROW = Row(4, 2, 16, [0, 40, 47, 48, 128], CPU, torch.float32)
+right = selection._by_document
+
+
+def slower(*row):
+    time.sleep(0.01)
+    return right(*row)
+
+
+def test_where_there_is_nothing_to_choose_from_the_log_says_what_is_used(caplog):
+    caplog.set_level(logging.INFO)
+    assert choose(ROW) == BY_DOCUMENT
+    assert "attention over packed rows: sdpa, document by document" in caplog.text
+
+
+def test_the_fastest_kernel_is_taken(caplog, monkeypatch):
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(selection, "_by_document", slower)
+    assert choose(ROW, {"quick": right, "slow": slower}) == "quick"
+    assert "attention over packed rows: quick (a layer, forward and back: sdpa" in caplog.text
+
+
+def leaks(query, key, value, bounds, scaling):
+    """All documents as one."""
+    return right(query, key, value, Bounds([0, bounds.values[-1]]), scaling)
+
+
+def fails(*_row):
+    raise RuntimeError("no kernel image is available\nfor this device")
+
+
+def nothing(*row):
+    return right(*row) * float("nan")
+
+
+class Restless:
+    """Sums that come out in another order each time."""
+
+    count = 0
+
+    def __call__(self, *row):
+        self.count += 1
+        return right(*row) * (1 + self.count * 1e-7)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "why"),
+    [
+        (leaks, "its result differs by"),
+        (fails, "no kernel image is available"),
+        (nothing, "its result differs by nan"),
+        (Restless(), "it gives other bits in another run"),
+    ],
+)
+def test_a_kernel_that_cannot_be_trusted_is_dropped_with_its_reason(
+    kernel, why, caplog, monkeypatch
+):
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(selection, "_by_document", right)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        assert choose(ROW, {"new": kernel}) == BY_DOCUMENT
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert f"attention over packed rows: not new: {why}" in caplog.text
+
+
+def test_varlen_is_dropped_where_it_does_not_run():
+    assert choose(ROW, {"varlen": varlen}) == BY_DOCUMENT
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_blocks_are_documents():
+    inputs = ROW.inputs()
+    expected, found = (kernel(*inputs, Bounds(ROW.bounds), 0.3) for kernel in (right, flex))
+    torch.testing.assert_close(found, expected)
+
+
+def test_a_model_gives_the_same_through_a_kernel_and_windows_go_by_document(monkeypatch):
+    calls = []
+
+    def counted(*row):
+        calls.append(row)
+        return right(*row)
+
+    register("counted", counted)
+    bounds = torch.tensor([0, 11, 24], dtype=torch.int32)
+    ids = torch.arange(24)[None]
+    positions = torch.cat([torch.arange(11), torch.arange(13)])[None]
+    for kind, layers in (("llama", 3), ("mistral", 0)):
+        model = tiny.model(kind, **({"sliding_window": 5} if kind == "mistral" else {}))
+        packed.use_packed(model)
+        asked = {"input_ids": ids, "position_ids": positions, "use_cache": False}
+        expected = model(**asked, **packed.packed_arguments(model, bounds)).logits
+        model.set_attn_implementation(packed.PREFIX + "counted")
+        calls.clear()
+        found = model(**asked, **packed.packed_arguments(model, bounds)).logits
+        torch.testing.assert_close(found, expected)
+        assert len(calls) == layers
+
+
+def test_a_kernel_that_is_not_here_any_more_gives_way_with_a_warning(caplog):
+    model = tiny.model()
+    packed.use_packed(model)
+    assert selection.use(model, "varlen") == BY_DOCUMENT
+    assert "varlen is not here" in caplog.text

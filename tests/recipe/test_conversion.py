@@ -1,0 +1,329 @@
+import pytest
+
+from surefoot.errors import RecipeError
+from surefoot.recipe.from_mindformers.conversion import convert
+from surefoot.recipe.prediction import Prediction
+from surefoot.recipe.recipe import read
+from surefoot.recipe.yaml import parse
+from surefoot.schema import read as read_into
+
+FILE = """\
+seed: 7
+output_dir: ./output
+run_mode: finetune
+load_checkpoint: ""
+pretrained_model_dir: Qwen/Qwen2.5-0.5B
+load_ckpt_format: safetensors
+auto_trans_ckpt: True
+remove_redundancy: True
+resume_training: False
+use_parallel: True
+parallel:
+  enable_parallel_optimizer: True
+  full_batch: True
+parallel_config:
+  data_parallel: 2
+  model_parallel: 4
+  pipeline_stage: 1
+  micro_batch_num: 16
+  vocab_emb_dp: False
+runner_config:
+  epochs: 2
+  batch_size: 3
+  sink_mode: True
+callbacks:
+  - type: MFLossMonitor
+    per_print_times: 5
+  - type: CheckpointMonitor
+    prefix: qwen
+    save_checkpoint_steps: 50
+    keep_checkpoint_max: 4
+    integrated_save: False
+    async_save: thread
+    checkpoint_format: safetensors
+    remove_redundancy: True
+context:
+  mode: 0
+"""
+
+
+def settings(text):
+    return convert(parse(text, "theirs.yaml")).settings
+
+
+def test_a_file_becomes_the_settings_of_a_recipe():
+    done = convert(parse(FILE, "theirs.yaml"))
+    assert done.settings == {
+        "train.seed": 7,
+        "train.output_dir": "./output",
+        "stage": "sft",
+        "model.path": "Qwen/Qwen2.5-0.5B",
+        "parallel.num_processes": 8,
+        "parallel.tp": 4,
+        "parallel.dp_shard": 2,
+        "train.num_epochs": 2,
+        "train.micro_batch_size": 3,
+        "train.global_batch_size": 6,
+        "train.log_steps": 5,
+        "checkpoint.save_steps": 50,
+        "checkpoint.keep": 4,
+        "checkpoint.layout": "distributed",
+        "checkpoint.async_save": True,
+    }
+    assert done.left == ["parallel.full_batch", "context.mode"]
+
+
+def test_what_comes_out_is_a_recipe_once_there_is_data():
+    nested = convert(parse(FILE, "theirs.yaml")).nested()
+    recipe = read({**nested, "data": {"datasets": ["mine"], "dataset_dir": "data"}})
+    assert recipe.train.global_batch_size == 6
+    assert recipe.parallel.axes(8) == (1, 1, 2, 4)
+
+
+def test_without_a_parallel_optimizer_the_data_parallel_ranks_are_copies():
+    found = settings("parallel_config: {data_parallel: 2, model_parallel: 2}")
+    assert found["parallel.dp_replicate"] == 2
+    assert found["parallel.dp_shard"] == 1
+
+
+def test_stages_and_parts_of_the_sequence_are_axes_here_too():
+    text = "parallel_config: {data_parallel: 2, model_parallel: 2, pipeline_stage: 2, "
+    text += "micro_batch_num: 4, use_seq_parallel: True}\nrunner_config: {batch_size: 1}\n"
+    found = settings(text)
+    assert found["parallel.pp"] == 2
+    assert found["parallel.sequence_parallel"] is True
+    assert found["parallel.num_processes"] == 8
+    assert found["train.global_batch_size"] == 8
+
+
+def test_batches_add_up_over_accumulation():
+    text = "runner_config: {batch_size: 2, gradient_accumulation_steps: 8}\n"
+    assert settings(text)["train.global_batch_size"] == 16
+
+
+def test_pretraining_and_seconds_and_whole_saves():
+    text = "run_mode: train\ncallbacks:\n  - type: CheckpointMonitor\n"
+    text += "    save_checkpoint_seconds: 90\n    integrated_save: True\n"
+    found = settings(text)
+    assert found["stage"] == "pt"
+    assert found["checkpoint.save_minutes"] == 1.5
+    assert found["checkpoint.layout"] == "full"
+
+
+def test_weights_with_their_configuration_beside_are_a_model(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    text = f"load_checkpoint: {tmp_path}\npretrained_model_dir: elsewhere\n"
+    assert settings(text)["model.path"] == str(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("load_ckpt_format: ckpt", "theirs.yaml:1:1 load_ckpt_format: 'ckpt': only safetensors"),
+        ("load_ckpt_format: ckpt", "mindspore.ckpt_to_safetensors"),
+        ("run_mode: eval", "is no training; take `surefoot eval RECIPE`"),
+        ("run_mode: fly", "expected train, finetune, predict or eval"),
+        ("seed: x", "seed: expected int, got 'x'"),
+        ("src_strategy_path_or_dir: s", "strategy files are looked for in `strategy` beside"),
+        ("parallel_config: {context_parallel: 2}", "2: it is not supported here"),
+        ("parallel_config: {data_parallel: 0}", "data_parallel must be a whole number of at least"),
+        ("{load_checkpoint: out, resume_training: true}", "say the model they are of with pretra"),
+        ("lr_schedule: {type: Fancy}", "type 'Fancy': expected one of CosineWithWarmUpLR"),
+        ("lr_schedule: {total_steps: 9}", "total_steps 9: here a schedule runs over the steps"),
+        ("optimizer: {type: Muon}", "'Muon': there is only AdamW here"),
+        ("optimizer: {betas: 3}", "betas: expected two numbers, got 3"),
+        (
+            "{load_checkpoint: w, pretrained_model_dir: m}",
+            "convert w MODEL --to huggingface --base",
+        ),
+        ("- a", "expected the keys of MindSpore Transformers"),
+    ],
+)
+def test_what_cannot_be_had_is_refused_with_its_reason(text, problem):
+    with pytest.raises(RecipeError) as caught:
+        settings(text)
+    assert problem in str(caught.value)
+
+
+def test_every_refusal_is_told_at_once_with_its_line():
+    text = "callbacks:\n  - type: CheckpointMonitor\n    checkpoint_format: ckpt\n"
+    text += "    save_network_params: True\n    directory: elsewhere\n"
+    with pytest.raises(RecipeError) as caught:
+        settings(text)
+    first, second, third = str(caught.value).splitlines()
+    assert "checkpoint_format" in first
+    assert "convert --to huggingface` writes the weights alone" in second
+    assert "checkpoints lie in output_dir" in third
+
+
+def test_a_training_goes_on_from_what_mindspore_saved(tmp_path):
+    text = "load_checkpoint: out/checkpoint\npretrained_model_dir: model\nresume_training: "
+    found = settings(text + "True\n")
+    assert found["model.path"] == "model"
+    assert found["checkpoint.resume"] == "out/checkpoint"
+    found = settings(text + "llama_rank_3-2_10.safetensors\n")
+    assert found["checkpoint.resume"] == "out/checkpoint/rank_0/llama_rank_0-2_10.safetensors"
+    (tmp_path / "config.json").write_text("{}")
+    found = settings(f"load_checkpoint: {tmp_path}\nresume_training: True\n")
+    assert found["model.path"] == found["checkpoint.resume"] == str(tmp_path)
+
+
+def test_the_optimizer_and_its_schedule_are_the_same_here():
+    text = "optimizer: {type: AdamW, betas: [0.9, 0.95], eps: 1.e-8, weight_decay: 0.1}\n"
+    text += "lr_schedule: {type: CosineWithWarmUpLR, learning_rate: 1.e-4, lr_end: 1.e-5, "
+    text += "warmup_ratio: 0.02, warmup_steps: 7, total_steps: -1}\n"
+    assert settings(text) == {
+        "optim.adamw.beta1": 0.9,
+        "optim.adamw.beta2": 0.95,
+        "optim.adamw.epsilon": 1e-8,
+        "optim.adamw.weight_decay": 0.1,
+        "optim.adamw.schedule": "cosine",
+        "optim.adamw.learning_rate": 1e-4,
+        "optim.adamw.min_lr_ratio": pytest.approx(0.1),
+        "optim.adamw.warmup_ratio": 0.02,
+    }
+
+
+ROWS = """\
+train_dataset:
+  data_loader:
+    type: HFDataLoader
+    load_func: load_dataset
+    path: llm-wizard/alpaca-gpt4-data-zh
+    split: train
+    shuffle: False
+    handler:
+      - type: take
+        n: 2000
+      - type: AlpacaInstructDataHandler
+        seq_length: 4096
+      - type: PackingHandler
+        seq_length: 4096
+        pack_strategy: pack
+"""
+
+
+def test_a_dataset_of_rows_becomes_settings_and_an_entry_to_add():
+    done = convert(parse(ROWS, "theirs.yaml"))
+    assert done.settings == {
+        "data.datasets": ["alpaca-gpt4-data-zh"],
+        "data.shuffle": False,
+        "data.max_samples": 2000,
+        "data.cutoff_len": 4096,
+        "data.packing": True,
+    }
+    (line,) = done.advice
+    entry = '{"hf_hub_url": "llm-wizard/alpaca-gpt4-data-zh", "split": "train"}'
+    assert f'add {{"alpaca-gpt4-data-zh": {entry}}} to dataset_info.json' in line
+
+
+def test_a_file_of_rows_is_an_entry_with_its_name():
+    rows = "{type: CommonDataLoader, path: json, data_files: {train: /data/my rows.json}}"
+    (line,) = convert(parse(f"train_dataset: {{data_loader: {rows}}}", "theirs.yaml")).advice
+    assert 'add {"my_rows": {"file_name": "/data/my rows.json"}} to' in line
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("seed: 1", "no train_dataset: say what to train on with data.dataset_dir and data.datas"),
+        (
+            "train_dataset: {data_loader: {type: MindDataset, dataset_dir: x}}",
+            "MindDataset, MindRecord files of tokens, is not read; say what to train on",
+        ),
+        (
+            "train_dataset: {data_loader: {type: HFDataLoader, path: json}}",
+            "HFDataLoader names neither a dataset nor a file",
+        ),
+        (
+            "train_dataset: {data_loader: {type: HFDataLoader, path: a/b, handler: [{type: X}]}}",
+            "X is not taken over; the columns of rows, and what they are, are told in",
+        ),
+    ],
+)
+def test_what_is_to_be_added_is_told(text, told):
+    assert told in convert(parse(text, "theirs.yaml")).advice[-1]
+
+
+PREDICT = """\
+seed: 3
+output_dir: ./output
+run_mode: predict
+load_checkpoint: out/checkpoint
+pretrained_model_dir: hf
+load_ckpt_format: safetensors
+auto_trans_ckpt: True
+use_parallel: True
+parallel_config: {data_parallel: 2, model_parallel: 4, vocab_emb_dp: True}
+predict_batch_size: 4
+optimizer: {type: Muon}
+model:
+  model_config: {type: Qwen3Config, do_sample: True, top_k: 3, max_decode_length: 512}
+generation: {temperature: 0.7}
+top_k: 5
+"""
+
+
+def test_a_prediction_becomes_what_the_predict_command_takes():
+    done = convert(parse(PREDICT, "theirs.yaml"))
+    assert done.is_prediction
+    assert done.settings == {
+        "model.path": "hf",
+        "model.weights": "out/checkpoint",
+        "parallel.num_processes": 8,
+        "parallel.tp": 4,
+        "parallel.dp_replicate": 2,
+        "generate.batch_size": 4,
+        "generate.do_sample": True,
+        "generate.top_k": 5,
+        "generate.temperature": 0.7,
+        "generate.max_new_tokens": 512,
+    }
+    whole, then = done.advice
+    assert whole.startswith("max_decode_length counts the prompt, too")
+    assert then == "then: surefoot predict RECIPE --prompts FILE --output answers.jsonl --seed 3"
+    assert done.left == ["optimizer.type"]
+    assert read_into(Prediction, done.nested()).parallel.axes(8) == (1, 2, 1, 4)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("pretrained_model_dir: hf\nload_checkpoint: ''", {"model.path": "hf"}),
+        ("load_checkpoint: w", {"model.path": "w"}),
+        ("use_parallel: False\nparallel_config: {model_parallel: 8}", {}),
+        ("temperature: 0", {"generate.temperature": 1.0, "generate.do_sample": False}),
+        ("max_length: 9\nmax_new_tokens: 5", {"generate.max_new_tokens": 5}),
+    ],
+)
+def test_the_model_and_the_way_to_answer(text, expected):
+    done = convert(parse(f"run_mode: predict\n{text}\n", "theirs.yaml"))
+    assert done.settings == expected
+
+
+def test_prompts_in_the_file_are_to_be_written_to_one(tmp_path):
+    (tmp_path / "q.txt").write_text("Hi")
+    there = f"run_mode: predict\npredict_data: {tmp_path / 'q.txt'}\n"
+    (then,) = convert(parse(there, "theirs.yaml")).advice
+    assert f"--prompts {tmp_path / 'q.txt'} --output" in then
+    texts = "run_mode: predict\npredict_data: [Hi, 'I love Beijing, because']\n"
+    assert convert(parse(texts, "theirs.yaml")).advice[0].startswith("predict_data: write the prom")
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("parallel_config: {pipeline_stage: 2}", "pipeline_stage 2: an answer is written token by"),
+        ("parallel_config: {context_parallel: 2}", "2: it is not supported here"),
+        ("parallel_config: {model_parallel: x}", "model_parallel must be a whole number"),
+        ("num_beams: 4", "num_beams 4: an answer is written as it comes"),
+        ("load_ckpt_format: ckpt", "convert it with mindspore.ckpt_to_safetensors"),
+        ("adapter_id: a", "one adapter answers at a time; name its folder in model.adapter"),
+        ("modal_type: image", "prompts are text"),
+        ("predict_batch_size: x", "expected int, got 'x'"),
+    ],
+)
+def test_what_cannot_be_had_of_a_prediction_is_refused(text, problem):
+    with pytest.raises(RecipeError) as caught:
+        convert(parse(f"run_mode: predict\n{text}\n", "theirs.yaml"))
+    assert problem in str(caught.value)

@@ -1,0 +1,51 @@
+from pathlib import Path
+
+import pytest
+
+from surefoot.recipe.recipe_paths import locate, locate_model
+
+
+@pytest.fixture
+def base(tmp_path, monkeypatch):
+    """A recipe's folder ``<tmp>/recipes`` and the current folder ``<tmp>/here``."""
+    for folder in ("recipes/data", "here/data", "here/models/base", "recipes/only"):
+        (tmp_path / folder).mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "here")
+    return tmp_path / "recipes"
+
+
+def test_a_folder_beside_the_recipe_comes_first(base):
+    assert locate(Path("data"), base) == base / "data"
+    assert locate(Path("../recipes/only"), base) == base / "only"
+
+
+def test_then_comes_the_current_folder(base):
+    assert locate(Path("models/base"), base) == base.parent / "here/models/base"
+
+
+def test_what_is_nowhere_is_meant_beside_the_recipe(base):
+    assert locate(Path("missing"), base) == base / "missing"
+
+
+def test_an_absolute_path_stays(base):
+    assert locate(base.parent / "x", base) == base.parent / "x"
+
+
+def test_the_home_folder_is_known(base, monkeypatch):
+    monkeypatch.setenv("HOME", str(base))
+    assert locate(Path("~/data"), Path("/")) == base / "data"
+
+
+def test_a_link_keeps_its_name(base):
+    (base / "newest").symlink_to(base / "data")
+    assert locate(Path("newest"), base) == base / "newest"
+
+
+def test_a_relative_base_is_in_the_current_folder(base):
+    assert locate(Path("base"), Path("models")) == base.parent / "here/models/base"
+
+
+def test_a_model_is_a_folder_or_a_hub_id(base):
+    assert locate_model("models/base", base) == str(base.parent / "here/models/base")
+    assert locate_model("Qwen/Qwen3-0.6B", base) == "Qwen/Qwen3-0.6B"
+    assert locate_model("", base) == ""

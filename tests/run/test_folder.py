@@ -1,0 +1,44 @@
+"""All processes of a run must see one folder: each writes its part of every checkpoint there."""
+
+import ranks
+from surefoot.data.section import DataSection
+from surefoot.errors import RunError
+from surefoot.methods.full import Full
+from surefoot.model.section import ModelSection
+from surefoot.optim.adamw import AdamW
+from surefoot.recipe.recipe import Recipe
+from surefoot.run.training_run import folder as run_folder
+from surefoot.stages.sft import SFT
+from surefoot.training.section import TrainSection
+
+
+def recipe(folder):
+    return Recipe(
+        model=ModelSection(path="unused"),
+        data=DataSection(datasets=("unused",)),
+        method=Full(),
+        stage=SFT(),
+        train=TrainSection(output_dir=folder),
+        optim=AdamW(),
+    )
+
+
+def why(world, folder):
+    """What opening ``folder`` says."""
+    try:
+        with run_folder.opened(recipe(folder), world):
+            return sorted(path.name for path in folder.iterdir())
+    except RunError as error:
+        return str(error)
+
+
+def test_two_that_see_one_folder_leave_nothing_but_the_lock(tmp_path):
+    assert ranks.run(2, lambda world: why(world, tmp_path / "run")) == [[".lock"], [".lock"]]
+
+
+def test_folders_of_two_machines_are_refused_by_both(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_folder, "_SIGHT", 0.2)
+    found = ranks.run(2, lambda world: why(world, tmp_path / str(world.rank)))
+    for rank, said in enumerate(found):
+        assert f"process 1 does not see the folder {tmp_path / str(rank)} of process 0" in said
+        assert "train.cache_dir" in said

@@ -1,0 +1,235 @@
+"""From a recipe to a trained model in Python: what is built, and what is refused."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from peft import PeftModel
+from peft.tuners.lora import Linear
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import surefoot
+from project import Project, losses
+from surefoot.errors import ModelError, RecipeError
+from surefoot.recipe.recipe import load
+from surefoot.run.training_run import build
+from surefoot.training.callback import TrainerCallback
+
+SHORT = {"max_steps": 3}
+
+
+def test_train_takes_a_path_a_mapping_or_a_recipe_and_overrides(tmp_path):
+    project = Project(tmp_path, train=SHORT)
+    sections = json.loads(project.recipe.read_text())
+    sections["model"]["path"] = str(tmp_path / "model")
+    sections["data"]["dataset_dir"] = str(tmp_path / "data")
+    runs = [str(tmp_path / name) for name in "abc"]
+    states = [
+        surefoot.train(str(project.recipe), train={"output_dir": runs[0]}),
+        surefoot.train(sections, **{"train.output_dir": runs[1]}),
+        surefoot.train(load(project.recipe, [f"train.output_dir={runs[2]}"])),
+    ]
+    assert [s.global_step for s in states] == [3, 3, 3]
+    first, *others = [losses(tmp_path / name) for name in "abc"]
+    assert others == [first, first]
+
+
+def test_callbacks_of_the_user_see_the_run_and_may_stop_it(tmp_path):
+    class StopEarly(TrainerCallback):
+        def on_init_end(self, args, state, control):
+            self.steps_per_epoch = args.steps_per_epoch
+
+        def on_step_end(self, args, state, control):
+            control.should_training_stop = state.global_step == 2
+
+    mine = StopEarly()
+    state = surefoot.train(Project(tmp_path).recipe, callbacks=[mine])
+    assert (state.global_step, mine.steps_per_epoch) == (2, 6)
+
+
+def test_the_run_folder_tells_the_whole_story(tmp_path):
+    project = Project(tmp_path, data={"val_size": 4}, train={**SHORT, "eval_steps": 3})
+    surefoot.train(project.recipe)
+    names = {p.name for p in project.run.iterdir()} - {".lock"}
+    assert names == {"recipe.yaml", "metrics.jsonl", "all_results.json", "loss.png", "checkpoint-3"}
+    assert load(project.run / "recipe.yaml") == load(project.recipe)
+    results = json.loads((project.run / "all_results.json").read_text())
+    assert results["train_loss"] == pytest.approx(sum(losses(project.run).values()) / 3)
+    assert results["eval_perplexity"] == pytest.approx(2.718281828 ** results["eval_loss"])
+
+
+def test_the_mean_loss_of_a_resumed_run_is_that_of_all_its_steps(tmp_path):
+    project = Project(tmp_path, train=SHORT)
+    surefoot.train(project.recipe)
+    surefoot.train(project.recipe, train={"max_steps": 6})
+    results = json.loads((project.run / "all_results.json").read_text())
+    assert results["train_loss"] == pytest.approx(sum(losses(project.run).values()) / 6)
+
+
+def test_a_resumed_run_reads_no_weights_that_its_checkpoint_has(tmp_path):
+    same = {"method": "full", "data": {"packing": True}, "train": {"max_steps": 4}}
+    same["optim"] = {"adamw": {"learning_rate": 0.003, "schedule": "constant"}}
+    project, twin = (Project(tmp_path / name, **same) for name in "ab")
+    surefoot.train(twin.recipe)
+    surefoot.train(project.recipe, train={"max_steps": 2})
+    path = project.folder / "model" / "model.safetensors"
+    zeros = {name: torch.zeros_like(tensor) for name, tensor in load_file(path).items()}
+    save_file(zeros, path, {"format": "pt"})
+    surefoot.train(project.recipe)
+    assert losses(project.run) == losses(twin.run)
+
+
+def test_recomputing_activations_changes_no_loss(tmp_path):
+    plain = Project(tmp_path / "a", train=SHORT, optim={"adamw": {"learning_rate": 0.01}})
+    recomputed = Project(
+        tmp_path / "b",
+        train=SHORT,
+        optim={"adamw": {"learning_rate": 0.01}},
+        model={"gradient_checkpointing": True},
+    )
+    for method in ("full", "lora"):
+        runs = [str(p.folder / method) for p in (plain, recomputed)]
+        for project, run in zip((plain, recomputed), runs, strict=True):
+            surefoot.train(project.recipe, method=method, train={"output_dir": run})
+        first, second = (losses(p.folder / method) for p in (plain, recomputed))
+        assert second == pytest.approx(first, rel=1e-6)
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_attention_kernels_agree(attention, tmp_path):
+    project = Project(tmp_path, train=SHORT)
+    surefoot.train(project.recipe)
+    run = str(tmp_path / attention)
+    surefoot.train(project.recipe, model={"attention": attention}, train={"output_dir": run})
+    assert losses(tmp_path / attention) == pytest.approx(losses(project.run), rel=1e-4)
+
+
+def test_a_run_keeps_the_attention_of_its_packed_rows(tmp_path):
+    project = Project(tmp_path, train={"max_steps": 3})
+    surefoot.train(project.recipe)
+    newest = tmp_path / "run" / "checkpoint-3"
+    assert build(load(project.recipe), resume=newest).state.attention == "sdpa"
+    chosen = load(project.recipe, {"model.attention": "eager"})
+    assert build(chosen).state.attention is None
+
+
+def test_packed_and_padded_rows_give_the_same_losses(tmp_path):
+    project = Project(tmp_path, train=SHORT)
+    surefoot.train(project.recipe)
+    run = str(tmp_path / "padded")
+    surefoot.train(project.recipe, data={"packing": False}, train={"output_dir": run})
+    assert losses(tmp_path / "padded") == pytest.approx(losses(project.run), rel=1e-4)
+
+
+def test_new_tokens_need_embeddings_that_learn(tmp_path):
+    project = Project(tmp_path, train=SHORT, model={"new_special_tokens": ["<call>", "<end>"]})
+    with pytest.raises(RecipeError, match=r"new_special_tokens.*modules_to_save"):
+        surefoot.train(project.recipe, method="lora")
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+def test_new_tokens_are_saved_with_full_weights(kind, tmp_path):
+    tokens = ["<call>", "<end>"]
+    project = Project(tmp_path, kind=kind, train=SHORT, model={"new_special_tokens": tokens})
+    surefoot.train(project.recipe)
+    opened = AutoModelForCausalLM.from_pretrained(project.run / "checkpoint-3")
+    tokenizer = AutoTokenizer.from_pretrained(project.run / "checkpoint-3")
+    assert opened.get_input_embeddings().num_embeddings == len(tokenizer)
+    assert [len(tokenizer.encode(token)) for token in tokens] == [1, 1]
+
+
+def test_training_goes_on_from_an_adapter(tmp_path):
+    project = Project(tmp_path, method={"lora": {"rank": 3}}, train=SHORT)
+    surefoot.train(project.recipe)
+    first = project.run / "checkpoint-3"
+    run = str(tmp_path / "more")
+    surefoot.train(project.recipe, model={"adapter": str(first)}, train={"output_dir": run})
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    more = PeftModel.from_pretrained(base, tmp_path / "more" / "checkpoint-3")
+    assert more.peft_config["default"].r == 3
+    assert losses(tmp_path / "more")[1] < losses(project.run)[1]
+
+
+@pytest.mark.parametrize("broken", ["missing", "truncated", "pickle"])
+def test_an_adapter_that_cannot_be_read_is_named(broken, tmp_path):
+    project = Project(tmp_path, method="lora", train=SHORT)
+    surefoot.train(project.recipe)
+    folder = project.run / "checkpoint-3"
+    weights = folder / "adapter_model.safetensors"
+    if broken == "truncated":
+        weights.write_bytes(weights.read_bytes()[:-9])
+    else:
+        weights.rename(folder / ("adapter_model.bin" if broken == "pickle" else "other"))
+    options = {"model": {"adapter": str(folder)}, "train": {"output_dir": str(tmp_path / "x")}}
+    with pytest.raises(ModelError, match=r"adapter_model\.safetensors"):
+        surefoot.train(project.recipe, **options)
+
+
+def test_a_padded_vocabulary_stays_padded(tmp_path):
+    project = Project(tmp_path, train=SHORT)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    model.resize_token_embeddings(320)
+    model.save_pretrained(tmp_path / "model")
+    surefoot.train(project.recipe)
+    opened = AutoModelForCausalLM.from_pretrained(project.run / "checkpoint-3")
+    assert opened.get_input_embeddings().num_embeddings == 320
+
+
+def test_the_best_weights_are_in_the_model_at_the_end(tmp_path):
+    project = Project(
+        tmp_path,
+        data={"val_size": 4},
+        train={"max_steps": 6, "eval_steps": 1, "load_best_model_at_end": True},
+        optim={"adamw": {"learning_rate": 0.3, "schedule": "constant"}},
+    )
+    state = surefoot.train(project.recipe)
+    assert state.best_global_step < 6  # the learning rate is far too high
+    assert (project.run / f"checkpoint-{state.best_global_step}").is_dir()
+
+
+def test_optimizer_state_lies_under_the_names_of_the_weights(tmp_path):
+    from safetensors import safe_open
+
+    for method, file in (("full", "model"), ("lora", "adapter_model")):
+        run = tmp_path / method
+        surefoot.train(
+            Project(tmp_path / f"p-{method}").recipe,
+            method=method,
+            train={**SHORT, "output_dir": str(run)},
+        )
+        names = {}
+        for stem in (file, "optimizer"):
+            with safe_open(run / "checkpoint-3" / f"{stem}.safetensors", "pt") as opened:
+                names[stem] = set(opened.keys())
+        states = ("exp_avg", "exp_avg_sq", "step")
+        assert names["optimizer"] == {f"{n}.{s}" for n in names[file] for s in states}
+
+
+def test_random_numbers_do_not_depend_on_what_ran_before(tmp_path):
+    project = Project(tmp_path, method={"lora": {"dropout": 0.3}}, train=SHORT)
+    surefoot.train(project.recipe)
+    torch.rand(1000)
+    surefoot.train(project.recipe, train={"output_dir": str(tmp_path / "again")})
+    assert losses(tmp_path / "again") == losses(project.run)
+
+
+def test_build_gives_a_trainer_that_has_not_started(tmp_path):
+    trainer = build(load(Project(tmp_path).recipe))
+    assert trainer.state.global_step == 0
+    assert trainer.state.max_steps == 12
+    assert not list(tmp_path.glob("run/checkpoint-*"))
+
+
+def test_an_adapter_new_or_continued_computes_in_one_pass(tmp_path):
+    project = Project(tmp_path, method={"lora": {"rank": 3}}, train=SHORT)
+    first = surefoot.train(project.recipe)
+    assert first.global_step == 3
+    recipe = load(project.recipe, {"train.output_dir": str(tmp_path / "more")})
+    for adapter in (None, project.run / "checkpoint-3"):
+        model = replace(recipe.model, adapter=adapter)
+        policy = build(replace(recipe, model=model)).models.policy
+        adapted = [m for m in policy.modules() if isinstance(m, Linear)]
+        assert adapted
+        assert all("forward" in vars(layer) for layer in adapted)
