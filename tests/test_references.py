@@ -39,7 +39,7 @@ from surefoot.run.assembly import build
 from surefoot.stages.dpo import DPO
 from surefoot.training import TrainerCallback
 
-FOUND, ASKED = "reference: found in the cache", "examples in"
+FOUND, ASKED = "reference log-probabilities: loaded from the cache", "examples in"
 
 
 def project(folder, **sections):
@@ -49,7 +49,11 @@ def project(folder, **sections):
 
 def said(caplog):
     """What was said of the reference, and no more of it."""
-    found = [r.getMessage() for r in caplog.records if r.getMessage().startswith("reference: ")]
+    found = [
+        r.getMessage()
+        for r in caplog.records
+        if r.getMessage().startswith("reference log-probabilities: ")
+    ]
     caplog.clear()
     return ["found" if text == FOUND else "asked" for text in found]
 

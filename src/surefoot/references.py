@@ -71,7 +71,7 @@ class ReferenceLogps:
             DataError: an answer cannot be written.
         """
         if self.is_complete:
-            logger.info("reference: found in the cache")
+            logger.info("reference log-probabilities: loaded from the cache")
             return
         started, was_training = time.monotonic(), model.training
         model.eval()
@@ -85,7 +85,11 @@ class ReferenceLogps:
         gather_nothing(model)
         model.train(was_training)
         seconds = time.monotonic() - started
-        logger.info("reference: %s examples in %.1f s", f"{self._num_known:,}", seconds)
+        logger.info(
+            "reference log-probabilities: computed for %s examples in %.1f s",
+            f"{self._num_known:,}",
+            seconds,
+        )
 
     def blank(self) -> ReferenceLogps:
         """As if it had said 0 of everything: where only speed matters."""
@@ -138,7 +142,12 @@ class ReferenceLogps:
             self._told = time.monotonic()
             known, total = self._num_known, sum(len(store) for store in self.stores)
             speed = known / (self._told - started)
-            logger.info("reference: %d of %d examples, %.0f/s", known, total, speed)
+            logger.info(
+                "reference log-probabilities: %d of %d examples, %.0f examples/s",
+                known,
+                total,
+                speed,
+            )
 
 
 def references(

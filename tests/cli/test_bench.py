@@ -126,7 +126,7 @@ def test_what_there_was_no_time_for_is_named(project, capsys):
     ("args", "words"),
     [
         (["train.micro_batch_sise=2"], "did you mean micro_batch_size"),
-        (["parallel.num_processes=3"], "must be a multiple of"),
+        (["parallel.num_processes=3"], "is not a multiple of"),
     ],
 )
 def test_a_mistake_is_told_without_a_traceback(project, args, words):

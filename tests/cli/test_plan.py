@@ -104,7 +104,7 @@ def test_saves_by_the_clock_are_said_not_to_be_counted(recipe):
     ("args", "words"),
     [
         (["train.micro_batch_sise=2"], "did you mean micro_batch_size"),
-        (["--num-processes", "3"], "must be a multiple of micro_batch_size"),
+        (["--num-processes", "3"], "is not a multiple of train.micro_batch_size"),
         (["parallel.dp_shard=2", "--num-processes", "4"], "2 processes"),
         (["--tokens-per-second", "0"], "not in the range"),
         (["model.path=/no/such/model"], "/no/such/model"),

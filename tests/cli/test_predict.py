@@ -118,7 +118,7 @@ def test_a_mistake_is_one_plain_error_and_writes_nothing(args, problem, run, tmp
     ("content", "problem"),
     [
         (None, "no prompts can be read: No such file or directory"),
-        (b"", "holds no prompt; expected one a line"),
+        (b"", "contains no prompt; expected one per line"),
         (b"\x89PNG\xff", "is not UTF-8 text"),
         (b"Hi\n" + b"x" * 300, "line 2: no room for an answer"),
     ],

@@ -75,10 +75,10 @@ def test_a_line_that_is_no_prompt_is_named_with_its_reason(row, reason, tmp_path
     ("content", "reason"),
     [
         (None, "no prompts can be read: No such file"),
-        (b"", "holds no prompt; expected one a line"),
-        (b"\n \n", "holds no prompt"),
+        (b"", "contains no prompt; expected one per line"),
+        (b"\n \n", "contains no prompt"),
         (b"Hi\n\xff\xfe\n", "line 2: byte 0xff is not UTF-8 text"),
-        (b"Hi\0\n", "line 1: a NUL character, so this is no text"),
+        (b"Hi\0\n", "line 1: a NUL character, so this is not a text file"),
     ],
 )
 def test_a_file_without_prompts_is_refused(content, reason, tmp_path):

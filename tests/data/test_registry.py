@@ -142,7 +142,7 @@ def test_an_unknown_dataset_is_guessed_or_the_known_ones_are_named(tmp_path):
         (None, r"no dataset_info.json in .*; set data.dataset_dir to the folder that holds it"),
         ("[]", "dataset_info.json: expected an object, got list"),
         ('{\n"a": }', "dataset_info.json: not valid JSON: Expecting value: line 2"),
-        ('{"a": {}, "a": {}}', "dataset_info.json: not valid JSON: 'a' is there twice"),
+        ('{"a": {}, "a": {}}', "dataset_info.json: not valid JSON: 'a' occurs twice"),
     ],
 )
 def test_a_registry_that_cannot_be_read(tmp_path, text, reason):

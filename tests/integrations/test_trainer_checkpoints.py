@@ -252,7 +252,7 @@ def test_a_damaged_newest_checkpoint_is_passed_over(tmp_path, caplog):
     newest.write_bytes(newest.read_bytes()[:-9])
     caplog.set_level(logging.WARNING)
     resumed = train(tmp_path / "run")
-    assert "checkpoint-7 does not verify" in caplog.text
+    assert "checkpoint-7 failed verification" in caplog.text
     assert_same_run(resumed, whole)
 
 

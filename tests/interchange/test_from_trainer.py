@@ -413,7 +413,7 @@ def test_an_order_that_is_not_the_trainers_is_said(full, theirs, tmp_path, caplo
     data = replace(full.recipe.data, shuffle=True)
     with caplog.at_level(logging.INFO):
         load(theirs, trainer_of(full, tmp_path, data=data))
-    said = "the data goes on in epoch 1 after 16 of its 22 examples; their order is ours, not the"
+    said = "the data resumes in epoch 1 after 16 of its 22 examples; their order is Surefoot's"
     assert said in caplog.text
 
 

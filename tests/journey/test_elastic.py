@@ -134,7 +134,7 @@ def test_a_dead_rank_is_started_again_within_seconds(tmp_path):
         agents.wait_for(lambda: checkpoints(project.run))
         os.kill(workers(first)[1], signal.SIGKILL)
         assert first.wait(timeout=120) == 0, agents.told()
-    assert "going on from checkpoint-" in agents.told()
+    assert "resuming from checkpoint-" in agents.told()
     assert "has lost another one" not in agents.told(), "an echo must not be heard"
     assert_is_one_run(project, tmp_path / "alone")
 

@@ -143,7 +143,7 @@ def test_sigterm_to_the_launcher_saves_the_step(tmp_path):
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 128 + signal.SIGTERM, err
-    assert "the same command goes on from here" in err
+    assert "run the same command to resume" in err
     (saved,) = checkpoints(project.run)
     assert verify(saved, full=True).ok
     assert int(saved.name.split("-")[1]) == max(losses(project.run))

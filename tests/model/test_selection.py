@@ -24,14 +24,14 @@ def slower(*row):
 def test_where_there_is_nothing_to_choose_from_the_log_says_what_is_used(caplog):
     caplog.set_level(logging.INFO)
     assert choose(ROW) == BY_DOCUMENT
-    assert "attention over packed rows: sdpa, document by document" in caplog.text
+    assert "packed attention: sdpa, one call per document" in caplog.text
 
 
 def test_the_fastest_kernel_is_taken(caplog, monkeypatch):
     caplog.set_level(logging.INFO)
     monkeypatch.setattr(selection, "_by_document", slower)
     assert choose(ROW, {"quick": right, "slow": slower}) == "quick"
-    assert "attention over packed rows: quick (a layer, forward and back: sdpa" in caplog.text
+    assert "packed attention: quick (forward and backward of one layer: sdpa" in caplog.text
 
 
 def leaks(query, key, value, bounds, scaling):
@@ -63,7 +63,7 @@ class Restless:
         (leaks, "its result differs by"),
         (fails, "no kernel image is available"),
         (nothing, "its result differs by nan"),
-        (Restless(), "it gives other bits in another run"),
+        (Restless(), "its bits differ from run to run"),
     ],
 )
 def test_a_kernel_that_cannot_be_trusted_is_dropped_with_its_reason(
@@ -76,7 +76,7 @@ def test_a_kernel_that_cannot_be_trusted_is_dropped_with_its_reason(
         assert choose(ROW, {"new": kernel}) == BY_DOCUMENT
     finally:
         torch.use_deterministic_algorithms(False)
-    assert f"attention over packed rows: not new: {why}" in caplog.text
+    assert f"packed attention: new rejected: {why}" in caplog.text
 
 
 def test_varlen_is_dropped_where_it_does_not_run():

@@ -76,7 +76,7 @@ def test_show_diff_and_cat_download_first(url):
     ("arguments", "why"),
     [
         (["verify", "s3://b/run"], "expected the URL of a checkpoint"),
-        (["show", "s3://"], "names no folder"),
+        (["show", "s3://"], "has no folder"),
         (["ls", "s4://b/run"], "unknown scheme"),
     ],
 )

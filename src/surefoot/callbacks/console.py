@@ -69,8 +69,10 @@ class Screen(TrainerCallback):
                 [r["loss"] for r in state.log_history if "loss" in r]
             )
         if self._progress is None:
-            left = {} if "loss" not in logs else {"left": self._figures.get("left", "?")}
-            pairs = [f"{name}={value}" for name, value in (shown | left).items()]
+            if memory := shown.pop("memory", None):
+                shown["peak_memory"] = memory.replace(" ", "")
+                shown["eta"] = self._figures.get("left", "?")
+            pairs = [f"{name}={value}" for name, value in shown.items()]
             logger.info("step=%d/%d %s", state.global_step, state.max_steps, " ".join(pairs))
         elif "loss" not in logs:
             pairs = [f"{name.removeprefix('eval_')} [bold]{v}[/]" for name, v in shown.items()]

@@ -254,32 +254,32 @@ def _show_example(console: Console, shown: PreviewExample) -> None:
 
 def _fate(shown: PreviewExample) -> str:
     if shown.dropped:
-        return f"left out: {shown.dropped}"
+        return f"dropped: {shown.dropped}"
     tokens = _count(sum(item.tokens for item in shown.items), "token")
     trained = sum(item.trained_tokens for item in shown.items)
-    cut = f", cut from {shown.tokens:,}" if shown.cut else ""
+    cut = f", truncated from {shown.tokens:,}" if shown.cut else ""
     several = f" in {len(shown.items)} sequences" if len(shown.items) > 1 else ""
-    return f"{tokens}{cut}{several}, {trained:,} learnt"
+    return f"{tokens}{cut}{several}, {trained:,} trained"
 
 
 def _legend(console: Console) -> Text:
     if not console.is_terminal:
-        return Text("[[ ]] is learnt; the rest is read only")
-    return Text.assemble(("learnt", LEARNT), "  ", ("read, not learnt", "dim"))
+        return Text("[[ ]]: trained; everything else is masked")
+    return Text.assemble(("trained", LEARNT), "  ", ("masked", "dim"))
 
 
 def _lines(figures: DatasetStats) -> Iterator[str]:
     first = "" if figures.all_rows else "the first "
     yield (
         f"{first}{_count(figures.rows, 'row')}, {_count(figures.items, 'sequence')}, "
-        f"{_count(figures.tokens, 'token')}, {figures.trained_tokens:,} of them learnt"
+        f"{_count(figures.tokens, 'token')}, {figures.trained_tokens:,} trained"
     )
     if figures.broken:
         yield f"{_count(len(figures.broken), 'row')} cannot be read, such as {figures.broken[0]}"
     for reason, count in sorted(figures.dropped.items(), key=lambda item: -item[1]):
-        yield f"{_count(count, 'example')} left out: {reason}"
+        yield f"{_count(count, 'example')} dropped: {reason}"
     if figures.cut:
-        yield f"{_count(figures.cut, 'example')} cut to data.cutoff_len"
+        yield f"{_count(figures.cut, 'example')} truncated to data.cutoff_len"
 
 
 def _count(number: int, what: str) -> str:
@@ -293,7 +293,7 @@ def histogram(lengths: Sequence[int], cutoff_len: int) -> Iterator[str]:
     ordered = sorted(lengths)
     longest = ordered[-1]
     yield (
-        f"tokens of a sequence before any cut: median {ordered[len(ordered) // 2]:,}, "
+        f"tokens of a sequence before truncation: median {ordered[len(ordered) // 2]:,}, "
         f"95 % up to {ordered[(len(ordered) * 95 - 1) // 100]:,}, longest {longest:,}"
     )
     edges = _edges(longest, cutoff_len)
@@ -305,7 +305,7 @@ def histogram(lengths: Sequence[int], cutoff_len: int) -> Iterator[str]:
         if end == cutoff_len < longest:
             yield f"{'':>20} {'─' * 6} data.cutoff_len {cutoff_len:,} {'─' * 6}"
     if longest <= cutoff_len:
-        yield f"data.cutoff_len {cutoff_len:,} is enough for all of them"
+        yield f"no sequence is longer than data.cutoff_len {cutoff_len:,}"
 
 
 def _edges(longest: int, cutoff_len: int) -> list[int]:

@@ -46,7 +46,7 @@ def train(recipe: Path, overrides: tuple[str, ...], trust_pickle: bool) -> None:
     if outcome.signal is not None:
         click.echo(
             f"stopped at step {outcome.state.global_step} by {outcome.signal.name}, saved; "
-            "the same command goes on from here",
+            "run the same command to resume",
             err=True,
         )
         raise SystemExit(128 + outcome.signal)

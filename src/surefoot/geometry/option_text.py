@@ -1,4 +1,4 @@
-"""Settings on one line, as commands take them: ``dp_shard=4,tp=2``. Pure."""
+"""Options on one line, as commands accept them: ``dp_shard=4,tp=2``. Pure."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from ..errors import CheckpointError
 def pairs(
     text: str, known: Collection[str], *, what: str, odd: str, example: str
 ) -> Iterator[tuple[str, str]]:
-    """Each name and its value.
+    """Parse each name and its value.
 
     Args:
-        text: what was given.
-        known: the names there are.
-        what: it is, for errors.
-        odd: what to say of another name, which takes the place of ``{}``.
-        example: of what could be given.
+        text: the option text.
+        known: the valid names.
+        what: name of the option, for errors.
+        odd: message for an unknown name, which replaces ``{}``.
+        example: a valid text, for errors.
 
-    Raises ``CheckpointError`` for another name, or one that occurs twice.
+    Raises ``CheckpointError`` for an unknown name, or one that occurs twice.
     """
     seen = set()
     for item in text.split(","):

@@ -150,7 +150,7 @@ def _items(opened: LoadedModel, recipe: Recipe, examples: Sequence[Example]) -> 
         raise DataError(f"no example of {len(outcomes)} can be evaluated: {reason}")
     if dropped:
         logger.warning(
-            "left out %d of %d examples: %s", len(dropped), len(outcomes), dropped[0].reason
+            "dropped %d of %d examples: %s", len(dropped), len(outcomes), dropped[0].reason
         )
     kept = (outcome for outcome in outcomes if not isinstance(outcome, Dropped))
     return [f for o in kept for f in (o.features if isinstance(o, Truncated) else o)]
@@ -198,7 +198,7 @@ def generations(
     questions = _questions(opened, recipe, examples)
     full = sum(room(opened.model, question.prompt) == 0 for question in questions)
     if full:
-        logger.warning("%d prompts fill the model's context window and get no answer", full)
+        logger.warning("%d prompts fill the model's context length and get no response", full)
     with autocast(choose(recipe.train.precision), opened.device):
         answers = answers_of(
             opened,

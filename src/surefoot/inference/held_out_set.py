@@ -56,7 +56,10 @@ def held_out(
         if section.val_size:
             rows = {dataset: _split(recipe, codec)[dataset]}
             return [HeldOut(dataset, _examples(section, _first(rows, limit)))]
-        logger.warning("dataset %r is what the recipe trains on: its figures prove little", dataset)
+        logger.warning(
+            "dataset %r is used for training: its evaluation metrics do not measure generalization",
+            dataset,
+        )
     if names:
         each = ((name, {name: _rows_of(recipe, codec, name)}) for name in names)
         return [HeldOut(name, _examples(section, _first(rows, limit))) for name, rows in each]

@@ -128,7 +128,7 @@ def _newest(run: Path) -> Path:
         if report.ok:
             return folder
         reasons.append(report.problems[0])
-        logger.warning("%s is passed over: %s", folder.name, report.problems[0])
+        logger.warning("%s is skipped: %s", folder.name, report.problems[0])
     raise CheckpointError(f"{run}: none of its checkpoints is whole; the newest: {reasons[0]}")
 
 
@@ -139,7 +139,7 @@ def _best_beside(newest: Path) -> Path | None:
     if name is None or not best.is_dir():
         return None
     if not verify(best, full=False).ok:
-        logger.warning("the best checkpoint, %s, is damaged: taking %s", best.name, newest.name)
+        logger.warning("the best checkpoint, %s, is damaged: using %s", best.name, newest.name)
         return None
     return best
 
@@ -163,8 +163,8 @@ def _with_recipe(folder: Path) -> ModelLocation:
         return ModelLocation(folder, is_adapter, load(path))
     except RecipeError as error:
         logger.warning(
-            "the recipe beside the weights cannot be read, so its system message and its generate "
-            "section are not used: %s",
+            "the recipe beside the weights cannot be read, so its system message and its "
+            "generate section are not used: %s",
             error,
         )
         return ModelLocation(folder, is_adapter)

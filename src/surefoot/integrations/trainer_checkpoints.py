@@ -106,7 +106,7 @@ class SurefootCheckpoints(TrainerCallback):  # type: ignore[misc]
             load(resumed, {**parts.states, "random": generators})
             restore_callbacks(state, self.trainer)
             self._restore = generators
-            logger.info("going on from %s, step %d", resumed.name, state.global_step)
+            logger.info("resuming from %s at step %d", resumed.name, state.global_step)
         self._parts, self._best = parts, state.best_metric
         self._saver = AsyncSaver(
             self.output_dir,

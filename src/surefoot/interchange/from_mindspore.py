@@ -239,7 +239,7 @@ def _take_place(progress: Progress, trainer: Trainer) -> None:
     loader, step = trainer.loader, _step(progress, trainer.loader)
     if step != progress.step_num:
         logger.info(
-            "its step %d of %d examples is step %d of %d here",
+            "MindSpore's step %d with %d examples per step is step %d with %d examples per step",
             *(progress.step_num, progress.batch_size, step, loader.global_batch_size),
         )
     windows = loader.steps_per_epoch
@@ -252,8 +252,9 @@ def _take_place(progress: Progress, trainer: Trainer) -> None:
     trainer.state.load_state_dict(taken)
     loader.load_state_dict({**loader.state_dict(), "epoch": epoch, "window": window})
     logger.info(
-        "the data goes on in epoch %d after %d of its %s examples; its order%s is ours, which "
-        "MindSpore's folders do not hold, nor its random generators and AdamW's settings",
+        "the data resumes in epoch %d after %d of its %s examples, in Surefoot's order%s; "
+        "MindSpore's folders contain neither their order nor random generators nor AdamW's "
+        "settings",
         epoch + 1,
         window * loader.global_batch_size,
         loader.num_examples or "many",

@@ -226,8 +226,8 @@ def _take_progress(progress: Progress, trainer: Trainer) -> None:
     best = progress.best_global_step
     if best is not None and trainer.section.load_best_model_at_end:
         logger.info(
-            "the best so far, step %d of the Trainer's run, cannot be loaded at the end; the best "
-            "is looked for anew from here",
+            "the best checkpoint, step %d of the Trainer's run, cannot be loaded at the end; "
+            "the best metric starts again with this run",
             best,
         )
     keeps = best is not None and not trainer.section.load_best_model_at_end
@@ -258,11 +258,11 @@ def _take_place(progress: Progress, loader: Windows) -> None:
         epoch, window = divmod(round(progress.epoch * windows), windows)
     loader.load_state_dict({**loader.state_dict(), "epoch": epoch, "window": window})
     logger.info(
-        "the data goes on in epoch %d after %d of its %s examples; their order is %s",
+        "the data resumes in epoch %d after %d of its %s examples; their order is %s",
         epoch + 1,
         window * loader.global_batch_size,
         loader.num_examples or "many",
-        "ours, not the Trainer's, which is not in its checkpoints"
+        "Surefoot's; the Trainer's order is not in its checkpoints"
         if loader.shuffle
         else "as stored",
     )

@@ -118,7 +118,7 @@ def _refuse_drift(folder: Path, policy: nn.Module) -> None:
         )
     if theirs.get("lora_dropout") != ours["lora_dropout"]:
         logger.warning(
-            "%s: lora_dropout was %s, and is %s from here on",
+            "%s: lora_dropout was %s and is %s now",
             where,
             theirs.get("lora_dropout"),
             ours["lora_dropout"],

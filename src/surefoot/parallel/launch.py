@@ -50,7 +50,7 @@ def launch(command: Sequence[str], count: int, max_restarts: int = 0) -> int:
         if code == 0 or gang.was_stopped or code == 2 or attempt == max_restarts:
             break  # 2: an error of the user's, which another start will not mend
         logger.warning(
-            "a process ended with code %d; starting all again (%d of %d)",
+            "a rank ended with exit code %d: restarting all ranks (restart %d of %d)",
             code,
             attempt + 1,
             max_restarts,

@@ -91,7 +91,8 @@ class Mirror:
         self._failed.clear()
         for step in sorted(set(map(_step, forget)) - self._there - {self._in_flight}):
             logger.info(
-                "checkpoint-%d is not uploaded: newer ones came first, and it is no longer kept",
+                "checkpoint-%d was not uploaded: a newer checkpoint was uploaded first, and "
+                "the retention policy has deleted this one",
                 step,
             )
         self.let_go(forget)
@@ -101,7 +102,7 @@ class Mirror:
             self._start()
         elif self._in_flight is not None and self._in_flight < step_of(path):
             logger.info(
-                "%s waits: checkpoint-%d is still on its way to %s",
+                "upload of %s queued: checkpoint-%d is still being uploaded to %s",
                 path.name,
                 self._in_flight,
                 self.address,
@@ -148,7 +149,9 @@ class Mirror:
             self._start()
         while self._is_busy and self._hand is not None:
             if self._in_flight is not None:
-                logger.info("waiting for checkpoint-%d: %s", self._in_flight, self.address)
+                logger.info(
+                    "waiting for the upload of checkpoint-%d to %s", self._in_flight, self.address
+                )
             answer = self._hand.answer(wait=True)
             assert answer is not None
             self._note(answer)
@@ -192,7 +195,7 @@ class Mirror:
         step, self._in_flight, self._is_busy = self._in_flight, None, False
         if "error" in answer:
             self._failed[-1 if step is None else step] = answer["error"]
-            logger.warning("%s; training goes on, it is tried again later", answer["error"])
+            logger.warning("%s; training continues, the upload is retried later", answer["error"])
             return
         for name in answer["forgotten"]:
             self._there.discard(_step(name))

@@ -50,7 +50,7 @@ class RemoteRun:
             if found is not None:
                 return found
         if here or self.damaged:
-            logger.warning("no sound checkpoint in %s: starting anew", self.store.address)
+            logger.warning("no valid checkpoint in %s: starting from scratch", self.store.address)
         return None
 
     def get(self, name: str) -> Path:
@@ -76,7 +76,7 @@ class RemoteRun:
             return path
         aside = mark_damaged(path)
         logger.warning(
-            "%s does not verify (%s); kept as %s", path.name, report.problems[0], aside.name
+            "%s failed verification (%s); renamed to %s", path.name, report.problems[0], aside.name
         )
         return None
 
@@ -85,7 +85,7 @@ class RemoteRun:
             found = download(self.store, self.there.committed[step], self.folder)
         except DamagedError as error:
             self.damaged.add(step)
-            logger.warning("checkpoint-%d is passed over: %s", step, error)
+            logger.warning("checkpoint-%d is skipped: %s", step, error)
             return None
         self.bring_run_files()
         return found
@@ -99,7 +99,7 @@ class RemoteRun:
         for step, name in self.there.uncommitted.items():
             if step > newest:
                 logger.info(
-                    "%s was never committed in %s (an upload was cut short): passed over",
+                    "%s was never committed in %s (its upload was interrupted): skipped",
                     name,
                     self.store.address,
                 )

@@ -114,7 +114,7 @@ def build(
         else:
             load_checkpoint(resume, trainer.states)
             trainer.saver.newest = resume
-        logger.info("going on from %s, step %d", resume.name, trainer.state.global_step)
+        logger.info("resuming from %s at step %d", resume.name, trainer.state.global_step)
     if can_select_attention(recipe, policy, world):
         known = trainer.state.attention or (selection.BY_DOCUMENT if resume else None)
         dtype = policy_dtype(recipe, policy)
@@ -235,7 +235,7 @@ def build_policy(
     upcast_trained(policy, recipe.model)
     learning = sum(p.numel() for p in policy.parameters() if p.requires_grad)
     share = learning / sum(num_elements(p) for p in policy.parameters())
-    logger.info("%s parameters learn, %.3g %% of all", f"{learning:,}", 100 * share)
+    logger.info("trainable parameters: %s (%.3g %% of all)", f"{learning:,}", 100 * share)
     weights = AdapterWeights(policy) if is_adapter else FullWeights(model)
     return Policy(policy, model, weights, values, asked_head(model), sharing)
 

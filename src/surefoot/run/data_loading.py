@@ -69,7 +69,7 @@ def stream_data(
     beside = EncoderWorker(recipe, base)
     if len(recipe.data.datasets) > 1:
         logger.warning(
-            "data.streaming: the datasets come one after the other, mixed no further than "
+            "data.streaming: datasets are read one after another; shuffling mixes at most "
             "data.buffer_size = %d examples",
             recipe.data.buffer_size,
         )

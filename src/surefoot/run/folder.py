@@ -186,7 +186,7 @@ def resume_point(folder: RunFolder, recipe: Recipe) -> Path | None:
         CheckpointError: the checkpoint asked for is missing or damaged.
     """
     for leftover in clean(folder.path):
-        logger.info("removed %s, left by a save that was cut short", leftover.name)
+        logger.info("removed %s, the temporary folder of an interrupted save", leftover.name)
     resume, steps = recipe.checkpoint.resume, _steps(folder)
     if resume == "none":
         if steps:

@@ -85,8 +85,8 @@ def _fit(trainer: Trainer) -> Outcome:
     state = trainer.state
     if state.global_step >= state.max_steps and not state.pending:
         logger.info(
-            "this run is complete: %d of %d steps. "
-            "To train on, raise train.num_epochs or train.max_steps",
+            "this run is complete: %d of %d steps. To train longer, raise train.num_epochs or "
+            "train.max_steps",
             state.global_step,
             state.max_steps,
         )

@@ -162,8 +162,8 @@ class Saver:
     def _leave_out(self, target: Path) -> None:
         self.num_left_out += 1
         logger.warning(
-            "%s is left out (%d so far): %s is still being written; save less often, or set "
-            "checkpoint.on_save_busy: wait",
+            "save of %s skipped (%d so far): %s is still being written; save less often, or "
+            "set checkpoint.on_save_busy: wait",
             target.name,
             self.num_left_out,
             self._flight.target.name if self._flight.target else "",
@@ -211,7 +211,7 @@ class Saver:
     def _bear(self, error: CheckpointError) -> None:
         if self.section.on_save_error == "stop":
             raise error
-        logger.warning("%s; going on, newest checkpoint: %s", error, self.newest)
+        logger.warning("%s; training continues, latest checkpoint: %s", error, self.newest)
 
     def _old(self, state: TrainerState, coming: int | None = None) -> list[str]:
         """The names of the checkpoints to delete, once that of step ``coming`` is committed."""

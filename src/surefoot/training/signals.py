@@ -50,5 +50,6 @@ class StopSignal:
             return
         self.received = signal.Signals(number)
         logger.warning(
-            "%s: finishing this step, then saving; once more to leave at once", self.received.name
+            "%s received: finishing this step and saving; send it again to exit immediately",
+            self.received.name,
         )

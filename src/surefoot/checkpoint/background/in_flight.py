@@ -65,7 +65,7 @@ class InFlightSave:
                 return True
             except MemoryError as error:
                 why = f"no room for a snapshot of the state ({error})"
-        logger.warning("%s: training waits for every save", why)
+        logger.warning("asynchronous saves are off (%s): training waits for every save", why)
         return False
 
     def _ask(self, *, wait: bool) -> Saved | None:

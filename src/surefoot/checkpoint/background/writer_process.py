@@ -114,7 +114,7 @@ class Background:
             clean(target.parent)
         attempt = cast("int", self._job["attempt"]) + 1
         if not is_done and can_mend and attempt < MOST_ATTEMPTS:
-            logger.warning("%s; trying once more", why or f"{target.name} is not committed")
+            logger.warning("%s; retrying once", why or f"{target.name} is not committed")
             self._job["attempt"] = attempt
             self._send(self._arena)
             return None

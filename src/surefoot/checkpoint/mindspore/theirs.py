@@ -141,8 +141,8 @@ def moments_of(model: TensorSource, folder: Path) -> list[tuple[str, TensorSourc
     }
     if odd := sorted(owners - model.shapes().keys()):
         logger.warning(
-            "%s: its moments are left out: those of %s are of several tensors that are apart in "
-            "files, so what is written are weights to start from",
+            "%s: the moments of %s belong to several tensors that are separate in files, so "
+            "they are not written; the result contains weights only",
             *(folder, odd[0]),
         )
         return []

@@ -26,7 +26,7 @@ def recover_latest(root: Path | str) -> Path | None:
     root = Path(root)
     wait_for_orphans(root)
     for leftover in clean(root):
-        logger.info("removed %s, left by a save that was cut short", leftover.name)
+        logger.info("removed %s, the temporary folder of an interrupted save", leftover.name)
     found = find_latest(root)
     for path, reason in found.passed_over:
         if found.path is None and detect_layout(path) in FOREIGN:
@@ -35,9 +35,9 @@ def recover_latest(root: Path | str) -> Path | None:
                 "choose another folder"
             )
         aside = mark_damaged(path)
-        logger.warning("%s does not verify (%s); kept as %s", path.name, reason, aside.name)
+        logger.warning("%s failed verification (%s); renamed to %s", path.name, reason, aside.name)
     if found.passed_over and found.path is None:
-        logger.warning("no sound checkpoint in %s: starting anew", root)
+        logger.warning("no valid checkpoint in %s: starting from scratch", root)
     return found.path
 
 
@@ -50,7 +50,9 @@ def wait_for_orphans(root: Path) -> None:
     while writing := being_written(root):
         if not is_told:
             logger.info(
-                "a run died here; waiting for its last save, %s, to finish", writing[0].name
+                "the previous launch ended during a save: waiting for its writer process to "
+                "finish %s",
+                writing[0].name,
             )
             is_told = True
         time.sleep(_PAUSE)

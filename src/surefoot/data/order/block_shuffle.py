@@ -1,7 +1,7 @@
-"""The order of data of unknown length: in blocks of one size, each shuffled by itself.
+"""Block shuffle, for data of unknown length: blocks of one size, each permuted by itself.
 
-It is a pure function of (seed, epoch, position), like that of data of known length, so a position
-is all that a resume needs; a shuffle buffer would have to be saved, or filled again.
+The order is a pure function of (seed, epoch, position), as for data of known length, so a position
+is all that a resume needs. A shuffle buffer would have to be saved, or filled again.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ EPOCHS = 1 << 40  # streams of random numbers of one epoch
 
 @dataclass
 class BlockShuffle:
-    """Blocks of ``size`` items; the first one of an epoch is shorter, from the second epoch on, so
-    that an example has other neighbours in each."""
+    """Blocks of ``size`` items. From the second epoch on, the first block is shorter, so that an
+    example shares its block with other examples in each epoch.
+    """
 
     size: int
     seed: int
@@ -26,7 +27,7 @@ class BlockShuffle:
     _newest: tuple[tuple[int, int, int], Index] | None = field(default=None, init=False)
 
     def around(self, epoch: int, position: int) -> tuple[int, int]:
-        """Where the block of a position begins and ends, if the data goes on so far."""
+        """Start and end of the block of a position, assuming that the data is long enough."""
         moved = epoch and self.shuffle
         first = self.size - (draw(self.size, seed=self.seed, stream=epoch) if moved else 0)
         if position < first:
@@ -35,7 +36,7 @@ class BlockShuffle:
         return start, start + self.size
 
     def order(self, epoch: int, start: int, end: int) -> Index:
-        """The items of a block in the order in which they come."""
+        """The items of a block in permuted order."""
         if not self.shuffle:
             return np.arange(start, end)
         place = epoch, start, end

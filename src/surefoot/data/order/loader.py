@@ -1,7 +1,7 @@
 """Windows of micro-batches in an order that is a pure function of (seed, epoch).
 
-The position is two integers, the epoch and the window in it, so a resume skips nothing, and the
-examples of step k are the same whatever the number of ranks and the size of a micro-batch.
+The data position is two integers, the epoch and the window in it. So a resume skips nothing, and
+the examples of step k are the same for any number of ranks and any micro-batch size.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ Collate = Callable[[Sequence[Features]], Batch]
 
 @dataclass
 class Loader:
-    """Endless windows of one rank's micro-batches. Every example comes once an epoch.
+    """Endless windows of one rank's micro-batches. Every example occurs once per epoch.
 
-    The examples of a window are dealt to micro-batches and ranks by their lengths (``deal``). The
-    last one of an epoch holds what is left; where that is fewer examples than there are ranks, some
-    ranks get one that teaches nothing.
+    The examples of a window are assigned to ranks and micro-batches by length. The last window of
+    an epoch has the remaining examples. If these are fewer than the ranks, some ranks get a masked
+    one.
     """
 
     dataset: EncodedDataset
@@ -63,7 +63,7 @@ class Loader:
 
     @property
     def progress(self) -> float:
-        """Epochs that lie behind, with a fraction."""
+        """Completed epochs, with a fraction."""
         return self.epoch + self.window / self.steps_per_epoch
 
     def __iter__(self) -> Iterator[Window]:
@@ -71,7 +71,7 @@ class Loader:
             yield self.next_window()
 
     def next_window(self) -> Window:
-        """This rank's micro-batches of the next optimizer step; moves on."""
+        """This rank's micro-batches of the next optimizer step; advances the position."""
         at, ahead = (self.epoch, self.window), self.prefetch
         window = self.window_at(*at) if ahead is None else ahead.take(at, self.window_at)
         self.skip()
@@ -84,7 +84,7 @@ class Loader:
         return [batch_of(g, self.dataset, self.collate) for g in self.groups(epoch, window)]
 
     def skip(self) -> None:
-        """Leave out the next window."""
+        """Skip the next window."""
         self.window += 1
         if self.window == self.steps_per_epoch:
             self.epoch, self.window = self.epoch + 1, 0
@@ -113,11 +113,11 @@ class Loader:
         return known[1]
 
     def state_dict(self) -> dict[str, int | str | bool]:
-        """The position, and what it is a position in."""
+        """The data position, and the settings on which it depends."""
         return {"epoch": self.epoch, "window": self.window, **self._identity()}
 
     def load_state_dict(self, state: dict[str, int | str | bool]) -> None:
-        """Go to a saved position; raises DataError if it is one in other data or another order."""
+        """Go to a saved position; raises DataError if it belongs to other data or another order."""
         check_same({"streaming": False, **state}, {"streaming": False, **self._identity()})
         self.epoch, self.window = int(state["epoch"]), int(state["window"])
 
@@ -133,10 +133,10 @@ class Loader:
 
 @dataclass(frozen=True)
 class InOrder:
-    """One rank's micro-batches of an evaluation set, as often as they are asked for.
+    """One rank's micro-batches of an evaluation set, which can be iterated many times.
 
-    They are those of one process, dealt out in turn; where one is left for some ranks only, the
-    others get one that counts nothing.
+    They are the batches of one process, assigned to ranks in turn. If some ranks get one batch
+    fewer, they get a masked one.
     """
 
     dataset: EncodedDataset
@@ -156,41 +156,43 @@ class InOrder:
 
 
 class Items(Protocol):
-    """Anything that has the features of items by their number."""
+    """A sequence of features, by number."""
 
     def __getitem__(self, item: int) -> Features: ...
 
 
 def batch_of(group: Index, items: Items, collate: Collate) -> Batch:
-    """The batch of a group. Where there is nothing left for a rank, one that teaches nothing: all
-    ranks of a sharded model must run equally often."""
+    """The batch of a group. An empty group gives a masked example, because all ranks of a
+    sharded model must run the same number of passes.
+    """
     if len(group):
         return collate([items[int(item)] for item in group])
     return collate([_without_labels(items[0])])
 
 
 def check_sizes(global_batch_size: int, micro_batch_size: int, world_size: int) -> None:
-    """Raise ``DataError`` unless a window can be dealt out evenly."""
+    """Raise ``DataError`` unless a window divides evenly over ranks and micro-batches."""
     if global_batch_size % (micro_batch_size * world_size):
         raise DataError(
-            f"global_batch_size ({global_batch_size}) must be a multiple of "
-            f"micro_batch_size x ranks ({micro_batch_size} x {world_size})"
+            f"train.global_batch_size ({global_batch_size}) is not a multiple of "
+            f"train.micro_batch_size x data-parallel ranks ({micro_batch_size} x {world_size} = "
+            f"{micro_batch_size * world_size}); change one of them"
         )
 
 
 def check_same(saved: Mapping[str, object], here: Mapping[str, object]) -> None:
-    """Raise ``DataError`` if a saved position is one in other data or another order."""
+    """Raise ``DataError`` if a saved position belongs to other data or another order."""
     for name, value in here.items():
         if saved.get(name) != value:
             raise DataError(
-                f"cannot go on in the middle of the data: {NAMES[name]} was {saved.get(name)} "
-                f"when the checkpoint was saved and is {value} now; "
-                "use the recipe of that run, or start a new one from its weights"
+                f"cannot resume mid-epoch: {NAMES[name]} was {saved.get(name)} in the "
+                f"checkpoint and is {value} now; use the recipe of that run, or start a new run "
+                "from its weights (model.path)"
             )
 
 
 def _without_labels(item: Features) -> Features:
-    """The same example with nothing to learn."""
+    """The same example, fully masked."""
     return {**item, "labels": [IGNORE_INDEX] * len(item["labels"])}
 
 

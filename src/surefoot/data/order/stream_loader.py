@@ -1,8 +1,7 @@
-"""Windows of micro-batches from data that is still being encoded, in blocks that are shuffled.
+"""Windows of micro-batches from data that is still being encoded, with a block shuffle.
 
-As with data of known length the position is the epoch and the window in it, and the examples of a
-step are the same whatever the number of ranks, the size of a micro-batch, and how far the encoding
-has come.
+As with data of known length, the data position is the epoch and the window in it. The examples of a
+step are the same for any number of ranks, any micro-batch size and any progress of encoding.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ def _nothing() -> Index:
 
 @dataclass
 class StreamLoader:
-    """Endless windows of one rank's micro-batches. Every example comes once an epoch, those of
+    """Endless windows of one rank's micro-batches. Every example occurs once per epoch, those of
     ``held`` never.
 
     Positions count the examples that are not held out, from 0 in each epoch.
@@ -72,8 +71,9 @@ class StreamLoader:
 
     @property
     def progress(self) -> float:
-        """Epochs that lie behind, whole ones in the first: how long that is depends on how far the
-        encoding has come, and a run that was interrupted must tell the same."""
+        """Completed epochs, without a fraction in the first: its length depends on how much is
+        encoded, and an interrupted run must report the same as one that was not.
+        """
         steps = self.steps_per_epoch if self.epoch else None
         return self.epoch + (self.window / steps if steps else 0.0)
 
@@ -82,7 +82,9 @@ class StreamLoader:
             yield self.next_window()
 
     def next_window(self) -> Window:
-        """This rank's micro-batches of the next optimizer step; waits for them, and moves on."""
+        """This rank's micro-batches of the next optimizer step; waits for them and advances the
+        position.
+        """
         at, ahead = (self.epoch, self.window), self.prefetch
         window = self.window_at(*at) if ahead is None else ahead.take(at, self.window_at)
         self.skip()
@@ -106,14 +108,14 @@ class StreamLoader:
         return [batch_of(group, self.stream, self.collate) for group in groups]
 
     def skip(self) -> None:
-        """Leave out the next window."""
+        """Skip the next window."""
         self.window += 1
         end = self.window * self.global_batch_size
         if self._reach(end + 1) <= end:
             self.epoch, self.window = self.epoch + 1, 0
 
     def items(self, epoch: int, window: int) -> Index:
-        """The items of any window, of all ranks; fewer, or none, where the data ends."""
+        """The items of any window, of all ranks; fewer, or none, at the end of the data."""
         found = [_nothing()]
         position = window * self.global_batch_size
         last = position + self.global_batch_size
@@ -128,37 +130,40 @@ class StreamLoader:
         return self._numbers(np.concatenate(found))
 
     def state_dict(self) -> dict[str, int | str | bool]:
-        """The position, and what it is a position in."""
+        """The data position, and the settings on which it depends."""
         shards = self._shards_behind()
         position = {"epoch": self.epoch, "window": self.window, "shards": shards}
         return position | self._identity(shards)
 
     def load_state_dict(self, state: dict[str, int | str | bool]) -> None:
-        """Go to a saved position; raises DataError if it is one in other data or another order.
+        """Go to a saved position; raises DataError if it belongs to other data or another order.
 
-        Waits until all that lies before it is encoded, unless it is in the cache.
+        Waits until everything before it is encoded, unless it is in the cache.
         """
         shards = int(state.get("shards", 0))
         check_same({"streaming": "shards" in state, **state}, self._identity(shards))
         self.epoch, self.window = int(state["epoch"]), int(state["window"])
 
     def _is_there(self, epoch: int, window: int) -> bool:
-        """Whether a window can be made without waiting. That is for the thread of the run: what it
-        starts to encode ends with the thread that has started it."""
+        """Whether a window can be built without waiting. Only the training thread may wait: the
+        encoder that it starts ends with the thread that started it.
+        """
         last = (window + 1) * self.global_batch_size - 1
         return self.stream.has(self._blocks.around(epoch, last)[1] + len(self.held))
 
     def _reach(self, count: int) -> int:
-        """Wait for so many examples, or the end of the data; how many there are, at least."""
+        """Wait until ``count`` examples, or the end of the data; returns how many there are, at
+        least.
+        """
         return max(0, self.stream.reach(count + len(self.held)) - len(self.held))
 
     def _numbers(self, positions: Index) -> Index:
-        """The items at some positions, those that are held out left out."""
+        """The items at some positions, without the held-out ones."""
         gaps = self.held - np.arange(len(self.held))  # examples to learn in front of each
         return positions + np.searchsorted(gaps, positions, side="right")
 
     def _shards_behind(self) -> int:
-        """How many shards the windows so far were taken from."""
+        """From how many shards the windows so far were read."""
         if self.epoch:
             return self.stream.shards(self.stream.reach(1 << 62))
         position = self.window * self.global_batch_size

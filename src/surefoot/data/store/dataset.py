@@ -1,7 +1,8 @@
-"""Encoded items as flat arrays with offsets, read in place: no item is a Python object until asked.
+"""Encoded items as flat arrays with offsets, read in place: an item becomes a Python object only
+when it is used.
 
-A ``Store`` holds what one dataset of the recipe gave; an ``EncodedDataset`` is a choice of items
-from one store or several.
+An ``EncodedStore`` contains the items of one dataset; an ``EncodedDataset`` is a selection of items
+of one store or several.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from ..data_order import Index
 
 
 class Ragged(NamedTuple):
-    """Lists of numbers end to end: list i is ``flat[offsets[i]:offsets[i + 1]]``."""
+    """Concatenated lists of numbers: list i is ``flat[offsets[i]:offsets[i + 1]]``."""
 
     flat: NDArray[np.int32] | NDArray[np.float32]  # floats only of what a reference says
     offsets: Index  # [lists + 1]
@@ -56,7 +57,7 @@ class EncodedStore:
 
 @dataclass(frozen=True)
 class EncodedDataset:
-    """Items of some stores, in a fixed order; what a Loader draws from."""
+    """Items of some stores, in a fixed order; what a Loader reads from."""
 
     stores: tuple[EncodedStore, ...]
     index: Index  # [items] positions in the stores laid end to end
@@ -88,12 +89,12 @@ class EncodedDataset:
 
 
 def join(stores: Sequence[EncodedStore]) -> EncodedDataset:
-    """All items of the stores, one store after the other."""
+    """All items of the stores, one store after another."""
     return EncodedDataset(tuple(stores), np.arange(sum(len(store) for store in stores)))
 
 
 def in_memory(items: Sequence[Features]) -> EncodedDataset:
-    """A dataset of items that are at hand."""
+    """A dataset of items in memory."""
     features, digest = {}, xxhash.xxh3_128()
     for name in items[0] if items else ():
         lists = [np.asarray(item[name], np.int32) for item in items]

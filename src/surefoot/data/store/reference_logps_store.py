@@ -1,7 +1,7 @@
-"""What a reference has said about the items of a store: two numbers for each, kept on disk.
+"""Cache of reference log-probabilities on disk: two numbers per example (chosen, rejected).
 
-They lie beside the encoded datasets, in pieces that are there as soon as they are computed; any of
-them may be deleted at any time.
+They are stored beside the encoded datasets, in pieces that are written as soon as they are
+computed. Any of them may be deleted at any time.
 
     reference/<key>/<first item>.safetensors     values: float32 [items, 2]; check: their hash
 """
@@ -28,8 +28,9 @@ Values = NDArray[np.float32]  # [items, 2]
 
 @dataclass(frozen=True)
 class ReferenceLogpsStore:
-    """What has been asked about ``num_items`` items, under a key that says about which, and whom
-    (see ``references``)."""
+    """Reference log-probabilities of ``num_items`` items, under a key for the items and the
+    reference model (see ``references``).
+    """
 
     folder: Path
     num_items: int
@@ -41,7 +42,7 @@ class ReferenceLogpsStore:
         return [range(start, min(start + PIECE, count)) for start in range(0, count, PIECE)]
 
     def read(self, piece: range) -> Values | None:
-        """What is kept of a piece; None if nothing, or nothing sound."""
+        """The stored values of a piece; None if it is missing or damaged."""
         path = self._path(piece)
         with files.raising(DataError, "data.cache_dir"):
             try:
@@ -55,7 +56,7 @@ class ReferenceLogpsStore:
         return values if check.tobytes() == _check(values) else None
 
     def write(self, piece: range, values: Values) -> None:
-        """Keep a piece. Raises ``DataError``."""
+        """Store a piece. Raises ``DataError``."""
         check = np.frombuffer(_check(values), np.uint8)
         with files.raising(DataError, "data.cache_dir"):
             files.make_folder(self.folder)
@@ -71,12 +72,14 @@ def _check(values: Values) -> bytes:
 
 
 def stores_of(datasets: Sequence[EncodedDataset]) -> list[EncodedStore]:
-    """Every store that they draw from, once."""
+    """Every store from which they read, once."""
     return list({store.content: store for data in datasets for store in data.stores}.values())
 
 
 def with_reference_logps(dataset: EncodedDataset, values: Mapping[str, Values]) -> EncodedDataset:
-    """The same items, each with what the reference says of it; ``values`` by content of a store."""
+    """The same items, each with its reference log-probabilities; ``values`` by content of a
+    store.
+    """
     return replace(dataset, stores=tuple(_with(s, values[s.content]) for s in dataset.stores))
 
 

@@ -1,8 +1,8 @@
-"""Attention over a packed row in one kernel, where a device has one that knows documents.
+"""Packed-attention kernels: attention over a packed row in one call, on devices that support it.
 
-Each is a candidate only: ``attention_choice`` takes one where it gives what SDPA gives document by
-document, to the same bits every time, and is faster. What it cannot do (windows, capped scores,
-dropout, prompts that two answers share) goes document by document.
+Each kernel is only a candidate. ``attention.selection`` uses it if it gives the same values as SDPA
+with one call per document, bitwise the same every time, and is faster. Cases that a kernel does not
+support (windows, capped scores, dropout, shared prompts) use one call per document.
 
 Shapes: H heads, T tokens of the row, E size of a head.
 """
@@ -86,7 +86,7 @@ def flex(
     bounds: Bounds,
     scaling: float | None,
 ) -> torch.Tensor:
-    """torch's attention with a mask made of blocks, those outside of documents left out."""
+    """torch's flex attention with a block mask that skips blocks outside of documents."""
     attend = cast("Callable[..., object]", _compiled() if query.is_cuda else flex_attention)
     mask = bounds.kept("blocks", lambda: _blocks(bounds, query.device))
     found = attend(
@@ -126,7 +126,7 @@ def candidates(device: torch.device) -> dict[str, RowKernel]:
 
 
 def register(name: str, kernel: RowKernel) -> None:
-    """Let transformers know ``kernel`` as ``PREFIX + name``."""
+    """Register ``kernel`` with transformers as ``PREFIX + name``."""
     otherwise = by_document(sdpa)
 
     def attend(

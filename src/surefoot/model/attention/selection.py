@@ -1,9 +1,9 @@
-"""Which attention a run's packed rows go through: each candidate is tried once, on the run's own
-shapes, on the run's own device.
+"""Select the packed-attention kernel of a run: each candidate is tested once, on the run's own
+shapes and device.
 
-A candidate is dropped, and the log says why, if it fails, gives other numbers than SDPA document by
-document, or other bits in another run. So a kernel that this machine has, but badly, harms nothing.
-A run keeps its choice: a resume that measured again might add up in another order.
+A candidate is rejected, and the log says why, if it fails, if its values differ from SDPA with one
+call per document, or if its bits differ from run to run. So a faulty kernel on a machine does no
+harm. A run keeps its selection: a resume that measured again might compute sums in another order.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Run = Callable[[], list[torch.Tensor]]
 
 @dataclass(frozen=True)
 class Row:
-    """A packed row to try kernels on."""
+    """A packed row for testing kernels."""
 
     num_heads: int
     num_key_value_heads: int
@@ -63,10 +63,10 @@ def row_of(
 
 
 def choose(row: Row, kernels: Mapping[str, RowKernel] | None = None) -> str:
-    """The name of the fastest kernel that can be trusted; said in the log."""
+    """The name of the fastest kernel that passes the self-check; logged."""
     kernels = candidates(row.device) if kernels is None else kernels
     if not kernels:
-        logger.info("attention over packed rows: %s, document by document", BY_DOCUMENT)
+        logger.info("packed attention: %s, one call per document", BY_DOCUMENT)
         return BY_DOCUMENT
     expected, times = _found(_by_document, row), {BY_DOCUMENT: _seconds(_by_document, row)}
     for name, kernel in kernels.items():
@@ -77,22 +77,27 @@ def choose(row: Row, kernels: Mapping[str, RowKernel] | None = None) -> str:
         except Exception as error:
             why = (str(error).strip() or type(error).__name__).splitlines()[0]
         if why is not None:
-            logger.info("attention over packed rows: not %s: %s", name, why)
+            logger.info("packed attention: %s rejected: %s", name, why)
     fastest = min(times, key=lambda name: times[name])
     chosen = fastest if times[fastest] * _GAIN < times[BY_DOCUMENT] else BY_DOCUMENT
     told = ", ".join(f"{name} {1000 * seconds:.2f} ms" for name, seconds in times.items())
-    logger.info("attention over packed rows: %s (a layer, forward and back: %s)", chosen, told)
+    logger.info("packed attention: %s (forward and backward of one layer: %s)", chosen, told)
     return chosen
 
 
 def use(model: PreTrainedModel, name: str) -> str:
-    """Let packed rows of ``model`` go through the kernel ``name``; what is really used, which is
-    document by document where the kernel is not there."""
+    """Make packed rows of ``model`` use the kernel ``name``; returns the one in use, which is
+    sdpa with one call per document if the kernel is not available.
+    """
     if name == BY_DOCUMENT:
         return name
     kernel = candidates(model.device).get(name)
     if kernel is None:
-        logger.warning("attention over packed rows: %s is not here; document by document", name)
+        logger.warning(
+            "packed attention: kernel %s, used by the checkpoint, is not available; using "
+            "sdpa, one call per document",
+            name,
+        )
         return BY_DOCUMENT
     register(name, kernel)
     model.set_attn_implementation(PREFIX + name)
@@ -112,7 +117,7 @@ def _by_document(
 
 
 def _found(kernel: RowKernel, row: Row) -> list[torch.Tensor]:
-    """What ``kernel`` makes of ``row``, and the gradients of its inputs."""
+    """The output of ``kernel`` for ``row``, and the gradients of its inputs."""
     inputs = [tensor.requires_grad_() for tensor in row.inputs()]
     query, key, value = inputs
     found = kernel(query, key, value, Bounds(row.bounds), row.head_dim**-0.5)
@@ -126,15 +131,15 @@ def _why_not(kernel: RowKernel, row: Row, expected: Sequence[torch.Tensor]) -> s
         bound = 16 * torch.finfo(row.dtype).eps * float(there.abs().max())
         error = float((here.double() - there.double()).abs().max())
         if not error <= bound:
-            return f"its {name} differs by {error:.2g} from that of sdpa document by document"
+            return f"its {name} differs by {error:.2g} from that of sdpa with one call per document"
     is_same = all(map(torch.equal, first, second))
     if torch.are_deterministic_algorithms_enabled() and not is_same:
-        return "it gives other bits in another run (train.deterministic)"
+        return "its bits differ from run to run (train.deterministic)"
     return None
 
 
 def _seconds(kernel: RowKernel, row: Row) -> float:
-    """The least of some rounds, forward and back."""
+    """The fastest of several rounds, forward and backward."""
     rounds = []
     for _ in range(ROUNDS):
         _wait(row.device)

@@ -1,8 +1,9 @@
-"""What one chunk of logits teaches: log-probabilities of its labels, and the slopes of their sum.
+"""Cross entropy of one chunk of logits: the log-probability of each label and the gradient of their
+sum with respect to the logits.
 
-In torch alone this goes over the logits half a dozen times, in float32; on a GPU, where that costs
-about what the products with a small model's matrix do, by the bytes that are moved, one kernel goes
-over them twice and leaves the slopes where the logits were.
+In torch alone this needs half a dozen passes over the logits, in float32. On a GPU, by the bytes
+that are moved, that costs about as much as the products with a small model's matrix. One Triton
+kernel needs two passes and overwrites the logits with their gradients.
 
 Shapes: C positions, V vocabulary.
 """
@@ -27,12 +28,12 @@ Slopes = Callable[[torch.Tensor, torch.Tensor, float | None, float, bool], Learn
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """What sums are made in: float32 at least."""
+    """The dtype of sums: at least float32."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def capped(logits_CV: torch.Tensor, softcap: float | None) -> torch.Tensor:
-    """The logits as the model means them, in float32 or wider: tanh(x / cap) * cap."""
+    """The capped logits, in float32 or wider: tanh(x / cap) * cap."""
     logits_CV = logits_CV.to(wide(logits_CV.dtype))
     return logits_CV if softcap is None else torch.tanh(logits_CV / softcap) * softcap
 
@@ -40,7 +41,9 @@ def capped(logits_CV: torch.Tensor, softcap: float | None) -> torch.Tensor:
 def uncapped(
     slopes_CV: torch.Tensor, logits_CV: torch.Tensor, softcap: float | None
 ) -> torch.Tensor:
-    """Slopes before the cap from those after it: d(cap tanh(x / cap))/dx = 1 - tanh^2(x / cap)."""
+    """Gradients before the cap from those after it: d(cap tanh(x / cap))/dx = 1 - tanh^2(x /
+    cap).
+    """
     return slopes_CV if softcap is None else slopes_CV * (1 - (logits_CV / softcap).square())
 
 
@@ -51,7 +54,7 @@ def torch_logit_gradients(
     smoothing: float,
     learns: bool,
 ) -> Learnt:
-    """In torch's own operations, on any device."""
+    """With torch's own operations, on any device."""
     logits_CV = capped(logits_CV, softcap)
     # Where nobody looks at the logits again, their place will do; seen to be right on CPUs.
     room_CV = logits_CV if softcap is None and logits_CV.is_cpu else None
@@ -68,7 +71,9 @@ def torch_logit_gradients(
 
 
 def fastest(logits_CV: torch.Tensor) -> Slopes:
-    """The kernel for logits like these, if it is there and can be trusted, else torch."""
+    """The fused kernel for logits like these, if it is available and passes its self-check, else
+    torch.
+    """
     is_narrow = logits_CV.dtype != torch.float64
     return (
         _fused(logits_CV.device.type) or torch_logit_gradients
@@ -79,7 +84,9 @@ def fastest(logits_CV: torch.Tensor) -> Slopes:
 
 @cache
 def _fused(device: str) -> Slopes | None:
-    """The kernel, once it has given here what torch gives, to the same bits every time."""
+    """The kernel, once it has given the same values as torch on this device, bitwise the same
+    every time.
+    """
     if device != "cuda" or not find_spec("triton"):
         return None
     fused: Slopes = import_module(".slopes_kernel", __package__).fused  # Triton is for GPUs alone
@@ -88,14 +95,14 @@ def _fused(device: str) -> Slopes | None:
     except Exception as error:  # a compiler may fail in any way, and torch will do
         why = (str(error).strip() or type(error).__name__).splitlines()[0]
     if why is not None:
-        logger.info("head: by torch, not in one kernel: %s", why)
+        logger.info("logit gradients: torch, the fused kernel is rejected: %s", why)
         return None
-    logger.debug("head: softmax and its slopes in one kernel")
+    logger.debug("logit gradients: fused kernel")
     return fused
 
 
 def why_not(fused: Slopes, device: torch.device) -> str | None:
-    """Why ``fused`` cannot be trusted on ``device``: tried on random logits; None if it can."""
+    """Why ``fused`` fails its self-check on ``device``, on random logits; None if it passes."""
     dice = torch.Generator(device).manual_seed(0)
     for dtype in (torch.float32, torch.bfloat16):
         logits_CV = torch.randn(3, 5_003, generator=dice, device=device).mul_(4).to(dtype)
@@ -106,11 +113,11 @@ def why_not(fused: Slopes, device: torch.device) -> str | None:
             first, second = (fused(logits_CV.clone(), *settings) for _ in range(2))
             for name, here, again, there in zip(_NAMES, first, second, expected, strict=True):
                 if here is None or again is None or there is None:
-                    return f"it has no {name}"
+                    return f"it returns no {name}"
                 if name == "sums" and not smoothing:
                     continue  # nobody reads them
                 if not torch.equal(here, again):
-                    return f"its {name} differ from one time to the next"
+                    return f"its {name} differ from run to run"
                 error = float((here.double() - there.double()).abs().max())
                 bound = 16 * torch.finfo(here.dtype).eps * float(there.abs().max())
                 if not error <= bound:

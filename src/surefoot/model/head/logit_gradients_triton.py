@@ -1,8 +1,9 @@
-"""Softmax, log-probability and slopes of a chunk of logits in one Triton kernel (``slopes``).
+"""Softmax, log-probability and logit gradients of a chunk in one Triton kernel
+(``logit_gradients``).
 
-A program has one position. It goes over the row once for the largest logit and the sum of
+Each program computes one position. It reads the row once for the largest logit and the sum of
 exponentials, which is corrected as the largest grows (Milakov and Gimelshein, arXiv:1805.02867),
-and once more to put the slopes where the logits were.
+and once more to overwrite the logits with their gradients.
 """
 
 import torch
@@ -67,7 +68,7 @@ def fused(
     smoothing: float,
     learns: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """As ``slopes.by_torch``; slopes take the place of the logits, in their type."""
+    """As ``torch_logit_gradients``; the gradients overwrite the logits, in their dtype."""
     logits_CV = logits_CV.contiguous()
     positions, columns = logits_CV.shape
     found_2C = torch.empty(2, positions, dtype=torch.float32, device=logits_CV.device)
