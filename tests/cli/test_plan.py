@@ -38,7 +38,7 @@ def test_the_screen_tells_all_of_it(recipe):
     for word in ("weights", "gradients", "optimizer", "activations", "at its peak"):
         assert f"\n{word} " in out
     assert "4 of 4 at a time, the one being written included" in out
-    assert "shared memory of a process" in out
+    assert "shared memory of a rank" in out
     assert "model.gradient_checkpointing=true" in out
     assert "train.micro_batch_size=4" in out
     assert "lengths are those of 24 rows" in out

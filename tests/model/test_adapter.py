@@ -48,7 +48,9 @@ def test_one_to_go_on_from_can_learn(folder):
     ],
 )
 def test_an_adapter_of_another_model_is_refused(folder, base, adapter, reason):
-    with pytest.raises(ModelError, match=rf"an adapter of another model, not of .*{base}.*({reason})"):
+    with pytest.raises(
+        ModelError, match=rf"an adapter of another model, not of .*{base}.*({reason})"
+    ):
         attach(load(folder / base), folder / adapter)
 
 

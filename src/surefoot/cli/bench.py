@@ -1,4 +1,4 @@
-"""``surefoot bench``: how fast a recipe trains here, and with which settings it is faster."""
+"""``surefoot bench``: how fast a recipe trains on this machine, and which settings are faster."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from ..forecast.bench.subprocess_trial import Failure
 
 PHASES = {
-    "data": "the next window: examples read, laid out, padded or packed",
+    "data": "the next window: examples read, packed or padded",
     "forward": "the model and the loss",
     "backward": "the gradient",
-    "optimizer": "the gradient normalised and clipped, the weights moved",
-    "rest": "everything else of the loop",
+    "optimizer": "gradient normalization, clipping and the update of the weights",
+    "rest": "everything else of the training loop",
 }
 LIMIT = 15 * 60.0  # seconds after which nothing more is tried
 _NUMBERS = ("of a step", "seconds", "tokens/s", "gain", "memory")
@@ -43,22 +43,25 @@ _SLOWEST, _PATIENCE = 4, 600.0  # times as long as the recipe itself, and second
     default=5,
     show_default=True,
     metavar="N",
-    help="Optimizer steps to time, after two to warm up; fewer if they take over 30 s together.",
+    help="Optimizer steps to time, after two warm-up steps; fewer if they take over 30 s together.",
 )
-@click.option("--only-this", is_flag=True, help="Measure the recipe as it is, and try nothing.")
+@click.option(
+    "--only-this", is_flag=True, help="Measure the recipe itself, and try no other settings."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
 def bench(
     recipe: Path, overrides: tuple[str, ...], steps: int, only_this: bool, as_json: bool
 ) -> None:
     """Measure how fast RECIPE trains on this machine, and which settings make it faster.
 
-    A few optimizer steps are run as `surefoot train` would run them, in a process of their own;
-    nothing is saved, and train.output_dir is not touched. Then other settings are tried, each in a
-    fresh process: train.micro_batch_size, data.packing, model.gradient_checkpointing and
-    model.compile. One that fails, for want of memory for one, is a line of the table. After 15
-    minutes nothing more is tried.
+    A few optimizer steps run as `surefoot train` would run them, in a process of their own. Nothing
+    is saved, and train.output_dir is not touched. Then other settings are tried, each in a new
+    process: train.micro_batch_size, data.packing, model.gradient_checkpointing and model.compile. A
+    setting that fails, for example out of memory, is listed with its error. After 15 minutes no
+    further settings are tried.
 
-    Of a recipe for several processes, the share of one is measured, without communication.
+    A recipe for several ranks is measured on one rank, with that rank's batch size and without
+    communication.
 
     OVERRIDES are dotted fields such as train.micro_batch_size=8.
     """
@@ -77,11 +80,11 @@ def bench(
 
 
 def measured(one: SingleRankRecipe, steps: int, *, only_this: bool) -> Search:
-    """The recipe as it is and, unless ``only_this``, what else was tried.
+    """The recipe itself and, unless ``only_this``, the other settings that were tried.
 
     Raises:
-        SurefootError: the recipe cannot be trained, as ``surefoot train`` would say it, or nothing
-            that was tried worked.
+        SurefootError: the recipe cannot be trained, with the error of ``surefoot train``, or all
+            settings failed.
     """
     from ..errors import RunError, SurefootError
     from ..forecast.bench.search import Search
@@ -112,7 +115,11 @@ def measured(one: SingleRankRecipe, steps: int, *, only_this: bool) -> Search:
     first = search.trials[0].outcome
     if all(isinstance(trial.outcome, Failure) for trial in search.trials):
         assert isinstance(first, Failure)
-        hint = "without --only-this, smaller settings are tried" if only_this else "so did the rest"
+        hint = (
+            "without --only-this, smaller settings are tried"
+            if only_this
+            else ("so did all other settings")
+        )
         raise RunError(f"the recipe could not be measured: {first.reason} ({hint})")
     return search
 
@@ -122,7 +129,7 @@ def _settings(changes: Changes) -> list[str]:
 
 
 def _gain(trial: Trial, first: Trial) -> float | None:
-    """How many times as fast as the recipe; None if either failed."""
+    """The speed relative to the recipe; None if either failed."""
     from ..forecast.bench.result import BenchResult
 
     new, old = trial.outcome, first.outcome
@@ -132,7 +139,7 @@ def _gain(trial: Trial, first: Trial) -> float | None:
 
 
 def show(found: Search, one: SingleRankRecipe, command: list[str]) -> None:
-    """Print facts, where the time goes, what was tried, and the command to take."""
+    """Print facts, where the time goes, what was tried, and the fastest command."""
     from ..forecast.bench.result import BenchResult
 
     screen, first = console(), found.trials[0].outcome
@@ -150,24 +157,24 @@ def show(found: Search, one: SingleRankRecipe, command: list[str]) -> None:
 def _lines(found: Search, figures: BenchResult, one: SingleRankRecipe) -> Iterator[tuple[str, str]]:
     yield "device", f"{figures.device}, {figures.precision}"
     if one.num_processes > 1:
-        yield "processes", f"measured as one of {one.num_processes:,}: {_apart(one)}"
+        yield "processes", f"measured as one rank of {one.num_processes:,}: {_apart(one)}"
     train = found.recipe.train
     passes = f"{train.gradient_accumulation_steps:,} × {train.micro_batch_size:,} examples"
     yield "step", f"{figures.step_seconds:.3g} s for {passes} (mean of {figures.steps:,})"
     speed = f"{figures.tokens_per_second:,.0f} tokens/s"
-    yield "speed", f"{speed}, {figures.trained_tokens_per_second:,.0f} of them learnt"
+    yield "speed", f"{speed}, {figures.trained_tokens_per_second:,.0f} of them trained"
     yield "padding", f"{100 * figures.padding:.3g} % of the positions"
     flops = f"{figures.flops / figures.seconds / 1e9:,.4g} GFLOP/s of the model"
-    peak = f"{figures.gemm_flops / 1e9:,.4g} that a product of matrices reaches here"
+    peak = f"{figures.gemm_flops / 1e9:,.4g} that a product of matrices reaches on this device"
     yield "arithmetic", f"{flops}, {100 * figures.utilisation:.3g} % of the {peak}"
-    yield "memory", f"{in_bytes(figures.peak_memory)} at its peak, in the heaviest step"
+    yield "memory", f"{in_bytes(figures.peak_memory)} at its peak, in the largest step"
     if figures.compiling_seconds:
         yield "compiling", f"{figures.compiling_seconds:.3g} s in the first step"
 
 
 def _apart(one: SingleRankRecipe) -> str:
-    share = f"its {one.recipe.train.global_batch_size:,} examples a step"
-    return f"{share} on the whole model, without communication"
+    share = f"its {one.recipe.train.global_batch_size:,} examples per step"
+    return f"{share} on the full model, without communication"
 
 
 def _time_table(figures: BenchResult) -> Table:
@@ -185,7 +192,7 @@ def _trials_table(found: Search) -> Table:
         style = "bold" if trial is found.best else ""
         made.add_row(cell(name), *_results(trial, found.trials[0]), style=style)
     for changes in found.left_out:
-        note = Text(f"not tried: {LIMIT / 60:.0f} minutes are over", style="dim")
+        note = Text(f"not tried: the limit of {LIMIT / 60:.0f} minutes is reached", style="dim")
         made.add_row(cell(" ".join(_settings(changes))), "", "", "", note)
     return made
 
@@ -213,11 +220,11 @@ def _first_line(failure: Failure) -> str:
 def _verdict(found: Search, command: list[str]) -> Iterator[Text]:
     best, first = found.best, found.trials[0]
     if not best.changes:
-        yield Text("nothing that was tried is faster by more than chance")
+        yield Text("no setting is faster than the recipe beyond chance")
         return
     gain = _gain(best, first)
     how = "works" if gain is None else f"is {gain:.2f} times as fast"
-    yield Text(f"this {how}, and learns the same but for rounding:")
+    yield Text(f"this {how}, with the same result except for rounding:")
     yield Text.assemble("  ", (shlex.join(command), "bold"))
 
 

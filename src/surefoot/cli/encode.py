@@ -1,4 +1,4 @@
-"""``surefoot encode``: the datasets of a recipe into the cache, ahead of a run."""
+"""``surefoot encode``: encode the datasets of a recipe into the cache, before a run."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 def encode(recipe: Path, overrides: tuple[str, ...]) -> None:
     """Encode the datasets of RECIPE into the cache, where training finds them.
 
-    Where processors are cheap, say, before a machine with a GPU is rented; data.cache_dir then
-    names a folder that both see. With data.streaming, training need not wait for the end of it.
-    What is in the cache already is not encoded again.
+    Use it, for example, on a machine with cheap processors before you rent one with a GPU;
+    data.cache_dir is then a folder that both can read. With data.streaming, training can start
+    before the encoding has ended. Datasets that are already in the cache are not encoded again.
 
     OVERRIDES are dotted fields such as data.cutoff_len=512.
     """
@@ -35,7 +35,7 @@ def encode(recipe: Path, overrides: tuple[str, ...]) -> None:
 
 
 def lines(recipe: Recipe, codec: Codec) -> Iterator[str]:
-    """Encode, and say what became of the rows."""
+    """Encode, and report the counts of the rows."""
     from ..recipe.recipe_data import encode_all, prepared
 
     if recipe.data.streaming:

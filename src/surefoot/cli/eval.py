@@ -1,4 +1,4 @@
-"""``surefoot eval``: how good a model is on data it was not trained on."""
+"""``surefoot eval``: evaluate a model on data it was not trained on."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ UNSHOWN = ("rewards/chosen", "rewards/rejected", "logps/chosen", "logps/rejected
 
 @dataclass(frozen=True)
 class Result:
-    """What came out for one dataset."""
+    """The results of one dataset."""
 
     name: str
     num_examples: int
@@ -37,11 +37,11 @@ class Result:
 
     @property
     def matches(self) -> int:
-        """Answers that are just those of the data."""
+        """Number of responses that equal those of the data."""
         return sum(found.is_match for found in self.answers)
 
     def figures(self) -> dict[str, object]:
-        """All of it but the texts; what is not a number is null."""
+        """All of it except the texts; NaN and infinite values are null."""
         found: dict[str, object] = {"examples": self.num_examples}
         found |= {n: v if math.isfinite(v) else None for n, v in self.metrics.items()}
         if self.answers:
@@ -55,7 +55,8 @@ class Result:
 @click.argument("overrides", nargs=-1)
 @click.option(
     "--model",
-    help="A checkpoint (checkpoint-60 is enough), or any model; base: the recipe's, untrained.",
+    help="A checkpoint (checkpoint-60 is enough), or any model; base: the recipe's model before "
+    "training.",
 )
 @click.option("--base", help="The base model of an adapter, if it moved.")
 @click.option("--dataset", help="Evaluate on this dataset instead.")
@@ -65,16 +66,17 @@ class Result:
 def eval_(recipe: Path, overrides: tuple[str, ...], **options: object) -> None:
     """Evaluate the run of RECIPE on data that it was not trained on.
 
-    That is data.eval_datasets, or what data.val_size holds out. Prints loss, perplexity and token
-    accuracy; of stage dpo, how often the better answer has the higher reward, and by how much. For
-    conversations the model also answers every one itself (section generate; greedy unless it
-    samples), and exact match is the share of answers that are those of the data, white space around
-    them aside. All answers go to generations-CHECKPOINT.jsonl in the run's folder.
+    The data is data.eval_datasets, or the rows that data.val_size holds out. Prints loss,
+    perplexity and token accuracy; for stage dpo, how often the chosen response has the higher
+    reward, and the margin. For conversations, the model also generates every response itself
+    (section generate; greedy unless it samples). Exact match is the share of responses that equal
+    the expected one, except for white space at the ends. All responses are written to
+    generations-CHECKPOINT.jsonl in the run's folder.
 
-    Without --model, the best checkpoint of the run if its recipe ends with that one, otherwise the
-    newest. OVERRIDES are dotted fields such as generate.max_new_tokens=64. Those of parallel say
-    over how many processes to spread the model, whatever it was trained on, as in `surefoot
-    predict`.
+    Without --model, the best checkpoint of the run is used if its recipe ends with that one,
+    otherwise the latest. OVERRIDES are dotted fields such as generate.max_new_tokens=64. Those of
+    parallel set the ranks over which to shard the model, whatever it was trained on, as in
+    `surefoot predict`.
     """
     from ..recipe.prediction import parallel_of
     from ..recipe.recipe import load
@@ -102,7 +104,7 @@ def eval_(recipe: Path, overrides: tuple[str, ...], **options: object) -> None:
 def _results(
     loaded: Recipe, options: dict[str, object], world: World, parallel: ParallelSection
 ) -> tuple[str, list[Result]]:
-    """A short name for the model, and what came out; the same in all processes."""
+    """A short name for the model, and its results; the same on all ranks."""
     with loading():
         from ..inference import adopt, held_out, references
 
@@ -149,7 +151,7 @@ def _open(
 
 
 def _path(run: Address | Path, model: str | None) -> str:
-    """What to look for: the run itself, one of its checkpoints, or any other model."""
+    """The model to locate: the run itself, one of its checkpoints, or any other model."""
     from ..checkpoint.disk.commit import named
     from ..errors import CheckpointError
 
@@ -159,7 +161,7 @@ def _path(run: Address | Path, model: str | None) -> str:
     if model is None:
         if not run.is_dir():
             raise CheckpointError(
-                f"{run}: nothing was trained there yet; run `surefoot train` first, or use "
+                f"{run}: contains no trained model yet; run `surefoot train` first, or use "
                 "--model base"
             )
         return str(run)
@@ -188,7 +190,7 @@ def _evaluate(
 
 
 def write_generations(path: Path, results: Sequence[Result]) -> None:
-    """One JSON object a line: origin, prompt, reference, answer, match. Replaces an old file."""
+    """One JSON object per line: origin, prompt, reference, answer, match. Replaces an old file."""
     from ..errors import RunError
     from ..storage.files import make_folder, raising, write_aside
 
@@ -212,10 +214,10 @@ def write_generations(path: Path, results: Sequence[Result]) -> None:
 
 
 def summary(name: str, results: Sequence[Result], written: object) -> dict[str, object]:
-    """Everything as plain data: the whole, then each dataset.
+    """Everything as plain data: the totals, then each dataset.
 
-    As in training, loss and the like of several datasets are the means over the datasets; exact
-    match is over all answers.
+    As in training, the loss and similar metrics of several datasets are means over the datasets;
+    exact match is over all responses.
     """
     known = set.intersection(*(set(result.metrics) for result in results))
     means = {
@@ -259,6 +261,6 @@ def _heading(metric: str) -> str:
 
 
 def match_line(answers: Sequence[Generation]) -> str:
-    """The line people look for."""
+    """The line with the exact match."""
     matches = sum(found.is_match for found in answers)
     return f"exact match {100 * matches / len(answers):.1f} % ({matches}/{len(answers)})"

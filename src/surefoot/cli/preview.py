@@ -1,4 +1,4 @@
-"""``surefoot preview``: what the model will see of the data, and which of it is learnt."""
+"""``surefoot preview``: the tokenized data, and which tokens are trained on."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ UNLIMITED = 1 << 30
 
 @dataclass(frozen=True)
 class TextSpan:
-    """A stretch of text that is learnt, or is not; of a pair, the answer that it is."""
+    """A span of text that is trained or masked; for a pair, also the response that contains it."""
 
     text: str
     learnt: bool
@@ -44,7 +44,7 @@ class TextSpan:
 
 @dataclass(frozen=True)
 class Rendered:
-    """One sequence of tokens that an example gave."""
+    """One sequence of an example."""
 
     parts: Sequence[TextSpan]
     tokens: int
@@ -53,7 +53,7 @@ class Rendered:
 
 @dataclass(frozen=True)
 class PreviewExample:
-    """One example and what became of it."""
+    """One example and its outcome."""
 
     origin: str
     tokens: int  # before anything was cut
@@ -64,7 +64,7 @@ class PreviewExample:
 
 @dataclass
 class DatasetStats:
-    """What became of the rows of a dataset that were read."""
+    """Statistics of the rows of a dataset that were read."""
 
     name: str
     rows: int = 0
@@ -82,16 +82,22 @@ class DatasetStats:
 @click.command()
 @click.argument("recipe", type=click.Path(path_type=Path))
 @click.argument("overrides", nargs=-1)
-@click.option("-n", "count", default=3, type=click.IntRange(0), help="Examples to show of each.")
+@click.option(
+    "-n",
+    "count",
+    default=3,
+    type=click.IntRange(0),
+    help="Number of examples to show of each dataset.",
+)
 @click.option("--dataset", help="Only this dataset.")
 @click.option("--all", "all_rows", is_flag=True, help=f"Read all rows, not the first {ROWS:,}.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def preview(recipe: Path, overrides: tuple[str, ...], **options: object) -> None:
-    """Show what the model will see of the data of RECIPE, and what it learns of it.
+    """Show the tokenized data of RECIPE as the model reads it, and which tokens are trained on.
 
-    The first examples of each dataset as they are rendered, what is learnt in green (in [[ ]] when
-    not on a terminal); then figures: how long the examples are, what is cut or left out, and why.
-    Nothing is trained, and no weights are read.
+    Prints the first examples of each dataset as they are rendered. Trained tokens are green ([[ ]]
+    when not on a terminal), masked tokens are dim. Then statistics: lengths, and what is truncated
+    or dropped and why. Nothing is trained, and no weights are read.
 
     OVERRIDES are dotted fields such as data.cutoff_len=512.
     """
@@ -122,7 +128,7 @@ def _names(recipe: Recipe) -> tuple[str, ...]:
 def measure(
     recipe: Recipe, codec: Codec, name: str, *, count: int, limit: int | None
 ) -> DatasetStats:
-    """Encode the rows of a dataset, twice: as training will, and without a limit of length."""
+    """Encode the rows of a dataset twice: as training will, and without a limit of length."""
     from ..data.rows.registry import read_registry
     from ..data.rows.rows import read_examples
 
@@ -188,7 +194,7 @@ def _items(outcome: Encoded) -> Sequence[Features]:
 
 
 def _pairs(item: Features) -> Iterator[tuple[Sequence[int], Sequence[int]]]:
-    """Ids and labels; of some stages an item has several, such as chosen and rejected."""
+    """Ids and labels; in some stages an item has several, such as chosen and rejected."""
     for name, ids in item.items():
         if name.endswith("input_ids"):
             yield ids, item[name.removesuffix("input_ids") + "labels"]
@@ -216,13 +222,13 @@ def _sequence(codec: Codec, item: Features) -> Rendered:
 
 
 def _answers(item: Features, count: int) -> list[str | None]:
-    """Of each token, which answer of a pair it is in."""
+    """For each token, the response of a pair that contains it."""
     lengths = item.get("lengths", (count,))
     return [name for name, length in zip(ANSWERS, lengths, strict=False) for _ in range(length)]
 
 
 def show(console: Console, figures: DatasetStats, cutoff_len: int) -> None:
-    """Print examples, a legend and figures."""
+    """Print examples, a legend and statistics."""
     for shown in figures.shown:
         _show_example(console, shown)
     if any(shown.items for shown in figures.shown):
@@ -287,7 +293,7 @@ def _count(number: int, what: str) -> str:
 
 
 def histogram(lengths: Sequence[int], cutoff_len: int) -> Iterator[str]:
-    """Lines with bars, and where ``cutoff_len`` lies among the lengths."""
+    """Lines with bars, and the position of ``cutoff_len`` among the lengths."""
     if not lengths:
         return
     ordered = sorted(lengths)
@@ -309,13 +315,15 @@ def histogram(lengths: Sequence[int], cutoff_len: int) -> Iterator[str]:
 
 
 def _edges(longest: int, cutoff_len: int) -> list[int]:
-    """Where bars end: at ``longest`` the last, and one at ``cutoff_len`` if anything is longer."""
+    """The upper bounds of the bars: the last at ``longest``, and one at ``cutoff_len`` if
+    anything is longer.
+    """
     top = min(longest, cutoff_len)
     steps = {top * i // BINS for i in range(1, 2 * BINS)}
     return sorted({step for step in steps if 0 < step < longest} | {longest})
 
 
 def summary(recipe: Recipe, found: Sequence[DatasetStats]) -> Mapping[str, object]:
-    """All of it for scripts."""
+    """The same as plain data, for scripts."""
     datasets = [{**asdict(figures), "lengths": sorted(figures.lengths)} for figures in found]
     return {"cutoff_len": recipe.data.cutoff_len, "datasets": datasets}
