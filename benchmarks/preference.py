@@ -22,7 +22,7 @@ from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 from surefoot.batch import IGNORE_INDEX, Batch, Features
 from surefoot.data.text.pairs import collate_pairs, unshared
 from surefoot.model.attention.packed import use_packed
-from surefoot.model.head.chunked_cross_entropy import outputs
+from surefoot.model.head import outputs
 from surefoot.model.head.logprob_head import LogprobHead, asked_head
 
 HIDDEN, LAYERS, VOCABULARY, PAIRS = 256, 4, 4_000, 4

@@ -39,7 +39,7 @@ def rank(folder: Path, way: str) -> None:
     from surefoot.parallel.sharded_model import shard
     from surefoot.parallel.world import ALONE, World, joined
     from surefoot.recipe.recipe import Recipe
-    from surefoot.run.training_run import assembly
+    from surefoot.run import assembly
     from surefoot.stages.sft import SFT
     from surefoot.storage import files
     from surefoot.training.section import TrainSection

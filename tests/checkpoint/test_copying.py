@@ -119,7 +119,7 @@ def test_what_a_killed_copy_left_is_removed_by_the_next(tmp_path):
 MEASURE = """
 import resource, sys
 from pathlib import Path
-from surefoot.checkpoint.copy import copy
+from surefoot.checkpoint.sources.copying import copy
 from surefoot.checkpoint.layouts import open_folder
 source, target = map(Path, sys.argv[1:])
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

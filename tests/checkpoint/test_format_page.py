@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from surefoot.checkpoint.disk import manifest as index
 from surefoot.checkpoint.disk.bytes import raw
 from surefoot.checkpoint.disk.header import ITEM_SIZES
 from surefoot.checkpoint.saving.job import Share
 from surefoot.checkpoint.saving.preparation import LiveTensors, prepare, save
 from surefoot.checkpoint.saving.writing import write
 from surefoot.geometry.box import Box
-from surefoot.storage.disk_usage import manifest as index
 
 from .sample import sample_states
 from .test_distributed import halves, saved_by_ranks

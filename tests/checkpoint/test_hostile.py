@@ -20,7 +20,7 @@ from surefoot.errors import CheckpointError
 from surefoot.storage import files
 
 from .sample import blank, sample_states
-from .test_index import HASH, sealed
+from .test_manifest import HASH, sealed
 
 LIMIT = 1 << 30  # bytes of address space for the reader; it needs a tenth of that to start
 
@@ -101,7 +101,7 @@ HOSTILE = {
 READER = """
 import resource, sys
 from pathlib import Path
-from surefoot.checkpoint.verify import verify
+from surefoot.checkpoint.reading.verification import verify
 from surefoot.checkpoint.looking.listing import list_run
 from surefoot.errors import CheckpointError
 assert "torch" not in sys.modules

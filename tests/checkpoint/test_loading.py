@@ -12,7 +12,7 @@ from surefoot.checkpoint.saving.preparation import save
 from surefoot.errors import CheckpointError
 
 from .sample import Holder, blank, same, same_states, sample_states
-from .test_index import sealed
+from .test_manifest import sealed
 
 
 @pytest.fixture

@@ -105,7 +105,7 @@ def test_every_byte_is_read_once(tmp_path, monkeypatch):
 
 PEAK = """
 import resource, sys
-from surefoot.checkpoint.reshard import Mesh, reshard
+from surefoot.checkpoint import Mesh, reshard
 def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 small, large, target = sys.argv[1:]
 reshard(small, target + "-a"); reshard(small, target + "-b", layout="distributed", mesh=Mesh(1, 3))

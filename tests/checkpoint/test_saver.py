@@ -13,7 +13,7 @@ import torch
 
 import warm
 from surefoot.checkpoint import AsyncSaver, CheckpointError, Rule, load, newest, verify
-from surefoot.checkpoint.background.writer_process import in_flight as flight
+from surefoot.checkpoint.background import in_flight as flight
 from surefoot.checkpoint.disk.commit import committed
 from surefoot.checkpoint.disk.folder import open_checkpoint
 

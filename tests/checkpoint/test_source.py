@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
+from geometry.test_box import boxes
 from surefoot.checkpoint.layouts import open_folder
 from surefoot.checkpoint.saving.preparation import save
 from surefoot.checkpoint.sources import source as sources
@@ -15,7 +16,6 @@ from surefoot.errors import CheckpointError
 from surefoot.geometry.box import Box
 
 from .sample import Holder, num_open, same_bits
-from .test_box import boxes
 
 
 def parts():

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from surefoot.checkpoint.disk import strict_json
 from surefoot.errors import CheckpointError
-from surefoot.storage.disk_usage import strict_json
 
 VALUES = st.recursive(
     st.none()

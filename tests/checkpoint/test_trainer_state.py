@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from surefoot.checkpoint.disk import trainer_state
 from surefoot.errors import CheckpointError
-from surefoot.storage.disk_usage import trainer_state
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3),

@@ -3,10 +3,10 @@
 import json
 
 import pytest
-from bench.made_up import figures
 from click.testing import CliRunner
 
 import forks
+from forecast.bench.made_up import figures
 from project import Project
 from surefoot.cli import bench
 from surefoot.cli.main import main

@@ -25,7 +25,8 @@ import torch
 
 import forks
 from checkpoint.sample import blank, same_states, sample_states, tree_bytes
-from surefoot.checkpoint.background.writer_process import Background, writer_process
+from surefoot.checkpoint.background import writer_process
+from surefoot.checkpoint.background.writer_process import Background
 from surefoot.checkpoint.disk.commit import committed
 from surefoot.checkpoint.reading.latest import recover_latest
 from surefoot.checkpoint.reading.loading import load

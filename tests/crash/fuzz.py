@@ -14,12 +14,12 @@ from pathlib import Path
 import atheris
 
 with atheris.instrument_imports(include=["surefoot"]):
+    from surefoot.checkpoint.disk import header, strict_json
+    from surefoot.checkpoint.disk import manifest as index
     from surefoot.checkpoint.reading.verification import verify
     from surefoot.checkpoint.weights import MODEL_INDEX, open_weights
     from surefoot.errors import CheckpointError
     from surefoot.storage import files
-    from surefoot.storage.disk_usage import header, strict_json
-    from surefoot.storage.disk_usage import manifest as index
 
 SEAL = re.compile(rb'("seal": ")[0-9a-f]{32}(")')
 SCRATCH = Path(tempfile.mkdtemp(dir="/dev/shm" if Path("/dev/shm").is_dir() else None))

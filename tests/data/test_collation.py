@@ -2,7 +2,7 @@
 
 import torch
 from hypothesis import given
-from test_pack import EXAMPLES, without_first_label
+from test_packing import EXAMPLES, without_first_label
 
 from surefoot.batch import IGNORE_INDEX
 from surefoot.data.store.dataset import in_memory

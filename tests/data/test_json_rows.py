@@ -6,8 +6,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from surefoot.data.rows import json_rows
 from surefoot.data.rows.json_rows import read_json, read_jsonl
-from surefoot.data.rows.rows import json_rows
 from surefoot.errors import DataError
 
 VALUES = st.recursive(

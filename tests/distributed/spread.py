@@ -17,7 +17,7 @@ from surefoot.data.rows.dataset_report import Report
 from surefoot.data.section import DataSection
 from surefoot.data.store.preparation import EncodedData
 from surefoot.methods.full import Full
-from surefoot.model.attention.packed import packed
+from surefoot.model.attention import packed
 from surefoot.model.pretrained.loading import recompute_activations
 from surefoot.model.pretrained.weights import AdapterWeights, FullWeights
 from surefoot.model.section import ModelSection

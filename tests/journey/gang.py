@@ -21,7 +21,7 @@ from pathlib import Path
 
 import forks
 from project import Project, checkpoints, losses
-from surefoot.checkpoint.background.writer_process import writer_process
+from surefoot.checkpoint.background import writer_process
 from surefoot.checkpoint.layouts import open_folder
 from surefoot.checkpoint.reading.verification import verify
 from surefoot.checkpoint.sources.source import read_whole

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from surefoot.model.head.chunked_cross_entropy import logit_gradients
+from surefoot.model.head import logit_gradients
 from surefoot.model.head.logit_gradients import torch_logit_gradients, why_not
 
 

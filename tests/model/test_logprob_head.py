@@ -8,7 +8,7 @@ from torch import nn
 
 import tiny
 from surefoot.model.attention.packed import use_packed
-from surefoot.model.head.chunked_cross_entropy import outputs
+from surefoot.model.head import outputs
 from surefoot.model.head.logprob_head import asked_head
 
 KINDS = [*tiny.KINDS, *tiny.MORE]

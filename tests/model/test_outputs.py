@@ -7,7 +7,7 @@ from transformers.trainer_pt_utils import LabelSmoother
 import tiny
 from surefoot.batch import IGNORE_INDEX, Batch
 from surefoot.model.attention.packed import use_packed
-from surefoot.model.head.chunked_cross_entropy import outputs
+from surefoot.model.head import outputs
 
 
 def padded(rows, labels):

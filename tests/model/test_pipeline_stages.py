@@ -11,8 +11,8 @@ import small
 import tiny
 from surefoot.data.text.collation import collate
 from surefoot.errors import RecipeError
-from surefoot.model.attention.packed import packed
-from surefoot.model.head.chunked_cross_entropy import outputs
+from surefoot.model.attention import packed
+from surefoot.model.head import outputs
 from surefoot.model.pipeline_stages import keep, parameters_of, split
 
 

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 import tiny
+from surefoot.model.attention import packed, selection
 from surefoot.model.attention.kernels import flex, register, varlen
-from surefoot.model.attention.packed import Bounds, packed, selection
+from surefoot.model.attention.packed import Bounds
 from surefoot.model.attention.selection import BY_DOCUMENT, Row, choose
 
 CPU = torch.device("cpu")

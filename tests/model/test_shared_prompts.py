@@ -14,9 +14,10 @@ from surefoot.batch import IGNORE_INDEX, TrainedPositions, trained_positions
 from surefoot.data.text.collation import collate
 from surefoot.data.text.pairs import collate_pairs, split, unshared
 from surefoot.errors import ModelError
+from surefoot.model.attention import selection
 from surefoot.model.attention.kernels import register
-from surefoot.model.attention.packed import PREFIX, selection, use_packed
-from surefoot.model.head.chunked_cross_entropy import outputs
+from surefoot.model.attention.packed import PREFIX, use_packed
+from surefoot.model.head import outputs
 from surefoot.model.head.logprob_head import asked_head
 from surefoot.model.pretrained.compiled import compile_layers
 from surefoot.model.pretrained.loading import recompute_activations

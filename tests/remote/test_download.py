@@ -3,6 +3,7 @@
 import pytest
 
 from checkpoint.sample import blank, same, sample_states
+from surefoot.checkpoint.disk import strict_json
 from surefoot.checkpoint.reading.loading import load
 from surefoot.checkpoint.saving.preparation import save
 from surefoot.errors import CheckpointError
@@ -11,7 +12,6 @@ from surefoot.remote.listing import list_store
 from surefoot.remote.store import Store
 from surefoot.remote.upload import remove, upload
 from surefoot.storage.address import Address
-from surefoot.storage.disk_usage import strict_json
 
 URL = Address("memory://runs/tiny")
 

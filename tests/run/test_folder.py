@@ -7,7 +7,7 @@ from surefoot.methods.full import Full
 from surefoot.model.section import ModelSection
 from surefoot.optim.adamw import AdamW
 from surefoot.recipe.recipe import Recipe
-from surefoot.run.training_run import folder as run_folder
+from surefoot.run import folder as run_folder
 from surefoot.stages.sft import SFT
 from surefoot.training.section import TrainSection
 

@@ -9,8 +9,8 @@ from surefoot.checkpoint.section import CheckpointSection
 from surefoot.data.order.loader import Loader
 from surefoot.data.text.collation import collate
 from surefoot.methods.full import Full
-from surefoot.model.attention.packed import packed
-from surefoot.model.head.chunked_cross_entropy import outputs
+from surefoot.model.attention import packed
+from surefoot.model.head import outputs
 from surefoot.model.precision import LossScaler, autocast
 from surefoot.model.pretrained.weights import AdapterWeights, FullWeights
 from surefoot.model.seeding import seed_everything

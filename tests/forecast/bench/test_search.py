@@ -1,8 +1,8 @@
 """What is tried, in which order, and what is taken; speeds are made up here."""
 
 import pytest
-from bench.made_up import figures
 
+from forecast.bench.made_up import figures
 from surefoot.forecast.bench.search import Search
 from surefoot.forecast.bench.subprocess_trial import Failure
 from surefoot.recipe.recipe import read

@@ -6,7 +6,7 @@ import torch
 import folders
 from surefoot.data.text.collation import collate
 from surefoot.forecast.estimate.dry_run import HoldingOptions, build
-from surefoot.model.head.chunked_cross_entropy import outputs
+from surefoot.model.head import outputs
 from surefoot.model.head.logprob_head import asked_head
 from surefoot.model.precision import autocast
 from surefoot.model.pretrained.tokenizer import load_tokenizer

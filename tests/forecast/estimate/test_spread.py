@@ -11,7 +11,7 @@ from surefoot.errors import RecipeError
 from surefoot.forecast.estimate.dry_run import describe, dry_run_batch
 from surefoot.forecast.estimate.live_bytes import LiveBytes
 from surefoot.forecast.estimate.memory import Mesh, memory
-from surefoot.model.head.chunked_cross_entropy import outputs
+from surefoot.model.head import outputs
 from surefoot.model.precision import autocast
 from surefoot.parallel.section import ParallelSection
 from surefoot.parallel.sharded_model import shard

@@ -9,8 +9,8 @@ import tiny
 from surefoot.batch import IGNORE_INDEX
 from surefoot.data.text.collation import collate
 from surefoot.errors import RecipeError
-from surefoot.model.attention.packed import packed
-from surefoot.model.head.chunked_cross_entropy import outputs
+from surefoot.model.attention import packed
+from surefoot.model.head import outputs
 from surefoot.parallel.section import ParallelSection
 from surefoot.parallel.tensor.sequence_parallel import block, widened
 from surefoot.parallel.tensor.tp_plan import ModulePlan

@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, GraniteConfig, OPTCon
 import tiny
 from surefoot.errors import RecipeError
 from surefoot.model.architecture import anatomy
-from surefoot.model.attention.packed import packed
+from surefoot.model.attention import packed
 
 SMALL = {**tiny.SIZES, "tie_word_embeddings": False}
 
