@@ -87,7 +87,7 @@ def test_a_checkpoint_without_its_recipe_is_told(checkpoint, tmp_path):
     save(tmp_path, 7, sample_states(), kind="full")
     done = run("convert", tmp_path / "checkpoint-7", tmp_path / "out", "--to", "trainer")
     assert done.exit_code == 2
-    assert "it has no recipe.yaml, which says how its optimizer was made" in done.stderr
+    assert "it has no recipe.yaml, which contains the settings of its optimizer" in done.stderr
 
 
 def test_layouts_and_meshes(checkpoint, tmp_path):
@@ -103,7 +103,7 @@ def test_layouts_and_meshes(checkpoint, tmp_path):
     done = run("convert", cut, tmp_path / "full", "--layout", "full")
     assert done.exit_code == 0, done.stderr
     assert (
-        done.stdout.splitlines()[1] == f"go on from it with checkpoint.resume={tmp_path / 'full'}"
+        done.stdout.splitlines()[1] == f"resume from it with checkpoint.resume={tmp_path / 'full'}"
     )
     assert run("diff", checkpoint, tmp_path / "full").exit_code == 0
     assert run("verify", cut).exit_code == 0
@@ -202,8 +202,8 @@ def test_an_adapter_becomes_peft(checkpoint, tmp_path):
     ("options", "told"),
     [
         ([], "say what to write: --to (surefoot, huggingface, peft, trainer, dcp, mindspore) or"),
-        (["--mesh", "dp_shard=2"], "--mesh goes with --layout distributed"),
-        (["--layout", "full", "--mesh", "dp_shard=2"], "--mesh goes with --layout distributed"),
+        (["--mesh", "dp_shard=2"], "--mesh needs --layout distributed"),
+        (["--layout", "full", "--mesh", "dp_shard=2"], "--mesh needs --layout distributed"),
         (["--layout", "whole"], "'whole' is not one of 'full', 'distributed'"),
         (["--to", "trainer", "--mesh", "dp_shard=2"], "--mesh means nothing with --to trainer"),
         (["--to", "dcp", "--layout", "full"], "--layout means nothing with --to dcp"),

@@ -12,7 +12,7 @@ def test_verify_of_a_whole_checkpoint(folder):
     ):
         result = run("verify", folder, option)
         assert result.exit_code == 0
-        assert f"✓ {folder}: whole ({words}" in result.output
+        assert f"✓ {folder}: verified ({words}" in result.output
     assert "every byte checked" in run("verify", folder).output
 
 

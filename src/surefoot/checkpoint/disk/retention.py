@@ -79,8 +79,8 @@ def decide(
     verdicts = []
     for step in steps:
         reasons = {
-            "newest": step == steps[-1],
-            f"among the newest {rule.keep}": step != steps[-1] and step in newest,
+            "latest": step == steps[-1],
+            f"among the latest {rule.keep}": step != steps[-1] and step in newest,
             "all are kept": rule.keep is None and step != steps[-1],
             "best": step in best[:1],
             f"among the best {rule.keep_best}": step in best[1:],

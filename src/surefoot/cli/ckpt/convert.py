@@ -1,5 +1,6 @@
 """``surefoot ckpt convert``: a checkpoint in another layout, or as another program reads it; one
-function for each."""
+function for each.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +50,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Done:
-    """What else there is to say of the folder that was written."""
+    """Notes about the folder that was written."""
 
     notes: Mapping[str, object] = field(default_factory=dict)  # for --json
     words: str = ""  # for people
@@ -65,8 +66,8 @@ def _to_surefoot(request: Request, advance: Advance) -> Done:
     for name in ("base", "names", "strategy", "trust_pickle"):
         if getattr(request, name):
             raise click.UsageError(
-                f"--{name.replace('_', '-')} means nothing for a checkpoint of ours, which holds "
-                "all that is needed"
+                f"--{name.replace('_', '-')} cannot be used with a Surefoot checkpoint, which "
+                "contains all that is needed"
             )
     reshard(
         request.checkpoint,
@@ -77,7 +78,7 @@ def _to_surefoot(request: Request, advance: Advance) -> Done:
         progress=advance,
     )
     notes = {"layout": request.layout, "mesh": mesh.axes}
-    return Done(notes, f"go on from it with checkpoint.resume={request.target}")
+    return Done(notes, f"resume from it with checkpoint.resume={request.target}")
 
 
 def _weights_alone(request: Request, mesh: Mesh, advance: Advance) -> Done:
@@ -97,7 +98,7 @@ def _weights_alone(request: Request, mesh: Mesh, advance: Advance) -> Done:
     is_adapter = (request.target / "adapter_config.json").exists()
     setting = "adapter" if is_adapter else "path"
     notes = {"layout": request.layout, "mesh": mesh.axes}
-    return Done(notes, f"weights alone: start from them with model.{setting}={request.target}")
+    return Done(notes, f"weights only: start from them with model.{setting}={request.target}")
 
 
 def _to_huggingface(request: Request, advance: Advance) -> Done:
@@ -146,7 +147,7 @@ def _model(path: str) -> Path:
 
 
 def _open_theirs(request: Request, base: Path | None = None) -> TensorSource:
-    """The weights of others, under Hugging Face's names."""
+    """Foreign weights, under Hugging Face's names."""
     from ...checkpoint.mindspore.theirs import open_model
     from ...checkpoint.weights import detect_layout
     from ...interchange.source import open_source
@@ -230,20 +231,21 @@ def _to_trainer(request: Request, _advance: Advance) -> Done:
     parts = find_parts(request.checkpoint, base=request.base)
     if parts.recipe is None:
         raise CheckpointError(
-            f"{request.checkpoint}: it has no recipe.yaml, which says how its optimizer was made"
+            f"{request.checkpoint}: it has no recipe.yaml, which contains the settings of its "
+            "optimizer"
         )
     base = None if parts.adapter is None else parts.model
     arguments = save_trainer_checkpoint(
         request.checkpoint, request.target, recipe=parts.recipe, base=base
     )
     given = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
-    words = f"go on with TrainingArguments(output_dir=..., {given})\n"
+    words = f"resume with TrainingArguments(output_dir=..., {given})\n"
     words += f"and trainer.train(resume_from_checkpoint={str(request.target)!r})"
     return Done({"training_arguments": arguments}, words)
 
 
 def read_mesh(text: str | None) -> Mesh:
-    """What ``--mesh`` says; one process if it is not given."""
+    """The mesh of ``--mesh``; one rank if it is not given."""
     from ...geometry.mesh import Mesh, parse_mesh
 
     return Mesh() if text is None else parse_mesh(text)
@@ -271,15 +273,18 @@ _TAKES = {
 LAYOUT = click.option(
     "--layout",
     type=click.Choice(LAYOUTS),
-    help="Of a checkpoint of ours: whole tensors, or a folder of boxes for every process.",
+    help="Layout of the Surefoot checkpoint: full (unsharded tensors), or distributed (one "
+    "folder of shards per rank).",
 )
 MESH = click.option(
     "--mesh",
     metavar="AXIS=N[,AXIS=N]",
-    help="The processes whose boxes are written: dp_shard=4, dp_shard=4,tp=2, dp_replicate=2 …",
+    help="The mesh whose shards are written: dp_shard=4, dp_shard=4,tp=2, dp_replicate=2 …",
 )
 DTYPE = click.option(
-    "--dtype", type=click.Choice(DTYPES), help="Of the weights; the optimizer's state stays."
+    "--dtype",
+    type=click.Choice(DTYPES),
+    help="Dtype of the weights; the optimizer state is not changed.",
 )
 
 
@@ -287,22 +292,26 @@ FILES = click.Path(exists=True, path_type=Path)
 NAMES = click.option(
     "--names",
     type=click.Choice(FAMILIES),
-    help="What MindSpore Transformers calls the weights, in DST or, with --to huggingface, in SRC; "
-    "keep: as they are.",
+    help="MindSpore Transformers' names of the weights, in DST or, with --to huggingface, in "
+    "SRC; keep: unchanged.",
 )
 STRATEGY = click.option(
     "--strategy", type=FILES, help="MindSpore's strategy files of SRC, if not beside its ranks."
 )
-LIKE = click.option("--like", type=FILES, help="Strategy files by which DST is cut for its ranks.")
+LIKE = click.option(
+    "--like", type=FILES, help="Strategy files that define how DST is sharded over its ranks."
+)
 PARALLEL = click.option(
     "--parallel-config",
     metavar="NAME=N[,NAME=N]",
-    help="How DST is cut for MindSpore's ranks: data_parallel=2,model_parallel=4, pipeline_stage, "
-    "enable_parallel_optimizer=true, optimizer_weight_shard_size, parallel_optimizer_threshold, "
-    "vocab_emb_dp=false.",
+    help="How DST is sharded over MindSpore's ranks: data_parallel=2,model_parallel=4, "
+    "pipeline_stage, enable_parallel_optimizer=true, optimizer_weight_shard_size, "
+    "parallel_optimizer_threshold, vocab_emb_dp=false.",
 )
 ONCE = click.option(
-    "--remove-redundancy", is_flag=True, help="Of slices that several ranks hold, write one."
+    "--remove-redundancy",
+    is_flag=True,
+    help="Write replicated slices once (do not store them on every rank).",
 )
 
 ITERATION = click.option(
@@ -319,19 +328,18 @@ ITERATION = click.option(
     "--to",
     "kind",
     type=click.Choice(list(TARGETS)),
-    help="surefoot (the default with --layout or --mesh): a checkpoint of ours; "
-    "huggingface: weights, configuration and tokenizer, an adapter merged into its base; "
-    "peft: an adapter by itself; "
-    "trainer: what Trainer.train(resume_from_checkpoint=DST) goes on from; "
-    "dcp: weights that PyTorch's distributed checkpoints read; "
-    "mindspore: what MindSpore Transformers reads, whole or by rank.",
+    help="surefoot (the default with --layout or --mesh): a Surefoot checkpoint; huggingface: "
+    "weights, configuration and tokenizer, an adapter merged into its base; peft: an "
+    "adapter alone; trainer: what Trainer.train(resume_from_checkpoint=DST) resumes from; "
+    "dcp: weights for PyTorch's distributed checkpoints; mindspore: weights for MindSpore "
+    "Transformers, unsharded or by rank.",
 )
 @LAYOUT
 @MESH
 @DTYPE
 @click.option(
     "--base",
-    help="The base model of an adapter if it moved, or of weights of others (DCP, DeepSpeed).",
+    help="The base model of an adapter if it moved, or of foreign weights (DCP, DeepSpeed).",
 )
 @click.option(
     "--trust-pickle",
@@ -350,8 +358,8 @@ def convert(
 ) -> None:
     """Write SRC, a checkpoint, in another layout or as another program reads it.
 
-    DST is a new folder, which appears when all of it is written. SRC stays as it is. Tensors go
-    from file to file: no model is built, and memory does not grow with it.
+    DST is a new folder, which appears when all of it is written. SRC is not changed. Tensors are
+    copied from file to file: no model is built, and memory does not grow with it.
     """
     kind = kind or _usual(options)
     _refuse_meaningless(kind, options)
@@ -373,7 +381,7 @@ def convert(
 def _usual(options: dict[str, object]) -> str:
     if options["layout"] is None and options["mesh"] is None:
         names = f"--to ({', '.join(TARGETS)}) or --layout ({', '.join(LAYOUTS)})"
-        raise click.UsageError(f"say what to write: {names}")
+        raise click.UsageError(f"expected what to write: {names}")
     return "surefoot"
 
 
@@ -382,6 +390,8 @@ def _refuse_meaningless(kind: str, options: dict[str, object]) -> None:
         if value and name not in _TAKES[kind]:
             option = f"--{name.replace('_', '-')}"
             takes = ", ".join(f"--{n.replace('_', '-')}" for n in sorted(_TAKES[kind]))
-            raise click.UsageError(f"{option} means nothing with --to {kind}, which takes {takes}")
+            raise click.UsageError(
+                f"{option} cannot be used with --to {kind}, which accepts {takes}"
+            )
     if kind == "surefoot" and options["mesh"] and options["layout"] != "distributed":
-        raise click.UsageError("--mesh goes with --layout distributed; layout full has no boxes")
+        raise click.UsageError("--mesh needs --layout distributed; layout full is not sharded")

@@ -31,8 +31,8 @@ def plan(
 ) -> None:
     """Show what `ckpt convert` would read and write for SRC: files, bytes, and bytes by rank.
 
-    Without --layout it is full, with --mesh distributed. Nothing is written, and of the tensors
-    only the headers are read. manifest.json itself is not counted.
+    The default layout is full, with --mesh distributed. Nothing is written, and only the headers of
+    tensor files are read. manifest.json itself is not counted.
     """
     from ...checkpoint.converting.resharding import plan_reshard
 

@@ -1,4 +1,6 @@
-"""``surefoot ckpt prune``: let go of the checkpoints of a run that its rule does not keep."""
+"""``surefoot ckpt prune``: delete the checkpoints of a run that its retention policy does not
+keep.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,7 @@ _METRIC = "eval_loss"
 
 @dataclass(frozen=True)
 class PruneOptions:
-    """What shall stay, and by which metric the best are known."""
+    """The retention policy, and the metric of the best checkpoints."""
 
     rule: RetentionPolicy
     metric: str
@@ -52,7 +54,7 @@ class PruneOptions:
 
 @dataclass(frozen=True)
 class Planned:
-    """A whole checkpoint, the metric it has, and what becomes of it."""
+    """A complete checkpoint, its metric, and whether it is kept."""
 
     line: Line
     metric: float | None
@@ -61,27 +63,27 @@ class Planned:
 
 @click.command()
 @click.argument("folder", metavar="RUN", type=FOLDER)
-@click.option("--keep", type=click.IntRange(1), help="So many of the newest stay.")
-@click.option("--keep-every", type=click.IntRange(1), help="Multiples of this step stay.")
-@click.option("--keep-best", type=click.IntRange(1), help="So many of the best stay.")
+@click.option("--keep", type=click.IntRange(1), help="Keep this many of the latest.")
+@click.option("--keep-every", type=click.IntRange(1), help="Keep multiples of this step.")
+@click.option("--keep-best", type=click.IntRange(1), help="Keep this many of the best.")
 @click.option(
     "--keep-hours",
     type=click.FloatRange(0, min_open=True),
-    help="Those saved within so many hours before the newest stay.",
+    help="Keep those saved within this many hours before the latest.",
 )
-@click.option("--metric", help="What the best are known by, eval_loss for example.")
+@click.option("--metric", help="Metric of the best checkpoints, eval_loss for example.")
 @click.option(
-    "--greater/--smaller", default=None, help="Whether more of it is better; a loss is not."
+    "--greater/--smaller", default=None, help="Whether greater values of the metric are better."
 )
-@click.option("--dry-run", is_flag=True, help="Only show what would go.")
-@click.option("--yes", is_flag=True, help="Do not ask.")
+@click.option("--dry-run", is_flag=True, help="Only show what would be deleted.")
+@click.option("--yes", is_flag=True, help="Delete without asking.")
 @JSON
 def prune(folder: Path, dry_run: bool, yes: bool, as_json: bool, **options: object) -> None:
-    """Remove the checkpoints of RUN that need not stay.
+    """Delete the checkpoints of RUN that its retention policy does not keep.
 
-    What stays is what section checkpoint of RUN's own recipe.yaml says; an option replaces the
-    setting of that name. The newest whole checkpoint and the best always stay, and what is damaged
-    is left alone. Refused while a process trains in RUN.
+    The policy is section checkpoint of RUN's own recipe.yaml; an option replaces the setting of the
+    same name. The latest valid checkpoint and the best are always kept, and damaged ones are
+    ignored. Refused while a process trains in RUN.
     """
     wish = _wish(folder, {name: value for name, value in options.items() if value is not None})
     planned, freed = _plan(folder, wish)
@@ -99,19 +101,19 @@ def prune(folder: Path, dry_run: bool, yes: bool, as_json: bool, **options: obje
         if as_json:
             _tell(folder, planned, freed, wish.metric, as_json=True, is_done=True)
         elif going:
-            text = f"removed {_count(len(going))}; {in_bytes(freed)} came free"
+            text = f"deleted {_count(len(going))}; freed {in_bytes(freed)}"
             console().print(mark("✓", "bold green", text))
 
 
 def _wish(folder: Path, options: dict[str, Any]) -> PruneOptions:
-    """The recipe's rule with the options on top."""
+    """The recipe's retention policy with the options on top."""
     numbers = {field.name for field in dataclasses.fields(RetentionPolicy)}
     section, train = CheckpointSection(keep=None), dict[str, Any]()
     if (folder / RECIPE).exists():
         section, train = _recipe(folder / RECIPE)
     elif not options.keys() & numbers:
         raise CheckpointError(
-            f"{folder}: it has no {RECIPE} that says what stays; say it, with --keep 3 for example"
+            f"{folder}: no {RECIPE}, so no retention policy; give one, for example --keep 3"
         )
     chosen = {name: value for name, value in options.items() if name in numbers}
     metric = options.get("metric") or train.get("metric_for_best_model") or _METRIC
@@ -127,7 +129,7 @@ def _wish(folder: Path, options: dict[str, Any]) -> PruneOptions:
 
 
 def _recipe(path: Path) -> tuple[CheckpointSection, dict[str, Any]]:
-    """Two of its sections; the others need not be of this version."""
+    """Two of its sections; the others may be of another version."""
     document = parse(read_text(path), str(path))
     sections = document.data if isinstance(document.data, dict) else {}
 
@@ -142,7 +144,7 @@ def _recipe(path: Path) -> tuple[CheckpointSection, dict[str, Any]]:
 
 @contextmanager
 def _nobody_trains_in(folder: Path) -> Iterator[None]:
-    """Hold the run's lock, as a process that trains does."""
+    """Hold the run's lock, as a training process does."""
     path = folder / LOCK
     with files.raising(CheckpointError, "cannot lock the run's folder"):
         lock = files.open_file(path, write=True) if files.exists(path) else files.create(path)
@@ -151,28 +153,28 @@ def _nobody_trains_in(folder: Path) -> Iterator[None]:
             lock.lock()
         except BlockingIOError:
             raise CheckpointError(
-                f"{folder}: a process is training there, and prunes by itself; stop it first, or "
-                "look with --dry-run"
+                f"{folder}: a process is training there, and deletes old checkpoints itself; "
+                "stop it first, or add --dry-run"
             ) from None
         if saving := [line for line in list_run(folder) if line.is_being_written]:
             raise CheckpointError(
-                f"{saving[0].path}: a checkpoint is still being saved, by a process that outlived "
-                "its run; try again when it is done"
+                f"{saving[0].path}: a checkpoint is still being saved, by the writer process of "
+                "a run that ended; try again when it is done"
             )
         yield
 
 
 def _plan(folder: Path, wish: PruneOptions) -> tuple[list[Planned], int]:
-    """Every whole checkpoint of ours and what becomes of it, and the bytes that come free."""
+    """The decision for every complete Surefoot checkpoint, and the bytes that would be freed."""
     if step_of(folder.resolve()) >= 0:
-        raise CheckpointError(f"{folder}: it is a checkpoint; name the run's folder it lies in")
+        raise CheckpointError(f"{folder}: it is a checkpoint; name the folder of its run")
     lines = {
         step_of(line.path): line  # by name, as a run finds the newest
         for line in list_run(folder)
         if line.layout == "native" and line.problem is None and not line.is_being_written
     }
     if not lines:
-        raise CheckpointError(f"{folder}: it holds no whole checkpoint of Surefoot's to prune")
+        raise CheckpointError(f"{folder}: it contains no complete Surefoot checkpoint to prune")
     metrics = _metrics(list(lines.values()), wish)
     resume = Path(wish.resume).resolve()
     protected = [s for s, line in lines.items() if line.is_best or line.path.resolve() == resume]
@@ -194,14 +196,16 @@ def _plan(folder: Path, wish: PruneOptions) -> tuple[list[Planned], int]:
 
 
 def _named(line: Line, verdict: RetentionDecision) -> RetentionDecision:
-    """The same verdict, with what it is protected for."""
+    """The same decision, with the reason why it is protected."""
     name = "best" if line.is_best else "checkpoint.resume names it"
     why = [name if reason == "protected" else reason for reason in verdict.why]
     return RetentionDecision(verdict.step, tuple(dict.fromkeys(why)))
 
 
 def _metrics(lines: Sequence[Line], wish: PruneOptions) -> dict[int, float]:
-    """The metric of every step that any of the checkpoints knows of; the newest knows best."""
+    """The metric of every evaluated step, from the logs of all checkpoints; the latest has
+    precedence.
+    """
     history = [row for line in lines for row in state_of(open_checkpoint(line.path)).history]
     found = metrics_in(history, wish.metric)
     if not found and wish.rule.keep_best and history:
@@ -233,11 +237,13 @@ def _tell(
     screen = console()
     screen.print(_table(planned, metric))
     if not going:
-        screen.print(f"{folder}: nothing to remove", markup=False, soft_wrap=True)
+        screen.print(f"{folder}: nothing to delete", markup=False, soft_wrap=True)
         return
     apparent = sum(item.line.num_bytes or 0 for item in going)
-    shared = f" (of {in_bytes(apparent)}; the rest stays in use)" if freed < 0.99 * apparent else ""
-    text = f"{_count(len(going))} of {len(planned)} can go; {in_bytes(freed)} come free{shared}"
+    shared = (
+        f" (of {in_bytes(apparent)}; the rest is still in use)" if freed < 0.99 * apparent else ""
+    )
+    text = f"{_count(len(going))} of {len(planned)} can be deleted; frees {in_bytes(freed)}{shared}"
     screen.print(text, style="bold", markup=False)
 
 
@@ -253,7 +259,7 @@ def _table(planned: list[Planned], metric: str) -> Table:
             cell(local_time(item.line.created)),
             in_bytes(item.line.num_bytes),
             *([number(item.metric)] if has_metric else []),
-            Text("stays" if stays else "goes", style="green" if stays else "red"),
+            Text("keep" if stays else "delete", style="green" if stays else "red"),
             ", ".join(item.verdict.why),
             style="" if stays else "dim",
         )
