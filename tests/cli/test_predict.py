@@ -89,7 +89,7 @@ def test_what_is_there_is_not_overwritten_without_a_word(folder, run, tmp_path):
     (tmp_path / "a.jsonl").write_text("dear\n")
     done = run("/nowhere", SHORT)
     assert done.exit_code == 2
-    assert "a.jsonl: is there already; name another one, or add --force" in done.stderr
+    assert "a.jsonl: it exists; choose another name, or add --force" in done.stderr
     assert (tmp_path / "a.jsonl").read_text() == "dear\n"
     done = run(folder / "base", SHORT, output=tmp_path)
     assert "is a folder; expected the name of a file" in done.stderr

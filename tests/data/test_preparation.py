@@ -206,10 +206,10 @@ def test_broken_rows_stop_the_run_even_if_they_are_in_the_cache(section, tmp_pat
 
 def test_nothing_to_learn_says_why(section, tmp_path):
     write(tmp_path, one=[{"instruction": "q", "output": "drop"}] * 3)
-    with pytest.raises(DataError, match=r"'one': none of its 3 rows gives .*: not wanted \(3\)"):
+    with pytest.raises(DataError, match=r"'one': none of its 3 rows has .*: not wanted \(3\)"):
         run(section)
     write(tmp_path, one=["{"] * 3)
-    with pytest.raises(DataError, match=r"'one': none of its 3 rows gives .*: all are broken"):
+    with pytest.raises(DataError, match=r"'one': none of its 3 rows has .*: all are broken"):
         run(section)
 
 
@@ -226,7 +226,7 @@ def test_a_file_that_changes_while_it_is_read_is_noticed(section, tmp_path):
         return Encoder()(examples)
 
     with pytest.raises(
-        DataError, match=r"dataset 'one': .*one.jsonl was changed while it was read"
+        DataError, match=r"dataset 'one': .*one.jsonl changed while it was read"
     ):
         run(section, encode)
 

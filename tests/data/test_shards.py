@@ -100,7 +100,7 @@ def test_a_source_that_changes_meanwhile_stops_it(project, tmp_path):
     shards = project(Encoder())
     next(shards)
     write(tmp_path, range(12))
-    with pytest.raises(DataError, match=r"'d': .*d.jsonl was changed while it was read"):
+    with pytest.raises(DataError, match=r"'d': .*d.jsonl changed while it was read"):
         next(shards)
     assert find_shard(tmp_path / "out", 1) is None
 

@@ -113,7 +113,7 @@ def test_what_is_not_there_is_said_plainly(tmp_path):
         locate(tmp_path / "nowhere")
     with pytest.raises(ModelError, match=r"^no folder 'no/such-model' here"):
         locate("no/such-model")
-    with pytest.raises(SurefootError, match="holds no weights"):
+    with pytest.raises(SurefootError, match="contains no weights"):
         locate(tmp_path)
 
 

@@ -127,5 +127,5 @@ def test_weights_alone_are_nothing_to_go_on_from(tmp_path):
     for folder, setting in ((model, "model.path"), (adapter, "model.adapter")):
         with pytest.raises(CheckpointError) as caught:
             detect_trainer(folder, trust_pickle=False, pp=1)
-        assert "weights alone" in str(caught.value)
+        assert "weights-only checkpoint" in str(caught.value)
         assert f"set {setting}={folder}" in str(caught.value)

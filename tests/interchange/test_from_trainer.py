@@ -100,7 +100,7 @@ def test_the_optimizer_never_starts_afresh_in_silence(full, lora, theirs, adapte
         (folder / "optimizer.pt").unlink()
         said = refusal(folder, trainer_of(both, tmp_path))
         assert "no optimizer.pt (saved with save_only_model?)" in said
-        assert f"leave checkpoint.resume out and set model.{field}={folder}" in said
+        assert f"remove checkpoint.resume and set model.{field}={folder}" in said
 
 
 def test_a_save_that_was_cut_short_is_told(full, theirs, tmp_path):

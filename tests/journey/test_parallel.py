@@ -166,4 +166,4 @@ def test_batches_that_do_not_divide_are_refused_in_one_sentence(tmp_path):
     project = Project(tmp_path, train={"global_batch_size": 4, "micro_batch_size": 4})
     err = train(project, *processes(2), code=2)
     assert err.count("error:") == 1
-    assert "must be a multiple of micro_batch_size x ranks (4 x 2)" in err
+    assert "is not a multiple of train.micro_batch_size x data-parallel ranks (4 x 2 = 8)" in err

@@ -1,9 +1,9 @@
-"""What weights lie in a folder, ours or somebody else's, from names and headers alone. No torch.
+"""The weights in a folder, of Surefoot or foreign, from names and headers alone. No torch.
 
-A folder of weights is one of five: a checkpoint of ours (``manifest.json``), a PEFT adapter
-(``adapter_config.json``), a Hugging Face model (``model.safetensors``, whole or sharded), boxes
-of tensors as PyTorch's distributed checkpoints write them (``shard-00001-model-...``), or what
-MindSpore writes (``rank_0``, ``part0.safetensors``, ``iteration_00000020``).
+A folder of weights is one of five kinds: a Surefoot checkpoint (``manifest.json``), a PEFT adapter
+(``adapter_config.json``), a Hugging Face model (``model.safetensors``, one file or several), boxes
+of tensors as PyTorch's distributed checkpoints write them (``shard-00001-model-...``), or
+MindSpore's files (``rank_0``, ``part0.safetensors``, ``iteration_00000020``).
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _CONVERT = (
 
 @dataclass(frozen=True)
 class StoredBox:
-    """One box of a tensor. In ``file``, ``key`` is either the box or the whole tensor."""
+    """One box of a tensor. In ``file``, ``key`` is either the box or the full tensor."""
 
     file: tensorfile.TensorFile
     key: str
@@ -59,17 +59,17 @@ class StoredBox:
     hash: str | None = None  # known for checkpoints of ours
 
     def in_file(self, box: Box) -> Box:
-        """Where a box that lies in this one lies in what is stored."""
+        """The position, in what is stored, of a box inside this one."""
         is_whole = self.file.entry(self.key).shape != self.box.shape
         return box if is_whole else box.moved_into(self.box)
 
 
 @dataclass(frozen=True)
 class TensorLocation:
-    """One tensor in a file. ``hash`` is known for checkpoints of ours.
+    """One tensor in a file. ``hash`` is known for Surefoot checkpoints.
 
-    A tensor that lies in several ``parts`` has no hash itself; its file and key are the first
-    part's, its entry has the type and the whole shape.
+    A tensor with several ``parts`` has no hash itself; its file and key are those of the first
+    part, and its entry has the dtype and the full shape.
     """
 
     file: tensorfile.TensorFile
@@ -81,7 +81,7 @@ class TensorLocation:
 
 @dataclass(frozen=True)
 class Weights:
-    """The weights of a folder by name. The files close when nobody refers to them any more."""
+    """The weights of a folder by name. The files close when they are no longer referenced."""
 
     layout: Layout
     folder: Path
@@ -89,7 +89,7 @@ class Weights:
 
 
 def detect_layout(folder: Path) -> Layout | None:
-    """Which kind of folder of weights ``folder`` is; None if it is none that can be read."""
+    """The kind of the folder of weights ``folder``; None if it is none that can be read."""
     if files.exists(folder / MANIFEST) or files.exists(folder / STATE):
         return "native"  # without a manifest it is damaged, not somebody else's
     has_model = any(files.exists(folder / name) for name in (MODEL, MODEL_INDEX))
@@ -103,7 +103,7 @@ def detect_layout(folder: Path) -> Layout | None:
 
 
 def is_deepspeed(folder: Path) -> bool:
-    """Whether ``folder`` is a checkpoint of DeepSpeed, or holds them. By names alone."""
+    """Whether ``folder`` is a checkpoint of DeepSpeed, or contains some. By names alone."""
     names = files.list_folder(folder) if files.is_folder(folder) else []
     return any(name in DEEPSPEED or name.endswith(_OF_DEEPSPEED) for name in names)
 
@@ -118,7 +118,7 @@ def open_weights(folder: Path) -> Weights:
 
 
 def open_native(folder: Path) -> Weights:
-    """The model (or adapter) part of a checkpoint of ours."""
+    """The model (or adapter) part of a Surefoot checkpoint."""
     checkpoint = open_checkpoint(folder)
     return Weights("native", folder, places(checkpoint, checkpoint.manifest.tensors("model")))
 
@@ -126,7 +126,7 @@ def open_native(folder: Path) -> Weights:
 def places(
     checkpoint: CheckpointFolder, tensors: Mapping[str, Sequence[Piece]]
 ) -> dict[str, TensorLocation]:
-    """Where the tensors of a checkpoint of ours lie, each file opened once."""
+    """The positions of the tensors of a Surefoot checkpoint, each file opened once."""
     names = {piece.file for pieces in tensors.values() for piece in pieces}
     opened = {name: checkpoint.tensors(name) for name in names}
     return {name: _place(pieces, opened) for name, pieces in tensors.items()}
@@ -150,7 +150,7 @@ def open_peft(folder: Path) -> Weights:
 
 
 def open_huggingface(folder: Path) -> Weights:
-    """A Hugging Face model. Like transformers, the single file wins over the index."""
+    """A Hugging Face model. As in transformers, a single file has precedence over the index."""
     if files.exists(folder / MODEL):
         return Weights("huggingface", folder, _stored([tensorfile.open_path(folder / MODEL)]))
     where = folder / MODEL_INDEX
@@ -167,7 +167,7 @@ def open_huggingface(folder: Path) -> Weights:
     for tensor, name in names.items():
         if tensor not in found or found[tensor].file.path.name != name:
             raise CheckpointError(
-                f"{folder / name}: the index promises {tensor[:200]!r} in this file"
+                f"{folder / name}: according to the index, {tensor[:200]!r} must be in this file"
             )
     return Weights("huggingface", folder, found)
 
@@ -180,7 +180,7 @@ def open_dcp(folder: Path) -> Weights:
 def open_mindspore(
     folder: Path, *, strategy: Path | None = None, shapes: Shapes | None = None
 ) -> Weights:
-    """The weights as MindSpore has them, without the state of a training."""
+    """The weights under MindSpore's names, without training state."""
     every = open_mindspore_state(folder, strategy=strategy, shapes=shapes)
     model = {n: p for n, p in every.items() if mindspore.role_of(n, p.entry.shape) == "model"}
     return Weights("mindspore", folder, model)
@@ -189,7 +189,9 @@ def open_mindspore(
 def open_mindspore_state(
     folder: Path, *, strategy: Path | None = None, shapes: Shapes | None = None
 ) -> dict[str, TensorLocation]:
-    """All tensors that MindSpore saved, by its names: weights, moments, numbers of the training."""
+    """All tensors that MindSpore saved, by its names: weights, moments, numbers of the training
+    state.
+    """
     return _from_boxes(mindspore.open_boxes(folder, strategy=strategy, shapes=shapes))
 
 
@@ -222,30 +224,31 @@ def _why_not(folder: Path) -> str:
         what = "is a file, not a folder" if files.exists(folder) else "does not exist"
         return f"{folder} {what}"
     if inside := [path for path in named(folder) if detect_layout(path) is not None]:
-        return f"{folder}: holds no weights itself; did you mean {inside[-1]}?"
+        return f"{folder}: contains no weights itself; did you mean {inside[-1]}?"
     names = files.list_folder(folder)
     if old := old_file(folder):
         return (
-            f"{old}: MindSpore's older format, which is not read; "
-            "convert it with mindspore.ckpt_to_safetensors"
+            f"{old}: MindSpore's older format, which is not supported; convert it with "
+            "mindspore.ckpt_to_safetensors"
         )
     whose = "a distributed checkpoint of PyTorch, whose index is a pickle"
     if is_deepspeed(folder):
         whose = "a checkpoint of DeepSpeed, whose files are pickles"
     if any(name in names for name in DISTRIBUTED) or is_deepspeed(folder):
         return (
-            f"{folder}: {whose}; "
-            f"`surefoot ckpt convert {shlex.quote(str(folder))} OUT --to huggingface "
-            "--trust-pickle` makes a model of it"
+            f"{folder}: {whose}; `surefoot ckpt convert {shlex.quote(str(folder))} OUT --to "
+            "huggingface --trust-pickle` converts it to a model"
         )
     if pickled := [name for name in names if name.endswith(PICKLES)]:
         return f"{folder / pickled[0]}: {_refusal(folder, pickled)}"
-    return f"{folder}: holds no weights; expected {MODEL}, {MODEL_INDEX}, {ADAPTER} or {MANIFEST}"
+    return (
+        f"{folder}: contains no weights; expected {MODEL}, {MODEL_INDEX}, {ADAPTER} or {MANIFEST}"
+    )
 
 
 def _refusal(folder: Path, names: list[str]) -> str:
-    """Why a pickled file is not read, and the command that turns it into one that is."""
-    reason = "a pickled file can run code when it is read, so it is never read here"
+    """Why a pickled file is not read, and the command that converts it to one that is."""
+    reason = "a pickled file can run code when it is read, so Surefoot never reads it here"
     for stem, target in (("pytorch_model", MODEL), ("adapter_model", ADAPTER)):
         if any(name.startswith(stem) and name.endswith(".bin") for name in names):
             code = _CONVERT.format(folder=str(folder), glob=f"{stem}*.bin", target=target)

@@ -205,12 +205,12 @@ def test_an_adapter_becomes_peft(checkpoint, tmp_path):
         (["--mesh", "dp_shard=2"], "--mesh needs --layout distributed"),
         (["--layout", "full", "--mesh", "dp_shard=2"], "--mesh needs --layout distributed"),
         (["--layout", "whole"], "'whole' is not one of 'full', 'distributed'"),
-        (["--to", "trainer", "--mesh", "dp_shard=2"], "--mesh means nothing with --to trainer"),
-        (["--to", "dcp", "--layout", "full"], "--layout means nothing with --to dcp"),
-        (["--to", "peft", "--base", "x"], "--base means nothing with --to peft"),
+        (["--to", "trainer", "--mesh", "dp_shard=2"], "--mesh cannot be used with --to trainer"),
+        (["--to", "dcp", "--layout", "full"], "--layout cannot be used with --to dcp"),
+        (["--to", "peft", "--base", "x"], "--base cannot be used with --to peft"),
         (
             ["--layout", "full", "--trust-pickle"],
-            "--trust-pickle means nothing for a checkpoint of",
+            "--trust-pickle cannot be used with a Surefoot checkpoint",
         ),
         (["--layout", "full", "--dtype", "int8"], "'int8' is not one of"),
         (["--layout", "distributed", "--mesh", "pp=2"], "not 'pp'; for example dp_shard=4"),
@@ -229,7 +229,7 @@ def test_folders_that_cannot_be_converted(checkpoint, tmp_path):
     for source, options, told in (
         (checkpoint.parent, ("--layout", "full"), "did you mean"),
         (checkpoint.parent, ("--to", "dcp"), "did you mean"),
-        (tmp_path, ("--to", "huggingface"), "holds no weights"),
+        (tmp_path, ("--to", "huggingface"), "contains no weights"),
     ):
         done = run("convert", source, tmp_path / "out", *options)
         assert done.exit_code == 2

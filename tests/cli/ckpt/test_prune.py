@@ -39,7 +39,7 @@ def test_the_runs_own_rule_is_followed(root):
     assert result.exit_code == 0, result.output
     assert left(root) == [2, 4, 5]
     assert "2 checkpoints of 5 can be deleted" in result.output
-    assert "✓ removed 2 checkpoints" in result.output
+    assert "✓ deleted 2 checkpoints" in result.output
     assert not list(root.glob(".checkpoint*"))
     assert "nothing to delete" in run("prune", root, "--yes").output
 

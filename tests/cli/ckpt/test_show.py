@@ -40,7 +40,7 @@ def test_show_of_a_model_of_others(shared):
 def test_show_of_what_is_no_checkpoint_is_a_users_mistake(tmp_path):
     result = run("show", tmp_path)
     assert result.exit_code == 2
-    assert "error:" in result.output and "holds no weights" in result.output
+    assert "error:" in result.output and "contains no weights" in result.output
 
 
 def test_show_names_optimizer_tensors_as_cat_takes_them(folder):

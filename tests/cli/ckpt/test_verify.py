@@ -20,7 +20,7 @@ def test_verify_of_a_damaged_one_fails(folder):
     damage(folder)
     result = run("verify", folder)
     assert result.exit_code == 1
-    assert "✗" in result.output and "are not those that were saved" in result.output
+    assert "✗" in result.output and "has changed since it was saved" in result.output
     assert run("verify", folder, "--quick").exit_code == 0
 
 

@@ -1,6 +1,6 @@
-"""Checkpoints of any loop, saved in the background: the loop waits for one copy in memory.
+"""Asynchronous checkpoints for any loop: the loop waits for one copy in memory.
 
-One save is in flight at a time, and what goes wrong in it is raised at the next call.
+At most one save is in flight, and its errors are raised by the next call.
 """
 
 from __future__ import annotations
@@ -27,20 +27,22 @@ logger = logging.getLogger(__name__)
 
 
 class AsyncSaver:
-    """Saves to ``root/checkpoint-{step}``, and deletes what need not stay.
+    """Saves to ``root/checkpoint-{step}``, and deletes checkpoints that the retention policy does
+    not keep.
 
-    A context: at its end, whatever has ended it, the save in flight is waited for. ``newest`` is
-    the newest committed checkpoint, ``in_flight`` the one that is being written.
+    A context manager: at the end of the block, however it ended, it waits for the save in flight.
+    ``newest`` is the latest committed checkpoint, ``in_flight`` the one that is being written.
 
     Args:
         root: the folder of the run.
-        keep: how many of the newest checkpoints stay, or a ``Rule``; all of them by default.
-        resumed_from: the checkpoint that the run goes on from. It is never deleted, and files that
-            are equal in it are linked instead of written again.
-        share: whether files that are equal in the checkpoint before are linked.
-        in_background: whether saves go on while the loop does, where the system can do that.
-        max_shard_size: bytes of a file of weights, beyond which another one is begun.
-        greater_is_better: of the metric by which a ``Rule`` keeps the best.
+        keep: how many of the latest checkpoints to keep, or a ``RetentionPolicy``; all of them by
+            default.
+        resumed_from: the checkpoint from which the run has resumed. It is never deleted, and files
+            that are equal to its files are linked instead of written again.
+        share: whether files that are equal to those of the previous checkpoint are linked.
+        in_background: whether saves are asynchronous, where the system supports that.
+        max_shard_size: bytes of a file of weights, beyond which another one is started.
+        greater_is_better: of the metric by which a ``RetentionPolicy`` keeps the best.
 
     Raises ``CheckpointError`` if another process saves there.
     """
@@ -86,7 +88,7 @@ class AsyncSaver:
         end(self.close, error)
 
     def close(self) -> None:
-        """Wait for the save in flight and end the process that writes. Raises as ``poll``."""
+        """Wait for the save in flight and end the writer process. Raises as ``poll``."""
         try:
             self._note(self._flight.wait())
         finally:
@@ -105,19 +107,19 @@ class AsyncSaver:
         metrics: Mapping[int, float] | None = None,
         protected: Collection[int] = (),
     ) -> None:
-        """Take a snapshot of ``states`` and begin to write it; they may change from then on.
+        """Take a snapshot of ``states`` and start to write it; they may change from then on.
 
-        A save in flight is waited for first.
+        Waits for a save in flight first.
 
         Args:
             step: the number of the checkpoint.
             states: as for ``checkpoint.save``, and so are ``kind`` and ``companions``.
-            metrics: what a ``Rule`` that keeps the best goes by: the metric by step.
-            protected: steps whose checkpoints stay, whatever the rule says.
+            metrics: the metric by step, for a ``RetentionPolicy`` that keeps the best.
+            protected: steps whose checkpoints are kept, whatever the policy.
 
         Raises:
-            CheckpointError: the last save failed, and this one was not begun; or this one cannot
-                be. No earlier checkpoint was touched.
+            CheckpointError: the last save failed, and this one was not started; or this one cannot
+                be started. No earlier checkpoint was touched.
         """
         self._note(self._flight.wait())
         job, live = prepare(
@@ -134,7 +136,7 @@ class AsyncSaver:
         self._note(self._flight.start(job, live, in_background=self._in_background))
 
     def poll(self) -> list[Path]:
-        """The checkpoints committed since the last time anybody asked.
+        """The checkpoints committed since the last call.
 
         Raises ``CheckpointError`` if the last save failed.
         """
@@ -150,7 +152,7 @@ class AsyncSaver:
     def forget_old(
         self, metrics: Mapping[int, float] | None = None, protected: Collection[int] = ()
     ) -> None:
-        """Delete now what the rule lets go; otherwise the next save does."""
+        """Apply the retention policy now; otherwise the next save does."""
         retention.drop_all([self.root / name for name in self._old(metrics, protected)])
 
     def _note(self, saved: Saved | None) -> None:
