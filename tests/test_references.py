@@ -199,7 +199,7 @@ def test_a_run_shares_prompts_from_its_start_and_as_it_goes_on(tmp_path):
     for one in (begun, build(load(made.recipe), resume=checkpoints(made.run)[-1])):
         (batch, *_) = one.loader.window_at(0, 0)
         assert batch.branches is not None
-        assert one.state.shares_prompts
+        assert one.state.kernels.shared_prompts
 
 
 def test_a_dataset_of_the_other_kind_is_an_error_that_says_what_to_do(tmp_path):

@@ -13,6 +13,7 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -20,17 +21,16 @@ import torch
 import xxhash
 from torch import nn
 
-from .data.order.loader import Collate, InOrder
+from .data.order.micro_batches import Collate, InOrder
 from .data.store.cache import default_folder
 from .data.store.dataset import EncodedDataset, EncodedStore
-from .data.store.preparation import EncodedData
 from .data.store.reference_logps_store import (
     ReferenceLogpsStore,
     Values,
     stores_of,
     with_reference_logps,
 )
-from .data.store.streamed import StreamingData
+from .data.store.run_data import TrainingData
 from .errors import ModelError
 from .model.precision import choose
 from .model.pretrained.loading import PLACES, WEIGHTS, device, resolve
@@ -98,17 +98,13 @@ class ReferenceLogps:
         ]
         return replace(self, known=known)
 
-    def added(self, data: EncodedData | StreamingData) -> EncodedData:
+    def added(self, data: TrainingData) -> TrainingData:
         """The datasets with the answers."""
-        assert isinstance(data, EncodedData)  # nothing is streamed past a reference
         values = {
             store.content: np.concatenate([x for x in pieces if x is not None])
             for store, pieces in zip(self.stores, self.known, strict=True)
         }
-        evals = {
-            name: with_reference_logps(dataset, values) for name, dataset in data.evals.items()
-        }
-        return replace(data, train=with_reference_logps(data.train, values), evals=evals)
+        return data.changed(partial(with_reference_logps, values=values))
 
     @torch.no_grad()
     def _asked(
@@ -151,14 +147,14 @@ class ReferenceLogps:
 
 
 def references(
-    recipe: Recipe, base: Path, data: EncodedData | StreamingData, world: World
+    recipe: Recipe, base: Path, data: TrainingData, world: World
 ) -> ReferenceLogps | None:
     """What is known of the reference of a run; None if its stage needs none."""
     stage = comparing(recipe.stage)
-    if stage is None or isinstance(data, StreamingData):
+    if stage is None:
         return None
     root, name = recipe.data.cache_dir or default_folder(), _identity(recipe, base)
-    stores = stores_of([data.train, *data.evals.values()])
+    stores = stores_of(data.complete)
     kept = [
         ReferenceLogpsStore(root / "reference" / _key(name, store), len(store)) for store in stores
     ]

@@ -196,9 +196,9 @@ def select_packed_attention(
     known: str | None,
     world: World,
 ) -> str:
-    """Let packed rows of ``model`` go through the kernel ``known``, or else through the fastest for
-    a row of ``dtype`` with these ``bounds`` of documents; its name. All processes take that of the
-    main one."""
+    """Let packed rows of ``model`` use the kernel ``known``, or else the preferred one that passes
+    its self-check on a row of ``dtype`` with these document ``bounds``. Returns its name; all ranks
+    use that of rank 0."""
     if known is None and world.is_main:
         known = choose(row_of(model, bounds, device(), dtype))
     return use(model, world.from_main(known))

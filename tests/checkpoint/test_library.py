@@ -9,7 +9,8 @@ from surefoot import checkpoint
 
 BLOCKED = ["transformers", "peft", "datasets", "accelerate", "pydantic", "rich", "click"]
 NAMES = ["AsyncSaver", "CheckpointError", "Found", "Mesh", "NamedOptimizer", "RandomState"]
-NAMES += ["Renamed", "Report", "RetentionPolicy", "Rule", "Source", "Stateful", "TensorSource"]
+NAMES += ["Renamed", "Report", "RetentionPolicy", "Rule", "SaveListener", "Source"]
+NAMES += ["Stateful", "TensorSource"]
 NAMES += ["copy", "find", "find_latest", "load", "newest", "open_folder", "recover_latest"]
 NAMES += ["reshard", "save", "verify"]
 EARLIER = {"Rule": "RetentionPolicy", "Source": "TensorSource"}

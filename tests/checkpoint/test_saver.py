@@ -172,7 +172,7 @@ def test_the_one_resumed_from_stays(tmp_path):
         for step in (1, 2):
             saver.save(step, weights(step))
     with AsyncSaver(tmp_path, keep=1, resumed_from=newest(tmp_path)) as saver:
-        saver.forget_old()
+        saver.delete_old()
         assert steps(tmp_path) == [2]
         for step in (3, 4):
             saver.save(step, weights(step))
@@ -276,3 +276,84 @@ def test_a_killed_loop_goes_on_from_its_last_snapshot_or_the_one_before(tmp_path
         last = int(model.count)
         assert last >= seen[-1] - 1
         assert (model.weight == last).all()
+
+
+class Follower:
+    """Keeps some steps elsewhere, and holds back deletions until it has finished."""
+
+    def __init__(self, steps=(), protected=()):
+        self.steps, self.protected, self.events = set(steps), set(protected), []
+
+    def on_save(self, replaces):
+        self.events.append(("save", list(replaces)))
+
+    def on_committed(self, path, replaces):
+        assert verify(path, full=True).ok, "it is told of what is on the disk"
+        self.events.append((path.name, list(replaces)))
+
+    def on_deleted(self, names):
+        self.events.append(("deleted", list(names)))
+
+    def on_poll(self):
+        self.events.append("poll")
+
+    def finish(self):
+        self.protected = set()
+
+
+def test_a_listener_follows_every_save_from_its_start_to_its_commit(tmp_path):
+    follower = Follower()
+    with AsyncSaver(tmp_path, keep=1, listeners=(follower,)) as saver:
+        saver.save(1, weights(1))
+        saver.wait()
+        saver.save(2, weights(2))
+        saver.wait()
+    assert follower.events == [
+        ("save", []),
+        ("checkpoint-1", []),
+        "poll",
+        ("save", ["checkpoint-1"]),
+        ("checkpoint-2", ["checkpoint-1"]),
+        "poll",
+    ]
+
+
+def test_what_a_listener_protects_stays_until_it_has_finished(tmp_path):
+    follower = Follower(protected={1})
+    with AsyncSaver(tmp_path, keep=1, listeners=(follower,)) as saver:
+        for step in (1, 2, 3):
+            saver.save(step, weights(step))
+        saver.wait()
+        assert steps(tmp_path) == [1, 3]
+        saver.finish()
+        assert steps(tmp_path) == [3]
+    assert follower.events[-1] == ("deleted", ["checkpoint-1"])
+
+
+def test_what_a_listener_keeps_elsewhere_falls_under_the_same_policy(tmp_path):
+    follower = Follower(steps={1, 2})
+    with AsyncSaver(tmp_path, keep=2, listeners=(follower,)) as saver:
+        saver.save(3, weights(3))
+    assert follower.events[0] == ("save", ["checkpoint-1"])
+
+
+def test_a_saver_that_continues_after_an_error_logs_it_and_saves_the_next_step(tmp_path, caplog):
+    (tmp_path / "checkpoint-2").mkdir()
+    with AsyncSaver(tmp_path, on_error="continue") as saver:
+        for step in (1, 2, 3):
+            saver.save(step, weights(step))
+    assert saver.newest == tmp_path / "checkpoint-3"
+    assert "checkpoint-2: it exists already" in caplog.text
+
+
+def test_a_checkpoint_of_another_trainer_is_the_parent_but_not_the_newest(tmp_path):
+    foreign = tmp_path / "theirs" / "checkpoint-7"
+    with AsyncSaver(tmp_path / "run", resumed_from=foreign, is_foreign=True) as saver:
+        assert saver.newest is None
+        saver.save(8, weights(8))
+    assert open_checkpoint(saver.newest).manifest.parent == "checkpoint-7"
+
+
+def test_a_caller_that_holds_the_lock_of_the_folder_keeps_it(tmp_path):
+    with AsyncSaver(tmp_path, has_lock=True):
+        assert not (tmp_path / ".lock").exists()

@@ -10,7 +10,8 @@ from rich.console import Console
 from folders import save_data, save_recipe
 from project import Project
 from surefoot.cli.main import main
-from surefoot.cli.preview import DatasetStats, PreviewExample, Rendered, TextSpan, histogram, show
+from surefoot.cli.preview import histogram, show
+from surefoot.inference.preview import DatasetStats, PreviewExample, Rendered, TextSpan
 
 LONG = "long " * 40
 

@@ -60,6 +60,25 @@ def test_what_is_written_is_what_is_read_at_once_and_later(tmp_path):
     assert names(tmp_path / "a" / "b") == ["key"]
 
 
+def test_text_is_kept_as_bytes_beside_tokens(tmp_path):
+    texts = [b'{"answer": 7}', b"", "ü".encode()]
+    items = [{**item, "columns": text} for item, text in zip(ITEMS, texts, strict=True)]
+
+    def build(writer):
+        writer.add(items[:1], [0])
+        writer.add(items[1:], [0, 7])
+        return {}
+
+    load_or_build(tmp_path, "key", build)
+    store = load_or_build(tmp_path, "key", never).store
+    assert [bytes(store[i]["columns"]) for i in range(3)] == texts
+    assert store.features["columns"].flat.dtype == np.uint8
+    assert store.lengths.tolist() == [3, 1, 2]
+    with (tmp_path / "key" / "columns.bytes").open("r+b") as file:
+        file.truncate(3)
+    assert load_or_build(tmp_path, "key", build).is_new
+
+
 def test_another_fingerprint_is_another_folder_but_equal_items_have_equal_content(tmp_path):
     one, two = (load_or_build(tmp_path, key, build) for key in ("one", "two"))
     assert two.is_new

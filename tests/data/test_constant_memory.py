@@ -4,7 +4,9 @@ import json
 import tracemalloc
 from functools import partial
 
-from surefoot.data.order.stream_loader import StreamLoader
+from surefoot.data.order.block_shuffle import BlockShuffle
+from surefoot.data.order.loader import Loader
+from surefoot.data.order.micro_batches import Batching
 from surefoot.data.section import DataSection
 from surefoot.data.store.preparation import prepare
 from surefoot.data.store.streamed import encode_stream, open_stream
@@ -45,14 +47,8 @@ def stream_an_epoch(data):
     shards = encode_stream(data, encode, fingerprint={}, shard_rows=500)
     more = partial(next, shards, None)
     stream = open_stream(data, encode, fingerprint={}, seed=1, more=more).train
-    it = StreamLoader(
-        stream,
-        partial(collate, packing=True),
-        global_batch_size=50,
-        micro_batch_size=50,
-        seed=1,
-        buffer_size=500,
-    )
+    batching = Batching(partial(collate, packing=True), micro_batch_size=50)
+    it = Loader(BlockShuffle(stream, 1, 500), batching, global_batch_size=50)
     while it.epoch == 0:
         it.next_window()
 

@@ -1,10 +1,11 @@
 """Items in flat arrays."""
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from surefoot.data.store.dataset import EncodedDataset, in_memory, join
+from surefoot.data.store.dataset import EncodedDataset, Ragged, in_memory, join, with_columns
 
 ITEMS = st.lists(
     st.lists(st.integers(-(2**31), 2**31 - 1), max_size=5).map(
@@ -58,3 +59,32 @@ def test_the_fingerprint_tells_items_and_orders_apart():
 
 def test_no_items_are_a_dataset_too():
     assert len(in_memory([])) == 0
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_bytes_and_floats_lie_beside_tokens(dtype):
+    items = [
+        {"input_ids": [], "answer": b"", "values": np.array([], dtype)},
+        {"input_ids": [1, 2], "answer": "ü".encode(), "values": np.array([0.1, 1e-7], dtype)},
+    ]
+    found = in_memory(items)[1]
+    assert {name: column.dtype for name, column in found.items()} == {
+        "input_ids": np.int32,
+        "answer": np.uint8,
+        "values": dtype,
+    }
+    assert bytes(found["answer"]).decode() == "ü"
+    assert found["values"].tolist() == items[1]["values"].tolist()
+
+
+def test_columns_are_added_to_the_store_that_they_belong_to():
+    one, two = (in_memory([{"input_ids": ids}, {"input_ids": [9]}]) for ids in ([1], [2, 3]))
+    both = EncodedDataset((*one.stores, *two.stores), np.array([3, 0]))
+    columns = {
+        data.stores[0].content: {"z": Ragged(np.array([start, 0.5]), np.array([0, 1, 2]))}
+        for data, start in ((one, 0.25), (two, 0.75))
+    }
+    found = with_columns(both, columns)
+    assert [item["z"].tolist() for item in (found[0], found[1])] == [[0.5], [0.25]]
+    assert found.fingerprint == both.fingerprint
+    assert "z" not in both[0]

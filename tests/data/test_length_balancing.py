@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from surefoot.data.order.full_shuffle import FullShuffle
 from surefoot.data.order.length_balancing import (
     assign_to_rank,
     balance_by_length,
@@ -17,6 +18,7 @@ from surefoot.data.order.length_balancing import (
     positions,
 )
 from surefoot.data.order.loader import Loader
+from surefoot.data.order.micro_batches import Batching
 from surefoot.data.store.dataset import in_memory
 from surefoot.data.text.collation import collate
 
@@ -123,6 +125,12 @@ def test_packed_rows_are_equally_long_and_rectangles_hold_equal_lengths():
     assert [sorted(lengths[g - 100]) for (g,) in padded] == [[40, 90], [10, 10, 20, 20, 20, 30]]
 
 
+def dealt(it, epoch, window):
+    """The items of each of a rank's micro-batches."""
+    examples = it.examples_at(epoch, window)
+    return [examples.items[group] for group in it.batching.groups(examples.lengths)]
+
+
 @pytest.mark.parametrize("packing", [True, False])
 def test_a_step_has_the_same_examples_on_any_number_of_ranks(packing):
     lengths = np.random.default_rng(1).integers(2, 40, 53)
@@ -131,18 +139,19 @@ def test_a_step_has_the_same_examples_on_any_number_of_ranks(packing):
     for ranks in (1, 2, 3, 4):
         loaders = [
             Loader(
-                data,
-                partial(collate, packing=packing),
+                FullShuffle(data, 1),
+                Batching(
+                    partial(collate, packing=packing),
+                    micro_batch_size=2,
+                    packing=packing,
+                    rank=rank,
+                    world_size=ranks,
+                ),
                 global_batch_size=24,
-                micro_batch_size=2,
-                seed=1,
-                packing=packing,
-                rank=rank,
-                world_size=ranks,
             )
             for rank in range(ranks)
         ]
-        groups = [[it.groups(epoch, w) for it in loaders] for epoch in (0, 1) for w in range(3)]
+        groups = [[dealt(it, epoch, w) for it in loaders] for epoch in (0, 1) for w in range(3)]
         seen.append([sorted(np.concatenate([g for r in step for g in r])) for step in groups])
     assert seen[0] == seen[1] == seen[2] == seen[3]
 

@@ -8,7 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from surefoot.data.order.full_shuffle import FullShuffle
 from surefoot.data.order.loader import Loader
+from surefoot.data.order.micro_batches import Batching
 from surefoot.data.store.dataset import EncodedDataset, in_memory
 from surefoot.data.text.collation import collate
 from surefoot.data.text.packing import unpack
@@ -23,8 +25,14 @@ def numbers(length):
 
 
 def loader(length=23, **changes):
-    settings = {"global_batch_size": 8, "micro_batch_size": 2, "seed": 1, **changes}
-    return Loader(numbers(length), COLLATE, **settings)
+    return of(numbers(length), **changes)
+
+
+def of(data, *, shuffle=True, global_batch_size=8, prefetch=None, **changes):
+    settings = {"micro_batch_size": 2, **changes}
+    order = FullShuffle(data, settings.pop("seed", 1), shuffle)
+    batching = Batching(settings.pop("collate", COLLATE), **settings)
+    return Loader(order, batching, global_batch_size=global_batch_size, prefetch=prefetch)
 
 
 def items(window):
@@ -111,6 +119,41 @@ def test_a_skipped_window_is_left_out():
     assert items(skipping.next_window()) == windows[3]
 
 
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_the_examples_of_a_window_are_the_same_on_every_rank_and_dealt_as_a_window_is(shuffle):
+    sizes = {"world_size": 2, "shuffle": shuffle}
+    for rank in range(2):
+        given, dealt, plain = (loader(rank=each, **sizes) for each in (0, rank, rank))
+        for _ in range(7):
+            examples = dealt.next_examples()
+            wanted = [item["input_ids"][0] for item in given.next_examples()]
+            assert [item["input_ids"][0] for item in examples] == wanted
+            assert items(dealt.deal(examples)) == items(plain.next_window())
+            assert dealt.state_dict() == plain.state_dict()
+
+
+def test_the_examples_of_a_window_are_views_of_the_data():
+    data = numbers(23)
+    examples = of(data).next_examples()
+    flat = data.stores[0].features["input_ids"].flat
+    assert all(np.shares_memory(item["input_ids"], flat) for item in examples)
+    assert np.shares_memory(examples[2:4][1]["input_ids"], flat)
+
+
+def test_what_a_stage_made_of_examples_is_dealt_by_its_own_lengths():
+    its = [loader(rank=rank, world_size=2) for rank in range(2)]
+    windows = []
+    for it in its:
+        count = 2 * len(it.next_examples())
+        made = [{"input_ids": [7] * (n + 2), "labels": [7] * (n + 2)} for n in range(count)]
+        windows.append(it.deal(made))
+    lengths = [[len(item["input_ids"]) for b in w for item in unpack(b)] for w in windows]
+    assert sorted(lengths[0] + lengths[1]) == list(range(2, 18))
+    assert [len(window) for window in windows] == [4, 4]
+    assert abs(sum(lengths[0]) - sum(lengths[1])) <= 2
+    assert flat(its[0].next_window()) == flat(loader(world_size=2).window_at(0, 1))
+
+
 def test_iterating_is_taking_windows_for_ever():
     it, other = loader(), loader()
     for window, _ in zip(it, range(7), strict=False):
@@ -144,10 +187,9 @@ def test_a_position_in_other_data_is_refused(changes, reason):
 def test_a_position_in_data_of_other_content_is_refused():
     data = numbers(23)
     other = EncodedDataset(data.stores, np.arange(23)[::-1].copy())
-    settings = {"global_batch_size": 8, "micro_batch_size": 2, "seed": 1}
-    state = Loader(other, COLLATE, **settings).state_dict()
+    state = of(other).state_dict()
     with pytest.raises(DataError, match="the fingerprint of the encoded examples was"):
-        Loader(data, COLLATE, **settings).load_state_dict(state)
+        of(data).load_state_dict(state)
 
 
 def test_batch_sizes_that_do_not_divide_are_refused():
@@ -168,8 +210,7 @@ def test_every_position_of_packed_rows_is_a_token_whatever_the_lengths(world_siz
     path = Path(__file__).parents[2] / "examples" / "data" / "orders_train.jsonl"
     lines = [list(line.encode()) for line in path.read_text(encoding="utf-8").splitlines()]
     data = in_memory([{"input_ids": ids, "labels": ids} for ids in lines])
-    settings = {"global_batch_size": 8, "micro_batch_size": 2, "seed": 1, "world_size": world_size}
-    loaders = [Loader(data, COLLATE, rank=rank, **settings) for rank in range(world_size)]
+    loaders = [of(data, rank=rank, world_size=world_size) for rank in range(world_size)]
     batches = [
         batch
         for it in loaders

@@ -6,7 +6,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from surefoot.batch import IGNORE_INDEX
-from surefoot.data.order.loader import InOrder, batch_of
+from surefoot.data.order.micro_batches import Batching, InOrder
 from surefoot.data.store.dataset import in_memory
 from surefoot.data.text.collation import collate
 from surefoot.data.text.pairs import collate_pairs, join, split
@@ -104,7 +104,8 @@ def test_where_no_pair_is_left_for_a_process_no_answer_counts(packing):
     pair = {"input_ids": [5, 6, 7, 8], "labels": [-100, -100, 7, 8], "lengths": [2, 1, 1]}
     dataset = in_memory([pair])
     (evaluated,) = InOrder(dataset, laid, micro_batch_size=1, rank=1, world_size=2)
-    for batch in (evaluated, batch_of([], dataset, laid)):
+    (dealt,) = Batching(laid, micro_batch_size=1, rank=1, world_size=2).window([pair])
+    for batch in (evaluated, dealt):
         assert batch.num_trained == 0
         assert batch.extras["answer"].tolist() == []
         assert batch.extras["answer_lengths"].tolist() == [0, 0]

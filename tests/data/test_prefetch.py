@@ -5,7 +5,9 @@ from functools import partial
 
 import pytest
 
+from surefoot.data.order.full_shuffle import FullShuffle
 from surefoot.data.order.loader import Loader
+from surefoot.data.order.micro_batches import Batching
 from surefoot.data.order.prefetch import Prefetch
 from surefoot.data.store.dataset import in_memory
 from surefoot.data.text.collation import collate
@@ -15,9 +17,9 @@ COLLATE = partial(collate, packing=True)
 DATA = in_memory([{"input_ids": [i, i], "labels": [-100, i]} for i in range(23)])
 
 
-def loader(*, collate=COLLATE, **changes):
-    settings = {"global_batch_size": 8, "micro_batch_size": 2, "seed": 1, **changes}
-    return Loader(DATA, collate, **settings)
+def loader(*, collate=COLLATE, prefetch=None, **changes):
+    batching = Batching(collate, micro_batch_size=2, **changes)
+    return Loader(FullShuffle(DATA, 1), batching, global_batch_size=8, prefetch=prefetch)
 
 
 def ahead(**changes):
@@ -78,10 +80,27 @@ def test_an_error_arrives_at_the_window_that_has_it():
     assert items(it.next_window()) == items(loader().window_at(0, 2))
 
 
+def test_a_window_that_a_stage_replaces_is_not_made_ahead():
+    made = []
+    it = loader(prefetch=Prefetch(lambda window: made.append(window) or window))
+    for _ in range(3):
+        it.deal(list(it.next_examples()))
+    assert len(made) == 3
+    assert it.prefetch.take((1, 0)) is None
+
+
+def test_examples_are_those_whose_window_was_made_ahead():
+    it, other = ahead(), loader()
+    for _ in range(7):
+        examples = it.next_examples()
+        assert items(it.deal(examples)) == items(other.next_window())
+        assert it.state_dict() == other.state_dict()
+
+
 def test_no_thread_is_left():
     it = ahead()
     it.next_window()
-    it.prefetch.take((9, 9), lambda *_: [])
+    it.prefetch.take((9, 9))
     for thread in threading.enumerate():
         if thread.name == "surefoot-prefetch":
             thread.join(timeout=5)

@@ -15,7 +15,7 @@ from surefoot.data.rows.rows import read_examples
 from surefoot.data.section import DataSection
 from surefoot.data.text.codec import Codec
 from surefoot.data.text.templates import bundled, load_template
-from surefoot.data.text.templates.fast_render import TracedTemplate
+from surefoot.data.text.templates.fast.traced_template import TracedTemplate
 
 NAMES = {"bos_token": "<s>", "eos_token": "</s>"}
 ODD = [

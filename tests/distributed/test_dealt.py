@@ -20,8 +20,8 @@ def examples():
 
 def lengths(made, window):
     """Tokens of each micro-batch of this rank."""
-    items = made.loader.groups(0, window)
-    return [int(made.loader.dataset.lengths[group].sum()) for group in items]
+    dealt = made.loader.examples_at(0, window).lengths
+    return [int(dealt[group].sum()) for group in made.loader.batching.groups(dealt)]
 
 
 @pytest.mark.parametrize("packing", [True, False])

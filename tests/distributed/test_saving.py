@@ -3,6 +3,7 @@
 import os
 import resource
 import signal
+from dataclasses import replace
 
 import ranks
 from spread import learn, trainer
@@ -13,8 +14,11 @@ from surefoot.checkpoint.section import CheckpointSection
 
 def begin(world, folder, layout, **section):
     made = trainer(world, folder)
-    made.saver.section = CheckpointSection(keep=None, layout=layout, **section)
-    made.saver.steps = {"log_steps": 1, "eval_steps": None, "save_steps": 1}
+    made.saver = replace(
+        made.saver,
+        section=CheckpointSection(keep=None, layout=layout, **section),
+        steps={"log_steps": 1, "eval_steps": None, "save_steps": 1},
+    )
     return made
 
 
@@ -25,14 +29,14 @@ def save(made, *, insist=False):
 
 def signal_writer(made, world, number, rank):
     if world.rank == rank:
-        os.kill(made.saver._flight.pid, number)
+        os.kill(made.saver.checkpoints._flight.pid, number)
 
 
 def let_write(made, world, size):
     """Files of so many bytes, in the second process."""
     if world.rank == 1:
         limits = (size, resource.RLIM_INFINITY)
-        resource.prlimit(made.saver._flight.pid, resource.RLIMIT_FSIZE, limits)
+        resource.prlimit(made.saver.checkpoints._flight.pid, resource.RLIMIT_FSIZE, limits)
 
 
 def steps(folder):

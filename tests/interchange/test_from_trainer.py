@@ -419,7 +419,7 @@ def test_an_order_that_is_not_the_trainers_is_said(full, theirs, tmp_path, caplo
 
 def test_the_first_checkpoint_has_the_trainers_as_its_parent(full, tmp_path):
     trainer = load(full.theirs, trainer_of(full, tmp_path))
-    trainer.saver.resumed_from = full.theirs
+    trainer.saver = replace(trainer.saver, resumed_from=full.theirs, is_foreign=True)
     trainer.fit()
     manifest = json.loads((tmp_path / "run" / "checkpoint-8" / "manifest.json").read_text())
     assert manifest["parent"] == full.theirs.name

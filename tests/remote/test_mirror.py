@@ -33,7 +33,7 @@ def test_at_the_end_all_that_lies_here_lies_there(store, tmp_path):
     (tmp_path / ".lock").write_text("")
     with Mirror(store, tmp_path) as mirror:
         for step in (1, 2, 3):
-            mirror.offer(saved(tmp_path, step), forget=())
+            mirror.on_committed(saved(tmp_path, step), replaces=())
     assert there(store) == [1, 2, 3]
     assert mirror.steps == {1, 2, 3}
     assert set(contents(store).of_the_run) == {"metrics.jsonl"}
@@ -52,12 +52,12 @@ def test_what_an_earlier_start_could_not_upload_goes_first(store, tmp_path, capl
 
 def test_what_is_let_go_is_deleted_once_a_newer_one_is_there(store, tmp_path):
     with Mirror(store, tmp_path) as mirror:
-        mirror.offer(saved(tmp_path, 1), forget=())
+        mirror.on_committed(saved(tmp_path, 1), replaces=())
         mirror.finish()
-        mirror.let_go(["checkpoint-1"])
+        mirror.on_deleted(["checkpoint-1"])
         mirror.finish()
         assert there(store) == [1]  # it is the newest: there must always be one
-        mirror.offer(saved(tmp_path, 2), forget=["checkpoint-1"])
+        mirror.on_committed(saved(tmp_path, 2), replaces=["checkpoint-1"])
     assert there(store) == [2]
     assert list(store.list("checkpoint-1")) == []
 
@@ -65,10 +65,10 @@ def test_what_is_let_go_is_deleted_once_a_newer_one_is_there(store, tmp_path):
 def test_what_is_about_to_be_dropped_here_is_not_begun(store, tmp_path):
     saved(tmp_path, 1)
     mirror = Mirror(store, tmp_path)
-    mirror.leave(["checkpoint-1"])
+    mirror.on_save(["checkpoint-1"])
     with mirror:
         assert mirror.protected == set()
-        mirror.let_go(["checkpoint-1"])
+        mirror.on_deleted(["checkpoint-1"])
 
 
 def test_a_store_that_fails_is_said_and_tried_again(store, tmp_path, memory, caplog):
@@ -77,8 +77,8 @@ def test_a_store_that_fails_is_said_and_tried_again(store, tmp_path, memory, cap
     mirror = Mirror(store, tmp_path, seconds=0)
     why = r"not everything could be uploaded to memory://runs/mirror: .*"
     with pytest.raises(CheckpointError, match=why), mirror:
-        mirror.offer(saved(tmp_path, 2), forget=())
-    assert "training continues" in caplog.text
+        mirror.on_committed(saved(tmp_path, 2), replaces=())
+    assert "training goes on" in caplog.text
     memory.rm_file("/runs/mirror/checkpoint-2")
     with Mirror(store, tmp_path, there=there(store)):
         pass
@@ -99,12 +99,12 @@ def test_a_damaged_local_checkpoint_is_never_uploaded(store, tmp_path):
 def test_another_error_matters_more_than_an_upload_that_failed(store, tmp_path, memory, caplog):
     memory.pipe_file("/runs/mirror/checkpoint-1", b"")
     with pytest.raises(KeyError), Mirror(store, tmp_path) as mirror:
-        mirror.offer(saved(tmp_path, 1), forget=())
+        mirror.on_committed(saved(tmp_path, 1), replaces=())
         raise KeyError("a bug")
     assert "not everything could be uploaded" in caplog.text
 
 
 def test_a_user_who_leaves_is_not_kept_waiting(store, tmp_path):
     with pytest.raises(KeyboardInterrupt), Mirror(store, tmp_path) as mirror:
-        mirror.offer(saved(tmp_path, 1), forget=())
+        mirror.on_committed(saved(tmp_path, 1), replaces=())
         raise KeyboardInterrupt

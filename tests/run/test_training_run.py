@@ -110,9 +110,9 @@ def test_a_run_keeps_the_attention_of_its_packed_rows(tmp_path):
     project = Project(tmp_path, train={"max_steps": 3})
     surefoot.train(project.recipe)
     newest = tmp_path / "run" / "checkpoint-3"
-    assert build(load(project.recipe), resume=newest).state.attention == "sdpa"
+    assert build(load(project.recipe), resume=newest).state.kernels.packed_attention == "sdpa"
     chosen = load(project.recipe, {"model.attention": "eager"})
-    assert build(chosen).state.attention is None
+    assert build(chosen).state.kernels.packed_attention is None
 
 
 def test_packed_and_padded_rows_give_the_same_losses(tmp_path):

@@ -1,12 +1,16 @@
 """A whole trainer on a tiny random model and a few examples, without recipe or tokenizer."""
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 
 import tiny
 from surefoot.checkpoint.reading.loading import load
 from surefoot.checkpoint.section import CheckpointSection
+from surefoot.data.order.full_shuffle import FullShuffle
 from surefoot.data.order.loader import Loader
+from surefoot.data.order.micro_batches import Batching
 from surefoot.data.text.collation import collate
 from surefoot.methods.full import Full
 from surefoot.model.attention import packed
@@ -35,6 +39,9 @@ class Items(list):
     @property
     def lengths(self):
         return np.array([len(item["input_ids"]) for item in self])
+
+    def lengths_of(self, items):
+        return self.lengths[items]
 
 
 def examples(count=14, seed=5):
@@ -100,12 +107,9 @@ def trainer(
     policy = method.apply(inner)
     make = lambda features: collate(features, packing=packing)  # noqa: E731
     loader = Loader(
-        dataset=items or examples(),
-        collate=make,
+        FullShuffle(items or examples(), section.seed),
+        Batching(make, micro_batch_size=section.micro_batch_size, packing=packing),
         global_batch_size=section.global_batch_size,
-        micro_batch_size=section.micro_batch_size,
-        seed=section.seed,
-        packing=packing,
         prefetch=prefetch,
     )
     state = TrainerState(max_steps=section.max_steps, train_batch_size=section.micro_batch_size)
@@ -124,7 +128,7 @@ def trainer(
         Trigger(save_steps),
     )
     context = Context(
-        section, policy, optimizer, folder, len(loader.dataset), loader.steps_per_epoch
+        section, policy, optimizer, folder, loader.num_examples, loader.steps_per_epoch
     )
     return Trainer(
         section=section,
@@ -158,7 +162,7 @@ def trainer(
 
 def resume(built, folder):
     load(folder, built.states)
-    built.saver.newest = built.saver.resumed_from = folder
+    built.saver = replace(built.saver, resumed_from=folder)
     return built
 
 

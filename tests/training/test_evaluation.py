@@ -12,7 +12,7 @@ import ranks
 import small
 from spread import trainer
 from surefoot.batch import IGNORE_INDEX
-from surefoot.data.order.loader import InOrder
+from surefoot.data.order.micro_batches import InOrder
 from surefoot.data.text.collation import collate
 from surefoot.methods.lora import LoRA
 from surefoot.parallel.world import ALONE

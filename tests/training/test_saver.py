@@ -7,6 +7,7 @@ import signal
 import sys
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -40,7 +41,7 @@ class Steps(TrainerCallback):
 
 def built(folder, *members, **section):
     made = small.trainer(folder, *members, save_steps=section.get("save_steps"))
-    made.saver.section = CheckpointSection(**{"keep": None, **section})
+    made.saver = replace(made.saver, section=CheckpointSection(**{"keep": None, **section}))
     return made
 
 
@@ -53,7 +54,7 @@ def halt(made):
 
     def act():
         made.saver.collect(wait=True)
-        os.kill(made.saver._flight.pid, signal.SIGSTOP)
+        os.kill(made.saver.checkpoints._flight.pid, signal.SIGSTOP)
         timer = threading.Timer(20, go_on(made))  # a test that fails must not hang
         timer.daemon = True
         timer.start()
@@ -63,7 +64,7 @@ def halt(made):
 
 def go_on(made):
     def act():
-        if (pid := made.saver._flight.pid) is not None:
+        if (pid := made.saver.checkpoints._flight.pid) is not None:
             os.kill(pid, signal.SIGCONT)
 
     return act
@@ -141,7 +142,7 @@ def test_a_failed_save_is_survived_and_the_next_one_names_the_last_good_one(tmp_
 def test_a_writer_that_is_killed_costs_no_step(tmp_path, caplog):
     made = built(tmp_path, save_steps=2)
     watch = Steps()
-    watch.at = {5: lambda: os.kill(made.saver._flight.pid, signal.SIGKILL)}
+    watch.at = {5: lambda: os.kill(made.saver.checkpoints._flight.pid, signal.SIGKILL)}
     made.callbacks.members.append(watch)
     made.fit()
     assert steps_in(tmp_path) == [2, 4, 6, 8]
@@ -153,7 +154,7 @@ def test_a_disk_that_fills_and_is_freed_again_costs_only_the_saves_in_between(tm
     def limit(size):
         def act():
             made.saver.collect(wait=True)
-            resource.prlimit(made.saver._flight.pid, resource.RLIMIT_FSIZE, (size, -1))
+            resource.prlimit(made.saver.checkpoints._flight.pid, resource.RLIMIT_FSIZE, (size, -1))
 
         return act
 
@@ -186,7 +187,7 @@ def test_an_error_of_the_loop_still_waits_for_the_save_in_flight(tmp_path):
     with pytest.raises(RuntimeError, match="a callback of the user"):
         made.fit()
     assert steps_in(tmp_path) == [3]
-    assert made.saver._flight.pid is None
+    assert made.saver.checkpoints._flight.pid is None
 
 
 def test_sigterm_while_a_save_is_in_flight_saves_the_step_after_it(tmp_path):
@@ -212,7 +213,7 @@ def test_the_best_checkpoints_by_the_metric_stay(tmp_path):
     made = small.trainer(
         tmp_path, save_steps=1, evals=small.examples(2, seed=9), eval_steps=1, max_steps=6
     )
-    made.saver.section = CheckpointSection(save_steps=1, keep=1, keep_best=2)
+    made.saver = replace(made.saver, section=CheckpointSection(save_steps=1, keep=1, keep_best=2))
     state = made.fit()
     losses = {r["step"]: r["eval_loss"] for r in state.log_history if "eval_loss" in r}
     best = sorted(losses, key=losses.get)[:2]

@@ -5,6 +5,7 @@ import math
 import os
 import signal
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -90,7 +91,7 @@ def test_one_step_is_that_of_a_plain_torch_loop(tmp_path):
     optim = AdamW(learning_rate=5e-3, weight_decay=0.1, epsilon=1e-4)
     options = {"max_steps": 1, "max_grad_norm": 0.1, "save_steps": None, "optim": optim}
     built = small.trainer(tmp_path, model=model, **options)
-    order = built.loader.order(0)[:4]
+    order = built.loader.order.indices(0, 0, 4)
     reference = tiny.model(dtype=torch.float64)
     optimizer = torch.optim.AdamW(
         [
@@ -102,8 +103,8 @@ def test_one_step_is_that_of_a_plain_torch_loop(tmp_path):
     )
     total, count = 0.0, 0
     for i in order:
-        ids = torch.tensor(built.loader.dataset[i]["input_ids"])[None]
-        labels = torch.tensor(built.loader.dataset[i]["labels"])[None]
+        ids = torch.tensor(built.loader.order.examples[i]["input_ids"])[None]
+        labels = torch.tensor(built.loader.order.examples[i]["labels"])[None]
         logits = reference(input_ids=ids).logits[:, :-1]
         total = total + torch.nn.functional.cross_entropy(
             logits.transpose(1, 2), labels[:, 1:], reduction="sum"
@@ -340,7 +341,8 @@ def test_a_failed_save_stops_the_run_or_is_survived_as_the_recipe_says(tmp_path)
         small.trainer(tmp_path / "a").fit()
     (tmp_path / "b" / "checkpoint-3").mkdir(parents=True)
     built = small.trainer(tmp_path / "b")
-    built.saver.section = type(built.saver.section)(save_steps=3, on_save_error="continue")
+    section = replace(built.saver.section, on_save_error="continue")
+    built.saver = replace(built.saver, section=section)
     built.fit()
     assert {p.name for p in (tmp_path / "b").iterdir()} == {
         "checkpoint-3",
@@ -362,7 +364,7 @@ def test_predict_measures_and_changes_nothing(tmp_path):
     seen = small.Seen()
     built = small.trainer(tmp_path, seen)
     before = small.weights(built)
-    batches = [built.loader.collate(small.examples(3))]
+    batches = [built.loader.batching.collate(small.examples(3))]
     metrics = built.predict(batches)
     assert set(metrics) == {"predict_loss", "predict_perplexity", "predict_token_accuracy"}
     assert metrics["predict_perplexity"] == pytest.approx(math.exp(metrics["predict_loss"]))

@@ -1,4 +1,4 @@
-"""Importing what is heavy, without work that an import has no need of."""
+"""Import heavy packages without garbage collections."""
 
 from __future__ import annotations
 
@@ -6,12 +6,10 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from .mending import mending
-
 
 @contextmanager
 def loading() -> Iterator[None]:
-    """Import inside; the collector of garbage does not look through what has been imported.
+    """Import inside; the garbage collector is off, and later skips what has been imported.
 
     torch and transformers make about a million objects, all of which stay. Every collection amid
     them walks those that are there already: a fifth of the processor time until a model trains.
@@ -20,8 +18,7 @@ def loading() -> Iterator[None]:
     was_on = gc.isenabled()
     gc.disable()
     try:
-        with mending():
-            yield
+        yield
     finally:
         gc.freeze()
         if was_on:

@@ -15,9 +15,7 @@ from .loading import loading
 from .table import cell, console, frame, in_bytes, print_json, table
 
 if TYPE_CHECKING:
-    from ..forecast.estimate.memory import Memory
     from ..forecast.estimate.memory_estimate import Plan
-    from ..forecast.estimate.processes import Machine
     from ..recipe.recipe import Recipe
 
 PARTS = {
@@ -77,7 +75,8 @@ def plan(
         overrides = (*overrides, f"parallel.num_processes={num_processes}")
     loaded = load(recipe, overrides)
     with loading():
-        from ..forecast.estimate.memory_estimate import make_plan
+        from ..forecast.estimate.memory_estimate import as_data, make_plan
+        from ..forecast.estimate.processes import machine_for
 
     machine = machine_for(loaded, device)
     with Console(stderr=True).status("rehearsing"):  # seconds; more for models of many layers
@@ -86,23 +85,6 @@ def plan(
         print_json(as_data(found))
         return
     show(loaded, found, is_given=tokens_per_second is not None)
-
-
-def machine_for(recipe: Recipe, device: str | None) -> Machine:
-    """The ranks that would be started on this machine, and the memory of each."""
-    import psutil
-    import torch
-
-    from ..forecast.estimate.processes import Machine
-    from ..parallel.launch import num_processes
-
-    has_gpu = torch.cuda.is_available()
-    on_gpu = has_gpu if device is None else device == "gpu"
-    count = recipe.parallel.num_processes or num_processes(recipe.parallel)
-    if on_gpu:
-        capacity = torch.cuda.get_device_properties(0).total_memory if has_gpu else None
-        return Machine(count, True, capacity)
-    return Machine(count, False, None if has_gpu else psutil.virtual_memory().total // count)
 
 
 def show(recipe: Recipe, found: Plan, *, is_given: bool) -> None:
@@ -245,63 +227,3 @@ def _options_table(found: Plan) -> Table:
 
 def _value(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def as_data(found: Plan) -> dict[str, object]:
-    """All figures, in bytes, tokens and seconds."""
-    course, saving = found.course, found.saving
-    return {
-        "processes": {
-            "count": found.mesh.num_processes,
-            "dp_replicate": found.mesh.dp_replicate,
-            "dp_shard": found.mesh.dp_shard,
-            "tp": found.mesh.tp,
-            "pp": found.mesh.pp,
-            "device": "gpu" if found.machine.on_gpu else "cpu",
-            "precision": found.precision,
-            "capacity": found.machine.capacity,
-        },
-        "parameters": found.parameters,
-        "trained_parameters": found.trained_parameters,
-        "examples": found.examples,
-        "sampled_rows": found.rows_read,
-        "steps": course.steps,
-        "steps_per_epoch": course.steps_per_epoch,
-        "epochs": course.epochs,
-        "gradient_accumulation_steps": course.micro_batches,
-        "tokens": course.tokens,
-        "trained_tokens": course.trained_tokens,
-        "tokens_per_second": found.tokens_per_second,
-        "seconds": found.seconds,
-        "heaviest_pass": vars(found.heaviest),
-        "heaviest_stage": {
-            "process": found.place,
-            "layers": [layer for run in found.layers for layer in run],
-        }
-        if found.mesh.pp > 1
-        else None,
-        "memory": _as_data(found.memory),
-        "not_known": found.not_known,
-        "checkpoint": {
-            "total": saving.size.total,
-            "weights": saving.size.weights,
-            "optimizer": saving.size.optimizer,
-            "shared_by_all": saving.size.unchanging,
-            "saves": saving.saves,
-            "at_once": saving.at_once,
-            "disk": saving.disk,
-            "shared_memory": saving.shared_memory,
-        },
-        "options": [
-            {
-                "changes": dict(option.changes),
-                "memory": _as_data(option.memory),
-                "effect": option.effect,
-            }
-            for option in found.options
-        ],
-    }
-
-
-def _as_data(memory: Memory) -> dict[str, int]:
-    return {**memory.parts(), "peak": memory.peak}

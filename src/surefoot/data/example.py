@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 Role = Literal["system", "user", "assistant", "tool"]
 JSON = Mapping[str, object]
+Dicts = Sequence[Mapping[str, object]]  # messages or tools, as chat templates take them
+Spans = list[tuple[int, int]]  # first and one past the last character
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,15 +8,13 @@ which tensors a run shards along the second; any mesh can read any sharding.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from itertools import product
 
 from ..errors import CheckpointError
 from .box import Box
-from .option_text import pairs
 from .sharding import AxisShard, local_offset_and_shape
 
-_EXAMPLE = "for example dp_shard=4,tp=2"
 _CUTS = (AxisShard("tp", 0), AxisShard("dp_shard", 0))
 _MOST = 65_536  # processes: their folders have five digits
 
@@ -59,17 +57,3 @@ class Mesh:
             box = Box(*local_offset_and_shape(shape, _CUTS, sizes, {"dp_shard": shard, "tp": part}))
             if box.size:
                 yield range(first, self.size, step), box
-
-
-def parse_mesh(text: str) -> Mesh:
-    """Parse ``dp_shard=4,dp_replicate=2``. Raises ``CheckpointError`` for anything else."""
-    known = [field.name for field in fields(Mesh)]
-    odd = f"a checkpoint is sharded along {', '.join(known[:-1])} and {known[-1]}, not {{}}"
-    sizes: dict[str, int] = {}
-    for axis, size in pairs(text, known, what="mesh", odd=odd, example=_EXAMPLE):
-        if not (size.isascii() and size.isdecimal() and len(size) < 10):
-            raise CheckpointError(
-                f"mesh {text!r}: {axis} must be a whole number, got {size!r}; {_EXAMPLE}"
-            )
-        sizes[axis] = int(size)
-    return Mesh(**sizes)

@@ -13,7 +13,7 @@ import torch
 from ..batch import IGNORE_INDEX, Batch, Features, Outputs
 from ..data.encoded import Dropped, Truncated
 from ..data.example import Example
-from ..data.order.loader import Collate
+from ..data.order.micro_batches import Collate
 from ..data.text.codec import Codec
 from ..data.text.ranking import answered
 from ..data.text.templates import load_template

@@ -25,11 +25,11 @@ from ..checkpoint.sources.source import TensorSource, read_whole
 from ..checkpoint.state.local_box import local_box_of
 from ..checkpoint.state.states import Stateful, cuts_of
 from ..checkpoint.weights import detect_layout
+from ..data.order.loader import Loader
 from ..errors import CheckpointError
 from ..geometry.box import Box
 from ..model.fused_parameters import places
 from ..model.pretrained.weights import AdapterWeights, FullWeights
-from ..training.stage import Windows
 from ..training.trainer import Trainer
 
 logger = logging.getLogger(__name__)
@@ -226,7 +226,7 @@ def _differences(progress: Progress, trainer: Trainer) -> Iterator[str]:
         yield f"its learning rate is {was:.4g}; the next one here is {now:.4g}, of at most {peak:g}"
 
 
-def _step(progress: Progress, loader: Windows) -> int:
+def _step(progress: Progress, loader: Loader) -> int:
     """The step of this run after as many examples, as MindSpore Transformers counts it."""
     if progress.batch_size is None:
         return progress.step_num

@@ -18,9 +18,9 @@ import torch
 from ..callbacks.early_stop import EarlyStop
 from ..checkpoint.sources.source import TensorSource, read_whole
 from ..checkpoint.state.states import Stateful
+from ..data.order.loader import Loader
 from ..errors import CheckpointError
 from ..storage import files
-from ..training.stage import Windows
 from ..training.trainer import Trainer
 from .moments import Moments, moments_by_name, trainer_groups
 from .pickles import read_pickle
@@ -249,7 +249,7 @@ def _take_progress(progress: Progress, trainer: Trainer) -> None:
         trainer.callbacks.load_state_dict({EarlyStop.__name__: counted})
 
 
-def _take_place(progress: Progress, loader: Windows) -> None:
+def _take_place(progress: Progress, loader: Loader) -> None:
     """Go to the window of the step; by the share of the epoch if batches differ. Where nobody knows
     how long an epoch is, the steps were all in the first."""
     windows = loader.steps_per_epoch

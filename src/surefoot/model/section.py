@@ -24,9 +24,9 @@ class ModelSection:
     (float32 on a CPU).
     """
     attention: Literal["auto", "sdpa", "eager", "flash_attention_2"] = "auto"
-    """Attention kernel. ``auto`` uses sdpa if the architecture supports it, otherwise eager.
-    Packed rows on a GPU use the fastest kernel there, which a resume keeps.
-    """
+    """Attention kernel. ``auto`` takes sdpa where the architecture has it, otherwise eager. Packed
+    rows on a GPU use the first of varlen, flash-attn, flex and sdpa that passes a self-check, which
+    a resume keeps."""
     new_special_tokens: tuple[str, ...] = ()
     """Tokens to add to the vocabulary. The embeddings are resized; new rows are initialized to
     the mean of the old ones.

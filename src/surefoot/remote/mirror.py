@@ -22,9 +22,10 @@ logger = logging.getLogger(__name__)
 
 
 class Mirror:
-    """Uploads the checkpoints of ``folder`` to ``store``, and deletes there what the run lets go.
+    """Uploads the checkpoints of ``folder`` to ``store``, and deletes there what the run deletes.
 
-    A context. At its end, unless the run was broken off, it waits until everything is there.
+    A listener of the saver (``SaveListener``), and a context: at its end, unless the run was broken
+    off, it waits until everything is there.
     """
 
     def __init__(
@@ -82,22 +83,22 @@ class Mirror:
         steps = {self._in_flight, waiting if is_ahead else None}
         return {step for step in steps if step is not None}
 
-    def leave(self, names: Iterable[str]) -> None:
-        """These are about to be dropped here: do not begin to upload them."""
-        self._going = set(map(_step, names))
+    def on_save(self, replaces: Iterable[str]) -> None:
+        """Do not begin to upload checkpoints that are about to be deleted in ``folder``."""
+        self._going = set(map(_step, replaces))
 
-    def offer(self, path: Path, forget: Iterable[str]) -> None:
-        """``path`` was committed here, and those to ``forget`` are no longer wanted."""
+    def on_committed(self, path: Path, replaces: Iterable[str]) -> None:
+        """Upload ``path``, and delete in the store the checkpoints that it ``replaces``."""
         self._failed.clear()
-        for step in sorted(set(map(_step, forget)) - self._there - {self._in_flight}):
+        for step in sorted(set(map(_step, replaces)) - self._there - {self._in_flight}):
             logger.info(
                 "checkpoint-%d was not uploaded: a newer checkpoint was uploaded first, and "
                 "the retention policy has deleted this one",
                 step,
             )
-        self.let_go(forget)
+        self.on_deleted(replaces)
         self._released.discard(step_of(path))
-        self.poll()
+        self.on_poll()
         if not self._is_busy:
             self._start()
         elif self._in_flight is not None and self._in_flight < step_of(path):
@@ -108,7 +109,7 @@ class Mirror:
                 self.address,
             )
 
-    def let_go(self, names: Iterable[str]) -> None:
+    def on_deleted(self, names: Iterable[str]) -> None:
         """Delete these in the store too, as soon as a newer one is there."""
         steps = set(map(_step, names))
         self._going = steps
@@ -116,8 +117,8 @@ class Mirror:
         self._let_go |= uploaded
         self._released |= steps
 
-    def poll(self) -> None:
-        """Hear what has become of the upload in flight, and start the next."""
+    def on_poll(self) -> None:
+        """If the upload in flight has ended, store its outcome and start the next."""
         if self._is_busy and self._hand is not None:
             answer = self._hand.answer(wait=False)
             if answer is not None:

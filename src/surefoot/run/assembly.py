@@ -14,8 +14,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .. import interchange
 from ..batch import Batch, Outputs, StepRunner
+from ..checkpoint.background.saver import SaveListener
 from ..checkpoint.layouts import scattered
 from ..checkpoint.reading.loading import load as load_checkpoint
+from ..data.store.run_data import TrainingData
 from ..data.text.codec import Codec
 from ..data.text.templates import template_mismatch
 from ..errors import RecipeError
@@ -68,7 +70,6 @@ from ..training.state import TrainerControl, TrainerState
 from ..training.step import Step
 from ..training.trainer import Trainer
 from . import data_loading
-from .data_loading import Data
 from .recipe_callbacks import standard_callbacks
 
 logger = logging.getLogger(__name__)
@@ -82,6 +83,7 @@ def build(
     trust_pickle: bool = False,
     world: World = ALONE,
     is_trial: bool = False,
+    listeners: Sequence[SaveListener] = (),
 ) -> Trainer:
     """The trainer of a recipe, its states those of the checkpoint ``resume`` if one is given. Of a
     trial only the speed matters: no reference is asked about its examples."""
@@ -102,24 +104,27 @@ def build(
     is_kept = is_kept and is_asked  # what is not to be asked anything need not have values
     policy = build_policy(recipe, base, codec.tokenizer, world, is_read=not is_kept)
     saver = build_saver(recipe, policy, codec, base, world)
+    is_foreign = writer is not None
+    saver = replace(saver, resumed_from=resume, is_foreign=is_foreign, listeners=listeners)
     trainer = assemble(recipe, policy, data, saver, world)
     if asked is not None:
         attach_reference_logps(trainer, recipe, policy, data, asked.blank() if is_trial else asked)
     trainer.feeder = feeder
     trainer.callbacks.members = [*standard_callbacks(recipe, world), *callbacks]
     if resume is not None:
-        trainer.saver.resumed_from = resume
         if writer is not None:
             interchange.resume_from(resume, writer, trainer, base=base, trust_pickle=trust_pickle)
         else:
             load_checkpoint(resume, trainer.states)
-            trainer.saver.newest = resume
         logger.info("resuming from %s at step %d", resume.name, trainer.state.global_step)
+    kernels = trainer.state.kernels
     if can_select_attention(recipe, policy, world):
-        known = trainer.state.attention or (selection.BY_DOCUMENT if resume else None)
+        known = kernels.packed_attention or (selection.BY_DOCUMENT if resume else None)
         dtype = policy_dtype(recipe, policy)
         bounds = data_loading.packed_bounds(recipe, trainer.loader)
-        trainer.state.attention = select_packed_attention(policy.inner, bounds, dtype, known, world)
+        kernels.packed_attention = select_packed_attention(
+            policy.inner, bounds, dtype, known, world
+        )
     if recipe.data.packing and policy.values is not None:
         policy.model.eval()
         is_proven = verify_packing_isolation(
@@ -128,14 +133,14 @@ def build(
         policy.sharing.is_proven = world.from_main(is_proven)
         gather_nothing(policy.model)
     if recipe.data.packing:
-        state, inner = trainer.state, policy.inner
-        state.shares_prompts = select_prompt_sharing(policy.sharing, inner, state.shares_prompts)
+        known_sharing = kernels.shared_prompts
+        kernels.shared_prompts = select_prompt_sharing(policy.sharing, policy.inner, known_sharing)
     trainer.callbacks.emit("on_init_end")
     return trainer
 
 
 def precompute_with_other_model(
-    recipe: Recipe, codec: Codec, data: Data, asked: ReferenceLogps, world: World
+    recipe: Recipe, codec: Codec, data: TrainingData, asked: ReferenceLogps, world: World
 ) -> None:
     """Ask the model that the recipe compares with, if it is another one than that which will learn;
     it is loaded for that, and let go. Raises ``RecipeError`` if it has other tokens."""
@@ -156,7 +161,7 @@ def precompute_with_other_model(
 
 
 def attach_reference_logps(
-    trainer: Trainer, recipe: Recipe, policy: Policy, data: Data, asked: ReferenceLogps
+    trainer: Trainer, recipe: Recipe, policy: Policy, data: TrainingData, asked: ReferenceLogps
 ) -> None:
     """Let the examples of ``trainer``, which has not begun, have what the reference says of them,
     that is, its own policy now."""
@@ -251,7 +256,7 @@ def _refuse_frozen_new_tokens(policy: nn.Module) -> None:
 
 
 def can_select_attention(recipe: Recipe, policy: Policy, world: World) -> bool:
-    """Whether packed rows may go through whatever kernel is fastest."""
+    """Whether the run selects the kernel of its packed rows."""
     kernel, is_free = policy.inner.config._attn_implementation, recipe.model.attention == "auto"
     return recipe.data.packing and is_free and world.pp == 1 and kernel == f"{packed.PREFIX}sdpa"
 
@@ -263,7 +268,9 @@ def policy_dtype(recipe: Recipe, policy: Policy) -> torch.dtype:
     return types[choose(recipe.train.precision)]
 
 
-def assemble(recipe: Recipe, policy: Policy, data: Data, saver: Saver, world: World) -> Trainer:
+def assemble(
+    recipe: Recipe, policy: Policy, data: TrainingData, saver: Saver, world: World
+) -> Trainer:
     """Put the parts together."""
     collate = data_loading.build_collate(recipe, policy.sharing)
     loader = data_loading.build_loader(recipe, data, collate, world)

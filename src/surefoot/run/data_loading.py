@@ -14,10 +14,11 @@ from functools import partial
 from pathlib import Path
 
 from ..batch import Batch, Features
-from ..data.order.loader import Collate, InOrder, Loader
+from ..data.order.loader import Loader
+from ..data.order.micro_batches import Batching, Collate, InOrder
 from ..data.order.prefetch import for_device
-from ..data.order.stream_loader import StreamLoader
 from ..data.store.preparation import EncodedData
+from ..data.store.run_data import TrainingData
 from ..data.store.streamed import StreamingData
 from ..data.text.codec import Codec
 from ..data.text.pairs import unshared
@@ -28,17 +29,14 @@ from ..parallel.world import World, launched
 from ..recipe.recipe import Recipe
 from ..recipe.recipe_data import prepared, streamed
 from ..training.section import TrainSection
-from ..training.stage import Windows
 from .encoder_worker import POLL_SECONDS, EncoderWorker
 
 logger = logging.getLogger(__name__)
 
-Data = EncodedData | StreamingData
-
 
 def open_data(
     recipe: Recipe, codec: Codec, base: Path, world: World
-) -> tuple[Data, AbstractContextManager[object]]:
+) -> tuple[TrainingData, AbstractContextManager[object]]:
     """The datasets of a recipe, and what has to go on as long as they are read."""
     with world.main_first():
         if recipe.data.streaming:
@@ -91,48 +89,35 @@ def build_collate(recipe: Recipe, sharing: PromptSharing) -> Collate:
     return collate
 
 
-def build_loader(recipe: Recipe, data: Data, collate: Collate, world: World) -> Windows:
+def build_loader(recipe: Recipe, data: TrainingData, collate: Collate, world: World) -> Loader:
     """Windows of micro-batches from the training examples."""
-    if isinstance(data, StreamingData):
-        return StreamLoader(
-            data.train,
+    return Loader(
+        data.order(recipe.data, seed=recipe.train.seed),
+        Batching(
             collate,
-            global_batch_size=recipe.train.global_batch_size,
             micro_batch_size=recipe.train.micro_batch_size,
-            seed=recipe.train.seed,
-            buffer_size=recipe.data.buffer_size,
             packing=recipe.data.packing,
-            shuffle=recipe.data.shuffle,
-            held=data.held,
             rank=world.data_rank,
             world_size=world.num_data_ranks,
-            prefetch=for_device(device()),
-        )
-    return Loader(
-        dataset=data.train,
-        collate=collate,
+        ),
         global_batch_size=recipe.train.global_batch_size,
-        micro_batch_size=recipe.train.micro_batch_size,
-        seed=recipe.train.seed,
-        packing=recipe.data.packing,
-        shuffle=recipe.data.shuffle,
-        rank=world.data_rank,
-        world_size=world.num_data_ranks,
         prefetch=for_device(device()),
     )
 
 
-def packed_bounds(recipe: Recipe, loader: Windows) -> list[int]:
+def packed_bounds(recipe: Recipe, loader: Loader) -> list[int]:
     """The bounds of the documents of a row such as the run packs: its first one; of a stream, where
     to look is to take, one of documents half as long as they may be."""
-    if isinstance(loader, Loader):
+    if loader.order.is_complete:
         bounds = loader.window_at(0, 0)[0].cu_seqlens
         return [] if bounds is None else [int(bound) for bound in bounds]
     length = recipe.data.cutoff_len // 2
     return [length * count for count in range(recipe.train.micro_batch_size + 1)]
 
 
-def build_evals(recipe: Recipe, data: Data, collate: Collate, world: World) -> dict[str, InOrder]:
+def build_evals(
+    recipe: Recipe, data: TrainingData, collate: Collate, world: World
+) -> dict[str, InOrder]:
     """This process's share of the micro-batches of every evaluation set, by its name."""
     return {
         name: InOrder(

@@ -63,20 +63,25 @@ def run(
 ) -> Outcome:
     """Start a run, or go on with it; see ``train``."""
     with joined(recipe.parallel) as world, opened(recipe, world) as folder:
-        start = None
+        start = mirror = None
         if world.is_main:
             interchange.refuse_output_dir(folder.path)
             start = resume_point(folder, recipe)
+            mirror = mirror_of(folder, recipe)
         start = world.from_main(start)
         trainer = build(
-            recipe, callbacks=callbacks, resume=start, trust_pickle=trust_pickle, world=world
+            recipe,
+            callbacks=callbacks,
+            resume=start,
+            trust_pickle=trust_pickle,
+            world=world,
+            listeners=() if mirror is None else (mirror,),
         )
         if not world.is_main:
             return _fit(trainer)
         write_recipe(folder, recipe)
-        trainer.saver.mirror = mirror = mirror_of(folder, recipe)
         if start is not None:
-            trainer.saver.forget_old(trainer.state)  # a smaller keep makes room before a save
+            trainer.saver.delete_old(trainer.state)  # a smaller keep makes room before a save
         with mirror or nullcontext():
             return _fit(trainer)
 
@@ -96,7 +101,7 @@ def _fit(trainer: Trainer) -> Outcome:
         trainer.fit()
         _must_be_saved(trainer)
         finish(trainer)
-        trainer.saver.settle(state)
+        trainer.saver.finish_uploads(state)
     return Outcome(state, trainer.signal)
 
 

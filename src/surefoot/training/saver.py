@@ -1,7 +1,6 @@
-"""The loop's side of checkpoints: what goes into one, and what becomes of old ones.
+"""Checkpoints as the training loop saves them: when a save is left out, and what lies beside it.
 
-A save stops the loop for a snapshot only; the rest happens in the background, and the loop asks at
-every step what has become of it.
+Writing, committing and deleting is done by the ``AsyncSaver`` that other loops use as well.
 """
 
 from __future__ import annotations
@@ -9,25 +8,20 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Literal
 
-from ..checkpoint.background.in_flight import InFlightSave, end
+from ..checkpoint.background.saver import AsyncSaver, SaveListener
 from ..checkpoint.disk import retention
-from ..checkpoint.disk.commit import committed, step_of
-from ..checkpoint.disk.retention import Times
+from ..checkpoint.disk.commit import step_of
 from ..checkpoint.disk.trainer_state import finite
-from ..checkpoint.saving.job import Job, Saved
-from ..checkpoint.saving.preparation import LiveTensors, prepare
 from ..checkpoint.saving.writer_group import WriterGroup
 from ..checkpoint.section import CheckpointSection
 from ..checkpoint.state.states import Stateful
-from ..errors import CheckpointError
 from ..parallel.world import ALONE, World
-from ..remote.mirror import Mirror
 from ..storage.files import exists
 from .state import TrainerState
 
@@ -50,21 +44,41 @@ class Saver:
     metric: str = "eval_loss"  # by which the best are kept
     greater: bool = False  # whether more of it is better
     resumed_from: Path | None = None
-    newest: Path | None = None
+    is_foreign: bool = False  # whether another trainer wrote `resumed_from`
     world: World = ALONE
-    mirror: Mirror | None = None  # that keeps a copy of the run in a store
-    seconds_stopped: float = 0.0  # how long saves have kept the loop waiting
-    num_left_out: int = 0  # saves that were not taken because one was in flight
-    _flight: InFlightSave = field(default_factory=InFlightSave)
-    _forgotten: Sequence[str] = ()  # names that the save in flight takes the place of
-    _done: list[int] = field(default_factory=list)  # committed steps that nobody was told of
+    listeners: Sequence[SaveListener] = ()  # on rank 0 only
+    seconds_stopped: float = field(init=False, default=0.0)  # how long the loop waited for saves
+    num_left_out: int = field(init=False, default=0)  # saves left out because one was in flight
+    checkpoints: AsyncSaver = field(init=False)
 
     def __post_init__(self) -> None:
-        self._times = Times(self.output_dir)
-        world = self.world
-        self._crew = WriterGroup(
-            self.section.layout or "full", world.rank, world.size, world.axes, world.gathered
+        section, world = self.section, self.world
+        self.checkpoints = AsyncSaver(
+            self.output_dir,
+            keep=section.rule(),
+            resumed_from=self.resumed_from,
+            is_foreign=self.is_foreign,
+            share=section.share_unchanged,
+            in_background=section.async_save,
+            max_shard_size=section.max_shard_size,
+            greater_is_better=self.greater,
+            on_error=section.on_save_error,
+            has_lock=True,  # the run has locked its folder from the start
+            writers=WriterGroup(
+                section.layout or "full",
+                world.rank,
+                world.size,
+                world.axes,
+                world.gathered,
+                world.from_main,
+            ),
+            listeners=self.listeners,
         )
+
+    @property
+    def newest(self) -> Path | None:
+        """The newest committed checkpoint; on other ranks than 0 as of the last ``wait``."""
+        return self.checkpoints.newest
 
     def __enter__(self) -> Saver:
         return self
@@ -75,19 +89,10 @@ class Saver:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if error is not None and self.world.size > 1:
-            return  # another one's part may never come; left alone, the writer finishes or gives up
-        end(self.close, error)
-
-    def close(self) -> None:
-        """Wait for the save in flight and end the process that writes. Raises as ``save``."""
-        try:
-            self._finish()
-        finally:
-            self._flight.close()
+        self.checkpoints.__exit__(kind, error, traceback)
 
     def save(self, state: TrainerState, states: Mapping[str, Stateful], *, insist: bool) -> None:
-        """Save step ``state.global_step``: it is committed once ``collect`` tells so.
+        """Save step ``state.global_step``: it is committed once ``collect`` returns it.
 
         If a save is still in flight it is waited for, or this one is left out, as the recipe says;
         never if the loop must ``insist``.
@@ -101,142 +106,72 @@ class Saver:
         if self.world.from_main(is_spared):  # all do what it does
             return
         try:
-            self._finish()
-            job, live = self._prepare(state, states)
-            in_background = self.section.async_save
-            self._note(lambda: self._flight.start(job, live, in_background=in_background))
-        except CheckpointError as error:
-            self._bear(error)
+            self.checkpoints.update(wait=True)  # whether a best step was saved is known then
+            self.checkpoints.save(
+                state.global_step,
+                states,
+                kind=self.kind,
+                companions={**self.companions, "trainer_state.json": self._for_people(state)},
+                metrics=self._metrics(state),
+                protected=_best(state),
+            )
         finally:
             self.seconds_stopped += time.monotonic() - began
 
     def collect(self, *, wait: bool = False) -> list[int]:
         """The steps committed since the last call. Raises as ``save``."""
-        if wait:
-            began = time.monotonic()
-            self._finish()
-            self.newest = self.world.from_main(self.newest)
-            self.seconds_stopped += time.monotonic() - began
-        else:
-            self._note(self._flight.poll)
-        if self.mirror is not None:
-            self.mirror.poll()
-        done, self._done = self._done, []
-        return done
+        if not wait:
+            return [step_of(path) for path in self.checkpoints.poll()]
+        began = time.monotonic()
+        committed = self.checkpoints.wait()
+        self.seconds_stopped += time.monotonic() - began
+        return [step_of(path) for path in committed]
 
-    def forget_old(self, state: TrainerState) -> None:
+    def delete_old(self, state: TrainerState) -> None:
         """Delete what retention lets go: never the newest, the best, or the one resumed from."""
-        if not self.world.is_main:
-            return
-        old = self._old(state)
-        here = {path.name for path in committed(self.output_dir)}
-        retention.drop_all([self.output_dir / name for name in old if name in here])
-        if self.mirror is not None:
-            self.mirror.let_go(old)
+        if self.world.is_main:
+            self.checkpoints.delete_old(self._metrics(state), _best(state))
 
-    def settle(self, state: TrainerState) -> None:
-        """At the end of a run: wait until its store has everything, then let go what had to wait.
-
-        Raises ``CheckpointError`` if something could not be uploaded.
-        """
-        if self.mirror is not None:
-            self.mirror.finish()
-            self.forget_old(state)
+    def finish_uploads(self, state: TrainerState) -> None:
+        """Wait at the end of a run until its listeners have finished; see ``AsyncSaver.finish``."""
+        self.checkpoints.finish(self._metrics(state), _best(state))
 
     def path_of(self, step: int) -> Path:
         """The folder of the checkpoint of ``step``."""
-        return self.output_dir / f"checkpoint-{step}"
+        return self.checkpoints.path_of(step)
 
     def _is_spared(self, step: int, insist: bool) -> bool:
-        """Whether the state of ``step`` lies there already, or is left out for one in flight."""
-        target = self.path_of(step)
-        if target in (self.newest, self._flight.target):
+        """Whether the state of ``step`` is saved already, or is left out for one in flight."""
+        target, checkpoints = self.path_of(step), self.checkpoints
+        if target in (checkpoints.newest, checkpoints.in_flight):
             return True
-        if self._flight.target and self.section.on_save_busy == "skip" and not insist:
-            self._note(self._flight.poll)
-            if self._flight.target:
-                self._leave_out(target)
-                return True
-        return False
-
-    def _leave_out(self, target: Path) -> None:
+        if checkpoints.in_flight is None or self.section.on_save_busy != "skip" or insist:
+            return False
+        checkpoints.update()
+        if (writing := checkpoints.in_flight) is None:
+            return False
         self.num_left_out += 1
         logger.warning(
             "save of %s skipped (%d so far): %s is still being written; save less often, or "
             "set checkpoint.on_save_busy: wait",
             target.name,
             self.num_left_out,
-            self._flight.target.name if self._flight.target else "",
+            writing.name,
         )
+        return True
 
-    def _prepare(
-        self, state: TrainerState, states: Mapping[str, Stateful]
-    ) -> tuple[Job, LiveTensors]:
-        parent = self.newest or self.resumed_from
-        job, live = prepare(
-            self.output_dir,
-            state.global_step,
-            states,
-            kind=self.kind,
-            companions={**self.companions, "trainer_state.json": self._for_people(state)},
-            parent=parent.name if parent else None,
-            max_shard_size=self.section.max_shard_size,
-            crew=self._crew,
-        )
-        job = replace(job, share=self.section.share_unchanged)
-        if not self.world.is_main:
-            return job, live
-        forget = self._forgotten = self._old(state, coming=state.global_step)
-        if self.mirror is not None:
-            self.mirror.leave(forget)
-        return replace(job, forget=forget), live
-
-    def _finish(self) -> None:
-        """Wait for the save in flight, if there is one."""
-        self._note(self._flight.wait)
-
-    def _note(self, ask: Callable[[], Saved | None]) -> None:
-        """Ask what has become of a save, and remember it."""
-        try:
-            saved = ask()
-        except CheckpointError as error:
-            self._bear(error)
-            return
-        if saved is not None and saved.is_committed:
-            self.newest = saved.path
-            self._done.append(step_of(saved.path))
-            if self.mirror is not None:
-                self.mirror.offer(saved.path, self._forgotten)
-
-    def _bear(self, error: CheckpointError) -> None:
-        if self.section.on_save_error == "stop":
-            raise error
-        logger.warning("%s; training continues, latest checkpoint: %s", error, self.newest)
-
-    def _old(self, state: TrainerState, coming: int | None = None) -> list[str]:
-        """The names of the checkpoints to delete, once that of step ``coming`` is committed."""
-        saved = self._times.of(self.section.rule(), coming=coming)
-        newest = self.newest if coming is None else None  # the coming one takes its place
-        protected = {step_of(path) for path in (self.resumed_from, newest) if path}
-        if self.mirror is not None:
-            saved = dict.fromkeys(self.mirror.steps) | saved
-            protected |= self.mirror.protected
-        if state.best_global_step is not None:
-            protected.add(state.best_global_step)
-        verdicts = retention.decide(
-            saved,
-            self.section.rule(),
-            now=time.time(),
-            metrics=retention.metrics_in(state.log_history, self.metric),
-            greater=self.greater,
-            protected=protected,
-        )
-        return [self.path_of(verdict.step).name for verdict in verdicts if not verdict.stays]
+    def _metrics(self, state: TrainerState) -> Mapping[int, float]:
+        return retention.metrics_in(state.log_history, self.metric)
 
     def _for_people(self, state: TrainerState) -> bytes:
         step = state.best_global_step
         best = None if step is None else self.path_of(step)
-        coming = (self.path_of(state.global_step), self._flight.target)
-        is_there = best is not None and (best in coming or exists(best))  # not each step is saved
+        is_coming = step == state.global_step  # not each step is saved
+        is_there = best is not None and (is_coming or exists(best))
         content = state.for_people(self.steps, str(best) if is_there else None)
         return (json.dumps(finite(content), indent=2, sort_keys=True) + "\n").encode()
+
+
+def _best(state: TrainerState) -> tuple[int, ...]:
+    """The best step, if there is one: its checkpoint is never deleted."""
+    return () if state.best_global_step is None else (state.best_global_step,)

@@ -29,39 +29,6 @@ class Models:
         return self.policy if role == "policy" else self.others[role]
 
 
-class Windows(Protocol):
-    """Endless windows of micro-batches, in an order that a position in it is enough to resume."""
-
-    epoch: int  # of the next window
-    window: int  # the next one, counted from 0 in each epoch
-    shuffle: bool
-    global_batch_size: int
-
-    @property
-    def progress(self) -> float:
-        """Epochs that lie behind, with a fraction where that is known."""
-
-    @property
-    def num_examples(self) -> int | None:
-        """Examples in an epoch, if that is known."""
-
-    @property
-    def steps_per_epoch(self) -> int | None:
-        """Windows in an epoch, if that is known."""
-
-    def next_window(self) -> Window:
-        """The micro-batches of the next optimizer step; moves on."""
-
-    def skip(self) -> None:
-        """Leave out the next window."""
-
-    def state_dict(self) -> dict[str, int | str | bool]:
-        """The position, and what it is a position in."""
-
-    def load_state_dict(self, state: dict[str, int | str | bool]) -> None:
-        """Go to a saved position; raises DataError if it is one in other data or another order."""
-
-
 class Stage(Protocol):
     """One training objective. Its fields are its settings in the recipe."""
 

@@ -10,6 +10,25 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 
 Record = dict[str, float]
+_OURS = {"is_ours": True}  # fields that the Hugging Face Trainer does not know
+# Before 0.1.0 both were fields of TrainerState.
+_FORMER = {"packed_attention": "attention", "shared_prompts": "shares_prompts"}
+
+
+@dataclass
+class Kernels:
+    """Choices between kernels that round differently. They are made once, at the start of a run,
+    and a resume keeps them."""
+
+    packed_attention: str | None = None  # the kernel of packed rows; None: not chosen by the run
+    shared_prompts: bool | None = None  # whether a packed row holds the prompt of a pair once
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        """Read ``kernels`` of a saved TrainerState or, in older checkpoints, its former fields."""
+        saved = state.get("kernels")
+        for name, former in _FORMER.items():
+            found = saved.get(name) if isinstance(saved, Mapping) else state.get(former)
+            setattr(self, name, found)
 
 
 @dataclass
@@ -28,17 +47,28 @@ class TrainerState:
     best_global_step: int | None = None
     is_local_process_zero: bool = True
     is_world_process_zero: bool = True
-    # Ours; not in trainer_state.json.
-    train_loss_total: float = 0.0  # sum of step losses, for the mean over the whole run
-    train_runtime: float = 0.0  # seconds of training, over all sessions
-    interval_loss: float = 0.0  # sums since the last log
-    interval_weight: float = 0.0
-    interval_metrics: dict[str, float] = field(default_factory=dict)
-    skipped_windows: list[tuple[int, int]] = field(default_factory=list)  # (epoch, index) left out
-    num_skipped_steps: int = 0  # steps without an update: a loss or gradient was not a number
-    attention: str | None = None  # the kernel of packed rows, which a resume keeps
-    shares_prompts: bool | None = None  # whether its packed rows do, which a resume keeps
-    pending: list[str] = field(default_factory=list)  # control flags a stop left raised
+    # Sum of step losses, for the mean over the whole run.
+    train_loss_total: float = field(default=0.0, metadata=_OURS)
+    train_runtime: float = field(default=0.0, metadata=_OURS)  # seconds of training, all launches
+    interval_loss: float = field(default=0.0, metadata=_OURS)  # sums since the last log
+    interval_weight: float = field(default=0.0, metadata=_OURS)
+    interval_metrics: dict[str, float] = field(default_factory=dict, metadata=_OURS)
+    # (epoch, index) of windows that were left out.
+    skipped_windows: list[tuple[int, int]] = field(default_factory=list, metadata=_OURS)
+    # Steps without an update: a loss or gradient was not a number.
+    num_skipped_steps: int = field(default=0, metadata=_OURS)
+    kernels: Kernels = field(default_factory=Kernels, metadata=_OURS)
+    pending: list[str] = field(default_factory=list, metadata=_OURS)  # flags a stop left raised
+
+    @property
+    def attention(self) -> str | None:
+        """``kernels.packed_attention`` under its former name, until 0.2."""
+        return self.kernels.packed_attention
+
+    @property
+    def shares_prompts(self) -> bool | None:
+        """``kernels.shared_prompts`` under its former name, until 0.2."""
+        return self.kernels.shared_prompts
 
     def state_dict(self) -> dict[str, object]:
         """All fields as plain data."""
@@ -46,11 +76,12 @@ class TrainerState:
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Become ``state``, but keep how long this run is meant to be."""
-        kept = {"max_steps", "num_train_epochs", "train_batch_size"}
+        kept = {"max_steps", "num_train_epochs", "train_batch_size", "kernels"}
         for known in fields(self):
             if known.name in state and known.name not in kept:
                 setattr(self, known.name, state[known.name])
         self.skipped_windows = [(epoch, index) for epoch, index in self.skipped_windows]
+        self.kernels.load_state_dict(state)
 
     def for_people(
         self, section_steps: Mapping[str, int | None], best: str | None
@@ -62,16 +93,7 @@ class TrainerState:
             section_steps: ``log_steps``, ``eval_steps`` and ``save_steps`` of the recipe.
             best: path of the best checkpoint.
         """
-        ours = {
-            "skipped_windows",
-            "num_skipped_steps",
-            "attention",
-            "shares_prompts",
-            "pending",
-            "train_loss_total",
-            "train_runtime",
-        }
-        ours |= {"interval_loss", "interval_weight", "interval_metrics"}
+        ours = {known.name for known in fields(self) if known.metadata == _OURS}
         return {name: value for name, value in asdict(self).items() if name not in ours} | {
             "best_model_checkpoint": best,
             "logging_steps": section_steps["log_steps"] or 0,

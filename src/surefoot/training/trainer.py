@@ -11,6 +11,7 @@ from signal import Signals
 from ..batch import Batch, Outputs, Window
 from ..checkpoint.reading.loading import load
 from ..checkpoint.state.states import RandomState, Stateful
+from ..data.order.loader import Loader
 from ..errors import RunError
 from ..model.seeding import seed_everything
 from ..parallel.sharded_model import gather_nothing
@@ -22,7 +23,7 @@ from .log_accumulator import LogAccumulator
 from .saver import Saver
 from .section import TrainSection
 from .signals import StopSignal
-from .stage import Models, Stage, Windows, is_likelihood, learnables
+from .stage import Models, Stage, is_likelihood, learnables
 from .state import TrainerControl, TrainerState
 from .step import PendingMetrics, Step, StepMetrics
 
@@ -57,7 +58,7 @@ class Trainer:
     optimizer_state: Stateful
     step: Step
     forward: Callable[[Batch], Outputs]  # for evaluation; the engine has its own
-    loader: Windows
+    loader: Loader
     evals: Mapping[str, Iterable[Batch]]
     saver: Saver
     callbacks: Callbacks

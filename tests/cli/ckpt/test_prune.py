@@ -8,8 +8,9 @@ import pytest
 
 from checkpoint.sample import sample_states
 from surefoot.checkpoint.disk.commit import temporary_folder
+from surefoot.checkpoint.looking.pruning import LOCK
 from surefoot.checkpoint.saving.preparation import save
-from surefoot.cli.ckpt.prune import LOCK, RECIPE
+from surefoot.recipe.pruning_rule import RECIPE
 from surefoot.recipe.recipe import read
 
 from .runner import run

@@ -5,7 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from surefoot.data.order.full_shuffle import FullShuffle
 from surefoot.data.order.loader import Loader
+from surefoot.data.order.micro_batches import Batching
 from surefoot.data.store.dataset import in_memory
 from surefoot.data.text.collation import collate
 from surefoot.data.text.pairs import collate_pairs
@@ -44,14 +46,15 @@ def every_batch(made, items, ranks, steps):
     """All micro-batches of all processes, as their loaders give them."""
     loaders = [
         Loader(
-            items,
-            lambda features: collate(features, packing=made.data.packing),
+            FullShuffle(items, made.train.seed),
+            Batching(
+                lambda features: collate(features, packing=made.data.packing),
+                micro_batch_size=made.train.micro_batch_size,
+                packing=made.data.packing,
+                rank=rank,
+                world_size=ranks,
+            ),
             global_batch_size=made.train.global_batch_size,
-            micro_batch_size=made.train.micro_batch_size,
-            seed=made.train.seed,
-            packing=made.data.packing,
-            rank=rank,
-            world_size=ranks,
         )
         for rank in range(ranks)
     ]

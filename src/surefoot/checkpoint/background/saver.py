@@ -1,6 +1,7 @@
-"""Asynchronous checkpoints for any loop: the loop waits for one copy in memory.
+"""Asynchronous saves of any training loop: the loop waits for one copy in memory.
 
-At most one save is in flight, and its errors are raised by the next call.
+One save is in flight at a time, and what goes wrong in it is raised at the next call. Listeners
+follow the saves, so that neither this module nor a loop knows of object stores.
 """
 
 from __future__ import annotations
@@ -8,73 +9,114 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Collection, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
+from typing import Literal, Protocol
 
+from ...errors import CheckpointError
 from ...storage.lock import lock
 from ..disk import retention
-from ..disk.commit import step_of
+from ..disk.commit import committed, step_of
 from ..disk.manifest import Kind
 from ..disk.retention import RetentionPolicy, Times
-from ..saving.job import Saved
-from ..saving.preparation import prepare
+from ..saving.job import Job, Saved
+from ..saving.preparation import LiveTensors, prepare
+from ..saving.writer_group import ALONE, WriterGroup
 from ..state.states import Stateful
 from .in_flight import InFlightSave, end
 
 logger = logging.getLogger(__name__)
 
 
+class SaveListener(Protocol):
+    """Follows the saves of one run on rank 0, as a mirror in an object store does."""
+
+    @property
+    def steps(self) -> Collection[int]:
+        """Steps whose checkpoints it keeps: the retention policy decides about them as well."""
+
+    @property
+    def protected(self) -> Collection[int]:
+        """Steps whose checkpoints must not be deleted yet."""
+
+    def on_save(self, replaces: Collection[str]) -> None:
+        """A save begins; the checkpoints that it ``replaces`` are deleted when it is committed."""
+
+    def on_committed(self, path: Path, replaces: Collection[str]) -> None:
+        """``path`` is committed, and the checkpoints that it ``replaces`` are deleted."""
+
+    def on_deleted(self, names: Collection[str]) -> None:
+        """The checkpoints of these ``names`` are deleted by the retention policy."""
+
+    def on_poll(self) -> None:
+        """The loop is between two steps. Must return at once."""
+
+    def finish(self) -> None:
+        """Wait until nothing is left to do. Raises ``CheckpointError`` if something failed."""
+
+
+@dataclass(eq=False)
 class AsyncSaver:
-    """Saves to ``root/checkpoint-{step}``, and deletes checkpoints that the retention policy does
-    not keep.
+    """Saves to ``root/checkpoint-{step}``, and deletes checkpoints by the retention policy.
 
-    A context manager: at the end of the block, however it ended, it waits for the save in flight.
-    ``newest`` is the latest committed checkpoint, ``in_flight`` the one that is being written.
-
-    Args:
-        root: the folder of the run.
-        keep: how many of the latest checkpoints to keep, or a ``RetentionPolicy``; all of them by
-            default.
-        resumed_from: the checkpoint from which the run has resumed. It is never deleted, and files
-            that are equal to its files are linked instead of written again.
-        share: whether files that are equal to those of the previous checkpoint are linked.
-        in_background: whether saves are asynchronous, where the system supports that.
-        max_shard_size: bytes of a file of weights, beyond which another one is started.
-        greater_is_better: of the metric by which a ``RetentionPolicy`` keeps the best.
+    A context: at its end, whatever has ended it, the save in flight is waited for. ``newest`` is
+    the newest committed checkpoint, ``in_flight`` the one that is being written. Of several ranks
+    (``writers``) each has a saver, and all must call ``save``, ``wait`` and ``close``.
 
     Raises ``CheckpointError`` if another process saves there.
     """
 
-    def __init__(
-        self,
-        root: Path | str,
-        *,
-        keep: int | RetentionPolicy | None = None,
-        resumed_from: Path | str | None = None,
-        share: bool = True,
-        in_background: bool = True,
-        max_shard_size: int = 5_000_000_000,
-        greater_is_better: bool = False,
-    ) -> None:
-        self.root = Path(root)
-        self.rule = keep if isinstance(keep, RetentionPolicy) else RetentionPolicy(keep=keep)
-        self.resumed_from = Path(resumed_from) if resumed_from is not None else None
-        self.newest = self.resumed_from
-        self._share = share
-        self._in_background = in_background
-        self._max_shard_size = max_shard_size
-        self._greater = greater_is_better
+    root: Path | str
+    """The folder of the run."""
+    _: KW_ONLY
+    keep: int | RetentionPolicy | None = None
+    """How many of the newest checkpoints are kept, or a ``RetentionPolicy``; by default all."""
+    resumed_from: Path | str | None = None
+    """The checkpoint that the run resumes from. It is never deleted, and files that are equal in it
+    are linked instead of written again."""
+    is_foreign: bool = False
+    """Whether another trainer wrote ``resumed_from``: then it does not count as ``newest``."""
+    share: bool = True
+    """Whether files that are equal in the previous checkpoint are linked."""
+    in_background: bool = True
+    """Whether saves continue while the loop does, where the system can do that."""
+    max_shard_size: int = 5_000_000_000
+    """Largest weight file in bytes."""
+    greater_is_better: bool = False
+    """Of the metric by which a ``RetentionPolicy`` keeps the best."""
+    on_error: Literal["stop", "continue"] = "stop"
+    """Whether a save that failed raises, or is logged only."""
+    has_lock: bool = False
+    """Whether the caller has locked ``root`` already."""
+    writers: WriterGroup = ALONE
+    """The ranks that save together, and the layout of their checkpoints."""
+    listeners: Sequence[SaveListener] = ()
+    """What follows the saves; on rank 0 only."""
+    newest: Path | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        self._root = Path(self.root)
+        self._rule = (
+            self.keep if isinstance(self.keep, RetentionPolicy) else RetentionPolicy(keep=self.keep)
+        )
+        self._resumed_from = None if self.resumed_from is None else Path(self.resumed_from)
+        self.newest = None if self.is_foreign else self._resumed_from
         self._flight = InFlightSave()
-        self._lock: int | None = lock(self.root)
-        self._times = Times(self.root)
-        self._done: list[Path] = []  # committed, and not yet told
+        self._lock = None if self.has_lock or self.writers.rank else lock(self._root)
+        self._times = Times(self._root)
+        self._replaces: Sequence[str] = ()  # names that the save in flight replaces
+        self._done: list[Path] = []  # committed, and not yet returned to the caller
 
     @property
     def in_flight(self) -> Path | None:
         """The checkpoint that is being written."""
         return self._flight.target
+
+    def path_of(self, step: int) -> Path:
+        """The folder of the checkpoint of ``step``."""
+        return self._root / f"checkpoint-{step}"
 
     def __enter__(self) -> AsyncSaver:
         return self
@@ -85,12 +127,14 @@ class AsyncSaver:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        if error is not None and self.writers.size > 1:
+            return  # another rank's part may never come; left alone, the writer ends by itself
         end(self.close, error)
 
     def close(self) -> None:
         """Wait for the save in flight and end the writer process. Raises as ``poll``."""
         try:
-            self._note(self._flight.wait())
+            self.update(wait=True)
         finally:
             self._flight.close()
             if self._lock is not None:
@@ -107,58 +151,109 @@ class AsyncSaver:
         metrics: Mapping[int, float] | None = None,
         protected: Collection[int] = (),
     ) -> None:
-        """Take a snapshot of ``states`` and start to write it; they may change from then on.
+        """Take a snapshot of ``states`` and begin to write it; they may change from then on.
 
-        Waits for a save in flight first.
+        A save in flight is waited for first.
 
         Args:
             step: the number of the checkpoint.
             states: as for ``checkpoint.save``, and so are ``kind`` and ``companions``.
             metrics: the metric by step, for a ``RetentionPolicy`` that keeps the best.
-            protected: steps whose checkpoints are kept, whatever the policy.
+            protected: steps whose checkpoints are kept, whatever the policy says.
 
         Raises:
-            CheckpointError: the last save failed, and this one was not started; or this one cannot
-                be started. No earlier checkpoint was touched.
+            CheckpointError: the last save failed, and this one was not begun; or this one cannot
+                be. No earlier checkpoint was touched.
         """
-        self._note(self._flight.wait())
-        job, live = prepare(
-            self.root,
-            step,
-            states,
-            kind=kind,
-            companions=companions,
-            parent=self.newest.name if self.newest else None,
-            max_shard_size=self._max_shard_size,
-        )
-        forget = self._old(metrics, protected, coming=step)
-        job = replace(job, forget=forget, share=self._share)
-        self._note(self._flight.start(job, live, in_background=self._in_background))
+        self.update(wait=True)
+        parent = self.newest or self._resumed_from
+        try:
+            job, live = prepare(
+                self._root,
+                step,
+                states,
+                kind=kind,
+                companions=companions,
+                parent=parent.name if parent else None,
+                max_shard_size=self.max_shard_size,
+                crew=self.writers,
+            )
+            replaces = self._old(metrics, protected, coming=step)
+        except CheckpointError as error:
+            self._bear(error)
+        else:
+            self._start(replace(job, forget=replaces, share=self.share), live)
 
-    def poll(self) -> list[Path]:
-        """The checkpoints committed since the last call.
+    def update(self, *, wait: bool = False) -> None:
+        """Bring ``newest`` and ``in_flight`` up to date, or ``wait`` for the save in flight.
 
         Raises ``CheckpointError`` if the last save failed.
         """
-        self._note(self._flight.poll())
+        self._note(self._flight.wait if wait else self._flight.poll)
+
+    def poll(self) -> list[Path]:
+        """The checkpoints committed since the last call of this or ``wait``.
+
+        Raises ``CheckpointError`` if the last save failed.
+        """
+        self.update()
+        for listener in self.listeners:
+            listener.on_poll()
         done, self._done = self._done, []
         return done
 
     def wait(self) -> list[Path]:
         """The same, once the save in flight has ended."""
-        self._note(self._flight.wait())
+        self.update(wait=True)
+        self.newest = self.writers.from_first(self.newest)  # the others know of their part only
         return self.poll()
 
-    def forget_old(
+    def delete_old(
         self, metrics: Mapping[int, float] | None = None, protected: Collection[int] = ()
     ) -> None:
-        """Apply the retention policy now; otherwise the next save does."""
-        retention.drop_all([self.root / name for name in self._old(metrics, protected)])
+        """Delete now what the retention policy does not keep; otherwise the next save does."""
+        old = self._old(metrics, protected)
+        here = {path.name for path in committed(self._root)}
+        retention.drop_all([self._root / name for name in old if name in here])
+        for listener in self.listeners:
+            listener.on_deleted(old)
 
-    def _note(self, saved: Saved | None) -> None:
-        if saved is not None:
+    def finish(
+        self, metrics: Mapping[int, float] | None = None, protected: Collection[int] = ()
+    ) -> None:
+        """Wait for the listeners to finish, and delete what they have protected until then.
+
+        Raises ``CheckpointError`` if one of them failed.
+        """
+        for listener in self.listeners:
+            listener.finish()
+        if self.listeners:
+            self.delete_old(metrics, protected)
+
+    def _start(self, job: Job, live: LiveTensors) -> None:
+        self._replaces = job.forget
+        for listener in self.listeners:
+            listener.on_save(job.forget)
+        self._note(lambda: self._flight.start(job, live, in_background=self.in_background))
+
+    def _note(self, ask: Callable[[], Saved | None]) -> None:
+        """Call ``ask`` for the outcome of a save, and store it."""
+        try:
+            saved = ask()
+        except CheckpointError as error:
+            self._bear(error)
+            return
+        if saved is not None and saved.is_committed:
             self.newest = saved.path
             self._done.append(saved.path)
+            for listener in self.listeners:
+                listener.on_committed(saved.path, self._replaces)
+
+    def _bear(self, error: CheckpointError) -> None:
+        """Raise or log the ``error`` of a save."""
+        if self.on_error == "stop":
+            raise error
+        logger.warning("%s; training continues, latest checkpoint: %s", error, self.newest)
 
     def _old(
         self,
@@ -166,16 +261,24 @@ class AsyncSaver:
         protected: Collection[int],
         coming: int | None = None,
     ) -> list[str]:
-        """The names of the checkpoints to delete, once that of step ``coming`` is committed."""
-        saved = self._times.of(self.rule, coming=coming)
+        """The names of the checkpoints to delete, once that of step ``coming`` is committed.
+
+        Rank 0 deletes for all.
+        """
+        if self.writers.rank:
+            return []
+        saved = self._times.of(self._rule, coming=coming)
         newest = self.newest if coming is None else None  # the coming one takes its place
-        kept = {step_of(path) for path in (self.resumed_from, newest) if path}
+        kept = {step_of(path) for path in (self._resumed_from, newest) if path} | set(protected)
+        for listener in self.listeners:
+            saved = dict.fromkeys(listener.steps) | saved
+            kept |= set(listener.protected)
         verdicts = retention.decide(
             saved,
-            self.rule,
+            self._rule,
             now=time.time(),
             metrics=metrics,
-            greater=self._greater,
-            protected=kept | set(protected),
+            greater=self.greater_is_better,
+            protected=kept,
         )
-        return [f"checkpoint-{verdict.step}" for verdict in verdicts if not verdict.stays]
+        return [self.path_of(verdict.step).name for verdict in verdicts if not verdict.stays]

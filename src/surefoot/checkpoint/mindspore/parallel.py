@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from math import prod
 
 from ...errors import CheckpointError
-from ...geometry.option_text import pairs
 from ..disk.header import num_bytes
 from .slicing import ALL_COPIES, TensorLayout
 from .strategy import Layouts
@@ -37,8 +36,6 @@ _LAST = re.compile(
 _UNKNOWN = re.compile(
     r".*\.(experts\..*|shared_experts\..*|ffn\.w[123]\.weight|linear_(q|kv)_(up|down)_proj\..*)"
 )
-_EXAMPLE = "for example data_parallel=2,model_parallel=4,pipeline_stage=2"
-_SWITCH = {"true": True, "false": False}
 
 
 @dataclass(frozen=True)
@@ -161,22 +158,3 @@ def _sharded(plain: TensorLayout, shape: tuple[int, ...], size: int) -> TensorLa
     except CheckpointError as error:
         raise CheckpointError(f"optimizer_weight_shard_size={size}: {error}") from None
     return found
-
-
-def parse_parallel_config(text: str) -> ParallelConfig:
-    """What ``data_parallel=2,model_parallel=4`` says. Raises ``CheckpointError`` for else."""
-    known = {field.name: field.type for field in fields(ParallelConfig)}
-    odd = f"{{}} is none of {', '.join(known)}"
-    found: dict[str, int] = {}
-    for name, value in pairs(text, known, what="parallel_config", odd=odd, example=_EXAMPLE):
-        is_switch = known[name] == "bool"
-        if is_switch and value.lower() in _SWITCH:
-            found[name] = _SWITCH[value.lower()]
-        elif not is_switch and re.fullmatch(r"-?[0-9]{1,9}", value):
-            found[name] = int(value)
-        else:
-            kind = "true or false" if is_switch else "a whole number"
-            raise CheckpointError(
-                f"parallel_config {text!r}: {name} must be {kind}, got {value!r}; {_EXAMPLE}"
-            )
-    return ParallelConfig(**found)  # type: ignore[arg-type]

@@ -19,6 +19,7 @@ from ..disk.manifest import Layout
 from .load_balancing import LocalTensor, balance
 
 Exchange = Callable[[Any], list[Any]]  # what every process has passed to it, in order of rank
+Broadcast = Callable[[Any], Any]  # what rank 0 has passed to it
 Holding = Mapping[str, Mapping[str, LocalTensor]]  # role -> name -> what a process holds
 
 
@@ -56,6 +57,7 @@ class WriterGroup:
     size: int = 1
     mesh: Mapping[str, int] = field(default_factory=dict)
     exchange: Exchange = lambda said: [said]
+    from_first: Broadcast = lambda value: value  # waits for rank 0 as long as a save takes
     _memory: _Memory = field(default_factory=_Memory, repr=False, compare=False)
 
     def agree(

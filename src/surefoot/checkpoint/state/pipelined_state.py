@@ -39,7 +39,7 @@ class PipelinedWeights:
     exchange: Exchange
 
     def cuts_of(self, name: str) -> Cuts | None:
-        """How a tensor is cut over processes; None if nothing is known of it."""
+        """The sharding of a tensor; None if it is not recorded."""
         return cuts_of(self.own, name)
 
     def is_copy(self, name: str) -> bool:

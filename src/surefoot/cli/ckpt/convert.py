@@ -1,6 +1,5 @@
 """``surefoot ckpt convert``: a checkpoint in another layout, or as another program reads it; one
-function for each.
-"""
+function for each."""
 
 from __future__ import annotations
 
@@ -164,9 +163,9 @@ def _theirs(request: Request, base: Path | None) -> MindSporeHints:
 
 
 def _to_mindspore(request: Request, advance: Advance) -> Done:
-    from ...checkpoint.mindspore.parallel import parse_parallel_config
     from ...checkpoint.mindspore.rewrite import TargetFormat, rewrite
     from ...checkpoint.weights import detect_layout
+    from ..option_text import parse_parallel_config
 
     config = request.parallel_config
     wanted = TargetFormat(
@@ -246,7 +245,8 @@ def _to_trainer(request: Request, _advance: Advance) -> Done:
 
 def read_mesh(text: str | None) -> Mesh:
     """The mesh of ``--mesh``; one rank if it is not given."""
-    from ...geometry.mesh import Mesh, parse_mesh
+    from ...geometry.mesh import Mesh
+    from ..option_text import parse_mesh
 
     return Mesh() if text is None else parse_mesh(text)
 

@@ -1,199 +1,190 @@
-"""Windows of micro-batches in an order that is a pure function of (seed, epoch).
+"""Windows of examples in an order that is a pure function of (seed, epoch), and of micro-batches.
 
-The data position is two integers, the epoch and the window in it. So a resume skips nothing, and
-the examples of step k are the same for any number of ranks and any micro-batch size.
+The position is two integers, the epoch and the window in it, so a resume skips nothing, and the
+examples of step k are the same whatever the number of ranks, the size of a micro-batch, and how far
+the encoding has come.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Protocol
+from functools import cached_property
+from typing import overload
 
-import numpy as np
-
-from ...batch import IGNORE_INDEX, Batch, Features, Window
+from ...batch import Features, Window
 from ...errors import DataError
-from ..data_order import Index, permutation
-from ..store.dataset import EncodedDataset
-from .length_balancing import assign_to_rank
+from ..data_order import Index
+from .example_order import Description, EncodedExamples, Order
+from .micro_batches import Batching
 from .prefetch import Prefetch
 
-Collate = Callable[[Sequence[Features]], Batch]
+
+@dataclass(frozen=True, eq=False)
+class WindowExamples(Sequence[Features]):
+    """The examples of one global window, each read from its store when it is looked at."""
+
+    source: EncodedExamples
+    items: Index
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    @overload
+    def __getitem__(self, index: int) -> Features: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> WindowExamples: ...
+
+    def __getitem__(self, index: int | slice) -> Features | WindowExamples:
+        if isinstance(index, slice):
+            return WindowExamples(self.source, self.items[index])
+        return self.source[int(self.items[index])]
+
+    @cached_property
+    def lengths(self) -> Index:
+        """[examples] tokens of each."""
+        return self.source.lengths_of(self.items)
 
 
 @dataclass
 class Loader:
-    """Endless windows of one rank's micro-batches. Every example occurs once per epoch.
+    """Endless windows. Every example comes once an epoch; the last window of an epoch contains what
+    is left.
 
-    The examples of a window are assigned to ranks and micro-batches by length. The last window of
-    an epoch has the remaining examples. If these are fewer than the ranks, some ranks get a masked
-    one.
+    ``next_examples`` gives the examples of the next global window, the same on every rank, and
+    ``deal`` this rank's micro-batches of them, or of what a stage made of them. ``next_window`` is
+    both.
     """
 
-    dataset: EncodedDataset
-    collate: Collate
+    order: Order
+    batching: Batching
     _: KW_ONLY
     global_batch_size: int
-    micro_batch_size: int
-    seed: int
-    packing: bool = True  # how ``collate`` lays examples out
-    shuffle: bool = True
-    rank: int = 0
-    world_size: int = 1
-    prefetch: Prefetch | None = None  # makes the next window ahead
+    prefetch: Prefetch | None = None  # makes the next window ahead, if its examples are there
     epoch: int = field(default=0, init=False)  # of the next window
     window: int = field(default=0, init=False)  # the next one, counted from 0 in each epoch
-    _order: tuple[int, Index] | None = field(default=None, init=False, repr=False)
+    _loaded: tuple[WindowExamples, Window | None] | None = field(
+        default=None, init=False, repr=False
+    )
 
     def __post_init__(self) -> None:
-        if not len(self.dataset):
-            raise DataError("there are no examples to load")
-        check_sizes(self.global_batch_size, self.micro_batch_size, self.world_size)
+        self.batching.check(self.global_batch_size)
 
     @property
-    def num_examples(self) -> int:
-        """Examples in an epoch."""
-        return len(self.dataset)
+    def shuffle(self) -> bool:
+        """Whether examples come in another order than that of the data."""
+        return self.order.shuffle
 
     @property
-    def steps_per_epoch(self) -> int:
-        """Windows in an epoch."""
-        return -(-len(self.dataset) // self.global_batch_size)
+    def num_examples(self) -> int | None:
+        """Examples in an epoch, if that is known."""
+        return self.order.num_examples
+
+    @property
+    def steps_per_epoch(self) -> int | None:
+        """Windows in an epoch, if that is known."""
+        count = self.num_examples
+        return None if count is None else -(-count // self.global_batch_size)
 
     @property
     def progress(self) -> float:
-        """Completed epochs, with a fraction."""
-        return self.epoch + self.window / self.steps_per_epoch
+        """Epochs that are completed, with a fraction. Without one in the first epoch of a stream:
+        how long that is depends on how far the encoding has come, and a run that was interrupted
+        must report the same."""
+        steps = self.steps_per_epoch if self.epoch or self.order.is_complete else None
+        return self.epoch + (self.window / steps if steps else 0.0)
 
     def __iter__(self) -> Iterator[Window]:
         while True:
             yield self.next_window()
 
-    def next_window(self) -> Window:
-        """This rank's micro-batches of the next optimizer step; advances the position."""
+    def next_examples(self) -> Sequence[Features]:
+        """The examples of the next global window, in order, the same on every rank; moves on."""
         at, ahead = (self.epoch, self.window), self.prefetch
-        window = self.window_at(*at) if ahead is None else ahead.take(at, self.window_at)
+        made = None if ahead is None else ahead.take(at)
+        self._loaded = (examples := self.examples_at(*at)), made
         self.skip()
-        if ahead is not None:
-            ahead.begin((self.epoch, self.window), self.window_at)
+        return examples
+
+    def deal(self, examples: Sequence[Features]) -> Window:
+        """This rank's micro-batches of a global window's examples. Those of ``next_examples`` were
+        made ahead; then the next ones are begun."""
+        loaded, self._loaded = self._loaded, None
+        if loaded is None or loaded[0] is not examples:
+            return self._ready(self.batching.window(examples))
+        window = self._ready(self._window(loaded[0])) if loaded[1] is None else loaded[1]
+        if self.prefetch is not None and self._is_ready():
+            self.prefetch.begin((self.epoch, self.window), self.window_at)
         return window
 
+    def next_window(self) -> Window:
+        """This rank's micro-batches of the next global window; waits for them, and moves on."""
+        at = self.epoch, self.window
+        try:
+            return self.deal(self.next_examples())
+        except BaseException:
+            self.epoch, self.window = at
+            raise
+
+    def examples_at(self, epoch: int, window: int) -> WindowExamples:
+        """The examples of any global window; waits for them."""
+        start = window * self.global_batch_size
+        items = self.order.indices(epoch, start, start + self.global_batch_size)
+        if not len(items):
+            raise DataError(f"the data ends before window {window} of epoch {epoch + 1}")
+        return WindowExamples(self.order.examples, items)
+
     def window_at(self, epoch: int, window: int) -> Window:
-        """This rank's micro-batches of any window."""
-        return [batch_of(g, self.dataset, self.collate) for g in self.groups(epoch, window)]
+        """This rank's micro-batches of any global window; waits for them."""
+        return self._window(self.examples_at(epoch, window))
 
     def skip(self) -> None:
         """Skip the next window."""
         self.window += 1
-        if self.window == self.steps_per_epoch:
+        end = self.window * self.global_batch_size
+        if self.order.reach(end + 1) <= end:
             self.epoch, self.window = self.epoch + 1, 0
-
-    def groups(self, epoch: int, window: int) -> list[Index]:
-        """The items of each of this rank's micro-batches in any window."""
-        start = window * self.global_batch_size
-        items = self.order(epoch)[start : start + self.global_batch_size]
-        return assign_to_rank(
-            items,
-            self.dataset.lengths[items],
-            micro_batch_size=self.micro_batch_size,
-            rank=self.rank,
-            world_size=self.world_size,
-            packing=self.packing,
-        )
-
-    def order(self, epoch: int) -> Index:
-        """All items in the order of an epoch."""
-        if not self.shuffle:
-            return np.arange(len(self.dataset))
-        known = self._order  # of one moment: a thread may look ahead
-        if known is None or known[0] != epoch:
-            known = epoch, permutation(len(self.dataset), seed=self.seed, stream=epoch)
-            self._order = known
-        return known[1]
 
     def state_dict(self) -> dict[str, int | str | bool]:
         """The data position, and the settings on which it depends."""
-        return {"epoch": self.epoch, "window": self.window, **self._identity()}
+        described = self._describe(
+            self.order.describe(self.epoch, self.window * self.global_batch_size)
+        )
+        values = {"epoch": self.epoch, "window": self.window, **described}
+        return {name: values[name] for name in KEYS if name in values}
 
     def load_state_dict(self, state: dict[str, int | str | bool]) -> None:
-        """Go to a saved position; raises DataError if it belongs to other data or another order."""
-        check_same({"streaming": False, **state}, {"streaming": False, **self._identity()})
+        """Go to a saved position; raises DataError if it is one in other data or another order.
+
+        Waits until all examples before it are encoded, unless they are in the cache.
+        """
+        here = {"streaming": False, **self._describe(self.order.describe_like(state))}
+        saved = {"streaming": "shards" in state, **state}
+        for name, what in NAMES.items():
+            if name in here and saved.get(name) != here[name]:
+                raise DataError(
+                    f"cannot go on in the middle of the data: {what} was {saved.get(name)} "
+                    f"when the checkpoint was saved and is {here[name]} now; "
+                    "use the recipe of that run, or start a new one from its weights"
+                )
         self.epoch, self.window = int(state["epoch"]), int(state["window"])
 
-    def _identity(self) -> dict[str, int | str | bool]:
-        return {
-            "length": len(self.dataset),
-            "seed": self.seed,
-            "global_batch_size": self.global_batch_size,
-            "shuffle": self.shuffle,
-            "dataset": self.dataset.fingerprint,
-        }
+    def _describe(self, order: Description) -> Description:
+        return {**order, "global_batch_size": self.global_batch_size}
 
+    def _is_ready(self) -> bool:
+        """Whether the next window can be made without waiting. Only the main thread waits: what it
+        starts to encode ends with the thread that has started it."""
+        last = (self.window + 1) * self.global_batch_size - 1
+        return self.order.is_ready(self.epoch, last)
 
-@dataclass(frozen=True)
-class InOrder:
-    """One rank's micro-batches of an evaluation set, which can be iterated many times.
+    def _window(self, examples: WindowExamples) -> Window:
+        spare = examples.source[0]
+        return self.batching.window(examples, lengths=examples.lengths, spare=spare)
 
-    They are the batches of one process, assigned to ranks in turn. If some ranks get one batch
-    fewer, they get a masked one.
-    """
-
-    dataset: EncodedDataset
-    collate: Collate
-    _: KW_ONLY
-    micro_batch_size: int
-    rank: int = 0
-    world_size: int = 1
-
-    def __iter__(self) -> Iterator[Batch]:
-        size = self.micro_batch_size
-        for start in range(0, len(self.dataset), size * self.world_size):
-            first = start + size * self.rank
-            rows = range(first, min(first + size, len(self.dataset)))
-            found = [self.dataset[i] for i in rows]
-            yield self.collate(found or [_without_labels(self.dataset[0])])
-
-
-class Items(Protocol):
-    """A sequence of features, by number."""
-
-    def __getitem__(self, item: int) -> Features: ...
-
-
-def batch_of(group: Index, items: Items, collate: Collate) -> Batch:
-    """The batch of a group. An empty group gives a masked example, because all ranks of a
-    sharded model must run the same number of passes.
-    """
-    if len(group):
-        return collate([items[int(item)] for item in group])
-    return collate([_without_labels(items[0])])
-
-
-def check_sizes(global_batch_size: int, micro_batch_size: int, world_size: int) -> None:
-    """Raise ``DataError`` unless a window divides evenly over ranks and micro-batches."""
-    if global_batch_size % (micro_batch_size * world_size):
-        raise DataError(
-            f"train.global_batch_size ({global_batch_size}) is not a multiple of "
-            f"train.micro_batch_size x data-parallel ranks ({micro_batch_size} x {world_size} = "
-            f"{micro_batch_size * world_size}); change one of them"
-        )
-
-
-def check_same(saved: Mapping[str, object], here: Mapping[str, object]) -> None:
-    """Raise ``DataError`` if a saved position belongs to other data or another order."""
-    for name, value in here.items():
-        if saved.get(name) != value:
-            raise DataError(
-                f"cannot resume mid-epoch: {NAMES[name]} was {saved.get(name)} in the "
-                f"checkpoint and is {value} now; use the recipe of that run, or start a new run "
-                "from its weights (model.path)"
-            )
-
-
-def _without_labels(item: Features) -> Features:
-    """The same example, fully masked."""
-    return {**item, "labels": [IGNORE_INDEX] * len(item["labels"])}
+    def _ready(self, window: Window) -> Window:
+        return window if self.prefetch is None else self.prefetch.ready(window)
 
 
 NAMES = {
@@ -207,3 +198,4 @@ NAMES = {
     "held": "the number of examples that data.val_size holds out",
     "content": "the fingerprint of the examples seen so far",
 }
+KEYS = ("epoch", "window", "shards", *NAMES)  # of a state, in the order in which files have them

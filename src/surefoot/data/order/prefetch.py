@@ -30,14 +30,10 @@ class Prefetch:
         """Start a thread that builds the window at ``at``."""
         self._running = _Making(at, lambda: self.ready(make(*at)))
 
-    def take(self, at: Position, make: Callable[[int, int], Window]) -> Window:
-        """The window at ``at``: the prefetched one if it matches, otherwise built now. Raises
-        what ``make`` raised.
-        """
+    def take(self, at: Position) -> Window | None:
+        """The window at ``at``, if that is what was made ahead. Raises what ``make`` did."""
         running, self._running = self._running, None
-        if running is None or running.at != at:
-            return self.ready(make(*at))
-        return running.result()
+        return running.result() if running is not None and running.at == at else None
 
 
 def for_device(where: torch.device) -> Prefetch | None:
@@ -55,7 +51,7 @@ def for_device(where: torch.device) -> Prefetch | None:
 
 
 class _Making:
-    """One window that is being built."""
+    """One window in flight."""
 
     def __init__(self, at: Position, make: Callable[[], Window]) -> None:
         self.at, self._make = at, make

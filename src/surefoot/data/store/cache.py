@@ -1,11 +1,12 @@
-"""The token cache: encoded datasets on disk, one folder each, memory-mapped.
+"""Encoded datasets on disk, one folder each, mapped into memory instead of read.
 
-The name of a folder is the fingerprint of all inputs of its content. It is written to a temporary
-folder and renamed when all of it is on the disk, so it is either complete or absent. Later damage
-is detected, and the dataset is encoded again. Any folder may be deleted at any time.
+A folder's name is the fingerprint of everything its content depends on. It is written aside and
+renamed when all of it is on the disk, so it is there wholly or not at all; what is damaged
+afterwards is noticed and encoded anew. Any folder may be deleted at any time.
 
     <fingerprint>/header.json            names, sizes and hashes of the files below; the report
-    <fingerprint>/<feature>.tokens       int32, all items concatenated
+    <fingerprint>/<feature>.tokens       int32, all items end to end
+    <fingerprint>/<feature>.bytes        uint8, the same of a feature that is text, not tokens
     <fingerprint>/<feature>.offsets      int64, where each item begins, and the end
     <fingerprint>/rows                   int64, the row that each item comes from
 """
@@ -20,7 +21,7 @@ import os
 import secrets
 import time
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -40,6 +41,8 @@ logger = logging.getLogger(__name__)
 
 VERSION = 1  # of the layout of a folder
 HEADER, ROWS, TOKENS, OFFSETS = "header.json", "rows", ".tokens", ".offsets"
+BYTES = ".bytes"
+KINDS: Mapping[str, type[np.int32] | type[np.uint8]] = {TOKENS: np.int32, BYTES: np.uint8}
 MAX_HEADER = 1 << 30  # bytes; it holds a line for every broken row
 POLL_SECONDS = 0.1
 
@@ -107,7 +110,10 @@ class Writer:
         if not items:
             return
         if not self._columns:
-            self._columns = {name: _Column(self._folder, name) for name in items[0]}
+            self._columns = {
+                name: _Column(self._folder, name, BYTES if isinstance(value, bytes) else TOKENS)
+                for name, value in items[0].items()
+            }
         for name, column in self._columns.items():
             column.add([item[name] for item in items])
         self._rows.extend(rows)
@@ -135,11 +141,12 @@ class _Written(NamedTuple):
 
 
 class _Column:
-    """One feature's tokens, written at once, and their offsets, kept in memory until the end."""
+    """One feature's tokens or bytes, written as they come, and their offsets, kept until the
+    end."""
 
-    def __init__(self, folder: Path, name: str) -> None:
-        self._folder, self._name = folder, name
-        self._file = files.create(folder / f"{name}{TOKENS}")
+    def __init__(self, folder: Path, name: str, suffix: str) -> None:
+        self._folder, self._name, self._suffix = folder, name, suffix
+        self._file = files.create(folder / f"{name}{suffix}")
         self._hash, self._size = files.Hash(), 0
         self._lengths = array("q")
 
@@ -148,7 +155,7 @@ class _Column:
 
     def add(self, lists: Sequence[Sequence[int]]) -> None:
         lengths = array("q", map(len, lists))
-        flat = np.fromiter(chain.from_iterable(lists), np.int32, sum(lengths))
+        flat = np.fromiter(chain.from_iterable(lists), KINDS[self._suffix], sum(lengths))
         self._file.write_at(self._size, flat.data.cast("B"))
         self._hash.update(flat.data.cast("B"))
         self._size += flat.nbytes
@@ -157,7 +164,7 @@ class _Column:
     def finish(self) -> dict[str, _Written]:
         self._file.sync()
         offsets = np.concatenate([[0], np.cumsum(self._lengths, dtype=np.int64)])
-        written = {f"{self._name}{TOKENS}": _Written(self._size, self._hash.hex())}
+        written = {f"{self._name}{self._suffix}": _Written(self._size, self._hash.hex())}
         return written | _write_index(self._folder, f"{self._name}{OFFSETS}", offsets)
 
 
@@ -180,7 +187,10 @@ def _open(folder: Path) -> Cached:
     except FileNotFoundError as error:
         raise _DamagedError(f"no {Path(error.filename).name}") from error
     features = {
-        name: Ragged(arrays[name + TOKENS], arrays[name + OFFSETS]) for name in header["features"]
+        name: Ragged(arrays[name + suffix], arrays[name + OFFSETS])
+        for name in header["features"]
+        for suffix in KINDS
+        if name + suffix in arrays
     }
     content = files.digest(_canonical(header["files"]))
     return Cached(EncodedStore(features, arrays[ROWS], content), header["report"])
@@ -201,13 +211,12 @@ def _read_header(path: Path) -> dict[str, Any]:
 
 
 def _mapped(path: Path, written: _Written) -> NDArray[Any]:
-    """The numbers of a file. Indexes are checked against their hash, tokens against their size."""
-    is_tokens = path.name.endswith(TOKENS)
+    """The numbers of a file. Indexes are checked by their hash, tokens and bytes by their size."""
+    kind: type[np.generic] = KINDS.get(path.suffix, np.int64)
     if path.stat().st_size != written.size:
         raise _DamagedError(f"{path.name} has {path.stat().st_size} bytes, not {written.size}")
-    kind = np.int32 if is_tokens else np.int64
     numbers = np.memmap(path, kind, "r").view(np.ndarray) if written.size else np.empty(0, kind)
-    if not is_tokens and files.digest(numbers.data.cast("B")) != written.digest:
+    if kind is np.int64 and files.digest(numbers.data.cast("B")) != written.digest:
         raise _DamagedError(f"{path.name} does not match its checksum")
     return numbers
 

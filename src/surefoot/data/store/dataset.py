@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -20,11 +20,15 @@ from numpy.typing import NDArray
 from ...batch import Features
 from ..data_order import Index
 
+# Tokens and lengths; bytes, such as the JSON that a reward reads; precomputed outputs of a model.
+Flat = NDArray[np.int32] | NDArray[np.uint8] | NDArray[np.float32] | NDArray[np.float64]
+FLOATS = (np.dtype(np.float32), np.dtype(np.float64))
+
 
 class Ragged(NamedTuple):
     """Concatenated lists of numbers: list i is ``flat[offsets[i]:offsets[i + 1]]``."""
 
-    flat: NDArray[np.int32] | NDArray[np.float32]  # floats only of what a reference says
+    flat: Flat
     offsets: Index  # [lists + 1]
 
 
@@ -76,6 +80,10 @@ class EncodedDataset:
         """[items] tokens of each item."""
         return np.concatenate([store.lengths for store in self.stores])[self.index]
 
+    def lengths_of(self, items: Index) -> Index:
+        """The tokens of each of ``items``, in the same shape."""
+        return self.lengths[items]
+
     @cached_property
     def fingerprint(self) -> str:
         """Equal for equal items in equal order."""
@@ -88,6 +96,22 @@ class EncodedDataset:
         return [0, *np.cumsum([len(store) for store in self.stores]).tolist()]
 
 
+def with_columns(
+    dataset: EncodedDataset, columns: Mapping[str, Mapping[str, Ragged]]
+) -> EncodedDataset:
+    """The same items with more features, by the ``content`` of their store."""
+    stores = (
+        replace(store, features={**store.features, **columns[store.content]})
+        for store in dataset.stores
+    )
+    return replace(dataset, stores=tuple(stores))
+
+
+def num_tokens(features: Features) -> int:
+    """Tokens of one item, all its ``input_ids`` (or ``..._input_ids``) together."""
+    return sum(len(ids) for name, ids in features.items() if name.endswith("input_ids"))
+
+
 def join(stores: Sequence[EncodedStore]) -> EncodedDataset:
     """All items of the stores, one store after another."""
     return EncodedDataset(tuple(stores), np.arange(sum(len(store) for store in stores)))
@@ -97,8 +121,17 @@ def in_memory(items: Sequence[Features]) -> EncodedDataset:
     """A dataset of items in memory."""
     features, digest = {}, xxhash.xxh3_128()
     for name in items[0] if items else ():
-        lists = [np.asarray(item[name], np.int32) for item in items]
+        lists = [item[name] for item in items]
         offsets = np.cumsum([0, *map(len, lists)], dtype=np.int64)
-        features[name] = Ragged(np.concatenate(lists), offsets)
+        features[name] = Ragged(_flat(lists), offsets)
         digest.update(name.encode() + features[name].flat.tobytes() + offsets.tobytes())
     return join([EncodedStore(features, np.arange(len(items)), digest.hexdigest())])
+
+
+def _flat(lists: Sequence[Sequence[int]]) -> Flat:
+    """All lists end to end. Bytes stay bytes and floats keep their type; the rest are tokens."""
+    if isinstance(lists[0], bytes):
+        return np.frombuffer(b"".join(map(bytes, lists)), np.uint8)
+    kind = next((np.asarray(each[:1]).dtype for each in lists if len(each)), np.int32)
+    dtype = kind if kind in FLOATS else np.int32
+    return np.concatenate([np.asarray(each, dtype) for each in lists])

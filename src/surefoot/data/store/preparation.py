@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 import xxhash
@@ -18,6 +18,7 @@ import xxhash
 from ...errors import DataError
 from ..data_order import hold_out
 from ..example import JSON
+from ..order.full_shuffle import FullShuffle
 from ..rows.dataset_report import DatasetReport, Report, report_from
 from ..rows.registry import Entry, read_registry
 from ..rows.rows import read_examples, too_many_broken
@@ -36,11 +37,30 @@ SETTINGS = (*ENCODING, "mask_history", "max_samples")  # what the items of a dat
 
 @dataclass(frozen=True)
 class EncodedData:
-    """The training set and the evaluation sets of a run, and the counts of all rows."""
+    """What a run trains on, what it is evaluated on, and what became of every row."""
 
     train: EncodedDataset
     evals: Mapping[str, EncodedDataset]  # by dataset; "" for what val_size holds out
     report: Report
+
+    @property
+    def complete(self) -> Sequence[EncodedDataset]:
+        """All datasets."""
+        return [self.train, *self.evals.values()]
+
+    @property
+    def num_examples(self) -> int:
+        """Training examples."""
+        return len(self.train)
+
+    def order(self, section: DataSection, *, seed: int) -> FullShuffle:
+        """A permutation of the training examples for each epoch."""
+        return FullShuffle(self.train, seed, section.shuffle)
+
+    def changed(self, change: Callable[[EncodedDataset], EncodedDataset]) -> EncodedData:
+        """The same with each dataset changed."""
+        evals = {name: change(dataset) for name, dataset in self.evals.items()}
+        return replace(self, train=change(self.train), evals=evals)
 
 
 def prepare(

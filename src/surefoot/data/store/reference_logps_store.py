@@ -9,7 +9,7 @@ computed. Any of them may be deleted at any time.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +19,7 @@ from safetensors.numpy import load, save
 
 from ...errors import DataError
 from ...storage import files
-from .dataset import EncodedDataset, EncodedStore, Ragged
+from .dataset import EncodedDataset, EncodedStore, Ragged, with_columns
 
 PIECE = 2048  # items; 16 KiB
 FEATURE = "reference"
@@ -80,9 +80,8 @@ def with_reference_logps(dataset: EncodedDataset, values: Mapping[str, Values]) 
     """The same items, each with its reference log-probabilities; ``values`` by content of a
     store.
     """
-    return replace(dataset, stores=tuple(_with(s, values[s.content]) for s in dataset.stores))
-
-
-def _with(store: EncodedStore, values: Values) -> EncodedStore:
-    said = Ragged(values.reshape(-1), np.arange(len(store) + 1) * 2)
-    return replace(store, features={**store.features, FEATURE: said})
+    columns = {
+        content: {FEATURE: Ragged(each.reshape(-1), np.arange(len(each) + 1) * 2)}
+        for content, each in values.items()
+    }
+    return with_columns(dataset, columns)

@@ -104,7 +104,7 @@ class Stream:
         shard = bisect_right(self._ends, item)
         return self._store(shard)[item - self._start(shard)]
 
-    def lengths(self, items: Index) -> Index:
+    def lengths_of(self, items: Index) -> Index:
         """[items] Tokens of known items."""
         shards = np.array([bisect_right(self._ends, item) for item in items.tolist()])
         found = np.empty(len(items), np.int64)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +11,7 @@ import numpy as np
 
 from ...errors import DataError
 from ..data_order import Index, hold_out
+from ..order.block_shuffle import BlockShuffle
 from ..rows.dataset_report import DatasetReport
 from ..rows.registry import Entry
 from ..section import DataSection
@@ -26,11 +27,34 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class StreamingData:
-    """The training set, which is still being encoded, and the evaluation sets of a run."""
+    """What a run trains on while it is encoded, and what it is evaluated on."""
 
     train: Stream
     held: Index  # items of the stream that ``val_size`` holds out, ascending
     evals: Mapping[str, EncodedDataset]  # by dataset; "" for what is held out
+
+    @property
+    def complete(self) -> Sequence[EncodedDataset]:
+        """The evaluation sets."""
+        return list(self.evals.values())
+
+    @property
+    def num_examples(self) -> int | None:
+        """Training examples, if all of them are encoded."""
+        length = self.train.length
+        return None if length is None else length - len(self.held)
+
+    def order(self, section: DataSection, *, seed: int) -> BlockShuffle:
+        """The training examples as they are encoded, shuffled in blocks of ``buffer_size``."""
+        size, shuffle = section.buffer_size, section.shuffle
+        return BlockShuffle(self.train, seed, size, shuffle, held_out=self.held)
+
+    def changed(self, change: Callable[[EncodedDataset], EncodedDataset]) -> StreamingData:
+        """Raises ``DataError``: the training examples are not there yet."""
+        raise DataError(
+            "data.streaming: outputs of a model cannot be computed ahead for examples that are "
+            "still being encoded; set data.streaming to false"
+        )
 
 
 def open_stream(

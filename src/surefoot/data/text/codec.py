@@ -21,11 +21,10 @@ from transformers import PreTrainedTokenizerBase
 from ...batch import Features
 from ...errors import TemplateError
 from ..encoded import Dropped, Encoded, Truncated
-from ..example import JSON, Example, Message
+from ..example import JSON, Dicts, Example, Message
 from ..section import DataSection
 from .sequence import Item, Rendered, split, whole
 from .templates import Template
-from .templates.fast_render import Dicts
 from .templates.render import Renderer, message_dicts, tool_dicts
 from .templates.response_spans import ResponseLocator
 from .tokenization import Text, Tokenization, Tokens, canonical

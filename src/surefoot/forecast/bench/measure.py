@@ -7,7 +7,6 @@ the same examples whatever the settings.
 
 from __future__ import annotations
 
-import math
 import signal
 import time
 from dataclasses import dataclass, field, replace
@@ -23,6 +22,7 @@ from ...model.precision import choose
 from ...model.pretrained.loading import device
 from ...recipe.recipe import Recipe
 from ...run.assembly import build
+from ...run.data_loading import num_steps
 from ...training.callback import Context, TrainerCallback
 from ...training.signals import SIGNALS
 from ...training.state import TrainerControl, TrainerState
@@ -89,12 +89,11 @@ def measure(recipe: Recipe, steps: int, folder: Path) -> BenchResult:
     """
     trainer = build(_short(recipe, steps, folder), is_trial=True)
     where, loader = device(), trainer.loader
-    assert isinstance(loader, Loader)  # for nothing is streamed here
     meter = Meter(Clock(where), loader)
     trainer.callbacks.members = [meter]
     trainer.step.run_window = timed(trainer.step.run_window, meter.clock.turn, meter.count)
     section = recipe.train
-    run_steps = section.max_steps or math.ceil(section.num_epochs * loader.steps_per_epoch)
+    run_steps = num_steps(section, loader.steps_per_epoch)
     loader.window = _heaviest_window(loader, run_steps)
     trainer.fit()
     first, *_ = costs = meter.clock.steps()
@@ -133,10 +132,11 @@ def _short(recipe: Recipe, steps: int, folder: Path) -> Recipe:
 
 def _heaviest_window(loader: Loader, run_steps: int) -> int:
     """The window of the first epoch that has the micro-batch with the most tokens."""
-    lengths = loader.dataset.lengths
-    steps = min(run_steps, loader.steps_per_epoch)
-    items = heaviest(loader, steps, lengths, np.zeros_like(lengths))
-    return int(np.argmax(loader.order(0) == items[0])) // loader.global_batch_size
+    size = loader.global_batch_size
+    order = loader.order.indices(0, 0, run_steps * size)
+    lengths = loader.order.examples.lengths_of(np.arange(int(order.max()) + 1))
+    items = heaviest(loader, -(-len(order) // size), lengths, np.zeros_like(lengths))
+    return int(np.argmax(order == items[0])) // size
 
 
 def _dtype(model: nn.Module, precision: str) -> torch.dtype:

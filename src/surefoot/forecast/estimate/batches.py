@@ -10,8 +10,10 @@ import numpy as np
 
 from ...batch import IGNORE_INDEX, Batch
 from ...data.data_order import Index
+from ...data.order.full_shuffle import FullShuffle
 from ...data.order.length_balancing import balance_by_length, num_passes, positions, sums
 from ...data.order.loader import Loader
+from ...data.order.micro_batches import Batching
 from ...data.store.dataset import EncodedDataset, EncodedStore
 from ...errors import DataError
 from ...recipe.recipe import Recipe
@@ -39,14 +41,14 @@ def loader_of(recipe: Recipe, dataset: EncodedDataset, num_processes: int) -> Lo
     """The order in which the run will see ``dataset``. Raises ``DataError`` if batches do not
     divide."""
     return Loader(
-        dataset=dataset,
-        collate=_no_batch,
+        FullShuffle(dataset, recipe.train.seed, recipe.data.shuffle),
+        Batching(
+            _no_batch,
+            micro_batch_size=recipe.train.micro_batch_size,
+            packing=recipe.data.packing,
+            world_size=num_processes,
+        ),
         global_batch_size=recipe.train.global_batch_size,
-        micro_batch_size=recipe.train.micro_batch_size,
-        seed=recipe.train.seed,
-        packing=recipe.data.packing,
-        shuffle=recipe.data.shuffle,
-        world_size=num_processes,
     )
 
 
@@ -57,14 +59,16 @@ def _no_batch(_features: object) -> Batch:
 def course_of(recipe: Recipe, loader: Loader, lengths: Index, trained: Index) -> RunLength:
     """Steps and tokens of the whole run."""
     section = recipe.train
-    steps = section.max_steps or math.ceil(section.num_epochs * loader.steps_per_epoch)
+    steps_per_epoch = -(-len(lengths) // loader.global_batch_size)
+    steps = section.max_steps or math.ceil(section.num_epochs * steps_per_epoch)
+    batching = loader.batching
     counts = np.zeros(2, np.int64)
     for items in _items(loader, steps):
         counts += [lengths[items].sum(), trained[items].sum()]
     return RunLength(
         steps=steps,
-        steps_per_epoch=loader.steps_per_epoch,
-        micro_batches=loader.global_batch_size // (loader.micro_batch_size * loader.world_size),
+        steps_per_epoch=steps_per_epoch,
+        micro_batches=loader.global_batch_size // (batching.micro_batch_size * batching.world_size),
         tokens=int(counts[0]),
         trained_tokens=int(counts[1]),
     )
@@ -81,13 +85,14 @@ def heaviest(
     """[items] The micro-batch that takes the most memory: tokens, padding included, plus trained
     positions times ``logit_weight``, what one takes as against a token."""
     best, found = -1.0, np.arange(0)
-    size, ranks, packing = loader.micro_batch_size, loader.world_size, loader.packing
-    dealt = loader.dataset.lengths  # what the run deals by, shared prompts or not
+    batching, tokens_of = loader.batching, loader.order.examples.lengths_of
+    size, ranks, packing = batching.micro_batch_size, batching.world_size, batching.packing
     for items in _items(loader, steps):
         for windows in _windows(loader, items):
             count = num_passes(windows.shape[1], size, ranks)
+            dealt = tokens_of(windows)  # what the run deals by, shared prompts or not
             groups = balance_by_length(
-                dealt[windows], micro_batch_size=size, world_size=ranks, packing=packing
+                dealt, micro_batch_size=size, world_size=ranks, packing=packing
             )
             cost = positions(lengths[windows], groups, count, packing=packing)
             cost = cost + logit_weight * sums(trained[windows], groups, count)
@@ -100,9 +105,11 @@ def heaviest(
 
 def _items(loader: Loader, steps: int) -> Iterator[Index]:
     """The items of each epoch, in order, as far as ``steps`` go."""
-    for epoch in range(-(-steps // loader.steps_per_epoch)):
-        left = steps - epoch * loader.steps_per_epoch
-        yield loader.order(epoch)[: left * loader.global_batch_size]
+    size, epoch = loader.global_batch_size, 0
+    while steps > 0:
+        items = loader.order.indices(epoch, 0, steps * size)
+        yield items
+        steps, epoch = steps - -(-len(items) // size), epoch + 1
 
 
 def _windows(loader: Loader, items: Index) -> Iterator[Index]:

@@ -228,3 +228,63 @@ def _changed(
 
 def _cuts(recipe: Recipe) -> tuple[int, bool, int]:
     return recipe.parallel.tp, recipe.parallel.sequence_parallel, recipe.parallel.pp
+
+
+def as_data(found: Plan) -> dict[str, object]:
+    """All of it, as ``surefoot plan --json`` prints it."""
+    course, saving = found.course, found.saving
+    return {
+        "processes": {
+            "count": found.mesh.num_processes,
+            "dp_replicate": found.mesh.dp_replicate,
+            "dp_shard": found.mesh.dp_shard,
+            "tp": found.mesh.tp,
+            "pp": found.mesh.pp,
+            "device": "gpu" if found.machine.on_gpu else "cpu",
+            "precision": found.precision,
+            "capacity": found.machine.capacity,
+        },
+        "parameters": found.parameters,
+        "trained_parameters": found.trained_parameters,
+        "examples": found.examples,
+        "sampled_rows": found.rows_read,
+        "steps": course.steps,
+        "steps_per_epoch": course.steps_per_epoch,
+        "epochs": course.epochs,
+        "gradient_accumulation_steps": course.micro_batches,
+        "tokens": course.tokens,
+        "trained_tokens": course.trained_tokens,
+        "tokens_per_second": found.tokens_per_second,
+        "seconds": found.seconds,
+        "heaviest_pass": vars(found.heaviest),
+        "heaviest_stage": {
+            "process": found.place,
+            "layers": [layer for run in found.layers for layer in run],
+        }
+        if found.mesh.pp > 1
+        else None,
+        "memory": _as_data(found.memory),
+        "not_known": found.not_known,
+        "checkpoint": {
+            "total": saving.size.total,
+            "weights": saving.size.weights,
+            "optimizer": saving.size.optimizer,
+            "shared_by_all": saving.size.unchanging,
+            "saves": saving.saves,
+            "at_once": saving.at_once,
+            "disk": saving.disk,
+            "shared_memory": saving.shared_memory,
+        },
+        "options": [
+            {
+                "changes": dict(option.changes),
+                "memory": _as_data(option.memory),
+                "effect": option.effect,
+            }
+            for option in found.options
+        ],
+    }
+
+
+def _as_data(memory: Memory) -> dict[str, int]:
+    return {**memory.parts(), "peak": memory.peak}

@@ -20,6 +20,7 @@ from ...data.text.codec import Codec
 from ...data.text.pairs import unshared
 from ...errors import RecipeError
 from ...model.precision import PrecisionName
+from ...parallel.launch import num_processes
 from ...parallel.pipeline.schedule import order
 from ...recipe.recipe import Recipe
 from ...training.stage import as_if_asked
@@ -261,3 +262,16 @@ def memory_of(
         for process in held
     ]
     return max(zip(held, found, strict=True), key=lambda pair: pair[1].peak)
+
+
+def machine_for(recipe: Recipe, device: str | None) -> Machine:
+    """The ranks that would be started on this machine, and the memory of each."""
+    import psutil
+
+    has_gpu = torch.cuda.is_available()
+    on_gpu = has_gpu if device is None else device == "gpu"
+    count = recipe.parallel.num_processes or num_processes(recipe.parallel)
+    if on_gpu:
+        capacity = torch.cuda.get_device_properties(0).total_memory if has_gpu else None
+        return Machine(count, True, capacity)
+    return Machine(count, False, None if has_gpu else psutil.virtual_memory().total // count)

@@ -1,8 +1,8 @@
-"""Packed-attention kernels: attention over a packed row in one call, on devices that support it.
+"""Attention over a packed row in one kernel, where a device has one that knows documents.
 
-Each kernel is only a candidate. ``attention.selection`` uses it if it gives the same values as SDPA
-with one call per document, bitwise the same every time, and is faster. Cases that a kernel does not
-support (windows, capped scores, dropout, shared prompts) use one call per document.
+Each is a candidate only: ``selection`` takes the first one that gives what SDPA gives with
+one call per document. What it cannot do (windows, capped scores, dropout, prompts that two answers
+share) goes through SDPA, one call per document.
 
 Shapes: H heads, T tokens of the row, E size of a head.
 """
@@ -118,11 +118,15 @@ def _blocks(bounds: Bounds, device: torch.device) -> BlockMask:
 
 
 def candidates(device: torch.device) -> dict[str, RowKernel]:
-    """The kernels that may run on ``device``, by name."""
+    """The kernels that may run on ``device``, by name, in order of preference.
+
+    varlen comes first because every CUDA build of torch has it, so that a run has the same numbers
+    whether flash-attn is installed or not. flex knows every type and head size, but is compiled.
+    """
     if device.type != "cuda":
         return {}
-    found: dict[str, RowKernel] = {"varlen": varlen, "flex": flex}
-    return found | ({"flash": flash} if find_spec("flash_attn") else {})
+    optional: dict[str, RowKernel] = {"flash": flash} if find_spec("flash_attn") else {}
+    return {"varlen": varlen, **optional, "flex": flex}
 
 
 def register(name: str, kernel: RowKernel) -> None:

@@ -1,16 +1,16 @@
-"""Select the packed-attention kernel of a run: each candidate is tested once, on the run's own
-shapes and device.
+"""The packed-attention kernel: the first in a fixed order of preference that passes a self-check.
 
-A candidate is rejected, and the log says why, if it fails, if its values differ from SDPA with one
-call per document, or if its bits differ from run to run. So a faulty kernel on a machine does no
-harm. A run keeps its selection: a resume that measured again might compute sums in another order.
+Kernels round differently, so a choice by timing would make the numbers of a run depend on chance.
+The order is ``kernels.candidates``: on a CPU SDPA, one call per document; on a GPU varlen,
+flash-attn, flex attention, then SDPA. A candidate is skipped, with its reason in the log, if it
+fails on a row of the run's own shapes and type, differs from SDPA one document at a time, or, with
+``train.deterministic``, does not repeat its bits. A resume keeps the kernel.
 """
 
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,9 +21,6 @@ from .packed import PREFIX, Bounds, by_document, sdpa
 
 logger = logging.getLogger(__name__)
 BY_DOCUMENT = "sdpa"
-ROUNDS = 5
-_GAIN = 1.05  # times as fast; what is less may be chance
-Run = Callable[[], list[torch.Tensor]]
 
 
 @dataclass(frozen=True)
@@ -63,40 +60,38 @@ def row_of(
 
 
 def choose(row: Row, kernels: Mapping[str, RowKernel] | None = None) -> str:
-    """The name of the fastest kernel that passes the self-check; logged."""
+    """The name of the first kernel in order of preference that passes the self-check on ``row``;
+    logged."""
     kernels = candidates(row.device) if kernels is None else kernels
-    if not kernels:
-        logger.info("packed attention: %s, one call per document", BY_DOCUMENT)
-        return BY_DOCUMENT
-    expected, times = _found(_by_document, row), {BY_DOCUMENT: _seconds(_by_document, row)}
+    chosen = _first_correct(row, kernels) if kernels else None
+    logger.info("packed attention: %s", chosen or f"{BY_DOCUMENT}, one call per document")
+    return chosen or BY_DOCUMENT
+
+
+def _first_correct(row: Row, kernels: Mapping[str, RowKernel]) -> str | None:
+    expected = _found(_by_document, row)
     for name, kernel in kernels.items():
         try:
             why = _why_not(kernel, row, expected)
-            if why is None:
-                times[name] = _seconds(kernel, row)
-        except Exception as error:
+        except Exception as error:  # not built for this device, type or head size: next one
             why = (str(error).strip() or type(error).__name__).splitlines()[0]
-        if why is not None:
-            logger.info("packed attention: %s rejected: %s", name, why)
-    fastest = min(times, key=lambda name: times[name])
-    chosen = fastest if times[fastest] * _GAIN < times[BY_DOCUMENT] else BY_DOCUMENT
-    told = ", ".join(f"{name} {1000 * seconds:.2f} ms" for name, seconds in times.items())
-    logger.info("packed attention: %s (forward and backward of one layer: %s)", chosen, told)
-    return chosen
+        if why is None:
+            return name
+        logger.info("packed attention: not %s: %s", name, why)
+    return None
 
 
 def use(model: PreTrainedModel, name: str) -> str:
-    """Make packed rows of ``model`` use the kernel ``name``; returns the one in use, which is
-    sdpa with one call per document if the kernel is not available.
-    """
+    """Let packed rows of ``model`` use the kernel ``name``. Returns the kernel that is used: SDPA,
+    one call per document, where ``name`` is not available."""
     if name == BY_DOCUMENT:
         return name
     kernel = candidates(model.device).get(name)
     if kernel is None:
         logger.warning(
-            "packed attention: kernel %s, used by the checkpoint, is not available; using "
-            "sdpa, one call per document",
+            "packed attention: %s is not available here; %s, one call per document",
             name,
+            BY_DOCUMENT,
         )
         return BY_DOCUMENT
     register(name, kernel)
@@ -131,25 +126,8 @@ def _why_not(kernel: RowKernel, row: Row, expected: Sequence[torch.Tensor]) -> s
         bound = 16 * torch.finfo(row.dtype).eps * float(there.abs().max())
         error = float((here.double() - there.double()).abs().max())
         if not error <= bound:
-            return f"its {name} differs by {error:.2g} from that of sdpa with one call per document"
+            return f"its {name} differs by {error:.2g} from that of sdpa, one call per document"
     is_same = all(map(torch.equal, first, second))
     if torch.are_deterministic_algorithms_enabled() and not is_same:
         return "its bits differ from run to run (train.deterministic)"
     return None
-
-
-def _seconds(kernel: RowKernel, row: Row) -> float:
-    """The fastest of several rounds, forward and backward."""
-    rounds = []
-    for _ in range(ROUNDS):
-        _wait(row.device)
-        started = time.perf_counter()
-        _found(kernel, row)
-        _wait(row.device)
-        rounds.append(time.perf_counter() - started)
-    return min(rounds)
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -57,7 +57,7 @@ class Head:
         ``learns``.
         """
         logits_CV = self.linear(hidden_CD)
-        return logit_gradients.fastest(logits_CV)(
+        return logit_gradients.torch_logit_gradients(
             logits_CV, labels_C, self.softcap, smoothing, learns
         )
 

@@ -11,8 +11,8 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from ....errors import TemplateError
-from ...example import JSON, Message
-from .fast_render import Dicts, Spans, TracedTemplate
+from ...example import JSON, Dicts, Message, Spans
+from .fast import fast_renderer
 
 Probe = Mapping[str, list[dict[str, object]]]  # "messages", "tools"
 
@@ -52,7 +52,7 @@ class Renderer:
         self.has_marks = _MARK.search(source) is not None
         self._names = dict(tokenizer.special_tokens_map)
         added = tokenizer.added_tokens_decoder.values()
-        self._traced = TracedTemplate(source, self._names, self._run)
+        self._render_messages = fast_renderer(source, self._names, self._run)
         self._special = {token.content for token in added if token.special}
         self._added = self._special | {t.content for t in added if _is_markup(t.content)}
 
@@ -101,7 +101,7 @@ class Renderer:
     ) -> tuple[str, Spans]:
         if tools or any(len(message) > 2 for message in messages):  # which has tool calls
             return self._run(messages, tools, prompt=prompt, marks=marks)
-        return self._traced.render(messages, prompt=prompt, marks=marks)
+        return self._render_messages(messages, prompt=prompt, marks=marks)
 
     def _run(
         self, messages: Dicts, tools: Dicts | None = None, *, prompt: bool, marks: bool

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import cast
 
 from ....errors import TemplateError
-from .fast_render import Dicts
+from ...example import Dicts
 from .render import PROBES, Renderer
 
 logger = logging.getLogger(__name__)

@@ -2,6 +2,7 @@
 
 import json
 import threading
+from dataclasses import replace
 from functools import partial
 from itertools import count
 
@@ -10,8 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from surefoot.data.order.loader import Loader
+from surefoot.data.order.micro_batches import Batching
 from surefoot.data.order.prefetch import Prefetch
-from surefoot.data.order.stream_loader import StreamLoader
 from surefoot.data.section import DataSection
 from surefoot.data.store.streamed import encode_stream, open_stream
 from surefoot.data.text.collation import collate
@@ -58,7 +60,13 @@ def loader(section, *, shard_rows=5, val_size=0, encode=encode, **changes):
     data = open_stream(
         section, encode, fingerprint={}, seed=how["seed"], more=partial(next, shards, None)
     )
-    return StreamLoader(data.train, COLLATE, held=data.held, **how), data
+    return of(data, section, **how), data
+
+
+def of(data, section, *, seed, global_batch_size, buffer_size, shuffle=True, prefetch=None, **how):
+    section = replace(section, buffer_size=buffer_size, shuffle=shuffle)
+    order, batching = data.order(section, seed=seed), Batching(COLLATE, **how)
+    return Loader(order, batching, global_batch_size=global_batch_size, prefetch=prefetch)
 
 
 def items(window):
@@ -184,7 +192,7 @@ def test_windows_made_ahead_are_those_made_on_the_spot_and_wait_for_no_encoding(
     def ahead(shards):
         data = open_stream(section, encode, fingerprint={}, seed=1, more=partial(more, shards))
         how = {"global_batch_size": 8, "micro_batch_size": 2, "seed": 1, "buffer_size": 6}
-        return StreamLoader(data.train, COLLATE, prefetch=Prefetch(noting), **how)
+        return of(data, section, prefetch=Prefetch(noting), **how)
 
     def noting(window):
         made_by.append(threading.current_thread())
@@ -228,7 +236,7 @@ def test_held_out_rows_are_never_learnt_and_their_pieces_stay_together(tmp_path)
     assert (it.epoch, it.window) == (1, 0)
     assert sorted(learnt + held) == sorted([*range(20), *range(20)])
     again, _ = loader(section, val_size=3, buffer_size=15)
-    assert np.array_equal(again.held, it.held)
+    assert np.array_equal(again.order.held_out, it.order.held_out)
 
 
 def test_the_length_is_known_when_all_is_encoded(tmp_path):
@@ -271,6 +279,14 @@ def test_a_position_in_other_data_is_refused_but_not_for_data_that_was_added(tmp
     for name, copies in {"c": [2] + [1] * 39, "d": [1] * 3}.items():
         with pytest.raises(DataError, match="the fingerprint of the examples seen so far was"):
             loader(write(tmp_path / name, d=copies))[0].load_state_dict(state)
+
+
+def test_nothing_is_computed_ahead_for_examples_that_are_still_encoded(tmp_path):
+    _, data = loader(write(tmp_path, d=[1] * 20), val_size=3, buffer_size=15)
+    assert [len(each) for each in data.complete] == [3]
+    assert data.num_examples is None
+    with pytest.raises(DataError, match="still being encoded"):
+        data.changed(lambda dataset: dataset)
 
 
 def test_a_skipped_window_is_left_out(tmp_path):

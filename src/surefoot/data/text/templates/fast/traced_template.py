@@ -18,11 +18,9 @@ from typing import Protocol
 
 import jinja2
 
+from ....example import Dicts, Spans
 from .symbolic_render import Script
 from .symbolic_text import Made, Pieces, Run, fill
-
-Dicts = Sequence[Mapping[str, object]]
-Spans = list[tuple[int, int]]
 
 
 class Render(Protocol):

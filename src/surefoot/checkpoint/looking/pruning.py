@@ -1,0 +1,140 @@
+"""Which checkpoints of a run a rule lets go of, and their removal while nobody trains in it."""
+
+from __future__ import annotations
+
+import difflib
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...errors import CheckpointError
+from ...storage import disk_usage, files
+from ..disk.commit import step_of
+from ..disk.folder import open_checkpoint
+from ..disk.retention import (
+    RetentionDecision,
+    RetentionPolicy,
+    decide,
+    drop_all,
+    metrics_in,
+    seconds,
+)
+from .listing import Line, list_run, state_of
+
+LOCK = ".lock"
+
+
+@dataclass(frozen=True)
+class PruneOptions:
+    """The retention policy, and the metric of the best checkpoints."""
+
+    rule: RetentionPolicy
+    metric: str
+    greater: bool
+    resume: str = "auto"
+
+
+@dataclass(frozen=True)
+class PlannedCheckpoint:
+    """A complete checkpoint, its metric, and whether it stays."""
+
+    line: Line
+    metric: float | None
+    verdict: RetentionDecision
+
+
+@dataclass(frozen=True)
+class PrunePlan:
+    """Which checkpoints of a run stay and which go."""
+
+    checkpoints: Sequence[PlannedCheckpoint]
+    freed_bytes: int  # on the disk, if those that go are removed
+
+    @property
+    def removable(self) -> Sequence[PlannedCheckpoint]:
+        """Those that go."""
+        return [each for each in self.checkpoints if not each.verdict.stays]
+
+    def remove(self) -> None:
+        """Remove them."""
+        drop_all([each.line.path for each in self.removable])
+
+
+@contextmanager
+def untrained(folder: Path) -> Iterator[None]:
+    """Hold the run's lock, as a process that trains does; ``CheckpointError`` if one does."""
+    path = folder / LOCK
+    with files.raising(CheckpointError, "cannot lock the run's folder"):
+        lock = files.open_file(path, write=True) if files.exists(path) else files.create(path)
+    with lock:
+        try:
+            lock.lock()
+        except BlockingIOError:
+            raise CheckpointError(
+                f"{folder}: a process is training there, and deletes old checkpoints itself; "
+                "stop it first, or add --dry-run"
+            ) from None
+        if saving := [line for line in list_run(folder) if line.is_being_written]:
+            raise CheckpointError(
+                f"{saving[0].path}: a checkpoint is still being saved, by the writer process of "
+                "a run that ended; try again when it is done"
+            )
+        yield
+
+
+def plan_pruning(folder: Path, options: PruneOptions) -> PrunePlan:
+    """Whether each complete Surefoot checkpoint of a run stays.
+
+    Raises:
+        CheckpointError: there is none, or the metric was never logged.
+    """
+    if step_of(folder.resolve()) >= 0:
+        raise CheckpointError(f"{folder}: it is a checkpoint; name the folder of its run")
+    lines = {
+        step_of(line.path): line  # by name, as a run finds the newest
+        for line in list_run(folder)
+        if line.layout == "native" and line.problem is None and not line.is_being_written
+    }
+    if not lines:
+        raise CheckpointError(f"{folder}: it contains no complete Surefoot checkpoint to prune")
+    metrics = _metrics(list(lines.values()), options)
+    resume = Path(options.resume).resolve()
+    protected = [s for s, line in lines.items() if line.is_best or line.path.resolve() == resume]
+    verdicts = decide(
+        {step: seconds(line.created) for step, line in lines.items()},
+        options.rule,
+        now=time.time(),
+        metrics=metrics,
+        greater=options.greater,
+        protected=protected,
+    )
+    planned = [
+        PlannedCheckpoint(lines[v.step], metrics.get(v.step), _named(lines[v.step], v))
+        for v in verdicts
+    ]
+    going = [item.line.path for item in planned if not item.verdict.stays]
+    stored = [disk_usage.stored(path) for path in going if not path.is_symlink()]
+    return PrunePlan(planned, disk_usage.freed(stored))
+
+
+def _named(line: Line, verdict: RetentionDecision) -> RetentionDecision:
+    """The same decision, with the reason why it is protected."""
+    name = "best" if line.is_best else "checkpoint.resume names it"
+    why = [name if reason == "protected" else reason for reason in verdict.why]
+    return RetentionDecision(verdict.step, tuple(dict.fromkeys(why)))
+
+
+def _metrics(lines: Sequence[Line], options: PruneOptions) -> dict[int, float]:
+    """The metric of every evaluated step, from the logs of all checkpoints; the latest has
+    precedence.
+    """
+    history = [row for line in lines for row in state_of(open_checkpoint(line.path)).history]
+    found = metrics_in(history, options.metric)
+    if not found and options.rule.keep_best and history:
+        known = sorted({str(key) for row in history if isinstance(row, dict) for key in row})
+        near = difflib.get_close_matches(options.metric, known, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
+        raise CheckpointError(f"--metric: {options.metric!r} was never logged; {hint}")
+    return found

@@ -1,0 +1,104 @@
+"""How the examples of a global window become the micro-batches of one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import KW_ONLY, dataclass
+
+import numpy as np
+
+from ...batch import IGNORE_INDEX, Batch, Features, Window
+from ...errors import DataError
+from ..data_order import Index
+from ..store.dataset import EncodedDataset, num_tokens
+from .length_balancing import assign_to_rank
+
+Collate = Callable[[Sequence[Features]], Batch]
+
+
+@dataclass(frozen=True)
+class Batching:
+    """Assigns examples to micro-batches and ranks by their lengths (``deal``): a pure function of
+    the examples, the same for those that were loaded and those that a stage made of them."""
+
+    collate: Collate
+    _: KW_ONLY
+    micro_batch_size: int
+    packing: bool = True  # how ``collate`` lays examples out
+    rank: int = 0
+    world_size: int = 1
+
+    def check(self, num_examples: int) -> None:
+        """Raise ``DataError`` unless so many examples can be dealt out evenly."""
+        if num_examples % (self.micro_batch_size * self.world_size):
+            raise DataError(
+                f"global_batch_size ({num_examples}) must be a multiple of "
+                f"micro_batch_size x ranks ({self.micro_batch_size} x {self.world_size})"
+            )
+
+    def groups(self, lengths: Index) -> list[Index]:
+        """The examples of each of this rank's micro-batches, from the tokens of all examples.
+
+        Some are empty where there are fewer examples than ranks are left: all ranks have equally
+        many micro-batches.
+        """
+        return assign_to_rank(
+            np.arange(len(lengths)),
+            lengths,
+            micro_batch_size=self.micro_batch_size,
+            rank=self.rank,
+            world_size=self.world_size,
+            packing=self.packing,
+        )
+
+    def window(
+        self,
+        examples: Sequence[Features],
+        *,
+        lengths: Index | None = None,
+        spare: Features | None = None,
+    ) -> Window:
+        """This rank's micro-batches of the examples of a global window.
+
+        Args:
+            examples: of all ranks, in the same order on each.
+            lengths: the tokens of each, if they are known without a look at the examples.
+            spare: laid out without labels where no example is left for this rank; the first one.
+        """
+        if lengths is None:
+            lengths = np.array([num_tokens(example) for example in examples], np.int64)
+        spare = examples[0] if spare is None else spare
+        return [self._batch(examples, group, spare) for group in self.groups(lengths)]
+
+    def _batch(self, examples: Sequence[Features], group: Index, spare: Features) -> Batch:
+        return self.collate([examples[int(i)] for i in group] or [without_labels(spare)])
+
+
+@dataclass(frozen=True)
+class InOrder:
+    """One rank's micro-batches of an evaluation set, which can be iterated many times.
+
+    They are the batches of one process, assigned to ranks in turn. If some ranks get one batch
+    fewer, they get a masked one.
+    """
+
+    dataset: EncodedDataset
+    collate: Collate
+    _: KW_ONLY
+    micro_batch_size: int
+    rank: int = 0
+    world_size: int = 1
+
+    def __iter__(self) -> Iterator[Batch]:
+        size = self.micro_batch_size
+        for start in range(0, len(self.dataset), size * self.world_size):
+            first = start + size * self.rank
+            rows = range(first, min(first + size, len(self.dataset)))
+            found = [self.dataset[i] for i in rows]
+            yield self.collate(found or [without_labels(self.dataset[0])])
+
+
+def without_labels(example: Features) -> Features:
+    """The same example with nothing to train on: for a rank that has none left, as all ranks of a
+    sharded model must run equally often."""
+    return {**example, "labels": [IGNORE_INDEX] * len(example["labels"])}

@@ -1,0 +1,184 @@
+"""What the model will see of the data, and what it is trained on: examples as they are rendered and
+labeled, and what became of the rows that were read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from itertools import islice, pairwise
+
+from ..batch import IGNORE_INDEX, Features
+from ..data.encoded import Dropped, Encoded, Truncated
+from ..data.example import Example
+from ..data.rows.registry import read_registry
+from ..data.rows.row_sources import BrokenRow
+from ..data.rows.rows import read_examples
+from ..data.text.codec import Codec
+from ..recipe.recipe import Recipe
+
+BATCH = 500
+ANSWERS = (None, "chosen", "rejected")  # what the lengths of a pair are of
+UNLIMITED = 1 << 30
+
+
+@dataclass(frozen=True)
+class TextSpan:
+    """A stretch of text that is trained on, or is not; of a pair, the answer that it is."""
+
+    text: str
+    learnt: bool
+    answer: str | None = None  # chosen or rejected
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """One sequence of an example."""
+
+    parts: Sequence[TextSpan]
+    tokens: int
+    trained_tokens: int
+
+
+@dataclass(frozen=True)
+class PreviewExample:
+    """One example and its outcome."""
+
+    origin: str
+    tokens: int  # before anything was cut
+    cut: bool
+    dropped: str | None
+    items: Sequence[Rendered]
+
+
+@dataclass
+class DatasetStats:
+    """Statistics of the rows of a dataset that were read."""
+
+    name: str
+    rows: int = 0
+    all_rows: bool = True  # whether the dataset has no more
+    broken: list[str] = field(default_factory=list)
+    dropped: dict[str, int] = field(default_factory=dict)  # reason -> examples
+    cut: int = 0
+    items: int = 0
+    tokens: int = 0
+    trained_tokens: int = 0
+    lengths: list[int] = field(default_factory=list)  # of sequences, before anything was cut
+    shown: list[PreviewExample] = field(default_factory=list)
+
+
+def preview_data(
+    recipe: Recipe,
+    codec: Codec,
+    *,
+    dataset: str | None = None,
+    count: int = 3,
+    limit: int | None = None,
+) -> list[DatasetStats]:
+    """The rows of each dataset of a recipe, or of one ``dataset``: the first ``limit``, and
+    ``count`` of them as examples. Nothing is written to the cache.
+
+    Raises:
+        DataError: a dataset is missing, or cannot be read at all.
+    """
+    names = [dataset] if dataset else [*recipe.data.datasets, *recipe.data.eval_datasets]
+    return [
+        _preview(recipe, codec, name, count=count, limit=limit) for name in dict.fromkeys(names)
+    ]
+
+
+def as_data(recipe: Recipe, found: Sequence[DatasetStats]) -> Mapping[str, object]:
+    """All of it as plain data."""
+    datasets = [{**asdict(stats), "lengths": sorted(stats.lengths)} for stats in found]
+    return {"cutoff_len": recipe.data.cutoff_len, "datasets": datasets}
+
+
+def _preview(
+    recipe: Recipe, codec: Codec, name: str, *, count: int, limit: int | None
+) -> DatasetStats:
+    """Encode the rows of a dataset twice: as training will, and without a limit of length."""
+    limits = [n for n in (limit, recipe.data.max_samples) if n is not None]
+    entry = read_registry(recipe.data.dataset_dir).entry(name)
+    rows = read_examples(entry, max_samples=recipe.data.max_samples, max_broken_rows=UNLIMITED)
+    wanted = islice(rows, min(limits)) if limits else rows
+    stats = DatasetStats(name)
+    while batch := list(islice(wanted, BATCH)):
+        _add(stats, recipe, codec, batch, count)
+    stats.all_rows = next(rows, None) is None
+    return stats
+
+
+def _add(
+    stats: DatasetStats,
+    recipe: Recipe,
+    codec: Codec,
+    batch: Sequence[Example | BrokenRow],
+    count: int,
+) -> None:
+    examples = [row for row in batch if isinstance(row, Example)]
+    stats.rows += len(batch)
+    stats.broken += [
+        f"{stats.name}:{row.index}: {row.reason}" for row in batch if not isinstance(row, Example)
+    ]
+    unlimited = codec.with_section(replace(recipe.data, cutoff_len=UNLIMITED, on_too_long="cut"))
+    outcomes = recipe.stage.encode(examples, codec)
+    wholes = recipe.stage.encode(examples, unlimited)
+    for example, outcome, whole in zip(examples, outcomes, wholes, strict=True):
+        shown = _shown(codec, example, outcome, whole)
+        if shown.dropped:
+            stats.dropped[shown.dropped] = stats.dropped.get(shown.dropped, 0) + 1
+        stats.cut += shown.cut
+        stats.items += len(shown.items)
+        stats.tokens += sum(item.tokens for item in shown.items)
+        stats.trained_tokens += sum(item.trained_tokens for item in shown.items)
+        stats.lengths += [_num_tokens(item) for item in _items(whole)]
+        if len(stats.shown) < count:
+            stats.shown.append(shown)
+
+
+def _shown(codec: Codec, example: Example, outcome: Encoded, whole: Encoded) -> PreviewExample:
+    return PreviewExample(
+        origin=example.origin,
+        tokens=sum(_num_tokens(item) for item in _items(whole)),
+        cut=isinstance(outcome, Truncated),
+        dropped=outcome.reason if isinstance(outcome, Dropped) else None,
+        items=[_sequence(codec, item) for item in _items(outcome)],
+    )
+
+
+def _items(outcome: Encoded) -> Sequence[Features]:
+    if isinstance(outcome, Dropped):
+        return ()
+    return outcome.features if isinstance(outcome, Truncated) else outcome
+
+
+def _pairs(item: Features) -> Iterator[tuple[Sequence[int], Sequence[int]]]:
+    """Ids and labels; in some stages an item has several, such as chosen and rejected."""
+    for name, ids in item.items():
+        if name.endswith("input_ids"):
+            yield ids, item[name.removesuffix("input_ids") + "labels"]
+
+
+def _num_tokens(item: Features) -> int:
+    return sum(len(ids) for ids, _ in _pairs(item))
+
+
+def _sequence(codec: Codec, item: Features) -> Rendered:
+    parts: list[TextSpan] = []
+    trained = 0
+    for ids, labels in _pairs(item):
+        is_trained = [label != IGNORE_INDEX for label in labels]
+        trained += sum(is_trained[1:])  # nothing predicts the first token
+        answers = _answers(item, len(ids))
+        kinds = list(zip(is_trained, answers, strict=True))
+        bounds = [0, *(i for i in range(1, len(ids)) if kinds[i] != kinds[i - 1]), len(ids)]
+        for start, end in pairwise(bounds):
+            text = codec.tokenizer.decode(list(ids[start:end]))
+            parts.append(TextSpan(text, is_trained[start], answers[start]))
+    return Rendered(parts, _num_tokens(item), trained)
+
+
+def _answers(item: Features, count: int) -> list[str | None]:
+    """For each token, the response of a pair that contains it."""
+    lengths = item.get("lengths", (count,))
+    return [name for name, length in zip(ANSWERS, lengths, strict=False) for _ in range(length)]

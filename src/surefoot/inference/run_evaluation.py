@@ -1,0 +1,196 @@
+"""Evaluate the model of a run on data that it was not trained on."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ..checkpoint.disk.commit import named
+from ..errors import CheckpointError, RunError
+from ..parallel.section import ParallelSection
+from ..parallel.world import World
+from ..recipe.recipe import Recipe
+from ..storage.address import Address
+from ..storage.files import make_folder, raising, write_aside
+from .evaluation import Generation, adopt, generations, measure, num_batches, references
+from .held_out_set import HeldOut, held_out
+from .model_loading import LoadedModel, open_model, open_start
+from .model_location import locate
+
+BASE = "base"
+
+# A bar for work of a title and a length: entered, it gives what is called with each advance.
+Progress = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
+
+
+@dataclass(frozen=True)
+class EvaluationOptions:
+    """Which model is evaluated, and on how much of which data."""
+
+    model: str | None = None  # a checkpoint, any model, or "base"; the run's best or newest
+    base: str | None = None  # of an adapter, if it moved
+    dataset: str | None = None  # in place of the recipe's
+    limit: int | None = None  # examples of each dataset
+
+
+@dataclass(frozen=True)
+class DatasetResult:
+    """The metrics and the answers of one dataset."""
+
+    name: str
+    num_examples: int
+    metrics: dict[str, float]  # loss, perplexity, token_accuracy, say
+    answers: Sequence[Generation] = field(default=())
+
+    @property
+    def matches(self) -> int:
+        """Number of responses that equal those of the data."""
+        return sum(found.is_match for found in self.answers)
+
+    def as_data(self) -> dict[str, object]:
+        """All of it except the texts; NaN and infinite values are null."""
+        found: dict[str, object] = {"examples": self.num_examples}
+        found |= {n: v if math.isfinite(v) else None for n, v in self.metrics.items()}
+        if self.answers:
+            found |= {"exact_match": self.matches / len(self.answers)}
+            found |= {"matches": self.matches, "answers": len(self.answers)}
+        return found
+
+
+@dataclass(frozen=True)
+class EvaluationReport:
+    """The results of a model on each dataset."""
+
+    model: str  # a short name
+    results: Sequence[DatasetResult]
+
+    @property
+    def answers(self) -> Sequence[Generation]:
+        """Those of all datasets."""
+        return [found for result in self.results for found in result.answers]
+
+    @property
+    def overall(self) -> DatasetResult:
+        """All datasets as one. As in training, loss and the like are means over the datasets; exact
+        match is over all answers."""
+        known = set.intersection(*(set(result.metrics) for result in self.results))
+        means = {
+            metric: sum(result.metrics[metric] for result in self.results) / len(self.results)
+            for metric in self.results[0].metrics
+            if metric in known
+        }
+        count = sum(result.num_examples for result in self.results)
+        return DatasetResult("", count, means, self.answers)
+
+    def as_data(self, generations: Path | None) -> dict[str, object]:
+        """Everything as plain data; ``generations``: where the answers were written."""
+        return {
+            "model": self.model,
+            **self.overall.as_data(),
+            "generations": None if generations is None else str(generations),
+            "datasets": {result.name: result.as_data() for result in self.results},
+        }
+
+    def write_generations(self, path: Path) -> None:
+        """One JSON object a line: origin, prompt, reference, answer, match. Replaces an old file.
+        Raises ``RunError``."""
+        lines = [
+            json.dumps(
+                {
+                    "origin": found.origin,
+                    "prompt": found.prompt,
+                    "reference": found.reference,
+                    "answer": found.answer,
+                    "match": found.is_match,
+                },
+                ensure_ascii=False,
+            )
+            for found in self.answers
+        ]
+        with raising(RunError, "cannot write the generations"):
+            make_folder(path.absolute().parent)
+            write_aside(path, ("\n".join(lines) + "\n").encode(errors="replace"))
+
+
+def evaluate_run(
+    recipe: Recipe,
+    options: EvaluationOptions,
+    world: World,
+    parallel: ParallelSection,
+    *,
+    progress: Progress,
+) -> EvaluationReport:
+    """Evaluate a model on the held-out data of a recipe; the same in all processes.
+
+    Raises:
+        CheckpointError: the run has no such checkpoint.
+        DataError, ModelError, RecipeError: there is nothing to evaluate on, or no model to.
+    """
+    where = {"dataset": options.dataset, "limit": options.limit}
+    said = references(recipe, world=world, parallel=parallel, **where)  # type: ignore[arg-type]
+    opened, name = _open(recipe, options, world, parallel)
+    opened = adopt(opened, recipe)
+    with world.main_first():  # which fills the cache
+        parts = held_out(recipe, opened.codec, **where)  # type: ignore[arg-type]
+    results = [_evaluate(opened, recipe, part, said.get(part.name), progress) for part in parts]
+    return EvaluationReport(name, results)
+
+
+def _open(
+    recipe: Recipe, options: EvaluationOptions, world: World, parallel: ParallelSection
+) -> tuple[LoadedModel, str]:
+    """The model to evaluate, and a short name for it."""
+    if options.model == BASE:
+        return open_start(recipe, world=world, parallel=parallel), BASE
+    with world.main_first():  # which downloads what is elsewhere
+        located = locate(_path(recipe.train.output_dir, options.model))
+    opened = open_model(
+        located.folder,
+        base=options.base,
+        dtype=recipe.model.dtype,
+        trust_remote_code=recipe.model.trust_remote_code,
+        world=world,
+        parallel=parallel,
+    )
+    return opened, located.folder.name
+
+
+def _path(run: Address | Path, model: str | None) -> str:
+    """The model to locate: the run itself, one of its checkpoints, or any other model."""
+    if not isinstance(run, Path):
+        is_own = model is not None and model.startswith("checkpoint-") and not Path(model).exists()
+        return f"{run}/{model}" if is_own else model or str(run)
+    if model is None:
+        if not run.is_dir():
+            raise CheckpointError(
+                f"{run}: contains no trained model yet; run `surefoot train` first, or use "
+                "--model base"
+            )
+        return str(run)
+    if (run / model).is_dir():
+        return str(run / model)
+    if model.startswith("checkpoint-") and not Path(model).exists():
+        known = ", ".join(path.name for path in named(run)) or "no checkpoint"
+        raise CheckpointError(f"--model {model}: {run} has {known}")
+    return model
+
+
+def _evaluate(
+    opened: LoadedModel,
+    recipe: Recipe,
+    part: HeldOut,
+    said: list[list[float]] | None,
+    progress: Progress,
+) -> DatasetResult:
+    count = len(part.examples)
+    with progress(f"{part.name}: loss", num_batches(recipe, count)) as advance:
+        metrics = measure(opened, recipe, part.examples, said=said, on_batch=lambda: advance(1))
+    answers: list[Generation] = []
+    if recipe.stage.uses_template:
+        with progress(f"{part.name}: answers", count) as advance:
+            answers = generations(opened, recipe, part.examples, on_answered=advance)
+    return DatasetResult(part.name, count, metrics, answers)
