@@ -193,9 +193,7 @@ def test_a_position_in_data_of_other_content_is_refused():
 
 
 def test_batch_sizes_that_do_not_divide_are_refused():
-    with pytest.raises(
-        DataError, match=r"global_batch_size \(8\) is not a multiple of .* \(2 x 3"
-    ):
+    with pytest.raises(DataError, match=r"global_batch_size \(8\) is not a multiple of .* \(2 x 3"):
         loader(world_size=3)
 
 

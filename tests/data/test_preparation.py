@@ -225,9 +225,7 @@ def test_a_file_that_changes_while_it_is_read_is_noticed(section, tmp_path):
         write(tmp_path, one=[*ROWS, ROWS[0]])
         return Encoder()(examples)
 
-    with pytest.raises(
-        DataError, match=r"dataset 'one': .*one.jsonl changed while it was read"
-    ):
+    with pytest.raises(DataError, match=r"dataset 'one': .*one.jsonl changed while it was read"):
         run(section, encode)
 
 

@@ -1,4 +1,6 @@
-"""Folders of weights, ours and others', opened as sources: one module each and one line here."""
+"""Folders of weights, of Surefoot and foreign ones, opened as tensor sources: one module each
+and one line here.
+"""
 
 from __future__ import annotations
 

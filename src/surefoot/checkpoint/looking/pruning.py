@@ -1,4 +1,6 @@
-"""Which checkpoints of a run a rule lets go of, and their removal while nobody trains in it."""
+"""Decide which checkpoints of a run a retention policy keeps, and delete the others while
+nothing trains in it.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,7 @@ class PruneOptions:
 
 @dataclass(frozen=True)
 class PlannedCheckpoint:
-    """A complete checkpoint, its metric, and whether it stays."""
+    """A complete checkpoint, its metric, and whether it is kept."""
 
     line: Line
     metric: float | None
@@ -47,24 +49,24 @@ class PlannedCheckpoint:
 
 @dataclass(frozen=True)
 class PrunePlan:
-    """Which checkpoints of a run stay and which go."""
+    """The decision about each checkpoint of a run."""
 
     checkpoints: Sequence[PlannedCheckpoint]
     freed_bytes: int  # on the disk, if those that go are removed
 
     @property
     def removable(self) -> Sequence[PlannedCheckpoint]:
-        """Those that go."""
+        """Those to delete."""
         return [each for each in self.checkpoints if not each.verdict.stays]
 
     def remove(self) -> None:
-        """Remove them."""
+        """Delete them."""
         drop_all([each.line.path for each in self.removable])
 
 
 @contextmanager
 def untrained(folder: Path) -> Iterator[None]:
-    """Hold the run's lock, as a process that trains does; ``CheckpointError`` if one does."""
+    """Hold the run's lock, like a training process; ``CheckpointError`` if one has it."""
     path = folder / LOCK
     with files.raising(CheckpointError, "cannot lock the run's folder"):
         lock = files.open_file(path, write=True) if files.exists(path) else files.create(path)
@@ -85,7 +87,7 @@ def untrained(folder: Path) -> Iterator[None]:
 
 
 def plan_pruning(folder: Path, options: PruneOptions) -> PrunePlan:
-    """Whether each complete Surefoot checkpoint of a run stays.
+    """Decide whether each complete Surefoot checkpoint of a run is kept.
 
     Raises:
         CheckpointError: there is none, or the metric was never logged.

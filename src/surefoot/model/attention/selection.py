@@ -77,7 +77,7 @@ def _first_correct(row: Row, kernels: Mapping[str, RowKernel]) -> str | None:
             why = (str(error).strip() or type(error).__name__).splitlines()[0]
         if why is None:
             return name
-        logger.info("packed attention: not %s: %s", name, why)
+        logger.info("packed attention: %s rejected: %s", name, why)
     return None
 
 
@@ -89,7 +89,8 @@ def use(model: PreTrainedModel, name: str) -> str:
     kernel = candidates(model.device).get(name)
     if kernel is None:
         logger.warning(
-            "packed attention: %s is not available here; %s, one call per document",
+            "packed attention: kernel %s, used by the checkpoint, is not available; using %s, "
+            "one call per document",
             name,
             BY_DOCUMENT,
         )
