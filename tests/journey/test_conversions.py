@@ -90,7 +90,7 @@ def test_every_command_takes_a_checkpoint_of_weights_alone(sources, kind, comman
 def test_going_on_from_weights_alone_is_refused_and_starting_from_them_is_not(sources, tmp_path):
     folder = sources["surefoot ranks"]
     path = save_recipe(tmp_path, model={"path": str(folder)}, checkpoint={"resume": str(folder)})
-    with pytest.raises(CheckpointError, match=r"leave checkpoint.resume out and set model.path="):
+    with pytest.raises(CheckpointError, match=r"remove checkpoint.resume and set model.path="):
         build(load(path), resume=folder)
     made = build(load(path))
     assert_equal(made.weights.state_dict(), tensors(sources["huggingface"]))

@@ -1,4 +1,6 @@
-"""Going on from a folder that another trainer wrote: whose it is, and who reads it."""
+"""Resume from another trainer's checkpoint: detect the trainer that wrote it and call its
+loader.
+"""
 
 from __future__ import annotations
 
@@ -18,22 +20,23 @@ Writer = Literal["trainer", "mindspore"]
 
 
 def detect_trainer(folder: Path, *, trust_pickle: bool, pp: int) -> Writer | None:
-    """Which other trainer wrote ``folder``; None if a run of ours did.
+    """The other trainer that wrote ``folder``; None if Surefoot did.
 
     Args:
         folder: what ``checkpoint.resume`` names.
-        trust_pickle: whether the user said that the pickles in it may be read.
-        pp: stages of the run's pipeline.
+        trust_pickle: whether the user allows its pickles to be read.
+        pp: number of pipeline stages of the run.
 
     Raises:
-        CheckpointError: what shows without a model: pickles that are not trusted, weights alone.
-        RecipeError: a pipeline, which cannot go on from a Trainer's.
+        CheckpointError: problems that show without a model: pickles that are not trusted, only
+            weights.
+        RecipeError: a pipeline, which cannot resume from a Trainer's checkpoint.
     """
     if is_trainer_checkpoint(folder):
         if pp > 1:
             raise RecipeError(
-                f"parallel.pp: a pipeline cannot go on from {folder}, which another trainer wrote; "
-                "start with pp 1, save, and go on from that with any pp"
+                f"parallel.pp: a pipeline cannot resume from {folder}, which another trainer "
+                "wrote; start with pp 1, save, and resume from that checkpoint with any pp"
             )
         check_trainer_checkpoint(folder, trust_pickle=trust_pickle)
         return "trainer"
@@ -44,8 +47,8 @@ def detect_trainer(folder: Path, *, trust_pickle: bool, pp: int) -> Writer | Non
     if layout in ("huggingface", "peft", "dcp"):
         where = "adapter" if layout == "peft" else "path"
         raise CheckpointError(
-            f"{folder}: weights alone ({layout}), without the state of a training to go on from; "
-            f"to start from them, leave checkpoint.resume out and set "
+            f"{folder}: only weights ({layout}), without training state, so it cannot be "
+            "resumed; to start from them, remove checkpoint.resume and set "
             f"model.{where}={shlex.quote(str(folder))}"
         )
     return None
@@ -54,7 +57,7 @@ def detect_trainer(folder: Path, *, trust_pickle: bool, pp: int) -> Writer | Non
 def resume_from(
     folder: Path, writer: Writer, trainer: Trainer, *, base: Path, trust_pickle: bool
 ) -> None:
-    """Make ``trainer`` what the other trainer's was; errors as of the two that do it."""
+    """Load the other trainer's state into ``trainer``; errors as of the two loaders."""
     if writer == "trainer":
         load_trainer_checkpoint(folder, trainer, trust_pickle=trust_pickle)
     else:

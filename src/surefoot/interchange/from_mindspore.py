@@ -1,8 +1,8 @@
-"""Go on where a training of MindSpore Transformers stopped: weights, moments, step, learning rate.
+"""Resume from a checkpoint of MindSpore Transformers: weights, moments, step, learning rate.
 
-Its folder may be of any form and strategy: every process reads the boxes that it holds from the
-slices they lie in, and nothing is merged. What is not in the folder, the order of the data and the
-random generators, is said in the log.
+Its folder may have any form and strategy: every rank reads its boxes from the slices that contain
+them, and nothing is merged. The data order and the random generators are not in the folder, and the
+log says so.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _SLOTS = dict(zip(MOMENTS, ("exp_avg", "exp_avg_sq"), strict=True))
 
 @dataclass(frozen=True)
 class Progress:
-    """How far the training was, as its files say it; None for what they do not."""
+    """The progress of the training according to its files; None for missing numbers."""
 
     step_num: int  # windows
     num_updates: int  # of the optimizer; fewer where fp16 overflowed
@@ -48,17 +48,18 @@ class Progress:
 
 
 def load_mindspore_checkpoint(folder: Path, trainer: Trainer, *, base: Path) -> None:
-    """Make ``trainer`` what a training of MindSpore Transformers was when it saved ``folder``.
+    """Load the state of a training of MindSpore Transformers from ``folder`` into ``trainer``.
 
     Args:
-        folder: of any form; a file in ``rank_0`` names one of several steps.
-        trainer: built from the recipe; of several processes each calls this. Nothing of it changes
-            if this raises, unless the files cannot be read to their end.
-        base: the folder of the recipe's model, which tells what the files may not: heads, shapes.
+        folder: of any form; a file in ``rank_0`` selects one of several steps.
+        trainer: built from the recipe; a collective call. It is not changed if this raises, unless
+            the files cannot be read to their end.
+        base: the folder of the recipe's model, which contains what the files may lack: heads,
+            shapes.
 
     Raises:
-        CheckpointError: files that do not belong together, no moments, another model, a method
-            that trains an adapter, or an optimizer other than AdamW.
+        CheckpointError: files that do not belong together, no moments, another model, a method that
+            trains an adapter, or an optimizer other than AdamW.
     """
     _refuse_unlike(folder, trainer)
     is_whole = detect_layout(base) == "huggingface"
@@ -78,7 +79,7 @@ def load_mindspore_checkpoint(folder: Path, trainer: Trainer, *, base: Path) -> 
 
 
 def read_progress(state: TensorSource, where: Path) -> Progress:
-    """The numbers beside the moments. Raises ``CheckpointError`` if no step is among them."""
+    """The numbers beside the moments. Raises ``CheckpointError`` if they include no step."""
     names, told = state.shapes(), progress_of(where)
 
     def number(name: str) -> float | None:
@@ -92,8 +93,8 @@ def read_progress(state: TensorSource, where: Path) -> Progress:
     windows = updates if windows is None else windows
     if windows is None:
         raise CheckpointError(
-            f"{where}: says neither step_num nor global_step, so there is no step to go on from; "
-            f"to start anew from its weights, {_anew(where)}"
+            f"{where}: contains neither step_num nor global_step, so the step to resume from is "
+            f"unknown; to start a new run from its weights, {_anew(where)}"
         )
     batch = number("global_batch_size")
     return Progress(
@@ -106,25 +107,26 @@ def read_progress(state: TensorSource, where: Path) -> Progress:
 
 
 def _anew(folder: Path) -> str:
-    return f"leave checkpoint.resume out and set model.path={folder}"
+    return f"remove checkpoint.resume and set model.path={folder}"
 
 
 def _refuse_unlike(folder: Path, trainer: Trainer) -> None:
-    """Refuse a method and an optimizer that MindSpore's moments do not belong to."""
+    """Reject a method and an optimizer to which MindSpore's moments do not belong."""
     if isinstance(trainer.weights, AdapterWeights):
         raise CheckpointError(
-            f"{folder}: it holds a whole model and its moments, but the recipe's method trains an "
-            f"adapter; set method to full, or {_anew(folder)} to train an adapter of its weights"
+            f"{folder}: it contains a full model and its moments, but the recipe's method "
+            f"trains an adapter; set method to full, or {_anew(folder)} to train an adapter of "
+            "its weights"
         )
     if not isinstance(trainer.step.optimizer, torch.optim.AdamW):
         raise CheckpointError(
-            f"{folder}: it holds AdamW's moments, but the recipe's optimizer is "
+            f"{folder}: it contains AdamW's moments, but the recipe's optimizer is "
             f"{type(trainer.step.optimizer).__name__}; set optim to adamw"
         )
 
 
 def _refuse_other(source: TensorSource, trainer: Trainer, folder: Path) -> None:
-    """Refuse weights of another model, and moments of other parameters."""
+    """Reject weights of another model, and moments of other parameters."""
     shapes = source.shapes()
     theirs = {name: shape for name, shape in shapes.items() if not name.startswith(MOMENTS)}
     ours = {name: tuple(t.shape) for name, t in trainer.weights.state_dict().items()}
@@ -132,8 +134,8 @@ def _refuse_other(source: TensorSource, trainer: Trainer, folder: Path) -> None:
     if odd:
         here, there = (_shape(found.get(odd[0])) for found in (ours, theirs))
         raise CheckpointError(
-            f"{folder}: it is the checkpoint of another model: {len(odd)} tensors differ; "
-            f"{odd[0]} is {there} in it, {here} in this run"
+            f"{folder}: a checkpoint of another model: {len(odd)} tensors differ; {odd[0]} is "
+            f"{there} in it, {here} in this run"
         )
     for name, parameter in _learning(trainer):
         for prefix in MOMENTS:
@@ -141,14 +143,15 @@ def _refuse_other(source: TensorSource, trainer: Trainer, folder: Path) -> None:
             if found != tuple(parameter.shape):
                 what = "no moments" if found is None else f"moments of shape {list(found)}"
                 raise CheckpointError(
-                    f"{folder}: holds {what} of {name}, which learns in this run; to start anew "
-                    f"from its weights, {_anew(folder)}"
+                    f"{folder}: contains {what} of {name}, which is trainable in this run; to "
+                    f"start a new run from its weights, {_anew(folder)}"
                 )
 
 
 def _with_fused_moments(source: TensorSource, trainer: Trainer) -> TensorSource:
-    """``source``, with the moments of experts laid together as their parameters lie in memory. What
-    learns in the stages of a pipeline has other names, and is left as it is."""
+    """``source``, with the moments of experts fused as their parameters are in memory.
+    Parameters in a pipeline have other names, and are not changed.
+    """
     weights = trainer.weights
     if not isinstance(weights, FullWeights) or trainer.world.pp > 1:
         return source
@@ -171,17 +174,17 @@ def _with_fused_moments(source: TensorSource, trainer: Trainer) -> TensorSource:
 
 
 def _shape(found: tuple[int, ...] | None) -> str:
-    return "not there" if found is None else f"of shape {list(found)}"
+    return "missing" if found is None else f"of shape {list(found)}"
 
 
 def _learning(trainer: Trainer) -> Iterator[tuple[str, torch.Tensor]]:
-    """The parameters that learn in this process, by their names in the optimizer's state."""
+    """The trainable parameters of this rank, by their names in the optimizer's state."""
     for group in trainer.step.optimizer.param_groups:
         yield from zip(group["names"], group["params"], strict=True)
 
 
 def _fill_together(source: TensorSource, trainer: Trainer, num_updates: int) -> None:
-    """An error in one process is one in all, so that none waits for another."""
+    """Raise an error of one rank on all ranks, so that none waits for another."""
     problem = None
     try:
         _fill_weights(source, trainer.weights)
@@ -194,7 +197,7 @@ def _fill_together(source: TensorSource, trainer: Trainer, num_updates: int) -> 
 
 @torch.no_grad()
 def _fill_weights(source: TensorSource, weights: Stateful) -> None:
-    """Box by box into the tensors that are there, so that no second model is in memory."""
+    """Box by box into the existing tensors, so that no second model is in memory."""
     current = weights.state_dict()
     for name, tensor in current.items():
         local_box_of(name, tensor, cuts_of(weights, name)).fill(partial(source.read, name))
@@ -203,7 +206,7 @@ def _fill_weights(source: TensorSource, weights: Stateful) -> None:
 
 @torch.no_grad()
 def _fill_moments(source: TensorSource, trainer: Trainer, num_updates: int) -> None:
-    """Moments cut as their parameters are."""
+    """Moments sharded like their parameters."""
     moments: dict[str, dict[str, torch.Tensor]] = {}
     for name, parameter in _learning(trainer):
         moments[name] = {"step": torch.tensor(float(num_updates))}
@@ -216,7 +219,7 @@ def _fill_moments(source: TensorSource, trainer: Trainer, num_updates: int) -> N
 
 
 def _differences(progress: Progress, trainer: Trainer) -> Iterator[str]:
-    """What goes on otherwise than it was."""
+    """Differences between the two runs, for the log."""
     if progress.num_updates != progress.step_num:
         yield f"the optimizer has made {progress.num_updates} updates in {progress.step_num} steps"
     step = _step(progress, trainer.loader)
@@ -227,15 +230,18 @@ def _differences(progress: Progress, trainer: Trainer) -> Iterator[str]:
 
 
 def _step(progress: Progress, loader: Loader) -> int:
-    """The step of this run after as many examples, as MindSpore Transformers counts it."""
+    """The step of this run after the same number of examples, as MindSpore Transformers counts
+    it.
+    """
     if progress.batch_size is None:
         return progress.step_num
     return progress.step_num * progress.batch_size // loader.global_batch_size
 
 
 def _take_place(progress: Progress, trainer: Trainer) -> None:
-    """Go to the window of the step, in our order of the data. Where nobody knows how long an epoch
-    is, the steps were all in the first."""
+    """Go to the window of the step, in Surefoot's data order. If the length of an epoch is
+    unknown, all steps count as the first epoch.
+    """
     loader, step = trainer.loader, _step(progress, trainer.loader)
     if step != progress.step_num:
         logger.info(

@@ -1,4 +1,4 @@
-"""A run's model without its weights: what its parameters are called, and which of them learn."""
+"""A run's model without weights: the names of its parameters, and which are trainable."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from ..recipe.recipe import Recipe
 
 @dataclass(frozen=True)
 class Skeleton:
-    """On the meta device, so that no memory is taken."""
+    """On the meta device, without memory for values."""
 
     policy: nn.Module  # with the adapter, if the run trains one
     inner: PreTrainedModel
     weights: FullWeights | AdapterWeights
 
     def names(self) -> dict[str, str]:
-        """The trained parameters' names in the model -> in the optimizer's state."""
+        """The trainable parameters' names in the model -> in the optimizer's state."""
         ours = {id(parameter): name for name, parameter in trained(self.policy, self.weights)}
         return {
             name: ours[id(parameter)]
@@ -33,7 +33,7 @@ class Skeleton:
         }
 
     def converted(self) -> bool:
-        """Whether the weight files of this architecture have other tensors than its modules."""
+        """Whether the weight files of this architecture contain other tensors than its modules."""
         if not isinstance(self.weights, FullWeights):
             return False
         tied = set(self.inner.all_tied_weights_keys)

@@ -1,4 +1,4 @@
-"""Which checkpoints of a run stay, as the recipe in its folder says."""
+"""The retention policy in the recipe of a run's folder."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ _METRIC = "eval_loss"
 
 
 def prune_options(folder: Path, options: Mapping[str, Any]) -> PruneOptions:
-    """The rule of the recipe in a run's folder; ``options`` replace its settings of these names.
+    """The retention policy of the recipe in a run's folder; ``options`` replace its settings of
+    these names.
 
     Raises:
-        CheckpointError: there is no recipe, and no option says what stays.
+        CheckpointError: there is no recipe, and no option sets a policy.
         RecipeError: the recipe cannot be read.
     """
     numbers = {field.name for field in dataclasses.fields(RetentionPolicy)}

@@ -36,33 +36,33 @@ from .yaml import emit, parse
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """Everything a run is made of."""
+    """All settings of a run."""
 
     model: ModelSection
     """The pretrained model."""
     data: DataSection
     """What to train on."""
     method: Annotated[Method, Variants(METHODS)] = Full()
-    """Which weights learn."""
+    """Which parameters are trainable."""
     stage: Annotated[Stage, Variants(STAGES)]
     """The training objective."""
     train: TrainSection
-    """How long, in what steps, with what reports."""
+    """How long to train, in what steps, with what logs."""
     optim: Annotated[AdamW, Variants(OPTIMIZERS)] = AdamW()
     """The optimizer and its learning rate."""
     checkpoint: CheckpointSection = CheckpointSection()
-    """When to save, what to keep, where to go on from."""
+    """When to save, what to keep, what to resume from."""
     parallel: ParallelSection = ParallelSection()
-    """Over how many processes."""
+    """The mesh of ranks."""
     generate: GenerateSection = GenerateSection()
-    """How answers are sampled."""
+    """How responses are sampled."""
 
 
 def load(path: Path, overrides: Overrides = ()) -> Recipe:
-    """Read the recipe file ``path``, with ``overrides`` on top.
+    """Read the recipe file ``path``, with ``overrides`` applied.
 
     Raises:
-        RecipeError: with every problem of the recipe, each with file, line and column.
+        RecipeError: with all validation errors, each with file, line and column.
     """
     document = parse(read_text(path), str(path))
     return _build(override(Recipe, document, overrides), path.parent)
@@ -74,12 +74,12 @@ def read(
     """Build a recipe from plain data, or from the dataclasses themselves.
 
     Args:
-        data: sections by name; what a recipe file would hold.
-        overrides: what wins over ``data``; see ``recipe.overrides``.
+        data: sections by name; the content of a recipe file.
+        overrides: settings with precedence over ``data``; see ``recipe.overrides``.
         base: the folder that paths are relative to.
 
     Raises:
-        RecipeError: with every problem there is.
+        RecipeError: with all validation errors.
     """
     return _build(override(Recipe, Document(data), overrides), base)
 
@@ -93,7 +93,7 @@ def _build(document: Document, base: Path) -> Recipe:
 
 
 def _with_places(recipe: Recipe, base: Path) -> Recipe:
-    """The recipe with its folders found, so that it means the same wherever it is read again."""
+    """The recipe with absolute paths, so that it means the same wherever it is read again."""
     model, data, train, stage = recipe.model, recipe.data, recipe.train, recipe.stage
     if isinstance(stage, DPO) and stage.reference:
         stage = replace(stage, reference=locate_model(stage.reference, base))
@@ -114,7 +114,7 @@ def _with_places(recipe: Recipe, base: Path) -> Recipe:
 
 
 def dump(recipe: Recipe) -> str:
-    """The recipe as YAML, every setting spelled out; ``load`` gives an equal recipe back."""
+    """The recipe as YAML with all settings; ``load`` returns an equal recipe."""
     return emit(schema.write(recipe))
 
 
@@ -125,7 +125,7 @@ def changes(old: Recipe, new: Recipe) -> list[Change]:
 
 @dataclass(frozen=True)
 class Change:
-    """A setting that has another value than before."""
+    """A setting whose value has changed."""
 
     path: str
     old: object
@@ -157,13 +157,13 @@ Rule = Callable[[Recipe], Iterator[Problem]]
 
 
 def _evaluates(recipe: Recipe) -> str | None:
-    """The setting that asks for evaluations, if there is one."""
+    """The setting that requests evaluations, if there is one."""
     names = ("eval_steps", "eval_minutes", "eval_epoch")
     return next((name for name in names if getattr(recipe.train, name)), None)
 
 
 def evaluating_needs_data(recipe: Recipe) -> Iterator[Problem]:
-    """There is something to evaluate on when evaluations are asked for."""
+    """Evaluations need data."""
     name = _evaluates(recipe)
     if name and not recipe.data.eval_datasets and not recipe.data.val_size:
         message = "nothing to evaluate on; set data.val_size or data.eval_datasets"
@@ -171,7 +171,7 @@ def evaluating_needs_data(recipe: Recipe) -> Iterator[Problem]:
 
 
 def best_needs_evaluations(recipe: Recipe) -> Iterator[Problem]:
-    """The best checkpoint and early stopping are known by evaluations only."""
+    """The best checkpoint and early stopping need evaluations."""
     asked = ("load_best_model_at_end", "early_stopping_patience")
     if _evaluates(recipe) is None:
         for name in asked:
@@ -181,7 +181,7 @@ def best_needs_evaluations(recipe: Recipe) -> Iterator[Problem]:
 
 
 def the_best_is_known_by_an_evaluation_metric(recipe: Recipe) -> Iterator[Problem]:
-    """What evaluations measure is called ``eval_...``; the rest shows at the first of them."""
+    """Metrics of evaluations are called ``eval_...``; other errors show at the first evaluation."""
     name = recipe.train.metric_for_best_model
     if _evaluates(recipe) and not name.startswith("eval_"):
         message = f"expected a metric of evaluations such as eval_loss, got {name!r}"
@@ -189,7 +189,7 @@ def the_best_is_known_by_an_evaluation_metric(recipe: Recipe) -> Iterator[Proble
 
 
 def an_adapter_needs_lora(recipe: Recipe) -> Iterator[Problem]:
-    """Only an adapter method can go on from an adapter."""
+    """Only an adapter method can continue from an adapter."""
     if recipe.model.adapter is not None and recipe.method.kind != "adapter":
         name = schema.variant_name(METHODS, recipe.method)
         yield Problem(
@@ -200,7 +200,7 @@ def an_adapter_needs_lora(recipe: Recipe) -> Iterator[Problem]:
 
 
 def a_quantized_base_needs_lora(recipe: Recipe) -> Iterator[Problem]:
-    """What has 4 or 8 bits cannot learn: there must be something beside it that does."""
+    """A base in 4 or 8 bits is frozen: the method must train something else."""
     model, kept = recipe.model, ModelSection(path="")
     if model.quantization_bit is not None and recipe.method.kind != "adapter":
         name = schema.variant_name(METHODS, recipe.method)
@@ -211,11 +211,11 @@ def a_quantized_base_needs_lora(recipe: Recipe) -> Iterator[Problem]:
     if model.quantization_bit != 4:
         for name in ("quantization_type", "double_quantization"):
             if getattr(model, name) != getattr(kept, name):
-                yield Problem(("model", name), "means nothing unless model.quantization_bit is 4")
+                yield Problem(("model", name), "has no effect unless model.quantization_bit is 4")
 
 
 def rolling_back_needs_checkpoints(recipe: Recipe) -> Iterator[Problem]:
-    """``on_nan: rollback`` goes back to a checkpoint, so some must be saved on the way."""
+    """``on_nan: rollback`` loads a checkpoint, so the run must save some."""
     saves = recipe.checkpoint
     saved = saves.save_steps or saves.save_minutes or saves.save_epoch
     if recipe.train.on_nan == "rollback" and not saved:
@@ -223,27 +223,30 @@ def rolling_back_needs_checkpoints(recipe: Recipe) -> Iterator[Problem]:
 
 
 def plain_text_has_no_turns(recipe: Recipe) -> Iterator[Problem]:
-    """A stage that learns plain text learns all of it; what shapes turns would do nothing."""
+    """A stage for plain text trains on all of it; settings for turns would have no effect."""
     if not recipe.stage.uses_template:
         stage = schema.variant_name(STAGES, recipe.stage)
         for name in ("train_on_prompt", "mask_history", "default_system"):
             if getattr(recipe.data, name):
-                message = f"means nothing to stage {stage}, which learns whole texts"
+                message = f"has no effect with stage {stage}, which trains on whole texts"
                 yield Problem(("data", name), message)
 
 
 def preferences_are_of_last_answers(recipe: Recipe) -> Iterator[Problem]:
-    """Of a pair both answers are weighed, and nothing before them; a reference is asked about all
-    pairs before the first step."""
+    """Both responses of a pair are trained, and the prompt is masked; reference
+    log-probabilities of all pairs are computed before the first step.
+    """
     if not isinstance(recipe.stage, DPO):
         return
     for name in ("train_on_prompt", "mask_history"):
         if getattr(recipe.data, name):
-            yield Problem(("data", name), "means nothing to stage dpo, which learns last answers")
+            yield Problem(
+                ("data", name), "has no effect with stage dpo, which trains on last responses"
+            )
     if recipe.data.streaming and recipe.stage.compares:
         message = (
-            "stage dpo asks its reference about every pair before the first step; leave it off, "
-            "or use loss_type: orpo or simpo, which need none"
+            "stage dpo computes reference log-probabilities of all pairs before the first "
+            "step; switch streaming off, or use loss_type: orpo or simpo, which need none"
         )
         yield Problem(("data", "streaming"), message)
 
@@ -253,7 +256,7 @@ def trained_weights_need_range(recipe: Recipe) -> Iterator[Problem]:
     if recipe.model.dtype == "float16" and recipe.method.kind == "full":
         yield Problem(
             ("model", "dtype"),
-            "weights that learn cannot be float16; use auto (and train.precision: fp16)",
+            "trainable weights cannot be float16; use auto (and train.precision: fp16)",
         )
 
 

@@ -1,4 +1,4 @@
-"""Where the folders that a recipe names lie: beside the recipe file, or in the current folder."""
+"""Find the folders that a recipe names: beside the recipe file, or in the current folder."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from pathlib import Path
 
 
 def locate(path: Path, base: Path) -> Path:
-    """``path`` made absolute: in ``base`` if it exists there, else in the current folder if there.
+    """``path`` made absolute: in ``base`` if it exists there, else in the current folder if it
+    exists there.
 
-    What exists nowhere is taken to be meant in ``base``, the folder of the recipe.
+    A path that exists nowhere is relative to ``base``, the folder of the recipe.
     """
     path = path.expanduser()
     for folder in (base, Path.cwd()):
@@ -24,7 +25,7 @@ def _absolute(path: Path) -> Path:
 
 
 def locate_model(name: str, base: Path) -> str:
-    """A model's folder made absolute; what is no folder here stays as written: it is a hub id."""
+    """A model's folder made absolute; a path that is no folder is not changed: it is a hub id."""
     if not name:
         return name
     found = locate(Path(name), base)
