@@ -31,7 +31,6 @@ class Uploaded:
     """The uploaded files and bytes."""
 
     num_bytes: int
-    was_there: bool = False  # the very same checkpoint, from an earlier try
 
 
 def upload(store: Store, folder: Path, *, replace: bool = False) -> Uploaded:
@@ -51,7 +50,7 @@ def upload(store: Store, folder: Path, *, replace: bool = False) -> Uploaded:
     if f"{name}/{MANIFEST}" in store.list(name):
         there = store.read(f"{name}/{MANIFEST}")
         if there == manifest:
-            return Uploaded(0, was_there=True)
+            return Uploaded(0)  # the very same checkpoint, from an earlier try
         if not replace:
             raise _taken(store, name)
         store.write(f"{name}/{DAMAGED}", there)
