@@ -1,7 +1,7 @@
-"""Public names of a package, each imported from its home when it is first asked for.
+"""Public names of a package, each imported from its module on first use.
 
-So a package has its names in one place, and whoever needs one module of it does not wait for all
-the others, and for torch.
+So a package lists its names in one place, and importing one module of it does not import all the
+others, and torch.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ def lazy_getattr(
     aliases: Mapping[str, str] | None = None,
 ) -> Callable[[str], object]:
     """The ``__getattr__`` of ``package``: ``homes`` are its modules and the names each exports,
-    ``aliases`` are earlier names of some of these."""
+    ``aliases`` are earlier names of some of these.
+    """
     modules = {name: home for home, names in homes.items() for name in names}
 
     def find(name: str) -> object:

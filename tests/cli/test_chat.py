@@ -77,7 +77,7 @@ def test_a_line_without_room_gives_an_empty_line_and_a_reason(folder):
     done = run(folder / "base", "--max-new-tokens", 6, stdin="x" * 300 + "\nHi\n")
     first, second, _ = done.stdout.split("\n")
     assert (first, bool(second)) == ("", True)
-    assert "line 1: no room for an answer" in done.stderr
+    assert "line 1: no room for a response" in done.stderr
 
 
 def test_a_model_without_a_template_says_what_it_does(folder):
@@ -86,7 +86,7 @@ def test_a_model_without_a_template_says_what_it_does(folder):
     assert "continued by itself, as plain text" in done.stderr
     done = run(folder / "plain", "--prompt", "Once", "--system", "x")
     assert done.exit_code == 2
-    assert "takes no system message" in done.stderr
+    assert "supports no system message" in done.stderr
 
 
 @pytest.mark.parametrize("path", ["/nowhere", "no/such-model"])
@@ -161,7 +161,7 @@ def test_what_only_looks_like_a_command_is_said_to_the_model(opened):
 
 def test_a_full_window_says_what_to_do_and_the_talk_goes_on(opened):
     screen, conversation = converse(opened, "Hi", "x" * 300, "Ho")
-    assert "no room for an answer" in screen.replace("\n", " ")
+    assert "no room for a response" in screen.replace("\n", " ")
     assert "/clear starts a new conversation" in screen.replace("\n", " ")
     assert [m.content for m in conversation.messages[::2]] == ["Hi", "Ho"]
 

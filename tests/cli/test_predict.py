@@ -120,7 +120,7 @@ def test_a_mistake_is_one_plain_error_and_writes_nothing(args, problem, run, tmp
         (None, "no prompts can be read: No such file or directory"),
         (b"", "contains no prompt; expected one per line"),
         (b"\x89PNG\xff", "is not UTF-8 text"),
-        (b"Hi\n" + b"x" * 300, "line 2: no room for an answer"),
+        (b"Hi\n" + b"x" * 300, "line 2: no room for a response"),
     ],
 )
 def test_prompts_that_cannot_be_answered_are_refused(content, problem, folder, run, tmp_path):

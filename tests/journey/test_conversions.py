@@ -63,7 +63,7 @@ def test_a_model_becomes_every_kind_of_model(sources, tmp_path, source, target):
     if target == "peft":
         done = ckpt("convert", sources[source], tmp_path / "out", *TARGETS[target])
         assert done.exit_code == 2
-        assert "it holds no adapter; take --to huggingface for a model" in done.stderr
+        assert "it contains no adapter; use --to huggingface for a model" in done.stderr
         assert not (tmp_path / "out").exists()
         return
     found = converted(sources[source], tmp_path / "out", target)

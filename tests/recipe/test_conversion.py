@@ -313,7 +313,7 @@ def test_prompts_in_the_file_are_to_be_written_to_one(tmp_path):
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("parallel_config: {pipeline_stage: 2}", "pipeline_stage 2: responses are generated token by"),
+        ("parallel_config: {pipeline_stage: 2}", "pipeline_stage 2: responses are generated token"),
         ("parallel_config: {context_parallel: 2}", "2: it is not supported here"),
         ("parallel_config: {model_parallel: x}", "model_parallel must be a whole number"),
         ("num_beams: 4", "num_beams 4: beam search is not supported"),

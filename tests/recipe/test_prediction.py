@@ -51,7 +51,7 @@ def test_the_runs_own_way_to_sample_holds_where_nothing_else_is_said(tmp_path):
         ("model: {pth: x}", "pth"),
         ("model: {path: x}\ngenerate: {top_p: 2}", "generate.top_p: must be in (0, 1]"),
         ("model: {path: x}\ngenerate: 3", "generate: expected"),
-        ("model: {path: x}\nparallel: {pp: 2}", "parallel.pp: responses are generated token by token"),
+        ("model: {path: x}\nparallel: {pp: 2}", "parallel.pp: responses are generated token"),
         (
             "model: {path: x}\nparallel: {tp: 2, sequence_parallel: true}",
             "parallel.sequence_parallel: has no effect on responses",

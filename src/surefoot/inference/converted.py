@@ -1,7 +1,7 @@
-"""Weights of others, or an adapter by itself, as a folder that the usual tools open.
+"""Foreign weights, or an adapter alone, as a folder that the usual tools open.
 
-A folder of PyTorch's distributed checkpoints holds tensors and nothing else: what else a model
-takes, its configuration and tokenizer, comes from the model it was trained from (``base``).
+A folder of PyTorch's distributed checkpoints contains only tensors: configuration and tokenizer
+come from the model from which it was trained (``base``).
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ def write_model(
         source: the weights, under the names of Hugging Face's files.
         target: a folder that does not exist.
         base: a folder of the same model, whose configuration and tokenizer are copied, and whose
-            tensors must all be there; None: weights only.
+            tensors must all exist in ``source``; None: weights only.
         beside_it: if there is no base, a folder with a configuration and tokenizer to copy.
-        dtype: float32, float16 or bfloat16; None: as they are.
-        progress: told the bytes of each block written.
+        dtype: float32, float16 or bfloat16; None: unchanged.
+        progress: called with the bytes of each block written.
 
     Raises:
         CheckpointError: weights of another model than ``base``, or a write that fails.
@@ -66,7 +66,9 @@ def write_model(
 
 
 def companions(base: Path, source: TensorSource) -> dict[str, bytes]:
-    """What lies beside the weights in ``base``, its configuration as it is true of ``source``."""
+    """The companions of the weights in ``base``, with the configuration changed to fit
+    ``source``.
+    """
     found = beside(base, base)
     return found | (configs(base, source) if files.exists(base / _CONFIG) else {})
 
@@ -81,7 +83,7 @@ def _named_as(source: TensorSource, base: Path) -> TensorSource:
     if missing := sorted(wanted - found.keys()):
         raise CheckpointError(
             f"weights of another model than {base}: of its {len(wanted)} tensors {len(missing)} "
-            f"are missing (for one, {missing[0]})"
+            f"are missing (for example {missing[0]})"
         )
     return source
 
@@ -97,7 +99,7 @@ def write_checkpoint(
     trust_pickle: bool = False,
     progress: Progress | None = None,
 ) -> None:
-    """Write the weights of others in ``folder`` as a checkpoint of ours without a training's state.
+    """Write the foreign weights in ``folder`` as a weights-only Surefoot checkpoint.
 
     Raises ``CheckpointError`` for damaged weights, or if ``target`` exists.
     """
@@ -131,12 +133,12 @@ def write_checkpoint(
 def write_adapter(
     folder: Path, target: Path, *, dtype: str | None = None, progress: Progress | None = None
 ) -> None:
-    """Write the adapter of a checkpoint as PEFT has it, without the state of its training.
+    """Write the adapter of a checkpoint in PEFT's form, without training state.
 
-    Raises ``CheckpointError`` if ``folder`` holds none.
+    Raises ``CheckpointError`` if ``folder`` contains none.
     """
     if detect_layout(folder) not in ("native", "peft") or not files.exists(folder / ADAPTER_CONFIG):
-        raise CheckpointError(f"{folder}: it holds no adapter; take --to huggingface for a model")
+        raise CheckpointError(f"{folder}: it contains no adapter; use --to huggingface for a model")
     source = cast(FolderSource(open_weights(folder)), dtype)
     small = _adapter_files(folder)
     with new_folder(target) as made:

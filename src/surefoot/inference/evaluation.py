@@ -1,4 +1,4 @@
-"""How good a model is on examples it has not seen: its loss there, and its own answers."""
+"""Evaluate a model on examples that it was not trained on: its loss, and its own responses."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ UNCUT = 1_000_000_000  # tokens; more than any window
 
 @dataclass(frozen=True)
 class Generation:
-    """A question of the data, what the data answers, and what the model does."""
+    """A prompt of the data, the expected response, and the model's response."""
 
     origin: str  # "dataset:row"
     prompt: str  # as the model reads it, control tokens and all
@@ -52,12 +52,12 @@ class Generation:
 
     @property
     def is_match(self) -> bool:
-        """Whether both say the same, white space around it aside."""
+        """Whether both are equal, except for white space at the ends."""
         return self.answer.strip() == self.reference.strip()
 
 
 def adopt(opened: LoadedModel, recipe: Recipe) -> LoadedModel:
-    """``opened`` with the recipe's settings; with its template, too, if the model brings none."""
+    """``opened`` with the recipe's settings; with its template, too, if the model has none."""
     template = opened.template
     if not recipe.stage.uses_template:
         template = None
@@ -74,15 +74,16 @@ def measure(
     said: Said | None = None,
     on_batch: Callable[[], None] | None = None,
 ) -> dict[str, float]:
-    """What training measures on the way: loss, perplexity and token accuracy, say. ``said`` is what
-    the reference says, if the stage compares with one (see ``references``). Of several processes
-    each finds the same."""
+    """The metrics of training's evaluations: loss, perplexity, token accuracy and so on.
+    ``said`` are the reference log-probabilities, if the stage needs them (see ``references``).
+    The same on every rank.
+    """
     items = _items(opened, recipe, examples)
     if said is not None:
         if len(said) != len(items):
             raise DataError(
-                f"the reference has read {len(said)} examples, this model reads {len(items)} of "
-                "them: their tokenizers differ too much to be compared"
+                f"the reference model tokenized {len(said)} examples, this model {len(items)}: "
+                "their tokenizers differ, so log-probabilities cannot be compared"
             )
         items = [{**item, "reference": told} for item, told in zip(items, said, strict=True)]  # type: ignore[dict-item]
     with _running(opened, recipe) as (forward, collate):
@@ -104,10 +105,10 @@ def references(
     world: World = ALONE,
     parallel: ParallelSection = PLAINLY,
 ) -> dict[str, Said]:
-    """What the model that training began with says of each example to evaluate on (see
-    ``held_out``), by the name of their dataset; nothing if the stage needs no such reference.
+    """Reference log-probabilities of each evaluation example (see ``held_out``) under the initial
+    model, by dataset; empty if the stage needs none.
 
-    Nothing of that model is left when this returns.
+    That model is freed when this returns.
     """
     stage = comparing(recipe.stage)
     if stage is None:
@@ -128,7 +129,7 @@ def references(
 
 @contextmanager
 def _running(opened: LoadedModel, recipe: Recipe) -> Iterator[tuple[Forward, Collate]]:
-    """How a batch goes through the model to what is measured, and how it is made."""
+    """How a batch is run through the model and measured, and how it is built."""
     needs, smoothed = measured(recipe.stage), smoothing(recipe.stage)
     precision, is_alone = choose(recipe.train.precision), opened.world.mesh is None
     model = opened.model if is_alone else opened.inner  # what is spread, and has the adapter in it
@@ -157,7 +158,7 @@ def _items(opened: LoadedModel, recipe: Recipe, examples: Sequence[Example]) -> 
 
 
 def num_batches(recipe: Recipe, num_examples: int) -> int:
-    """About how many batches ``measure`` goes through."""
+    """The approximate number of batches of ``measure``."""
     return -(-num_examples // recipe.train.micro_batch_size)
 
 
@@ -167,7 +168,7 @@ def _batches(collate: Collate, items: Sequence[Features], size: int) -> Iterator
 
 @contextmanager
 def _packed(opened: LoadedModel, recipe: Recipe) -> Iterator[PromptSharing]:
-    """Attention for packed rows while the block lasts; generating needs the plain one."""
+    """Packed attention inside the block; generation needs the ordinary one."""
     inner = opened.inner
     plain = inner.config._attn_implementation
     try:
@@ -190,10 +191,11 @@ def generations(
     *,
     on_answered: Callable[[int], None] | None = None,
 ) -> list[Generation]:
-    """The model's own last answer in every conversation that ends in one, in order.
+    """The model's own last response in every conversation that ends in one, in order.
 
-    The prompt is what training puts before that answer; the recipe's ``generate`` section says how
-    to answer. A prompt that fills the context window has the empty answer, which is said.
+    The prompt is what precedes that response in training; the recipe's ``generate`` section sets
+    how to generate. A prompt that fills the context length gets an empty response, and a warning is
+    logged.
     """
     questions = _questions(opened, recipe, examples)
     full = sum(room(opened.model, question.prompt) == 0 for question in questions)
@@ -215,7 +217,7 @@ def generations(
 
 
 def _questions(opened: LoadedModel, recipe: Recipe, examples: Sequence[Example]) -> list[_Question]:
-    """Split conversations where training does: before the last answer's first label."""
+    """Split conversations where training does: before the last response's first label."""
     section = replace(
         recipe.data,
         mask_history=True,

@@ -1,4 +1,4 @@
-"""Any model, with the state of its training if there is one, as MindSpore Transformers has it."""
+"""Write any model, with its training state if it has one, in MindSpore Transformers' form."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ def write_mindspore(
     trust_pickle: bool = False,
     progress: Progress | None = None,
 ) -> None:
-    """Write what is in ``folder`` into the new folder ``target`` as MindSpore keeps it.
+    """Write the content of ``folder`` into the new folder ``target`` in MindSpore's form.
 
-    Moments and step numbers of checkpoints of ours and MindSpore's come along, under the names of
-    ``adam_m`` and ``adam_v``.
+    Moments and step numbers of Surefoot's and MindSpore's checkpoints are included, under the names
+    of ``adam_m`` and ``adam_v``.
 
     Raises:
         CheckpointError: a model whose tensors have no name there, sizes that do not fit it, damaged
@@ -64,7 +64,7 @@ def _opened(
     theirs: MindSporeHints,
     trust_pickle: bool,
 ) -> tuple[TensorSource, Mapping[str, bytes]]:
-    """Everything under MindSpore's names, and the small files to lie beside."""
+    """Everything under MindSpore's names, and the companion files."""
     if not named(folder) and (layout in (None, "dcp") or not _is_model(folder, layout)):
         model = open_source(folder, trust_pickle=trust_pickle)
         small = {} if theirs.base is None else companions(theirs.base, model)

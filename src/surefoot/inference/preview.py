@@ -1,5 +1,6 @@
-"""What the model will see of the data, and what it is trained on: examples as they are rendered and
-labeled, and what became of the rows that were read."""
+"""The tokenized data, and which tokens are trained on: rendered examples with their labels, and
+the statistics of the rows that were read.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ UNLIMITED = 1 << 30
 
 @dataclass(frozen=True)
 class TextSpan:
-    """A stretch of text that is trained on, or is not; of a pair, the answer that it is."""
+    """A span of text that is trained or masked; for a pair, also the response that contains it."""
 
     text: str
     learnt: bool

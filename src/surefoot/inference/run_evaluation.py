@@ -29,7 +29,7 @@ Progress = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
 
 @dataclass(frozen=True)
 class EvaluationOptions:
-    """Which model is evaluated, and on how much of which data."""
+    """The model to evaluate, and the data."""
 
     model: str | None = None  # a checkpoint, any model, or "base"; the run's best or newest
     base: str | None = None  # of an adapter, if it moved
@@ -39,7 +39,7 @@ class EvaluationOptions:
 
 @dataclass(frozen=True)
 class DatasetResult:
-    """The metrics and the answers of one dataset."""
+    """The metrics and the responses of one dataset."""
 
     name: str
     num_examples: int
@@ -75,8 +75,9 @@ class EvaluationReport:
 
     @property
     def overall(self) -> DatasetResult:
-        """All datasets as one. As in training, loss and the like are means over the datasets; exact
-        match is over all answers."""
+        """All datasets together. As in training, loss and similar metrics are means over the
+        datasets; exact match is over all responses.
+        """
         known = set.intersection(*(set(result.metrics) for result in self.results))
         means = {
             metric: sum(result.metrics[metric] for result in self.results) / len(self.results)
@@ -87,7 +88,7 @@ class EvaluationReport:
         return DatasetResult("", count, means, self.answers)
 
     def as_data(self, generations: Path | None) -> dict[str, object]:
-        """Everything as plain data; ``generations``: where the answers were written."""
+        """Everything as plain data; ``generations``: the file of the responses."""
         return {
             "model": self.model,
             **self.overall.as_data(),
@@ -96,8 +97,9 @@ class EvaluationReport:
         }
 
     def write_generations(self, path: Path) -> None:
-        """One JSON object a line: origin, prompt, reference, answer, match. Replaces an old file.
-        Raises ``RunError``."""
+        """One JSON object per line: origin, prompt, reference, answer, match. Replaces an old
+        file. Raises ``RunError``.
+        """
         lines = [
             json.dumps(
                 {
@@ -124,11 +126,11 @@ def evaluate_run(
     *,
     progress: Progress,
 ) -> EvaluationReport:
-    """Evaluate a model on the held-out data of a recipe; the same in all processes.
+    """Evaluate a model on the held-out data of a recipe; the same on all ranks.
 
     Raises:
         CheckpointError: the run has no such checkpoint.
-        DataError, ModelError, RecipeError: there is nothing to evaluate on, or no model to.
+        DataError, ModelError, RecipeError: there is nothing to evaluate on, or no model.
     """
     where = {"dataset": options.dataset, "limit": options.limit}
     said = references(recipe, world=world, parallel=parallel, **where)  # type: ignore[arg-type]

@@ -186,7 +186,7 @@ def test_an_adapter_becomes_peft(checkpoint, tmp_path):
     done = run("convert", checkpoint, tmp_path / "out", "--to", "peft")
     if not (checkpoint / "adapter_config.json").exists():
         assert done.exit_code == 2
-        assert "it holds no adapter; take --to huggingface" in done.stderr
+        assert "it contains no adapter; use --to huggingface" in done.stderr
         return
     assert done.exit_code == 0, done.stderr
     names = {path.name for path in (tmp_path / "out").iterdir()}

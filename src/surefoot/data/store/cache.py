@@ -1,12 +1,12 @@
-"""Encoded datasets on disk, one folder each, mapped into memory instead of read.
+"""The token cache: encoded datasets on disk, one folder each, memory-mapped.
 
-A folder's name is the fingerprint of everything its content depends on. It is written aside and
-renamed when all of it is on the disk, so it is there wholly or not at all; what is damaged
-afterwards is noticed and encoded anew. Any folder may be deleted at any time.
+The name of a folder is the fingerprint of all inputs of its content. It is written to a temporary
+folder and renamed when all of it is on the disk, so it is either complete or absent. Later damage
+is detected, and the dataset is encoded again. Any folder may be deleted at any time.
 
     <fingerprint>/header.json            names, sizes and hashes of the files below; the report
-    <fingerprint>/<feature>.tokens       int32, all items end to end
-    <fingerprint>/<feature>.bytes        uint8, the same of a feature that is text, not tokens
+    <fingerprint>/<feature>.tokens       int32, all items concatenated
+    <fingerprint>/<feature>.bytes        uint8, the same for a feature that is text, not tokens
     <fingerprint>/<feature>.offsets      int64, where each item begins, and the end
     <fingerprint>/rows                   int64, the row that each item comes from
 """
@@ -141,8 +141,9 @@ class _Written(NamedTuple):
 
 
 class _Column:
-    """One feature's tokens or bytes, written as they come, and their offsets, kept until the
-    end."""
+    """One feature's tokens or bytes, written at once, and their offsets, kept in memory until
+    the end.
+    """
 
     def __init__(self, folder: Path, name: str, suffix: str) -> None:
         self._folder, self._name, self._suffix = folder, name, suffix
