@@ -36,21 +36,22 @@ LAYOUTS: dict[str, Layout] = {
 
 
 def open_folder(path: Path | str) -> TensorSource:
-    """The weights in a folder of any layout. ``CheckpointError``s say what to do instead."""
+    """The weights in a folder of any layout. A ``CheckpointError`` says what to do instead."""
     return FolderSource(open_weights(Path(path)))
 
 
 def open_named(path: Path | str, model: Path | None = None) -> TensorSource:
-    """The same under Hugging Face's names, also of MindSpore's folders. ``model`` is the folder of
-    the model that they are of, if it is not around them."""
+    """The same under Hugging Face's names, also for MindSpore's folders. ``model`` is the folder
+    of their model, if it is not around them.
+    """
     folder = Path(path)
     is_theirs = kind_of(folder) == "mindspore"
     return mindspore.under_other_names(folder, model) if is_theirs else open_folder(folder)
 
 
 def scattered(folder: Path | str) -> dict[str, torch.Tensor] | None:
-    """The weights of a checkpoint that several processes have written, or MindSpore, put together
-    under Hugging Face's names; None for any other folder, which ``from_pretrained`` reads itself.
+    """The weights of a checkpoint of several ranks, or of MindSpore, unsharded under Hugging
+    Face's names; None for any other folder, which ``from_pretrained`` reads itself.
     """
     path = Path(folder)
     kind, has_model = kind_of(path), any(files.exists(path / n) for n in (MODEL, MODEL_INDEX))
@@ -60,6 +61,6 @@ def scattered(folder: Path | str) -> dict[str, torch.Tensor] | None:
 
 
 def read_named(path: Path, model: Path | None = None) -> dict[str, torch.Tensor]:
-    """All that ``open_named`` opens, in memory."""
+    """All tensors of ``open_named``, in memory."""
     source = open_named(path, model)
     return {name: read_whole(source, name) for name in source.shapes()}

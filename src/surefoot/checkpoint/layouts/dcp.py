@@ -12,11 +12,13 @@ from ..weights import open_dcp
 
 
 def recognise(path: Path) -> bool:
-    """Whether ``path`` holds files of boxes, ``shard-00001-model-00001-of-00001.safetensors``."""
+    """Whether ``path`` contains files of boxes,
+    ``shard-00001-model-00001-of-00001.safetensors``.
+    """
     return kind_of(path) == "dcp"
 
 
 def open(path: Path) -> TensorSource:  # noqa: A001 - the word for it
-    """The tensors, each put together from its boxes."""
+    """The tensors, each combined from its boxes."""
     with files.raising(CheckpointError):
         return FolderSource(open_dcp(path))

@@ -1,4 +1,4 @@
-"""Folders as transformers writes them: one ``model.safetensors``, or shards and an index."""
+"""Folders as transformers writes them: one ``model.safetensors``, or several files and an index."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..weights import open_huggingface
 
 
 def recognise(path: Path) -> bool:
-    """Whether ``path`` holds ``model.safetensors`` or its index."""
+    """Whether ``path`` contains ``model.safetensors`` or its index."""
     return kind_of(path) == "huggingface"
 
 

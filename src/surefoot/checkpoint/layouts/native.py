@@ -1,4 +1,4 @@
-"""Checkpoints of ours: tensors read whole are checked against their hash."""
+"""Surefoot checkpoints: tensors that are read completely are checked against their hash."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..weights import open_native
 
 
 def recognise(path: Path) -> bool:
-    """Whether ``path`` holds a manifest."""
+    """Whether ``path`` contains a manifest."""
     return kind_of(path) == "native"
 
 
