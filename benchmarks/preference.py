@@ -19,7 +19,7 @@ import torch
 from measure import say
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
-from surefoot.batch import IGNORE_INDEX, Batch, Features
+from surefoot.batch import IGNORE_INDEX, Batch, Features, OutputSpec
 from surefoot.data.text.pairs import collate_pairs, unshared
 from surefoot.model.attention.packed import use_packed
 from surefoot.model.head import outputs
@@ -59,7 +59,7 @@ def pairs(prompt: int, answer: int) -> list[Features]:
 def learn(policy: PreTrainedModel, head: LogprobHead | None, batch: Batch) -> torch.Tensor:
     """One pass, forward and backward; the log-probability of each answer."""
     policy.zero_grad()
-    logps = outputs.compute(policy, batch, ("logps",), head=head).logps
+    logps = outputs.compute(policy, batch, OutputSpec(("logps",)), head=head).logps
     assert logps is not None
     answers = logps.new_zeros(2 * PAIRS).index_add(0, batch.extras["answer"], logps)
     torch.nn.functional.logsigmoid(answers[::2] - answers[1::2]).sum().backward()

@@ -3,10 +3,13 @@
 import logging
 import math
 import os
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
+from surefoot.data.store.reference_logps_store import ReferenceLogpsStore
+from surefoot.references import ReferenceLogps
 
 import ranks
 import surefoot
@@ -25,7 +28,6 @@ from surefoot.batch import IGNORE_INDEX
 from surefoot.data.rows.dataset_report import Report
 from surefoot.data.store.dataset import in_memory
 from surefoot.data.store.preparation import EncodedData
-from surefoot.data.store.reference_logps_store import ReferenceLogpsStore
 from surefoot.data.text.pairs import join
 from surefoot.errors import DataError, ModelError, RecipeError
 from surefoot.inference import adopt, held_out, measure, open_model
@@ -34,7 +36,6 @@ from surefoot.methods.lora import LoRA
 from surefoot.model.pretrained.tokenizer import load_tokenizer
 from surefoot.parallel.world import ALONE
 from surefoot.recipe.recipe import load
-from surefoot.references import ReferenceLogps
 from surefoot.run.assembly import build
 from surefoot.stages.dpo import DPO
 from surefoot.training import TrainerCallback
@@ -197,7 +198,7 @@ def test_a_run_shares_prompts_from_its_start_and_as_it_goes_on(tmp_path):
     begun = build(load(made.recipe))
     surefoot.train(made.recipe)
     for one in (begun, build(load(made.recipe), resume=checkpoints(made.run)[-1])):
-        (batch, *_) = one.loader.window_at(0, 0)
+        (batch, *_) = one.windows.loader.window_at(0, 0)
         assert batch.branches is not None
         assert one.state.kernels.shared_prompts
 
@@ -255,7 +256,7 @@ def asked(world, folder, **changes):
     made = trainer(world, folder, examples=data, **changes)
     found = references(made, data, folder / f"asked-{world.size}")
     assert not found.is_complete
-    found.ask(made.forward, made.models.policy, collate)
+    found.ask(made.forward, made.policy.module, collate)
     assert found.is_complete
     learnt = found.added(EncodedData(data, {}, Report(()))).train
     changes["examples"] = learnt
@@ -268,16 +269,16 @@ def learn(made, count):
     """Loss, weight and the reward's margin of each of the next steps."""
     found = []
     for step in range(count):
-        made.models.policy.train()
-        figures = made.step.gradients(
-            made.loader.next_window(),
-            made.stage.loss,
+        made.policy.module.train()
+        figures = made.policy.step.gradients(
+            made.windows.loader.next_window(),
+            partial(made.stage.loss, "policy"),
             step=step,
             before=lambda index: None,
             after=lambda index: None,
         )
-        made.step.update(figures)
-        made.step.optimizer.zero_grad(set_to_none=True)
+        made.policy.step.update(figures)
+        made.policy.step.optimizer.zero_grad(set_to_none=True)
         read = figures.read()
         found.append((read.loss, read.weight, read.grad_norm, *read.metrics.values()))
     return found
@@ -309,6 +310,6 @@ def test_a_reference_that_says_nan_is_an_error(tmp_path):
     data = pairs()
     made = trainer(ALONE, tmp_path, examples=data, stage=DPO(), packing=True)
     with torch.no_grad():
-        next(made.models.policy.parameters()).fill_(math.nan)
+        next(made.policy.module.parameters()).fill_(math.nan)
     with pytest.raises(ModelError, match="no numbers"):
-        references(made, data, tmp_path / "asked").ask(made.forward, made.models.policy, collate)
+        references(made, data, tmp_path / "asked").ask(made.forward, made.policy.module, collate)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 if TYPE_CHECKING:
     import numpy as np
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 IGNORE_INDEX = -100  # a label that does not count; the value torch's cross entropy ignores
 
 # One encoded training item: names (input_ids, labels, ...) to token lists, as the cache stores
-# them.
+# them; columns that a stage adds (reference log-probabilities, advantages) may be floats.
 Features = Mapping[str, Sequence[int]]
 
 
@@ -154,7 +154,63 @@ def _before(batch: Batch) -> np.ndarray:
     return before
 
 
+def ends(batch: Batch) -> TrainedPositions:
+    """The last token of each document of ``batch``, in reading order: of a padded row its last real
+    token, and of two responses that share a prompt, that of each. Labels there are 0."""
+    import numpy as np
+
+    if batch.cu_seqlens is not None:
+        columns = _last_columns(batch.cu_seqlens, batch.branches)
+        rows = np.zeros_like(columns)
+    else:
+        count, length = batch.input_ids.shape
+        rows, columns = np.arange(count), np.full(count, length - 1)
+        if batch.attention_mask is not None:
+            mask = batch.attention_mask.cpu().numpy()
+            columns = length - 1 - mask[:, ::-1].argmax(1)
+
+    def here(values: np.ndarray) -> torch.Tensor:
+        return batch.labels.new_tensor(values)
+
+    labels = here(np.zeros_like(columns))
+    if len(batch.input_ids) == 1:
+        return TrainedPositions(labels, here(rows), here(columns), here(columns), None)
+    kept, among_kept = np.unique(columns, return_inverse=True)
+    return TrainedPositions(labels, here(rows), here(columns), here(kept), here(among_kept))
+
+
+def _last_columns(cu_seqlens: torch.Tensor, branches: torch.Tensor | None) -> np.ndarray:
+    import numpy as np
+
+    bounds = cu_seqlens.numpy()
+    if branches is None:
+        return bounds[1:] - 1
+    prompts, ones, twos = branches.numpy().T
+    first = bounds[:-1] + prompts + ones - 1
+    both = np.stack([first, first + twos], axis=1)
+    return both[np.stack([np.ones_like(twos), twos], axis=1) > 0]
+
+
 Window = Sequence[Batch]  # the micro-batches of one optimizer step
+
+
+@dataclass(frozen=True)
+class OutputSpec:
+    """Which outputs of a model a stage needs, and where."""
+
+    outputs: tuple[str, ...]  # fields of ``Outputs``
+    at: Literal["labels", "ends"] = "labels"  # ends: the last token of each document (a score)
+    smoothing: float = 0.0  # probability that is spread evenly over the vocabulary, of each label
+    temperature: float = 1.0  # logits are divided by it before log-probabilities are computed
+
+    def __post_init__(self) -> None:
+        unknown = sorted(set(self.outputs) - _outputs())
+        if unknown:
+            raise ValueError(f"outputs: expected fields of Outputs, got {unknown[0]!r}")
+        if self.at == "ends" and set(self.outputs) != {"values"}:
+            raise ValueError(f"at the ends of documents there are only values, not {self.outputs}")
+        if self.temperature <= 0:
+            raise ValueError(f"temperature must be positive, got {self.temperature}")
 
 
 @dataclass(frozen=True)
@@ -170,6 +226,10 @@ class Outputs:
     entropies: torch.Tensor | None = None  # [N] float32, nats
     values: torch.Tensor | None = None  # [N] float32, from a value head
     predictions: torch.Tensor | None = None  # [N] int64
+
+
+def _outputs() -> set[str]:
+    return {known.name for known in fields(Outputs)}
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ from rich.console import Console
 
 import warm
 from folders import save_adapter, save_model, save_recipe
-from surefoot.cli.chat import talk, visible, with_options
+from surefoot.cli.chat import talk, visible
 from surefoot.cli.main import main
-from surefoot.generate.section import GenerateSection
+from surefoot.generate.section import GenerateSection, with_options
 from surefoot.inference import Conversation, open_model
 
 

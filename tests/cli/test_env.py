@@ -6,8 +6,8 @@ import pytest
 from click.testing import CliRunner
 
 from surefoot import __version__
-from surefoot.cli import env
 from surefoot.cli.main import main
+from surefoot.run import environment as env
 
 
 @pytest.fixture

@@ -77,20 +77,25 @@ def test_a_loss_is_a_sum_with_its_weight_so_batches_add_up(name):
     halves = [stage.collate([item], packing=True) for item in items]
     whole = stage.collate(items, packing=True)
     logps = [torch.randn(batch.num_trained, dtype=torch.float64) for batch in halves]
-    parts = [stage.loss(Outputs(x, x.sum()), b) for x, b in zip(logps, halves, strict=True)]
-    together = stage.loss(Outputs(torch.cat(logps), torch.cat(logps).sum()), whole)
+    parts = [
+        stage.loss("policy", Outputs(x, x.sum()), b) for x, b in zip(logps, halves, strict=True)
+    ]
+    together = stage.loss("policy", Outputs(torch.cat(logps), torch.cat(logps).sum()), whole)
     torch.testing.assert_close(together.total, sum(part.total for part in parts))
     assert together.weight == sum(part.weight for part in parts)
 
 
 @pytest.mark.parametrize("name", METHODS)
 def test_a_method_lets_something_learn_and_the_model_still_speaks(name):
-    model = METHODS[name]().apply(tiny.model())
+    method, inner = METHODS[name](), tiny.model()
+    model = method.apply(inner)
     learning = [p for p in model.parameters() if p.requires_grad]
     assert learning
     model(input_ids=torch.tensor([[5, 6, 7]])).logits.sum().backward()
     assert all(p.grad is not None for p in learning)
-    assert METHODS[name].kind in ("full", "adapter")
+    weights = method.weights(model, inner)
+    assert weights.kind == ("full" if method.saves_base_model else "adapter")
+    assert set(method.trainable(0, ["a", "b"])) == set(method.trainable(9, ["a", "b"]))
 
 
 @pytest.mark.parametrize("stage", STAGES)

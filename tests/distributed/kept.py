@@ -19,8 +19,8 @@ def whole(tensor):
 
 def everything(made):
     """All weights and moments that this rank has, or has a part of, whole, by name."""
-    found = {f"model/{name}": t for name, t in made.weights.state_dict().items()}
-    for name, slots in made.optimizer_state.state_dict().items():
+    found = {f"model/{name}": t for name, t in made.policy.weights.state_dict().items()}
+    for name, slots in made.policy.optimizer_state.state_dict().items():
         found |= {f"{name}/{slot}": torch.as_tensor(t) for slot, t in slots.items()}
     return {name: whole(tensor) for name, tensor in found.items() if not tensor.is_meta}
 
@@ -70,8 +70,8 @@ def together(parts):
 
 def assert_peft_opens(made, saved, **sizes):
     """PEFT gives the logits of ``made`` from the adapter of its checkpoint alone."""
-    made.models.policy.peft_config["default"].save_pretrained(saved)
+    made.policy.module.peft_config["default"].save_pretrained(saved)
     opened = PeftModel.from_pretrained(tiny.model(**sizes), saved).eval()
     ids = torch.arange(3, 20)[None]
-    ours = made.models.policy.eval()(ids).logits
+    ours = made.policy.module.eval()(ids).logits
     torch.testing.assert_close(opened(ids).logits, ours, rtol=0, atol=0)

@@ -1,6 +1,7 @@
 """A small run put together as recipes are, on any number of ranks, and compared with one alone."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -19,14 +20,15 @@ from surefoot.data.store.preparation import EncodedData
 from surefoot.methods.full import Full
 from surefoot.model.attention import packed
 from surefoot.model.pretrained.loading import recompute_activations
-from surefoot.model.pretrained.weights import AdapterWeights, FullWeights
 from surefoot.model.section import ModelSection
 from surefoot.model.seeding import seed_everything
+from surefoot.network.open import ON_THE_MESH, Draft, finish
 from surefoot.optim.adamw import AdamW
 from surefoot.parallel.section import ParallelSection
 from surefoot.parallel.world import ALONE
 from surefoot.recipe.recipe import Recipe
-from surefoot.run.assembly import Policy, assemble
+from surefoot.run.assembly import assemble, options_of
+from surefoot.run.auxiliary import open_ahead
 from surefoot.stages.sft import SFT
 from surefoot.training.saver import Saver
 from surefoot.training.section import TrainSection
@@ -67,22 +69,23 @@ def trainer(
     model = method.apply(inner)
     if recompute:
         recompute_activations(inner)
-    is_adapter = method.kind == "adapter"
-    weights = AdapterWeights(model) if is_adapter else FullWeights(inner)
     with torch.no_grad():  # PEFT's B is zero, and A would have no gradient
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 parameter.normal_(std=0.1)
+    draft = Draft(folder, recipe.model, None, world, options_of(recipe))
+    draft.inner, draft.module, draft.sharing = inner, model, sharing
+    network = finish(draft, ON_THE_MESH)
     saver = Saver(
         output_dir=folder,
         section=CheckpointSection(),
-        kind=method.kind,
+        kind=network.weights.kind,
         companions={},
         steps=dict.fromkeys(("log_steps", "eval_steps", "save_steps")),
         world=world,
     )
     data = EncodedData(examples or small.examples(), {}, Report(()))
-    return assemble(recipe, Policy(model, inner, weights, sharing=sharing), data, saver, world)
+    return assemble(recipe, None, network, open_ahead(recipe, folder, None, data, world), saver)
 
 
 def learn(made, count):
@@ -90,17 +93,17 @@ def learn(made, count):
     found = []
     for _ in range(count):
         step = made.state.global_step
-        made.models.policy.train()
-        figures = made.step.gradients(
-            made.loader.next_window(),
-            made.stage.loss,
+        made.policy.module.train()
+        figures = made.policy.step.gradients(
+            made.windows.loader.next_window(),
+            partial(made.stage.loss, "policy"),
             step=step,
             before=lambda index, step=step: seed_everything(0, step, index, made.world.data_rank),
             after=lambda index: None,
         )
-        made.step.update(figures)
+        made.policy.step.update(figures)
         figures = figures.read()
-        made.step.optimizer.zero_grad(set_to_none=True)
+        made.policy.step.optimizer.zero_grad(set_to_none=True)
         made.state.global_step += 1
         found.append((figures.loss / figures.weight, figures.grad_norm))
     return found

@@ -20,8 +20,8 @@ def examples():
 
 def lengths(made, window):
     """Tokens of each micro-batch of this rank."""
-    dealt = made.loader.examples_at(0, window).lengths
-    return [int(dealt[group].sum()) for group in made.loader.batching.groups(dealt)]
+    dealt = made.windows.loader.examples_at(0, window).lengths
+    return [int(dealt[group].sum()) for group in made.windows.loader.batching.groups(dealt)]
 
 
 @pytest.mark.parametrize("packing", [True, False])

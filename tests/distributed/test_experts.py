@@ -61,7 +61,7 @@ def in_files(folder):
 def moments(made):
     return {
         f"{name}.{slot}": torch.as_tensor(tensor).clone()
-        for name, slots in made.optimizer_state.state_dict().items()
+        for name, slots in made.policy.optimizer_state.state_dict().items()
         for slot, tensor in slots.items()
     }
 

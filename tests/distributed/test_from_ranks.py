@@ -59,17 +59,17 @@ def saved(model, tmp_path_factory):
 
 def state_of(made):
     """Weights and moments, whole, by name; of a pipeline those of this process."""
-    found = {n: data(t) for n, t in made.weights.state_dict().items() if not t.is_meta}
-    for name, slots in made.optimizer_state.state_dict().items():
+    found = {n: data(t) for n, t in made.policy.weights.state_dict().items() if not t.is_meta}
+    for name, slots in made.policy.optimizer_state.state_dict().items():
         found |= {f"{name}.{k}": data(t) for k, t in slots.items() if not t.is_meta}
     return found
 
 
 def forward(made):
     """What the model says of the first examples."""
-    batch = made.loader.next_window()[0]
+    batch = made.windows.loader.next_window()[0]
     with torch.no_grad():
-        return made.forward(batch).logps
+        return made.policy.network.forward(batch, made.stage.eval_spec).logps
 
 
 def test_two_begin_and_answer_as_from_the_model_itself(model, tmp_path):
@@ -78,10 +78,10 @@ def test_two_begin_and_answer_as_from_the_model_itself(model, tmp_path):
 
     def work(world):
         made = begun(world, model)
-        expected, logps = contents(made.models.policy), forward(made)
+        expected, logps = contents(made.policy.module), forward(made)
         for form in FORMS:
             made = begun(world, tmp_path / form)
-            assert contents(made.models.policy) == expected, form
+            assert contents(made.policy.module) == expected, form
             assert torch.equal(forward(made), logps), form
 
     ranks.run(2, work, tp=2)
@@ -133,10 +133,12 @@ def test_a_file_that_one_process_cannot_read_stops_both(saved, model, tmp_path, 
 def experts_of(made):
     """Weights and moments of a mixture under the names of Hugging Face's files: of what lies
     together in memory, its parts."""
-    found = {name: t.detach().clone() for name, t in made.weights.state_dict().items()}
-    for name, slots in made.optimizer_state.state_dict().items():
+    found = {name: t.detach().clone() for name, t in made.policy.weights.state_dict().items()}
+    for name, slots in made.policy.optimizer_state.state_dict().items():
         for prefix, slot in (("adam_m.", "exp_avg"), ("adam_v.", "exp_avg_sq")):
-            parts = {n: at for n, at in places(made.weights.model).items() if at.fused == name}
+            parts = {
+                n: at for n, at in places(made.policy.weights.model).items() if at.fused == name
+            }
             for part, at in parts.items():
                 rows = slice(at.start[1], at.start[1] + at.shape[0])
                 found[prefix + part] = slots[slot][at.start[0], rows].clone()
@@ -157,7 +159,7 @@ def test_the_moments_of_experts_are_gone_on_from(kind, family, tmp_path):
     named = to_mindspore(TensorsInMemory(experts_of(before)), family, Heads(4, 2))
     numbers = TensorsInMemory({"step_num": torch.tensor(2), "global_step": torch.tensor([2])})
     write_full(JoinedSource([("", named), ("", numbers)]), tmp_path / "theirs")
-    before.models.policy.config.save_pretrained(tmp_path / "theirs")
+    before.policy.module.config.save_pretrained(tmp_path / "theirs")
     expected = state_of(before)
 
     def resumed(world):

@@ -67,7 +67,7 @@ def test_a_batch_that_trains_nothing_has_no_log_probabilities():
 def test_no_process_has_all_logits(kind, method, tmp_path):
     def widths(world):
         made = trainer(world, tmp_path, kind=kind, method=method, **UNEVEN)
-        model = made.models.policy
+        model = made.policy.module
         inner = model if method is None else model.get_base_model()
         with torch.no_grad():
             logits = model(input_ids=torch.arange(6)[None]).logits
@@ -97,9 +97,9 @@ def test_one_process_has_the_vocabulary_whole():
 def test_an_evaluation_sees_the_same_predictions(tmp_path):
     def predicted(world):
         made = trainer(world, tmp_path, **UNEVEN)
-        batch = next(iter(made.loader.next_window()))
+        batch = next(iter(made.windows.loader.next_window()))
         with torch.no_grad():
-            return made.forward(batch).predictions.tolist()
+            return made.policy.network.forward(batch, made.stage.eval_spec).predictions.tolist()
 
     expected = predicted(ALONE)
     assert ranks.run(2, predicted, tp=2) == [expected, expected]

@@ -5,7 +5,7 @@ In float64, where only the order of sums differs, so that a wrong sum of any wei
 
 import itertools
 import math
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
@@ -95,20 +95,20 @@ def whole(tensor):
 
 def gradients(made):
     """Of the next window, by name; nothing is learnt from them."""
-    state, loader = made.loader.state_dict(), made.loader
-    made.models.policy.train()
-    made.step.gradients(
+    state, loader = made.windows.loader.state_dict(), made.windows.loader
+    made.policy.module.train()
+    made.policy.step.gradients(
         loader.next_window(),
-        made.stage.loss,
+        partial(made.stage.loss, "policy"),
         step=made.state.global_step,
         before=lambda index: seed_everything(0, 0, index, made.world.data_rank),
         after=lambda index: None,
     )
     found = {}
-    for group in made.step.optimizer.param_groups:
+    for group in made.policy.step.optimizer.param_groups:
         for name, parameter in zip(group["names"], group["params"], strict=True):
             found[name] = whole(parameter.grad)
-    made.step.optimizer.zero_grad(set_to_none=True)
+    made.policy.step.optimizer.zero_grad(set_to_none=True)
     loader.load_state_dict(state)
     return found
 
@@ -117,7 +117,7 @@ def outcome(world, folder, method, sizes):
     """Gradients of the first step, loss and norm of each, weights after the last."""
     made = trainer(world, folder, method=METHODS[method], **sizes)
     first, losses = gradients(made), learn(made, STEPS)
-    held = {name: t for name, t in made.weights.state_dict().items() if not t.is_meta}
+    held = {name: t for name, t in made.policy.weights.state_dict().items() if not t.is_meta}
     weights = {name: whole(tensor) for name, tensor in held.items()}
     return {"gradients": first, "losses": {"all": [*itertools.chain(*losses)]}, "weights": weights}
 

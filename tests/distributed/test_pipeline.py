@@ -113,9 +113,9 @@ def dropped(world, folder):
     parallel = {"pp_schedule": "interleaved"}
     made = trainer(world, folder, train=ONES, num_hidden_layers=4, parallel=parallel)
     found = []
-    made.step.gradients(
-        made.loader.next_window(),
-        made.stage.loss,
+    made.policy.step.gradients(
+        made.windows.loader.next_window(),
+        partial(made.stage.loss, "policy"),
         step=0,
         before=lambda index: found.append((seed_everything(0, index, *world.draws), torch.rand(1))),
         after=lambda index: None,

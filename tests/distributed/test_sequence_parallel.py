@@ -135,7 +135,7 @@ def test_tokens_that_do_not_divide_are_refused_not_waited_for(tmp_path):
     def forward(world):
         made = trainer(world, tmp_path, parallel=TWO)
         with pytest.raises(ValueError, match="5 tokens are not 2 equal parts"):
-            made.models.policy(input_ids=torch.arange(5)[None])
+            made.policy.module(input_ids=torch.arange(5)[None])
         return True
 
     assert ranks.run(2, forward, **TWO) == [True, True]

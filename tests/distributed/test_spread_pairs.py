@@ -48,7 +48,7 @@ def pairs(count=10):
 
 def rows(made):
     """The tokens of the first micro-batch, and whether prompts are shared there."""
-    batch = made.loader.window_at(0, 0)[0]
+    batch = made.windows.loader.window_at(0, 0)[0]
     return batch.input_ids.numel(), batch.branches is not None
 
 

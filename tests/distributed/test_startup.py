@@ -27,12 +27,12 @@ from surefoot.methods.lora import LoRA
 from surefoot.model.attention.packed import PromptSharing, use_packed
 from surefoot.model.pretrained.loading import load_model
 from surefoot.model.section import ModelSection
+from surefoot.network.meta import init_on_meta, select_prompt_sharing
 from surefoot.optim.adamw import AdamW
 from surefoot.parallel.world import ALONE
 from surefoot.recipe.recipe import Recipe
-from surefoot.run.assembly import assemble, build_policy
+from surefoot.run.assembly import assemble, open_policy
 from surefoot.stages.sft import SFT
-from surefoot.startup import init_on_meta, select_prompt_sharing, verify_packing_isolation
 from surefoot.storage import files
 from surefoot.training.saver import Saver
 from surefoot.training.section import TrainSection
@@ -58,18 +58,17 @@ def begun(world, folder, *, method=None, model=None, tokens=(), packing=False, p
         ),
         optim=AdamW(learning_rate=5e-3),
     )
-    policy = build_policy(recipe, folder, folders.tokenizer(extra=tokens), world)
+    policy = open_policy(recipe, folder, folders.tokenizer(extra=tokens), world)
     saver = Saver(
         output_dir=folder / "out",
         section=CheckpointSection(),
-        kind=recipe.method.kind,
+        kind=policy.weights.kind,
         companions={},
         steps={},
         world=world,
     )
     made = assemble(recipe, policy, EncodedData(small.examples(), {}, Report(())), saver, world)
-    if packing and policy.values is not None:
-        assert verify_packing_isolation(made.forward, policy.inner), "prompts may be shared"
+    assert policy.sharing.is_proven == packing, "prompts may be shared"
     return made
 
 

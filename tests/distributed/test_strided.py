@@ -21,11 +21,11 @@ FEW["train"]["global_batch_size"] = 4
 
 def numbered(made):
     """Give every row its number, as all processes agree on it."""
-    for name, tensor in made.weights.state_dict().items():
+    for name, tensor in made.policy.weights.state_dict().items():
         whole = tensor.full_tensor()
         rows = torch.arange(len(whole), dtype=torch.float32)
         whole = rows.reshape(-1, *(1,) * (whole.ndim - 1)).expand(whole.shape).contiguous()
-        found = local_box_of(name, tensor, made.weights.cuts_of(name))
+        found = local_box_of(name, tensor, made.policy.weights.cuts_of(name))
         found.values.copy_(whole[found.box.slices_in(found.box.whole(found.shape))])
         assert torch.equal(tensor.full_tensor(), whole), name  # torch's own gather agrees
         yield name, tensor
@@ -36,7 +36,7 @@ def boxes(tensor, name, made):
     sizes, start = compute_local_shape_and_global_offset(
         tensor.shape, tensor.device_mesh, tensor.placements
     )
-    found = local_box_of(name, tensor, made.weights.cuts_of(name))
+    found = local_box_of(name, tensor, made.policy.weights.cuts_of(name))
     held = [int(row[0]) for row in tensor.to_local()]
     ours = [*range(found.box.start[0], found.box.start[0] + found.box.shape[0])]
     return [*range(start[0], start[0] + sizes[0])], ours, held

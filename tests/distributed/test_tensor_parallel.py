@@ -79,9 +79,9 @@ def copies(world, folder, method, **changes):
     made = trainer(world, folder, method=method, attention_dropout=0.2, **UNEVEN, **changes)
     learn(made, STEPS)
     found = {}
-    for group in made.step.optimizer.param_groups:
+    for group in made.policy.step.optimizer.param_groups:
         for name, parameter in zip(group["names"], group["params"], strict=True):
-            one = local_box_of(name, parameter.detach(), made.weights.cuts_of(name))
+            one = local_box_of(name, parameter.detach(), made.policy.weights.cuts_of(name))
             found[name, one.box.start] = one.values.numpy().tobytes()
     return found
 

@@ -87,12 +87,12 @@ def test_the_files_are_those_that_one_process_writes(count, mesh, changes, tmp_p
 def test_from_pretrained_opens_it_as_it_lies(count, mesh, tmp_path):
     def work(world):
         made = trainer(world, tmp_path, **FULL)
-        return save(made, tmp_path), world.is_main and made.models.policy.config.to_json_string()
+        return save(made, tmp_path), world.is_main and made.policy.module.config.to_json_string()
 
     (saved, config), *_ = ranks.run(count, work, **mesh)
     (saved / "config.json").write_text(config)
     opened = AutoModelForCausalLM.from_pretrained(saved).state_dict()
-    expected = resume(trainer(ALONE, tmp_path, **FULL), saved).models.policy.state_dict()
+    expected = resume(trainer(ALONE, tmp_path, **FULL), saved).policy.module.state_dict()
     assert all(torch.equal(opened[name], tensor) for name, tensor in expected.items())
     assert load_file(saved / "model.safetensors").keys() <= expected.keys()
 
@@ -103,10 +103,10 @@ def test_peft_opens_an_adapter_as_it_lies(tmp_path):
 
     saved = ranks.run(2, work, tp=2)[0]
     made = resume(trainer(ALONE, tmp_path, **ADAPTER), saved)
-    made.models.policy.peft_config["default"].save_pretrained(saved)
+    made.policy.module.peft_config["default"].save_pretrained(saved)
     opened = PeftModel.from_pretrained(tiny.model(num_hidden_layers=2, **UNEVEN), saved).eval()
     ids = torch.arange(3, 20)[None]
-    assert torch.equal(opened(ids).logits, made.models.policy.eval()(ids).logits)
+    assert torch.equal(opened(ids).logits, made.policy.module.eval()(ids).logits)
 
 
 @pytest.mark.parametrize(("count", "mesh"), MESHES, ids=str)

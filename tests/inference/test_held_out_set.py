@@ -40,7 +40,7 @@ def trained_texts(recipe):
     """The questions in the training set of a run."""
     from surefoot.run.training_run import build
 
-    data = build(recipe).loader.order.examples
+    data = build(recipe).windows.loader.order.examples
     known = tokenizer()
     found = (known.decode(data[i]["input_ids"]) for i in range(len(data)))
     return {text.split("user\n")[1].split("<|im_end|>")[0] for text in found}

@@ -37,8 +37,8 @@ class Both:
 
 def start(recipe, folder):
     """Their model with our first adapter, or with our choice of what learns."""
-    policy = build(recipe).models.policy
-    if recipe.method.kind == "adapter":
+    policy = build(recipe).policy.module
+    if not recipe.method.saves_base_model:
         policy.save_pretrained(folder)
         return policy_of(recipe, folder)
     model = policy_of(recipe)
@@ -60,8 +60,8 @@ def train_both(folder, method):
         recipe,
         folder / "ours" / f"checkpoint-{HALF}",
         folder / "theirs" / f"checkpoint-{HALF}",
-        Path(recipe.model.path) if recipe.method.kind == "adapter" else None,
-        weights_of(ours.models.policy),
+        Path(recipe.model.path) if not recipe.method.saves_base_model else None,
+        weights_of(ours.policy.module),
         weights_of(theirs.model),
         {r["step"]: r["loss"] for r in ours.state.log_history},
         losses.of,

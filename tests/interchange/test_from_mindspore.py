@@ -51,16 +51,16 @@ def test_weights_moments_and_step_are_those_that_mindspore_saved(
     made = resumed(real / name, fresh(tmp_path))
     cut = {n: t for n, t in truth.items() if n.startswith(("adam_", "model.", "lm_head."))}
     wanted = to_huggingface(TensorsInMemory(cut), "legacy")
-    for ours, tensor in made.weights.state_dict().items():
+    for ours, tensor in made.policy.weights.state_dict().items():
         assert torch.equal(tensor, read_whole(wanted, ours))
-    moments = made.optimizer_state.state_dict()
+    moments = made.policy.optimizer_state.state_dict()
     assert len(moments) == 21
     for ours, slots in moments.items():
         assert slots["step"] == 20
         for prefix, slot in SLOTS.items():
             assert torch.equal(slots[slot], read_whole(wanted, f"{prefix}.{ours}"))
     assert made.state.global_step == 20
-    assert (made.loader.epoch, made.loader.window) == (10, 0)
+    assert (made.windows.loader.epoch, made.windows.loader.window) == (10, 0)
 
 
 def test_another_batch_size_is_another_step_after_as_many_examples(real, tmp_path, caplog):  # noqa: F811
@@ -68,7 +68,7 @@ def test_another_batch_size_is_another_step_after_as_many_examples(real, tmp_pat
     made = resumed(real / "mp4", fresh(tmp_path, global_batch_size=4))
     assert made.state.global_step == 40
     assert "its step 20 of 8 examples is step 40 of 4 here" in caplog.text
-    assert next(iter(made.optimizer_state.state_dict().values()))["step"] == 20
+    assert next(iter(made.policy.optimizer_state.state_dict().values()))["step"] == 20
 
 
 def test_what_does_not_come_along_is_said(real, tmp_path, caplog):  # noqa: F811
@@ -80,14 +80,14 @@ def test_what_does_not_come_along_is_said(real, tmp_path, caplog):  # noqa: F811
 
 def test_the_scale_of_fp16_comes_along(truth, tmp_path):  # noqa: F811
     folder = in_one_folder(truth, tmp_path, loss_scale=torch.tensor(4096.0))
-    assert resumed(folder, fresh(tmp_path, precision="fp16")).step.scaler.scale == 4096.0
+    assert resumed(folder, fresh(tmp_path, precision="fp16")).policy.step.scaler.scale == 4096.0
 
 
 def test_updates_that_overflowed_are_said(truth, tmp_path, caplog):  # noqa: F811
     folder = in_one_folder(truth, tmp_path, global_step=torch.tensor([17], dtype=torch.int32))
     made = resumed(folder, fresh(tmp_path))
     assert "the optimizer has made 17 updates in 20 steps" in caplog.text
-    assert next(iter(made.optimizer_state.state_dict().values()))["step"] == 17
+    assert next(iter(made.policy.optimizer_state.state_dict().values()))["step"] == 17
 
 
 EMBEDDING = "model.tok_embeddings.embedding_weight"
@@ -104,11 +104,11 @@ EMBEDDING = "model.tok_embeddings.embedding_weight"
 )
 def test_what_is_not_enough_is_refused_and_nothing_changed(truth, tmp_path, changes, problem):  # noqa: F811
     folder, made = in_one_folder(truth, tmp_path, **changes), fresh(tmp_path)
-    before = {name: tensor.clone() for name, tensor in made.weights.state_dict().items()}
+    before = {name: tensor.clone() for name, tensor in made.policy.weights.state_dict().items()}
     with pytest.raises(CheckpointError) as caught:
         resumed(folder, made)
     assert problem in str(caught.value)
-    after = made.weights.state_dict()
+    after = made.policy.weights.state_dict()
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
     assert made.state.global_step == 0
 

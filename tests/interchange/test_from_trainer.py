@@ -44,12 +44,12 @@ def load(folder, trainer, *, trust_pickle=True):
 
 def refusal(folder, trainer, **options):
     """Why ``folder`` is refused; nothing of the trainer has changed then."""
-    before = {name: p.detach().clone() for name, p in trainer.models.policy.named_parameters()}
+    before = {name: p.detach().clone() for name, p in trainer.policy.module.named_parameters()}
     with pytest.raises(CheckpointError) as caught:
         load(folder, trainer, **options)
-    for name, parameter in trainer.models.policy.named_parameters():
+    for name, parameter in trainer.policy.module.named_parameters():
         assert torch.equal(before[name], parameter), name
-    assert not trainer.step.optimizer.state
+    assert not trainer.policy.step.optimizer.state
     assert trainer.state.global_step == 0
     return str(caught.value)
 
@@ -175,7 +175,7 @@ def test_embeddings_that_peft_adds_to_an_adapter_must_be_the_bases(lora, adapter
     weights = load_file(adapter / "adapter_model.safetensors")
     trainer = trainer_of(lora, tmp_path)
     name = "base_model.model.model.embed_tokens.weight"
-    weights[name] = trainer.models.policy.state_dict()[name].clone()
+    weights[name] = trainer.policy.module.state_dict()[name].clone()
     save_file(weights, adapter / "adapter_model.safetensors", {"format": "pt"})
     assert load(adapter, trainer).state.global_step == HALF
     weights[name][0] += 1
@@ -311,7 +311,7 @@ def test_what_an_adapter_had_around_it_is_said(lora, adapter, tmp_path, caplog):
 def test_vectors_that_only_the_trainer_lets_decay_are_said(tmp_path, caplog):
     method = {"lora": {"rank": 2, "dora": True}}
     recipe = recipe_in(tmp_path, method=method)
-    build(recipe).models.policy.save_pretrained(tmp_path / "start")
+    build(recipe).policy.module.save_pretrained(tmp_path / "start")
     model = policy_of(recipe, tmp_path / "start")
     their_trainer(recipe, tmp_path / "theirs", model=model).train()
     load(tmp_path / "theirs" / "checkpoint-4", build(recipe))
@@ -321,7 +321,9 @@ def test_vectors_that_only_the_trainer_lets_decay_are_said(tmp_path, caplog):
 
 def test_moments_go_with_adamw_only(full, tmp_path):
     trainer = trainer_of(full, tmp_path)
-    trainer.step.optimizer = torch.optim.SGD(trainer.step.optimizer.param_groups, lr=0.1)
+    trainer.policy.step.optimizer = torch.optim.SGD(
+        trainer.policy.step.optimizer.param_groups, lr=0.1
+    )
     said = refusal(full.theirs, trainer)
     assert "holds AdamW's moments, but the recipe's optimizer is SGD" in said
 
@@ -348,7 +350,7 @@ def test_what_the_trainer_knew_of_itself_comes_over(full, theirs, tmp_path):
     assert [r["step"] for r in state.log_history] == [1, 2, 3, 4]
     assert state.train_loss_total == pytest.approx(sum(full.their_losses[i] for i in (1, 2, 3, 4)))
     assert state.max_steps == STEPS
-    assert (trainer.loader.epoch, trainer.loader.window) == (0, HALF)
+    assert (trainer.windows.loader.epoch, trainer.windows.loader.window) == (0, HALF)
 
 
 def test_numbers_that_json_has_no_word_for_come_over(full, theirs, tmp_path):
@@ -387,9 +389,9 @@ def test_the_scale_of_fp16_comes_over(full, theirs, tmp_path):
     scaler.scale(torch.ones(()))  # it keeps no state before its first use
     torch.save({**scaler.state_dict(), "_growth_tracker": 7}, theirs / "scaler.pt")
     trainer = trainer_of(full, tmp_path)
-    trainer.step.scaler.enabled = True
+    trainer.policy.step.scaler.enabled = True
     load(theirs, trainer)
-    assert (trainer.step.scaler.scale, trainer.step.scaler.calm_steps) == (512.0, 7)
+    assert (trainer.policy.step.scaler.scale, trainer.policy.step.scaler.calm_steps) == (512.0, 7)
 
 
 @pytest.mark.parametrize(
@@ -406,7 +408,7 @@ def test_the_place_in_the_epoch_is_kept_in_examples(full, theirs, tmp_path, step
     folder = theirs.rename(tmp_path / f"checkpoint-{step}")
     edit_json(folder / "trainer_state.json", global_step=step, epoch=epoch)
     trainer = load(folder, trainer_of(full, tmp_path))
-    assert (trainer.loader.epoch, trainer.loader.window) == place
+    assert (trainer.windows.loader.epoch, trainer.windows.loader.window) == place
 
 
 def test_an_order_that_is_not_the_trainers_is_said(full, theirs, tmp_path, caplog):

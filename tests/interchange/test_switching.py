@@ -33,7 +33,7 @@ def test_a_run_that_began_in_the_trainer_ends_as_if_it_had_never_left(both, tmp_
     load_trainer_checkpoint(both.theirs, ours, trust_pickle=True)
     assert ours.state.global_step == HALF
     ours.fit()
-    assert furthest(weights_of(ours.models.policy), both.their_weights) < ROUNDING
+    assert furthest(weights_of(ours.policy.module), both.their_weights) < ROUNDING
     losses = {r["step"]: r["loss"] for r in ours.state.log_history}
     assert list(losses) == list(range(1, 2 * HALF + 1)), "the log goes on"
     assert losses == pytest.approx(both.their_losses, abs=ROUNDING)

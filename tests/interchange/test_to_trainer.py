@@ -140,7 +140,7 @@ def test_dropout_rank_and_bias_of_every_kind_of_adapter_go_over(tmp_path):
     method = {"lora": {"rank": 2, "dora": True, "rslora": True, "modules_to_save": ["lm_head"]}}
     recipe = recipe_in(tmp_path, kind="qwen3", method=method, train={"max_steps": 2})
     trainer = build(recipe)
-    trainer.models.policy.save_pretrained(tmp_path / "start")
+    trainer.policy.module.save_pretrained(tmp_path / "start")
     trainer.fit()
     folder, base = recipe.train.output_dir / "checkpoint-2", Path(recipe.model.path)
     save_trainer_checkpoint(folder, tmp_path / "out", recipe=recipe, base=base)
@@ -160,7 +160,7 @@ def test_experts_go_over_although_files_and_modules_name_them_differently(tmp_pa
     MixtralForCausalLM(config).save_pretrained(recipe.model.path)
     ours = build(recipe)
     ours.fit()
-    expected = {n: p.detach().clone() for n, p in ours.models.policy.named_parameters()}
+    expected = {n: p.detach().clone() for n, p in ours.policy.module.named_parameters()}
     out = tmp_path / "out"
     save_trainer_checkpoint(recipe.train.output_dir / "checkpoint-2", out, recipe=recipe)
     with safe_open(out / "model.safetensors", "pt") as file:
@@ -176,5 +176,5 @@ def test_experts_go_over_although_files_and_modules_name_them_differently(tmp_pa
     again = build(replace(recipe, train=replace(recipe.train, output_dir=tmp_path / "again")))
     load_trainer_checkpoint(tmp_path / "theirs" / "checkpoint-3", again, trust_pickle=True)
     again.fit()
-    for name, parameter in again.models.policy.named_parameters():
+    for name, parameter in again.policy.module.named_parameters():
         torch.testing.assert_close(parameter.detach(), expected[name], atol=2e-6, rtol=0)

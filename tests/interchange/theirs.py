@@ -67,7 +67,7 @@ def policy_of(recipe, adapter=None):
 
 
 def their_trainer(recipe, folder, *callbacks, model=None, **changes):
-    examples = build(recipe).loader.order.examples
+    examples = build(recipe).windows.loader.order.examples
     items = [
         {"input_ids": list(map(int, e["input_ids"])), "labels": list(map(int, e["labels"]))}
         for e in (examples[i] for i in range(len(examples)))

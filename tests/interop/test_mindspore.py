@@ -156,9 +156,9 @@ def test_moments_of_a_run_fill_their_net_and_come_back_into_a_run(trained, tmp_p
     load_mindspore_checkpoint(tmp_path / "merged", made, base=trained / "model")
     assert made.state.global_step == 2
     whole = FolderSource(open_contents(checkpoint))
-    for name, tensor in made.weights.state_dict().items():
+    for name, tensor in made.policy.weights.state_dict().items():
         assert torch.equal(tensor, read_whole(whole, f"model/{name}"))
-    for name, slots in made.optimizer_state.state_dict().items():
+    for name, slots in made.policy.optimizer_state.state_dict().items():
         for slot, tensor in slots.items():
             assert torch.equal(tensor, read_whole(whole, f"optimizer/{name}.{slot}"))
 

@@ -93,4 +93,4 @@ def test_going_on_from_weights_alone_is_refused_and_starting_from_them_is_not(so
     with pytest.raises(CheckpointError, match=r"remove checkpoint.resume and set model.path="):
         build(load(path), resume=folder)
     made = build(load(path))
-    assert_equal(made.weights.state_dict(), tensors(sources["huggingface"]))
+    assert_equal(made.policy.weights.state_dict(), tensors(sources["huggingface"]))

@@ -138,12 +138,12 @@ def test_the_experts_of_a_mixture_are_not_lost_between_disk_and_module_names(tmp
     whole = small.trainer(tmp_path / "whole", model=model(), save_steps=4)
     whole.fit()
     resumed = small.trainer(tmp_path / "resumed", model=model(), save_steps=4)
-    for parameter in resumed.models.policy.parameters():
+    for parameter in resumed.policy.module.parameters():
         parameter.data.normal_()  # what is not restored would show
     small.resume(resumed, tmp_path / "whole" / "checkpoint-4").fit()
     small.assert_same_weights(small.weights(whole), small.weights(resumed))
     (tmp_path / "whole" / "checkpoint-8" / "config.json").write_text(
-        json.dumps(whole.models.policy.config.to_dict())
+        json.dumps(whole.policy.module.config.to_dict())
     )
     opened = AutoModelForCausalLM.from_pretrained(tmp_path / "whole" / "checkpoint-8")
     small.assert_same_weights(opened.state_dict(), small.weights(whole))

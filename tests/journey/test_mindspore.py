@@ -15,11 +15,11 @@ from surefoot.checkpoint.sources.source import FolderSource, read_whole
 from surefoot.inference.mindspore import write_mindspore
 from surefoot.inference.model_loading import open_model
 from surefoot.model.section import ModelSection
+from surefoot.network.meta import init_on_meta
 from surefoot.recipe.from_mindformers.conversion import convert
 from surefoot.recipe.recipe import load, read
 from surefoot.recipe.yaml import parse
 from surefoot.run.training_run import build, run
-from surefoot.startup import init_on_meta
 
 FORMS = {
     "full": TargetFormat(names="legacy-fused"),

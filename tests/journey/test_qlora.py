@@ -36,7 +36,7 @@ def project(folder, bits, *, method=LORA, **model):
 def test_it_learns_goes_on_to_the_bit_and_merges_into_the_whole_base(bits, tmp_path):
     whole = project(tmp_path / "whole", bits)
     built = build(load(whole.recipe))
-    kinds = {type(module).__name__ for module in built.models.policy.modules()}
+    kinds = {type(module).__name__ for module in built.policy.module.modules()}
     assert kinds & {"Linear4bit", "Linear8bitLt"}
     surefoot.train(whole.recipe)
     seen = list(losses(whole.run).values())

@@ -96,6 +96,6 @@ def test_the_logits_of_a_checkpoint_are_those_of_the_model_that_was_trained(shar
     trainer.fit()
     opened = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "checkpoint-3")
     ids = torch.arange(3, 40)[None]
-    policy = trainer.models.policy.eval()
+    policy = trainer.policy.module.eval()
     policy.set_attn_implementation("sdpa")
     assert torch.equal(opened(input_ids=ids).logits, policy(input_ids=ids).logits)

@@ -33,7 +33,7 @@ def _forget_what_was_compiled():
 
 def compiled(world, folder, *, backend="aot_eager", **changes):
     made = trainer(world, folder, **changes)
-    compile_layers(layers(made.models.policy), backend=backend)
+    compile_layers(layers(made.policy.module), backend=backend)
     return made
 
 
@@ -44,8 +44,8 @@ def compare(world, folder, *, backend="aot_eager", **changes):
     made = compiled(world, folder, backend=backend, **changes)
     for step, (ours, theirs) in enumerate(zip(learn(made, STEPS), expected, strict=True)):
         assert ours == pytest.approx(theirs, abs=CLOSE, rel=CLOSE), f"step {step}"
-    assert made.weights.state_dict().keys() == plain.weights.state_dict().keys()
-    named = [dict(one.models.policy.named_parameters()) for one in (made, plain)]
+    assert made.policy.weights.state_dict().keys() == plain.policy.weights.state_dict().keys()
+    named = [dict(one.policy.module.named_parameters()) for one in (made, plain)]
     assert named[0].keys() == named[1].keys()
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
@@ -106,14 +106,14 @@ def test_a_checkpoint_of_compiled_layers_is_one_of_plain_layers(tmp_path):
     made = compiled(ALONE, tmp_path)
     learn(made, 1)
     plain = resume(trainer(ALONE, tmp_path), save(made, tmp_path))
-    state = made.weights.state_dict()
-    assert all(torch.equal(state[name], t) for name, t in plain.weights.state_dict().items())
+    state = made.policy.weights.state_dict()
+    assert all(torch.equal(state[name], t) for name, t in plain.policy.weights.state_dict().items())
 
 
 def test_a_missing_compiler_is_said(tmp_path, monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     made = trainer(ALONE, tmp_path)
     with pytest.raises(RecipeError, match="no C\\+\\+ compiler 'no-such-compiler'"):
-        compile_layers(layers(made.models.policy))
+        compile_layers(layers(made.policy.module))
     with pytest.raises(RecipeError, match="no list of layers"):
         compile_layers([])

@@ -7,6 +7,7 @@ from test_outputs import LABELS, ROWS, flat, padded
 from torch import nn
 
 import tiny
+from surefoot.batch import OutputSpec
 from surefoot.model.attention.packed import use_packed
 from surefoot.model.head import outputs
 from surefoot.model.head.logprob_head import asked_head
@@ -15,7 +16,7 @@ KINDS = [*tiny.KINDS, *tiny.MORE]
 
 
 def learnt(model, batch, needs, head, smoothing):
-    found = outputs.compute(model, batch, needs, head=head, smoothing=smoothing)
+    found = outputs.compute(model, batch, OutputSpec(needs, smoothing=smoothing), head=head)
     model.zero_grad()
     value = found.smoothed if smoothing else found.total
     if "logps" in needs:
@@ -57,7 +58,7 @@ def test_a_model_that_caps_its_logits_speaks_as_before_afterwards():
     before = model(input_ids=ids).logits
     head = asked_head(model)
     assert head.softcap == 2.0
-    outputs.compute(model, padded(ROWS, LABELS), ("total",), head=head)
+    outputs.compute(model, padded(ROWS, LABELS), OutputSpec(("total",)), head=head)
     assert torch.equal(model(input_ids=ids).logits, before)
     assert before.abs().max() <= 2.0
 
@@ -101,5 +102,5 @@ def test_a_failing_model_gets_its_head_back():
     model = tiny.model()
     head = asked_head(model)
     with pytest.raises(IndexError):
-        outputs.compute(model, padded([[10_000] * 3], [[1] * 3]), ("total",), head=head)
+        outputs.compute(model, padded([[10_000] * 3], [[1] * 3]), OutputSpec(("total",)), head=head)
     assert model(input_ids=torch.tensor([[1]])).logits.shape == (1, 1, 64)

@@ -5,7 +5,7 @@ import torch
 from transformers.trainer_pt_utils import LabelSmoother
 
 import tiny
-from surefoot.batch import IGNORE_INDEX, Batch
+from surefoot.batch import IGNORE_INDEX, Batch, OutputSpec
 from surefoot.model.attention.packed import use_packed
 from surefoot.model.head import outputs
 
@@ -30,6 +30,7 @@ def flat(rows, labels):
     )
 
 
+NEEDS = ("logps", "entropies", "predictions")
 ROWS = [[5, 9, 11, 7], [8, 3], [4, 4, 6, 21, 30, 31]]
 LABELS = [[-100, -100, 11, 7], [-100, 3], [4, 4, -100, 21, 30, 31]]
 
@@ -56,7 +57,7 @@ def test_outputs_are_those_of_each_row_alone_in_reading_order(kind, make):
     reference, model = (tiny.model(kind, dtype=torch.float64) for _ in range(2))
     if make is flat:
         use_packed(model)
-    found = outputs.compute(model, make(ROWS, LABELS), ("logps", "entropies", "predictions"))
+    found = outputs.compute(model, make(ROWS, LABELS), OutputSpec(NEEDS))
     logps, entropies, best = expected(reference)
     torch.testing.assert_close(found.logps, logps)
     torch.testing.assert_close(found.entropies, entropies)
@@ -68,7 +69,7 @@ def test_smoothed_labels_are_those_of_the_trainer(make):
     reference, model = (tiny.model(dtype=torch.float64) for _ in range(2))
     if make is flat:
         use_packed(model)
-    found = outputs.compute(model, make(ROWS, LABELS), ("total",), smoothing=0.1)
+    found = outputs.compute(model, make(ROWS, LABELS), OutputSpec(("total",), smoothing=0.1))
     whole = reference(
         **{n: getattr(padded(ROWS, LABELS), n) for n in ("input_ids", "attention_mask")}
     )
@@ -79,14 +80,16 @@ def test_smoothed_labels_are_those_of_the_trainer(make):
 
 
 def test_what_was_not_asked_for_is_not_computed():
-    found = outputs.compute(tiny.model(), padded(ROWS, LABELS), ("logps",))
+    found = outputs.compute(tiny.model(), padded(ROWS, LABELS), OutputSpec(("logps",)))
     assert found.entropies is None
     assert found.predictions is None
 
 
 def test_a_batch_with_nothing_to_learn_gives_no_outputs_but_a_gradient_of_zero():
     model = tiny.model().requires_grad_(True)
-    found = outputs.compute(model, padded(ROWS, [[-100] * len(r) for r in ROWS]), ("logps",))
+    found = outputs.compute(
+        model, padded(ROWS, [[-100] * len(r) for r in ROWS]), OutputSpec(("logps",))
+    )
     assert found.logps.shape == (0,)
     found.logps.sum().backward()
     assert all(not p.grad.any() for p in model.parameters() if p.grad is not None)

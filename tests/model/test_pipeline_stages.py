@@ -9,6 +9,7 @@ import torch
 
 import small
 import tiny
+from surefoot.batch import OutputSpec
 from surefoot.data.text.collation import collate
 from surefoot.errors import RecipeError
 from surefoot.model.attention import packed
@@ -23,7 +24,7 @@ def test_stages_compose_to_the_model(kind, packing):
     whole, batch = tiny.model(kind), collate(small.examples(5), packing=packing)
     if packing:
         packed.use_packed(whole)
-    expected = outputs.compute(whole, batch, ("entropies",))
+    expected = outputs.compute(whole, batch, OutputSpec(("entropies",)))
     hidden = None
     for number in range(3):
         model = copy.deepcopy(whole)
@@ -32,7 +33,7 @@ def test_stages_compose_to_the_model(kind, packing):
             if number < 2:
                 hidden = outputs.hidden_states(model, batch, hidden)
             else:
-                found = outputs.compute(model, batch, ("entropies",), hidden=hidden)
+                found = outputs.compute(model, batch, OutputSpec(("entropies",)), hidden=hidden)
     assert torch.equal(found.logps, expected.logps)
     assert torch.equal(found.entropies, expected.entropies)
 
@@ -40,7 +41,7 @@ def test_stages_compose_to_the_model(kind, packing):
 @torch.no_grad()
 def test_two_stages_of_one_process_run_one_at_a_time():
     whole, batch = tiny.model(num_hidden_layers=5), collate(small.examples(5), packing=False)
-    expected = outputs.compute(whole, batch, ())
+    expected = outputs.compute(whole, batch, OutputSpec(()))
     models = [copy.deepcopy(whole) for _ in range(2)]
     stages = [keep(model, [place, place + 2], 4) for place, model in enumerate(models)]
     hidden = None
@@ -48,7 +49,7 @@ def test_two_stages_of_one_process_run_one_at_a_time():
         with stages[number % 2].only(number):
             hidden = outputs.hidden_states(models[number % 2], batch, hidden)
     with stages[1].only(3):
-        found = outputs.compute(models[1], batch, (), hidden=hidden)
+        found = outputs.compute(models[1], batch, OutputSpec(()), hidden=hidden)
     assert torch.equal(found.logps, expected.logps)
 
 

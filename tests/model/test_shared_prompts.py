@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 import tiny
-from surefoot.batch import IGNORE_INDEX, TrainedPositions, trained_positions
+from surefoot.batch import IGNORE_INDEX, OutputSpec, TrainedPositions, trained_positions
 from surefoot.data.text.collation import collate
 from surefoot.data.text.pairs import collate_pairs, split, unshared
 from surefoot.errors import ModelError
@@ -52,7 +52,7 @@ def learnt(model, batches, *, asked=False):
     """Log-probabilities, entropies, and the gradients of something that depends on all of them."""
     head = asked_head(model) if asked else None
     model.zero_grad()
-    found = [outputs.compute(model, batch, NEEDS, head=head) for batch in batches]
+    found = [outputs.compute(model, batch, OutputSpec(NEEDS), head=head) for batch in batches]
     logps, entropies = (torch.cat([getattr(one, name) for one in found]) for name in NEEDS)
     factors = torch.cos(torch.arange(len(logps)))
     (logps @ factors.to(logps) + entropies.square().sum()).backward()
@@ -122,7 +122,7 @@ def test_an_answer_does_not_see_the_other_one():
     is_rejected = row.extras["answer"] == 1
     with torch.no_grad():
         before, after = (
-            outputs.compute(model, replace(row, input_ids=ids), ("logps",)).logps
+            outputs.compute(model, replace(row, input_ids=ids), OutputSpec(("logps",))).logps
             for ids in (row.input_ids, other)
         )
     assert torch.equal(before[is_rejected], after[is_rejected])
@@ -140,7 +140,7 @@ def test_both_first_tokens_are_predicted_at_the_last_of_the_prompt():
 
 def flops(model, batch):
     with FlopCounterMode(display=False) as counter:
-        found = outputs.compute(model, batch, ("logps",)).logps
+        found = outputs.compute(model, batch, OutputSpec(("logps",))).logps
         found.sum().backward()
     return counter.get_total_flops()
 
@@ -168,7 +168,7 @@ def test_branches_move_with_a_batch_but_stay_on_the_host(device):
 def test_a_kernel_that_knows_no_branches_says_so():
     model = tiny.model()
     with pytest.raises(ModelError, match=r"cannot share a prompt.*model\.attention: sdpa"):
-        outputs.compute(model, collate_pairs(PAIRS, packing=True), ("logps",))
+        outputs.compute(model, collate_pairs(PAIRS, packing=True), OutputSpec(("logps",)))
 
 
 def test_a_kernel_for_rows_leaves_branches_to_the_documents_own():
@@ -186,7 +186,7 @@ def test_a_kernel_for_rows_leaves_branches_to_the_documents_own():
     found = learnt(model, [batch])
     assert not calls
     compare(found, learnt(plain, alone(PAIRS)), close=1e-4)
-    outputs.compute(model, unshared(batch), ("logps",))
+    outputs.compute(model, unshared(batch), OutputSpec(("logps",)))
     assert calls
 
 
@@ -208,7 +208,9 @@ def test_what_is_added_to_divide_a_row_is_no_branch():
     wide = widened(batch, 8)
     assert wide.branches.tolist() == [*batch.branches.tolist(), [3, 0, 0]]
     assert wide.branches.dtype == torch.int32
-    expected, found = (outputs.compute(model, one, ("logps",)).logps for one in (batch, wide))
+    expected, found = (
+        outputs.compute(model, one, OutputSpec(("logps",))).logps for one in (batch, wide)
+    )
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 

@@ -12,7 +12,7 @@ from transformers import (
     get_wsd_schedule,
 )
 
-from surefoot.optim.schedules import SHAPES, Schedule
+from surefoot.optim.schedules import SCHEDULES, Schedule
 
 
 def factors_of_transformers(make, steps):
@@ -53,7 +53,7 @@ def test_warm_up_rises_evenly_and_does_not_waste_the_first_step():
 
 
 @given(
-    st.sampled_from(sorted(SHAPES)),
+    st.sampled_from(sorted(SCHEDULES)),
     st.integers(1, 300),
     st.integers(0, 300),
     st.floats(0, 1),

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tiny
-from surefoot.batch import IGNORE_INDEX
+from surefoot.batch import IGNORE_INDEX, OutputSpec
 from surefoot.data.text.collation import collate
 from surefoot.errors import RecipeError
 from surefoot.model.attention import packed
@@ -44,8 +44,8 @@ def test_what_is_added_changes_no_log_probability(packing):
     if packing:
         packed.use_packed(model)
     batch = collate(features(7, 6), packing=packing)
-    expected = outputs.compute(model, batch, ())
-    found = outputs.compute(model, widened(batch, 8), ())
+    expected = outputs.compute(model, batch, OutputSpec(()))
+    found = outputs.compute(model, widened(batch, 8), OutputSpec(()))
     torch.testing.assert_close(found.logps, expected.logps, rtol=1e-12, atol=1e-12)
 
 

@@ -2,7 +2,8 @@ from pathlib import Path
 
 import pytest
 
-from surefoot.recipe.recipe_paths import locate, locate_model
+from surefoot.recipe.recipe_paths import locate_model
+from surefoot.schema.locations import locate
 
 
 @pytest.fixture

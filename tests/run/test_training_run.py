@@ -229,7 +229,7 @@ def test_an_adapter_new_or_continued_computes_in_one_pass(tmp_path):
     recipe = load(project.recipe, {"train.output_dir": str(tmp_path / "more")})
     for adapter in (None, project.run / "checkpoint-3"):
         model = replace(recipe.model, adapter=adapter)
-        policy = build(replace(recipe, model=model)).models.policy
+        policy = build(replace(recipe, model=model)).policy.module
         adapted = [m for m in policy.modules() if isinstance(m, Linear)]
         assert adapted
         assert all("forward" in vars(layer) for layer in adapted)

@@ -101,7 +101,7 @@ STAGES = [
 def test_the_loss_is_that_of_a_loop_over_pairs(stage, packing):
     batch = stage.collate(items(), packing=packing)
     said = outputs(batch)
-    loss = stage.loss(said, batch)
+    loss = stage.loss("policy", said, batch)
     expected, metrics = by_hand(stage, said.logps.tolist(), batch.extras["answer"].tolist())
     assert loss.total.item() == pytest.approx(expected, rel=1e-6)
     assert loss.weight == len(PAIRS)
@@ -116,7 +116,7 @@ def test_where_policy_and_reference_agree_the_loss_is_ln_2_and_no_reward_is_give
     batch = stage.collate(items(with_reference=False), packing=True)
     said = outputs(batch)
     batch.extras["reference"] = stage.answers(said, batch).detach().flatten()
-    loss = stage.loss(said, batch)
+    loss = stage.loss("policy", said, batch)
     assert loss.total.item() == pytest.approx(len(PAIRS) * math.log(2))
     for name in ("chosen", "rejected", "margins", "accuracies"):
         assert loss.metrics[f"rewards/{name}"] == 0
@@ -127,7 +127,7 @@ def test_a_pair_without_labels_counts_nothing(stage):
     blank = {**items()[0], "labels": [IGNORE_INDEX] * 9}
     batch = stage.collate([blank], packing=True)
     logps = torch.zeros(0, requires_grad=True)
-    loss = stage.loss(Outputs(logps), batch)
+    loss = stage.loss("policy", Outputs(logps), batch)
     loss.total.backward()  # all processes run backward
     assert loss.total == loss.weight == 0
     assert all(value == 0 for value in loss.metrics.values())

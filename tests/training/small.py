@@ -14,23 +14,25 @@ from surefoot.data.order.micro_batches import Batching
 from surefoot.data.text.collation import collate
 from surefoot.methods.full import Full
 from surefoot.model.attention import packed
-from surefoot.model.head import outputs
-from surefoot.model.precision import LossScaler, autocast
-from surefoot.model.pretrained.weights import AdapterWeights, FullWeights
+from surefoot.model.precision import LossScaler
+from surefoot.model.section import ModelSection
 from surefoot.model.seeding import seed_everything
+from surefoot.network.open import ON_THE_MESH, Draft, NetworkOptions, finish
 from surefoot.optim.adamw import AdamW
-from surefoot.optim.state import NamedState
-from surefoot.parallel.model_runner import plain
+from surefoot.parallel.world import ALONE
 from surefoot.stages.sft import SFT
 from surefoot.training.callback import Callbacks, Context, TrainerCallback
+from surefoot.training.evaluation import Evaluation, EvaluationSet
+from surefoot.training.learner import Learner
 from surefoot.training.log_accumulator import LogAccumulator
+from surefoot.training.precompute import NOTHING
 from surefoot.training.saver import Saver
 from surefoot.training.section import TrainSection
-from surefoot.training.stage import Models
 from surefoot.training.state import TrainerControl, TrainerState
 from surefoot.training.step import Step
 from surefoot.training.trainer import Trainer
 from surefoot.training.triggers import IntervalCallback, Trigger
+from surefoot.training.windows import Windows
 
 
 class Items(list):
@@ -105,7 +107,11 @@ def trainer(
     method = method or Full()
     seed_everything(section.seed, 1)
     policy = method.apply(inner)
-    make = lambda features: collate(features, packing=packing)  # noqa: E731
+    options = NetworkOptions(method=method, precision=precision)
+    draft = Draft(folder, ModelSection(path="unused"), None, ALONE, options)
+    draft.inner, draft.module = inner, policy
+    network = finish(draft, ON_THE_MESH)
+    stage, make = SFT(), lambda features: collate(features, packing=packing)
     loader = Loader(
         FullShuffle(items or examples(), section.seed),
         Batching(make, micro_batch_size=section.micro_batch_size, packing=packing),
@@ -115,41 +121,33 @@ def trainer(
     state = TrainerState(max_steps=section.max_steps, train_batch_size=section.micro_batch_size)
     control = TrainerControl()
     optim = optim or AdamW(learning_rate=5e-3, weight_decay=0.1)
-    optimizer = optim.build([(n, p) for n, p in policy.named_parameters() if p.requires_grad])
-
-    def forward(batch, needs=("logps",)):
-        with autocast(precision, batch.input_ids.device):
-            return outputs.compute(policy, batch, needs)
-
-    checkpoint = CheckpointSection(save_steps=save_steps, keep=keep)
+    trained = network.trained(optim, method.trainable)
+    step = Step(
+        trained.optimizer,
+        optim.schedule_over(section.max_steps),
+        network.engine.step_runner(stage.spec),
+        section.max_grad_norm,
+        LossScaler(enabled=precision == "fp16"),
+    )
+    learner = Learner(network, stage.spec, step, trained)
     flow = IntervalCallback(
         Trigger(section.log_steps),
         Trigger(section.eval_steps, section.eval_minutes, section.eval_epoch),
         Trigger(save_steps),
     )
-    context = Context(
-        section, policy, optimizer, folder, loader.num_examples, loader.steps_per_epoch
-    )
+    context = Context(section, policy, learner, folder, loader.num_examples, loader.steps_per_epoch)
+    sizes = section.micro_batch_size, section.global_batch_size
     return Trainer(
         section=section,
-        stage=SFT(),
-        models=Models(policy),
-        weights=AdapterWeights(policy) if method.kind == "adapter" else FullWeights(inner),
-        optimizer_state=NamedState(optimizer),
-        step=Step(
-            optimizer,
-            optim.schedule_over(section.max_steps),
-            plain(forward, torch.device("cpu")),
-            section.max_grad_norm,
-            LossScaler(enabled=precision == "fp16"),
-        ),
-        forward=lambda batch: forward(batch, ("logps", "predictions")),
-        loader=loader,
-        evals={"": [make(list(evals))]} if evals else {},
+        stage=stage,
+        learners={"policy": learner},
+        windows=Windows(loader, stage, no_context, NOTHING, section.seed),
+        evals={"": EvaluationSet(list(evals), NOTHING)} if evals else {},
+        evaluation=Evaluation(stage, network, no_context, make, *sizes, ALONE),
         saver=Saver(
             output_dir=folder,
-            section=checkpoint,
-            kind=method.kind,
+            section=CheckpointSection(save_steps=save_steps, keep=keep),
+            kind=network.weights.kind,
             companions={},
             steps={"log_steps": 1, "eval_steps": section.eval_steps, "save_steps": save_steps},
         ),
@@ -160,14 +158,17 @@ def trainer(
     )
 
 
+def no_context(_place):
+    """Stages that train on windows as loaded compute nothing."""
+
+
 def resume(built, folder):
     load(folder, built.states)
-    built.saver = replace(built.saver, resumed_from=folder)
-    return built
+    return replace(built, saver=replace(built.saver, resumed_from=folder))
 
 
 def weights(built):
-    return {name: p.detach().clone() for name, p in built.models.policy.state_dict().items()}
+    return {name: p.detach().clone() for name, p in built.policy.module.state_dict().items()}
 
 
 def assert_same_weights(a, b):

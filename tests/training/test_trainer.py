@@ -45,7 +45,10 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_run(method, packing, tmp_pat
     assert first_log.losses | second_log.losses == whole_log.losses
     assert second.state.train_loss_total == whole.state.train_loss_total
     assert [r["step"] for r in second.state.log_history] == [2, 4, 6, 8]
-    assert (second.loader.epoch, second.loader.window) == (whole.loader.epoch, whole.loader.window)
+    assert (second.windows.loader.epoch, second.windows.loader.window) == (
+        whole.windows.loader.epoch,
+        whole.windows.loader.window,
+    )
 
 
 def test_windows_made_ahead_change_no_bit_of_a_run_or_its_resume(tmp_path):
@@ -55,7 +58,7 @@ def test_windows_made_ahead_change_no_bit_of_a_run_or_its_resume(tmp_path):
     second = small.trainer(tmp_path / "cut", **cut)
     small.resume(second, tmp_path / "cut" / "checkpoint-3").fit()
     small.assert_same_weights(small.weights(second), small.weights(whole))
-    assert second.loader.state_dict() == whole.loader.state_dict()
+    assert second.windows.loader.state_dict() == whole.windows.loader.state_dict()
 
 
 def test_a_log_interval_that_spans_a_resume_reports_the_same_mean(tmp_path):
@@ -91,7 +94,7 @@ def test_one_step_is_that_of_a_plain_torch_loop(tmp_path):
     optim = AdamW(learning_rate=5e-3, weight_decay=0.1, epsilon=1e-4)
     options = {"max_steps": 1, "max_grad_norm": 0.1, "save_steps": None, "optim": optim}
     built = small.trainer(tmp_path, model=model, **options)
-    order = built.loader.order.indices(0, 0, 4)
+    order = built.windows.loader.order.indices(0, 0, 4)
     reference = tiny.model(dtype=torch.float64)
     optimizer = torch.optim.AdamW(
         [
@@ -103,8 +106,8 @@ def test_one_step_is_that_of_a_plain_torch_loop(tmp_path):
     )
     total, count = 0.0, 0
     for i in order:
-        ids = torch.tensor(built.loader.order.examples[i]["input_ids"])[None]
-        labels = torch.tensor(built.loader.order.examples[i]["labels"])[None]
+        ids = torch.tensor(built.windows.loader.order.examples[i]["input_ids"])[None]
+        labels = torch.tensor(built.windows.loader.order.examples[i]["labels"])[None]
         logits = reference(input_ids=ids).logits[:, :-1]
         total = total + torch.nn.functional.cross_entropy(
             logits.transpose(1, 2), labels[:, 1:], reduction="sum"
@@ -120,7 +123,7 @@ def test_one_step_is_that_of_a_plain_torch_loop(tmp_path):
     assert record["grad_norm"] == pytest.approx(float(norm), rel=1e-6)  # RMSNorm works in float32
     for name, value in reference.state_dict().items():
         torch.testing.assert_close(
-            built.models.policy.state_dict()[name], value, rtol=1e-5, atol=1e-6
+            built.policy.module.state_dict()[name], value, rtol=1e-5, atol=1e-6
         )
 
 
@@ -171,10 +174,10 @@ def test_half_precision_learns(precision, tmp_path):
 
 def test_fp16_gradients_that_overflow_lower_the_scale_and_move_nothing(tmp_path):
     built = small.trainer(tmp_path, max_steps=1, precision="fp16")
-    built.step.scaler.scale = 2.0**40
+    built.policy.step.scaler.scale = 2.0**40
     before = small.weights(built)
     built.fit()
-    assert built.step.scaler.scale == 2.0**39
+    assert built.policy.step.scaler.scale == 2.0**39
     small.assert_same_weights(small.weights(built), before)
 
 
@@ -182,10 +185,12 @@ class Poison(TrainerCallback):
     """Makes some windows of the data give nan, whenever they come."""
 
     def __init__(self, built, places):
-        self.built, self.places, self.inner = built, places, built.step.run_window
+        self.built, self.places, self.inner = built, places, built.policy.step.run_window
 
     def on_step_begin(self, args, state, control):
-        epoch, window = divmod(self.built.loader.epoch * 4 + self.built.loader.window - 1, 4)
+        epoch, window = divmod(
+            self.built.windows.loader.epoch * 4 + self.built.windows.loader.window - 1, 4
+        )
 
         def run(batches, loss, **hooks):
             losses = self.inner(batches, loss, **hooks)
@@ -193,7 +198,7 @@ class Poison(TrainerCallback):
                 losses[0].total.fill_(float("nan"))
             return losses
 
-        self.built.step.run_window = run
+        self.built.policy.step.run_window = run
 
 
 def poisoned(folder, place, *members, **options):
@@ -249,7 +254,7 @@ def test_rollback_remembers_every_window_that_it_left_out(tmp_path):
 
 def test_rollback_gives_up_when_everything_is_nan(tmp_path):
     built = small.trainer(tmp_path, on_nan="rollback", max_grad_norm=0.0)
-    next(built.models.policy.parameters()).data.fill_(float("nan"))
+    next(built.policy.module.parameters()).data.fill_(float("nan"))
     with pytest.raises(RunError, match="not a number"):
         built.fit()
 
@@ -342,7 +347,7 @@ def test_a_failed_save_stops_the_run_or_is_survived_as_the_recipe_says(tmp_path)
     (tmp_path / "b" / "checkpoint-3").mkdir(parents=True)
     built = small.trainer(tmp_path / "b")
     section = replace(built.saver.section, on_save_error="continue")
-    built.saver = replace(built.saver, section=section)
+    built = replace(built, saver=replace(built.saver, section=section))
     built.fit()
     assert {p.name for p in (tmp_path / "b").iterdir()} == {
         "checkpoint-3",
@@ -364,7 +369,7 @@ def test_predict_measures_and_changes_nothing(tmp_path):
     seen = small.Seen()
     built = small.trainer(tmp_path, seen)
     before = small.weights(built)
-    batches = [built.loader.batching.collate(small.examples(3))]
+    batches = [built.windows.loader.batching.collate(small.examples(3))]
     metrics = built.predict(batches)
     assert set(metrics) == {"predict_loss", "predict_perplexity", "predict_token_accuracy"}
     assert metrics["predict_perplexity"] == pytest.approx(math.exp(metrics["predict_loss"]))

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import shlex
-import time
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,9 +16,10 @@ from .table import cell, console, frame, in_bytes, print_json, table
 
 if TYPE_CHECKING:
     from ..forecast.bench.result import BenchResult
-    from ..forecast.bench.search import Changes, Search, Trial
+    from ..forecast.bench.search import Search, Trial
     from ..forecast.bench.single_rank import SingleRankRecipe
     from ..forecast.bench.subprocess_trial import Failure
+    from ..forecast.other_settings import Changes
 
 PHASES = {
     "data": "the next window: examples read, packed or padded",
@@ -29,9 +28,7 @@ PHASES = {
     "optimizer": "gradient normalization, clipping and the update of the weights",
     "rest": "everything else of the training loop",
 }
-LIMIT = 15 * 60.0  # seconds after which nothing more is tried
 _NUMBERS = ("of a step", "seconds", "tokens/s", "gain", "memory")
-_SLOWEST, _PATIENCE = 4, 600.0  # times as long as the recipe itself, and seconds to compile
 
 
 @click.command()
@@ -68,74 +65,25 @@ def bench(
     from ..recipe.recipe import load
 
     loaded = load(recipe, overrides)
+    from ..forecast.bench.fastest import as_data, find_fastest, settings
     from ..forecast.bench.single_rank import alone
 
     one = alone(loaded)
-    found = measured(one, steps, only_this=only_this)
-    command = ["surefoot", "train", str(recipe), *overrides, *_settings(found.best.changes)]
+    with Console(stderr=True).status("measuring the recipe") as status:
+
+        def tell(changes: Changes) -> None:
+            status.update(_trying(settings(changes)))
+
+        found = find_fastest(one, steps, only_this=only_this, on_try=tell)
+    command = ["surefoot", "train", str(recipe), *overrides, *settings(found.best.changes)]
     if as_json:
         print_json(as_data(found, one, command))
         return
     show(found, one, command)
 
 
-def measured(one: SingleRankRecipe, steps: int, *, only_this: bool) -> Search:
-    """The recipe itself and, unless ``only_this``, the other settings that were tried.
-
-    Raises:
-        SurefootError: the recipe cannot be trained, with the error of ``surefoot train``, or all
-            settings failed.
-    """
-    from ..errors import RunError, SurefootError
-    from ..forecast.bench.search import Search
-    from ..forecast.bench.subprocess_trial import Failure, measured
-    from ..recipe.recipe import read
-
-    began = time.monotonic()
-    timeout: float | None = None
-    screen = Console(stderr=True)
-    with screen.status("measuring the recipe") as status:
-
-        def measure(changes: Changes) -> BenchResult | Failure:
-            status.update(
-                f"trying {' '.join(_settings(changes))}" if changes else "measuring the recipe"
-            )
-            try:
-                return measured(read(one.recipe, changes), steps, timeout)
-            except SurefootError as error:
-                return Failure(str(error), type(error).__name__)
-
-        search = Search(one.recipe, measure, lambda: time.monotonic() - began > LIMIT)
-        for trial in search.run():
-            if isinstance(trial.outcome, Failure) and not trial.changes and trial.outcome.error:
-                raise trial.outcome.raised()
-            timeout = timeout or _SLOWEST * (time.monotonic() - began) + _PATIENCE
-            if only_this:
-                break
-    first = search.trials[0].outcome
-    if all(isinstance(trial.outcome, Failure) for trial in search.trials):
-        assert isinstance(first, Failure)
-        hint = (
-            "without --only-this, smaller settings are tried"
-            if only_this
-            else ("so did all other settings")
-        )
-        raise RunError(f"the recipe could not be measured: {first.reason} ({hint})")
-    return search
-
-
-def _settings(changes: Changes) -> list[str]:
-    return [f"{name}={str(value).lower()}" for name, value in changes.items()]
-
-
-def _gain(trial: Trial, first: Trial) -> float | None:
-    """The speed relative to the recipe; None if either failed."""
-    from ..forecast.bench.result import BenchResult
-
-    new, old = trial.outcome, first.outcome
-    if not isinstance(new, BenchResult) or not isinstance(old, BenchResult):
-        return None
-    return new.tokens_per_second / old.tokens_per_second
+def _trying(settings: list[str]) -> str:
+    return f"trying {' '.join(settings)}" if settings else "measuring the recipe"
 
 
 def show(found: Search, one: SingleRankRecipe, command: list[str]) -> None:
@@ -186,28 +134,31 @@ def _time_table(figures: BenchResult) -> Table:
 
 
 def _trials_table(found: Search) -> Table:
+    from ..forecast.bench.fastest import LIMIT, settings
+
     made = table("settings", "tokens/s", "gain", "memory", "besides", numbers=_NUMBERS)
     for trial in found.trials:
-        name = " ".join(_settings(trial.changes)) or "as it is"
+        name = " ".join(settings(trial.changes)) or "as it is"
         style = "bold" if trial is found.best else ""
         made.add_row(cell(name), *_results(trial, found.trials[0]), style=style)
     for changes in found.left_out:
         note = Text(f"not tried: the limit of {LIMIT / 60:.0f} minutes is reached", style="dim")
-        made.add_row(cell(" ".join(_settings(changes))), "", "", "", note)
+        made.add_row(cell(" ".join(settings(changes))), "", "", "", note)
     return made
 
 
 def _results(trial: Trial, first: Trial) -> list[str | Text]:
+    from ..forecast.bench.fastest import gain
     from ..forecast.bench.result import BenchResult
 
     figures = trial.outcome
     if not isinstance(figures, BenchResult):
         return ["", "", "", Text.assemble(("failed: ", "red"), cell(_first_line(figures)))]
-    gain = _gain(trial, first)
+    times = gain(trial, first)
     compiling = figures.compiling_seconds
     return [
         f"{figures.tokens_per_second:,.0f}",
-        "" if gain is None else f"× {gain:.2f}",
+        "" if times is None else f"× {times:.2f}",
         in_bytes(figures.peak_memory),
         Text(f"{compiling:.0f} s to compile" if compiling else "", style="dim"),
     ]
@@ -218,47 +169,13 @@ def _first_line(failure: Failure) -> str:
 
 
 def _verdict(found: Search, command: list[str]) -> Iterator[Text]:
+    from ..forecast.bench.fastest import gain
+
     best, first = found.best, found.trials[0]
     if not best.changes:
         yield Text("no setting is faster than the recipe beyond chance")
         return
-    gain = _gain(best, first)
-    how = "works" if gain is None else f"is {gain:.2f} times as fast"
+    times = gain(best, first)
+    how = "works" if times is None else f"is {times:.2f} times as fast"
     yield Text(f"this {how}, with the same result except for rounding:")
     yield Text.assemble("  ", (shlex.join(command), "bold"))
-
-
-def as_data(found: Search, one: SingleRankRecipe, command: list[str]) -> dict[str, object]:
-    """All figures, in bytes, tokens and seconds."""
-    first, best = found.trials[0], found.best
-    return {
-        "num_processes": one.num_processes,
-        "measured_processes": 1,
-        "examples_a_step": found.recipe.train.global_batch_size,
-        **_outcome(first, first),
-        "tried": [_outcome(trial, first) for trial in found.trials[1:]],
-        "left_out": [dict(changes) for changes in found.left_out],
-        "best": {"changes": dict(best.changes), "gain": _gain(best, first)},
-        "command": shlex.join(command),
-    }
-
-
-def _outcome(trial: Trial, first: Trial) -> dict[str, object]:
-    from ..forecast.bench.result import BenchResult
-
-    figures = trial.outcome
-    known: dict[str, object] = {"changes": dict(trial.changes)}
-    if not isinstance(figures, BenchResult):
-        return {**known, "failure": figures.reason}
-    return {
-        **known,
-        "failure": None,
-        "gain": _gain(trial, first),
-        "tokens_per_second": figures.tokens_per_second,
-        "trained_tokens_per_second": figures.trained_tokens_per_second,
-        "step_seconds": figures.step_seconds,
-        "utilisation": figures.utilisation,
-        "padding": figures.padding,
-        "shares": figures.shares,
-        **asdict(figures),
-    }

@@ -1,4 +1,4 @@
-"""``surefoot chat``: talk to a model on the terminal, or line by line from a script."""
+"""``surefoot chat``: talk to a model on the terminal, or let a script ask it line by line."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import re
 import sys
 import unicodedata
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import click
@@ -16,13 +15,12 @@ from .loading import loading
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ..generate.section import GenerateSection
     from ..inference.conversation import Answer, Conversation
 
 HELP = """\
-/clear          start a new conversation; the system message stays
-/system TEXT    set the system message; without TEXT, remove it
-/exit           exit; so does Ctrl-D. Ctrl-C ends a response early"""
+/clear          start anew; the system message stays
+/system TEXT    set the system message; without TEXT, take it away
+/exit           leave; so does Ctrl-D. Ctrl-C ends an answer early"""
 _COMMAND = re.compile(r"/([a-z]+)(?:\s+(.*))?", re.DOTALL)
 
 
@@ -31,8 +29,8 @@ _COMMAND = re.compile(r"/([a-z]+)(?:\s+(.*))?", re.DOTALL)
 @click.option("--base", help="The base model of an adapter, if it moved.")
 @click.option("--adapter", help="An adapter to put on the model of PATH.")
 @click.option("--system", help="A system message.")
-@click.option("--prompt", help="Ask this once, print the response and exit.")
-@click.option("--max-new-tokens", type=click.IntRange(1), help="Longest response in tokens.")
+@click.option("--prompt", help="Ask this once, print the answer and leave.")
+@click.option("--max-new-tokens", type=click.IntRange(1), help="Longest answer in tokens.")
 @click.option(
     "--temperature",
     type=click.FloatRange(0),
@@ -66,13 +64,12 @@ _COMMAND = re.compile(r"/([a-z]+)(?:\s+(.*))?", re.DOTALL)
 def chat(path: str, **options: object) -> None:
     """Talk to a model.
 
-    PATH is a run's folder (its best or latest checkpoint), a checkpoint, an adapter, a model
-    folder, a hub id, or a recipe. The chat template is the one saved with the model. Sampling
-    follows the run's recipe (section generate), and is greedy if there is none; options override
-    it.
+    PATH is a run's folder (its best or newest checkpoint), a checkpoint, an adapter, a model
+    folder, a hub id, or a recipe. The chat template is the one saved with the model. Sampling is
+    as the run's recipe says (section generate), greedy if there is none; options win.
 
-    When standard input is piped, each line is a separate conversation and gets one line of output;
-    line breaks in an answer are written \\n.
+    Piped, every line of standard input is a question of its own, and its answer is one line of
+    standard output, in which line breaks are written \\n.
     """
     conversation = _open(path, options)
     if options["prompt"] is not None:
@@ -85,6 +82,7 @@ def chat(path: str, **options: object) -> None:
 
 def _open(path: str, options: dict[str, object]) -> Conversation:
     with loading():
+        from ..generate.section import with_options
         from ..inference import Conversation, open_model
 
     opened = open_model(
@@ -102,21 +100,6 @@ def _open(path: str, options: dict[str, object]) -> Conversation:
     )
 
 
-def with_options(section: GenerateSection, options: dict[str, object]) -> GenerateSection:
-    """The recipe's generation settings, changed by the options of the command line."""
-    names = ("max_new_tokens", "temperature", "top_p", "top_k", "repetition_penalty")
-    given = {name: options[name] for name in names if options.get(name) is not None}
-    is_greedy = bool(options.get("greedy")) or given.get("temperature") == 0
-    if is_greedy:
-        given = {
-            name: given[name] for name in given if name not in ("temperature", "top_p", "top_k")
-        }
-        given["do_sample"] = False
-    elif given.keys() & {"temperature", "top_p", "top_k"}:
-        given["do_sample"] = True
-    return replace(section, **given)  # type: ignore[arg-type]
-
-
 def _ask_once(conversation: Conversation, text: str) -> None:
     show = _writer()
     note_plain(conversation)
@@ -127,9 +110,7 @@ def _ask_once(conversation: Conversation, text: str) -> None:
 
 
 def _ask_lines(conversation: Conversation) -> None:
-    """Respond to every line by itself; a line without a response gives an empty line, and a
-    reason.
-    """
+    """Answer every line by itself; one without an answer gives an empty line, and a reason."""
     from ..errors import SurefootError
 
     note_plain(conversation)
@@ -160,7 +141,7 @@ def _talk_on_terminal(conversation: Conversation, path: str) -> None:
 
 
 def talk(conversation: Conversation, console: Console, read: Callable[[], str]) -> None:
-    """Prompts from ``read``, responses to ``console``, until the input ends or /exit."""
+    """Questions from ``read``, answers to ``console``, until there are no more or /exit."""
     from ..errors import RunError, SurefootError
 
     note_plain(conversation)
@@ -175,15 +156,13 @@ def talk(conversation: Conversation, console: Console, read: Callable[[], str]) 
                 return
         except SurefootError as error:
             advice = (
-                "; the message was not added, /clear starts a new conversation"
-                if isinstance(error, RunError)
-                else ""
+                "; it was not taken in, /clear starts anew" if isinstance(error, RunError) else ""
             )
             console.print(f"{error}{advice}", style="yellow", markup=False)
 
 
 def _reply(conversation: Conversation, console: Console, line: str) -> bool:
-    """Run the command of the line; False to exit."""
+    """Do what the line says; False to leave."""
     from rich.text import Text
 
     if not line.strip():
@@ -216,7 +195,7 @@ def _obey(conversation: Conversation, console: Console, command: str, text: str)
 
 
 def note_plain(conversation: Conversation) -> None:
-    """Print once if the model has no chat template."""
+    """Say it once if the model cannot talk in turns."""
     if not conversation.has_template:
         click.echo(
             "this model has no chat template: every text is continued by itself, as plain text",
@@ -225,24 +204,24 @@ def note_plain(conversation: Conversation) -> None:
 
 
 def note_on(answer: Answer) -> str | None:
-    """A note if a response did not end by itself."""
+    """What is to be said of an answer that did not come to its own end."""
     return {
         "stop": None,
-        "length": "(truncated at max_new_tokens; --max-new-tokens N allows more)",
-        "window": "(truncated: the context length is reached; /clear starts a new conversation)",
+        "length": "(cut at max_new_tokens; --max-new-tokens N allows more)",
+        "window": "(cut: the context window is full; /clear starts anew)",
         "interrupted": "(interrupted)",
     }[answer.ending]
 
 
 def visible(text: str) -> str:
-    """``text`` without control characters: a model may write escape sequences too."""
+    """``text`` without what could command a terminal: a model may write escape sequences too."""
     return "".join(
         "\ufffd" if unicodedata.category(c) == "Cc" and c not in "\n\t" else c for c in text
     )
 
 
 def _writer() -> Callable[[str], None]:
-    """Writes pieces to standard output as they are generated."""
+    """Writes pieces to standard output as they come."""
     is_terminal = sys.stdout.isatty()
 
     def write(piece: str) -> None:

@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
-
-if TYPE_CHECKING:
-    from ..data.text.codec import Codec
-    from ..recipe.recipe import Recipe
 
 
 @click.command()
@@ -27,20 +21,10 @@ def encode(recipe: Path, overrides: tuple[str, ...]) -> None:
     """
     from ..model.pretrained.loading import resolve
     from ..recipe.recipe import load
+    from ..recipe.recipe_data import encode_datasets
     from ..run.assembly import build_codec
 
     loaded = load(recipe, overrides)
-    for line in lines(loaded, build_codec(loaded, resolve(loaded.model, weights=False))):
+    codec = build_codec(loaded, resolve(loaded.model, weights=False))
+    for line in encode_datasets(loaded, codec).lines():
         click.echo(line)
-
-
-def lines(recipe: Recipe, codec: Codec) -> Iterator[str]:
-    """Encode, and report the counts of the rows."""
-    from ..recipe.recipe_data import encode_all, prepared
-
-    if recipe.data.streaming:
-        reports = {report.name: report for report in encode_all(recipe, codec)}
-        for report in reports.values():
-            yield from report.lines()
-    else:
-        yield from prepared(recipe, codec).report.lines()

@@ -42,24 +42,12 @@ def convert(path: Path, overrides: tuple[str, ...]) -> None:
     what its datasets need in addition to the recipe, and the keys that were not used. OVERRIDES
     such as data.datasets=[mine] have precedence.
     """
-    from ..recipe.document import Document
-    from ..recipe.files import read_text
-    from ..recipe.from_mindformers.conversion import convert as from_mindformers
-    from ..recipe.overrides import override
-    from ..recipe.prediction import Prediction
-    from ..recipe.recipe import Recipe
-    from ..recipe.yaml import emit, parse
+    from ..recipe.from_mindformers.file import convert_file
 
-    found = from_mindformers(parse(read_text(path), str(path)))
-    kind = Prediction if found.is_prediction else Recipe
-    click.echo(emit(override(kind, Document(found.nested()), overrides).data), nl=False)
-    if found.is_prediction or not any(
-        override.startswith("data.datasets") for override in overrides
-    ):
-        for line in found.advice:
-            click.echo(line, err=True)
-    if found.left:
-        click.echo(f"not used: {', '.join(found.left)}", err=True)
+    found = convert_file(path, overrides)
+    click.echo(found.text, nl=False)
+    for note in found.notes:
+        click.echo(note, err=True)
 
 
 @recipe.command()

@@ -40,8 +40,8 @@ def train(recipe: Path, overrides: tuple[str, ...], trust_pickle: bool) -> None:
     with loading():
         from surefoot.run.training_run import run
 
-        if loaded.method.kind == "adapter":
-            importlib.import_module("peft")  # which the method will ask for
+        for name in loaded.method.packages:
+            importlib.import_module(name)
 
     outcome = run(loaded, trust_pickle=trust_pickle)
     if outcome.signal is not None:

@@ -12,12 +12,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import cast
+from typing import Literal, cast
 
 import numpy as np
 import torch
 from torch import nn
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+)
 from transformers.generation import BaseStreamer
 
 from .decode import Decode, TextStream
@@ -25,6 +30,21 @@ from .sampling import generation_config, padding
 from .section import GenerateSection
 
 Ids = Sequence[int]
+FinishReason = Literal["stop", "length", "context"]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A sampled response."""
+
+    ids: tuple[int, ...]  # with the stop token that ended it
+    logps: tuple[float, ...]  # of each id, at the sampling temperature, over all of the vocabulary
+    finish_reason: FinishReason  # context: prompt and response fill the model's context
+
+    @property
+    def text_ids(self) -> tuple[int, ...]:
+        """The ids without the stop token."""
+        return self.ids[:-1] if self.finish_reason == "stop" else self.ids
 
 
 @dataclass(frozen=True)
@@ -79,20 +99,93 @@ def answer(
 
     A prompt that fills the context length gets an empty response; see ``room``.
     """
-    answers: list[list[int]] = [[] for _ in prompts]
+    found = sample(
+        model,
+        prompts,
+        section,
+        stop_token_ids=stop_token_ids,
+        seed=seed,
+        on_answered=on_answered,
+        share=share,
+    )
+    return [list(found[i].text_ids) if i in found else [] for i in range(len(prompts))]
+
+
+def sample(
+    model: nn.Module,
+    prompts: Sequence[Ids],
+    section: GenerateSection,
+    *,
+    stop_token_ids: Sequence[int],
+    seed: int | None = None,
+    on_answered: Callable[[int], None] | None = None,
+    share: BatchSlice = EVERYTHING,
+) -> dict[int, Sample]:
+    """The responses to the prompts of ``share``, by the index of the prompt; arguments as of
+    ``answer``."""
+    found: dict[int, Sample] = {}
     allowed = [_allowed(model, prompt, section) for prompt in prompts]
     batches = _batches([len(p) for p in prompts], allowed, section.batch_size)
     for number, batch in enumerate(batches):
-        most = allowed[batch[0]]
-        if most and share.has(number):
-            config = generation_config(section, max_new_tokens=most, stop_token_ids=stop_token_ids)
+        if share.has(number):
+            most, given = allowed[batch[0]], [prompts[i] for i in batch]
             with _seeded(None if seed is None else _derived(seed, number), model):
-                found = _generate(model, [prompts[i] for i in batch], config)
-            for index, ids in zip(batch, found, strict=True):
-                answers[index] = _before_stop(ids, stop_token_ids)
+                made = _sampled(model, given, section, most, stop_token_ids)
+            found |= zip(batch, made, strict=True)
         if on_answered is not None:
             on_answered(len(batch))
-    return answers
+    return found
+
+
+def _sampled(
+    model: nn.Module,
+    prompts: Sequence[Ids],
+    section: GenerateSection,
+    most: int,
+    stop_token_ids: Sequence[int],
+) -> list[Sample]:
+    """One batch of responses of at most so many tokens."""
+    if not most:
+        return [Sample((), (), "context") for _ in prompts]
+    config = generation_config(section, max_new_tokens=most, stop_token_ids=stop_token_ids)
+    recorder = _LogProbabilities(section.temperature if section.do_sample else 1.0)
+    rows = _generate(model, prompts, config, recorder=recorder)
+    out_of_tokens: FinishReason = "length" if most == section.max_new_tokens else "context"
+    found = []
+    for ids, logps in zip(rows, recorder.of(rows), strict=True):
+        kept = len(_before_stop(ids, stop_token_ids))
+        is_over = kept < len(ids)
+        end = kept + is_over
+        reason = "stop" if is_over else out_of_tokens
+        found.append(Sample(tuple(ids[:end]), tuple(logps[:end]), reason))
+    return found
+
+
+class _LogProbabilities(LogitsProcessor):  # type: ignore[misc]
+    """Records the log-probability of each token that is sampled, from logits [B, V] of one step at
+    a time: all steps of them would not fit."""
+
+    def __init__(self, temperature: float) -> None:
+        self._temperature = temperature
+        self._next: torch.Tensor | None = None  # [B, V] log-probabilities of the next token
+        self._found: list[torch.Tensor] = []  # [B] of each token
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Leaves ``scores`` as they are."""
+        self._take(input_ids[:, -1])
+        self._next = torch.log_softmax(scores / self._temperature, dim=-1)
+        return scores
+
+    def _take(self, tokens_B: torch.Tensor) -> None:
+        if self._next is not None:
+            self._found.append(self._next.gather(-1, tokens_B[:, None])[:, 0])
+
+    def of(self, rows: Sequence[Sequence[int]]) -> list[list[float]]:
+        """[B, tokens] of the tokens in ``rows``, which are all that were sampled."""
+        assert self._next is not None
+        self._take(torch.tensor([row[-1] for row in rows], device=self._next.device))
+        found: list[list[float]] = torch.stack(self._found, dim=1).tolist()
+        return found
 
 
 def stream(
@@ -169,8 +262,10 @@ def _generate(
     prompts: Sequence[Ids],
     config: GenerationConfig,
     streamer: BaseStreamer | None = None,
+    recorder: LogitsProcessor | None = None,
 ) -> list[list[int]]:
-    """The ids after every prompt, including what follows a stop token."""
+    """The ids after every prompt, with whatever follows a stop token. A ``recorder`` gets the
+    logits of each step, penalties applied."""
     inner = _inner(model)
     longest = max(map(len, prompts))
     filler = padding(config.eos_token_id or ())
@@ -183,13 +278,15 @@ def _generate(
             attention_mask=torch.tensor(mask, device=inner.device),
             generation_config=config,
             streamer=streamer,
+            logits_processor=LogitsProcessorList([] if recorder is None else [recorder]),
+            synced_gpus=False,  # ranks with other prompts need not be waited for at each token
         )
     return cast(list[list[int]], found[:, longest:].tolist())
 
 
-def _before_stop(ids: list[int], stop_token_ids: Sequence[int]) -> list[int]:
+def _before_stop(ids: Sequence[int], stop_token_ids: Sequence[int]) -> list[int]:
     end = next((i for i, token_id in enumerate(ids) if token_id in stop_token_ids), len(ids))
-    return ids[:end]
+    return list(ids[:end])
 
 
 def _inner(model: nn.Module) -> PreTrainedModel:

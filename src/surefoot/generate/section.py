@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,3 +36,19 @@ class GenerateSection:
             raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
         if self.top_k < 0:
             raise ValueError(f"top_k must not be negative, got {self.top_k}")
+
+
+def with_options(section: GenerateSection, options: Mapping[str, object]) -> GenerateSection:
+    """Sampling with other settings; a setting that is None is left as it is. ``greedy``, or a
+    temperature of 0, turns sampling off; any setting that only sampling has turns it on."""
+    names = ("max_new_tokens", "temperature", "top_p", "top_k", "repetition_penalty")
+    given = {name: options[name] for name in names if options.get(name) is not None}
+    is_greedy = bool(options.get("greedy")) or given.get("temperature") == 0
+    if is_greedy:
+        given = {
+            name: given[name] for name in given if name not in ("temperature", "top_p", "top_k")
+        }
+        given["do_sample"] = False
+    elif given.keys() & {"temperature", "top_p", "top_k"}:
+        given["do_sample"] = True
+    return replace(section, **given)  # type: ignore[arg-type]

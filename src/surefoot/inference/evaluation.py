@@ -10,7 +10,7 @@ from itertools import pairwise
 
 import torch
 
-from ..batch import IGNORE_INDEX, Batch, Features, Outputs
+from ..batch import IGNORE_INDEX, Batch, Features, Outputs, OutputSpec
 from ..data.encoded import Dropped, Truncated
 from ..data.example import Example
 from ..data.order.micro_batches import Collate
@@ -21,8 +21,6 @@ from ..errors import DataError
 from ..generate.decode import decoder
 from ..generate.generation import room
 from ..model.attention.packed import PromptSharing, use_packed
-from ..model.head import outputs
-from ..model.head.logprob_head import asked_head
 from ..model.precision import autocast, choose
 from ..parallel.model_runner import Forward
 from ..parallel.section import ParallelSection
@@ -130,16 +128,13 @@ def references(
 @contextmanager
 def _running(opened: LoadedModel, recipe: Recipe) -> Iterator[tuple[Forward, Collate]]:
     """How a batch is run through the model and measured, and how it is built."""
-    needs, smoothed = measured(recipe.stage), smoothing(recipe.stage)
-    precision, is_alone = choose(recipe.train.precision), opened.world.mesh is None
-    model = opened.model if is_alone else opened.inner  # what is spread, and has the adapter in it
+    spec = OutputSpec(measured(recipe.stage), smoothing=smoothing(recipe.stage))
 
     def forward(batch: Batch) -> Outputs:
-        with autocast(precision, opened.device):
-            return outputs.compute(model, batch, needs, head=head, smoothing=smoothed)
+        with autocast(choose(recipe.train.precision), opened.device):
+            return opened.network.forward(batch, spec)
 
     with _packed(opened, recipe) as sharing:
-        head = asked_head(opened.inner) if is_alone else None
         yield forward, build_collate(recipe, sharing)
 
 

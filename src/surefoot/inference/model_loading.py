@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -13,24 +13,23 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..checkpoint.layouts import read_named, scattered
 from ..data.example import JSON, Message
 from ..data.section import DataSection
 from ..data.text.codec import Codec
 from ..data.text.templates import Template, load_template, saved_source
 from ..errors import ModelError, RecipeError
 from ..generate.section import GenerateSection
-from ..model.pretrained.adapter import attach
-from ..model.pretrained.loading import grow_embeddings, load_model, resolve, training_dtype
+from ..model.pretrained.loading import resolve
 from ..model.pretrained.tokenizer import FILES as TOKENIZER_FILES
 from ..model.pretrained.tokenizer import load_tokenizer
 from ..model.section import ModelSection
-from ..parallel.generation_sharding import shard_for_generation
+from ..network.draft import NetworkOptions
+from ..network.network import Network
+from ..network.open import open_network
 from ..parallel.section import ParallelSection
 from ..parallel.world import ALONE, World
 from ..recipe.recipe import Recipe
 from ..recipe.recipe_data import open_codec
-from ..startup import init_on_meta
 from .model_location import ADAPTER, ModelLocation, locate
 
 PLAINLY = ParallelSection()
@@ -41,11 +40,20 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 class LoadedModel:
     """A model in evaluation mode, with everything needed to generate."""
 
-    model: nn.Module
+    network: Network
     tokenizer: PreTrainedTokenizerBase
     template: Template | None  # None: it only continues plain text
     recipe: Recipe | None = None  # of the run that made it
-    world: World = ALONE  # whose processes answer together
+
+    @property
+    def model(self) -> nn.Module:
+        """The model with its adapter."""
+        return self.network.module
+
+    @property
+    def world(self) -> World:
+        """The processes that answer together."""
+        return self.network.world
 
     @cached_property
     def codec(self) -> Codec:
@@ -84,7 +92,7 @@ class LoadedModel:
     @property
     def inner(self) -> PreTrainedModel:
         """The transformers model, without an adapter's wrapper."""
-        return _without_wrapper(self.model)
+        return self.network.inner
 
 
 def open_model(
@@ -120,8 +128,8 @@ def open_model(
     section = ModelSection(path=str(parts.model), dtype=dtype, trust_remote_code=trust_remote_code)
     tokenizer = load_tokenizer(parts.tokenizer, trust_remote_code=trust_remote_code)
     template = load_template("auto", tokenizer) if saved_source(tokenizer) else None
-    model = _load(parts, section, tokenizer, world, parallel)
-    return LoadedModel(model, tokenizer, template, parts.recipe, world)
+    network = _open(parts, section, tokenizer, world, parallel)
+    return LoadedModel(network, tokenizer, template, parts.recipe)
 
 
 def open_start(
@@ -139,55 +147,26 @@ def open_start(
         folder = resolve(recipe.model)
     codec = open_codec(recipe, folder)
     parts = Parts(folder, recipe.model.adapter, folder, recipe)
-    model = _load(parts, recipe.model, codec.tokenizer, world, parallel)
+    network = _open(parts, recipe.model, codec.tokenizer, world, parallel)
     template = codec.template if recipe.stage.uses_template else None
-    return LoadedModel(model, codec.tokenizer, template, recipe, world)
+    return LoadedModel(network, codec.tokenizer, template, recipe)
 
 
-def _load_whole(
-    parts: Parts, section: ModelSection, tokenizer: PreTrainedTokenizerBase
-) -> nn.Module:
-    folder, weights = parts.model, parts.weights
-    values = scattered(folder) if weights is None else read_named(weights, folder)
-    model = load_model(folder, section, dtype=training_dtype(section), weights=values)
-    grow_embeddings(model, tokenizer)
-    return model if parts.adapter is None else attach(model, parts.adapter).eval()
-
-
-def _load(
+def _open(
     parts: Parts,
     section: ModelSection,
     tokenizer: PreTrainedTokenizerBase,
     world: World,
     parallel: ParallelSection,
-) -> nn.Module:
+) -> Network:
     """The model: in full, or only this rank's shards."""
-    if world.mesh is None:
-        return _load_whole(parts, section, tokenizer)
-    start = init_on_meta(parts.model, section, dtype=training_dtype(section), weights=parts.weights)
-    if start is None:
-        whole = _load_whole(parts, section, tokenizer)
-        shard_for_generation(_without_wrapper(whole), world, parallel)
-        return whole
-    grow_embeddings(start.model, tokenizer)
-    method: Callable[[PreTrainedModel], nn.Module] = _as_it_is
-    if parts.adapter is not None:
-        method = partial(attach, folder=parts.adapter)
-    wrapped, values = start.apply(method)
-    inner = start.model
-    values = values.of(inner)  # without the wrapper, which is not there when it answers
-    values.fill(inner, shard_for_generation(inner, world, parallel), world)
-    wrapped.eval()
-    return wrapped
-
-
-def _as_it_is(model: PreTrainedModel) -> nn.Module:
-    return cast(nn.Module, model)
-
-
-def _without_wrapper(model: nn.Module) -> PreTrainedModel:
-    is_plain = isinstance(model, PreTrainedModel)
-    return cast(PreTrainedModel, model if is_plain else model.get_base_model())  # type: ignore[operator]
+    plain = replace(section, adapter=parts.adapter, compile=False)
+    options = NetworkOptions(
+        parallel=parallel, weights=parts.weights, is_trainable=False, only_generates=True
+    )
+    network = open_network(parts.model, plain, tokenizer, world, options)
+    network.module.eval()
+    return network
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from ..data.text.prompts import Prompt
 from ..errors import DataError, TemplateError
 from ..generate.decode import decoder
-from ..generate.generation import BatchSlice, answer, context_length, room
+from ..generate.generation import context_length, room
 from ..generate.section import GenerateSection
 from .conversation import Answer, ending
 from .model_loading import LoadedModel
@@ -58,24 +58,14 @@ def answers_of(
     on_answered: Callable[[int], None] | None,
 ) -> list[list[int]]:
     """The responses of all replicas, on every rank; see ``engine.answer``."""
-    found = answer(
-        opened.model,
+    found = opened.network.generate(
         prompts,
         section,
-        stop_token_ids=opened.stop_token_ids,
         seed=seed,
+        stop_token_ids=opened.stop_token_ids,
         on_answered=on_answered,
-        share=_share(opened),
     )
-    parts = opened.world.gathered(found)  # with the empty answer to what a copy was not asked
-    return [max(answers, key=len) for answers in zip(*parts, strict=True)]
-
-
-def _share(opened: LoadedModel) -> BatchSlice:
-    """The batches of this rank: those of its replica."""
-    world = opened.world
-    copies = world.axes.get("dp_replicate", 1)
-    return BatchSlice(world.rank // (world.size // copies), copies)
+    return [list(one.text_ids) for one in found]
 
 
 def _ids(opened: LoadedModel, prompt: Prompt) -> list[int]:

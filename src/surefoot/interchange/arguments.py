@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from ..optim.adamw import AdamW
+from ..optim.optimizer import Optimizer
 from ..recipe.recipe import Recipe
-from ..training.stage import smoothing
 
 
 def training_arguments(recipe: Recipe, max_steps: int) -> dict[str, object]:
@@ -20,26 +19,17 @@ def training_arguments(recipe: Recipe, max_steps: int) -> dict[str, object]:
         "gradient_accumulation_steps": section.gradient_accumulation_steps,
         "max_grad_norm": section.max_grad_norm,
         "seed": section.seed,
-        "label_smoothing_factor": smoothing(recipe.stage),
-        **_optimizer(recipe.optim, max_steps),
+        "label_smoothing_factor": recipe.stage.spec.smoothing,
+        "learning_rate": recipe.optim.learning_rate,
+        **recipe.optim.trainer_arguments(),
+        **_schedule(recipe.optim, max_steps),
     }
     if section.precision in ("bf16", "fp16"):
         found[section.precision] = True
     return found
 
 
-def _optimizer(optim: AdamW, max_steps: int) -> dict[str, object]:
-    return {
-        "learning_rate": optim.learning_rate,
-        "weight_decay": optim.weight_decay,
-        "adam_beta1": optim.beta1,
-        "adam_beta2": optim.beta2,
-        "adam_epsilon": optim.epsilon,
-        **_schedule(optim, max_steps),
-    }
-
-
-def _schedule(optim: AdamW, max_steps: int) -> dict[str, object]:
+def _schedule(optim: Optimizer, max_steps: int) -> dict[str, object]:
     schedule = optim.schedule_over(max_steps)
     name: str = schedule.name
     settings: dict[str, object] = {}

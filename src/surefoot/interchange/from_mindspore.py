@@ -73,8 +73,8 @@ def load_mindspore_checkpoint(folder: Path, trainer: Trainer, *, base: Path) -> 
         logger.warning("%s: %s", folder.name, line)
 
     _fill_together(source, trainer, progress.num_updates)
-    if trainer.step.scaler.enabled and progress.loss_scale is not None:
-        trainer.step.scaler.load_state_dict({"scale": progress.loss_scale, "calm_steps": 0})
+    if trainer.policy.step.scaler.enabled and progress.loss_scale is not None:
+        trainer.policy.step.scaler.load_state_dict({"scale": progress.loss_scale, "calm_steps": 0})
     _take_place(progress, trainer)
 
 
@@ -112,16 +112,16 @@ def _anew(folder: Path) -> str:
 
 def _refuse_unlike(folder: Path, trainer: Trainer) -> None:
     """Reject a method and an optimizer to which MindSpore's moments do not belong."""
-    if isinstance(trainer.weights, AdapterWeights):
+    if isinstance(trainer.policy.weights, AdapterWeights):
         raise CheckpointError(
             f"{folder}: it contains a full model and its moments, but the recipe's method "
             f"trains an adapter; set method to full, or {_anew(folder)} to train an adapter of "
             "its weights"
         )
-    if not isinstance(trainer.step.optimizer, torch.optim.AdamW):
+    if not isinstance(trainer.policy.step.optimizer, torch.optim.AdamW):
         raise CheckpointError(
-            f"{folder}: it contains AdamW's moments, but the recipe's optimizer is "
-            f"{type(trainer.step.optimizer).__name__}; set optim to adamw"
+            f"{folder}: it holds AdamW's moments, but the recipe's optimizer is "
+            f"{type(trainer.policy.step.optimizer).__name__}; set optim to adamw"
         )
 
 
@@ -129,7 +129,7 @@ def _refuse_other(source: TensorSource, trainer: Trainer, folder: Path) -> None:
     """Reject weights of another model, and moments of other parameters."""
     shapes = source.shapes()
     theirs = {name: shape for name, shape in shapes.items() if not name.startswith(MOMENTS)}
-    ours = {name: tuple(t.shape) for name, t in trainer.weights.state_dict().items()}
+    ours = {name: tuple(t.shape) for name, t in trainer.policy.weights.state_dict().items()}
     odd = sorted(ours.keys() ^ theirs.keys()) or [n for n in ours if ours[n] != theirs[n]]
     if odd:
         here, there = (_shape(found.get(odd[0])) for found in (ours, theirs))
@@ -152,7 +152,7 @@ def _with_fused_moments(source: TensorSource, trainer: Trainer) -> TensorSource:
     """``source``, with the moments of experts fused as their parameters are in memory.
     Parameters in a pipeline have other names, and are not changed.
     """
-    weights = trainer.weights
+    weights = trainer.policy.weights
     if not isinstance(weights, FullWeights) or trainer.world.pp > 1:
         return source
     shapes = source.shapes()
@@ -179,7 +179,7 @@ def _shape(found: tuple[int, ...] | None) -> str:
 
 def _learning(trainer: Trainer) -> Iterator[tuple[str, torch.Tensor]]:
     """The trainable parameters of this rank, by their names in the optimizer's state."""
-    for group in trainer.step.optimizer.param_groups:
+    for group in trainer.policy.step.optimizer.param_groups:
         yield from zip(group["names"], group["params"], strict=True)
 
 
@@ -187,7 +187,7 @@ def _fill_together(source: TensorSource, trainer: Trainer, num_updates: int) -> 
     """Raise an error of one rank on all ranks, so that none waits for another."""
     problem = None
     try:
-        _fill_weights(source, trainer.weights)
+        _fill_weights(source, trainer.policy.weights)
         _fill_moments(source, trainer, num_updates)
     except CheckpointError as error:
         problem = str(error)
@@ -212,19 +212,19 @@ def _fill_moments(source: TensorSource, trainer: Trainer, num_updates: int) -> N
         moments[name] = {"step": torch.tensor(float(num_updates))}
         for prefix, slot in _SLOTS.items():
             found = torch.zeros_like(parameter, dtype=torch.float32)
-            cuts = cuts_of(trainer.optimizer_state, f"{name}.{slot}")
+            cuts = cuts_of(trainer.policy.optimizer_state, f"{name}.{slot}")
             local_box_of(name, found, cuts).fill(partial(source.read, prefix + name))
             moments[name][slot] = found
-    trainer.optimizer_state.load_state_dict(moments)
+    trainer.policy.optimizer_state.load_state_dict(moments)
 
 
 def _differences(progress: Progress, trainer: Trainer) -> Iterator[str]:
     """Differences between the two runs, for the log."""
     if progress.num_updates != progress.step_num:
         yield f"the optimizer has made {progress.num_updates} updates in {progress.step_num} steps"
-    step = _step(progress, trainer.loader)
-    peak = trainer.step.optimizer.param_groups[0]["lr"]
-    now, was = peak * trainer.step.schedule.factor(step), progress.learning_rate
+    step = _step(progress, trainer.windows.loader)
+    peak = trainer.policy.step.optimizer.param_groups[0]["lr"]
+    now, was = peak * trainer.policy.step.schedule.factor(step), progress.learning_rate
     if was and not any(math.isclose(was, rate, rel_tol=1e-5) for rate in (peak, now)):
         yield f"its learning rate is {was:.4g}; the next one here is {now:.4g}, of at most {peak:g}"
 
@@ -242,7 +242,7 @@ def _take_place(progress: Progress, trainer: Trainer) -> None:
     """Go to the window of the step, in Surefoot's data order. If the length of an epoch is
     unknown, all steps count as the first epoch.
     """
-    loader, step = trainer.loader, _step(progress, trainer.loader)
+    loader, step = trainer.windows.loader, _step(progress, trainer.windows.loader)
     if step != progress.step_num:
         logger.info(
             "MindSpore's step %d with %d examples per step is step %d with %d examples per step",

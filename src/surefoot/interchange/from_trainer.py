@@ -53,8 +53,8 @@ def load_trainer_checkpoint(folder: Path, trainer: Trainer, *, trust_pickle: boo
             another model, method or optimizer.
     """
     progress = check_trainer_checkpoint(folder, trust_pickle=trust_pickle)
-    policy = trainer.models.policy
-    source = open_same(folder, policy, trainer.weights)
+    policy = trainer.policy.module
+    source = open_same(folder, policy, trainer.policy.weights)
     saved = read_pickle(folder / OPTIMIZER)
     moments = _moments(folder, trainer, moments_by_name(saved, policy, folder / OPTIMIZER))
     extras = _Extras(*(_optional(folder / name) for name in (SCHEDULER, SCALER, RANDOM)))
@@ -65,11 +65,11 @@ def load_trainer_checkpoint(folder: Path, trainer: Trainer, *, trust_pickle: boo
         _take_random(extras.random, folder / RANDOM, trainer.states["random"])
 
     _load_weights(source, trainer)
-    trainer.optimizer_state.load_state_dict(moments)
+    trainer.policy.optimizer_state.load_state_dict(moments)
     if scale is not None:
-        trainer.step.scaler.load_state_dict(scale)
+        trainer.policy.step.scaler.load_state_dict(scale)
     _take_progress(progress, trainer)
-    _take_place(progress, trainer.loader)
+    _take_place(progress, trainer.windows.loader)
 
 
 def check_trainer_checkpoint(folder: Path, *, trust_pickle: bool) -> Progress:
@@ -108,21 +108,21 @@ def _refusal(folder: Path) -> str:
 @torch.no_grad()
 def _load_weights(source: TensorSource, trainer: Trainer) -> None:
     """Tensor by tensor into the existing ones, so that no second model is in memory."""
-    current = trainer.weights.state_dict()
+    current = trainer.policy.weights.state_dict()
     for name, tensor in current.items():
         tensor.copy_(read_whole(source, name))
-    trainer.weights.load_state_dict(current)
+    trainer.policy.weights.load_state_dict(current)
 
 
 def _moments(folder: Path, trainer: Trainer, by_module: Moments) -> Moments:
     """The same moments under the names of Surefoot's optimizer state."""
-    optimizer = trainer.step.optimizer
+    optimizer = trainer.policy.step.optimizer
     if not isinstance(optimizer, torch.optim.AdamW):
         raise CheckpointError(
             f"{folder / OPTIMIZER}: it contains AdamW's moments, but the recipe's optimizer is "
             f"{type(optimizer).__name__}; set optim to adamw"
         )
-    names = {id(p): name for name, p in trainer.models.policy.named_parameters()}
+    names = {id(p): name for name, p in trainer.policy.module.named_parameters()}
     return {
         ours: by_module[names[id(parameter)]]
         for group in optimizer.param_groups
@@ -160,15 +160,15 @@ def _differences(
 def _other_settings(
     theirs: Sequence[Mapping[str, Any]], scheduler: object, step: int, trainer: Trainer
 ) -> Iterator[str]:
-    ours = trainer.step.optimizer.param_groups
+    ours = trainer.policy.step.optimizer.param_groups
     for key, name in HYPERPARAMETERS.items():
         was, now = theirs[0].get(key), ours[0][key]
         has_none = key == "weight_decay" and not now and len(ours) == 1  # vectors alone learn
         if _numbers(was) not in (None, _numbers(now)) and not has_none:
             yield f"optim.adamw.{name} was {was} and is {now} now"
     if ours[0]["weight_decay"]:
-        decay = trainer_groups(trainer.models.policy)[0]
-        names = {id(p): name for name, p in trainer.models.policy.named_parameters()}
+        decay = trainer_groups(trainer.policy.module)[0]
+        names = {id(p): name for name, p in trainer.policy.module.named_parameters()}
         here = {names[id(p)] for g in ours if g["weight_decay"] for p in g["params"]}
         if odd := sorted(here ^ set(decay)):
             yield (
@@ -177,7 +177,7 @@ def _other_settings(
             )
     rates = scheduler.get("_last_lr") if isinstance(scheduler, Mapping) else None
     if isinstance(rates, list) and rates and isinstance(rates[0], float):
-        rate = ours[0]["lr"] * trainer.step.schedule.factor(step)
+        rate = ours[0]["lr"] * trainer.policy.step.schedule.factor(step)
         if not math.isclose(rate, rates[0], rel_tol=1e-6, abs_tol=1e-12):
             yield f"the Trainer's next learning rate was {rates[0]:.4g}; it is {rate:.4g} now"
 

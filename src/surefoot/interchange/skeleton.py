@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
-from ..errors import ModelError
-from ..model.pretrained.weights import AdapterWeights, FullWeights, trained
+from ..model.pretrained.weights import FullWeights
+from ..network.draft import NetworkOptions
+from ..network.network import Network
+from ..network.open import open_network
+from ..network.tensors import MetaTensors
+from ..parallel.world import ALONE
 from ..recipe.recipe import Recipe
 
 
@@ -19,25 +21,33 @@ from ..recipe.recipe import Recipe
 class Skeleton:
     """On the meta device, without memory for values."""
 
-    policy: nn.Module  # with the adapter, if the run trains one
-    inner: PreTrainedModel
-    weights: FullWeights | AdapterWeights
+    network: Network
+
+    @property
+    def policy(self) -> nn.Module:
+        """With the adapter, if the run trains one."""
+        return self.network.module
+
+    @property
+    def inner(self) -> PreTrainedModel:
+        """Without it."""
+        return self.network.inner
 
     def names(self) -> dict[str, str]:
         """The trainable parameters' names in the model -> in the optimizer's state."""
-        ours = {id(parameter): name for name, parameter in trained(self.policy, self.weights)}
+        in_files = {id(parameter): name for name, parameter in self.network.named.items()}
         return {
-            name: ours[id(parameter)]
+            name: in_files[id(parameter)]
             for name, parameter in self.policy.named_parameters()
             if parameter.requires_grad
         }
 
     def converted(self) -> bool:
         """Whether the weight files of this architecture contain other tensors than its modules."""
-        if not isinstance(self.weights, FullWeights):
+        if not isinstance(self.network.weights, FullWeights):
             return False
         tied = set(self.inner.all_tied_weights_keys)
-        return set(self.inner.state_dict()) - tied != set(self.weights.state_dict())
+        return set(self.inner.state_dict()) - tied != set(self.network.weights.state_dict())
 
 
 def build_skeleton(model: Path, adapter: Path | None, recipe: Recipe) -> Skeleton:
@@ -47,25 +57,6 @@ def build_skeleton(model: Path, adapter: Path | None, recipe: Recipe) -> Skeleto
         model: the folder with ``config.json``.
         adapter: the folder with ``adapter_config.json``, if the run trains an adapter.
     """
-    trust = recipe.model.trust_remote_code
-    try:
-        config = AutoConfig.from_pretrained(model, trust_remote_code=trust)
-        with torch.device("meta"):
-            inner = AutoModelForCausalLM.from_config(config, trust_remote_code=trust)
-            policy = recipe.method.apply(inner) if adapter is None else _wrapped(inner, adapter)
-    except (ValueError, OSError, ImportError, KeyError) as error:
-        raise ModelError(f"{model}: cannot read the model: {str(error).splitlines()[0]}") from None
-    return Skeleton(
-        policy, inner, FullWeights(inner) if adapter is None else AdapterWeights(policy)
-    )
-
-
-def _wrapped(model: PreTrainedModel, adapter: Path) -> nn.Module:
-    from peft import PeftConfig, get_peft_model
-
-    config = PeftConfig.from_pretrained(str(adapter))
-    config.inference_mode = config.init_lora_weights = False
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what they say was said when the run began
-        wrapped: nn.Module = get_peft_model(model, config)
-    return wrapped
+    section = replace(recipe.model, adapter=adapter, gradient_checkpointing=False)
+    options = NetworkOptions(method=recipe.method)
+    return Skeleton(open_network(model, section, None, ALONE, options, MetaTensors()))

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar
 
+from .. import model as models
 from ..errors import RecipeError
+from ..model.section import ModelSection
 from ..model.targets import children, decoder_layers
+from ..schema import Problem
+from .rules import problems_of_own_weights
 
 if TYPE_CHECKING:
     from torch import nn
+    from transformers import PreTrainedModel
+
+    from ..network.method import UnshardedWeights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,7 +25,8 @@ class Freeze:
     """Tune the last (or first) layers, or some modules of them, and any modules outside the
     layers."""
 
-    kind: ClassVar[Literal["full", "adapter"]] = "full"
+    saves_base_model: ClassVar[bool] = True
+    packages: ClassVar[Sequence[str]] = ()
 
     num_layers: int = 2
     """Layers to tune: the last ones if positive, the first ones if negative."""
@@ -57,6 +66,18 @@ class Freeze:
                 raise RecipeError(_no_module("extra_modules", name, sorted(outside)))
             outside[name].requires_grad_(True)
         return model
+
+    def weights(self, module: nn.Module, inner: PreTrainedModel) -> UnshardedWeights:
+        """All weights of the model, frozen ones included."""
+        return models.FullWeights(inner)
+
+    def trainable(self, step: int, names: Sequence[str]) -> Collection[str]:
+        """All that ``apply`` did not freeze, at every step."""
+        return names
+
+    def problems(self, model: ModelSection) -> Iterator[Problem]:
+        """What must hold for weights that are trained themselves."""
+        return problems_of_own_weights("freeze", model)
 
     def _inside(self, layer: nn.Module) -> list[nn.Module]:
         if self.modules == ("all",):

@@ -3,21 +3,29 @@ format."""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar
 
+from .. import model as models
 from ..errors import RecipeError
+from ..model.section import ModelSection
 from ..model.targets import linear_names
+from ..schema import Problem
 
 if TYPE_CHECKING:
     from torch import nn
+    from transformers import PreTrainedModel
+
+    from ..network.method import UnshardedWeights
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoRA:
     """Learn a low-rank update ``scale * B A`` of chosen linear maps; the base stays frozen."""
 
-    kind: ClassVar[Literal["full", "adapter"]] = "adapter"
+    saves_base_model: ClassVar[bool] = False
+    packages: ClassVar[Sequence[str]] = ("peft",)
 
     rank: int = 8
     """Rank of the update."""
@@ -64,6 +72,18 @@ class LoRA:
         )
         wrapped: nn.Module = get_peft_model(model, config)
         return wrapped
+
+    def weights(self, module: nn.Module, inner: PreTrainedModel) -> UnshardedWeights:
+        """The adapter alone."""
+        return models.AdapterWeights(module)
+
+    def trainable(self, step: int, names: Sequence[str]) -> Collection[str]:
+        """The whole adapter, at every step."""
+        return names
+
+    def problems(self, model: ModelSection) -> Iterator[Problem]:
+        """None: a base that stays frozen may be quantized, and an adapter continued."""
+        return iter(())
 
     def _check(self, model: nn.Module) -> None:
         linear = linear_names(model)

@@ -1,1 +1,15 @@
-"""A pretrained model: loading, packed attention, outputs."""
+"""A pretrained model: loading, packed attention, outputs, and what files contain of it.
+
+The names are imported when they are first asked for: a recipe is read without torch.
+"""
+
+from typing import TYPE_CHECKING
+
+from ..lazy_exports import lazy_getattr
+
+if TYPE_CHECKING:
+    from .pretrained.weights import AdapterWeights, FullWeights
+
+__all__ = ["AdapterWeights", "FullWeights"]
+
+__getattr__ = lazy_getattr(__name__, {".pretrained.weights": ("AdapterWeights", "FullWeights")})

@@ -2,33 +2,29 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from .groups import Named, decay_groups
-from .schedules import Schedule, ScheduleName
+from .learning_rate import LearningRate, check_learning_rate, schedule_of
+from .optimizer import LIKE_PARAMETER, SCALAR, StateTensor
+from .schedules import Schedule
 
 if TYPE_CHECKING:
     import torch
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdamW:
+class AdamW(LearningRate):
     """Adam with decoupled weight decay; decays matrices only, never biases and norms."""
 
-    learning_rate: float = 5e-5
-    """Peak learning rate."""
-    schedule: ScheduleName = "cosine"
-    """Shape of the learning rate after warm-up; ``wsd`` is warm-up, stable, decay."""
-    warmup_ratio: float = 0.0
-    """Share of all steps that warm up."""
-    warmup_steps: int | None = None
-    """Steps that warm up; wins over ``warmup_ratio``."""
-    min_lr_ratio: float = 0.0
-    """Learning rate at the end, as a share of the peak (not for ``constant``)."""
-    decay_ratio: float = 0.1
-    """``wsd`` only: share of all steps in the final decay."""
+    state_tensors: ClassVar[Mapping[str, StateTensor]] = {
+        "step": SCALAR,
+        "exp_avg": LIKE_PARAMETER,
+        "exp_avg_sq": LIKE_PARAMETER,
+    }
+
     weight_decay: float = 0.0
     """Decay of matrices per step, times the learning rate."""
     beta1: float = 0.9
@@ -39,16 +35,10 @@ class AdamW:
     """Added to the root of the second moment."""
 
     def __post_init__(self) -> None:
-        if self.learning_rate <= 0:
-            raise ValueError(f"learning_rate must be positive, got {self.learning_rate}")
-        for name in ("warmup_ratio", "min_lr_ratio", "decay_ratio"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name} must be between 0 and 1, got {getattr(self, name)}")
-        for name in ("beta1", "beta2"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"{name} must be in [0, 1), got {getattr(self, name)}")
-        if self.warmup_steps is not None and self.warmup_steps < 0:
-            raise ValueError(f"warmup_steps must not be negative, got {self.warmup_steps}")
+        check_learning_rate(self)
+        for name, beta in (("beta1", self.beta1), ("beta2", self.beta2)):
+            if not 0 <= beta < 1:
+                raise ValueError(f"{name} must be in [0, 1), got {beta}")
         if self.weight_decay < 0:
             raise ValueError(f"weight_decay must not be negative, got {self.weight_decay}")
         if self.epsilon <= 0:
@@ -69,13 +59,13 @@ class AdamW:
 
     def schedule_over(self, total_steps: int) -> Schedule:
         """The learning-rate schedule of a run of ``total_steps``."""
-        warmup = self.warmup_steps
-        if warmup is None:
-            warmup = math.ceil(self.warmup_ratio * total_steps)
-        return Schedule(
-            name=self.schedule,
-            total_steps=total_steps,
-            warmup_steps=min(warmup, total_steps),
-            min_ratio=self.min_lr_ratio,
-            decay_steps=math.ceil(self.decay_ratio * total_steps),
-        )
+        return schedule_of(self, total_steps)
+
+    def trainer_arguments(self) -> dict[str, object]:
+        """Its settings under the names of ``TrainingArguments``."""
+        return {
+            "weight_decay": self.weight_decay,
+            "adam_beta1": self.beta1,
+            "adam_beta2": self.beta2,
+            "adam_epsilon": self.epsilon,
+        }

@@ -1,4 +1,5 @@
-"""Learning-rate schedules as pure functions of the step: nothing to save, nothing to restore.
+"""Learning-rate schedules as pure functions of the step: nothing to save, nothing to restore. To
+add one: write its function, add its line to ``SCHEDULES``.
 
 Steps count from 0: the first update uses ``factor(0)``. Warm-up rises over ``warmup_steps`` updates
 and is never zero (the Hugging Face schedules waste their first step at zero).
@@ -9,9 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
-
-ScheduleName = Literal["cosine", "linear", "constant", "wsd"]
+from typing import TYPE_CHECKING, Literal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +27,7 @@ class Schedule:
         """Factor of the update number ``step`` (from 0)."""
         if step < self.warmup_steps:
             return (step + 1) / self.warmup_steps
-        return SHAPES[self.name](self, step)
+        return SCHEDULES[self.name](self, step)
 
 
 def _progress(step: int, start: int, total: int) -> float:
@@ -58,9 +57,13 @@ def _wsd(schedule: Schedule, step: int) -> float:
     return schedule.min_ratio + (1 - schedule.min_ratio) * (1 - done)
 
 
-SHAPES: dict[ScheduleName, Callable[[Schedule, int], float]] = {
+SCHEDULES: dict[str, Callable[[Schedule, int], float]] = {
     "cosine": _cosine,
     "linear": _linear,
     "constant": _constant,
     "wsd": _wsd,
 }
+if TYPE_CHECKING:
+    ScheduleName = str
+else:  # the names that a recipe may give
+    ScheduleName = Literal[tuple(SCHEDULES)]

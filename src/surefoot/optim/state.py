@@ -3,14 +3,12 @@ changes."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from ..errors import CheckpointError
-from ..geometry.sharding import Cuts
 
 State = Mapping[str, Mapping[str, torch.Tensor]]
 
@@ -24,7 +22,6 @@ class NamedState:
     """
 
     optimizer: torch.optim.Optimizer
-    cuts: Mapping[str, Cuts] = field(default_factory=dict)  # of parameters spread over processes
 
     def state_dict(self) -> dict[str, dict[str, torch.Tensor]]:
         """The live tensors by parameter name; empty before the first step."""
@@ -35,36 +32,20 @@ class NamedState:
             if parameter in self.optimizer.state
         }
 
-    def like(self, pointer: str) -> torch.Tensor | None:
-        """A tensor of the state that is not there yet, cut over processes as its parameter is;
-        None if it is not cut."""
-        name, _, key = pointer.rpartition(".")
-        parameter = self._parameters().get(name)
-        if key == "step" or not isinstance(parameter, DTensor):
-            return None
-        return torch.zeros_like(parameter, dtype=torch.float32)
-
-    def cuts_of(self, pointer: str) -> Cuts | None:
-        """How a tensor of the state is cut over processes: as its parameter is."""
-        return self.cuts.get(pointer.rpartition(".")[0])
-
-    def _parameters(self) -> dict[str, torch.Tensor]:
-        return {
-            name: parameter
-            for group in self.optimizer.param_groups
-            for name, parameter in zip(group["names"], group["params"], strict=True)
-        }
-
     def load_state_dict(self, state: State) -> None:
         """Become ``state``. Raises ``CheckpointError`` if it is of other parameters."""
         names = [name for group in self.optimizer.param_groups for name in group["names"]]
-        unknown, missing = sorted(state.keys() - set(names)), sorted(set(names) - state.keys())
-        if state and (unknown or missing):
-            example = (unknown or missing)[0]
-            raise CheckpointError(
-                f"optimizer state of other parameters: {len(unknown)} unknown, {len(missing)} "
-                f"missing (for one, {example}); resume with the method and model of the checkpoint"
-            )
+        if state and state.keys() != set(names):
+            raise other_parameters(state, names)
         plain = self.optimizer.state_dict()
         plain["state"] = {i: dict(state[name]) for i, name in enumerate(names) if name in state}
         self.optimizer.load_state_dict(plain)
+
+
+def other_parameters(found: Iterable[str], trained: Iterable[str]) -> CheckpointError:
+    """The error for a state of the parameters ``found`` where others are ``trained``."""
+    unknown, missing = sorted({*found} - {*trained}), sorted({*trained} - {*found})
+    return CheckpointError(
+        f"optimizer state of other parameters: {len(unknown)} unknown, {len(missing)} missing "
+        f"(for one, {(unknown or missing)[0]}); resume with the method and model of the checkpoint"
+    )

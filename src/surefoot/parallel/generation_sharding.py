@@ -7,6 +7,8 @@ same on each rank.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -68,11 +70,37 @@ def shard_for_generation(
 
 def _share_logits(model: PreTrainedModel, world: World) -> None:
     """Make the head return the same full logits to all ranks that generate together."""
+    axes = [axis for axis in (AXIS, _SHARDS) if world.axes[axis] > 1]
+    model.get_output_embeddings().forward = _full_logits(model, world, axes)
+
+
+@contextmanager
+def full_logits(model: PreTrainedModel, world: World) -> Iterator[None]:
+    """While it lasts, the head of a model that is trained gives the same full logits to all ranks
+    of ``tp``."""
+    if world.tp == 1:
+        yield
+        return
+    head = model.get_output_embeddings()
+    own = vars(head).get("forward")
+    head.forward = _full_logits(model, world, [AXIS])
+    try:
+        yield
+    finally:
+        del head.forward
+        if own is not None:
+            head.forward = own
+
+
+def _full_logits(
+    model: PreTrainedModel, world: World, axes: Sequence[str]
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The forward pass of the head that gives the same full logits to all ranks along ``axes``."""
     assert world.mesh is not None
     head, mesh = model.get_output_embeddings(), world.mesh
     own, is_cut = head.forward, world.tp > 1 and cuts_vocabulary(model)
     size = model.config.get_text_config().vocab_size
-    shared = [axis for axis in (AXIS, _SHARDS) if world.axes[axis] > 1]
+    shared = list(axes)
     if is_cut:
         shared.remove(AXIS)  # gathered from all, they are the same already
 
@@ -84,7 +112,7 @@ def _share_logits(model: PreTrainedModel, world: World) -> None:
             logits = _of_the_first(logits, mesh[axis])
         return logits
 
-    head.forward = forward
+    return forward
 
 
 def _of_the_first(values: torch.Tensor, axis: DeviceMesh) -> torch.Tensor:

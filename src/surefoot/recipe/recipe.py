@@ -18,19 +18,20 @@ from ..generate.section import GenerateSection
 from ..methods import METHODS
 from ..methods.full import Full
 from ..model.section import ModelSection
+from ..network.method import Method
 from ..optim import OPTIMIZERS
 from ..optim.adamw import AdamW
+from ..optim.optimizer import Optimizer
 from ..parallel.section import ParallelSection
 from ..schema import Problem, Variants
+from ..schema.locations import locate
 from ..stages import STAGES
-from ..stages.dpo import DPO
-from ..training.method import Method
 from ..training.section import TrainSection
 from ..training.stage import Stage
 from .document import Document
 from .files import read_text
 from .overrides import Overrides, override
-from .recipe_paths import locate, locate_model
+from .recipe_paths import locate_model, with_locations
 from .yaml import emit, parse
 
 
@@ -48,7 +49,7 @@ class Recipe:
     """The training objective."""
     train: TrainSection
     """How long to train, in what steps, with what logs."""
-    optim: Annotated[AdamW, Variants(OPTIMIZERS)] = AdamW()
+    optim: Annotated[Optimizer, Variants(OPTIMIZERS)] = AdamW()
     """The optimizer and its learning rate."""
     checkpoint: CheckpointSection = CheckpointSection()
     """When to save, what to keep, what to resume from."""
@@ -94,15 +95,13 @@ def _build(document: Document, base: Path) -> Recipe:
 
 def _with_places(recipe: Recipe, base: Path) -> Recipe:
     """The recipe with absolute paths, so that it means the same wherever it is read again."""
-    model, data, train, stage = recipe.model, recipe.data, recipe.train, recipe.stage
-    if isinstance(stage, DPO) and stage.reference:
-        stage = replace(stage, reference=locate_model(stage.reference, base))
+    recipe = with_locations(recipe, base)
+    model, data, train = recipe.model, recipe.data, recipe.train
     adapter = locate(model.adapter, base) if model.adapter else None
     run, caches = train.output_dir, (data.cache_dir, train.cache_dir)
     data_cache, run_cache = (path.expanduser().absolute() if path else None for path in caches)
     return replace(
         recipe,
-        stage=stage,
         model=replace(model, path=locate_model(model.path, base), adapter=adapter),
         data=replace(data, dataset_dir=locate(data.dataset_dir, base), cache_dir=data_cache),
         train=replace(
@@ -188,29 +187,17 @@ def the_best_is_known_by_an_evaluation_metric(recipe: Recipe) -> Iterator[Proble
         yield Problem(("train", "metric_for_best_model"), message)
 
 
-def an_adapter_needs_lora(recipe: Recipe) -> Iterator[Problem]:
-    """Only an adapter method can continue from an adapter."""
-    if recipe.model.adapter is not None and recipe.method.kind != "adapter":
-        name = schema.variant_name(METHODS, recipe.method)
-        yield Problem(
-            ("model", "adapter"),
-            f"method {name} does not train adapters; use method: lora, "
-            "or merge it into the model first with `surefoot export`",
-        )
+def the_method_trains_such_a_model(recipe: Recipe) -> Iterator[Problem]:
+    """What the method says of the model's settings."""
+    return recipe.method.problems(recipe.model)
 
 
-def a_quantized_base_needs_lora(recipe: Recipe) -> Iterator[Problem]:
-    """A base in 4 or 8 bits is frozen: the method must train something else."""
-    model, kept = recipe.model, ModelSection(path="")
-    if model.quantization_bit is not None and recipe.method.kind != "adapter":
-        name = schema.variant_name(METHODS, recipe.method)
-        message = (
-            f"method {name} trains the weights themselves; use method: lora, or leave it unset"
-        )
-        yield Problem(("model", "quantization_bit"), message)
+def settings_of_four_bits_need_four_bits(recipe: Recipe) -> Iterator[Problem]:
+    """Nothing else has a type of its bits, or scales to quantize once more."""
+    model, default = recipe.model, ModelSection(path="")
     if model.quantization_bit != 4:
         for name in ("quantization_type", "double_quantization"):
-            if getattr(model, name) != getattr(kept, name):
+            if getattr(model, name) != getattr(default, name):
                 yield Problem(("model", name), "has no effect unless model.quantization_bit is 4")
 
 
@@ -222,52 +209,17 @@ def rolling_back_needs_checkpoints(recipe: Recipe) -> Iterator[Problem]:
         yield Problem(("train", "on_nan"), "rollback needs checkpoints; set checkpoint.save_steps")
 
 
-def plain_text_has_no_turns(recipe: Recipe) -> Iterator[Problem]:
-    """A stage for plain text trains on all of it; settings for turns would have no effect."""
-    if not recipe.stage.uses_template:
-        stage = schema.variant_name(STAGES, recipe.stage)
-        for name in ("train_on_prompt", "mask_history", "default_system"):
-            if getattr(recipe.data, name):
-                message = f"has no effect with stage {stage}, which trains on whole texts"
-                yield Problem(("data", name), message)
-
-
-def preferences_are_of_last_answers(recipe: Recipe) -> Iterator[Problem]:
-    """Both responses of a pair are trained, and the prompt is masked; reference
-    log-probabilities of all pairs are computed before the first step.
-    """
-    if not isinstance(recipe.stage, DPO):
-        return
-    for name in ("train_on_prompt", "mask_history"):
-        if getattr(recipe.data, name):
-            yield Problem(
-                ("data", name), "has no effect with stage dpo, which trains on last responses"
-            )
-    if recipe.data.streaming and recipe.stage.compares:
-        message = (
-            "stage dpo computes reference log-probabilities of all pairs before the first "
-            "step; switch streaming off, or use loss_type: orpo or simpo, which need none"
-        )
-        yield Problem(("data", "streaming"), message)
-
-
-def trained_weights_need_range(recipe: Recipe) -> Iterator[Problem]:
-    """In float16 the optimizer's epsilon is 0 and small updates vanish."""
-    if recipe.model.dtype == "float16" and recipe.method.kind == "full":
-        yield Problem(
-            ("model", "dtype"),
-            "trainable weights cannot be float16; use auto (and train.precision: fp16)",
-        )
+def the_stage_fits(recipe: Recipe) -> Iterator[Problem]:
+    """What the stage itself knows of other sections."""
+    yield from recipe.stage.problems(recipe.data, recipe.parallel)
 
 
 RULES: list[Rule] = [
     evaluating_needs_data,
     best_needs_evaluations,
     the_best_is_known_by_an_evaluation_metric,
-    an_adapter_needs_lora,
-    a_quantized_base_needs_lora,
+    the_method_trains_such_a_model,
+    settings_of_four_bits_need_four_bits,
     rolling_back_needs_checkpoints,
-    plain_text_has_no_turns,
-    preferences_are_of_last_answers,
-    trained_weights_need_range,
+    the_stage_fits,
 ]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ..data.encoded import Encoded
 from ..data.example import Example
-from ..data.rows.dataset_report import DatasetReport
+from ..data.rows.dataset_report import DatasetReport, Report
 from ..data.section import DataSection
 from ..data.store.preparation import EncodedData, find, prepare
 from ..data.store.streamed import StreamingData, encode_stream, open_stream
@@ -78,6 +78,18 @@ def encode_all(recipe: Recipe, codec: Codec) -> Iterator[DatasetReport]:
     """Encode what ``streamed`` reads, completely; yields the report so far with each shard."""
     fingerprint = _fingerprint(recipe, codec)
     return encode_stream(recipe.data, partial(_encode, recipe, codec), fingerprint=fingerprint)
+
+
+def encode_datasets(recipe: Recipe, codec: Codec) -> Report:
+    """Encode all of a recipe's datasets into the cache; what became of their rows.
+
+    Raises:
+        DataError: something is missing, broken, or gives nothing to learn.
+    """
+    if not recipe.data.streaming:
+        return prepared(recipe, codec).report
+    latest = {report.name: report for report in encode_all(recipe, codec)}
+    return Report(tuple(latest.values()))
 
 
 def _encode(recipe: Recipe, codec: Codec, examples: Sequence[Example]) -> list[Encoded]:

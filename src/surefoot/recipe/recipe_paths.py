@@ -1,32 +1,35 @@
-"""Find the folders that a recipe names: beside the recipe file, or in the current folder."""
+"""The folders and files that a recipe names, found beside the recipe file or in the current
+folder."""
 
 from __future__ import annotations
 
-import os
+from dataclasses import replace
 from pathlib import Path
+from typing import Any, TypeVar
 
+from .. import schema
+from ..schema.locations import FunctionPath, ModelPath
 
-def locate(path: Path, base: Path) -> Path:
-    """``path`` made absolute: in ``base`` if it exists there, else in the current folder if it
-    exists there.
-
-    A path that exists nowhere is relative to ``base``, the folder of the recipe.
-    """
-    path = path.expanduser()
-    for folder in (base, Path.cwd()):
-        if os.path.lexists(folder / path):
-            return _absolute(folder / path)
-    return _absolute(base / path)
-
-
-def _absolute(path: Path) -> Path:
-    # not Path.resolve: a link such as models/newest keeps its meaning
-    return Path(os.path.abspath(path))  # noqa: PTH100
+T = TypeVar("T")
 
 
 def locate_model(name: str, base: Path) -> str:
     """A model's folder made absolute; a path that is no folder is not changed: it is a hub id."""
-    if not name:
-        return name
-    found = locate(Path(name), base)
-    return str(found) if found.exists() else name
+    return str(ModelPath(name).located(base))
+
+
+def with_locations(section: T, base: Path) -> T:
+    """``section`` with every setting that is a location found, in variants and sections, too."""
+    values: dict[str, Any] = {
+        name: getattr(section, name)
+        for name in schema.settings(type(section))  # type: ignore[arg-type]
+    }
+    found = {name: _located(value, base) for name, value in values.items()}
+    changed = {name: value for name, value in found.items() if value is not values[name]}
+    return replace(section, **changed) if changed else section  # type: ignore[type-var]
+
+
+def _located(value: Any, base: Path) -> Any:
+    if isinstance(value, ModelPath | FunctionPath):
+        return value.located(base)
+    return with_locations(value, base) if schema.is_section(value) else value

@@ -6,29 +6,23 @@ With ``data.streaming`` a process beside encodes while these are read.
 from __future__ import annotations
 
 import logging
-import math
 import time
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 
-from ..batch import Batch, Features
 from ..data.order.loader import Loader
-from ..data.order.micro_batches import Batching, Collate, InOrder
+from ..data.order.micro_batches import Batching, Collate
 from ..data.order.prefetch import for_device
 from ..data.store.preparation import EncodedData
 from ..data.store.run_data import TrainingData
 from ..data.store.streamed import StreamingData
 from ..data.text.codec import Codec
-from ..data.text.pairs import unshared
-from ..errors import RecipeError
-from ..model.attention.packed import PromptSharing
 from ..model.pretrained.loading import device
 from ..parallel.world import World, launched
 from ..recipe.recipe import Recipe
 from ..recipe.recipe_data import prepared, streamed
-from ..training.section import TrainSection
+from ..training.windows import num_steps
 from .encoder_worker import POLL_SECONDS, EncoderWorker
 
 logger = logging.getLogger(__name__)
@@ -78,17 +72,6 @@ def stream_data(
     return data, beside
 
 
-def build_collate(recipe: Recipe, sharing: PromptSharing) -> Collate:
-    """How examples become a micro-batch: as their stage lays them, but with a prompt for each
-    answer where the model cannot share them."""
-
-    def collate(features: Sequence[Features]) -> Batch:
-        batch = recipe.stage.collate(features, packing=recipe.data.packing)
-        return batch if sharing.is_proven else unshared(batch)
-
-    return collate
-
-
 def build_loader(recipe: Recipe, data: TrainingData, collate: Collate, world: World) -> Loader:
     """Windows of micro-batches from the training examples."""
     return Loader(
@@ -113,31 +96,3 @@ def packed_bounds(recipe: Recipe, loader: Loader) -> list[int]:
         return [] if bounds is None else [int(bound) for bound in bounds]
     length = recipe.data.cutoff_len // 2
     return [length * count for count in range(recipe.train.micro_batch_size + 1)]
-
-
-def build_evals(
-    recipe: Recipe, data: TrainingData, collate: Collate, world: World
-) -> dict[str, InOrder]:
-    """This process's share of the micro-batches of every evaluation set, by its name."""
-    return {
-        name: InOrder(
-            dataset,
-            collate,
-            micro_batch_size=recipe.train.micro_batch_size,
-            rank=world.data_rank,
-            world_size=world.num_data_ranks,
-        )
-        for name, dataset in data.evals.items()
-    }
-
-
-def num_steps(section: TrainSection, steps_per_epoch: int | None) -> int:
-    """Optimizer steps of the whole run. Raises ``RecipeError`` if nobody knows how many."""
-    if section.max_steps is not None:
-        return section.max_steps
-    if steps_per_epoch is None:
-        raise RecipeError(
-            "train.max_steps: needed with data.streaming, as the length of an epoch is not known "
-            "before all of the data is encoded; set it, or run `surefoot encode` first"
-        )
-    return math.ceil(section.num_epochs * steps_per_epoch)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, Union
 
 from ..storage.address import Address
+from .locations import FunctionPath, ModelPath
 from .read import write_setting
 from .setting import Setting, markdown, settings
 
@@ -21,6 +22,8 @@ TYPES = {
     str: "string",
     Path: "string",
     Address: "string",
+    ModelPath: "string",
+    FunctionPath: "string",
     type(None): "null",
 }
 

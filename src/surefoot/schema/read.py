@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from ..errors import RecipeError
-from ..storage.address import Address
 from .problem import Problem, explain
 from .setting import Setting, is_section, settings, variant_name
 
@@ -109,7 +108,7 @@ def write(value: object) -> Any:
         return {name: write_setting(s, getattr(value, name)) for name, s in settings(cls).items()}
     if isinstance(value, tuple | list):
         return [write(item) for item in value]
-    return str(value) if isinstance(value, Path | Address) else value
+    return str(value) if isinstance(value, Path | str) else value
 
 
 def write_setting(setting: Setting, value: object) -> Any:

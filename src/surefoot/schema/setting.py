@@ -19,6 +19,7 @@ from pydantic import GetCoreSchemaHandler
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from ..storage.address import Address
+from .locations import FunctionPath, ModelPath
 
 Keys = tuple[str | int, ...]  # the way to a value: section, variant, field, index in a list
 
@@ -93,10 +94,19 @@ def _setting(field: dataclasses.Field[Any], hint: object, doc: str) -> Setting:
 
 
 def documentation(cls: type) -> dict[str, str]:
-    """The string below each field of ``cls``, as one line of Markdown, by field.
+    """The string below each field of ``cls``, as one line of Markdown, by field; inherited fields
+    too.
 
     Empty if there is no source to read, as in an interactive session.
     """
+    docs: dict[str, str] = {}
+    for declaring in reversed(cls.__mro__[:-1]):
+        docs |= _documented(declaring)
+    return docs
+
+
+def _documented(cls: type) -> dict[str, str]:
+    """The same of the fields that ``cls`` itself declares."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(cls)))
     except OSError:
@@ -123,6 +133,8 @@ WORDS = {
     str: "text",
     Path: "a path",
     Address: "a URL",
+    ModelPath: "a folder or a hub id",
+    FunctionPath: "a function as file.py:name",
     type(None): "null",
 }
 MANY = {int: "integers", float: "numbers", Path: "paths"}

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from ..batch import Batch, Features, Loss, Outputs
+from ..batch import Batch, Features, Loss, Outputs, OutputSpec
 from ..data.encoded import Encoded
 from ..data.example import Example
+from ..data.section import DataSection
 from ..data.text.pairs import collate_pairs
 from ..data.text.ranking import encode_pairs
+from ..parallel.section import ParallelSection
+from ..schema import Problem
+from ..schema.locations import ModelPath
 from ..training.objectives import preferences
+from ..training.stage import AuxiliaryModel, StageContext, as_loaded, as_measured
 
 if TYPE_CHECKING:
     import torch
@@ -20,6 +25,7 @@ if TYPE_CHECKING:
 
 PER_TOKEN = ("ipo", "orpo", "simpo")  # losses of an answer's mean log-probability, not its sum
 ALONE = ("orpo", "simpo")  # losses that need no reference
+LOGPS = OutputSpec(("logps",))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,9 +40,16 @@ class DPO:
     log-probability of an answer, as against the reference's.
     """
 
-    roles: ClassVar[tuple[str, ...]] = ("policy",)
-    needs: ClassVar[tuple[str, ...]] = ("logps",)
     uses_template: ClassVar[bool] = True
+    heads: ClassVar[Sequence[str]] = ()
+    prepares: ClassVar[bool] = False
+    kept_by: ClassVar[Literal["item", "window"]] = "item"
+    spec: ClassVar[OutputSpec] = LOGPS
+    eval_spec: ClassVar[OutputSpec] = LOGPS
+    passes: ClassVar[int] = 1
+    mini_batches: ClassVar[int] = 1
+    prepare = as_loaded
+    metrics = as_measured
 
     beta: float = 0.1
     """How much a nat of difference counts: a small one lets the model go far from the reference.
@@ -52,7 +65,7 @@ class DPO:
     sft_weight: float = 0.0
     """Add so much of the loss of ``sft`` on the chosen answer, the mean over its tokens."""
 
-    reference: str | None = None
+    reference: ModelPath | None = None
     """Another model to compare with, a folder or a hub id, that has the same tokenizer. Unset: the
     model as it was before the first step."""
 
@@ -77,6 +90,11 @@ class DPO:
         """Whether the loss needs what a reference says."""
         return self.loss_type not in ALONE
 
+    @property
+    def auxiliary(self) -> Mapping[str, AuxiliaryModel]:
+        """The reference, if the loss needs one."""
+        return {"reference": AuxiliaryModel(LOGPS, self.reference)} if self.compares else {}
+
     def encode(self, examples: Sequence[Example], codec: Codec) -> list[Encoded]:
         """Render both conversations of each row with the chat template; labels on the answers."""
         return encode_pairs(examples, codec)
@@ -92,6 +110,11 @@ class DPO:
         said = torch.tensor(values, dtype=torch.float32)
         return replace(batch, extras={**batch.extras, "reference": said})
 
+    def precompute(self, context: StageContext, examples: Sequence[Features]) -> Sequence[Features]:
+        """Add ``reference``: the log-probabilities of the chosen and the rejected answer."""
+        sums_P2 = context.reduce("reference", examples, self.answers).astype("float32")
+        return [{**item, "reference": row} for item, row in zip(examples, sums_P2, strict=True)]
+
     def answers(self, outputs: Outputs, batch: Batch) -> torch.Tensor:
         """[P, 2] log-probability of the chosen and the rejected answer of each pair."""
         assert outputs.logps is not None
@@ -101,7 +124,7 @@ class DPO:
         )
         return sums.view(-1, 2)
 
-    def loss(self, outputs: Outputs, batch: Batch) -> Loss:
+    def loss(self, role: str, outputs: Outputs, batch: Batch) -> Loss:
         """The loss of each pair, summed; a pair without labels counts nothing."""
         logps_P2, lengths_P2 = self.answers(outputs, batch), batch.extras["answer_lengths"]
         lengths_P2 = lengths_P2.view(-1, 2)
@@ -125,6 +148,20 @@ class DPO:
 
         sums = {name: summed(values) for name, values in metrics.items()}
         return Loss(summed(losses_P), is_there_P.sum(), sums)
+
+    def problems(self, data: DataSection, parallel: ParallelSection) -> Iterator[Problem]:
+        """Both answers of a pair are weighed, and nothing before them; the reference computes all
+        pairs before the first step."""
+        for name in ("train_on_prompt", "mask_history"):
+            if getattr(data, name):
+                message = "has no effect with stage dpo, which trains on last responses"
+                yield Problem(("data", name), message)
+        if data.streaming and self.compares:
+            message = (
+                "stage dpo computes reference log-probabilities of all pairs before the first "
+                "step; switch streaming off, or use loss_type: orpo or simpo, which need none"
+            )
+            yield Problem(("data", "streaming"), message)
 
     def _losses(self, relative_P2: torch.Tensor) -> torch.Tensor:
         """[P] the loss of each pair, from what the policy says as against the reference."""

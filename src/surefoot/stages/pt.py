@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Literal
 
-from ..batch import Batch, Features, Loss, Outputs
+from ..batch import Batch, Features, Loss, Outputs, OutputSpec
 from ..data.encoded import Encoded
 from ..data.example import Example
+from ..data.section import DataSection
 from ..data.text.collation import collate
-from ..training.objectives.losses import check_smoothing, negative_log_likelihood
+from ..parallel.section import ParallelSection
+from ..schema import Problem
+from ..training.objectives.losses import check_smoothing, negative_log_likelihood, with_perplexity
+from ..training.stage import AuxiliaryModel, as_loaded, no_columns
 
 if TYPE_CHECKING:
     from ..data.text.codec import Codec
@@ -21,9 +25,16 @@ class PT:
     """Learn whole texts, cut into pieces of at most ``data.cutoff_len`` tokens; no chat
     template."""
 
-    roles: ClassVar[tuple[str, ...]] = ("policy",)
-    needs: ClassVar[tuple[str, ...]] = ("total",)
     uses_template: ClassVar[bool] = False
+    heads: ClassVar[Sequence[str]] = ()
+    prepares: ClassVar[bool] = False
+    kept_by: ClassVar[Literal["item", "window"]] = "item"
+    auxiliary: ClassVar[Mapping[str, AuxiliaryModel]] = {}
+    passes: ClassVar[int] = 1
+    mini_batches: ClassVar[int] = 1
+    precompute = no_columns
+    prepare = as_loaded
+    metrics = with_perplexity
 
     label_smoothing_factor: float = 0.0
     """Learn that each token has probability ``1 - factor``, and that the rest is spread evenly over
@@ -31,6 +42,16 @@ class PT:
 
     def __post_init__(self) -> None:
         check_smoothing(self.label_smoothing_factor)
+
+    @property
+    def spec(self) -> OutputSpec:
+        """The sum of the labels' log-probabilities."""
+        return OutputSpec(("total",), smoothing=self.label_smoothing_factor)
+
+    @property
+    def eval_spec(self) -> OutputSpec:
+        """The model's own predictions, too."""
+        return OutputSpec(("total", "predictions"), smoothing=self.label_smoothing_factor)
 
     def encode(self, examples: Sequence[Example], codec: Codec) -> list[Encoded]:
         """Cut each text into consecutive pieces; nothing of it is lost."""
@@ -40,9 +61,16 @@ class PT:
         """Lay pieces end to end, or in a padded rectangle."""
         return collate(features, packing=packing)
 
-    def loss(self, outputs: Outputs, batch: Batch) -> Loss:
+    def loss(self, role: str, outputs: Outputs, batch: Batch) -> Loss:
         """Cross entropy of every token but the first of a piece."""
         return negative_log_likelihood(outputs, batch)
+
+    def problems(self, data: DataSection, parallel: ParallelSection) -> Iterator[Problem]:
+        """Plain text is trained on as a whole; settings of turns would do nothing."""
+        for name in ("train_on_prompt", "mask_history", "default_system"):
+            if getattr(data, name):
+                message = "means nothing to stage pt, which learns whole texts"
+                yield Problem(("data", name), message)
 
 
 def _text(example: Example) -> str:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Literal
 
-from ..batch import Batch, Features, Loss, Outputs
-from ..data.encoded import Encoded
+from ..batch import Batch, Features, Loss, Outputs, OutputSpec
+from ..data.encoded import Dropped, Encoded
 from ..data.example import Example
 from ..data.text.collation import collate
 from ..data.text.ranking import RANKED, is_ranked
-from ..training.objectives.losses import check_smoothing, negative_log_likelihood
+from ..training.objectives.losses import check_smoothing, negative_log_likelihood, with_perplexity
+from ..training.stage import AuxiliaryModel, as_loaded, no_columns, no_problems
 
 if TYPE_CHECKING:
     from ..data.text.codec import Codec
+
+UNDESIRABLE = Dropped("marked undesirable (kto_tag: false), which stage: kto trains on, not sft")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,9 +25,17 @@ class SFT:
     """Learn the answers of conversations; prompts are read, not learnt (see
     ``data.train_on_prompt``)."""
 
-    roles: ClassVar[tuple[str, ...]] = ("policy",)
-    needs: ClassVar[tuple[str, ...]] = ("total",)
     uses_template: ClassVar[bool] = True
+    heads: ClassVar[Sequence[str]] = ()
+    prepares: ClassVar[bool] = False
+    kept_by: ClassVar[Literal["item", "window"]] = "item"
+    auxiliary: ClassVar[Mapping[str, AuxiliaryModel]] = {}
+    passes: ClassVar[int] = 1
+    mini_batches: ClassVar[int] = 1
+    precompute = no_columns
+    prepare = as_loaded
+    metrics = with_perplexity
+    problems = no_problems
 
     label_smoothing_factor: float = 0.0
     """Learn that each token has probability ``1 - factor``, and that the rest is spread evenly over
@@ -33,16 +44,34 @@ class SFT:
     def __post_init__(self) -> None:
         check_smoothing(self.label_smoothing_factor)
 
+    @property
+    def spec(self) -> OutputSpec:
+        """The sum of the labels' log-probabilities."""
+        return OutputSpec(("total",), smoothing=self.label_smoothing_factor)
+
+    @property
+    def eval_spec(self) -> OutputSpec:
+        """The model's own predictions, too."""
+        return OutputSpec(("total", "predictions"), smoothing=self.label_smoothing_factor)
+
     def encode(self, examples: Sequence[Example], codec: Codec) -> list[Encoded]:
         """Render conversations with the chat template; labels on the answers."""
-        plain = [example for example in examples if not is_ranked(example)]
+        reasons = [_why_not(example) for example in examples]
+        plain = [example for example, why in zip(examples, reasons, strict=True) if not why]
         found = iter(codec.encode_chats(plain))
-        return [RANKED if is_ranked(example) else next(found) for example in examples]
+        return [why or next(found) for why in reasons]
 
     def collate(self, features: Sequence[Features], *, packing: bool) -> Batch:
         """Lay examples end to end, or in a padded rectangle."""
         return collate(features, packing=packing)
 
-    def loss(self, outputs: Outputs, batch: Batch) -> Loss:
+    def loss(self, role: str, outputs: Outputs, batch: Batch) -> Loss:
         """Cross entropy of the answers' tokens."""
         return negative_log_likelihood(outputs, batch)
+
+
+def _why_not(example: Example) -> Dropped | None:
+    """Why an example is no answer to imitate, if it is none."""
+    if is_ranked(example):
+        return RANKED
+    return UNDESIRABLE if example.label is False else None

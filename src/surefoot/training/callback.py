@@ -20,6 +20,8 @@ from .state import TrainerControl, TrainerState
 if TYPE_CHECKING:
     import torch
 
+    from .learner import Learner
+
 
 @dataclass(frozen=True)
 class Context:
@@ -27,10 +29,15 @@ class Context:
 
     section: TrainSection
     model: nn.Module
-    optimizer: torch.optim.Optimizer
+    learner: Learner  # of the policy
     output_dir: Path
     num_examples: int | None  # None: not known as long as the data is being encoded
     steps_per_epoch: int | None
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer of the policy as it is now."""
+        return self.learner.step.optimizer
 
 
 class TrainerCallback:

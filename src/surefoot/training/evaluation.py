@@ -1,59 +1,111 @@
-"""Loss, perplexity and token accuracy on held-out examples, without touching anything the training
-uses. Of several processes each evaluates its share; what they have found is added up."""
+"""Metrics of a policy on held-out examples, without touching anything the training uses.
+
+An evaluation takes the path of training: windows of the set in order, with the columns computed
+ahead, prepared by the stage, then dealt to ranks and micro-batches. Each rank measures its share.
+"""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
 
-import torch
+import numpy as np
 
-from ..batch import IGNORE_INDEX, Batch, LossFunction, Outputs
+from ..batch import Batch
+from ..data.data_order import Index
+from ..data.order.length_balancing import in_turn
+from ..data.order.micro_batches import Collate, Items, batch_of
+from ..model.pretrained.loading import device
+from ..network.network import Network
+from ..parallel.world import World
+from .context import evaluating
+from .stage import POLICY, Stage, StageContext
+from .windows import Columns, Place
+
+EVALUATION = -1  # in the place of an epoch: seeds of evaluations are their own
 
 
-@torch.no_grad()
-def evaluate(
-    batches: Iterable[Batch],
-    forward: Callable[[Batch], Outputs],
-    loss_function: LossFunction,
-    *,
-    device: torch.device,
-    after: Callable[[], None],
-    sums: Callable[[Sequence[float]], list[float]] = list,
-    is_likelihood: bool = True,
-) -> dict[str, float]:
-    """Metrics over ``batches``: ``loss`` (nats per unit of weight) and those that come with it; if
-    that is likelihood, ``perplexity`` (of the labels, even if the loss is of smoothed ones) and
-    ``token_accuracy``.
+class Examples(Items, Protocol):
+    """Examples by their number."""
 
-    ``after`` is called after every batch and may raise to break off. ``sums`` adds up over the
-    processes that have other batches: equally many, if a process's forward pass needs the others.
-    """
-    total, weight, correct, trained = 0.0, 0.0, 0.0, 0.0
-    extra: dict[str, float] = {}
-    for cpu_batch in batches:
-        batch = cpu_batch.to(device)
-        outputs = forward(batch)
-        loss = loss_function(outputs, batch)
-        total, weight = total + float(loss.total), weight + float(loss.weight)
-        for name, value in loss.metrics.items():
-            extra[name] = extra.get(name, 0.0) + float(value)
-        if is_likelihood and outputs.predictions is not None:
-            labels = batch.labels[:, 1:][batch.labels[:, 1:] != IGNORE_INDEX]
-            correct += float((outputs.predictions == labels).sum())
-            trained += len(labels)
-        after()
-    total, weight, correct, trained, *values = sums(
-        [total, weight, correct, trained, *extra.values()]
-    )
-    mean = total / weight if weight else float("nan")
-    more = {name: value / weight for name, value in zip(extra, values, strict=True)}
-    metrics = {"loss": mean}
-    if is_likelihood:
-        metrics["perplexity"] = math.exp(min(more.get("nll", mean), 700.0))
-    if trained:
-        metrics["token_accuracy"] = correct / trained
-    return metrics | more
+    def __len__(self) -> int:
+        """How many there are."""
+
+
+@dataclass(frozen=True)
+class EvaluationSet:
+    """Held-out examples, with the columns that were computed ahead for their windows."""
+
+    examples: Examples
+    kept: Columns
+
+
+def windows_of(count: int, size: int) -> dict[Place, Index]:
+    """The windows of ``count`` examples in order, the last one perhaps smaller."""
+    starts = enumerate(range(0, count, size))
+    return {(EVALUATION, n): np.arange(start, min(start + size, count)) for n, start in starts}
+
+
+@dataclass
+class _Sums:
+    """What is added up over the batches of a rank, and over windows."""
+
+    total: float = 0.0
+    weight: float = 0.0
+    metrics: dict[str, float] = field(default_factory=dict)
+    figures: dict[str, float] = field(default_factory=dict)  # each times the window's examples
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """How the policy of a run is measured."""
+
+    stage: Stage
+    network: Network
+    context: Callable[[Place], StageContext]
+    collate: Collate
+    micro_batch_size: int
+    window_size: int  # examples
+    world: World
+
+    def measure(self, held_out: EvaluationSet, after: Callable[[], None]) -> dict[str, float]:
+        """``loss`` (nats per unit of weight), what comes with it, and figures of the windows. All
+        ranks find the same.
+
+        ``after`` is called after every batch and may raise to break off.
+        """
+        sums = _Sums()
+        with evaluating(self.network):
+            for cpu_batch in self._batches(held_out, sums):
+                batch = cpu_batch.to(device())
+                outputs = self.network.forward(batch, self.stage.eval_spec)
+                loss = self.stage.loss(POLICY, outputs, batch)
+                sums.total += float(loss.total)
+                sums.weight += float(loss.weight)
+                for name, value in loss.metrics.items():
+                    sums.metrics[name] = sums.metrics.get(name, 0.0) + float(value)
+                after()
+        found = [sums.total, sums.weight, *sums.metrics.values()]
+        total, weight, *values = self.world.sums(found)
+        means = {"loss": total / weight if weight else float("nan")}
+        if weight:
+            means |= {n: value / weight for n, value in zip(sums.metrics, values, strict=True)}
+        count = len(held_out.examples)
+        figures = {name: value / count for name, value in sums.figures.items()}
+        return {**self.stage.metrics(means), **figures}
+
+    def _batches(self, held_out: EvaluationSet, sums: _Sums) -> Iterator[Batch]:
+        """This rank's micro-batches of all windows; figures of windows are added up."""
+        for place, items in windows_of(len(held_out.examples), self.window_size).items():
+            loaded = [held_out.examples[int(item)] for item in items]
+            context = self.context(place)
+            prepared = self.stage.prepare(context, held_out.kept.added(place, loaded))
+            for name, value in prepared.figures.items():
+                sums.figures[name] = sums.figures.get(name, 0.0) + value * len(items)
+            ranks = self.world.data_rank, self.world.num_data_ranks
+            for group in in_turn(len(prepared.examples), self.micro_batch_size, *ranks):
+                yield batch_of(group, prepared.examples, self.collate)
 
 
 def prefixed(parts: Mapping[str, Mapping[str, float]], prefix: str) -> dict[str, float]:

@@ -3,6 +3,7 @@ right."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from .callback import Callbacks
@@ -39,12 +40,19 @@ class LogAccumulator:
         for name, value in figures.metrics.items():
             state.interval_metrics[name] = state.interval_metrics.get(name, 0.0) + value
 
+    def note(self, figures: Mapping[str, float]) -> None:
+        """Count the figures of a window, if there are any."""
+        state = self.state
+        state.interval_windows += bool(figures)
+        for name, value in figures.items():
+            state.interval_figures[name] = state.interval_figures.get(name, 0.0) + value
+
     def log(self, callbacks: Callbacks) -> None:
         """Report the steps since the last report, if there are any, and start anew."""
         state = self.state
         if self.last is None:
             return
-        weight = state.interval_weight
+        weight, windows = state.interval_weight, state.interval_windows
         record: dict[str, float] = {
             "step": state.global_step,
             "epoch": state.epoch,
@@ -52,11 +60,12 @@ class LogAccumulator:
             "grad_norm": self.last.grad_norm,
             "learning_rate": self.last.learning_rate,
             **{name: value / weight for name, value in state.interval_metrics.items() if weight},
+            **{name: value / windows for name, value in state.interval_figures.items()},
             "num_input_tokens_seen": state.num_input_tokens_seen,
             "tokens_per_second": self.tokens / self.seconds if self.seconds else 0.0,
         }
         state.log_history.append(record)
         state.interval_loss = state.interval_weight = 0.0
-        state.interval_metrics = {}
+        state.interval_metrics, state.interval_figures, state.interval_windows = {}, {}, 0
         self.seconds, self.tokens, self.last = 0.0, 0, None
         callbacks.emit("on_log", logs=record)

@@ -1,116 +1,162 @@
-"""What a stage owes the loop: how examples become tokens and batches, and how a batch becomes a
-loss."""
+"""What a stage states: which outputs it needs of which models, what it prepares, and its loss.
+
+Everything before the loss is about the examples of the *global* window: a stage knows no rank, no
+micro-batch and no device.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
 
-from ..batch import Batch, Features, Loss, Outputs, Window
+from ..batch import Batch, Features, Loss, Outputs, OutputSpec
 from ..data.encoded import Encoded
 from ..data.example import Example
+from ..data.section import DataSection
+from ..generate.section import GenerateSection
+from ..parallel.section import ParallelSection
+from ..schema import Problem
+from ..schema.locations import FunctionPath, ModelPath
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import numpy as np
     import torch
-    from torch import nn
+    from numpy.typing import NDArray
 
     from ..data.text.codec import Codec
+    from ..generate.generation import Sample
+
+POLICY = "policy"  # the role of the model that the recipe trains
 
 
 @dataclass(frozen=True)
-class Models:
-    """The networks by role. Only the policy learns."""
+class AuxiliaryModel:
+    """A frozen model beside the policy, which computes before the first step and is released."""
 
-    policy: nn.Module
-    others: Mapping[str, nn.Module] = field(default_factory=dict)
+    spec: OutputSpec
+    model: ModelPath | None = None  # None: the policy as it was before the first step
 
-    def __getitem__(self, role: str) -> nn.Module:
-        return self.policy if role == "policy" else self.others[role]
+
+@dataclass(frozen=True)
+class Prepared:
+    """A window to train on, and figures of the window as a whole."""
+
+    examples: Sequence[Features]  # of the global window; columns may be floats
+    figures: Mapping[str, float] = field(default_factory=dict)  # logged; metrics of an evaluation
+
+
+class StageContext(Protocol):
+    """What a stage may do before it trains. Results are global: the same on every rank, one per
+    example, on the host."""
+
+    @property
+    def codec(self) -> Codec:
+        """Tokenizer and chat template."""
+
+    def compute(
+        self, role: str, examples: Sequence[Features], spec: OutputSpec | None = None
+    ) -> list[Outputs]:
+        """The outputs of a role's model, by default those of the role's own spec."""
+
+    def reduce(
+        self,
+        role: str,
+        examples: Sequence[Features],
+        function: Callable[[Outputs, Batch], torch.Tensor],
+    ) -> NDArray[np.float64]:
+        """[examples, ...] numbers that ``function`` makes of a batch's outputs, a row per example:
+        less to send than the outputs of every token."""
+
+    def generate(self, prompts: Sequence[Sequence[int]], settings: GenerateSection) -> list[Sample]:
+        """One sampled answer of the policy to each prompt."""
+
+    def score(
+        self,
+        reward: FunctionPath,
+        prompts: Sequence[Sequence[int]],
+        samples: Sequence[Sample],
+        columns: Mapping[str, Sequence[object]],
+    ) -> list[float | None]:
+        """The reward of each sample, computed on one rank; None if it has none."""
 
 
 class Stage(Protocol):
     """One training objective. Its fields are its settings in the recipe."""
 
-    roles: ClassVar[tuple[str, ...]]  # the models it needs; "policy" is the one that learns
-    needs: ClassVar[tuple[str, ...]]  # the fields of Outputs that its loss reads
     uses_template: ClassVar[bool]  # whether its examples are conversations
+    heads: ClassVar[Sequence[str]]  # outputs that need a head of their own, added to the policy
+    prepares: ClassVar[bool]  # False: windows are trained on as loaded, so they may be made ahead
+    kept_by: ClassVar[Literal["item", "window"]]  # what the columns of ``precompute`` depend on
+
+    @property
+    def spec(self) -> OutputSpec:
+        """The outputs of the policy that the loss reads."""
+
+    @property
+    def eval_spec(self) -> OutputSpec:
+        """The same in an evaluation, which may measure more."""
+
+    @property
+    def auxiliary(self) -> Mapping[str, AuxiliaryModel]:
+        """Models beside the policy, by role."""
+
+    @property
+    def passes(self) -> int:
+        """How often a prepared window is trained on."""
+
+    @property
+    def mini_batches(self) -> int:
+        """Optimizer steps of each pass."""
 
     def encode(self, examples: Sequence[Example], codec: Codec) -> list[Encoded]:
         """Turn examples into token lists: one entry per example, its features or why it was
         dropped. The same whatever its settings are."""
 
     def collate(self, features: Sequence[Features], *, packing: bool) -> Batch:
-        """Turn token lists into one micro-batch."""
+        """Turn token lists into one micro-batch; columns that are not there yet are left out."""
 
-    def loss(self, outputs: Outputs, batch: Batch) -> Loss:
-        """What to minimise on one micro-batch. Pure: no model is called here, so any engine can run
+    def precompute(self, context: StageContext, examples: Sequence[Features]) -> Sequence[Features]:
+        """Examples with the columns that auxiliary models compute before the first step. They are
+        kept on disk: by item, whatever the other examples are, or by global window."""
+
+    def prepare(self, context: StageContext, examples: Sequence[Features]) -> Prepared:
+        """What to train on of a global window: rollouts, advantages, figures of the window."""
+
+    def loss(self, role: str, outputs: Outputs, batch: Batch) -> Loss:
+        """What to minimize on one micro-batch, for the trained model of a role. Pure: no model is
+        called here."""
+
+    def metrics(self, means: Mapping[str, float]) -> Mapping[str, float]:
+        """The metrics of an evaluation, from its mean ``loss`` and the means of what comes with
         it."""
 
-
-@runtime_checkable
-class SmoothingStage(Stage, Protocol):
-    """A stage that learns labels which may be smoothed."""
-
-    @property
-    def label_smoothing_factor(self) -> float:
-        """How much of each label is spread evenly over the vocabulary."""
+    def problems(self, data: DataSection, parallel: ParallelSection) -> Iterator[Problem]:
+        """Settings of other sections that this stage cannot run with."""
 
 
-def smoothing(stage: Stage) -> float:
-    """How much of each label ``stage`` spreads evenly over the vocabulary."""
-    return stage.label_smoothing_factor if isinstance(stage, SmoothingStage) else 0.0
+# What stages share, to be assigned: ``prepare = as_loaded``.
 
 
-def is_likelihood(stage: Stage) -> bool:
-    """Whether its loss is the likelihood of all labels, so that they have a perplexity, and it is
-    well to predict them (which it is not for answers to be rejected)."""
-    return "total" in stage.needs
+def no_columns(
+    _self: object, _context: StageContext, examples: Sequence[Features]
+) -> Sequence[Features]:
+    """Nothing is computed before the first step."""
+    return examples
 
 
-def measured(stage: Stage) -> tuple[str, ...]:
-    """The fields of Outputs that an evaluation reads."""
-    return (*stage.needs, "predictions") if is_likelihood(stage) else stage.needs
+def as_loaded(_self: object, _context: StageContext, examples: Sequence[Features]) -> Prepared:
+    """A window is trained on as it was loaded."""
+    return Prepared(examples)
 
 
-@runtime_checkable
-class ComparingStage(Stage, Protocol):
-    """A stage that may learn from what a reference, the policy before the first step or another
-    model, says about each example. That is asked once; then features have it as ``reference``."""
-
-    @property
-    def reference(self) -> str | None:
-        """The path of another model."""
-
-    @property
-    def compares(self) -> bool:
-        """Whether it does."""
-
-    def answers(self, outputs: Outputs, batch: Batch) -> torch.Tensor:
-        """[examples, 2] What is kept of the reference's outputs."""
+def as_measured(_self: object, means: Mapping[str, float]) -> Mapping[str, float]:
+    """An evaluation reports its means."""
+    return means
 
 
-def comparing(stage: Stage) -> ComparingStage | None:
-    """``stage``, if it needs a reference."""
-    return stage if isinstance(stage, ComparingStage) and stage.compares else None
-
-
-def as_if_asked(stage: Stage, features: Sequence[Features]) -> Sequence[Features]:
-    """``features`` for a loss of which only the size matters: the reference says 0 of each."""
-    if comparing(stage) is None:
-        return features
-    return [{**item, "reference": (0, 0)} for item in features]
-
-
-@runtime_checkable
-class PreparingStage(Stage, Protocol):
-    """A stage that first asks its models something: samples, values, rewards."""
-
-    def prepare(self, models: Models, window: Window) -> Iterable[Window]:
-        """Turn what was loaded into what to learn from; every window yielded is one optimizer
-        step."""
-
-
-def learnables(stage: Stage, models: Models, window: Window) -> Iterable[Window]:
-    """The windows to learn from, one per optimizer step: what ``stage`` prepares, or ``window``."""
-    return stage.prepare(models, window) if isinstance(stage, PreparingStage) else (window,)
+def no_problems(_self: object, _data: DataSection, _parallel: ParallelSection) -> Iterator[Problem]:
+    """Runs with everything."""
+    return iter(())

@@ -53,6 +53,9 @@ class TrainerState:
     interval_loss: float = field(default=0.0, metadata=_OURS)  # sums since the last log
     interval_weight: float = field(default=0.0, metadata=_OURS)
     interval_metrics: dict[str, float] = field(default_factory=dict, metadata=_OURS)
+    # Of windows as a whole.
+    interval_figures: dict[str, float] = field(default_factory=dict, metadata=_OURS)
+    interval_windows: int = field(default=0, metadata=_OURS)
     # (epoch, index) of windows that were left out.
     skipped_windows: list[tuple[int, int]] = field(default_factory=list, metadata=_OURS)
     # Steps without an update: a loss or gradient was not a number.

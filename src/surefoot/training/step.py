@@ -68,6 +68,14 @@ class PendingMetrics:
         return StepMetrics(loss, weight, norm, self.learning_rate, named, int(tokens), self.scale)
 
 
+def all_or_none(steps: Sequence[PendingMetrics]) -> list[PendingMetrics]:
+    """The same steps of several networks; if one of them is bad, all are."""
+    if len(steps) == 1:
+        return list(steps)
+    is_bad = torch.stack([step.is_bad for step in steps]).amax(0)
+    return [replace(step, is_bad=is_bad) for step in steps]
+
+
 @dataclass
 class Step:
     """The parts of an optimizer step. ``gradients`` runs the window, ``update`` applies the
@@ -114,10 +122,10 @@ class Step:
         if all(group.get("fused") for group in self.optimizer.param_groups):
             self.optimizer.found_inf = unread.is_bad  # type: ignore[attr-defined]
             self.optimizer.step()  # which looks at it on the device
-        elif unread.read().is_finite:
+        elif not unread.is_bad:
             self.optimizer.step()
         if self.scaler.enabled:
-            self.scaler.update(overflowed=not unread.read().is_finite)
+            self.scaler.update(overflowed=bool(unread.is_bad))
 
     def _set_learning_rate(self, step: int) -> float:
         for group in self.optimizer.param_groups:

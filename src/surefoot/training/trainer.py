@@ -3,29 +3,30 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, fields
+from functools import partial
 from signal import Signals
 
-from ..batch import Batch, Outputs, Window
+from ..batch import Window
 from ..checkpoint.reading.loading import load
 from ..checkpoint.state.states import RandomState, Stateful
-from ..data.order.loader import Loader
 from ..errors import RunError
 from ..model.seeding import seed_everything
-from ..parallel.sharded_model import gather_nothing
 from ..parallel.world import ALONE, World
 from .best_metric import record_evaluation
 from .callback import Callbacks
-from .evaluation import evaluate, prefixed
+from .evaluation import Evaluation, EvaluationSet, prefixed
+from .learner import Learner
 from .log_accumulator import LogAccumulator
 from .saver import Saver
 from .section import TrainSection
 from .signals import StopSignal
-from .stage import Models, Stage, is_likelihood, learnables
+from .stage import POLICY, Stage
 from .state import TrainerControl, TrainerState
-from .step import PendingMetrics, Step, StepMetrics
+from .step import PendingMetrics, StepMetrics, all_or_none
+from .windows import Place, Turn, Windows
 
 MAX_ROLLBACKS = 3  # to one checkpoint: more bad windows than that are no accident
 
@@ -40,47 +41,56 @@ class _Taken:
     costs nothing; before anything is logged, measured or saved, they are waited for."""
 
     number: int
-    place: tuple[int, int]  # of its window: epoch, index
+    place: Place  # of its window
     figures: PendingMetrics
 
 
 @dataclass
+class _Progress:
+    """What the loop remembers and no checkpoint contains."""
+
+    unread: _Taken | None = None
+    agreed: Signals | None = None  # the signal that any of several ranks has received
+    rollbacks: int = 0
+
+
+@dataclass(frozen=True)
 class Trainer:
-    """Everything one run needs, built elsewhere (``run.build``). ``fit`` runs it.
+    """Everything one run needs, put together elsewhere (``run.assembly``). ``fit`` runs it.
 
     ``states`` is all it takes to resume it.
     """
 
     section: TrainSection
     stage: Stage
-    models: Models
-    weights: Stateful
-    optimizer_state: Stateful
-    step: Step
-    forward: Callable[[Batch], Outputs]  # for evaluation; the engine has its own
-    loader: Loader
-    evals: Mapping[str, Iterable[Batch]]
+    learners: Mapping[str, Learner]  # by role, the policy first
+    windows: Windows
+    evals: Mapping[str, EvaluationSet]
+    evaluation: Evaluation
     saver: Saver
     callbacks: Callbacks
     state: TrainerState
     control: TrainerControl
     interval: LogAccumulator
-    stop: StopSignal = field(default_factory=StopSignal)
     world: World = ALONE
-    agreed: Signals | None = None  # the signal that any of several processes has received
-    rollbacks: int = 0
     feeder: AbstractContextManager[object] = field(default_factory=nullcontext)  # while data comes
-    _unread: _Taken | None = None
+    stop: StopSignal = field(default_factory=StopSignal)
+    _progress: _Progress = field(default_factory=_Progress, init=False)
+
+    @property
+    def policy(self) -> Learner:
+        """The learner of the model that the recipe names."""
+        return self.learners[POLICY]
 
     @property
     def states(self) -> dict[str, Stateful]:
         """What a checkpoint holds. The schedule is a pure function of the step and needs no
         state."""
         return {
-            "model": self.weights,
-            "optimizer": self.optimizer_state,
-            "scaler": self.step.scaler,
-            "loader": self.loader,
+            "model": self.policy.weights,
+            "optimizer": self.policy.optimizer_state,
+            "scaler": self.policy.step.scaler,
+            "loader": self.windows,
             "trainer": self.state,
             "callbacks": self.callbacks,
             "random": RandomState(),
@@ -89,7 +99,7 @@ class Trainer:
     @property
     def signal(self) -> Signals | None:
         """The signal that has ended the run, if one has."""
-        return self.agreed or self.stop.received
+        return self._progress.agreed or self.stop.received
 
     def fit(self) -> TrainerState:
         """Train until ``max_steps`` or a signal, which both end in a save, or a callback's stop.
@@ -99,7 +109,7 @@ class Trainer:
             CheckpointError: a save failed and ``on_save_error`` says stop.
         """
         self.control.should_training_stop = False
-        self.models.policy.train()
+        self.policy.module.train()
         self.callbacks.emit("on_train_begin")
         with self.stop, self.feeder, self.saver:
             for flag in self.state.pending:
@@ -108,19 +118,16 @@ class Trainer:
                 self._save()  # somewhere to go back to
             self._act()
             while not self._is_done():
-                self._one_window()
+                self._turn()
                 self._act()
             self._collect(wait=True)
         self.callbacks.emit("on_train_end")
         return self.state
 
-    def predict(self, batches: Iterable[Batch]) -> dict[str, float]:
-        """Metrics over ``batches`` as ``predict_loss`` and so on; nothing of the run changes.
-
-        Several processes call it together, with equally many batches each; what they find is added
-        up.
-        """
-        metrics = prefixed({"": self._measure(batches)}, "predict")
+    def predict(self, examples: EvaluationSet) -> dict[str, float]:
+        """Metrics over ``examples`` as ``predict_loss`` and so on; nothing of the run changes.
+        Several ranks call it together."""
+        metrics = prefixed({"": self._measure(examples)}, "predict")
         self.callbacks.emit("on_predict", metrics=metrics)
         return metrics
 
@@ -131,53 +138,63 @@ class Trainer:
             or self.state.global_step >= self.state.max_steps
         )
 
-    def _one_window(self) -> None:
-        """Take the next window of the data and learn from it."""
-        while (place := (self.loader.epoch, self.loader.window)) in self.state.skipped_windows:
-            self.loader.skip()
-        if self.loader.window == 0:
+    def _turn(self) -> None:
+        """One optimizer step, on the next window or on the next part of a prepared one."""
+        windows, loader = self.windows, self.windows.loader
+        windows.leave_out(self.state.skipped_windows)
+        if windows.is_between and loader.window == 0:
             self.control.should_epoch_stop = False
             self.callbacks.emit("on_epoch_begin")
-        window = self.loader.next_window()
-        for learnable in learnables(self.stage, self.models, window):
-            if not self._step(learnable, place):
-                return
-        while self.control.should_epoch_stop and self.loader.window:
-            self.loader.skip()
-            self.state.epoch = float(self.loader.epoch)
-        if self.loader.window == 0:
+        turn = windows.next_turn()
+        self.interval.note(turn.figures)
+        self.interval.spend(turn.seconds)
+        if (turn.window and not self._step(turn)) or not windows.is_between:
+            return
+        while self.control.should_epoch_stop and loader.window:
+            loader.skip()
+            self.state.epoch = float(loader.epoch)
+        if loader.window == 0:
             self.callbacks.emit("on_epoch_end")
 
-    def _step(self, window: Window, place: tuple[int, int]) -> bool:
+    def _step(self, turn: Turn) -> bool:
         """One optimizer step; False if it led back to the last checkpoint."""
         started = time.monotonic()
-        state, step = self.state, self.state.global_step
+        state, steps = self.state, [learner.step for learner in self.learners.values()]
         self.callbacks.emit("on_step_begin")
-        if not self.models.policy.training:
-            self.models.policy.train()
-        figures = self.step.gradients(
-            window,
-            self.stage.loss,
-            step=step,
-            before=lambda index: seed_everything(self.section.seed, step, index, *self.world.draws),
-            after=lambda i: self.callbacks.emit("on_substep_end") if i + 1 < len(window) else None,
-        )
+        found = [self._gradients(role, turn.window) for role in self.learners]
         self.callbacks.emit("on_pre_optimizer_step")
-        self.step.update(figures)
+        found = all_or_none(found)
+        for step, figures in zip(steps, found, strict=True):
+            step.update(figures)
         self.callbacks.emit("on_optimizer_step")
-        self.step.optimizer.zero_grad(set_to_none=True)
+        for step in steps:
+            step.optimizer.zero_grad(set_to_none=True)
         if not self._read():
             return False
         state.global_step += 1
-        self._unread = _Taken(state.global_step, place, figures)
-        state.epoch = self.loader.progress
+        self._progress.unread = _Taken(state.global_step, turn.place, found[0])
+        state.epoch = self.windows.loader.progress
         self.interval.spend(time.monotonic() - started)
         self.callbacks.emit("on_step_end")
         return True
 
+    def _gradients(self, role: str, window: Window) -> PendingMetrics:
+        """Leave the gradients of one role's loss in its network."""
+        learner, step = self.learners[role], self.state.global_step
+        if not learner.network.module.training:
+            learner.network.module.train()
+        learner.turn(step)
+        return learner.step.gradients(
+            window,
+            partial(self.stage.loss, role),
+            step=step,
+            before=lambda index: seed_everything(self.section.seed, step, index, *self.world.draws),
+            after=lambda i: self.callbacks.emit("on_substep_end") if i + 1 < len(window) else None,
+        )
+
     def _read(self) -> bool:
         """Look at the last step's figures; False if they led back to the last checkpoint."""
-        taken, self._unread = self._unread, None
+        taken, self._progress.unread = self._progress.unread, None
         if taken is None:
             return True
         figures = taken.figures.read()
@@ -196,11 +213,15 @@ class Trainer:
             return True
         self._collect(wait=True)
         newest = self.saver.newest
-        if self.section.on_nan == "rollback" and newest and self.rollbacks < MAX_ROLLBACKS:
+        if (
+            self.section.on_nan == "rollback"
+            and newest
+            and self._progress.rollbacks < MAX_ROLLBACKS
+        ):
             skipped = [*self.state.skipped_windows, taken.place]
             load(newest, self.states)  # which knows only those that were left out before it
             self.state.skipped_windows = skipped
-            self.rollbacks += 1
+            self._progress.rollbacks += 1
             return False
         raise RunError(
             f"{what} is not a number; training stopped, the newest checkpoint is "
@@ -208,30 +229,19 @@ class Trainer:
             "or set train.on_nan to skip or rollback."
         )
 
-    def _measure(self, batches: Iterable[Batch]) -> dict[str, float]:
+    def _measure(self, examples: EvaluationSet) -> dict[str, float]:
         def after() -> None:
             self.callbacks.emit("on_prediction_step")
-            self._agree()  # several processes leave at the same batch
+            self._agree()  # several ranks leave at the same batch
             if self._is_leaving:
                 raise _BrokenOffError
 
-        device, sums = next(self.models.policy.parameters()).device, self.world.sums
         random = RandomState()
         drawn = random.state_dict()
-        self.models.policy.eval()
         try:
-            return evaluate(
-                batches,
-                self.forward,
-                self.stage.loss,
-                device=device,
-                after=after,
-                sums=sums,
-                is_likelihood=is_likelihood(self.stage),
-            )
+            return self.evaluation.measure(examples, after)
         finally:
             random.load_state_dict(drawn)
-            gather_nothing(self.models.policy)
 
     def _act(self) -> None:
         """Do what the flags ask: log, evaluate, save, in that order."""
@@ -244,7 +254,7 @@ class Trainer:
             self.interval.log(self.callbacks)
         if control.should_evaluate and self.evals:
             try:
-                parts = {name: self._measure(batches) for name, batches in self.evals.items()}
+                parts = {name: self._measure(each) for name, each in self.evals.items()}
                 record_evaluation(self.section, self.callbacks, prefixed(parts, "eval"))
             except _BrokenOffError:
                 state.pending = ["should_evaluate"]
@@ -271,7 +281,7 @@ class Trainer:
     @property
     def _is_leaving(self) -> bool:
         """Whether a signal ends the run: with several processes, one on which they have agreed."""
-        return (self.agreed if self.world.size > 1 else self.stop.received) is not None
+        return (self._progress.agreed if self.world.size > 1 else self.stop.received) is not None
 
     def _agree(self) -> None:
         """Let all processes do the same: what any one of them has been asked for."""
@@ -282,7 +292,7 @@ class Trainer:
         *flags, number = self.world.largest([*asked, float(self.stop.received or 0)])
         for name, flag in zip(names, flags, strict=True):
             setattr(self.control, name, bool(flag))
-        self.agreed = Signals(int(number)) if number else None
+        self._progress.agreed = Signals(int(number)) if number else None
 
     def _save(self) -> None:
         """Start to save this step. The last one, and a best one to end with, are never left out."""
@@ -295,6 +305,6 @@ class Trainer:
     def _collect(self, *, wait: bool = False) -> None:
         """Tell the callbacks of saves that are committed by now."""
         for step in self.saver.collect(wait=wait):
-            self.rollbacks = 0
+            self._progress.rollbacks = 0
             if self.world.is_main:  # the others know only of their own part
                 self.callbacks.emit_saved(step)

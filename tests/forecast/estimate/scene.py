@@ -4,6 +4,7 @@ import numpy as np
 import torch
 
 import folders
+from surefoot.batch import OutputSpec
 from surefoot.data.text.collation import collate
 from surefoot.forecast.estimate.dry_run import HoldingOptions, build
 from surefoot.model.head import outputs
@@ -11,7 +12,7 @@ from surefoot.model.head.logprob_head import asked_head
 from surefoot.model.precision import autocast
 from surefoot.model.pretrained.tokenizer import load_tokenizer
 from surefoot.recipe.recipe import read
-from surefoot.run.assembly import build_policy
+from surefoot.run.assembly import open_policy
 
 CPU = torch.device("cpu")
 
@@ -43,7 +44,7 @@ def skeleton(made, precision="fp32", dtype=torch.float32, gathered=None, **sprea
 
 def policy(made):
     """The real one, ready to learn."""
-    return build_policy(made, made.model.path, tokenizer(made)).model.train()
+    return open_policy(made, made.model.path, tokenizer(made)).module.train()
 
 
 def features(*lengths, prompt=4, seed=0):
@@ -68,7 +69,7 @@ def head_of(model):
 
 def total(model, micro_batch, head):
     """The sum of log-probabilities, as training computes it."""
-    return outputs.compute(model, micro_batch, ("total",), head=head).total
+    return outputs.compute(model, micro_batch, OutputSpec(("total",)), head=head).total
 
 
 def kept(model, micro_batch, precision="fp32"):

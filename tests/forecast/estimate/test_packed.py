@@ -57,7 +57,7 @@ def test_matrices_of_layers_shrink_and_nothing_else_does(tmp_path, kind, way):
     made = skeleton(quantized(tmp_path, kind, **way))
     matrices = [
         tuple(module.weight.shape)
-        for name, module in whole.inner.named_modules()
+        for name, module in whole.network.inner.named_modules()
         if name.endswith("base_layer")
     ]
     assert len(matrices) == 14

@@ -130,7 +130,7 @@ def test_a_model_that_cannot_be_rehearsed_gets_the_rest_of_its_plan(project, mon
     def fail(*_):
         raise NotRehearsedError("it looks at values")
 
-    monkeypatch.setattr(processes, "rehearse", fail)
+    monkeypatch.setattr(processes, "dry_run_batch", fail)
     found = plan(project)
     assert found.not_known == "it looks at values"
     assert found.memory.activations == found.memory.logits == 0

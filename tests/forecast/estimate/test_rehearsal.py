@@ -89,6 +89,16 @@ def test_every_method_keeps_what_torch_really_saves(tmp_path, method, recomputes
     assert found == pytest.approx(expected, rel=share, abs=2 * 56 * 8 * 4)
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("targets", [["all"], ["down_proj"]], ids=str)
+def test_a_new_adapter_is_rehearsed_as_it_is_trained(tmp_path, targets, precision):
+    made = recipe(tmp_path, method={"lora": {"rank": 4, "targets": targets}})
+    micro_batch = batch(made, 60, 31)
+    expected = kept(policy(made), micro_batch, precision)
+    found = dry_run_batch(skeleton(made, precision), micro_batch).kept.total
+    assert found == pytest.approx(expected, rel=0.01)
+
+
 def test_a_layer_keeps_what_the_formula_says(tmp_path):
     """Counted by hand, as in arXiv:2205.05198 (there for LayerNorm, GELU, 16 bits and dropout).
 
@@ -170,7 +180,7 @@ def test_a_model_that_looks_at_values_says_so(tmp_path):
     def look(module, arguments, options):
         assert int(options["input_ids"].sum()) > 0
 
-    found.model.register_forward_pre_hook(look, with_kwargs=True)
+    found.network.module.register_forward_pre_hook(look, with_kwargs=True)
     with pytest.raises(NotRehearsedError, match="LlamaForCausalLM cannot be rehearsed"):
         dry_run_batch(found, batch(made, 10))
 

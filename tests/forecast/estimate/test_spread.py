@@ -7,6 +7,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 import ranks
+from surefoot.batch import OutputSpec
 from surefoot.errors import RecipeError
 from surefoot.forecast.estimate.dry_run import describe, dry_run_batch
 from surefoot.forecast.estimate.live_bytes import LiveBytes
@@ -59,7 +60,7 @@ def spread(world, made, micro_batch, precision, sequence):
 
     def run():
         with autocast(precision, torch.device("cpu")):
-            found = outputs.compute(model, wide, ("logps",), vocabulary=vocabulary)
+            found = outputs.compute(model, wide, OutputSpec(("logps",)), vocabulary=vocabulary)
         loss = made.stage.loss(found, micro_batch).total
         del found
         loss.backward()

@@ -1,17 +1,20 @@
 """What the processes of a pipeline take, against two that run one."""
 
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
 import pytest
 import torch
 
 import ranks
+from surefoot.batch import OutputSpec
 from surefoot.forecast.estimate.dry_run import describe
 from surefoot.forecast.estimate.live_bytes import LiveBytes
 from surefoot.forecast.estimate.memory import Mesh, memory
 from surefoot.forecast.estimate.processes import rehearse_window
-from surefoot.model.pretrained.weights import names_in_files
-from surefoot.parallel.sharded_model import shard
-from surefoot.run.assembly import Policy, build_engine, build_policy
-from surefoot.staging import to_pipeline
+from surefoot.network.open import open_network
+from surefoot.run.assembly import options_of
 
 from .scene import batch, recipe, skeleton, tokenizer
 from .test_spread import SIZES, local, resized
@@ -19,15 +22,11 @@ from .test_spread import SIZES, local, resized
 
 def piped(world, made, precision):
     """The policy of this process; how to run a window through the pipeline."""
-    whole: Policy = build_policy(made, made.model.path, tokenizer(made))
-    model = whole.model.train()
-    names = names_in_files(model, whole.weights)
-    staging = to_pipeline(model, whole.inner, whole.weights, names, world, made.parallel)
-    dtype = torch.bfloat16 if precision == "bf16" else None
-    found = shard(model, whole.inner, world, made.parallel, dtype=dtype)
-    cuts = {staging.names[name]: cut for name, cut in found.items()}
-    engine = build_engine(whole, staging, made, world, precision, cuts)
-    return model, engine.run_window
+    made = replace(made, train=replace(made.train, precision=precision))
+    base, options = Path(made.model.path), options_of(made)
+    network = open_network(base, made.model, tokenizer(made), world, options)
+    run = network.engine.step_runner(OutputSpec(made.stage.spec.outputs))
+    return network.module.train(), run
 
 
 def measured(world, made, micro_batch, precision, count):
@@ -41,7 +40,7 @@ def measured(world, made, micro_batch, precision, count):
         own = [*map(local, model.parameters()), *model.buffers()]
         with LiveBytes(own, 10**9, lambda: given[0]) as live:
             at_work[:] = [live]
-            run([micro_batch] * count, made.stage.loss, before=id, after=id)
+            run([micro_batch] * count, partial(made.stage.loss, "policy"), before=id, after=id)
         weights = sum(tensor.nbytes for tensor in own)
     return weights, weights + live.growing
 

@@ -8,6 +8,7 @@ from typing import Literal
 
 What = Literal["differs", "only in A", "only in B"]
 
+PARTS = ("model", "optimizer", "state", "config", "recipe", "versions")  # of a checkpoint
 _MANY = 16  # a longer list of plain values is one value
 
 

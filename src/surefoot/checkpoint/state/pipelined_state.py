@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from ...geometry.sharding import Cuts
+from ..disk.manifest import Kind
 from .states import Stateful, cuts_of
 
 Tensors = Mapping[str, torch.Tensor]
@@ -37,6 +38,8 @@ class PipelinedWeights:
     copies: Collection[str]  # names of what an earlier stage has as well, which then writes it
     second: Mapping[str, str]  # name in files of what is tied to it here: its name in the model
     exchange: Exchange
+    kind: Kind
+    small_files: Callable[..., dict[str, bytes]]  # beside the weights
 
     def cuts_of(self, name: str) -> Cuts | None:
         """The sharding of a tensor; None if it is not recorded."""

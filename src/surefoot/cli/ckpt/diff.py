@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,8 +13,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ...checkpoint.looking.values import ValueChange, differences
-from ...checkpoint.reading.contents import ROLES, open_contents, shown, small_file
+from ...checkpoint.looking.values import PARTS, ValueChange
+from ...checkpoint.reading.contents import ROLES, shown
 from ...recipe.yaml import parse
 from ...storage.address import Address
 from ..table import (
@@ -34,26 +33,11 @@ from ..table import (
 from .checkpoint_path import PLACE, local
 
 if TYPE_CHECKING:
+    from ...checkpoint.looking.comparison import Comparison
     from ...checkpoint.looking.diff import TensorChange, TensorDifference, Verdict
 
-_PARTS = ("model", "optimizer", "state", "config", "recipe", "versions")
 _LARGEST = 5  # tensors of each role, and values of each part, in the summary
 _WIDTH = 60  # characters of a value
-RECIPE = "recipe.yaml"
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """The results of all comparisons."""
-
-    tensors: Sequence[TensorChange]
-    values: dict[str, list[ValueChange]]  # part -> what differs
-
-    @property
-    def is_equal(self) -> bool:
-        """Whether nothing differs."""
-        changed = any(tensor.verdict != "equal" for tensor in self.tensors)
-        return not changed and not any(self.values.values())
 
 
 @click.command()
@@ -62,7 +46,7 @@ class Comparison:
 @click.option(
     "--only",
     "parts",
-    type=click.Choice(_PARTS),
+    type=click.Choice(PARTS),
     multiple=True,
     help="Compare this part only; may be given several times.",
 )
@@ -83,8 +67,10 @@ def diff(
     over the larger of the other two. Tensors whose hashes are equal are not read. Exit code 0: all
     is equal; 1: something differs; 2: they cannot be compared.
     """
+    from ...checkpoint.looking.comparison import compare
+
     a, b = local(a), local(b)
-    found = _compare(a, b, parts or _PARTS)
+    found = compare(a, b, parts=parts or PARTS, parse=_parsed, progress=reading)
     if as_json:
         print_json(_as_json(a, b, found))
     else:
@@ -93,29 +79,8 @@ def diff(
         raise click.exceptions.Exit(1)
 
 
-def _compare(a: Path, b: Path, parts: Sequence[str]) -> Comparison:
-    from ...checkpoint.looking.diff import compare_tensors, compare_values, num_bytes
-
-    roles = [role for role in ROLES if role in parts]
-    contents = open_contents(a, roles), open_contents(b, roles)
-    names = contents[0].tensors.keys() | contents[1].tensors.keys()
-    with reading("comparing", sum(num_bytes(name, *contents) for name in names)) as advance:
-        tensors = list(compare_tensors(a, b, roles, advance))
-    values = dict(compare_values(a, b))
-    recipes = _recipe(a), _recipe(b)
-    if None not in recipes:
-        values["recipe"] = differences(*recipes)
-    return Comparison(
-        tensors, {part: values[part] for part in _PARTS if part in {*parts} & {*values}}
-    )
-
-
-def _recipe(folder: Path) -> object:
-    """The recipe of a checkpoint as plain data; None if it has none."""
-    text = small_file(folder, RECIPE)
-    if text is None:
-        return None
-    return parse(text.decode(errors="replace"), str(folder / RECIPE)).data
+def _parsed(text: str, name: str) -> object:
+    return parse(text, name).data
 
 
 def _as_json(a: Path, b: Path, found: Comparison) -> dict[str, object]:

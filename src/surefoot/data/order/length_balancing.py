@@ -10,6 +10,8 @@ those of the second one, and so on.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 
 from ..data_order import Index
@@ -30,6 +32,14 @@ def assign_to_rank(
     )[0]
     count = num_passes(len(items), micro_batch_size, world_size)
     return [items[dealt == group] for group in range(rank, count, world_size)]
+
+
+def in_turn(num_items: int, size: int, rank: int, world_size: int) -> Iterator[Index]:
+    """The items of each of a rank's passes, dealt out in order, ``size`` at a time. Every rank has
+    equally many passes; the last one may have nothing for some."""
+    for start in range(0, num_items, size * world_size):
+        first = start + size * rank
+        yield np.arange(first, max(first, min(first + size, num_items)))
 
 
 def num_passes(num_items: int, micro_batch_size: int, world_size: int) -> int:

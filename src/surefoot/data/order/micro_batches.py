@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
+from typing import Protocol
 
 import numpy as np
 
@@ -77,6 +78,17 @@ class Batching:
 
     def _batch(self, examples: Sequence[Features], group: Index, spare: Features) -> Batch:
         return self.collate([examples[int(i)] for i in group] or [without_labels(spare)])
+
+
+class Items(Protocol):
+    """Anything that has the features of examples by their number."""
+
+    def __getitem__(self, item: int, /) -> Features: ...
+
+
+def batch_of(group: Index, items: Items, collate: Collate) -> Batch:
+    """The batch of a group; where there is nothing left for a rank, one without labels."""
+    return collate([items[int(item)] for item in group] or [without_labels(items[0])])
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import signal
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -22,10 +24,10 @@ from ...model.precision import choose
 from ...model.pretrained.loading import device
 from ...recipe.recipe import Recipe
 from ...run.assembly import build
-from ...run.data_loading import num_steps
 from ...training.callback import Context, TrainerCallback
 from ...training.signals import SIGNALS
 from ...training.state import TrainerControl, TrainerState
+from ...training.windows import num_steps
 from ..estimate.batches import heaviest
 from .clock import Clock, timed
 from .hardware import forget_peak, gemm_flops, name_of, peak_memory
@@ -40,7 +42,7 @@ class Meter(TrainerCallback):
     """Times the steps of a run, counts what goes into them, and ends it."""
 
     clock: Clock
-    loader: Loader
+    rewind: Callable[[], None] = field(default=lambda: None)  # to the first window of the run
     began: float = 0.0  # when the warm-up was over
     tokens: list[int] = field(default_factory=list)  # of each step, padding not counted
     trained: list[int] = field(default_factory=list)
@@ -73,7 +75,7 @@ class Meter(TrainerCallback):
         """The next step begins, with its window; after the heaviest one, with the run's first."""
         self.clock.turn("data")
         if state.global_step == 1:
-            self.loader.epoch = self.loader.window = 0
+            self.rewind()
         if state.global_step == WARM_UP:
             self.began = time.monotonic()
         elif state.global_step > WARM_UP:
@@ -87,14 +89,15 @@ def measure(recipe: Recipe, steps: int, folder: Path) -> BenchResult:
     Raises:
         SurefootError: as ``surefoot train`` would.
     """
-    trainer = build(_short(recipe, steps, folder), is_trial=True)
-    where, loader = device(), trainer.loader
-    meter = Meter(Clock(where), loader)
-    trainer.callbacks.members = [meter]
-    trainer.step.run_window = timed(trainer.step.run_window, meter.clock.turn, meter.count)
+    where = device()
+    meter = Meter(Clock(where))
+    around = partial(timed, turn=meter.clock.turn, note=meter.count)
+    trainer = build(_short(recipe, steps, folder), callbacks=[meter], trial=around)
+    loader = trainer.windows.loader
+    meter.rewind = partial(_go_to, loader, 0)
     section = recipe.train
-    run_steps = num_steps(section, loader.steps_per_epoch)
-    loader.window = _heaviest_window(loader, run_steps)
+    run_steps = num_steps(section, trainer.windows.steps_per_epoch)
+    _go_to(loader, _heaviest_window(loader, run_steps))
     trainer.fit()
     first, *_ = costs = meter.clock.steps()
     measured = costs[WARM_UP:]
@@ -110,7 +113,7 @@ def measure(recipe: Recipe, steps: int, folder: Path) -> BenchResult:
         trained_tokens=sum(meter.trained[WARM_UP:]),
         positions=sum(meter.positions[WARM_UP:]),
         flops=trainer.state.total_flos * tokens / max(1, sum(meter.tokens)),
-        gemm_flops=gemm_flops(_dtype(trainer.models.policy, choose(section.precision)), where),
+        gemm_flops=gemm_flops(_dtype(trainer.policy.module, choose(section.precision)), where),
         peak_memory=memory,
         compiling_seconds=max(0.0, sum(first.values()) - ordinary) if recipe.model.compile else 0.0,
         phases=phases,
@@ -128,6 +131,11 @@ def _short(recipe: Recipe, steps: int, folder: Path) -> Recipe:
         rows = min(data.max_samples or data.buffer_size, data.buffer_size)
         data = replace(data, streaming=False, max_samples=rows)
     return replace(recipe, train=train, data=data)
+
+
+def _go_to(loader: Loader, window: int) -> None:
+    """Let a window of the first epoch come next."""
+    loader.epoch, loader.window = 0, window
 
 
 def _heaviest_window(loader: Loader, run_steps: int) -> int:

@@ -6,18 +6,16 @@ suggestion has been measured as a whole; no gains are multiplied.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from ...recipe.recipe import Recipe
+from ..other_settings import COMPILE, PACKING, RECOMPUTE, SIZE, Changes, changed, resized, value
 from .result import BenchResult
 from .subprocess_trial import Failure
 
-SIZE, PACKING = "train.micro_batch_size", "data.packing"
-RECOMPUTE, COMPILE = "model.gradient_checkpointing", "model.compile"
 MARGIN = 1.03  # times as fast; what is less may be chance
 
-Changes = Mapping[str, int | bool]
 Measure = Callable[[Changes], BenchResult | Failure]
 
 
@@ -78,11 +76,11 @@ class Search:
     def _sizes(self, times: int, part: int, also: Changes | None = None) -> Iterator[Trial]:
         """Larger or smaller passes, as long as each is faster than the one before."""
         while True:
-            size, best = self._now(SIZE) * times, self.best
-            new = size // part
-            if size % part or self.recipe.train.global_batch_size % new:
+            best = self.best
+            new = resized(changed(self.recipe, best.changes), times, part)
+            if not new:
                 return
-            yield from self._add({**best.changes, **(also or {}), SIZE: new})
+            yield from self._add({**best.changes, **(also or {}), **new})
             if self.best is best:
                 return
 
@@ -113,13 +111,6 @@ class Search:
 
     def _now(self, name: str) -> int:
         return int(self.best.changes.get(name, value(self.recipe, name)))
-
-
-def value(recipe: Recipe, name: str) -> int | bool:
-    """A setting by its dotted path."""
-    section, _, setting = name.partition(".")
-    found: int | bool = getattr(getattr(recipe, section), setting)
-    return found
 
 
 def is_better(new: Trial, old: Trial) -> bool:

@@ -7,43 +7,38 @@ torch's own kernels keep. A GPU's kernels keep the same, but for attention with 
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import (
-    AttentionInterface,
-    AutoConfig,
-    AutoModelForCausalLM,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import AttentionInterface, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from ...batch import Batch, TrainedPositions, trained_positions
 from ...errors import ModelError
-from ...model.attention import packed as attention
-from ...model.fused_lora import enable_fused_lora
+from ...model.attention import packed
 from ...model.head import outputs
-from ...model.head.logprob_head import LogprobHead, asked_head
 from ...model.precision import PrecisionName, autocast
-from ...model.pretrained.loading import (
-    DTYPES,
-    grow_embeddings,
-    recompute_activations,
-    upcast_trained,
-)
-from ...model.pretrained.weights import AdapterWeights, FullWeights, trained
+from ...model.pretrained.adapter import attach_empty
+from ...model.pretrained.loading import DTYPES
+from ...network.draft import Draft
+from ...network.network import Network
+from ...network.open import open_network
+from ...network.runner import Engine, ModelForward, WholeEngine
+from ...network.tensors import from_config, method_of
 from ...optim.state import NamedState
 from ...parallel.sharded_model import layers
 from ...parallel.tensor.sequence_parallel import widened
 from ...parallel.tensor.tensor_parallel import cut_tensors
 from ...parallel.tensor.tp_plan import Stretch, cuts_vocabulary
 from ...parallel.tensor.vocab_parallel import VocabParallelLogits
+from ...parallel.world import ALONE
 from ...recipe.recipe import Recipe
-from ...training.stage import smoothing
+from ...run.assembly import options_of
+from ...training.stage import POLICY
 from .axis import FakeAxis
 from .fake_quantized import pack, will_be_packed
 from .live_bytes import LiveBytes
@@ -76,66 +71,123 @@ class HoldingOptions:
     quantized: torch.dtype = torch.float32  # of products with quantized weights
 
 
+@dataclass
+class FakeTensors:
+    """Tensors without memory that can be run, of one of the processes that ``setting`` names."""
+
+    setting: HoldingOptions
+    mode: FakeTensorMode = field(default_factory=FakeTensorMode)
+    quantized: list[nn.Module] = field(default_factory=list)
+    vocabulary: VocabParallelLogits | None = None  # of logits, where they are cut
+    share: StageShare | None = None  # of a pipeline
+    are_run: ClassVar[bool] = True
+    keep_random: ClassVar[bool] = False  # random generators have no state here
+    compiles: ClassVar[bool] = False
+
+    def load(self, draft: Draft) -> None:
+        """From ``config.json`` alone, on the meta device at first."""
+        kernel = draft.section.attention
+        if kernel == "flash_attention_2":
+            kernel = "sdpa"  # has no CPU kernel; keeps the same
+        with torch.device("meta"):
+            draft.inner = from_config(
+                draft.base,
+                draft.section,
+                dtype=self.setting.dtype,
+                attention=None if kernel == "auto" else kernel,
+            )
+
+    def pack(self, draft: Draft) -> None:
+        """There are no values to prove anything with."""
+        packed.switch_to_packed(draft.inner)
+
+    def adapt(self, draft: Draft) -> None:
+        """An adapter is quantized as little as the real one."""
+        if draft.section.quantization_bit:
+            self.quantized = will_be_packed(draft.inner)
+        with torch.device("meta"):
+            draft.module = method_of(draft, attach_empty)(draft.inner)
+
+    def add(self, draft: Draft) -> None:
+        """Heads have no values."""
+
+    def divide(self, draft: Draft) -> None:
+        """Keep the layers of one process of a pipeline."""
+        setting = self.setting
+        in_files = {p: draft.names[name] for name, p in draft.module.named_parameters()}
+        if setting.pp > 1:
+            self.share = share(
+                draft.inner,
+                draft.weights,
+                setting.place,
+                size=setting.pp,
+                num_parts=setting.num_parts,
+                dtype=setting.gathered,
+            )
+        draft.names = {name: in_files[p] for name, p in draft.module.named_parameters()}
+
+    def shard(self, draft: Draft) -> None:
+        """Make all tensors fake ones; keep what the first of the processes along ``tp`` has."""
+        setting, inner = self.setting, draft.inner
+        _put(draft.module, self.mode, setting.gathered)
+        pack(self.quantized, draft.section, self.mode, setting.quantized)
+        if setting.tp > 1:
+            axis, size = FakeAxis(setting.tp), inner.config.get_text_config().vocab_size
+            self.vocabulary = VocabParallelLogits(axis, size) if cuts_vocabulary(inner) else None
+            with self.mode:
+                between = [Stretch(layers(inner))] if setting.sequence_parallel else ()
+                cut_tensors(inner, axis, between)
+
+    def runner(self, draft: Draft) -> ModelForward:
+        """The forward pass of the real model."""
+        setting = self.setting
+        return ModelForward(
+            draft.module,
+            setting.precision,
+            self.vocabulary,
+            draft.head if setting.tp == 1 else None,
+            draft.heads.values,
+        )
+
+    def engine(self, draft: Draft, runner: ModelForward) -> Engine:
+        """Windows are run by ``rehearse``."""
+        return WholeEngine(runner, CPU, draft.options.parallel)
+
+
 @dataclass(frozen=True)
 class DryRunModel:
     """The model of a recipe on fake tensors, ready to learn."""
 
-    mode: FakeTensorMode
-    model: nn.Module
-    inner: PreTrainedModel  # the same without its adapter
-    weights: FullWeights | AdapterWeights  # what its checkpoints hold
+    network: Network
+    tensors: FakeTensors
     recipe: Recipe
-    setting: HoldingOptions
-    head: LogprobHead | None  # of ``inner``, if it can be asked for more than logits
-    vocabulary: VocabParallelLogits | None = None  # of logits, where they are cut
-    share: StageShare | None = None  # of a pipeline
+
+    @property
+    def setting(self) -> HoldingOptions:
+        """How it is held."""
+        return self.tensors.setting
+
+    @property
+    def share(self) -> StageShare | None:
+        """What of a pipeline it is."""
+        return self.tensors.share
 
 
 def build(
     recipe: Recipe, base: Path, tokenizer: PreTrainedTokenizerBase, setting: HoldingOptions
 ) -> DryRunModel:
-    """The model in ``base`` as ``build_policy`` makes it, from its ``config.json`` alone.
+    """The model in ``base`` as a run has it, from its ``config.json`` alone.
 
     Raises:
         ModelError: no configuration of a causal language model.
         RecipeError: the method names modules that the model has not, or it cannot be cut.
     """
-    with torch.device("meta"):
-        inner = _from_config(recipe, base, setting)
-        grow_embeddings(inner, tokenizer)
-        if recipe.data.packing:
-            attention.switch_to_packed(inner)
-        packed = will_be_packed(inner) if recipe.model.quantization_bit else []
-        policy = _adapted(inner, recipe.model.adapter) or recipe.method.apply(inner)
-        if setting.recomputes:
-            recompute_activations(inner, keep_random=False)  # which has no state here
-        upcast_trained(policy, recipe.model)
-        head = asked_head(inner)
-    is_adapter = recipe.method.kind == "adapter"
-    weights = AdapterWeights(policy) if is_adapter else FullWeights(inner)
-    own = _share(inner, weights, setting) if setting.pp > 1 else None
-    mode = FakeTensorMode()
-    _put(policy, mode, setting.gathered)
-    pack(packed, recipe.model, mode, setting.quantized)
-    made = DryRunModel(mode, policy.train(), inner, weights, recipe, setting, head, share=own)
-    return _cut(made) if setting.tp > 1 else made
-
-
-def _share(
-    inner: PreTrainedModel, weights: FullWeights | AdapterWeights, setting: HoldingOptions
-) -> StageShare:
-    count, dtype = setting.num_parts, setting.gathered
-    return share(inner, weights, setting.place, size=setting.pp, num_parts=count, dtype=dtype)
-
-
-def _cut(whole: DryRunModel) -> DryRunModel:
-    """What the first of the processes along ``tp`` has of it."""
-    inner, axis = whole.inner, FakeAxis(whole.setting.tp)
-    is_cut, size = cuts_vocabulary(inner), inner.config.get_text_config().vocab_size
-    with whole.mode:
-        between = [Stretch(layers(inner))] if whole.setting.sequence_parallel else ()
-        cut_tensors(inner, axis, between)
-    return replace(whole, head=None, vocabulary=VocabParallelLogits(axis, size) if is_cut else None)
+    tensors = FakeTensors(setting)
+    section = replace(recipe.model, gradient_checkpointing=setting.recomputes)
+    options = replace(options_of(recipe), precision=setting.precision)
+    network = open_network(base, section, tokenizer, ALONE, options, tensors)
+    network.module.train()
+    return DryRunModel(network, tensors, recipe)
 
 
 def _put(model: nn.Module, mode: FakeTensorMode, dtype: torch.dtype | None) -> None:
@@ -155,43 +207,10 @@ def _put(model: nn.Module, mode: FakeTensorMode, dtype: torch.dtype | None) -> N
                     module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
 
 
-def _from_config(recipe: Recipe, base: Path, setting: HoldingOptions) -> PreTrainedModel:
-    section = recipe.model
-    kernel = section.attention if section.attention in ("sdpa", "eager") else None
-    if section.attention == "flash_attention_2":
-        kernel = "sdpa"  # has no CPU kernel; keeps the same
-    try:
-        config = AutoConfig.from_pretrained(base, trust_remote_code=section.trust_remote_code)
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            config,
-            dtype=setting.dtype or config.dtype or torch.float32,
-            attn_implementation=kernel,
-            trust_remote_code=section.trust_remote_code,
-        )
-    except (ValueError, OSError, ImportError, KeyError, TypeError) as error:
-        raise ModelError(
-            f"{base}: cannot build the model from config.json: {str(error).strip().splitlines()[0]}"
-        ) from None
-    return model
-
-
-def _adapted(model: PreTrainedModel, folder: Path | None) -> nn.Module | None:
-    """The model with an adapter like the one in ``folder``, whose weights are not read."""
-    if folder is None:
-        return None
-    from peft import PeftConfig, get_peft_model
-
-    config = PeftConfig.from_pretrained(str(folder))
-    config.inference_mode = False
-    wrapped: nn.Module = get_peft_model(model, config)
-    enable_fused_lora(wrapped)
-    return wrapped
-
-
 def optimizer_state(skeleton: DryRunModel) -> dict[str, dict[str, torch.Tensor]]:
     """What the recipe's optimizer holds after a step, by parameter; fake tensors."""
-    named = trained(skeleton.model, skeleton.weights)
-    with skeleton.mode:
+    named = list(skeleton.network.named.items())
+    with skeleton.tensors.mode:
         optimizer = skeleton.recipe.optim.build(named)
         for _, parameter in named:
             parameter.grad = torch.empty_like(parameter)
@@ -204,16 +223,17 @@ def optimizer_state(skeleton: DryRunModel) -> dict[str, dict[str, torch.Tensor]]
 def describe(skeleton: DryRunModel) -> list[Weight]:
     """Every parameter and buffer of the model, with what the optimizer holds for it."""
     state = optimizer_state(skeleton)
-    names = {id(p): name for name, p in trained(skeleton.model, skeleton.weights)}
+    names = {id(p): name for name, p in skeleton.network.named.items()}
     blocks = {
         id(tensor): index
-        for index, layer in enumerate(layers(skeleton.model))
+        for index, layer in enumerate(layers(skeleton.network.module))
         for tensor in layer.parameters()
     }
-    head, last = skeleton.inner.get_output_embeddings(), skeleton.inner.get_input_embeddings()
+    inner = skeleton.network.inner
+    head, last = inner.get_output_embeddings(), inner.get_input_embeddings()
     is_tied = head is not None and last is not None and head.weight is last.weight
     found = []
-    for parameter in skeleton.model.parameters():
+    for parameter in skeleton.network.module.parameters():
         held = state.get(names.get(id(parameter), ""), {}).values()
         found.append(
             Weight(
@@ -226,7 +246,7 @@ def describe(skeleton: DryRunModel) -> list[Weight]:
                 is_last=last is not None and parameter is last.weight and not is_tied,
             )
         )
-    buffers = {id(buffer): buffer for buffer in skeleton.model.buffers()}.values()
+    buffers = {id(buffer): buffer for buffer in skeleton.network.module.buffers()}.values()
     found += [Weight(tuple(b.shape), b.element_size(), False, None, is_cut=False) for b in buffers]
     return found
 
@@ -244,7 +264,7 @@ def dry_run_batch(skeleton: DryRunModel, batch: Batch, number: int | None = None
     except (RuntimeError, NotImplementedError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise NotRehearsedError(
-            f"{type(skeleton.inner).__name__} cannot be rehearsed without values: {reason}"
+            f"{type(skeleton.network.inner).__name__} cannot be rehearsed without values: {reason}"
         ) from None
     finally:
         _LOGGER.disabled = was_disabled
@@ -252,7 +272,7 @@ def dry_run_batch(skeleton: DryRunModel, batch: Batch, number: int | None = None
 
 def _rehearse(skeleton: DryRunModel, batch: Batch, number: int | None) -> Pass:
     batch = widened(batch, skeleton.setting.tp if skeleton.setting.sequence_parallel else 1)
-    own = [*skeleton.model.parameters(), *skeleton.model.buffers()]
+    own = [*skeleton.network.module.parameters(), *skeleton.network.module.buffers()]
     grown = 0
 
     def drop(parameter: torch.Tensor) -> None:
@@ -263,12 +283,12 @@ def _rehearse(skeleton: DryRunModel, batch: Batch, number: int | None) -> Pass:
 
     hooks = [
         parameter.register_post_accumulate_grad_hook(drop)  # type: ignore[no-untyped-call]
-        for parameter in skeleton.model.parameters()
+        for parameter in skeleton.network.module.parameters()
         if parameter.requires_grad
     ]
-    kernel = skeleton.inner.config._attn_implementation
-    if _needs_no_mask(skeleton.inner, batch):
-        skeleton.inner.set_attn_implementation(UNMASKED)
+    kernel = skeleton.network.inner.config._attn_implementation
+    if _needs_no_mask(skeleton.network.inner, batch):
+        skeleton.network.inner.set_attn_implementation(UNMASKED)
     live = LiveBytes(own, _width(skeleton), lambda: grown)
     try:
         kept = (
@@ -277,7 +297,7 @@ def _rehearse(skeleton: DryRunModel, batch: Batch, number: int | None) -> Pass:
             else _through_stage(skeleton, skeleton.share, number, batch, live)
         )
     finally:
-        skeleton.inner.set_attn_implementation(kernel)
+        skeleton.network.inner.set_attn_implementation(kernel)
         for hook in hooks:
             hook.remove()
     return Pass(
@@ -292,21 +312,12 @@ def _through_all(
     skeleton: DryRunModel, batch: Batch, live: LiveBytes, hidden: torch.Tensor | None = None
 ) -> Snapshot:
     """Run all of the model, or the end of a pipeline, forward and backward; what was kept."""
-    stage, mode = skeleton.recipe.stage, skeleton.mode
+    stage, mode = skeleton.recipe.stage, skeleton.tensors.mode
+    spec = stage.spec
     at, here = _places(mode, batch), _fake(mode, batch)
     with mode, live:
-        with autocast(skeleton.setting.precision, CPU):
-            found = outputs.compute(
-                skeleton.model,
-                here,
-                stage.needs,
-                at,
-                hidden=hidden,
-                vocabulary=skeleton.vocabulary,
-                head=skeleton.head,
-                smoothing=smoothing(stage),
-            )
-        loss = stage.loss(found, here).total
+        found = skeleton.network.runner.run(here, spec, hidden=hidden, at=at)
+        loss = stage.loss(POLICY, found, here).total
         del found
         kept = live.now
         if loss.requires_grad:
@@ -318,7 +329,7 @@ def _through_stage(
     skeleton: DryRunModel, own: StageShare, number: int, batch: Batch, live: LiveBytes
 ) -> Snapshot:
     """Run a stage of a pipeline as ``parallel.pipeline`` does; what was kept."""
-    mode, learns = skeleton.mode, own.learns[number]
+    mode, learns = skeleton.tensors.mode, own.learns[number]
     with own.stages.only(number), torch.set_grad_enabled(learns):
         with mode, live:
             hidden = own.entering(batch, number)
@@ -327,7 +338,7 @@ def _through_stage(
         here = _fake(mode, batch)
         with mode, live:
             with autocast(skeleton.setting.precision, CPU):
-                leaving = outputs.hidden_states(skeleton.model, here, hidden)
+                leaving = outputs.hidden_states(skeleton.network.module, here, hidden)
             kept = live.now
             if learns:
                 torch.autograd.backward(leaving, torch.empty_like(leaving))
@@ -348,9 +359,9 @@ def _places(mode: FakeTensorMode, batch: Batch) -> TrainedPositions:
 
 def _width(skeleton: DryRunModel) -> int:
     """Of logits."""
-    if skeleton.vocabulary is not None:
-        return skeleton.vocabulary.width
-    return int(skeleton.inner.config.get_text_config().vocab_size)
+    if skeleton.tensors.vocabulary is not None:
+        return skeleton.tensors.vocabulary.width
+    return int(skeleton.network.inner.config.get_text_config().vocab_size)
 
 
 def _fake(mode: FakeTensorMode, batch: Batch) -> Batch:

@@ -14,11 +14,11 @@ from ...data.text.codec import Codec
 from ...errors import RecipeError
 from ...model.precision import PrecisionName
 from ...model.pretrained.loading import resolve
-from ...model.pretrained.quantized import check_alone, num_elements
+from ...model.pretrained.quantized import check_alone
 from ...recipe.recipe import Recipe
 from ...run.assembly import build_codec
+from ..other_settings import changes
 from .batches import RunLength, course_of, loader_of, token_counts, trained_counts
-from .candidates import changes
 from .dry_run import DryRunModel
 from .examples import examples_of
 from .memory import Memory, Mesh
@@ -119,13 +119,12 @@ def make_plan(recipe: Recipe, machine: Machine, tokens_per_second: float | None 
     found = rehearsed(recipe, ground, held, as_held=True)
     largest, most = memory_of(recipe, machine, held, found.passes)
     options = _options(recipe, ground, held, found) if found.not_known is None else ()
-    sizes = [(num_elements(p), p.requires_grad) for p in alone.model.parameters()]
     return Plan(
         machine=machine,
         mesh=mesh,
         precision=precision_of(recipe, machine),
-        parameters=sum(size for size, _ in sizes),
-        trained_parameters=sum(size for size, is_trained in sizes if is_trained),
+        parameters=alone.network.num_parameters,
+        trained_parameters=alone.network.num_trainable,
         examples=len(examples.dataset),
         rows_read=examples.rows_read,
         course=course,
@@ -159,7 +158,7 @@ def _saving(
     )
     evaluates = train.eval_steps or train.eval_minutes or train.eval_epoch
     at_once = most_at_once(saves, section.rule(), (section.keep_best or 1) if evaluates else 0)
-    is_adapter = skeleton.recipe.method.kind == "adapter"
+    is_adapter = not skeleton.recipe.method.saves_base_model
     copy = snapshot_size(size, machine.num_processes, is_adapter=is_adapter)
     return Saving(
         size=size,

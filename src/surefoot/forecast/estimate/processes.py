@@ -23,7 +23,7 @@ from ...model.precision import PrecisionName
 from ...parallel.launch import num_processes
 from ...parallel.pipeline.schedule import order
 from ...recipe.recipe import Recipe
-from ...training.stage import as_if_asked
+from ...training.context import blank_examples
 from .batches import heaviest, loader_of, shares_prompts
 from .dry_run import (
     DryRunModel,
@@ -240,8 +240,9 @@ def _batch(recipe: Recipe, ground: PlanBase, logit_weight: float) -> Batch:
         loader, ground.steps, ground.lengths, ground.trained, logit_weight=logit_weight
     )
     features = [ground.dataset[int(item)] for item in items]
-    asked = as_if_asked(recipe.stage, features)
-    batch = recipe.stage.collate(asked, packing=recipe.data.packing)
+    packing = recipe.data.packing
+    found = blank_examples(recipe.stage, ground.codec, features, packing=packing)
+    batch = recipe.stage.collate(found[: len(features)], packing=packing)
     return batch if shares_prompts(recipe) else unshared(batch)
 
 

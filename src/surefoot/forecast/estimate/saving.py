@@ -16,7 +16,7 @@ from ...checkpoint.saving.writer_group import WriterGroup
 from ...checkpoint.state.states import RandomState
 from ...data.text.codec import Codec
 from ...parallel.world import ALONE
-from ...run.assembly import Policy, build_saver
+from ...run.assembly import build_saver
 from ...training.state import TrainerState
 from .dry_run import DryRunModel, optimizer_state
 from .size import CheckpointSize, checkpoint_size
@@ -58,18 +58,17 @@ def size_of_checkpoint(
 ) -> CheckpointSize:
     """The size of a checkpoint of the run, at its end, when ``num_logs`` records lie in it."""
     recipe, state = skeleton.recipe, optimizer_state(skeleton)
-    policy = Policy(skeleton.model, skeleton.inner, skeleton.weights)
-    saver = build_saver(recipe, policy, codec, base, ALONE)
+    saver = build_saver(recipe, skeleton.network, codec, base, ALONE)
     job, live = prepare(
         recipe.train.folder,
         0,
         {
-            "model": _Held(_plain(skeleton.weights.state_dict())),
+            "model": _Held(_plain(skeleton.network.weights.state_dict())),
             "optimizer": _Held({name: _plain(held) for name, held in state.items()}),
             "trainer": TrainerState(),
             "random": RandomState(),
         },
-        kind=recipe.method.kind,
+        kind=skeleton.network.weights.kind,
         companions=saver.companions,
         max_shard_size=recipe.checkpoint.max_shard_size,
         crew=WriterGroup(saver.section.layout or "full"),

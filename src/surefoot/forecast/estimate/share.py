@@ -11,8 +11,8 @@ from transformers import PreTrainedModel
 
 from ...batch import Batch
 from ...model.pipeline_stages import Stages, keep, split
-from ...model.pretrained.weights import AdapterWeights, FullWeights
-from ...staging import plan_pipeline_stages
+from ...network.method import UnshardedWeights
+from ...network.pipelined import plan_pipeline_stages
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class StageShare:
 
 def share(
     inner: PreTrainedModel,
-    weights: FullWeights | AdapterWeights,
+    weights: UnshardedWeights,
     place: int,
     *,
     size: int,

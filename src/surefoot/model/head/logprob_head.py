@@ -12,17 +12,18 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.configuration_utils import PretrainedConfig
 
-from ...batch import Outputs
+from ...batch import Outputs, OutputSpec
 from ...errors import ModelError
 from ..attention.packed import maskless
 from .chunked_cross_entropy import Head, Scores, logps, scores, totals
+from .logit_gradients import wide
 
 logger = logging.getLogger(__name__)
 _SOFTCAP = "final_logit_softcapping"
@@ -43,40 +44,87 @@ class LogprobHead:
         model: Callable[[], torch.Tensor],
         trained: Callable[[torch.Tensor], torch.Tensor],
         labels_N: torch.Tensor,
-        needs: Collection[str],
-        smoothing: float,
+        spec: OutputSpec,
+        values: nn.Linear | None = None,
     ) -> Outputs:
-        """Run ``model``, which returns the output of its head: what is ``needed`` at the
-        ``trained`` positions, whose labels these are.
-        """
+        """Run ``model``, which returns what its head returns; the outputs of ``spec`` at the
+        ``trained`` positions, whose labels these are. ``values`` is the head of ``Outputs.values``,
+        which leave the model beside the log-probabilities."""
+        needs, smoothing = set(spec.outputs), spec.smoothing
+        is_valued, needs = "values" in needs, needs - {"values"}
         held: list[Scores] = []
-        is_plain = not smoothing and set(needs) <= {"total", "logps"}
 
         def answer(hidden_BKD: torch.Tensor) -> torch.Tensor:
             hidden_ND = trained(hidden_BKD)
-            if set(needs) <= {"total"}:
-                return torch.stack(totals(self._head(hidden_ND), hidden_ND, labels_N, smoothing))
-            if is_plain:
-                return logps(self._head(hidden_ND), hidden_ND, labels_N)
-            held.append(scores(self._head(hidden_ND), hidden_ND, labels_N))
-            return torch.stack([held[0].logps, held[0].entropies, held[0].means])
+            if not is_valued:
+                return self._answer(hidden_ND, labels_N, spec, held)
+            assert values is not None
+            values_N: torch.Tensor = values(hidden_ND.to(values.weight.dtype))[:, 0]
+            # not a view: FSDP2 warns of what in-place operations on one would do
+            values_N = values_N.clone().to(wide(values_N.dtype))
+            if not needs:
+                return values_N
+            each = replace(spec, outputs=(*needs, "logps"))  # one number for each position
+            rows_XN = self._answer(hidden_ND, labels_N, each, held)
+            return torch.cat([rows_XN.view(-1, len(values_N)), values_N[None]])
 
         with _answering(self, answer):
             found = model()
-        if not held and "logps" in needs:
-            return Outputs(logps=found, total=found.sum())
-        if not held:
-            learnt, total = found
-            return Outputs(total=total, smoothed=learnt) if smoothing else Outputs(total=learnt)
-        logps_N, entropies_N, means_N = found
-        total, predictions_N = logps_N.sum(), held[0].predictions
-        smoothed = (1.0 - smoothing) * total + smoothing * means_N.sum() if smoothing else None
-        return Outputs(logps_N, total, smoothed, entropies_N, predictions=predictions_N)
+        if is_valued:
+            values_N = found if not needs else found[-1]
+            if not needs:
+                return Outputs(values=values_N)
+            found = found[0] if len(found) == 2 else found[:-1]
+            needs |= {"logps"}
+            return replace(_outputs(found, held, needs, smoothing), values=values_N)
+        return _outputs(found, held, needs, smoothing)
 
-    def _head(self, hidden: torch.Tensor) -> Head:
-        kind = hidden.device.type
+    def _answer(
+        self,
+        hidden_ND: torch.Tensor,
+        labels_N: torch.Tensor,
+        spec: OutputSpec,
+        held: list[Scores],
+    ) -> torch.Tensor:
+        """What the head returns: the sum of log-probabilities twice, each of them, or rows of
+        log-probabilities, entropies and means; then all scores are in ``held``."""
+        needs = set(spec.outputs)
+        hidden_ND, head = self._head(hidden_ND, spec.temperature)
+        if needs <= {"total"}:
+            return torch.stack(totals(head, hidden_ND, labels_N, spec.smoothing))
+        if not spec.smoothing and needs <= {"total", "logps"}:
+            return logps(head, hidden_ND, labels_N)
+        held.append(scores(head, hidden_ND, labels_N))
+        return torch.stack([held[0].logps, held[0].entropies, held[0].means])
+
+    def _head(self, hidden_ND: torch.Tensor, temperature: float) -> tuple[torch.Tensor, Head]:
+        """The hidden states and the head whose logits are those of the model, divided by
+        ``temperature``: with a cap c, c tanh(x / c) / T is c' tanh(x' / c') for c' = c / T and
+        x' = x / T."""
+        kind = hidden_ND.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        return Head(self.linear.weight, self.linear.bias, self.softcap, dtype)
+        bias: torch.Tensor | None = self.linear.bias
+        softcap = self.softcap
+        if temperature != 1.0:
+            hidden_ND = hidden_ND / temperature
+            bias = None if bias is None else bias / temperature
+            softcap = None if softcap is None else softcap / temperature
+        return hidden_ND, Head(self.linear.weight, bias, softcap, dtype)
+
+
+def _outputs(
+    found: torch.Tensor, held: list[Scores], needs: Collection[str], smoothing: float
+) -> Outputs:
+    """The outputs that a head has returned; see ``LogprobHead._answer``."""
+    if not held and "logps" in needs:
+        return Outputs(logps=found, total=found.sum())
+    if not held:
+        learnt, total = found
+        return Outputs(total=total, smoothed=learnt) if smoothing else Outputs(total=learnt)
+    logps_N, entropies_N, means_N = found
+    total, predictions_N = logps_N.sum(), held[0].predictions
+    smoothed = (1.0 - smoothing) * total + smoothing * means_N.sum() if smoothing else None
+    return Outputs(logps_N, total, smoothed, entropies_N, predictions=predictions_N)
 
 
 @contextlib.contextmanager

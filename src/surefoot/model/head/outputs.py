@@ -9,7 +9,6 @@ Shapes: B rows, T tokens, N trained positions in reading order, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Protocol, cast
 
@@ -18,7 +17,8 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel
 
-from ...batch import Batch, Outputs, TrainedPositions, trained_positions
+from ...batch import Batch, Outputs, OutputSpec, TrainedPositions, ends, trained_positions
+from ...errors import ModelError
 from ..attention.packed import packed_arguments
 from .logprob_head import LogprobHead
 
@@ -64,27 +64,30 @@ class WholeVocabulary:
 def compute(
     model: nn.Module,
     batch: Batch,
-    needs: Collection[str],
+    spec: OutputSpec,
     at: TrainedPositions | None = None,
     *,
     hidden: torch.Tensor | None = None,
     vocabulary: Vocabulary | None = None,
     head: LogprobHead | None = None,
-    smoothing: float = 0.0,
+    values: nn.Linear | None = None,
 ) -> Outputs:
-    """Run ``model`` on ``batch`` and return what a stage ``needs`` (names of ``Outputs``' fields).
+    """Run ``model`` on ``batch`` and keep the outputs of ``spec``.
 
     Args:
-        model: the full model, or the last stage of a pipeline.
+        model: all of it, or the end of a pipeline.
         batch: on its device.
-        needs: names of ``Outputs``' fields.
-        at: the trained positions of ``batch``, if they are already known.
-        hidden: the input in place of embedded tokens, if it is the last stage of a pipeline.
-        vocabulary: of a head that leaves only a shard of the logits on this rank.
-        head: the model's, if it is complete and can return more than logits.
-        smoothing: how much of each label is spread evenly over the vocabulary.
+        spec: which outputs, and where.
+        at: the places of ``batch``, where they are known already.
+        hidden: what enters the model in place of embedded tokens, if it is the end of a pipeline.
+        vocabulary: of a head that leaves a part of the logits here.
+        head: the model's, if it is whole and can be asked for more than logits.
+        values: the head that computes ``Outputs.values``.
+
+    Raises ``ModelError`` if the model has no head for the values of ``spec``.
     """
-    at = at or batch.at or trained_positions(batch)
+    if at is None:
+        at = ends(batch) if spec.at == "ends" else batch.at or trained_positions(batch)
 
     def run() -> torch.Tensor:
         found: torch.Tensor = model(
@@ -92,10 +95,15 @@ def compute(
         ).logits
         return found
 
+    if "values" in spec.outputs and (head is None or values is None):
+        raise ModelError(
+            f"{type(model).__name__} has no value head, or none whose values it would return "
+            "unchanged; open it with heads, or take another architecture"
+        )
     if head is None:
         logits_Nv = trained(run(), at)
-        return _of_logits(logits_Nv, at.labels, needs, vocabulary or WholeVocabulary(), smoothing)
-    return head.run(run, lambda x: trained(x, at), at.labels, needs, smoothing)
+        return _of_logits(logits_Nv, at.labels, spec, vocabulary or WholeVocabulary())
+    return head.run(run, lambda x: trained(x, at), at.labels, spec, values)
 
 
 def trained(x_BKX: torch.Tensor, at: TrainedPositions) -> torch.Tensor:
@@ -106,12 +114,14 @@ def trained(x_BKX: torch.Tensor, at: TrainedPositions) -> torch.Tensor:
 def _of_logits(
     logits_Nv: torch.Tensor,
     labels_N: torch.Tensor,
-    needs: Collection[str],
+    spec: OutputSpec,
     vocabulary: Vocabulary,
-    smoothing: float,
 ) -> Outputs:
     if logits_Nv.dtype in (torch.float16, torch.bfloat16):
         logits_Nv = logits_Nv.float()
+    if spec.temperature != 1.0:
+        logits_Nv = logits_Nv / spec.temperature
+    needs, smoothing = spec.outputs, spec.smoothing
     logps_N = vocabulary.logps(logits_Nv, labels_N)
     total, smoothed = logps_N.sum(), None
     if smoothing:

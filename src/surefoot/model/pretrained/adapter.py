@@ -51,6 +51,18 @@ def attach(model: PreTrainedModel, folder: Path, *, trainable: bool = False) -> 
     return wrapped
 
 
+def attach_empty(model: PreTrainedModel, folder: Path) -> nn.Module:
+    """``model`` wrapped by an adapter like the one in ``folder``, whose values are not read."""
+    from peft import PeftConfig, get_peft_model
+
+    config = PeftConfig.from_pretrained(str(folder))
+    config.inference_mode = config.init_lora_weights = False
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what they say was said when the adapter was made
+        wrapped: nn.Module = get_peft_model(model, config)
+    return wrapped
+
+
 def _check_names(wrapped: nn.Module, folder: Path, base: str) -> None:
     """Reject an adapter whose tensors PEFT would silently skip, or leave random."""
     with safe_open(folder / WEIGHTS, "pt") as file:

@@ -7,9 +7,11 @@ before a save.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from pathlib import Path
+from typing import ClassVar, Literal, Protocol
 
 import torch
 from torch import nn
@@ -20,6 +22,8 @@ from transformers.core_model_loading import revert_weight_conversion
 from ...errors import CheckpointError
 from ...geometry.sharding import Cuts, FusedSlice
 from ..fused_parameters import FusedPlacement, places, view
+from ..section import ModelSection
+from .companions import adapter_files, model_files
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -30,6 +34,28 @@ class FullWeights:
 
     model: PreTrainedModel
     cuts: Mapping[str, Cuts] = field(default_factory=dict)  # by name, of what is spread
+    apart: Collection[str] = ()  # names of parameters that have a file of their own
+    kind: ClassVar[Literal["full", "adapter"]] = "full"
+
+    @property
+    def is_converted(self) -> bool:
+        """Whether transformers fuses or renames tensors of the files when it loads them."""
+        own = self.model.state_dict().keys() - {*self.model.all_tied_weights_keys, *self.apart}
+        return bool(own != self.state_dict().keys())
+
+    def without(self, names: Collection[str]) -> FullWeights:
+        """The weights but for ``names``, which have a file of their own."""
+        return replace(self, apart=names)
+
+    def sharded(self, cuts: Mapping[str, Cuts]) -> FullWeights:
+        """The same weights after their tensors were cut over ranks."""
+        return replace(self, cuts=cuts)
+
+    def small_files(
+        self, section: ModelSection, folder: Path | None, stop_token_ids: Sequence[int]
+    ) -> dict[str, bytes]:
+        """``config.json``, ``generation_config.json`` and the model's own code."""
+        return model_files(self.model, folder, stop_token_ids)
 
     def cuts_of(self, name: str) -> Cuts | None:
         """The sharding of a tensor; None if it is not recorded."""
@@ -47,8 +73,8 @@ class FullWeights:
         """The live tensors under the names of the model's Hugging Face files. If they are
         sharded, slices of fused ones are views of the live tensors, too.
         """
-        tied = self.model.all_tied_weights_keys
-        own = {name: t for name, t in self.model.state_dict().items() if name not in tied}
+        left_out = {*self.model.all_tied_weights_keys, *self.apart}
+        own = {name: t for name, t in self.model.state_dict().items() if name not in left_out}
         parts = {}
         if any(isinstance(tensor, DTensor) for tensor in own.values()):
             parts = {n: view(own[at.fused], at, self.cuts_of(n)) for n, at in self._fused.items()}
@@ -62,7 +88,8 @@ class FullWeights:
         model.
         """
         own = self.model.state_dict()
-        wanted = {name: own[name] for name in own.keys() - self.model.all_tied_weights_keys.keys()}
+        left_out = {*self.model.all_tied_weights_keys, *self.apart}
+        wanted = {name: own[name] for name in own.keys() - left_out}
         if state.keys() != wanted.keys():
             wanted = self.state_dict()
             _check_names(state, wanted)
@@ -78,7 +105,7 @@ class FullWeights:
         fresh = type(self.model).from_pretrained(
             None, config=self.model.config, state_dict=dict(state), dtype=self.model.dtype
         )
-        self.model.load_state_dict(fresh.state_dict())
+        self.model.load_state_dict(fresh.state_dict(), strict=not self.apart)
 
 
 @dataclass(frozen=True)
@@ -87,6 +114,22 @@ class AdapterWeights:
 
     model: nn.Module
     cuts: Mapping[str, Cuts] = field(default_factory=dict)  # by name, of what is spread
+    kind: ClassVar[Literal["full", "adapter"]] = "adapter"
+    is_converted: ClassVar[bool] = False
+
+    def without(self, _names: Collection[str]) -> AdapterWeights:
+        """An adapter's files have none of the model's own tensors."""
+        return self
+
+    def sharded(self, cuts: Mapping[str, Cuts]) -> AdapterWeights:
+        """The same weights after their tensors were cut over ranks."""
+        return replace(self, cuts=cuts)
+
+    def small_files(
+        self, section: ModelSection, folder: Path | None, stop_token_ids: Sequence[int]
+    ) -> dict[str, bytes]:
+        """``adapter_config.json``, which names the base as the recipe does."""
+        return adapter_files(self.model, section)
 
     def cuts_of(self, name: str) -> Cuts | None:
         """The sharding of a tensor; None if it is not recorded."""
@@ -117,15 +160,20 @@ def _is_same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return here.data_ptr() == there.data_ptr()
 
 
-def trained(
-    model: nn.Module, weights: FullWeights | AdapterWeights
-) -> list[tuple[str, nn.Parameter]]:
+class InFiles(Protocol):
+    """Tensors by their names in files."""
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """The live tensors."""
+
+
+def trained(model: nn.Module, weights: InFiles) -> list[tuple[str, nn.Parameter]]:
     """The trainable parameters, each under its name in the weight files if it has one there."""
     names = names_in_files(model, weights)
     return [(names[name], p) for name, p in model.named_parameters() if p.requires_grad]
 
 
-def names_in_files(model: nn.Module, weights: FullWeights | AdapterWeights) -> dict[str, str]:
+def names_in_files(model: nn.Module, weights: InFiles) -> dict[str, str]:
     """For each parameter of ``model`` its name in the weight files, or its own if it has none
     there.
     """

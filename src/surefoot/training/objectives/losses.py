@@ -1,6 +1,9 @@
-"""The mathematics of the stages: pure functions, each with its source."""
+"""The mathematics of likelihood: pure functions, each with its source."""
 
 from __future__ import annotations
+
+import math
+from collections.abc import Mapping
 
 from ...batch import IGNORE_INDEX, Batch, Loss, Outputs
 
@@ -8,14 +11,26 @@ from ...batch import IGNORE_INDEX, Batch, Loss, Outputs
 def negative_log_likelihood(outputs: Outputs, batch: Batch) -> Loss:
     """Cross entropy of the labels, summed over trained positions, in nats: ``-sum log p(label)``.
 
-    Of smoothed labels (arXiv:1512.00567), if they are; then ``nll`` says that of the labels
-    themselves.
+    Of smoothed labels (arXiv:1512.00567), if they are; then ``nll`` is that of the labels
+    themselves. ``token_accuracy`` counts correct predictions, where these were computed.
     """
     assert outputs.total is not None
-    weight = (batch.labels[:, 1:] != IGNORE_INDEX).sum()
+    is_trained = batch.labels[:, 1:] != IGNORE_INDEX
+    metrics = {}
+    if outputs.predictions is not None:
+        labels = batch.labels[:, 1:][is_trained]
+        metrics["token_accuracy"] = (outputs.predictions == labels).sum()
+    weight = is_trained.sum()
     if outputs.smoothed is None:
-        return Loss(-outputs.total, weight)
-    return Loss(-outputs.smoothed, weight, {"nll": -outputs.total})
+        return Loss(-outputs.total, weight, metrics)
+    return Loss(-outputs.smoothed, weight, {**metrics, "nll": -outputs.total})
+
+
+def with_perplexity(_self: object, means: Mapping[str, float]) -> Mapping[str, float]:
+    """The metrics of an evaluation whose loss is a likelihood, with the labels' ``perplexity``,
+    even if the loss is of smoothed labels."""
+    perplexity = math.exp(min(means.get("nll", means["loss"]), 700.0))
+    return {"loss": means["loss"], "perplexity": perplexity, **means}
 
 
 def check_smoothing(factor: float) -> None:

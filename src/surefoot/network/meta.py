@@ -19,18 +19,18 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from .batch import Batch, Outputs
-from .checkpoint.layouts import open_named
-from .checkpoint.sources.lora import same_values
-from .checkpoint.sources.source import TensorSource, read_whole
-from .checkpoint.state.local_box import BLOCK, local_box_of
-from .errors import CheckpointError, ModelError
-from .geometry.box import Box
-from .geometry.sharding import Cuts
-from .model.attention import packed
-from .model.attention.selection import choose, row_of, use
-from .model.pretrained.loading import device
-from .model.pretrained.meta import (
+from ..batch import Batch, Outputs
+from ..checkpoint.layouts import open_named
+from ..checkpoint.sources.lora import same_values
+from ..checkpoint.sources.source import TensorSource, read_whole
+from ..checkpoint.state.local_box import BLOCK, local_box_of
+from ..errors import CheckpointError, ModelError
+from ..geometry.box import Box
+from ..geometry.sharding import Cuts
+from ..model.attention import packed
+from ..model.attention.selection import choose, row_of, use
+from ..model.pretrained.loading import device
+from ..model.pretrained.meta import (
     CapturedInit,
     kept_tensors,
     load_empty,
@@ -38,8 +38,8 @@ from .model.pretrained.meta import (
     names_stored,
     why_not_empty,
 )
-from .model.section import ModelSection
-from .parallel.world import World
+from ..model.section import ModelSection
+from ..parallel.world import World
 
 logger = logging.getLogger(__name__)
 Reader = Callable[[Box], torch.Tensor]  # the values of one box of one tensor

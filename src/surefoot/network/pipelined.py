@@ -5,34 +5,31 @@ The stages know nothing of processes, the pipeline nothing of models; here they 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from .batch import Batch, Outputs
-from .checkpoint.state.pipelined_state import PipelinedOptimizer, PipelinedWeights, owners
-from .errors import RecipeError
-from .geometry.sharding import Cuts
-from .model.architecture import IdentityStub
-from .model.head import outputs
-from .model.head.logprob_head import LogprobHead
-from .model.pipeline_stages import Stages, keep, parameters_of
-from .model.precision import PrecisionName, autocast
-from .model.pretrained.weights import AdapterWeights, FullWeights
-from .optim.state import NamedState
-from .parallel.collectives import Axis, MeshAxis
-from .parallel.pipeline.pipeline import Finish, Pipeline, tie
-from .parallel.pipeline.stage_links import connect
-from .parallel.section import ParallelSection
-from .parallel.sharded_model import gather_nothing, reduce_gradients
-from .parallel.tensor.sequence_parallel import placed, widened
-from .parallel.tensor.tp_plan import Stretch
-from .parallel.tensor.vocab_parallel import cut_vocabulary
-from .parallel.world import World
+from ..batch import Batch, Outputs
+from ..checkpoint.state.pipelined_state import PipelinedOptimizer, PipelinedWeights, owners
+from ..errors import RecipeError
+from ..geometry.sharding import Cuts
+from ..model.architecture import IdentityStub
+from ..model.head import outputs
+from ..model.pipeline_stages import Stages, keep, parameters_of
+from ..model.precision import PrecisionName, autocast
+from ..optim.trained import TrainedParameters
+from ..parallel.collectives import Axis, MeshAxis
+from ..parallel.pipeline.pipeline import Finish, Pipeline, tie
+from ..parallel.pipeline.stage_links import connect
+from ..parallel.section import ParallelSection
+from ..parallel.sharded_model import gather_nothing, reduce_gradients
+from ..parallel.tensor.sequence_parallel import placed, widened
+from ..parallel.tensor.tp_plan import Stretch
+from ..parallel.world import World
+from .method import UnshardedWeights, Weights
 
 
 @dataclass(frozen=True)
@@ -59,18 +56,28 @@ class PipelinedModel:
             for number, run in self.stages.here.items()
         ]
 
-    def weights(self, own: FullWeights | AdapterWeights) -> PipelinedWeights:
+    def weights(self, own: Weights) -> PipelinedWeights:
         """The weights as a state of the whole model."""
-        is_full = isinstance(own, FullWeights)
         second = {}
-        if is_full and self.tied is not None and self.names[self.tied] not in own.state_dict():
-            second = {self.names[self.tied]: self.tied}
+        if self.tied is not None:
+            name = self.names[self.tied]
+            if name in self.whole and name not in own.state_dict():  # an adapter's files lack it
+                second = {name: self.tied}
         names = {*own.state_dict(), *second}
         mine = owners(self.world, names)[self.world.pp_rank]
         elsewhere = {name: t for name, t in self.whole.items() if name not in names}
-        return PipelinedWeights(own, self.model, elsewhere, names - mine, second, self.world)
+        return PipelinedWeights(
+            own,
+            self.model,
+            elsewhere,
+            names - mine,
+            second,
+            self.world,
+            own.kind,
+            own.small_files,
+        )
 
-    def optimizer(self, own: NamedState) -> PipelinedOptimizer:
+    def optimizer(self, own: TrainedParameters) -> PipelinedOptimizer:
         """The state of the optimizer of this process as one of the whole model's."""
         elsewhere = set(self.learning) - set(self._learning_here())
         return PipelinedOptimizer(own, elsewhere, self._copies(), self.world)
@@ -145,26 +152,12 @@ class PipelinedModel:
                 "only one of them; leave tp at 1 and use parallel.dp_shard"
             )
 
-    def finish(
-        self,
-        precision: PrecisionName,
-        smoothing: float,
-        head: LogprobHead | None,
-        needs: Sequence[str],
-    ) -> Finish:
-        """The last stage: what a stage of training needs of it."""
-        compute = partial(
-            outputs.compute,
-            self.model,
-            needs=needs,
-            vocabulary=cut_vocabulary(self.stages.parts.model, self.world),
-            head=head,
-            smoothing=smoothing,
-        )
+    def finish(self, compute: Callable[..., Outputs]) -> Finish:
+        """The last stage: ``compute(batch, hidden=...)`` makes outputs of what enters it."""
 
         def run(batch: Batch, hidden: torch.Tensor | None) -> Outputs:
             batch, hidden = self._whole(batch, hidden)
-            with autocast(precision, batch.input_ids.device), self.stages.only(self.stages.last):
+            with self.stages.only(self.stages.last):
                 return compute(batch, hidden=hidden)
 
         return run
@@ -173,7 +166,7 @@ class PipelinedModel:
 def to_pipeline(
     model: nn.Module,
     inner: PreTrainedModel,
-    weights: FullWeights | AdapterWeights,
+    weights: UnshardedWeights,
     names: Mapping[str, str],
     world: World,
     section: ParallelSection,
@@ -223,7 +216,7 @@ class PipelineDivision:
 
 
 def plan_pipeline_stages(
-    inner: PreTrainedModel, weights: FullWeights | AdapterWeights, num_stages: int
+    inner: PreTrainedModel, weights: UnshardedWeights, num_stages: int
 ) -> PipelineDivision:
     """How ``inner``, which is whole, is divided into stages.
 
@@ -235,14 +228,12 @@ def plan_pipeline_stages(
     return PipelineDivision([any(learns[: i + 1]) for i in range(num_stages)], _shared(of_stages))
 
 
-def _refuse_converted(inner: PreTrainedModel, weights: FullWeights | AdapterWeights) -> None:
-    if isinstance(weights, FullWeights):
-        own = inner.state_dict().keys() - inner.all_tied_weights_keys.keys()
-        if own != weights.state_dict().keys():
-            raise RecipeError(
-                f"parallel.pp: {type(inner).__name__} fuses tensors of its files when it loads, "
-                "which a pipeline cannot do yet; leave pp at 1 and use parallel.dp_shard"
-            )
+def _refuse_converted(inner: PreTrainedModel, weights: UnshardedWeights) -> None:
+    if weights.is_converted:
+        raise RecipeError(
+            f"parallel.pp: {type(inner).__name__} fuses tensors of its files when it loads, "
+            "which a pipeline cannot do yet; leave pp at 1 and use parallel.dp_shard"
+        )
 
 
 def _shared(of_stages: Sequence[Sequence[nn.Parameter]]) -> nn.Parameter | None:

@@ -1,20 +1,27 @@
-"""Other settings of a recipe that the result hardly depends on, but memory and time do."""
+"""Other settings of a recipe that change nothing of what is trained but float rounding, only memory
+and time: those that a plan counts, and those that a benchmark tries.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from ...recipe.recipe import Recipe
+from ..recipe.recipe import Recipe
 
+SIZE, PACKING = "train.micro_batch_size", "data.packing"
+RECOMPUTE, COMPILE = "model.gradient_checkpointing", "model.compile"
 _MOST_TENSORS = 8  # processes of tp: beyond those of one machine it is too slow
+
+
+Changes = Mapping[str, int | bool]  # by dotted path
 
 
 @dataclass(frozen=True)
 class Change:
     """One other setting, and whether it makes the run faster or slower."""
 
-    values: Mapping[str, object]  # by dotted path
+    values: Changes
     recipe: Recipe
     effect: str
     is_faster: bool
@@ -25,24 +32,42 @@ def changes(recipe: Recipe, num_processes: int) -> Iterator[Change]:
     yield from _splits(recipe, num_processes)
     yield from _tensors(recipe, num_processes)
     yield from _pipelines(recipe, num_processes)
-    recomputes = not recipe.model.gradient_checkpointing
+    recomputes = not value(recipe, RECOMPUTE)
     yield Change(
-        {"model.gradient_checkpointing": recomputes},
-        replace(recipe, model=replace(recipe.model, gradient_checkpointing=recomputes)),
+        {RECOMPUTE: recomputes},
+        changed(recipe, {RECOMPUTE: recomputes}),
         "about a fifth slower" if recomputes else "about a fifth faster",
         not recomputes,
     )
-    size, whole = recipe.train.micro_batch_size, recipe.train.global_batch_size
     num_data_ranks = num_processes // recipe.parallel.tp // recipe.parallel.pp
-    if size % 2 == 0:
-        yield _resized(recipe, size // 2, "more and smaller passes", is_faster=False)
-    if whole % (2 * size * num_data_ranks) == 0:
-        yield _resized(recipe, 2 * size, "fewer and larger passes", is_faster=True)
+    if smaller := resized(recipe, 1, 2, num_data_ranks=num_data_ranks):
+        yield Change(smaller, changed(recipe, smaller), "more and smaller passes", False)
+    if larger := resized(recipe, 2, 1, num_data_ranks=num_data_ranks):
+        yield Change(larger, changed(recipe, larger), "fewer and larger passes", True)
 
 
-def _resized(recipe: Recipe, size: int, effect: str, *, is_faster: bool) -> Change:
-    changed = replace(recipe, train=replace(recipe.train, micro_batch_size=size))
-    return Change({"train.micro_batch_size": size}, changed, effect, is_faster)
+def resized(recipe: Recipe, times: int, part: int, *, num_data_ranks: int = 1) -> Changes:
+    """A micro-batch ``times`` / ``part`` as large; nothing if that does not divide the batch."""
+    train = recipe.train
+    size, rest = divmod(train.micro_batch_size * times, part)
+    return {} if rest or train.global_batch_size % (size * num_data_ranks) else {SIZE: size}
+
+
+def value(recipe: Recipe, name: str) -> int | bool:
+    """A setting by its dotted path."""
+    section, _, setting = name.partition(".")
+    found: int | bool = getattr(getattr(recipe, section), setting)
+    return found
+
+
+def changed(recipe: Recipe, changes: Changes) -> Recipe:
+    """The same with other settings. Those of a section change together: they are checked as one."""
+    names: dict[str, dict[str, int | bool]] = {}
+    for name, new in changes.items():
+        section, _, setting = name.partition(".")
+        names.setdefault(section, {})[setting] = new
+    sections = {name: replace(getattr(recipe, name), **values) for name, values in names.items()}
+    return replace(recipe, **sections)
 
 
 def _splits(recipe: Recipe, num_processes: int) -> Iterator[Change]:
@@ -90,9 +115,6 @@ def _divides(recipe: Recipe, num_data_ranks: int) -> bool:
     return train.global_batch_size % (train.micro_batch_size * num_data_ranks) == 0
 
 
-def _laid_out(
-    recipe: Recipe, values: Mapping[str, object], effect: str, *, is_faster: bool = False
-) -> Change:
-    section = replace(recipe.parallel, **values)  # type: ignore[arg-type]
-    changed = replace(recipe, parallel=section)
-    return Change({f"parallel.{n}": v for n, v in values.items()}, changed, effect, is_faster)
+def _laid_out(recipe: Recipe, values: Changes, effect: str, *, is_faster: bool = False) -> Change:
+    changes = {f"parallel.{name}": value for name, value in values.items()}
+    return Change(changes, changed(recipe, changes), effect, is_faster)

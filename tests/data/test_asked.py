@@ -2,14 +2,14 @@
 
 import numpy as np
 import pytest
-
-from surefoot.data.store.dataset import EncodedDataset, in_memory
 from surefoot.data.store.reference_logps_store import (
     PIECE,
     ReferenceLogpsStore,
     stores_of,
     with_reference_logps,
 )
+
+from surefoot.data.store.dataset import EncodedDataset, in_memory
 from surefoot.errors import DataError
 
 

@@ -1,0 +1,50 @@
+"""The file of answers to a file of prompts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+from ...errors import RunError
+from ...storage.files import make_folder, raising, write_aside
+from .prompts import Prompt
+
+
+class AnswerText(Protocol):
+    """An answer, and why it ended."""
+
+    @property
+    def text(self) -> str:
+        """What was generated."""
+
+    @property
+    def ending(self) -> str:
+        """stop, length or window."""
+
+
+def check_output(path: Path, *, force: bool) -> None:
+    """Before the work: nothing is overwritten by mistake, and there is a place to write to.
+
+    Raises:
+        RunError: ``path`` is a folder, or there already and not to be replaced by ``force``.
+    """
+    if path.is_dir():
+        raise RunError(f"--output {path}: is a folder; expected the name of a file")
+    if path.exists() and not force:
+        raise RunError(f"--output {path}: is there already; name another one, or add --force")
+    with raising(RunError, "cannot write the answers"):
+        make_folder(path.absolute().parent)
+
+
+def write_answers(path: Path, prompts: Sequence[Prompt], answers: Sequence[AnswerText]) -> None:
+    """One JSON object a line: what the prompt's line had, answer, ending. Raises ``RunError``."""
+    lines = [
+        json.dumps(
+            {**prompt.row, "answer": answer.text, "ending": answer.ending}, ensure_ascii=False
+        )
+        for prompt, answer in zip(prompts, answers, strict=True)
+    ]
+    with raising(RunError, "cannot write the answers"):
+        write_aside(path, ("\n".join(lines) + "\n").encode(errors="replace"))

@@ -1,0 +1,109 @@
+"""The fastest settings of a recipe on this machine, each measured in a process of its own."""
+
+from __future__ import annotations
+
+import shlex
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+
+from ...errors import RunError, SurefootError
+from ...recipe.recipe import read
+from ..other_settings import Changes
+from .result import BenchResult
+from .search import Search, Trial
+from .single_rank import SingleRankRecipe
+from .subprocess_trial import Failure, measured
+
+LIMIT = 15 * 60.0  # seconds after which nothing more is tried
+_SLOWEST, _PATIENCE = 4, 600.0  # times as long as the recipe itself, and seconds to compile
+
+
+def find_fastest(
+    one: SingleRankRecipe,
+    steps: int,
+    *,
+    only_this: bool = False,
+    on_try: Callable[[Changes], None] = lambda _: None,
+) -> Search:
+    """The recipe as it is and, unless ``only_this``, what else was tried; ``on_try`` is called with
+    each before it is measured.
+
+    Raises:
+        SurefootError: the recipe cannot be trained, as ``surefoot train`` would say it, or nothing
+            that was tried worked.
+    """
+    began = time.monotonic()
+    timeout: float | None = None
+
+    def measure(changes: Changes) -> BenchResult | Failure:
+        on_try(changes)
+        try:
+            return measured(read(one.recipe, changes), steps, timeout)
+        except SurefootError as error:
+            return Failure(str(error), type(error).__name__)
+
+    search = Search(one.recipe, measure, lambda: time.monotonic() - began > LIMIT)
+    for trial in search.run():
+        if isinstance(trial.outcome, Failure) and not trial.changes and trial.outcome.error:
+            raise trial.outcome.raised()
+        timeout = timeout or _SLOWEST * (time.monotonic() - began) + _PATIENCE
+        if only_this:
+            break
+    first = search.trials[0].outcome
+    if all(isinstance(trial.outcome, Failure) for trial in search.trials):
+        assert isinstance(first, Failure)
+        hint = (
+            "without --only-this, smaller settings are tried"
+            if only_this
+            else ("so did all other settings")
+        )
+        raise RunError(f"the recipe could not be measured: {first.reason} ({hint})")
+    return search
+
+
+def settings(changes: Changes) -> list[str]:
+    """Changes as overrides of a command."""
+    return [f"{name}={str(value).lower()}" for name, value in changes.items()]
+
+
+def gain(trial: Trial, first: Trial) -> float | None:
+    """The speed relative to the recipe; None if either failed."""
+    new, old = trial.outcome, first.outcome
+    if not isinstance(new, BenchResult) or not isinstance(old, BenchResult):
+        return None
+    return new.tokens_per_second / old.tokens_per_second
+
+
+def as_data(found: Search, one: SingleRankRecipe, command: Sequence[str]) -> dict[str, object]:
+    """All figures, in bytes, tokens and seconds."""
+    first, best = found.trials[0], found.best
+    return {
+        "num_processes": one.num_processes,
+        "measured_processes": 1,
+        "examples_a_step": found.recipe.train.global_batch_size,
+        **_outcome(first, first),
+        "tried": [_outcome(trial, first) for trial in found.trials[1:]],
+        "left_out": [dict(changes) for changes in found.left_out],
+        "best": {"changes": dict(best.changes), "gain": gain(best, first)},
+        "command": shlex.join(command),
+    }
+
+
+def _outcome(trial: Trial, first: Trial) -> dict[str, object]:
+    figures = trial.outcome
+    known: dict[str, object] = {"changes": dict(trial.changes)}
+    if not isinstance(figures, BenchResult):
+        return {**known, "failure": figures.reason}
+    return {
+        **known,
+        "failure": None,
+        "gain": gain(trial, first),
+        "tokens_per_second": figures.tokens_per_second,
+        "trained_tokens_per_second": figures.trained_tokens_per_second,
+        "step_seconds": figures.step_seconds,
+        "utilisation": figures.utilisation,
+        "padding": figures.padding,
+        "shares": figures.shares,
+        **asdict(figures),
+    }

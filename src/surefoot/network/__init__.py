@@ -1,0 +1,1 @@
+"""A model made ready: loaded, adapted, sharded, and run to the outputs that a stage needs."""

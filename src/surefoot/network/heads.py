@@ -1,0 +1,96 @@
+"""Heads beside the output head: a linear map from the last hidden states to one number.
+
+Their numbers leave the model through the output head's own return. FSDP2 gathers weights for the
+backward pass only when a gradient reaches what the sharded model has returned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from ..errors import CheckpointError, RecipeError
+from ..geometry.sharding import Cuts
+from ..parallel.world import World
+
+HEADS: Mapping[str, str] = {"values": "value_head"}  # the output: the module, its weights' file
+
+
+@dataclass(frozen=True)
+class Heads:
+    """The heads of a model, by the outputs that they compute."""
+
+    modules: Mapping[str, nn.Linear] = field(default_factory=dict)
+
+    @property
+    def values(self) -> nn.Linear | None:
+        """The head that computes ``Outputs.values``."""
+        return self.modules.get("values")
+
+    def is_weight(self, name: str) -> bool:
+        """Whether a parameter, by its name in the model, is of a head."""
+        return self.name_in_file(name) is not None
+
+    def name_in_file(self, name: str) -> str | None:
+        """The name in its own file of a head's parameter; None for any other parameter."""
+        found = (f".{name}".rpartition(f".{HEADS[output]}.") for output in self.modules)
+        return next((head[1:] + leaf for _, head, leaf in found if head), None)
+
+
+@dataclass(frozen=True)
+class HeadWeights:
+    """The weights of one head, as the state of a file of its own."""
+
+    name: str  # of the head's module, and of the file
+    head: nn.Linear
+    cuts: Mapping[str, Cuts] = field(default_factory=dict)  # by names in files
+
+    def cuts_of(self, name: str) -> Cuts | None:
+        """How a tensor is sharded; None if that is not known."""
+        return self.cuts.get(name)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """The live tensors."""
+        return {f"{self.name}.{leaf}": tensor for leaf, tensor in self.head.state_dict().items()}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Copy ``state`` into the head. Raises ``CheckpointError`` if it is of another one."""
+        own = self.state_dict()
+        if state.keys() != own.keys():
+            raise CheckpointError(
+                f"{self.name}: expected the tensors {', '.join(own)}, found {', '.join(state)}"
+            )
+        for name, tensor in own.items():
+            tensor.copy_(state[name])
+
+
+def add_heads(model: PreTrainedModel, outputs: Sequence[str]) -> Heads:
+    """Add a head for each of ``outputs`` to ``model``, in place; all of its values are 0 at first,
+    so that it is the same on all ranks."""
+    made = {}
+    weight = model.get_input_embeddings().weight
+    width = model.config.get_text_config().hidden_size
+    for output in outputs:
+        if output not in HEADS:
+            raise RecipeError(f"no head computes {output!r}; expected one of {', '.join(HEADS)}")
+        head = nn.Linear(width, 1, bias=False, device="cpu", dtype=torch.float32)
+        nn.init.zeros_(head.weight)
+        head.weight = nn.Parameter(head.weight.detach().to(weight.device))
+        model.add_module(HEADS[output], head)
+        made[output] = head
+    return Heads(made)
+
+
+def refuse_heads(world: World) -> None:
+    """Raise ``RecipeError`` where a model with heads cannot be sharded yet."""
+    for axis in ("tp", "pp"):
+        if world.axes.get(axis, 1) > 1:
+            raise RecipeError(
+                f"parallel.{axis}: a model with a value head cannot be sharded along {axis} yet; "
+                f"leave {axis} at 1 and use parallel.dp_shard"
+            )

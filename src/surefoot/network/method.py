@@ -1,0 +1,87 @@
+"""The ``Method`` protocol: which parameters are trained, and the ``Weights`` protocol: what the
+files of a checkpoint contain of the network."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import torch
+    from torch import nn
+    from transformers import PreTrainedModel
+
+    from ..checkpoint.disk.manifest import Kind
+    from ..geometry.sharding import Cuts
+    from ..model.section import ModelSection
+    from ..schema import Problem
+
+
+class Weights(Protocol):
+    """What the files of a checkpoint contain of a network; the ``model`` of its states."""
+
+    @property
+    def kind(self) -> Kind:
+        """What the manifest of such a checkpoint says it is of."""
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """The live tensors by their names in files."""
+
+    def load_state_dict(self, state: dict[str, Any], /) -> object:
+        """Become ``state``. Raises ``CheckpointError`` if it is of another model."""
+
+    def cuts_of(self, name: str) -> Cuts | None:
+        """How a tensor is cut over ranks; None if nothing is recorded of it."""
+
+    def small_files(
+        self, section: ModelSection, folder: Path | None, stop_token_ids: Sequence[int]
+    ) -> dict[str, bytes]:
+        """The configuration files beside the weights.
+
+        Args:
+            section: the base model as the recipe names it.
+            folder: where the base model was loaded from.
+            stop_token_ids: tokens that end a response.
+        """
+
+
+class UnshardedWeights(Weights, Protocol):
+    """The same before anything is cut over ranks."""
+
+    @property
+    def is_converted(self) -> bool:
+        """Whether the files have other names or shapes than the modules."""
+
+    def without(self, names: Collection[str], /) -> UnshardedWeights:
+        """The weights but for the parameters ``names``, which have a file of their own."""
+
+    def sharded(self, cuts: Mapping[str, Cuts]) -> Weights:
+        """The weights after their tensors were cut over ranks."""
+
+
+class Method(Protocol):
+    """One way of tuning weights. Its fields are its settings in the recipe. Nothing is optional."""
+
+    @property
+    def saves_base_model(self) -> bool:
+        """Whether its checkpoints contain every weight of the model, frozen ones included."""
+
+    @property
+    def packages(self) -> Sequence[str]:
+        """Python packages that ``apply`` imports."""
+
+    def apply(self, model: PreTrainedModel) -> nn.Module:
+        """Make the model ready to train: freeze, wrap, or leave alone. What requires gradients
+        afterwards may be trained at some step."""
+
+    def weights(self, module: nn.Module, inner: PreTrainedModel) -> UnshardedWeights:
+        """What files contain of ``module``, the result of ``apply``; ``inner`` is what it wraps."""
+
+    def trainable(self, step: int, names: Sequence[str]) -> Collection[str]:
+        """Of the parameters ``names`` that may be trained, those that update number ``step`` (from
+        0) changes. A pure function; the optimizer is rebuilt when its answer changes."""
+
+    def problems(self, model: ModelSection) -> Iterator[Problem]:
+        """What of the recipe's model section this method cannot train."""

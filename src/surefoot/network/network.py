@@ -1,0 +1,155 @@
+"""A model that computes outputs, is trained and generates: the one interface to it.
+
+Whether it is whole, sharded or a pipeline is known in this folder only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from ..batch import Batch, Loss, LossFunction, Outputs, OutputSpec, Window
+from ..checkpoint.state.states import Stateful
+from ..generate.generation import BatchSlice, Ids, Sample, sample
+from ..generate.section import GenerateSection
+from ..geometry.sharding import Cuts
+from ..model.attention.packed import PromptSharing
+from ..optim.optimizer import Optimizer
+from ..optim.trained import Trainable, TrainedParameters
+from ..parallel.sharded_model import gather_nothing
+from ..parallel.world import World
+from .draft import NetworkOptions
+from .heads import HEADS, Heads, HeadWeights
+from .meta import verify_packing_isolation
+from .method import Weights
+from .rollout import evaluating
+from .runner import Engine, Hook, ModelForward
+
+
+@dataclass(frozen=True)
+class Network:
+    """A model, loaded, adapted, sharded and materialized; whole or a pipeline."""
+
+    module: nn.Module  # with its adapter
+    inner: PreTrainedModel  # the transformers model without it
+    weights: Weights  # what its weight file contains
+    named: Mapping[str, nn.Parameter]  # this rank's that may be trained, by the names in files
+    trainable: Sequence[str]  # the names of all ranks'
+    num_parameters: int  # of the unsharded model
+    num_trainable: int
+    runner: ModelForward
+    engine: Engine
+    world: World
+    options: NetworkOptions
+    cuts: Mapping[str, Cuts] = field(default_factory=dict)  # by the names in files
+    heads: Heads = field(default_factory=Heads)
+    sharing: PromptSharing = field(
+        default_factory=PromptSharing
+    )  # whether packed rows share prompts
+    awaits_values: bool = False  # from a checkpoint, after which packing is to be verified
+
+    @torch.no_grad()
+    def forward(self, batch: Batch, spec: OutputSpec) -> Outputs:
+        """The outputs of ``batch``, which is on the model's device, without gradients. Sharded
+        weights may stay gathered; see ``release``."""
+        return self.engine.forward(batch, spec)
+
+    def forward_backward(
+        self, window: Window, spec: OutputSpec, loss: LossFunction, *, before: Hook, after: Hook
+    ) -> list[Loss]:
+        """Run ``window`` and leave its summed gradients in the parameters; one detached loss per
+        micro-batch. ``before`` and ``after`` get the index of each."""
+        return self.engine.step_runner(spec)(window, loss, before=before, after=after)
+
+    @torch.no_grad()
+    def generate(
+        self,
+        prompts: Sequence[Ids],
+        settings: GenerateSection,
+        *,
+        seed: int,
+        stop_token_ids: Sequence[int] | None = None,
+        on_answered: Callable[[int], None] | None = None,
+    ) -> list[Sample]:
+        """The responses to all ``prompts``, in order, on every rank. All ranks together; batches
+        are shared out, and what is sampled depends on prompts, settings and seed alone.
+
+        Args:
+            prompts: token ids; none may be empty.
+            settings: how to sample, and ``batch_size``.
+            seed: of the samples; torch's own generators stay as they are.
+            stop_token_ids: that end a response, beside the model's own; None: those of the options.
+            on_answered: told how many responses each batch gives.
+
+        Raises ``RecipeError`` if a model that is sharded so cannot generate.
+        """
+        given = self.options.stop_token_ids if stop_token_ids is None else stop_token_ids
+        with evaluating(self.module), self.engine.generating(self.inner, self.world):
+            found = sample(
+                self.module,
+                prompts,
+                settings,
+                stop_token_ids=tuple(dict.fromkeys([*given, *_own_stops(self.inner)])),
+                seed=seed,
+                on_answered=on_answered,
+                share=self._share,
+            )
+        everywhere = {i: one for part in self.world.gathered(found) for i, one in part.items()}
+        return [everywhere[i] for i in range(len(prompts))]
+
+    @property
+    def _share(self) -> BatchSlice:
+        """The batches that this rank generates: those of the ranks that run in step with it."""
+        world = self.world
+        if self.options.only_generates:
+            count = world.axes.get("dp_replicate", 1)
+            return BatchSlice(world.rank // (world.size // count), count)
+        return BatchSlice(world.data_rank, world.num_data_ranks)
+
+    def release(self) -> None:
+        """Free the weights that forward passes without a backward pass have left gathered."""
+        gather_nothing(self.module)
+
+    def trained(self, optim: Optimizer, trainable: Trainable) -> TrainedParameters:
+        """An optimizer of ``named``, or of those of them that are ``trainable`` at a step."""
+        return TrainedParameters(optim, self.named, trainable, self.cuts, self.trainable)
+
+    def optimizer_state(self, trained: TrainedParameters) -> Stateful:
+        """The state of an optimizer, as checkpoints contain it."""
+        return self.engine.optimizer_state(trained)
+
+    @property
+    def head_weights(self) -> dict[str, HeadWeights]:
+        """The weights of each head, by the name of the file that they have for themselves."""
+        named = ((HEADS[output], head) for output, head in self.heads.modules.items())
+        return {name: HeadWeights(name, head, self.cuts) for name, head in named}
+
+    @property
+    def replicas(self) -> Collection[nn.Parameter]:
+        """Parameters that count on another rank, so that no norm counts them twice."""
+        return self.engine.replicas()
+
+    def verify_packing(self) -> None:
+        """Prove with the present values that no document attends to another in packed rows, and
+        find out whether two responses may share a prompt. All ranks together. Raises
+        ``ModelError``."""
+        with evaluating(self.module):
+            self._prove()
+
+    def _prove(self) -> None:
+        is_proven = verify_packing_isolation(
+            partial(self.forward, spec=OutputSpec(("logps",))), self.inner
+        )
+        self.sharing.is_proven = self.world.from_main(is_proven)
+        self.release()
+
+
+def _own_stops(model: PreTrainedModel) -> list[int]:
+    """The tokens that end a response according to the model's own generation configuration."""
+    own = model.generation_config.eos_token_id
+    return [i for i in (own if isinstance(own, list) else [own]) if isinstance(i, int)]

@@ -1,0 +1,211 @@
+"""The one way to make a model ready: for training, ``plan``, chat, evaluation and conversions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from ..errors import RecipeError
+from ..model.fused_lora import enable_fused_lora
+from ..model.head.logprob_head import asked_head
+from ..model.pretrained.compiled import compile_layers
+from ..model.pretrained.loading import grow_embeddings, recompute_activations, upcast_trained
+from ..model.pretrained.quantized import check_alone, num_elements
+from ..model.pretrained.weights import AdapterWeights, FullWeights, names_in_files
+from ..model.section import ModelSection
+from ..parallel.sharded_model import layers
+from ..parallel.world import World
+from .draft import Draft, NetworkOptions
+from .heads import add_heads, refuse_heads
+from .method import UnshardedWeights
+from .network import Network
+from .tensors import REAL, Tensors
+
+Step = Callable[[Draft, Tensors], None]
+
+
+def open_network(
+    base: Path,
+    section: ModelSection,
+    tokenizer: PreTrainedTokenizerBase | None,
+    world: World,
+    options: NetworkOptions,
+    tensors: Tensors = REAL,
+) -> Network:
+    """The model in ``base``, ready to compute outputs, and to be trained if the options say so. All
+    ranks call it together.
+
+    Args:
+        base: the model's folder.
+        section: which of its settings to use, and the adapter to put on it.
+        tokenizer: the embeddings get rows for tokens that only it has; None: they are left alone.
+        world: the ranks that share the model.
+        options: all else that decides how.
+        tensors: what the model is made of.
+
+    Raises:
+        ModelError: not a causal language model, damaged files, or one that mixes packed documents.
+        RecipeError: the method, the heads or the mesh do not fit the model.
+    """
+    return finish(Draft(base, section, tokenizer, world, options), STEPS, tensors)
+
+
+def finish(draft: Draft, steps: Sequence[Step], tensors: Tensors = REAL) -> Network:
+    """The network of a draft that still needs ``steps``."""
+    for step in steps:
+        step(draft, tensors)
+    options, runner = draft.options, tensors.runner(draft)
+    named = draft.module.named_parameters()
+    weights = draft.weights.sharded(draft.cuts)
+    network = Network(
+        module=draft.module,
+        inner=draft.inner,
+        weights=weights if draft.staging is None else draft.staging.weights(weights),
+        named={draft.names[name]: p for name, p in named if p.requires_grad},
+        trainable=draft.trainable,
+        num_parameters=draft.num_parameters,
+        num_trainable=draft.num_trainable,
+        runner=runner,
+        engine=tensors.engine(draft, runner),
+        world=draft.world,
+        options=options,
+        cuts=draft.cuts,
+        heads=draft.heads,
+        sharing=draft.sharing,
+        awaits_values=draft.values is not None and not options.is_read,
+    )
+    if options.packing and draft.values is not None and options.is_read:
+        network.verify_packing()  # of a whole model that was done when it was loaded
+    return network
+
+
+def load(draft: Draft, tensors: Tensors) -> None:
+    """Load the model."""
+    check_alone(draft.section, draft.world.size)
+    tensors.load(draft)
+
+
+def resize_embeddings(draft: Draft, _: Tensors) -> None:
+    """Add rows for tokens that the tokenizer has and the model has not."""
+    if draft.tokenizer is not None:
+        draft.has_grown = grow_embeddings(draft.inner, draft.tokenizer)
+
+
+def switch_attention(draft: Draft, tensors: Tensors) -> None:
+    """Attend within documents, if rows are packed."""
+    if draft.options.packing:
+        tensors.pack(draft)
+
+
+def apply_method(draft: Draft, tensors: Tensors) -> None:
+    """Freeze what is not trained, or add an adapter."""
+    tensors.adapt(draft)
+    if draft.has_grown and draft.options.is_trainable:
+        _refuse_frozen_new_tokens(draft)
+
+
+def attach_heads(draft: Draft, tensors: Tensors) -> None:
+    """Add the heads that compute other outputs than log-probabilities."""
+    if draft.options.heads:
+        refuse_heads(draft.world)
+        draft.heads = add_heads(draft.inner, draft.options.heads)
+        tensors.add(draft)
+
+
+def fuse_lora(draft: Draft, _: Tensors) -> None:
+    """Compute each linear map that has an adapter in one autograd function."""
+    if draft.module is not draft.inner and draft.options.method is not None:
+        enable_fused_lora(draft.module)
+
+
+def freeze(draft: Draft, _: Tensors) -> None:
+    """Leave nothing trainable in a network that only computes outputs."""
+    if not draft.options.is_trainable:
+        draft.module.requires_grad_(False)
+
+
+def recompute(draft: Draft, tensors: Tensors) -> None:
+    """Recompute activations in the backward pass."""
+    if draft.section.gradient_checkpointing and draft.options.is_trainable:
+        recompute_activations(draft.inner, keep_random=tensors.keep_random)
+
+
+def upcast(draft: Draft, _: Tensors) -> None:
+    """Hold weights that the method trains in float32, in a frozen copy as well: so it computes what
+    the trained one does."""
+    if draft.options.method is not None:
+        upcast_trained(draft.module, draft.section)
+
+
+def fuse_head(draft: Draft, tensors: Tensors) -> None:
+    """Find out whether the output head can return log-probabilities."""
+    if tensors.are_run:
+        draft.head = asked_head(draft.inner)
+
+
+def name_parameters(draft: Draft, _: Tensors) -> None:
+    """Note each parameter's name in files."""
+    own = {name for name, _ in draft.inner.named_parameters() if draft.heads.is_weight(name)}
+    draft.weights = _weights(draft).without(own)
+    names = names_in_files(draft.module, draft.weights)
+    draft.names = {here: draft.heads.name_in_file(here) or name for here, name in names.items()}
+    named = draft.module.named_parameters()
+    draft.trainable = [draft.names[name] for name, p in named if p.requires_grad]
+    draft.num_parameters = sum(num_elements(p) for p in draft.module.parameters())
+    draft.num_trainable = sum(p.numel() for p in draft.module.parameters() if p.requires_grad)
+
+
+def divide_layers(draft: Draft, tensors: Tensors) -> None:
+    """Keep this rank's stages of a pipeline."""
+    tensors.divide(draft)
+
+
+def shard_weights(draft: Draft, tensors: Tensors) -> None:
+    """Shard matrices over ``tp``, then all weights over the data axes, and load the shards."""
+    tensors.shard(draft)
+
+
+def compile_forward(draft: Draft, tensors: Tensors) -> None:
+    """Compile each layer's forward pass."""
+    if draft.section.compile and tensors.compiles:
+        compile_layers(layers(draft.module))
+
+
+ON_THE_MODEL: Sequence[Step] = (
+    load,  # first; a quantized base is quantized while its files are read
+    resize_embeddings,  # before the method, which may train or copy the embeddings
+    switch_attention,  # packing is proven on the plain model: an adapter may draw dropout
+    apply_method,  # wraps what is there by now
+    attach_heads,  # after the method: PEFT's all-linear would wrap a head, too, and freeze it
+    fuse_lora,  # only now are there PEFT's modules
+    recompute,  # looks at what is trained: nothing before the first such layer is recomputed
+    upcast,  # likewise
+    freeze,  # a frozen copy is like the model that is trained, but for this
+    fuse_head,  # probes the unsharded output head: a sharded one has another forward pass
+)
+ON_THE_MESH: Sequence[Step] = (
+    name_parameters,  # while shapes and storages are those of the files
+    divide_layers,  # before the matrices are sharded, so that only this rank's layers are
+    shard_weights,  # tp before FSDP, which shards what tp has left
+    compile_forward,  # last: hooks that gather weights stay outside of what is compiled
+)
+STEPS = (*ON_THE_MODEL, *ON_THE_MESH)
+
+
+def _refuse_frozen_new_tokens(draft: Draft) -> None:
+    if not any(p.requires_grad for p in draft.module.get_input_embeddings().parameters()):  # type: ignore[operator]
+        raise RecipeError(
+            "model.new_special_tokens: the embeddings of the new tokens would never learn; "
+            "name them in method.lora.modules_to_save (embed_tokens, lm_head) or in "
+            "method.freeze.extra_modules, or use method: full"
+        )
+
+
+def _weights(draft: Draft) -> UnshardedWeights:
+    """As the method says; without one, those of the adapter if there is one."""
+    if draft.options.method is not None:
+        return draft.options.method.weights(draft.module, draft.inner)
+    is_adapter = draft.module is not draft.inner
+    return AdapterWeights(draft.module) if is_adapter else FullWeights(draft.inner)

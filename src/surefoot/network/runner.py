@@ -1,0 +1,167 @@
+"""How a model is run: one forward pass to the outputs of a spec, and the two engines that run
+windows of them.
+
+The loop and the stages cannot tell one engine from the other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from ..batch import Batch, Outputs, OutputSpec, StepRunner, TrainedPositions
+from ..checkpoint.state.states import Stateful
+from ..errors import RecipeError
+from ..model.head import outputs
+from ..model.head.logprob_head import LogprobHead
+from ..model.precision import PrecisionName, autocast
+from ..optim.trained import TrainedParameters
+from ..parallel.model_runner import plain
+from ..parallel.pipeline.pipeline import Finish, Pipeline, run_forward, run_windows
+from ..parallel.section import ParallelSection
+from ..parallel.tensor.sequence_parallel import widened
+from ..parallel.world import World
+from .pipelined import PipelinedModel
+from .rollout import able_to_generate
+
+Hook = Callable[[int], None]  # gets the index of a micro-batch
+
+
+@dataclass(frozen=True)
+class ModelForward:
+    """One forward pass. Training, evaluation and the dry run of ``plan`` share it."""
+
+    model: nn.Module  # with its adapter
+    precision: PrecisionName
+    vocabulary: outputs.Vocabulary | None = None  # of logits that are sharded over ranks
+    head: LogprobHead | None = None  # the output head, if it can return log-probabilities
+    values: nn.Linear | None = None  # the head of ``Outputs.values``
+    multiple: int = 1  # sequences are padded to a multiple of it
+
+    def run(
+        self,
+        batch: Batch,
+        spec: OutputSpec,
+        *,
+        hidden: torch.Tensor | None = None,
+        at: TrainedPositions | None = None,
+    ) -> Outputs:
+        """The outputs of ``batch``, with gradients if they are enabled.
+
+        Args:
+            batch: on the model's device.
+            spec: which outputs.
+            hidden: enters the last stage of a pipeline in place of embedded tokens.
+            at: the trained positions, where they are known already.
+        """
+        with autocast(self.precision, batch.input_ids.device):
+            return outputs.compute(
+                self.model,
+                widened(batch, self.multiple),
+                spec,
+                at,
+                hidden=hidden,
+                vocabulary=self.vocabulary,
+                head=self.head,
+                values=self.values,
+            )
+
+
+class Engine(Protocol):
+    """How windows and batches run through a model."""
+
+    def forward(self, batch: Batch, spec: OutputSpec) -> Outputs:
+        """The outputs of ``batch``."""
+
+    def step_runner(self, spec: OutputSpec) -> StepRunner:
+        """What runs a window forward and backward."""
+
+    def generating(
+        self, inner: PreTrainedModel, world: World
+    ) -> contextlib.AbstractContextManager[None]:
+        """While it lasts, the model generates; ``inner`` is the model without its adapter."""
+
+    def optimizer_state(self, own: TrainedParameters) -> Stateful:
+        """The state of this rank's optimizer as that of the whole model's."""
+
+    def replicas(self) -> Collection[nn.Parameter]:
+        """Parameters that count on another rank, so that no norm counts them twice."""
+
+
+@dataclass(frozen=True)
+class WholeEngine:
+    """Every rank runs all layers, of which it may hold shards: one micro-batch after another."""
+
+    runner: ModelForward
+    device: torch.device
+    parallel: ParallelSection
+    only_generates: bool = False  # then it is sharded so that it can as it is
+
+    def forward(self, batch: Batch, spec: OutputSpec) -> Outputs:
+        """The outputs of ``batch``."""
+        return self.runner.run(batch, spec)
+
+    def step_runner(self, spec: OutputSpec) -> StepRunner:
+        """What runs a window forward and backward."""
+        return plain(partial(self.runner.run, spec=spec), self.device)
+
+    @contextlib.contextmanager
+    def generating(self, inner: PreTrainedModel, world: World) -> Iterator[None]:
+        """All weights are gathered meanwhile."""
+        module, precision = self.runner.model, self.runner.precision
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(autocast(precision, inner.device))
+            if not self.only_generates:
+                stack.enter_context(able_to_generate(module, inner, world, self.parallel))
+            yield
+
+    def optimizer_state(self, own: TrainedParameters) -> Stateful:
+        """It is that of the whole model's."""
+        return own
+
+    def replicas(self) -> Collection[nn.Parameter]:
+        """There are none."""
+        return frozenset()
+
+
+@dataclass(frozen=True)
+class PipelineEngine:
+    """Every rank runs some stages of a pipeline, several micro-batches at a time."""
+
+    staging: PipelinedModel
+    pipeline: Pipeline
+    runner: ModelForward  # of the last stage
+
+    def forward(self, batch: Batch, spec: OutputSpec) -> Outputs:
+        """The outputs of ``batch``, on all ranks of the pipeline."""
+        return run_forward(self.pipeline, self._finish(spec))(batch)
+
+    def step_runner(self, spec: OutputSpec) -> StepRunner:
+        """What runs a window forward and backward."""
+        return run_windows(self.pipeline, self._finish(spec))
+
+    def _finish(self, spec: OutputSpec) -> Finish:
+        return self.staging.finish(partial(self.runner.run, spec=spec))
+
+    def generating(
+        self, inner: PreTrainedModel, world: World
+    ) -> contextlib.AbstractContextManager[None]:
+        """Not possible yet. Raises ``RecipeError``."""
+        raise RecipeError(
+            "parallel.pp: a pipeline cannot generate yet; leave pp at 1 and use parallel.dp_shard"
+        )
+
+    def optimizer_state(self, own: TrainedParameters) -> Stateful:
+        """With the names of what other ranks hold."""
+        return self.staging.optimizer(own)
+
+    def replicas(self) -> Collection[nn.Parameter]:
+        """Of a weight that both ends have, the second."""
+        return self.staging.copies()

@@ -1,0 +1,267 @@
+"""Where the tensors of a model are while it is made ready: in memory, or on the meta device, where
+they have names, shapes and types alone. ``plan`` brings a third kind, which can be run.
+
+A model is made ready by the same steps whatever its tensors are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Protocol, cast
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from ..checkpoint.layouts import read_named, scattered
+from ..errors import ModelError
+from ..geometry.box import Box
+from ..geometry.sharding import Cuts
+from ..model.attention import packed
+from ..model.pretrained.adapter import attach, attach_empty
+from ..model.pretrained.loading import device, load_model, training_dtype
+from ..model.section import ModelSection
+from ..model.seeding import seed_everything
+from ..parallel.generation_sharding import shard_for_generation
+from ..parallel.sharded_model import shard
+from ..parallel.tensor.vocab_parallel import cut_vocabulary
+from .draft import Draft
+from .meta import Reader, ShardLoader, init_on_meta
+from .pipelined import to_pipeline
+from .runner import Engine, ModelForward, PipelineEngine, WholeEngine
+
+Method = Callable[[PreTrainedModel], nn.Module]
+
+
+class Tensors(Protocol):
+    """What the steps of ``open_network`` leave to the kind of tensors."""
+
+    @property
+    def are_run(self) -> bool:
+        """Whether the model will compute anything."""
+
+    @property
+    def keep_random(self) -> bool:
+        """Whether recomputation restores the random generators."""
+
+    @property
+    def compiles(self) -> bool:
+        """Whether layers may be compiled."""
+
+    def load(self, draft: Draft) -> None:
+        """Set ``draft.inner``."""
+
+    def pack(self, draft: Draft) -> None:
+        """Let the model attend within documents."""
+
+    def adapt(self, draft: Draft) -> None:
+        """Set ``draft.module``: what the method makes of ``draft.inner``."""
+
+    def add(self, draft: Draft) -> None:
+        """Note where the values of heads come from."""
+
+    def divide(self, draft: Draft) -> None:
+        """Keep the layers of one rank of a pipeline."""
+
+    def shard(self, draft: Draft) -> None:
+        """Keep one rank's shards of all weights, and load them."""
+
+    def runner(self, draft: Draft) -> ModelForward:
+        """The forward pass of what is there now."""
+
+    def engine(self, draft: Draft, runner: ModelForward) -> Engine:
+        """What runs windows."""
+
+
+class RealTensors:
+    """In memory, with the values of files. A model that several ranks share, or whose values no
+    file is read for, is on the meta device until it is sharded."""
+
+    are_run = keep_random = compiles = True
+
+    def load(self, draft: Draft) -> None:
+        """Read the files, or their headers."""
+        base, section, options = draft.base, draft.section, draft.options
+        dtype = training_dtype(section)
+        if draft.world.mesh is not None or not options.is_read:
+            draft.start = init_on_meta(base, section, dtype=dtype, weights=options.weights)
+        if draft.start is not None:
+            draft.inner = draft.start.model
+            return
+        weights = options.weights
+        stored = scattered(base) if weights is None else read_named(weights, base)
+        draft.inner = load_model(base, section, dtype=dtype, weights=stored)
+
+    def pack(self, draft: Draft) -> None:
+        """Prove it at once, if the values are there."""
+        if draft.start is None:
+            draft.sharing.is_proven = packed.use_packed(draft.inner)
+        else:
+            packed.switch_to_packed(draft.inner)
+
+    def adapt(self, draft: Draft) -> None:
+        """Draw what the method adds, or read it."""
+        if draft.options.method is not None:
+            seed_everything(draft.options.seed, 1)
+        method = method_of(draft, partial(attach, trainable=draft.options.is_trainable))
+        if draft.start is None:
+            draft.module = method(draft.inner)
+            return
+        draft.module, draft.values = draft.start.apply(method)
+        if not draft.options.is_read:
+            draft.values = ShardLoader({}, {})
+
+    def add(self, draft: Draft) -> None:
+        """Heads start at 0."""
+        if draft.values is None:
+            return
+        named = dict(draft.module.named_parameters())
+        new = {name: p for name, p in named.items() if draft.heads.is_weight(name)}
+        zeros: dict[str, Reader] = {name: partial(_zeros, p.dtype) for name, p in new.items()}
+        values = draft.values
+        draft.values = ShardLoader({**values.readers, **zeros}, {**values.tensors, **new})
+
+    def divide(self, draft: Draft) -> None:
+        """Keep this rank's."""
+        draft.staging = to_pipeline(
+            draft.module,
+            draft.inner,
+            draft.weights,
+            draft.names,
+            draft.world,
+            draft.options.parallel,
+        )
+        if draft.staging is not None:
+            draft.names = dict(draft.staging.names)
+
+    def shard(self, draft: Draft) -> None:
+        """Matrices over ``tp``, then what is left over the data axes."""
+        model = draft.inner if draft.options.only_generates else draft.module
+        values = None if draft.values is None else draft.values.of(model)
+        found = _spread(draft) if draft.options.only_generates else _shard(draft)
+        if values is not None:
+            values.fill(model, found, draft.world)
+        own = {p: name for name, p in draft.module.named_parameters()}
+        here = {name: draft.names[own[p]] for name, p in model.named_parameters() if p in own}
+        draft.cuts = {here[name]: cut for name, cut in found.items()}
+
+    def runner(self, draft: Draft) -> ModelForward:
+        """On this rank's shards."""
+        options, world = draft.options, draft.world
+        is_piped = draft.staging is not None
+        is_split = options.parallel.sequence_parallel and not is_piped
+        if options.only_generates and world.mesh is not None:  # its head is shared, and the root
+            return ModelForward(draft.inner, options.precision)  # of what is sharded
+        return ModelForward(
+            draft.module,
+            options.precision,
+            cut_vocabulary(draft.inner, world),
+            draft.head if world.tp == 1 else None,
+            draft.heads.values,
+            world.tp if is_split else 1,
+        )
+
+    def engine(self, draft: Draft, runner: ModelForward) -> Engine:
+        """A pipeline, if ranks have different layers."""
+        if draft.staging is None:
+            options = draft.options
+            return WholeEngine(runner, device(), options.parallel, options.only_generates)
+        parallel, precision = draft.options.parallel, draft.options.precision
+        return PipelineEngine(
+            draft.staging, draft.staging.pipeline(parallel, precision, draft.cuts), runner
+        )
+
+
+class MetaTensors:
+    """On the meta device: names, shapes and types, made from ``config.json`` alone."""
+
+    are_run = keep_random = compiles = False
+
+    def load(self, draft: Draft) -> None:
+        """From the configuration."""
+        with torch.device("meta"):
+            draft.inner = from_config(draft.base, draft.section)
+
+    def pack(self, draft: Draft) -> None:
+        """There is nothing to prove."""
+        packed.switch_to_packed(draft.inner)
+
+    def adapt(self, draft: Draft) -> None:
+        """Without values."""
+        with torch.device("meta"):
+            draft.module = method_of(draft, attach_empty)(draft.inner)
+
+    def add(self, draft: Draft) -> None:
+        """There are no values."""
+
+    def divide(self, draft: Draft) -> None:
+        """It stays whole."""
+
+    def shard(self, draft: Draft) -> None:
+        """It stays whole."""
+
+    def runner(self, draft: Draft) -> ModelForward:
+        """Never run."""
+        return ModelForward(draft.module, draft.options.precision)
+
+    def engine(self, draft: Draft, runner: ModelForward) -> Engine:
+        """Never run."""
+        return WholeEngine(runner, torch.device("meta"), draft.options.parallel)
+
+
+REAL = RealTensors()
+
+
+def from_config(
+    base: Path,
+    section: ModelSection,
+    *,
+    dtype: torch.dtype | None = None,
+    attention: str | None = None,
+) -> PreTrainedModel:
+    """The model that ``config.json`` in ``base`` describes, on torch's default device, of ``dtype``
+    or else of its configuration's. Raises ``ModelError`` if it describes none."""
+    try:
+        config = AutoConfig.from_pretrained(base, trust_remote_code=section.trust_remote_code)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            config,
+            dtype=dtype or config.dtype or torch.float32,
+            attn_implementation=attention,
+            trust_remote_code=section.trust_remote_code,
+        )
+    except (ValueError, OSError, ImportError, KeyError, TypeError) as error:
+        raise ModelError(
+            f"{base}: cannot build the model from config.json: {str(error).strip().splitlines()[0]}"
+        ) from None
+    return model
+
+
+def method_of(draft: Draft, attach_from: Callable[[PreTrainedModel, Path], nn.Module]) -> Method:
+    """What makes the model: the adapter to resume from, the method, or neither."""
+    if draft.section.adapter is not None:
+        folder = draft.section.adapter
+        return lambda model: attach_from(model, folder)
+    if draft.options.method is not None:
+        return draft.options.method.apply
+    return lambda model: cast(nn.Module, model)
+
+
+def _shard(draft: Draft) -> dict[str, Cuts]:
+    return shard(
+        draft.module,
+        draft.inner,
+        draft.world,
+        draft.options.parallel,
+        dtype=torch.bfloat16 if draft.options.precision == "bf16" else None,
+        stages=None if draft.staging is None else draft.staging.stretches(),
+    )
+
+
+def _spread(draft: Draft) -> dict[str, Cuts]:
+    return shard_for_generation(draft.inner, draft.world, draft.options.parallel)
+
+
+def _zeros(dtype: torch.dtype, box: Box) -> torch.Tensor:
+    return torch.zeros(box.shape, dtype=dtype)

@@ -1,0 +1,56 @@
+"""The learning rate and its schedule: settings that every optimizer has, declared once."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from .schedules import Schedule, ScheduleName
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearningRate:
+    """Peak learning rate and schedule. An optimizer inherits these fields, and nothing else."""
+
+    learning_rate: float = 5e-5
+    """Peak learning rate."""
+    schedule: ScheduleName = "cosine"
+    """Shape of the learning rate after warm-up; ``wsd`` is warm-up, stable, decay."""
+    warmup_ratio: float = 0.0
+    """Share of all steps that warm up."""
+    warmup_steps: int | None = None
+    """Steps that warm up; wins over ``warmup_ratio``."""
+    min_lr_ratio: float = 0.0
+    """Learning rate at the end, as a share of the peak (not for ``constant``)."""
+    decay_ratio: float = 0.1
+    """``wsd`` only: share of all steps in the final decay."""
+
+
+def check_learning_rate(settings: LearningRate) -> None:
+    """Raise ``ValueError`` that names the setting which makes no sense."""
+    if settings.learning_rate <= 0:
+        raise ValueError(f"learning_rate must be positive, got {settings.learning_rate}")
+    shares = {
+        "warmup_ratio": settings.warmup_ratio,
+        "min_lr_ratio": settings.min_lr_ratio,
+        "decay_ratio": settings.decay_ratio,
+    }
+    for name, share in shares.items():
+        if not 0 <= share <= 1:
+            raise ValueError(f"{name} must be between 0 and 1, got {share}")
+    if settings.warmup_steps is not None and settings.warmup_steps < 0:
+        raise ValueError(f"warmup_steps must not be negative, got {settings.warmup_steps}")
+
+
+def schedule_of(settings: LearningRate, total_steps: int) -> Schedule:
+    """The learning-rate schedule of a run of ``total_steps``."""
+    warmup = settings.warmup_steps
+    if warmup is None:
+        warmup = math.ceil(settings.warmup_ratio * total_steps)
+    return Schedule(
+        name=settings.schedule,
+        total_steps=total_steps,
+        warmup_steps=min(warmup, total_steps),
+        min_ratio=settings.min_lr_ratio,
+        decay_steps=math.ceil(settings.decay_ratio * total_steps),
+    )

@@ -1,0 +1,105 @@
+"""How ranks share the tensors of an optimizer's state: from the optimizer's declarations and the
+cuts of its parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from ..errors import CheckpointError, RecipeError
+from ..geometry.sharding import AxisShard, Cuts, FusedSlice, local_offset_and_shape
+from .optimizer import Optimizer, StateTensor
+
+
+@dataclass(frozen=True)
+class StateCuts:
+    """Cuts and shapes of the state of ``optim``, by pointer: parameter name, a dot, its key."""
+
+    optim: Optimizer
+    parameters: Mapping[str, torch.Tensor]
+    cuts: Mapping[str, Cuts] = field(default_factory=dict)  # of sharded parameters
+
+    def check(self) -> None:
+        """Raise ``RecipeError`` if a parameter is sharded that the optimizer has no state for."""
+        odd = [key for key, found in self.optim.state_tensors.items() if found.cuts is None]
+        if odd and any(_is_sharded(parameter) for parameter in self.parameters.values()):
+            raise RecipeError(
+                f"optim: {type(self.optim).__name__} cannot shard its state ({', '.join(odd)}) "
+                "over ranks; set parallel.dp_shard and parallel.tp to 1, or use another optimizer"
+            )
+
+    def of(self, pointer: str) -> Cuts | None:
+        """How a tensor of the state is cut over ranks; None if nothing is recorded."""
+        name, _, key = pointer.rpartition(".")
+        cuts = self.cuts.get(name)
+        if cuts is None or name not in self.parameters:
+            return None
+        declared, shape = self._declared(key), tuple(self.parameters[name].shape)
+        if isinstance(cuts, FusedSlice):  # a part of a larger tensor, which is what was cut
+            return cuts if declared.shape(shape) == shape else ()
+        return () if declared.cuts is None else declared.cuts(shape, cuts)
+
+    def like(self, pointer: str) -> torch.Tensor | None:
+        """A tensor of the state that is not there yet, sharded as it will be; None if every rank
+        has a plain one."""
+        name, _, key = pointer.rpartition(".")
+        parameter = self.parameters.get(name)
+        if not isinstance(parameter, DTensor):
+            return None
+        shape = self._declared(key).shape(tuple(parameter.shape))
+        if not shape:
+            return None
+        if shape == tuple(parameter.shape):
+            return torch.zeros_like(parameter, dtype=torch.float32)
+        return _zeros(shape, _plain(self.of(pointer)), parameter, _plain(self.cuts.get(name)))
+
+    def _declared(self, key: str) -> StateTensor:
+        known = self.optim.state_tensors
+        if key not in known:
+            raise CheckpointError(
+                f"optimizer state {key!r}: {type(self.optim).__name__} does not say how it is "
+                f"sharded, only {', '.join(known)}; add it to state_tensors"
+            )
+        return known[key]
+
+
+def _is_sharded(parameter: torch.Tensor) -> bool:
+    return isinstance(parameter, DTensor) and any(
+        not isinstance(placed, Replicate) for placed in parameter.placements
+    )
+
+
+def _plain(cuts: Cuts | None) -> tuple[AxisShard, ...]:
+    return () if cuts is None or isinstance(cuts, FusedSlice) else cuts
+
+
+def _zeros(
+    shape: tuple[int, ...],
+    cuts: tuple[AxisShard, ...],
+    parameter: DTensor,
+    own: tuple[AxisShard, ...],
+) -> DTensor:
+    """This rank's part of a tensor of ``shape`` with ``cuts`` along axes of the mesh of
+    ``parameter``, whose own cuts are ``own``."""
+    mesh = parameter.device_mesh
+    axes = mesh.mesh_dim_names or tuple(map(str, range(mesh.ndim)))
+    sizes = dict(zip(axes, mesh.shape, strict=True))
+    place = dict(zip(axes, mesh.get_coordinate() or [0] * mesh.ndim, strict=True))
+    dims, own_dims = ({cut.axis: cut.dim for cut in found} for found in (cuts, own))
+    placements: list[Placement] = []
+    for axis, placed in zip(axes, parameter.placements, strict=True):
+        if axis not in dims:
+            placements.append(Replicate())
+        else:  # as its parameter, whose cuts may be in another order than the axes of the mesh
+            is_alike = dims[axis] == own_dims.get(axis)
+            placements.append(placed if is_alike else Shard(dims[axis]))
+    _, extent = local_offset_and_shape(shape, cuts, sizes, place)
+    local = torch.zeros(extent, dtype=torch.float32, device=parameter.device)
+    whole = torch.empty(shape, device="meta")
+    made: DTensor = DTensor.from_local(
+        local, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride()
+    )
+    return made

@@ -1,0 +1,105 @@
+"""The optimizer of the parameters that are trained now; which ones may change from step to step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from ..errors import RecipeError
+from ..geometry.sharding import Cuts
+from .optimizer import Optimizer
+from .state import NamedState, State, other_parameters
+from .state_cuts import StateCuts
+
+# Of these names, those of the parameters that update number `step` (from 0) changes.
+Trainable = Callable[[int, Sequence[str]], Collection[str]]
+
+
+def every_name(_step: int, names: Sequence[str]) -> Collection[str]:
+    """All parameters, at every step."""
+    return names
+
+
+@dataclass
+class TrainedParameters:
+    """The trained parameters of one network and their optimizer, which is rebuilt whenever others
+    are trained than before.
+
+    Its state is the optimizer's; nothing else needs saving, as the step says who is trained.
+    """
+
+    optim: Optimizer
+    named: Mapping[str, nn.Parameter]  # on this rank, all that may be trained, by names in files
+    trainable: Trainable = every_name
+    cuts: Mapping[str, Cuts] = field(default_factory=dict)  # of sharded ones
+    names: Sequence[str] = ()  # of the whole model, if this rank has some layers of it
+    optimizer: torch.optim.Optimizer = field(init=False)
+    _active: frozenset[str] = field(init=False, default=frozenset())
+    _is_unchecked: bool = field(init=False, default=False)  # a state was loaded, at which step?
+
+    def __post_init__(self) -> None:
+        self.names = self.names or tuple(self.named)
+        self._cuts = StateCuts(self.optim, self.named, self.cuts)
+        self._cuts.check()
+        self._become(self._names_at(0))
+
+    def at(self, step: int) -> torch.optim.Optimizer:
+        """The optimizer for update number ``step``: a new one, without state, if others are trained
+        than before."""
+        self.check(step)
+        names = self._names_at(step)
+        if names != self._active:
+            self._become(names)
+        return self.optimizer
+
+    def check(self, step: int) -> None:
+        """Raise ``CheckpointError`` if the loaded state is not one that a run has after ``step``
+        updates."""
+        last = self._names_at(max(0, step - 1))
+        if self._is_unchecked and self._active != last:
+            raise other_parameters(self._active, last)
+        self._is_unchecked = False
+
+    def state_dict(self) -> dict[str, dict[str, torch.Tensor]]:
+        """The live tensors of the parameters that are trained now."""
+        return NamedState(self.optimizer).state_dict()
+
+    def load_state_dict(self, state: State) -> None:
+        """Become ``state``; the parameters in it are then the trained ones.
+
+        Raises ``CheckpointError`` if some of them are not of this network.
+        """
+        names = frozenset(state)
+        if names - self.named.keys():
+            raise other_parameters(names, self._active)
+        if names and names != self._active:
+            self._become(names)
+        NamedState(self.optimizer).load_state_dict(state)
+        self._is_unchecked = bool(names)
+
+    def like(self, pointer: str) -> torch.Tensor | None:
+        """A tensor of the state that is not there yet, sharded as it will be."""
+        return self._cuts.like(pointer)
+
+    def cuts_of(self, pointer: str) -> Cuts | None:
+        """How a tensor of the state is cut over ranks."""
+        return self._cuts.of(pointer)
+
+    def _names_at(self, step: int) -> frozenset[str]:
+        return frozenset(self.trainable(step, self.names)) & self.named.keys()
+
+    def _become(self, names: frozenset[str]) -> None:
+        """Train ``names`` and freeze the others; their gradients and the old state go."""
+        if len(self.names) > len(self.named) and names != self.named.keys():
+            raise RecipeError(
+                "parallel.pp: the method trains other parameters at other steps, which a pipeline "
+                "cannot yet; leave pp at 1 and use parallel.dp_shard"
+            )
+        for name, parameter in self.named.items():
+            parameter.requires_grad_(name in names)
+            parameter.grad = None
+        self.optimizer = self.optim.build([(n, p) for n, p in self.named.items() if n in names])
+        self._active = names

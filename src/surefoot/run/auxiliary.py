@@ -1,0 +1,173 @@
+"""What auxiliary models compute before the first step: which models, of which examples, and when
+they are in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from ..batch import Batch, Features
+from ..data.order.loader import Loader
+from ..data.store.cache import default_folder
+from ..data.store.dataset import EncodedDataset
+from ..data.store.run_data import TrainingData
+from ..data.text.codec import Codec
+from ..errors import RecipeError
+from ..model.precision import choose
+from ..model.pretrained.loading import resolve
+from ..model.section import ModelSection
+from ..network.draft import NetworkOptions
+from ..network.network import Network
+from ..network.open import open_network
+from ..parallel.world import World
+from ..recipe.recipe import Recipe
+from ..recipe.recipe_data import open_codec
+from ..training.context import BlankContext, NetworkContext
+from ..training.evaluation import EvaluationSet, windows_of
+from ..training.precompute import (
+    NOTHING,
+    KeptWindows,
+    Precomputation,
+    WindowSet,
+    identity_of,
+    model_of,
+    precomputation,
+    with_items,
+    with_windows,
+)
+from ..training.stage import POLICY
+from ..training.windows import windows_of_run
+from . import data_loading
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """The columns that are computed before the first step, and the models that compute them."""
+
+    recipe: Recipe
+    codec: Codec
+    world: World
+    found: Precomputation
+    loaded: TrainingData
+    train: WindowSet | None  # None: nothing is computed
+    held_out: Mapping[str, WindowSet]
+
+    @property
+    def data(self) -> TrainingData:
+        """The datasets, with the columns that are kept by item."""
+        if self.train is None:
+            return self.loaded
+        return self.loaded.changed(partial(with_items, found=self.found))
+
+    @property
+    def kept(self) -> KeptWindows:
+        """The columns of training's windows that are kept by window."""
+        return NOTHING if self.train is None else with_windows(self.train, self.found)
+
+    @property
+    def evals(self) -> dict[str, EvaluationSet]:
+        """The sets to evaluate on, with all their columns."""
+        return {
+            name: EvaluationSet(data, with_windows(self.held_out[name], self.found))
+            for name, data in self.data.evals.items()
+        }
+
+    @property
+    def needs_policy(self) -> bool:
+        """Whether the policy, as it is before the first step, has columns to compute."""
+        models = self.recipe.stage.auxiliary.values()
+        return not self.found.is_complete and any(one.model is None for one in models)
+
+    def run_without_policy(self) -> None:
+        """Compute all columns, if other models do it, which are released again."""
+        if not (self.found.is_complete or self.needs_policy):
+            self._run({})
+
+    def run(self, policy: Network) -> None:
+        """Compute what is left, with the policy as it is before the first step."""
+        self._run({POLICY: policy})
+
+    def blank(self) -> None:
+        """Columns of zeros, where only speed matters."""
+        recipe = self.recipe
+        self.found.blank(BlankContext(self.codec, recipe.stage, recipe.data.packing))
+
+    def _run(self, policies: Mapping[str, Network]) -> None:
+        recipe, networks = self.recipe, dict(policies)
+        if not self.found.is_complete:
+            for role, one in recipe.stage.auxiliary.items():
+                networks[role] = networks[POLICY] if one.model is None else self._open(role)
+        size, packing = recipe.train.micro_batch_size, recipe.data.packing
+        self.found.run(
+            NetworkContext(
+                self.codec, recipe.stage, networks, size, packing, self.world, recipe.train.seed
+            )
+        )
+
+    def _open(self, role: str) -> Network:
+        """A frozen model. Raises ``RecipeError`` if its tokens are not those of the policy."""
+        recipe = self.recipe
+        model = model_of(recipe.stage.auxiliary[role], recipe.model)
+        base = resolve(model)
+        tokenizer = open_codec(replace(recipe, model=model), base).tokenizer
+        if tokenizer.get_vocab() != self.codec.tokenizer.get_vocab():
+            raise RecipeError(
+                f"the {role} {model.path} has other tokens than {recipe.model.path}, so their "
+                "outputs cannot be compared; name a model with the same tokenizer"
+            )
+        options = NetworkOptions(
+            parallel=recipe.parallel,
+            precision=choose(recipe.train.precision),
+            packing=recipe.data.packing,
+            seed=recipe.train.seed,
+            is_trainable=False,
+        )
+        return open_network(base, model, tokenizer, self.world, options)
+
+
+def open_ahead(recipe: Recipe, base: Path, codec: Codec, data: TrainingData, world: World) -> Ahead:
+    """What is known of the columns of a run; ``base`` is the folder of the recipe's model."""
+    size = recipe.train.global_batch_size
+    held_out = {name: eval_set(dataset, size) for name, dataset in data.evals.items()}
+    train = None
+    loader = data_loading.build_loader(recipe, data, _no_batch, world)
+    if recipe.stage.auxiliary and loader.order.is_complete:
+        train = _train_set(recipe, data, loader)
+    sets = [*([] if train is None else [train]), *held_out.values()]
+    return Ahead(recipe, codec, world, columns_of(recipe, base, sets, world), data, train, held_out)
+
+
+def columns_of(
+    recipe: Recipe, base: Path, sets: Sequence[WindowSet], world: World
+) -> Precomputation:
+    """What is known of the columns of ``sets``, and what is to be computed."""
+    stage = recipe.stage
+    models = {role: model_of(one, recipe.model) for role, one in stage.auxiliary.items()}
+    bases = {role: _base(model, recipe, base) for role, model in models.items()}
+    more = choose(recipe.train.precision), recipe.data.packing
+    identity = identity_of(stage, {role: (models[role], bases[role]) for role in models}, *more)
+    root = recipe.data.cache_dir or default_folder()
+    return precomputation(stage, identity, root, sets, world)
+
+
+def _base(model: ModelSection, recipe: Recipe, base: Path) -> Path:
+    return base if model is recipe.model else resolve(model)
+
+
+def _no_batch(_features: Sequence[Features]) -> Batch:
+    raise NotImplementedError("only the order of the examples is asked for")
+
+
+def _train_set(recipe: Recipe, data: TrainingData, loader: Loader) -> WindowSet:
+    """The training examples, and the windows of the run."""
+    order = {n: value for n, value in loader.state_dict().items() if n not in ("epoch", "window")}
+    windows = partial(windows_of_run, loader, recipe.train, recipe.stage)
+    return WindowSet(data.complete[0], windows, str(sorted(order.items())))
+
+
+def eval_set(dataset: EncodedDataset, size: int) -> WindowSet:
+    """The examples of an evaluation, and its windows of ``size``."""
+    windows = partial(windows_of, len(dataset), size)
+    return WindowSet(dataset, windows, f"{dataset.fingerprint} in order, {size}")

@@ -1,0 +1,211 @@
+"""What stages may compute before they train: outputs of models, samples, rewards.
+
+Examples of the global window go in, global results come out: dealing them to ranks and
+micro-batches, devices, evaluation mode and sums over ranks are the matter of this module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ..batch import IGNORE_INDEX, Batch, Features, Outputs, OutputSpec
+from ..data.data_order import Index
+from ..data.order.length_balancing import in_turn
+from ..data.order.micro_batches import Collate, batch_of
+from ..data.text.codec import Codec
+from ..data.text.pairs import unshared
+from ..errors import RunError
+from ..generate.generation import Sample
+from ..generate.section import GenerateSection
+from ..model.attention.packed import PromptSharing
+from ..model.pretrained.loading import device
+from ..network.network import Network
+from ..parallel.world import World
+from ..schema.locations import FunctionPath
+from .rewards import scores
+from .stage import POLICY, Stage
+
+Reduction = Callable[[Outputs, Batch], torch.Tensor]  # a row per example
+
+
+def collate_of(stage: Stage, sharing: PromptSharing, *, packing: bool) -> Collate:
+    """How examples become a micro-batch: as the stage lays them out, but with a prompt for each
+    answer where the model cannot share prompts."""
+
+    def collate(features: Sequence[Features]) -> Batch:
+        batch = stage.collate(features, packing=packing)
+        return batch if sharing.is_proven else unshared(batch)
+
+    return collate
+
+
+@dataclass(frozen=True)
+class NetworkContext:
+    """The context of a window, over the networks of a run."""
+
+    codec: Codec
+    stage: Stage
+    networks: Mapping[str, Network]  # by role
+    micro_batch_size: int
+    packing: bool
+    world: World
+    seed: int  # of what is sampled: of this window and no other
+
+    def compute(
+        self, role: str, examples: Sequence[Features], spec: OutputSpec | None = None
+    ) -> list[Outputs]:
+        """The outputs of a role's model for each example, in its own precision."""
+        spec = spec or spec_of(self.stage, role)
+        counts = [num_trained(item) for item in examples]
+        ends = np.cumsum([0, *counts])
+        found = torch.zeros(len(spec.outputs), int(ends[-1]), dtype=torch.float64)
+        dtype = torch.float32
+        for items, outputs, _ in self._batches(role, examples, spec):
+            spans = [np.arange(ends[i], ends[i + 1]) for i in items]
+            at = np.concatenate([np.empty(0, np.int64), *spans])
+            for row, name in enumerate(spec.outputs):
+                values: torch.Tensor = getattr(outputs, name)
+                dtype = values.dtype
+                found[row, torch.from_numpy(at)] = values[: len(at)].double().cpu()
+        found = self.world.summed(found).to(dtype)
+        rows = torch.split(found, counts, dim=1)
+        return [Outputs(**dict(zip(spec.outputs, row, strict=True))) for row in rows]
+
+    def reduce(
+        self, role: str, examples: Sequence[Features], function: Reduction
+    ) -> NDArray[np.float64]:
+        """[examples, ...] what ``function`` makes of each batch, a row per example."""
+        found: torch.Tensor | None = None
+        for items, outputs, batch in self._batches(role, examples, spec_of(self.stage, role)):
+            rows = function(outputs, batch).double().cpu()
+            if found is None:
+                found = torch.zeros(len(examples), *rows.shape[1:], dtype=torch.float64)
+            found[torch.from_numpy(items)] += rows[: len(items)]
+        assert found is not None
+        return self.world.summed(found).numpy()
+
+    def generate(self, prompts: Sequence[Sequence[int]], settings: GenerateSection) -> list[Sample]:
+        """One sample of the policy for each prompt."""
+        network = self.networks[POLICY]
+        with evaluating(network):
+            return network.generate(prompts, settings, seed=self.seed)
+
+    def score(
+        self,
+        reward: FunctionPath,
+        prompts: Sequence[Sequence[int]],
+        samples: Sequence[Sample],
+        columns: Mapping[str, Sequence[object]],
+    ) -> list[float | None]:
+        """The reward of each sample, computed by the main rank. Raises ``RunError``."""
+        found: list[float | None] | str = []
+        if self.world.is_main:
+            decode = self.codec.tokenizer.decode
+            try:
+                found = scores(
+                    reward,
+                    [decode(list(prompt)) for prompt in prompts],
+                    [decode(list(one.ids), skip_special_tokens=True) for one in samples],
+                    columns,
+                )
+            except RunError as error:
+                found = str(error)
+        found = self.world.from_main(found)
+        if isinstance(found, str):
+            raise RunError(found)
+        return found
+
+    @torch.no_grad()
+    def _batches(
+        self, role: str, examples: Sequence[Features], spec: OutputSpec
+    ) -> Iterator[tuple[Index, Outputs, Batch]]:
+        """This rank's micro-batches with the examples in them, which may be none."""
+        network, world = self.networks[role], self.world
+        collate = collate_of(self.stage, network.sharing, packing=self.packing)
+        with evaluating(network):
+            for items in in_turn(
+                len(examples), self.micro_batch_size, world.data_rank, world.num_data_ranks
+            ):
+                batch = batch_of(items, examples, collate).to(device())
+                yield items, network.forward(batch, spec), batch
+
+
+@dataclass(frozen=True)
+class BlankContext:
+    """A context without any model, where only sizes matter: outputs are 0, samples are as long as
+    they may be, and every second one is rewarded."""
+
+    codec: Codec
+    stage: Stage
+    packing: bool
+
+    def compute(
+        self, role: str, examples: Sequence[Features], spec: OutputSpec | None = None
+    ) -> list[Outputs]:
+        """Zeros."""
+        return [zeros(num_trained(e), spec or spec_of(self.stage, role)) for e in examples]
+
+    def reduce(
+        self, role: str, examples: Sequence[Features], function: Reduction
+    ) -> NDArray[np.float64]:
+        """What ``function`` makes of zeros."""
+        batch = self.stage.collate(examples, packing=self.packing)
+        found = function(zeros(batch.num_trained, spec_of(self.stage, role)), batch)
+        return found.double().numpy()
+
+    def generate(self, prompts: Sequence[Sequence[int]], settings: GenerateSection) -> list[Sample]:
+        """The longest answers there may be."""
+        ids, logps = (0,) * settings.max_new_tokens, np.zeros(settings.max_new_tokens, np.float32)
+        return [Sample(ids, logps, "length") for _ in prompts]
+
+    def score(
+        self,
+        reward: FunctionPath,
+        prompts: Sequence[Sequence[int]],
+        samples: Sequence[Sample],
+        columns: Mapping[str, Sequence[object]],
+    ) -> list[float | None]:
+        """1 and 0 in turn."""
+        return [float(number % 2) for number in range(len(samples))]
+
+
+def blank_examples(
+    stage: Stage, codec: Codec, examples: Sequence[Features], *, packing: bool
+) -> Sequence[Features]:
+    """What a stage would train on, for a forward pass of which only the size matters."""
+    context = BlankContext(codec, stage, packing)
+    return stage.prepare(context, stage.precompute(context, examples)).examples
+
+
+def spec_of(stage: Stage, role: str) -> OutputSpec:
+    """The outputs that ``stage`` needs of the model of a role."""
+    return stage.spec if role == POLICY else stage.auxiliary[role].spec
+
+
+def num_trained(item: Features) -> int:
+    """Trained positions of an example: nothing predicts its first token."""
+    return int(np.count_nonzero(np.asarray(item["labels"])[1:] != IGNORE_INDEX))
+
+
+def zeros(count: int, spec: OutputSpec) -> Outputs:
+    """Outputs of ``count`` positions, all 0."""
+    return Outputs(**{name: torch.zeros(count) for name in spec.outputs})
+
+
+@contextmanager
+def evaluating(network: Network) -> Iterator[None]:
+    """Evaluation mode while the block lasts; nothing stays gathered behind it."""
+    module = network.module
+    was_training = module.training
+    module.eval()
+    try:
+        yield
+    finally:
+        network.release()
+        module.train(was_training)

@@ -1,0 +1,334 @@
+"""Columns that auxiliary models compute before the first step, kept beside the encoded data.
+
+A column is kept by item, whatever the other examples are (a reference's log-probabilities), or by
+global window, where it depends on the neighbours. It is kept in pieces that are there as soon as
+they are computed; any of them may be deleted at any time.
+
+    reference/<key>/<first item>.safetensors     each column's values and lengths; check: their hash
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+from safetensors import SafetensorError
+from safetensors.numpy import load, save
+
+from ..batch import Features
+from ..data.data_order import Index
+from ..data.order.micro_batches import Items
+from ..data.store.dataset import EncodedDataset, Ragged
+from ..errors import DataError, ModelError
+from ..model.pretrained.loading import PLACES, WEIGHTS
+from ..model.section import ModelSection
+from ..parallel.world import World
+from ..storage import files
+from .stage import AuxiliaryModel, Stage, StageContext
+from .windows import Place
+
+logger = logging.getLogger(__name__)
+VERSION = 2  # of what is computed, how, and of the files
+FOLDER = "reference"  # in data.cache_dir
+PIECE = 2048  # items
+REPORT_SECONDS = 10.0
+Columns = Mapping[str, Ragged]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A file of columns, and the groups of examples that they are computed of."""
+
+    folder: Path
+    start: int  # its first example, counted over all pieces in the folder
+    items: Items
+    groups: Sequence[Index]  # examples that ``Stage.precompute`` is given together
+
+    @property
+    def path(self) -> Path:
+        """The file."""
+        return self.folder / f"{self.start:09}.safetensors"
+
+    @property
+    def num_items(self) -> int:
+        """Examples of all groups."""
+        return sum(len(group) for group in self.groups)
+
+    def compute(self, stage: Stage, context: StageContext) -> Columns:
+        """The columns that ``stage`` adds. All ranks together.
+
+        Raises:
+            ModelError: a value is not a number.
+        """
+        added: list[Features] = []
+        for group in self.groups:
+            examples = [self.items[int(item)] for item in group]
+            found = stage.precompute(context, examples)
+            pairs = zip(found, examples, strict=True)
+            added += [{n: v for n, v in new.items() if n not in old} for new, old in pairs]
+        columns = {name: _ragged([item[name] for item in added]) for name in added[0]}
+        for name, (values, _) in columns.items():
+            if not np.isfinite(values).all():
+                raise ModelError(
+                    f"the {name}'s log-probabilities are no numbers; look at the model and "
+                    "train.precision"
+                )
+        return columns
+
+    def read(self) -> Columns | None:
+        """What is kept; None if nothing, or nothing sound."""
+        with files.raising(DataError, "data.cache_dir"):
+            try:
+                with files.open_file(self.path) as file:
+                    found = load(files.read_all(file, 1 << 30))
+            except (FileNotFoundError, SafetensorError):
+                return None
+        check = found.pop("check", None)
+        if check is None or check.tobytes() != _check(found):
+            return None
+        names = [name.removesuffix(".values") for name in found if name.endswith(".values")]
+        columns = {name: _from_lengths(found[f"{name}.values"], found[name]) for name in names}
+        is_whole = all(len(one.offsets) == self.num_items + 1 for one in columns.values())
+        return columns if columns and is_whole else None
+
+    def write(self, columns: Columns) -> None:
+        """Keep the columns. Raises ``DataError``."""
+        found: dict[str, NDArray[np.generic]] = {}
+        for name, (values, offsets) in columns.items():
+            found |= {f"{name}.values": np.ascontiguousarray(values), name: np.diff(offsets)}
+        found["check"] = np.frombuffer(_check(found), np.uint8)
+        with files.raising(DataError, "data.cache_dir"):
+            files.make_folder(self.folder)
+            files.write_aside(self.path, save(found))
+
+
+@dataclass
+class Precomputation:
+    """The columns of a run, as far as they are there."""
+
+    stage: Stage
+    identity: str  # of the models, and of how they compute
+    pieces: Sequence[Piece]
+    known: list[Columns | None]
+    world: World
+    _reported: float = field(default_factory=time.monotonic, init=False)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether there is nothing to compute."""
+        return all(columns is not None for columns in self.known)
+
+    def run(self, context: StageContext) -> None:
+        """Compute what is missing. All ranks together.
+
+        Raises:
+            ModelError: a value is not a number.
+            DataError: a column cannot be written.
+        """
+        if self.is_complete:
+            if self.pieces:
+                logger.info("reference log-probabilities: loaded from the cache")
+            return
+        started = time.monotonic()
+        for number, piece in enumerate(self.pieces):
+            if self.known[number] is None:
+                columns = self.known[number] = piece.compute(self.stage, context)
+                if self.world.is_main:
+                    piece.write(columns)
+                self._report(started)
+        seconds = time.monotonic() - started
+        logger.info(
+            "reference log-probabilities: computed for %s examples in %.1f s",
+            f"{self._num_known:,}",
+            seconds,
+        )
+
+    def blank(self, context: StageContext) -> None:
+        """Take what ``context`` says without keeping it: where only speed matters."""
+        self.known = [piece.compute(self.stage, context) for piece in self.pieces]
+
+    def columns_of(self, content: str) -> Columns:
+        """The columns of a store, or of the windows in an order, end to end."""
+        folder = _key(self.identity, content)
+        pairs = zip(self.pieces, self.known, strict=True)
+        found = [known for piece, known in pairs if known and piece.folder.name == folder]
+        return {name: _joined([columns[name] for columns in found]) for name in found[0]}
+
+    @property
+    def _num_known(self) -> int:
+        pairs = zip(self.pieces, self.known, strict=True)
+        return sum(piece.num_items for piece, columns in pairs if columns is not None)
+
+    def _report(self, started: float) -> None:
+        if time.monotonic() - self._reported > REPORT_SECONDS:
+            self._reported = time.monotonic()
+            known, total = self._num_known, sum(piece.num_items for piece in self.pieces)
+            speed = known / (self._reported - started)
+            logger.info(
+                "reference log-probabilities: %d of %d examples, %.0f examples/s",
+                known,
+                total,
+                speed,
+            )
+
+
+@dataclass(frozen=True)
+class WindowSet:
+    """Examples that a run trains or is evaluated on, and its windows of them in order."""
+
+    items: EncodedDataset
+    find: Callable[[], Mapping[Place, Index]]
+    order: str  # what the order depends on
+
+    @cached_property
+    def windows(self) -> Mapping[Place, Index]:
+        """The items of each window."""
+        return self.find()
+
+
+@dataclass(frozen=True)
+class KeptWindows:
+    """Columns of windows, by their places."""
+
+    columns: Columns
+    starts: Mapping[Place, int]  # of each window's first example
+
+    def added(self, place: Place, examples: Sequence[Features]) -> Sequence[Features]:
+        """The examples of the window at ``place``, with their columns."""
+        start = self.starts.get(place, 0)
+        return [{**item, **self._of(start + i)} for i, item in enumerate(examples)]
+
+    def _of(self, index: int) -> Features:
+        return {name: _item(column, index) for name, column in self.columns.items()}
+
+
+NOTHING = KeptWindows({}, {})
+
+
+def precomputation(
+    stage: Stage, identity: str, root: Path, sets: Sequence[WindowSet], world: World
+) -> Precomputation:
+    """What is known of the columns of ``sets``, and what is to be computed. ``identity`` says of
+    which models, ``root`` is ``data.cache_dir``."""
+    cut = {"item": _by_item, "window": _by_window}[stage.kept_by]
+    pieces = list(cut(root / FOLDER, identity, sets)) if stage.auxiliary else []
+    known = [piece.read() for piece in pieces] if world.is_main else None
+    return Precomputation(stage, identity, pieces, world.from_main(known), world)
+
+
+def _by_item(root: Path, identity: str, sets: Sequence[WindowSet]) -> Iterator[Piece]:
+    stores = {store.content: store for one in sets for store in one.items.stores}
+    for content, store in stores.items():
+        for start in range(0, len(store), PIECE):
+            group = np.arange(start, min(start + PIECE, len(store)))
+            yield Piece(root / _key(identity, content), start, store, (group,))
+
+
+def _by_window(root: Path, identity: str, sets: Sequence[WindowSet]) -> Iterator[Piece]:
+    for one in sets:
+        folder, start, groups = root / _key(identity, one.order), 0, list[Index]()
+        for group in one.windows.values():
+            groups.append(group)
+            if (count := sum(map(len, groups))) >= PIECE:
+                yield Piece(folder, start, one.items, tuple(groups))
+                start, groups = start + count, []
+        if groups:
+            yield Piece(folder, start, one.items, tuple(groups))
+
+
+def with_items(dataset: EncodedDataset, found: Precomputation) -> EncodedDataset:
+    """The same items, with their columns that are kept by item."""
+    if found.stage.kept_by != "item" or not found.pieces:
+        return dataset
+    stores = tuple(
+        replace(store, features={**store.features, **found.columns_of(store.content)})
+        for store in dataset.stores
+    )
+    return replace(dataset, stores=stores)
+
+
+def with_windows(one: WindowSet, found: Precomputation) -> KeptWindows:
+    """The columns of a set's windows that are kept by window."""
+    if found.stage.kept_by != "window" or not found.pieces:
+        return NOTHING
+    starts = np.cumsum([0, *map(len, one.windows.values())]).tolist()
+    return KeptWindows(found.columns_of(one.order), dict(zip(one.windows, starts, strict=False)))
+
+
+def model_of(auxiliary: AuxiliaryModel, policy: ModelSection) -> ModelSection:
+    """The model that an auxiliary one is: the one to train, or another one."""
+    if auxiliary.model is None:
+        return policy
+    changes = {"revision": None, "adapter": None, "quantization_bit": None}
+    return replace(policy, path=auxiliary.model, **changes)  # type: ignore[arg-type]
+
+
+def identity_of(
+    stage: Stage, models: Mapping[str, tuple[ModelSection, Path]], *more: object
+) -> str:
+    """Another text whenever an auxiliary model may be another, or compute otherwise.
+
+    Args:
+        stage: whose columns they are.
+        models: by role, with the folder of each.
+        more: what else the outputs depend on: precision, packing.
+    """
+    parts = [_model_identity(role, section, base) for role, (section, base) in models.items()]
+    return json.dumps([VERSION, type(stage).__name__, parts, [str(value) for value in more]])
+
+
+def _model_identity(role: str, model: ModelSection, base: Path) -> list[object]:
+    folders = [base] if model.adapter is None else [base, model.adapter]
+    settings = (
+        *(model.dtype, model.quantization_bit, model.quantization_type, model.double_quantization),
+        model.attention,
+    )
+    return [role, [_trace(folder) for folder in folders], [str(value) for value in settings]]
+
+
+def _trace(folder: Path) -> list[str]:
+    """Names, sizes and times of the files that a model is read from; no weight is read for it."""
+    kinds = ("config.json", "adapter_config.json", *(f"{place}{WEIGHTS}" for place in PLACES))
+    found = {path for kind in kinds for path in folder.glob(kind)}
+    stats = [(path.relative_to(folder), path.stat()) for path in sorted(found)]
+    return [f"{path}:{s.st_size}:{s.st_mtime_ns}" for path, s in stats]
+
+
+def _key(identity: str, content: str) -> str:
+    return xxhash.xxh3_128_hexdigest(f"{identity} {content}".encode())
+
+
+def _check(found: Mapping[str, NDArray[np.generic]]) -> bytes:
+    parts = [f"{name} {files.digest(_bytes(found[name]))}" for name in sorted(found)]
+    return files.digest(" ".join(parts).encode()).encode()
+
+
+def _bytes(values: NDArray[np.generic]) -> memoryview:
+    return np.ascontiguousarray(values).data.cast("B")
+
+
+def _ragged(lists: Sequence[Sequence[float]]) -> Ragged:
+    arrays = [np.asarray(values) for values in lists]
+    return _from_lengths(np.concatenate(arrays), np.array([len(a) for a in arrays], np.int64))
+
+
+def _from_lengths(values: NDArray[Any], lengths: NDArray[Any]) -> Ragged:
+    return Ragged(values, np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]))
+
+
+def _joined(parts: Sequence[Ragged]) -> Ragged:
+    lengths = np.concatenate([np.diff(part.offsets) for part in parts])
+    return _from_lengths(np.concatenate([part.flat for part in parts]), lengths)
+
+
+def _item(column: Ragged, index: int) -> Sequence[int]:
+    return column.flat[column.offsets[index] : column.offsets[index + 1]]  # type: ignore[return-value]

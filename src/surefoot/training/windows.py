@@ -1,0 +1,213 @@
+"""What each optimizer step trains on: windows as they were loaded, or prepared by the stage.
+
+A prepared window may be several optimizer steps. Which of them comes next is a number, and the
+examples of each are a pure function of it, so a run can be resumed inside a window.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from ..batch import Features, Window
+from ..data.data_order import Index, permutation
+from ..data.order.loader import Loader
+from ..errors import RecipeError, RunError
+from ..model.seeding import derive
+from .section import TrainSection
+from .stage import Stage, StageContext
+
+Place = tuple[int, int]  # of a window: epoch, and index in it
+MAX_EMPTY = 100  # windows in a row without anything to train on, where an epoch has no length
+
+
+class Columns(Protocol):
+    """Columns that were computed ahead for the windows of a set."""
+
+    def added(self, place: Place, examples: Sequence[Features]) -> Sequence[Features]:
+        """The examples of the window at ``place``, with their columns."""
+
+
+@dataclass
+class WindowState:
+    """The window that is being trained on, the same on every rank of any mesh. Empty between
+    windows."""
+
+    place: Place = (0, 0)
+    examples: Sequence[Features] = ()
+    done: int = 0  # optimizer steps
+
+    def state_dict(self) -> dict[str, Any]:
+        """Place, count and columns; nothing between two windows."""
+        if not self.examples:
+            return {}
+        return {"place": list(self.place), "done": self.done, "columns": columns(self.examples)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore ``state``."""
+        self.clear()
+        if state:
+            epoch, index = state["place"]
+            self.place, self.done = (epoch, index), state["done"]
+            self.examples = examples_of(state["columns"])
+
+    def clear(self) -> None:
+        """No window is being trained on."""
+        self.place, self.examples, self.done = (0, 0), (), 0
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What one optimizer step trains on."""
+
+    place: Place
+    window: Window  # of this rank; empty if the stage found nothing in it to train on
+    figures: Mapping[str, float] = field(default_factory=dict)  # of a window that begins here
+    seconds: float = 0.0  # that preparing it took
+
+
+@dataclass
+class Windows:
+    """The turns of a run, in order. Its state is the place in the data, and inside a window."""
+
+    loader: Loader
+    stage: Stage
+    context: Callable[[Place], StageContext]
+    kept: Columns
+    seed: int
+    inside: WindowState = field(default_factory=WindowState)
+    _num_empty: int = field(default=0, init=False)  # windows in a row
+
+    @property
+    def steps_per_epoch(self) -> int | None:
+        """Optimizer steps in an epoch, if that is known."""
+        count = self.loader.steps_per_epoch
+        return None if count is None else count * self.stage.passes * self.stage.mini_batches
+
+    @property
+    def is_between(self) -> bool:
+        """Whether the next turn begins a window."""
+        return not self.inside.examples
+
+    def leave_out(self, places: Sequence[Place]) -> None:
+        """Skip what is left of these windows, if one of them comes next."""
+        if not self.is_between and self.inside.place in places:
+            self.inside.clear()
+        while self.is_between and (self.loader.epoch, self.loader.window) in places:
+            self.loader.skip()
+
+    def next_turn(self) -> Turn:
+        """What the next optimizer step trains on; moves on.
+
+        Raises:
+            RunError: the stage has found nothing to train on for a long time.
+        """
+        place = self.loader.epoch, self.loader.window
+        if not self.stage.prepares:
+            return Turn(place, self.loader.next_window())
+        inside, started = self.inside, time.monotonic()
+        figures: Mapping[str, float] = {}
+        if self.is_between:
+            examples = self.kept.added(place, self.loader.next_examples())
+            prepared = self.stage.prepare(self.context(place), examples)
+            inside.place, inside.examples, inside.done = place, prepared.examples, 0
+            figures = prepared.figures
+        place, part = inside.place if inside.examples else place, self._next_part()
+        self._count(part, figures)
+        window = self.loader.deal(part) if part else ()
+        return Turn(place, window, figures, time.monotonic() - started)
+
+    def _count(self, part: Sequence[Features], figures: Mapping[str, float]) -> None:
+        self._num_empty = 0 if part else self._num_empty + 1
+        if self._num_empty > (self.loader.steps_per_epoch or MAX_EMPTY):
+            found = ", ".join(f"{name} {value:.4g}" for name, value in figures.items())
+            raise RunError(
+                f"there was nothing to train on in {self._num_empty} windows in a row (in the last "
+                f"one: {found}); make the reward tell answers apart, or train with sft first"
+            )
+
+    def _next_part(self) -> Sequence[Features]:
+        """The examples of the next optimizer step of the window."""
+        inside, stage = self.inside, self.stage
+        seed = derive(self.seed, *inside.place)
+        steps = inner_steps(len(inside.examples), stage.passes, stage.mini_batches, seed)
+        if not steps:
+            return ()
+        part = [inside.examples[i] for i in steps[inside.done]]
+        inside.done += 1
+        if inside.done == len(steps):
+            inside.clear()
+        return part
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position in the data, and inside a window where there is one."""
+        state: dict[str, Any] = dict(self.loader.state_dict())
+        inside = self.inside.state_dict()
+        return {**state, "inside": inside} if inside else state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go to a saved position; raises DataError if it belongs to other data or another order."""
+        rest = {name: value for name, value in state.items() if name != "inside"}
+        self.loader.load_state_dict(rest)
+        self.inside.load_state_dict(state.get("inside", {}))
+
+
+def num_steps(section: TrainSection, steps_per_epoch: int | None) -> int:
+    """Optimizer steps of the whole run. Raises ``RecipeError`` if nobody knows how many."""
+    if section.max_steps is not None:
+        return section.max_steps
+    if steps_per_epoch is None:
+        raise RecipeError(
+            "train.max_steps: needed with data.streaming, as the length of an epoch is not known "
+            "before all of the data is encoded; set it, or run `surefoot encode` first"
+        )
+    return math.ceil(section.num_epochs * steps_per_epoch)
+
+
+def windows_of_run(loader: Loader, section: TrainSection, stage: Stage) -> dict[Place, Index]:
+    """The items of every window of a run of known length, in order."""
+    per_epoch, per_window = loader.steps_per_epoch, stage.passes * stage.mini_batches
+    assert per_epoch is not None
+    count = -(-num_steps(section, per_epoch * per_window) // per_window)
+    places = [divmod(number, per_epoch) for number in range(count)]
+    return {place: loader.examples_at(*place).items for place in places}
+
+
+def inner_steps(count: int, passes: int, mini_batches: int, seed: int) -> list[Index]:
+    """The examples of each optimizer step of a window of ``count``: all in order, if it is one
+    step; else in each pass ``mini_batches`` parts of another permutation. None is empty."""
+    if passes == mini_batches == 1:
+        return [np.arange(count)] if count else []
+    orders = [permutation(count, seed=seed, stream=number) for number in range(passes)]
+    parts = [part for order in orders for part in np.array_split(order, mini_batches)]
+    return [np.sort(part) for part in parts if len(part)]
+
+
+def columns(examples: Sequence[Features]) -> dict[str, dict[str, torch.Tensor]]:
+    """Every column of examples as one tensor, and the lengths of its lists."""
+    return {name: _column([item[name] for item in examples]) for name in examples[0]}
+
+
+def _column(lists: Sequence[Sequence[int]]) -> dict[str, torch.Tensor]:
+    arrays = [np.asarray(values) for values in lists]
+    lengths = np.array([len(values) for values in arrays], np.int64)
+    return {
+        "values": torch.from_numpy(np.concatenate(arrays)),
+        "lengths": torch.from_numpy(lengths),
+    }
+
+
+def examples_of(found: Mapping[str, Mapping[str, torch.Tensor]]) -> list[Features]:
+    """The examples that ``columns`` was made of."""
+    parts = {
+        name: [part.numpy() for part in torch.split(column["values"], column["lengths"].tolist())]
+        for name, column in found.items()
+    }
+    count = len(next(iter(parts.values())))
+    return [{name: column[i] for name, column in parts.items()} for i in range(count)]  # type: ignore[misc]
