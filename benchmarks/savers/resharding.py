@@ -19,11 +19,11 @@ from safetensors.torch import save_file
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files
 
+from surefoot.checkpoint.converting.dcp_writing import write_dcp
 from surefoot.checkpoint.converting.resharding import reshard
-from surefoot.checkpoint.dcp import file_name
-from surefoot.checkpoint.dcp_write import write_dcp
 from surefoot.checkpoint.disk.dcp_metadata import explain
-from surefoot.checkpoint.layouts import open_folder
+from surefoot.checkpoint.layouts.dcp_boxes import file_name
+from surefoot.checkpoint.layouts.opening import open_folder
 from surefoot.checkpoint.reading.loading import load
 from surefoot.checkpoint.saving.preparation import save
 from surefoot.checkpoint.sources.copying import copy

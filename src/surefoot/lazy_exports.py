@@ -16,8 +16,7 @@ def lazy_getattr(
     aliases: Mapping[str, str] | None = None,
 ) -> Callable[[str], object]:
     """The ``__getattr__`` of ``package``: ``homes`` are its modules and the names each exports,
-    ``aliases`` are earlier names of some of these.
-    """
+    ``aliases`` are earlier names of some of these."""
     modules = {name: home for home, names in homes.items() for name in names}
 
     def find(name: str) -> object:

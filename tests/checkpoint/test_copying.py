@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from surefoot.checkpoint.layouts import open_folder
+from surefoot.checkpoint.layouts.opening import open_folder
 from surefoot.checkpoint.saving.preparation import save
 from surefoot.checkpoint.sources.copying import copy
 from surefoot.checkpoint.sources.source import TensorsInMemory
@@ -120,7 +120,7 @@ MEASURE = """
 import resource, sys
 from pathlib import Path
 from surefoot.checkpoint.sources.copying import copy
-from surefoot.checkpoint.layouts import open_folder
+from surefoot.checkpoint.layouts.opening import open_folder
 source, target = map(Path, sys.argv[1:])
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 copy(open_folder(source), target, dtype="float16", max_shard_size=100_000_000)

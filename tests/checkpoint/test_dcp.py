@@ -9,10 +9,10 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files
 
+from surefoot.checkpoint.converting.dcp_writing import write_dcp
 from surefoot.checkpoint.converting.resharding import reshard
-from surefoot.checkpoint.dcp import file_name, shard_files
-from surefoot.checkpoint.dcp_write import write_dcp
-from surefoot.checkpoint.layouts import open_folder
+from surefoot.checkpoint.layouts.dcp_boxes import file_name, shard_files
+from surefoot.checkpoint.layouts.opening import open_folder
 from surefoot.checkpoint.looking.summary import summarise
 from surefoot.checkpoint.reading.verification import verify
 from surefoot.checkpoint.saving.preparation import save

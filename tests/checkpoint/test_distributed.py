@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 import tiny
 from surefoot.checkpoint.disk.file_plan import plan_save
 from surefoot.checkpoint.disk.folder import open_checkpoint
-from surefoot.checkpoint.layouts import open_folder
+from surefoot.checkpoint.layouts.opening import open_folder
 from surefoot.checkpoint.looking.summary import summarise
 from surefoot.checkpoint.reading.loading import load
 from surefoot.checkpoint.reading.verification import verify

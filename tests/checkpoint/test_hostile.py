@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from surefoot.checkpoint.layouts import open_folder
+from surefoot.checkpoint.layouts.opening import open_folder
 from surefoot.checkpoint.reading.loading import load
 from surefoot.checkpoint.reading.verification import find_latest, verify
 from surefoot.checkpoint.saving.preparation import save

@@ -15,7 +15,7 @@ from surefoot.checkpoint.disk.bytes import describe
 from surefoot.checkpoint.disk.commit import clean, committed
 from surefoot.checkpoint.disk.file_plan import plan_save
 from surefoot.checkpoint.disk.manifest import STATE
-from surefoot.checkpoint.layouts import open_folder
+from surefoot.checkpoint.layouts.opening import open_folder
 from surefoot.checkpoint.reading.verification import verify
 from surefoot.checkpoint.saving import joint as shared
 from surefoot.checkpoint.saving.job import Job, Shard, Share

@@ -2,7 +2,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from surefoot.checkpoint.sources.interleaved import (
+from surefoot.checkpoint.layouts.mindspore.naming.interleaved import (
     DeinterleavedSource,
     InterleavedSource,
     Pick,

@@ -14,8 +14,8 @@ from transformers import (
     LlamaForCausalLM,
 )
 
-from surefoot.checkpoint.layouts import open_folder
-from surefoot.checkpoint.layouts.peft import merged
+from surefoot.checkpoint.layouts.adapter_merge import merged
+from surefoot.checkpoint.layouts.opening import open_folder
 from surefoot.checkpoint.saving.preparation import save
 from surefoot.checkpoint.sources.copying import copy
 from surefoot.checkpoint.sources.source import CastSource, TensorsInMemory, read_whole

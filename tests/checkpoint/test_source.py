@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from geometry.test_box import boxes
-from surefoot.checkpoint.layouts import open_folder
+from surefoot.checkpoint.layouts.mindspore.naming.interleaved import InterleavedSource, Turn
+from surefoot.checkpoint.layouts.opening import open_folder
 from surefoot.checkpoint.saving.preparation import save
 from surefoot.checkpoint.sources import source as sources
-from surefoot.checkpoint.sources.interleaved import InterleavedSource, Turn
 from surefoot.checkpoint.sources.source import CastSource, Renamed, TensorsInMemory, read_whole
 from surefoot.errors import CheckpointError
 from surefoot.geometry.box import Box

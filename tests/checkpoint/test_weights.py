@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import warm
+from surefoot.checkpoint.layouts.detection import detect_layout, open_weights
 from surefoot.checkpoint.saving.preparation import save
-from surefoot.checkpoint.weights import detect_layout, open_weights
 from surefoot.errors import CheckpointError
 
 from .sample import Holder, sample_states
@@ -48,7 +48,7 @@ def test_kinds_of_folders(tmp_path):
     for name in ("model", "adapter_model"):
         save_file({"w": torch.ones(1)}, tmp_path / "both" / f"{name}.safetensors")
     native = save(tmp_path, 1, sample_states(), kind="full")
-    found = {p.name: detect_layout(p) for p in tmp_path.iterdir()}
+    found = {p.name: (found := detect_layout(p)) and found.name for p in tmp_path.iterdir()}
     assert found == {
         "empty": None, "whole": "huggingface", "shards": "huggingface", "adapter": "peft",
         "both": "huggingface", "checkpoint-1": "native",

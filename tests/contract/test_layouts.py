@@ -1,21 +1,27 @@
 """What every layout of checkpoint/layouts promises, whoever wrote the folder."""
 
+import dataclasses
+
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from checkpoint.sample import Holder, same_bits
-from surefoot.checkpoint.dcp_write import write_dcp
-from surefoot.checkpoint.layouts import LAYOUTS, open_folder
-from surefoot.checkpoint.mindspore.parallel import ParallelConfig
-from surefoot.checkpoint.mindspore.write import write_distributed
+from surefoot.checkpoint.converting.dcp_writing import write_dcp
+from surefoot.checkpoint.layouts import LAYOUTS
+from surefoot.checkpoint.layouts.detection import detect_layout
+from surefoot.checkpoint.layouts.mindspore.strategy.parallel_config import ParallelConfig
+from surefoot.checkpoint.layouts.mindspore.writing.rank_files import write_distributed
+from surefoot.checkpoint.layouts.opening import open_folder
+from surefoot.checkpoint.looking.diff import compare_tensors
 from surefoot.checkpoint.saving.preparation import save
 from surefoot.checkpoint.sources.copying import copy, described
-from surefoot.checkpoint.sources.source import TensorsInMemory, read_whole
-from surefoot.checkpoint.weights import detect_layout
+from surefoot.checkpoint.sources.source import FolderSource, TensorsInMemory, read_whole
 from surefoot.errors import CheckpointError
 from surefoot.geometry.box import Box
 from surefoot.geometry.mesh import Mesh
+from surefoot.inference.conversion import TARGETS, convert
+from surefoot.schema import settings
 
 TENSORS = {
     "model.layers.0.weight": torch.randn(6, 4),
@@ -73,18 +79,18 @@ def folder(layout, tmp_path):
 
 def test_a_folder_is_recognised_by_its_layout_alone(layout, folder):
     assert [name for name, each in LAYOUTS.items() if each.recognise(folder)] == [layout]
-    assert detect_layout(folder) == layout
+    assert detect_layout(folder).name == layout
 
 
 def test_a_source_has_the_names_shapes_types_and_values_that_were_written(layout, folder):
-    for source in (LAYOUTS[layout].open(folder), open_folder(folder)):
+    for source in (FolderSource(LAYOUTS[layout].open(folder)), open_folder(folder)):
         assert source.shapes() == {name: tuple(t.shape) for name, t in TENSORS.items()}
         assert source.dtypes() == {name: t.dtype for name, t in TENSORS.items()}
         assert all(same_bits(read_whole(source, name), t) for name, t in TENSORS.items())
 
 
 def test_a_box_is_read_as_a_slice(layout, folder):
-    source = LAYOUTS[layout].open(folder)
+    source = FolderSource(LAYOUTS[layout].open(folder))
     for start, shape in (((0, 0), (6, 4)), ((2, 1), (3, 2)), ((5, 3), (1, 1)), ((1, 0), (0, 4))):
         box = Box(start, shape)
         expected = TENSORS["model.layers.0.weight"][box.slices_in(Box.whole((6, 4)))]
@@ -92,7 +98,7 @@ def test_a_box_is_read_as_a_slice(layout, folder):
 
 
 def test_what_is_read_belongs_to_the_reader(layout, folder):
-    source = LAYOUTS[layout].open(folder)
+    source = FolderSource(LAYOUTS[layout].open(folder))
     read_whole(source, "model.layers.0.weight").zero_()
     assert torch.equal(
         read_whole(source, "model.layers.0.weight"), TENSORS["model.layers.0.weight"]
@@ -101,7 +107,9 @@ def test_what_is_read_belongs_to_the_reader(layout, folder):
 
 def test_a_box_that_sticks_out_is_refused(layout, folder):
     with pytest.raises(CheckpointError, match="outside of shape"):
-        LAYOUTS[layout].open(folder).read("model.layers.0.weight", Box((5, 0), (2, 4)))
+        FolderSource(LAYOUTS[layout].open(folder)).read(
+            "model.layers.0.weight", Box((5, 0), (2, 4))
+        )
 
 
 def test_any_layout_can_be_copied_to_a_model_folder(layout, folder, tmp_path):
@@ -122,3 +130,66 @@ def test_an_empty_folder_is_no_layout(layout, tmp_path):
     assert not LAYOUTS[layout].recognise(tmp_path / "empty")
     with pytest.raises(CheckpointError):
         LAYOUTS[layout].open(tmp_path / "empty")
+
+
+def test_everything_is_listed_as_the_model(layout, folder):
+    every = LAYOUTS[layout].open_all(folder, None)
+    assert {name for name in every if name.startswith("model/")} == {
+        f"model/{name}" for name in TENSORS
+    }
+    assert LAYOUTS[layout].open_all(folder, frozenset({"optimizer"})) == {}
+
+
+def test_a_small_file_is_read_or_none(layout, folder):
+    assert LAYOUTS[layout].small_file(folder, "no-such-file.json") is None
+
+
+# Options that change how the files are cut, and the layout that what is written has.
+WRITTEN = {
+    "surefoot": ("native", [{}, {"layout": "distributed", "mesh": Mesh(dp_shard=3)}]),
+    "huggingface": ("huggingface", [{}]),
+    "peft": ("peft", [{}]),
+    "dcp": ("dcp", [{}, {"mesh": Mesh(dp_shard=2, tp=2)}]),
+    "mindspore": (
+        "mindspore",
+        [
+            {"names": "keep"},
+            {"names": "keep", "iteration": True},
+            {
+                "names": "keep",
+                "layout": "distributed",
+                "parallel_config": ParallelConfig(2, enable_parallel_optimizer=True),
+            },
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("target", "options"), [(t, o) for t, (_, all_) in WRITTEN.items() for o in all_], ids=str
+)
+def test_what_a_target_writes_is_recognised_opened_and_the_same(target, options, tmp_path):
+    (tmp_path / "adapter").mkdir()
+    folder = write_boxes(tmp_path, TENSORS)
+    if target == "peft":
+        folder = write_peft(tmp_path / "adapter", TENSORS)
+        (folder / "adapter_config.json").write_text("{}")
+    convert(folder, tmp_path / "out", TARGETS[target](**options))
+    assert detect_layout(tmp_path / "out").name == WRITTEN[target][0]
+    again = open_folder(tmp_path / "out")
+    assert {name: again.dtypes()[name] for name in TENSORS} == {
+        name: t.dtype for name, t in TENSORS.items()
+    }
+    assert all(same_bits(read_whole(again, name), t) for name, t in TENSORS.items())
+    assert all(verdict == "equal" for verdict in verdicts(folder, tmp_path / "out"))
+
+
+def verdicts(a, b):
+    return [change.verdict for change in compare_tensors(a, b, roles=["model"])]
+
+
+def test_every_target_documents_its_options(tmp_path):
+    assert WRITTEN.keys() | {"trainer"} == TARGETS.keys()  # a run's: tests/interchange
+    for cls in TARGETS.values():
+        assert dataclasses.is_dataclass(cls)
+        assert all(setting.doc and not setting.is_required for setting in settings(cls).values())

@@ -16,8 +16,9 @@ import atheris
 with atheris.instrument_imports(include=["surefoot"]):
     from surefoot.checkpoint.disk import header, strict_json
     from surefoot.checkpoint.disk import manifest as index
+    from surefoot.checkpoint.layouts.detection import open_weights
     from surefoot.checkpoint.reading.verification import verify
-    from surefoot.checkpoint.weights import MODEL_INDEX, open_weights
+    from surefoot.checkpoint.sources.weights import MODEL_INDEX
     from surefoot.errors import CheckpointError
     from surefoot.storage import files
 

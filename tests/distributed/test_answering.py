@@ -10,8 +10,8 @@ import folders
 import ranks
 from counting import Counting
 from spread import save
-from surefoot.checkpoint.mindspore.parallel import ParallelConfig
-from surefoot.checkpoint.mindspore.rewrite import TargetFormat
+from surefoot.checkpoint.layouts.mindspore.strategy.parallel_config import ParallelConfig
+from surefoot.checkpoint.layouts.mindspore.writing.conversion import TargetFormat
 from surefoot.data.text.prompts import Prompt, read_prompts
 from surefoot.errors import RecipeError
 from surefoot.generate.section import GenerateSection
@@ -24,7 +24,7 @@ from surefoot.inference import (
     open_start,
     predict,
 )
-from surefoot.inference.mindspore import write_mindspore
+from surefoot.inference.conversion import write_mindspore
 from surefoot.parallel.generation_sharding import with_replicas
 from surefoot.parallel.section import ParallelSection
 from surefoot.parallel.world import ALONE

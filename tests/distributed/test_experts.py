@@ -6,7 +6,7 @@ import torch
 import ranks
 import tiny
 from spread import compare, learn, resume, save, trainer
-from surefoot.checkpoint.layouts import open_folder
+from surefoot.checkpoint.layouts.opening import open_folder
 from surefoot.checkpoint.reading.verification import verify
 from surefoot.checkpoint.sources.source import read_whole
 from surefoot.methods.lora import LoRA

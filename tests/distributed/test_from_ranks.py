@@ -8,15 +8,15 @@ import torch
 import folders
 import ranks
 from spread import learn, save, trainer
-from surefoot.checkpoint.mindspore.names import Heads, to_mindspore
-from surefoot.checkpoint.mindspore.parallel import ParallelConfig
-from surefoot.checkpoint.mindspore.rewrite import TargetFormat
-from surefoot.checkpoint.mindspore.write import write_full
+from surefoot.checkpoint.layouts.mindspore.naming.names import Heads, to_mindspore
+from surefoot.checkpoint.layouts.mindspore.strategy.parallel_config import ParallelConfig
+from surefoot.checkpoint.layouts.mindspore.writing.conversion import TargetFormat
+from surefoot.checkpoint.layouts.mindspore.writing.rank_files import write_full
 from surefoot.checkpoint.reading.loading import load
 from surefoot.checkpoint.sources.joined import JoinedSource
 from surefoot.checkpoint.sources.source import TensorsInMemory
 from surefoot.errors import CheckpointError
-from surefoot.inference.mindspore import write_mindspore
+from surefoot.inference.conversion import write_mindspore
 from surefoot.interchange import load_mindspore_checkpoint
 from surefoot.model.fused_parameters import places
 from surefoot.parallel.world import ALONE

@@ -9,7 +9,7 @@ import ranks
 from kept import assert_bitwise, assert_peft_opens, assert_written_once, go_on, start
 from spread import UNEVEN, learn, resume, trainer
 from surefoot.checkpoint.disk.folder import open_checkpoint
-from surefoot.checkpoint.layouts import open_folder
+from surefoot.checkpoint.layouts.opening import open_folder
 from surefoot.checkpoint.reading.verification import verify
 from surefoot.checkpoint.sources.source import read_whole
 from surefoot.methods.lora import LoRA

@@ -10,7 +10,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 import ranks
 from spread import UNEVEN, save, trainer
-from surefoot.checkpoint.layouts import open_folder
+from surefoot.checkpoint.layouts.opening import open_folder
 from surefoot.checkpoint.sources.source import read_whole
 from surefoot.checkpoint.state.local_box import local_box_of
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from zero_folders import model_state, write_universal, write_zero
 
 from checkpoint.sample import num_open, same
-from surefoot.checkpoint.layouts import open_folder
+from surefoot.checkpoint.layouts.opening import open_folder
 from surefoot.checkpoint.sources.source import read_whole
 from surefoot.errors import CheckpointError
 from surefoot.geometry.box import Box

@@ -15,7 +15,7 @@ from theirs import HALF, recipe_in, their_trainer
 from transformers import AutoModelForCausalLM, AutoTokenizer, MixtralConfig, MixtralForCausalLM
 
 import tiny
-from surefoot.checkpoint.layouts import open_folder
+from surefoot.checkpoint.layouts.opening import open_folder
 from surefoot.errors import CheckpointError, ModelError
 from surefoot.interchange import load_trainer_checkpoint, save_trainer_checkpoint
 from surefoot.run.training_run import build

@@ -12,11 +12,11 @@ import torch
 from checkpoint.mindspore.real import copied, real  # noqa: F401 - fixtures
 from folders import save_model, save_recipe
 from surefoot.checkpoint.disk.bytes import raw
-from surefoot.checkpoint.mindspore.parallel import ParallelConfig
-from surefoot.checkpoint.mindspore.rewrite import TargetFormat
+from surefoot.checkpoint.layouts.mindspore.strategy.parallel_config import ParallelConfig
+from surefoot.checkpoint.layouts.mindspore.writing.conversion import TargetFormat
 from surefoot.checkpoint.reading.contents import open_contents, shown
 from surefoot.checkpoint.sources.source import FolderSource, read_whole
-from surefoot.inference.mindspore import write_mindspore
+from surefoot.inference.conversion import write_mindspore
 from surefoot.interchange import load_mindspore_checkpoint
 from surefoot.recipe.recipe import load
 from surefoot.run.training_run import build, run

@@ -6,7 +6,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from project import Project, assert_same, checkpoints, final_weights, losses, surefoot
-from surefoot.checkpoint.layouts import open_folder
+from surefoot.checkpoint.layouts.opening import open_folder
 from surefoot.checkpoint.reading.verification import verify
 from surefoot.checkpoint.sources.source import read_whole
 from surefoot.recipe.recipe import load

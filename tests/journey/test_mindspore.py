@@ -8,11 +8,11 @@ import torch
 from safetensors import safe_open
 
 from folders import save_data, save_model, save_recipe
-from surefoot.checkpoint.mindspore.parallel import ParallelConfig
-from surefoot.checkpoint.mindspore.rewrite import TargetFormat
+from surefoot.checkpoint.layouts.mindspore.strategy.parallel_config import ParallelConfig
+from surefoot.checkpoint.layouts.mindspore.writing.conversion import TargetFormat
 from surefoot.checkpoint.reading.contents import open_contents
 from surefoot.checkpoint.sources.source import FolderSource, read_whole
-from surefoot.inference.mindspore import write_mindspore
+from surefoot.inference.conversion import write_mindspore
 from surefoot.inference.model_loading import open_model
 from surefoot.model.section import ModelSection
 from surefoot.network.meta import init_on_meta

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from project import Project, checkpoints, losses, start, surefoot
 from surefoot.checkpoint.disk.commit import being_written
-from surefoot.checkpoint.layouts import open_folder
+from surefoot.checkpoint.layouts.opening import open_folder
 from surefoot.checkpoint.reading.verification import verify
 from surefoot.checkpoint.sources.source import read_whole
 

@@ -6,9 +6,9 @@ import pytest
 
 from folders import save_data, save_model, save_recipe
 from project import surefoot
-from surefoot.checkpoint.mindspore.parallel import ParallelConfig
-from surefoot.checkpoint.mindspore.rewrite import TargetFormat
-from surefoot.inference.mindspore import write_mindspore
+from surefoot.checkpoint.layouts.mindspore.strategy.parallel_config import ParallelConfig
+from surefoot.checkpoint.layouts.mindspore.writing.conversion import TargetFormat
+from surefoot.inference.conversion import write_mindspore
 
 SIZES = {"num_attention_heads": 4, "num_key_value_heads": 4, "initializer_range": 0.3}
 SAMPLED = ("generate.max_new_tokens=5", "generate.do_sample=true", "generate.batch_size=2")

@@ -1,6 +1,5 @@
 """``loss.png``: training and evaluation loss over the steps, redrawn at every save and at the
-end.
-"""
+end."""
 
 from __future__ import annotations
 

@@ -18,8 +18,7 @@ if TYPE_CHECKING:
 @dataclass
 class TensorBoard(TrainerCallback):
     """Writes every log as scalars; steps that a resume repeats replace the old ones on the
-    board.
-    """
+    board."""
 
     folder: Path
     _writer: SummaryWriter | None = field(default=None, init=False)

@@ -7,7 +7,7 @@ import re
 from collections.abc import Collection, Iterator
 from dataclasses import fields
 
-from ..checkpoint.mindspore.parallel import ParallelConfig
+from ..checkpoint.layouts.mindspore.strategy.parallel_config import ParallelConfig
 from ..errors import CheckpointError
 from ..geometry.mesh import Mesh
 

@@ -121,7 +121,7 @@ def _fate(shown: PreviewExample) -> str:
 def _legend(console: Console) -> Text:
     if not console.is_terminal:
         return Text("[[ ]]: trained; everything else is masked")
-    return Text.assemble(("learnt", LEARNT), "  ", ("masked", "dim"))
+    return Text.assemble(("trained", LEARNT), "  ", ("masked", "dim"))
 
 
 def _lines(figures: DatasetStats) -> Iterator[str]:

@@ -46,8 +46,8 @@ def train(recipe: Path, overrides: tuple[str, ...], trust_pickle: bool) -> None:
     outcome = run(loaded, trust_pickle=trust_pickle)
     if outcome.signal is not None:
         click.echo(
-            f"stopped at step {outcome.state.global_step} by {outcome.signal.name}, saved; "
-            "run the same command to resume",
+            f"stopped at step {outcome.state.global_step} by {outcome.signal.name}, saved; run "
+            "the same command to resume",
             err=True,
         )
         raise SystemExit(128 + outcome.signal)

@@ -6,20 +6,20 @@ folder appears when all of it is written, and opens with ``AutoModelForCausalLM.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
 
+from ..checkpoint.converting.model_files import configs
 from ..checkpoint.disk.atomic_folder import new_folder, write_small
 from ..checkpoint.disk.companions import beside
-from ..checkpoint.layouts import open_folder
-from ..checkpoint.layouts.peft import PREFIX, merged
+from ..checkpoint.layouts.adapter_merge import PREFIX, merged
+from ..checkpoint.layouts.opening import open_folder
 from ..checkpoint.sources.copying import copy
 from ..checkpoint.sources.lora import same_values
 from ..checkpoint.sources.source import CastSource, Renamed, TensorSource
@@ -185,56 +185,6 @@ def _stop_token_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     return Codec(tokenizer, load_template("auto", tokenizer), section).stop_token_ids
 
 
-def configs(
-    folder: Path,
-    source: TensorSource,
-    changes: Mapping[str, object] | None = None,
-    stop_token_ids: tuple[int, ...] = (),
-) -> dict[str, bytes]:
-    """``config.json`` and ``generation_config.json`` of ``folder``, changed to fit the weights
-    in ``source``, with ``changes`` to the first.
-    """
-    changes = changes or {}
-    config = {**_read(folder / "config.json"), **changes}
-    inner = config.get("text_config")
-    if isinstance(inner, dict):
-        inner.update({name: value for name, value in changes.items() if name in inner})
-    config.pop("torch_dtype", None)  # the old name
-    config["dtype"] = _main_dtype(source)
-    found = {"config.json": _json(config)}
-    path = folder / "generation_config.json"
-    generation = _read(path) if path.is_file() else {}
-    known = generation.get("eos_token_id")
-    known = known if isinstance(known, list) else [known] if known is not None else []
-    if ends := list(dict.fromkeys([*known, *stop_token_ids])):
-        generation["eos_token_id"] = ends[0] if len(ends) == 1 else ends
-    if generation:
-        found[path.name] = _json(generation)
-    return found
-
-
-def _main_dtype(source: TensorSource) -> str:
-    """The type most of the weights have."""
-    sizes: dict[torch.dtype, int] = {}
-    shapes = source.shapes()
-    for name, dtype in source.dtypes().items():
-        if dtype.is_floating_point:
-            sizes[dtype] = sizes.get(dtype, 0) + prod(shapes[name])
-    return str(max(sizes, key=lambda dtype: sizes[dtype], default=torch.float32))[len("torch.") :]
-
-
 def _num_bytes(source: TensorSource) -> int:
     dtypes = source.dtypes()
     return sum(prod(shape) * dtypes[name].itemsize for name, shape in source.shapes().items())
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        content: dict[str, Any] = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path}: cannot be read: {error}") from None
-    return content
-
-
-def _json(content: object) -> bytes:
-    return (json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()

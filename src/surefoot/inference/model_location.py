@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..checkpoint.disk.commit import named, step_of
+from ..checkpoint.layouts.detection import detect_layout, open_weights
 from ..checkpoint.reading.verification import verify
-from ..checkpoint.weights import detect_layout, open_weights
 from ..errors import CheckpointError, ModelError, RecipeError
 from ..model.pretrained.loading import fetch
 from ..model.section import ModelSection
@@ -156,8 +156,9 @@ def _best_step(newest: Path) -> str | None:
 
 
 def _with_recipe(folder: Path) -> ModelLocation:
-    has_adapter = (folder / ADAPTER).is_file()
-    is_adapter = has_adapter and detect_layout(folder) in ("native", "peft")
+    layout = detect_layout(folder)
+    is_marked = layout is not None and layout.has_adapter_config
+    is_adapter = is_marked and (folder / ADAPTER).is_file()
     path = folder / RECIPE
     if not path.is_file():
         return ModelLocation(folder, is_adapter)
@@ -165,8 +166,8 @@ def _with_recipe(folder: Path) -> ModelLocation:
         return ModelLocation(folder, is_adapter, load(path))
     except RecipeError as error:
         logger.warning(
-            "the recipe beside the weights cannot be read, so its system message and its "
-            "generate section are not used: %s",
+            "the recipe beside the weights cannot be read, so its system message and its generate "
+            "section are not used: %s",
             error,
         )
         return ModelLocation(folder, is_adapter)

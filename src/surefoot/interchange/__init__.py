@@ -12,14 +12,14 @@ from ..lazy_exports import lazy_getattr
 
 if TYPE_CHECKING:
     from .arguments import training_arguments
-    from .foreign_resume import Writer, detect_trainer, resume_from
+    from .foreign_resume import ForeignTrainer, detect_trainer, resume_from
     from .from_mindspore import load_mindspore_checkpoint
     from .from_trainer import check_trainer_checkpoint, load_trainer_checkpoint
     from .to_trainer import save_trainer_checkpoint
     from .trainer_folder import is_trainer_checkpoint, refuse_output_dir
 
 __all__ = [
-    "Writer",
+    "ForeignTrainer",
     "check_trainer_checkpoint",
     "detect_trainer",
     "is_trainer_checkpoint",
@@ -35,7 +35,7 @@ _HOMES = {
     ".arguments": ("training_arguments",),
     ".from_mindspore": ("load_mindspore_checkpoint",),
     ".from_trainer": ("check_trainer_checkpoint", "load_trainer_checkpoint"),
-    ".foreign_resume": ("Writer", "resume_from", "detect_trainer"),
+    ".foreign_resume": ("ForeignTrainer", "resume_from", "detect_trainer"),
     ".to_trainer": ("save_trainer_checkpoint",),
     ".trainer_folder": ("is_trainer_checkpoint", "refuse_output_dir"),
 }

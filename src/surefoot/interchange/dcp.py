@@ -16,7 +16,7 @@ import torch
 from ..checkpoint.disk.bytes import raw
 from ..checkpoint.disk.manifest import is_plain_name
 from ..checkpoint.sources.source import Shape
-from ..checkpoint.weights import DISTRIBUTED
+from ..checkpoint.sources.weights import DISTRIBUTED
 from ..errors import CheckpointError
 from ..geometry.box import Box, is_covered_once
 from ..storage import files

@@ -17,7 +17,7 @@ import torch
 
 from ..checkpoint.disk import strict_json
 from ..checkpoint.disk.manifest import is_plain_name
-from ..checkpoint.weights import DEEPSPEED
+from ..checkpoint.sources.weights import DEEPSPEED
 from ..errors import CheckpointError
 from ..geometry.box import Box
 from ..storage import files

@@ -1,14 +1,15 @@
-"""Resume from another trainer's checkpoint: detect the trainer that wrote it and call its
-loader.
-"""
+"""Resume from another trainer's checkpoint: detect the trainer that wrote it, call its loader."""
 
 from __future__ import annotations
 
 import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Protocol
 
-from ..checkpoint.weights import detect_layout
+from ..checkpoint.layouts.detection import detect_layout
+from ..checkpoint.layouts.mindspore.layout import MindSpore
 from ..errors import CheckpointError, RecipeError
 from ..storage import files
 from ..training.trainer import Trainer
@@ -16,49 +17,101 @@ from .from_mindspore import load_mindspore_checkpoint
 from .from_trainer import check_trainer_checkpoint, load_trainer_checkpoint
 from .trainer_folder import is_trainer_checkpoint
 
-Writer = Literal["trainer", "mindspore"]
+
+class ForeignTrainer(Protocol):
+    """Another trainer, from whose checkpoints a run can resume."""
+
+    needs_base: ClassVar[bool]
+    """Whether the weights of the base must be loaded before its checkpoint is."""
+
+    def recognise(self, folder: Path) -> bool:
+        """Whether it wrote ``folder``. From names alone."""
+
+    def check(self, folder: Path, *, trust_pickle: bool, pp: int) -> None:
+        """Refuse what shows without a model."""
+
+    def load(self, folder: Path, trainer: Trainer, *, base: Path, trust_pickle: bool) -> None:
+        """Make ``trainer`` what the other trainer was."""
 
 
-def detect_trainer(folder: Path, *, trust_pickle: bool, pp: int) -> Writer | None:
-    """The other trainer that wrote ``folder``; None if Surefoot did.
+@dataclass(frozen=True)
+class HuggingFaceTrainer:
+    """The Trainer of transformers."""
 
-    Args:
-        folder: what ``checkpoint.resume`` names.
-        trust_pickle: whether the user allows its pickles to be read.
-        pp: number of pipeline stages of the run.
+    needs_base: ClassVar[bool] = True
 
-    Raises:
-        CheckpointError: problems that show without a model: pickles that are not trusted, only
-            weights.
-        RecipeError: a pipeline, which cannot resume from a Trainer's checkpoint.
-    """
-    if is_trainer_checkpoint(folder):
+    def recognise(self, folder: Path) -> bool:
+        """Whether it wrote ``folder``, complete or not."""
+        return is_trainer_checkpoint(folder)
+
+    def check(self, folder: Path, *, trust_pickle: bool, pp: int) -> None:
+        """Raises ``RecipeError`` for a pipeline, ``CheckpointError`` for pickles not trusted."""
         if pp > 1:
             raise RecipeError(
                 f"parallel.pp: a pipeline cannot resume from {folder}, which another trainer "
                 "wrote; start with pp 1, save, and resume from that checkpoint with any pp"
             )
         check_trainer_checkpoint(folder, trust_pickle=trust_pickle)
-        return "trainer"
+
+    def load(self, folder: Path, trainer: Trainer, *, base: Path, trust_pickle: bool) -> None:
+        """The model around an adapter is not needed."""
+        load_trainer_checkpoint(folder, trainer, trust_pickle=trust_pickle)
+
+
+@dataclass(frozen=True)
+class MindSporeTransformers:
+    """MindSpore Transformers."""
+
+    needs_base: ClassVar[bool] = False
+
+    def recognise(self, folder: Path) -> bool:
+        """Whether it is a folder of MindSpore."""
+        return MindSpore().recognise(folder)
+
+    def check(self, folder: Path, *, trust_pickle: bool, pp: int) -> None:
+        """Nothing shows before the model is there."""
+
+    def load(self, folder: Path, trainer: Trainer, *, base: Path, trust_pickle: bool) -> None:
+        """``base`` tells heads and shapes; there are no pickles."""
+        load_mindspore_checkpoint(folder, trainer, base=base)
+
+
+TRAINERS: Mapping[str, ForeignTrainer] = {
+    "trainer": HuggingFaceTrainer(),
+    "mindspore": MindSporeTransformers(),
+}
+
+
+def detect_trainer(folder: Path, *, trust_pickle: bool, pp: int) -> ForeignTrainer | None:
+    """Which other trainer wrote ``folder``; None if a run of Surefoot did.
+
+    Args:
+        folder: what ``checkpoint.resume`` names.
+        trust_pickle: whether the user said that the pickles in it may be read.
+        pp: stages of the run's pipeline.
+
+    Raises:
+        CheckpointError: what shows without a model: pickles that are not trusted, weights alone.
+        RecipeError: a pipeline, which cannot go on from a Trainer's.
+    """
     with files.raising(CheckpointError):
-        layout = detect_layout(folder)
-    if layout == "mindspore":
-        return "mindspore"
-    if layout in ("huggingface", "peft", "dcp"):
-        where = "adapter" if layout == "peft" else "path"
+        found = next((one for one in TRAINERS.values() if one.recognise(folder)), None)
+        layout = None if found is not None else detect_layout(folder)
+    if found is not None:
+        found.check(folder, trust_pickle=trust_pickle, pp=pp)
+        return found
+    if layout is not None and not layout.has_manifest:
+        where = "adapter" if layout.is_adapter else "path"
         raise CheckpointError(
-            f"{folder}: only weights ({layout}), without training state, so it cannot be "
-            "resumed; to start from them, remove checkpoint.resume and set "
+            f"{folder}: weights alone ({layout.name}), without the state of a training to go on "
+            f"from; to start from them, leave checkpoint.resume out and set "
             f"model.{where}={shlex.quote(str(folder))}"
         )
     return None
 
 
 def resume_from(
-    folder: Path, writer: Writer, trainer: Trainer, *, base: Path, trust_pickle: bool
+    folder: Path, writer: ForeignTrainer, trainer: Trainer, *, base: Path, trust_pickle: bool
 ) -> None:
-    """Load the other trainer's state into ``trainer``; errors as of the two loaders."""
-    if writer == "trainer":
-        load_trainer_checkpoint(folder, trainer, trust_pickle=trust_pickle)
-    else:
-        load_mindspore_checkpoint(folder, trainer, base=base)
+    """Make ``trainer`` what the other trainer's was; errors as of its loader."""
+    writer.load(folder, trainer, base=base, trust_pickle=trust_pickle)

@@ -16,15 +16,20 @@ from pathlib import Path
 
 import torch
 
-from ..checkpoint.mindspore.experts import StackedMatrix, StackedSource
-from ..checkpoint.mindspore.opened import progress_of
-from ..checkpoint.mindspore.parallel import MOMENTS
-from ..checkpoint.mindspore.theirs import MindSporeHints, as_huggingface, by_role, open_state
+from ..checkpoint.layouts.huggingface import HuggingFace
+from ..checkpoint.layouts.mindspore.mindspore_model import (
+    MindSporeHints,
+    as_huggingface,
+    by_role,
+    open_state,
+)
+from ..checkpoint.layouts.mindspore.naming.experts import StackedMatrix, StackedSource
+from ..checkpoint.layouts.mindspore.reading.opened import progress_of
+from ..checkpoint.layouts.mindspore.strategy.parallel_config import MOMENTS
 from ..checkpoint.sources.joined import JoinedSource
 from ..checkpoint.sources.source import TensorSource, read_whole
 from ..checkpoint.state.local_box import local_box_of
-from ..checkpoint.state.states import Stateful, cuts_of
-from ..checkpoint.weights import detect_layout
+from ..checkpoint.state.states import ShardedState
 from ..data.order.loader import Loader
 from ..errors import CheckpointError
 from ..geometry.box import Box
@@ -62,7 +67,7 @@ def load_mindspore_checkpoint(folder: Path, trainer: Trainer, *, base: Path) -> 
             trains an adapter, or an optimizer other than AdamW.
     """
     _refuse_unlike(folder, trainer)
-    is_whole = detect_layout(base) == "huggingface"
+    is_whole = HuggingFace().recognise(base)
     theirs = MindSporeHints(base=base if is_whole else None)
     roles = by_role(open_state(folder, theirs))
     both = JoinedSource([("", roles["model"]), ("", roles["optimizer"])])
@@ -196,11 +201,11 @@ def _fill_together(source: TensorSource, trainer: Trainer, num_updates: int) -> 
 
 
 @torch.no_grad()
-def _fill_weights(source: TensorSource, weights: Stateful) -> None:
+def _fill_weights(source: TensorSource, weights: ShardedState) -> None:
     """Box by box into the existing tensors, so that no second model is in memory."""
     current = weights.state_dict()
     for name, tensor in current.items():
-        local_box_of(name, tensor, cuts_of(weights, name)).fill(partial(source.read, name))
+        local_box_of(name, tensor, weights.cuts_of(name)).fill(partial(source.read, name))
     weights.load_state_dict(current)
 
 
@@ -212,7 +217,7 @@ def _fill_moments(source: TensorSource, trainer: Trainer, num_updates: int) -> N
         moments[name] = {"step": torch.tensor(float(num_updates))}
         for prefix, slot in _SLOTS.items():
             found = torch.zeros_like(parameter, dtype=torch.float32)
-            cuts = cuts_of(trainer.policy.optimizer_state, f"{name}.{slot}")
+            cuts = trainer.policy.optimizer_state.cuts_of(f"{name}.{slot}")
             local_box_of(name, found, cuts).fill(partial(source.read, prefix + name))
             moments[name][slot] = found
     trainer.policy.optimizer_state.load_state_dict(moments)

@@ -13,10 +13,11 @@ import torch
 from torch import nn
 
 from ..checkpoint.disk import strict_json
-from ..checkpoint.layouts import open_folder
+from ..checkpoint.layouts.detection import detect_layout
+from ..checkpoint.layouts.opening import open_folder
 from ..checkpoint.sources.source import TensorSource, read_whole
+from ..checkpoint.sources.weights import ADAPTER, ADAPTER_CONFIG, MODEL
 from ..checkpoint.state.states import Stateful
-from ..checkpoint.weights import ADAPTER, ADAPTER_CONFIG, MODEL, detect_layout
 from ..errors import CheckpointError
 from ..model.pretrained.companions import adapter_files
 from ..model.pretrained.weights import AdapterWeights
@@ -51,11 +52,11 @@ def open_same(folder: Path, policy: nn.Module, weights: Stateful) -> TensorSourc
             f"{folder}: it contains no weights ({MODEL} or {ADAPTER}); resume from another "
             "checkpoint"
         )
-    if layout is not None and (layout == "peft") != is_adapter:
-        found, kind = ("an adapter", "a full model")[:: 1 if layout == "peft" else -1]
+    if layout is not None and layout.is_adapter != is_adapter:
+        found, kind = ("an adapter", "a full model")[:: 1 if layout.is_adapter else -1]
         raise CheckpointError(
-            f"{folder}: it contains {found}, but the recipe's method trains {kind}; set method "
-            f"to {'lora' if layout == 'peft' else 'full'}"
+            f"{folder}: it holds {found}, but the recipe's method trains {kind}; "
+            f"set method to {'lora' if layout.is_adapter else 'full'}"
         )
     source = open_folder(folder)
     if is_adapter:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ..checkpoint.layouts import open_folder
+from ..checkpoint.layouts.detection import detect_layout, is_deepspeed
+from ..checkpoint.layouts.opening import open_folder
 from ..checkpoint.sources.source import TensorSource
-from ..checkpoint.weights import detect_layout, is_deepspeed
 from ..errors import CheckpointError
 from ..storage import files
 from .dcp import FSDP, INDEX, open_pickled

@@ -22,7 +22,7 @@ from ..checkpoint.disk.atomic_folder import new_folder
 from ..checkpoint.disk.folder import CheckpointFolder, open_checkpoint
 from ..checkpoint.disk.manifest import STATE as OURS
 from ..checkpoint.disk.manifest import is_safetensors
-from ..checkpoint.layouts import open_folder
+from ..checkpoint.layouts.opening import open_folder
 from ..checkpoint.reading.loading import load
 from ..checkpoint.sources.copying import copy
 from ..checkpoint.sources.source import TensorsInMemory, TensorSource

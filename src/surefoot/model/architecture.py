@@ -28,8 +28,7 @@ _HARMLESS = (*_PLAIN, Bounds)
 @dataclass(frozen=True)
 class Architecture:
     """The parts of a causal language model: embedding → layers → norm, which are children of
-    ``base``, → head.
-    """
+    ``base``, → head."""
 
     model: PreTrainedModel
     base: nn.Module

@@ -20,7 +20,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..batch import Batch, Outputs
-from ..checkpoint.layouts import open_named
+from ..checkpoint.layouts.opening import open_named
 from ..checkpoint.sources.lora import same_values
 from ..checkpoint.sources.source import TensorSource, read_whole
 from ..checkpoint.state.local_box import BLOCK, local_box_of

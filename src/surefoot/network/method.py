@@ -4,12 +4,13 @@ files of a checkpoint contain of the network."""
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
+
+from ..checkpoint.state.states import ShardedState
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    import torch
     from torch import nn
     from transformers import PreTrainedModel
 
@@ -19,21 +20,12 @@ if TYPE_CHECKING:
     from ..schema import Problem
 
 
-class Weights(Protocol):
+class Weights(ShardedState, Protocol):
     """What the files of a checkpoint contain of a network; the ``model`` of its states."""
 
     @property
     def kind(self) -> Kind:
         """What the manifest of such a checkpoint says it is of."""
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """The live tensors by their names in files."""
-
-    def load_state_dict(self, state: dict[str, Any], /) -> object:
-        """Become ``state``. Raises ``CheckpointError`` if it is of another model."""
-
-    def cuts_of(self, name: str) -> Cuts | None:
-        """How a tensor is cut over ranks; None if nothing is recorded of it."""
 
     def small_files(
         self, section: ModelSection, folder: Path | None, stop_token_ids: Sequence[int]

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..batch import Batch, Loss, LossFunction, Outputs, OutputSpec, Window
-from ..checkpoint.state.states import Stateful
+from ..checkpoint.state.states import ShardedState
 from ..generate.generation import BatchSlice, Ids, Sample, sample
 from ..generate.section import GenerateSection
 from ..geometry.sharding import Cuts
@@ -119,7 +119,7 @@ class Network:
         """An optimizer of ``named``, or of those of them that are ``trainable`` at a step."""
         return TrainedParameters(optim, self.named, trainable, self.cuts, self.trainable)
 
-    def optimizer_state(self, trained: TrainedParameters) -> Stateful:
+    def optimizer_state(self, trained: TrainedParameters) -> ShardedState:
         """The state of an optimizer, as checkpoints contain it."""
         return self.engine.optimizer_state(trained)
 

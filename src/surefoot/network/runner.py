@@ -17,7 +17,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..batch import Batch, Outputs, OutputSpec, StepRunner, TrainedPositions
-from ..checkpoint.state.states import Stateful
+from ..checkpoint.state.states import ShardedState
 from ..errors import RecipeError
 from ..model.head import outputs
 from ..model.head.logprob_head import LogprobHead
@@ -88,7 +88,7 @@ class Engine(Protocol):
     ) -> contextlib.AbstractContextManager[None]:
         """While it lasts, the model generates; ``inner`` is the model without its adapter."""
 
-    def optimizer_state(self, own: TrainedParameters) -> Stateful:
+    def optimizer_state(self, own: TrainedParameters) -> ShardedState:
         """The state of this rank's optimizer as that of the whole model's."""
 
     def replicas(self) -> Collection[nn.Parameter]:
@@ -122,7 +122,7 @@ class WholeEngine:
                 stack.enter_context(able_to_generate(module, inner, world, self.parallel))
             yield
 
-    def optimizer_state(self, own: TrainedParameters) -> Stateful:
+    def optimizer_state(self, own: TrainedParameters) -> ShardedState:
         """It is that of the whole model's."""
         return own
 
@@ -158,7 +158,7 @@ class PipelineEngine:
             "parallel.pp: a pipeline cannot generate yet; leave pp at 1 and use parallel.dp_shard"
         )
 
-    def optimizer_state(self, own: TrainedParameters) -> Stateful:
+    def optimizer_state(self, own: TrainedParameters) -> ShardedState:
         """With the names of what other ranks hold."""
         return self.staging.optimizer(own)
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from ..checkpoint.layouts import read_named, scattered
+from ..checkpoint.layouts.opening import read_named, scattered
 from ..errors import ModelError
 from ..geometry.box import Box
 from ..geometry.sharding import Cuts

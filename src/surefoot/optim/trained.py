@@ -88,6 +88,10 @@ class TrainedParameters:
         """How a tensor of the state is cut over ranks."""
         return self._cuts.of(pointer)
 
+    def is_copy(self, pointer: str) -> bool:
+        """No other pipeline stage has it."""
+        return False
+
     def _names_at(self, step: int) -> frozenset[str]:
         return frozenset(self.trainable(step, self.names)) & self.named.keys()
 

@@ -29,7 +29,7 @@ class UploadWorker(Protocol):
     """Does one task at a time, in the background."""
 
     def start(self, task: Task) -> None:
-        """Start."""
+        """Begin."""
 
     def answer(self, *, wait: bool) -> Answer | None:
         """The result of the task; None if it is not done and ``wait`` is false."""
@@ -90,7 +90,7 @@ class _Process:
             return told
         code = process.wait()
         how = f"with exit code {code}" if code >= 0 else f"by {signal.Signals(-code).name}"
-        return {"the uploader process ended {how}": f"the process that uploads was ended {how}"}
+        return {"error": f"the process that uploads was ended {how}"}
 
     def close(self, *, wait: bool) -> None:
         if self._process is not None and self._process.stdin and self._process.stdout:

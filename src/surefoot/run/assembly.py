@@ -64,7 +64,7 @@ def build(
     ``trial`` measures speed only: it is put around forward and backward, auxiliary models compute
     nothing, and there are no callbacks but the given ones.
     """
-    writer: interchange.Writer | None = None
+    writer: interchange.ForeignTrainer | None = None
     if resume is not None:
         writer = interchange.detect_trainer(resume, trust_pickle=trust_pickle, pp=world.pp)
     seed_everything(recipe.train.seed)
@@ -77,7 +77,8 @@ def build(
     if trial is not None:
         ahead.blank()
     ahead.run_without_policy()
-    is_kept = resume is not None and writer != "trainer" and recipe.method.saves_base_model
+    needs_base = resume is None or (writer is not None and writer.needs_base)
+    is_kept = not needs_base and recipe.method.saves_base_model
     is_kept = is_kept and ahead.found.is_complete  # what computes nothing need not have values
     policy = open_policy(recipe, base, codec.tokenizer, world, is_read=not is_kept)
     ahead.run(policy)

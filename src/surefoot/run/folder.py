@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..checkpoint.disk.commit import clean, committed, new_nonce, step_of
-from ..checkpoint.mindspore.ranks import step_of as rank_step
+from ..checkpoint.layouts.mindspore.reading.ranks import step_of as rank_step
 from ..checkpoint.reading.latest import recover_latest, wait_for_orphans
 from ..errors import CheckpointError, RunError
 from ..parallel.world import ALONE, World

@@ -161,7 +161,7 @@ class BlankContext:
 
     def generate(self, prompts: Sequence[Sequence[int]], settings: GenerateSection) -> list[Sample]:
         """The longest answers there may be."""
-        ids, logps = (0,) * settings.max_new_tokens, np.zeros(settings.max_new_tokens, np.float32)
+        ids, logps = (0,) * settings.max_new_tokens, (0.0,) * settings.max_new_tokens
         return [Sample(ids, logps, "length") for _ in prompts]
 
     def score(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from ..batch import OutputSpec
-from ..checkpoint.state.states import Stateful
+from ..checkpoint.state.states import ShardedState
 from ..network.method import Weights
 from ..network.network import Network
 from ..optim.trained import TrainedParameters
@@ -34,7 +34,7 @@ class Learner:
         return self.network.weights
 
     @property
-    def optimizer_state(self) -> Stateful:
+    def optimizer_state(self) -> ShardedState:
         """What a checkpoint contains of the optimizer."""
         return self.network.optimizer_state(self.trained)
 

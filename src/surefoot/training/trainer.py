@@ -11,7 +11,7 @@ from signal import Signals
 
 from ..batch import Window
 from ..checkpoint.reading.loading import load
-from ..checkpoint.state.states import RandomState, Stateful
+from ..checkpoint.state.states import FileState, RandomState, Stateful
 from ..errors import RunError
 from ..model.seeding import seed_everything
 from ..parallel.world import ALONE, World
@@ -87,8 +87,8 @@ class Trainer:
         """What a checkpoint holds. The schedule is a pure function of the step and needs no
         state."""
         return {
-            "model": self.policy.weights,
-            "optimizer": self.policy.optimizer_state,
+            "model": FileState(self.policy.weights),
+            "optimizer": FileState(self.policy.optimizer_state),
             "scaler": self.policy.step.scaler,
             "loader": self.windows,
             "trainer": self.state,

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from surefoot.checkpoint.mindspore.names import (
+from surefoot.checkpoint.layouts.mindspore.naming.names import (
     FAMILIES,
     Heads,
     family_of,
@@ -128,9 +128,7 @@ def test_a_name_without_another_is_refused(name, family, problem):
 
 def test_fused_heads_need_their_number():
     there = TensorsInMemory(named("legacy-fused", weights()))
-    with pytest.raises(
-        CheckpointError, match=r"is in config.json; name the model with --base"
-    ):
+    with pytest.raises(CheckpointError, match=r"is in config.json; name the model with --base"):
         to_huggingface(there, "legacy-fused").shapes()
     with pytest.raises(CheckpointError, match=r"128 rows cannot be split|no equal groups"):
         to_huggingface(there, "legacy-fused", Heads(7, 5)).shapes()

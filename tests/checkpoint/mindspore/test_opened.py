@@ -1,11 +1,13 @@
 import pytest
 import torch
 
-from surefoot.checkpoint.layouts import open_folder
-from surefoot.checkpoint.mindspore.opened import form_of, saves
+from surefoot.checkpoint.layouts.detection import detect_layout
+from surefoot.checkpoint.layouts.mindspore.layout import open_mindspore_state
+from surefoot.checkpoint.layouts.mindspore.reading.opened import form_of, saves
+from surefoot.checkpoint.layouts.opening import open_folder
 from surefoot.checkpoint.reading.contents import open_contents
 from surefoot.checkpoint.sources.source import FolderSource, read_whole
-from surefoot.checkpoint.weights import Weights, detect_layout, open_mindspore_state
+from surefoot.checkpoint.sources.weights import Weights
 from surefoot.errors import CheckpointError
 
 from .real import SOURCES, rank_file, rewrite
@@ -38,7 +40,7 @@ def assert_true(found, truth):
 @pytest.mark.parametrize(("name", "form"), FORMS.items())
 def test_every_form_is_recognised(real, name, form):
     assert form_of(real / name) == form
-    assert detect_layout(real / name) == "mindspore"
+    assert detect_layout(real / name).name == "mindspore"
 
 
 @pytest.mark.parametrize("name", [*SOURCES, *FORMS])

@@ -5,9 +5,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from surefoot.checkpoint.mindspore.slicing import ALL_COPIES, TensorLayout
-from surefoot.checkpoint.mindspore.strategy import dump_strategy, open_strategy
-from surefoot.checkpoint.mindspore.wire import fields, integer, message, packed
+from surefoot.checkpoint.layouts.mindspore.strategy.slicing import ALL_COPIES, TensorLayout
+from surefoot.checkpoint.layouts.mindspore.strategy.strategy_files import (
+    dump_strategy,
+    open_strategy,
+)
+from surefoot.checkpoint.layouts.mindspore.strategy.wire import fields, integer, message, packed
 from surefoot.errors import CheckpointError
 
 LAYOUTS = {

@@ -5,12 +5,17 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from surefoot.checkpoint.mindspore.parallel import ParallelConfig
-from surefoot.checkpoint.mindspore.strategy import open_strategy
-from surefoot.checkpoint.mindspore.write import Naming, write_distributed, write_full
+from surefoot.checkpoint.layouts.mindspore.layout import open_mindspore_state
+from surefoot.checkpoint.layouts.mindspore.strategy.parallel_config import ParallelConfig
+from surefoot.checkpoint.layouts.mindspore.strategy.strategy_files import open_strategy
+from surefoot.checkpoint.layouts.mindspore.writing.rank_files import (
+    Naming,
+    write_distributed,
+    write_full,
+)
 from surefoot.checkpoint.sources.copying import described
 from surefoot.checkpoint.sources.source import FolderSource, TensorsInMemory, read_whole
-from surefoot.checkpoint.weights import Weights, open_mindspore_state
+from surefoot.checkpoint.sources.weights import Weights
 from surefoot.errors import CheckpointError
 
 from .real import rank_file, read

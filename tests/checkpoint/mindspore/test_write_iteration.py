@@ -3,9 +3,9 @@ import json
 import pytest
 import torch
 
-from surefoot.checkpoint.mindspore.parallel import ParallelConfig
-from surefoot.checkpoint.mindspore.strategy import open_strategy
-from surefoot.checkpoint.mindspore.write_iteration import write_iteration
+from surefoot.checkpoint.layouts.mindspore.strategy.parallel_config import ParallelConfig
+from surefoot.checkpoint.layouts.mindspore.strategy.strategy_files import open_strategy
+from surefoot.checkpoint.layouts.mindspore.writing.iteration_files import write_iteration
 from surefoot.checkpoint.sources.source import TensorsInMemory, read_whole
 from surefoot.errors import CheckpointError
 

@@ -12,7 +12,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from checkpoint.sample import sample_states
 from folders import save_recipe
 from interchange.zero_folders import write_zero
-from surefoot.checkpoint.dcp_write import write_dcp
+from surefoot.checkpoint.converting.dcp_writing import write_dcp
 from surefoot.checkpoint.saving.preparation import save
 from surefoot.checkpoint.sources.source import TensorsInMemory
 from surefoot.recipe.recipe import load
@@ -201,7 +201,10 @@ def test_an_adapter_becomes_peft(checkpoint, tmp_path):
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ([], "say what to write: --to (surefoot, huggingface, peft, trainer, dcp, mindspore) or"),
+        (
+            [],
+            "expected what to write: --to (surefoot, huggingface, peft, dcp, mindspore, trainer) or",
+        ),
         (["--mesh", "dp_shard=2"], "--mesh needs --layout distributed"),
         (["--layout", "full", "--mesh", "dp_shard=2"], "--mesh needs --layout distributed"),
         (["--layout", "whole"], "'whole' is not one of 'full', 'distributed'"),

@@ -23,15 +23,16 @@ from ..disk.commit import clean_beside, refuse_existing
 from ..disk.file_plan import plan_save
 from ..disk.folder import open_checkpoint
 from ..disk.manifest import Kind, Layout, Manifest, is_safetensors
-from ..reading.contents import ROLES, open_contents
+from ..layouts.detection import expect_layout
+from ..reading.contents import open_contents
 from ..saving.job import Job, Saved, Shard
 from ..saving.load_balancing import LocalTensor
-from ..saving.preparation import RANK_FOLDER, WEIGHT_STEMS, indexes, unchanged_parameters, versions
+from ..saving.preparation import RANK_FOLDER, indexes, still_in, versions
 from ..saving.writer_group import shared_out
 from ..saving.writing import write
 from ..sources.copying import Progress, cast, described, fill, silent
 from ..sources.source import FolderSource, Renamed, TensorSource
-from ..weights import FOREIGN, detect_layout, open_weights
+from ..state.roles import MODEL, FileRole
 
 ALONE = Mesh()
 SHARD_SIZE = 5_000_000_000  # bytes of the largest file
@@ -138,7 +139,7 @@ def plan_reshard(
     checkpoint = open_checkpoint(Path(folder))
     manifest = checkpoint.manifest
     sources = open_roles(Path(folder), manifest)
-    sources["model"] = cast(sources["model"], dtype)
+    sources |= {r: cast(one, dtype) for r, one in sources.items() if FileRole(r).is_weights}
     shards = list(shards_of(sources, manifest.kind, layout, mesh, max_shard_size))
     names = [n for n in manifest.files if not is_safetensors(n) and not n.endswith(_INDEX)]
     small = {name: checkpoint.small(name) for name in names}
@@ -149,14 +150,11 @@ def plan_reshard(
 
 
 def _refuse_foreign(folder: Path) -> None:
-    with files.raising(CheckpointError):
-        layout = detect_layout(folder)
-    if layout is None:
-        open_weights(folder)  # says what is there instead
-    if layout in FOREIGN:
+    layout = expect_layout(folder)
+    if not layout.has_manifest:
         raise CheckpointError(
-            f"{folder}: weights only ({layout}), not a Surefoot checkpoint; `surefoot ckpt "
-            "convert --to surefoot` converts it to one, without training state"
+            f"{folder}: weights alone ({layout.name}), not a checkpoint of ours; "
+            "`surefoot ckpt convert --to surefoot` makes one of them, without a state to go on from"
         )
 
 
@@ -165,7 +163,7 @@ def open_roles(folder: Path, manifest: Manifest) -> dict[str, TensorSource]:
     stored = FolderSource(open_contents(folder))
     return {
         role: Renamed(stored, {name: f"{role}/{name}" for name in manifest.tensors(role)})
-        for role in ROLES
+        for role in (MODEL, *(role for role in manifest.roles if role != MODEL))
     }
 
 
@@ -187,20 +185,22 @@ def shards_of(
     max_shard_size: int,
 ) -> Iterator[Shard]:
     """The files of every role: of unsharded tensors, or of the boxes of every rank."""
-    moments = sources["optimizer"].shapes() if "optimizer" in sources else {}
-    moved = {name.rpartition(".")[0] for name in moments}
-    stems = {"model": WEIGHT_STEMS[kind], "optimizer": "optimizer", "state": "state"}
-    if kind == "adapter":  # one small file beside the manifest, as PEFT wants it
-        (whole,) = held_by({"model": sources["model"]}, ALONE)
-        yield from _planned("model", stems["model"], whole["model"], None)
-        sources = {role: source for role, source in sources.items() if role != "model"}
+    moments = {name: source.shapes() for name, source in sources.items()}
+    apart = [name for name in sources if FileRole(name, kind).is_adapter]
+    for name in apart:  # one small file beside the manifest, as PEFT wants it
+        (whole,) = held_by({name: sources[name]}, ALONE)
+        yield from _planned(FileRole(name, kind), whole[name], None)
+    sources = {name: source for name, source in sources.items() if name not in apart}
     for rank, held in enumerate(held_by(sources, mesh)):
-        for role, own in held.items():
-            stem, is_boxed = stems[role], layout == "distributed"
-            stem = f"{RANK_FOLDER.format(rank)}/{stem}" if is_boxed else stem
-            limit = None if role == "state" else max_shard_size
-            movers = moved if role == "model" else None
-            yield from _planned(role, stem, own, limit, moved=movers, is_boxed=is_boxed)
+        for name, own in held.items():
+            role = FileRole(name, kind)
+            yield from _planned(
+                role,
+                own,
+                max_shard_size,
+                moments=moments.get(role.optimizer, {}),
+                rank=rank if layout == "distributed" else None,
+            )
 
 
 def held_by(
@@ -215,7 +215,8 @@ def held_by(
     ]
     for role, source in sources.items():
         for name, (dtype, shape) in described(source).items():
-            boxes = [((0,), Box.whole(shape))] if role == "state" else mesh.boxes(shape)
+            is_sharded = not FileRole(role).is_of_rank_0
+            boxes = mesh.boxes(shape) if is_sharded else [((0,), Box.whole(shape))]
             for ranks, box in boxes:
                 one = LocalTensor(dtype, shape, box)
                 for rank in ranks:
@@ -230,22 +231,23 @@ def held_by(
 
 
 def _planned(
-    role: str,
-    stem: str,
+    role: FileRole,
     held: Mapping[str, LocalTensor],
-    limit: int | None,
+    max_shard_size: int | None,
     *,
-    moved: Collection[str] | None = None,
-    is_boxed: bool = False,
+    moments: Collection[str] = (),
+    rank: int | None = None,
 ) -> list[Shard]:
-    """The files of one role; weights that are not ``moved`` by the optimizer are in files of
-    their own.
-    """
+    """The files of one role, with weights that no optimizer moves apart from the others; of one
+    ``rank`` in layout distributed. ``moments`` are the names of the optimizer's tensors."""
     tensors = {name: (held[name].dtype, held[name].box.shape) for name in sorted(held)}
-    boxes = {name: (one.shape, one.box) for name, one in held.items()} if is_boxed else None
-    apart = () if moved is None else unchanged_parameters(tensors, moved)
-    plans = plan_save(stem, tensors, limit, apart=apart, boxes=boxes) if tensors else []
-    return [Shard(role, plan) for plan in plans]
+    if not tensors:
+        return []
+    boxes = None if rank is None else {name: (one.shape, one.box) for name, one in held.items()}
+    stem = role.stem if rank is None else f"{RANK_FOLDER.format(rank)}/{role.stem}"
+    limit = max_shard_size if role.is_split_by_size else None
+    plans = plan_save(stem, tensors, limit, apart=still_in(role, tensors, moments), boxes=boxes)
+    return [Shard(role.name, plan) for plan in plans]
 
 
 def _job(plan: Resharding, target: Path) -> Job:

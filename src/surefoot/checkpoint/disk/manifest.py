@@ -39,7 +39,7 @@ class Piece:
     or the full tensor.
     """
 
-    tensor: str  # "model/...", "optimizer/..." or "state/...": unique in the checkpoint
+    tensor: str  # "ROLE/...", for one "model/...": unique in the checkpoint
     dtype: str  # safetensors' name for it
     shape: tuple[int, ...]  # of the whole tensor
     box: Box
@@ -84,9 +84,13 @@ class Manifest:
         """All pieces by their file."""
         return _grouped(self.pieces, lambda piece: piece.file)
 
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """The roles of its tensors, in alphabetical order."""
+        return tuple(sorted({piece.tensor.partition("/")[0] for piece in self.pieces}))
+
     def tensors(self, role: str) -> dict[str, tuple[Piece, ...]]:
-        """The pieces of each tensor of one role ("model", "optimizer", "state"), by the rest of its
-        name."""
+        """The pieces of each tensor of one role, by the rest of its name."""
         start, found = f"{role}/", dict[str, tuple[Piece, ...]]()
         for name, pieces in self.by_tensor().items():
             if name.startswith(start):

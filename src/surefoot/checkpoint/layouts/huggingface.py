@@ -2,21 +2,83 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, ClassVar
 
 from ...errors import CheckpointError
 from ...storage import files
-from ..sources.source import FolderSource, TensorSource
-from ..weights import detect_layout as kind_of
-from ..weights import open_huggingface
+from ..disk import strict_json, tensorfile
+from ..disk.manifest import is_plain_name
+from ..sources.weights import MODEL, MODEL_INDEX, PICKLES, TensorLocation, Weights, tensors_in
+from .foreign import logged_states, model_of, read_small
+from .layout import Locations, SavedFolder
+from .native import is_native
 
 
-def recognise(path: Path) -> bool:
-    """Whether ``path`` contains ``model.safetensors`` or its index."""
-    return kind_of(path) == "huggingface"
+def has_model(folder: Path) -> bool:
+    """Whether ``from_pretrained`` finds weights in it."""
+    return any(files.exists(folder / name) for name in (MODEL, MODEL_INDEX))
 
 
-def open(path: Path) -> TensorSource:  # noqa: A001 - the word for it
-    """The weights, under the names of the files."""
-    with files.raising(CheckpointError):
-        return FolderSource(open_huggingface(path))
+def _open_shards(folder: Path) -> dict[str, TensorLocation]:
+    where = folder / MODEL_INDEX
+    with files.open_file(where) as file:
+        index = strict_json.parse_object(files.read_all(file, strict_json.MAX_BYTES), str(where))
+    names = index.get("weight_map")
+    if not isinstance(names, dict) or not all(isinstance(n, str) for n in names.values()):
+        raise CheckpointError(f"{where}: weight_map must map tensor names to file names")
+    for name in sorted(set(names.values())):
+        if not is_plain_name(name) or "/" in name:
+            raise CheckpointError(f"{where}: {name[:200]!r} is not a file in this folder")
+    found = tensors_in(
+        [tensorfile.open_path(folder / name) for name in sorted(set(names.values()))]
+    )
+    for tensor, name in names.items():
+        if tensor not in found or found[tensor].file.path.name != name:
+            raise CheckpointError(
+                f"{folder / name}: according to the index, {tensor[:200]!r} must be in this file"
+            )
+    return found
+
+
+@dataclass(frozen=True)
+class HuggingFace:
+    """A Hugging Face model."""
+
+    name: ClassVar[str] = "huggingface"
+    title: ClassVar[str] = "Hugging Face"
+    has_manifest: ClassVar[bool] = False
+    is_adapter: ClassVar[bool] = False
+    has_adapter_config: ClassVar[bool] = False
+    is_assembled: ClassVar[bool] = False
+    is_whole_model: ClassVar[bool] = True
+    pickle_suffixes: ClassVar[tuple[str, ...]] = PICKLES
+
+    def recognise(self, folder: Path) -> bool:
+        """Whether it has ``model.safetensors`` or its index."""
+        return has_model(folder) and not is_native(folder)
+
+    def open(self, folder: Path) -> Weights:
+        """The weights. Like in transformers, the single file wins over the index."""
+        with files.raising(CheckpointError):
+            if not files.exists(folder / MODEL):
+                return Weights(self.name, folder, _open_shards(folder))
+            return Weights(self.name, folder, tensors_in([tensorfile.open_path(folder / MODEL)]))
+
+    def open_all(self, folder: Path, roles: frozenset[str] | None) -> Locations:
+        """The model's; there is no other tensor."""
+        return model_of(self.open(folder), roles)
+
+    def states(self, folder: Path) -> Mapping[str, Any]:
+        """The log of the Hugging Face Trainer, if there is one."""
+        return logged_states(folder)
+
+    def small_file(self, folder: Path, name: str) -> bytes | None:
+        """Any file of the folder."""
+        return read_small(folder, name)
+
+    def saves_in(self, folder: Path) -> Sequence[SavedFolder]:
+        """None: every checkpoint has a folder of its own."""
+        return ()

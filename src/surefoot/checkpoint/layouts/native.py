@@ -1,22 +1,66 @@
-"""Surefoot checkpoints: tensors that are read completely are checked against their hash."""
+"""Surefoot checkpoints: everything is in the manifest, and is checked against its hashes."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, ClassVar
 
 from ...errors import CheckpointError
 from ...storage import files
-from ..sources.source import FolderSource, TensorSource
-from ..weights import detect_layout as kind_of
-from ..weights import open_native
+from ..disk.folder import open_checkpoint
+from ..disk.manifest import MANIFEST, STATE
+from ..sources.weights import PICKLES, Weights, places
+from ..state.roles import MODEL, part_of, role_of
+from .layout import Locations, SavedFolder
 
 
-def recognise(path: Path) -> bool:
-    """Whether ``path`` contains a manifest."""
-    return kind_of(path) == "native"
+def is_native(folder: Path) -> bool:
+    """Whether it is a Surefoot checkpoint; without a manifest it is a damaged one."""
+    return files.exists(folder / MANIFEST) or files.exists(folder / STATE)
 
 
-def open(path: Path) -> TensorSource:  # noqa: A001 - the word for it
-    """The weights, under the names of the weight file."""
-    with files.raising(CheckpointError):
-        return FolderSource(open_native(path))
+@dataclass(frozen=True)
+class Native:
+    """A Surefoot checkpoint."""
+
+    name: ClassVar[str] = "native"
+    title: ClassVar[str] = "Surefoot"
+    has_manifest: ClassVar[bool] = True
+    is_adapter: ClassVar[bool] = False
+    has_adapter_config: ClassVar[bool] = True
+    is_assembled: ClassVar[bool] = True
+    is_whole_model: ClassVar[bool] = True
+    pickle_suffixes: ClassVar[tuple[str, ...]] = PICKLES
+
+    def recognise(self, folder: Path) -> bool:
+        """Whether it has a manifest, or the state that lies beside one."""
+        return is_native(folder)
+
+    def open(self, folder: Path) -> Weights:
+        """The model, or the adapter."""
+        with files.raising(CheckpointError):
+            checkpoint = open_checkpoint(folder)
+        return Weights(self.name, folder, places(checkpoint, checkpoint.manifest.tensors(MODEL)))
+
+    def open_all(self, folder: Path, roles: frozenset[str] | None) -> Locations:
+        """What the manifest lists; files of other roles are not opened."""
+        checkpoint = open_checkpoint(folder)
+        found = checkpoint.manifest.by_tensor()
+        wanted = {n: p for n, p in found.items() if roles is None or part_of(role_of(n)) in roles}
+        return places(checkpoint, wanted)
+
+    def states(self, folder: Path) -> Mapping[str, Any]:
+        """All states of the run."""
+        checkpoint = open_checkpoint(folder)
+        return checkpoint.skeleton() if STATE in checkpoint.manifest.files else {}
+
+    def small_file(self, folder: Path, name: str) -> bytes | None:
+        """A file that the manifest lists, checked against its hash."""
+        checkpoint = open_checkpoint(folder)
+        return checkpoint.small(name) if name in checkpoint.manifest.files else None
+
+    def saves_in(self, folder: Path) -> Sequence[SavedFolder]:
+        """None: every checkpoint has a folder of its own."""
+        return ()

@@ -1,229 +1,63 @@
-"""PEFT adapters: opened unchanged, or merged into the base on which they were trained.
-
-PEFT's names contain the module of the base and the kind of matrix:
-``base_model.model.<module>.lora_A.weight`` belongs to the base tensor ``<module>.weight``.
-"""
+"""PEFT adapters: ``adapter_model.safetensors`` beside ``adapter_config.json``."""
 
 from __future__ import annotations
 
-import math
-import re
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from ...errors import CheckpointError
 from ...storage import files
-from ..disk import strict_json
-from ..sources.lora import Delta, Merged, same_values
-from ..sources.source import FolderSource, Renamed, Shape, TensorSource
-from ..weights import ADAPTER_CONFIG, open_peft, open_weights
-from ..weights import detect_layout as kind_of
-
-PREFIX = "base_model.model."
-HEAD = "lm_head.weight"
-_EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight")
-_ROLES = {
-    "lora_A.weight": "a",
-    "lora_B.weight": "b",
-    "lora_B.bias": "bias",
-    "lora_embedding_A": "embedding_a",
-    "lora_embedding_B": "embedding_b",
-    "lora_magnitude_vector": "magnitude",
-    "lora_magnitude_vector.weight": "magnitude",
-}
-# Settings whose adapters are not "base + scale * B A", or need a base that was changed first.
-_UNMERGEABLE = (
-    "alora_invocation_tokens",
-    "arrow_config",
-    "kasa_config",
-    "layer_replication",
-    "megatron_config",
-    "monteclora_config",
-    "target_parameters",
-    "trainable_token_indices",
-    "use_bdlora",
-    "use_qalora",
-    "velora_config",
-)
-_CHANGED_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
-_ELSEWHERE = "merge it with peft's own merge_and_unload()"
+from ..disk import tensorfile
+from ..sources.weights import ADAPTER, PICKLES, Weights, tensors_in
+from .foreign import logged_states, model_of, read_small
+from .huggingface import has_model
+from .layout import Locations, SavedFolder
+from .native import is_native
 
 
-@dataclass
-class _Module:
-    """The adapter's tensors of one module of the base, by kind of matrix."""
-
-    roles: dict[str, str] = field(default_factory=dict)
-
-
-def recognise(path: Path) -> bool:
-    """Whether ``path`` contains an adapter and no model."""
-    return kind_of(path) == "peft"
+def is_peft(folder: Path) -> bool:
+    """Whether it has an adapter, and neither a model nor a manifest."""
+    is_taken = is_native(folder) or has_model(folder)
+    return files.exists(folder / ADAPTER) and not is_taken
 
 
-def open(path: Path) -> TensorSource:  # noqa: A001 - the word for it
-    """The adapter's tensors under PEFT's names."""
-    with files.raising(CheckpointError):
-        return FolderSource(open_peft(path))
+@dataclass(frozen=True)
+class PEFT:
+    """A PEFT adapter."""
 
+    name: ClassVar[str] = "peft"
+    title: ClassVar[str] = "PEFT adapter"
+    has_manifest: ClassVar[bool] = False
+    is_adapter: ClassVar[bool] = True
+    has_adapter_config: ClassVar[bool] = True
+    is_assembled: ClassVar[bool] = False
+    is_whole_model: ClassVar[bool] = True
+    pickle_suffixes: ClassVar[tuple[str, ...]] = PICKLES
 
-def merged(base: TensorSource, adapter_folder: Path) -> Merged:
-    """``base`` with the LoRA or DoRA adapter in ``adapter_folder`` merged in.
+    def recognise(self, folder: Path) -> bool:
+        """Whether it has an adapter and no model."""
+        return is_peft(folder)
 
-    A base with tied embeddings stores no ``lm_head.weight``. If the adapter has values of its own
-    for the head, the result has that tensor, and its configuration must have
-    ``tie_word_embeddings: false``.
+    def open(self, folder: Path) -> Weights:
+        """The adapter's tensors under PEFT's names."""
+        with files.raising(CheckpointError):
+            file = tensorfile.open_path(folder / ADAPTER)
+        return Weights(self.name, folder, tensors_in([file]))
 
-    Raises ``CheckpointError`` if the adapter was trained on another model, or is of a kind that
-    cannot be merged.
-    """
-    config = read_config(adapter_folder)
-    adapter = FolderSource(open_weights(adapter_folder))
-    modules, replaced = _sort(adapter, adapter_folder)
-    replaced = _without_tied(adapter, replaced, base.shapes())
-    base = _with_head(base, {*replaced, *(f"{module}.weight" for module in modules)})
-    shapes = base.shapes()
-    for name, key in replaced.items():
-        if name not in shapes:
-            raise _other_model(adapter_folder, key, name)
-    deltas, added = {}, {}
-    for module, found in modules.items():
-        name = f"{module}.weight"
-        if name not in shapes:
-            raise _other_model(adapter_folder, next(iter(found.roles.values())), name)
-        shape = adapter.shapes()[replaced[name]] if name in replaced else shapes[name]
-        deltas[name] = _delta(adapter, adapter_folder, module, found.roles, shape, config)
-        if "bias" in found.roles:
-            if f"{module}.bias" not in shapes:
-                raise _other_model(adapter_folder, found.roles["bias"], f"{module}.bias")
-            added[f"{module}.bias"] = (found.roles["bias"], deltas[name].scale)
-    return Merged(base, adapter, deltas, replaced, added)
+    def open_all(self, folder: Path, roles: frozenset[str] | None) -> Locations:
+        """The model's; there is no other tensor."""
+        return model_of(self.open(folder), roles)
 
+    def states(self, folder: Path) -> Mapping[str, Any]:
+        """The log of the Hugging Face Trainer, if there is one."""
+        return logged_states(folder)
 
-def read_config(folder: Path) -> Mapping[str, Any]:
-    """``adapter_config.json``, if the adapter is one that can be merged into its base."""
-    where = folder / ADAPTER_CONFIG
-    with files.raising(CheckpointError), files.open_file(where) as file:
-        config = strict_json.parse_object(files.read_all(file, strict_json.MAX_BYTES), str(where))
-    if config.get("peft_type") != "LORA":
-        kind = str(config.get("peft_type"))[:40]
-        raise CheckpointError(f"{where}: peft_type {kind} cannot be merged here; {_ELSEWHERE}")
-    if odd := [name for name in _UNMERGEABLE if config.get(name)]:
-        raise CheckpointError(
-            f"{where}: an adapter with {odd[0]} cannot be merged here; {_ELSEWHERE}"
-        )
-    init = config.get("init_lora_weights")
-    if isinstance(init, str) and init.lower().startswith(_CHANGED_BASE):
-        raise CheckpointError(
-            f"{where}: init_lora_weights {init!r} changed the base at the start of training; "
-            f"convert the adapter with peft's path_initial_model_for_weight_conversion first"
-        )
-    for name in ("lora_alpha", "r"):
-        if not isinstance(config.get(name), int | float):
-            raise CheckpointError(f"{where}: {name} must be a number, found {config.get(name)!r}")
-    return config
+    def small_file(self, folder: Path, name: str) -> bytes | None:
+        """Any file of the folder."""
+        return read_small(folder, name)
 
-
-def _sort(adapter: TensorSource, folder: Path) -> tuple[dict[str, _Module], dict[str, str]]:
-    """Low-rank tensors by module, and full tensors by the base tensor they replace."""
-    modules: dict[str, _Module] = {}
-    replaced = {}
-    for key in adapter.shapes():
-        name = key.removeprefix(PREFIX)
-        for ending, role in _ROLES.items():
-            if name.endswith(f".{ending}"):
-                module = name.removesuffix(f".{ending}")
-                modules.setdefault(module, _Module()).roles[role] = key
-                break
-        else:
-            if "lora_" in name or "token_adapter" in name or name == key:
-                raise CheckpointError(
-                    f"{folder}: {key!r} is a tensor this cannot merge; {_ELSEWHERE}"
-                )
-            replaced[name.replace(".base_layer.", ".")] = key
-    return modules, replaced
-
-
-def _without_tied(
-    adapter: TensorSource, replaced: Mapping[str, str], shapes: Mapping[str, Shape]
-) -> dict[str, str]:
-    """Skip a copy of a replaced tensor that the base does not store, because it is tied."""
-    kept = {name: key for name, key in replaced.items() if name in shapes}
-    own = {
-        name: key
-        for name, key in replaced.items()
-        if name not in shapes and not any(same_values(adapter, key, k) for k in kept.values())
-    }
-    return kept | own
-
-
-def _with_head(base: TensorSource, touched: Collection[str]) -> TensorSource:
-    """``base``, with the head that is tied to its embeddings as a tensor if the adapter changes
-    it.
-    """
-    shapes = base.shapes()
-    tied = [name for name in shapes if name.endswith(_EMBEDDINGS)]
-    if HEAD not in touched or HEAD in shapes or len(tied) != 1:
-        return base
-    return Renamed(base, {**{name: name for name in shapes}, HEAD: tied[0]})
-
-
-def _delta(
-    adapter: TensorSource,
-    folder: Path,
-    module: str,
-    roles: Mapping[str, str],
-    shape: Shape,
-    config: Mapping[str, Any],
-) -> Delta:
-    is_embedding = "embedding_a" in roles
-    try:
-        a, b = (
-            (roles["embedding_a"], roles["embedding_b"])
-            if is_embedding
-            else (roles["a"], roles["b"])
-        )
-    except KeyError as error:
-        raise CheckpointError(f"{folder}: half of the adapter of {module} is missing") from error
-    a_shape, b_shape = adapter.shapes()[a], adapter.shapes()[b]
-    if len(a_shape) != 2 or len(b_shape) != 2 or len(shape) != 2 or a_shape[0] != b_shape[1]:
-        raise CheckpointError(
-            f"{folder}: the adapter of {module} has shapes {list(a_shape)} and {list(b_shape)} for "
-            f"a weight of {list(shape)}; only linear and embedding layers can be merged here"
-        )
-    update = (b_shape[0], a_shape[1])
-    is_square = update[0] == update[1]
-    is_transposed = is_embedding or (
-        bool(config.get("fan_in_fan_out")) if is_square else update[::-1] == shape
-    )
-    if shape != (update[::-1] if is_transposed else update):
-        raise CheckpointError(
-            f"{folder}: an adapter of another model: {b} x {a} gives {list(update)}, but "
-            f"{module}.weight of the base is {list(shape)}"
-        )
-    return Delta(
-        a, b, _scale(module, a_shape[0], config, folder), roles.get("magnitude"), is_transposed
-    )
-
-
-def _scale(module: str, rank: int, config: Mapping[str, Any], folder: Path) -> float:
-    """alpha / r, or alpha / sqrt(r) with rank-stabilized LoRA; alpha may differ by module."""
-    alpha = config["lora_alpha"]
-    for pattern, own in (config.get("alpha_pattern") or {}).items():
-        try:
-            matches = re.match(rf"(.*\.)?({pattern})$", module)
-        except re.error as error:
-            raise CheckpointError(f"{folder}: alpha_pattern {pattern!r}: {error}") from error
-        if matches:
-            alpha = own
-            break
-    return float(alpha) / (math.sqrt(rank) if config.get("use_rslora") else rank)
-
-
-def _other_model(folder: Path, key: str, name: str) -> CheckpointError:
-    return CheckpointError(
-        f"{folder}: an adapter of another model: {key} belongs to {name}, which the base does "
-        "not have"
-    )
+    def saves_in(self, folder: Path) -> Sequence[SavedFolder]:
+        """None: every checkpoint has a folder of its own."""
+        return ()

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..reading.contents import ROLES, open_contents, small_file
+from ..reading.contents import open_contents, small_file
 from .diff import TensorChange, compare_tensors, compare_values, num_bytes
 from .values import PARTS, ValueChange, differences
 
@@ -47,11 +47,10 @@ def compare(
     Raises:
         CheckpointError: one of them cannot be read.
     """
-    roles = [role for role in ROLES if role in parts]
-    contents = open_contents(a, roles), open_contents(b, roles)
+    contents = open_contents(a, parts), open_contents(b, parts)
     names = contents[0].tensors.keys() | contents[1].tensors.keys()
     with progress("comparing", sum(num_bytes(name, *contents) for name in names)) as advance:
-        tensors = list(compare_tensors(a, b, roles, advance))
+        tensors = list(compare_tensors(a, b, parts, advance))
     values = dict(compare_values(a, b))
     recipes = _recipe(a, parse), _recipe(b, parse)
     if None not in recipes:

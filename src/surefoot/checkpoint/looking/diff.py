@@ -14,9 +14,11 @@ from ...errors import CheckpointError
 from ...storage import files
 from ..disk import strict_json
 from ..disk.folder import open_checkpoint
-from ..reading.contents import ROLES, open_contents, plain, small_file, states_of
+from ..layouts.detection import has_manifest
+from ..reading.contents import open_contents, plain, small_file, states_of
 from ..sources.source import FolderSource
-from ..weights import TensorLocation, Weights, detect_layout
+from ..sources.weights import TensorLocation, Weights
+from ..state.roles import FileRole, role_of
 from .tensor_stats import are_finite, blocks, in_double, norm
 from .values import ValueChange, differences
 
@@ -58,12 +60,12 @@ class TensorChange:
 
     @property
     def role(self) -> str:
-        """model, optimizer or state."""
-        return self.name.partition("/")[0]
+        """What kind of tensor it is: model, optimizer, state, or that of another network."""
+        return role_of(self.name)
 
 
 def compare_tensors(
-    a: Path, b: Path, roles: Collection[str] = ROLES, progress: Progress | None = None
+    a: Path, b: Path, roles: Collection[str] | None = None, progress: Progress | None = None
 ) -> Iterator[TensorChange]:
     """Every tensor of both folders, those of ``a`` first. Tensors with equal hashes are not read.
 
@@ -164,13 +166,16 @@ def compare_values(a: Path, b: Path) -> Mapping[str, list[ValueChange]]:
     States are compared only if both folders store them in the same way. Raises ``CheckpointError``.
     """
     with files.raising(CheckpointError):
-        ours = [detect_layout(folder) == "native" for folder in (a, b)]
+        ours = [has_manifest(folder) for folder in (a, b)]
         found = {"config": differences(_configs(a), _configs(b))}
         if ours[0] == ours[1]:
             one, other = plain(dict(states_of(a))), plain(dict(states_of(b)))
-            found["optimizer"] = differences(
-                one.pop("optimizer", {}), other.pop("optimizer", {}), "optimizer"
-            )
+            optimizers = [n for n in dict.fromkeys((*one, *other)) if FileRole(n).is_optimizer]
+            found["optimizer"] = [
+                change
+                for name in optimizers
+                for change in differences(one.pop(name, {}), other.pop(name, {}), name)
+            ]
             found["state"] = differences(one, other)
         if all(ours):
             found["versions"] = differences(_versions(a), _versions(b))

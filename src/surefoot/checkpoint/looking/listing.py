@@ -17,9 +17,11 @@ from ..disk.commit import is_being_written, is_leftover, named, step_of
 from ..disk.folder import CheckpointFolder, open_checkpoint
 from ..disk.manifest import Manifest
 from ..disk.trainer_state import TrainerState
-from ..mindspore.opened import Saved, saves
+from ..layouts import LAYOUTS
+from ..layouts.detection import detect_layout, open_weights
+from ..layouts.layout import Layout, SavedFolder
+from ..layouts.native import Native
 from ..reading.verification import Progress, verify
-from ..weights import FOREIGN, Layout, detect_layout, open_weights
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,7 @@ class Line:
     path: Path
     step: int | None = None
     created: str | None = None
-    layout: Layout | None = None
+    layout: str | None = None  # a name in LAYOUTS
     kind: str | None = None  # full or adapter
     parent: str | None = None
     num_bytes: int | None = None  # as its files say
@@ -58,14 +60,15 @@ def verified(line: Line, progress: Progress | None = None) -> Line:
     report = verify(line.path, full=True, progress=progress)
     if not report.ok:
         return replace(line, problem=_inside(line.path, report.problems[0]))
-    return replace(line, verified="every byte" if line.layout == "native" else "structure")
+    return replace(line, verified="every byte" if _has_hashes(line) else "structure")
 
 
 def _list_run(root: Path) -> list[Line]:
     if step_of(root) >= 0 and detect_layout(root):
         return _with_disk([_line(root)[0]])
-    if not named(root) and detect_layout(root) == "mindspore":
-        return [_of_mindspore(saved) for saved in saves(root)]
+    layout = None if named(root) else detect_layout(root)
+    if layout is not None and (saves := layout.saves_in(root)):
+        return [_of_save(saved, layout) for saved in saves]
     found = [_line(folder) for folder in named(root)]
     best = next((state.best_step for line, state in reversed(found) if line.problem is None), None)
     lines = [replace(line, is_best=line.step == best is not None) for line, state in found]
@@ -81,14 +84,21 @@ def _with_disk(lines: list[Line]) -> list[Line]:
 def _line(folder: Path) -> tuple[Line, TrainerState]:
     """A checkpoint, and its information about the run."""
     layout = detect_layout(folder)
-    is_trainers = layout in FOREIGN or (
-        layout is None and files.exists(folder / trainer_state.NAME)
-    )
+    has_log = files.exists(folder / trainer_state.NAME)
+    is_foreign = has_log if layout is None else not layout.has_manifest
     try:
-        return _of_trainer(folder, layout) if is_trainers else _of_ours(folder)
+        return _of_trainer(folder, layout) if is_foreign else _of_ours(folder)
     except CheckpointError as error:
         problem = _inside(folder, str(error))
-        return Line(folder, step_of(folder), layout=layout, problem=problem), TrainerState()
+        return Line(folder, step_of(folder), layout=_name(layout), problem=problem), TrainerState()
+
+
+def _name(layout: Layout | None) -> str | None:
+    return None if layout is None else layout.name
+
+
+def _has_hashes(line: Line) -> bool:
+    return line.layout is not None and LAYOUTS[line.layout].has_manifest
 
 
 def _inside(folder: Path, problem: str) -> str:
@@ -108,7 +118,7 @@ def line_of(folder: Path, manifest: Manifest, state: TrainerState, problem: str 
         folder,
         step=manifest.step,
         created=manifest.created,
-        layout="native",
+        layout=Native.name,
         kind=manifest.kind,
         parent=manifest.parent,
         num_bytes=sum(manifest.files.values()),
@@ -130,8 +140,8 @@ def _of_trainer(folder: Path, layout: Layout | None) -> tuple[Line, TrainerState
         folder,
         step=step,
         created=_modified(folder),
-        layout=layout,
-        kind="adapter" if layout == "peft" else "full",
+        layout=_name(layout),
+        kind="adapter" if layout is not None and layout.is_adapter else "full",
         num_bytes=sum(name.num_bytes for name in disk_usage.stored(folder)),
         loss=state.last("loss"),
         eval_loss=state.at("eval_loss", step),
@@ -139,13 +149,13 @@ def _of_trainer(folder: Path, layout: Layout | None) -> tuple[Line, TrainerState
     return line, state
 
 
-def _of_mindspore(saved: Saved) -> Line:
-    """One save of a folder in which MindSpore stores several."""
+def _of_save(saved: SavedFolder, layout: Layout) -> Line:
+    """One save of a folder that contains several."""
     line = Line(
         saved.path,
         step=saved.step,
         created=_modified(saved.path),
-        layout="mindspore",
+        layout=layout.name,
         kind="full",
         num_bytes=saved.num_bytes,
     )

@@ -16,8 +16,11 @@ from ...storage import files
 from ..disk import strict_json, trainer_state
 from ..disk.folder import CheckpointFolder, open_checkpoint
 from ..disk.manifest import Piece
+from ..layouts import LAYOUTS
+from ..layouts.detection import has_manifest
+from ..layouts.native import Native
 from ..reading.contents import open_contents, states_of
-from ..weights import ADAPTER_CONFIG, PICKLES, TensorLocation, Weights, detect_layout
+from ..sources.weights import ADAPTER_CONFIG, TensorLocation, Weights
 
 _WIDTH = 60  # characters in which a state is told
 _WANTED = {  # configuration file -> what is said of it
@@ -80,15 +83,13 @@ class Summary:
     @property
     def pickles(self) -> list[str]:
         """The files that could execute code if they were read, and are therefore not read."""
-        if self.layout == "mindspore":  # whose .ckpt are protocol buffers
-            return []
-        return [name for name in self.files if name.endswith(PICKLES)]
+        return [n for n in self.files if n.endswith(LAYOUTS[self.layout].pickle_suffixes)]
 
 
 def summarise(folder: Path) -> Summary:
     """Summarize a folder of weights of any layout. Raises ``CheckpointError`` if it is none."""
     with files.raising(CheckpointError):
-        if detect_layout(folder) == "native":
+        if has_manifest(folder):
             return _summarise_native(open_checkpoint(folder))
         return _summarise_plain(open_contents(folder))
 
@@ -105,7 +106,7 @@ def _summarise_native(checkpoint: CheckpointFolder) -> Summary:
     }
     return Summary(
         checkpoint.path,
-        "native",
+        Native.name,
         facts,
         manifest.files,
         _groups(manifest.by_tensor()),

@@ -1,8 +1,7 @@
-"""All tensors and states of a checkpoint under one set of names.
+"""All that a checkpoint holds under one set of names: its tensors, and its states as plain data.
 
-A tensor is called ``role/name`` internally, ``model/...``, ``optimizer/...`` or ``state/...``;
-users may omit the ``model/``. A foreign folder contains a model, and perhaps the log of its run. No
-torch.
+A tensor is called ``role/name`` inside, for one ``model/...`` or ``optimizer/...``; people
+leave the ``model/`` out. A folder of others has a model, and perhaps the log of its run. No torch.
 """
 
 from __future__ import annotations
@@ -14,45 +13,23 @@ from typing import Any
 
 from ...errors import CheckpointError
 from ...storage import files
-from ..disk import strict_json, trainer_state
-from ..disk.folder import open_checkpoint
-from ..disk.manifest import STATE
-from ..mindspore.opened import progress_of, role_of
-from ..weights import Weights, detect_layout, open_mindspore_state, open_weights, places
+from ..layouts.detection import detect_layout, expect_layout
+from ..layouts.foreign import logged_states, read_small
+from ..sources.weights import Weights
 
-ROLES = ("model", "optimizer", "state")
 _MODEL = "model/"
 
 
-def open_contents(folder: Path, roles: Collection[str] = ROLES) -> Weights:
-    """Every tensor of ``roles`` in a folder of any layout, by its full name.
+def open_contents(folder: Path, roles: Collection[str] | None = None) -> Weights:
+    """Every tensor in a folder of any layout, by its full name; only of ``roles``, if given: model,
+    optimizer, state, of all networks.
 
-    Raises ``CheckpointError`` if the folder contains no weights, or is damaged.
+    Raises ``CheckpointError`` if the folder is none of weights, or is damaged.
     """
+    layout = expect_layout(folder)
     with files.raising(CheckpointError, f"cannot read {folder}"):
-        if detect_layout(folder) == "native":
-            return _open_ours(folder, roles)
-        if detect_layout(folder) == "mindspore":
-            return _open_mindspore(folder, roles)
-        opened = open_weights(folder)
-    tensors = {_MODEL + name: place for name, place in opened.tensors.items()}
-    return Weights(opened.layout, folder, tensors if "model" in roles else {})
-
-
-def _open_ours(folder: Path, roles: Collection[str]) -> Weights:
-    checkpoint = open_checkpoint(folder)
-    found = checkpoint.manifest.by_tensor()
-    wanted = {name: pieces for name, pieces in found.items() if name.partition("/")[0] in roles}
-    return Weights("native", folder, places(checkpoint, wanted))
-
-
-def _open_mindspore(folder: Path, roles: Collection[str]) -> Weights:
-    found = {
-        f"{role_of(name, place.entry.shape)}/{name}": place
-        for name, place in open_mindspore_state(folder).items()
-    }
-    wanted = {name: place for name, place in found.items() if name.partition("/")[0] in roles}
-    return Weights("mindspore", folder, wanted)
+        tensors = layout.open_all(folder, None if roles is None else frozenset(roles))
+    return Weights(layout.name, folder, tensors)
 
 
 def shown(name: str) -> str:
@@ -86,15 +63,8 @@ def states_of(folder: Path) -> Mapping[str, Any]:
     run.
     """
     with files.raising(CheckpointError):
-        if detect_layout(folder) == "native":
-            checkpoint = open_checkpoint(folder)
-            return checkpoint.skeleton() if STATE in checkpoint.manifest.files else {}
-        if detect_layout(folder) == "mindspore":
-            progress = progress_of(folder)
-            return {"progress": progress} if progress else {}
-        if files.exists(folder / trainer_state.NAME):
-            return {"trainer_state": trainer_state.load(folder)}
-    return {}
+        layout = detect_layout(folder)
+        return logged_states(folder) if layout is None else layout.states(folder)
 
 
 def small_file(folder: Path, name: str) -> bytes | None:
@@ -102,13 +72,8 @@ def small_file(folder: Path, name: str) -> bytes | None:
     is no such file. Raises ``CheckpointError``.
     """
     with files.raising(CheckpointError):
-        if detect_layout(folder) == "native":
-            checkpoint = open_checkpoint(folder)
-            return checkpoint.small(name) if name in checkpoint.manifest.files else None
-        if not files.exists(folder / name):
-            return None
-        with files.open_file(folder / name) as file:
-            return files.read_all(file, strict_json.MAX_BYTES)
+        layout = detect_layout(folder)
+        return read_small(folder, name) if layout is None else layout.small_file(folder, name)
 
 
 def plain(skeleton: Any) -> Any:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ...errors import CheckpointError
 from ..disk.commit import being_written, clean, mark_damaged
-from ..weights import FOREIGN, detect_layout
+from ..layouts.detection import is_foreign
 from .verification import find_latest
 
 logger = logging.getLogger(__name__)
@@ -31,7 +31,7 @@ def recover_latest(root: Path | str) -> Path | None:
         logger.info("removed %s, the temporary folder of an interrupted save", leftover.name)
     found = find_latest(root)
     for path, reason in found.passed_over:
-        if found.path is None and detect_layout(path) in FOREIGN:
+        if found.path is None and is_foreign(path):
             raise CheckpointError(
                 f"{path}: not a Surefoot checkpoint, and saves would reach its step; move it "
                 "away or choose another folder"

@@ -24,7 +24,8 @@ from ..disk.folder import CheckpointFolder, open_checkpoint
 from ..disk.manifest import Piece
 from ..disk.tensorfile import TensorFile
 from ..state.local_box import LocalBox, local_box_of
-from ..state.states import Stateful, adopted, cuts_of
+from ..state.roles import STATE, FileRole
+from ..state.states import ShardedState, Stateful, UnshardedState, adopted
 from ..state.tensors import join, pointers, split
 
 Pieces = tuple[Piece, ...]  # of one tensor
@@ -40,7 +41,8 @@ class _Job:
     pieces: Mapping[str, Pieces]
     current: Mapping[str, torch.Tensor]
     skeleton: Any
-    state: Stateful
+    state: ShardedState
+    is_flat: bool = False  # weights, which need no skeleton
 
     @property
     def wanted(self) -> dict[str, Pieces]:
@@ -49,7 +51,7 @@ class _Job:
         return {name: pieces for name, pieces in self.pieces.items() if name not in theirs}
 
     def tree(self, tensors: Mapping[str, torch.Tensor], where: str) -> Any:
-        if self.name == "model":
+        if self.is_flat:
             return {name: tensors[name] for name in self.current}
         return join(self.skeleton, tensors, where)
 
@@ -66,55 +68,74 @@ def load(
     if only is not None and (unknown := sorted(set(only) - set(states))):
         raise ValueError(f"only: no state {unknown[0]!r}; there are {', '.join(states)}")
     checkpoint = open_checkpoint(Path(folder))
-    wanted = {n: state for n, state in adopted(states).items() if only is None or n in only}
+    wanted = adopted({n: states[n] for n in states if only is None or n in only})
     skeleton = checkpoint.skeleton()
     with files.raising(CheckpointError, f"cannot load {folder}"):
-        jobs = [_prepare(checkpoint, name, state, skeleton) for name, state in wanted.items()]
+        jobs = [_file_job(checkpoint, n, s, skeleton) for n, s in wanted.files.items()]
+        jobs += [_rest_job(checkpoint, n, s, skeleton) for n, s in wanted.rest.items()]
         tensors = _read(checkpoint, jobs)
         trees = [
             job.tree(into, f"{folder}: {job.name}") for job, into in zip(jobs, tensors, strict=True)
         ]
-    for state, tree in zip(wanted.values(), trees, strict=True):
-        state.load_state_dict(tree)
+    for job, tree in zip(jobs, trees, strict=True):
+        job.state.load_state_dict(tree)
 
 
-def _prepare(
+def _file_job(
+    checkpoint: CheckpointFolder, role: str, state: ShardedState, skeleton: Mapping[str, Any]
+) -> _Job:
+    """A state with files of its own."""
+    if FileRole(role).is_weights:
+        return _weights_job(checkpoint, role, state)
+    own = _skeleton_of(checkpoint, role, skeleton)
+    current, _ = split(state.state_dict(), role)
+    pieces = _pieces(checkpoint, role, role, own)
+    for pointer in pieces.keys() - current.keys():
+        if (made := state.like(pointer)) is not None:
+            current[pointer] = made
+    _check_shapes(checkpoint, role, current, pieces)
+    return _Job(role, pieces, current, own, state)
+
+
+def _rest_job(
     checkpoint: CheckpointFolder, name: str, state: Stateful, skeleton: Mapping[str, Any]
 ) -> _Job:
-    if name == "model":
-        return _prepare_model(checkpoint, state)
+    """A state that shares its file with others."""
+    own = _skeleton_of(checkpoint, name, skeleton)
+    current, _ = split({name: state.state_dict()}, name)
+    pieces = _pieces(checkpoint, STATE, name, own)
+    return _Job(name, pieces, current, own, UnshardedState(state))
+
+
+def _skeleton_of(checkpoint: CheckpointFolder, name: str, skeleton: Mapping[str, Any]) -> Any:
     if name not in skeleton:
         held = ", ".join(sorted(skeleton))
         raise CheckpointError(f"{checkpoint.path}: it contains no state {name!r}, only {held}")
-    is_optimizer = name == "optimizer"
-    tree = state.state_dict() if is_optimizer else {name: state.state_dict()}
-    current, _ = split(tree, name)
-    like = getattr(state, "like", None)  # of tensors that are not there yet: how they are cut
-    saved = checkpoint.manifest.tensors("optimizer" if is_optimizer else "state")
-    pieces = {}
-    for pointer in pointers(skeleton[name]):
-        if pointer not in saved:
-            raise CheckpointError(f"{checkpoint.path}: {name}: tensor {pointer[:200]!r} is missing")
-        pieces[pointer] = saved[pointer]
-        if like is not None and pointer not in current and (made := like(pointer)) is not None:
-            current[pointer] = made
-    if is_optimizer:
-        _check_shapes(checkpoint, name, current, pieces)
-    return _Job(name, pieces, current, skeleton[name], state)
+    return skeleton[name]
 
 
-def _prepare_model(checkpoint: CheckpointFolder, state: Stateful) -> _Job:
-    current, pieces = state.state_dict(), checkpoint.manifest.tensors("model")
+def _pieces(checkpoint: CheckpointFolder, role: str, name: str, skeleton: Any) -> dict[str, Pieces]:
+    """The pieces of every tensor that a state's skeleton points at."""
+    saved = checkpoint.manifest.tensors(role)
+    if missing := [pointer for pointer in pointers(skeleton) if pointer not in saved]:
+        raise CheckpointError(
+            f"{checkpoint.path}: {name}: tensor {missing[0][:200]!r} is not there"
+        )
+    return {pointer: saved[pointer] for pointer in pointers(skeleton)}
+
+
+def _weights_job(checkpoint: CheckpointFolder, role: str, state: ShardedState) -> _Job:
+    current, pieces = state.state_dict(), checkpoint.manifest.tensors(role)
     missing = [name for name in current if name not in pieces]
     unexpected = [name for name in pieces if name not in current]
     if missing or unexpected:
         raise CheckpointError(
-            f"{checkpoint.path}: a checkpoint of another model: of the {len(current)} tensors "
-            f"of this model {_some(missing)} missing in it, and of its own {len(pieces)} "
+            f"{checkpoint.path}: it is the checkpoint of another {role}: of the {len(current)} "
+            f"tensors of this one {_some(missing)} missing in it, and of its own {len(pieces)} "
             f"{_some(unexpected)} unknown here"
         )
-    _check_shapes(checkpoint, "model", current, pieces)
-    return _Job("model", pieces, current, None, state)
+    _check_shapes(checkpoint, role, current, pieces)
+    return _Job(role, pieces, current, None, state, is_flat=True)
 
 
 def _some(names: list[str]) -> str:
@@ -150,7 +171,7 @@ def _read(checkpoint: CheckpointFolder, jobs: Sequence[_Job]) -> list[dict[str, 
         found = [_targets(job.current, job.pieces) for job in jobs]
 
         def read(job: _Job, piece: Piece, name: str, tensor: torch.Tensor) -> None:
-            into = local_box_of(name, tensor, cuts_of(job.state, name))
+            into = local_box_of(name, tensor, job.state.cuts_of(name))
             _read_piece(checkpoint, piece, opened[piece.file], into)
 
         with ThreadPoolExecutor(_READERS) as pool:

@@ -12,7 +12,7 @@ from ..disk import strict_json
 from ..disk.commit import named, step_of
 from ..disk.folder import CheckpointFolder, open_checkpoint
 from ..disk.manifest import MANIFEST, is_safetensors
-from ..weights import FOREIGN, detect_layout, open_weights
+from ..layouts.detection import detect_layout, open_weights
 
 PLAIN_JSON = ("config.json", "adapter_config.json", "generation_config.json")
 
@@ -57,7 +57,7 @@ def verify(folder: Path | str, *, full: bool = True, progress: Progress | None =
         layout = detect_layout(folder)
     if layout is None and step_of(folder) < 0:
         open_weights(folder)  # says what there is instead
-    if layout in FOREIGN:
+    if layout is not None and not layout.has_manifest:
         return _verify_plain(folder)
     return verify_checkpoint(folder, full=full, progress=progress)
 

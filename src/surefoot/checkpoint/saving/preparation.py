@@ -24,14 +24,15 @@ from ..disk.file_plan import Tensors as Described
 from ..disk.header import num_bytes
 from ..disk.manifest import MANIFEST, MAX_SMALL, STATE, Kind, Layout, is_plain_name
 from ..state.local_box import LocalBox, local_box_of
-from ..state.states import Stateful, adopted, cuts_of, is_copy
+from ..state.roles import MODEL, OPTIMIZER, FileRole, trained_names
+from ..state.roles import STATE as STATE_ROLE
+from ..state.states import AdoptedStates, ShardedState, Stateful, adopted
 from ..state.tensors import split
 from .job import Job, Shard, Share
 from .load_balancing import LocalTensor
 from .writer_group import ALONE, Holding, WriterGroup
 from .writing import write
 
-WEIGHT_STEMS: Mapping[Kind, str] = {"full": "model", "adapter": "adapter_model"}
 LIBRARIES = ("surefoot", "torch", "transformers", "peft", "safetensors")
 RANK_FOLDER = "rank_{:05d}"  # of layout distributed
 WORTH_SHARING = 0.1  # of the weights' bytes
@@ -54,14 +55,14 @@ def save(
 ) -> Path:
     """Write ``root/checkpoint-{step}`` and return it; it is on the disk when this returns.
 
-    ``states`` are parts of a run by name. Two have files of their own: ``model``, a module or
-    anything whose state is a flat dict of tensors, and ``optimizer``. ``kind`` is ``adapter`` if
-    the model's tensors are those of a PEFT adapter. ``companions`` are small files that are stored
-    beside them (config.json, tokenizer.json, ...). ``parent`` names the checkpoint from which this
-    run has resumed; files that are equal in it are linked. ``layout`` is ``full``, or
-    ``distributed`` for a folder per rank.
+    ``states`` are parts of a run by name. Some have files of their own: ``model``, a module or
+    anything whose state is a flat dict of tensors, ``optimizer``, and every ``FileState``, the
+    weights of another network or their optimizer's state. ``kind`` is ``adapter`` if
+    the model's tensors are those of a PEFT adapter. ``companions`` are small files that lie beside
+    (config.json, tokenizer.json, ...). ``parent`` names the checkpoint this run went on from; files
+    that are equal in it are linked. ``layout`` is ``full``, or ``distributed`` for a folder a rank.
 
-    Raises ``CheckpointError``, leaving nothing behind, if the checkpoint already exists, a state
+    Raises ``CheckpointError``, leaving nothing behind, if the checkpoint exists already, a state
     cannot be stored, or the disk fails.
     """
     job, live = prepare(
@@ -94,17 +95,19 @@ def prepare(
     in layout ``full``, of its own files in layout ``distributed``. Tensors of other states are
     those of rank 0.
     """
-    groups, skeleton = _split({name: s.state_dict() for name, s in adopted(states).items()})
-    parts = {role: _parts(role, found, states.get(role)) for role, found in groups.items()}
+    all_states = adopted(states)
+    groups, skeleton = _split(all_states)
+    parts = {role: _parts(role, t, all_states.files.get(role)) for role, t in groups.items()}
     tensors: Mapping[str, Described]
     tensors, nonce = {role: _described(role, found) for role, found in parts.items()}, None
     if crew.size == 1:
         _refuse_incomplete(parts)
     else:
-        word, plan = crew.agree(_held(parts, tensors, crew), skeleton.get("optimizer", {}), parent)
+        sharded = {role: skeleton[role] for role in groups if role in skeleton}
+        word, plan = crew.agree(_held(parts, tensors, crew), sharded, parent)
         nonce, parent, tensors = word.nonce, word.parent, plan.tensors
         parts = {role: _narrowed(found, plan.mine.get(role, {})) for role, found in parts.items()}
-        skeleton |= {"optimizer": plan.optimizer} if "optimizer" in skeleton else {}
+        skeleton |= plan.optimizers
     shards = _shards(parts, tensors, kind, max_shard_size, crew)
     ours = {**indexes(shards, crew.size), STATE: _dump_skeleton(skeleton)} if crew.rank == 0 else {}
     job = Job(
@@ -126,12 +129,14 @@ def prepare(
     return job, LiveTensors(values)
 
 
-def _parts(role: str, tensors: Tensors, state: Stateful | None) -> dict[str, LocalBox]:
+def _parts(role: str, tensors: Tensors, state: ShardedState | None) -> dict[str, LocalBox]:
     """The tensors of this rank, without those that another pipeline stage writes."""
     return {
-        name: local_box_of(f"{role}: {name}", tensor, cuts_of(state, name))
+        name: local_box_of(
+            f"{role}: {name}", tensor, None if state is None else state.cuts_of(name)
+        )
         for name, tensor in tensors.items()
-        if not (tensor.is_meta or is_copy(state, name))
+        if not (tensor.is_meta or (state is not None and state.is_copy(name)))
     }
 
 
@@ -161,7 +166,7 @@ def _held(parts: ByRole, tensors: Mapping[str, Described], crew: WriterGroup) ->
     return {
         role: {n: LocalTensor(tensors[role][n][0], p.shape, p.box) for n, p in found.items()}
         for role, found in parts.items()
-        if role != "state" or crew.rank == 0
+        if crew.rank == 0 or not FileRole(role).is_of_rank_0
     }
 
 
@@ -205,30 +210,27 @@ def _version(name: str) -> str:
         return "unknown"
 
 
-def _split(
-    trees: Mapping[str, dict[str, Any]],
-) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, Any]]:
+def _split(states: AdoptedStates) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, Any]]:
     """The tensors of each role by their key in the file, and the structure of all states."""
-    groups: dict[str, dict[str, torch.Tensor]] = {"model": {}, "optimizer": {}, "state": {}}
+    if odd := [name for name in states if not name.isidentifier()]:
+        raise CheckpointError(f"a state cannot be called {odd[0]!r}; choose a plain word")
+    groups: dict[str, dict[str, torch.Tensor]] = {MODEL: {}, OPTIMIZER: {}}
     skeleton: dict[str, Any] = {}
-    rest: dict[str, Any] = {}
-    for name, tree in trees.items():
-        if not name.isidentifier():
-            raise CheckpointError(f"invalid name of a state: {name!r}; choose a plain word")
-        if name == "model":
-            groups["model"] = _flat(tree)
-        elif name == "optimizer":
-            groups["optimizer"], skeleton["optimizer"] = split(tree, "optimizer")
+    for name, state in states.files.items():
+        if FileRole(name).is_weights:
+            groups[name] = _flat(name, state.state_dict())
         else:
-            rest[name] = tree
-    groups["state"], others = split(rest, "state")
+            groups[name], skeleton[name] = split(state.state_dict(), name)
+    rest = {name: state.state_dict() for name, state in states.rest.items()}
+    groups[STATE_ROLE], others = split(rest, STATE_ROLE)
     return groups, skeleton | others
 
 
-def _flat(tree: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+def _flat(role: str, tree: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     for name, value in tree.items():
         if not isinstance(value, torch.Tensor):
-            raise CheckpointError(f"model: {name!r} is a {type(value).__name__}, expected a tensor")
+            kind = type(value).__name__
+            raise CheckpointError(f"{role}: {name!r} is a {kind}, expected a tensor")
     return dict(tree)
 
 
@@ -244,32 +246,38 @@ def _shards(
     Several ranks share those of layout ``full``, and an adapter's in both layouts. Otherwise they
     are in the folder of this rank, and contain the box of each tensor in their header.
     """
-    stems = {"model": WEIGHT_STEMS[kind], "optimizer": "optimizer", "state": "state"}
-    moved = {name.rpartition(".")[0] for name in tensors.get("optimizer", {})}
     shards = []
-    for role, own in parts.items():
-        is_adapter = role == "model" and kind == "adapter"
-        is_boxed = crew.layout == "distributed" and not is_adapter
-        is_joint = crew.size > 1 and role != "state" and not is_boxed
-        limit = None if is_adapter or role == "state" else max_shard_size
-        described = tensors.get(role, {})
+    for name, own in parts.items():
+        role = FileRole(name, kind)
+        is_boxed = crew.layout == "distributed" and not role.is_adapter
+        is_joint = crew.size > 1 and not (role.is_of_rank_0 or is_boxed)
+        limit = max_shard_size if role.is_split_by_size else None
+        described = tensors.get(name, {})
         if not is_joint:
-            described = {name: (described[name][0], one.box.shape) for name, one in own.items()}
-        apart = unchanged_parameters(described, moved) if role == "model" and not is_adapter else ()
-        boxes = {name: (one.shape, one.box) for name, one in own.items()} if is_boxed else None
-        stem = f"{RANK_FOLDER.format(crew.rank)}/{stems[role]}" if is_boxed else stems[role]
+            described = {tensor: (described[tensor][0], p.box.shape) for tensor, p in own.items()}
+        apart = still_in(role, described, tensors.get(role.optimizer, {}))
+        boxes = {tensor: (p.shape, p.box) for tensor, p in own.items()} if is_boxed else None
+        stem = f"{RANK_FOLDER.format(crew.rank)}/{role.stem}" if is_boxed else role.stem
         if not described:
             continue
         for plan in plan_save(stem, described, limit, apart=apart, boxes=boxes):
             share = _share(plan, own, crew) if is_joint else None
             if share is None or share.boxes or share.has_head:
-                shards.append(Shard(role, plan, share))
+                shards.append(Shard(name, plan, share))
     return shards
 
 
 def _share(plan: FilePlan, own: Mapping[str, LocalBox], crew: WriterGroup) -> Share:
     boxes = {name: own[name].box for name in plan.header.entries if name in own}
     return Share(boxes, has_head=crew.rank == 0)
+
+
+def still_in(role: FileRole, tensors: Described, moments: Collection[str]) -> Collection[str]:
+    """The tensors of a role that no optimizer moves, to have files of their own. ``moments`` are
+    the names of its optimizer's tensors."""
+    if role.is_adapter or not role.is_weights:
+        return ()
+    return unchanged_parameters(tensors, trained_names(moments))
 
 
 def unchanged_parameters(model: Described, moved: Collection[str]) -> set[str]:
@@ -295,7 +303,7 @@ def indexes(shards: Sequence[Shard], num_ranks: int) -> dict[str, bytes]:
         plans = [shard.plan for shard in shards if shard.role == role]
         stem = plans[0].name.partition("-00001-of-")[0].removesuffix(".safetensors")
         is_in_folder = "/" in stem
-        if role == "model" and num_ranks == 1 if is_in_folder else len(plans) > 1:
+        if role == MODEL and num_ranks == 1 if is_in_folder else len(plans) > 1:
             found[f"{stem.rpartition('/')[2]}.safetensors.index.json"] = dump_index(plans)
     return found
 

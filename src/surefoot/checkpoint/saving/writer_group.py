@@ -29,7 +29,7 @@ class SavePlan:
 
     tensors: Mapping[str, Tensors]  # by role: the type and whole shape of each, of all processes
     mine: Mapping[str, Mapping[str, Box]]  # by role and name: what this process writes
-    optimizer: Mapping[str, Any]  # its state without tensors, of all processes
+    optimizers: Mapping[str, Mapping[str, Any]]  # by role: states without tensors, of all processes
 
 
 @dataclass(frozen=True)
@@ -61,18 +61,19 @@ class WriterGroup:
     _memory: _Memory = field(default_factory=_Memory, repr=False, compare=False)
 
     def agree(
-        self, held: Holding, optimizer: Mapping[str, Any], parent: str | None
+        self, held: Holding, optimizers: Mapping[str, Mapping[str, Any]], parent: str | None
     ) -> tuple[SaveDecision, SavePlan]:
-        """Exchange the tensors of all ranks; returns what to write. A collective call.
+        """Tell the others what this process holds; what is to be done. Every process must call it.
 
         Args:
-            held: this rank's part of the tensors of each role.
-            optimizer: its state without tensors, which in a pipeline covers some parameters only.
-            parent: as this rank knows it; that of rank 0 is used.
+            held: what is here of the tensors of each role.
+            optimizers: by role their states without tensors, which in a pipeline are of some
+                parameters only.
+            parent: as this process knows it; the first one's counts.
 
-        Raises ``CheckpointError``, on every rank, if the parts do not fit together.
+        Raises ``CheckpointError``, in every process, if what they hold does not fit together.
         """
-        said = _said(held, optimizer)
+        said = _said(held, optimizers)
         own = digest(json.dumps(said).encode())
         answers = self.exchange((own, new_nonce(), parent))
         digests = tuple(found for found, _, _ in answers)
@@ -85,14 +86,14 @@ class WriterGroup:
 ALONE = WriterGroup()
 
 
-def _said(held: Holding, optimizer: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
+def _said(held: Holding, optimizers: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
     """The same as plain data; equal inputs have equal digests."""
     tensors = [
         (role, name, one.dtype, one.shape, one.box.start, one.box.shape)
         for role, tensors in held.items()
         for name, one in tensors.items()
     ]
-    return tensors, optimizer
+    return tensors, optimizers
 
 
 Heard = tuple[dict[str, dict[str, LocalTensor]], Mapping[str, Any]]
@@ -125,11 +126,12 @@ def shared_out(held: Sequence[Holding]) -> list[dict[str, dict[str, Box]]]:
 def _plan(heard: list[Heard], rank: int) -> SavePlan:
     mine = shared_out([tensors for tensors, _ in heard])[rank]
     whole: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = {}
-    optimizer: dict[str, Any] = {}
+    optimizers: dict[str, dict[str, Any]] = {}
     for tensors, states in heard:
         for role, found in tensors.items():
             for name, one in found.items():
                 whole.setdefault(role, {}).setdefault(name, (one.dtype, one.shape))
-        for name, state in states.items():
-            optimizer.setdefault(name, state)
-    return SavePlan(whole, mine, optimizer)
+        for role, state in states.items():
+            for name, slots in state.items():
+                optimizers.setdefault(role, {}).setdefault(name, slots)
+    return SavePlan(whole, mine, {role: optimizers.get(role, {}) for _, s in heard for role in s})

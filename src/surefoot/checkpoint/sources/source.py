@@ -17,7 +17,7 @@ from ...errors import CheckpointError
 from ...geometry.box import Box
 from ...storage import files
 from ..disk.bytes import DTYPES, fill_box, raw
-from ..weights import StoredBox, Weights
+from .weights import StoredBox, Weights
 
 Shape = tuple[int, ...]
 

@@ -16,7 +16,7 @@ from torch import nn
 
 from ...geometry.sharding import Cuts
 from ..disk.manifest import Kind
-from .states import Stateful, cuts_of
+from .states import ShardedState
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -32,7 +32,7 @@ class Exchange(Protocol):
 class PipelinedWeights:
     """The weights of some pipeline stages."""
 
-    own: Stateful
+    own: ShardedState
     model: nn.Module
     elsewhere: Tensors  # on the meta device
     copies: Collection[str]  # names of what an earlier stage has as well, which then writes it
@@ -43,11 +43,15 @@ class PipelinedWeights:
 
     def cuts_of(self, name: str) -> Cuts | None:
         """The sharding of a tensor; None if it is not recorded."""
-        return cuts_of(self.own, name)
+        return self.own.cuts_of(name)
 
     def is_copy(self, name: str) -> bool:
         """Whether another rank writes this tensor."""
         return name in self.copies
+
+    def like(self, name: str) -> torch.Tensor | None:
+        """None: all names are there from the beginning."""
+        return None
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """All names; the live tensors of this rank."""
@@ -72,14 +76,14 @@ class PipelinedOptimizer:
     ``{parameter: {slot: tensor}}``.
     """
 
-    own: Stateful
+    own: ShardedState
     elsewhere: Collection[str]  # parameters
     copies: Collection[str]
     exchange: Exchange
 
     def cuts_of(self, pointer: str) -> Cuts | None:
         """The sharding of a tensor of the state."""
-        return cuts_of(self.own, pointer)
+        return self.own.cuts_of(pointer)
 
     def is_copy(self, pointer: str) -> bool:
         """Whether another rank writes this tensor."""
@@ -91,8 +95,7 @@ class PipelinedOptimizer:
         """
         if pointer.rpartition(".")[0] in self.elsewhere:
             return torch.empty((), device="meta")
-        like: Callable[[str], torch.Tensor | None] = self.own.like  # type: ignore[attr-defined]
-        return like(pointer)
+        return self.own.like(pointer)
 
     def state_dict(self) -> dict[str, dict[str, torch.Tensor]]:
         """All parameters; the live tensors of this rank. A collective call of the pipeline: only

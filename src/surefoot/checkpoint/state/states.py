@@ -9,7 +9,7 @@ and the random generators.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -19,14 +19,15 @@ from torch import nn
 
 from ...errors import CheckpointError
 from ...geometry.sharding import Cuts
+from .roles import MODEL, OPTIMIZER, STATE
 
 
 class Stateful(Protocol):
     """Anything with a state: the model, the optimizer, the loader, the random generators.
 
-    A state consists of dicts, lists, tuples, numbers, text, None and dense tensors. Two states have
-    files of their own: ``model``, a flat dict of tensors under the names in the weight file, and
-    ``optimizer``, a dict of parameter name to dict.
+    A state is made of dicts, lists, tuples, numbers, text, None and dense tensors. Weights and
+    optimizer states have files of their own: weights are a flat dict of tensors under the names of
+    the weight file, an optimizer state is a dict of parameter name to dict.
     """
 
     def state_dict(self) -> dict[str, Any]:
@@ -40,29 +41,97 @@ class Stateful(Protocol):
         """Restore ``state``."""
 
 
-def adopted(states: Mapping[str, Stateful]) -> dict[str, Stateful]:
-    """``states`` as they are saved and loaded: a plain module has every tensor once."""
-    return {
-        name: ModuleState(state) if isinstance(state, nn.Module) else state
-        for name, state in states.items()
-    }
+class ShardedState(Stateful, Protocol):
+    """Weights or an optimizer state, of which each rank may have a part only.
 
-
-def cuts_of(state: Stateful | None, name: str) -> Cuts | None:
-    """The sharding of the tensor ``name`` of a state, if the state has recorded it: some have a
-    ``cuts_of`` of their own.
+    A pointer is the name of a tensor in the files: of weights the parameter's name, of an optimizer
+    state ``name.exp_avg``.
     """
-    recorded = getattr(state, "cuts_of", None)
-    found: Cuts | None = None if recorded is None else recorded(name)
-    return found
+
+    def cuts_of(self, pointer: str, /) -> Cuts | None:
+        """How a tensor is cut over ranks; None if a DTensor says it, or it is not cut."""
+
+    def is_copy(self, pointer: str, /) -> bool:
+        """Whether another pipeline stage has the tensor as well, and writes it."""
+
+    def like(self, pointer: str, /) -> torch.Tensor | None:
+        """A tensor to load into where the state has none yet, cut as it will be; on the meta device
+        if it belongs to another pipeline stage; None: an unsharded one."""
 
 
-def is_copy(state: Stateful | None, name: str) -> bool:
-    """Whether another pipeline stage has the tensor ``name`` of a state as well, and writes it:
-    some states have an ``is_copy`` of their own.
+@dataclass(frozen=True)
+class FileState:
+    """A state that is saved in files of its own, ``NAME.safetensors``, after its name among the
+    states: weights or, under ``X_optimizer``, the optimizer state of the weights ``X``."""
+
+    own: ShardedState
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state as it is now."""
+        return self.own.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore ``state``."""
+        self.own.load_state_dict(state)
+
+
+@dataclass(frozen=True)
+class UnshardedState:
+    """A state of which this process has every tensor, or DTensors that say how they are cut."""
+
+    own: Stateful
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state as it is now."""
+        return self.own.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore ``state``."""
+        self.own.load_state_dict(state)
+
+    def cuts_of(self, pointer: str) -> Cuts | None:
+        """None is recorded."""
+        return None
+
+    def is_copy(self, pointer: str) -> bool:
+        """No other process has it."""
+        return False
+
+    def like(self, pointer: str) -> torch.Tensor | None:
+        """Unsharded."""
+        return None
+
+
+@dataclass(frozen=True)
+class AdoptedStates:
+    """States as they are saved and loaded."""
+
+    files: Mapping[str, ShardedState]  # by role: those with files of their own
+    rest: Mapping[str, Stateful]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter((*self.files, *self.rest))
+
+
+def adopted(states: Mapping[str, Stateful]) -> AdoptedStates:
+    """``states`` as they are saved and loaded.
+
+    ``model``, ``optimizer`` and every ``FileState`` have files of their own. A plain module has
+    every tensor once.
     """
-    asked = getattr(state, "is_copy", None)
-    return asked is not None and bool(asked(name))
+    files: dict[str, ShardedState] = {}
+    rest: dict[str, Stateful] = {}
+    for name, state in states.items():
+        own = ModuleState(state) if isinstance(state, nn.Module) else state
+        if isinstance(own, FileState):
+            files[name] = own.own
+        elif name in (MODEL, OPTIMIZER):
+            files[name] = UnshardedState(own)
+        else:
+            rest[name] = own
+    if STATE in files:
+        raise CheckpointError(f"{STATE!r} is the file of all other states; choose another name")
+    return AdoptedStates(files, rest)
 
 
 @dataclass(frozen=True)

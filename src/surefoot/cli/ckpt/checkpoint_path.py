@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from ...checkpoint.mindspore.ranks import step_of
+from ...checkpoint.layouts.mindspore.reading.ranks import step_of
 from ...storage.address import Address, is_address
 
 

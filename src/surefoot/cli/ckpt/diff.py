@@ -14,7 +14,8 @@ from rich.table import Table
 from rich.text import Text
 
 from ...checkpoint.looking.values import PARTS, ValueChange
-from ...checkpoint.reading.contents import ROLES, shown
+from ...checkpoint.reading.contents import shown
+from ...checkpoint.state.roles import roles_of
 from ...recipe.yaml import parse
 from ...storage.address import Address
 from ..table import (
@@ -129,7 +130,7 @@ def _more(screen: Console, left: int) -> None:
 def _largest(changed: Sequence[TensorChange]) -> list[TensorChange]:
     """Those of each role that differ most."""
     found = []
-    for role in ROLES:
+    for role in roles_of(tensor.name for tensor in changed):
         mine = sorted((t for t in changed if t.role == role), key=_distance, reverse=True)
         found += mine[:_LARGEST]
     return found

@@ -11,8 +11,24 @@ from rich.text import Text
 from ...storage.address import Address
 from ..table import JSON, cell, console, fitted, in_bytes, print_json
 from .checkpoint_path import PLACE, local
-from .convert import DTYPE, LAYOUT, MESH, LayoutName, read_mesh
+from .convert import LAYOUTS, LayoutName
 
+LAYOUT = click.option(
+    "--layout",
+    type=click.Choice(LAYOUTS),
+    help="Layout of the Surefoot checkpoint: full (unsharded tensors), or distributed (one "
+    "folder of shards per rank).",
+)
+MESH = click.option(
+    "--mesh",
+    metavar="AXIS=N[,AXIS=N]",
+    help="The mesh whose shards are written: dp_shard=4, dp_shard=4,tp=2, dp_replicate=2 …",
+)
+DTYPE = click.option(
+    "--dtype",
+    type=click.Choice(("float32", "float16", "bfloat16")),
+    help="Dtype of the weights; the optimizer state is not changed.",
+)
 _SHOWN = 12  # files in a table; --json has all
 
 
@@ -35,9 +51,12 @@ def plan(
     tensor files are read. manifest.json itself is not counted.
     """
     from ...checkpoint.converting.resharding import plan_reshard
+    from ...geometry.mesh import Mesh
+    from ..option_text import parse_mesh
 
     wanted = layout or ("full" if mesh is None else "distributed")
-    found = plan_reshard(local(checkpoint), layout=wanted, mesh=read_mesh(mesh), dtype=dtype)
+    processes = Mesh() if mesh is None else parse_mesh(mesh)
+    found = plan_reshard(local(checkpoint), layout=wanted, mesh=processes, dtype=dtype)
     ranks = found.by_rank
     facts: dict[str, object] = {
         "path": found.folder,

@@ -98,7 +98,7 @@ def _table(plan: PrunePlan, metric: str) -> Table:
             cell(local_time(item.line.created)),
             in_bytes(item.line.num_bytes),
             *([number(item.metric)] if has_metric else []),
-            Text("stays" if stays else "goes", style="green" if stays else "red"),
+            Text("keep" if stays else "delete", style="green" if stays else "red"),
             ", ".join(item.verdict.why),
             style="" if stays else "dim",
         )

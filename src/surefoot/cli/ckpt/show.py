@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ...checkpoint.layouts import LAYOUTS
 from ...checkpoint.looking.summary import Group, Summary, Tensor, summarise
 from ...checkpoint.reading.contents import open_contents, shown, states_of
 from ...errors import CheckpointError
@@ -37,13 +38,6 @@ if TYPE_CHECKING:
     from ...checkpoint.looking.tensor_stats import Norms
 
 _NUMBERS = ("tensors", "elements", "size", "L2 norm", "min", "max", "mean", "NaN", "inf")
-_LAYOUTS = {
-    "native": "Surefoot",
-    "huggingface": "Hugging Face",
-    "peft": "PEFT adapter",
-    "dcp": "PyTorch DCP",
-    "mindspore": "MindSpore",
-}
 AllNorms = Mapping[str, "Norms"]  # by a tensor's full name
 
 
@@ -128,7 +122,9 @@ def _tensor_as_json(group: Group, tensor: Tensor, found: AllNorms) -> dict[str, 
 
 
 def _facts(summary: Summary) -> Iterator[tuple[str, object]]:
-    layout = _LAYOUTS[summary.layout] + ", by the Trainer" * ("trainer_state" in summary.states)
+    layout = LAYOUTS[summary.layout].title + ", by the Trainer" * (
+        "trainer_state" in summary.states
+    )
     for name, value in {"layout": layout, **summary.facts}.items():
         yield name, when(value) if name == "saved" else value
     yield "tensors", in_bytes(sum(group.num_bytes for group in summary.groups))

@@ -9,6 +9,7 @@ from ...checkpoint.disk.dcp_metadata import explained
 from ...checkpoint.disk.manifest import MANIFEST, Manifest, Piece, dump
 from ...checkpoint.disk.retention import RetentionPolicy, decide
 from ...checkpoint.saving.job import Job
+from ...checkpoint.state.roles import FileRole
 
 NO_HASH = "0" * 32
 
@@ -36,17 +37,20 @@ def checkpoint_size(job: Job, frozen: Iterable[str], log: int = 0) -> Checkpoint
         frozen: the weights that no optimizer moves.
         log: bytes of the history of the run at its end.
     """
-    by_role = {"model": 0, "optimizer": 0, "state": 0}
+    weights, optimizer, rest = 0, 0, 0
     still, unchanging = set(frozen), 0
     for shard in job.shards:
-        by_role[shard.role] += shard.plan.header.file_size
-        if shard.role == "model" and shard.plan.header.entries.keys() <= still:
-            unchanging += shard.plan.header.file_size
+        role, num_bytes = FileRole(shard.role), shard.plan.header.file_size
+        weights += num_bytes if role.is_weights else 0
+        optimizer += num_bytes if role.is_optimizer else 0
+        rest += num_bytes if role.is_of_rank_0 else 0
+        if role.is_weights and shard.plan.header.entries.keys() <= still:
+            unchanging += num_bytes
     small = sum(map(len, job.small.values())) + len(_manifest(job)) + log
     return CheckpointSize(
-        by_role["model"],
-        by_role["optimizer"],
-        by_role["state"] + small,
+        weights,
+        optimizer,
+        rest + small,
         unchanging if job.share else 0,
     )
 

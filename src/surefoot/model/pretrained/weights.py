@@ -65,6 +65,14 @@ class FullWeights:
             return FusedSlice(at.whole, at.start, cuts)
         return self.cuts.get(name)
 
+    def is_copy(self, name: str) -> bool:
+        """No other pipeline stage has it."""
+        return False
+
+    def like(self, name: str) -> torch.Tensor | None:
+        """None: every tensor is there from the beginning."""
+        return None
+
     @cached_property
     def _fused(self) -> dict[str, FusedPlacement]:
         return places(self.model)
@@ -134,6 +142,14 @@ class AdapterWeights:
     def cuts_of(self, name: str) -> Cuts | None:
         """The sharding of a tensor; None if it is not recorded."""
         return self.cuts.get(name)
+
+    def is_copy(self, name: str) -> bool:
+        """No other pipeline stage has it."""
+        return False
+
+    def like(self, name: str) -> torch.Tensor | None:
+        """None: every tensor is there from the beginning."""
+        return None
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The live tensors by PEFT's names, without the adapter's own name."""

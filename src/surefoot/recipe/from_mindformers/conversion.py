@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ...checkpoint.mindspore.ranks import model_near, root_of
+from ...checkpoint.layouts.mindspore.reading.ranks import model_near, root_of
 from ..document import Document
 from .data import read_data
 from .keys import Converted, Found, RefusedError, Rule, Together, apply, nothing, only, to

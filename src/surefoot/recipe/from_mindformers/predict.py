@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ...checkpoint.mindspore.ranks import model_near
+from ...checkpoint.layouts.mindspore.reading.ranks import model_near
 from ..document import Document
 from .keys import Converted, Found, RefusedError, Rule, apply, nothing, only, to
 

@@ -1,0 +1,110 @@
+"""The small files beside converted weights: configuration, tokenizer, an adapter's settings."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...errors import CheckpointError, ModelError
+from ...storage import files
+from ..disk.companions import beside
+from ..disk.folder import open_checkpoint
+from ..disk.manifest import is_safetensors
+from ..layouts.detection import has_manifest
+from ..layouts.opening import open_folder
+from ..reading.contents import small_file
+from ..sources.source import Renamed, TensorSource
+from ..sources.weights import ADAPTER_CONFIG
+
+_CONFIG = "config.json"
+_PREFIX = "model."  # of ``dcp.save({"model": model.state_dict()})``
+_OF_RUN = {"state.json", "recipe.yaml", "trainer_state.json"}
+
+
+def companions(base: Path, source: TensorSource) -> dict[str, bytes]:
+    """The companions of the weights in ``base``, with the configuration changed to fit
+    ``source``.
+    """
+    found = beside(base, base)
+    return found | (configs(base, source) if files.exists(base / _CONFIG) else {})
+
+
+def named_as(source: TensorSource, base: Path) -> TensorSource:
+    """``source`` under the names that ``base`` uses."""
+    wanted, found = set(open_folder(base).shapes()), source.shapes()
+    bare = {name.removeprefix(_PREFIX): name for name in found}
+    if not wanted <= found.keys() and wanted <= bare.keys():
+        source = Renamed(source, bare)
+        found = source.shapes()
+    if missing := sorted(wanted - found.keys()):
+        raise CheckpointError(
+            f"weights of another model than {base}: of its {len(wanted)} tensors {len(missing)} "
+            f"are missing (for example {missing[0]})"
+        )
+    return source
+
+
+def adapter_files(folder: Path) -> dict[str, bytes]:
+    """What lies beside an adapter, without the files of the run that trained it."""
+    if has_manifest(folder):
+        names = open_checkpoint(folder).manifest.files.keys() - _OF_RUN
+        kept = [name for name in names if not is_safetensors(name)]
+    else:
+        kept = [ADAPTER_CONFIG, *beside(folder, folder)]
+    found = {name: small_file(folder, name) for name in sorted(kept)}
+    return {name: data for name, data in found.items() if data is not None}
+
+
+def configs(
+    folder: Path,
+    source: TensorSource,
+    changes: Mapping[str, object] | None = None,
+    stop_token_ids: tuple[int, ...] = (),
+) -> dict[str, bytes]:
+    """``config.json`` and ``generation_config.json`` of ``folder``, changed to fit the weights
+    in ``source``, with ``changes`` to the first.
+    """
+    changes = changes or {}
+    config = {**_read(folder / "config.json"), **changes}
+    inner = config.get("text_config")
+    if isinstance(inner, dict):
+        inner.update({name: value for name, value in changes.items() if name in inner})
+    config.pop("torch_dtype", None)  # the old name
+    config["dtype"] = _main_dtype(source)
+    found = {"config.json": _json(config)}
+    path = folder / "generation_config.json"
+    generation = _read(path) if path.is_file() else {}
+    known = generation.get("eos_token_id")
+    known = known if isinstance(known, list) else [known] if known is not None else []
+    if ends := list(dict.fromkeys([*known, *stop_token_ids])):
+        generation["eos_token_id"] = ends[0] if len(ends) == 1 else ends
+    if generation:
+        found[path.name] = _json(generation)
+    return found
+
+
+def _main_dtype(source: TensorSource) -> str:
+    """The type most of the weights have."""
+    sizes: dict[torch.dtype, int] = {}
+    shapes = source.shapes()
+    for name, dtype in source.dtypes().items():
+        if dtype.is_floating_point:
+            sizes[dtype] = sizes.get(dtype, 0) + prod(shapes[name])
+    return str(max(sizes, key=lambda dtype: sizes[dtype], default=torch.float32))[len("torch.") :]
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        content: dict[str, Any] = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path}: cannot be read: {error}") from None
+    return content
+
+
+def _json(content: object) -> bytes:
+    return (json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()

@@ -1,0 +1,93 @@
+"""What a conversion starts from: a folder, and views of its weights that targets take."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, Protocol
+
+from ..layouts.mindspore.mindspore_model import MindSporeHints
+from ..sources.copying import Progress
+from ..sources.source import TensorSource
+
+
+class OptionError(ValueError):
+    """Options of a target that do not go together, or mean nothing for this folder."""
+
+
+DtypeName = Literal["float32", "float16", "bfloat16"]
+Family = Literal[
+    "keep",
+    "legacy",
+    "legacy-fused",
+    "mcore",
+    "mcore-mla",
+    "mcore-v1",
+    "mcore-fused",
+    "mcore-contiguous",
+]  # of MindSpore Transformers' names
+
+
+@dataclass(frozen=True)
+class WholeModel:
+    """A model with its adapter merged, as transformers has it."""
+
+    weights: TensorSource
+    small: Mapping[str, bytes]
+    folder: Path  # of its configuration
+    global_batch_size: int | None = None  # of the run that trained it
+
+
+@dataclass(frozen=True)
+class Hints:
+    """What the user said of the folder to convert."""
+
+    base: str | None = None
+    trust_pickle: bool = False
+    names: str | None = None
+    strategy: Path | None = None
+
+
+class Origin(Protocol):
+    """A folder to convert. Every view is lazy: a target opens only what it writes."""
+
+    @property
+    def folder(self) -> Path:
+        """Its path."""
+
+    @property
+    def base(self) -> Path | None:
+        """The folder of the base that the user named."""
+
+    @property
+    def mindspore(self) -> MindSporeHints:
+        """What the user said of a folder of MindSpore."""
+
+    def adapter_base(self) -> Path | None:
+        """The folder of an adapter's base; None for a whole model."""
+
+    def weights(self) -> TensorSource:
+        """The weights as stored, under Hugging Face's names."""
+
+    def whole(self, dtype: DtypeName | None = None) -> WholeModel:
+        """The model; an adapter is merged into its base."""
+
+
+@dataclass(frozen=True)
+class Done:
+    """Notes about the folder that was written."""
+
+    notes: Mapping[str, object] = field(default_factory=dict)  # for --json
+    words: str = ""  # for people
+
+
+class Target(Protocol):
+    """What ``ckpt convert --to NAME`` writes. Its fields are the options of the command."""
+
+    @property
+    def hints(self) -> Hints:
+        """What its options say of the folder to convert."""
+
+    def write(self, origin: Origin, target: Path, progress: Progress) -> Done:
+        """Write the new folder ``target``, which appears when all of it is written."""

@@ -1,0 +1,77 @@
+"""A Hugging Face model: weights, configuration and tokenizer, an adapter merged into its base."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from ....errors import ModelError
+from ....storage import files
+from ...disk.atomic_folder import new_folder, write_small
+from ...disk.commit import named
+from ...layouts.detection import detect_layout
+from ...layouts.mindspore.reading.ranks import model_near
+from ...sources.copying import Progress, cast, copy
+from ..model_files import companions, named_as
+from ..origin import Done, DtypeName, Family, Hints, Origin
+
+
+@dataclass(frozen=True)
+class HuggingFaceModel:
+    """Weights, configuration and tokenizer; an adapter is merged into its base."""
+
+    base: str | None = None
+    """The base model of an adapter if it moved, or of weights of others (DCP, DeepSpeed)."""
+
+    dtype: DtypeName | None = None
+    """Of the weights; the optimizer's state stays."""
+
+    trust_pickle: bool = False
+    """Read the pickles of a checkpoint of DeepSpeed, or of PyTorch's DCP, as inert records."""
+
+    names: Family | None = None
+    """What MindSpore Transformers calls the weights, in DST or, with --to huggingface, in SRC;
+    keep: as they are."""
+
+    strategy: Path | None = None
+    """MindSpore's strategy files of SRC, if not beside its ranks."""
+
+    @property
+    def hints(self) -> Hints:
+        """What it says of the folder to convert."""
+        return Hints(self.base, self.trust_pickle, self.names, self.strategy)
+
+    def write(self, origin: Origin, target: Path, progress: Progress) -> Done:
+        """A whole model; weights only where there is no configuration."""
+        layout = detect_layout(origin.folder)
+        if named(origin.folder) or (layout is not None and layout.is_whole_model):
+            return self._write_whole(origin, target, progress)
+        return self._write_weights(origin, target, progress)
+
+    def _write_whole(self, origin: Origin, target: Path, progress: Progress) -> Done:
+        whole, path = origin.whole(self.dtype), target.expanduser().absolute()
+        refuse_taken(path)
+        with new_folder(path, may_be_empty=True) as folder:
+            copy(whole.weights, folder, progress=progress)
+            write_small(folder, whole.small)
+        return Done()
+
+    def _write_weights(self, origin: Origin, target: Path, progress: Progress) -> Done:
+        source = origin.weights()
+        if origin.base is not None:
+            source = named_as(source, origin.base)
+        source, place = cast(source, self.dtype), origin.base or model_near(origin.folder)
+        small = {} if place is None else companions(place, source)
+        with new_folder(target) as folder:
+            copy(source, folder, progress=progress)
+            write_small(folder, small)
+        words = "weights only: its config.json and tokenizer are those of the model it comes from; "
+        return Done(words="" if place else words + "--base MODEL copies them")
+
+
+def refuse_taken(out: Path) -> None:
+    """Raise ``ModelError`` unless ``out`` is free or an empty folder."""
+    if out.is_dir() and not any(out.iterdir()):
+        return
+    if files.exists(out):
+        raise ModelError(f"{out}: it exists already, and nothing is overwritten; choose another")

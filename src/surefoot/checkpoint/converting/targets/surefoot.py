@@ -1,0 +1,108 @@
+"""A Surefoot checkpoint: resharded, or made of the weights of others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from ....geometry.mesh import Mesh
+from ...disk.commit import named
+from ...disk.manifest import Kind
+from ...layouts.detection import detect_layout
+from ...layouts.mindspore.reading.ranks import model_near
+from ...sources.copying import Progress, cast
+from ...sources.source import TensorSource
+from ..model_files import adapter_files, companions, named_as
+from ..origin import Done, DtypeName, Family, Hints, OptionError, Origin
+from ..resharding import reshard
+from ..weights_only import write_weights
+
+
+@dataclass(frozen=True)
+class SurefootCheckpoint:
+    """A Surefoot checkpoint: another layout or mesh, or the weights of other tools."""
+
+    layout: Literal["full", "distributed"] = "full"
+    """Of a Surefoot checkpoint: whole tensors, or a folder of boxes for every process."""
+
+    mesh: Mesh | None = None
+    """The processes whose boxes are written: dp_shard=4, dp_shard=4,tp=2, dp_replicate=2 …"""
+
+    dtype: DtypeName | None = None
+    """Of the weights; the optimizer's state stays."""
+
+    base: str | None = None
+    """The base model of an adapter if it moved, or of weights of others (DCP, DeepSpeed)."""
+
+    trust_pickle: bool = False
+    """Read the pickles of a checkpoint of DeepSpeed, or of PyTorch's DCP, as inert records."""
+
+    names: Family | None = None
+    """What MindSpore Transformers calls the weights, in DST or, with --to huggingface, in SRC;
+    keep: as they are."""
+
+    strategy: Path | None = None
+    """MindSpore's strategy files of SRC, if not beside its ranks."""
+
+    def __post_init__(self) -> None:
+        if self.mesh and self.layout != "distributed":
+            raise OptionError("--mesh needs --layout distributed; layout full is not sharded")
+
+    @property
+    def hints(self) -> Hints:
+        """What it says of the folder to convert."""
+        return Hints(self.base, self.trust_pickle, self.names, self.strategy)
+
+    def write(self, origin: Origin, target: Path, progress: Progress) -> Done:
+        """All of a Surefoot checkpoint; of other folders the weights."""
+        mesh = self.mesh or Mesh()
+        notes = {"layout": self.layout, "mesh": mesh.axes}
+        layout = detect_layout(origin.folder)
+        if not (named(origin.folder) or (layout is not None and layout.has_manifest)):
+            setting = self._write_weights(origin, target, mesh, progress)
+            return Done(notes, f"weights alone: start from them with model.{setting}={target}")
+        self._refuse_hints()
+        reshard(
+            origin.folder,
+            target,
+            layout=self.layout,
+            mesh=mesh,
+            dtype=self.dtype,
+            progress=progress,
+        )
+        return Done(notes, f"go on from it with checkpoint.resume={target}")
+
+    def _refuse_hints(self) -> None:
+        for name in ("base", "names", "strategy", "trust_pickle"):
+            if getattr(self, name):
+                raise OptionError(
+                    f"--{name.replace('_', '-')} cannot be used with a Surefoot checkpoint, "
+                    "which contains all that is needed"
+                )
+
+    def _write_weights(
+        self, origin: Origin, target: Path, mesh: Mesh, progress: Progress
+    ) -> Literal["adapter", "path"]:
+        kind, source, small = self._opened(origin)
+        write_weights(
+            source,
+            target,
+            kind=kind,
+            layout=self.layout,
+            mesh=mesh,
+            dtype=self.dtype,
+            small=small,
+            progress=progress,
+        )
+        return "adapter" if kind == "adapter" else "path"
+
+    def _opened(self, origin: Origin) -> tuple[Kind, TensorSource, Mapping[str, bytes]]:
+        source, layout = origin.weights(), detect_layout(origin.folder)
+        if layout is not None and layout.is_adapter:
+            return "adapter", source, adapter_files(origin.folder)
+        place = origin.base or model_near(origin.folder)
+        if origin.base is not None:
+            source = named_as(source, origin.base)
+        return "full", source, {} if place is None else companions(place, cast(source, self.dtype))

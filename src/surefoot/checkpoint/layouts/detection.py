@@ -1,0 +1,109 @@
+"""Detect the layout of a folder, and say what is there instead if it has none. No torch."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+from ...errors import CheckpointError
+from ...storage import files
+from ..disk.commit import named
+from ..disk.manifest import MANIFEST
+from ..sources.weights import (
+    ADAPTER,
+    DEEPSPEED,
+    DISTRIBUTED,
+    MODEL,
+    MODEL_INDEX,
+    OF_DEEPSPEED,
+    PICKLES,
+    Weights,
+)
+from . import LAYOUTS
+from .layout import Layout
+from .mindspore.reading.ranks import old_file
+
+# Reads pickles as tensors only, joins the shards, and writes what every tool can read.
+_CONVERT = (
+    "from pathlib import Path; from safetensors.torch import save_file; from torch import load; "
+    "save_file({{name: tensor.contiguous().clone() "
+    "for file in sorted(Path({folder!r}).glob({glob!r})) "
+    "for name, tensor in load(file, map_location='cpu', weights_only=True).items()}}, "
+    "Path({folder!r}) / {target!r}, {{'format': 'pt'}})"
+)
+
+
+def detect_layout(folder: Path) -> Layout | None:
+    """The layout of a folder of weights; None if it is none that can be read."""
+    return next((layout for layout in LAYOUTS.values() if layout.recognise(folder)), None)
+
+
+def has_manifest(folder: Path) -> bool:
+    """Whether ``folder`` is a Surefoot checkpoint, damaged or not."""
+    layout = detect_layout(folder)
+    return layout is not None and layout.has_manifest
+
+
+def is_foreign(folder: Path) -> bool:
+    """Whether ``folder`` contains weights of another tool."""
+    layout = detect_layout(folder)
+    return layout is not None and not layout.has_manifest
+
+
+def expect_layout(folder: Path) -> Layout:
+    """The layout of a folder of weights; a ``CheckpointError`` if there are none."""
+    with files.raising(CheckpointError, f"cannot read the weights in {folder}"):
+        layout = detect_layout(folder)
+        if layout is None:
+            raise CheckpointError(_why_not(folder))
+    return layout
+
+
+def open_weights(folder: Path) -> Weights:
+    """The weights in ``folder``, whatever its layout; a ``CheckpointError`` if there are none."""
+    layout = expect_layout(folder)
+    with files.raising(CheckpointError, f"cannot read the weights in {folder}"):
+        return layout.open(folder)
+
+
+def is_deepspeed(folder: Path) -> bool:
+    """Whether ``folder`` is a checkpoint of DeepSpeed, or contains some. By names alone."""
+    names = files.list_folder(folder) if files.is_folder(folder) else []
+    return any(name in DEEPSPEED or name.endswith(OF_DEEPSPEED) for name in names)
+
+
+def _why_not(folder: Path) -> str:
+    if not files.is_folder(folder):
+        what = "is a file, not a folder" if files.exists(folder) else "does not exist"
+        return f"{folder} {what}"
+    if inside := [path for path in named(folder) if detect_layout(path) is not None]:
+        return f"{folder}: contains no weights itself; did you mean {inside[-1]}?"
+    names = files.list_folder(folder)
+    if old := old_file(folder):
+        return (
+            f"{old}: MindSpore's older format, which is not supported; convert it with "
+            "mindspore.ckpt_to_safetensors"
+        )
+    whose = "a distributed checkpoint of PyTorch, whose index is a pickle"
+    if is_deepspeed(folder):
+        whose = "a checkpoint of DeepSpeed, whose files are pickles"
+    if any(name in names for name in DISTRIBUTED) or is_deepspeed(folder):
+        return (
+            f"{folder}: {whose}; `surefoot ckpt convert {shlex.quote(str(folder))} OUT --to "
+            "huggingface --trust-pickle` converts it to a model"
+        )
+    if pickled := [name for name in names if name.endswith(PICKLES)]:
+        return f"{folder / pickled[0]}: {_refusal(folder, pickled)}"
+    return (
+        f"{folder}: contains no weights; expected {MODEL}, {MODEL_INDEX}, {ADAPTER} or {MANIFEST}"
+    )
+
+
+def _refusal(folder: Path, names: list[str]) -> str:
+    """Why a pickled file is not read, and the command that converts it to one that is."""
+    reason = "a pickled file can run code when it is read, so Surefoot never reads it here"
+    for stem, target in (("pytorch_model", MODEL), ("adapter_model", ADAPTER)):
+        if any(name.startswith(stem) and name.endswith(".bin") for name in names):
+            code = _CONVERT.format(folder=str(folder), glob=f"{stem}*.bin", target=target)
+            return f"{reason}. Convert it once, as tensors only: python -c {shlex.quote(code)}"
+    return f"{reason}. Convert it to safetensors with the tool that wrote it"

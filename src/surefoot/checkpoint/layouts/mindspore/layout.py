@@ -1,0 +1,76 @@
+"""The folders of MindSpore and MindSpore Transformers: full, by rank, or by iteration."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from ....errors import CheckpointError
+from ....storage import files
+from ...sources.weights import TensorLocation, Weights
+from ...state.roles import MODEL
+from ..dcp import is_dcp
+from ..dcp_boxes import locations
+from ..foreign import read_small
+from ..huggingface import has_model
+from ..layout import Locations, SavedFolder
+from ..native import is_native
+from ..peft import is_peft
+from .reading.opened import form_of, open_boxes, progress_of, role_of, saves
+from .strategy.shapes import Shapes
+
+
+def open_mindspore_state(
+    folder: Path, *, strategy: Path | None = None, shapes: Shapes | None = None
+) -> dict[str, TensorLocation]:
+    """All tensors that MindSpore saved, by its names: weights, moments, numbers of the training
+    state.
+    """
+    return locations(open_boxes(folder, strategy=strategy, shapes=shapes))
+
+
+@dataclass(frozen=True)
+class MindSpore:
+    """A folder of MindSpore, under MindSpore's names."""
+
+    name: ClassVar[str] = "mindspore"
+    title: ClassVar[str] = "MindSpore"
+    has_manifest: ClassVar[bool] = False
+    is_adapter: ClassVar[bool] = False
+    has_adapter_config: ClassVar[bool] = False
+    is_assembled: ClassVar[bool] = True
+    is_whole_model: ClassVar[bool] = False
+    pickle_suffixes: ClassVar[tuple[str, ...]] = ()  # its .ckpt are protocol buffers
+
+    def recognise(self, folder: Path) -> bool:
+        """Whether it has files of MindSpore, and no other weights."""
+        is_taken = is_native(folder) or is_peft(folder) or has_model(folder) or is_dcp(folder)
+        return not is_taken and form_of(folder) is not None
+
+    def open(self, folder: Path) -> Weights:
+        """The weights, each joined from its ranks' slices, without the state of the training."""
+        with files.raising(CheckpointError):
+            every = open_mindspore_state(folder)
+        model = {n: p for n, p in every.items() if role_of(n, p.entry.shape) == MODEL}
+        return Weights(self.name, folder, model)
+
+    def open_all(self, folder: Path, roles: frozenset[str] | None) -> Locations:
+        """Weights, moments and numbers of the training."""
+        found = open_mindspore_state(folder)
+        named = {(role_of(n, p.entry.shape), n): p for n, p in found.items()}
+        return {f"{r}/{n}": p for (r, n), p in named.items() if roles is None or r in roles}
+
+    def states(self, folder: Path) -> Mapping[str, Any]:
+        """How far the training was."""
+        progress = progress_of(folder)
+        return {"progress": progress} if progress else {}
+
+    def small_file(self, folder: Path, name: str) -> bytes | None:
+        """Any file of the folder."""
+        return read_small(folder, name)
+
+    def saves_in(self, folder: Path) -> Sequence[SavedFolder]:
+        """One folder contains all saves of a training."""
+        return saves(folder)

@@ -1,0 +1,1 @@
+"""Open MindSpore folders in any of their forms: full, by rank, by iteration."""

@@ -1,0 +1,149 @@
+"""Weights of which every rank saved its slice: the file of each box of each tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from .....errors import CheckpointError
+from .....geometry.box import Box, is_covered_once
+from .....storage import files
+from ....disk import tensorfile
+from ...dcp_boxes import Stored
+from ..strategy.shapes import Shapes, infer_strategy
+from ..strategy.strategy_files import ENDINGS, Strategy, open_strategy
+from .consistency import Slice, check_fit, check_same, check_step
+from .full import whole
+from .ranks import rank_files, root_of
+
+Boxes = dict[str, list[Stored]]  # by a tensor's name; together they are all of it
+_FOLDER = "strategy"  # beside the ranks' folders, or beside the one that holds them
+_RANKS = 6  # told of in an error
+_INT4 = "Int4"
+
+
+def open_distributed(
+    path: Path, *, strategy: Path | None = None, shapes: Shapes | None = None
+) -> Boxes:
+    """The slices of every tensor in the files of one step.
+
+    Args:
+        path: the folder that contains ``rank_0``, one above it, or a file in ``rank_0`` of the
+            step.
+        strategy: the strategy files, if they are not in ``strategy`` beside the ranks.
+        shapes: full shapes by name, to infer the slices if there are no strategy files.
+
+    Raises:
+        CheckpointError: a rank is missing, files of different steps, strategy files that do not fit
+            them, or none and more than one possible layout.
+    """
+    found = rank_files(path)
+    opened = [tensorfile.open_path(file) for file in found]
+    for file in opened:
+        _refuse_packed(file)
+    check_step(opened)
+    where = root_of(path)
+    told = _strategy(where, strategy)
+    if told is None:
+        if len(opened) == 1:
+            return {name: [whole(opened[0], name)] for name in opened[0].header.entries}
+        told = infer_strategy(opened, shapes, where)
+    if told.world_size != len(opened):
+        raise CheckpointError(_wrong_world(told, len(opened), where))
+    slices, loose = _sort(opened, told)
+    check_fit(slices, told.where)
+    boxes = {name: _joined(name, own, where) for name, own in slices.items()}
+    return boxes | {name: [_alike(name, own)] for name, own in loose.items()}
+
+
+def find_strategy(root: Path) -> Path | None:
+    """The folder of strategy files that belongs to the folder of ranks ``root``."""
+    for folder in (root / _FOLDER, root.parent / _FOLDER):
+        if files.is_folder(folder) and any(n.endswith(ENDINGS) for n in files.list_folder(folder)):
+            return folder
+    return None
+
+
+def _strategy(root: Path, given: Path | None) -> Strategy | None:
+    path = given or find_strategy(root)
+    return None if path is None else open_strategy(path)
+
+
+def _wrong_world(told: Strategy, found: int, where: Path) -> str:
+    stages = len(told.stages)
+    parts = f"{stages} pipeline stages of " if stages > 1 else ""
+    return (
+        f"{where}: the files of {found} ranks, but {told.where} is about {told.world_size} "
+        f"({parts}{told.num_devices} devices)"
+    )
+
+
+@dataclass(frozen=True)
+class _Loose:
+    """A tensor that is not in the strategy, on one rank."""
+
+    rank: int
+    file: tensorfile.TensorFile
+
+
+def _sort(
+    opened: Sequence[tensorfile.TensorFile], told: Strategy
+) -> tuple[dict[str, list[Slice]], dict[str, list[_Loose]]]:
+    """The tensors of the strategy, by name, and the others."""
+    slices: dict[str, list[Slice]] = {}
+    loose: dict[str, list[_Loose]] = {}
+    for rank, file in enumerate(opened):
+        layouts, device = told.of_rank(rank)
+        for name, entry in file.header.entries.items():
+            if name not in layouts:
+                loose.setdefault(name, []).append(_Loose(rank, file))
+                continue
+            layout = layouts[name]
+            try:
+                shape = layout.whole(entry.shape)
+                box = layout.box(shape, device)
+            except CheckpointError as error:
+                raise CheckpointError(
+                    f"{told.where}: does not fit {file.path}: {name[:200]!r} of shape "
+                    f"{list(entry.shape)}: {error}"
+                ) from None
+            slices.setdefault(name, []).append(Slice(rank, Stored(file, shape, box)))
+    return slices, loose
+
+
+def _joined(name: str, slices: Sequence[Slice], where: Path) -> list[Stored]:
+    """The slices of one tensor, of equal ones the first, after a check that they cover it."""
+    first = slices[0].stored
+    kinds = {(one.stored.shape, one.stored.file.entry(name).dtype) for one in slices}
+    if len(kinds) > 1:
+        raise CheckpointError(
+            f"{where}: {name[:200]!r} has another type or shape in other ranks' files"
+        )
+    apart = {one.stored.box: one.stored for one in reversed(slices)}
+    boxes = [apart[box] for box in sorted(apart)]
+    if not is_covered_once(Box.whole(first.shape), [one.box for one in boxes]):
+        ranks = ", ".join(str(one.rank) for one in slices[:_RANKS])
+        raise CheckpointError(
+            f"{where}: of {name[:200]!r} only slices of rank {ranks} exist, which do not cover "
+            f"the shape {list(first.shape)}"
+        )
+    return boxes
+
+
+def _alike(name: str, found: Sequence[_Loose]) -> Stored:
+    """A replicated tensor, the same on each rank."""
+    first = found[0].file
+    if first.entry(name).shape:  # a number differs by stage where it counts what a stage does
+        check_same(name, [(one.rank, one.file) for one in found])
+    return whole(first, name)
+
+
+def _refuse_packed(file: tensorfile.TensorFile) -> None:
+    metadata: Mapping[str, str] = file.header.metadata
+    packed = next((name for name, kind in metadata.items() if kind == _INT4), None)
+    if packed is not None:
+        raise CheckpointError(
+            f"{file.path}: {packed[:200]!r} contains two 4-bit integers in a byte, which is not "
+            "supported"
+        )

@@ -1,0 +1,92 @@
+"""MindSpore's weights without slicing: ``part0.safetensors`` with its map, or a single file."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from .....errors import CheckpointError
+from .....geometry.box import Box
+from .....storage import files
+from ....disk import strict_json, tensorfile
+from ....disk.manifest import is_plain_name
+from ...dcp_boxes import Stored
+from .ranks import FOLDER, step_of
+
+MAP = "param_name_map.json"
+HYPER = "hyper_param.safetensors"  # of training: step numbers, learning rate, loss scale
+PART = "part{}.safetensors"
+_PART = re.compile(r"part\d{1,6}\.safetensors")
+
+
+def recognise(folder: Path) -> bool:
+    """Whether ``folder`` contains unsharded tensors in MindSpore's form.
+
+    A single file under any other name must name MindSpore in its header.
+    """
+    names = _tensor_files(folder)
+    if not names:
+        return False
+    if files.exists(folder / MAP) or HYPER in names or all(map(_PART.fullmatch, names)):
+        return True
+    return len(names) == 1 and _is_theirs(folder / names[0])
+
+
+def open_full(folder: Path) -> dict[str, list[Stored]]:
+    """All tensors of the folder; a ``CheckpointError`` if one is missing or the folder belongs
+    to one rank.
+    """
+    names = [name for name in _tensor_files(folder) if name != HYPER]
+    if FOLDER.fullmatch(folder.name) and any(map(step_of, names)):
+        raise CheckpointError(
+            f"{folder}: the part of one rank; use the folder of all ranks, {folder.parent}"
+        )
+    where = folder / MAP
+    told = _read_map(where) if files.exists(where) else None
+    if told is None and len(names) != 1:
+        raise CheckpointError(f"{folder}: {len(names)} files, and no {MAP} that says what is whole")
+    wanted = names if told is None else sorted(set(told.values()))
+    found: dict[str, list[Stored]] = {}
+    for name in [*wanted, *([HYPER] if files.exists(folder / HYPER) else [])]:
+        file = tensorfile.open_path(folder / name)
+        for key in file.header.entries:
+            if key in found:
+                other = found[key][0].file.path.name
+                raise CheckpointError(f"{file.path}: {key[:200]!r} is in {other} as well")
+            found[key] = [whole(file, key)]
+    for key, name in (told or {}).items():
+        if key not in found or found[key][0].file.path.name != name:
+            raise CheckpointError(f"{where}: promises {key[:200]!r} in {name}, where it is not")
+    return found
+
+
+def whole(file: tensorfile.TensorFile, name: str) -> Stored:
+    """A tensor that is completely in one file."""
+    shape = file.entry(name).shape
+    return Stored(file, shape, Box.whole(shape))
+
+
+def _tensor_files(folder: Path) -> list[str]:
+    names = files.list_folder(folder) if files.is_folder(folder) else []
+    return [name for name in names if name.endswith(".safetensors")]
+
+
+def _is_theirs(path: Path) -> bool:
+    try:
+        with tensorfile.open_path(path) as file:
+            return file.header.metadata.get("format") == "ms"
+    except (OSError, CheckpointError):  # whoever opens it says what is wrong
+        return False
+
+
+def _read_map(where: Path) -> dict[str, str]:
+    """File names by tensor: as ``weight_map``, or without anything around it."""
+    with files.open_file(where) as file:
+        told = strict_json.parse_object(files.read_all(file, strict_json.MAX_BYTES), str(where))
+    names = told.get("weight_map", told)
+    if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
+        raise CheckpointError(f"{where}: expected file names by tensor name")
+    for name in sorted(set(names.values())):
+        if not is_plain_name(name) or "/" in name:
+            raise CheckpointError(f"{where}: {name[:200]!r} is not a file in this folder")
+    return names

@@ -1,0 +1,1 @@
+"""How MindSpore cuts tensors over its ranks: strategy files, parallel_config, slices."""

@@ -1,0 +1,1 @@
+"""Write MindSpore folders: full, by rank, by iteration."""

@@ -1,0 +1,142 @@
+"""Convert one of MindSpore's forms to another, and write any tensor source in one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from .....errors import CheckpointError
+from .....storage import files
+from ....disk.atomic_folder import refuse_taken
+from ....disk.companions import beside
+from ....sources.copying import Progress, cast
+from ....sources.joined import JoinedSource
+from ....sources.source import TensorSource
+from ..mindspore_model import (
+    NOTHING_MORE,
+    MindSporeHints,
+    as_huggingface,
+    as_mindspore,
+    by_role,
+    naming_of,
+    open_state,
+    stages_for,
+)
+from ..naming.names import KEEP, heads_near
+from ..reading.ranks import model_near
+from ..strategy.parallel_config import ParallelConfig
+from ..strategy.strategy_files import Layouts, open_strategy
+from .iteration_files import write_iteration
+from .rank_files import write_distributed, write_full
+
+Form = Literal["full", "distributed"]
+DtypeName = Literal["float32", "bfloat16", "float16"]
+_CONFIG = "config.json"
+
+
+@dataclass(frozen=True)
+class TargetFormat:
+    """The form to write."""
+
+    form: Form = "full"
+    config: ParallelConfig | None = None  # whose ranks' slices
+    like: Path | None = None  # the same, by strategy files
+    names: str | None = None  # a family, or keep; None: the usual one, or as they are
+    dtype: DtypeName | None = None  # of the weights
+    remove_redundancy: bool = False  # of equal slices write one
+    is_iteration: bool = False  # in the newer form of MindSpore Transformers 2.x
+
+
+def check(target: Path, wanted: TargetFormat) -> None:
+    """Reject a target that exists, and a form that does not support its options."""
+    refuse_taken(target)
+    if (wanted.form == "distributed") != (wanted.config is not None or wanted.like is not None):
+        raise CheckpointError(
+            "layout distributed needs a parallel_config or strategy files; layout full needs "
+            "neither"
+        )
+
+
+def rewrite(
+    folder: Path,
+    target: Path,
+    wanted: TargetFormat,
+    *,
+    theirs: MindSporeHints = NOTHING_MORE,
+    progress: Progress | None = None,
+) -> None:
+    """Write all that MindSpore saved in ``folder`` into the new folder ``target``.
+
+    Raises ``CheckpointError`` as ``open_state`` and ``write`` do.
+    """
+    check(target, wanted)
+    source = _renamed(folder, wanted, theirs)
+    write(source, folder, target, wanted, small=_small(folder, theirs), progress=progress)
+
+
+def write(
+    source: TensorSource,
+    folder: Path,
+    target: Path,
+    wanted: TargetFormat,
+    *,
+    small: Mapping[str, bytes],
+    progress: Progress | None = None,
+) -> None:
+    """Write ``source``, which came from ``folder`` and has MindSpore's names.
+
+    Raises:
+        CheckpointError: sizes that do not fit the model, damaged weights, a disk that fails.
+    """
+    if wanted.is_iteration:
+        write_iteration(
+            source,
+            target,
+            stages=_stages(source, wanted) if wanted.form == "distributed" else None,
+            prefix=naming_of(folder).prefix,
+            remove_redundancy=wanted.remove_redundancy,
+            small=small,
+            progress=progress,
+        )
+        return
+    if wanted.form == "full":
+        write_full(source, target, small=small, progress=progress)
+        return
+    write_distributed(
+        source,
+        target,
+        stages=_stages(source, wanted),
+        naming=naming_of(folder),
+        remove_redundancy=wanted.remove_redundancy,
+        small=small,
+        progress=progress,
+    )
+
+
+def _stages(source: TensorSource, wanted: TargetFormat) -> Sequence[Layouts]:
+    if wanted.like is not None:
+        return open_strategy(wanted.like).stages
+    return stages_for(source, wanted.config or ParallelConfig())
+
+
+def _renamed(folder: Path, wanted: TargetFormat, theirs: MindSporeHints) -> TensorSource:
+    """MindSpore's own content, under other names if requested."""
+    parts = by_role(open_state(folder, theirs))
+    cut: TensorSource = JoinedSource(
+        [("", cast(parts["model"], wanted.dtype)), ("", parts["optimizer"])]
+    )
+    if wanted.names not in (None, KEEP):
+        plain = as_huggingface(cut, folder, replace(theirs, names=None))
+        cut = as_mindspore(plain, wanted.names, heads_near(folder, theirs.base))
+    return JoinedSource([("", cut), ("", parts["state"])])
+
+
+def _small(folder: Path, theirs: MindSporeHints) -> Mapping[str, bytes]:
+    """The configuration and tokenizer of the base, or those beside the weights."""
+    own = theirs.base if theirs.base and files.exists(theirs.base / _CONFIG) else None
+    place = own or model_near(folder)
+    if place is None:
+        return {}
+    return beside(place, place) | {_CONFIG: (place / _CONFIG).read_bytes()}

@@ -1,0 +1,49 @@
+"""Open the weights of a folder of any layout as tensor sources."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+
+from ..sources.source import FolderSource, TensorSource, read_whole
+from .detection import detect_layout, open_weights
+from .huggingface import has_model
+from .mindspore.layout import MindSpore
+from .mindspore.naming.names import under_huggingface_names
+
+# Views of what is stored, for layouts with names of their own; ``model`` as in ``open_named``.
+_VIEWS: Mapping[str, Callable[[TensorSource, Path, Path | None], TensorSource]] = {
+    MindSpore.name: under_huggingface_names
+}
+
+
+def open_folder(path: Path | str) -> TensorSource:
+    """The weights in a folder of any layout. A ``CheckpointError`` says what to do instead."""
+    return FolderSource(open_weights(Path(path)))
+
+
+def open_named(path: Path | str, model: Path | None = None) -> TensorSource:
+    """The same under Hugging Face's names, whatever the layout calls them. ``model`` is the folder
+    of the model that the weights belong to, if it is not around them."""
+    weights = open_weights(Path(path))
+    source, view = FolderSource(weights), _VIEWS.get(weights.layout)
+    return source if view is None else view(source, Path(path), model)
+
+
+def scattered(folder: Path | str) -> dict[str, torch.Tensor] | None:
+    """The weights of a checkpoint that several ranks wrote, or MindSpore, joined under Hugging
+    Face's names; None for any other folder, which ``from_pretrained`` reads itself.
+    """
+    path = Path(folder)
+    layout = detect_layout(path)
+    if layout is None or not layout.is_assembled or has_model(path):
+        return None
+    return read_named(path)
+
+
+def read_named(path: Path, model: Path | None = None) -> dict[str, torch.Tensor]:
+    """All tensors of ``open_named``, in memory."""
+    source = open_named(path, model)
+    return {name: read_whole(source, name) for name in source.shapes()}

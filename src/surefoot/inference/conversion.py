@@ -1,0 +1,90 @@
+"""Convert a folder: every target, and the views of a folder that need models to be located."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+from ..checkpoint.converting.origin import Done, DtypeName, Hints, Target, WholeModel
+from ..checkpoint.converting.targets import TARGETS as CHECKPOINT_TARGETS
+from ..checkpoint.converting.targets import mindspore
+from ..checkpoint.layouts.mindspore.layout import MindSpore
+from ..checkpoint.layouts.mindspore.mindspore_model import NOTHING_MORE, MindSporeHints, open_model
+from ..checkpoint.layouts.mindspore.writing.conversion import TargetFormat
+from ..checkpoint.sources.copying import Progress, silent
+from ..checkpoint.sources.source import TensorSource
+from ..interchange.source import open_source
+from ..interchange.trainer_target import TrainerCheckpoint
+from .exported import whole_model
+from .model_loading import Parts, find_parts
+from .model_location import locate
+
+TARGETS: Mapping[str, type[Target]] = {**CHECKPOINT_TARGETS, "trainer": TrainerCheckpoint}
+USUAL = "surefoot"  # where only a layout or mesh is named
+
+
+@dataclass(frozen=True)
+class FolderToConvert:
+    """A folder, and what the user said of it."""
+
+    folder: Path
+    given: Hints = field(default_factory=Hints)
+
+    @cached_property
+    def base(self) -> Path | None:
+        """Where ``--base`` leads to."""
+        return None if self.given.base is None else locate(self.given.base).folder
+
+    @property
+    def mindspore(self) -> MindSporeHints:
+        """For a folder of MindSpore."""
+        return MindSporeHints(self.given.strategy, self.given.names, self.base)
+
+    def adapter_base(self) -> Path | None:
+        """The folder of an adapter's base; None for a whole model."""
+        return None if self._parts.adapter is None else self._parts.model
+
+    @cached_property
+    def _parts(self) -> Parts:
+        return find_parts(self.folder, base=self.given.base)
+
+    def weights(self) -> TensorSource:
+        """The weights as stored, under Hugging Face's names."""
+        if MindSpore().recognise(self.folder):
+            return open_model(self.folder, self.mindspore)
+        return open_source(self.folder, trust_pickle=self.given.trust_pickle)
+
+    def whole(self, dtype: DtypeName | None = None) -> WholeModel:
+        """The model; an adapter is merged into its base."""
+        weights, small = whole_model(self._parts, dtype=dtype)
+        recipe = self._parts.recipe
+        batch = None if recipe is None else recipe.train.global_batch_size
+        return WholeModel(weights, small, self._parts.model, batch)
+
+
+def convert(folder: Path, target: Path, to: Target, progress: Progress = silent) -> Done:
+    """Write ``folder`` as ``to`` says into the new folder ``target``.
+
+    Tensors go from file to file: no model is built, and memory does not grow with it.
+
+    Raises:
+        CheckpointError, ModelError: damaged weights, a base that is missing, or a write that fails.
+        OptionError: options that mean nothing for this folder.
+    """
+    return to.write(FolderToConvert(folder, to.hints), target, progress)
+
+
+def write_mindspore(
+    folder: Path,
+    target: Path,
+    wanted: TargetFormat,
+    *,
+    theirs: MindSporeHints = NOTHING_MORE,
+    progress: Progress | None = None,
+) -> None:
+    """Write what is in ``folder`` as MindSpore keeps it, in the format ``wanted``."""
+    base = None if theirs.base is None else str(theirs.base)
+    origin = FolderToConvert(folder, Hints(base, strategy=theirs.strategy))
+    mindspore.write_mindspore(origin, target, wanted, progress=progress)
