@@ -336,8 +336,8 @@ def test_sigterm_does_not_cut_the_last_upload_short(project, weak, proxy, tmp_pa
     [
         ("s4://bucket/run", r"unknown scheme 's4' \(did you mean s3\?\)"),
         ("s3://there-is-none/run", "this bucket does not exist"),
-        ("s3://", "neither a path nor a whole URL"),
-        ("s3:/bucket/run", "neither a path nor a whole URL"),
+        ("s3://", "neither a path nor a complete URL"),
+        ("s3:/bucket/run", "neither a path nor a complete URL"),
     ],
 )
 def test_a_wrong_url_is_said(project, bucket, tmp_path, url, why):

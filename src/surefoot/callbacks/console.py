@@ -106,7 +106,7 @@ class _Steps(ProgressColumn):
 
 
 class _Figures(ProgressColumn):
-    """As many figures as the line has room for, in one order, the least important left out."""
+    """As many metrics as fit into the line, in a fixed order; the least important are omitted."""
 
     def __init__(self, figures: Mapping[str, str], console: Console) -> None:
         super().__init__()

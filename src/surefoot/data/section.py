@@ -42,7 +42,7 @@ class DataSection:
     other.
     """
     shuffle: bool = True
-    """Shuffle the examples anew in every epoch, as a function of (train.seed, epoch)."""
+    """Shuffle the examples in every epoch, as a function of (train.seed, epoch)."""
     streaming: bool = False
     """Train while the datasets are still being encoded, for large datasets. Needs
     ``train.max_steps``, unless all of it is in the cache (``surefoot encode``).

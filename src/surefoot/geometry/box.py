@@ -45,7 +45,7 @@ class Box:
         return Box(start, tuple(b - a for a, b in zip(start, stop, strict=True)))
 
     def __contains__(self, other: Box) -> bool:
-        """Whether all of ``other`` lies inside this box."""
+        """Whether all of ``other`` is inside this box."""
         bounds = zip(self.start, self.stop, other.start, other.stop, strict=True)
         return all(a <= c and d <= b for a, b, c, d in bounds)
 

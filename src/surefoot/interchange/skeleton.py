@@ -19,7 +19,7 @@ from ..recipe.recipe import Recipe
 
 @dataclass(frozen=True)
 class Skeleton:
-    """On the meta device, without memory for values."""
+    """On the meta device."""
 
     network: Network
 

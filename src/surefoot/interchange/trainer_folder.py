@@ -183,7 +183,7 @@ def _finite(value: object) -> float | None:
 
 
 def _records(found: object, where: Path) -> list[dict[str, float]]:
-    """The log, without values that are not numbers."""
+    """The log, with numbers only."""
     if not isinstance(found, list) or not all(isinstance(record, dict) for record in found):
         raise CheckpointError(f"{where}: log_history must be a list of objects")
     return [{str(k): v for k, v in record.items() if type(v) in (int, float)} for record in found]

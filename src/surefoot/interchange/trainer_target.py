@@ -20,7 +20,7 @@ class TrainerCheckpoint:
     """A checkpoint that ``Trainer.train(resume_from_checkpoint=DST)`` resumes from."""
 
     base: str | None = None
-    """The base model of an adapter if it moved, or of weights of others (DCP, DeepSpeed)."""
+    """The base model of an adapter if it moved, or of foreign weights (DCP, DeepSpeed)."""
 
     @property
     def hints(self) -> Hints:

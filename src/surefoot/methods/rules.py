@@ -1,4 +1,4 @@
-"""What a method that trains the model's own weights cannot be given."""
+"""Settings that a method which trains the model's own weights does not support."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ class Store:
         return self._patience.run(f"cannot read {self._where(name)}", read)
 
     def put(self, name: str, path: Path) -> None:
-        """Upload a file, in parts if it is large."""
+        """Upload a file, as a multipart upload if it is large."""
         options = {"chunksize": _PART, "max_concurrency": 4} if self._is_s3 else {}
 
         def put() -> None:

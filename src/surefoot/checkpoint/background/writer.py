@@ -46,7 +46,7 @@ def main(descriptor: int, size: int) -> None:
 
 def _step_back() -> None:
     """Use little of a core that others want, but some: at idle priority a gigabyte took twice as
-    long beside training, and slowed training as much in total.
+    long during training, and slowed training as much in total.
     """
     os.nice(19)
 

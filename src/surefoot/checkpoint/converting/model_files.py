@@ -50,7 +50,7 @@ def named_as(source: TensorSource, base: Path) -> TensorSource:
 
 
 def adapter_files(folder: Path) -> dict[str, bytes]:
-    """What lies beside an adapter, without the files of the run that trained it."""
+    """The companions of an adapter, without the files of the run that trained it."""
     if has_manifest(folder):
         names = open_checkpoint(folder).manifest.files.keys() - _OF_RUN
         kept = [name for name in names if not is_safetensors(name)]

@@ -65,7 +65,7 @@ class Origin(Protocol):
         """What the user said of a folder of MindSpore."""
 
     def adapter_base(self) -> Path | None:
-        """The folder of an adapter's base; None for a whole model."""
+        """The folder of an adapter's base; None for a full model."""
 
     def weights(self) -> TensorSource:
         """The weights as stored, under Hugging Face's names."""

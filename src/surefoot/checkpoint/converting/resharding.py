@@ -153,8 +153,8 @@ def _refuse_foreign(folder: Path) -> None:
     layout = expect_layout(folder)
     if not layout.has_manifest:
         raise CheckpointError(
-            f"{folder}: weights alone ({layout.name}), not a checkpoint of ours; "
-            "`surefoot ckpt convert --to surefoot` makes one of them, without a state to go on from"
+            f"{folder}: weights only ({layout.name}), not a Surefoot checkpoint; `surefoot ckpt "
+            "convert --to surefoot` converts it to one, without training state"
         )
 
 

@@ -76,4 +76,4 @@ def _no_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _no_constant(name: str) -> float:
-    raise ValueError(f"{name} is not a number in JSON")
+    raise ValueError(f"JSON has no number {name}")

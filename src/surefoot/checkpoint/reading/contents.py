@@ -1,7 +1,8 @@
-"""All that a checkpoint holds under one set of names: its tensors, and its states as plain data.
+"""All tensors and states of a checkpoint under one set of names.
 
-A tensor is called ``role/name`` inside, for one ``model/...`` or ``optimizer/...``; people
-leave the ``model/`` out. A folder of others has a model, and perhaps the log of its run. No torch.
+A tensor is called ``role/name`` internally, for example ``model/...`` or ``optimizer/...``; users
+may omit the ``model/``. A foreign folder contains a model, and perhaps the log of its run. No
+torch.
 """
 
 from __future__ import annotations

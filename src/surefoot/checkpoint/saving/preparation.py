@@ -57,12 +57,13 @@ def save(
 
     ``states`` are parts of a run by name. Some have files of their own: ``model``, a module or
     anything whose state is a flat dict of tensors, ``optimizer``, and every ``FileState``, the
-    weights of another network or their optimizer's state. ``kind`` is ``adapter`` if
-    the model's tensors are those of a PEFT adapter. ``companions`` are small files that lie beside
-    (config.json, tokenizer.json, ...). ``parent`` names the checkpoint this run went on from; files
-    that are equal in it are linked. ``layout`` is ``full``, or ``distributed`` for a folder a rank.
+    weights of another network or their optimizer's state. ``kind`` is ``adapter`` if the model's
+    tensors are those of a PEFT adapter. ``companions`` are small files that are stored beside them
+    (config.json, tokenizer.json, ...). ``parent`` names the checkpoint from which this run has
+    resumed; files that are equal in it are linked. ``layout`` is ``full``, or ``distributed`` for a
+    folder per rank.
 
-    Raises ``CheckpointError``, leaving nothing behind, if the checkpoint exists already, a state
+    Raises ``CheckpointError``, leaving nothing behind, if the checkpoint already exists, a state
     cannot be stored, or the disk fails.
     """
     job, live = prepare(

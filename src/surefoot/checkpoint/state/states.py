@@ -49,7 +49,9 @@ class ShardedState(Stateful, Protocol):
     """
 
     def cuts_of(self, pointer: str, /) -> Cuts | None:
-        """How a tensor is cut over ranks; None if a DTensor says it, or it is not cut."""
+        """The sharding of a tensor over ranks; None if it is a DTensor's own, or the tensor is
+        not sharded.
+        """
 
     def is_copy(self, pointer: str, /) -> bool:
         """Whether another pipeline stage has the tensor as well, and writes it."""
@@ -77,7 +79,7 @@ class FileState:
 
 @dataclass(frozen=True)
 class UnshardedState:
-    """A state of which this process has every tensor, or DTensors that say how they are cut."""
+    """A state of which this process has every tensor, or DTensors with their own sharding."""
 
     own: Stateful
 

@@ -35,8 +35,9 @@ def assign_to_rank(
 
 
 def in_turn(num_items: int, size: int, rank: int, world_size: int) -> Iterator[Index]:
-    """The items of each of a rank's passes, dealt out in order, ``size`` at a time. Every rank has
-    equally many passes; the last one may have nothing for some."""
+    """The items of each of a rank's micro-batches, assigned in order, ``size`` at a time. Every
+    rank has the same number of micro-batches; the last one may be empty on some.
+    """
     for start in range(0, num_items, size * world_size):
         first = start + size * rank
         yield np.arange(first, max(first, min(first + size, num_items)))

@@ -72,16 +72,16 @@ def compute(
     head: LogprobHead | None = None,
     values: nn.Linear | None = None,
 ) -> Outputs:
-    """Run ``model`` on ``batch`` and keep the outputs of ``spec``.
+    """Run ``model`` on ``batch`` and return the outputs of ``spec``.
 
     Args:
-        model: all of it, or the end of a pipeline.
+        model: the full model, or the last stage of a pipeline.
         batch: on its device.
         spec: which outputs, and where.
-        at: the places of ``batch``, where they are known already.
-        hidden: what enters the model in place of embedded tokens, if it is the end of a pipeline.
-        vocabulary: of a head that leaves a part of the logits here.
-        head: the model's, if it is whole and can be asked for more than logits.
+        at: the trained positions of ``batch``, if they are already known.
+        hidden: the input in place of embedded tokens, if it is the last stage of a pipeline.
+        vocabulary: of a head that leaves only a shard of the logits on this rank.
+        head: the model's, if it is complete and can return more than logits.
         values: the head that computes ``Outputs.values``.
 
     Raises ``ModelError`` if the model has no head for the values of ``spec``.

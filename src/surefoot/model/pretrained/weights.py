@@ -48,7 +48,7 @@ class FullWeights:
         return replace(self, apart=names)
 
     def sharded(self, cuts: Mapping[str, Cuts]) -> FullWeights:
-        """The same weights after their tensors were cut over ranks."""
+        """The same weights after their tensors were sharded."""
         return replace(self, cuts=cuts)
 
     def small_files(
@@ -130,7 +130,7 @@ class AdapterWeights:
         return self
 
     def sharded(self, cuts: Mapping[str, Cuts]) -> AdapterWeights:
-        """The same weights after their tensors were cut over ranks."""
+        """The same weights after their tensors were sharded."""
         return replace(self, cuts=cuts)
 
     def small_files(

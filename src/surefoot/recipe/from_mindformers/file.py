@@ -17,7 +17,7 @@ from .conversion import convert
 
 @dataclass(frozen=True)
 class ConvertedFile:
-    """A recipe, and what is to be said of it."""
+    """A recipe, and notes about it."""
 
     text: str  # YAML, ends in a newline
     notes: Sequence[str]  # what its data sets need beside it, and the keys that were not looked at

@@ -1,4 +1,4 @@
-"""A Surefoot checkpoint: resharded, or made of the weights of others."""
+"""A Surefoot checkpoint: resharded, or converted from foreign weights."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ class SurefootCheckpoint:
     """A Surefoot checkpoint: another layout or mesh, or the weights of other tools."""
 
     layout: Literal["full", "distributed"] = "full"
-    """Of a Surefoot checkpoint: whole tensors, or a folder of boxes for every process."""
+    """Layout of the Surefoot checkpoint: full (unsharded tensors), or distributed (one folder of
+    shards per rank).
+    """
 
     mesh: Mesh | None = None
     """The processes whose boxes are written: dp_shard=4, dp_shard=4,tp=2, dp_replicate=2 …"""
@@ -34,7 +36,7 @@ class SurefootCheckpoint:
     """Of the weights; the optimizer's state stays."""
 
     base: str | None = None
-    """The base model of an adapter if it moved, or of weights of others (DCP, DeepSpeed)."""
+    """The base model of an adapter if it moved, or of foreign weights (DCP, DeepSpeed)."""
 
     trust_pickle: bool = False
     """Read the pickles of a checkpoint of DeepSpeed, or of PyTorch's DCP, as inert records."""
@@ -72,7 +74,7 @@ class SurefootCheckpoint:
             dtype=self.dtype,
             progress=progress,
         )
-        return Done(notes, f"go on from it with checkpoint.resume={target}")
+        return Done(notes, f"resume from it with checkpoint.resume={target}")
 
     def _refuse_hints(self) -> None:
         for name in ("base", "names", "strategy", "trust_pickle"):

@@ -21,7 +21,7 @@ from .render import PROBES, Renderer
 logger = logging.getLogger(__name__)
 
 PLAIN, THINKING = "An answer to it", "<think>\nIt is easy.\n</think>\n\nAn answer to it"
-ENDLESS = "nothing teaches the model to stop"
+ENDLESS = "a model cannot learn to stop"
 
 
 @dataclass(frozen=True, slots=True)
