@@ -69,8 +69,10 @@ class Screen(TrainerCallback):
                 [r["loss"] for r in state.log_history if "loss" in r]
             )
         if self._progress is None:
-            left = {} if "loss" not in logs else {"left": self._figures.get("left", "?")}
-            pairs = [f"{name}={value}" for name, value in (shown | left).items()]
+            if memory := shown.pop("memory", None):
+                shown["peak_memory"] = memory.replace(" ", "")
+                shown["eta"] = self._figures.get("left", "?")
+            pairs = [f"{name}={value}" for name, value in shown.items()]
             logger.info("step=%d/%d %s", state.global_step, state.max_steps, " ".join(pairs))
         elif "loss" not in logs:
             pairs = [f"{name.removeprefix('eval_')} [bold]{v}[/]" for name, v in shown.items()]
@@ -104,7 +106,7 @@ class _Steps(ProgressColumn):
 
 
 class _Figures(ProgressColumn):
-    """As many figures as the line has room for, in one order, the least important left out."""
+    """As many metrics as fit into the line, in a fixed order; the least important are omitted."""
 
     def __init__(self, figures: Mapping[str, str], console: Console) -> None:
         super().__init__()

@@ -64,12 +64,13 @@ _COMMAND = re.compile(r"/([a-z]+)(?:\s+(.*))?", re.DOTALL)
 def chat(path: str, **options: object) -> None:
     """Talk to a model.
 
-    PATH is a run's folder (its best or newest checkpoint), a checkpoint, an adapter, a model
-    folder, a hub id, or a recipe. The chat template is the one saved with the model. Sampling is
-    as the run's recipe says (section generate), greedy if there is none; options win.
+    PATH is a run's folder (its best or latest checkpoint), a checkpoint, an adapter, a model
+    folder, a hub id, or a recipe. The chat template is the one saved with the model. Sampling
+    follows the run's recipe (section generate), and is greedy if there is none; options override
+    it.
 
-    Piped, every line of standard input is a question of its own, and its answer is one line of
-    standard output, in which line breaks are written \\n.
+    When standard input is piped, each line is a separate conversation and gets one line of output;
+    line breaks in an answer are written \\n.
     """
     conversation = _open(path, options)
     if options["prompt"] is not None:
@@ -156,7 +157,9 @@ def talk(conversation: Conversation, console: Console, read: Callable[[], str]) 
                 return
         except SurefootError as error:
             advice = (
-                "; it was not taken in, /clear starts anew" if isinstance(error, RunError) else ""
+                "; the message was not added, /clear starts a new conversation"
+                if isinstance(error, RunError)
+                else ""
             )
             console.print(f"{error}{advice}", style="yellow", markup=False)
 
@@ -204,11 +207,11 @@ def note_plain(conversation: Conversation) -> None:
 
 
 def note_on(answer: Answer) -> str | None:
-    """What is to be said of an answer that did not come to its own end."""
+    """A note if a response did not end by itself."""
     return {
         "stop": None,
         "length": "(cut at max_new_tokens; --max-new-tokens N allows more)",
-        "window": "(cut: the context window is full; /clear starts anew)",
+        "window": "(truncated: the context length is reached; /clear starts a new conversation)",
         "interrupted": "(interrupted)",
     }[answer.ending]
 

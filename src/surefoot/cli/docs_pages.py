@@ -88,7 +88,7 @@ PAGES = {"recipe.md": recipe_page, "recipe.schema.json": schema_page, "cli.md": 
 def _sections() -> Iterator[str]:
     for name, setting in settings(Recipe).items():
         if setting.section is not None:
-            default = "" if setting.is_required else " (may be left out)"
+            default = "" if setting.is_required else " (optional)"
             yield f"## `{name}`{default}\n"
             yield from _section(setting.section)
             continue
