@@ -1,4 +1,4 @@
-"""Using what was trained: find it by any path, open it as it was trained, write it out whole."""
+"""Use trained models: find one by any path, open it as it was trained, evaluate it, export it."""
 
 from .auxiliary_outputs import auxiliary_columns
 from .conversation import Answer, Conversation

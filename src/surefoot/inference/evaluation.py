@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 def adopt(opened: LoadedModel, recipe: Recipe) -> LoadedModel:
-    """``opened`` with the recipe's settings; with its template, too, if the model brings none."""
+    """``opened`` with the recipe's settings; with its template, too, if the model has none."""
     template = opened.template
     if not recipe.stage.uses_template:
         template = None
@@ -62,7 +62,7 @@ def measure(
 
 
 def num_batches(recipe: Recipe, num_examples: int) -> int:
-    """About how many batches ``measure`` goes through."""
+    """The approximate number of batches of ``measure``."""
     return -(-num_examples // recipe.train.micro_batch_size)
 
 
@@ -76,7 +76,7 @@ def encoded(stage: Stage, examples: Sequence[Example], codec: Codec) -> list[Fea
         raise DataError(f"no example of {len(outcomes)} can be evaluated: {reason}")
     if dropped:
         logger.warning(
-            "left out %d of %d examples: %s", len(dropped), len(outcomes), dropped[0].reason
+            "dropped %d of %d examples: %s", len(dropped), len(outcomes), dropped[0].reason
         )
     kept = (outcome for outcome in outcomes if not isinstance(outcome, Dropped))
     return [f for o in kept for f in (o.features if isinstance(o, Truncated) else o)]

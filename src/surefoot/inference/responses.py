@@ -25,7 +25,7 @@ UNCUT = 1_000_000_000  # tokens; more than any window
 
 @dataclass(frozen=True)
 class Generation:
-    """A question of the data, what the data answers, and what the model does."""
+    """A prompt of the data, the expected response, and the model's response."""
 
     origin: str  # "dataset:row"
     prompt: str  # as the model reads it, control tokens and all
@@ -34,7 +34,7 @@ class Generation:
 
     @property
     def is_match(self) -> bool:
-        """Whether both say the same, white space around it aside."""
+        """Whether both are equal, except for white space at the ends."""
         return self.answer.strip() == self.reference.strip()
 
 
@@ -52,15 +52,16 @@ def generations(
     *,
     on_answered: Callable[[int], None] | None = None,
 ) -> list[Generation]:
-    """The model's own last answer in every conversation that ends in one, in order.
+    """The model's own last response in every conversation that ends in one, in order.
 
-    The prompt is what training puts before that answer; the recipe's ``generate`` section says how
-    to answer. A prompt that fills the context window has the empty answer, which is said.
+    The prompt is what precedes that response in training; the recipe's ``generate`` section sets
+    how to generate. A prompt that fills the context length gets an empty response, and a warning is
+    logged.
     """
     questions = _questions(opened, recipe, examples)
     full = sum(room(opened.model, question.prompt) == 0 for question in questions)
     if full:
-        logger.warning("%d prompts fill the model's context window and get no answer", full)
+        logger.warning("%d prompts fill the model's context length and get no response", full)
     with autocast(choose(recipe.train.precision), opened.device):
         answers = answers_of(
             opened,
@@ -77,7 +78,7 @@ def generations(
 
 
 def _questions(opened: LoadedModel, recipe: Recipe, examples: Sequence[Example]) -> list[_Question]:
-    """Split conversations where training does: before the last answer's first label."""
+    """Split conversations where training does: before the last response's first label."""
     section = replace(
         recipe.data,
         mask_history=True,

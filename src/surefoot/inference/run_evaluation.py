@@ -32,7 +32,7 @@ Progress = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
 
 @dataclass(frozen=True)
 class EvaluationOptions:
-    """Which model is evaluated, and on how much of which data."""
+    """The model to evaluate, and the data."""
 
     model: str | None = None  # a checkpoint, any model, or "base"; the run's best or newest
     base: str | None = None  # of an adapter, if it moved
@@ -42,7 +42,7 @@ class EvaluationOptions:
 
 @dataclass(frozen=True)
 class DatasetResult:
-    """The metrics and the answers of one dataset."""
+    """The metrics and the responses of one dataset."""
 
     name: str
     num_examples: int
@@ -51,11 +51,11 @@ class DatasetResult:
 
     @property
     def matches(self) -> int:
-        """Answers that are just those of the data."""
+        """Number of responses that equal those of the data."""
         return sum(found.is_match for found in self.answers)
 
     def as_data(self) -> dict[str, object]:
-        """All of it but the texts; what is not a number is null."""
+        """All of it except the texts; NaN and infinite values are null."""
         found: dict[str, object] = {"examples": self.num_examples}
         found |= {n: v if math.isfinite(v) else None for n, v in self.metrics.items()}
         if self.answers:
@@ -78,8 +78,9 @@ class EvaluationReport:
 
     @property
     def overall(self) -> DatasetResult:
-        """All datasets as one. As in training, loss and the like are means over the datasets; exact
-        match is over all answers."""
+        """All datasets together. As in training, loss and similar metrics are means over the
+        datasets; exact match is over all responses.
+        """
         known = set.intersection(*(set(result.metrics) for result in self.results))
         means = {
             metric: sum(result.metrics[metric] for result in self.results) / len(self.results)
@@ -90,7 +91,7 @@ class EvaluationReport:
         return DatasetResult("", count, means, self.answers)
 
     def as_data(self, generations: Path | None) -> dict[str, object]:
-        """Everything as plain data; ``generations``: where the answers were written."""
+        """Everything as plain data; ``generations``: the file of the responses."""
         return {
             "model": self.model,
             **self.overall.as_data(),
@@ -99,8 +100,9 @@ class EvaluationReport:
         }
 
     def write_generations(self, path: Path) -> None:
-        """One JSON object a line: origin, prompt, reference, answer, match. Replaces an old file.
-        Raises ``RunError``."""
+        """One JSON object per line: origin, prompt, reference, answer, match. Replaces an old
+        file. Raises ``RunError``.
+        """
         lines = [
             json.dumps(
                 {
@@ -127,11 +129,11 @@ def evaluate_run(
     *,
     progress: Progress,
 ) -> EvaluationReport:
-    """Evaluate a model on the held-out data of a recipe; the same in all processes.
+    """Evaluate a model on the held-out data of a recipe; the same on all ranks.
 
     Raises:
         CheckpointError: the run has no such checkpoint.
-        DataError, ModelError, RecipeError: there is nothing to evaluate on, or no model to.
+        DataError, ModelError, RecipeError: there is nothing to evaluate on, or no model.
     """
     where = {"dataset": options.dataset, "limit": options.limit}
     columns = auxiliary_columns(recipe, world=world, parallel=parallel, **where)  # type: ignore[arg-type]
@@ -163,14 +165,14 @@ def _open(
 
 
 def _path(run: Address | Path, model: str | None) -> str:
-    """What to look for: the run itself, one of its checkpoints, or any other model."""
+    """The model to locate: the run itself, one of its checkpoints, or any other model."""
     if not isinstance(run, Path):
         is_own = model is not None and model.startswith("checkpoint-") and not Path(model).exists()
         return f"{run}/{model}" if is_own else model or str(run)
     if model is None:
         if not run.is_dir():
             raise CheckpointError(
-                f"{run}: nothing was trained there yet; run `surefoot train` first, or use "
+                f"{run}: contains no trained model yet; run `surefoot train` first, or use "
                 "--model base"
             )
         return str(run)

@@ -48,7 +48,7 @@ class Start:
         else:
             load_checkpoint(folder, trainer.states)
         trainer.policy.trained.check(trainer.state.global_step)
-        logger.info("going on from %s, step %d", folder.name, trainer.state.global_step)
+        logger.info("resuming from %s at step %d", folder.name, trainer.state.global_step)
 
 
 def start_from(folder: Path | None, world: World, *, trust_pickle: bool) -> Start | None:
@@ -69,10 +69,10 @@ def build(
     listeners: Sequence[SaveListener] = (),
     trial: Around | None = None,
 ) -> Trainer:
-    """The trainer of a recipe, its states those of the checkpoint ``resume`` if one is given.
+    """The Trainer of a recipe, with the states of the checkpoint ``resume`` if one is given.
 
-    ``trial`` measures speed only: it is put around forward and backward, auxiliary models compute
-    nothing, and there are no callbacks but the given ones.
+    ``trial`` is for measurements of speed: it wraps forward and backward, auxiliary models compute
+    nothing, and there are no callbacks except the given ones.
     """
     start = start_from(resume, world, trust_pickle=trust_pickle)
     seed_everything(recipe.train.seed)

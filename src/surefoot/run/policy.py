@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 def build_codec(recipe: Recipe, base: Path) -> Codec:
-    """Tokenizer and chat template; from here on the tokenizer carries the template that is used."""
+    """Tokenizer and chat template; from here on the tokenizer contains the template in use."""
     codec = open_codec(recipe, base)
     if recipe.stage.uses_template:
         if difference := template_mismatch(codec.template, codec.tokenizer):
@@ -43,17 +43,18 @@ def open_policy(
     *,
     is_read: bool = True,
 ) -> Network:
-    """The model that a recipe trains; without values if not ``is_read``, because a checkpoint has
-    all of them."""
+    """The model that a recipe trains; on the meta device if not ``is_read``, because a
+    checkpoint has all of its weights.
+    """
     options = options_of(recipe, is_read=is_read)
     made = open_network(base, recipe.model, tokenizer, world, options)
     share = made.num_trainable / made.num_parameters
-    logger.info("%s parameters learn, %.3g %% of all", f"{made.num_trainable:,}", 100 * share)
+    logger.info("trainable parameters: %s (%.3g %% of all)", f"{made.num_trainable:,}", 100 * share)
     return made
 
 
 def options_of(recipe: Recipe, *, is_read: bool = True) -> NetworkOptions:
-    """How the model of a recipe is made ready."""
+    """The options for the model of a recipe."""
     return NetworkOptions(
         method=recipe.method,
         parallel=recipe.parallel,
@@ -66,8 +67,9 @@ def options_of(recipe: Recipe, *, is_read: bool = True) -> NetworkOptions:
 
 
 def settle_packing(recipe: Recipe, trainer: Trainer, policy: Network, *, is_resumed: bool) -> None:
-    """How packed rows are computed, as a resumed run did: the kernel, and whether prompts are
-    shared."""
+    """How packed rows are computed, as in a resumed run: the kernel, and whether prompts are
+    shared.
+    """
     kernels = trainer.state.kernels
     if can_select_attention(recipe, policy, trainer.world):
         known = kernels.packed_attention or (selection.BY_DOCUMENT if is_resumed else None)
@@ -89,7 +91,7 @@ def can_select_attention(recipe: Recipe, policy: Network, world: World) -> bool:
 
 
 def policy_dtype(recipe: Recipe, policy: Network) -> torch.dtype:
-    """The type that most of the arithmetic is done in."""
+    """The dtype of most of the computation."""
     held: torch.dtype = policy.inner.dtype
     types = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": held}
     return types[choose(recipe.train.precision)]

@@ -43,7 +43,7 @@ def assemble(
     *,
     trial: Around | None = None,
 ) -> Trainer:
-    """Put the parts together."""
+    """Assemble the parts."""
     section, stage, world = recipe.train, recipe.stage, ahead.world
     collate = collate_of(stage, policy.sharing, packing=recipe.data.packing)
     loader = data_loading.build_loader(recipe, ahead.data, collate, world)
@@ -111,7 +111,7 @@ def build_learner(recipe: Recipe, policy: Network, max_steps: int, around: Aroun
 
 
 def build_saver(recipe: Recipe, policy: Network, codec: Codec, base: Path, world: World) -> Saver:
-    """Where checkpoints go and what lies beside the weights in each of them."""
+    """The saver of a run: the folder of its checkpoints, and their companions."""
     files = {
         "recipe.yaml": dump(recipe).encode(),
         **companions.tokenizer_files(codec.tokenizer),

@@ -63,7 +63,7 @@ class GRPO:
     clip: float = 0.2
     """By how much the probability of a token may change before its gradient is clipped."""
     max_new_tokens: int = 256
-    """Longest answer in tokens."""
+    """Longest response in tokens."""
     temperature: float = 1.0
     """Of sampling, and of the probabilities that are trained."""
     sampling_batch_size: int = 32

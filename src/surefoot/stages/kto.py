@@ -62,8 +62,9 @@ class KTO:
     undesirable_weight: float = 1.0
     """Weight of the loss of undesirable answers."""
     reference: ModelPath | None = None
-    """Another model to compare with, a folder or a hub id, that has the same tokenizer. Unset: the
-    model as it was before the first step."""
+    """Another reference model, a folder or a hub id, with the same tokenizer. Unset: the model
+    before the first step.
+    """
 
     def __post_init__(self) -> None:
         if self.beta <= 0:
@@ -83,7 +84,7 @@ class KTO:
         return [_why_not(e) or _labeled(next(found), is_good=bool(e.label)) for e in examples]
 
     def collate(self, features: Sequence[Features], *, packing: bool) -> Batch:
-        """Lay examples end to end, or in a padded rectangle."""
+        """Pack examples into one row, or pad them to a rectangle."""
         batch = with_owners(collate(features, packing=packing), features)
         return with_columns(batch, features, ["reference", "desirable", "z", "scale"])
 
