@@ -1,4 +1,4 @@
-"""``surefoot chat``: talk to a model on the terminal, or let a script ask it line by line."""
+"""``surefoot chat``: talk to a model on the terminal, or line by line from a script."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from ..inference.conversation import Answer, Conversation
 
 HELP = """\
-/clear          start anew; the system message stays
-/system TEXT    set the system message; without TEXT, take it away
-/exit           leave; so does Ctrl-D. Ctrl-C ends an answer early"""
+/clear          start a new conversation; the system message stays
+/system TEXT    set the system message; without TEXT, remove it
+/exit           exit; so does Ctrl-D. Ctrl-C ends a response early"""
 _COMMAND = re.compile(r"/([a-z]+)(?:\s+(.*))?", re.DOTALL)
 
 
@@ -29,8 +29,8 @@ _COMMAND = re.compile(r"/([a-z]+)(?:\s+(.*))?", re.DOTALL)
 @click.option("--base", help="The base model of an adapter, if it moved.")
 @click.option("--adapter", help="An adapter to put on the model of PATH.")
 @click.option("--system", help="A system message.")
-@click.option("--prompt", help="Ask this once, print the answer and leave.")
-@click.option("--max-new-tokens", type=click.IntRange(1), help="Longest answer in tokens.")
+@click.option("--prompt", help="Ask this once, print the response and exit.")
+@click.option("--max-new-tokens", type=click.IntRange(1), help="Longest response in tokens.")
 @click.option(
     "--temperature",
     type=click.FloatRange(0),
@@ -111,7 +111,9 @@ def _ask_once(conversation: Conversation, text: str) -> None:
 
 
 def _ask_lines(conversation: Conversation) -> None:
-    """Answer every line by itself; one without an answer gives an empty line, and a reason."""
+    """Respond to every line by itself; a line without a response gives an empty line, and a
+    reason.
+    """
     from ..errors import SurefootError
 
     note_plain(conversation)
@@ -142,7 +144,7 @@ def _talk_on_terminal(conversation: Conversation, path: str) -> None:
 
 
 def talk(conversation: Conversation, console: Console, read: Callable[[], str]) -> None:
-    """Questions from ``read``, answers to ``console``, until there are no more or /exit."""
+    """Prompts from ``read``, responses to ``console``, until the input ends or /exit."""
     from ..errors import RunError, SurefootError
 
     note_plain(conversation)
@@ -165,7 +167,7 @@ def talk(conversation: Conversation, console: Console, read: Callable[[], str]) 
 
 
 def _reply(conversation: Conversation, console: Console, line: str) -> bool:
-    """Do what the line says; False to leave."""
+    """Run the command of the line; False to exit."""
     from rich.text import Text
 
     if not line.strip():
@@ -198,7 +200,7 @@ def _obey(conversation: Conversation, console: Console, command: str, text: str)
 
 
 def note_plain(conversation: Conversation) -> None:
-    """Say it once if the model cannot talk in turns."""
+    """Print once if the model has no chat template."""
     if not conversation.has_template:
         click.echo(
             "this model has no chat template: every text is continued by itself, as plain text",
@@ -210,21 +212,21 @@ def note_on(answer: Answer) -> str | None:
     """A note if a response did not end by itself."""
     return {
         "stop": None,
-        "length": "(cut at max_new_tokens; --max-new-tokens N allows more)",
+        "length": "(truncated at max_new_tokens; --max-new-tokens N allows more)",
         "window": "(truncated: the context length is reached; /clear starts a new conversation)",
         "interrupted": "(interrupted)",
     }[answer.ending]
 
 
 def visible(text: str) -> str:
-    """``text`` without what could command a terminal: a model may write escape sequences too."""
+    """``text`` without control characters: a model may write escape sequences too."""
     return "".join(
         "\ufffd" if unicodedata.category(c) == "Cc" and c not in "\n\t" else c for c in text
     )
 
 
 def _writer() -> Callable[[str], None]:
-    """Writes pieces to standard output as they come."""
+    """Writes pieces to standard output as they are generated."""
     is_terminal = sys.stdout.isatty()
 
     def write(piece: str) -> None:
