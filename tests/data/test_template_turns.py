@@ -210,5 +210,5 @@ def test_a_row_that_the_template_refuses_is_dropped_and_the_rest_is_kept():
     strict = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
     made = codec(strict + PLAIN)
     outcomes = made.encode_chats([chat("a", "one", system="S"), chat("a", "one")])
-    assert outcomes[0] == Dropped("the chat template refuses this conversation: no system")
+    assert outcomes[0] == Dropped("the chat template rejects this conversation: no system")
     assert len(outcomes[1]) == 1
