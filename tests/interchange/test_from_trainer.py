@@ -136,7 +136,7 @@ def test_sharded_weights_come_over_like_whole_ones(full, theirs, tmp_path):
     index = {"metadata": {}, "weight_map": {n: f for f, own in parts.items() for n in own}}
     (theirs / "model.safetensors.index.json").write_text(json.dumps(index))
     (theirs / "model.safetensors").unlink()
-    found = load(theirs, trainer_of(full, tmp_path)).weights.state_dict()
+    found = load(theirs, trainer_of(full, tmp_path)).policy.weights.state_dict()
     assert found.keys() == weights.keys()
     assert all(torch.equal(found[name], weights[name]) for name in weights)
 
@@ -369,7 +369,8 @@ def test_numbers_that_json_has_no_word_for_come_over(full, theirs, tmp_path):
 def test_a_best_that_could_not_be_loaded_at_the_end_is_looked_for_anew(full, theirs, tmp_path):
     edit_json(theirs / "trainer_state.json", best_metric=1.5, best_global_step=2)
     trainer = trainer_of(full, tmp_path)
-    trainer.section = replace(trainer.section, load_best_model_at_end=True)
+    section = replace(trainer.section, load_best_model_at_end=True)
+    trainer = replace(trainer, section=section)
     load(theirs, trainer)
     assert (trainer.state.best_metric, trainer.state.best_global_step) == (None, None)
 
@@ -421,8 +422,8 @@ def test_an_order_that_is_not_the_trainers_is_said(full, theirs, tmp_path, caplo
 
 def test_the_first_checkpoint_has_the_trainers_as_its_parent(full, tmp_path):
     trainer = load(full.theirs, trainer_of(full, tmp_path))
-    trainer.saver = replace(trainer.saver, resumed_from=full.theirs, is_foreign=True)
-    trainer.fit()
+    saver = replace(trainer.saver, resumed_from=full.theirs, is_foreign=True)
+    replace(trainer, saver=saver).fit()
     manifest = json.loads((tmp_path / "run" / "checkpoint-8" / "manifest.json").read_text())
     assert manifest["parent"] == full.theirs.name
 

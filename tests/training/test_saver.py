@@ -41,8 +41,8 @@ class Steps(TrainerCallback):
 
 def built(folder, *members, **section):
     made = small.trainer(folder, *members, save_steps=section.get("save_steps"))
-    made.saver = replace(made.saver, section=CheckpointSection(**{"keep": None, **section}))
-    return made
+    section = CheckpointSection(**{"keep": None, **section})
+    return replace(made, saver=replace(made.saver, section=section))
 
 
 def steps_in(folder):
@@ -213,8 +213,8 @@ def test_the_best_checkpoints_by_the_metric_stay(tmp_path):
     made = small.trainer(
         tmp_path, save_steps=1, evals=small.examples(2, seed=9), eval_steps=1, max_steps=6
     )
-    made.saver = replace(made.saver, section=CheckpointSection(save_steps=1, keep=1, keep_best=2))
-    state = made.fit()
+    section = CheckpointSection(save_steps=1, keep=1, keep_best=2)
+    state = replace(made, saver=replace(made.saver, section=section)).fit()
     losses = {r["step"]: r["eval_loss"] for r in state.log_history if "eval_loss" in r}
     best = sorted(losses, key=losses.get)[:2]
     assert steps_in(tmp_path) == sorted({*best, 6})

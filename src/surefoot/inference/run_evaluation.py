@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ..batch import Features
 from ..checkpoint.disk.commit import named
 from ..errors import CheckpointError, RunError
 from ..parallel.section import ParallelSection
@@ -16,10 +17,12 @@ from ..parallel.world import World
 from ..recipe.recipe import Recipe
 from ..storage.address import Address
 from ..storage.files import make_folder, raising, write_aside
-from .evaluation import Generation, adopt, generations, measure, num_batches, references
+from .auxiliary_outputs import auxiliary_columns
+from .evaluation import adopt, measure, num_batches
 from .held_out_set import HeldOut, held_out
 from .model_loading import LoadedModel, open_model, open_start
 from .model_location import locate
+from .responses import Generation, generations
 
 BASE = "base"
 
@@ -133,12 +136,12 @@ def evaluate_run(
         DataError, ModelError, RecipeError: there is nothing to evaluate on, or no model.
     """
     where = {"dataset": options.dataset, "limit": options.limit}
-    said = references(recipe, world=world, parallel=parallel, **where)  # type: ignore[arg-type]
+    columns = auxiliary_columns(recipe, world=world, parallel=parallel, **where)  # type: ignore[arg-type]
     opened, name = _open(recipe, options, world, parallel)
     opened = adopt(opened, recipe)
     with world.main_first():  # which fills the cache
         parts = held_out(recipe, opened.codec, **where)  # type: ignore[arg-type]
-    results = [_evaluate(opened, recipe, part, said.get(part.name), progress) for part in parts]
+    results = [_evaluate(opened, recipe, part, columns.get(part.name), progress) for part in parts]
     return EvaluationReport(name, results)
 
 
@@ -185,12 +188,14 @@ def _evaluate(
     opened: LoadedModel,
     recipe: Recipe,
     part: HeldOut,
-    said: list[list[float]] | None,
+    columns: Sequence[Features] | None,
     progress: Progress,
 ) -> DatasetResult:
     count = len(part.examples)
     with progress(f"{part.name}: loss", num_batches(recipe, count)) as advance:
-        metrics = measure(opened, recipe, part.examples, said=said, on_batch=lambda: advance(1))
+        metrics = measure(
+            opened, recipe, part.examples, columns=columns, on_batch=lambda: advance(1)
+        )
     answers: list[Generation] = []
     if recipe.stage.uses_template:
         with progress(f"{part.name}: answers", count) as advance:

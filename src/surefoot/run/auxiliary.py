@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from transformers import PreTrainedTokenizerBase
+
 from ..batch import Batch, Features
 from ..data.order.loader import Loader
 from ..data.store.cache import default_folder
@@ -108,16 +110,12 @@ class Ahead:
         )
 
     def _open(self, role: str) -> Network:
-        """A frozen model. Raises ``RecipeError`` if its tokens are not those of the policy."""
+        """A frozen model, of the policy's tokens."""
         recipe = self.recipe
         model = model_of(recipe.stage.auxiliary[role], recipe.model)
         base = resolve(model)
         tokenizer = open_codec(replace(recipe, model=model), base).tokenizer
-        if tokenizer.get_vocab() != self.codec.tokenizer.get_vocab():
-            raise RecipeError(
-                f"the {role} {model.path} has a different tokenizer from {recipe.model.path}, "
-                "so their outputs cannot be compared; choose a model with the same tokenizer"
-            )
+        refuse_other_tokens(recipe, role, tokenizer, self.codec)
         options = NetworkOptions(
             parallel=recipe.parallel,
             precision=choose(recipe.train.precision),
@@ -166,6 +164,18 @@ def _train_set(recipe: Recipe, data: TrainingData, loader: Loader) -> WindowSet:
     order = {n: value for n, value in loader.state_dict().items() if n not in ("epoch", "window")}
     windows = partial(windows_of_run, loader, recipe.train, recipe.stage)
     return WindowSet(data.complete[0], windows, str(sorted(order.items())))
+
+
+def refuse_other_tokens(
+    recipe: Recipe, role: str, tokenizer: PreTrainedTokenizerBase, codec: Codec
+) -> None:
+    """Raise ``RecipeError`` unless the tokens of an auxiliary model are those of the policy."""
+    if tokenizer.get_vocab() != codec.tokenizer.get_vocab():
+        model = model_of(recipe.stage.auxiliary[role], recipe.model)
+        raise RecipeError(
+            f"the {role} {model.path} has a different tokenizer from {recipe.model.path}, so "
+            "their outputs cannot be compared; choose a model with the same tokenizer"
+        )
 
 
 def eval_set(dataset: EncodedDataset, size: int) -> WindowSet:

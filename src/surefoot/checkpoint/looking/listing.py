@@ -60,7 +60,7 @@ def verified(line: Line, progress: Progress | None = None) -> Line:
     report = verify(line.path, full=True, progress=progress)
     if not report.ok:
         return replace(line, problem=_inside(line.path, report.problems[0]))
-    return replace(line, verified="every byte" if _has_hashes(line) else "structure")
+    return replace(line, verified="every byte" if has_hashes(line) else "structure")
 
 
 def _list_run(root: Path) -> list[Line]:
@@ -97,7 +97,8 @@ def _name(layout: Layout | None) -> str | None:
     return None if layout is None else layout.name
 
 
-def _has_hashes(line: Line) -> bool:
+def has_hashes(line: Line) -> bool:
+    """Whether it is a Surefoot checkpoint, whose manifest has a hash of every byte."""
     return line.layout is not None and LAYOUTS[line.layout].has_manifest
 
 

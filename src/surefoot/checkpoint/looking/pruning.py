@@ -23,7 +23,7 @@ from ..disk.retention import (
     metrics_in,
     seconds,
 )
-from .listing import Line, list_run, state_of
+from .listing import Line, has_hashes, list_run, state_of
 
 LOCK = ".lock"
 
@@ -97,7 +97,7 @@ def plan_pruning(folder: Path, options: PruneOptions) -> PrunePlan:
     lines = {
         step_of(line.path): line  # by name, as a run finds the newest
         for line in list_run(folder)
-        if line.layout == "native" and line.problem is None and not line.is_being_written
+        if has_hashes(line) and line.problem is None and not line.is_being_written
     }
     if not lines:
         raise CheckpointError(f"{folder}: it contains no complete Surefoot checkpoint to prune")

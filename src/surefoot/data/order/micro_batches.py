@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Protocol
 
@@ -11,7 +11,7 @@ import numpy as np
 from ...batch import IGNORE_INDEX, Batch, Features, Window
 from ...errors import DataError
 from ..data_order import Index
-from ..store.dataset import EncodedDataset, num_tokens
+from ..store.dataset import num_tokens
 from .length_balancing import assign_to_rank
 
 Collate = Callable[[Sequence[Features]], Batch]
@@ -89,30 +89,6 @@ class Items(Protocol):
 def batch_of(group: Index, items: Items, collate: Collate) -> Batch:
     """The batch of a group; where there is nothing left for a rank, one without labels."""
     return collate([items[int(item)] for item in group] or [without_labels(items[0])])
-
-
-@dataclass(frozen=True)
-class InOrder:
-    """One rank's micro-batches of an evaluation set, which can be iterated many times.
-
-    They are the batches of one process, assigned to ranks in turn. If some ranks get one batch
-    fewer, they get a masked one.
-    """
-
-    dataset: EncodedDataset
-    collate: Collate
-    _: KW_ONLY
-    micro_batch_size: int
-    rank: int = 0
-    world_size: int = 1
-
-    def __iter__(self) -> Iterator[Batch]:
-        size = self.micro_batch_size
-        for start in range(0, len(self.dataset), size * self.world_size):
-            first = start + size * self.rank
-            rows = range(first, min(first + size, len(self.dataset)))
-            found = [self.dataset[i] for i in rows]
-            yield self.collate(found or [without_labels(self.dataset[0])])
 
 
 def without_labels(example: Features) -> Features:
