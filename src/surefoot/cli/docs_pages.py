@@ -24,7 +24,7 @@ WIDTH = 88
 NOTE = "<!-- Written by `make docs` from the code. Do not edit. -->\n"
 RECIPE = """# The recipe
 
-One YAML file contains all settings of a run:
+One YAML file says everything about a run:
 
 ```yaml
 model: {path: Qwen/Qwen3-0.6B}
@@ -36,8 +36,8 @@ optim: {adamw: {learning_rate: 1.0e-4, schedule: cosine}}
 checkpoint: {save_steps: 200, keep: 3}
 ```
 
-`method`, `stage` and `optim` contain one of several variants: its name alone, or its name with
-settings below it. Where a list is expected, a single item is accepted. Unknown keys are errors.
+`method`, `stage` and `optim` hold one of several variants: its name alone, or its name with
+settings below it. Where a list is expected, one item will do. Unknown keys are refused.
 
 A path is relative to the recipe file if it exists there, otherwise to the current folder;
 `train.output_dir` is always relative to the current folder.
@@ -46,13 +46,13 @@ On the command line `section.setting=value` overrides the file, as in
 `surefoot train recipe.yaml optim.adamw.learning_rate=5e-5`; so does `method.lora.rank=8` when the
 file names another method. A mapping changes only the settings it names.
 
-`surefoot recipe show recipe.yaml` prints a recipe with all settings, and
-[recipe.schema.json](recipe.schema.json) lets editors complete and check it: write
+`surefoot recipe show recipe.yaml` prints a recipe with every setting spelled out, and
+[recipe.schema.json](recipe.schema.json) makes editors complete and check it: write
 `# yaml-language-server: $schema=recipe.schema.json` in its first line.
 """
 ANSWERS = """# Answers without training
 
-`surefoot predict` also accepts a file with these sections:
+`surefoot predict` also takes a file with these sections:
 
 ```yaml title="answers.yaml"
 model: {path: runs/qwen}
@@ -62,7 +62,7 @@ parallel: {tp: 2}
 """
 CLI = """# The command line
 
-An error that you can fix gives exit code 2 and a message without a traceback; `--verbose`,
+A mistake that you can put right gives exit code 2 and a message without a traceback; `--verbose`,
 anywhere on the line, adds the traceback. Ctrl-C gives 130.
 """
 
