@@ -13,7 +13,7 @@ from surefoot.training import Context, TrainerCallback, TrainerControl, TrainerS
 
 HOW_TO = ROOT / "docs" / "how-to"
 INNER = {"pending", "interval_loss", "interval_weight"}  # of the loop's own use
-INNER |= {"interval_metrics", "interval_windows"}
+INNER |= {"interval_metrics", "interval_figures", "interval_windows"}
 
 
 @pytest.mark.parametrize("setting", FREE)
