@@ -45,7 +45,7 @@ def test_what_is_learnt_stands_between_marks(recipe):
         "<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n[[2<|im_end|>]]\n" in done.stdout
     )
     assert "── sums:0: 26 tokens, 2 trained" in done.stdout
-    assert "[[ ]] is learnt; the rest is read only" in done.stdout
+    assert "[[ ]]: trained; everything else is masked" in done.stdout
     assert "sums:1" not in done.stdout
 
 

@@ -354,7 +354,7 @@ def test_settings_that_would_save_twice_are_refused(tmp_path, reason):
     [
         ("is_deepspeed_enabled", True, "DeepSpeed"),
         ("is_fsdp_enabled", True, "FSDP"),
-        ("is_distributed_loading_by_transformers", True, "sharded at loading"),
+        ("is_distributed_loading_by_transformers", True, "sharded while it loads"),
     ],
 )
 def test_state_in_several_places_is_refused(tmp_path, name, value, reason):
@@ -373,7 +373,7 @@ def test_steps_between_saves_must_be_some(tmp_path):
 def test_an_adapter_that_its_file_cannot_hold_is_refused(tmp_path):
     model = lora()
     model.base_model.model.lm_head.weight.requires_grad_(True)
-    with pytest.raises(RunError, match=r"1 trainable parameters .*lm_head\.weight"):
+    with pytest.raises(RunError, match=r"1 parameters learn .*lm_head\.weight"):
         train(tmp_path, model=model)
     named = peft.get_peft_model(tiny.model(), peft.LoraConfig(target_modules=["q_proj"]), "mine")
     with pytest.raises(RunError, match="the adapters mine: expected one"):

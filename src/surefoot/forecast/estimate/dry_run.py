@@ -37,7 +37,7 @@ from ...parallel.tensor.tp_plan import Stretch, cuts_vocabulary
 from ...parallel.tensor.vocab_parallel import VocabParallelLogits
 from ...parallel.world import ALONE
 from ...recipe.recipe import Recipe
-from ...run.assembly import options_of
+from ...run.policy import options_of
 from ...training.stage import POLICY
 from .axis import FakeAxis
 from .fake_quantized import pack, will_be_packed

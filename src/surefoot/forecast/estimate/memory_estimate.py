@@ -16,7 +16,7 @@ from ...model.precision import PrecisionName
 from ...model.pretrained.loading import resolve
 from ...model.pretrained.quantized import check_alone
 from ...recipe.recipe import Recipe
-from ...run.assembly import build_codec
+from ...run.policy import build_codec
 from ..other_settings import changes
 from .batches import RunLength, course_of, loader_of, token_counts, trained_counts
 from .dry_run import DryRunModel
