@@ -208,7 +208,7 @@ def test_a_dataset_of_the_other_kind_is_an_error_that_says_what_to_do(tmp_path):
 
 @pytest.mark.parametrize(
     ("setting", "words"),
-    [("data.train_on_prompt", "means nothing"), ("data.streaming", "orpo or simpo")],
+    [("data.train_on_prompt", "has no effect"), ("data.streaming", "orpo or simpo")],
 )
 def test_a_setting_that_a_pair_has_no_use_for_is_refused(setting, words, tmp_path):
     made = project(tmp_path)
