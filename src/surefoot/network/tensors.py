@@ -189,7 +189,7 @@ class MetaTensors:
         packed.switch_to_packed(draft.inner)
 
     def adapt(self, draft: Draft) -> None:
-        """Without values, nothing is drawn."""
+        """Nothing is drawn: a meta model has no values."""
         with torch.device("meta"):
             draft.module = method_of(draft, attach_empty)(draft.inner)
 
