@@ -228,6 +228,7 @@ def options_of(recipe: Recipe, *, is_read: bool = True) -> NetworkOptions:
         precision=choose(recipe.train.precision),
         packing=recipe.data.packing,
         seed=recipe.train.seed,
+        heads=recipe.stage.heads,
         is_read=is_read,
     )
 
