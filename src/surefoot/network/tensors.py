@@ -119,16 +119,16 @@ class RealTensors:
         folders = (draft.section.adapter, draft.options.weights, draft.base)
         known = [folder for folder in folders if folder is not None]
         stored = stored_heads(draft.heads, known) if draft.options.is_read else {}
-        new, readers = dict[str, torch.Tensor](), dict[str, Reader]()
+        new, readers = dict[str, nn.Parameter](), dict[str, Reader]()
         for name, p in draft.module.named_parameters():
             if (in_file := draft.heads.name_in_file(name)) is not None:
-                new[name] = p.detach()
+                new[name] = p
                 readers[name] = stored.get(in_file, partial(_zeros, p.dtype))
         if (values := draft.values) is not None:
             draft.values = ShardLoader({**values.readers, **readers}, {**values.tensors, **new})
             return
-        for name, tensor in new.items():
-            tensor.copy_(readers[name](Box.whole(tuple(tensor.shape))))
+        for name, p in new.items():
+            p.detach().copy_(readers[name](Box.whole(tuple(p.shape))))
 
     def divide(self, draft: Draft) -> None:
         """Keep this rank's."""
