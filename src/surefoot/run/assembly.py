@@ -20,9 +20,10 @@ from ..training.trainer import Trainer
 from . import data_loading
 from .auxiliary import open_ahead
 from .code_files import check_code, code_of
-from .policy import build_codec, open_policy, settle_packing
+from .policy import Around, build_codec, open_policy, settle_packing
 from .recipe_callbacks import standard_callbacks
-from .trainer_parts import Around, assemble, build_saver
+from .saving import build_saver
+from .trainer_parts import assemble
 
 logger = logging.getLogger(__name__)
 
