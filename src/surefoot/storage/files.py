@@ -322,8 +322,7 @@ def rename(old: Path, new: Path) -> None:
 def share(old: Path, new: Path) -> bool:
     """Give ``new`` the content of ``old`` without a copy; False if this file system cannot.
 
-    A clone (a file of its own that shares blocks until one of them changes) where supported, else a
-    hard link.
+    A clone (a file of its own that shares unchanged blocks) where supported, else a hard link.
     """
     try:
         with open_file(old, follow=False) as source, create(new) as target:
