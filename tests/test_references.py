@@ -49,7 +49,11 @@ def project(folder, **sections):
 
 def said(caplog):
     """What was said of the reference, and no more of it."""
-    found = [r.getMessage() for r in caplog.records if r.getMessage().startswith("reference log-probabilities: ")]
+    found = [
+        r.getMessage()
+        for r in caplog.records
+        if r.getMessage().startswith("reference log-probabilities: ")
+    ]
     caplog.clear()
     return ["found" if text == FOUND else "asked" for text in found]
 
