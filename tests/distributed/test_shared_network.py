@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import folders
 import ranks
@@ -95,6 +96,18 @@ def test_a_loss_of_values_alone_trains_a_sharded_model(tmp_path):
     for found in ranks.run(2, work, dp_shard=2):
         for name, gradient in alone.items():
             torch.testing.assert_close(found[name], 2 * gradient, rtol=1e-4, atol=1e-5)
+
+
+def test_ranks_read_their_part_of_a_head(tmp_path):
+    base = folders.save_model(tmp_path)
+    expected = torch.arange(32.0)[None]
+    save_file({"value_head.weight": expected}, base / "value_head.safetensors")
+
+    def work(world):
+        return whole(opened(world, tmp_path, heads=("values",)).heads.values.weight)
+
+    for found in ranks.run(2, work, dp_shard=2):
+        assert torch.equal(found, expected)
 
 
 def constant(like):
