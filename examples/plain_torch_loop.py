@@ -27,7 +27,7 @@ def main(root, steps=STEPS):
     }
     if (path := newest(root)) is not None:
         load(path, states)
-        print(f"going on from {path}")
+        print(f"resuming from {path}")
     with AsyncSaver(root, keep=3, resumed_from=path) as saver:
         while schedule.last_epoch < steps:  # the schedule counts the steps
             x = 6 * torch.rand(BATCH, 1) - 3

@@ -170,7 +170,7 @@ def test_the_plain_torch_loop_goes_on_when_it_was_killed(tmp_path, monkeypatch, 
         )
         assert killed == -signal.SIGKILL
     resumed = loop.main(tmp_path / "run", steps=1000)
-    assert "going on from" in capsys.readouterr().out
+    assert "resuming from" in capsys.readouterr().out
     for one, other in zip(whole.parameters(), resumed.parameters(), strict=True):
         assert torch.equal(one, other)
 

@@ -40,7 +40,7 @@ from surefoot.run.assembly import build
 from surefoot.stages.dpo import DPO
 from surefoot.training import TrainerCallback
 
-FOUND, ASKED = "reference: found in the cache", "examples in"
+FOUND, ASKED = "reference log-probabilities: loaded from the cache", "examples in"
 
 
 def project(folder, **sections):
@@ -50,7 +50,11 @@ def project(folder, **sections):
 
 def said(caplog):
     """What was said of the reference, and no more of it."""
-    found = [r.getMessage() for r in caplog.records if r.getMessage().startswith("reference: ")]
+    found = [
+        r.getMessage()
+        for r in caplog.records
+        if r.getMessage().startswith("reference log-probabilities: ")
+    ]
     caplog.clear()
     return ["found" if text == FOUND else "asked" for text in found]
 
@@ -209,7 +213,7 @@ def test_a_dataset_of_the_other_kind_is_an_error_that_says_what_to_do(tmp_path):
 
 @pytest.mark.parametrize(
     ("setting", "words"),
-    [("data.train_on_prompt", "means nothing"), ("data.streaming", "orpo or simpo")],
+    [("data.train_on_prompt", "has no effect"), ("data.streaming", "orpo or simpo")],
 )
 def test_a_setting_that_a_pair_has_no_use_for_is_refused(setting, words, tmp_path):
     made = project(tmp_path)
@@ -307,5 +311,5 @@ def test_a_reference_that_says_nan_is_an_error(tmp_path):
     made = trainer(ALONE, tmp_path, examples=data, stage=DPO(), packing=True)
     with torch.no_grad():
         next(made.policy.module.parameters()).fill_(math.nan)
-    with pytest.raises(ModelError, match="no numbers"):
+    with pytest.raises(ModelError, match="NaN or infinite"):
         references(made, data, tmp_path / "asked").ask(made.forward, made.policy.module, collate)

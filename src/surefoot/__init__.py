@@ -10,7 +10,7 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> object:
-    """``surefoot.train``, imported when it is first asked for: torch takes seconds."""
+    """``surefoot.train``, imported on first use: torch takes seconds."""
     if name == "train":
         from .run.training_run import train
 

@@ -1,7 +1,6 @@
-"""The small types that cross the layers: features, a batch, a window of batches, outputs and a
-loss.
+"""The types that cross layers: features, a batch, a window of batches, outputs and a loss.
 
-Shapes: B rows, T tokens of a row, N trained positions of the whole batch, D documents of a packed
+Shapes: B rows, T tokens of a row, N trained positions of the full batch, D documents of a packed
 row.
 """
 
@@ -24,8 +23,9 @@ Features = Mapping[str, Sequence[int]]
 
 @dataclass(frozen=True)
 class TrainedPositions:
-    """The trained labels of a batch, in reading order, and where they are predicted: at N positions
-    in K columns."""
+    """The trained labels of a batch, in reading order, and the positions where they are
+    predicted: N positions in K columns.
+    """
 
     labels: torch.Tensor  # [N]
     rows: torch.Tensor  # [N]
@@ -38,13 +38,13 @@ class TrainedPositions:
 class Batch:
     """One micro-batch of examples.
 
-    A packed batch is one row of all examples end to end (B = 1) with ``cu_seqlens``, the bounds of
-    its documents; a padded one is a rectangle with an ``attention_mask``. ``labels[b, t]`` is the
-    token to predict *at* position t, that is, from the tokens before t; it is ``IGNORE_INDEX``
-    where nothing is trained, and always at the first token of a document.
+    A packed batch is one row of all examples (B = 1) with ``cu_seqlens``, the bounds of its
+    documents; a padded one is a rectangle with an ``attention_mask``. ``labels[b, t]`` is the token
+    to predict *at* position t, that is, from the tokens before t. It is ``IGNORE_INDEX`` for masked
+    tokens, and always at the first token of a document.
 
-    A document of a packed row may be a prompt and two answers to it, ``branches``: what is before
-    the second answer is then the prompt alone, for labels, positions and attention.
+    A document of a packed row may be a prompt and two responses to it, ``branches``. The context of
+    the second response is then the prompt alone, for labels, positions and attention.
     """
 
     input_ids: torch.Tensor  # [B, T] int64
@@ -66,7 +66,7 @@ class Batch:
 
     @property
     def num_tokens(self) -> int:
-        """Real tokens, padding not counted."""
+        """Number of tokens, without padding."""
         import numpy as np
 
         if self.attention_mask is None:
@@ -81,21 +81,23 @@ class Batch:
         return int(np.count_nonzero(self.labels.cpu().numpy() != IGNORE_INDEX))
 
     def located(self) -> Batch:
-        """The same batch, with the places of its labels. Counted on the host, as long as the batch
-        is there: to count on a GPU is to wait for it."""
+        """The same batch, with its trained positions. They are counted on the host while the
+        batch is there: counting on a GPU would wait for it.
+        """
         return self if self.at is not None else replace(self, at=trained_positions(self))
 
     def pinned(self) -> Batch:
-        """The same batch in memory that a GPU copies from while it computes."""
+        """The same batch in pinned memory, from which a GPU copies while it computes."""
         return self._mapped(lambda tensor: tensor.pin_memory())
 
     def to(self, device: torch.device) -> Batch:
-        """The same batch on ``device``, with the places of its labels."""
+        """The same batch on ``device``, with its trained positions."""
         return self.located()._mapped(lambda tensor: tensor.to(device, non_blocking=True))
 
     def _mapped(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
-        """With ``function`` of each tensor but those that are read on the host, where kernels are
-        launched from."""
+        """With ``function`` applied to each tensor, except those that the host reads to launch
+        kernels.
+        """
         moved = {n: tensor for n, tensor in _tensors(self).items() if n not in _ON_HOST}
         found = {name: function(tensor) for name, tensor in moved.items()}
         extras = {name: function(tensor) for name, tensor in self.extras.items()}
@@ -116,10 +118,10 @@ def _tensors(holder: Batch | TrainedPositions) -> dict[str, torch.Tensor]:
 
 
 def trained_positions(batch: Batch) -> TrainedPositions:
-    """The places of ``batch``. ``labels[b, t]`` is predicted at position t - 1, and the first label
-    of a second answer where that of the first one is.
+    """The trained positions of ``batch``. ``labels[b, t]`` is predicted at position t - 1, and the
+    first label of a second response at the same position as that of the first one.
 
-    A packed row keeps just its trained positions; a rectangle, the columns where any row is
+    A packed row keeps only its trained positions; a rectangle, the columns where any row is
     trained.
     """
     import numpy as np
@@ -213,9 +215,9 @@ class OutputSpec:
 
 @dataclass(frozen=True)
 class Outputs:
-    """What a stage asked of the model, at the trained positions in reading order.
+    """The outputs of the model that a stage needs, at the trained positions in reading order.
 
-    ``predictions`` is what the model would have said itself there: the most probable token.
+    ``predictions`` is the most probable token at each position.
     """
 
     logps: torch.Tensor | None = None  # [N] float32, log-probability of each label
@@ -232,14 +234,14 @@ def _outputs() -> set[str]:
 
 @dataclass(frozen=True)
 class Loss:
-    """A sum and what it is a sum over. The loop divides once, by the global weight of the step."""
+    """A loss sum and its weight. The loop divides once, by the global weight of the step."""
 
     total: torch.Tensor  # scalar, summed over the batch
     weight: torch.Tensor  # scalar: trained tokens, pairs, ... of the batch
     metrics: Mapping[str, torch.Tensor] = field(default_factory=dict)  # sums over the same weight
 
     def detach(self) -> Loss:
-        """The same figures without their graph."""
+        """The same values without their graph."""
         metrics = {name: value.detach() for name, value in self.metrics.items()}
         return Loss(self.total.detach(), self.weight.detach(), metrics)
 
@@ -248,7 +250,7 @@ LossFunction = Callable[[Outputs, Batch], Loss]  # pure: what the model said, wh
 
 
 class StepRunner(Protocol):
-    """An engine: runs a window through the model and leaves summed gradients behind."""
+    """Runs a window through the model, forward and backward, and leaves summed gradients behind."""
 
     def __call__(
         self,
@@ -258,4 +260,6 @@ class StepRunner(Protocol):
         before: Callable[[int], None],
         after: Callable[[int], None],
     ) -> list[Loss]:
-        """One detached loss per micro-batch; ``before`` and ``after`` are told each one's index."""
+        """One detached loss per micro-batch; ``before`` and ``after`` are called with each one's
+        index.
+        """

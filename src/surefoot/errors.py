@@ -1,4 +1,4 @@
-"""Every error a user can cause derives from one base, so that the CLI prints it without a
+"""Every error that a user can cause derives from one base, so that the CLI prints it without a
 traceback.
 
     SurefootError
@@ -6,9 +6,9 @@ traceback.
     ├── DataError           a dataset, a file or a row of it
     │   └── TemplateError   a chat template that is unknown or cannot be masked
     ├── ModelError          a model, tokenizer or adapter: missing, damaged or of another kind
-    ├── CheckpointError     a checkpoint: missing, damaged, or without what was asked of it
-    └── RunError            a run that cannot go on: output_dir is taken, the loss is not a number
-        └── LostPeerError   another process of it has died; that one's error is what matters
+    ├── CheckpointError     a checkpoint: missing, damaged, or without what is needed
+    └── RunError            a run that cannot continue: output_dir is in use, the loss is NaN
+        └── LostPeerError   another rank of it has died; that rank's error is the cause
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from signal import Signals
 
 
 class SurefootError(Exception):
-    """Base of the errors this package raises on purpose. The message says where, what and what to
-    do."""
+    """Base of the errors that this package raises deliberately. The message says where, what was
+    found and what to do.
+    """
 
 
 class RecipeError(SurefootError):
@@ -26,11 +27,11 @@ class RecipeError(SurefootError):
 
 
 class DataError(SurefootError):
-    """A dataset, or a row of it, cannot be read as the recipe says."""
+    """A dataset, or a row of it, cannot be read in the way the recipe says."""
 
 
 class TemplateError(DataError):
-    """A chat template is unknown, or what it renders cannot be split into prompt and answer."""
+    """A chat template is unknown, or prompt and response cannot be separated in its output."""
 
 
 class ModelError(SurefootError):
@@ -38,17 +39,17 @@ class ModelError(SurefootError):
 
 
 class CheckpointError(SurefootError):
-    """A checkpoint is missing, damaged, or does not hold what was asked of it."""
+    """A checkpoint is missing, damaged, or lacks what is needed."""
 
 
 class RunError(SurefootError):
-    """A run cannot start or go on."""
+    """A run cannot start or continue."""
 
 
 class LostPeerError(RunError):
-    """Another process of the run has died. What it died of is the error to look at, not this.
+    """Another rank of the run has died. The cause is in that rank's error, not in this one.
 
-    ``ended_by`` is the signal with which the launcher has told this one the same already.
+    ``ended_by`` is the signal with which the launcher has ended this rank for the same reason.
     """
 
     def __init__(self, message: str, ended_by: Signals | None = None) -> None:

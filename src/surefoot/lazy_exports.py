@@ -1,7 +1,7 @@
-"""Public names of a package, each imported from its home when it is first asked for.
+"""Public names of a package, each imported from its module on first use.
 
-So a package has its names in one place, and whoever needs one module of it does not wait for all
-the others, and for torch.
+So a package lists its names in one place, and importing one module of it does not import all the
+others, and torch.
 """
 
 from __future__ import annotations

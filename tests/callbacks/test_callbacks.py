@@ -99,7 +99,7 @@ def test_without_a_terminal_the_log_has_plain_lines(tmp_path, caplog):
     with caplog.at_level("INFO", logger="surefoot"):
         assert screen_of(tmp_path, terminal=False) == ""
     lines = [r.getMessage() for r in caplog.records]
-    assert any(line.startswith("step=8/8 loss=") and "left=0:00" in line for line in lines)
+    assert any(line.startswith("step=8/8 loss=") and "eta=0:00" in line for line in lines)
     assert any("eval_loss=" in line for line in lines)
     assert f"saved {tmp_path / 'checkpoint-8'}" in lines
 

@@ -264,7 +264,7 @@ def test_a_folder_that_is_taken_away_again_and_again_is_an_error(tmp_path, monke
             return os.open(path, flags, *args, **kwargs)
 
     monkeypatch.setattr(files, "os", Thief())
-    with pytest.raises(CheckpointError, match="keeps removing"):
+    with pytest.raises(CheckpointError, match="keeps deleting"):
         publish(tmp_path, 5)
 
 

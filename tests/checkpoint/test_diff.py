@@ -165,5 +165,5 @@ def test_what_is_damaged_is_an_error(tmp_path):
     (a / "manifest.json").write_text(json.dumps({}))
     with pytest.raises(CheckpointError):
         compare_values(a, b)
-    with pytest.raises(CheckpointError, match="holds no weights"):
+    with pytest.raises(CheckpointError, match="contains no weights"):
         list(compare_tensors(tmp_path, b))

@@ -221,4 +221,4 @@ def test_the_others_give_up_when_the_first_dies_before_they_may_begin(tmp_path):
     assert committed(tmp_path) == []
     (part,) = tmp_path.iterdir()
     for rank in (1, 2):
-        assert "the first process died" in (part / f".rank_0000{rank}.json").read_text()
+        assert "rank 0 died or aborted" in (part / f".rank_0000{rank}.json").read_text()

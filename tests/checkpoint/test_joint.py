@@ -155,7 +155,7 @@ def test_one_that_never_begins_is_not_waited_for_when_all_that_train_are_dead(
 
 def test_a_folder_that_another_machine_does_not_see_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(joint, "_PATIENCE", 0.1)
-    with pytest.raises(CheckpointError, match="do all machines see the same folder"):
+    with pytest.raises(CheckpointError, match=r"all machines must share train\.output_dir"):
         write(*job(tmp_path / "elsewhere", 1))
 
 

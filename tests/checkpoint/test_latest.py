@@ -37,7 +37,7 @@ def test_a_damaged_one_is_named_kept_aside_and_passed_over(root, caplog):
     file.write_bytes(data)
     found = newest(root)
     assert found == root / "checkpoint-2"
-    assert "checkpoint-4 does not verify" in caplog.text
+    assert "checkpoint-4 failed verification" in caplog.text
     assert (root / "checkpoint-4.damaged").is_dir()
     states = blank(sample_states())
     load(found, states)
@@ -99,4 +99,4 @@ def test_a_save_that_outlived_its_run_is_waited_for(root, caplog):
     told.set()
     assert newest(root) == root / "checkpoint-4"
     thread.join()
-    assert "waiting for its last save" in caplog.text
+    assert "waiting for its writer process" in caplog.text

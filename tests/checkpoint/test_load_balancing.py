@@ -141,8 +141,8 @@ def test_what_has_one_holder_weighs_on_what_many_hold():
     ("second", "why"),
     [
         (LocalTensor("F16", (4, 2), Box((2, 0), (2, 2))), r"F16 \[4, 2\] and F32 \[4, 2\]"),
-        (LocalTensor("F32", (4, 2), Box((1, 0), (3, 2))), "not all of it exactly once"),
-        (LocalTensor("F32", (4, 2), Box((3, 0), (1, 2))), "not all of it exactly once"),
+        (LocalTensor("F32", (4, 2), Box((1, 0), (3, 2))), "do not cover it exactly once"),
+        (LocalTensor("F32", (4, 2), Box((3, 0), (1, 2))), "do not cover it exactly once"),
     ],
 )
 def test_boxes_that_do_not_fit_together_are_refused_with_the_name(second, why):

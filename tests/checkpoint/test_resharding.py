@@ -240,7 +240,7 @@ def test_nothing_is_overwritten(tmp_path):
         reshard(path, tmp_path / "there")
     with pytest.raises(CheckpointError, match="it exists already"):
         reshard(path, path)
-    with pytest.raises(CheckpointError, match="lies in the checkpoint"):
+    with pytest.raises(CheckpointError, match="is inside the checkpoint"):
         reshard(path, path / "inside")
     with pytest.raises(CheckpointError, match="layout full is the same for every mesh"):
         reshard(path, tmp_path / "out", mesh=Mesh(1, 2))

@@ -48,7 +48,7 @@ def test_a_removal_that_is_cut_short_leaves_no_half_checkpoint(tmp_path, monkeyp
 
     with monkeypatch.context() as patch:
         patch.setattr(files, "os", Failing())
-        with pytest.raises(CheckpointError, match="cannot remove an old checkpoint"):
+        with pytest.raises(CheckpointError, match="cannot delete an old checkpoint"):
             drop_all([tmp_path / "checkpoint-1"])
     assert [p.name for p in committed(tmp_path)] == ["checkpoint-2"]
     assert len(clean(tmp_path)) == 1
@@ -166,15 +166,15 @@ def test_a_checkpoint_stays_for_every_reason_there_is():
     assert {verdict.step: verdict.why for verdict in verdicts} == {
         10: ("a multiple of 10",),
         15: ("best", "protected"),
-        20: ("among the newest 2", "among the best 2", "a multiple of 10"),
-        25: ("newest", "of the last 1 h"),
+        20: ("among the latest 2", "among the best 2", "a multiple of 10"),
+        25: ("latest", "of the last 1 h"),
     }
 
 
 def test_nothing_goes_where_there_is_nothing_or_no_number():
     assert decide({}, RetentionPolicy(keep=1), now=0) == []
     verdicts = decide({1: None, 2: None}, RetentionPolicy(), now=0)
-    assert [verdict.why for verdict in verdicts] == [("all are kept",), ("newest",)]
+    assert [verdict.why for verdict in verdicts] == [("all are kept",), ("latest",)]
 
 
 @pytest.mark.parametrize("name", ["keep", "keep_every", "keep_best", "keep_hours"])
@@ -226,5 +226,5 @@ def test_a_list_of_checkpoints_is_dropped(tmp_path):
     folders = [publish(tmp_path, step) for step in (1, 2, 3)]
     drop_all(folders[:2])
     assert names(tmp_path) == ["checkpoint-3"]
-    with pytest.raises(CheckpointError, match="cannot remove an old checkpoint"):
+    with pytest.raises(CheckpointError, match="cannot delete an old checkpoint"):
         drop_all(folders[:1])

@@ -226,7 +226,7 @@ def test_a_second_process_is_refused_until_the_first_is_dead(tmp_path):
     other = [sys.executable, "-c", OTHER, str(tmp_path)]
     with warm.Popen(other, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as first:
         assert first.stdout.readline() == b"open\n"
-        with pytest.raises(CheckpointError, match="another process saves here"):
+        with pytest.raises(CheckpointError, match="another process is saving here"):
             AsyncSaver(tmp_path)
         first.kill()
     with AsyncSaver(tmp_path) as saver:

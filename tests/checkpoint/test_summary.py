@@ -67,6 +67,6 @@ def test_a_damaged_log_says_nothing_against_the_weights(tmp_path):
 
 
 def test_what_is_no_folder_of_weights_is_an_error(tmp_path):
-    with pytest.raises(CheckpointError, match="holds no weights"):
+    with pytest.raises(CheckpointError, match="contains no weights"):
         summarise(tmp_path)
     assert list_run(tmp_path) == []

@@ -38,7 +38,7 @@ def test_damage_in_a_tensor_is_found_by_the_full_check_only(folder):
     flip(folder / "model.safetensors")
     assert verify(folder, full=False).ok
     (problem,) = verify(folder, full=True).problems
-    assert "model.safetensors" in problem and "go on from an earlier checkpoint" in problem
+    assert "model.safetensors" in problem and "resume from an earlier checkpoint" in problem
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_progress_is_told_in_bytes(folder):
 def test_what_is_not_there_is_an_error_not_a_report(tmp_path):
     with pytest.raises(CheckpointError, match="does not exist"):
         verify(tmp_path / "none", full=True)
-    with pytest.raises(CheckpointError, match="holds no weights"):
+    with pytest.raises(CheckpointError, match="contains no weights"):
         verify(tmp_path, full=True)
 
 
@@ -140,7 +140,7 @@ def test_damaged_ones_are_passed_over_with_the_reason(tmp_path):
     reasons = [reason for _, reason in found.passed_over]
     assert (
         "never committed" in reasons[0]
-        and "not those that were saved" in reasons[1]
+        and "has changed since it was saved" in reasons[1]
         and "does not exist" in reasons[2]
     )
 

@@ -33,7 +33,8 @@ def test_a_pickled_distributed_checkpoint_is_refused_with_the_command_that_conve
 ):
     (tmp_path / name).touch()
     assert detect_layout(tmp_path) is None
-    told = f"`surefoot ckpt convert {tmp_path} OUT --to huggingface --trust-pickle` makes a model"
+    command = f"surefoot ckpt convert {tmp_path} OUT --to huggingface --trust-pickle"
+    told = f"`{command}` converts it to a model"
     with pytest.raises(CheckpointError, match=re.escape(told)):
         open_weights(tmp_path)
 

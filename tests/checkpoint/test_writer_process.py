@@ -130,7 +130,7 @@ def test_a_writer_that_dies_again_and_again_is_told(tmp_path, background, monkey
 
 def test_a_writer_that_cannot_be_started_is_told(tmp_path, background, monkeypatch):
     monkeypatch.setattr(sys, "executable", str(tmp_path / "none"))
-    with pytest.raises(CheckpointError, match="cannot start the process"):
+    with pytest.raises(CheckpointError, match="cannot start the writer process"):
         begin(background, tmp_path, 1)
     assert background.wait() is None  # nothing is in flight
 

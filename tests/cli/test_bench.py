@@ -43,7 +43,7 @@ def test_the_recipe_alone_is_told_on_a_screen_and_one_process_of_several_is_said
     several = ["parallel.num_processes=2", "train.global_batch_size=4"]
     done = run(project.recipe, *several, "--only-this")
     assert done.exit_code == 0, done.stderr
-    for words in ("tokens/s", "of them learnt", "of the positions", "that a product of matrices"):
+    for words in ("tokens/s", "of them trained", "of the positions", "that a product of matrices"):
         assert words in done.stdout
     for phase in PHASES:
         assert f"\n{phase} " in done.stdout
@@ -106,7 +106,7 @@ def test_the_fastest_settings_are_told_as_a_command(project, capsys):
 
 def test_where_nothing_is_faster_that_is_said(project, capsys):
     out = shown(project, lambda changes: figures(100), capsys)
-    assert "nothing that was tried is faster" in out
+    assert "no setting is faster than the recipe" in out
 
 
 def test_what_works_where_the_recipe_does_not_is_told(project, capsys):
@@ -126,7 +126,7 @@ def test_what_there_was_no_time_for_is_named(project, capsys):
     ("args", "words"),
     [
         (["train.micro_batch_sise=2"], "did you mean micro_batch_size"),
-        (["parallel.num_processes=3"], "must be a multiple of"),
+        (["parallel.num_processes=3"], "is not a multiple of"),
     ],
 )
 def test_a_mistake_is_told_without_a_traceback(project, args, words):

@@ -40,7 +40,7 @@ def test_a_prompt_is_answered_once_and_plainly(folder):
     done = run(folder / "base", "--prompt", "Hi", "--max-new-tokens", 6)
     assert done.exit_code == 0
     assert done.stdout == answer(folder / "base", "Hi") + "\n"
-    assert "cut at max_new_tokens" in done.stderr
+    assert "truncated at max_new_tokens" in done.stderr
 
 
 def test_every_piped_line_has_one_line_of_answer_of_its_own(folder):
@@ -77,7 +77,7 @@ def test_a_line_without_room_gives_an_empty_line_and_a_reason(folder):
     done = run(folder / "base", "--max-new-tokens", 6, stdin="x" * 300 + "\nHi\n")
     first, second, _ = done.stdout.split("\n")
     assert (first, bool(second)) == ("", True)
-    assert "line 1: no room for an answer" in done.stderr
+    assert "line 1: no room for a response" in done.stderr
 
 
 def test_a_model_without_a_template_says_what_it_does(folder):
@@ -86,7 +86,7 @@ def test_a_model_without_a_template_says_what_it_does(folder):
     assert "continued by itself, as plain text" in done.stderr
     done = run(folder / "plain", "--prompt", "Once", "--system", "x")
     assert done.exit_code == 2
-    assert "takes no system message" in done.stderr
+    assert "supports no system message" in done.stderr
 
 
 @pytest.mark.parametrize("path", ["/nowhere", "no/such-model"])
@@ -139,7 +139,7 @@ def test_a_talk_shows_answers_and_remembers_them(opened, folder):
     screen, conversation = converse(opened, "Hi", "", "Ho")
     assert [m.content for m in conversation.messages[::2]] == ["Hi", "Ho"]
     assert visible(answer(folder / "base", "Hi")) in screen
-    assert screen.count("cut at max_new_tokens") == 2
+    assert screen.count("truncated at max_new_tokens") == 2
 
 
 def test_commands_do_what_they_say(opened):
@@ -161,8 +161,8 @@ def test_what_only_looks_like_a_command_is_said_to_the_model(opened):
 
 def test_a_full_window_says_what_to_do_and_the_talk_goes_on(opened):
     screen, conversation = converse(opened, "Hi", "x" * 300, "Ho")
-    assert "no room for an answer" in screen.replace("\n", " ")
-    assert "/clear starts anew" in screen.replace("\n", " ")
+    assert "no room for a response" in screen.replace("\n", " ")
+    assert "/clear starts a new conversation" in screen.replace("\n", " ")
     assert [m.content for m in conversation.messages[::2]] == ["Hi", "Ho"]
 
 
@@ -193,7 +193,7 @@ def test_a_real_terminal_talks_in_turns(folder):
     os.write(ours, b"/exit\n")
     assert process.wait(60) == 0
     os.close(ours)
-    assert b"cut at max_new_tokens" in screen
+    assert b"truncated at max_new_tokens" in screen
 
 
 def test_help_tells_of_every_way_to_use_it():

@@ -24,7 +24,7 @@ def test_what_is_encoded_is_found_by_training(tmp_path, streaming):
     lines = done.stdout.splitlines()
     assert lines[0].startswith("sums: 24 rows, 24 examples, ")
     assert lines[1].startswith("few: 2 rows, 1 examples, ")
-    assert lines[2] == "few: rows left out, for they cannot be read: 1"
+    assert lines[2] == "few: broken rows: 1"
     recipe = load(path, settings)
     codec = build_codec(recipe, resolve(recipe.model))
     if streaming == "true":

@@ -38,7 +38,7 @@ def test_the_screen_tells_all_of_it(recipe):
     for word in ("weights", "gradients", "optimizer", "activations", "at its peak"):
         assert f"\n{word} " in out
     assert "4 of 4 at a time, the one being written included" in out
-    assert "shared memory of a process" in out
+    assert "shared memory of a rank" in out
     assert "model.gradient_checkpointing=true" in out
     assert "train.micro_batch_size=4" in out
     assert "lengths are those of 24 rows" in out
@@ -104,7 +104,7 @@ def test_saves_by_the_clock_are_said_not_to_be_counted(recipe):
     ("args", "words"),
     [
         (["train.micro_batch_sise=2"], "did you mean micro_batch_size"),
-        (["--num-processes", "3"], "must be a multiple of micro_batch_size"),
+        (["--num-processes", "3"], "is not a multiple of train.micro_batch_size"),
         (["parallel.dp_shard=2", "--num-processes", "4"], "2 processes"),
         (["--tokens-per-second", "0"], "not in the range"),
         (["model.path=/no/such/model"], "/no/such/model"),

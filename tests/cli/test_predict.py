@@ -89,7 +89,7 @@ def test_what_is_there_is_not_overwritten_without_a_word(folder, run, tmp_path):
     (tmp_path / "a.jsonl").write_text("dear\n")
     done = run("/nowhere", SHORT)
     assert done.exit_code == 2
-    assert "a.jsonl: is there already; name another one, or add --force" in done.stderr
+    assert "a.jsonl: it exists; choose another name, or add --force" in done.stderr
     assert (tmp_path / "a.jsonl").read_text() == "dear\n"
     done = run(folder / "base", SHORT, output=tmp_path)
     assert "is a folder; expected the name of a file" in done.stderr
@@ -118,9 +118,9 @@ def test_a_mistake_is_one_plain_error_and_writes_nothing(args, problem, run, tmp
     ("content", "problem"),
     [
         (None, "no prompts can be read: No such file or directory"),
-        (b"", "holds no prompt; expected one a line"),
+        (b"", "contains no prompt; expected one per line"),
         (b"\x89PNG\xff", "is not UTF-8 text"),
-        (b"Hi\n" + b"x" * 300, "line 2: no room for an answer"),
+        (b"Hi\n" + b"x" * 300, "line 2: no room for a response"),
     ],
 )
 def test_prompts_that_cannot_be_answered_are_refused(content, problem, folder, run, tmp_path):

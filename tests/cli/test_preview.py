@@ -52,11 +52,11 @@ def test_what_is_learnt_stands_between_marks(recipe):
 def test_what_is_cut_left_out_or_broken_is_said_with_the_reason(recipe):
     out = run(recipe, "-n", 5).stdout
     assert "── sums:1: 100 tokens, cut from 230, " in out
-    assert "── sums:2: left out: the prompt leaves no room for an answer" in out
+    assert "── sums:2: dropped: the prompt leaves no room for a response" in out
     assert "5 rows, 3 sequences" in out
     assert "1 row cannot be read, such as sums:3: " in out
-    assert "1 example left out: the prompt leaves no room" in out
-    assert "1 example cut to data.cutoff_len" in out
+    assert "1 example dropped: the prompt leaves no room" in out
+    assert "1 example truncated to data.cutoff_len" in out
     assert "[bold]1+2[/bold]?" in out, "a dataset's text is never markup"
 
 
@@ -66,7 +66,7 @@ def test_the_histogram_shows_where_the_cut_is(recipe):
     assert "data.cutoff_len 100" in out
     assert "[[" not in out
     enough = run(recipe, "data.cutoff_len=300", "-n", 0).stdout
-    assert "data.cutoff_len 300 is enough for all of them" in enough
+    assert "no sequence is longer than data.cutoff_len 300" in enough
     assert "cut to" not in enough
 
 
@@ -85,7 +85,7 @@ def test_json_holds_all_of_it(recipe):
     (sums,) = found["datasets"]
     assert (sums["name"], sums["rows"], sums["all_rows"]) == ("sums", 5, True)
     assert (sums["items"], sums["cut"], len(sums["broken"])) == (3, 1, 1)
-    assert sums["dropped"] == {"the prompt leaves no room for an answer within data.cutoff_len": 1}
+    assert sums["dropped"] == {"the prompt leaves no room for a response within data.cutoff_len": 1}
     assert len(sums["lengths"]) == 4
     first, second = sums["shown"]
     parts = first["items"][0]["parts"]

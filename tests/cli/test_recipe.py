@@ -76,4 +76,4 @@ def test_convert_prints_a_recipe_and_names_what_it_did_not_look_at(tmp_path):
     recipe.write_text(result.stdout)
     assert load(recipe).model.path == "m"
     file.write_text("run_mode: eval")
-    assert "take `surefoot eval RECIPE`" in run("convert", file).stderr
+    assert "use `surefoot eval RECIPE`" in run("convert", file).stderr

@@ -128,7 +128,7 @@ def test_what_follows_the_last_answer_is_left_out():
 def test_a_conversation_with_nothing_to_learn_is_dropped(example):
     outcome = encode(codec(), example)
     assert isinstance(outcome, Dropped)
-    assert "no answer to learn" in outcome.reason
+    assert "no response to train on" in outcome.reason
 
 
 def test_a_dropped_example_does_not_disturb_its_neighbours():
@@ -162,12 +162,12 @@ def test_tools_that_the_template_does_not_write_are_not_lost_in_silence():
     assert outcome == Dropped("the chat template does not write the tools of a conversation")
     call = Message("assistant", "", ({"name": "add", "arguments": {}},))
     outcome = encode(made, Example((Message("user", "a"), call)))
-    assert outcome == Dropped("the chat template does not write the tool calls of an answer")
+    assert outcome == Dropped("the chat template does not write the tool calls of a response")
 
 
 def test_a_template_s_refusal_is_the_reason_of_the_row():
     outcome = encode(codec("mistral"), chat(system="S", tools=(TOOL,)))
-    assert outcome == Dropped("no answer to learn in this conversation")
+    assert outcome == Dropped("no response to train on in this conversation")
     row = Example((Message("system", "S"), Message("assistant", "hello")))
     outcome = encode(codec("mistral"), row)
     assert "first user turn" in outcome.reason

@@ -18,7 +18,7 @@ from surefoot.data.section import DataSection
         ({"val_size": -0.1}, "val_size must not be negative, got -0.1"),
         ({"val_size": 1.5}, "val_size is a share below 1 or a whole number of rows, got 1.5"),
         ({"cutoff_len": 3}, "cutoff_len must be at least 4 tokens, got 3"),
-        ({"val_size": 0.1, "streaming": True}, "val_size is a number of rows with streaming"),
+        ({"val_size": 0.1, "streaming": True}, "val_size must be a number of rows with streaming"),
         ({"buffer_size": 0}, "buffer_size must be at least 1, got 0"),
         ({"max_samples": 0}, "max_samples must be at least 1, got 0"),
         ({"max_broken_rows": -1}, "max_broken_rows must not be negative, got -1"),

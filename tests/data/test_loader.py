@@ -171,7 +171,7 @@ def test_the_state_is_plain_values():
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"length": 22}, "the number of examples was 22 when the checkpoint was saved and is 23"),
+        ({"length": 22}, "the number of examples was 22 in the checkpoint and is 23"),
         ({"seed": 2}, "train.seed was 2 .* and is 1 now"),
         ({"global_batch_size": 4}, "train.global_batch_size was 4 .* and is 8 now"),
         ({"shuffle": False}, "data.shuffle was False .* and is True now"),
@@ -193,9 +193,7 @@ def test_a_position_in_data_of_other_content_is_refused():
 
 
 def test_batch_sizes_that_do_not_divide_are_refused():
-    with pytest.raises(
-        DataError, match=r"global_batch_size \(8\) must be a multiple of .* \(2 x 3"
-    ):
+    with pytest.raises(DataError, match=r"global_batch_size \(8\) is not a multiple of .* \(2 x 3"):
         loader(world_size=3)
 
 

@@ -6,7 +6,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from surefoot.batch import IGNORE_INDEX
-from surefoot.data.order.micro_batches import Batching, InOrder
+from surefoot.data.order.length_balancing import in_turn
+from surefoot.data.order.micro_batches import Batching, batch_of
 from surefoot.data.store.dataset import in_memory
 from surefoot.data.text.collation import collate
 from surefoot.data.text.pairs import collate_pairs, join, split
@@ -102,8 +103,8 @@ def test_where_no_pair_is_left_for_a_process_no_answer_counts(packing):
         return collate_pairs(features, packing=packing)
 
     pair = {"input_ids": [5, 6, 7, 8], "labels": [-100, -100, 7, 8], "lengths": [2, 1, 1]}
-    dataset = in_memory([pair])
-    (evaluated,) = InOrder(dataset, laid, micro_batch_size=1, rank=1, world_size=2)
+    (group,) = in_turn(1, 1, rank=1, world_size=2)
+    evaluated = batch_of(group, in_memory([pair]), laid)
     (dealt,) = Batching(laid, micro_batch_size=1, rank=1, world_size=2).window([pair])
     for batch in (evaluated, dealt):
         assert batch.num_trained == 0

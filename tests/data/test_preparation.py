@@ -87,12 +87,12 @@ def test_the_report_in_words(section, tmp_path):
     rows = [{"instruction": "q", "output": answer} for answer in ("drop", "cut a b", "plain")]
     write(tmp_path, one=[*rows, "{"])
     lines = list(run(replace(section, val_size=1)).report.lines())
-    assert lines[0] == "one: 4 rows, 2 examples, 6 tokens, 4 of them to learn"
-    assert lines[1] == "one: rows left out, for they cannot be read: 1"
+    assert lines[0] == "one: 4 rows, 2 examples, 6 tokens, 4 trained"
+    assert lines[1] == "one: broken rows: 1"
     assert lines[2].startswith("  row 3: one.jsonl: line 4 is not valid JSON")
     assert lines[3:] == [
         "one: examples dropped: 1 (not wanted)",
-        "one: examples cut to data.cutoff_len: 1",
+        "one: examples truncated to data.cutoff_len: 1",
         "examples held out for evaluation: 1",
     ]
 
@@ -182,7 +182,7 @@ def test_eval_datasets_are_evaluated_each_by_itself(section):
 
 def test_a_dataset_both_learnt_and_evaluated_on_is_warned_of(section, caplog):
     run(replace(section, eval_datasets=("one",)))
-    assert "dataset 'one' is learnt and evaluated on: its figures prove nothing" in caplog.text
+    assert "dataset 'one' is used for training and for evaluation" in caplog.text
 
 
 def test_max_samples_takes_the_first_rows_of_each_dataset(section):
@@ -206,10 +206,10 @@ def test_broken_rows_stop_the_run_even_if_they_are_in_the_cache(section, tmp_pat
 
 def test_nothing_to_learn_says_why(section, tmp_path):
     write(tmp_path, one=[{"instruction": "q", "output": "drop"}] * 3)
-    with pytest.raises(DataError, match=r"'one': none of its 3 rows gives .*: not wanted \(3\)"):
+    with pytest.raises(DataError, match=r"'one': none of its 3 rows has .*: not wanted \(3\)"):
         run(section)
     write(tmp_path, one=["{"] * 3)
-    with pytest.raises(DataError, match=r"'one': none of its 3 rows gives .*: all are broken"):
+    with pytest.raises(DataError, match=r"'one': none of its 3 rows has .*: all are broken"):
         run(section)
 
 
@@ -225,9 +225,7 @@ def test_a_file_that_changes_while_it_is_read_is_noticed(section, tmp_path):
         write(tmp_path, one=[*ROWS, ROWS[0]])
         return Encoder()(examples)
 
-    with pytest.raises(
-        DataError, match=r"dataset 'one': .*one.jsonl was changed while it was read"
-    ):
+    with pytest.raises(DataError, match=r"dataset 'one': .*one.jsonl changed while it was read"):
         run(section, encode)
 
 
@@ -247,7 +245,7 @@ def test_a_long_job_tells_how_far_it_is(section, monkeypatch, caplog):
     ]
     assert caplog.messages[3].startswith("one: encoded in ")
     run(section)
-    assert caplog.messages[-1] == "one: found in the cache"
+    assert caplog.messages[-1] == "one: loaded from the cache"
 
 
 def test_what_is_in_the_cache_is_found_and_nothing_is_encoded_for_it(section):

@@ -59,7 +59,7 @@ def test_a_system_message_goes_where_there_is_none(tmp_path):
         ({"prompt": "a", "messages": []}, "expected one of the keys"),
         ({"prompt": 3}, "'prompt': expected text, got int 3"),
         ({"prompt": " "}, "the prompt is empty"),
-        ({"prompt": "a", "answer": "b"}, "the key 'answer' is where the answer goes"),
+        ({"prompt": "a", "answer": "b"}, "the key 'answer' is used for the response"),
         ({"messages": []}, "expected a list of turns"),
         ({"messages": [{"role": "usr", "content": "a"}]}, "unknown role 'usr'"),
         ({"messages": [{"role": "assistant", "content": "a"}]}, "the last message is of the ass"),
@@ -74,11 +74,11 @@ def test_a_line_that_is_no_prompt_is_named_with_its_reason(row, reason, tmp_path
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        (None, "no prompts can be read: No such file"),
-        (b"", "holds no prompt; expected one a line"),
-        (b"\n \n", "holds no prompt"),
+        (None, "prompts cannot be read: No such file"),
+        (b"", "contains no prompt; expected one per line"),
+        (b"\n \n", "contains no prompt"),
         (b"Hi\n\xff\xfe\n", "line 2: byte 0xff is not UTF-8 text"),
-        (b"Hi\0\n", "line 1: a NUL character, so this is no text"),
+        (b"Hi\0\n", "line 1: a NUL character, so this is not a text file"),
     ],
 )
 def test_a_file_without_prompts_is_refused(content, reason, tmp_path):
@@ -90,5 +90,5 @@ def test_a_file_without_prompts_is_refused(content, reason, tmp_path):
 
 
 def test_a_folder_is_no_file_of_prompts(tmp_path):
-    with pytest.raises(DataError, match="no prompts can be read: Is a directory"):
+    with pytest.raises(DataError, match="prompts cannot be read: Is a directory"):
         read_prompts(tmp_path)

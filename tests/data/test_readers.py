@@ -110,5 +110,5 @@ def test_a_torn_columnar_file_is_refused(folder, name, read, kind, keep):
         with path.open("wb") as file, pa.ipc.new_file(file, table.schema) as writer:
             writer.write_table(table)
     path.write_bytes(path.read_bytes()[:keep])
-    with pytest.raises(DataError, match=f"{name}: not a whole {kind} file"):
+    with pytest.raises(DataError, match=f"{name}: not a complete {kind} file"):
         list(read(path))

@@ -96,7 +96,7 @@ def test_hub_datasets(entry):
         ({"columns": {"prompt": None}}, "columns.prompt: expected a name, got null"),
         ({"columns": {"query": ""}}, "columns.query: expected a name, got str ''"),
         ({"columns": {"chosen": "a"}}, 'columns.chosen: is read only with "ranking": true'),
-        ({"columns": {"images": "a"}}, "columns.images: only text is read, not images"),
+        ({"columns": {"images": "a"}}, "columns.images: only text is supported, not images"),
         ({"columns": {"main": "a"}}, "columns: unknown name 'main'"),
         ({"columns": {"ranking": "a"}}, "columns: unknown name 'ranking'"),
         ({"tags": {"role_tag": "a"}}, r"tags: unknown name 'role_tag' \(alpaca has no tags\)"),
@@ -139,10 +139,10 @@ def test_an_unknown_dataset_is_guessed_or_the_known_ones_are_named(tmp_path):
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        (None, r"no dataset_info.json in .*; set data.dataset_dir to the folder that holds it"),
+        (None, r"no dataset_info.json in .*; set data.dataset_dir to the folder that contains it"),
         ("[]", "dataset_info.json: expected an object, got list"),
         ('{\n"a": }', "dataset_info.json: not valid JSON: Expecting value: line 2"),
-        ('{"a": {}, "a": {}}', "dataset_info.json: not valid JSON: 'a' is there twice"),
+        ('{"a": {}, "a": {}}', "dataset_info.json: not valid JSON: 'a' occurs twice"),
     ],
 )
 def test_a_registry_that_cannot_be_read(tmp_path, text, reason):

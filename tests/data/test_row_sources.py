@@ -41,8 +41,8 @@ def test_endings_may_be_in_capitals(tmp_path):
     ("name", "reason"),
     [
         ("no.json", "no file or folder"),
-        ("sub", "folder .*sub holds no files"),
-        ("", r"holds files of several kinds: \.jsonl, \.md"),
+        ("sub", "folder .*sub contains no files"),
+        ("", r"contains files of several kinds: \.jsonl, \.md"),
         ("c.md", "c.md: expected a file of one of the kinds json, jsonl, csv, parquet, txt, arrow"),
     ],
 )

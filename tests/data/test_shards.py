@@ -100,7 +100,7 @@ def test_a_source_that_changes_meanwhile_stops_it(project, tmp_path):
     shards = project(Encoder())
     next(shards)
     write(tmp_path, range(12))
-    with pytest.raises(DataError, match=r"'d': .*d.jsonl was changed while it was read"):
+    with pytest.raises(DataError, match=r"'d': .*d.jsonl changed while it was read"):
         next(shards)
     assert find_shard(tmp_path / "out", 1) is None
 
@@ -110,7 +110,7 @@ def test_nothing_to_learn_says_why(project, tmp_path):
     with pytest.raises(DataError, match="has no rows"):
         list(project(Encoder()))
     write(tmp_path, range(5))
-    with pytest.raises(DataError, match="none of its 5 rows gives anything to learn"):
+    with pytest.raises(DataError, match="none of its 5 rows has trained tokens"):
         list(project(lambda examples: [[] for _ in examples]))
     assert read_whole(tmp_path / "out") is None
 

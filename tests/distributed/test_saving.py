@@ -14,12 +14,12 @@ from surefoot.checkpoint.section import CheckpointSection
 
 def begin(world, folder, layout, **section):
     made = trainer(world, folder)
-    made.saver = replace(
+    saver = replace(
         made.saver,
         section=CheckpointSection(keep=None, layout=layout, **section),
         steps={"log_steps": 1, "eval_steps": None, "save_steps": 1},
     )
-    return made
+    return replace(made, saver=saver)
 
 
 def save(made, *, insist=False):

@@ -83,7 +83,7 @@ def test_any_other_text_is_refused_and_nothing_else_happens(text):
         ("a", "cannot read 'a'; expected for example '0:8'"),
         ("0, 0, 0", "3 indices, but the tensor has 2 dimensions [4, 3]"),
         ("...:", "cannot read"),
-        ("..., ...", "'...' can stand there once only"),
+        ("..., ...", "'...' may occur only once"),
         ("::-1", "a step must be at least 1, got -1"),
         ("::0", "a step must be at least 1, got 0"),
         ("0:1:2:3", "has more than two colons"),

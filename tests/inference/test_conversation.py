@@ -90,7 +90,7 @@ def test_a_full_window_is_said_and_loses_nothing(tmp_path):
     conversation = Conversation(small, SHORT)
     conversation.ask("Hi")
     before = list(conversation.messages)
-    with pytest.raises(RunError, match=r"no room for an answer.*window is 64"):
+    with pytest.raises(RunError, match=r"no room for a response.*length is 64"):
         conversation.ask("x" * 60)
     assert conversation.messages == before
     assert conversation.ask("ok").text is not None

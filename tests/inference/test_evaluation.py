@@ -8,6 +8,7 @@ from folders import CHATML, save_model, save_recipe
 from surefoot.data.example import Example, Message
 from surefoot.errors import DataError
 from surefoot.inference import (
+    Generation,
     adopt,
     evaluation,
     generations,
@@ -115,9 +116,9 @@ def test_answers_are_the_models_own(project, opened):
 
 
 def test_a_match_is_the_same_text_white_space_around_it_aside():
-    assert evaluation.Generation("", "", " yes\n", "yes").is_match
-    assert not evaluation.Generation("", "", "yes", "Yes").is_match
-    assert not evaluation.Generation("", "", "yes", "yes yes").is_match
+    assert Generation("", "", " yes\n", "yes").is_match
+    assert not Generation("", "", "yes", "Yes").is_match
+    assert not Generation("", "", "yes", "yes yes").is_match
 
 
 def test_only_conversations_that_end_in_an_answer_are_asked(project, opened):

@@ -63,17 +63,17 @@ def test_a_base_that_moved_is_given_by_hand(folder, tmp_path, options):
 def test_an_adapter_without_its_base_says_what_to_do(folder, tmp_path, name):
     moved = shutil.copytree(folder / "adapter", tmp_path / "adapter")
     edit_json(moved / "adapter_config.json", base_model_name_or_path=name)
-    with pytest.raises(ModelError, match=r"needs its base model, .* --base"):
+    with pytest.raises(ModelError, match=r"the base model of this adapter, .* --base"):
         open_model(moved)
 
 
 def test_options_that_contradict_each_other_are_refused(folder):
     base, adapter = folder / "base", folder / "adapter"
-    with pytest.raises(ModelError, match="is a whole model"):
+    with pytest.raises(ModelError, match="is a full model"):
         open_model(base, base=base)
     with pytest.raises(ModelError, match="is an adapter already"):
         open_model(adapter, adapter=adapter)
-    with pytest.raises(ModelError, match=r"holds no adapter_config\.json"):
+    with pytest.raises(ModelError, match=r"contains no adapter_config\.json"):
         open_model(base, adapter=base)
     with pytest.raises(ModelError, match="merge it first with `surefoot export`"):
         open_model(adapter, base=adapter)

@@ -66,7 +66,7 @@ def test_a_run_without_a_whole_checkpoint_is_refused(run):
     for checkpoint in run.glob("checkpoint-*"):
         (checkpoint / "manifest.json").unlink()
         (checkpoint / "adapter_model.safetensors").unlink()
-    with pytest.raises(CheckpointError, match="none of its checkpoints is whole"):
+    with pytest.raises(CheckpointError, match="none of its checkpoints is valid"):
         locate(run)
 
 
@@ -113,13 +113,13 @@ def test_what_is_not_there_is_said_plainly(tmp_path):
         locate(tmp_path / "nowhere")
     with pytest.raises(ModelError, match=r"^no folder 'no/such-model' here"):
         locate("no/such-model")
-    with pytest.raises(SurefootError, match="holds no weights"):
+    with pytest.raises(SurefootError, match="contains no weights"):
         locate(tmp_path)
 
 
 def test_a_weight_file_is_not_a_folder(tmp_path):
     save_model(tmp_path / "base")
-    with pytest.raises(ModelError, match="is a file; expected the folder"):
+    with pytest.raises(ModelError, match="is a file; expected its folder"):
         locate(tmp_path / "base" / "model.safetensors")
 
 

@@ -73,8 +73,8 @@ def test_an_answer_says_why_it_ended(folder, prompts):
 def test_a_prompt_without_room_is_named_before_any_is_answered(folder, prompts):
     opened, told = open_model(folder / "chat"), []
     asked = prompts("Hi", "x" * 300, "y" * 400)
-    reason = r"q\.jsonl: line 2: no room for an answer: the prompt has 3\d\d tokens, the model's"
-    with pytest.raises(DataError, match=rf"{reason} context window is 256 \(1 more of 3 prompts"):
+    reason = r"q\.jsonl: line 2: no room for a response: the prompt has 3\d\d tokens, the model's"
+    with pytest.raises(DataError, match=rf"{reason} context length is 256 \(1 more of 3 prompts"):
         predict(opened, asked, GenerateSection(), on_answered=told.append)
     assert told == []
 

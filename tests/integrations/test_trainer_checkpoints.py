@@ -252,7 +252,7 @@ def test_a_damaged_newest_checkpoint_is_passed_over(tmp_path, caplog):
     newest.write_bytes(newest.read_bytes()[:-9])
     caplog.set_level(logging.WARNING)
     resumed = train(tmp_path / "run")
-    assert "checkpoint-7 does not verify" in caplog.text
+    assert "checkpoint-7 failed verification" in caplog.text
     assert_same_run(resumed, whole)
 
 
@@ -354,7 +354,7 @@ def test_settings_that_would_save_twice_are_refused(tmp_path, reason):
     [
         ("is_deepspeed_enabled", True, "DeepSpeed"),
         ("is_fsdp_enabled", True, "FSDP"),
-        ("is_distributed_loading_by_transformers", True, "sharded as it is loaded"),
+        ("is_distributed_loading_by_transformers", True, "sharded while it is loaded"),
     ],
 )
 def test_state_in_several_places_is_refused(tmp_path, name, value, reason):

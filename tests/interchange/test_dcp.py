@@ -158,7 +158,7 @@ def test_tensors_in_another_order_are_refused(tmp_path):
 
 def test_a_checkpoint_without_weights_is_told(tmp_path):
     dcp.save({"optimizer": {"a": torch.ones(2)}}, checkpoint_id=tmp_path, no_dist=True)
-    with pytest.raises(CheckpointError, match="it holds no weights"):
+    with pytest.raises(CheckpointError, match="it contains no weights"):
         open_source(tmp_path, trust_pickle=True)
 
 
@@ -167,5 +167,5 @@ def test_any_other_folder_is_opened_as_ever(saved, tmp_path):
         by_name(load_file(saved / "whole" / "model.safetensors")),
         by_name({n: read_whole(s, n) for s in [open_source(saved / "whole")] for n in s.shapes()}),
     )
-    with pytest.raises(CheckpointError, match="holds no weights"):
+    with pytest.raises(CheckpointError, match="contains no weights"):
         open_source(tmp_path)

@@ -167,7 +167,7 @@ def test_what_is_not_read_is_named(tmp_path, zero):
         read(zero)
     for name in ("layer_00-model_states.pt", "layer_1_expert_0_mp_rank_00_model_states.pt"):
         (zero / name).touch()
-        with pytest.raises(CheckpointError, match="layers of a pipeline, or experts"):
+        with pytest.raises(CheckpointError, match="pipeline layers or experts"):
             read(zero)
         (zero / name).unlink()
     place = write_zero(tmp_path / "tp", made(), GROUPS, stage=2, ranks=1)
@@ -188,7 +188,7 @@ def test_a_universal_checkpoint_of_tensor_parallel_ranks(tmp_path):
     tensors = made()
     place = write_universal(tmp_path, tensors, GROUPS)
     shutil.copy(place / "mp_rank_00_model_states.pt", place / "mp_rank_01_model_states.pt")
-    with pytest.raises(CheckpointError, match="did not learn, and of such weights DeepSpeed keeps"):
+    with pytest.raises(CheckpointError, match="was frozen, and DeepSpeed keeps"):
         read(place)
     for name in ("still.weight", "inverse"):
         shutil.rmtree(place / "zero" / name)

@@ -99,7 +99,7 @@ EMBEDDING = "model.tok_embeddings.embedding_weight"
         ({f"adam_v.{EMBEDDING}": None}, "holds no moments of model.embed_tokens.weight, which"),
         ({EMBEDDING: torch.zeros(31, 16)}, "is of shape [31, 16] in it, of shape [32, 16] in this"),
         ({EMBEDDING: None}, "model.embed_tokens.weight is not there in it"),
-        ({"step_num": None, "global_step": None}, "says neither step_num nor global_step"),
+        ({"step_num": None, "global_step": None}, "contains neither step_num nor global_step"),
     ],
 )
 def test_what_is_not_enough_is_refused_and_nothing_changed(truth, tmp_path, changes, problem):  # noqa: F811
@@ -127,5 +127,5 @@ def test_weights_alone_are_nothing_to_go_on_from(tmp_path):
     for folder, setting in ((model, "model.path"), (adapter, "model.adapter")):
         with pytest.raises(CheckpointError) as caught:
             detect_trainer(folder, trust_pickle=False, pp=1)
-        assert "weights alone" in str(caught.value)
+        assert "weights-only checkpoint" in str(caught.value)
         assert f"set {setting}={folder}" in str(caught.value)

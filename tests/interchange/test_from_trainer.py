@@ -84,7 +84,7 @@ def test_a_hostile_pickle_is_an_error_and_does_not_run(full, theirs, tmp_path, n
     assert trace.exists(), "it is one"
     trace.unlink()
     said = refusal(theirs, trainer_of(full, tmp_path))
-    assert f"{theirs / name}: it is damaged, or holds more than tensors and plain values" in said
+    assert f"{theirs / name}: it is damaged, or contains more than tensors and plain values" in said
     assert not trace.exists()
 
 
@@ -100,7 +100,7 @@ def test_the_optimizer_never_starts_afresh_in_silence(full, lora, theirs, adapte
         (folder / "optimizer.pt").unlink()
         said = refusal(folder, trainer_of(both, tmp_path))
         assert "no optimizer.pt (saved with save_only_model?)" in said
-        assert f"leave checkpoint.resume out and set model.{field}={folder}" in said
+        assert f"remove checkpoint.resume and set model.{field}={folder}" in said
 
 
 def test_a_save_that_was_cut_short_is_told(full, theirs, tmp_path):
@@ -109,7 +109,7 @@ def test_a_save_that_was_cut_short_is_told(full, theirs, tmp_path):
     assert "trainer_state.json: not JSON" in refusal(theirs, trainer)
     (theirs / "trainer_state.json").unlink()
     assert is_trainer_checkpoint(theirs)
-    assert "the save was cut short" in refusal(theirs, trainer)
+    assert "the save was interrupted" in refusal(theirs, trainer)
 
 
 def test_missing_or_pickled_weights_are_told(full, theirs, tmp_path):
@@ -136,7 +136,7 @@ def test_sharded_weights_come_over_like_whole_ones(full, theirs, tmp_path):
     index = {"metadata": {}, "weight_map": {n: f for f, own in parts.items() for n in own}}
     (theirs / "model.safetensors.index.json").write_text(json.dumps(index))
     (theirs / "model.safetensors").unlink()
-    found = load(theirs, trainer_of(full, tmp_path)).weights.state_dict()
+    found = load(theirs, trainer_of(full, tmp_path)).policy.weights.state_dict()
     assert found.keys() == weights.keys()
     assert all(torch.equal(found[name], weights[name]) for name in weights)
 
@@ -215,8 +215,8 @@ def test_moments_of_other_shapes_are_refused(full, theirs, tmp_path):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda c: c["state"].clear(), "it holds no moments"),
-        (lambda c: c["state"].pop(3), "it learns, but has no moments"),
+        (lambda c: c["state"].clear(), "it contains no moments"),
+        (lambda c: c["state"].pop(3), "it is trainable, but has no moments"),
         (lambda c: c["state"][0].pop("exp_avg_sq"), "expected exp_avg, exp_avg_sq, step"),
         (lambda c: c.pop("param_groups"), "it is not the state of a torch optimizer"),
         (lambda c: c["state"][0].update(step=torch.tensor(9.0)), "has made 9 updates, but"),
@@ -369,7 +369,8 @@ def test_numbers_that_json_has_no_word_for_come_over(full, theirs, tmp_path):
 def test_a_best_that_could_not_be_loaded_at_the_end_is_looked_for_anew(full, theirs, tmp_path):
     edit_json(theirs / "trainer_state.json", best_metric=1.5, best_global_step=2)
     trainer = trainer_of(full, tmp_path)
-    trainer.section = replace(trainer.section, load_best_model_at_end=True)
+    section = replace(trainer.section, load_best_model_at_end=True)
+    trainer = replace(trainer, section=section)
     load(theirs, trainer)
     assert (trainer.state.best_metric, trainer.state.best_global_step) == (None, None)
 
@@ -415,14 +416,14 @@ def test_an_order_that_is_not_the_trainers_is_said(full, theirs, tmp_path, caplo
     data = replace(full.recipe.data, shuffle=True)
     with caplog.at_level(logging.INFO):
         load(theirs, trainer_of(full, tmp_path, data=data))
-    said = "the data goes on in epoch 1 after 16 of its 22 examples; their order is ours, not the"
+    said = "the data resumes in epoch 1 after 16 of its 22 examples; their order is Surefoot's"
     assert said in caplog.text
 
 
 def test_the_first_checkpoint_has_the_trainers_as_its_parent(full, tmp_path):
     trainer = load(full.theirs, trainer_of(full, tmp_path))
-    trainer.saver = replace(trainer.saver, resumed_from=full.theirs, is_foreign=True)
-    trainer.fit()
+    saver = replace(trainer.saver, resumed_from=full.theirs, is_foreign=True)
+    replace(trainer, saver=saver).fit()
     manifest = json.loads((tmp_path / "run" / "checkpoint-8" / "manifest.json").read_text())
     assert manifest["parent"] == full.theirs.name
 

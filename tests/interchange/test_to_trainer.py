@@ -124,7 +124,7 @@ def test_what_cannot_be_converted_is_told(full, lora, tmp_path):
         convert(replace(full, ours=full.theirs), tmp_path / "out")
     with pytest.raises(CheckpointError, match="name its base"):
         convert(lora, tmp_path / "out", base=None)
-    with pytest.raises(CheckpointError, match="not of the parameters that its recipe trains"):
+    with pytest.raises(CheckpointError, match="does not belong to the parameters"):
         convert(full, tmp_path / "out", recipe=replace(full.recipe, method=freeze()))
     with pytest.raises(ModelError, match="cannot read the model"):
         convert(lora, tmp_path / "out", base=tmp_path)

@@ -63,7 +63,7 @@ def test_a_model_becomes_every_kind_of_model(sources, tmp_path, source, target):
     if target == "peft":
         done = ckpt("convert", sources[source], tmp_path / "out", *TARGETS[target])
         assert done.exit_code == 2
-        assert "it holds no adapter; take --to huggingface for a model" in done.stderr
+        assert "it contains no adapter; use --to huggingface for a model" in done.stderr
         assert not (tmp_path / "out").exists()
         return
     found = converted(sources[source], tmp_path / "out", target)
@@ -90,7 +90,7 @@ def test_every_command_takes_a_checkpoint_of_weights_alone(sources, kind, comman
 def test_going_on_from_weights_alone_is_refused_and_starting_from_them_is_not(sources, tmp_path):
     folder = sources["surefoot ranks"]
     path = save_recipe(tmp_path, model={"path": str(folder)}, checkpoint={"resume": str(folder)})
-    with pytest.raises(CheckpointError, match=r"leave checkpoint.resume out and set model.path="):
+    with pytest.raises(CheckpointError, match=r"remove checkpoint.resume and set model.path="):
         build(load(path), resume=folder)
     made = build(load(path))
     assert_equal(made.policy.weights.state_dict(), tensors(sources["huggingface"]))

@@ -92,7 +92,7 @@ def test_the_command_line_goes_on_after_kill_9_and_after_sigterm(tmp_path):
     process = start("train", project.recipe, popen=cold)
     _, err = process.communicate(timeout=100)
     assert process.returncode == 0, err
-    assert "going on from checkpoint-" in err
+    assert "resuming from checkpoint-" in err
     assert_no_worse_for_it(project, reference)
 
 

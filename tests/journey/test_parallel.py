@@ -143,7 +143,7 @@ def test_sigterm_to_the_launcher_saves_the_step(tmp_path):
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 128 + signal.SIGTERM, err
-    assert "the same command goes on from here" in err
+    assert "run the same command to resume" in err
     (saved,) = checkpoints(project.run)
     assert verify(saved, full=True).ok
     assert int(saved.name.split("-")[1]) == max(losses(project.run))
@@ -166,4 +166,4 @@ def test_batches_that_do_not_divide_are_refused_in_one_sentence(tmp_path):
     project = Project(tmp_path, train={"global_batch_size": 4, "micro_batch_size": 4})
     err = train(project, *processes(2), code=2)
     assert err.count("error:") == 1
-    assert "must be a multiple of micro_batch_size x ranks (4 x 2)" in err
+    assert "is not a multiple of train.micro_batch_size x data-parallel ranks (4 x 2 = 8)" in err

@@ -90,5 +90,7 @@ def test_what_does_not_divide_goes_to_the_middle_and_never_first_to_the_last(lay
 
 
 def test_more_stages_than_layers_are_refused():
-    with pytest.raises(RecipeError, match="5 stages need as many layers, but the model has 3"):
+    with pytest.raises(
+        RecipeError, match="5 pipeline stages need as many layers, but the model has 3"
+    ):
         split(3, 5)

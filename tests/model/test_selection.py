@@ -32,7 +32,7 @@ def test_the_first_kernel_that_passes_is_used_however_slow_it_is(caplog):
 
     assert choose(ROW, {"wrong": leaks, "slow": slow, "quick": right}) == "slow"
     refused, used = caplog.messages
-    assert refused.startswith("packed attention: not wrong: its result differs by")
+    assert refused.startswith("packed attention: wrong rejected: its result differs by")
     assert used == "packed attention: slow"
 
 
@@ -85,7 +85,7 @@ def test_a_kernel_that_cannot_be_trusted_is_dropped_with_its_reason(
         assert choose(ROW, {"new": kernel}) == BY_DOCUMENT
     finally:
         torch.use_deterministic_algorithms(False)
-    assert f"packed attention: not new: {why}" in caplog.text
+    assert f"packed attention: new rejected: {why}" in caplog.text
 
 
 def test_varlen_is_dropped_where_it_does_not_run():
@@ -126,4 +126,4 @@ def test_a_kernel_that_is_not_here_any_more_gives_way_with_a_warning(caplog):
     model = tiny.model()
     packed.use_packed(model)
     assert selection.use(model, "varlen") == BY_DOCUMENT
-    assert "varlen is not available here" in caplog.text
+    assert "kernel varlen, used by the checkpoint, is not available" in caplog.text

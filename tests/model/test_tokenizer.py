@@ -44,7 +44,7 @@ def test_a_word_of_the_vocabulary_can_become_special_without_a_new_embedding(fol
 
 
 def test_a_folder_without_a_tokenizer_is_said(tmp_path):
-    with pytest.raises(ModelError, match=r"no tokenizer here; expected tokenizer\.json"):
+    with pytest.raises(ModelError, match=r"no tokenizer found; expected tokenizer\.json"):
         load_tokenizer(tmp_path)
     with pytest.raises(ModelError, match="no such folder"):
         load_tokenizer(tmp_path / "missing")
@@ -68,7 +68,7 @@ def test_a_tokenizer_that_ends_nothing_is_refused(folder):
     config = json.loads((folder / "tokenizer_config.json").read_text())
     del config["eos_token"]
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    with pytest.raises(ModelError, match="names no eos_token"):
+    with pytest.raises(ModelError, match="has no eos_token"):
         load_tokenizer(folder)
 
 

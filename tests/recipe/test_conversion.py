@@ -121,16 +121,16 @@ def test_weights_with_their_configuration_beside_are_a_model(tmp_path):
     [
         ("load_ckpt_format: ckpt", "theirs.yaml:1:1 load_ckpt_format: 'ckpt': only safetensors"),
         ("load_ckpt_format: ckpt", "mindspore.ckpt_to_safetensors"),
-        ("run_mode: eval", "is no training; take `surefoot eval RECIPE`"),
+        ("run_mode: eval", "is not a training run; use `surefoot eval RECIPE`"),
         ("run_mode: fly", "expected train, finetune, predict or eval"),
         ("seed: x", "seed: expected int, got 'x'"),
-        ("src_strategy_path_or_dir: s", "strategy files are looked for in `strategy` beside"),
+        ("src_strategy_path_or_dir: s", "strategy files must be in `strategy` beside"),
         ("parallel_config: {context_parallel: 2}", "2: it is not supported here"),
         ("parallel_config: {data_parallel: 0}", "data_parallel must be a whole number of at least"),
-        ("{load_checkpoint: out, resume_training: true}", "say the model they are of with pretra"),
+        ("{load_checkpoint: out, resume_training: true}", "name their model with pretra"),
         ("lr_schedule: {type: Fancy}", "type 'Fancy': expected one of CosineWithWarmUpLR"),
-        ("lr_schedule: {total_steps: 9}", "total_steps 9: here a schedule runs over the steps"),
-        ("optimizer: {type: Muon}", "'Muon': there is only AdamW here"),
+        ("lr_schedule: {total_steps: 9}", "total_steps 9: a schedule always runs over the steps"),
+        ("optimizer: {type: Muon}", "'Muon': only AdamW is supported"),
         ("optimizer: {betas: 3}", "betas: expected two numbers, got 3"),
         (
             "{load_checkpoint: w, pretrained_model_dir: m}",
@@ -152,8 +152,8 @@ def test_every_refusal_is_told_at_once_with_its_line():
         settings(text)
     first, second, third = str(caught.value).splitlines()
     assert "checkpoint_format" in first
-    assert "convert --to huggingface` writes the weights alone" in second
-    assert "checkpoints lie in output_dir" in third
+    assert "convert --to huggingface` writes only the weights" in second
+    assert "checkpoints are always in output_dir" in third
 
 
 def test_a_training_goes_on_from_what_mindspore_saved(tmp_path):
@@ -226,10 +226,10 @@ def test_a_file_of_rows_is_an_entry_with_its_name():
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("seed: 1", "no train_dataset: say what to train on with data.dataset_dir and data.datas"),
+        ("seed: 1", "no train_dataset: set data.dataset_dir and data.datas"),
         (
             "train_dataset: {data_loader: {type: MindDataset, dataset_dir: x}}",
-            "MindDataset, MindRecord files of tokens, is not read; say what to train on",
+            "MindDataset, MindRecord files with tokens, is not supported; set data.dataset_dir",
         ),
         (
             "train_dataset: {data_loader: {type: HFDataLoader, path: json}}",
@@ -237,7 +237,7 @@ def test_a_file_of_rows_is_an_entry_with_its_name():
         ),
         (
             "train_dataset: {data_loader: {type: HFDataLoader, path: a/b, handler: [{type: X}]}}",
-            "X is not taken over; the columns of rows, and what they are, are told in",
+            "X is not converted; the columns of rows, and their meaning, are set in",
         ),
     ],
 )
@@ -313,13 +313,13 @@ def test_prompts_in_the_file_are_to_be_written_to_one(tmp_path):
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("parallel_config: {pipeline_stage: 2}", "pipeline_stage 2: an answer is written token by"),
+        ("parallel_config: {pipeline_stage: 2}", "pipeline_stage 2: responses are generated token"),
         ("parallel_config: {context_parallel: 2}", "2: it is not supported here"),
         ("parallel_config: {model_parallel: x}", "model_parallel must be a whole number"),
-        ("num_beams: 4", "num_beams 4: an answer is written as it comes"),
+        ("num_beams: 4", "num_beams 4: beam search is not supported"),
         ("load_ckpt_format: ckpt", "convert it with mindspore.ckpt_to_safetensors"),
-        ("adapter_id: a", "one adapter answers at a time; name its folder in model.adapter"),
-        ("modal_type: image", "prompts are text"),
+        ("adapter_id: a", "only one adapter is used at a time; name its folder in model.adapter"),
+        ("modal_type: image", "prompts must be text"),
         ("predict_batch_size: x", "expected int, got 'x'"),
     ],
 )

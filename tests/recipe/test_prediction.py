@@ -51,12 +51,12 @@ def test_the_runs_own_way_to_sample_holds_where_nothing_else_is_said(tmp_path):
         ("model: {pth: x}", "pth"),
         ("model: {path: x}\ngenerate: {top_p: 2}", "generate.top_p: must be in (0, 1]"),
         ("model: {path: x}\ngenerate: 3", "generate: expected"),
-        ("model: {path: x}\nparallel: {pp: 2}", "parallel.pp: an answer is written token by token"),
+        ("model: {path: x}\nparallel: {pp: 2}", "parallel.pp: responses are generated token"),
         (
             "model: {path: x}\nparallel: {tp: 2, sequence_parallel: true}",
-            "parallel.sequence_parallel: means nothing to answers",
+            "parallel.sequence_parallel: has no effect on responses",
         ),
-        ("model: {path: x, weights: y, base: z}", "model.base: means nothing beside model.weights"),
+        ("model: {path: x, weights: y, base: z}", "model.base: cannot be used with model.weights"),
         ("- x", "expected"),
     ],
 )
@@ -76,5 +76,5 @@ def test_an_override_of_training_is_refused():
 def test_the_processes_of_an_evaluation_are_told_apart_from_those_of_the_training():
     parallel, others = parallel_of(["train.seed=1", "parallel.tp=2", "parallel={dp_shard: 2}"])
     assert (parallel.tp, parallel.dp_shard, others) == (2, 2, ["train.seed=1"])
-    with pytest.raises(RecipeError, match=r"parallel\.pp: an answer is written token by token"):
+    with pytest.raises(RecipeError, match=r"parallel\.pp: responses are generated token by token"):
         parallel_of(["parallel.pp=2"])

@@ -279,8 +279,8 @@ def test_rolling_back_needs_checkpoints():
 def test_plain_text_has_no_turns():
     data = {"datasets": "d", "mask_history": True, "default_system": "Be brief."}
     assert refused_data(stage="pt", data=data) == [
-        "data.mask_history: means nothing to stage pt, which learns whole texts",
-        "data.default_system: means nothing to stage pt, which learns whole texts",
+        "data.mask_history: has no effect with stage pt, which trains on whole texts",
+        "data.default_system: has no effect with stage pt, which trains on whole texts",
     ]
     small(data=data)
 
@@ -288,7 +288,7 @@ def test_plain_text_has_no_turns():
 def test_trained_weights_cannot_be_float16():
     model = {"path": "m", "dtype": "float16"}
     (problem,) = refused_data(model=model)
-    assert problem.startswith("model.dtype: weights that learn cannot be float16")
+    assert problem.startswith("model.dtype: trainable weights cannot be float16")
     small(model=model, method="lora")
 
 

@@ -53,7 +53,7 @@ def test_verify_checks_what_is_in_the_store(url, bucket):
     bucket.put("checkpoint-4/model.safetensors", bytes(data))
     result = surefoot("verify", f"{url}/checkpoint-4")
     assert result.exit_code == 1
-    assert "not those that were saved" in result.stdout
+    assert "has changed since it was saved" in result.stdout
     assert surefoot("verify", "--quick", f"{url}/checkpoint-4").exit_code == 0
     assert surefoot("ls", url, "--verify").exit_code == 1
     bucket.delete("checkpoint-4/state.json")
@@ -76,7 +76,7 @@ def test_show_diff_and_cat_download_first(url):
     ("arguments", "why"),
     [
         (["verify", "s3://b/run"], "expected the URL of a checkpoint"),
-        (["show", "s3://"], "names no folder"),
+        (["show", "s3://"], "has no folder"),
         (["ls", "s4://b/run"], "unknown scheme"),
     ],
 )

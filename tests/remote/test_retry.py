@@ -86,7 +86,7 @@ def test_what_will_not_pass_is_said_at_once(error, kind, why):
 
 def test_a_bucket_that_is_not_there_is_said():
     error = FileNotFoundError("The specified bucket does not exist")
-    with pytest.raises(StoreError, match="no such bucket"):
+    with pytest.raises(StoreError, match="this bucket does not exist"):
         RetryPolicy(0).run("cannot x", failing(error))
 
 

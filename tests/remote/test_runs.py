@@ -176,9 +176,9 @@ def test_a_damaged_checkpoint_in_the_store_is_passed_over_and_replaced(
     caplog.set_level("INFO")
     folder = train(project, bucket.url, tmp_path / "two")
     said = caplog.text
-    assert "checkpoint-9 is passed over" in said
-    assert "checkpoint-6 is passed over" in said
-    assert "going on from checkpoint-3" in said
+    assert "checkpoint-9 is skipped" in said
+    assert "checkpoint-6 is skipped" in said
+    assert "resuming from checkpoint-3" in said
     assert_is(folder, whole)
     bucket.download(tmp_path / "copy")
     for step in (6, 9, 12):
@@ -191,7 +191,7 @@ def test_without_any_sound_checkpoint_it_starts_anew_and_says_so(
     train(project, bucket.url, tmp_path / "one", train__max_steps=3)
     bucket.put("checkpoint-3/manifest.json", b"{}")
     folder = train(project, bucket.url, tmp_path / "two")
-    assert "no sound checkpoint" in caplog.text
+    assert "no valid checkpoint" in caplog.text
     assert_is(folder, whole)
 
 
@@ -335,9 +335,9 @@ def test_sigterm_does_not_cut_the_last_upload_short(project, weak, proxy, tmp_pa
     ("url", "why"),
     [
         ("s4://bucket/run", r"unknown scheme 's4' \(did you mean s3\?\)"),
-        ("s3://there-is-none/run", "there is no such bucket"),
-        ("s3://", "neither a path nor a whole URL"),
-        ("s3:/bucket/run", "neither a path nor a whole URL"),
+        ("s3://there-is-none/run", "this bucket does not exist"),
+        ("s3://", "neither a path nor a complete URL"),
+        ("s3:/bucket/run", "neither a path nor a complete URL"),
     ],
 )
 def test_a_wrong_url_is_said(project, bucket, tmp_path, url, why):

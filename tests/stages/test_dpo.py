@@ -138,7 +138,7 @@ def test_a_pair_without_labels_counts_nothing(stage):
     [
         ({"beta": 0}, "beta: must be positive, got 0"),
         ({"label_smoothing": 0.5}, r"label_smoothing: must be in \[0, 0.5\), got 0.5"),
-        ({"label_smoothing": 0.1, "loss_type": "ipo"}, "label_smoothing means nothing to .* ipo"),
+        ({"label_smoothing": 0.1, "loss_type": "ipo"}, "label_smoothing has no effect with .* ipo"),
         ({"gamma": -1, "loss_type": "simpo"}, "gamma: must not be negative, got -1"),
         ({"gamma": 1}, "gamma means nothing to loss_type: sigmoid"),
         ({"sft_weight": -1}, "sft_weight: must not be negative, got -1"),

@@ -2,6 +2,7 @@
 
 import os
 import signal
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,12 +13,15 @@ import ranks
 import small
 from spread import trainer
 from surefoot.batch import IGNORE_INDEX
-from surefoot.data.order.micro_batches import InOrder
+from surefoot.data.order.length_balancing import in_turn
+from surefoot.data.order.micro_batches import batch_of
 from surefoot.data.text.collation import collate
 from surefoot.methods.lora import LoRA
 from surefoot.parallel.world import ALONE
 from surefoot.stages.sft import SFT
 from surefoot.training.callback import TrainerCallback
+from surefoot.training.evaluation import EvaluationSet
+from surefoot.training.precompute import NOTHING
 
 
 @given(count=st.integers(1, 14), size=st.integers(1, 5), world_size=st.integers(1, 4), packing=...)
@@ -26,8 +30,8 @@ def test_the_shares_are_the_batches_of_one_process_dealt_out(
 ):
     def share(rank, world_size):
         make = lambda rows: collate(rows, packing=packing)  # noqa: E731
-        sizes = {"micro_batch_size": size, "rank": rank, "world_size": world_size}
-        return list(InOrder(small.examples(count), make, **sizes))
+        groups = in_turn(count, size, rank, world_size)
+        return [batch_of(group, small.examples(count), make) for group in groups]
 
     whole = share(0, 1)
     shares = [share(rank, world_size) for rank in range(world_size)]
@@ -40,15 +44,13 @@ def test_the_shares_are_the_batches_of_one_process_dealt_out(
         assert (more.labels == IGNORE_INDEX).all()
 
 
-def evals(world, count):
-    make = lambda rows: collate(rows, packing=False)  # noqa: E731
-    shares = {"rank": world.data_rank, "world_size": world.num_data_ranks}
-    return InOrder(small.examples(count, seed=9), make, micro_batch_size=2, **shares)
+def evals(count):
+    return EvaluationSet(small.examples(count, seed=9), NOTHING)
 
 
 def measured(world, folder, count, **changes):
     made = trainer(world, folder, **changes)
-    return made.predict(evals(world, count))
+    return made.predict(evals(count))
 
 
 @pytest.mark.parametrize(
@@ -100,8 +102,7 @@ class Signal(TrainerCallback):
 
 
 def broken_off(world, folder):
-    made = trainer(world, folder)
-    made.evals = {"": evals(world, 14)}
+    made = replace(trainer(world, folder), evals={"": evals(14)})
     made.callbacks.members = [watch := Signal(world)]
     state = made.fit()
     return watch.count, state.global_step, state.pending, made.signal, made.saver.newest

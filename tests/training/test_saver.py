@@ -41,8 +41,8 @@ class Steps(TrainerCallback):
 
 def built(folder, *members, **section):
     made = small.trainer(folder, *members, save_steps=section.get("save_steps"))
-    made.saver = replace(made.saver, section=CheckpointSection(**{"keep": None, **section}))
-    return made
+    section = CheckpointSection(**{"keep": None, **section})
+    return replace(made, saver=replace(made.saver, section=section))
 
 
 def steps_in(folder):
@@ -111,7 +111,10 @@ def test_a_save_that_comes_too_soon_is_left_out_if_the_recipe_says_so(tmp_path, 
     made.callbacks.members.append(watch)
     made.fit()
     assert made.saver.num_left_out == 1
-    assert "checkpoint-6 is left out (1 so far): checkpoint-4 is still being written" in caplog.text
+    assert (
+        "save of checkpoint-6 skipped (1 so far): checkpoint-4 is still being written"
+        in caplog.text
+    )
     assert steps_in(tmp_path) == [2, 4, 8]  # the last one is never left out
 
 
@@ -133,7 +136,7 @@ def test_a_failed_save_is_survived_and_the_next_one_names_the_last_good_one(tmp_
     built(tmp_path, save_steps=2, on_save_error="continue").fit()
     assert steps_in(tmp_path) == [2, 6, 8]
     assert open_checkpoint(tmp_path / "checkpoint-6").manifest.parent == "checkpoint-2"
-    assert f"going on, newest checkpoint: {tmp_path / 'checkpoint-2'}" in caplog.text
+    assert f"training continues, latest checkpoint: {tmp_path / 'checkpoint-2'}" in caplog.text
 
 
 def test_a_writer_that_is_killed_costs_no_step(tmp_path, caplog):
@@ -159,7 +162,7 @@ def test_a_disk_that_fills_and_is_freed_again_costs_only_the_saves_in_between(tm
     made.callbacks.members.append(watch)
     made.fit()
     assert steps_in(tmp_path) == [2, 6, 8]
-    assert f"going on, newest checkpoint: {tmp_path / 'checkpoint-2'}" in caplog.text
+    assert f"training continues, latest checkpoint: {tmp_path / 'checkpoint-2'}" in caplog.text
     assert all(verify(path, full=True).ok for path in committed(tmp_path))
     assert not list(tmp_path.glob(".*"))
 
@@ -210,8 +213,8 @@ def test_the_best_checkpoints_by_the_metric_stay(tmp_path):
     made = small.trainer(
         tmp_path, save_steps=1, evals=small.examples(2, seed=9), eval_steps=1, max_steps=6
     )
-    made.saver = replace(made.saver, section=CheckpointSection(save_steps=1, keep=1, keep_best=2))
-    state = made.fit()
+    section = CheckpointSection(save_steps=1, keep=1, keep_best=2)
+    state = replace(made, saver=replace(made.saver, section=section)).fit()
     losses = {r["step"]: r["eval_loss"] for r in state.log_history if "eval_loss" in r}
     best = sorted(losses, key=losses.get)[:2]
     assert steps_in(tmp_path) == sorted({*best, 6})

@@ -21,6 +21,8 @@ from surefoot.methods.full import Full
 from surefoot.methods.lora import LoRA
 from surefoot.optim.adamw import AdamW
 from surefoot.training.callback import TrainerCallback
+from surefoot.training.evaluation import EvaluationSet
+from surefoot.training.precompute import NOTHING
 
 METHODS = {"full": Full(), "freeze": Freeze(num_layers=1), "lora": LoRA(rank=2, dropout=0.2)}
 
@@ -255,7 +257,7 @@ def test_rollback_remembers_every_window_that_it_left_out(tmp_path):
 def test_rollback_gives_up_when_everything_is_nan(tmp_path):
     built = small.trainer(tmp_path, on_nan="rollback", max_grad_norm=0.0)
     next(built.policy.module.parameters()).data.fill_(float("nan"))
-    with pytest.raises(RunError, match="not a number"):
+    with pytest.raises(RunError, match="NaN or infinite"):
         built.fit()
 
 
@@ -367,10 +369,9 @@ def test_a_callback_may_end_the_epoch(tmp_path):
 
 def test_predict_measures_and_changes_nothing(tmp_path):
     seen = small.Seen()
-    built = small.trainer(tmp_path, seen)
+    built = small.trainer(tmp_path, seen, micro_batch_size=4)
     before = small.weights(built)
-    batches = [built.windows.loader.batching.collate(small.examples(3))]
-    metrics = built.predict(batches)
+    metrics = built.predict(EvaluationSet(small.examples(3), NOTHING))
     assert set(metrics) == {"predict_loss", "predict_perplexity", "predict_token_accuracy"}
     assert metrics["predict_perplexity"] == pytest.approx(math.exp(metrics["predict_loss"]))
     assert seen.events == ["on_prediction_step", "on_predict"]

@@ -1,1 +1,1 @@
-"""Watchers of the loop. To add one: write its file, build it in ``run``."""
+"""Callbacks of the training loop. To add one: write its file, create it in ``run``."""

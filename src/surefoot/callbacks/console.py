@@ -1,4 +1,4 @@
-"""The screen: a live line with rich on a terminal, plain ``key=value`` lines anywhere else."""
+"""Console output: a live line with rich on a terminal, plain ``key=value`` lines elsewhere."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SPARKS = "▁▂▃▄▅▆▇█"
 
 @dataclass
 class Screen(TrainerCallback):
-    """Shows how far the run is, its figures, the time left and the last checkpoint."""
+    """Shows progress, metrics, the remaining time and the latest checkpoint."""
 
     console: Console
     _progress: Progress | None = field(default=None, init=False)
@@ -48,7 +48,7 @@ class Screen(TrainerCallback):
             self._progress.start()
 
     def on_step_end(self, args: Context, state: TrainerState, control: TrainerControl) -> None:
-        """Move the bar."""
+        """Update the progress bar."""
         self._figures["left"] = duration(self._seconds_left(state))
         if self._progress is not None:
             self._progress.update(self._progress.task_ids[0], completed=state.global_step)
@@ -60,7 +60,7 @@ class Screen(TrainerCallback):
         control: TrainerControl,
         logs: Mapping[str, float],
     ) -> None:
-        """Show the figures: in the live line, or as a line of their own."""
+        """Show the metrics: in the live line, or as a line of their own."""
         shown = {name: _short(name, value) for name, value in logs.items() if name in FORMATS}
         if "loss" in logs:
             shown["memory"] = _memory()
@@ -69,8 +69,10 @@ class Screen(TrainerCallback):
                 [r["loss"] for r in state.log_history if "loss" in r]
             )
         if self._progress is None:
-            left = {} if "loss" not in logs else {"left": self._figures.get("left", "?")}
-            pairs = [f"{name}={value}" for name, value in (shown | left).items()]
+            if memory := shown.pop("memory", None):
+                shown["peak_memory"] = memory.replace(" ", "")
+                shown["eta"] = self._figures.get("left", "?")
+            pairs = [f"{name}={value}" for name, value in shown.items()]
             logger.info("step=%d/%d %s", state.global_step, state.max_steps, " ".join(pairs))
         elif "loss" not in logs:
             pairs = [f"{name.removeprefix('eval_')} [bold]{v}[/]" for name, v in shown.items()]
@@ -79,7 +81,7 @@ class Screen(TrainerCallback):
             )
 
     def on_save(self, args: Context, state: TrainerState, control: TrainerControl) -> None:
-        """Name the checkpoint."""
+        """Show the name of the checkpoint."""
         self._figures["checkpoint"] = f"checkpoint-{state.global_step}"
         if self._progress is None:
             logger.info("saved %s", args.output_dir / f"checkpoint-{state.global_step}")
@@ -91,7 +93,9 @@ class Screen(TrainerCallback):
             self._progress = None
 
     def _seconds_left(self, state: TrainerState) -> float:
-        """From the speed of this session alone: earlier ones may have run elsewhere."""
+        """The remaining seconds, from the speed of this launch alone: earlier ones may have run
+        elsewhere.
+        """
         done = state.global_step - self._first_step
         if not done:
             return float("inf")
@@ -104,7 +108,7 @@ class _Steps(ProgressColumn):
 
 
 class _Figures(ProgressColumn):
-    """As many figures as the line has room for, in one order, the least important left out."""
+    """As many metrics as fit into the line, in a fixed order; the least important are omitted."""
 
     def __init__(self, figures: Mapping[str, str], console: Console) -> None:
         super().__init__()
@@ -122,7 +126,7 @@ class _Figures(ProgressColumn):
 
 
 def fitting(figures: Mapping[str, str], width: int) -> set[str]:
-    """The names of the most important figures that fit side by side in ``width`` characters."""
+    """The names of the most important metrics that fit side by side in ``width`` characters."""
     shown = set()
     for name in BY_IMPORTANCE:
         needed = len(LABELS[name]) + len(figures.get(name, "")) + (2 if LABELS[name] else 1)
@@ -187,7 +191,7 @@ def duration(seconds: float) -> str:
 
 
 def _memory() -> str:
-    """Peak memory of the GPU, or of this process where there is none."""
+    """Peak memory of the GPU, or of this process if there is none."""
     if torch.cuda.is_available():
         return f"{torch.cuda.max_memory_allocated() / 2**30:.1f} GiB"
     unit = 1 if sys.platform == "darwin" else 1024  # bytes there, KiB elsewhere

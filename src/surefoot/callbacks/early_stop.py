@@ -1,4 +1,4 @@
-"""Stop when evaluations no longer get better; its patience survives a resume."""
+"""Early stopping; its patience survives a resume."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ class EarlyStop(TrainerCallback):
             )
 
     def state_dict(self) -> dict[str, float | None]:
-        """Best metric and how many evaluations were no better."""
+        """Best metric, and the number of evaluations that were not better."""
         return {"best": self.best, "num_worse": self.num_worse}
 
     def load_state_dict(self, state: Mapping[str, float | None]) -> None:
-        """Go on counting."""
+        """Restore the count."""
         self.best, self.num_worse = state["best"], int(state["num_worse"] or 0)

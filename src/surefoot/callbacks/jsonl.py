@@ -1,8 +1,8 @@
-"""``metrics.jsonl``: one JSON object a line, appended as it happens, no step twice.
+"""``metrics.jsonl``: one JSON object per line, appended at once, no step twice.
 
-A run that was killed has lines of steps after its last checkpoint. When it resumes it repeats those
-steps; bitwise the same figures are not written again. Should they differ (another recipe, a
-rollback), the file is cut where the old line of events ends, and goes on with the new one.
+The file of a killed run has lines of steps after its latest checkpoint. When the run resumes, it
+repeats those steps; bitwise equal metrics are not written again. If they differ (another recipe, a
+rollback), the old lines from there on are deleted, and the new ones are appended.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Jsonl(TrainerCallback):
     _lines: dict[Key, tuple[int, Record]] = field(default_factory=dict)
 
     def on_train_begin(self, args: Context, state: TrainerState, control: TrainerControl) -> None:
-        """Learn what the file holds; a line that a crash tore is cut off."""
+        """Read the existing lines; an incomplete last line after a crash is deleted."""
         self._lines, offset = {}, 0
         with raising(RunError, "metrics"):
             make_folder(self.path.parent)
@@ -52,7 +52,7 @@ class Jsonl(TrainerCallback):
         control: TrainerControl,
         logs: Mapping[str, float],
     ) -> None:
-        """Append one line, unless it is there already."""
+        """Append one line, unless it already exists."""
         record: Record = {name: _finite(value) for name, value in logs.items()}
         key = _key(record)
         if key in self._lines:
@@ -90,5 +90,5 @@ def _repeatable(record: Mapping[str, object]) -> dict[str, object]:
 
 
 def _finite(value: float) -> float | None:
-    """Strict JSON has no word for nan."""
+    """Convert to strict JSON, which does not support nan."""
     return value if math.isfinite(value) else None

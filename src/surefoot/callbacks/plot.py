@@ -20,7 +20,7 @@ SMOOTHING = 0.9  # of the exponential mean drawn over the raw curve
 
 @dataclass
 class Plot(TrainerCallback):
-    """Draws ``path`` from the state's log history, so that a resumed run has one whole curve."""
+    """Draws ``path`` from the state's log history, so that a resumed run has one complete curve."""
 
     path: Path
 
@@ -60,7 +60,7 @@ class Plot(TrainerCallback):
 
 
 def _smooth(values: Sequence[float]) -> list[float]:
-    """Exponential mean without the start's bias (as Adam corrects its moments)."""
+    """Exponential mean with bias correction (as Adam corrects its moments)."""
     smooth, mean = [], 0.0
     for count, value in enumerate(values, start=1):
         mean = SMOOTHING * mean + (1 - SMOOTHING) * value

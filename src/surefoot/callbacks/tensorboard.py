@@ -24,7 +24,7 @@ class TensorBoard(TrainerCallback):
     _writer: SummaryWriter | None = field(default=None, init=False)
 
     def on_init_end(self, args: Context, state: TrainerState, control: TrainerControl) -> None:
-        """Find a missing package before the first step, not at the first log."""
+        """Detect a missing package before the first step, not at the first log."""
         try:
             import tensorboard  # noqa: F401
         except ImportError:
@@ -33,8 +33,9 @@ class TensorBoard(TrainerCallback):
             ) from None
 
     def on_train_begin(self, args: Context, state: TrainerState, control: TrainerControl) -> None:
-        """Open the event file; ``purge_step`` hides what a killed run wrote after its last
-        checkpoint."""
+        """Open the event file; ``purge_step`` hides what a killed run wrote after its latest
+        checkpoint.
+        """
         from torch.utils.tensorboard import SummaryWriter
 
         purge = state.global_step + 1 if state.global_step else None

@@ -1,4 +1,4 @@
-"""Says how long the first step took where layers are compiled, so that nobody thinks it hangs."""
+"""Log how long the first step took if layers are compiled, so that it does not seem to hang."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class WarmUp(TrainerCallback):
-    """Tells of the first step of this start, which compiles."""
+    """Logs the first step of this launch, which compiles."""
 
     began: float | None = None
     is_over: bool = False
@@ -26,7 +26,7 @@ class WarmUp(TrainerCallback):
             logger.info("step %d compiles the layers, which takes a while", state.global_step + 1)
 
     def on_step_end(self, args: Context, state: TrainerState, control: TrainerControl) -> None:
-        """Tell, once."""
+        """Log, once."""
         if self.began is not None and not self.is_over:
             self.is_over = True
             seconds = time.monotonic() - self.began

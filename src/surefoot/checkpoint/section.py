@@ -13,46 +13,55 @@ from .disk.retention import RetentionPolicy
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointSection:
-    """When to save, what to keep, and where to go on from. The last step is always saved."""
+    """When to save, what to keep, and what to resume from. The last step is always saved."""
 
     save_steps: int | None = 200
-    """Save every so many steps."""
+    """Save every this many steps."""
     save_minutes: float | None = None
-    """Save every so many minutes."""
+    """Save every this many minutes."""
     save_epoch: bool = False
     """Save at the end of every epoch."""
     keep: int | None = 3
-    """How many of the newest checkpoints stay, beside the best one; unset, all do."""
+    """How many of the latest checkpoints to keep, in addition to the best one; unset, all."""
     keep_every: int | None = None
-    """Checkpoints whose step is a multiple of this stay as well, for ever."""
+    """Also keep checkpoints whose step is a multiple of this, permanently."""
     keep_best: int | None = None
-    """How many of the best checkpoints by ``train.metric_for_best_model`` stay; unset, one."""
+    """How many of the best checkpoints by ``train.metric_for_best_model`` to keep; unset, one."""
     keep_hours: float | None = None
-    """Checkpoints saved within so many hours before the newest stay as well."""
+    """Also keep checkpoints saved within this many hours before the latest."""
     resume: str = "auto"
-    """``auto``: the newest checkpoint that verifies; ``none``: start anew; or a folder: of ours, of
-    Hugging Face's Trainer, or of MindSpore Transformers."""
+    """``auto``: the latest valid checkpoint; ``none``: start from scratch; or a folder of
+    Surefoot, of Hugging Face's Trainer, or of MindSpore Transformers.
+    """
     max_shard_size: int = 5_000_000_000
     """Largest weight file in bytes; bigger models are split as Hugging Face splits them."""
     layout: Layout | None = None
-    """``full``: whole tensors in files that Hugging Face's libraries and PEFT open as they lie,
-    also of several processes; ``distributed``: a folder for every rank, for object stores and for
-    PyTorch's distributed checkpoints. Unset: ``distributed`` if ``train.output_dir`` is a URL,
-    otherwise ``full``."""
+    """``full``: unsharded tensors in files that Hugging Face's libraries and PyTorch open
+    directly, also with several ranks; ``distributed``: a folder for every rank, for object
+    stores and for PyTorch's distributed checkpoints. Unset: ``distributed`` if
+    ``train.output_dir`` is a URL, otherwise ``full``.
+    """
     async_save: bool = True
-    """Save in the background: training stops for a copy in memory only. Takes memory of the size of
-    a checkpoint; where there is too little, or on a system other than Linux, training waits."""
+    """Save asynchronously: training stops for a copy in memory only. Takes as much memory as a
+    checkpoint has bytes; if there is too little, or on a system other than Linux, training
+    waits.
+    """
     on_save_busy: Literal["wait", "skip"] = "wait"
-    """When the last save is still being written: wait for it, or leave this one out. The last step
-    is never left out."""
+    """If the last save is still being written: wait for it, or skip this one. The last step is
+    never skipped.
+    """
     share_unchanged: bool = True
-    """Weights that did not change since the last checkpoint (frozen ones) share its file, by clone
-    or hard link. Every checkpoint stays whole when another is deleted."""
+    """Weights that did not change since the last checkpoint (frozen ones) share its file, by
+    clone or hard link. Every checkpoint stays complete if another is deleted.
+    """
     remote_timeout_minutes: float = 10.0
-    """Where ``train.output_dir`` is a URL: how long a transfer is tried again while the network or
-    the store fails."""
+    """If ``train.output_dir`` is a URL: how long a transfer is retried while the network or the
+    store fails.
+    """
     on_save_error: Literal["stop", "continue"] = "stop"
-    """When a save fails (a full disk, say): stop the run, or go on and try at the next save."""
+    """If a save fails (a full disk, for example): stop the run, or continue and try at the next
+    save.
+    """
 
     def __post_init__(self) -> None:
         for name in ("save_steps", "max_shard_size"):
@@ -69,15 +78,15 @@ class CheckpointSection:
 
     @property
     def remote_seconds(self) -> float:
-        """How long to try again, in seconds."""
+        """How long to retry, in seconds."""
         return 60 * self.remote_timeout_minutes
 
     def layout_in(self, output_dir: Address | Path) -> Layout:
-        """The layout of checkpoints there."""
+        """The layout of checkpoints in that folder."""
         return self.layout or ("full" if isinstance(output_dir, Path) else "distributed")
 
     def rule(self) -> RetentionPolicy:
-        """Which checkpoints stay."""
+        """The retention policy."""
         return RetentionPolicy(
             keep=self.keep,
             keep_every=self.keep_every,

@@ -1,4 +1,4 @@
-"""``surefoot bench``: how fast a recipe trains here, and with which settings it is faster."""
+"""``surefoot bench``: how fast a recipe trains on this machine, and which settings are faster."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from ..forecast.other_settings import Changes
 
 PHASES = {
-    "data": "the next window: examples read, laid out, padded or packed",
+    "data": "the next window: examples read, packed or padded",
     "forward": "the model and the loss",
     "backward": "the gradient",
-    "optimizer": "the gradient normalised and clipped, the weights moved",
-    "rest": "everything else of the loop",
+    "optimizer": "gradient normalization, clipping and the update of the weights",
+    "rest": "everything else of the training loop",
 }
 _NUMBERS = ("of a step", "seconds", "tokens/s", "gain", "memory")
 
@@ -40,22 +40,25 @@ _NUMBERS = ("of a step", "seconds", "tokens/s", "gain", "memory")
     default=5,
     show_default=True,
     metavar="N",
-    help="Optimizer steps to time, after two to warm up; fewer if they take over 30 s together.",
+    help="Optimizer steps to time, after two warm-up steps; fewer if they take over 30 s together.",
 )
-@click.option("--only-this", is_flag=True, help="Measure the recipe as it is, and try nothing.")
+@click.option(
+    "--only-this", is_flag=True, help="Measure the recipe itself, and try no other settings."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
 def bench(
     recipe: Path, overrides: tuple[str, ...], steps: int, only_this: bool, as_json: bool
 ) -> None:
     """Measure how fast RECIPE trains on this machine, and which settings make it faster.
 
-    A few optimizer steps are run as `surefoot train` would run them, in a process of their own;
-    nothing is saved, and train.output_dir is not touched. Then other settings are tried, each in a
-    fresh process: train.micro_batch_size, data.packing, model.gradient_checkpointing and
-    model.compile. One that fails, for want of memory for one, is a line of the table. After 15
-    minutes nothing more is tried.
+    A few optimizer steps run as `surefoot train` would run them, in a process of their own. Nothing
+    is saved, and train.output_dir is not touched. Then other settings are tried, each in a new
+    process: train.micro_batch_size, data.packing, model.gradient_checkpointing and model.compile. A
+    setting that fails, for example out of memory, is listed with its error. After 15 minutes no
+    further settings are tried.
 
-    Of a recipe for several processes, the share of one is measured, without communication.
+    A recipe for several ranks is measured on one rank, with that rank's batch size and without
+    communication.
 
     OVERRIDES are dotted fields such as train.micro_batch_size=8.
     """
@@ -84,7 +87,7 @@ def _trying(settings: list[str]) -> str:
 
 
 def show(found: Search, one: SingleRankRecipe, command: list[str]) -> None:
-    """Print facts, where the time goes, what was tried, and the command to take."""
+    """Print facts, where the time goes, what was tried, and the fastest command."""
     from ..forecast.bench.result import BenchResult
 
     screen, first = console(), found.trials[0].outcome
@@ -102,24 +105,24 @@ def show(found: Search, one: SingleRankRecipe, command: list[str]) -> None:
 def _lines(found: Search, figures: BenchResult, one: SingleRankRecipe) -> Iterator[tuple[str, str]]:
     yield "device", f"{figures.device}, {figures.precision}"
     if one.num_processes > 1:
-        yield "processes", f"measured as one of {one.num_processes:,}: {_apart(one)}"
+        yield "processes", f"measured as one rank of {one.num_processes:,}: {_apart(one)}"
     train = found.recipe.train
     passes = f"{train.gradient_accumulation_steps:,} × {train.micro_batch_size:,} examples"
     yield "step", f"{figures.step_seconds:.3g} s for {passes} (mean of {figures.steps:,})"
     speed = f"{figures.tokens_per_second:,.0f} tokens/s"
-    yield "speed", f"{speed}, {figures.trained_tokens_per_second:,.0f} of them learnt"
+    yield "speed", f"{speed}, {figures.trained_tokens_per_second:,.0f} of them trained"
     yield "padding", f"{100 * figures.padding:.3g} % of the positions"
     flops = f"{figures.flops / figures.seconds / 1e9:,.4g} GFLOP/s of the model"
-    peak = f"{figures.gemm_flops / 1e9:,.4g} that a product of matrices reaches here"
+    peak = f"{figures.gemm_flops / 1e9:,.4g} that a product of matrices reaches on this device"
     yield "arithmetic", f"{flops}, {100 * figures.utilisation:.3g} % of the {peak}"
-    yield "memory", f"{in_bytes(figures.peak_memory)} at its peak, in the heaviest step"
+    yield "memory", f"{in_bytes(figures.peak_memory)} at its peak, in the largest step"
     if figures.compiling_seconds:
         yield "compiling", f"{figures.compiling_seconds:.3g} s in the first step"
 
 
 def _apart(one: SingleRankRecipe) -> str:
-    share = f"its {one.recipe.train.global_batch_size:,} examples a step"
-    return f"{share} on the whole model, without communication"
+    share = f"its {one.recipe.train.global_batch_size:,} examples per step"
+    return f"{share} on the full model, without communication"
 
 
 def _time_table(figures: BenchResult) -> Table:
@@ -139,7 +142,7 @@ def _trials_table(found: Search) -> Table:
         style = "bold" if trial is found.best else ""
         made.add_row(cell(name), *_results(trial, found.trials[0]), style=style)
     for changes in found.left_out:
-        note = Text(f"not tried: {LIMIT / 60:.0f} minutes are over", style="dim")
+        note = Text(f"not tried: the limit of {LIMIT / 60:.0f} minutes is reached", style="dim")
         made.add_row(cell(" ".join(settings(changes))), "", "", "", note)
     return made
 
@@ -170,9 +173,9 @@ def _verdict(found: Search, command: list[str]) -> Iterator[Text]:
 
     best, first = found.best, found.trials[0]
     if not best.changes:
-        yield Text("nothing that was tried is faster by more than chance")
+        yield Text("no setting is faster than the recipe beyond chance")
         return
     times = gain(best, first)
     how = "works" if times is None else f"is {times:.2f} times as fast"
-    yield Text(f"this {how}, and learns the same but for rounding:")
+    yield Text(f"this {how}, with the same result except for rounding:")
     yield Text.assemble("  ", (shlex.join(command), "bold"))

@@ -1,4 +1,4 @@
-"""``surefoot chat``: talk to a model on the terminal, or let a script ask it line by line."""
+"""``surefoot chat``: talk to a model on the terminal, or line by line from a script."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ _COMMAND = re.compile(r"/([a-z]+)(?:\s+(.*))?", re.DOTALL)
 @click.option("--base", help="The base model of an adapter, if it moved.")
 @click.option("--adapter", help="An adapter to put on the model of PATH.")
 @click.option("--system", help="A system message.")
-@click.option("--prompt", help="Ask this once, print the answer and leave.")
-@click.option("--max-new-tokens", type=click.IntRange(1), help="Longest answer in tokens.")
+@click.option("--prompt", help="Ask this once, print the response and exit.")
+@click.option("--max-new-tokens", type=click.IntRange(1), help="Longest response in tokens.")
 @click.option(
     "--temperature",
     type=click.FloatRange(0),
@@ -64,12 +64,13 @@ _COMMAND = re.compile(r"/([a-z]+)(?:\s+(.*))?", re.DOTALL)
 def chat(path: str, **options: object) -> None:
     """Talk to a model.
 
-    PATH is a run's folder (its best or newest checkpoint), a checkpoint, an adapter, a model
-    folder, a hub id, or a recipe. The chat template is the one saved with the model. Sampling is
-    as the run's recipe says (section generate), greedy if there is none; options win.
+    PATH is a run's folder (its best or latest checkpoint), a checkpoint, an adapter, a model
+    folder, a hub id, or a recipe. The chat template is the one saved with the model. Sampling
+    follows the run's recipe (section generate), and is greedy if there is none; options override
+    it.
 
-    Piped, every line of standard input is a question of its own, and its answer is one line of
-    standard output, in which line breaks are written \\n.
+    When standard input is piped, each line is a separate conversation and gets one line of output;
+    line breaks in an answer are written \\n.
     """
     conversation = _open(path, options)
     if options["prompt"] is not None:
@@ -110,7 +111,9 @@ def _ask_once(conversation: Conversation, text: str) -> None:
 
 
 def _ask_lines(conversation: Conversation) -> None:
-    """Answer every line by itself; one without an answer gives an empty line, and a reason."""
+    """Respond to every line by itself; a line without a response gives an empty line, and a
+    reason.
+    """
     from ..errors import SurefootError
 
     note_plain(conversation)
@@ -141,7 +144,7 @@ def _talk_on_terminal(conversation: Conversation, path: str) -> None:
 
 
 def talk(conversation: Conversation, console: Console, read: Callable[[], str]) -> None:
-    """Questions from ``read``, answers to ``console``, until there are no more or /exit."""
+    """Prompts from ``read``, responses to ``console``, until the input ends or /exit."""
     from ..errors import RunError, SurefootError
 
     note_plain(conversation)
@@ -156,13 +159,15 @@ def talk(conversation: Conversation, console: Console, read: Callable[[], str]) 
                 return
         except SurefootError as error:
             advice = (
-                "; it was not taken in, /clear starts anew" if isinstance(error, RunError) else ""
+                "; the message was not added, /clear starts a new conversation"
+                if isinstance(error, RunError)
+                else ""
             )
             console.print(f"{error}{advice}", style="yellow", markup=False)
 
 
 def _reply(conversation: Conversation, console: Console, line: str) -> bool:
-    """Do what the line says; False to leave."""
+    """Run the command of the line; False to exit."""
     from rich.text import Text
 
     if not line.strip():
@@ -195,7 +200,7 @@ def _obey(conversation: Conversation, console: Console, command: str, text: str)
 
 
 def note_plain(conversation: Conversation) -> None:
-    """Say it once if the model cannot talk in turns."""
+    """Print once if the model has no chat template."""
     if not conversation.has_template:
         click.echo(
             "this model has no chat template: every text is continued by itself, as plain text",
@@ -204,24 +209,24 @@ def note_plain(conversation: Conversation) -> None:
 
 
 def note_on(answer: Answer) -> str | None:
-    """What is to be said of an answer that did not come to its own end."""
+    """A note if a response did not end by itself."""
     return {
         "stop": None,
-        "length": "(cut at max_new_tokens; --max-new-tokens N allows more)",
-        "window": "(cut: the context window is full; /clear starts anew)",
+        "length": "(truncated at max_new_tokens; --max-new-tokens N allows more)",
+        "window": "(truncated: the context length is reached; /clear starts a new conversation)",
         "interrupted": "(interrupted)",
     }[answer.ending]
 
 
 def visible(text: str) -> str:
-    """``text`` without what could command a terminal: a model may write escape sequences too."""
+    """``text`` without control characters: a model may write escape sequences too."""
     return "".join(
         "\ufffd" if unicodedata.category(c) == "Cc" and c not in "\n\t" else c for c in text
     )
 
 
 def _writer() -> Callable[[str], None]:
-    """Writes pieces to standard output as they come."""
+    """Writes pieces to standard output as they are generated."""
     is_terminal = sys.stdout.isatty()
 
     def write(piece: str) -> None:

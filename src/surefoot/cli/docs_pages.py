@@ -1,7 +1,7 @@
-"""The reference pages, written from the code: ``python -m surefoot.cli.docs_pages docs/reference``.
+"""Write the reference pages from the code: ``python -m surefoot.cli.docs_pages docs/reference``.
 
-Fields, defaults, docstrings and options are the only source, so the pages cannot say what the
-program does not do; a test fails while the committed pages differ from what this writes.
+Fields, defaults, docstrings and options are the only source, so the pages cannot differ from the
+program; a test fails if the committed pages differ from the output.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ PAGES = {"recipe.md": recipe_page, "recipe.schema.json": schema_page, "cli.md": 
 def _sections() -> Iterator[str]:
     for name, setting in settings(Recipe).items():
         if setting.section is not None:
-            default = "" if setting.is_required else " (may be left out)"
+            default = "" if setting.is_required else " (optional)"
             yield f"## `{name}`{default}\n"
             yield from _section(setting.section)
             continue
@@ -103,7 +103,7 @@ def _sections() -> Iterator[str]:
 
 
 def _answers() -> Iterator[str]:
-    """What is not said of a recipe already."""
+    """The settings that a recipe does not have."""
     yield ANSWERS
     known = {setting.section for setting in settings(Recipe).values()}
     for name, setting in settings(Prediction).items():
@@ -144,7 +144,7 @@ def _commands() -> Iterator[str]:
 
 
 def _tree(command: click.Command, name: str, parent: click.Context) -> Iterator[str]:
-    """A command and, of a group, the commands in it."""
+    """A command and, for a group, its commands."""
     context = click.Context(command, parent=parent, info_name=name, terminal_width=WIDTH)
     yield from _help(command, context)
     for inner in command.commands.values() if isinstance(command, click.Group) else ():

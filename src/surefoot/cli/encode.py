@@ -1,4 +1,4 @@
-"""``surefoot encode``: the datasets of a recipe into the cache, ahead of a run."""
+"""``surefoot encode``: encode the datasets of a recipe into the cache, before a run."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import click
 def encode(recipe: Path, overrides: tuple[str, ...]) -> None:
     """Encode the datasets of RECIPE into the cache, where training finds them.
 
-    Where processors are cheap, say, before a machine with a GPU is rented; data.cache_dir then
-    names a folder that both see. With data.streaming, training need not wait for the end of it.
-    What is in the cache already is not encoded again.
+    Use it, for example, on a machine with cheap processors before you rent one with a GPU;
+    data.cache_dir is then a folder that both can read. With data.streaming, training can start
+    before the encoding has ended. Datasets that are already in the cache are not encoded again.
 
     OVERRIDES are dotted fields such as data.cutoff_len=512.
     """

@@ -1,4 +1,4 @@
-"""``surefoot eval``: how good a model is on data it was not trained on."""
+"""``surefoot eval``: evaluate a model on data it was not trained on."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ UNSHOWN = ("rewards/chosen", "rewards/rejected", "logps/chosen", "logps/rejected
 @click.argument("overrides", nargs=-1)
 @click.option(
     "--model",
-    help="A checkpoint (checkpoint-60 is enough), or any model; base: the recipe's, untrained.",
+    help="A checkpoint (checkpoint-60 is enough), or any model; base: the recipe's model before "
+    "training.",
 )
 @click.option("--base", help="The base model of an adapter, if it moved.")
 @click.option("--dataset", help="Evaluate on this dataset instead.")
@@ -44,16 +45,17 @@ def eval_(
 ) -> None:
     """Evaluate the run of RECIPE on data that it was not trained on.
 
-    That is data.eval_datasets, or what data.val_size holds out. Prints loss, perplexity and token
-    accuracy; of stage dpo, how often the better answer has the higher reward, and by how much. For
-    conversations the model also answers every one itself (section generate; greedy unless it
-    samples), and exact match is the share of answers that are those of the data, white space around
-    them aside. All answers go to generations-CHECKPOINT.jsonl in the run's folder.
+    The data is data.eval_datasets, or the rows that data.val_size holds out. Prints loss,
+    perplexity and token accuracy; for stage dpo, how often the chosen response has the higher
+    reward, and the margin. For conversations, the model also generates every response itself
+    (section generate; greedy unless it samples). Exact match is the share of responses that equal
+    the expected one, except for white space at the ends. All responses are written to
+    generations-CHECKPOINT.jsonl in the run's folder.
 
-    Without --model, the best checkpoint of the run if its recipe ends with that one, otherwise the
-    newest. OVERRIDES are dotted fields such as generate.max_new_tokens=64. Those of parallel say
-    over how many processes to spread the model, whatever it was trained on, as in `surefoot
-    predict`.
+    Without --model, the best checkpoint of the run is used if its recipe ends with that one,
+    otherwise the latest. OVERRIDES are dotted fields such as generate.max_new_tokens=64. Those of
+    parallel set the ranks over which to shard the model, whatever it was trained on, as in
+    `surefoot predict`.
     """
     from ..recipe.prediction import parallel_of
     from ..recipe.recipe import load
@@ -118,6 +120,6 @@ def _heading(metric: str) -> str:
 
 
 def match_line(answers: Sequence[Generation]) -> str:
-    """The line people look for."""
+    """The line with the exact match."""
     matches = sum(found.is_match for found in answers)
     return f"exact match {100 * matches / len(answers):.1f} % ({matches}/{len(answers)})"

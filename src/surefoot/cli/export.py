@@ -1,4 +1,4 @@
-"""``surefoot export``: a model to use elsewhere, whole, its adapter merged."""
+"""``surefoot export``: a complete model for use elsewhere, its adapter merged."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def num_bytes(ctx: click.Context, param: click.Parameter, value: str) -> int:
 @click.option(
     "--dtype",
     type=click.Choice(["bfloat16", "float32", "float16"]),
-    help="Type of the weights; unset, as stored (of an adapter: as in its base).",
+    help="Type of the weights; unset, as stored (for an adapter: as in its base).",
 )
 @click.option(
     "--max-shard-size",
@@ -38,11 +38,11 @@ def num_bytes(ctx: click.Context, param: click.Parameter, value: str) -> int:
 )
 @click.option("--trust-remote-code", is_flag=True, help="Run code that comes with the model.")
 def export(path: str, out: Path, **options: object) -> None:
-    """Write a model as a folder that opens everywhere.
+    """Write a model as a Hugging Face folder.
 
-    PATH is a run's folder (its best or newest checkpoint), a checkpoint, an adapter, a model
+    PATH is a run's folder (its best or latest checkpoint), a checkpoint, an adapter, a model
     folder, or a recipe. An adapter is merged into its base. OUT is new or empty: nothing is
-    overwritten. It holds weights, config.json, generation_config.json, tokenizer and chat
+    overwritten. It contains weights, config.json, generation_config.json, tokenizer and chat
     template, and opens with AutoModelForCausalLM.from_pretrained. Memory does not grow with the
     model.
     """

@@ -1,4 +1,4 @@
-"""``surefoot``: a table of commands, each imported when it is used, so that help is instant."""
+"""``surefoot``: a table of commands. Each is imported when it is used, so that help is instant."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from ..log import configure
 _ECHO = 10.0  # seconds for the process that has more to say, upon which the launcher ends this one
 # name -> what it does, in the order of help; the command stands in the module of that name
 COMMANDS = {
-    "train": "Fine-tune a model as a recipe says; again, and it goes on.",
-    "preview": "Show what the model will see of the data, and what it learns.",
-    "encode": "Encode the data of a recipe ahead of its run.",
-    "plan": "Tell what a run will take: steps, memory, disk and time.",
-    "bench": "Measure how fast a recipe trains here, and which settings are faster.",
+    "train": "Train a model from a recipe; run it again to resume.",
+    "preview": "Show the tokenized data as the model reads it, and which tokens are trained on.",
+    "encode": "Encode the data of a recipe before its run.",
+    "plan": "Estimate steps, tokens, memory, disk and time of a run, without loading weights.",
+    "bench": "Measure how fast a recipe trains on this machine, and which settings are faster.",
     "chat": "Talk to a model, a checkpoint or an adapter.",
-    "predict": "Answer a file of prompts, on one process or many.",
-    "eval": "Loss, perplexity and exact match on held-out data.",
-    "export": "Write a model to use elsewhere, its adapter merged.",
+    "predict": "Generate responses to a file of prompts, on one process or many.",
+    "eval": "Evaluate a run on held-out data: loss, perplexity, exact match.",
+    "export": "Write a model for use elsewhere, its adapter merged.",
     "ckpt": "List, show, compare, verify, prune and convert checkpoints.",
-    "recipe": "Show a recipe in full, or the JSON schema of recipes.",
+    "recipe": "Show a recipe in full, convert one, or print the JSON schema of recipes.",
     "env": "Report versions, devices, memory and disk.",
     "version": "Print the version.",
 }
@@ -50,7 +50,7 @@ class Commands(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Find the command, or say which one is near."""
+        """Find the command, or suggest the nearest one."""
         if args[0] not in COMMANDS and not args[0].startswith("-"):
             raise click.NoSuchCommand(args[0], possibilities=COMMANDS, ctx=ctx)
         return super().resolve_command(ctx, args)
@@ -61,12 +61,12 @@ class Commands(click.Group):
             formatter.write_dl(list(COMMANDS.items()))
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Let --verbose stand anywhere on the line."""
+        """Accept --verbose anywhere on the line."""
         rest = [arg for arg in args if arg != "--verbose"]
         return super().parse_args(ctx, ["--verbose"] * (len(rest) < len(args)) + rest)
 
     def invoke(self, ctx: click.Context) -> object:
-        """Run the command; what a user can put right is said in red, without a traceback."""
+        """Run the command; errors that a user can fix are shown in red, without a traceback."""
         try:
             return super().invoke(ctx)
         except SurefootError as error:
@@ -84,7 +84,7 @@ class Commands(click.Group):
 
 
 class Failure(click.ClickException):
-    """A mistake of the user's, or of the world's: exit code 2, as for a wrong option."""
+    """An error that the user can fix: exit code 2, as for a wrong option."""
 
     exit_code = 2
 
@@ -97,7 +97,7 @@ class Failure(click.ClickException):
 
 
 class PeerFailure(Failure):
-    """Another process has failed, which may be worth another start: no exit code 2."""
+    """Another rank has failed, so a restart may succeed: the exit code is not 2."""
 
     exit_code = 1
 

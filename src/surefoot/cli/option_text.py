@@ -19,7 +19,7 @@ _SWITCH = {"true": True, "false": False}
 def parse_mesh(text: str) -> Mesh:
     """``dp_shard=4,dp_replicate=2`` to a mesh. Raises ``CheckpointError`` for anything else."""
     known = [field.name for field in fields(Mesh)]
-    odd = f"a checkpoint is cut along {', '.join(known[:-1])} and {known[-1]}, not {{}}"
+    odd = f"a checkpoint is sharded along {', '.join(known[:-1])} and {known[-1]}, not {{}}"
     sizes: dict[str, int] = {}
     for axis, size in _pairs(text, known, option="mesh", odd=odd, example=_MESH):
         if not (size.isascii() and size.isdecimal() and len(size) < 10):

@@ -1,4 +1,4 @@
-"""``surefoot plan``: what a run will take, before anything is loaded."""
+"""``surefoot plan``: the estimate of a run, before anything is loaded."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
     from ..recipe.recipe import Recipe
 
 PARTS = {
-    "weights": "the model, as it is held",
-    "gradients": "one for every weight that learns",
-    "optimizer": "its states for every weight that learns",
-    "activations": "kept from the forward for the backward pass",
+    "weights": "parameters and buffers, as stored in memory",
+    "gradients": "one for every trainable parameter",
+    "optimizer": "its states for every trainable parameter",
+    "activations": "saved by the forward pass for the backward pass",
     "logits": "at trained positions, with their gradients",
-    "working": "what comes and goes in between",
-    "buffers": "gathered weights, or copies in the type of the arithmetic",
+    "working": "temporary tensors",
+    "buffers": "gathered weights, or copies in the dtype of computation",
 }
-_NUMBERS = ("memory", "of all", "size", "a process", "difference")
+_NUMBERS = ("memory", "in total", "size", "a process", "difference")
 
 
 @click.command()
@@ -37,18 +37,18 @@ _NUMBERS = ("memory", "of all", "size", "a process", "difference")
     "--num-processes",
     type=click.IntRange(1),
     metavar="N",
-    help="Plan for N processes, not for those that would be started here.",
+    help="Plan for N ranks, not for those that would be started on this machine.",
 )
 @click.option(
     "--device",
     type=click.Choice(["cpu", "gpu"]),
-    help="Plan for this kind of device, not for the one that is here.",
+    help="Plan for this kind of device, not for that of this machine.",
 )
 @click.option(
     "--tokens-per-second",
     type=click.FloatRange(0, min_open=True),
     metavar="X",
-    help="Speed of all processes together, to tell the time.",
+    help="Speed of all ranks together, to estimate the time.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
 def plan(
@@ -59,11 +59,11 @@ def plan(
     tokens_per_second: float | None,
     as_json: bool,
 ) -> None:
-    """Tell what a run of RECIPE will take: steps, tokens, memory, disk, and time if it is known.
+    """Estimate a run of RECIPE: steps, tokens, memory, disk, and time if the speed is known.
 
-    No weights are read: the model's config.json is enough. One step is rehearsed without memory,
-    so what it would keep for the backward pass is counted, not guessed. Tokens are those of the
-    encoded datasets if they are in the cache, otherwise those of a sample of rows.
+    No weights are read: the model's config.json is enough. One step runs on fake tensors (shapes
+    without data), so the memory of saved activations is counted, not estimated by a formula. Tokens
+    are those of the encoded datasets if they are in the cache, otherwise those of a sample of rows.
 
     The speed is taken from train.output_dir/metrics.jsonl if the run has begun, unless it is given.
 
@@ -103,7 +103,7 @@ def show(recipe: Recipe, found: Plan, *, is_given: bool) -> None:
 
 def _lines(recipe: Recipe, found: Plan, *, is_given: bool) -> Iterator[tuple[str, str]]:
     course, mesh, share = found.course, found.mesh, found.trained_parameters / found.parameters
-    yield "parameters", f"{found.parameters:,}, {100 * share:.3g} % of them learn"
+    yield "parameters", f"{found.parameters:,}, {100 * share:.3g} % of them trainable"
     where = "on GPUs" if found.machine.on_gpu else "on CPUs"
     layout = f" = dp_replicate {mesh.dp_replicate} × dp_shard {mesh.dp_shard}"
     layout += f" × tp {mesh.tp}" if mesh.tp > 1 else ""
@@ -116,35 +116,35 @@ def _lines(recipe: Recipe, found: Plan, *, is_given: bool) -> Iterator[tuple[str
         else f"from a sample of {found.rows_read:,} rows"
     )
     yield "examples", f"{'' if found.rows_read is None else 'about '}{found.examples:,} ({source})"
-    passes = f"{course.micro_batches:,} × {recipe.train.micro_batch_size:,} examples a process"
+    passes = f"{course.micro_batches:,} × {recipe.train.micro_batch_size:,} examples per rank"
     yield "steps", f"{course.steps:,} ({course.epochs:.3g} epochs), each of {passes}"
-    yield "tokens", f"{course.tokens:,}, {course.trained_tokens:,} of them learnt"
+    yield "tokens", f"{course.tokens:,}, {course.trained_tokens:,} trained"
     heavy = found.heaviest
-    several = f"{heavy.examples:,} examples, {heavy.tokens:,} tokens, {heavy.trained:,} learnt"
-    yield "heaviest pass", several
+    several = f"{heavy.examples:,} examples, {heavy.tokens:,} tokens, {heavy.trained:,} trained"
+    yield "peak micro-batch", several
     if mesh.pp > 1:
-        yield "heaviest stage", _stage(found)
+        yield "largest stage", _stage(found)
     yield "time", _time(recipe, found, is_given=is_given)
 
 
 def _stage(found: Plan) -> str:
-    """Which process of the pipeline the memory is of."""
+    """The rank of the pipeline whose memory is shown."""
     runs = [
         f"{run[0]:,}" if len(run) == 1 else f"{run[0]:,} to {run[-1]:,}" for run in found.layers
     ]
     layers = f"layers {' and '.join(runs)} (the first is 0)"
-    return f"process {found.place + 1:,} of {found.mesh.pp:,}, with {layers}"
+    return f"rank {found.place + 1:,} of {found.mesh.pp:,}, with {layers}"
 
 
 def _time(recipe: Recipe, found: Plan, *, is_given: bool) -> str:
     if found.seconds is None or found.tokens_per_second is None:
-        return "not known; give --tokens-per-second, or train a few steps first"
+        return "not known; set --tokens-per-second, or train a few steps first"
     source = "as given" if is_given else f"as in {recipe.train.folder / 'metrics.jsonl'}"
     return f"{duration(found.seconds)} at {found.tokens_per_second:,.0f} tokens/s ({source})"
 
 
 def duration(seconds: float) -> str:
-    """Two units, as people say it."""
+    """Two units, as people write it."""
     minutes, whole = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     days, hours = divmod(hours, 24)
@@ -171,10 +171,10 @@ def _peak_note(found: Plan) -> Text:
     if found.not_known is not None:
         return Text("without activations and logits", style="red")
     if capacity is not None and memory.peak > capacity:
-        return Text(f"more than the {in_bytes(capacity)} that there are", style="red")
+        return Text(f"more than the available {in_bytes(capacity)}", style="red")
     is_less = memory.peak < sum(memory.parts().values())
     why = (
-        "gradients come as activations go"
+        "gradients are allocated while activations are freed"
         if found.machine.num_processes == 1
         else "not all at once"
     )
@@ -188,8 +188,8 @@ def _verdict(found: Plan) -> Iterator[Text]:
         yield Text(f"activations are not known: {found.not_known}", style="red")
     if found.rows_read is not None:
         yield Text(
-            f"lengths are those of {found.rows_read:,} rows, for the datasets are not encoded yet: "
-            "a longer pass may come",
+            f"lengths are those of {found.rows_read:,} rows, because the datasets are not "
+            "encoded yet: a longer micro-batch may occur",
             style="dim",
         )
 
@@ -205,7 +205,7 @@ def _saving_table(recipe: Recipe, found: Plan) -> Table:
         note += "; those by save_minutes not counted"
     made.add_row("disk", in_bytes(saving.disk), Text(note, style="dim"))
     if saving.shared_memory:
-        text = "shared memory of a process, for saves in the background"
+        text = "shared memory of a rank, for asynchronous saves"
         made.add_row("snapshot", in_bytes(saving.shared_memory), Text(text, style="dim"))
     return made
 

@@ -1,4 +1,4 @@
-"""``surefoot predict``: a file of prompts in, a file of answers out, on one process or many."""
+"""``surefoot predict``: responses to a file of prompts, on one process or many."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from ..inference.conversation import Ending
 
 ENDINGS: dict[Ending, str] = {  # what is said of answers that did not come to their own end
-    "length": "cut at generate.max_new_tokens",
-    "window": "cut, for the context window was full",
+    "length": "truncated at generate.max_new_tokens",
+    "window": "truncated at the model's context length",
 }
 
 
@@ -31,17 +31,17 @@ ENDINGS: dict[Ending, str] = {  # what is said of answers that did not come to t
     "--prompts",
     required=True,
     type=click.Path(path_type=Path),
-    help="One prompt a line; or, if it ends in .jsonl, an object with prompt or messages.",
+    help="One prompt per line; or, if it ends in .jsonl, an object with prompt or messages.",
 )
 @click.option(
     "--output",
     required=True,
     type=click.Path(path_type=Path),
-    help="The file of answers, one JSON object a line.",
+    help="The file of responses, one JSON object per line.",
 )
 @click.option("--system", help="A system message for prompts without one.")
-@click.option("--seed", type=int, default=42, show_default=True, help="Decides what is sampled.")
-@click.option("--force", is_flag=True, help="Replace OUTPUT if it is there.")
+@click.option("--seed", type=int, default=42, show_default=True, help="Seed of sampling.")
+@click.option("--force", is_flag=True, help="Replace OUTPUT if it exists.")
 def predict(
     path: str,
     overrides: tuple[str, ...],
@@ -52,19 +52,20 @@ def predict(
     seed: int,
     force: bool,
 ) -> None:
-    """Answer a file of prompts.
+    """Generate a response to each prompt of a file.
 
-    PATH is what `surefoot chat` takes, or a YAML file with the sections model, generate and
+    PATH is what `surefoot chat` accepts, or a YAML file with the sections model, generate and
     parallel. OVERRIDES are dotted fields of these, such as generate.max_new_tokens=64 or
-    model.dtype=bfloat16. Sampling is as the run's recipe says, greedy if there is none.
+    model.dtype=bfloat16. Sampling follows the run's recipe, and is greedy if there is none.
 
-    A model that is too large for one device is spread over several: parallel.tp=4. Processes
-    beyond those hold copies and share out the prompts. As `surefoot train` does, this command
-    starts them itself, one for each GPU, or takes those of torchrun or SLURM. Answers do not
-    depend on their number.
+    A model that is too large for one device is sharded over several: parallel.tp=4. The remaining
+    ranks hold replicas of the model; the prompts are divided among them. Like `surefoot train`,
+    this command starts the ranks itself, one for each GPU, or uses those of torchrun or SLURM.
+    Responses do not depend on their number.
 
-    OUTPUT appears when all of it is written. Each line has what the prompt's line had, then answer
-    and ending: stop, or where it was cut, length (generate.max_new_tokens) or window.
+    OUTPUT appears when all of it is written. Each line has the fields of the prompt's line, then
+    answer and ending: stop, or where it was truncated, length (generate.max_new_tokens) or window
+    (the context length).
     """
     from ..data.text.answers import check_output, write_answers
     from ..data.text.prompts import read_prompts
@@ -94,7 +95,7 @@ def predict(
 
 
 def summary(answers: Sequence[Answer], output: Path) -> str:
-    """How many there are, and how many were cut."""
+    """How many there are, and how many were truncated."""
     counts = Counter(answer.ending for answer in answers)
     cut = [f"{counts[name]:,} {words}" for name, words in ENDINGS.items() if counts[name]]
     noun = "answer" if len(answers) == 1 else "answers"

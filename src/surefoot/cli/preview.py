@@ -1,4 +1,4 @@
-"""``surefoot preview``: what the model will see of the data, and which of it is learnt."""
+"""``surefoot preview``: the tokenized data, and which tokens are trained on."""
 
 from __future__ import annotations
 
@@ -27,7 +27,13 @@ BINS, WIDTH = 8, 40  # bars of the histogram up to cutoff_len, and characters of
 @click.command()
 @click.argument("recipe", type=click.Path(path_type=Path))
 @click.argument("overrides", nargs=-1)
-@click.option("-n", "count", default=3, type=click.IntRange(0), help="Examples to show of each.")
+@click.option(
+    "-n",
+    "count",
+    default=3,
+    type=click.IntRange(0),
+    help="Number of examples to show of each dataset.",
+)
 @click.option("--dataset", help="Only this dataset.")
 @click.option("--all", "all_rows", is_flag=True, help=f"Read all rows, not the first {ROWS:,}.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
@@ -40,11 +46,11 @@ def preview(
     all_rows: bool,
     as_json: bool,
 ) -> None:
-    """Show what the model will see of the data of RECIPE, and what it learns of it.
+    """Show the tokenized data of RECIPE as the model reads it, and which tokens are trained on.
 
-    The first examples of each dataset as they are rendered, what is learnt in green (in [[ ]] when
-    not on a terminal); then figures: how long the examples are, what is cut or left out, and why.
-    Nothing is trained, and no weights are read.
+    Prints the first examples of each dataset as they are rendered. Trained tokens are green ([[ ]]
+    when not on a terminal), masked tokens are dim. Then statistics: lengths, and what is truncated
+    or dropped and why. Nothing is trained, and no weights are read.
 
     OVERRIDES are dotted fields such as data.cutoff_len=512.
     """
@@ -72,7 +78,7 @@ def preview(
 
 
 def show(console: Console, figures: DatasetStats, cutoff_len: int) -> None:
-    """Print examples, a legend and figures."""
+    """Print examples, a legend and statistics."""
     for shown in figures.shown:
         _show_example(console, shown)
     if any(shown.items for shown in figures.shown):
@@ -104,32 +110,32 @@ def _show_example(console: Console, shown: PreviewExample) -> None:
 
 def _fate(shown: PreviewExample) -> str:
     if shown.dropped:
-        return f"left out: {shown.dropped}"
+        return f"dropped: {shown.dropped}"
     tokens = _count(sum(item.tokens for item in shown.items), "token")
     trained = sum(item.trained_tokens for item in shown.items)
-    cut = f", cut from {shown.tokens:,}" if shown.cut else ""
+    cut = f", truncated from {shown.tokens:,}" if shown.cut else ""
     several = f" in {len(shown.items)} sequences" if len(shown.items) > 1 else ""
-    return f"{tokens}{cut}{several}, {trained:,} learnt"
+    return f"{tokens}{cut}{several}, {trained:,} trained"
 
 
 def _legend(console: Console) -> Text:
     if not console.is_terminal:
-        return Text("[[ ]] is learnt; the rest is read only")
-    return Text.assemble(("learnt", LEARNT), "  ", ("read, not learnt", "dim"))
+        return Text("[[ ]]: trained; everything else is masked")
+    return Text.assemble(("trained", LEARNT), "  ", ("masked", "dim"))
 
 
 def _lines(figures: DatasetStats) -> Iterator[str]:
     first = "" if figures.all_rows else "the first "
     yield (
         f"{first}{_count(figures.rows, 'row')}, {_count(figures.items, 'sequence')}, "
-        f"{_count(figures.tokens, 'token')}, {figures.trained_tokens:,} of them learnt"
+        f"{_count(figures.tokens, 'token')}, {figures.trained_tokens:,} trained"
     )
     if figures.broken:
         yield f"{_count(len(figures.broken), 'row')} cannot be read, such as {figures.broken[0]}"
     for reason, count in sorted(figures.dropped.items(), key=lambda item: -item[1]):
-        yield f"{_count(count, 'example')} left out: {reason}"
+        yield f"{_count(count, 'example')} dropped: {reason}"
     if figures.cut:
-        yield f"{_count(figures.cut, 'example')} cut to data.cutoff_len"
+        yield f"{_count(figures.cut, 'example')} truncated to data.cutoff_len"
 
 
 def _count(number: int, what: str) -> str:
@@ -137,14 +143,14 @@ def _count(number: int, what: str) -> str:
 
 
 def histogram(lengths: Sequence[int], cutoff_len: int) -> Iterator[str]:
-    """Lines with bars, and where ``cutoff_len`` lies among the lengths."""
+    """Lines with bars, and the position of ``cutoff_len`` among the lengths."""
     if not lengths:
         return
     ordered = sorted(lengths)
     longest = ordered[-1]
     yield (
-        f"tokens of a sequence before any cut: median {ordered[len(ordered) // 2]:,}, "
-        f"95 % up to {ordered[(len(ordered) * 95 - 1) // 100]:,}, longest {longest:,}"
+        f"tokens of a sequence before truncation: median {ordered[len(ordered) // 2]:,}, 95 % "
+        f"up to {ordered[(len(ordered) * 95 - 1) // 100]:,}, longest {longest:,}"
     )
     edges = _edges(longest, cutoff_len)
     counts = Counter(bisect_left(edges, length) for length in ordered)
@@ -155,11 +161,13 @@ def histogram(lengths: Sequence[int], cutoff_len: int) -> Iterator[str]:
         if end == cutoff_len < longest:
             yield f"{'':>20} {'─' * 6} data.cutoff_len {cutoff_len:,} {'─' * 6}"
     if longest <= cutoff_len:
-        yield f"data.cutoff_len {cutoff_len:,} is enough for all of them"
+        yield f"no sequence is longer than data.cutoff_len {cutoff_len:,}"
 
 
 def _edges(longest: int, cutoff_len: int) -> list[int]:
-    """Where bars end: at ``longest`` the last, and one at ``cutoff_len`` if anything is longer."""
+    """The upper bounds of the bars: the last at ``longest``, and one at ``cutoff_len`` if
+    anything is longer.
+    """
     top = min(longest, cutoff_len)
     steps = {top * i // BINS for i in range(1, 2 * BINS)}
     return sorted({step for step in steps if 0 < step < longest} | {longest})

@@ -1,4 +1,4 @@
-"""``surefoot recipe``: a recipe in full, from a file of others, and the JSON schema of recipes."""
+"""``surefoot recipe``: show a recipe in full, convert a foreign one, print the JSON schema."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import click
 
 @click.group()
 def recipe() -> None:
-    """Show a recipe in full, make one of another tool's file, or print the JSON schema."""
+    """Show a recipe in full, convert another tool's file, or print the JSON schema."""
 
 
 @recipe.command()
 @click.argument("path", metavar="RECIPE", type=click.Path(path_type=Path))
 @click.argument("overrides", nargs=-1)
-@click.option("--docs", is_flag=True, help="Say above every setting what it is for.")
+@click.option("--docs", is_flag=True, help="Print the documentation of every setting above it.")
 def show(path: Path, overrides: tuple[str, ...], docs: bool) -> None:
-    """Print RECIPE with every setting spelled out, defaults dimmed and marked.
+    """Print RECIPE with all settings, defaults dimmed and marked.
 
-    OVERRIDES are dotted fields such as optim.adamw.learning_rate=5e-5. What is printed is a recipe
-    itself.
+    OVERRIDES are dotted fields such as optim.adamw.learning_rate=5e-5. The output is a valid
+    recipe.
     """
     from ..recipe.recipe import load
     from ..recipe.show import lines
@@ -36,11 +36,11 @@ def show(path: Path, overrides: tuple[str, ...], docs: bool) -> None:
 def convert(path: Path, overrides: tuple[str, ...]) -> None:
     """Print the YAML FILE of MindSpore Transformers as a recipe.
 
-    With run_mode: predict, that is what `surefoot predict` takes in its place.
+    With run_mode: predict, the output is a file for `surefoot predict` instead.
 
-    Keys that cannot be had here are refused, each with the reason. What its data sets take beside
-    the recipe, and keys that were not looked at, are told on standard error. OVERRIDES such as
-    data.datasets=[mine] win.
+    Keys that Surefoot does not support are rejected, each with the reason. Standard error shows
+    what its datasets need in addition to the recipe, and the keys that were not used. OVERRIDES
+    such as data.datasets=[mine] have precedence.
     """
     from ..recipe.from_mindformers.file import convert_file
 

@@ -1,4 +1,4 @@
-"""``surefoot train``: from a recipe to tuned weights; again, and it goes on where it left off."""
+"""``surefoot train``: from a recipe to tuned weights; the same command resumes."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ from .loading import loading
 def train(recipe: Path, overrides: tuple[str, ...], trust_pickle: bool) -> None:
     """Train as RECIPE says; OVERRIDES are dotted fields such as optim.adamw.learning_rate=5e-5.
 
-    Started again, the same command goes on from the newest checkpoint in train.output_dir that
-    verifies. Ctrl-C or SIGTERM finish the step, save, and leave with 128 + the signal's number.
+    If train.output_dir contains a checkpoint, training resumes from the latest one that passes
+    verification. On Ctrl-C or SIGTERM it finishes the step, saves, and exits with 128 + the
+    signal's number.
     """
     with loading():
         from surefoot.recipe.recipe import load
@@ -45,8 +46,8 @@ def train(recipe: Path, overrides: tuple[str, ...], trust_pickle: bool) -> None:
     outcome = run(loaded, trust_pickle=trust_pickle)
     if outcome.signal is not None:
         click.echo(
-            f"stopped at step {outcome.state.global_step} by {outcome.signal.name}, saved; "
-            "the same command goes on from here",
+            f"stopped at step {outcome.state.global_step} by {outcome.signal.name}, saved; run "
+            "the same command to resume",
             err=True,
         )
         raise SystemExit(128 + outcome.signal)

@@ -1,7 +1,7 @@
-"""Which items, in which order: splits and shuffles as pure functions of a few integers.
+"""The order of items and the validation split, as pure functions of a few integers.
 
-The order is made of integer arithmetic spelled out here, so it depends on no library's version:
-a run resumed after an upgrade sees the same data.
+The order is computed with integer arithmetic that is spelled out here, so it depends on no
+library's version: a run that is resumed after an upgrade sees the same data.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ MASK = 2**64 - 1
 
 
 def permutation(length: int, *, seed: int, stream: int) -> Index:
-    """The numbers below ``length`` in an order that depends on (seed, stream) and nothing else.
+    """A permutation of the numbers below ``length`` that depends only on (seed, stream).
 
-    Every number gets a key of its own, scrambled, and the keys are sorted. ``stream`` tells apart
-    the orders of one seed, such as those of the epochs.
+    Every number gets a scrambled key, and the keys are sorted. ``stream`` distinguishes the
+    permutations of one seed, such as those of the epochs.
     """
     key = np.uint64(_scramble_one(_scramble_one(seed & MASK) ^ (stream & MASK)))
     keys = _scramble(np.arange(length, dtype=np.uint64) ^ key)
@@ -30,21 +30,21 @@ def permutation(length: int, *, seed: int, stream: int) -> Index:
 
 
 def draw(below: int, *, seed: int, stream: int) -> int:
-    """A number below ``below`` that depends on (seed, stream) and nothing else."""
+    """A number below ``below`` that depends only on (seed, stream)."""
     return _scramble_one(_scramble_one(seed & MASK) + stream & MASK) % below
 
 
 def hold_out(rows: Index, *, num_rows: int, val_size: float, seed: int) -> NDArray[np.bool_]:
-    """Which items to hold out for evaluation: true for all items of some rows.
+    """Which items to hold out for evaluation: true for all items of the held-out rows.
 
-    All rows are put in an order, and the first usable ones are held out: where a few rows more or
-    fewer are usable, with another template say, the others stay on their side.
+    All rows are permuted, and the first usable ones are held out. So if a few rows more or fewer
+    are usable, for example with another template, the other rows stay on their side.
 
     Args:
-        rows: [items] the row that each item comes from; the items of one row stay together.
-        num_rows: how many rows there are, usable or not.
-        val_size: a share of the usable rows if below 1, otherwise how many.
-        seed: decides which rows.
+        rows: [items] the row of each item; the items of one row stay together.
+        num_rows: the number of rows, usable or not.
+        val_size: a share of the usable rows if below 1, otherwise their number.
+        seed: determines which rows.
     """
     distinct = np.unique(rows)
     count = math.ceil(val_size * len(distinct)) if val_size < 1 else int(val_size)
@@ -59,7 +59,7 @@ def hold_out(rows: Index, *, num_rows: int, val_size: float, seed: int) -> NDArr
 
 
 def _scramble(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Steele, Lea and Flood's splitmix64 finaliser: a bijection on 64 bits; arithmetic wraps."""
+    """Steele, Lea and Flood's splitmix64 finalizer: a bijection on 64 bits; arithmetic wraps."""
     x = x + np.uint64(GOLDEN)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -1,4 +1,6 @@
-"""The outcome of encoding one example: features, perhaps cut, or why there are none."""
+"""The outcome of encoding one example: its features, perhaps truncated, or the reason for
+dropping it.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +12,9 @@ from ..batch import Features
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
-    """An example that carries nothing to learn; counted and reported, never trained.
+    """An example without trained tokens; counted and reported, never trained.
 
-    Equal reasons are counted together, so a reason names no row and no length.
+    Equal reasons are counted together, so a reason contains no row and no length.
     """
 
     reason: str
@@ -20,7 +22,7 @@ class Dropped:
 
 @dataclass(frozen=True, slots=True)
 class Truncated:
-    """Features of an example that lost a part to ``cutoff_len``; counted and reported."""
+    """Features of an example that was truncated to ``cutoff_len``; counted and reported."""
 
     features: Sequence[Features]
 

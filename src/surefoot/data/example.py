@@ -1,4 +1,4 @@
-"""What every dataset format becomes: the messages of one conversation, in the usual roles."""
+"""The common form of every dataset format: the messages of one conversation, in the usual roles."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ Spans = list[tuple[int, int]]  # first and one past the last character
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One turn. ``learn`` overrides what the recipe trains on: None leaves it to the recipe."""
+    """One turn. ``learn`` overrides the recipe: True trains on it, False masks it, None follows
+    the recipe.
+    """
 
     role: Role
     content: str
@@ -24,9 +26,9 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """One dataset row. ``messages`` end in the answer, but for ranking rows, where it follows.
+    """One parsed row. ``messages`` end in the response; a ranking row has its two responses apart.
 
-    ``text`` is set instead for a row of plain text (``stage: pt``).
+    ``text`` is set instead for a plain text (``stage: pt``).
     """
 
     messages: tuple[Message, ...] = ()

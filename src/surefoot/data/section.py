@@ -9,12 +9,12 @@ from typing import Literal
 
 @dataclass(frozen=True, kw_only=True)
 class DataSection:
-    """Which datasets to train on, and how a row becomes tokens."""
+    """Which datasets to train on, and how rows become tokens."""
 
     datasets: tuple[str, ...]
-    """Names in ``dataset_info.json``, joined in this order."""
+    """Names in ``dataset_info.json``, concatenated in this order."""
     dataset_dir: Path = Path("data")
-    """Folder that holds ``dataset_info.json``; relative to the recipe file."""
+    """Folder with ``dataset_info.json``; relative to the recipe file."""
     eval_datasets: tuple[str, ...] = ()
     """Datasets to evaluate on. Excludes ``val_size``."""
     val_size: float = 0.0
@@ -22,29 +22,35 @@ class DataSection:
     max_samples: int | None = None
     """Use at most this many rows of each dataset (the first ones)."""
     max_broken_rows: int = 10
-    """Unreadable rows are reported and left out; more than this in one dataset stop the run."""
+    """Unreadable rows are reported and skipped; more than this in one dataset stop the run."""
     template: str = "auto"
-    """Chat template: ``auto`` takes the tokenizer's own, otherwise the name of a bundled one."""
+    """Chat template: ``auto`` uses the tokenizer's own, otherwise the name of a bundled one."""
     default_system: str | None = None
     """System message for conversations that have none. Nothing is added unless this is set."""
     cutoff_len: int = 2048
     """Longest example in tokens."""
     on_too_long: Literal["cut", "drop"] = "cut"
-    """A longer conversation loses later turns, then the last answer's end; or it is dropped."""
+    """``cut`` truncates a longer conversation: later turns, then the end of the last response;
+    ``drop`` drops it.
+    """
     train_on_prompt: bool = False
-    """Also learn the prompt's tokens, not only the answers'."""
+    """Also train on the tokens of the prompt, not only of the responses."""
     mask_history: bool = False
-    """Learn only the last answer of a conversation."""
+    """Train only on the last response of a conversation."""
     packing: bool = True
-    """Lay the examples of a micro-batch end to end in one row; none attends to another."""
+    """Pack the examples of a micro-batch into one row, as documents that do not attend to each
+    other.
+    """
     shuffle: bool = True
-    """Visit the examples in a new order every epoch, a function of (train.seed, epoch)."""
+    """Shuffle the examples in every epoch, as a function of (train.seed, epoch)."""
     streaming: bool = False
-    """Train while the datasets are still being encoded, for data that takes long. Needs
-    ``train.max_steps``, unless all of it is in the cache (``surefoot encode``)."""
+    """Train while the datasets are still being encoded, for large datasets. Needs
+    ``train.max_steps``, unless all of it is in the cache (``surefoot encode``).
+    """
     buffer_size: int = 16384
-    """With ``streaming``, shuffle within stretches of so many examples, as far as they are encoded
-    before the first step."""
+    """With ``streaming``: shuffle within blocks of this many examples. Training starts when the
+    first block is encoded.
+    """
     cache_dir: Path | None = None
     """Folder for encoded datasets (default: ``surefoot`` in the user's cache folder)."""
 
@@ -60,8 +66,8 @@ class DataSection:
             )
         if self.streaming and 0 < self.val_size < 1:
             raise ValueError(
-                f"val_size is a number of rows with streaming, got {self.val_size}: how many there "
-                "are is not known before all are encoded"
+                f"val_size must be a number of rows with streaming, got {self.val_size}: the "
+                "total is not known before all rows are encoded"
             )
         if self.buffer_size < 1:
             raise ValueError(f"buffer_size must be at least 1, got {self.buffer_size}")

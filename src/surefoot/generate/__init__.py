@@ -1,1 +1,1 @@
-"""Sampling answers."""
+"""Generate responses."""

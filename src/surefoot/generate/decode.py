@@ -1,7 +1,7 @@
-"""Token ids to text while they come, so that no character is ever shown in halves.
+"""Streaming detokenizer: token ids to text, so that only complete characters are shown.
 
-A token may hold some bytes of a character only, or need its neighbour to be spelled with the right
-spaces; so text is decoded from the last complete piece on, and held back while it ends in a hole.
+A token may contain only some bytes of a character, or need the next one for its spaces. So text is
+decoded from the last complete piece on, and held back while it ends in an incomplete character.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ HOLE = "\ufffd"  # what bytes that are no whole character decode to
 
 
 def decoder(tokenizer: PreTrainedTokenizerBase) -> Decode:
-    """Ids to the very text the model wrote: special tokens shown, spaces as they are."""
+    """Ids to the exact text of the model: special tokens shown, spaces unchanged."""
 
     def decode(ids: Sequence[int]) -> str:
         return str(tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))
@@ -24,7 +24,7 @@ def decoder(tokenizer: PreTrainedTokenizerBase) -> Decode:
 
 
 class TextStream:
-    """Feed it ids one by one; it gives text as soon as the text can no longer change."""
+    """Feed ids one by one; returns text as soon as it can no longer change."""
 
     def __init__(self, decode: Decode) -> None:
         self._decode = decode
@@ -41,7 +41,7 @@ class TextStream:
         return text
 
     def end(self) -> str:
-        """What was held back, holes and all."""
+        """The text that was held back, including incomplete characters."""
         text = self._text()
         self._before, self._held = [], []
         return text

@@ -1,10 +1,10 @@
-"""Answers from a model: many prompts at once, or one as it is written.
+"""Generate responses: to many prompts at once, or to one while its text is shown.
 
-Prompts of similar length share a batch, padded on the left, so that every answer starts at once; an
-answer is the same as if its prompt had been alone. No answer outgrows the model's context window.
+Prompts of similar length share a batch, padded on the left, so that all responses start at once; a
+response is the same as if its prompt were alone. No response exceeds the model's context length.
 
-Batches, and what is drawn in each, follow from the prompts and the seed alone, so that copies of a
-model can share them out.
+Batches, and the samples in each, follow from the prompts and the seed alone, so that replicas can
+divide them.
 """
 
 from __future__ import annotations
@@ -63,14 +63,14 @@ EVERYTHING = BatchSlice()
 
 
 def context_length(model: nn.Module) -> int | None:
-    """The most tokens of prompt and answer together; None for a model without a limit."""
+    """The context length: the most tokens of prompt and response together; None if unlimited."""
     config = _inner(model).config.get_text_config()
     length = getattr(config, "max_position_embeddings", None)  # recurrent models have none
     return length if isinstance(length, int) and length > 0 else None
 
 
 def room(model: nn.Module, prompt: Ids) -> int | None:
-    """Tokens that fit after ``prompt``: 0 if it fills the context window; None: no limit."""
+    """Remaining context after ``prompt``: 0 if it fills the context length; None: unlimited."""
     length = context_length(model)
     return None if length is None else max(0, length - len(prompt))
 
@@ -85,18 +85,19 @@ def answer(
     on_answered: Callable[[int], None] | None = None,
     share: BatchSlice = EVERYTHING,
 ) -> list[list[int]]:
-    """The answer to every prompt, in order, without the stop token that ended it.
+    """The response to every prompt, in order, without the stop token that ended it.
 
     Args:
         model: in evaluation mode.
         prompts: token ids; none may be empty.
-        section: how to sample, and ``batch_size``.
-        stop_token_ids: what ends an answer.
-        seed: makes sampling repeatable; torch's own generators stay as they are.
-        on_answered: told how many answers each batch gives; also of batches that others answer.
-        share: the batches to answer here; prompts of the others have the empty answer.
+        section: generation settings, and ``batch_size``.
+        stop_token_ids: tokens that end a response.
+        seed: makes sampling repeatable; torch's own generators are not changed.
+        on_answered: called with the number of responses of each batch; also for batches of other
+            replicas.
+        share: the batches of this replica; prompts of the others get an empty response.
 
-    A prompt that fills the context window has the empty answer; see ``room``.
+    A prompt that fills the context length gets an empty response; see ``room``.
     """
     found = sample(
         model,
@@ -197,10 +198,10 @@ def stream(
     on_text: Callable[[str], None],
     seed: int | None = None,
 ) -> list[int]:
-    """Answer one prompt and show the text while it comes: ``on_text`` gets it piece by piece.
+    """Generate the response to one prompt; ``on_text`` gets its text piece by piece.
 
-    Whatever ``on_text`` raises (a KeyboardInterrupt, say) ends the answer and is passed on. The
-    pieces end to end are the answer's whole text.
+    Whatever ``on_text`` raises (a KeyboardInterrupt, for example) ends the response and is passed
+    on. The pieces concatenated are the full text.
     """
     allowed = _allowed(model, prompt, section)
     if not allowed:
@@ -213,7 +214,7 @@ def stream(
 
 
 class _Shown(BaseStreamer):  # type: ignore[misc]
-    """What ``generate`` tells of every new token, turned into text."""
+    """Converts each new token of ``generate`` to text."""
 
     def __init__(
         self, text: TextStream, on_text: Callable[[str], None], stops: frozenset[int]
@@ -244,7 +245,7 @@ def _allowed(model: nn.Module, prompt: Ids, section: GenerateSection) -> int:
 
 
 def _batches(lengths: Sequence[int], allowed: Sequence[int], size: int) -> Iterator[list[int]]:
-    """Indices of prompts that share a batch: equal room for answers, lengths as near as can be."""
+    """Indices of prompts that share a batch: equal remaining context, similar lengths."""
     order = sorted(range(len(lengths)), key=lambda i: (allowed[i], lengths[i]))
     batch: list[int] = []
     for index in order:
@@ -296,7 +297,9 @@ def _inner(model: nn.Module) -> PreTrainedModel:
 
 @contextmanager
 def _alone(model: PreTrainedModel, config: GenerationConfig) -> Iterator[None]:
-    """Generate by ``config`` alone: transformers would fill its gaps from the model's own."""
+    """Generate by ``config`` alone: transformers would fill missing settings from the model's
+    own.
+    """
     own, model.generation_config = model.generation_config, config
     try:
         yield

@@ -1,4 +1,4 @@
-"""The recipe's ``generate`` section in the words of transformers."""
+"""The recipe's ``generate`` section as transformers' generation config."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from .section import GenerateSection
 def generation_config(
     section: GenerateSection, *, max_new_tokens: int, stop_token_ids: Sequence[int]
 ) -> GenerationConfig:
-    """All that decides how an answer is sampled, and nothing a model's own files would add.
+    """All settings of generation, without those of the model's own files.
 
     Args:
-        section: temperature and the like; they mean nothing unless it samples.
+        section: temperature and so on; they have no effect unless it samples.
         max_new_tokens: at most ``section.max_new_tokens``.
-        stop_token_ids: an answer ends before the first of these.
+        stop_token_ids: a response ends before the first of these.
     """
     stops = list(stop_token_ids)
     settings: dict[str, object] = {
@@ -33,5 +33,7 @@ def generation_config(
 
 
 def padding(stop_token_ids: Sequence[int]) -> int:
-    """The id that fills a batch: masked before a prompt, cut off after an answer; any will do."""
+    """The padding id of a batch: masked before a prompt, removed after a response; any id is
+    valid.
+    """
     return stop_token_ids[0] if stop_token_ids else 0

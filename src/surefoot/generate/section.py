@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateSection:
-    """How answers are sampled, in ``chat``, ``predict`` and ``eval``."""
+    """How responses are sampled, in ``chat``, ``predict`` and ``eval``."""
 
     max_new_tokens: int = 256
-    """Longest answer in tokens."""
+    """Longest response in tokens."""
     do_sample: bool = False
     """Sample instead of always taking the most probable token."""
     temperature: float = 1.0
@@ -23,7 +23,7 @@ class GenerateSection:
     repetition_penalty: float = 1.0
     """Above 1, tokens that already occurred become less probable (arXiv:1909.05858)."""
     batch_size: int = 16
-    """Prompts answered at once by ``predict`` and ``eval``."""
+    """Number of prompts per batch in ``predict`` and ``eval``."""
 
     def __post_init__(self) -> None:
         for name in ("max_new_tokens", "batch_size"):

@@ -1,4 +1,4 @@
-"""Boxes: where a piece of a tensor lies in the whole tensor. Integers only; no torch here."""
+"""Boxes: rectangular parts of tensors, as integers. No torch here."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Box:
 
     @classmethod
     def whole(cls, shape: tuple[int, ...]) -> Box:
-        """The box that is all of a tensor of ``shape``."""
+        """The box that contains all of a tensor of ``shape``."""
         return cls((0,) * len(shape), tuple(shape))
 
     @property
@@ -37,7 +37,7 @@ class Box:
         return prod(self.shape)
 
     def __and__(self, other: Box) -> Box | None:
-        """The common part; None if there is no common element."""
+        """The intersection; None if it is empty."""
         start = tuple(map(max, self.start, other.start))
         stop = tuple(map(min, self.stop, other.stop))
         if any(a >= b for a, b in zip(start, stop, strict=True)):
@@ -45,22 +45,22 @@ class Box:
         return Box(start, tuple(b - a for a, b in zip(start, stop, strict=True)))
 
     def __contains__(self, other: Box) -> bool:
-        """Whether all of ``other`` lies inside this box."""
+        """Whether all of ``other`` is inside this box."""
         bounds = zip(self.start, self.stop, other.start, other.stop, strict=True)
         return all(a <= c and d <= b for a, b, c, d in bounds)
 
     def slices_in(self, outer: Box) -> tuple[slice, ...]:
-        """How to index a tensor that holds ``outer`` to get this box."""
+        """The index of this box in a tensor that contains ``outer``."""
         starts = (a - o for a, o in zip(self.start, outer.start, strict=True))
         return tuple(slice(a, a + n) for a, n in zip(starts, self.shape, strict=True))
 
     def moved_into(self, outer: Box) -> Box:
-        """This box as seen from the start of ``outer``."""
+        """This box relative to the start of ``outer``."""
         start = tuple(a - o for a, o in zip(self.start, outer.start, strict=True))
         return Box(start, self.shape)
 
     def blocks(self, limit: int) -> Iterator[Box]:
-        """Cut into boxes of at most ``limit`` elements, each contiguous, in row-major order."""
+        """Split into boxes of at most ``limit`` elements, each contiguous, in row-major order."""
         if self.size <= limit or not self.shape:
             yield self
             return
@@ -77,10 +77,11 @@ class Box:
                     yield Box((block.start[0], *part.start), (1, *part.shape))
 
     def runs_in(self, outer: Box) -> Iterator[tuple[int, int]]:
-        """Where this box lies in the row-major elements of ``outer``: (first element, how many).
+        """The position of this box in the row-major elements of ``outer``: ranges of (first
+        element, count).
 
-        The runs come in order, and laid end to end they are this box in row-major order. Trailing
-        dimensions that the box fills are folded, so that a box of whole rows is one run.
+        The ranges are in order; concatenated, they are this box in row-major order. Trailing
+        dimensions that the box fills are folded, so that a box of complete rows is one range.
         """
         if not self.size:
             return
@@ -102,11 +103,11 @@ MAX_CUT_DIMS = 8  # along which the boxes of one tensor may be cut
 
 
 def is_covered_once(whole: Box, boxes: Sequence[Box]) -> bool:
-    """Whether ``boxes`` hold every element of ``whole`` exactly once, and no other.
+    """Whether ``boxes`` cover every element of ``whole`` exactly once, and no other.
 
-    The mixed differences of an indicator function are its corners, with alternating signs; and they
-    determine it. So the boxes add up to the whole exactly where their signed corners do: linear in
-    the number of boxes, however they are cut. Cuts along more than 8 dimensions are refused.
+    The mixed differences of an indicator function are its corners with alternating signs, and they
+    determine it. So the boxes sum to the indicator of ``whole`` exactly if their signed corners do.
+    The cost is linear in the number of boxes. More than 8 sharded dimensions are rejected.
     """
     if any(len(box.shape) != len(whole.shape) or box not in whole for box in boxes):
         return False

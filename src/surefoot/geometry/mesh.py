@@ -1,8 +1,8 @@
-"""A mesh of processes, and which boxes of a tensor they hold.
+"""A mesh of ranks, and the boxes of a tensor that each rank has.
 
-The cuts are those of a run, tensor parallelism first, then FSDP2 within, by the rule of
-``torch.chunk``; but all along the first dimension: which tensors a run cuts along the second, the
-plan of the architecture says, and any mesh reads any cut.
+Tensors are sharded as in a run: by tensor parallelism first, then by FSDP2, by the rule of
+``torch.chunk``. But here all shards are along the first dimension. The plan of an architecture says
+which tensors a run shards along the second; any mesh can read any sharding.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _MOST = 65_536  # processes: their folders have five digits
 
 @dataclass(frozen=True)
 class Mesh:
-    """``dp_replicate`` copies of a model, each cut over ``dp_shard`` times ``tp`` processes."""
+    """``dp_replicate`` replicas of a model, each sharded over ``dp_shard`` times ``tp`` ranks."""
 
     dp_replicate: int = 1
     dp_shard: int = 1
@@ -32,21 +32,22 @@ class Mesh:
             if size < 1:
                 raise CheckpointError(f"mesh: {axis} must be at least 1, got {size}")
         if self.size > _MOST:
-            raise CheckpointError(f"mesh: {self.size:,} processes are more than {_MOST:,}")
+            raise CheckpointError(f"mesh: {self.size:,} ranks are more than {_MOST:,}")
 
     @property
     def size(self) -> int:
-        """The number of processes."""
+        """The number of ranks."""
         return self.dp_replicate * self.dp_shard * self.tp
 
     @property
     def axes(self) -> dict[str, int]:
-        """The size of every axis, in order; none for a process alone, as a run says it."""
+        """The size of every axis, in order; empty for a single rank, as in a run."""
         return asdict(self) if self.size > 1 else {}
 
     def boxes(self, shape: tuple[int, ...]) -> Iterator[tuple[Sequence[int], Box]]:
-        """The boxes of a tensor, but for empty ones, and the ranks that hold each. A tensor without
-        dimensions or elements is whole everywhere, and the first rank's."""
+        """The non-empty boxes of a tensor, and the ranks that have each. A tensor without
+        dimensions or elements is replicated, and assigned to rank 0.
+        """
         whole = Box.whole(shape)
         if not shape or not whole.size:
             yield (0,), whole

@@ -1,9 +1,9 @@
-"""How a tensor is cut over processes: recorded when it is sharded, pure arithmetic ever after.
+"""The sharding of a tensor over ranks: recorded when it is sharded, pure arithmetic afterwards.
 
-A cut divides what the cuts before it have left, by the rule of ``torch.chunk``: pieces of the
-rounded-up size, then a shorter one, then empty ones. So which part of a tensor any process holds
-follows from its cuts, in the order in which they were made, and from the process's place on the
-mesh, without torch and without the other processes.
+A shard divides what the previous ones have left, by the rule of ``torch.chunk``: chunks of the
+rounded-up size, then a shorter one, then empty ones. So the part of a tensor that a rank has
+follows from its shards, in the order in which they were made, and from the rank's position on the
+mesh, without torch and without communication.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class AxisShard:
-    """``dim`` of a tensor is divided among the processes along ``axis`` of the mesh."""
+    """``dim`` of a tensor is sharded over the ranks along ``axis`` of the mesh."""
 
     axis: str
     dim: int
@@ -22,8 +22,9 @@ class AxisShard:
 
 @dataclass(frozen=True)
 class FusedSlice:
-    """A tensor that is a part of a larger one, which is what has been cut. Leading dimensions of
-    the larger one that it lacks, it has one of."""
+    """A tensor inside a fused one, which is the tensor that is sharded. Leading dimensions of
+    the fused tensor that it lacks have size 1.
+    """
 
     shape: tuple[int, ...]  # of the larger one
     start: tuple[int, ...]  # in it
@@ -34,12 +35,14 @@ Cuts = tuple[AxisShard, ...] | FusedSlice  # in the order in which they were mad
 
 
 def axes(cuts: Cuts) -> set[str]:
-    """The axes that cut a tensor."""
+    """The axes that shard a tensor."""
     return {cut.axis for cut in (cuts.cuts if isinstance(cuts, FusedSlice) else cuts)}
 
 
 def chunk(length: int, count: int, index: int) -> tuple[int, int]:
-    """First element and number of elements of piece ``index`` of ``count``, as ``torch.chunk``."""
+    """First element and number of elements of chunk ``index`` of ``count``, as in
+    ``torch.chunk``.
+    """
     size = -(-length // count)
     first = min(index * size, length)
     return first, min(size, length - first)
@@ -48,14 +51,13 @@ def chunk(length: int, count: int, index: int) -> tuple[int, int]:
 def local_offset_and_shape(
     shape: Sequence[int], cuts: Cuts, sizes: Mapping[str, int], place: Mapping[str, int]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Start and shape of the part that one process holds; of a ``Window`` that lies elsewhere,
-    nothing.
+    """Start and shape of the local box of one rank; empty if a ``FusedSlice`` is on other ranks.
 
     Args:
-        shape: of the whole tensor.
-        cuts: what it went through.
-        sizes: of the axes of the mesh, by name; one that is not there has size 1.
-        place: of the process on each axis.
+        shape: the full shape of the tensor.
+        cuts: its shards, in order.
+        sizes: of the axes of the mesh, by name; a missing axis has size 1.
+        place: the position of the rank on each axis.
     """
     if isinstance(cuts, FusedSlice):
         return _seen(shape, cuts, *local_offset_and_shape(cuts.shape, cuts.cuts, sizes, place))
@@ -69,7 +71,7 @@ def local_offset_and_shape(
 def _seen(
     shape: Sequence[int], window: FusedSlice, start: Sequence[int], extent: Sequence[int]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """What of the box of the larger tensor lies in the window, seen from there."""
+    """The part of a box of the fused tensor that is inside the slice, relative to the slice."""
     num_left_out = len(window.shape) - len(shape)
     sizes = (*[1] * num_left_out, *shape)
     first = [max(a, b) for a, b in zip(start, window.start, strict=True)]

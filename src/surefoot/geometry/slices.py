@@ -1,6 +1,6 @@
-"""A slice as people write it, ``0, :, -3:, 0:100:10``, to the box of a tensor it needs. Pure.
+"""A numpy slice as text, ``0, :, -3:, 0:100:10``, and the box of a tensor that it needs. Pure.
 
-The meaning is numpy's, without new axes, masks and steps backwards.
+Not supported: new axes, masks and negative steps.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _HELP = "expected for example '0:8', '-1', '0, :, 3' or '..., ::10'"
 
 @dataclass(frozen=True)
 class Selection:
-    """The box to read, the step along each dimension after that, and which dimensions fall away."""
+    """The box to read, then the step along each dimension, and the dimensions to drop."""
 
     box: Box
     steps: tuple[int, ...]
@@ -25,13 +25,13 @@ class Selection:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """What is left of the tensor."""
+        """The shape of the result."""
         kept = zip(self.counts, self.dropped, strict=True)
         return tuple(count for count, is_dropped in kept if not is_dropped)
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """How many values there are along each dimension of the tensor."""
+        """The number of values along each dimension of the tensor."""
         return tuple(-(-n // step) for n, step in zip(self.box.shape, self.steps, strict=True))
 
     def index(self) -> tuple[int | slice, ...]:
@@ -41,9 +41,9 @@ class Selection:
 
 
 def select(text: str, shape: tuple[int, ...]) -> Selection:
-    """Read ``text``, without brackets or in them, for a tensor of ``shape``; empty takes all.
+    """Parse ``text``, with or without brackets, for a tensor of ``shape``; empty text selects all.
 
-    Raises ``CheckpointError`` if it is no slice, or does not fit.
+    Raises ``CheckpointError`` if it is not a slice, or does not fit.
     """
     inner = text.strip()
     if inner.startswith("[") and inner.endswith("]"):
@@ -59,7 +59,7 @@ def select(text: str, shape: tuple[int, ...]) -> Selection:
 
 
 def _spread(parts: list[str], shape: tuple[int, ...], text: str) -> list[str]:
-    """One part a dimension: ``...``, or else the end, stands for those that are not named."""
+    """One part per dimension: ``...``, or else the end, stands for those that are not named."""
     at = parts.index("...") if "..." in parts else len(parts)
     named = parts[:at] + parts[at + 1 :]
     if len(named) > len(shape):
@@ -68,7 +68,7 @@ def _spread(parts: list[str], shape: tuple[int, ...], text: str) -> list[str]:
             f"{list(shape)}"
         )
     if "..." in named:
-        raise CheckpointError(f"slice {text!r}: '...' can stand there once only")
+        raise CheckpointError(f"slice {text!r}: '...' may occur only once")
     return [*named[:at], *[":"] * (len(shape) - len(named)), *named[at:]]
 
 
@@ -78,7 +78,7 @@ def _one(part: str, size: int, text: str) -> tuple[int, int, int, bool]:
         index = _integer(part, text)
         if not -size <= index < size:
             raise CheckpointError(
-                f"slice {text!r}: index {index} is outside of a dimension of {size}"
+                f"slice {text!r}: index {index} is outside of a dimension of size {size}"
             )
         return index % size, 1, 1, True
     bounds = [_integer(bound, text) if bound.strip() else None for bound in part.split(":")]

@@ -1,12 +1,14 @@
-"""Using what was trained: find it by any path, open it as it was trained, write it out whole."""
+"""Use trained models: find one by any path, open it as it was trained, evaluate it, export it."""
 
+from .auxiliary_outputs import auxiliary_columns
 from .conversation import Answer, Conversation
-from .evaluation import Generation, adopt, generations, measure, num_batches, references
+from .evaluation import adopt, measure, num_batches
 from .exported import export
 from .held_out_set import HeldOut, held_out
 from .model_loading import LoadedModel, open_model, open_start
 from .model_location import ModelLocation, locate
 from .prediction import predict
+from .responses import Generation, generations
 
 Opened, Located = LoadedModel, ModelLocation  # names of version 0.1, until 1.0
 
@@ -20,6 +22,7 @@ __all__ = [
     "ModelLocation",
     "Opened",
     "adopt",
+    "auxiliary_columns",
     "export",
     "generations",
     "held_out",
@@ -29,5 +32,4 @@ __all__ = [
     "open_model",
     "open_start",
     "predict",
-    "references",
 ]

@@ -1,4 +1,4 @@
-"""One conversation with a model: what was said so far, and the next answer as it is written."""
+"""One conversation with a model: the messages so far, and the next response as it is generated."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ Ending = Literal["stop", "length", "window", "interrupted"]
 
 @dataclass(frozen=True)
 class Answer:
-    """What the model said, and why it ended.
+    """A response, and why it ended.
 
-    ``stop``: it was done. ``length``: ``max_new_tokens``. ``window``: the context window is full.
-    ``interrupted``: by Ctrl-C.
+    ``stop``: it was complete. ``length``: ``max_new_tokens``. ``window``: the context length was
+    reached. ``interrupted``: by Ctrl-C.
     """
 
     text: str
@@ -29,7 +29,9 @@ class Answer:
 
 
 def ending(length: int, left: int | None, section: GenerateSection) -> Ending:
-    """Why an answer of ``length`` tokens ended, with room for ``left`` (None: any number)."""
+    """Why a response of ``length`` tokens ended, with ``left`` tokens of context (None:
+    unlimited).
+    """
     if left is not None and length >= left:
         return "window"
     return "length" if length >= section.max_new_tokens else "stop"
@@ -37,7 +39,7 @@ def ending(length: int, left: int | None, section: GenerateSection) -> Ending:
 
 @dataclass
 class Conversation:
-    """Messages so far. Nothing of them is ever dropped, and nothing is added that was not said.
+    """Messages so far. None is ever dropped, and nothing is added.
 
     Without a chat template there is no conversation: every text is continued by itself.
     """
@@ -53,37 +55,37 @@ class Conversation:
 
     @property
     def has_template(self) -> bool:
-        """Whether the model was taught to talk in turns."""
+        """Whether the model has a chat template."""
         return self.opened.template is not None
 
     def clear(self) -> None:
-        """Start anew; the system message stays."""
+        """Start a new conversation; the system message stays."""
         self.messages.clear()
 
     def set_system(self, text: str | None) -> None:
-        """Set the system message, or take it away.
+        """Set the system message, or remove it.
 
         Raises:
-            TemplateError: the model has no chat template, so nowhere to put it.
+            TemplateError: the model has no chat template, so it supports no system message.
         """
         if text and not self.has_template:
-            raise TemplateError("this model has no chat template, so it takes no system message")
+            raise TemplateError("this model has no chat template, so it supports no system message")
         self.system = text or None
 
     def ask(self, text: str, on_text: Callable[[str], None] | None = None) -> Answer:
-        """The answer to ``text``, shown piece by piece through ``on_text``.
+        """The response to ``text``, passed piece by piece to ``on_text``.
 
         Raises:
-            RunError: there is no room for an answer; ``text`` is not taken into the conversation.
-            TemplateError: the template refuses such a conversation.
+            RunError: there is no room for a response; ``text`` is not added to the conversation.
+            TemplateError: the template rejects this conversation.
         """
         said = Message("user", text)
         ids = self._ids(said)
         left = room(self.opened.model, ids)
         if left == 0:
             raise RunError(
-                f"no room for an answer: with this message the prompt has {len(ids):,} tokens, the "
-                f"model's context window is {context_length(self.opened.model):,}"
+                f"no room for a response: with this message the prompt has {len(ids):,} tokens, "
+                f"the model's context length is {context_length(self.opened.model):,}"
             )
         answer = self._answer(ids, left, on_text)
         self.messages += [said, Message("assistant", answer.text)]

@@ -43,7 +43,7 @@ class FolderToConvert:
         return MindSporeHints(self.given.strategy, self.given.names, self.base)
 
     def adapter_base(self) -> Path | None:
-        """The folder of an adapter's base; None for a whole model."""
+        """The folder of an adapter's base; None for a full model."""
         return None if self._parts.adapter is None else self._parts.model
 
     @cached_property

@@ -1,61 +1,36 @@
-"""How good a model is on examples it has not seen: its loss there, and its own answers."""
+"""How good a model is on examples it has not seen, measured as training measures."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from itertools import pairwise
+from dataclasses import replace
 
-import torch
-
-from ..batch import IGNORE_INDEX, Batch, Features, Outputs, OutputSpec
+from ..batch import Features
 from ..data.encoded import Dropped, Truncated
 from ..data.example import Example
-from ..data.order.micro_batches import Collate
 from ..data.text.codec import Codec
-from ..data.text.ranking import answered
 from ..data.text.templates import load_template
 from ..errors import DataError
-from ..generate.decode import decoder
-from ..generate.generation import room
 from ..model.attention.packed import PromptSharing, use_packed
 from ..model.precision import autocast, choose
-from ..parallel.model_runner import Forward
-from ..parallel.section import ParallelSection
-from ..parallel.world import ALONE, World
+from ..model.seeding import derive
+from ..network.network import Network
+from ..parallel.world import ALONE
 from ..recipe.recipe import Recipe
-from ..references import reference_model
-from ..run.data_loading import build_collate
-from ..training.evaluation import evaluate
-from ..training.stage import comparing, is_likelihood, measured, smoothing
-from .held_out_set import held_out
-from .model_loading import PLAINLY, LoadedModel, open_start
-from .prediction import answers_of
+from ..training.context import NetworkContext, collate_of
+from ..training.evaluation import Evaluation, EvaluationSet
+from ..training.precompute import NOTHING
+from ..training.stage import POLICY, Stage
+from ..training.windows import Place
+from .model_loading import LoadedModel
 
 logger = logging.getLogger(__name__)
-Said = list[list[float]]  # of each example, what a reference says of chosen and rejected
-UNCUT = 1_000_000_000  # tokens; more than any window
-
-
-@dataclass(frozen=True)
-class Generation:
-    """A question of the data, what the data answers, and what the model does."""
-
-    origin: str  # "dataset:row"
-    prompt: str  # as the model reads it, control tokens and all
-    reference: str
-    answer: str
-
-    @property
-    def is_match(self) -> bool:
-        """Whether both say the same, white space around it aside."""
-        return self.answer.strip() == self.reference.strip()
 
 
 def adopt(opened: LoadedModel, recipe: Recipe) -> LoadedModel:
-    """``opened`` with the recipe's settings; with its template, too, if the model brings none."""
+    """``opened`` with the recipe's settings; with its template, too, if the model has none."""
     template = opened.template
     if not recipe.stage.uses_template:
         template = None
@@ -69,170 +44,88 @@ def measure(
     recipe: Recipe,
     examples: Sequence[Example],
     *,
-    said: Said | None = None,
+    columns: Sequence[Features] | None = None,
     on_batch: Callable[[], None] | None = None,
 ) -> dict[str, float]:
-    """What training measures on the way: loss, perplexity and token accuracy, say. ``said`` is what
-    the reference says, if the stage compares with one (see ``references``). Of several processes
-    each finds the same."""
-    items = _items(opened, recipe, examples)
-    if said is not None:
-        if len(said) != len(items):
-            raise DataError(
-                f"the reference has read {len(said)} examples, this model reads {len(items)} of "
-                "them: their tokenizers differ too much to be compared"
-            )
-        items = [{**item, "reference": told} for item, told in zip(items, said, strict=True)]  # type: ignore[dict-item]
-    with _running(opened, recipe) as (forward, collate):
-        return evaluate(
-            _batches(collate, items, recipe.train.micro_batch_size),
-            forward,
-            recipe.stage.loss,
-            device=opened.device,
-            after=on_batch or (lambda: None),
-            is_likelihood=is_likelihood(recipe.stage),
-        )
+    """The metrics of training's evaluations: loss, perplexity and token accuracy, say. All ranks
+    find the same.
 
-
-def references(
-    recipe: Recipe,
-    *,
-    dataset: str | None = None,
-    limit: int | None = None,
-    world: World = ALONE,
-    parallel: ParallelSection = PLAINLY,
-) -> dict[str, Said]:
-    """What the model that training began with says of each example to evaluate on (see
-    ``held_out``), by the name of their dataset; nothing if the stage needs no such reference.
-
-    Nothing of that model is left when this returns.
+    ``columns`` are those that auxiliary models compute for each example, if the stage has any (see
+    ``auxiliary_columns``).
     """
-    stage = comparing(recipe.stage)
-    if stage is None:
-        return {}
-    begun = replace(recipe, model=reference_model(recipe))
-    start = adopt(open_start(begun, world=world, parallel=parallel), recipe)
-    with world.main_first():  # which fills the cache
-        parts = held_out(recipe, start.codec, dataset=dataset, limit=limit)
-    found: dict[str, Said] = {part.name: [] for part in parts}
-    with _running(start, recipe) as (forward, collate), torch.no_grad():
-        for part in parts:
-            items = _items(start, recipe, part.examples)
-            for batch in _batches(collate, items, recipe.train.micro_batch_size):
-                here = batch.to(start.device)
-                found[part.name] += stage.answers(forward(here), here).tolist()
-    return found
+    items = encoded(recipe.stage, examples, opened.codec)
+    if columns is not None:
+        items = _with_columns(items, columns)
+    with ready_to_measure(opened, recipe) as network:
+        found = _evaluation(opened.codec, recipe, network)
+        return found.measure(EvaluationSet(items, NOTHING), on_batch or (lambda: None))
 
 
-@contextmanager
-def _running(opened: LoadedModel, recipe: Recipe) -> Iterator[tuple[Forward, Collate]]:
-    """How a batch goes through the model to what is measured, and how it is made."""
-    spec = OutputSpec(measured(recipe.stage), smoothing=smoothing(recipe.stage))
-
-    def forward(batch: Batch) -> Outputs:
-        with autocast(choose(recipe.train.precision), opened.device):
-            return opened.network.forward(batch, spec)
-
-    with _packed(opened, recipe) as sharing:
-        yield forward, build_collate(recipe, sharing)
+def num_batches(recipe: Recipe, num_examples: int) -> int:
+    """The approximate number of batches of ``measure``."""
+    return -(-num_examples // recipe.train.micro_batch_size)
 
 
-def _items(opened: LoadedModel, recipe: Recipe, examples: Sequence[Example]) -> list[Features]:
-    outcomes = recipe.stage.encode(examples, opened.codec)
+def encoded(stage: Stage, examples: Sequence[Example], codec: Codec) -> list[Features]:
+    """The examples as ``stage`` reads them; what it drops is logged. Raises ``DataError`` if it
+    drops all."""
+    outcomes = stage.encode(examples, codec)
     dropped = [outcome for outcome in outcomes if isinstance(outcome, Dropped)]
     if len(dropped) == len(outcomes):
         reason = dropped[0].reason if dropped else "there are none"
         raise DataError(f"no example of {len(outcomes)} can be evaluated: {reason}")
     if dropped:
         logger.warning(
-            "left out %d of %d examples: %s", len(dropped), len(outcomes), dropped[0].reason
+            "dropped %d of %d examples: %s", len(dropped), len(outcomes), dropped[0].reason
         )
     kept = (outcome for outcome in outcomes if not isinstance(outcome, Dropped))
     return [f for o in kept for f in (o.features if isinstance(o, Truncated) else o)]
 
 
-def num_batches(recipe: Recipe, num_examples: int) -> int:
-    """About how many batches ``measure`` goes through."""
-    return -(-num_examples // recipe.train.micro_batch_size)
-
-
-def _batches(collate: Collate, items: Sequence[Features], size: int) -> Iterator[Batch]:
-    return (collate(items[start : start + size]) for start in range(0, len(items), size))
-
-
 @contextmanager
-def _packed(opened: LoadedModel, recipe: Recipe) -> Iterator[PromptSharing]:
-    """Attention for packed rows while the block lasts; generating needs the plain one."""
-    inner = opened.inner
+def ready_to_measure(opened: LoadedModel, recipe: Recipe) -> Iterator[Network]:
+    """The network of ``opened``, in the recipe's precision and with attention for packed rows while
+    the block lasts."""
+    inner, precision = opened.inner, choose(recipe.train.precision)
     plain = inner.config._attn_implementation
     try:
-        yield PromptSharing(recipe.data.packing and use_packed(inner))
+        is_proven = recipe.data.packing and use_packed(inner)
+        with autocast(precision, opened.device):
+            yield replace(opened.network, sharing=PromptSharing(is_proven))
     finally:
         inner.set_attn_implementation(plain)
 
 
-@dataclass(frozen=True)
-class _Question:
-    origin: str
-    prompt: list[int]
-    reference: list[int]
+def context_of(
+    codec: Codec, recipe: Recipe, networks: Mapping[str, Network], seed: int
+) -> NetworkContext:
+    """What the stage computes with. Ranks that share a network run in step, so that each computes
+    all batches."""
+    size, packing = recipe.train.micro_batch_size, recipe.data.packing
+    return NetworkContext(codec, recipe.stage, networks, size, packing, ALONE, seed)
 
 
-def generations(
-    opened: LoadedModel,
-    recipe: Recipe,
-    examples: Sequence[Example],
-    *,
-    on_answered: Callable[[int], None] | None = None,
-) -> list[Generation]:
-    """The model's own last answer in every conversation that ends in one, in order.
+def _evaluation(codec: Codec, recipe: Recipe, network: Network) -> Evaluation:
+    section, stage = recipe.train, recipe.stage
 
-    The prompt is what training puts before that answer; the recipe's ``generate`` section says how
-    to answer. A prompt that fills the context window has the empty answer, which is said.
-    """
-    questions = _questions(opened, recipe, examples)
-    full = sum(room(opened.model, question.prompt) == 0 for question in questions)
-    if full:
-        logger.warning("%d prompts fill the model's context window and get no answer", full)
-    with autocast(choose(recipe.train.precision), opened.device):
-        answers = answers_of(
-            opened,
-            [question.prompt for question in questions],
-            recipe.generate,
-            seed=recipe.train.seed,
-            on_answered=on_answered,
-        )
-    decode = decoder(opened.tokenizer)
-    return [
-        Generation(asked.origin, decode(asked.prompt), decode(asked.reference), decode(said))
-        for asked, said in zip(questions, answers, strict=True)
-    ]
+    def context(place: Place) -> NetworkContext:
+        return context_of(codec, recipe, {POLICY: network}, derive(section.seed, *place))
 
-
-def _questions(opened: LoadedModel, recipe: Recipe, examples: Sequence[Example]) -> list[_Question]:
-    """Split conversations where training does: before the last answer's first label."""
-    section = replace(
-        recipe.data,
-        mask_history=True,
-        train_on_prompt=False,
-        cutoff_len=UNCUT,
-        on_too_long="cut",
+    return Evaluation(
+        stage,
+        network,
+        context,
+        collate_of(stage, network.sharing, packing=recipe.data.packing),
+        section.micro_batch_size,
+        section.global_batch_size,
+        ALONE,
     )
-    codec = Codec(opened.tokenizer, opened.template, section)
-    stops = frozenset(opened.stop_token_ids)
-    found = []
-    examples = [answered(e, e.chosen) if e.chosen else e for e in examples]
-    for example, outcome in zip(examples, codec.encode_chats(examples), strict=True):
-        if not isinstance(outcome, Dropped | Truncated):
-            ids, labels = (list(outcome[-1][name]) for name in ("input_ids", "labels"))
-            start, end = _last_span(labels)
-            last = next((i for i in range(start, end) if ids[i] in stops), end)
-            found.append(_Question(example.origin, ids[:start], ids[start:last]))
-    return found
 
 
-def _last_span(labels: Sequence[int]) -> tuple[int, int]:
-    """The bounds of the last run of labels."""
-    learnt = [i for i, label in enumerate(labels) if label != IGNORE_INDEX]
-    breaks = [b for a, b in pairwise(learnt) if b > a + 1]
-    return (breaks[-1] if breaks else learnt[0]), learnt[-1] + 1
+def _with_columns(items: Sequence[Features], columns: Sequence[Features]) -> list[Features]:
+    if len(columns) != len(items):
+        raise DataError(
+            f"the reference has read {len(columns)} examples, this model reads {len(items)} of "
+            "them: their tokenizers differ too much to be compared"
+        )
+    return [{**item, **more} for item, more in zip(items, columns, strict=True)]

@@ -1,7 +1,7 @@
-"""Write a model out whole: an adapter merged into its base, or a checkpoint in another type.
+"""Export a complete model: an adapter merged into its base, or a checkpoint in another dtype.
 
-Weights go from file to file box by box, so that memory does not grow with the model. The folder
-appears when all of it is written, and opens with ``AutoModelForCausalLM.from_pretrained``.
+Weights are copied from file to file box by box, so that memory does not grow with the model. The
+folder appears when all of it is written, and opens with ``AutoModelForCausalLM.from_pretrained``.
 """
 
 from __future__ import annotations
@@ -46,19 +46,19 @@ def export(
     trust_remote_code: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> Path:
-    """Write what ``path`` leads to (see ``locate``) as a whole model into the new folder ``out``.
+    """Write the model at ``path`` (see ``locate``) as a complete model into the new folder ``out``.
 
     Args:
-        path: a run, checkpoint or model; of an adapter, the merge with its base is written.
+        path: a run, checkpoint or model; an adapter is merged into its base.
         out: a folder that does not exist or is empty.
         base: the base of an adapter, if it is not where the adapter says.
         dtype: of the weights; unset, as stored (in an adapter's base).
         max_shard_size: largest weight file in bytes.
         trust_remote_code: run code that comes with the model, to learn its tensors' names.
-        progress: told how many bytes of how many are written.
+        progress: called with the bytes written and the total.
 
     Raises:
-        ModelError: nothing to export there, a base that is missing, or ``out`` is not empty.
+        ModelError: nothing to export there, a missing base, or ``out`` is not empty.
         CheckpointError: damaged weights, an adapter of another model, or a write that fails.
     """
     parts, target = find_parts(path, base=base), Path(out).expanduser().absolute()
@@ -81,7 +81,7 @@ def export(
 def whole_model(
     parts: Parts, *, dtype: DtypeName | None = None, trust_remote_code: bool = False
 ) -> tuple[TensorSource, dict[str, bytes]]:
-    """The weights of a model, an adapter merged into them, and the small files to lie beside."""
+    """The weights of a model, with an adapter merged into them, and their companion files."""
     whole = _whole(parts, trust_remote_code)
     source = whole.source if dtype is None else CastSource(whole.source, DTYPES[dtype])
     small = {
@@ -95,12 +95,12 @@ def _refuse_taken(out: Path) -> None:
     if out.is_dir() and not any(out.iterdir()):
         return
     if files.exists(out):
-        raise ModelError(f"{out}: it is there already, and nothing is overwritten; choose another")
+        raise ModelError(f"{out}: it exists already, and nothing is overwritten; choose another")
 
 
 @dataclass(frozen=True)
 class _Whole:
-    """The weights to write, and what they change in ``config.json``."""
+    """The weights to write, and the resulting changes of ``config.json``."""
 
     source: TensorSource
     changes: Mapping[str, object]
@@ -131,7 +131,7 @@ def _whole(parts: Parts, trust_remote_code: bool) -> _Whole:
 
 
 def _names(folder: Path, trust_remote_code: bool) -> _Names:
-    """The names of the embeddings, from a model without weights."""
+    """The names of the embeddings, from a meta model."""
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
         with torch.device("meta"):
@@ -145,7 +145,7 @@ def _names(folder: Path, trust_remote_code: bool) -> _Names:
 
 
 def _grow(base: TensorSource, names: _Names, rows: int) -> TensorSource:
-    """``base`` with an embedding for every token of the tokenizer, as training would start."""
+    """``base`` with an embedding for every token of the tokenizer, initialized as in training."""
     stored = base.shapes()
     present = [name for name in (names.embed, names.head or "") if name in stored]
     if not present or stored[present[0]][0] >= rows:
@@ -156,8 +156,8 @@ def _grow(base: TensorSource, names: _Names, rows: int) -> TensorSource:
 def _merge(base: TensorSource, adapter: Path, names: _Names) -> tuple[TensorSource, bool]:
     """The merge, and whether it untied the embeddings.
 
-    PEFT trains one of two tied embeddings without the other, or each for itself, so both are stored
-    then. If they come out equal (``ensure_weight_tying``), they stay tied.
+    PEFT may train only one of two tied embeddings, or each for itself; then both are stored. If
+    they are equal (``ensure_weight_tying``), they stay tied.
     """
     stored = base.shapes()
     is_tied = names.head is not None and names.head not in stored and names.embed in stored
@@ -172,7 +172,7 @@ def _merge(base: TensorSource, adapter: Path, names: _Names) -> tuple[TensorSour
 
 
 def _touched(adapter: Path, names: _Names) -> set[str]:
-    """Which of the embeddings the adapter changes."""
+    """The embeddings that the adapter changes."""
     keys = [key.removeprefix(PREFIX) for key in open_folder(adapter).shapes()]
     pair = [name for name in (names.embed, names.head) if name is not None]
     return {name for name in pair if any(k.startswith(name.removesuffix("weight")) for k in keys)}

@@ -1,4 +1,4 @@
-"""Which examples a recipe keeps out of training: the very rows that training evaluates on."""
+"""The examples that a recipe keeps out of training: the same rows on which training evaluates."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ class HeldOut:
 def held_out(
     recipe: Recipe, codec: Codec, *, dataset: str | None = None, limit: int | None = None
 ) -> list[HeldOut]:
-    """What a recipe evaluates on: its ``eval_datasets``, or what ``val_size`` holds out.
+    """The evaluation examples of a recipe: its ``eval_datasets``, or what ``val_size`` holds out.
 
     Args:
         recipe: whose data section decides.
-        codec: says which rows are usable where the recipe's own model is gone.
+        codec: determines which rows are usable if the recipe's own model no longer exists.
         dataset: this one instead; of a training dataset, only what ``val_size`` holds out.
-        limit: at most so many rows of each, the first ones.
+        limit: at most this many rows of each, from the beginning.
 
     Raises:
         RecipeError: there is nothing to evaluate on.
@@ -56,7 +56,10 @@ def held_out(
         if section.val_size:
             rows = {dataset: _split(recipe, codec)[dataset]}
             return [HeldOut(dataset, _examples(section, _first(rows, limit)))]
-        logger.warning("dataset %r is what the recipe trains on: its figures prove little", dataset)
+        logger.warning(
+            "dataset %r is used for training: its evaluation metrics do not measure generalization",
+            dataset,
+        )
     if names:
         each = ((name, {name: _rows_of(recipe, codec, name)}) for name in names)
         return [HeldOut(name, _examples(section, _first(rows, limit))) for name, rows in each]
@@ -70,7 +73,9 @@ def held_out(
 
 
 def _own_codec(recipe: Recipe, fallback: Codec) -> Codec:
-    """How the recipe itself reads examples, for another model must not change what is held out."""
+    """The recipe's own encoding of examples, because another model must not change what is held
+    out.
+    """
     try:
         folder = resolve(recipe.model)
     except ModelError:
@@ -82,7 +87,7 @@ def _own_codec(recipe: Recipe, fallback: Codec) -> Codec:
 
 
 def _rows_of(recipe: Recipe, codec: Codec, name: str) -> list[int]:
-    """The rows of a dataset that give something to learn."""
+    """The rows of a dataset with trained tokens."""
     section = replace(recipe.data, datasets=(name,), eval_datasets=(), val_size=0.0)
     (rows,) = _rows(prepared(recipe, codec, section).train)
     return rows
@@ -100,7 +105,7 @@ def _split(recipe: Recipe, codec: Codec) -> dict[str, list[int]]:
 
 
 def _rows(dataset: EncodedDataset) -> list[list[int]]:
-    """The rows of each store that the dataset draws from."""
+    """The rows of each store that the dataset uses."""
     starts = np.cumsum([0, *(len(store) for store in dataset.stores)])
     found = []
     for store, start in zip(dataset.stores, starts, strict=False):

@@ -1,4 +1,4 @@
-"""A model opened to be used: with the adapter, vocabulary and chat template it was trained with."""
+"""Open a model for use: with the adapter, vocabulary and chat template of its training."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model in evaluation mode and all that it takes to talk to it."""
+    """A model in evaluation mode, with everything needed to generate."""
 
     network: Network
     tokenizer: PreTrainedTokenizerBase
@@ -63,7 +63,7 @@ class LoadedModel:
 
     @cached_property
     def stop_token_ids(self) -> tuple[int, ...]:
-        """Tokens that end an answer: the template's, the tokenizer's and the model's own."""
+        """Tokens that end a response: the template's, the tokenizer's and the model's own."""
         own = self.inner.generation_config.eos_token_id
         found = own if isinstance(own, list) else [own]
         known = [i for i in found if isinstance(i, int)]
@@ -71,22 +71,22 @@ class LoadedModel:
 
     @property
     def generate(self) -> GenerateSection:
-        """How the run's recipe says to sample; greedily if there is none."""
+        """The generation settings of the run's recipe; greedy if there are none."""
         return self.recipe.generate if self.recipe else GenerateSection()
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[JSON] = ()) -> list[int]:
-        """The ids of a conversation up to where the next answer begins."""
+        """The ids of a conversation up to the beginning of the next response."""
         return self.codec.encode_prompt(messages, tools)
 
     def continuation(self, text: str) -> list[int]:
-        """The ids of plain text to go on from, after whatever the tokenizer puts in front."""
+        """The ids of plain text to continue, after the tokenizer's prefix tokens."""
         ids: list[int] = self.tokenizer(text)["input_ids"]
         ends = ids and ids[-1] == self.tokenizer.eos_token_id
         return ids[:-1] if ends and not text.endswith(str(self.tokenizer.eos_token)) else ids
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """The device of the weights."""
         return cast(torch.device, self.inner.device)
 
     @property
@@ -106,7 +106,7 @@ def open_model(
     world: World = ALONE,
     parallel: ParallelSection = PLAINLY,
 ) -> LoadedModel:
-    """Open what ``path`` leads to (see ``locate``), ready to answer.
+    """Open the model at ``path`` (see ``locate``), ready to generate.
 
     Args:
         path: a model, or an adapter, whose base is then loaded too.
@@ -115,13 +115,13 @@ def open_model(
         weights: of the model, if ``path`` has only its configuration and tokenizer.
         dtype: of the weights; ``auto``: as stored on a GPU, float32 on a CPU.
         trust_remote_code: run code that comes with the model.
-        world: the processes that share the model out, each of which calls this.
-        parallel: how they do it.
+        world: the ranks over which to shard the model; a collective call.
+        parallel: the mesh.
 
     Raises:
         ModelError: no such model, damaged files, an adapter of another model, or no base for it.
         CheckpointError: a damaged checkpoint, or a run that has none.
-        RecipeError: the model cannot be spread as ``parallel`` says.
+        RecipeError: the model cannot be sharded by ``parallel``.
     """
     with world.main_first():  # which downloads what is elsewhere
         parts = find_parts(path, adapter=adapter, base=base, weights=weights)
@@ -135,12 +135,13 @@ def open_model(
 def open_start(
     recipe: Recipe, *, world: World = ALONE, parallel: ParallelSection = PLAINLY
 ) -> LoadedModel:
-    """What the training of a recipe begins with: its model, with its tokens and template. ``world``
-    and ``parallel`` as in ``open_model``."""
+    """The initial model of a training: with its tokens and template. ``world`` and ``parallel``
+    as in ``open_model``.
+    """
     if recipe.model.quantization_bit is not None and world.mesh is not None:
         raise RecipeError(
-            "model.quantization_bit: a quantized model is opened by one process, not "
-            f"{world.size}; leave it unset, and let the processes share the weights"
+            "model.quantization_bit: a quantized model can be opened on one rank only, not on "
+            f"{world.size}; leave it unset, and shard the weights"
         )
     with world.main_first():
         folder = resolve(recipe.model)
@@ -158,7 +159,7 @@ def _open(
     world: World,
     parallel: ParallelSection,
 ) -> Network:
-    """The model: all of it, or just what this process will hold."""
+    """The model: in full, or only this rank's shards."""
     plain = replace(section, adapter=parts.adapter, compile=False)
     options = NetworkOptions(
         parallel=parallel, weights=parts.weights, is_trainable=False, only_generates=True
@@ -170,7 +171,7 @@ def _open(
 
 @dataclass(frozen=True)
 class Parts:
-    """The folders a model is opened from."""
+    """The folders from which a model is opened."""
 
     model: Path
     adapter: Path | None
@@ -191,7 +192,7 @@ def find_parts(
         return _parts(locate(path), adapter, base)
     model, values = resolve(ModelSection(path=str(path)), weights=False), locate(weights)
     if values.is_adapter:
-        raise ModelError(f"{values}: is an adapter, not the weights of a whole model")
+        raise ModelError(f"{values}: is an adapter, not the weights of a full model")
     return replace(
         _parts(ModelLocation(model, is_adapter=False), adapter, base), weights=values.folder
     )
@@ -200,15 +201,15 @@ def find_parts(
 def _parts(located: ModelLocation, adapter: str | Path | None, base: str | Path | None) -> Parts:
     if adapter is not None:
         if located.is_adapter:
-            raise ModelError(f"{located}: is an adapter already; --adapter goes with a whole model")
+            raise ModelError(f"{located}: is an adapter already; --adapter needs a full model")
         top = locate(adapter)
         if not top.is_adapter:
-            raise ModelError(f"{top}: holds no {ADAPTER}; expected the folder of an adapter")
+            raise ModelError(f"{top}: contains no {ADAPTER}; expected the folder of an adapter")
         return _on_base(top, located.folder)
     if located.is_adapter:
         return _on_base(located, _base_of(located, base))
     if base is not None:
-        raise ModelError(f"{located}: is a whole model, not an adapter, so it has no --base")
+        raise ModelError(f"{located}: is a full model, not an adapter, so it has no --base")
     return Parts(located.folder, None, located.folder, located.recipe)
 
 
@@ -219,7 +220,7 @@ def _on_base(adapter: ModelLocation, base: Path) -> Parts:
 
 
 def _base_of(adapter: ModelLocation, given: str | Path | None) -> Path:
-    """The folder of an adapter's base: the one given, or where its files say it was."""
+    """The folder of an adapter's base: the given one, or the one in its files."""
     if given is not None:
         located = locate(given)
         if located.is_adapter:
@@ -240,8 +241,8 @@ def _base_of(adapter: ModelLocation, given: str | Path | None) -> Path:
         except ModelError:
             continue
     raise ModelError(
-        f"{adapter}: this adapter needs its base model, {name!r}, which is not there; "
-        "say where it is with --base FOLDER"
+        f"{adapter}: the base model of this adapter, {name!r}, does not exist; name it with "
+        "--base FOLDER"
     )
 
 

@@ -1,4 +1,6 @@
-"""What a path means: a run, a checkpoint, a model folder, an adapter, a recipe or a hub id."""
+"""Find the folder of a model: for a run, a checkpoint, a model folder, an adapter, a recipe or a
+hub id.
+"""
 
 from __future__ import annotations
 
@@ -36,15 +38,15 @@ class ModelLocation:
 
 
 def locate(path: str | Path) -> ModelLocation:
-    """The weights that ``path`` leads to.
+    """The weights at ``path``.
 
     Args:
         path: a run's folder (its best checkpoint if the recipe ends with that one, otherwise the
-            newest that is whole), a checkpoint, the URL of either, a model or adapter folder, a
-            recipe file, a hub id.
+            latest valid one), a checkpoint, the URL of either, a model or adapter folder, a recipe
+            file, a hub id.
 
     Raises:
-        ModelError: nothing is there, or no weights that can be read.
+        ModelError: nothing exists there, or no weights that can be read.
         CheckpointError: a checkpoint is damaged, or a run has none yet.
     """
     if isinstance(path, str) and is_address(path):
@@ -68,7 +70,7 @@ def _of_hub(name: str) -> Path:
 
 def _of_recipe(path: Path) -> ModelLocation:
     if path.suffix not in SUFFIXES:
-        raise ModelError(f"{path}: is a file; expected the folder it lies in, or a recipe")
+        raise ModelError(f"{path}: is a file; expected its folder, or a recipe")
     folder = load(path).train.output_dir
     if isinstance(folder, Address):
         return _of_address(folder)
@@ -80,7 +82,7 @@ def _of_recipe(path: Path) -> ModelLocation:
 
 
 def _of_address(address: Address) -> ModelLocation:
-    """The same in a store; what is asked for is downloaded."""
+    """The same in a store; the checkpoint is downloaded."""
     if step_of(Path(address.name)) >= 0:
         return _with_recipe(remote.fetch(address))
     newest = remote.fetch_newest(address)
@@ -102,7 +104,7 @@ def _of_folder(folder: Path) -> ModelLocation:
             f"{folder}: this run has no checkpoint yet; `surefoot train` saves the first one"
         )
     open_weights(folder)  # says what is there instead
-    raise ModelError(f"{folder}: holds no weights that can be read")
+    raise ModelError(f"{folder}: contains no weights that can be read")
 
 
 def _check(folder: Path) -> None:
@@ -112,7 +114,7 @@ def _check(folder: Path) -> None:
 
 
 def _of_run(run: Path) -> ModelLocation:
-    """The best checkpoint of a run if its recipe ends with that one, otherwise the newest."""
+    """The best checkpoint of a run if its recipe ends with that one, otherwise the latest."""
     newest = _newest(run)
     located = _with_recipe(newest)
     if located.recipe is None or not located.recipe.train.load_best_model_at_end:
@@ -128,24 +130,24 @@ def _newest(run: Path) -> Path:
         if report.ok:
             return folder
         reasons.append(report.problems[0])
-        logger.warning("%s is passed over: %s", folder.name, report.problems[0])
-    raise CheckpointError(f"{run}: none of its checkpoints is whole; the newest: {reasons[0]}")
+        logger.warning("%s is skipped: %s", folder.name, report.problems[0])
+    raise CheckpointError(f"{run}: none of its checkpoints is valid; the latest: {reasons[0]}")
 
 
 def _best_beside(newest: Path) -> Path | None:
-    """The checkpoint that ``newest`` calls the best of its run, if it is there and whole."""
+    """The checkpoint that ``newest`` names as the best of its run, if it exists and is valid."""
     name = _best_step(newest)
     best = newest.with_name(name) if name else newest
     if name is None or not best.is_dir():
         return None
     if not verify(best, full=False).ok:
-        logger.warning("the best checkpoint, %s, is damaged: taking %s", best.name, newest.name)
+        logger.warning("the best checkpoint, %s, is damaged: using %s", best.name, newest.name)
         return None
     return best
 
 
 def _best_step(newest: Path) -> str | None:
-    """The name of the checkpoint that ``newest`` calls the best of its run."""
+    """The name of the checkpoint that ``newest`` names as the best of its run."""
     try:
         step = json.loads((newest / "trainer_state.json").read_bytes()).get("best_global_step")
     except (OSError, ValueError):

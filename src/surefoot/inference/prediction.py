@@ -1,4 +1,4 @@
-"""Answers to a list of prompts, by one process or many: the same, however many there are."""
+"""Responses to a list of prompts, on any number of ranks, with the same result."""
 
 from __future__ import annotations
 
@@ -22,20 +22,21 @@ def predict(
     seed: int = 42,
     on_answered: Callable[[int], None] | None = None,
 ) -> list[Answer]:
-    """The answer to every prompt, in order, in every process of ``opened.world``.
+    """The response to every prompt, in order, on every rank of ``opened.world``.
 
-    Copies of the model share out the batches. Without a chat template, texts are continued.
+    The batches are divided among the replicas of the model. Without a chat template, texts are
+    continued.
 
     Args:
         opened: the model.
-        prompts: conversations that wait for an answer.
-        section: how to sample, and ``batch_size``.
+        prompts: conversations that end in a user turn.
+        section: generation settings, and ``batch_size``.
         system: a system message for prompts without one.
-        seed: what is sampled depends on it, on the prompts and ``batch_size`` only.
-        on_answered: told how many answers each batch gives.
+        seed: samples depend only on it, the prompts and ``batch_size``.
+        on_answered: called with the number of responses of each batch.
 
     Raises:
-        DataError: a prompt leaves no room for an answer, or the model takes no conversations.
+        DataError: a prompt leaves no room for a response, or the model supports no conversations.
     """
     asked = [_ids(opened, prompt.with_system(system)) for prompt in prompts]
     left = [room(opened.model, ids) for ids in asked]
@@ -56,7 +57,7 @@ def answers_of(
     seed: int,
     on_answered: Callable[[int], None] | None,
 ) -> list[list[int]]:
-    """The answers of all copies of the model, in every process; see ``engine.answer``."""
+    """The responses of all replicas, on every rank; see ``engine.answer``."""
     found = opened.network.generate(
         prompts,
         section,
@@ -75,8 +76,8 @@ def _ids(opened: LoadedModel, prompt: Prompt) -> list[int]:
             raise TemplateError(f"{prompt.origin}: {error}") from None
     if [message.role for message in prompt.messages] != ["user"] or prompt.tools:
         raise TemplateError(
-            f"{prompt.origin}: this model has no chat template, so it takes plain texts only, "
-            "without a system message"
+            f"{prompt.origin}: this model has no chat template, so it supports plain texts "
+            "only, without a system message"
         )
     return opened.continuation(prompt.messages[0].content)
 
@@ -87,13 +88,13 @@ def _refuse_full(
     asked: Sequence[Sequence[int]],
     left: Sequence[int | None],
 ) -> None:
-    """Before anything is answered: an answer that is missing would be seen too late."""
+    """Check all prompts before the first response: an error afterwards would come too late."""
     full = [i for i, space in enumerate(left) if space == 0]
     if full:
         first, more = full[0], len(full) - 1
         also = f" ({more:,} more of {len(prompts):,} prompts are too long)" if more else ""
         raise DataError(
-            f"{prompts[first].origin}: no room for an answer: the prompt has "
-            f"{len(asked[first]):,} tokens, the model's context window is "
+            f"{prompts[first].origin}: no room for a response: the prompt has "
+            f"{len(asked[first]):,} tokens, the model's context length is "
             f"{context_length(opened.model):,}{also}"
         )

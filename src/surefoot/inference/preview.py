@@ -1,5 +1,6 @@
-"""What the model will see of the data, and what it is trained on: examples as they are rendered and
-labeled, and what became of the rows that were read."""
+"""The tokenized data, and which tokens are trained on: rendered examples with their labels, and
+the statistics of the rows that were read.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ UNLIMITED = 1 << 30
 
 @dataclass(frozen=True)
 class TextSpan:
-    """A stretch of text that is trained on, or is not; of a pair, the answer that it is."""
+    """A span of text that is trained or masked; for a pair, also the response that contains it."""
 
     text: str
     learnt: bool
@@ -32,7 +33,7 @@ class TextSpan:
 
 @dataclass(frozen=True)
 class Rendered:
-    """One sequence of tokens that an example gave."""
+    """One sequence of an example."""
 
     parts: Sequence[TextSpan]
     tokens: int
@@ -41,7 +42,7 @@ class Rendered:
 
 @dataclass(frozen=True)
 class PreviewExample:
-    """One example and what became of it."""
+    """One example and its outcome."""
 
     origin: str
     tokens: int  # before anything was cut
@@ -52,7 +53,7 @@ class PreviewExample:
 
 @dataclass
 class DatasetStats:
-    """What became of the rows of a dataset that were read."""
+    """Statistics of the rows of a dataset that were read."""
 
     name: str
     rows: int = 0
@@ -96,7 +97,7 @@ def as_data(recipe: Recipe, found: Sequence[DatasetStats]) -> Mapping[str, objec
 def _preview(
     recipe: Recipe, codec: Codec, name: str, *, count: int, limit: int | None
 ) -> DatasetStats:
-    """Encode the rows of a dataset, twice: as training will, and without a limit of length."""
+    """Encode the rows of a dataset twice: as training will, and without a limit of length."""
     limits = [n for n in (limit, recipe.data.max_samples) if n is not None]
     entry = read_registry(recipe.data.dataset_dir).entry(name)
     rows = read_examples(entry, max_samples=recipe.data.max_samples, max_broken_rows=UNLIMITED)
@@ -153,7 +154,7 @@ def _items(outcome: Encoded) -> Sequence[Features]:
 
 
 def _pairs(item: Features) -> Iterator[tuple[Sequence[int], Sequence[int]]]:
-    """Ids and labels; of some stages an item has several, such as chosen and rejected."""
+    """Ids and labels; in some stages an item has several, such as chosen and rejected."""
     for name, ids in item.items():
         if name.endswith("input_ids"):
             yield ids, item[name.removesuffix("input_ids") + "labels"]
@@ -179,6 +180,6 @@ def _sequence(codec: Codec, item: Features) -> Rendered:
 
 
 def _answers(item: Features, count: int) -> list[str | None]:
-    """Of each token, which answer of a pair it is in."""
+    """For each token, the response of a pair that contains it."""
     lengths = item.get("lengths", (count,))
     return [name for name, length in zip(ANSWERS, lengths, strict=False) for _ in range(length)]

@@ -1,4 +1,4 @@
-"""Embeddings with rows for new tokens: a view over a source, like those of ``checkpoint``."""
+"""Resized embeddings: a view over a tensor source that adds rows for new tokens."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Grown:
     _means: dict[str, torch.Tensor] = field(default_factory=dict, repr=False, compare=False)
 
     def shapes(self) -> Mapping[str, Shape]:
-        """More rows in the grown ones."""
+        """More rows in the resized ones."""
         return {
             name: (self.rows, *shape[1:]) if name in self.names else shape
             for name, shape in self.source.shapes().items()
@@ -34,7 +34,7 @@ class Grown:
         return self.source.dtypes()
 
     def read(self, name: str, box: Box) -> torch.Tensor:
-        """Old rows as they are, new rows all alike."""
+        """Old rows unchanged, new rows all alike."""
         if name not in self.names:
             return self.source.read(name, box)
         columns = self.source.shapes()[name][1]

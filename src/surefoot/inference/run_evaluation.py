@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ..batch import Features
 from ..checkpoint.disk.commit import named
 from ..errors import CheckpointError, RunError
 from ..parallel.section import ParallelSection
@@ -16,10 +17,12 @@ from ..parallel.world import World
 from ..recipe.recipe import Recipe
 from ..storage.address import Address
 from ..storage.files import make_folder, raising, write_aside
-from .evaluation import Generation, adopt, generations, measure, num_batches, references
+from .auxiliary_outputs import auxiliary_columns
+from .evaluation import adopt, measure, num_batches
 from .held_out_set import HeldOut, held_out
 from .model_loading import LoadedModel, open_model, open_start
 from .model_location import locate
+from .responses import Generation, generations
 
 BASE = "base"
 
@@ -29,7 +32,7 @@ Progress = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
 
 @dataclass(frozen=True)
 class EvaluationOptions:
-    """Which model is evaluated, and on how much of which data."""
+    """The model to evaluate, and the data."""
 
     model: str | None = None  # a checkpoint, any model, or "base"; the run's best or newest
     base: str | None = None  # of an adapter, if it moved
@@ -39,7 +42,7 @@ class EvaluationOptions:
 
 @dataclass(frozen=True)
 class DatasetResult:
-    """The metrics and the answers of one dataset."""
+    """The metrics and the responses of one dataset."""
 
     name: str
     num_examples: int
@@ -48,11 +51,11 @@ class DatasetResult:
 
     @property
     def matches(self) -> int:
-        """Answers that are just those of the data."""
+        """Number of responses that equal those of the data."""
         return sum(found.is_match for found in self.answers)
 
     def as_data(self) -> dict[str, object]:
-        """All of it but the texts; what is not a number is null."""
+        """All of it except the texts; NaN and infinite values are null."""
         found: dict[str, object] = {"examples": self.num_examples}
         found |= {n: v if math.isfinite(v) else None for n, v in self.metrics.items()}
         if self.answers:
@@ -75,8 +78,9 @@ class EvaluationReport:
 
     @property
     def overall(self) -> DatasetResult:
-        """All datasets as one. As in training, loss and the like are means over the datasets; exact
-        match is over all answers."""
+        """All datasets together. As in training, loss and similar metrics are means over the
+        datasets; exact match is over all responses.
+        """
         known = set.intersection(*(set(result.metrics) for result in self.results))
         means = {
             metric: sum(result.metrics[metric] for result in self.results) / len(self.results)
@@ -87,7 +91,7 @@ class EvaluationReport:
         return DatasetResult("", count, means, self.answers)
 
     def as_data(self, generations: Path | None) -> dict[str, object]:
-        """Everything as plain data; ``generations``: where the answers were written."""
+        """Everything as plain data; ``generations``: the file of the responses."""
         return {
             "model": self.model,
             **self.overall.as_data(),
@@ -96,8 +100,9 @@ class EvaluationReport:
         }
 
     def write_generations(self, path: Path) -> None:
-        """One JSON object a line: origin, prompt, reference, answer, match. Replaces an old file.
-        Raises ``RunError``."""
+        """One JSON object per line: origin, prompt, reference, answer, match. Replaces an old
+        file. Raises ``RunError``.
+        """
         lines = [
             json.dumps(
                 {
@@ -124,19 +129,19 @@ def evaluate_run(
     *,
     progress: Progress,
 ) -> EvaluationReport:
-    """Evaluate a model on the held-out data of a recipe; the same in all processes.
+    """Evaluate a model on the held-out data of a recipe; the same on all ranks.
 
     Raises:
         CheckpointError: the run has no such checkpoint.
-        DataError, ModelError, RecipeError: there is nothing to evaluate on, or no model to.
+        DataError, ModelError, RecipeError: there is nothing to evaluate on, or no model.
     """
     where = {"dataset": options.dataset, "limit": options.limit}
-    said = references(recipe, world=world, parallel=parallel, **where)  # type: ignore[arg-type]
+    columns = auxiliary_columns(recipe, world=world, parallel=parallel, **where)  # type: ignore[arg-type]
     opened, name = _open(recipe, options, world, parallel)
     opened = adopt(opened, recipe)
     with world.main_first():  # which fills the cache
         parts = held_out(recipe, opened.codec, **where)  # type: ignore[arg-type]
-    results = [_evaluate(opened, recipe, part, said.get(part.name), progress) for part in parts]
+    results = [_evaluate(opened, recipe, part, columns.get(part.name), progress) for part in parts]
     return EvaluationReport(name, results)
 
 
@@ -160,14 +165,14 @@ def _open(
 
 
 def _path(run: Address | Path, model: str | None) -> str:
-    """What to look for: the run itself, one of its checkpoints, or any other model."""
+    """The model to locate: the run itself, one of its checkpoints, or any other model."""
     if not isinstance(run, Path):
         is_own = model is not None and model.startswith("checkpoint-") and not Path(model).exists()
         return f"{run}/{model}" if is_own else model or str(run)
     if model is None:
         if not run.is_dir():
             raise CheckpointError(
-                f"{run}: nothing was trained there yet; run `surefoot train` first, or use "
+                f"{run}: contains no trained model yet; run `surefoot train` first, or use "
                 "--model base"
             )
         return str(run)
@@ -183,12 +188,14 @@ def _evaluate(
     opened: LoadedModel,
     recipe: Recipe,
     part: HeldOut,
-    said: list[list[float]] | None,
+    columns: Sequence[Features] | None,
     progress: Progress,
 ) -> DatasetResult:
     count = len(part.examples)
     with progress(f"{part.name}: loss", num_batches(recipe, count)) as advance:
-        metrics = measure(opened, recipe, part.examples, said=said, on_batch=lambda: advance(1))
+        metrics = measure(
+            opened, recipe, part.examples, columns=columns, on_batch=lambda: advance(1)
+        )
     answers: list[Generation] = []
     if recipe.stage.uses_template:
         with progress(f"{part.name}: answers", count) as advance:

@@ -1,4 +1,4 @@
-"""Our checkpoints in the loops of others: Hugging Face's Trainer."""
+"""Surefoot checkpoints in other training loops: Hugging Face's Trainer."""
 
 from .trainer_checkpoints import SurefootCheckpoints
 

@@ -1,12 +1,13 @@
-"""Hugging Face's Trainer with our checkpoints: in the background, whole or not there, verified.
+"""Hugging Face's Trainer with Surefoot checkpoints: asynchronous, atomic, verified.
 
-The Trainer resumes by itself from the folder it is given, as far as it finds files of its own:
-weights and ``trainer_state.json``. The rest, without which it would silently go on with a fresh
-optimizer, is restored here before the first step, and so are the weights, every byte checked.
+The Trainer resumes by itself from the folder it is given, as far as it finds its own files: weights
+and ``trainer_state.json``. Without the other states it would silently continue with a fresh
+optimizer. So these are restored here before the first step, and so are the weights, every byte
+checked.
 
-A step is saved when the next one begins: what belongs to it is done by then, its log, its
-evaluation and the best metric. Random numbers are kept at two moments, since the Trainer draws the
-order of the data as an epoch begins, and the rest as a step begins.
+A step is saved when the next one begins: by then its log, its evaluation and the best metric exist.
+Random states are captured at two moments, because the Trainer draws the data order at the beginning
+of an epoch, and the rest at the beginning of a step.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ logger = logging.getLogger(__name__)
 
 
 class SurefootCheckpoints(TrainerCallback):  # type: ignore[misc]
-    """Saves what ``trainer`` does every ``save_steps`` steps, each best step, and the end.
+    """Saves ``trainer`` every ``save_steps`` steps, at each best step, and at the end.
 
-    It adds itself to the trainer's callbacks. To start, or to go on after whatever happened::
+    It adds itself to the trainer's callbacks. To start, or to resume after any interruption::
 
         checkpoints = SurefootCheckpoints(trainer, save_steps=100, keep=3)
         trainer.train(resume_from_checkpoint=checkpoints.newest())
@@ -44,8 +45,8 @@ class SurefootCheckpoints(TrainerCallback):  # type: ignore[misc]
     Args:
         trainer: with ``save_strategy="no"``; one process on one device.
         save_steps: steps between two checkpoints.
-        keep: how many of the newest stay, or a ``Rule``; all of them by default. The best by
-            ``metric_for_best_model`` and the one resumed from always stay.
+        keep: how many of the latest to keep, or a ``Rule``; all of them by default. The best by
+            ``metric_for_best_model`` and the one resumed from are always kept.
         output_dir: the trainer's own by default.
 
     Raises:
@@ -77,16 +78,18 @@ class SurefootCheckpoints(TrainerCallback):  # type: ignore[misc]
         trainer.add_callback(self)
 
     def newest(self) -> str | None:
-        """The newest sound checkpoint, for ``resume_from_checkpoint``; None to start anew.
+        """The latest valid checkpoint, for ``resume_from_checkpoint``; None to start from scratch.
 
-        One that does not verify is named, kept under another name, and passed over.
+        One that fails verification is logged, renamed, and skipped.
         """
         self._close_quietly()
         self._asked = recover_latest(self.output_dir)
         return None if self._asked is None else str(self._asked)
 
     def checked(self, folder: Path | str) -> str:
-        """``folder``, for ``resume_from_checkpoint``. Raises ``CheckpointError`` if not sound."""
+        """``folder``, for ``resume_from_checkpoint``. Raises ``CheckpointError`` if it is not
+        valid.
+        """
         report = verify_checkpoint(Path(folder), full=True)
         if not report.ok:
             raise CheckpointError(report.problems[0])
@@ -106,7 +109,7 @@ class SurefootCheckpoints(TrainerCallback):  # type: ignore[misc]
             load(resumed, {**parts.states, "random": generators})
             restore_callbacks(state, self.trainer)
             self._restore = generators
-            logger.info("going on from %s, step %d", resumed.name, state.global_step)
+            logger.info("resuming from %s at step %d", resumed.name, state.global_step)
         self._parts, self._best = parts, state.best_metric
         self._saver = AsyncSaver(
             self.output_dir,
@@ -116,13 +119,13 @@ class SurefootCheckpoints(TrainerCallback):  # type: ignore[misc]
         )
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """The generators as they were, or are, before the order of the data is drawn."""
+        """The random states, restored or current, before the data order is drawn."""
         if self._restore is not None:
             RandomState().load_state_dict(self._restore.epoch)
         self._epoch_began = RandomState().state_dict()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Save the step before, if it is due, now that it is logged and evaluated."""
+        """Save the previous step, if it is due, now that it is logged and evaluated."""
         assert self._saver is not None
         if self._restore is not None and self._restore.step is not None:
             RandomState().load_state_dict(self._restore.step)
@@ -137,7 +140,7 @@ class SurefootCheckpoints(TrainerCallback):  # type: ignore[misc]
             self._saver.poll()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """If another callback asks for a save, do it instead of the Trainer."""
+        """If another callback requests a save, do it instead of the Trainer."""
         self._is_wanted |= control.should_save
         control.should_save = False
 
@@ -174,27 +177,29 @@ class SurefootCheckpoints(TrainerCallback):  # type: ignore[misc]
         )
 
     def _best_folder(self, state: Any) -> Path | None:
-        """Where the best step lies, once the step of now does."""
+        """The path of the best step, once the current step is saved."""
         assert self._saver is not None
         folder = self.output_dir / f"checkpoint-{state.best_global_step}"
         is_coming = state.best_global_step == state.global_step or folder == self._saver.in_flight
         return folder if is_coming or folder in named(self.output_dir) else None
 
     def _note_best(self, state: Any) -> None:
-        """The Trainer only remembers the step of its best metric if it saves by itself."""
+        """The Trainer only stores the step of its best metric if it saves by itself."""
         if state.best_metric != self._best and math.isfinite(state.best_metric):
             state.best_global_step = state.global_step
         self._best = state.best_metric
 
     def _generators(self, state: Any, *, is_end: bool) -> Generators:
-        """The random numbers that the next step begins with."""
+        """Capture the random state with which the next step begins."""
         now = RandomState().state_dict()
         if is_end and state.epoch == int(state.epoch):  # it would begin with a new epoch
             return Generators(now, None)
         return Generators(self._epoch_began or now, now)
 
     def _resumed_from(self, state: Any, parts: TrainerStates) -> Path | None:
-        """The checkpoint of ours whose ``trainer_state.json`` the Trainer has read, if one is."""
+        """The Surefoot checkpoint whose ``trainer_state.json`` the Trainer has read, if there is
+        one.
+        """
         if state.global_step == 0:
             return None
         mark = mark_of(state.stateful_callbacks)
@@ -202,26 +207,27 @@ class SurefootCheckpoints(TrainerCallback):  # type: ignore[misc]
             return None  # a checkpoint of the Trainer's own, with its optimizer
         if mark is None:
             raise CheckpointError(
-                f"the Trainer went on from step {state.global_step} with a fresh optimizer: the "
-                "checkpoint it was given is neither one of these nor a whole one of its own"
+                f"the Trainer resumed from step {state.global_step} with a fresh optimizer: its "
+                "checkpoint is neither one of these nor a complete one of its own"
             )
         for folder in (self._asked, self.output_dir / f"checkpoint-{state.global_step}"):
             if folder is not None and mark_in(folder) == mark:
                 return folder
         raise CheckpointError(
-            f"the Trainer was told to go on from a checkpoint of step {state.global_step} that is "
-            f"not in {self.output_dir}, so its optimizer cannot be found; pass it as "
+            f"the Trainer resumed from a checkpoint of step {state.global_step} that is not in "
+            f"{self.output_dir}, so its optimizer cannot be found; pass it as "
             "resume_from_checkpoint=checkpoints.checked(PATH)"
         )
 
     def _refuse_to_run_into(self, step: int) -> None:
-        """Raise ``RunError`` if a checkpoint lies where this run will want to save."""
+        """Raise ``RunError`` if a checkpoint exists that this run would reach."""
         later = [folder for folder in named(self.output_dir) if step_of(folder) > step]
         if later:
             raise RunError(
-                f"{self.output_dir} holds {later[-1].name}, which a run from step {step} would run "
-                "into; go on from it with trainer.train(resume_from_checkpoint="
-                "checkpoints.newest()), or choose another output_dir"
+                f"{self.output_dir} contains {later[-1].name}, which a run from step {step} "
+                "would reach; resume from it with "
+                "trainer.train(resume_from_checkpoint=checkpoints.newest()), or choose another "
+                "output_dir"
             )
 
     def _close_quietly(self) -> None:

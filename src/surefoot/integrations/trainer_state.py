@@ -1,7 +1,7 @@
-"""``trainer_state.json`` as the Trainer reads it, with a mark that tells which checkpoint it is of.
+"""``trainer_state.json`` for the Trainer, with a mark that identifies its checkpoint.
 
-The Trainer tells its callbacks that it goes on, but not from where. It does hand on what it read:
-the mark, unique to a save, is put where it keeps the states of its callbacks.
+The Trainer tells its callbacks that it resumes, but not from where. It does pass on what it read:
+so the mark, unique to a save, is among the states of its callbacks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ _HOLDER, _MARK = "TrainerControl", "surefoot"  # an entry that the Trainer alway
 
 
 def dump(state: Any, trainer: Trainer, best: Path | None) -> bytes:
-    """The file, with the callbacks' states of now. Strict JSON: null for what is not finite."""
+    """The file, with the current states of the callbacks. Strict JSON: null for non-finite
+    values.
+    """
     callbacks: dict[str, Any] = {}
     for callback in _stateful(trainer):
         callbacks.setdefault(type(callback).__name__, []).append(callback.state())
@@ -40,7 +42,7 @@ def dump(state: Any, trainer: Trainer, best: Path | None) -> bytes:
 
 
 def restore_callbacks(state: Any, trainer: Trainer) -> None:
-    """Make the trainer's callbacks what they were; those that are new stay as they are."""
+    """Restore the trainer's callbacks; new ones are not changed."""
     seen: dict[str, int] = {}
     for callback in _stateful(trainer):
         name = type(callback).__name__
@@ -53,14 +55,14 @@ def restore_callbacks(state: Any, trainer: Trainer) -> None:
 
 
 def mark_of(callbacks: object) -> str | None:
-    """The mark in ``stateful_callbacks``, if a save of ours put one there."""
+    """The mark in ``stateful_callbacks``, if Surefoot saved one there."""
     holder = callbacks.get(_HOLDER) if isinstance(callbacks, dict) else None
     mark = holder.get(_MARK) if isinstance(holder, dict) else None
     return mark if isinstance(mark, str) else None
 
 
 def mark_in(folder: Path) -> str | None:
-    """The mark of a checkpoint of ours."""
+    """The mark of a Surefoot checkpoint."""
     try:
         content = json.loads(open_checkpoint(folder).small(STATE))
     except (CheckpointError, KeyError, ValueError):

@@ -1,4 +1,6 @@
-"""The parts of a Hugging Face Trainer as states, and the Trainers that have none we can save."""
+"""The parts of a Hugging Face Trainer as states, and the settings of a Trainer that are not
+supported.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ from ..model.pretrained.weights import AdapterWeights, FullWeights, trained
 
 @dataclass
 class Generators:
-    """The random generators as the epoch began and, within it, as the next step begins."""
+    """The random generators at the beginning of the epoch and, within it, of the next step."""
 
     epoch: dict[str, Any] = field(default_factory=dict)
     step: dict[str, Any] | None = None  # None: the next step is the first of an epoch
@@ -28,13 +30,13 @@ class Generators:
         return {"epoch": self.epoch, "step": self.step}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Both; they are set by whoever knows when."""
+        """Both; the caller sets them at the right moment."""
         self.epoch, self.step = state["epoch"], state["step"]
 
 
 @dataclass(frozen=True)
 class TrainerStates:
-    """What goes into every checkpoint of a Trainer's run."""
+    """The states of a Trainer's run for every checkpoint."""
 
     states: Mapping[str, Stateful]
     kind: Literal["full", "adapter"]
@@ -55,13 +57,13 @@ def refuse_unsupported(trainer: Trainer) -> None:
         if is_on:
             value = '"no"' if setting == saves_itself else "False"
             raise RunError(
-                f"SurefootCheckpoints: {setting}, so that the Trainer would save or start over by "
+                f"SurefootCheckpoints: {setting}, so the Trainer would save or restart by "
                 f"itself; set {setting.split()[0]}={value}"
             )
     kinds = {
         "DeepSpeed": trainer.is_deepspeed_enabled,
         "FSDP": trainer.is_fsdp_enabled or trainer.is_fsdp_xla_enabled,
-        "a model that is sharded as it is loaded": trainer.is_distributed_loading_by_transformers,
+        "a model that is sharded while it is loaded": trainer.is_distributed_loading_by_transformers,
         "several processes": args.world_size > 1,
         "several GPUs in one process": args.n_gpu > 1,
     }
@@ -118,7 +120,7 @@ def _refuse_ties(model: nn.Module) -> None:
 
 
 def _refuse_adapters(model: Any) -> None:
-    """Refuse what would not come back from the one file that PEFT reads an adapter from."""
+    """Reject what could not be restored from the one file from which PEFT reads an adapter."""
     if list(model.peft_config) != ["default"]:
         raise RunError(
             f"SurefootCheckpoints: the adapters {', '.join(model.peft_config)}: expected one, "
@@ -128,8 +130,8 @@ def _refuse_adapters(model: Any) -> None:
     known = weights.state_dict().keys()
     if lost := [name for name, _ in trained(model, weights) if name not in known]:
         raise RunError(
-            f"SurefootCheckpoints: {len(lost)} parameters learn that a PEFT adapter's file does "
-            f"not hold ({lost[0]} for one); freeze them, or name their module in modules_to_save"
+            f"SurefootCheckpoints: {len(lost)} trainable parameters are not in a PEFT adapter's "
+            f"file (for example {lost[0]}); freeze them, or name their module in modules_to_save"
         )
 
 

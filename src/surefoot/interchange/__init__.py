@@ -1,9 +1,9 @@
-"""Runs that began, or go on, in another trainer: weights, moments, progress, in both directions.
+"""Resume runs of other trainers, and convert runs for them: weights, moments, progress, in both
+directions.
 
-Hugging Face's Trainer keeps a training's state in pickles. They are opened in ``pickles`` alone,
-as tensors and plain values only, and only for a user who says so. MindSpore Transformers keeps its
-in safetensors. The names are imported when they are first asked for: a run of our own needs none
-of the conversions.
+Hugging Face's Trainer stores its training state in pickles. Only ``pickles`` opens them, as tensors
+and plain values, and only with the user's consent. MindSpore Transformers uses safetensors. The
+names are imported when they are first used: an ordinary run needs none of the conversions.
 """
 
 from typing import TYPE_CHECKING

@@ -1,7 +1,7 @@
-"""What ``torch.save`` writes, an archive of one pickle and the bytes of tensors, not loaded.
+"""Archives of ``torch.save``, one pickle and the bytes of tensors, read without loading.
 
-The pickle is read as inert records (``pickles``). A tensor's values are found where they lie in the
-file, and read from there as plain bytes, a part at a time.
+The pickle is read as inert records (``pickles``). A tensor's values are located in the file, and
+read from there as plain bytes, part by part.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ _STORAGES = {
 
 
 class Readable(Protocol):
-    """A file, as far as it is read here."""
+    """A file, as far as this module needs it."""
 
     @property
     def path(self) -> Path:
-        """Where it is."""
+        """Its path."""
 
     def read_into(self, offset: int, view: memoryview) -> None:
         """Fill ``view`` with the bytes from ``offset`` on."""
@@ -56,7 +56,7 @@ class Readable(Protocol):
 
 @dataclass(frozen=True)
 class Values:
-    """Where the values of a tensor lie, in row-major order without gaps."""
+    """The position of a tensor's values, in row-major order without gaps."""
 
     file: Readable
     offset: int  # of the first byte in the file
@@ -71,7 +71,7 @@ class Values:
 
 @dataclass(frozen=True)
 class Archive:
-    """An archive that lies in ``file`` from byte ``offset`` on. ``where`` names it in errors."""
+    """An archive in ``file`` from byte ``offset`` on. ``where`` names it in errors."""
 
     file: Readable
     offset: int
@@ -81,14 +81,14 @@ class Archive:
 
     @cached_property
     def content(self) -> Any:
-        """What was saved, with a record in the place of every tensor and object."""
+        """The saved object, with a record in place of every tensor and object."""
         return read_record(self._pickle, self.where, any_name=self.any_name)
 
     def values(self, record: object, name: str) -> Values:
-        """Where the tensor lies that ``record`` stands for.
+        """The position of the tensor that ``record`` stands for.
 
-        Raises ``CheckpointError`` if it stands for something else, or lies otherwise than in one
-        block of the archive.
+        Raises ``CheckpointError`` if it stands for something else, or is not one block of the
+        archive.
         """
         where = f"{self.where}: {name[:200]}"
         try:
@@ -110,13 +110,13 @@ class Archive:
                 "read it with PyTorch"
             )
         if not 0 <= first * dtype.itemsize <= (first + size) * dtype.itemsize <= entry.file_size:
-            raise CheckpointError(f"{where}: {entry.file_size} bytes do not hold {list(shape)}")
+            raise CheckpointError(f"{where}: {entry.file_size} bytes are too few for {list(shape)}")
         start = self.offset + self._start(entry) + first * dtype.itemsize
         return Values(self.file, start, dtype, shape)
 
     @cached_property
     def _entries(self) -> Mapping[str, zipfile.ZipInfo]:
-        """The archive's files by name, without the folder they are in."""
+        """The archive's files by name, without their folder."""
         try:
             with zipfile.ZipFile(_View(self.file, self.offset, self.length)) as archive:
                 listed = archive.infolist()
@@ -132,7 +132,7 @@ class Archive:
         return self.file.read(self.offset + self._start(entry), entry.file_size)
 
     def _start(self, entry: zipfile.ZipInfo) -> int:
-        """Where the bytes of an entry begin, once it is known that they all lie in the archive."""
+        """The start of an entry's bytes, after a check that all of them are in the archive."""
         if entry.compress_type != zipfile.ZIP_STORED:
             raise CheckpointError(f"{self.where}: it is compressed; read it with PyTorch")
         head = self.file.read(self.offset + entry.header_offset, _LOCAL.size)
@@ -155,7 +155,7 @@ def _unwrapped(record: Any) -> Any:
 
 
 def _strides(shape: tuple[int, ...]) -> list[int]:
-    """Those of a tensor whose values follow each other in row-major order."""
+    """The strides of a tensor whose values are contiguous in row-major order."""
     found: list[int] = []
     step = 1
     for n in reversed(shape):

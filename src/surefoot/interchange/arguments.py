@@ -1,4 +1,4 @@
-"""The Trainer's arguments that mean what a recipe says. Its checkpoints do not hold them."""
+"""The Trainer's arguments that correspond to a recipe. Its checkpoints do not contain them."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from ..recipe.recipe import Recipe
 
 
 def training_arguments(recipe: Recipe, max_steps: int) -> dict[str, object]:
-    """Keywords of ``TrainingArguments`` with which the Trainer goes on as the run would have.
+    """Keywords of ``TrainingArguments`` with which the Trainer resumes the run.
 
-    The schedules agree after the warm-up; in it, the Trainer is one step behind (it starts at 0).
+    The schedules agree after the warmup; during it, the Trainer is one step behind (it starts at
+    0).
     """
     section = recipe.train
     found: dict[str, object] = {

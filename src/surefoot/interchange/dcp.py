@@ -1,7 +1,7 @@
 """PyTorch's distributed checkpoints (DCP) with a pickled index, and FSDP folders of the Trainer.
 
 ``.metadata`` and the small pickle around every tensor are read as inert records (``pickles``), so
-that no class of theirs is built and nothing runs; tensors' bytes are read where they lie.
+that no class is built and nothing is executed; tensors' bytes are read directly from the file.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Pickled:
         return {name: stored.dtype for name, stored in self.tensors.items()}
 
     def read(self, name: str, box: Box) -> torch.Tensor:
-        """Just the bytes of ``box``."""
+        """Only the bytes of ``box``."""
         stored = self.tensors[name]
         found = torch.empty(box.shape, dtype=stored.dtype)
         for part in stored.parts:
@@ -71,7 +71,9 @@ class Pickled:
         return found
 
     def _fill(self, name: str, part: _Part, box: Box, target: torch.Tensor) -> None:
-        """Read ``box``, which lies in ``part``, straight into ``target`` if that is contiguous."""
+        """Read ``box``, which is inside ``part``, directly into ``target`` if that is
+        contiguous.
+        """
         start, size = self._start(name, self.tensors[name], part), target.dtype.itemsize
         is_plain = target.is_contiguous()
         values = target if is_plain else torch.empty(box.shape, dtype=target.dtype)
@@ -91,11 +93,11 @@ class Pickled:
 
 
 def open_pickled(folder: Path, *, trust_pickle: bool) -> Pickled:
-    """The weights in a folder of DCP's. Raises ``CheckpointError`` without ``trust_pickle``."""
+    """The weights in a folder of DCP. Raises ``CheckpointError`` without ``trust_pickle``."""
     if not trust_pickle:
         raise CheckpointError(
             f"{folder}: a distributed checkpoint of PyTorch whose {INDEX} is a pickle; "
-            "--trust-pickle reads it, building none of its classes and running nothing"
+            "--trust-pickle reads it without building its classes or executing anything"
         )
     where = folder / INDEX
     with files.open_file(where) as file:
@@ -109,7 +111,7 @@ def open_pickled(folder: Path, *, trust_pickle: bool) -> Pickled:
 
 
 def _tensors(folder: Path, index: Any) -> dict[str, _Stored]:
-    """What the index says of the weights; what else was saved with them is left out."""
+    """The weights in the index; other saved states are ignored."""
     names = _weights(index)
     places: dict[tuple[str, tuple[int, ...]], Any] = {}
     for key, value in index["storage_data"].items():
@@ -124,7 +126,7 @@ def _tensors(folder: Path, index: Any) -> dict[str, _Stored]:
         filled = [box for box in boxes if box.size] or list(boxes)[:1]
         if not is_covered_once(Box.whole(shape), filled):
             raise CheckpointError(
-                f"{folder}: tensor {name[:200]!r}: its boxes are not all of it exactly once"
+                f"{folder}: tensor {name[:200]!r}: its boxes do not cover it exactly once"
             )
         parts = tuple(_part(folder, opened, box, places[fqn, box.start]) for box in filled)
         found[name] = _Stored(told["properties"].state[0], shape, parts)
@@ -142,7 +144,7 @@ def _weights(index: Any) -> dict[str, str]:
     inside = {path[1]: fqn for fqn, path in known.items() if path[0] == _TOP and len(path) == 2}
     found = inside or {path[0]: fqn for fqn, path in known.items() if len(path) == 1}
     if not found:
-        raise CheckpointError("it holds no weights: neither tensors, nor tensors under `model`")
+        raise CheckpointError("it contains no weights: neither tensors, nor tensors under `model`")
     return found
 
 
@@ -158,12 +160,14 @@ def _part(folder: Path, opened: dict[str, files.File], box: Box, place: Any) -> 
         opened[name] = files.open_inside(folder, name)
     offset, length = int(place["offset"]), int(place["length"])
     if not 0 <= offset <= offset + length <= opened[name].size:
-        raise CheckpointError(f"{folder / name}: it ends before the tensors that {INDEX} promises")
+        raise CheckpointError(
+            f"{folder / name}: it ends before the tensors that are listed in {INDEX}"
+        )
     return _Part(box, opened[name], offset, length)
 
 
 def _data_offset(name: str, stored: _Stored, part: _Part) -> int:
-    """Where in the file the values of a part begin, once they are known to lie as expected."""
+    """The start of the values of a part in the file, after a check of their layout."""
     where = f"{part.file.path}: {name[:200]}"
     archive = Archive(part.file, part.offset, part.length, where)
     found = archive.values(archive.content, name)

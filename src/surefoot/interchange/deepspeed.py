@@ -1,8 +1,8 @@
-"""DeepSpeed's checkpoints, ZeRO 1 to 3 and universal: the weights, in float32 where they learn.
+"""DeepSpeed's checkpoints, ZeRO 1 to 3 and universal: the weights, trainable ones in float32.
 
-ZeRO lays the weights that learn end to end in flat float32 buffers and gives every rank a part of
-them; which tensor lies where follows from the order of names and shapes beside them. The pickles
-are read as inert records (``archive``), the values as bytes where they lie.
+ZeRO concatenates the trainable weights in flat float32 buffers and gives every rank a part of them;
+the position of each tensor follows from the order of names and shapes beside them. The pickles are
+read as inert records (``archive``), the values directly as bytes.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ _ALIGNED = 2  # ZeRO 2 rounds the length of a buffer up to this many values a ra
 def open_deepspeed(folder: Path, *, trust_pickle: bool = False) -> FlatBufferSource:
     """The weights of a checkpoint: ``global_step500``, or the folder whose ``latest`` names it.
 
-    Of weights that share their values one is left. Raises ``CheckpointError`` for pickles that the
-    user does not trust, a rank that is missing, damage, and what is not read here: weights cut by
-    tensor or pipeline parallelism (but in universal checkpoints), and experts.
+    Of tied weights one is returned. Raises ``CheckpointError`` for pickles that the user does not
+    trust, a missing rank, damage, and unsupported forms: weights sharded by tensor or pipeline
+    parallelism (except in universal checkpoints), and experts.
     """
     if not trust_pickle:
         raise CheckpointError(
-            f"{folder}: a checkpoint of DeepSpeed, whose files are pickles; --trust-pickle reads "
-            "them, building none of their classes and running nothing"
+            f"{folder}: a checkpoint of DeepSpeed, whose files are pickles; --trust-pickle "
+            "reads them without building their classes or executing anything"
         )
     place = _place(folder)
     names = files.list_folder(place)
     if odd := next((n for n in names if _LAYER.fullmatch(n)), None):
         raise CheckpointError(
-            f"{place / odd}: layers of a pipeline, or experts, saved apart are not read here; put "
-            "them together with DeepSpeed"
+            f"{place / odd}: separately saved pipeline layers or experts are not supported; "
+            "merge them with DeepSpeed"
         )
     ranks = _ranks(place, names, _MODEL)
     if not ranks:
@@ -61,7 +61,7 @@ def open_deepspeed(folder: Path, *, trust_pickle: bool = False) -> FlatBufferSou
         return FlatBufferSource(_zero(place, ranks, _ranks(place, names, _OPTIMIZER)))
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
-            f"{place}: not laid out as DeepSpeed does ({type(error).__name__}: {str(error)[:200]})"
+            f"{place}: not in DeepSpeed's layout ({type(error).__name__}: {str(error)[:200]})"
         ) from None
 
 
@@ -94,13 +94,13 @@ class _Shut:
 
 @dataclass(frozen=True)
 class _State:
-    """What one file says."""
+    """The content of one file."""
 
     archive: Archive
     told: Any
 
     def values(self, record: object, name: str) -> Values:
-        """Where a tensor lies."""
+        """The position of a tensor."""
         return self.archive.values(record, name)
 
 
@@ -112,7 +112,9 @@ def _open(path: Path) -> _State:
 
 
 def _ranks(place: Path, names: Sequence[str], pattern: re.Pattern[str]) -> dict[int, list[Path]]:
-    """The files of that kind by their part of the model, each in the order of the data ranks."""
+    """The files of that kind by their part of the model, each in the order of the data-parallel
+    ranks.
+    """
     found: dict[int, dict[int, Path]] = {}
     for match in filter(None, map(pattern.fullmatch, names)):
         part, rank = int(match[2]), int(match[1] or 0)
@@ -131,8 +133,8 @@ def _zero(
 ) -> dict[str, Spread]:
     if {*models, *optimizers} != {0}:
         raise CheckpointError(
-            f"{place}: a model cut by tensor or pipeline parallelism (mp_rank_01); make it a "
-            "universal checkpoint with DeepSpeed's ds_to_universal.py, and take that"
+            f"{place}: a model sharded by tensor or pipeline parallelism (mp_rank_01); convert "
+            "it to a universal checkpoint with DeepSpeed's ds_to_universal.py first"
         )
     states = [_open(path) for path in models[0]]
     shapes = _shapes(states[0].told)
@@ -166,14 +168,16 @@ def _most(count: Any) -> int:
 
 
 def _shapes(told: Any) -> list[dict[str, tuple[int, ...]]]:
-    """The shapes of what learns, by name, in the order and groups of the buffers."""
+    """The shapes of trainable weights, by name, in the order and groups of the buffers."""
     if told.get("ds_autoep_layers") or told.get("num_experts"):
-        raise CheckpointError("experts are not read here; put them together with DeepSpeed")
+        raise CheckpointError("experts are not supported; merge them with DeepSpeed")
     return [{n: tuple(shape) for n, shape in d.items()} for d in told["param_shapes"] or []]
 
 
 def _module(state: _State, learned: Mapping[str, Spread]) -> dict[str, Spread]:
-    """All of a model: what is ``learned``, and what else there is as it was saved with it."""
+    """All weights of a model: the trained ones (``learned``), and the others as they were saved
+    with it.
+    """
     shared = state.told.get("shared_params") or {}
     found = dict(learned)
     for name, record in state.told["module"].items():
@@ -188,7 +192,9 @@ def _by_group(
     flat: Sequence[Sequence[Values]],
     paddings: Sequence[Sequence[int]] | None,
 ) -> Iterator[tuple[str, Spread]]:
-    """ZeRO 1 and 2: each group's parameters end to end, and that cut into a part for every rank."""
+    """ZeRO 1 and 2: each group's parameters concatenated, and divided into a part for every
+    rank.
+    """
     for i, group in enumerate(shapes):
         buffers = [own[i] for own in flat]
         gaps = paddings[i] if paddings is not None else [0] * len(group)
@@ -207,7 +213,9 @@ def _by_rank(
     shapes: Sequence[Mapping[str, tuple[int, ...]]],
     flat: Sequence[Sequence[Values]],
 ) -> Iterator[tuple[str, Spread]]:
-    """ZeRO 3: each parameter cut into a part for every rank, and each rank's parts end to end."""
+    """ZeRO 3: each parameter divided into a part for every rank, and each rank's parts
+    concatenated.
+    """
     at = 0
     for name, shape in ((n, s) for group in shapes for n, s in group.items()):
         share = -(-Box.whole(shape).size // len(flat))
@@ -220,7 +228,7 @@ def _by_rank(
 
 
 def _trimmed(parts: Sequence[Sequence[ValueRange]], size: int) -> tuple[ValueRange, ...]:
-    """The first ``size`` values: the last ranks' parts are filled up."""
+    """The first ``size`` values, without the padding in the last ranks' parts."""
     found, left = [], size
     for run in (run for part in parts for run in part):
         if left > 0:
@@ -233,15 +241,15 @@ def _spread(place: Path, name: str, shape: tuple[int, ...], runs: tuple[ValueRan
     size, expected = sum(run.count for run in runs), Box.whole(shape).size
     if size != expected or len({run.values.dtype for run in runs}) > 1:
         raise CheckpointError(
-            f"{place}: {name[:200]}: {size} values are there, expected {expected}; is the file of "
-            "a rank of another save?"
+            f"{place}: {name[:200]}: {size} values found, expected {expected}; is the file of a "
+            "rank of another save?"
         )
     dtype = runs[0].values.dtype if runs else torch.float32
     return Spread(dtype, shape, runs)
 
 
 def _kept(states: Sequence[_State]) -> Iterator[tuple[str, Spread]]:
-    """ZeRO 3: what does not learn. Buffers are whole everywhere; frozen weights are cut."""
+    """ZeRO 3: the other tensors. Buffers are replicated; frozen weights are sharded."""
     first = states[0].told
     for name in first["buffer_names"]:
         yield name, whole(states[0].values(first["module"][name], name))
@@ -254,7 +262,7 @@ def _kept(states: Sequence[_State]) -> Iterator[tuple[str, Spread]]:
 
 
 def _universal(place: Path, models: Mapping[int, list[Path]]) -> dict[str, Spread]:
-    """A folder for every parameter, whole: with its shape, or flat (from ZeRO 3)."""
+    """A folder for every parameter, unsharded: with its shape, or flat (from ZeRO 3)."""
     states = [_open(path) for path in models[0]]
     first = states[0].told
     shapes = {name: shape for group in _shapes(first) for name, shape in group.items()}
@@ -266,8 +274,8 @@ def _universal(place: Path, models: Mapping[int, list[Path]]) -> dict[str, Sprea
             continue
         if is_cut and not files.exists(inner / "exp_avg.pt"):
             raise CheckpointError(
-                f"{inner}: it did not learn, and of such weights DeepSpeed keeps one part of "
-                f"{len(models)} when it makes a universal checkpoint"
+                f"{inner}: it was frozen, and DeepSpeed keeps only one part of {len(models)} of "
+                "such weights in a universal checkpoint"
             )
         state = _open(inner / "fp32.pt")
         record = state.told["param"] if isinstance(state.told, dict) else state.told

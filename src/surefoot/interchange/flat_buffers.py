@@ -1,4 +1,4 @@
-"""A source whose tensors lie in pieces of flat buffers, as ZeRO cuts them: read as plain bytes."""
+"""A tensor source whose tensors are pieces of ZeRO's flat buffers: read as plain bytes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .archive import Values
 
 @dataclass(frozen=True)
 class ValueRange:
-    """Some values of a tensor that follow each other in a file."""
+    """Consecutive values of a tensor in a file."""
 
     values: Values  # a flat buffer
     first: int  # the place of the first in the buffer
@@ -28,7 +28,7 @@ class ValueRange:
 
 @dataclass(frozen=True)
 class Spread:
-    """A tensor: its values in row-major order are those of the runs, one after the other."""
+    """A tensor: its values in row-major order are those of the ranges, concatenated."""
 
     dtype: torch.dtype
     shape: Shape
@@ -36,13 +36,13 @@ class Spread:
 
 
 def whole(values: Values, shape: Shape | None = None) -> Spread:
-    """A tensor that lies in one place, flat or as it is."""
+    """A tensor in one place, flat or with its shape."""
     run = ValueRange(values, 0, values.size)
     return Spread(values.dtype, values.shape if shape is None else shape, (run,))
 
 
 def cut(buffers: Sequence[Values], first: int, count: int) -> Iterator[ValueRange]:
-    """``count`` values from the ``first`` on of buffers laid end to end; fewer if these end."""
+    """``count`` values from the ``first`` on of concatenated buffers; fewer if these end."""
     bounds = [0, *accumulate(buffer.size for buffer in buffers)]
     for buffer, (start, stop) in zip(buffers, pairwise(bounds), strict=True):
         low, high = max(start, first), min(stop, first + count)
@@ -52,12 +52,12 @@ def cut(buffers: Sequence[Values], first: int, count: int) -> Iterator[ValueRang
 
 @dataclass(frozen=True)
 class FlatBufferSource:
-    """Tensors in runs."""
+    """Tensors in ranges."""
 
     tensors: Mapping[str, Spread]
 
     def shapes(self) -> Mapping[str, Shape]:
-        """As they are put together."""
+        """Their full shapes."""
         return {name: spread.shape for name, spread in self.tensors.items()}
 
     def dtypes(self) -> Mapping[str, torch.dtype]:
@@ -65,7 +65,7 @@ class FlatBufferSource:
         return {name: spread.dtype for name, spread in self.tensors.items()}
 
     def read(self, name: str, box: Box) -> torch.Tensor:
-        """Just the bytes of ``box``."""
+        """Only the bytes of ``box``."""
         spread = self.tensors[name]
         found = torch.empty(box.shape, dtype=spread.dtype)
         view, done = raw(found), 0

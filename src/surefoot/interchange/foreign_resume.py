@@ -48,8 +48,8 @@ class HuggingFaceTrainer:
         """Raises ``RecipeError`` for a pipeline, ``CheckpointError`` for pickles not trusted."""
         if pp > 1:
             raise RecipeError(
-                f"parallel.pp: a pipeline cannot go on from {folder}, which another trainer wrote; "
-                "start with pp 1, save, and go on from that with any pp"
+                f"parallel.pp: a pipeline cannot resume from {folder}, which another trainer "
+                "wrote; start with pp 1, save, and resume from that checkpoint with any pp"
             )
         check_trainer_checkpoint(folder, trust_pickle=trust_pickle)
 
@@ -83,16 +83,17 @@ TRAINERS: Mapping[str, ForeignTrainer] = {
 
 
 def detect_trainer(folder: Path, *, trust_pickle: bool, pp: int) -> ForeignTrainer | None:
-    """Which other trainer wrote ``folder``; None if a run of Surefoot did.
+    """The other trainer that wrote ``folder``; None if Surefoot did.
 
     Args:
         folder: what ``checkpoint.resume`` names.
-        trust_pickle: whether the user said that the pickles in it may be read.
-        pp: stages of the run's pipeline.
+        trust_pickle: whether the user allows its pickles to be read.
+        pp: number of pipeline stages of the run.
 
     Raises:
-        CheckpointError: what shows without a model: pickles that are not trusted, weights alone.
-        RecipeError: a pipeline, which cannot go on from a Trainer's.
+        CheckpointError: problems that show without a model: pickles that are not trusted, only
+            weights.
+        RecipeError: a pipeline, which cannot resume from a Trainer's checkpoint.
     """
     with files.raising(CheckpointError):
         found = next((one for one in TRAINERS.values() if one.recognise(folder)), None)
@@ -103,8 +104,8 @@ def detect_trainer(folder: Path, *, trust_pickle: bool, pp: int) -> ForeignTrain
     if layout is not None and not layout.has_manifest:
         where = "adapter" if layout.is_adapter else "path"
         raise CheckpointError(
-            f"{folder}: weights alone ({layout.name}), without the state of a training to go on "
-            f"from; to start from them, leave checkpoint.resume out and set "
+            f"{folder}: only weights ({layout.name}), without training state, so it cannot be "
+            "resumed; to start from them, remove checkpoint.resume and set "
             f"model.{where}={shlex.quote(str(folder))}"
         )
     return None

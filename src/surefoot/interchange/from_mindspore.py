@@ -1,8 +1,8 @@
-"""Go on where a training of MindSpore Transformers stopped: weights, moments, step, learning rate.
+"""Resume from a checkpoint of MindSpore Transformers: weights, moments, step, learning rate.
 
-Its folder may be of any form and strategy: every process reads the boxes that it holds from the
-slices they lie in, and nothing is merged. What is not in the folder, the order of the data and the
-random generators, is said in the log.
+Its folder may have any form and strategy: every rank reads its boxes from the slices that contain
+them, and nothing is merged. The data order and the random generators are not in the folder, and the
+log says so.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _SLOTS = dict(zip(MOMENTS, ("exp_avg", "exp_avg_sq"), strict=True))
 
 @dataclass(frozen=True)
 class Progress:
-    """How far the training was, as its files say it; None for what they do not."""
+    """The progress of the training according to its files; None for missing numbers."""
 
     step_num: int  # windows
     num_updates: int  # of the optimizer; fewer where fp16 overflowed
@@ -53,17 +53,18 @@ class Progress:
 
 
 def load_mindspore_checkpoint(folder: Path, trainer: Trainer, *, base: Path) -> None:
-    """Make ``trainer`` what a training of MindSpore Transformers was when it saved ``folder``.
+    """Load the state of a training of MindSpore Transformers from ``folder`` into ``trainer``.
 
     Args:
-        folder: of any form; a file in ``rank_0`` names one of several steps.
-        trainer: built from the recipe; of several processes each calls this. Nothing of it changes
-            if this raises, unless the files cannot be read to their end.
-        base: the folder of the recipe's model, which tells what the files may not: heads, shapes.
+        folder: of any form; a file in ``rank_0`` selects one of several steps.
+        trainer: built from the recipe; a collective call. It is not changed if this raises, unless
+            the files cannot be read to their end.
+        base: the folder of the recipe's model, which contains what the files may lack: heads,
+            shapes.
 
     Raises:
-        CheckpointError: files that do not belong together, no moments, another model, a method
-            that trains an adapter, or an optimizer other than AdamW.
+        CheckpointError: files that do not belong together, no moments, another model, a method that
+            trains an adapter, or an optimizer other than AdamW.
     """
     _refuse_unlike(folder, trainer)
     is_whole = HuggingFace().recognise(base)
@@ -83,7 +84,7 @@ def load_mindspore_checkpoint(folder: Path, trainer: Trainer, *, base: Path) -> 
 
 
 def read_progress(state: TensorSource, where: Path) -> Progress:
-    """The numbers beside the moments. Raises ``CheckpointError`` if no step is among them."""
+    """The numbers beside the moments. Raises ``CheckpointError`` if they include no step."""
     names, told = state.shapes(), progress_of(where)
 
     def number(name: str) -> float | None:
@@ -97,8 +98,8 @@ def read_progress(state: TensorSource, where: Path) -> Progress:
     windows = updates if windows is None else windows
     if windows is None:
         raise CheckpointError(
-            f"{where}: says neither step_num nor global_step, so there is no step to go on from; "
-            f"to start anew from its weights, {_anew(where)}"
+            f"{where}: contains neither step_num nor global_step, so the step to resume from is "
+            f"unknown; to start a new run from its weights, {_anew(where)}"
         )
     batch = number("global_batch_size")
     return Progress(
@@ -111,15 +112,16 @@ def read_progress(state: TensorSource, where: Path) -> Progress:
 
 
 def _anew(folder: Path) -> str:
-    return f"leave checkpoint.resume out and set model.path={folder}"
+    return f"remove checkpoint.resume and set model.path={folder}"
 
 
 def _refuse_unlike(folder: Path, trainer: Trainer) -> None:
-    """Refuse a method and an optimizer that MindSpore's moments do not belong to."""
+    """Reject a method and an optimizer to which MindSpore's moments do not belong."""
     if isinstance(trainer.policy.weights, AdapterWeights):
         raise CheckpointError(
-            f"{folder}: it holds a whole model and its moments, but the recipe's method trains an "
-            f"adapter; set method to full, or {_anew(folder)} to train an adapter of its weights"
+            f"{folder}: it contains a full model and its moments, but the recipe's method "
+            f"trains an adapter; set method to full, or {_anew(folder)} to train an adapter of "
+            "its weights"
         )
     if not isinstance(trainer.policy.step.optimizer, torch.optim.AdamW):
         raise CheckpointError(
@@ -129,7 +131,7 @@ def _refuse_unlike(folder: Path, trainer: Trainer) -> None:
 
 
 def _refuse_other(source: TensorSource, trainer: Trainer, folder: Path) -> None:
-    """Refuse weights of another model, and moments of other parameters."""
+    """Reject weights of another model, and moments of other parameters."""
     shapes = source.shapes()
     theirs = {name: shape for name, shape in shapes.items() if not name.startswith(MOMENTS)}
     ours = {name: tuple(t.shape) for name, t in trainer.policy.weights.state_dict().items()}
@@ -137,8 +139,8 @@ def _refuse_other(source: TensorSource, trainer: Trainer, folder: Path) -> None:
     if odd:
         here, there = (_shape(found.get(odd[0])) for found in (ours, theirs))
         raise CheckpointError(
-            f"{folder}: it is the checkpoint of another model: {len(odd)} tensors differ; "
-            f"{odd[0]} is {there} in it, {here} in this run"
+            f"{folder}: a checkpoint of another model: {len(odd)} tensors differ; {odd[0]} is "
+            f"{there} in it, {here} in this run"
         )
     for name, parameter in _learning(trainer):
         for prefix in MOMENTS:
@@ -146,14 +148,15 @@ def _refuse_other(source: TensorSource, trainer: Trainer, folder: Path) -> None:
             if found != tuple(parameter.shape):
                 what = "no moments" if found is None else f"moments of shape {list(found)}"
                 raise CheckpointError(
-                    f"{folder}: holds {what} of {name}, which learns in this run; to start anew "
-                    f"from its weights, {_anew(folder)}"
+                    f"{folder}: contains {what} of {name}, which is trainable in this run; to "
+                    f"start a new run from its weights, {_anew(folder)}"
                 )
 
 
 def _with_fused_moments(source: TensorSource, trainer: Trainer) -> TensorSource:
-    """``source``, with the moments of experts laid together as their parameters lie in memory. What
-    learns in the stages of a pipeline has other names, and is left as it is."""
+    """``source``, with the moments of experts fused as their parameters are in memory.
+    Parameters in a pipeline have other names, and are not changed.
+    """
     weights = trainer.policy.weights
     if not isinstance(weights, FullWeights) or trainer.world.pp > 1:
         return source
@@ -176,17 +179,17 @@ def _with_fused_moments(source: TensorSource, trainer: Trainer) -> TensorSource:
 
 
 def _shape(found: tuple[int, ...] | None) -> str:
-    return "not there" if found is None else f"of shape {list(found)}"
+    return "missing" if found is None else f"of shape {list(found)}"
 
 
 def _learning(trainer: Trainer) -> Iterator[tuple[str, torch.Tensor]]:
-    """The parameters that learn in this process, by their names in the optimizer's state."""
+    """The trainable parameters of this rank, by their names in the optimizer's state."""
     for group in trainer.policy.step.optimizer.param_groups:
         yield from zip(group["names"], group["params"], strict=True)
 
 
 def _fill_together(source: TensorSource, trainer: Trainer, num_updates: int) -> None:
-    """An error in one process is one in all, so that none waits for another."""
+    """Raise an error of one rank on all ranks, so that none waits for another."""
     problem = None
     try:
         _fill_weights(source, trainer.policy.weights)
@@ -199,7 +202,7 @@ def _fill_together(source: TensorSource, trainer: Trainer, num_updates: int) -> 
 
 @torch.no_grad()
 def _fill_weights(source: TensorSource, weights: ShardedState) -> None:
-    """Box by box into the tensors that are there, so that no second model is in memory."""
+    """Box by box into the existing tensors, so that no second model is in memory."""
     current = weights.state_dict()
     for name, tensor in current.items():
         local_box_of(name, tensor, weights.cuts_of(name)).fill(partial(source.read, name))
@@ -208,7 +211,7 @@ def _fill_weights(source: TensorSource, weights: ShardedState) -> None:
 
 @torch.no_grad()
 def _fill_moments(source: TensorSource, trainer: Trainer, num_updates: int) -> None:
-    """Moments cut as their parameters are."""
+    """Moments sharded like their parameters."""
     moments: dict[str, dict[str, torch.Tensor]] = {}
     for name, parameter in _learning(trainer):
         moments[name] = {"step": torch.tensor(float(num_updates))}
@@ -221,7 +224,7 @@ def _fill_moments(source: TensorSource, trainer: Trainer, num_updates: int) -> N
 
 
 def _differences(progress: Progress, trainer: Trainer) -> Iterator[str]:
-    """What goes on otherwise than it was."""
+    """Differences between the two runs, for the log."""
     if progress.num_updates != progress.step_num:
         yield f"the optimizer has made {progress.num_updates} updates in {progress.step_num} steps"
     step = _step(progress, trainer.windows.loader)
@@ -232,19 +235,22 @@ def _differences(progress: Progress, trainer: Trainer) -> Iterator[str]:
 
 
 def _step(progress: Progress, loader: Loader) -> int:
-    """The step of this run after as many examples, as MindSpore Transformers counts it."""
+    """The step of this run after the same number of examples, as MindSpore Transformers counts
+    it.
+    """
     if progress.batch_size is None:
         return progress.step_num
     return progress.step_num * progress.batch_size // loader.global_batch_size
 
 
 def _take_place(progress: Progress, trainer: Trainer) -> None:
-    """Go to the window of the step, in our order of the data. Where nobody knows how long an epoch
-    is, the steps were all in the first."""
+    """Go to the window of the step, in Surefoot's data order. If the length of an epoch is
+    unknown, all steps count as the first epoch.
+    """
     loader, step = trainer.windows.loader, _step(progress, trainer.windows.loader)
     if step != progress.step_num:
         logger.info(
-            "its step %d of %d examples is step %d of %d here",
+            "MindSpore's step %d with %d examples per step is step %d with %d examples per step",
             *(progress.step_num, progress.batch_size, step, loader.global_batch_size),
         )
     windows = loader.steps_per_epoch
@@ -257,8 +263,9 @@ def _take_place(progress: Progress, trainer: Trainer) -> None:
     trainer.state.load_state_dict(taken)
     loader.load_state_dict({**loader.state_dict(), "epoch": epoch, "window": window})
     logger.info(
-        "the data goes on in epoch %d after %d of its %s examples; its order%s is ours, which "
-        "MindSpore's folders do not hold, nor its random generators and AdamW's settings",
+        "the data resumes in epoch %d after %d of its %s examples, in Surefoot's order%s; "
+        "MindSpore's folders contain neither their order nor random generators nor AdamW's "
+        "settings",
         epoch + 1,
         window * loader.global_batch_size,
         loader.num_examples or "many",

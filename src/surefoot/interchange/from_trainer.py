@@ -1,7 +1,7 @@
-"""Go on where Hugging Face's Trainer stopped: its weights, moments and progress become the run's.
+"""Resume from a checkpoint of Hugging Face's Trainer: its weights, moments and progress.
 
-Everything is read and checked before anything of the run changes. What cannot come along, the order
-the Trainer shuffled the data in, is said in the log.
+Everything is read and checked before the run is changed. The Trainer's data order is not in its
+checkpoints, and the log says so.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ HYPERPARAMETERS = {"betas": "beta1, beta2", "eps": "epsilon", "weight_decay": "w
 
 
 def load_trainer_checkpoint(folder: Path, trainer: Trainer, *, trust_pickle: bool) -> None:
-    """Make ``trainer`` what the Trainer's checkpoint ``folder`` says it was, at its step.
+    """Load the Trainer's checkpoint ``folder`` into ``trainer``, at its step.
 
     Args:
         folder: ``checkpoint-N`` as the Trainer wrote it: of a model, or of a PEFT adapter.
-        trainer: built from the recipe; nothing of it changes if this raises.
-        trust_pickle: whether the user said that the pickles in the folder may be read.
+        trainer: built from the recipe; it is not changed if this raises.
+        trust_pickle: whether the user allows its pickles to be read.
 
     Raises:
-        CheckpointError: pickles that are not trusted, files that are missing or damaged, or a
-            checkpoint of another model, method or optimizer.
+        CheckpointError: pickles that are not trusted, missing or damaged files, or a checkpoint of
+            another model, method or optimizer.
     """
     progress = check_trainer_checkpoint(folder, trust_pickle=trust_pickle)
     policy = trainer.policy.module
@@ -73,7 +73,7 @@ def load_trainer_checkpoint(folder: Path, trainer: Trainer, *, trust_pickle: boo
 
 
 def check_trainer_checkpoint(folder: Path, *, trust_pickle: bool) -> Progress:
-    """Refuse at once what shows without a model; errors as ``load_trainer_checkpoint``."""
+    """Reject problems that show without a model; errors as ``load_trainer_checkpoint``."""
     refuse_incomplete(folder)
     if not trust_pickle:
         raise CheckpointError(_refusal(folder))
@@ -82,7 +82,7 @@ def check_trainer_checkpoint(folder: Path, *, trust_pickle: bool) -> Progress:
 
 @dataclass(frozen=True)
 class _Extras:
-    """The content of the pickles that a folder may lack."""
+    """The content of the optional pickles."""
 
     scheduler: object
     scaler: object
@@ -107,7 +107,7 @@ def _refusal(folder: Path) -> str:
 
 @torch.no_grad()
 def _load_weights(source: TensorSource, trainer: Trainer) -> None:
-    """Tensor by tensor into those that are there, so that no second model is in memory."""
+    """Tensor by tensor into the existing ones, so that no second model is in memory."""
     current = trainer.policy.weights.state_dict()
     for name, tensor in current.items():
         tensor.copy_(read_whole(source, name))
@@ -115,11 +115,11 @@ def _load_weights(source: TensorSource, trainer: Trainer) -> None:
 
 
 def _moments(folder: Path, trainer: Trainer, by_module: Moments) -> Moments:
-    """The same moments under the names that our optimizer's state has."""
+    """The same moments under the names of Surefoot's optimizer state."""
     optimizer = trainer.policy.step.optimizer
     if not isinstance(optimizer, torch.optim.AdamW):
         raise CheckpointError(
-            f"{folder / OPTIMIZER}: it holds AdamW's moments, but the recipe's optimizer is "
+            f"{folder / OPTIMIZER}: it contains AdamW's moments, but the recipe's optimizer is "
             f"{type(optimizer).__name__}; set optim to adamw"
         )
     names = {id(p): name for name, p in trainer.policy.module.named_parameters()}
@@ -133,21 +133,21 @@ def _moments(folder: Path, trainer: Trainer, by_module: Moments) -> Moments:
 def _differences(
     saved: Any, scheduler: object, progress: Progress, moments: Moments, trainer: Trainer
 ) -> Iterator[str]:
-    """What goes on otherwise than it was."""
+    """Differences between the two runs, for the log."""
     step = progress.global_step
     updates = max(int(values["step"]) for values in moments.values())
     if updates > step:
         raise CheckpointError(
             f"{OPTIMIZER} has made {updates} updates, but trainer_state.json is of step {step}: "
-            "two saves are mixed in this folder; go on from another checkpoint"
+            "two saves are mixed in this folder; resume from another checkpoint"
         )
     if updates < step:
         yield f"{OPTIMIZER} has made {updates} updates in {step} steps"
     last = scheduler.get("last_epoch") if isinstance(scheduler, Mapping) else None
     if isinstance(last, int) and last != step:
         yield (
-            f"{SCHEDULER} is at step {last}, trainer_state.json at {step}; the learning rate goes "
-            f"on from step {step}"
+            f"{SCHEDULER} is at step {last}, trainer_state.json at {step}; the learning rate "
+            f"continues from step {step}"
         )
     if progress.max_steps not in (0, trainer.state.max_steps):
         yield (
@@ -165,18 +165,21 @@ def _other_settings(
         was, now = theirs[0].get(key), ours[0][key]
         has_none = key == "weight_decay" and not now and len(ours) == 1  # vectors alone learn
         if _numbers(was) not in (None, _numbers(now)) and not has_none:
-            yield f"optim.adamw.{name} was {was}, and is {now} from here on"
+            yield f"optim.adamw.{name} was {was} and is {now} now"
     if ours[0]["weight_decay"]:
         decay = trainer_groups(trainer.policy.module)[0]
         names = {id(p): name for name, p in trainer.policy.module.named_parameters()}
         here = {names[id(p)] for g in ours if g["weight_decay"] for p in g["params"]}
         if odd := sorted(here ^ set(decay)):
-            yield f"weight decay: {len(odd)} parameters differ from the Trainer's, {odd[0]} for one"
+            yield (
+                f"weight decay: {len(odd)} parameters differ from the Trainer's, for example "
+                f"{odd[0]}"
+            )
     rates = scheduler.get("_last_lr") if isinstance(scheduler, Mapping) else None
     if isinstance(rates, list) and rates and isinstance(rates[0], float):
         rate = ours[0]["lr"] * trainer.policy.step.schedule.factor(step)
         if not math.isclose(rate, rates[0], rel_tol=1e-6, abs_tol=1e-12):
-            yield f"the next learning rate would have been {rates[0]:.4g}, and is {rate:.4g}"
+            yield f"the Trainer's next learning rate was {rates[0]:.4g}; it is {rate:.4g} now"
 
 
 def _numbers(value: object) -> tuple[object, ...] | None:
@@ -186,7 +189,9 @@ def _numbers(value: object) -> tuple[object, ...] | None:
 
 
 def _scale(saved: object, where: Path) -> dict[str, float] | None:
-    """torch's GradScaler in our words: both multiply the mean loss of a step."""
+    """The state of torch's GradScaler as that of Surefoot's: both multiply the mean loss of a
+    step.
+    """
     if not saved:
         return None
     scale = saved.get("scale") if isinstance(saved, Mapping) else None
@@ -197,7 +202,9 @@ def _scale(saved: object, where: Path) -> dict[str, float] | None:
 
 
 def _take_random(saved: Any, where: Path, generators: Stateful) -> None:
-    """Set the generators, for what draws between steps; inside a step they follow from the seed."""
+    """Set the generators, for code that draws between steps; inside a step they follow from the
+    seed.
+    """
     try:
         version, words, gauss = saved["python"]
         name, key, position, has_gauss, cached = saved["numpy"]
@@ -216,8 +223,8 @@ def _take_random(saved: Any, where: Path, generators: Stateful) -> None:
         generators.load_state_dict(state)
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError):
         raise CheckpointError(
-            f"{where}: it does not hold the generators of a process; delete the file to go on "
-            "without them"
+            f"{where}: it does not contain the generators of a process; delete the file to "
+            "resume without them"
         ) from None
 
 
@@ -226,8 +233,8 @@ def _take_progress(progress: Progress, trainer: Trainer) -> None:
     best = progress.best_global_step
     if best is not None and trainer.section.load_best_model_at_end:
         logger.info(
-            "the best so far, step %d of the Trainer's run, cannot be loaded at the end; the best "
-            "is looked for anew from here",
+            "the best checkpoint, step %d of the Trainer's run, cannot be loaded at the end; "
+            "the best metric starts again with this run",
             best,
         )
     keeps = best is not None and not trainer.section.load_best_model_at_end
@@ -250,19 +257,20 @@ def _take_progress(progress: Progress, trainer: Trainer) -> None:
 
 
 def _take_place(progress: Progress, loader: Loader) -> None:
-    """Go to the window of the step; by the share of the epoch if batches differ. Where nobody knows
-    how long an epoch is, the steps were all in the first."""
+    """Go to the window of the step; by the share of the epoch if batch sizes differ. If the
+    length of an epoch is unknown, all steps count as the first epoch.
+    """
     windows = loader.steps_per_epoch
     epoch, window = divmod(progress.global_step, windows) if windows else (0, progress.global_step)
     if windows and abs(progress.global_step / windows - progress.epoch) > 1 / windows:
         epoch, window = divmod(round(progress.epoch * windows), windows)
     loader.load_state_dict({**loader.state_dict(), "epoch": epoch, "window": window})
     logger.info(
-        "the data goes on in epoch %d after %d of its %s examples; their order is %s",
+        "the data resumes in epoch %d after %d of its %s examples; their order is %s",
         epoch + 1,
         window * loader.global_batch_size,
         loader.num_examples or "many",
-        "ours, not the Trainer's, which is not in its checkpoints"
+        "Surefoot's; the Trainer's order is not in its checkpoints"
         if loader.shuffle
         else "as stored",
     )

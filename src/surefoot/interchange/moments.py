@@ -1,8 +1,8 @@
-"""``optimizer.pt``: moments by number. Which parameter has which number follows from the Trainer.
+"""``optimizer.pt``: moments by the numbers of parameters, in the Trainer's order.
 
-The Trainer numbers the parameters that learn: first those that decay, then the others, each in the
-order of ``named_parameters``. Nothing in the file says so; what can be checked is checked: how many
-there are in each group, their shapes, and which tensors each has.
+The Trainer numbers the trainable parameters: first those with weight decay, then the others, each
+in the order of ``named_parameters``. The file does not contain this order. Everything that can be
+checked is checked: how many there are in each group, their shapes, and which tensors each has.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ NO_DECAY_OF_OLD = (r"bias",)
 
 
 def trainer_groups(model: nn.Module, patterns: Sequence[str] = NO_DECAY) -> list[list[str]]:
-    """The parameters of ``model`` that learn, as the Trainer groups and orders them."""
+    """The trainable parameters of ``model``, as the Trainer groups and orders them."""
     decays = set(get_parameter_names(model, [nn.LayerNorm], list(patterns)))
     learns = [name for name, p in model.named_parameters() if p.requires_grad]
     return [[n for n in learns if n in decays], [n for n in learns if n not in decays]]
 
 
 def _orders(model: nn.Module) -> Iterator[list[list[str]]]:
-    """Every grouping a Trainer may have used, the likeliest first."""
+    """Every grouping that a Trainer may have used, the most likely first."""
     yield trainer_groups(model)
     yield trainer_groups(model, NO_DECAY_OF_OLD)
     yield [[name for name, p in model.named_parameters() if p.requires_grad]]  # an optimizer given
 
 
 def moments_by_name(saved: object, model: nn.Module, where: Path) -> Moments:
-    """The state of every parameter of ``model`` that learns, by its name in the model.
+    """The state of every trainable parameter of ``model``, by its name in the model.
 
     Raises:
         CheckpointError: not AdamW's state, or that of other parameters.
@@ -61,7 +61,7 @@ def moments_by_name(saved: object, model: nn.Module, where: Path) -> Moments:
     raise CheckpointError(f"{where}: {reason or _count(numbers, model)}; {_ADVICE}")
 
 
-_ADVICE = "give the run the model and method of the checkpoint"
+_ADVICE = "set the model and method of the checkpoint in the recipe"
 
 
 def _taken_apart(saved: object, where: Path) -> tuple[list[list[int]], Mapping[int, Any]]:
@@ -73,18 +73,19 @@ def _taken_apart(saved: object, where: Path) -> tuple[list[list[int]], Mapping[i
     if not all(isinstance(n, list) and all(type(i) is int for i in n) for n in numbers):
         raise CheckpointError(f"{where}: it is not the state of a torch optimizer")
     if not state:
-        raise CheckpointError(f"{where}: it holds no moments; go on from another checkpoint")
+        raise CheckpointError(f"{where}: it contains no moments; resume from another checkpoint")
     return [list(found or ()) for found in numbers], state
 
 
 def _problem(values: object, shape: torch.Size) -> str | None:
     """Why ``values`` cannot be the state of a parameter of ``shape``."""
     if not isinstance(values, dict) or not values:
-        return "it learns, but has no moments in the file"
+        return "it is trainable, but has no moments in the file"
     if values.keys() != KEYS:
         names = ", ".join(sorted(map(str, values)))[:200]
         return (
-            f"it holds {names}, expected {', '.join(sorted(KEYS))}: only AdamW can be gone on with"
+            f"it contains {names}, expected {', '.join(sorted(KEYS))}: only AdamW's state can "
+            "be resumed"
         )
     for name, expected in (("exp_avg", shape), ("exp_avg_sq", shape), ("step", torch.Size())):
         found = values[name]
@@ -98,7 +99,7 @@ def _problem(values: object, shape: torch.Size) -> str | None:
 
 
 def _plain(values: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """With the number of updates as torch counts it now."""
+    """With the number of updates in torch's present form."""
     step = torch.as_tensor(values["step"], dtype=torch.float32)
     return {"step": step, "exp_avg": values["exp_avg"], "exp_avg_sq": values["exp_avg_sq"]}
 
@@ -107,8 +108,8 @@ def _count(numbers: Sequence[Sequence[int]], model: nn.Module) -> str:
     found = " and ".join(str(len(group)) for group in numbers)
     wanted = " and ".join(str(len(group)) for group in trainer_groups(model))
     return (
-        f"it holds the moments of {found} parameters (with decay and without), but {wanted} learn "
-        "in this run"
+        f"it contains the moments of {found} parameters (with decay and without), but {wanted} "
+        "are trainable in this run"
     )
 
 

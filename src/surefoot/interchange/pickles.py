@@ -1,13 +1,14 @@
-"""The only place where pickles are opened: tensors and plain values come out, nothing runs.
+"""The only place where pickles are opened: it returns tensors and plain values, and executes
+nothing.
 
-``weights_only`` is torch's restricted reader: it knows tensors, containers and numbers, and refuses
-whatever names another function. numpy's arrays are let in beside them: the Trainer keeps numpy's
+``weights_only`` is torch's restricted reader: it accepts tensors, containers and numbers, and
+rejects any other function. numpy's arrays are accepted too, because the Trainer stores numpy's
 generator as one.
 
-The index of a distributed checkpoint names classes of torch. It is read as records that note what
-they would have been made of: no class of torch is built, and any other name is refused. DeepSpeed
-saves whatever the user hands it beside the weights: there any other name becomes such a record,
-too, and nothing of that name is looked for.
+The index of a distributed checkpoint names classes of torch. It is read as records of what these
+would have been built from: no class of torch is built, and any other name is rejected. DeepSpeed
+saves whatever objects the user passes: in its files any other name becomes such a record, too, and
+nothing of that name is looked up.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ OF_NUMPY_1 = (_RECONSTRUCT, "numpy.core.multiarray._reconstruct")  # the name it
 
 
 def read_pickle(path: Path) -> object:
-    """What ``path`` holds, on the CPU.
+    """The content of ``path``, on the CPU.
 
     Raises:
-        CheckpointError: it is damaged, or asks for more than tensors and plain values.
+        CheckpointError: it is damaged, or contains more than tensors and plain values.
     """
     with files.raising(CheckpointError), files.open_file(path):
         pass  # a regular file that may be read
@@ -42,8 +43,8 @@ def read_pickle(path: Path) -> object:
     except Exception as error:  # what a made-up file makes the reader raise is anybody's choice
         reason = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
         raise CheckpointError(
-            f"{path}: it is damaged, or holds more than tensors and plain values, and nothing "
-            f"of it was run ({reason[:200]}); go on from an earlier checkpoint"
+            f"{path}: it is damaged, or contains more than tensors and plain values; nothing in "
+            f"it was executed ({reason[:200]}); resume from an earlier checkpoint"
         ) from None
 
 
@@ -60,7 +61,9 @@ def write_pickle(path: Path, content: object) -> None:
 
 
 class Record:
-    """What stands for an object of another class: its arguments and its state, and no behaviour."""
+    """Inert record that replaces an object of another class: its arguments and its state,
+    without behavior.
+    """
 
     name = ""
 
@@ -75,17 +78,17 @@ class Record:
         return made
 
     def __setstate__(self, state: object) -> None:
-        """Note the state."""
+        """Record the state."""
         self.state = state
 
     def __getitem__(self, field: str) -> Any:
         return self.state[field]
 
     def __setitem__(self, key: object, value: object) -> None:
-        """As of a kind of dict: forgotten."""
+        """For a kind of dict: ignored."""
 
     def append(self, value: object) -> None:
-        """As of a kind of list: forgotten."""
+        """For a kind of list: ignored."""
 
     add = append
 
@@ -113,15 +116,16 @@ _RECORDS = {
 
 
 class _Dict(dict[Any, Any]):
-    """An ``OrderedDict``; what is attached to it, such as versions of modules, is forgotten."""
+    """An ``OrderedDict``; attributes of it, such as versions of modules, are ignored."""
 
     def __setstate__(self, state: object) -> None:
         pass
 
 
 class _Records(pickle.Unpickler):
-    """Knows the names above, torch's types of numbers, sizes and dicts; refuses any other, unless
-    ``any_name`` makes a record of it."""
+    """Accepts the names above, torch's types of numbers, sizes and dicts; rejects any other,
+    unless ``any_name`` replaces it by a record.
+    """
 
     any_name = False
 
@@ -138,16 +142,17 @@ class _Records(pickle.Unpickler):
             return _Dict
         if self.any_name:
             return type("Other", (Record,), {"name": f"{module}.{name}"})
-        raise pickle.UnpicklingError(f"it asks for {module}.{name}")
+        raise pickle.UnpicklingError(f"it names {module}.{name}")
 
     def persistent_load(self, pid: object) -> object:
-        """Where a tensor's bytes lie; they are not read here."""
+        """The position of a tensor's bytes; they are not read here."""
         return pid
 
 
 def read_record(data: bytes, where: str, *, any_name: bool = False) -> Any:
-    """What the pickle ``data`` says, as records; with ``any_name``, also of names not of torch.
-    Raises ``CheckpointError``, naming ``where``."""
+    """The content of the pickle ``data``, as records; with ``any_name``, also for names not of
+    torch. Raises ``CheckpointError``, naming ``where``.
+    """
     try:
         reader = _Records(io.BytesIO(data))
         reader.any_name = any_name
@@ -155,6 +160,6 @@ def read_record(data: bytes, where: str, *, any_name: bool = False) -> Any:
     except Exception as error:  # as above
         reason = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
         raise CheckpointError(
-            f"{where}: it is damaged, or holds more than an index of tensors, and nothing of it "
-            f"was run ({reason[:200]})"
+            f"{where}: it is damaged, or contains more than an index of tensors; nothing in it "
+            f"was executed ({reason[:200]})"
         ) from None

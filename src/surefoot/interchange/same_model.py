@@ -1,4 +1,6 @@
-"""Weights that must be those of the model in training: the same tensors, meaning the same."""
+"""Check that a foreign checkpoint's weights belong to the model being trained (names, shapes,
+adapter configuration).
+"""
 
 from __future__ import annotations
 
@@ -33,12 +35,12 @@ CHANGED_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
 def open_same(folder: Path, policy: nn.Module, weights: Stateful) -> TensorSource:
-    """The weights in ``folder``, if they are those of the model in training.
+    """The weights in ``folder``, if they belong to the model being trained.
 
     Args:
         folder: of a Hugging Face model or a PEFT adapter.
-        policy: the model in training, with its adapter.
-        weights: what its checkpoints hold.
+        policy: the model being trained, with its adapter.
+        weights: its weights as checkpoints contain them.
 
     Raises:
         CheckpointError: names or shapes differ, or an adapter's settings.
@@ -47,10 +49,11 @@ def open_same(folder: Path, policy: nn.Module, weights: Stateful) -> TensorSourc
     layout = detect_layout(folder)
     if layout is None and not any(folder.glob("*_model*.bin")):  # which are pickles, told below
         raise CheckpointError(
-            f"{folder}: it holds no weights ({MODEL} or {ADAPTER}); go on from another checkpoint"
+            f"{folder}: it contains no weights ({MODEL} or {ADAPTER}); resume from another "
+            "checkpoint"
         )
     if layout is not None and layout.is_adapter != is_adapter:
-        found, kind = ("an adapter", "a whole model")[:: 1 if layout.is_adapter else -1]
+        found, kind = ("an adapter", "a full model")[:: 1 if layout.is_adapter else -1]
         raise CheckpointError(
             f"{folder}: it holds {found}, but the recipe's method trains {kind}; "
             f"set method to {'lora' if layout.is_adapter else 'full'}"
@@ -67,15 +70,19 @@ def open_same(folder: Path, policy: nn.Module, weights: Stateful) -> TensorSourc
         name = odd[0]
         here, there = (_shape(found.get(name)) for found in (wanted, shapes))
         raise CheckpointError(
-            f"{folder}: it is the checkpoint of another model: {len(odd)} tensors differ; "
-            f"{name} is {there} in it, {here} in this run"
+            (
+                f"{folder}: a checkpoint of another model: {len(odd)} tensors differ; {name} is "
+                f"{there} in it, {here} in this run"
+            )
             + (f" ({_targets(folder, policy)})" if is_adapter else "")
         )
     return source
 
 
 def _is_base(source: TensorSource, name: str, policy: nn.Module) -> bool:
-    """Whether the tensor is the base's own: PEFT adds embeddings that are a target or grew."""
+    """Whether the tensor belongs to the base: PEFT adds embeddings that are a target or were
+    resized.
+    """
     own = policy.state_dict().get(name)
     if own is None or tuple(own.shape) != source.shapes()[name]:
         return False
@@ -83,7 +90,7 @@ def _is_base(source: TensorSource, name: str, policy: nn.Module) -> bool:
 
 
 def _shape(found: tuple[int, ...] | None) -> str:
-    return "not there" if found is None else f"of shape {list(found)}"
+    return "missing" if found is None else f"of shape {list(found)}"
 
 
 def _configs(folder: Path, policy: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -95,7 +102,7 @@ def _configs(folder: Path, policy: nn.Module) -> tuple[dict[str, Any], dict[str,
 
 
 def _refuse_drift(folder: Path, policy: nn.Module) -> None:
-    """Refuse an adapter whose equal tensors would mean something else in this run."""
+    """Reject an adapter with equal tensors but other settings."""
     theirs, ours = _configs(folder, policy)
     where = folder / ADAPTER_CONFIG
     for name in ("peft_type", *MEANING):
@@ -103,14 +110,14 @@ def _refuse_drift(folder: Path, policy: nn.Module) -> None:
         if _given(was) != _given(now):
             raise CheckpointError(
                 f"{where}: {name} is {was} in it and {now} in this run; set "
-                f"method.lora{SETTINGS.get(name, '')} to what it was, or start a new run from it "
-                f"with model.adapter={folder}"
+                f"method.lora{SETTINGS.get(name, '')} to the checkpoint's value, or start a new "
+                f"run from it with model.adapter={folder}"
             )
     init = str(theirs.get("init_lora_weights")).lower()
     if init.startswith(CHANGED_BASE):
         raise CheckpointError(
-            f"{where}: init_lora_weights {init} changed the base at the start of training, so its "
-            "moments go with that base only; this run's base is the model as it was"
+            f"{where}: init_lora_weights {init} changed the base at the start of training, so "
+            "its moments belong to that base only; this run's base is the original model"
         )
     base, here = str(theirs.get("base_model_name_or_path")), str(ours["base_model_name_or_path"])
     if Path(base).name not in here:
@@ -119,7 +126,7 @@ def _refuse_drift(folder: Path, policy: nn.Module) -> None:
         )
     if theirs.get("lora_dropout") != ours["lora_dropout"]:
         logger.warning(
-            "%s: lora_dropout was %s, and is %s from here on",
+            "%s: lora_dropout was %s and is %s now",
             where,
             theirs.get("lora_dropout"),
             ours["lora_dropout"],
@@ -127,7 +134,7 @@ def _refuse_drift(folder: Path, policy: nn.Module) -> None:
 
 
 def _given(value: object) -> object:
-    """None for every way of saying nothing."""
+    """None for every equivalent of it."""
     return None if value in (None, False, "none", {}, []) else value
 
 

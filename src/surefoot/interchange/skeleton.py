@@ -1,4 +1,4 @@
-"""A run's model without its weights: what its parameters are called, and which of them learn."""
+"""A run's model without weights: the names of its parameters, and which are trainable."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..recipe.recipe import Recipe
 
 @dataclass(frozen=True)
 class Skeleton:
-    """On the meta device, so that no memory is taken."""
+    """On the meta device."""
 
     network: Network
 
@@ -34,7 +34,7 @@ class Skeleton:
         return self.network.inner
 
     def names(self) -> dict[str, str]:
-        """The trained parameters' names in the model -> in the optimizer's state."""
+        """The trainable parameters' names in the model -> in the optimizer's state."""
         in_files = {id(parameter): name for name, parameter in self.network.named.items()}
         return {
             name: in_files[id(parameter)]
@@ -43,7 +43,7 @@ class Skeleton:
         }
 
     def converted(self) -> bool:
-        """Whether the weight files of this architecture have other tensors than its modules."""
+        """Whether the weight files of this architecture contain other tensors than its modules."""
         if not isinstance(self.network.weights, FullWeights):
             return False
         tied = set(self.inner.all_tied_weights_keys)

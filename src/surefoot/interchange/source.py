@@ -1,4 +1,4 @@
-"""The weights in a folder of any kind, ours or of others."""
+"""The weights in a folder of any kind, of Surefoot or foreign."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from .deepspeed import open_deepspeed
 
 
 def open_source(folder: Path, *, trust_pickle: bool = False) -> TensorSource:
-    """The weights in a folder of any kind, ours or of others.
+    """The weights in a folder of any kind, of Surefoot or foreign.
 
-    Raises ``CheckpointError`` if there are none, or they lie in pickles that the user does not
-    trust, or that are not read here.
+    Raises ``CheckpointError`` if there are none, or they are in pickles that the user does not
+    trust, or that are not supported.
     """
     with files.raising(CheckpointError, f"cannot read {folder}"):
         for inner in (folder, folder / FSDP):

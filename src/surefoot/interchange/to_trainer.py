@@ -1,7 +1,7 @@
-"""Write a checkpoint of ours as one that Hugging Face's Trainer goes on from.
+"""Write a Surefoot checkpoint as one from which Hugging Face's Trainer resumes.
 
-Weights and small files as they lie, the moments by number, the schedule's position, the generators
-and ``trainer_state.json``. ``training_args.bin`` is left out: the Trainer never reads it.
+Weights and companions unchanged, the moments by number, the schedule's position, the generators and
+``trainer_state.json``. ``training_args.bin`` is omitted: the Trainer never reads it.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ def save_trainer_checkpoint(
 ) -> dict[str, object]:
     """Write ``checkpoint`` into the new folder ``target``, which appears when all of it is written.
 
-    Returns the ``TrainingArguments`` with which the Trainer goes on as the run would have.
+    Returns the ``TrainingArguments`` with which the Trainer resumes the run.
 
     Args:
-        checkpoint: one of ours.
-        target: what ``Trainer.train(resume_from_checkpoint=...)`` is given.
+        checkpoint: a Surefoot checkpoint.
+        target: the argument of ``Trainer.train(resume_from_checkpoint=...)``.
         recipe: of the run that saved it.
         base: the folder of the model below the adapter, if it is the checkpoint of one.
 
@@ -80,7 +80,7 @@ def save_trainer_checkpoint(
 
 @dataclass
 class _Kept:
-    """Takes whatever state it is given."""
+    """Accepts any state."""
 
     state: dict[str, Any] = field(default_factory=dict)
 
@@ -94,7 +94,9 @@ class _Kept:
 def _read_states(checkpoint: Path) -> dict[str, dict[str, Any]]:
     names = open_checkpoint(checkpoint).skeleton()
     if missing := sorted({"optimizer", "trainer", "random", "scaler"} - names.keys()):
-        raise CheckpointError(f"{checkpoint}: it was not saved by a run: no state {missing[0]!r}")
+        raise CheckpointError(
+            f"{checkpoint}: it was not saved by a run: it has no state {missing[0]!r}"
+        )
     kept = {name: _Kept() for name in names}
     load(checkpoint, kept)
     return {name: keeper.state for name, keeper in kept.items()}
@@ -107,18 +109,19 @@ def _moments(
     names = skeleton.names()
     if odd := sorted(saved.keys() ^ set(names.values())) if saved else []:
         raise CheckpointError(
-            f"{opened.path}: its optimizer state is not of the parameters that its recipe trains: "
-            f"{len(odd)} differ, {odd[0]} for one"
+            f"{opened.path}: its optimizer state does not belong to the parameters that its "
+            f"recipe trains: {len(odd)} differ, for example {odd[0]}"
         )
     return {name: saved[ours] for name, ours in names.items() if ours in saved}
 
 
 def _write_weights(opened: CheckpointFolder, skeleton: Skeleton, folder: Path) -> None:
-    """The weights and what lies beside them.
+    """The weights and their companions.
 
-    The Trainer resumes by ``load_state_dict`` into its modules, so where files and modules have
-    other names (experts that are fused in memory), the modules' are written: otherwise it would
-    leave these weights as they are, with no more than a warning. ``from_pretrained`` takes both.
+    The Trainer resumes by ``load_state_dict`` into its modules. If files and modules have different
+    names (experts that are fused in memory), those of the modules are written: otherwise the
+    Trainer would not load these weights, with no more than a warning. ``from_pretrained`` reads
+    both.
     """
     source: TensorSource = open_folder(opened.path)
     if skeleton.converted():
@@ -136,7 +139,7 @@ def _write_weights(opened: CheckpointFolder, skeleton: Skeleton, folder: Path) -
 
 
 def _settings(recipe: Recipe, progress: Mapping[str, Any]) -> list[dict[str, object]]:
-    """What the Trainer's optimizer has in its two groups after this step."""
+    """The two groups of the Trainer's optimizer after this step."""
     made = recipe.optim.build([("w", torch.nn.Parameter(torch.zeros(1, 1)))])
     if not isinstance(made, torch.optim.AdamW):
         raise CheckpointError(
@@ -189,8 +192,9 @@ def _scaler(saved: Mapping[str, Any]) -> dict[str, object]:
 def _state(
     opened: CheckpointFolder, recipe: Recipe, progress: Mapping[str, Any], callbacks: Any
 ) -> bytes:
-    """``trainer_state.json`` as the Trainer needs it: it takes its steps from here, and fails at
-    its next save if its own flags are not among the callbacks."""
+    """``trainer_state.json`` as the Trainer needs it: it takes its intervals from here, and
+    fails at its next save if its own flags are not among the callbacks.
+    """
     content = strict_json.parse_object(opened.small(STATE), str(opened.path / STATE))
     content |= {
         "logging_steps": recipe.train.log_steps or LOGGING_STEPS,

@@ -1,7 +1,7 @@
-"""A checkpoint of Hugging Face's Trainer: what lies in it, what its ``trainer_state.json`` says.
+"""A checkpoint of Hugging Face's Trainer: its files, and its ``trainer_state.json``.
 
-It is recognised by names alone. Written in place and unflushed, it may be incomplete, so everything
-that is missing is an error here, never a silent fresh start.
+It is detected by names alone. The Trainer writes it in place without flushing, so it may be
+incomplete. A missing file is an error, never a silent fresh start.
 """
 
 from __future__ import annotations
@@ -38,57 +38,59 @@ SHARDED = {
 
 
 def is_trainer_checkpoint(folder: Path) -> bool:
-    """Whether ``folder`` is a checkpoint of the Trainer, whole or not. By names alone."""
+    """Whether ``folder`` is a checkpoint of the Trainer, complete or not. By names alone."""
     if any(files.exists(folder / name) for name in OURS):
         return False
     return any(files.exists(folder / name) for name in (STATE, ARGUMENTS, OPTIMIZER))
 
 
 def refuse_output_dir(folder: Path) -> None:
-    """Raise ``RunError`` if the Trainer's own checkpoints lie in ``folder``, a run's to be."""
+    """Raise ``RunError`` if ``folder``, the folder of a new run, contains the Trainer's own
+    checkpoints.
+    """
     if found := [path for path in named(folder) if is_trainer_checkpoint(path)]:
         raise RunError(
-            f"train.output_dir: {folder} holds {found[-1].name} of the Hugging Face Trainer; "
-            f"choose another folder, and go on from there with checkpoint.resume={found[-1]}"
+            f"train.output_dir: {folder} contains {found[-1].name} of the Hugging Face Trainer; "
+            f"choose another folder, and resume with checkpoint.resume={found[-1]}"
         )
 
 
 def pickles_in(folder: Path) -> list[str]:
-    """The pickles that going on from ``folder`` would read."""
+    """The pickles that a resume from ``folder`` would read."""
     return [name for name in PICKLES if files.exists(folder / name)]
 
 
 def refuse_incomplete(folder: Path) -> None:
-    """Raise ``CheckpointError`` if ``folder`` does not hold what it takes to go on."""
+    """Raise ``CheckpointError`` if ``folder`` lacks what a resume needs."""
     for name, what in SHARDED.items():
         if files.exists(folder / name):
             raise CheckpointError(
-                f"{folder}: its {name} is the sharded state of a {what} run, which cannot be gone "
-                f"on from here; {_anew(folder)}"
+                f"{folder}: its {name} is the sharded state of a {what} run, which cannot be "
+                f"resumed here; {_anew(folder)}"
             )
     if not files.exists(folder / STATE):
         raise CheckpointError(
-            f"{folder}: it has no {STATE}, which the Trainer writes last, so the save was cut "
-            "short; go on from an earlier checkpoint"
+            f"{folder}: it has no {STATE}, which the Trainer writes last, so the save was "
+            "interrupted; resume from an earlier checkpoint"
         )
     if not files.exists(folder / OPTIMIZER):
         raise CheckpointError(
-            f"{folder}: it has no {OPTIMIZER} (saved with save_only_model?), so there are no "
-            f"moments to go on with; {_anew(folder)}"
+            f"{folder}: no {OPTIMIZER} (saved with save_only_model?), so Adam's moments are "
+            f"missing and the run cannot be resumed; {_anew(folder)}"
         )
 
 
 def _anew(folder: Path) -> str:
     is_adapter = files.exists(folder / "adapter_config.json")
     return (
-        "to start anew from its weights, with a fresh optimizer, leave checkpoint.resume out and "
-        f"set model.{'adapter' if is_adapter else 'path'}={folder}"
+        "to start a new run from its weights, with a fresh optimizer, remove checkpoint.resume "
+        f"and set model.{'adapter' if is_adapter else 'path'}={folder}"
     )
 
 
 @dataclass(frozen=True)
 class Progress:
-    """What ``trainer_state.json`` says that a run of ours can take over."""
+    """The part of ``trainer_state.json`` that a Surefoot run imports."""
 
     global_step: int
     epoch: float
@@ -119,7 +121,7 @@ class Progress:
 
 
 def read_progress(folder: Path) -> Progress:
-    """``trainer_state.json``. Raises ``CheckpointError`` if it is torn or of another step."""
+    """``trainer_state.json``. Raises ``CheckpointError`` if it is incomplete or of another step."""
     where = folder / STATE
     content = _read(where)
     progress = Progress(
@@ -135,21 +137,22 @@ def read_progress(folder: Path) -> Progress:
     )
     if step_of(folder) not in (-1, progress.global_step):
         raise CheckpointError(
-            f"{where}: it is of step {progress.global_step}, but the folder is {folder.name}: two "
-            "saves are mixed in it, or it was renamed; go on from another checkpoint"
+            f"{where}: it is of step {progress.global_step}, but the folder is {folder.name}: "
+            "two saves are mixed in it, or it was renamed; resume from another checkpoint"
         )
     return progress
 
 
 def _read(where: Path) -> Mapping[str, Any]:
-    """The Trainer writes NaN and Infinity where JSON has no word for them."""
+    """The Trainer writes NaN and Infinity, which JSON does not support."""
     with files.raising(CheckpointError), files.open_file(where) as file:
         data = files.read_all(file, strict_json.MAX_BYTES)
     try:
         content = json.loads(data)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(
-            f"{where}: not JSON ({error}): the save was cut short; go on from an earlier checkpoint"
+            f"{where}: not JSON ({error}): the save was interrupted; resume from an earlier "
+            "checkpoint"
         ) from None
     if not isinstance(content, dict):
         raise CheckpointError(f"{where}: expected a JSON object, found {str(content)[:40]}")
@@ -174,13 +177,13 @@ def _count(content: Mapping[str, Any], name: str, where: Path, default: float | 
 
 
 def _finite(value: object) -> float | None:
-    """Before the first finite metric the Trainer's best one may be an infinity."""
+    """Before the first finite metric, the Trainer's best one may be an infinity."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return float(value) if is_number and abs(value) < float("inf") else None  # type: ignore[arg-type]
 
 
 def _records(found: object, where: Path) -> list[dict[str, float]]:
-    """The log, without what is no number in it."""
+    """The log, with numbers only."""
     if not isinstance(found, list) or not all(isinstance(record, dict) for record in found):
         raise CheckpointError(f"{where}: log_history must be a list of objects")
     return [{str(k): v for k, v in record.items() if type(v) in (int, float)} for record in found]

@@ -20,7 +20,7 @@ class TrainerCheckpoint:
     """A checkpoint that ``Trainer.train(resume_from_checkpoint=DST)`` resumes from."""
 
     base: str | None = None
-    """The base model of an adapter if it moved, or of weights of others (DCP, DeepSpeed)."""
+    """The base model of an adapter if it moved, or of foreign weights (DCP, DeepSpeed)."""
 
     @property
     def hints(self) -> Hints:
@@ -38,6 +38,6 @@ class TrainerCheckpoint:
         recipe = load(origin.folder / _RECIPE)
         arguments = save_trainer_checkpoint(origin.folder, target, recipe=recipe, base=base)
         given = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
-        words = f"go on with TrainingArguments(output_dir=..., {given})\n"
+        words = f"resume with TrainingArguments(output_dir=..., {given})\n"
         words += f"and trainer.train(resume_from_checkpoint={str(target)!r})"
         return Done({"training_arguments": arguments}, words)

@@ -1,4 +1,4 @@
-"""Tune some layers and leave the rest as it is."""
+"""Tune some layers and freeze the others."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, kw_only=True)
 class Freeze:
     """Tune the last (or first) layers, or some modules of them, and any modules outside the
-    layers."""
+    layers.
+    """
 
     saves_base_model: ClassVar[bool] = True
     packages: ClassVar[Sequence[str]] = ()
@@ -37,19 +38,21 @@ class Freeze:
 
     def __post_init__(self) -> None:
         if self.num_layers == 0 and not self.extra_modules:
-            raise ValueError("num_layers is 0 and extra_modules is empty, so nothing would learn")
+            raise ValueError(
+                "num_layers is 0 and extra_modules is empty, so nothing would be trainable"
+            )
 
     def apply(self, model: nn.Module) -> nn.Module:
-        """Freeze everything, then let the chosen modules learn.
+        """Freeze everything, then make the chosen modules trainable.
 
         Raises:
-            RecipeError: a named module does not exist, or there are fewer layers than asked for.
+            RecipeError: a named module does not exist, or there are fewer layers than requested.
         """
         layers = decoder_layers(model)
         if abs(self.num_layers) > len(layers):
             raise RecipeError(
-                f"method.freeze.num_layers: {self.num_layers} asked for, "
-                f"the model has {len(layers)} layers"
+                f"method.freeze.num_layers: expected at most {len(layers)}, the layers of the "
+                f"model, got {self.num_layers}"
             )
         model.requires_grad_(False)
         chosen = layers[-self.num_layers :] if self.num_layers > 0 else layers[: -self.num_layers]

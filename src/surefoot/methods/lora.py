@@ -1,5 +1,6 @@
 """LoRA (arXiv:2106.09685) through PEFT: low-rank updates beside frozen weights, in PEFT's own
-format."""
+format.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class LoRA:
-    """Learn a low-rank update ``scale * B A`` of chosen linear maps; the base stays frozen."""
+    """Train a low-rank update ``scale * B A`` of chosen linear layers; the base is frozen."""
 
     saves_base_model: ClassVar[bool] = False
     packages: ClassVar[Sequence[str]] = ("peft",)
@@ -35,15 +36,16 @@ class LoRA:
     dropout: float = 0.0
     """Dropout on the input of the update."""
     targets: tuple[str, ...] = ("all",)
-    """Linear maps to adapt by the last part of their name (``q_proj``); ``all`` is every one but
-    the head."""
+    """Linear layers to adapt by the last part of their name (``q_proj``); ``all`` is every one
+    except the head.
+    """
     modules_to_save: tuple[str, ...] = ()
     """Modules to train in full and save with the adapter, such as ``embed_tokens`` or
     ``lm_head``."""
     rslora: bool = False
     """Scale by ``alpha / sqrt(rank)`` (arXiv:2312.03732)."""
     dora: bool = False
-    """Learn magnitude and direction apart (arXiv:2402.09353)."""
+    """Train magnitude and direction separately (arXiv:2402.09353)."""
 
     def __post_init__(self) -> None:
         if self.rank < 1:
@@ -78,7 +80,7 @@ class LoRA:
         return models.AdapterWeights(module)
 
     def trainable(self, step: int, names: Sequence[str]) -> Collection[str]:
-        """The whole adapter, at every step."""
+        """The full adapter, at every step."""
         return names
 
     def problems(self, model: ModelSection) -> Iterator[Problem]:

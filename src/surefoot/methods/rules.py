@@ -1,4 +1,4 @@
-"""What a method that trains the model's own weights cannot be given."""
+"""Settings that a method which trains the model's own weights does not support."""
 
 from __future__ import annotations
 
@@ -25,5 +25,5 @@ def problems_of_own_weights(name: str, model: ModelSection) -> Iterator[Problem]
     if model.dtype == "float16":  # in which the optimizer's epsilon is 0 and small updates vanish
         yield Problem(
             ("model", "dtype"),
-            "weights that learn cannot be float16; use auto (and train.precision: fp16)",
+            "trainable weights cannot be float16; use auto (and train.precision: fp16)",
         )

@@ -1,6 +1,6 @@
-"""A pretrained model: loading, packed attention, outputs, and what files contain of it.
+"""A pretrained model: loading, packed attention, outputs, and its weights in files.
 
-The names are imported when they are first asked for: a recipe is read without torch.
+The names are imported on first use: a recipe is read without torch.
 """
 
 from typing import TYPE_CHECKING

@@ -1,8 +1,9 @@
-"""Which modules of a model embed, repeat, and end: what it takes to cut it between two layers.
+"""Find a model's embedding, decoder layers, final norm and head, as needed to split it into
+pipeline stages.
 
-A model can be cut there if a layer gets nothing from the ones before it but the hidden states. That
-is not read off the architecture's name but tried out: with every module replaced by one that notes
-what it is given, the model's own code runs once, and computes nothing.
+A model can be split if a layer gets nothing from earlier layers except hidden states. This is not
+decided by the architecture's name but tested: every module is replaced by one that records its
+inputs, and the model's own code runs once without computing anything.
 """
 
 from __future__ import annotations
@@ -38,14 +39,14 @@ class Architecture:
 
     @property
     def num_layers(self) -> int:
-        """How many layers there are."""
+        """The number of layers."""
         return len(self.base.get_submodule(self.layers)._modules)
 
 
 class IdentityStub(nn.Module):
-    """Stands where a module was that is not here: gives what it gets.
+    """Identity stub: replaces a module of another pipeline stage and returns its input.
 
-    It keeps the settings of that module, which the code around it may ask for.
+    It keeps the settings of that module, because the surrounding code may read them.
     """
 
     def __init__(self, module: nn.Module):
@@ -59,7 +60,7 @@ class IdentityStub(nn.Module):
 
 
 class _Noted(IdentityStub):
-    """Notes what it is given, and gives something new."""
+    """Records its inputs, and returns a new tensor."""
 
     def __init__(self, module: nn.Module, example: torch.Tensor):
         super().__init__(module)
@@ -74,11 +75,11 @@ class _Noted(IdentityStub):
         return self.result
 
     def got(self, tensor: object) -> bool:
-        """Whether the first thing it was given is just this tensor."""
+        """Whether its first input is exactly this tensor."""
         return any(one is tensor for one in self.given if one is not None)
 
     def others(self) -> Iterator[tuple[str, object]]:
-        """What else it was given."""
+        """Its other inputs."""
         yield from ((f"argument {i}", one) for i, one in enumerate(self.given[1:-1], 1))
         yield from self.named.items()
 
@@ -86,11 +87,11 @@ class _Noted(IdentityStub):
 def anatomy(model: PreTrainedModel) -> Architecture:
     """The parts of ``model``.
 
-    Raises ``RecipeError`` if it cannot be cut between layers, or if that could not be found out.
+    Raises ``RecipeError`` if it cannot be split between layers, or if the test failed.
     """
     base = model.base_model
     if base is model:
-        raise _refused(model, "it has no part that all but the head belongs to")
+        raise _refused(model, "it has no base model below its head")
     parts = Architecture(
         model,
         base,
@@ -109,8 +110,8 @@ def anatomy(model: PreTrainedModel) -> Architecture:
 
 def _refused(model: nn.Module, why: str) -> RecipeError:
     return RecipeError(
-        f"parallel.pp: {type(model).__name__} cannot be cut between its layers: {why}; "
-        "leave pp at 1 and use parallel.dp_shard"
+        f"parallel.pp: {type(model).__name__} cannot be split between its layers: {why}; leave "
+        "pp at 1 and use parallel.dp_shard"
     )
 
 
@@ -118,7 +119,7 @@ def _child(model: PreTrainedModel, parent: nn.Module, module: nn.Module | None, 
     for name, child in parent.named_children():
         if child is module:
             return name
-    raise _refused(model, f"its {what} is not where it is looked for")
+    raise _refused(model, f"its {what} is not where it is expected")
 
 
 def _layers(model: PreTrainedModel, base: nn.Module) -> str:
@@ -139,7 +140,7 @@ def _norm(model: PreTrainedModel, base: nn.Module) -> str:
 
 @dataclass
 class _Trial:
-    """All modules, replaced."""
+    """All modules, replaced by recorders."""
 
     embedding: _Noted
     layers: list[_Noted]
@@ -161,7 +162,7 @@ def _try_out(parts: Architecture) -> None:
                 model(**given, **arguments)
             except (RuntimeError, ValueError, TypeError, AttributeError, IndexError) as error:
                 reason = str(error).strip().splitlines()
-                why = f"trying it failed ({reason[0] if reason else type(error).__name__})"
+                why = f"the test run failed ({reason[0] if reason else type(error).__name__})"
                 raise _refused(model, why) from None
             _check(parts, trial, given.get("inputs_embeds", trial.embedding.result))
 
@@ -174,16 +175,18 @@ def _arguments(model: PreTrainedModel) -> dict[str, object]:
 
 
 def _check(parts: Architecture, trial: _Trial, entering: torch.Tensor | None) -> None:
-    """Each module must have been given what the one before it gave, and nothing that learns."""
-    model, now, what = parts.model, entering, "what enters the model"
+    """Each module must have received the output of the previous one, and nothing that depends on
+    weights.
+    """
+    model, now, what = parts.model, entering, "the input of the model"
     layers = [(f"layer {number}", noted) for number, noted in enumerate(trial.layers)]
     for where, noted in [*layers, (parts.norm, trial.norm)]:
         if noted.result is None or not noted.got(now):
-            raise _refused(model, f"{where} does not get just {what}")
+            raise _refused(model, f"{where} does not get exactly {what}")
         for key, value in noted.others():
             if not _is_harmless(value):
                 raise _refused(model, f"{where} gets {key} as well, which depends on weights")
-        now, what = noted.result, f"what {where} gives"
+        now, what = noted.result, f"the output of {where}"
     if trial.head.result is None:
         raise _refused(model, "its head is not used")
 

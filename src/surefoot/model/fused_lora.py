@@ -1,9 +1,9 @@
-"""LoRA's arithmetic in one pass: y = W x + b + scale B A x.
+"""Fused LoRA linear: y = W x + b + scale B A x in one autograd function.
 
-PEFT adds the update to what the base gives, and autograd adds the two gradients of x: each time a
-pass over memory, and another copy. Here the second product of each pair is accumulated into the
-result of the first, forward and backward, and the scale is applied where there are only ``rank``
-columns. The modules, their names and their files stay PEFT's.
+PEFT adds the update to the base's output, and autograd adds the two gradients of x: each is an
+additional pass over memory and another copy. Here the second product of each pair is accumulated
+into the result of the first, forward and backward. The scale is applied where there are only
+``rank`` columns. Modules, names and files remain PEFT's.
 
 Shapes: T tokens, I and O the sizes of input and output, R rank.
 """
@@ -26,7 +26,7 @@ Forward = Callable[..., torch.Tensor]
 
 
 def enable_fused_lora(model: nn.Module) -> None:
-    """Let every linear map that PEFT has adapted in ``model`` compute so, wherever it can."""
+    """Enable it for every linear layer that PEFT has adapted in ``model``, where possible."""
     from peft.tuners.lora import Linear
 
     for layer in model.modules():
@@ -35,8 +35,9 @@ def enable_fused_lora(model: nn.Module) -> None:
 
 
 def disable_fused_lora(model: nn.Module) -> None:
-    """Let PEFT's own passes be there again, for a compiler: it fuses them itself, and would compile
-    what is set on each layer for each of them."""
+    """Restore PEFT's own forward passes, for a compiler: it fuses them itself, and would compile
+    separately what is set on each layer.
+    """
     for layer in model.modules():
         forward = vars(layer).get("forward")
         if isinstance(forward, partial) and forward.func is _forward:
@@ -46,8 +47,9 @@ def disable_fused_lora(model: nn.Module) -> None:
 def _forward(
     layer: Linear, theirs: Forward, x: torch.Tensor, *args: object, **named: object
 ) -> torch.Tensor:
-    """What PEFT's own forward pass gives, which is asked itself unless just one plain adapter is at
-    work: none, several, merged ones and DoRA."""
+    """The result of PEFT's own forward pass. That pass itself runs unless exactly one plain
+    adapter is active: not for none, several, merged ones or DoRA.
+    """
     active = layer.active_adapters
     name = active[0] if len(active) == 1 else ""
     is_off = layer.disable_adapters or layer.merged or name not in layer.lora_A
@@ -73,13 +75,15 @@ def _forward(
 
 
 def _is_plain(module: nn.Module) -> bool:
-    """Whether nothing but the matrix is at work."""
+    """Whether only the matrix is active."""
     hooks = module._forward_hooks or module._forward_pre_hooks
     return type(module) is nn.Linear and "forward" not in vars(module) and not hooks
 
 
 class _LowRank(torch.autograd.Function):
-    """dy = g: dx = g W + scale (g B) A, dA = scale (g B)' x, dB = scale g' (A x); W and b stay."""
+    """dy = g: dx = g W + scale (g B) A, dA = scale (g B)' x, dB = scale g' (A x); W and b are
+    frozen.
+    """
 
     @staticmethod
     def forward(

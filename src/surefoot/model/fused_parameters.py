@@ -1,8 +1,8 @@
-"""Where the tensors of the weight files lie in parameters that transformers fuses at load.
+"""Map tensors of weight files to slices of parameters that transformers fuses at loading.
 
-Experts, for one, are separate in files and one tensor of three dimensions in memory, in which gates
-lie before ups. When the model is spread over processes, a process holds a box of the fused tensor,
-and so of each of its parts, if anything: no part is put together to be saved or loaded.
+Experts, for example, are separate in files and one tensor with three dimensions in memory, with
+gate before up. If the model is sharded, a rank has a box of the fused tensor, and so a box of some
+of its slices. No slice is gathered to be saved or loaded.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..geometry.sharding import Cuts, local_offset_and_shape
 
 @dataclass(frozen=True)
 class FusedPlacement:
-    """Of a matrix in the files, where it lies in memory."""
+    """The position in memory of a matrix in the files."""
 
     fused: str  # parameter
     whole: tuple[int, int, int]  # shape of that: experts, rows, columns
@@ -29,10 +29,10 @@ class FusedPlacement:
 
 
 def places(model: PreTrainedModel) -> dict[str, FusedPlacement]:
-    """For each matrix in the files that has no parameter of its own, where it lies.
+    """The position of each matrix in the files that has no parameter of its own.
 
-    Found by letting transformers take apart tensors that hold the numbers of their rows. Raises
-    ``ModelError`` if what comes out is not so many rows in their order.
+    Found by letting transformers split tensors that contain the numbers of their rows. Raises
+    ``ModelError`` if the result is not that many rows in their order.
     """
     shapes = {name: p.shape for name, p in model.named_parameters() if p.ndim == 3}
     rows = {
@@ -50,8 +50,8 @@ def places(model: PreTrainedModel) -> dict[str, FusedPlacement]:
         in_order = torch.arange(first, first + count)
         if numbers.shape != (count, 1) or not torch.equal(numbers.flatten(), in_order):
             raise ModelError(
-                f"{name}: transformers does more than cut {fused} into rows; this model cannot be "
-                "spread over processes"
+                f"{name}: transformers does more than split {fused} into rows; this model "
+                "cannot be sharded"
             )
         start = (first // height, first % height, 0)
         found[name] = FusedPlacement(fused, (experts, height, width), start, (count, width))
@@ -59,7 +59,7 @@ def places(model: PreTrainedModel) -> dict[str, FusedPlacement]:
 
 
 def _owners(model: PreTrainedModel, shapes: dict[str, torch.Size]) -> dict[str, str]:
-    """Which parameter each tensor in the files comes from."""
+    """The parameter of each tensor in the files."""
     with torch.device("meta"):
         return {
             name: fused
@@ -69,12 +69,13 @@ def _owners(model: PreTrainedModel, shapes: dict[str, torch.Size]) -> dict[str, 
 
 
 def view(fused: torch.Tensor, at: FusedPlacement, cuts: Cuts | None) -> torch.Tensor:
-    """What this process has of a part of ``fused``, sharing its memory.
+    """This rank's part of a slice of ``fused``, sharing its memory.
 
-    It says that it is whole everywhere, which is not so: only ``cuts`` tell.
+    As a tensor it seems to be complete on every rank, which is not so: only ``cuts`` has its
+    sharding.
     """
     if not isinstance(fused, DTensor):
-        raise ModelError(f"{at.fused}: not spread over processes, but other parameters are")
+        raise ModelError(f"{at.fused}: not sharded, but other parameters are")
     mesh = fused.device_mesh
     names = mesh.mesh_dim_names or ()
     sizes = dict(zip(names, mesh.shape, strict=True))

@@ -1,8 +1,8 @@
-"""Memory that a step has freed is kept for the next one.
+"""Keep memory that a step frees for the next step.
 
-The C library gives large blocks back to the system at once, and gets others in their place, page by
-page: of a step on a CPU that was 300,000 pages and a tenth of the time (Qwen2, hidden size 512,
-vocabulary 32,000). What a step frees the next one needs, so nothing is gained by it.
+The C library returns large blocks to the system at once, and requests new ones, page by page. For a
+step on a CPU these were 300,000 pages and a tenth of the time (Qwen2, hidden size 512, vocabulary
+32,000). The next step needs the same memory, so returning it gains nothing.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ _NEVER = 2**31 - 1  # bytes, the largest int
 
 
 def keep_freed_memory() -> None:
-    """Let this process keep what it frees, if its C library is glibc."""
+    """Let this process keep freed memory, if its C library is glibc."""
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError, TypeError):  # another C library, or Windows
         return
     if not (mallopt(_MMAP_THRESHOLD, _NEVER) and mallopt(_TRIM_THRESHOLD, _NEVER)):
-        logger.debug("mallopt refuses; freed memory goes back to the system")
+        logger.debug("mallopt failed; freed memory is returned to the system")

@@ -1,9 +1,9 @@
-"""A model as the stages of a pipeline: the layers of each, with the embedding before the first and
+"""Split a model into pipeline stages: the layers of each, with the embedding before the first and
 norm and head after the last.
 
-A process keeps the modules of its own stages; where the others were, hidden states pass through. So
-every name stays what it is in the whole model, and the model's own code does the rest: masks,
-positions, what a kind of layer needs. A stage is run by letting only its own layers be there.
+A rank keeps the modules of its own stages; identity stubs replace the others. So every name is that
+of the full model, and the model's own code does the rest: masks, positions, inputs of each kind of
+layer. To run a stage, only its own layers are made visible.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ _OF_THE_HEAD = ("logits_to_keep", "labels")  # arguments that the model without 
 
 
 def split(num_layers: int, num_stages: int) -> list[range]:
-    """The layers of each stage, as many in each as can be.
+    """The layers of each pipeline stage, divided as evenly as possible.
 
-    Stages in the middle get the ones left over: the last one also has the head, the first the
-    embedding. Raises ``RecipeError`` if there are more stages than layers.
+    Stages in the middle get the remaining ones, because the last also has the head, and the first
+    the embedding. Raises ``RecipeError`` if there are more stages than layers.
     """
     if num_stages > num_layers:
         raise RecipeError(
-            f"parallel.pp: {num_stages} stages need as many layers, but the model has "
+            f"parallel.pp: {num_stages} pipeline stages need as many layers, but the model has "
             f"{num_layers}; lower pp or pp_stages_per_rank"
         )
     each, over = divmod(num_layers, num_stages)
@@ -43,9 +43,9 @@ def split(num_layers: int, num_stages: int) -> list[range]:
 
 
 class Layers(nn.ModuleList):
-    """The layers of this process, one stage of which is shown to the code that runs them.
+    """The layers of this rank, of which the model's code sees one stage at a time.
 
-    All of them stay in it, so that whoever looks for modules finds each under its name.
+    All of them stay registered, so that every module is found under its name.
     """
 
     def __init__(self, layers: Sequence[nn.Module]):
@@ -61,7 +61,7 @@ class Layers(nn.ModuleList):
 
 @dataclass(frozen=True)
 class Stages:
-    """The stages of this process."""
+    """The pipeline stages of this rank."""
 
     parts: Architecture
     last: int  # number of the last stage of all
@@ -70,7 +70,7 @@ class Stages:
 
     @contextmanager
     def only(self, number: int) -> Iterator[None]:
-        """Let the model be this stage: but for the last one, it ends with hidden states."""
+        """Make the model this stage: unless it is the last, it returns hidden states."""
         base, model = self.parts.base, self.parts.model
         layers = base.get_submodule(self.parts.layers)
         assert isinstance(layers, Layers)
@@ -97,9 +97,9 @@ def _without_head(base: nn.Module) -> Callable[..., object]:
 
 
 def parameters_of(model: PreTrainedModel, num_stages: int) -> list[list[nn.Parameter]]:
-    """The parameters of each stage of a whole model; one that is tied is in two.
+    """The parameters of each pipeline stage of a full model; a tied one is in two.
 
-    Raises ``RecipeError`` if the architecture cannot be cut so.
+    Raises ``RecipeError`` if the architecture cannot be split.
     """
     parts = anatomy(model)
     layers = list(parts.base.get_submodule(parts.layers).children())
@@ -113,9 +113,9 @@ def parameters_of(model: PreTrainedModel, num_stages: int) -> list[list[nn.Param
 
 
 def keep(model: PreTrainedModel, numbers: Collection[int], num_stages: int) -> Stages:
-    """Let ``model`` have the modules of the stages ``numbers`` of ``num_stages``, and no others.
+    """Keep only the modules of the pipeline stages ``numbers`` of ``num_stages`` in ``model``.
 
-    Raises ``RecipeError`` if the architecture cannot be cut so.
+    Raises ``RecipeError`` if the architecture cannot be split.
     """
     parts = anatomy(model)
     runs, last = split(parts.num_layers, num_stages), num_stages - 1

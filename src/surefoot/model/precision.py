@@ -1,5 +1,6 @@
-"""The arithmetic of forward and backward: fp32, or autocast to bf16 or fp16; fp16 with a loss
-scaler."""
+"""The precision of forward and backward: fp32, or autocast to bf16 or fp16; fp16 with a loss
+scaler.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +15,9 @@ PrecisionName = Literal["fp32", "bf16", "fp16"]
 
 
 def choose(name: Literal["auto"] | PrecisionName) -> PrecisionName:
-    """``auto`` resolved for this machine: bf16 on a GPU that has it, otherwise fp32.
+    """``auto`` resolved for this machine: bf16 on a GPU that supports it, otherwise fp32.
 
-    CPUs without bf16 units run it at a third of fp32's speed, so there auto never takes it.
+    CPUs without bf16 units run it at a third of fp32's speed, so auto never selects it there.
     """
     if name != "auto":
         return name
@@ -24,7 +25,7 @@ def choose(name: Literal["auto"] | PrecisionName) -> PrecisionName:
 
 
 def autocast(name: PrecisionName, device: torch.device) -> AbstractContextManager[object]:
-    """The context to run a forward pass in."""
+    """The context in which to run a forward pass."""
     if name == "fp32":
         return nullcontext()
     return torch.autocast(device.type, torch.bfloat16 if name == "bf16" else torch.float16)
@@ -47,7 +48,7 @@ class LossScaler:
             self.scale = 2.0**16
 
     def update(self, *, overflowed: bool) -> None:
-        """Learn from one step."""
+        """Update the scale after one step."""
         if not self.enabled:
             return
         if overflowed:
@@ -58,10 +59,10 @@ class LossScaler:
             self.scale, self.calm_steps = self.scale * 2, 0
 
     def state_dict(self) -> dict[str, float]:
-        """Scale and calm steps."""
+        """Scale and number of calm steps."""
         return {"scale": self.scale, "calm_steps": self.calm_steps}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Go on with a saved scale."""
+        """Continue with a saved scale."""
         if self.enabled:
             self.scale, self.calm_steps = float(state["scale"]), int(state["calm_steps"])

@@ -9,7 +9,7 @@ from typing import Literal
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSection:
-    """Which pretrained model to start from, and how it is held in memory."""
+    """Which pretrained model to start from, and its form in memory."""
 
     path: str
     """A folder with a Hugging Face model, or a hub id such as ``Qwen/Qwen3-0.6B``."""
@@ -18,26 +18,33 @@ class ModelSection:
     hub: Literal["huggingface", "modelscope"] = "huggingface"
     """Where a hub id is looked up. ``modelscope`` needs ``pip install modelscope``."""
     adapter: Path | None = None
-    """A PEFT adapter to go on training from (with ``method: lora``)."""
+    """A PEFT adapter to continue training from (with ``method: lora``)."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Type of the weights. ``auto``: trained weights in float32, frozen ones as stored (float32 on
-    a CPU)."""
+    """Type of the weights. ``auto``: trainable weights in float32, frozen ones as stored
+    (float32 on a CPU).
+    """
     attention: Literal["auto", "sdpa", "eager", "flash_attention_2"] = "auto"
     """Attention kernel. ``auto`` takes sdpa where the architecture has it, otherwise eager. Packed
     rows on a GPU use the first of varlen, flash-attn, flex and sdpa that passes a self-check, which
     a resume keeps."""
     new_special_tokens: tuple[str, ...] = ()
-    """Tokens to add to the vocabulary; embeddings grow and start at the mean of the old ones."""
+    """Tokens to add to the vocabulary. The embeddings are resized; new rows are initialized to
+    the mean of the old ones.
+    """
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a fifth slower."""
     compile: bool = False
-    """Translate the layers into fused kernels (``torch.compile``): faster steps after a warm-up of
-    a minute or so. Needs a C++ compiler."""
+    """Compile the layers with ``torch.compile``: faster steps after a warm-up of about a minute.
+    Needs a C++ compiler.
+    """
     quantization_bit: Literal[4, 8] | None = None
-    """Hold the frozen base in so many bits (QLoRA, with ``method: lora``). Needs ``pip install
-    'bitsandbytes>=0.48'``."""
+    """Store the frozen base in 4 or 8 bits (QLoRA, with ``method: lora``). Needs
+    ``pip install 'bitsandbytes>=0.48'``.
+    """
     quantization_type: Literal["nf4", "fp4"] = "nf4"
-    """The sixteen values of 4 bits: spaced as a normal distribution is, or floating point."""
+    """The sixteen values of 4 bits: spaced like a normal distribution (nf4), or floating point
+    (fp4).
+    """
     double_quantization: bool = True
     """Quantize the scales of 4 bits, too: 0.4 bits less for each weight."""
     trust_remote_code: bool = False

@@ -1,4 +1,5 @@
-"""Randomness as a function of (seed, step, micro-batch, rank), re-derived before every micro-batch.
+"""Randomness as a function of (seed, step, micro-batch, rank), derived again before every
+micro-batch.
 
 So dropout at a step does not depend on what ran before it: a resumed run draws the same numbers.
 The generators are saved as well (``RandomState``), for callbacks and methods that draw between
@@ -30,8 +31,9 @@ def seed_everything(*parts: int) -> None:
 
 
 def use_deterministic_kernels(wanted: bool) -> None:
-    """Only kernels that give the same bits every time; those without one warn instead of
-    failing."""
+    """Use only kernels that give the same bits every time. An operation without such a kernel
+    warns instead of failing.
+    """
     if wanted and torch.cuda.is_available():
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it at its start
     torch.use_deterministic_algorithms(wanted, warn_only=True)

@@ -1,4 +1,4 @@
-"""Finding modules in a model by what they are: its decoder layers, its linear maps."""
+"""Find modules in a model by what they are: its decoder layers, its linear layers."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class HasHead(Protocol):
-    """A ``PreTrainedModel``, said without importing it: methods are named in recipes and import
-    this module, and a recipe is read without transformers and torch.
+    """A ``PreTrainedModel``, without importing it: recipes name methods, which import this
+    module, and a recipe is read without transformers and torch.
     """
 
     def get_output_embeddings(self) -> nn.Module | None:
@@ -21,7 +21,7 @@ class HasHead(Protocol):
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """The transformer blocks in order: the longest ``ModuleList`` of one class."""
+    """The decoder layers in order: the longest ``ModuleList`` of one class."""
     from torch import nn
 
     lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) > 0]
@@ -44,7 +44,7 @@ def children(layer: nn.Module) -> dict[str, list[nn.Module]]:
 
 
 def linear_names(model: nn.Module) -> list[str]:
-    """The last parts of the names of all linear maps but the output head, sorted."""
+    """The last parts of the names of all linear layers except the output head, sorted."""
     from torch import nn
 
     head = model.get_output_embeddings() if isinstance(model, HasHead) else None

@@ -115,7 +115,7 @@ def init_on_meta(
             aliases = model.named_parameters(remove_duplicate=False)
             return MetaModel(model, source, known, names | {name: known[p] for name, p in aliases})
         why = f"{odd[0]} has no tensor of its own in the files"
-    logger.info("%s is loaded whole by every process: %s", base, why)
+    logger.info("%s: every rank loads the full model before sharding: %s", base, why)
     return None
 
 

@@ -49,14 +49,14 @@ def able_to_generate(
             "so the model cannot generate; set it to false"
         )
     with ExitStack() as stack:
-        stack.enter_context(_unpacked(inner))
+        stack.enter_context(unpacked(inner))
         stack.enter_context(full_logits(inner, world))
         stack.enter_context(_gathered(module, inner, again=parallel.reshard_after_forward))
         yield
 
 
 @contextmanager
-def _unpacked(inner: PreTrainedModel) -> Iterator[None]:
+def unpacked(inner: PreTrainedModel) -> Iterator[None]:
     """An ordinary attention kernel: packed rows have no key-value cache."""
     before = inner.config._attn_implementation
     if before.startswith(attention.PREFIX):

@@ -29,7 +29,7 @@ from ..parallel.section import ParallelSection
 from ..parallel.tensor.sequence_parallel import widened
 from ..parallel.world import World
 from .pipelined import PipelinedModel
-from .rollout import able_to_generate
+from .rollout import able_to_generate, unpacked
 
 Hook = Callable[[int], None]  # gets the index of a micro-batch
 
@@ -118,7 +118,9 @@ class WholeEngine:
         module, precision = self.runner.model, self.runner.precision
         with contextlib.ExitStack() as stack:
             stack.enter_context(autocast(precision, inner.device))
-            if not self.only_generates:
+            if self.only_generates:
+                stack.enter_context(unpacked(inner))
+            else:
                 stack.enter_context(able_to_generate(module, inner, world, self.parallel))
             yield
 

@@ -12,10 +12,9 @@ Named: TypeAlias = "Iterable[tuple[str, nn.Parameter]]"
 
 
 def decay_groups(named: Named, weight_decay: float) -> list[dict[str, object]]:
-    """Two parameter groups for a torch optimizer; the second, without decay, holds all vectors.
+    """Two parameter groups for a torch optimizer; the second, without decay, contains all vectors.
 
-    Each group also carries ``names``, parallel to ``params``, so that its state can be saved by
-    name.
+    Each group also has ``names``, parallel to ``params``, so that its state can be saved by name.
     """
     groups: list[dict[str, object]] = []
     named = list(named)

@@ -15,11 +15,11 @@ class LearningRate:
     learning_rate: float = 5e-5
     """Peak learning rate."""
     schedule: ScheduleName = "cosine"
-    """Shape of the learning rate after warm-up; ``wsd`` is warm-up, stable, decay."""
+    """Shape of the learning rate after warmup; ``wsd`` is warmup-stable-decay."""
     warmup_ratio: float = 0.0
-    """Share of all steps that warm up."""
+    """Share of all steps used for warmup."""
     warmup_steps: int | None = None
-    """Steps that warm up; wins over ``warmup_ratio``."""
+    """Steps of warmup; has precedence over ``warmup_ratio``."""
     min_lr_ratio: float = 0.0
     """Learning rate at the end, as a share of the peak (not for ``constant``)."""
     decay_ratio: float = 0.1
@@ -27,7 +27,7 @@ class LearningRate:
 
 
 def check_learning_rate(settings: LearningRate) -> None:
-    """Raise ``ValueError`` that names the setting which makes no sense."""
+    """Raise ``ValueError`` that names an invalid setting."""
     if settings.learning_rate <= 0:
         raise ValueError(f"learning_rate must be positive, got {settings.learning_rate}")
     shares = {

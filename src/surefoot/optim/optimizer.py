@@ -1,5 +1,6 @@
-"""The ``Optimizer`` protocol: settings, a torch optimizer built from them, and what its state looks
-like, so that any state can be saved, resharded and resumed."""
+"""The ``Optimizer`` protocol: settings, a torch optimizer built from them, and a declaration of
+its state, so that any state can be saved, resharded and resumed.
+"""
 
 from __future__ import annotations
 
@@ -36,15 +37,15 @@ class Optimizer(Protocol):
         """The learning-rate schedule of a run of ``total_steps``."""
 
     def trainer_arguments(self) -> dict[str, object]:
-        """Its settings as ``TrainingArguments`` of transformers; the learning rate's left out."""
+        """Its settings as ``TrainingArguments`` of transformers, without the learning rate."""
 
 
 @dataclass(frozen=True)
 class StateTensor:
-    """Shape and cuts of one state tensor, as functions of those of its parameter.
+    """Shape and sharding of one state tensor, as functions of those of its parameter.
 
     A tensor without dimensions is a plain one, equal on every rank. ``cuts`` is None if the
-    optimizer cannot keep the tensor of a sharded parameter.
+    optimizer does not support this tensor for a sharded parameter.
     """
 
     shape: Callable[[Shape], Shape]
@@ -56,7 +57,7 @@ SCALAR = StateTensor(lambda _: (), lambda _, __: ())
 
 
 def reduced(dim: int) -> StateTensor:
-    """Like its parameter, but of size 1 along ``dim`` (negative), where it is not cut."""
+    """Like its parameter, but of size 1 along ``dim`` (negative), where it is not sharded."""
 
     def shape(parameter: Shape) -> Shape:
         at = len(parameter) + dim
@@ -69,10 +70,10 @@ def reduced(dim: int) -> StateTensor:
 
 
 def replicated(shape: Callable[[Shape], Shape]) -> StateTensor:
-    """A tensor of another shape that every rank has all of."""
+    """A replicated tensor of another shape."""
     return StateTensor(shape, lambda _, __: ())
 
 
 def unsharded(shape: Callable[[Shape], Shape]) -> StateTensor:
-    """A tensor that only an optimizer of unsharded parameters can keep."""
+    """A tensor that is only supported for unsharded parameters."""
     return StateTensor(shape, None)

@@ -1,8 +1,8 @@
 """Learning-rate schedules as pure functions of the step: nothing to save, nothing to restore. To
 add one: write its function, add its line to ``SCHEDULES``.
 
-Steps count from 0: the first update uses ``factor(0)``. Warm-up rises over ``warmup_steps`` updates
-and is never zero (the Hugging Face schedules waste their first step at zero).
+Steps count from 0: the first update uses ``factor(0)``. The warmup rises over ``warmup_steps``
+updates and is never zero (the Hugging Face schedules waste their first step at zero).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Schedule:
 
 
 def _progress(step: int, start: int, total: int) -> float:
-    """How far ``step`` is on the way from ``start`` to ``total``, in [0, 1]."""
+    """The progress of ``step`` from ``start`` to ``total``, in [0, 1]."""
     return min(1.0, max(0.0, (step - start) / max(1, total - start)))
 
 
@@ -51,7 +51,7 @@ def _constant(_schedule: Schedule, _step: int) -> float:
 
 
 def _wsd(schedule: Schedule, step: int) -> float:
-    """Warm up, stay, decay linearly over the last ``decay_steps`` (arXiv:2404.06395)."""
+    """Warmup, constant, linear decay over the last ``decay_steps`` (arXiv:2404.06395)."""
     start = max(schedule.warmup_steps, schedule.total_steps - schedule.decay_steps)
     done = _progress(step, start, schedule.total_steps)
     return schedule.min_ratio + (1 - schedule.min_ratio) * (1 - done)

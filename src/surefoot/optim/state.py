@@ -1,5 +1,6 @@
-"""The state of a torch optimizer under its parameters' names, which no order or grouping
-changes."""
+"""The state of a torch optimizer under its parameters' names, which do not depend on order or
+grouping.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ class NamedState:
     """``{parameter: {exp_avg: ..., exp_avg_sq: ..., step: ...}}`` of an optimizer whose groups have
     ``names``.
 
-    Learning rate and other settings are not in it: they follow from the recipe and the step.
+    Learning rate and other settings are not included: they follow from the recipe and the step.
     """
 
     optimizer: torch.optim.Optimizer
@@ -33,7 +34,7 @@ class NamedState:
         }
 
     def load_state_dict(self, state: State) -> None:
-        """Become ``state``. Raises ``CheckpointError`` if it is of other parameters."""
+        """Restore ``state``. Raises ``CheckpointError`` if it belongs to other parameters."""
         names = [name for group in self.optimizer.param_groups for name in group["names"]]
         if state and state.keys() != set(names):
             raise other_parameters(state, names)
@@ -47,5 +48,6 @@ def other_parameters(found: Iterable[str], trained: Iterable[str]) -> Checkpoint
     unknown, missing = sorted({*found} - {*trained}), sorted({*trained} - {*found})
     return CheckpointError(
         f"optimizer state of other parameters: {len(unknown)} unknown, {len(missing)} missing "
-        f"(for one, {(unknown or missing)[0]}); resume with the method and model of the checkpoint"
+        f"(for example {(unknown or missing)[0]}); resume with the method and model of the "
+        "checkpoint"
     )

@@ -1,5 +1,6 @@
-"""How ranks share the tensors of an optimizer's state: from the optimizer's declarations and the
-cuts of its parameters."""
+"""The sharding of the tensors of an optimizer's state: from the optimizer's declarations and the
+sharding of its parameters.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +17,14 @@ from .optimizer import Optimizer, StateTensor
 
 @dataclass(frozen=True)
 class StateCuts:
-    """Cuts and shapes of the state of ``optim``, by pointer: parameter name, a dot, its key."""
+    """Sharding and shapes of the state of ``optim``, by pointer: parameter name, a dot, its key."""
 
     optim: Optimizer
     parameters: Mapping[str, torch.Tensor]
     cuts: Mapping[str, Cuts] = field(default_factory=dict)  # of sharded parameters
 
     def check(self) -> None:
-        """Raise ``RecipeError`` if a parameter is sharded that the optimizer has no state for."""
+        """Raise ``RecipeError`` if a sharded parameter has a state that cannot be sharded."""
         odd = [key for key, found in self.optim.state_tensors.items() if found.cuts is None]
         if odd and any(_is_sharded(parameter) for parameter in self.parameters.values()):
             raise RecipeError(
@@ -32,7 +33,7 @@ class StateCuts:
             )
 
     def of(self, pointer: str) -> Cuts | None:
-        """How a tensor of the state is cut over ranks; None if nothing is recorded."""
+        """The sharding of a tensor of the state; None if it is not recorded."""
         name, _, key = pointer.rpartition(".")
         cuts = self.cuts.get(name)
         if cuts is None or name not in self.parameters:
@@ -43,8 +44,9 @@ class StateCuts:
         return () if declared.cuts is None else declared.cuts(shape, cuts)
 
     def like(self, pointer: str) -> torch.Tensor | None:
-        """A tensor of the state that is not there yet, sharded as it will be; None if every rank
-        has a plain one."""
+        """A tensor of the state that does not exist yet, with its sharding; None if every rank
+        has a plain one.
+        """
         name, _, key = pointer.rpartition(".")
         parameter = self.parameters.get(name)
         if not isinstance(parameter, DTensor):
@@ -60,8 +62,8 @@ class StateCuts:
         known = self.optim.state_tensors
         if key not in known:
             raise CheckpointError(
-                f"optimizer state {key!r}: {type(self.optim).__name__} does not say how it is "
-                f"sharded, only {', '.join(known)}; add it to state_tensors"
+                f"optimizer state {key!r}: {type(self.optim).__name__} does not declare its "
+                f"sharding, only that of {', '.join(known)}; add it to state_tensors"
             )
         return known[key]
 
@@ -83,7 +85,8 @@ def _zeros(
     own: tuple[AxisShard, ...],
 ) -> DTensor:
     """This rank's part of a tensor of ``shape`` with ``cuts`` along axes of the mesh of
-    ``parameter``, whose own cuts are ``own``."""
+    ``parameter``, whose own sharding is ``own``.
+    """
     mesh = parameter.device_mesh
     axes = mesh.mesh_dim_names or tuple(map(str, range(mesh.ndim)))
     sizes = dict(zip(axes, mesh.shape, strict=True))

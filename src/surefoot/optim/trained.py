@@ -1,4 +1,4 @@
-"""The optimizer of the parameters that are trained now; which ones may change from step to step."""
+"""The optimizer of the currently trainable parameters, which may change from step to step."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ def every_name(_step: int, names: Sequence[str]) -> Collection[str]:
 
 @dataclass
 class TrainedParameters:
-    """The trained parameters of one network and their optimizer, which is rebuilt whenever others
-    are trained than before.
+    """The trainable parameters of one network and their optimizer, which is rebuilt whenever they
+    change.
 
-    Its state is the optimizer's; nothing else needs saving, as the step says who is trained.
+    Its state is the optimizer's; nothing else needs to be saved, because the step determines the
+    parameters.
     """
 
     optim: Optimizer
@@ -47,8 +48,9 @@ class TrainedParameters:
         self._become(self._names_at(0))
 
     def at(self, step: int) -> torch.optim.Optimizer:
-        """The optimizer for update number ``step``: a new one, without state, if others are trained
-        than before."""
+        """The optimizer for update number ``step``: a new one, without state, if other
+        parameters are trainable than before.
+        """
         self.check(step)
         names = self._names_at(step)
         if names != self._active:
@@ -56,21 +58,22 @@ class TrainedParameters:
         return self.optimizer
 
     def check(self, step: int) -> None:
-        """Raise ``CheckpointError`` if the loaded state is not one that a run has after ``step``
-        updates."""
+        """Raise ``CheckpointError`` if the loaded state cannot be that of a run after ``step``
+        updates.
+        """
         last = self._names_at(max(0, step - 1))
         if self._is_unchecked and self._active != last:
             raise other_parameters(self._active, last)
         self._is_unchecked = False
 
     def state_dict(self) -> dict[str, dict[str, torch.Tensor]]:
-        """The live tensors of the parameters that are trained now."""
+        """The live tensors of the currently trainable parameters."""
         return NamedState(self.optimizer).state_dict()
 
     def load_state_dict(self, state: State) -> None:
-        """Become ``state``; the parameters in it are then the trained ones.
+        """Restore ``state``; its parameters are then the trainable ones.
 
-        Raises ``CheckpointError`` if some of them are not of this network.
+        Raises ``CheckpointError`` if some of them do not belong to this network.
         """
         names = frozenset(state)
         if names - self.named.keys():
@@ -81,11 +84,11 @@ class TrainedParameters:
         self._is_unchecked = bool(names)
 
     def like(self, pointer: str) -> torch.Tensor | None:
-        """A tensor of the state that is not there yet, sharded as it will be."""
+        """A tensor of the state that does not exist yet, with its sharding."""
         return self._cuts.like(pointer)
 
     def cuts_of(self, pointer: str) -> Cuts | None:
-        """How a tensor of the state is cut over ranks."""
+        """The sharding of a tensor of the state."""
         return self._cuts.of(pointer)
 
     def is_copy(self, pointer: str) -> bool:
@@ -96,11 +99,11 @@ class TrainedParameters:
         return frozenset(self.trainable(step, self.names)) & self.named.keys()
 
     def _become(self, names: frozenset[str]) -> None:
-        """Train ``names`` and freeze the others; their gradients and the old state go."""
+        """Make ``names`` trainable and freeze the others; gradients and the old state are freed."""
         if len(self.names) > len(self.named) and names != self.named.keys():
             raise RecipeError(
-                "parallel.pp: the method trains other parameters at other steps, which a pipeline "
-                "cannot yet; leave pp at 1 and use parallel.dp_shard"
+                "parallel.pp: the method changes its trainable parameters, which a pipeline "
+                "does not support; leave pp at 1 and use parallel.dp_shard"
             )
         for name, parameter in self.named.items():
             parameter.requires_grad_(name in names)

@@ -1,1 +1,1 @@
-"""How a window is run forward and backward."""
+"""Ranks, sharding, and how a window is run forward and backward."""

@@ -1,9 +1,11 @@
-"""What passes between processes inside a layer, forward and backward.
+"""Differentiable collectives used inside a layer (all-reduce, all-gather, reduce-scatter), with
+their backward passes.
 
-Two of them frame a pair of cut matrices, as in Megatron-LM (arXiv:1909.08053): ``copied`` before
-the first, ``summed`` after the second. Each is the other's mirror image: where the forward pass of
-one does nothing, its backward pass adds up. So are ``joined`` and ``scattered``, which stand in
-their places where activations are cut along the sequence (arXiv:2205.05198).
+Two of them enclose a pair of sharded matrices, as in Megatron-LM (arXiv:1909.08053):
+``copy_to_tp_region`` before the first, ``reduce_from_tp_region`` after the second. Each is the
+other's mirror image: one does nothing in the forward pass and sums in the backward pass.
+``gather_from_sequence_region`` and ``reduce_scatter_to_sequence_region`` replace them if
+activations are sharded along the sequence (arXiv:2205.05198).
 """
 
 from __future__ import annotations
@@ -22,50 +24,50 @@ from ..geometry.sharding import chunk
 
 
 class Axis(Protocol):
-    """One axis of the mesh, as one of the processes along it sees it."""
+    """One mesh axis, as seen by one of its ranks."""
 
     @property
     def size(self) -> int:
-        """The number of processes."""
+        """The number of ranks."""
 
     @property
     def rank(self) -> int:
-        """Which of them this one is."""
+        """The position of this rank."""
 
     def spread(self, whole: nn.Parameter, dim: int | None) -> nn.Parameter:
-        """What takes the place of ``whole``, which is let go: cut along ``dim``, or not at all."""
+        """The replacement of ``whole``, which is freed: sharded along ``dim``, or replicated."""
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
-        """A new tensor: the sum of all processes' ``x``."""
+        """A new tensor: the sum of all ranks' ``x``."""
 
     def largest(self, x: torch.Tensor) -> torch.Tensor:
-        """A new tensor: the largest of all processes' ``x``, element by element."""
+        """A new tensor: the elementwise maximum of all ranks' ``x``."""
 
     def each(self, x: torch.Tensor) -> list[torch.Tensor]:
-        """All processes' ``x``, which have one shape."""
+        """All ranks' ``x``, which have one shape."""
 
     def sum_of_mine(self, parts: torch.Tensor) -> torch.Tensor:
-        """The sum of all processes' ``parts[rank]``."""
+        """The sum of all ranks' ``parts[rank]``."""
 
 
 @dataclass(frozen=True)
 class MeshAxis:
-    """An axis whose processes are there. Parameters that are spread over it are DTensors."""
+    """An axis with real ranks. Parameters that are sharded over it are DTensors."""
 
     mesh: DeviceMesh  # of one dimension
 
     @property
     def size(self) -> int:
-        """The number of processes."""
+        """The number of ranks."""
         return self.mesh.size()
 
     @property
     def rank(self) -> int:
-        """Which of them this one is."""
+        """The position of this rank."""
         return self.mesh.get_local_rank()
 
     def spread(self, whole: nn.Parameter, dim: int | None) -> nn.Parameter:
-        """A DTensor; every process has the same ``whole``."""
+        """A DTensor; every rank has the same ``whole``."""
         placement = Replicate() if dim is None else Shard(dim)
         values = distribute_tensor(whole.detach(), self.mesh, [placement], src_data_rank=None)
         whole.data = whole.data.new_empty(0)
@@ -98,39 +100,42 @@ class MeshAxis:
 
 
 def part(length: int, axis: Axis) -> slice:
-    """What this process has of ``length`` elements."""
+    """This rank's shard of ``length`` elements."""
     first, count = chunk(length, axis.size, axis.rank)
     return slice(first, first + count)
 
 
 def copy_to_tp_region(x: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """``x``, the same in all processes; its gradient is the sum of theirs."""
+    """``x``, the same on all ranks; its gradient is the sum of theirs."""
     return cast(torch.Tensor, _Copied.apply(x, axis))  # type: ignore[no-untyped-call]
 
 
 def reduce_from_tp_region(x: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """The sum of all processes' ``x``."""
+    """The sum of all ranks' ``x``."""
     return cast(torch.Tensor, _Summed.apply(x, axis))  # type: ignore[no-untyped-call]
 
 
 def gather_from_tp_region(x: torch.Tensor, axis: Axis, length: int, dim: int = -1) -> torch.Tensor:
-    """The parts of all processes, put together to ``length`` elements along ``dim``. What follows
-    is the same in all processes, and so is its gradient."""
+    """The shards of all ranks, concatenated to ``length`` elements along ``dim``. Later
+    computation is the same on all ranks, and so is its gradient.
+    """
     return cast(torch.Tensor, _Gathered.apply(x, axis, length, dim))  # type: ignore[no-untyped-call]
 
 
 def scatter_to_tp_region(x: torch.Tensor, axis: Axis, dim: int = -1) -> torch.Tensor:
-    """This process's part, along ``dim``, of ``x``, which is the same in all processes."""
+    """This rank's shard, along ``dim``, of ``x``, which is the same on all ranks."""
     return cast(torch.Tensor, _Taken.apply(x, axis, dim))  # type: ignore[no-untyped-call]
 
 
 def gather_from_sequence_region(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
-    """As ``gathered``, of equal parts; but what follows differs, so that gradients are summed."""
+    """As ``gather_from_tp_region``, of equal shards; but later computation differs between
+    ranks, so gradients are summed.
+    """
     return cast(torch.Tensor, _Joined.apply(x, axis, dim))  # type: ignore[no-untyped-call]
 
 
 def reduce_scatter_to_sequence_region(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
-    """This process's part, along ``dim``, of the sum of all processes' ``x``; parts are equal."""
+    """This rank's shard, along ``dim``, of the sum of all ranks' ``x``; shards are equal."""
     return cast(torch.Tensor, _Scattered.apply(x, axis, dim))  # type: ignore[no-untyped-call]
 
 
@@ -206,7 +211,7 @@ def _take(x: torch.Tensor, part: slice, dim: int) -> torch.Tensor:
 
 
 def _gather(x: torch.Tensor, axis: Axis, length: int, dim: int) -> torch.Tensor:
-    """Parts of unequal length are filled up: an all-gather knows one length only."""
+    """Shards of unequal length are padded: an all-gather needs one length."""
     counts = [chunk(length, axis.size, index)[1] for index in range(axis.size)]
     dim = dim % x.ndim
     if x.shape[dim] < counts[0]:

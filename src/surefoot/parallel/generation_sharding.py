@@ -1,9 +1,8 @@
-"""Spread a model that only answers: its matrices over ``tp``, what is left of them over
-``dp_shard``.
+"""Shard a model for generation: tensor parallelism over ``tp``, then FSDP over ``dp_shard``.
 
-Processes that answer together must take the same next token, or they would wait for each other for
-ever. So the logits that they choose from, of one position for each prompt, are put together from
-all parts and are the same bits in each of them.
+Ranks that generate together must sample the same next token, or they would wait for each other
+forever. So the logits of one position per prompt are gathered from all shards, and are bitwise the
+same on each rank.
 """
 
 from __future__ import annotations
@@ -33,8 +32,9 @@ _SHARDS = "dp_shard"
 
 
 def with_replicas(section: ParallelSection, count: int | None = None) -> ParallelSection:
-    """``section`` for so many processes, all that a launcher has started if not given: those that
-    ``tp`` and ``dp_shard`` leave hold copies of the model."""
+    """``section`` for ``world_size`` ranks, all that a launcher has started if not given: the
+    ranks that ``tp`` and ``dp_shard`` leave hold replicas of the model.
+    """
     count = count or (launched() or (0, 1, 0))[1]
     shards = section.dp_shard or 1
     copies = section.dp_replicate
@@ -46,10 +46,10 @@ def with_replicas(section: ParallelSection, count: int | None = None) -> Paralle
 def shard_for_generation(
     model: PreTrainedModel, world: World, section: ParallelSection
 ) -> dict[str, Cuts]:
-    """Spread ``model``, without the wrapper of an adapter, in place; how each parameter is cut, by
-    name. Along ``dp_replicate`` there are whole copies.
+    """Shard ``model``, without the wrapper of an adapter, in place; returns the sharding of each
+    parameter, by name. Along ``dp_replicate`` there are full replicas.
 
-    Raises ``RecipeError`` if the architecture cannot be spread over ``tp``.
+    Raises ``RecipeError`` if the architecture cannot be sharded over ``tp``.
     """
     if world.mesh is None:
         return {}
@@ -69,7 +69,7 @@ def shard_for_generation(
 
 
 def _share_logits(model: PreTrainedModel, world: World) -> None:
-    """Let the head give the same whole logits to all processes that answer together."""
+    """Make the head return the same full logits to all ranks that generate together."""
     axes = [axis for axis in (AXIS, _SHARDS) if world.axes[axis] > 1]
     model.get_output_embeddings().forward = _full_logits(model, world, axes)
 
@@ -116,7 +116,7 @@ def _full_logits(
 
 
 def _of_the_first(values: torch.Tensor, axis: DeviceMesh) -> torch.Tensor:
-    """What the first process along ``axis`` has."""
+    """The value of the first rank along ``axis``."""
     values = values.contiguous()
     dist.broadcast(values, group=axis.get_group(), group_src=0)
     return values

@@ -1,7 +1,7 @@
-"""The norm of gradients that are spread over processes: each adds up its own, then one sum.
+"""The norm of sharded gradients: each rank sums its own shards, then one all-reduce.
 
-DTensor would do the same in a sum for each axis of the mesh, warn of it, and think for most of the
-first step about how.
+DTensor would use one all-reduce per mesh axis, log a warning, and spend most of the first step on
+planning it.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ def global_norm(
     totals: Callable[[torch.Tensor], torch.Tensor],
     device: torch.device,
 ) -> torch.Tensor:
-    """The Euclidean norm of all elements of all ``gradients``, which lie on ``device``.
+    """The Euclidean norm of all elements of all ``gradients``, which are on ``device``.
 
-    ``totals`` sums over all processes. What lies in several of them counts once. The sum is of
-    float64 whatever gradients are here, or none: all processes clip by the same bits.
+    ``totals`` sums over all ranks. Replicated values count once. The sum is float64 on every rank,
+    even without gradients, so all ranks clip with the same bits.
     """
     if not gradients:  # here; another stage of a pipeline may have some
         return totals(torch.zeros(1, dtype=torch.float64, device=device)).sqrt()[0]
@@ -38,12 +38,12 @@ def global_norm(
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """What of ``tensor`` is in this process, as a plain tensor that shares its memory."""
+    """This rank's shard of ``tensor``, as a plain tensor that shares its memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _copies(gradient: torch.Tensor) -> int:
-    """How many processes hold the same part."""
+    """The number of ranks with the same shard."""
     assert isinstance(gradient, DTensor)
     axes = zip(gradient.device_mesh.shape, gradient.placements, strict=True)
     return math.prod(size for size, placement in axes if isinstance(placement, Replicate))

@@ -1,8 +1,8 @@
-"""Start the processes of a run on this machine, and end them together.
+"""Local launcher: starts the ranks of a run on this machine, and ends them together.
 
-Where a launcher (torchrun, SLURM, Kubernetes) has started the processes already, nothing is to be
-done. The first process that fails decides: the others are ended at once, and its exit code is the
-run's, so that its error is what one reads, not the echoes of the others.
+If a launcher (torchrun, SLURM, Kubernetes) has already started the ranks, there is nothing to do.
+The first rank that fails decides: the others are ended at once, and its exit code is that of the
+run. So its error is the one shown, and not the connection errors of the others.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _STOPS = (signal.SIGINT, signal.SIGTERM)
 
 
 def num_processes(section: ParallelSection) -> int:
-    """How many to start here: 1 if somebody else has, or if one is enough."""
+    """The number of ranks to start: 1 if another launcher has started them, or if one is enough."""
     if launched() is not None:
         return 1
     wanted = section.num_processes or torch.cuda.device_count()
@@ -38,11 +38,11 @@ def num_processes(section: ParallelSection) -> int:
 
 
 def launch(command: Sequence[str], count: int, max_restarts: int = 0) -> int:
-    """Run ``command`` in ``count`` processes that find each other; the exit code of the run.
+    """Run ``command`` in ``count`` ranks that find each other; returns the exit code of the run.
 
-    SIGINT and SIGTERM are handed on, so that a signal to this process stops the run as it stops a
-    run of one process. If a process dies, all are started again, up to ``max_restarts`` times; they
-    go on from the last checkpoint.
+    SIGINT and SIGTERM are forwarded, so that a signal to this process stops the run like a run of
+    one process. If a rank dies, all are restarted, up to ``max_restarts`` times; they resume from
+    the latest checkpoint.
     """
     for attempt in range(max_restarts + 1):
         gang = _ProcessGroup(command, count)
@@ -50,7 +50,7 @@ def launch(command: Sequence[str], count: int, max_restarts: int = 0) -> int:
         if code == 0 or gang.was_stopped or code == 2 or attempt == max_restarts:
             break  # 2: an error of the user's, which another start will not mend
         logger.warning(
-            "a process ended with code %d; starting all again (%d of %d)",
+            "a rank ended with exit code %d: restarting all ranks (restart %d of %d)",
             code,
             attempt + 1,
             max_restarts,
@@ -59,7 +59,7 @@ def launch(command: Sequence[str], count: int, max_restarts: int = 0) -> int:
 
 
 class _ProcessGroup:
-    """The processes of one start."""
+    """The ranks of one launch."""
 
     def __init__(self, command: Sequence[str], count: int) -> None:
         self.was_stopped = False
@@ -84,7 +84,9 @@ class _ProcessGroup:
         ]
 
     def watch(self) -> int:
-        """Wait for the end of all: 0, or the code of the first that failed, as a shell tells it."""
+        """Wait for the end of all: 0, or the code of the first that failed, as a shell reports
+        it.
+        """
         before = {number: signal.signal(number, self._hand_on) for number in _STOPS}
         try:
             while (code := self._first_failure()) is None:
@@ -112,7 +114,7 @@ class _ProcessGroup:
                 process.send_signal(number)
 
     def _end(self) -> None:
-        """Give those that were stopped too the time to save; the echoes of a failure none."""
+        """Give stopped ranks the time to save; end the others of a failed run immediately."""
         deadline = time.monotonic() + (_GRACE if self.was_stopped else 0.0)
         for process in self.processes:
             try:
@@ -123,5 +125,5 @@ class _ProcessGroup:
 
 
 def rerun_command(arguments: Sequence[str]) -> list[str]:
-    """The command that runs this very program with ``arguments``."""
+    """The command that runs this program with ``arguments``."""
     return [sys.executable, "-m", "surefoot", *arguments]

@@ -1,5 +1,6 @@
-"""How a window is run through the model. The loop and the stages cannot tell one engine from
-another."""
+"""Run a window through a model. All runners have one interface, so the training loop does not
+depend on the kind.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ Forward = Callable[[Batch], Outputs]
 
 
 def plain(forward: Forward, device: torch.device) -> StepRunner:
-    """One micro-batch after the other, on a model this rank holds whole."""
+    """One micro-batch after another, on a model that this rank has in full."""
 
     def run(
         window: Window,

@@ -10,39 +10,47 @@ from .pipeline.schedule import ScheduleName
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelSection:
-    """Over how many processes a run is spread. May change between two starts of one run."""
+    """The mesh of ranks over which a run is sharded. May change between two launches of one run."""
 
     num_processes: int | None = None
-    """Processes that ``surefoot train`` and ``predict`` start on this machine; unset, one for each
-    GPU, or one. Under ``torchrun`` or SLURM the processes that are there are taken."""
+    """Ranks that ``surefoot train`` and ``predict`` start on this machine; unset, one for each
+    GPU, or one. Under ``torchrun`` or SLURM the existing ranks are used.
+    """
     dp_replicate: int = 1
-    """So many copies of the model, each over ``dp_shard`` processes. All of them: plain data
-    parallelism."""
+    """Number of replicas of the model, each over ``dp_shard`` ranks. With all ranks: plain data
+    parallelism.
+    """
     dp_shard: int | None = None
-    """Over so many processes weights, gradients and optimizer states are sharded; unset, over all
-    that the other axes leave."""
+    """Number of ranks over which weights, gradients and optimizer states are sharded (FSDP);
+    unset, all that the other axes leave.
+    """
     tp: int = 1
-    """Over so many processes every matrix is cut, and these work on the same examples together
-    (tensor parallelism). Best within one machine."""
+    """Number of ranks over which every matrix is sharded; they compute the same examples
+    together (tensor parallelism). Best within one machine.
+    """
     sequence_parallel: bool = False
-    """Cut activations between the matrices along the sequence, over the ``tp`` processes: less
-    memory for as much communication."""
+    """Shard activations between the matrices along the sequence, over the ``tp`` ranks: less
+    memory for as much communication.
+    """
     pp: int = 1
-    """Over so many processes the layers are shared out, and micro-batches pass from one to the next
-    (pipeline parallelism). The axis for slow connections: between machines."""
+    """Number of ranks over which the layers are divided; micro-batches pass from one to the next
+    (pipeline parallelism). The axis for slow connections, between machines.
+    """
     pp_schedule: ScheduleName = "1f1b"
-    """Who does what when: ``1f1b``, each micro-batch back as soon as possible; ``interleaved``, the
-    same with several stages a process, which idles less and communicates more; ``gpipe``, all
-    micro-batches forward first."""
+    """Pipeline schedule. ``1f1b``: each backward pass as early as possible; ``interleaved``: the
+    same with several stages per rank, which idles less and communicates more; ``gpipe``: all
+    forward passes first.
+    """
     pp_stages_per_rank: int | None = None
-    """Stages of each process; unset, 2 if ``interleaved``, otherwise 1."""
+    """Pipeline stages per rank; unset, 2 if ``interleaved``, otherwise 1."""
     reshard_after_forward: bool = True
     """Gather a layer's weights again for the backward pass: less memory, more communication."""
     max_restarts: int = 0
-    """How often the processes of this machine are started again after one has died; they go on from
-    the last checkpoint."""
+    """How often the ranks of this machine are restarted after one has died; they resume from the
+    latest checkpoint.
+    """
     timeout_minutes: float = 10.0
-    """How long a process waits for another one before it gives up."""
+    """How long a rank waits for another one before it fails."""
 
     def __post_init__(self) -> None:
         for name in ("num_processes", "dp_replicate", "dp_shard", "tp", "pp", "pp_stages_per_rank"):
@@ -57,20 +65,21 @@ class ParallelSection:
             raise ValueError("sequence_parallel needs tp of at least 2, got 1")
         if self.pp_schedule != "interleaved" and (self.pp_stages_per_rank or 1) > 1:
             raise ValueError(
-                f"pp_stages_per_rank: {self.pp_stages_per_rank} stages a process need pp_schedule: "
-                f"interleaved, not {self.pp_schedule}"
+                f"pp_stages_per_rank: {self.pp_stages_per_rank} stages per rank need "
+                f"pp_schedule: interleaved, not {self.pp_schedule}"
             )
         if self.num_processes is not None:
             self.axes(self.num_processes)  # which refuses what does not fit
 
     @property
     def num_parts(self) -> int:
-        """Stages of each process."""
+        """Pipeline stages per rank."""
         return self.pp_stages_per_rank or (2 if self.pp_schedule == "interleaved" else 1)
 
     def axes(self, world_size: int) -> tuple[int, int, int, int]:
-        """``pp``, ``dp_replicate``, ``dp_shard`` and ``tp`` for so many processes; a ``ValueError``
-        if they do not make that many."""
+        """``pp``, ``dp_replicate``, ``dp_shard`` and ``tp`` for ``world_size`` ranks; a
+        ``ValueError`` if their product differs.
+        """
         others = {"pp": self.pp, "dp_replicate": self.dp_replicate, "tp": self.tp}
         shard = self.dp_shard or max(1, world_size // math.prod(others.values()))
         if math.prod(others.values()) * shard != world_size:

@@ -1,8 +1,8 @@
-"""Spread a model over processes: first its matrices over the axis ``tp``, then what is left of them
-over the other axes with FSDP2. How each tensor was cut is recorded on the way.
+"""Shard a model: first its matrices over the axis ``tp``, then over the other axes with FSDP2. The
+sharding of each tensor is recorded.
 
-Gradients are summed over the processes, never averaged: the step divides once, by the weight of the
-whole window.
+Gradients are summed over the ranks, never averaged: the step divides once, by the weight of the
+complete window.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ def shard(
     dtype: torch.dtype | None,
     stages: Sequence[Stretch] | None = None,
 ) -> dict[str, Cuts]:
-    """Shard ``model`` in place, layer by layer; how each parameter is cut, by name. Nothing happens
-    if this process is alone.
+    """Shard ``model`` in place, layer by layer; returns the sharding of each parameter, by name.
+    Does nothing for a single rank.
 
     Args:
-        model: whole, with the same values in every process.
+        model: unsharded, with the same values on every rank.
         inner: the same without its adapter.
-        world: whose mesh it is spread over.
+        world: the mesh over which to shard it.
         section: whether a layer is gathered again for the backward pass.
-        dtype: what weights are gathered and multiplied in; gradients are summed in float32. None:
-            as they are.
-        stages: the layers of each stage of a pipeline that is here; None: all are.
+        dtype: of weights when they are gathered and multiplied; gradients are summed in float32.
+            None: unchanged.
+        stages: the layers of each pipeline stage on this rank; None: all layers.
     """
     if world.mesh is None:
         return {}
@@ -70,7 +70,7 @@ def shard(
 
 
 def layers(model: nn.Module) -> list[nn.Module]:
-    """The repeated blocks: the elements of the longest list of modules that is in no other one."""
+    """The decoder layers: the elements of the longest list of modules that is in no other list."""
     lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) > 1]
     blocks = [*max(lists, key=_num_parameters)] if lists else []
     return [block for block in blocks if _num_parameters(block)]  # of a pipeline's stage, its own
@@ -81,14 +81,14 @@ def _num_parameters(module: nn.Module) -> int:
 
 
 def reduce_gradients(model: nn.Module, *, now: bool) -> None:
-    """Whether the next backward pass sums the gradients over processes, or only adds to them."""
+    """Whether the next backward pass sums the gradients over ranks, or only accumulates them."""
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(now)
         model.set_is_last_backward(now)
 
 
 def gather_nothing(model: nn.Module) -> None:
-    """Let go of what a forward pass without a backward one has left gathered."""
+    """Free what a forward pass without a backward pass has left gathered."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

@@ -1,4 +1,6 @@
-"""The processes of a run, as one of them sees them: which one it is, and how they agree."""
+"""The process group of a run, as one rank sees it: which rank it is, and how the ranks
+communicate.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,7 @@ _LAUNCHERS = (
 
 @dataclass(frozen=True)
 class World:
-    """One process among ``size``. Alone, it has no mesh, and everything here is a no-op."""
+    """One rank of ``size``. A single rank has no mesh, and everything here is a no-op."""
 
     rank: int = 0
     size: int = 1
@@ -43,7 +45,7 @@ class World:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is the one that speaks, logs and writes what exists once."""
+        """Whether this is rank 0, which logs, and writes what exists once."""
         return self.rank == 0
 
     @property
@@ -55,58 +57,61 @@ class World:
 
     @property
     def tp(self) -> int:
-        """Over how many processes every matrix is cut."""
+        """The number of ranks over which every matrix is sharded."""
         return self.axes.get("tp", 1)
 
     @property
     def pp(self) -> int:
-        """Over how many processes the layers are shared out."""
+        """The number of ranks over which the layers are divided."""
         return self.axes.get("pp", 1)
 
     @property
     def pp_rank(self) -> int:
-        """Which of these this process is."""
+        """The position of this rank among these."""
         return self.rank // (self.size // self.pp)  # pp is the outermost axis
 
     @property
     def data_rank(self) -> int:
-        """Which share of the examples is this process's."""
+        """Which share of the examples belongs to this rank."""
         return self.rank % (self.size // self.pp) // self.tp  # tp is the innermost axis
 
     @property
     def num_data_ranks(self) -> int:
-        """Into how many shares the examples are divided."""
+        """The number of shares into which the examples are divided."""
         return self.size // self.pp // self.tp
 
     @property
     def draws(self) -> tuple[int, ...]:
-        """Numbers to seed with: what is dropped differs between shares of the examples, and between
-        layers, but not along ``tp``."""
+        """Numbers for seeds: dropout differs between shares of the examples, and between layers,
+        but not along ``tp``.
+        """
         return (self.data_rank, self.pp_rank) if self.pp_rank else (self.data_rank,)
 
     def sums(self, values: Sequence[float]) -> list[float]:
-        """Each value summed in float64 over the shares of the examples: those who work on the same
-        one have the same value, which counts once."""
+        """Each value summed in float64 over the shares of the examples: ranks with the same
+        share have the same value, which counts once.
+        """
         found = self.summed(torch.tensor(values, dtype=torch.float64))
         return cast("list[float]", found.tolist())
 
     def summed(self, values: torch.Tensor) -> torch.Tensor:
-        """The same of values on a device, which nobody waits for."""
+        """The same for values on a device, without waiting for them."""
         counts = self.pp_rank == 0 and self.rank % self.tp == 0
         return self._reduced(values if counts else torch.zeros_like(values), dist.ReduceOp.SUM)
 
     def totals(self, values: torch.Tensor) -> torch.Tensor:
-        """Each value summed over all processes, on its device."""
+        """Each value summed over all ranks, on its device."""
         return self._reduced(values, dist.ReduceOp.SUM)
 
     def largest(self, values: Sequence[float]) -> list[float]:
-        """The largest of each value over all processes. They agree on the host, while devices
-        compute."""
+        """The maximum of each value over all ranks. They communicate on the host, while devices
+        compute.
+        """
         found = self._reduced(torch.tensor(values, dtype=torch.float64), dist.ReduceOp.MAX)
         return cast("list[float]", found.tolist())
 
     def of_stages(self, value: Any) -> list[Any]:
-        """What each of the processes has that the layers are shared out over, in their order."""
+        """The objects of the ranks over which the layers are divided, in their order."""
         if self.mesh is None or self.pp == 1:
             return [value]
         found = [None] * self.pp
@@ -114,7 +119,7 @@ class World:
         return found
 
     def gathered(self, value: Any) -> list[Any]:
-        """What every process has, in their order."""
+        """The objects of all ranks, in order."""
         if self.mesh is None:
             return [value]
         found: list[Any] = [None] * self.size
@@ -122,7 +127,7 @@ class World:
         return found
 
     def from_main(self, value: Any) -> Any:
-        """What the main process has."""
+        """The object of rank 0."""
         if self.mesh is None:
             return value
         held = [value]
@@ -130,17 +135,17 @@ class World:
         return held[0]
 
     def first_of(self, value: str | None) -> str | None:
-        """What the first process has to say, of those that do."""
+        """The first object that is not None, in the order of ranks."""
         return next((said for said in self.gathered(value) if said is not None), None)
 
     def wait(self) -> None:
-        """Until every process is here."""
+        """Wait until every rank is here."""
         if self.mesh is not None:
             dist.barrier(group=self.patient)
 
     @contextlib.contextmanager
     def main_first(self) -> Iterator[None]:
-        """Run the block in the main process, then in the others: what it caches, they find."""
+        """Run the block on rank 0, then on the others, which find what it has cached."""
         if not self.is_main:
             self.wait()
         yield
@@ -158,7 +163,7 @@ ALONE = World()
 
 
 def launched(environment: Mapping[str, str] = os.environ) -> tuple[int, int, int] | None:
-    """Rank, number of ranks and local rank, if a launcher has started this process."""
+    """Rank, world size and local rank, if a launcher has started this process."""
     for names in _LAUNCHERS:
         if all(name in environment for name in names) and environment.get("MASTER_ADDR"):
             rank, size, local = (int(environment[name]) for name in names)
@@ -167,7 +172,7 @@ def launched(environment: Mapping[str, str] = os.environ) -> tuple[int, int, int
 
 
 def die_with_launcher() -> None:
-    """Let the system stop this process, which then saves, when the one that started it dies."""
+    """Ask the system to send this process SIGTERM, so that it saves, if its parent process dies."""
     if LAUNCHER in os.environ:
         with contextlib.suppress(OSError, AttributeError):  # only Linux can
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
@@ -177,11 +182,10 @@ def die_with_launcher() -> None:
 
 @contextlib.contextmanager
 def joined(section: ParallelSection) -> Iterator[World]:
-    """Join the other processes of this run, if a launcher says that there are some; what nobody has
-    launched is alone.
+    """Join the process group of this run, if a launcher has started one; otherwise a single rank.
 
-    Raises ``RunError`` if the axes of the recipe do not make that many processes, and
-    ``LostPeerError`` if one of the others has died.
+    Raises ``RunError`` if the axes of the recipe do not give that many ranks, and ``LostPeerError``
+    if another rank has died.
     """
     found = launched()
     rank, size, local = found or (0, 1, 0)
@@ -219,25 +223,26 @@ def joined(section: ParallelSection) -> Iterator[World]:
 def explain_peer_loss(
     rank: int, received: Callable[[], signal.Signals | None] = lambda: None
 ) -> Iterator[None]:
-    """Tell what torch says when another process is gone as a ``LostPeerError``, which knows whether
-    a signal was ``received`` meanwhile."""
+    """Convert torch's error about a lost rank to a ``LostPeerError``, which knows whether a
+    signal was ``received`` meanwhile.
+    """
     try:
         yield
     except RuntimeError as error:
         if not _is_loss(error):
             raise
         raise LostPeerError(
-            f"process {rank} has lost another one ({_short(error)}), "
-            "whose own message says why, if it could still speak",
+            f"rank {rank}: lost the connection to another rank ({_short(error)}); the cause is "
+            "in that rank's own error message",
             received(),
         ) from error
 
 
 def _short(error: RuntimeError) -> str:
-    """What happened, without gloo's place in its source and its advice."""
+    """The error, without gloo's source location and its advice."""
     return _PLACE.sub("", str(error)).partition(". This is typically")[0]
 
 
 def _is_loss(error: RuntimeError) -> bool:
-    """Whether a process has failed only because another one is gone."""
+    """Whether a rank has failed only because another one is gone."""
     return isinstance(error, dist.DistError) or "/gloo/" in str(error)

@@ -1,1 +1,1 @@
-"""The recipe: one YAML file, one frozen tree of sections. ``recipe.recipe`` has all of its uses."""
+"""The recipe: one YAML file, one frozen tree of sections. ``recipe.recipe`` contains them all."""

@@ -1,4 +1,4 @@
-"""A recipe as it was written: plain data, and where each part of it stands."""
+"""A recipe as it was written: plain data, and the position of each part of it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Mark = tuple[int, int]  # line and column, from 1
 
 @dataclass(frozen=True)
 class Document:
-    """Plain data with the place of every key; ``overrides`` win over ``marks``."""
+    """Plain data with the position of every key; ``overrides`` have precedence over ``marks``."""
 
     data: object
     name: str = ""
@@ -21,7 +21,7 @@ class Document:
     overrides: Mapping[Keys, str] = field(default_factory=dict)  # path -> the argument it came from
 
     def error(self, problems: Sequence[Problem]) -> RecipeError:
-        """All ``problems`` in reading order, each with its place."""
+        """All ``problems`` in reading order, each with its position."""
         placed = sorted(problems, key=lambda problem: self._mark(problem.path) or (0, 0))
         return RecipeError("\n".join(f"{self._place(p.path)}{p}" for p in placed))
 
@@ -36,6 +36,6 @@ class Document:
         return f"{self.name}:{mark[0]}:{mark[1]} "
 
     def _mark(self, path: Keys) -> Mark | None:
-        """Where ``path`` stands, or the nearest part of the recipe it would stand in."""
+        """The position of ``path``, or of the nearest part of the recipe."""
         ways = (path[:length] for length in range(len(path), -1, -1))
         return next((self.marks[way] for way in ways if way in self.marks), None)

@@ -1,4 +1,4 @@
-"""The text of a recipe file, or why there is none."""
+"""The text of a recipe file, or the reason why it cannot be read."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def read_text(path: Path) -> str:
     """The text of ``path``.
 
     Raises:
-        RecipeError: it is missing (near names are suggested), a folder, unreadable, or no text.
+        RecipeError: it is missing (similar names are suggested), a folder, unreadable, or not text.
     """
     try:
         if path.is_dir():
@@ -58,7 +58,7 @@ def _inside(folder: Path) -> str:
 
 
 def _of_newest_checkpoint(run: Path) -> list[str]:
-    """The recipe that lies in a run's newest checkpoint."""
+    """The recipe in a run's latest checkpoint."""
     found = [path.relative_to(run) for path in run.glob("checkpoint-*/recipe.yaml")]
     return [str(max(found, key=lambda path: (len(path.parts[0]), path.parts[0])))] if found else []
 

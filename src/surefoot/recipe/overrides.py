@@ -1,4 +1,4 @@
-"""Settings that win over the recipe's.
+"""Overrides: settings with precedence over the recipe's.
 
 On the command line ``optim.adamw.learning_rate=5e-5``; from Python a dotted path and its value, or
 a section with some of its settings.
@@ -18,10 +18,11 @@ Overrides = Sequence[str] | Mapping[str, object]  # path=value, or path -> value
 
 
 def override(cls: type, document: Document, overrides: Overrides) -> Document:
-    """``document`` with ``overrides`` on top, the last one winning.
+    """``document`` with ``overrides`` applied, the last one winning.
 
     Raises:
-        RecipeError: a text is not ``path=value``. Unknown paths are left for reading to refuse.
+        RecipeError: a text is not ``path=value``. Unknown paths are rejected when the recipe is
+            read.
     """
     if isinstance(overrides, Mapping):
         for path, value in overrides.items():
@@ -36,8 +37,8 @@ def override(cls: type, document: Document, overrides: Overrides) -> Document:
 def put(cls: type, document: Document, path: Keys, value: object, origin: str) -> Document:
     """``document`` with ``value`` at ``path``.
 
-    A mapping changes the settings it names and leaves their neighbours alone. Naming another
-    variant replaces the one that was there; naming the same one keeps its settings.
+    A mapping changes only the settings it names. Naming another variant replaces the current one;
+    naming the same one keeps its settings.
     """
     patch = value
     for key in reversed(path):

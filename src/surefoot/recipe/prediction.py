@@ -1,4 +1,4 @@
-"""What it takes to answer prompts: a recipe without training, from a file or the command line."""
+"""The settings of a prediction: a recipe without training, from a file or the command line."""
 
 from __future__ import annotations
 
@@ -22,14 +22,16 @@ _OF_TRAINING = ("data", "stage", "train")  # sections that a recipe with trainin
 
 @dataclass(frozen=True, kw_only=True)
 class PredictModel:
-    """Which model answers."""
+    """Which model generates."""
 
     path: str
-    """A run's folder (its best or newest checkpoint), a checkpoint, an adapter, a model folder, a
-    hub id, or a recipe."""
+    """A run's folder (its best or latest checkpoint), a checkpoint, an adapter, a model folder,
+    a hub id, or a recipe.
+    """
     weights: str | None = None
-    """The folder of the weights, of any layout, if ``path`` has only configuration and
-    tokenizer."""
+    """The folder of the weights, of any layout, if ``path`` contains only configuration and
+    tokenizer.
+    """
     adapter: str | None = None
     """An adapter to put on the model of ``path``."""
     base: str | None = None
@@ -42,29 +44,30 @@ class PredictModel:
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """A model, how it answers, and over how many processes."""
+    """A model, its generation settings, and its mesh of ranks."""
 
     model: PredictModel
-    """Which model answers."""
+    """Which model generates."""
     generate: GenerateSection = GenerateSection()
-    """How answers are sampled."""
+    """How responses are sampled."""
     parallel: ParallelSection = ParallelSection()
-    """Over how many processes. Those that ``tp`` and ``dp_shard`` leave hold copies of the model,
-    which share out the prompts."""
+    """The mesh of ranks. The ranks that ``tp`` and ``dp_shard`` leave hold replicas of the
+    model, among which the prompts are divided.
+    """
 
 
 def load(
     path: str, overrides: Overrides = (), *, generate: GenerateSection | None = None
 ) -> Prediction:
-    """What ``path`` says, with ``overrides`` on top.
+    """The settings of ``path``, with ``overrides`` applied.
 
     Args:
         path: a YAML file with the sections of a ``Prediction``, or any ``PredictModel.path``.
         overrides: see ``recipe.overrides``.
-        generate: of the run that made the model: what holds where neither of them says anything.
+        generate: the settings of the run that trained the model, which are the defaults.
 
     Raises:
-        RecipeError: with every problem there is.
+        RecipeError: with all validation errors.
     """
     document = override(Prediction, _document(path, generate), overrides)
     found = schema.read(Prediction, document.data, fail=document.error)
@@ -79,8 +82,10 @@ def load(
 
 
 def parallel_of(overrides: Sequence[str]) -> tuple[ParallelSection, list[str]]:
-    """Over how many processes a model is to answer, whatever it was trained on, as some of the
-    ``overrides`` of its recipe say; and the others. Raises ``RecipeError`` as ``load`` does."""
+    """The mesh of ranks for generation, whatever the model was trained on, as some of the
+    ``overrides`` of its recipe set it; and the other overrides. Raises ``RecipeError`` as
+    ``load`` does.
+    """
     named = [told for told in overrides if told.partition("=")[0].split(".")[0] == "parallel"]
     return load("", named).parallel, [told for told in overrides if told not in named]
 
@@ -106,11 +111,11 @@ def _document(path: str, generate: GenerateSection | None) -> Document:
 def _problems(found: Prediction) -> Iterator[Problem]:
     parallel = found.parallel
     if parallel.pp > 1:
-        message = "an answer is written token by token, and a pipeline would idle; use tp"
+        message = "responses are generated token by token, and a pipeline would idle; use tp"
         yield Problem(("parallel", "pp"), message)
     if parallel.sequence_parallel:
-        message = "means nothing to answers, which are written token by token; leave it out"
+        message = "has no effect on responses, which are generated token by token; remove it"
         yield Problem(("parallel", "sequence_parallel"), message)
     if found.model.weights is not None and found.model.base is not None:
-        message = "means nothing beside model.weights: path is the base"
+        message = "cannot be used with model.weights: path is the base"
         yield Problem(("model", "base"), message)

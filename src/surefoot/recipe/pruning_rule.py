@@ -1,4 +1,4 @@
-"""Which checkpoints of a run stay, as the recipe in its folder says."""
+"""The retention policy in the recipe of a run's folder."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ _METRIC = "eval_loss"
 
 
 def prune_options(folder: Path, options: Mapping[str, Any]) -> PruneOptions:
-    """The rule of the recipe in a run's folder; ``options`` replace its settings of these names.
+    """The retention policy of the recipe in a run's folder; ``options`` replace its settings of
+    these names.
 
     Raises:
-        CheckpointError: there is no recipe, and no option says what stays.
+        CheckpointError: there is no recipe, and no option sets a policy.
         RecipeError: the recipe cannot be read.
     """
     numbers = {field.name for field in dataclasses.fields(RetentionPolicy)}
@@ -32,7 +33,7 @@ def prune_options(folder: Path, options: Mapping[str, Any]) -> PruneOptions:
         section, train = _recipe(folder / RECIPE)
     elif not options.keys() & numbers:
         raise CheckpointError(
-            f"{folder}: it has no {RECIPE} that says what stays; say it, with --keep 3 for example"
+            f"{folder}: no {RECIPE}, so no retention policy; give one, for example --keep 3"
         )
     chosen = {name: value for name, value in options.items() if name in numbers}
     metric = options.get("metric") or train.get("metric_for_best_model") or _METRIC
@@ -48,7 +49,7 @@ def prune_options(folder: Path, options: Mapping[str, Any]) -> PruneOptions:
 
 
 def _recipe(path: Path) -> tuple[CheckpointSection, dict[str, Any]]:
-    """Two of its sections; the others need not be of this version."""
+    """Two of its sections; the others may be of another version."""
     document = parse(read_text(path), str(path))
     sections = document.data if isinstance(document.data, dict) else {}
 

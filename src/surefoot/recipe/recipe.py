@@ -37,33 +37,33 @@ from .yaml import emit, parse
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """Everything a run is made of."""
+    """All settings of a run."""
 
     model: ModelSection
     """The pretrained model."""
     data: DataSection
     """What to train on."""
     method: Annotated[Method, Variants(METHODS)] = Full()
-    """Which weights learn."""
+    """Which parameters are trainable."""
     stage: Annotated[Stage, Variants(STAGES)]
     """The training objective."""
     train: TrainSection
-    """How long, in what steps, with what reports."""
+    """How long to train, in what steps, with what logs."""
     optim: Annotated[Optimizer, Variants(OPTIMIZERS)] = AdamW()
     """The optimizer and its learning rate."""
     checkpoint: CheckpointSection = CheckpointSection()
-    """When to save, what to keep, where to go on from."""
+    """When to save, what to keep, what to resume from."""
     parallel: ParallelSection = ParallelSection()
-    """Over how many processes."""
+    """The mesh of ranks."""
     generate: GenerateSection = GenerateSection()
-    """How answers are sampled."""
+    """How responses are sampled."""
 
 
 def load(path: Path, overrides: Overrides = ()) -> Recipe:
-    """Read the recipe file ``path``, with ``overrides`` on top.
+    """Read the recipe file ``path``, with ``overrides`` applied.
 
     Raises:
-        RecipeError: with every problem of the recipe, each with file, line and column.
+        RecipeError: with all validation errors, each with file, line and column.
     """
     document = parse(read_text(path), str(path))
     return _build(override(Recipe, document, overrides), path.parent)
@@ -75,12 +75,12 @@ def read(
     """Build a recipe from plain data, or from the dataclasses themselves.
 
     Args:
-        data: sections by name; what a recipe file would hold.
-        overrides: what wins over ``data``; see ``recipe.overrides``.
+        data: sections by name; the content of a recipe file.
+        overrides: settings with precedence over ``data``; see ``recipe.overrides``.
         base: the folder that paths are relative to.
 
     Raises:
-        RecipeError: with every problem there is.
+        RecipeError: with all validation errors.
     """
     return _build(override(Recipe, Document(data), overrides), base)
 
@@ -94,7 +94,7 @@ def _build(document: Document, base: Path) -> Recipe:
 
 
 def _with_places(recipe: Recipe, base: Path) -> Recipe:
-    """The recipe with its folders found, so that it means the same wherever it is read again."""
+    """The recipe with absolute paths, so that it means the same wherever it is read again."""
     recipe = with_locations(recipe, base)
     model, data, train = recipe.model, recipe.data, recipe.train
     adapter = locate(model.adapter, base) if model.adapter else None
@@ -113,7 +113,7 @@ def _with_places(recipe: Recipe, base: Path) -> Recipe:
 
 
 def dump(recipe: Recipe) -> str:
-    """The recipe as YAML, every setting spelled out; ``load`` gives an equal recipe back."""
+    """The recipe as YAML with all settings; ``load`` returns an equal recipe."""
     return emit(schema.write(recipe))
 
 
@@ -124,7 +124,7 @@ def changes(old: Recipe, new: Recipe) -> list[Change]:
 
 @dataclass(frozen=True)
 class Change:
-    """A setting that has another value than before."""
+    """A setting whose value has changed."""
 
     path: str
     old: object
@@ -156,13 +156,13 @@ Rule = Callable[[Recipe], Iterator[Problem]]
 
 
 def _evaluates(recipe: Recipe) -> str | None:
-    """The setting that asks for evaluations, if there is one."""
+    """The setting that requests evaluations, if there is one."""
     names = ("eval_steps", "eval_minutes", "eval_epoch")
     return next((name for name in names if getattr(recipe.train, name)), None)
 
 
 def evaluating_needs_data(recipe: Recipe) -> Iterator[Problem]:
-    """There is something to evaluate on when evaluations are asked for."""
+    """Evaluations need data."""
     name = _evaluates(recipe)
     if name and not recipe.data.eval_datasets and not recipe.data.val_size:
         message = "nothing to evaluate on; set data.val_size or data.eval_datasets"
@@ -170,7 +170,7 @@ def evaluating_needs_data(recipe: Recipe) -> Iterator[Problem]:
 
 
 def best_needs_evaluations(recipe: Recipe) -> Iterator[Problem]:
-    """The best checkpoint and early stopping are known by evaluations only."""
+    """The best checkpoint and early stopping need evaluations."""
     asked = ("load_best_model_at_end", "early_stopping_patience")
     if _evaluates(recipe) is None:
         for name in asked:
@@ -180,7 +180,7 @@ def best_needs_evaluations(recipe: Recipe) -> Iterator[Problem]:
 
 
 def the_best_is_known_by_an_evaluation_metric(recipe: Recipe) -> Iterator[Problem]:
-    """What evaluations measure is called ``eval_...``; the rest shows at the first of them."""
+    """Metrics of evaluations are called ``eval_...``; other errors show at the first evaluation."""
     name = recipe.train.metric_for_best_model
     if _evaluates(recipe) and not name.startswith("eval_"):
         message = f"expected a metric of evaluations such as eval_loss, got {name!r}"
@@ -198,11 +198,11 @@ def settings_of_four_bits_need_four_bits(recipe: Recipe) -> Iterator[Problem]:
     if model.quantization_bit != 4:
         for name in ("quantization_type", "double_quantization"):
             if getattr(model, name) != getattr(default, name):
-                yield Problem(("model", name), "means nothing unless model.quantization_bit is 4")
+                yield Problem(("model", name), "has no effect unless model.quantization_bit is 4")
 
 
 def rolling_back_needs_checkpoints(recipe: Recipe) -> Iterator[Problem]:
-    """``on_nan: rollback`` goes back to a checkpoint, so some must be saved on the way."""
+    """``on_nan: rollback`` loads a checkpoint, so the run must save some."""
     saves = recipe.checkpoint
     saved = saves.save_steps or saves.save_minutes or saves.save_epoch
     if recipe.train.on_nan == "rollback" and not saved:

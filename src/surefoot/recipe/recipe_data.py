@@ -1,6 +1,7 @@
-"""How a recipe reads its data: with which tokenizer and template, and through which cache.
+"""The data of a recipe: with its tokenizer and template, through its cache.
 
-Training and evaluation both come here, so they see the same tokens and hold out the same rows.
+Training and evaluation both use this module, so they get the same tokens and hold out the same
+rows.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def open_codec(recipe: Recipe, base: Path) -> Codec:
 
     Raises:
         ModelError: the tokenizer is missing or damaged.
-        TemplateError: the template is unknown, or needs tokens that the tokenizer has not.
+        TemplateError: the template is unknown, or needs tokens that the tokenizer does not have.
     """
     tokenizer = load_tokenizer(
         base,
@@ -39,10 +40,10 @@ def open_codec(recipe: Recipe, base: Path) -> Codec:
 
 
 def prepared(recipe: Recipe, codec: Codec, section: DataSection | None = None) -> EncodedData:
-    """The encoded datasets of a recipe, or of another ``section`` read as it says.
+    """The encoded datasets of a recipe, or of another ``section`` read in the same way.
 
     Raises:
-        DataError: something is missing, broken, or gives nothing to learn.
+        DataError: something is missing or broken, or has no trained tokens.
     """
     return prepare(
         section or recipe.data,
@@ -59,10 +60,10 @@ def found(recipe: Recipe, codec: Codec, section: DataSection | None = None) -> E
 
 
 def streamed(recipe: Recipe, codec: Codec, more: Callable[[], None]) -> StreamingData:
-    """The datasets of a recipe to read while they are encoded; ``more`` waits for the next piece.
+    """The datasets of a recipe to read while they are encoded; ``more`` waits for the next shard.
 
     Raises:
-        DataError: something is missing, broken, or gives nothing to learn.
+        DataError: something is missing or broken, or has no trained tokens.
     """
     return open_stream(
         recipe.data,
@@ -74,7 +75,7 @@ def streamed(recipe: Recipe, codec: Codec, more: Callable[[], None]) -> Streamin
 
 
 def encode_all(recipe: Recipe, codec: Codec) -> Iterator[DatasetReport]:
-    """Encode what ``streamed`` reads, to its end; the figures so far with each piece."""
+    """Encode what ``streamed`` reads, completely; yields the report so far with each shard."""
     fingerprint = _fingerprint(recipe, codec)
     return encode_stream(recipe.data, partial(_encode, recipe, codec), fingerprint=fingerprint)
 

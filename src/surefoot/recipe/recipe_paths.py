@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 def locate_model(name: str, base: Path) -> str:
-    """A model's folder made absolute; what is no folder here stays as written: it is a hub id."""
+    """A model's folder made absolute; a path that is no folder is not changed: it is a hub id."""
     return str(ModelPath(name).located(base))
 
 

@@ -1,4 +1,4 @@
-"""A recipe for people: every setting, defaults marked, and on request what each is for."""
+"""Show a recipe: every setting, defaults marked, and on request its documentation."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ class Line:
 
 
 def lines(section: object, *, docs: bool = False, indent: str = "") -> Iterator[Line]:
-    """``section`` as YAML that reads back equal; ``docs`` puts above a setting what it is for."""
+    """``section`` as YAML that reads back equal; ``docs`` adds the documentation of each setting
+    above it.
+    """
     cls: type = type(section)
     for name, setting in settings(cls).items():
         value, inner = getattr(section, name), f"{indent}  "

@@ -1,7 +1,8 @@
-"""YAML to plain data with the place of every key, and back. The only module that knows ruamel.yaml.
+"""YAML to plain data with the position of every key, and back. The only module that uses
+ruamel.yaml.
 
-YAML 1.2: ``1e-4`` is a number, ``no`` is text. Two keys of one name, tags, and whatever nests or
-repeats itself beyond reason are refused.
+YAML 1.2: ``1e-4`` is a number, ``no`` is text. Duplicate keys, tags, and excessive nesting or
+repetition are rejected.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ TAG = "tag:yaml.org,2002:"
 
 
 def parse(text: str, name: str = "") -> Document:
-    """Read one YAML document. ``name`` stands before ``:line:column`` in messages.
+    """Read one YAML document. ``name`` precedes ``:line:column`` in messages.
 
     Raises:
         RecipeError: it is not YAML, or not plain: every duplicate key, tag and odd key is named.
@@ -61,19 +62,19 @@ def emit(data: object) -> str:
 
 
 class _Representer(SafeRepresenter):
-    """Lists on one line, text of several lines quoted, numbers as older readers know them."""
+    """Lists on one line, text of several lines quoted, numbers as older readers accept them."""
 
     def represent_list(self, data: list[object]) -> SequenceNode:
         """``[a, b]``."""
         return self.represent_sequence(f"{TAG}seq", data, flow_style=True)
 
     def represent_str(self, data: str) -> ScalarNode:
-        """Plain where that reads back as text; ruamel overlooks a sign in front."""
+        """Plain where that reads back as text; ruamel overlooks a leading sign."""
         style = '"' if not data.isprintable() or data.startswith((":", "?")) else None
         return self.represent_scalar(f"{TAG}str", data, style=style)
 
     def represent_float(self, data: float) -> ScalarNode:
-        """``1.0e-08``: without the point, YAML 1.1 takes it for text."""
+        """``1.0e-08``: without the point, YAML 1.1 reads it as text."""
         digits, e, exponent = repr(data).partition("e")
         text = f"{digits}.0e{exponent}" if e and "." not in digits else repr(data)
         return self.represent_scalar(f"{TAG}float", text.replace("inf", ".inf"))
@@ -86,7 +87,7 @@ _Representer.add_representer(str, _Representer.represent_str)
 
 @dataclass
 class _Builder:
-    """Turns nodes into plain data, noting places and problems on the way."""
+    """Converts nodes to plain data, and records positions and problems."""
 
     marks: dict[Keys, Mark] = field(default_factory=lambda: {(): (1, 1)})
     problems: list[Problem] = field(default_factory=list)
@@ -168,7 +169,7 @@ def _mark(node: Node) -> Mark:
 
 
 def _syntax(error: YAMLError, name: str, text: str) -> str:
-    """A syntax error with its place, in one line."""
+    """A syntax error with its position, in one line."""
     if isinstance(error, ReaderError):
         before = text[: error.position]
         line, column = before.count("\n") + 1, error.position - before.rfind("\n")
@@ -182,7 +183,7 @@ def _syntax(error: YAMLError, name: str, text: str) -> str:
 
 
 def _advice(said: str) -> str:
-    """What most often is behind a complaint of the parser's."""
+    """The usual cause of an error of the parser."""
     if "'\\t'" in said:
         return " (indent with spaces, not with tabs)"
     if "mapping values are not allowed" in said:

@@ -1,1 +1,1 @@
-"""Runs in object stores: a local folder does the work, and is mirrored file by file."""
+"""Runs in object stores: a run works in a local folder, which is mirrored file by file."""

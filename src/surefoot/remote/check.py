@@ -1,4 +1,4 @@
-"""Is a checkpoint in a store what was saved? It is what is there that is checked, not a copy."""
+"""Verify a checkpoint in a store: the stored files are checked, not a local copy."""
 
 from __future__ import annotations
 

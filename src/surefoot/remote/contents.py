@@ -1,4 +1,4 @@
-"""What lies in the remote folder of a run, from one listing."""
+"""The contents of the remote folder of a run, from one listing."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Contents:
 
     @property
     def of_the_run(self) -> list[str]:
-        """The files that belong to no checkpoint: recipe, metrics, plots."""
+        """The files outside of checkpoints: recipe, metrics, plots."""
         return [name for name in self.files if not name.startswith((".", "checkpoint-"))]
 
     def _checkpoints(self, *, with_manifest: bool) -> dict[int, str]:

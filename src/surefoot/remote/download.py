@@ -1,4 +1,4 @@
-"""Bring a checkpoint from a store here: aside, verified to the last byte, then renamed."""
+"""Download a checkpoint from a store: to a temporary folder, verified, then renamed."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ _TRIES = 2  # a file that arrives damaged may have been damaged on its way
 
 
 class DamagedError(CheckpointError):
-    """What lies in the store is not a whole checkpoint."""
+    """The checkpoint in the store is incomplete or damaged."""
 
 
 def download(store: Store, name: str, root: Path) -> Path:
     """Download the checkpoint ``name`` of the run to ``root/name``, and return that.
 
     Raises:
-        DamagedError: it is not whole, or not what was saved.
+        DamagedError: it is incomplete, or its hashes do not match.
         StoreError: the store cannot be reached or refuses.
-        CheckpointError: the disk fails, or there is such a folder already.
+        CheckpointError: the disk fails, or the folder already exists.
     """
     text, manifest = _manifest(store, name)
     size = sum(manifest.files.values())
@@ -48,7 +48,7 @@ def download(store: Store, name: str, root: Path) -> Path:
 
 
 def _manifest(store: Store, name: str) -> tuple[bytes, Manifest]:
-    """The manifest, which must fit with the files that there are."""
+    """The manifest, which must match the listed files."""
     there = Contents(store.list(name))
     if MANIFEST not in there.inside(name):
         raise DamagedError(f"{store.address.inside(name)} was never committed: no {MANIFEST}")
@@ -64,8 +64,9 @@ def _manifest(store: Store, name: str) -> tuple[bytes, Manifest]:
 
 
 def verify(store: Store, name: str, *, full: bool) -> Report:
-    """Check a checkpoint in the store: lengths and manifest; with ``full`` every byte, for which it
-    is downloaded for a moment. Raises ``StoreError``."""
+    """Check a checkpoint in the store: lengths and manifest; with ``full`` every byte, for which
+    it is downloaded temporarily. Raises ``StoreError``.
+    """
     report = Report(Path(name), checked="every byte checked" if full else "lengths checked")
     try:
         if not full:
@@ -79,7 +80,9 @@ def verify(store: Store, name: str, *, full: bool) -> Report:
 
 
 def _prepare(folder: Path, manifest: Manifest) -> None:
-    """Claim the space for all files, so that a full disk shows before a byte is downloaded."""
+    """Reserve the space of all files, so that a full disk is detected before a byte is
+    downloaded.
+    """
     for name, size in manifest.files.items():
         files.make_folder((folder / name).parent)
         with files.create(folder / name) as file:
@@ -87,7 +90,7 @@ def _prepare(folder: Path, manifest: Manifest) -> None:
 
 
 def _fetch_sound(store: Store, name: str, checkpoint: CheckpointFolder) -> None:
-    """Fill all files, and those again that do not hold what was saved."""
+    """Download all files, and retry those whose hashes do not match."""
     wanted, problems = set(checkpoint.manifest.files), {}
     for _ in range(_TRIES):
         _fetch(store, name, checkpoint, wanted)

@@ -1,4 +1,4 @@
-"""The checkpoints of a run in a store, from one listing, their manifests and their logs."""
+"""List the checkpoints of a run in a store, from one listing, their manifests and their logs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from .store import Store
 
 
 def list_store(address: Address, *, seconds: float = 60) -> list[Line]:
-    """One line a checkpoint, oldest first, as ``checkpoint.listing`` has them; nothing is hashed.
+    """One line per checkpoint, oldest first, as in ``checkpoint.looking.listing``; nothing is
+    hashed.
 
     The address of a checkpoint is a list of one. Raises ``StoreError``.
     """
@@ -29,7 +30,7 @@ def list_store(address: Address, *, seconds: float = 60) -> list[Line]:
     found = [_line(store, there, name) for _, name in sorted(there.committed.items())]
     best = next((state.best_step for line, state in reversed(found) if line.problem is None), None)
     lines = [replace(line, is_best=line.step == best is not None) for line, _ in found]
-    why = "never committed: an upload or a removal cut short"
+    why = "never committed: an interrupted upload or deletion"
     return lines + [Line(Path(name), problem=why) for _, name in sorted(there.uncommitted.items())]
 
 
@@ -45,9 +46,9 @@ def _line(store: Store, there: Contents, name: str) -> tuple[Line, TrainerState]
 
 
 def read_manifest(store: Store, there: Contents, name: str) -> tuple[bytes, Manifest]:
-    """The manifest of a checkpoint, as bytes and read.
+    """The manifest of a checkpoint, as bytes and parsed.
 
-    Raises ``StoreError`` if the store fails, ``CheckpointError`` if it is not a sound manifest.
+    Raises ``StoreError`` if the store fails, ``CheckpointError`` if the manifest is not valid.
     """
     file = f"{name}/{MANIFEST}"
     where = str(store.address.inside(file))
@@ -58,7 +59,7 @@ def read_manifest(store: Store, there: Contents, name: str) -> tuple[bytes, Mani
 
 
 def wrong_length(manifest: Manifest, there: Contents, name: str) -> str | None:
-    """The first file that is missing in the store, or has another length than the manifest says."""
+    """The first file that is missing in the store, or whose length differs from the manifest."""
     found = there.inside(name)
     for file, size in manifest.files.items():
         if found.get(file) != size:

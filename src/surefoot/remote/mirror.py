@@ -1,8 +1,9 @@
-"""Keeps the store's copy of a run up to date while it trains.
+"""Remote mirror: keeps the store's copy of a run up to date while it trains.
 
-One upload is in flight. The newest checkpoint always goes next; an older one that had to wait goes
-when nothing newer does, if retention has left it. Nothing here stops training: what goes wrong on
-the way is said, and tried again with the next save; only the end of the run insists.
+At most one upload is in flight. The latest checkpoint is always uploaded next. An older one that
+had to wait is uploaded when there is no later one, if the retention policy has kept it. Errors
+never stop training: they are logged, and the upload is retried with the next save. Only the end of
+the run waits for all uploads.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ logger = logging.getLogger(__name__)
 class Mirror:
     """Uploads the checkpoints of ``folder`` to ``store``, and deletes there what the run deletes.
 
-    A listener of the saver (``SaveListener``), and a context: at its end, unless the run was broken
-    off, it waits until everything is there.
+    A listener of the saver (``SaveListener``), and a context manager: at its end, unless the run
+    failed, it waits until everything is uploaded.
     """
 
     def __init__(
@@ -71,20 +72,21 @@ class Mirror:
 
     @property
     def steps(self) -> frozenset[int]:
-        """The steps that exist in the store, by all that is known here."""
+        """The steps that exist in the store, as far as is known."""
         return frozenset(self._there)
 
     @property
     def protected(self) -> set[int]:
-        """Steps whose local copies are needed: the one on its way, and the next if it is newer than
-        all that is there."""
+        """Steps whose local copies are needed: the one that is being uploaded, and the next if
+        it is later than all in the store.
+        """
         waiting = self._next()
         is_ahead = waiting is not None and waiting > max(self._there, default=-1)
         steps = {self._in_flight, waiting if is_ahead else None}
         return {step for step in steps if step is not None}
 
     def on_save(self, replaces: Iterable[str]) -> None:
-        """Do not begin to upload checkpoints that are about to be deleted in ``folder``."""
+        """Do not start to upload checkpoints that are about to be deleted in ``folder``."""
         self._going = set(map(_step, replaces))
 
     def on_committed(self, path: Path, replaces: Iterable[str]) -> None:
@@ -92,7 +94,8 @@ class Mirror:
         self._failed.clear()
         for step in sorted(set(map(_step, replaces)) - self._there - {self._in_flight}):
             logger.info(
-                "checkpoint-%d is not uploaded: newer ones came first, and it is no longer kept",
+                "checkpoint-%d was not uploaded: a newer checkpoint was uploaded first, and "
+                "the retention policy has deleted this one",
                 step,
             )
         self.on_deleted(replaces)
@@ -102,14 +105,14 @@ class Mirror:
             self._start()
         elif self._in_flight is not None and self._in_flight < step_of(path):
             logger.info(
-                "%s waits: checkpoint-%d is still on its way to %s",
+                "upload of %s queued: checkpoint-%d is still being uploaded to %s",
                 path.name,
                 self._in_flight,
                 self.address,
             )
 
     def on_deleted(self, names: Iterable[str]) -> None:
-        """Delete these in the store too, as soon as a newer one is there."""
+        """Delete these in the store too, as soon as a later one is there."""
         steps = set(map(_step, names))
         self._going = steps
         uploaded = {step for step in steps if step in self._there or step == self._in_flight}
@@ -125,10 +128,10 @@ class Mirror:
                 self._start()
 
     def finish(self) -> None:
-        """Wait until everything that lies here lies there.
+        """Wait until everything is uploaded.
 
         Raises:
-            CheckpointError: it does not; the same command goes on with what is missing.
+            CheckpointError: it could not be; the same command uploads what is missing.
         """
         self._failed.clear()
         self._going.clear()  # no save is on its way any more that would drop them
@@ -139,17 +142,19 @@ class Mirror:
         if self._failed:
             reason = self._failed[max(self._failed)]
             raise CheckpointError(
-                f"not everything could be uploaded to {self.address}: {reason}. What was saved "
-                f"lies in {self._folder}; start the same command again to upload what is missing"
+                f"not everything could be uploaded to {self.address}: {reason}. The local copy "
+                f"is in {self._folder}; start the same command again to upload what is missing"
             )
 
     def _wait(self) -> None:
-        """Until there is nothing to do, or something could not be done."""
+        """Wait until there is nothing left to do, or something failed."""
         if not self._is_busy:
             self._start()
         while self._is_busy and self._hand is not None:
             if self._in_flight is not None:
-                logger.info("waiting for checkpoint-%d: %s", self._in_flight, self.address)
+                logger.info(
+                    "waiting for the upload of checkpoint-%d to %s", self._in_flight, self.address
+                )
             answer = self._hand.answer(wait=True)
             assert answer is not None
             self._note(answer)
@@ -157,20 +162,20 @@ class Mirror:
                 self._start()
 
     def _finish_quietly(self) -> None:
-        """After another error, which matters more."""
+        """Close after another error, which has precedence."""
         try:
             self.finish()
         except CheckpointError as error:
             logger.error("%s", error)
 
     def _next(self) -> int | None:
-        """The newest checkpoint that lies here, not there, and may go."""
+        """The latest checkpoint that is local, not in the store, and may be uploaded."""
         here = {step_of(path) for path in committed(self._folder)}
         gone = {self._in_flight, *self._there, *self._failed, *self._going, *self._released}
         return max(here - gone, default=None)
 
     def _start(self, *, run_files: bool = False) -> None:
-        """Give the hand something to do, if there is anything."""
+        """Give the upload worker its next task, if there is one."""
         step = self._next()
         # a step is deleted there once a newer one exists, so that there is always one
         newest = max(self._there | ({step} if step is not None else set()), default=-1)
@@ -189,11 +194,11 @@ class Mirror:
         )
 
     def _note(self, answer: Answer) -> None:
-        """Remember what became of the upload in flight."""
+        """Record the outcome of the upload in flight."""
         step, self._in_flight, self._is_busy = self._in_flight, None, False
         if "error" in answer:
             self._failed[-1 if step is None else step] = answer["error"]
-            logger.warning("%s; training goes on, it is tried again later", answer["error"])
+            logger.warning("%s; training continues, the upload is retried later", answer["error"])
             return
         for name in answer["forgotten"]:
             self._there.discard(_step(name))

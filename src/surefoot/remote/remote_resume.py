@@ -1,8 +1,8 @@
-"""Where a run in a store goes on from: the newest sound checkpoint, be it here or there.
+"""The checkpoint from which a run in a store resumes: the latest valid one, local or in the store.
 
-One that only lies there is downloaded and verified to the last byte. What is damaged, here or
-there, is said and passed over; a store that cannot be reached ends the start instead, so that a run
-never goes back behind what it has saved because of a network.
+One that is only in the store is downloaded and verified. Damaged ones, local or remote, are logged
+and skipped. If the store cannot be reached, the launch fails, so that a run never resumes from an
+older checkpoint because of a network failure.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ RECIPE = "recipe.yaml"
 
 @dataclass
 class RemoteRun:
-    """The part of a run that lies in a store, as it was found at the start."""
+    """The part of a run that is in a store, as it was found at the launch."""
 
     store: Store
     folder: Path  # where the run works
@@ -40,7 +40,7 @@ class RemoteRun:
         return set(self.there.committed) - self.damaged
 
     def newest_sound(self) -> Path | None:
-        """The local folder to go on from; None if there is no sound checkpoint anywhere."""
+        """The local folder to resume from; None if there is no valid checkpoint anywhere."""
         self._tell_of_uncommitted()
         here = {step_of(path): path for path in named(self.folder)}
         for step in sorted(here.keys() | self.steps, reverse=True):
@@ -50,11 +50,11 @@ class RemoteRun:
             if found is not None:
                 return found
         if here or self.damaged:
-            logger.warning("no sound checkpoint in %s: starting anew", self.store.address)
+            logger.warning("no valid checkpoint in %s: starting from scratch", self.store.address)
         return None
 
     def get(self, name: str) -> Path:
-        """One checkpoint of the run, downloaded unless it is here. It must be sound."""
+        """One checkpoint of the run, downloaded unless a local copy exists. It must be valid."""
         path = self.folder / name
         if step_of(path) in {step_of(p) for p in committed(self.folder)}:
             report = verify_checkpoint(path, full=True)
@@ -64,7 +64,7 @@ class RemoteRun:
         return download(self.store, name, self.folder)
 
     def bring_recipe(self) -> None:
-        """Make the run's recipe lie here, unless the run has saved here already."""
+        """Download the run's recipe, unless the run has already saved locally."""
         is_here = committed(self.folder) and files.exists(self.folder / RECIPE)
         if RECIPE in self.there.files and not is_here:
             only = Contents({RECIPE: self.there.files[RECIPE]})
@@ -76,7 +76,7 @@ class RemoteRun:
             return path
         aside = mark_damaged(path)
         logger.warning(
-            "%s does not verify (%s); kept as %s", path.name, report.problems[0], aside.name
+            "%s failed verification (%s); renamed to %s", path.name, report.problems[0], aside.name
         )
         return None
 
@@ -85,13 +85,13 @@ class RemoteRun:
             found = download(self.store, self.there.committed[step], self.folder)
         except DamagedError as error:
             self.damaged.add(step)
-            logger.warning("checkpoint-%d is passed over: %s", step, error)
+            logger.warning("checkpoint-%d is skipped: %s", step, error)
             return None
         self.bring_run_files()
         return found
 
     def bring_run_files(self) -> None:
-        """What the run had logged there goes on here."""
+        """Download the run's logs, so that they continue."""
         pull(self.store, self.folder, self.there, keep=lambda name: name == RECIPE)
 
     def _tell_of_uncommitted(self) -> None:
@@ -99,20 +99,20 @@ class RemoteRun:
         for step, name in self.there.uncommitted.items():
             if step > newest:
                 logger.info(
-                    "%s was never committed in %s (an upload was cut short): passed over",
+                    "%s was never committed in %s (its upload was interrupted): skipped",
                     name,
                     self.store.address,
                 )
 
 
 def open_remote_run(address: Address, folder: Path, *, seconds: float) -> RemoteRun:
-    """Look into the store. Raises ``StoreError`` if it cannot be used."""
+    """Open the remote run. Raises ``StoreError`` if the store cannot be used."""
     store = Store(address, seconds=seconds)
     return RemoteRun(store, folder, contents(store))
 
 
 def is_within(resume: str, output_dir: Path | Address) -> bool:
-    """Whether ``resume`` names a checkpoint of the run in ``output_dir`` by its URL."""
+    """Whether ``resume`` is the URL of a checkpoint of the run in ``output_dir``."""
     return (
         isinstance(output_dir, Address)
         and is_address(resume)
@@ -121,7 +121,7 @@ def is_within(resume: str, output_dir: Path | Address) -> bool:
 
 
 def fetch(checkpoint: Address, cache: Path | None = None, *, seconds: float = 600) -> Path:
-    """The local copy of a checkpoint of any run, downloaded unless it is here and sound."""
+    """The local copy of a checkpoint of any run, downloaded unless a valid one exists."""
     if step_of(Path(checkpoint.name)) < 0:
         raise CheckpointError(f"{checkpoint}: expected the URL of a checkpoint, …/checkpoint-N")
     folder = (cache or default_cache()) / checkpoint.parent.slug
@@ -131,11 +131,11 @@ def fetch(checkpoint: Address, cache: Path | None = None, *, seconds: float = 60
 
 
 def fetch_newest(run: Address, cache: Path | None = None, *, seconds: float = 600) -> Path:
-    """The local copy of the newest checkpoint of a run, which must be sound."""
+    """The local copy of the latest checkpoint of a run, which must be valid."""
     folder = (cache or default_cache()) / run.slug
     with files.raising(CheckpointError):
         files.make_folder(folder)
     found = open_remote_run(run, folder, seconds=seconds)
     if not found.steps:
-        raise CheckpointError(f"{run}: there is no checkpoint in it")
+        raise CheckpointError(f"{run}: it contains no checkpoint")
     return found.get(f"checkpoint-{max(found.steps)}")

@@ -1,7 +1,7 @@
-"""Try again what may work the next time; say at once what will not.
+"""Retry policy: retry temporary errors with backoff, and raise others at once.
 
-Stores answer with errors of their own libraries. They are told apart by the names of their classes
-and by their codes, so that no such library is imported here.
+Stores raise errors of their own libraries. These are classified by the names of their classes and
+by their codes, so that no such library is imported here.
 """
 
 from __future__ import annotations
@@ -56,26 +56,28 @@ _FIRST, _LONGEST = 0.2, 30.0  # seconds between two tries
 
 
 class StoreError(CheckpointError):
-    """A store cannot be reached, or refuses; what lies in it is not known to be damaged."""
+    """A store cannot be reached, or refuses; its data is not known to be damaged."""
 
 
 class MissingError(StoreError):
-    """There is nothing of that name."""
+    """The object does not exist."""
 
 
 @dataclass
 class RetryPolicy:
-    """How long to try, with pauses that grow and differ, so that many do not come back at once."""
+    """How long to retry, with growing random pauses, so that many clients do not retry at the
+    same time.
+    """
 
     seconds: float  # of trying, before an operation has failed
     _random: random.Random = field(default_factory=random.SystemRandom, repr=False)
 
     def run(self, what: str, call: Callable[[], T]) -> T:
-        """``call()``, again and again while its errors are of the passing kind.
+        """``call()``, repeated while its errors are temporary.
 
         Raises:
-            MissingError: there is nothing of that name.
-            FileExistsError: the name is taken, and must not be overwritten.
+            MissingError: the object does not exist.
+            FileExistsError: the name exists, and must not be overwritten.
             StoreError: the store refuses, or has not answered for too long.
         """
         began, pause, tries = time.monotonic(), _FIRST, 0
@@ -90,7 +92,7 @@ class RetryPolicy:
                 if not is_passing(error) or left <= 0:
                     raise _final(what, error, tries) from error
                 log = logger.warning if tries == 4 else logger.debug
-                log("%s: %s; trying again, for up to %.0f s", what, said(error), left)
+                log("%s: %s; retrying for up to %.0f s", what, said(error), left)
             time.sleep(min(pause * self._random.uniform(0.5, 1.0), max(left, 0)))
             pause = min(2 * pause, _LONGEST)
 
@@ -111,7 +113,7 @@ def is_passing(error: BaseException) -> bool:
 
 
 def status_of(error: BaseException) -> int | None:
-    """The HTTP status that a library's error carries, if it does."""
+    """The HTTP status of a library's error, if it has one."""
     response = getattr(error.__cause__, "response", None) or getattr(error, "response", None)
     if isinstance(response, dict):
         found = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
@@ -124,7 +126,7 @@ def status_of(error: BaseException) -> int | None:
 
 
 def said(error: BaseException) -> str:
-    """What the library says, on one line, with the name of its error if it says little."""
+    """The library's message, on one line, with the name of its error if it is short."""
     text = " ".join(str(error).split())[:300]
     return text if len(text) > 25 else f"{type(error).__name__}: {text}".rstrip(": ")
 
@@ -133,20 +135,20 @@ def _final(what: str, error: Exception, tries: int) -> StoreError:
     names = {cls.__name__ for cls in type(error).__mro__}
     if names & _NO_CREDENTIALS:
         return StoreError(
-            f"{what}: no credentials ({said(error)}); set them as the store's own tools expect "
-            "them, for S3 with AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY or a profile"
+            f"{what}: no credentials ({said(error)}); set them as for the store's own tools, "
+            "for S3 with AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY or a profile"
         )
     if "NoSuchBucket" in repr(error.__cause__) or "bucket does not exist" in str(error):
-        return StoreError(f"{what}: there is no such bucket; create it, or correct the URL")
+        return StoreError(f"{what}: this bucket does not exist; create it, or correct the URL")
     if isinstance(error, FileNotFoundError):
         return MissingError(f"{what}: it does not exist")
     if isinstance(error, PermissionError) or status_of(error) in (401, 403):
         return StoreError(
-            f"{what}: no permission ({said(error)}); check the credentials and what they allow"
+            f"{what}: no permission ({said(error)}); check the credentials and their permissions"
         )
     if is_passing(error):
         return StoreError(
-            f"{what}: no success in {tries} tries, the last answer: {said(error)}; "
-            "check the network and the store, then start the same command again"
+            f"{what}: failed after {tries} tries, the last error: {said(error)}; check the "
+            "network and the store, then start the same command again"
         )
     return StoreError(f"{what}: {said(error)}")

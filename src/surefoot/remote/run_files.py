@@ -1,4 +1,4 @@
-"""The small files of a run: recipe, metrics, plots, results. They lie beside the checkpoints."""
+"""The small files of a run beside its checkpoints: recipe, metrics, plots, results."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Stamp = tuple[int, int]  # nanoseconds of the last change, length
 
 
 def push(store: Store, folder: Path, sent: dict[str, Stamp]) -> None:
-    """Upload what changed since ``sent``, which is brought up to date."""
+    """Upload the files that changed since ``sent``, which is updated."""
     changed = {name: stamp for name, stamp in _stamps(folder).items() if sent.get(name) != stamp}
 
     def send(name: str) -> None:
@@ -32,7 +32,7 @@ def push(store: Store, folder: Path, sent: dict[str, Stamp]) -> None:
 
 
 def pull(store: Store, folder: Path, there: Contents, *, keep: Callable[[str], bool]) -> None:
-    """Download the run's files, but those that ``folder`` has and may ``keep``."""
+    """Download the run's files, except those in ``folder`` that it may ``keep``."""
     for name in there.of_the_run:
         path = folder / name
         if not is_plain_name(name) or there.files[name] > MAX_BYTES:
@@ -46,7 +46,7 @@ def pull(store: Store, folder: Path, there: Contents, *, keep: Callable[[str], b
 
 
 def _stamps(folder: Path) -> dict[str, Stamp]:
-    """The run's files below ``folder`` as they are now; no checkpoints, nothing hidden."""
+    """The run's files below ``folder``, without checkpoints and hidden files."""
     found = {}
     for where, folders, names in os.walk(folder):
         here = Path(where)

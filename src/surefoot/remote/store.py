@@ -1,6 +1,6 @@
-"""A folder in a store, as a checkpoint needs it: list, read ranges, put, create once, delete.
+"""A folder in an object store: list, read ranges, put, create once, delete.
 
-All calls of fsspec are here, and each is tried again while that makes sense.
+All calls of fsspec are here, and each is retried if that is useful.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Store:
         return {name[start:]: int(entry["size"] or 0) for name, entry in found.items()}
 
     def read(self, name: str) -> bytes:
-        """A whole small file."""
+        """The content of a small file."""
         return self._patience.run(
             f"cannot read {self._where(name)}", lambda: bytes(self._files.cat_file(self._at(name)))
         )
@@ -61,13 +61,13 @@ class Store:
         def read() -> bytes:
             data = bytes(self._files.cat_file(self._at(name), start=start, end=stop))
             if len(data) != stop - start:
-                raise ConnectionError(f"{len(data)} bytes came, expected {stop - start}")
+                raise ConnectionError(f"received {len(data)} bytes, expected {stop - start}")
             return data
 
         return self._patience.run(f"cannot read {self._where(name)}", read)
 
     def put(self, name: str, path: Path) -> None:
-        """Upload a file, in parts if it is large."""
+        """Upload a file, as a multipart upload if it is large."""
         options = {"chunksize": _PART, "max_concurrency": 4} if self._is_s3 else {}
 
         def put() -> None:
@@ -88,7 +88,7 @@ class Store:
     def create(self, name: str, data: bytes) -> bool:
         """Write a file that must not exist yet; False if there is one with other content.
 
-        Where the store can do that at one stroke, it does; elsewhere it is looked for first.
+        Atomic where the store supports it; elsewhere its existence is checked first.
         """
 
         def create() -> None:
@@ -111,7 +111,7 @@ class Store:
         return True
 
     def delete(self, name: str) -> None:
-        """Delete a file. That it has gone meanwhile is no error."""
+        """Delete a file. It is no error if it no longer exists."""
 
         def delete() -> None:
             with contextlib.suppress(FileNotFoundError):
@@ -120,7 +120,7 @@ class Store:
         self._patience.run(f"cannot delete {self._where(name)}", delete)
 
     def delete_folder(self, name: str) -> None:
-        """Delete what is left of a folder whose files were deleted, where there are folders."""
+        """Delete the remaining folder of deleted files, in stores that have folders."""
 
         def delete() -> None:
             with contextlib.suppress(FileNotFoundError):
@@ -144,13 +144,13 @@ class Store:
         return f"{self.address}/{name}".rstrip("/")
 
     def _make_room(self, name: str) -> None:
-        """Make the folder of a file, in stores that have folders."""
+        """Create the folder of a file, in stores that have folders."""
         if not self._is_flat:
             self._files.makedirs(self._at(name).rpartition("/")[0], exist_ok=True)
 
 
 def _open(address: Address) -> tuple[Any, str]:
-    """The file system, which lists anew each time, and the folder's path in it."""
+    """The file system, without a cache of listings, and the folder's path in it."""
     cls = _class_of(address)
     options = {**cls._get_kwargs_from_urls(str(address)), "use_listings_cache": False}
     if address.scheme in ("s3", "s3a"):

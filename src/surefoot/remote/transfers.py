@@ -1,4 +1,4 @@
-"""Do many transfers at a time; the first error ends them."""
+"""Run many transfers in parallel; the first error ends them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 def in_parallel(work: Callable[[T], object], items: Iterable[T], workers: int) -> None:
-    """``work(item)`` for every item; what has not begun when one fails is left undone."""
+    """``work(item)`` for every item; items that have not begun when one fails are not done."""
     with ThreadPoolExecutor(workers) as pool:
         running = [pool.submit(work, item) for item in items]
         try:

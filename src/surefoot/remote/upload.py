@@ -1,8 +1,8 @@
-"""Bring a committed checkpoint to a store: its files, then its manifest, which commits it there.
+"""Upload a committed checkpoint to a store: its files, then its manifest, which commits it there.
 
-What it consists of is read from its manifest, so that a user's notes stay at home. All lengths are
-compared with a listing of the store before the manifest goes, and the manifest is created, never
-replaced: a checkpoint that exists there is not overwritten by another of its name.
+Only files in its manifest are uploaded, not a user's notes. All lengths are compared with a listing
+of the store before the manifest is uploaded. The manifest is created, never replaced: an existing
+checkpoint is not overwritten by another of its name.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _WORKERS = 4  # files on their way at a time
 
 @dataclass(frozen=True)
 class Uploaded:
-    """What went to the store."""
+    """The uploaded files and bytes."""
 
     num_bytes: int
 
@@ -36,10 +36,10 @@ class Uploaded:
 def upload(store: Store, folder: Path, *, replace: bool = False) -> Uploaded:
     """Upload the checkpoint ``folder``; when this returns, it exists in the store.
 
-    ``replace``: what lies there under its name is known to be damaged, and may go.
+    ``replace``: a checkpoint of its name in the store is known to be damaged, and may be replaced.
 
     Raises:
-        CheckpointError: the local checkpoint is damaged, or the store holds another of its name.
+        CheckpointError: the local checkpoint is damaged, or the store contains another of its name.
         StoreError: the store cannot be reached or refuses.
     """
     name = folder.name
@@ -75,7 +75,7 @@ def _manifest(folder: Path) -> bytes:
 
 
 def _put(store: Store, folder: Path, wanted: Mapping[str, int]) -> None:
-    """Upload all files, and make sure that they are all there, at full length."""
+    """Upload all files, and check that they exist at full length."""
     largest_first = sorted(wanted, key=lambda name: (-wanted[name], name))
     with files.raising(CheckpointError):
         in_parallel(
@@ -92,7 +92,7 @@ def _put(store: Store, folder: Path, wanted: Mapping[str, int]) -> None:
 
 
 def remove(store: Store, name: str) -> None:
-    """Make a checkpoint cease to exist in the store, then delete what it consisted of."""
+    """Delete a checkpoint in the store: its manifest first, then its files."""
     store.delete(f"{name}/{MANIFEST}")
     in_parallel(store.delete, sorted(store.list(name)), _WORKERS)
     store.delete_folder(name)

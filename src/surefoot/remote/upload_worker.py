@@ -1,4 +1,4 @@
-"""Who uploads: a process beside the one that trains, or a thread where the store lives in here."""
+"""Upload worker: a separate process, or a thread for the in-memory store."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ class UploadWorker(Protocol):
         """Begin."""
 
     def answer(self, *, wait: bool) -> Answer | None:
-        """What became of the task; None if it is not done, and nobody wants to wait."""
+        """The result of the task; None if it is not done and ``wait`` is false."""
 
     def close(self, *, wait: bool) -> None:
-        """Let it end once it has done what it was told."""
+        """End it once it has done its tasks."""
 
 
 def hand(address: Address, folder: Path, seconds: float) -> UploadWorker:
-    """The right one for the store: ``memory://`` has no meaning outside of this process."""
+    """The worker for the store: ``memory://`` exists only inside this process."""
     if address.scheme == "memory":
         return _Thread(Uploader(Store(address, seconds=seconds), folder))
     return _Process(address, folder, seconds)
@@ -103,7 +103,7 @@ class _Process:
 
 
 def _launch(arguments: tuple[str, ...]) -> subprocess.Popen[bytes]:
-    """The process; `-P` and the path, so that it imports this very package and nothing beside."""
+    """The process; `-P` and the path make it import this very package and nothing else."""
     home = str(Path(surefoot.__file__).parent.parent)
     known = os.environ.get("PYTHONPATH")
     try:
@@ -114,4 +114,4 @@ def _launch(arguments: tuple[str, ...]) -> subprocess.Popen[bytes]:
             env={**os.environ, "PYTHONPATH": os.pathsep.join([home, known] if known else [home])},
         )
     except OSError as error:
-        raise CheckpointError(f"cannot start the process that uploads: {error}") from error
+        raise CheckpointError(f"cannot start the uploader process: {error}") from error

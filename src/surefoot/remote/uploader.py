@@ -1,8 +1,8 @@
-"""The process that uploads: ``python -m surefoot.remote.uploader URL FOLDER SECONDS``.
+"""The uploader process: ``python -m surefoot.remote.uploader URL FOLDER SECONDS``.
 
-It reads a task a line from its standard input and answers with a line, at low priority. At the end
-of its input, which is also how it learns that the process that trains is dead, it ends, once it has
-done what it was told. Of several such processes of one run the first works and the others wait.
+It reads one task per line from its standard input and answers with a line, at low priority. The end
+of its input also means that the training process is dead. It then ends, once it has done its tasks.
+If there are several such processes of one run, the first works and the others wait.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _PAUSE = 0.2  # seconds between two looks at a lock
 
 
 class Uploader:
-    """Does the tasks of one run, one after the other."""
+    """Does the tasks of one run, one after another."""
 
     def __init__(self, store: Store, folder: Path) -> None:
         self._store = store
@@ -39,11 +39,11 @@ class Uploader:
         self._sent: dict[str, Stamp] = {}  # files of the run that are in the store as they are here
 
     def serve(self, task: Mapping[str, Any]) -> dict[str, object]:
-        """Do one task, and say what became of it.
+        """Do one task, and return its result.
 
         Args:
-            task: ``upload``: the name of a checkpoint, or null; ``replace``: whether it takes the
-                place of a damaged one; ``forget``: names of checkpoints to delete afterwards.
+            task: ``upload``: the name of a checkpoint, or null; ``replace``: whether it replaces a
+                damaged one; ``forget``: names of checkpoints to delete afterwards.
         """
         began = time.monotonic()
         try:
@@ -67,7 +67,7 @@ class Uploader:
                 remove(self._store, old)
                 forgotten.append(old)
         except CheckpointError as error:
-            problem = f"cannot remove an old checkpoint: {error}"
+            problem = f"cannot delete an old checkpoint: {error}"
         return {"num_bytes": num_bytes, "forgotten": forgotten, "problem": problem}
 
 
@@ -87,7 +87,7 @@ def main(url: str, folder: Path, seconds: float) -> None:
 
 @contextlib.contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Wait until no other process uploads from ``folder``: that of a run that died, for one."""
+    """Wait until no other process uploads from ``folder``, such as that of a run that died."""
     path = folder / LOCK
     with contextlib.suppress(FileExistsError):
         files.create(path).close()

@@ -1,4 +1,4 @@
-"""The parts of a run, put together in reading order. The only place where they meet."""
+"""Assemble the parts of a run, in reading order. The only place where they meet."""
 
 from __future__ import annotations
 
@@ -59,10 +59,10 @@ def build(
     listeners: Sequence[SaveListener] = (),
     trial: Around | None = None,
 ) -> Trainer:
-    """The trainer of a recipe, its states those of the checkpoint ``resume`` if one is given.
+    """The Trainer of a recipe, with the states of the checkpoint ``resume`` if one is given.
 
-    ``trial`` measures speed only: it is put around forward and backward, auxiliary models compute
-    nothing, and there are no callbacks but the given ones.
+    ``trial`` is for measurements of speed: it wraps forward and backward, auxiliary models compute
+    nothing, and there are no callbacks except the given ones.
     """
     writer: interchange.ForeignTrainer | None = None
     if resume is not None:
@@ -92,7 +92,7 @@ def build(
         else:
             load_checkpoint(resume, trainer.states)
         trainer.policy.trained.check(trainer.state.global_step)
-        logger.info("going on from %s, step %d", resume.name, trainer.state.global_step)
+        logger.info("resuming from %s at step %d", resume.name, trainer.state.global_step)
     settle_packing(recipe, trainer, policy, is_resumed=resume is not None)
     trainer.callbacks.emit("on_init_end")
     return trainer
@@ -109,7 +109,7 @@ def assemble(
     *,
     trial: Around | None = None,
 ) -> Trainer:
-    """Put the parts together."""
+    """Assemble the parts."""
     section, stage, world = recipe.train, recipe.stage, ahead.world
     collate = collate_of(stage, policy.sharing, packing=recipe.data.packing)
     loader = data_loading.build_loader(recipe, ahead.data, collate, world)
@@ -177,8 +177,9 @@ def build_learner(recipe: Recipe, policy: Network, max_steps: int, around: Aroun
 
 
 def settle_packing(recipe: Recipe, trainer: Trainer, policy: Network, *, is_resumed: bool) -> None:
-    """How packed rows are computed, as a resumed run did: the kernel, and whether prompts are
-    shared."""
+    """How packed rows are computed, as in a resumed run: the kernel, and whether prompts are
+    shared.
+    """
     kernels = trainer.state.kernels
     if can_select_attention(recipe, policy, trainer.world):
         known = kernels.packed_attention or (selection.BY_DOCUMENT if is_resumed else None)
@@ -194,7 +195,7 @@ def settle_packing(recipe: Recipe, trainer: Trainer, policy: Network, *, is_resu
 
 
 def build_codec(recipe: Recipe, base: Path) -> Codec:
-    """Tokenizer and chat template; from here on the tokenizer carries the template that is used."""
+    """Tokenizer and chat template; from here on the tokenizer contains the template in use."""
     codec = open_codec(recipe, base)
     if recipe.stage.uses_template:
         if difference := template_mismatch(codec.template, codec.tokenizer):
@@ -211,17 +212,18 @@ def open_policy(
     *,
     is_read: bool = True,
 ) -> Network:
-    """The model that a recipe trains; without values if not ``is_read``, because a checkpoint has
-    all of them."""
+    """The model that a recipe trains; on the meta device if not ``is_read``, because a
+    checkpoint has all of its weights.
+    """
     options = options_of(recipe, is_read=is_read)
     made = open_network(base, recipe.model, tokenizer, world, options)
     share = made.num_trainable / made.num_parameters
-    logger.info("%s parameters learn, %.3g %% of all", f"{made.num_trainable:,}", 100 * share)
+    logger.info("trainable parameters: %s (%.3g %% of all)", f"{made.num_trainable:,}", 100 * share)
     return made
 
 
 def options_of(recipe: Recipe, *, is_read: bool = True) -> NetworkOptions:
-    """How the model of a recipe is made ready."""
+    """The options for the model of a recipe."""
     return NetworkOptions(
         method=recipe.method,
         parallel=recipe.parallel,
@@ -239,14 +241,14 @@ def can_select_attention(recipe: Recipe, policy: Network, world: World) -> bool:
 
 
 def policy_dtype(recipe: Recipe, policy: Network) -> torch.dtype:
-    """The type that most of the arithmetic is done in."""
+    """The dtype of most of the computation."""
     held: torch.dtype = policy.inner.dtype
     types = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": held}
     return types[choose(recipe.train.precision)]
 
 
 def build_saver(recipe: Recipe, policy: Network, codec: Codec, base: Path, world: World) -> Saver:
-    """Where checkpoints go and what lies beside the weights in each of them."""
+    """The saver of a run: the folder of its checkpoints, and their companions."""
     files = {
         "recipe.yaml": dump(recipe).encode(),
         **companions.tokenizer_files(codec.tokenizer),

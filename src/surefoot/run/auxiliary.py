@@ -1,5 +1,6 @@
-"""What auxiliary models compute before the first step: which models, of which examples, and when
-they are in memory."""
+"""Auxiliary models before the first step: which models compute which columns, and when they are
+in memory.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
 
 from ..batch import Batch, Features
 from ..data.order.loader import Loader
@@ -56,19 +59,19 @@ class Ahead:
 
     @property
     def data(self) -> TrainingData:
-        """The datasets, with the columns that are kept by item."""
+        """The datasets, with the columns that are cached by item."""
         if self.train is None:
             return self.loaded
         return self.loaded.changed(partial(with_items, found=self.found))
 
     @property
     def kept(self) -> KeptWindows:
-        """The columns of training's windows that are kept by window."""
+        """The columns of training's windows that are cached by window."""
         return NOTHING if self.train is None else with_windows(self.train, self.found)
 
     @property
     def evals(self) -> dict[str, EvaluationSet]:
-        """The sets to evaluate on, with all their columns."""
+        """The evaluation sets, with all their columns."""
         return {
             name: EvaluationSet(data, with_windows(self.held_out[name], self.found))
             for name, data in self.data.evals.items()
@@ -76,21 +79,21 @@ class Ahead:
 
     @property
     def needs_policy(self) -> bool:
-        """Whether the policy, as it is before the first step, has columns to compute."""
+        """Whether the initial policy has columns to compute."""
         models = self.recipe.stage.auxiliary.values()
         return not self.found.is_complete and any(one.model is None for one in models)
 
     def run_without_policy(self) -> None:
-        """Compute all columns, if other models do it, which are released again."""
+        """Compute all columns that other models compute; these models are freed afterwards."""
         if not (self.found.is_complete or self.needs_policy):
             self._run({})
 
     def run(self, policy: Network) -> None:
-        """Compute what is left, with the policy as it is before the first step."""
+        """Compute the rest with the initial policy."""
         self._run({POLICY: policy})
 
     def blank(self) -> None:
-        """Columns of zeros, where only speed matters."""
+        """Columns of zeros, for measurements of speed."""
         recipe = self.recipe
         self.found.blank(BlankContext(self.codec, recipe.stage, recipe.data.packing))
 
@@ -107,16 +110,12 @@ class Ahead:
         )
 
     def _open(self, role: str) -> Network:
-        """A frozen model. Raises ``RecipeError`` if its tokens are not those of the policy."""
+        """A frozen model, of the policy's tokens."""
         recipe = self.recipe
         model = model_of(recipe.stage.auxiliary[role], recipe.model)
         base = resolve(model)
         tokenizer = open_codec(replace(recipe, model=model), base).tokenizer
-        if tokenizer.get_vocab() != self.codec.tokenizer.get_vocab():
-            raise RecipeError(
-                f"the {role} {model.path} has other tokens than {recipe.model.path}, so their "
-                "outputs cannot be compared; name a model with the same tokenizer"
-            )
+        refuse_other_tokens(recipe, role, tokenizer, self.codec)
         options = NetworkOptions(
             parallel=recipe.parallel,
             precision=choose(recipe.train.precision),
@@ -128,7 +127,7 @@ class Ahead:
 
 
 def open_ahead(recipe: Recipe, base: Path, codec: Codec, data: TrainingData, world: World) -> Ahead:
-    """What is known of the columns of a run; ``base`` is the folder of the recipe's model."""
+    """The known columns of a run; ``base`` is the folder of the recipe's model."""
     size = recipe.train.global_batch_size
     held_out = {name: eval_set(dataset, size) for name, dataset in data.evals.items()}
     train = None
@@ -142,7 +141,7 @@ def open_ahead(recipe: Recipe, base: Path, codec: Codec, data: TrainingData, wor
 def columns_of(
     recipe: Recipe, base: Path, sets: Sequence[WindowSet], world: World
 ) -> Precomputation:
-    """What is known of the columns of ``sets``, and what is to be computed."""
+    """The known columns of ``sets``, and what is to be computed."""
     stage = recipe.stage
     models = {role: model_of(one, recipe.model) for role, one in stage.auxiliary.items()}
     bases = {role: _base(model, recipe, base) for role, model in models.items()}
@@ -157,7 +156,7 @@ def _base(model: ModelSection, recipe: Recipe, base: Path) -> Path:
 
 
 def _no_batch(_features: Sequence[Features]) -> Batch:
-    raise NotImplementedError("only the order of the examples is asked for")
+    raise NotImplementedError("internal error: only the order of the examples is known here")
 
 
 def _train_set(recipe: Recipe, data: TrainingData, loader: Loader) -> WindowSet:
@@ -165,6 +164,18 @@ def _train_set(recipe: Recipe, data: TrainingData, loader: Loader) -> WindowSet:
     order = {n: value for n, value in loader.state_dict().items() if n not in ("epoch", "window")}
     windows = partial(windows_of_run, loader, recipe.train, recipe.stage)
     return WindowSet(data.complete[0], windows, str(sorted(order.items())))
+
+
+def refuse_other_tokens(
+    recipe: Recipe, role: str, tokenizer: PreTrainedTokenizerBase, codec: Codec
+) -> None:
+    """Raise ``RecipeError`` unless the tokens of an auxiliary model are those of the policy."""
+    if tokenizer.get_vocab() != codec.tokenizer.get_vocab():
+        model = model_of(recipe.stage.auxiliary[role], recipe.model)
+        raise RecipeError(
+            f"the {role} {model.path} has a different tokenizer from {recipe.model.path}, so "
+            "their outputs cannot be compared; choose a model with the same tokenizer"
+        )
 
 
 def eval_set(dataset: EncodedDataset, size: int) -> WindowSet:

@@ -1,6 +1,6 @@
-"""What a trainer is fed with: encoded datasets, and loaders of them.
+"""The data of a Trainer: encoded datasets, and loaders of them.
 
-With ``data.streaming`` a process beside encodes while these are read.
+With ``data.streaming`` an encoder worker encodes while these are read.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 def open_data(
     recipe: Recipe, codec: Codec, base: Path, world: World
 ) -> tuple[TrainingData, AbstractContextManager[object]]:
-    """The datasets of a recipe, and what has to go on as long as they are read."""
+    """The datasets of a recipe, and the worker that must run while they are read."""
     with world.main_first():
         if recipe.data.streaming:
             return stream_data(recipe, codec, base)
@@ -39,7 +39,7 @@ def open_data(
 
 
 def prepare_data(recipe: Recipe, codec: Codec) -> EncodedData:
-    """Encoded datasets, from the cache where they are in it; what was left out is logged."""
+    """Encoded datasets, from the cache if they are in it; dropped rows are logged."""
     found = prepared(recipe, codec)
     for line in found.report.lines():
         logger.info("%s", line)
@@ -49,10 +49,10 @@ def prepare_data(recipe: Recipe, codec: Codec) -> EncodedData:
 def stream_data(
     recipe: Recipe, codec: Codec, base: Path
 ) -> tuple[StreamingData, AbstractContextManager[object]]:
-    """Datasets to read while a process beside encodes them, one on every machine.
+    """Datasets to read while an encoder worker, one on every machine, encodes them.
 
     Raises:
-        RecipeError: the recipe counts epochs, and nobody knows yet how long one is.
+        RecipeError: the recipe counts epochs, whose length is not known yet.
         DataError: something is missing or broken.
     """
     place = launched()
@@ -61,7 +61,7 @@ def stream_data(
     beside = EncoderWorker(recipe, base)
     if len(recipe.data.datasets) > 1:
         logger.warning(
-            "data.streaming: the datasets come one after the other, mixed no further than "
+            "data.streaming: datasets are read one after another; shuffling mixes at most "
             "data.buffer_size = %d examples",
             recipe.data.buffer_size,
         )
@@ -89,8 +89,9 @@ def build_loader(recipe: Recipe, data: TrainingData, collate: Collate, world: Wo
 
 
 def packed_bounds(recipe: Recipe, loader: Loader) -> list[int]:
-    """The bounds of the documents of a row such as the run packs: its first one; of a stream, where
-    to look is to take, one of documents half as long as they may be."""
+    """The bounds of the documents of a typical row of the run: its first one; for a stream,
+    which cannot be read in advance, one of documents half as long as they may be.
+    """
     if loader.order.is_complete:
         bounds = loader.window_at(0, 0)[0].cu_seqlens
         return [] if bounds is None else [int(bound) for bound in bounds]

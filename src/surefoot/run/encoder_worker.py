@@ -1,9 +1,9 @@
-"""The process that encodes while another one trains.
+"""Encoder worker: the process that encodes while another one trains.
 
 Its command is ``python -m surefoot.run.encoder_worker RECIPE``.
 
-It goes ahead as fast as it can, with what processors leave; what it finishes lies in the cache, so
-that it may be ended at any time. It ends with the process that has started it.
+It encodes as fast as the remaining processors allow. Its results are in the cache, so it may be
+ended at any time. It ends with the process that has started it.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ class EncoderWorker:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End the process; what it has finished stays in the cache."""
+        """End the process; its finished shards stay in the cache."""
         if self._process is not None:
             self._process.end()
         self._process, self._starts = None, 0
 
     def start(self) -> None:
-        """Start to encode what is not in the cache, unless that goes on already.
+        """Start to encode what is not in the cache, unless a worker is already running.
 
         Raises ``DataError`` if the process cannot be started.
         """
@@ -64,20 +64,20 @@ class EncoderWorker:
         """Wait a little for more.
 
         Raises ``DataError`` if nothing more will come: the data is broken, or the process was ended
-        again and again.
+        repeatedly.
         """
         if self._process is not None and self._process.code is not None:
             if error := self._process.read(ERROR):
                 raise DataError(error)
             if self._starts >= MAX_STARTS:
                 how = self._process.ending
-                raise DataError(f"the process that encodes the data has ended {how}")
+                raise DataError(f"the encoder process ended {how}")
         self.start()  # again, if it was killed, for want of memory say, or its work is gone
         time.sleep(POLL_SECONDS)
 
 
 class _Process:
-    """A started process, and the folder with its recipe and what it says."""
+    """A started process, and the folder with its recipe and output."""
 
     def __init__(self, recipe: Recipe) -> None:
         home, known = str(Path(surefoot.__file__).parent.parent), os.environ.get("PYTHONPATH")
@@ -104,17 +104,17 @@ class _Process:
                     start_new_session=True,  # Ctrl-C is for the process that trains
                 )
             except OSError as error:
-                raise DataError(f"cannot start the process that encodes: {error}") from error
+                raise DataError(f"cannot start the encoder process: {error}") from error
         self.end = weakref.finalize(self, _end, self._process, self._folder, os.getpid())
 
     @property
     def code(self) -> int | None:
-        """Its exit code; None as long as it goes on."""
+        """Its exit code; None while it runs."""
         return self._process.poll()
 
     @property
     def ending(self) -> str:
-        """How it has ended, for people."""
+        """How it ended, for people."""
         code, said = self._process.wait(), self.read(LOG).splitlines()
         how = f"by {signal.Signals(-code).name}" if code < 0 else f"with code {code}"
         return f"{how}: {said[-1]}" if said else how

@@ -92,12 +92,12 @@ def machine() -> Facts:
 
 
 def torch_facts(output: str, error: str) -> Facts:
-    """What torch says of itself and its devices, or why it does not load."""
+    """Torch's build and devices, or why it cannot be imported."""
     return {"build": f"does not load: {error}"} if error else dict(json.loads(output))
 
 
 def _state(name: str) -> str:
-    """The version of a package, and whether it loads."""
+    """The version of a package, and whether it can be imported."""
     try:
         version = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -107,7 +107,7 @@ def _state(name: str) -> str:
 
 
 def probe(code: str) -> tuple[str, str]:
-    """Run ``code`` in a new interpreter: its output, and how its error ends if it failed."""
+    """Run ``code`` in a new interpreter: its output, and its exit status if it failed."""
     command = [sys.executable, "-W", "ignore", "-c", code]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, check=False)

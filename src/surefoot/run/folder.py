@@ -1,4 +1,4 @@
-"""The folder of a run: one run, one process at a time, and where it goes on from."""
+"""The folder of a run: one run, one process at a time, and the checkpoint it resumes from."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ FREE += ("data.cache_dir", "train.cache_dir", "data.max_broken_rows", "data.pack
 
 @dataclass(frozen=True)
 class RunFolder:
-    """Where a run works, and what of it lies in a store."""
+    """The local folder of a run, and its part in an object store."""
 
     path: Path
     away: RemoteRun | None = None  # of a run whose output_dir is a URL
@@ -50,13 +50,13 @@ class RunFolder:
 
 @contextmanager
 def opened(recipe: Recipe, world: World = ALONE) -> Iterator[RunFolder]:
-    """The run's folder, made if need be, locked against a second run while the block lasts.
+    """The run's folder, created if needed, locked against a second run inside the block.
 
-    Of several processes the main one does all that.
+    With several ranks, rank 0 does all that.
 
     Raises:
-        RunError: it cannot be written, another process trains in it, it holds another run, or not
-            all processes see it.
+        RunError: it cannot be written, another process trains in it, it contains another run, or
+            not all ranks see it.
         StoreError: ``output_dir`` is a URL of a store that cannot be used.
     """
     folder = recipe.train.folder
@@ -94,7 +94,9 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _must_be_shared(folder: Path, world: World) -> None:
-    """Each process writes its part of every checkpoint there, so all must see what one leaves."""
+    """Each rank writes its part of every checkpoint there, so all must see the files of each
+    other.
+    """
     if world.size == 1:
         return
     mark = folder / f".seen.{world.from_main(new_nonce())}"
@@ -110,14 +112,14 @@ def _must_be_shared(folder: Path, world: World) -> None:
         mark.unlink(missing_ok=True)
     if blind:
         raise RunError(
-            f"process {blind:.0f} does not see the folder {folder} of process 0. Where a run spans "
-            "several machines, these must share a disk: choose a folder on it as train.output_dir, "
-            "or as train.cache_dir if train.output_dir is a URL"
+            f"rank {blind:.0f} does not see the folder {folder} of rank 0. If a run spans "
+            "several machines, these must share a disk: choose a folder on it as "
+            "train.output_dir, or as train.cache_dir if train.output_dir is a URL"
         )
 
 
 def _look_away(folder: Path, recipe: Recipe) -> RemoteRun | None:
-    """The part of the run that lies in a store, its recipe brought here."""
+    """The part of the run in an object store, after its recipe was downloaded."""
     address = recipe.train.output_dir
     if not isinstance(address, Address):
         return None
@@ -127,7 +129,7 @@ def _look_away(folder: Path, recipe: Recipe) -> RemoteRun | None:
 
 
 def mirror_of(folder: RunFolder, recipe: Recipe) -> Mirror | None:
-    """What keeps the copy in the store up to date while the run trains; None for a local run."""
+    """The mirror that uploads while the run trains; None for a local run."""
     if folder.away is None:
         return None
     return Mirror(
@@ -145,8 +147,8 @@ def _refuse_another_run(folder: RunFolder, recipe: Recipe) -> None:
     if not known.exists():
         if steps:
             raise RunError(
-                f"train.output_dir: {place} holds checkpoint-{max(steps)} of a run without "
-                f"{RECIPE}, so it is not one of ours; choose another folder"
+                f"train.output_dir: {place} contains checkpoint-{max(steps)} of a run without "
+                f"{RECIPE}, so Surefoot did not write it; choose another folder"
             )
         return
     differing = [c for c in changes(load(known), recipe) if not c.path.startswith(FREE)]
@@ -156,9 +158,9 @@ def _refuse_another_run(folder: RunFolder, recipe: Recipe) -> None:
         listed = "; ".join(str(change) for change in differing[:4])
         here = f" (and {folder.path})" if folder.away else ""
         raise RunError(
-            f"train.output_dir: {place}{here} holds another run ({listed}). Choose another "
-            "folder, or go on from one of its checkpoints with checkpoint.resume=PATH in a new "
-            "folder"
+            f"train.output_dir: {place}{here} contains a run with other settings ({listed}). "
+            "Choose another folder, or resume from one of its checkpoints with "
+            "checkpoint.resume=PATH in a new folder"
         )
 
 
@@ -167,8 +169,9 @@ def _is_inside(path: str, folder: Path) -> bool:
 
 
 def write_recipe(folder: RunFolder, recipe: Recipe) -> None:
-    """Leave the resolved recipe in the run's folder, and in the store: so it is known that that can
-    be written to before anything is learnt."""
+    """Write the resolved recipe into the run's folder, and into the store, which also shows
+    before training that it can be written.
+    """
     text = dump(recipe).encode()
     with raising(RunError, "recipe"):
         write_aside(folder.path / RECIPE, text)
@@ -177,21 +180,21 @@ def write_recipe(folder: RunFolder, recipe: Recipe) -> None:
 
 
 def resume_point(folder: RunFolder, recipe: Recipe) -> Path | None:
-    """The checkpoint to go on from, or None to start anew.
+    """The checkpoint to resume from, or None to start from scratch.
 
-    Checkpoints that do not verify are named, kept under another name, and passed over.
+    Checkpoints that fail verification are logged, renamed, and skipped.
 
     Raises:
-        RunError: ``none`` was asked for, but the folder holds checkpoints.
-        CheckpointError: the checkpoint asked for is missing or damaged.
+        RunError: ``none`` is set, but the folder contains checkpoints.
+        CheckpointError: the requested checkpoint is missing or damaged.
     """
     for leftover in clean(folder.path):
-        logger.info("removed %s, left by a save that was cut short", leftover.name)
+        logger.info("removed %s, the temporary folder of an interrupted save", leftover.name)
     resume, steps = recipe.checkpoint.resume, _steps(folder)
     if resume == "none":
         if steps:
             raise RunError(
-                f"checkpoint.resume is none, but {recipe.train.output_dir} holds "
+                f"checkpoint.resume is none, but {recipe.train.output_dir} contains "
                 f"checkpoint-{max(steps)}; choose another train.output_dir"
             )
         return None
@@ -201,8 +204,8 @@ def resume_point(folder: RunFolder, recipe: Recipe) -> Path | None:
     step = step_of(Path(resume))
     if is_own and any(later > step for later in steps):
         raise RunError(
-            f"checkpoint.resume: {recipe.train.output_dir} holds later checkpoints than "
-            f"checkpoint-{step} (up to checkpoint-{max(steps)}), which training would run into; "
+            f"checkpoint.resume: {recipe.train.output_dir} contains later checkpoints than "
+            f"checkpoint-{step} (up to checkpoint-{max(steps)}), which training would reach; "
             "choose another train.output_dir"
         )
     return _asked_for(resume, folder, recipe)

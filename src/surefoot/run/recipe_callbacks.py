@@ -1,4 +1,4 @@
-"""The callbacks of a run: those that its recipe asks for, beside the caller's own."""
+"""The callbacks of a run: those of its recipe, in addition to the caller's own."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..training.triggers import IntervalCallback, Trigger
 
 
 def standard_callbacks(recipe: Recipe, world: World = ALONE) -> list[TrainerCallback]:
-    """The callbacks the recipe asks for, in the order they are called."""
+    """The callbacks of the recipe, in the order in which they are called."""
     section, checkpoint, folder = recipe.train, recipe.checkpoint, recipe.train.folder
     members: list[TrainerCallback] = [
         IntervalCallback(

@@ -1,4 +1,4 @@
-"""From a recipe to a trained model, in reading order. The only place where the parts meet."""
+"""From a recipe to a trained model, in reading order."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def train(
     trust_pickle: bool = False,
     **overrides: object,
 ) -> TrainerState:
-    """Train as the recipe says, from where its output_dir left off, and return the final state.
+    """Train the recipe, resuming from its output_dir, and return the final state.
 
     Args:
         recipe: a ``Recipe``, the path of a YAML file, or the same as nested mappings.
-        callbacks: watchers beside those of the recipe.
+        callbacks: callbacks in addition to those of the recipe.
         trust_pickle: read the pickles in a checkpoint of Hugging Face's Trainer, if
             ``checkpoint.resume`` names one.
         overrides: sections to change, as nested mappings
@@ -44,7 +44,7 @@ def train(
             (``**{"optim.adamw.learning_rate": 5e-5}``).
 
     Raises:
-        SurefootError: whatever a user can put right; see ``errors``.
+        SurefootError: whatever a user can fix; see ``errors``.
     """
     loaded = read_recipe(recipe, overrides)
     return run(loaded, callbacks=callbacks, trust_pickle=trust_pickle).state
@@ -61,7 +61,7 @@ class Outcome:
 def run(
     recipe: Recipe, *, callbacks: Sequence[TrainerCallback] = (), trust_pickle: bool = False
 ) -> Outcome:
-    """Start a run, or go on with it; see ``train``."""
+    """Start or resume a run; see ``train``."""
     with joined(recipe.parallel) as world, opened(recipe, world) as folder:
         start = mirror = None
         if world.is_main:
@@ -90,8 +90,8 @@ def _fit(trainer: Trainer) -> Outcome:
     state = trainer.state
     if state.global_step >= state.max_steps and not state.pending:
         logger.info(
-            "this run is complete: %d of %d steps. "
-            "To train on, raise train.num_epochs or train.max_steps",
+            "this run is complete: %d of %d steps. To train longer, raise train.num_epochs or "
+            "train.max_steps",
             state.global_step,
             state.max_steps,
         )
@@ -106,20 +106,21 @@ def _fit(trainer: Trainer) -> Outcome:
 
 
 def _must_be_saved(trainer: Trainer) -> None:
-    """A run whose last save failed (``on_save_error: continue``) has not done what it was for."""
+    """Raise an error if the last save failed (``on_save_error: continue``)."""
     step, newest = trainer.state.global_step, trainer.saver.newest
     ended = step >= trainer.state.max_steps or trainer.signal is not None
     if ended and newest != trainer.saver.path_of(step):
         raise CheckpointError(
-            f"step {step}, the last one, could not be saved; the newest checkpoint is "
-            f"{newest or 'none'}. Make room, then start the same command again to go on from there"
+            f"step {step}, the last one, could not be saved; the latest checkpoint is "
+            f"{newest or 'none'}. Free some space, then start the same command again to resume "
+            "from it"
         )
 
 
 def read_recipe(
     recipe: Recipe | str | Path | Mapping[str, object], overrides: Mapping[str, object]
 ) -> Recipe:
-    """The recipe to run, from whatever form it is given in."""
+    """The recipe to run, from any of its forms."""
     if isinstance(recipe, Recipe):
         return read(recipe, overrides) if overrides else recipe
     if isinstance(recipe, Mapping):
@@ -128,7 +129,7 @@ def read_recipe(
 
 
 def finish(trainer: Trainer) -> None:
-    """Write ``all_results.json``; end with the best weights if the recipe says so."""
+    """Write ``all_results.json``; load the best weights if the recipe says so."""
     state, section = trainer.state, trainer.section
     if trainer.signal is not None or not trainer.world.is_main:
         return

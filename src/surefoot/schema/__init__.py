@@ -1,8 +1,8 @@
-"""Read plain data into frozen dataclasses, strictly, and say everything that is wrong with it.
+"""Read plain data into frozen dataclasses, strictly, and report all validation errors at once.
 
-A section is a frozen dataclass; the string below a field documents it. A choice between variants
-is declared as ``Annotated[Protocol, Variants(CHOICES)]`` and written ``name`` or
-``{name: {settings}}``; that dict is the only registry there is.
+A section is a frozen dataclass; the string below a field documents it. A choice between variants is
+declared as ``Annotated[Protocol, Variants(CHOICES)]`` and written ``name`` or
+``{name: {settings}}``. That dict is the only registry.
 """
 
 from .jsonschema import json_schema

@@ -29,7 +29,7 @@ TYPES = {
 
 
 def json_schema(cls: type) -> dict[str, Any]:
-    """What plain data must look like for ``read(cls, data)``, the short forms included."""
+    """JSON schema of the plain data that ``read(cls, data)`` accepts, including the short forms."""
     return {"$schema": DIALECT, "title": cls.__name__, **_section(cls)}
 
 

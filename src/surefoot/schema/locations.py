@@ -68,9 +68,10 @@ class FunctionPath(str):
 
 
 def locate(path: Path, base: Path) -> Path:
-    """``path`` made absolute: in ``base`` if it exists there, else in the current folder if there.
+    """``path`` made absolute: in ``base`` if it exists there, else in the current folder if it
+    exists there.
 
-    What exists nowhere is taken to be meant in ``base``, the folder of the recipe.
+    A path that exists nowhere is relative to ``base``, the folder of the recipe.
     """
     path = path.expanduser()
     for folder in (base, Path.cwd()):

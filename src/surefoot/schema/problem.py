@@ -1,4 +1,4 @@
-"""What is wrong with data, in words a person can act on: where, found, expected, did you mean."""
+"""Validation errors that a person can act on: where, found, expected, did you mean."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .setting import Keys, Setting, describe, paths, settings
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong, and where in the data."""
+    """One validation error, and its location in the data."""
 
     path: Keys
     message: str
@@ -26,19 +26,19 @@ class Problem:
 
 
 def dotted(path: Keys) -> str:
-    """``("data", "datasets", 0)`` as people write it: ``data.datasets[0]``."""
+    """``("data", "datasets", 0)`` as text: ``data.datasets[0]``."""
     text = "".join(f"[{key}]" if isinstance(key, int) else f".{_word(key)}" for key in path)
     return text.removeprefix(".")
 
 
 def _word(key: str) -> str:
-    """A key as it stands in a message: as it is, or quoted if it could not be seen."""
+    """A key for a message: unchanged, or quoted if it would be invisible."""
     return key if key.strip() == key != "" and key.isprintable() else repr(key)
 
 
 @dataclass(frozen=True)
 class _Spot:
-    """Where a location of pydantic's leads in the settings."""
+    """Convert a location of pydantic's to a path of settings."""
 
     path: Keys  # as far as there are settings
     owner: type  # the section that the last key belongs to
@@ -64,7 +64,7 @@ def _trace(root: type, loc: Keys) -> _Spot:
 
 
 def explain(root: type, data: object, error: ErrorDetails) -> Problem:
-    """What pydantic found in ``data`` for ``root``, as a person would say it."""
+    """Convert an error of pydantic in ``data`` for ``root`` to a message for people."""
     # the adapter reads a tuple of one, so every location starts with its index, 0
     spot = _trace(root, error["loc"][1:])
     if error["type"] == "value_error":  # raised by __post_init__: a fact about this section alone
@@ -88,7 +88,7 @@ def _message(root: type, spot: _Spot, found: object, *, is_missing: bool) -> str
 
 
 def _own_problem(spot: _Spot, message: str) -> Problem:
-    """A section's own complaint, attributed to the field whose name it starts with."""
+    """A section's own error, attributed to the field whose name it starts with."""
     name = message.split(maxsplit=1)[0].rstrip(":") if message.strip() else ""
     if name not in settings(spot.section or spot.owner):
         return Problem(spot.path, message)
@@ -99,7 +99,7 @@ def _own_problem(spot: _Spot, message: str) -> Problem:
 
 
 def _needed(setting: Setting) -> str:
-    """What to write where there is nothing."""
+    """What to write if the value is missing."""
     if setting.section is None:
         return f"expected {setting.expected}"
     required = [name for name, s in settings(setting.section).items() if s.is_required]
@@ -128,11 +128,13 @@ def _wrong_value(spot: _Spot, hint: object, found: object) -> str:
 def _hint(root: type, spot: _Spot) -> str:
     known = settings(spot.owner)
     close = _did_you_mean(root, str(spot.path[-1]), known)
-    return close or ("; expected one of " + ", ".join(known) if known else "; there are none here")
+    return close or (
+        "; expected one of " + ", ".join(known) if known else ("; there are no choices")
+    )
 
 
 def _did_you_mean(root: type, word: str, known: Mapping[str, object]) -> str:
-    """The same word elsewhere in the recipe, or else the most similar one, here first."""
+    """The same key elsewhere in the recipe, or else the most similar one, nearest first."""
     word = word.lower().replace("-", "_")
     ways = paths(root)
     names = [str(way[-1]) for way in ways]
@@ -148,7 +150,7 @@ def _likeness(word: str, other: str = "") -> float:
 
 
 def _look_up(data: object, path: Keys) -> object:
-    """The value at ``path``; None where there is none."""
+    """The value at ``path``; None if there is none."""
     for key in path:
         if isinstance(data, Mapping):
             data = data.get(key)
@@ -158,7 +160,7 @@ def _look_up(data: object, path: Keys) -> object:
 
 
 def _shown(value: object) -> str:
-    """A value as it stands in an error, on one short line."""
+    """A value for an error message, on one short line."""
     text = repr(value) if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     text = text if text.isprintable() else json.dumps(value)
     return text if len(text) <= 60 else text[:57] + "..."

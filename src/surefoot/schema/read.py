@@ -1,4 +1,4 @@
-"""Plain data to sections and back: short forms are written out, then pydantic checks."""
+"""Plain data to sections and back: short forms are expanded, then pydantic validates."""
 
 from __future__ import annotations
 
@@ -55,9 +55,10 @@ def _adapter(cls: type) -> TypeAdapter[tuple[Any]]:
 
 
 def expand(cls: type, data: object) -> object:
-    """Write out the short forms: ``lora`` is ``{lora: {}}``, nothing is ``{}``, one item a list.
+    """Expand the short forms: ``lora`` is ``{lora: {}}``, nothing is ``{}``, one item is a list.
 
-    Instances of ``cls`` and of the variants become mappings. What fits nowhere stays as it is.
+    Instances of ``cls`` and of the variants become mappings. Values that fit nowhere are not
+    changed.
     """
     if data is None:
         return {}
@@ -98,7 +99,7 @@ def _expand_variant(choices: Mapping[str, type], value: object) -> object:
 
 
 def write(value: object) -> Any:
-    """Plain data that ``read`` gives back as ``value``; every setting is spelled out.
+    """The plain data from which ``read`` gives ``value``; every setting is included.
 
     A variant without settings is written as its name alone.
     """

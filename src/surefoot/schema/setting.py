@@ -1,4 +1,4 @@
-"""What a section holds: its settings, their types, defaults, choices and words about them."""
+"""The settings of a section: their types, defaults, choices and documentation."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Variants:
     def __get_pydantic_core_schema__(
         self, _source: object, handler: GetCoreSchemaHandler
     ) -> CoreSchema:
-        """Expect a mapping with exactly one of the names; give the dataclass under it."""
+        """Accept a mapping with exactly one of the names; return the dataclass under it."""
         fields = {
             name: core_schema.typed_dict_field(handler.generate_schema(cls), required=False)
             for name, cls in self.choices.items()
@@ -49,7 +49,7 @@ class Variants:
 
 @dataclass(frozen=True)
 class Setting:
-    """One field of a section, as readers, writers and the reference pages see it."""
+    """One field of a section, for readers, writers and the reference pages."""
 
     name: str
     hint: object  # its type, without Annotated
@@ -60,12 +60,12 @@ class Setting:
 
     @property
     def is_required(self) -> bool:
-        """Whether the recipe must give it."""
+        """Whether the recipe must set it."""
         return self.default is dataclasses.MISSING
 
     @property
     def expected(self) -> str:
-        """What to write there, in words."""
+        """Its type in words."""
         if self.choices is not None:
             return "one of " + ", ".join(self.choices)
         return describe(self.hint)
@@ -97,7 +97,7 @@ def documentation(cls: type) -> dict[str, str]:
     """The string below each field of ``cls``, as one line of Markdown, by field; inherited fields
     too.
 
-    Empty where there is no source to read, as in an interactive session.
+    Empty if there is no source to read, as in an interactive session.
     """
     docs: dict[str, str] = {}
     for declaring in reversed(cls.__mro__[:-1]):
@@ -160,13 +160,13 @@ def is_section(value: object) -> bool:
 
 
 def variant_name(choices: Mapping[str, type], value: object) -> str:
-    """What the recipe calls the variant that ``value`` is an instance of."""
+    """The recipe's name of the variant of which ``value`` is an instance."""
     return next(name for name, cls in choices.items() if type(value) is cls)
 
 
 @functools.cache
 def paths(cls: type) -> tuple[Keys, ...]:
-    """The way to every setting and variant there is under the section ``cls``."""
+    """The path of every setting and variant under the section ``cls``."""
     ways: list[Keys] = []
     for name, setting in settings(cls).items():
         ways.append((name,))

@@ -1,4 +1,4 @@
-"""Direct preference optimization: raise the better of two answers above the worse one."""
+"""Direct preference optimization: raise the chosen response above the rejected one."""
 
 from __future__ import annotations
 
@@ -30,14 +30,15 @@ LOGPS = OutputSpec(("logps",))
 
 @dataclass(frozen=True, kw_only=True)
 class DPO:
-    """Learn from pairs of answers which one is better (arXiv:2305.18290), by how much likelier the
-    model makes it than a reference does: the model as it was before the first step.
+    """Train on preference pairs (arXiv:2305.18290): make the chosen response more likely than the
+    rejected one, relative to a reference model, which by default is the model before the first
+    step.
 
-    What the reference says is computed once, before the first step, and kept with the encoded
-    datasets; there is no second model beside the one that learns.
+    Reference log-probabilities are computed once, before the first step, and cached with the
+    encoded datasets; training needs no second model.
 
     The loss is a sum over pairs, and its weight is their number. Rewards are ``beta`` times the
-    log-probability of an answer, as against the reference's.
+    difference between the policy's and the reference's log-probability of a response.
     """
 
     uses_template: ClassVar[bool] = True
@@ -52,22 +53,27 @@ class DPO:
     metrics = as_measured
 
     beta: float = 0.1
-    """How much a nat of difference counts: a small one lets the model go far from the reference.
-    Of ``orpo`` the weight of the odds ratio. Usual are 0.1 (``simpo``: 2)."""
+    """Scale of the log-ratios: a small value lets the model move far from the reference. For
+    ``orpo`` the weight of the odds ratio. Usual is 0.1 (``simpo``: 2).
+    """
     loss_type: Literal["sigmoid", "hinge", "ipo", "orpo", "simpo"] = "sigmoid"
     """``sigmoid`` is DPO's own, ``hinge`` SLiC's (arXiv:2305.10425), ``ipo`` arXiv:2310.12036;
-    ``orpo`` (arXiv:2403.07691) and ``simpo`` (arXiv:2405.14734) need no reference. The last three
-    are of log-probabilities per token."""
+    ``orpo`` (arXiv:2403.07691) and ``simpo`` (arXiv:2405.14734) need no reference. The last
+    three use log-probabilities per token.
+    """
     label_smoothing: float = 0.0
-    """``sigmoid`` only: the share of pairs that are taken to be the wrong way round (cDPO)."""
+    """``sigmoid`` only: the share of pairs that are assumed to be labeled the wrong way round
+    (cDPO).
+    """
     gamma: float = 0.5
-    """``simpo`` only: by how much the better answer's reward is to be higher."""
+    """``simpo`` only: the target margin of the rewards."""
     sft_weight: float = 0.0
-    """Add so much of the loss of ``sft`` on the chosen answer, the mean over its tokens."""
+    """Weight of the ``sft`` loss on the chosen response, the mean over its tokens."""
 
     reference: ModelPath | None = None
-    """Another model to compare with, a folder or a hub id, that has the same tokenizer. Unset: the
-    model as it was before the first step."""
+    """Another reference model, a folder or a hub id, with the same tokenizer. Unset: the model
+    before the first step.
+    """
 
     def __post_init__(self) -> None:
         if self.beta <= 0:
@@ -75,19 +81,19 @@ class DPO:
         if not 0 <= self.label_smoothing < 0.5:
             raise ValueError(f"label_smoothing must be in [0, 0.5), got {self.label_smoothing}")
         if self.label_smoothing and self.loss_type != "sigmoid":
-            raise ValueError(f"label_smoothing means nothing to loss_type: {self.loss_type}")
+            raise ValueError(f"label_smoothing has no effect with loss_type: {self.loss_type}")
         if self.gamma < 0:
             raise ValueError(f"gamma must not be negative, got {self.gamma}")
         if self.gamma != DPO.gamma and self.loss_type != "simpo":
-            raise ValueError(f"gamma means nothing to loss_type: {self.loss_type}")
+            raise ValueError(f"gamma has no effect with loss_type: {self.loss_type}")
         if self.reference is not None and not self.compares:
-            raise ValueError(f"reference means nothing to loss_type: {self.loss_type}")
+            raise ValueError(f"reference has no effect with loss_type: {self.loss_type}")
         if self.sft_weight < 0:
             raise ValueError(f"sft_weight must not be negative, got {self.sft_weight}")
 
     @property
     def compares(self) -> bool:
-        """Whether the loss needs what a reference says."""
+        """Whether the loss needs reference log-probabilities."""
         return self.loss_type not in ALONE
 
     @property
@@ -96,11 +102,13 @@ class DPO:
         return {"reference": AuxiliaryModel(LOGPS, self.reference)} if self.compares else {}
 
     def encode(self, examples: Sequence[Example], codec: Codec) -> list[Encoded]:
-        """Render both conversations of each row with the chat template; labels on the answers."""
+        """Render both conversations of each row with the chat template; the responses are
+        trained.
+        """
         return encode_pairs(examples, codec)
 
     def collate(self, features: Sequence[Features], *, packing: bool) -> Batch:
-        """Lay pairs end to end, their prompts once, or in a padded rectangle."""
+        """Pack pairs, each prompt once, or pad them to a rectangle."""
         import torch
 
         batch = collate_pairs(features, packing=packing)
@@ -116,7 +124,7 @@ class DPO:
         return [{**item, "reference": row} for item, row in zip(examples, sums_P2, strict=True)]
 
     def answers(self, outputs: Outputs, batch: Batch) -> torch.Tensor:
-        """[P, 2] log-probability of the chosen and the rejected answer of each pair."""
+        """[P, 2] log-probability of the chosen and the rejected response of each pair."""
         assert outputs.logps is not None
         extras = batch.extras
         sums = preferences.sums_of_answers(
@@ -125,7 +133,7 @@ class DPO:
         return sums.view(-1, 2)
 
     def loss(self, role: str, outputs: Outputs, batch: Batch) -> Loss:
-        """The loss of each pair, summed; a pair without labels counts nothing."""
+        """The loss of each pair, summed; a pair without labels has no weight."""
         logps_P2, lengths_P2 = self.answers(outputs, batch), batch.extras["answer_lengths"]
         lengths_P2 = lengths_P2.view(-1, 2)
         is_there_P = (lengths_P2 > 0).all(1)
@@ -150,21 +158,22 @@ class DPO:
         return Loss(summed(losses_P), is_there_P.sum(), sums)
 
     def problems(self, data: DataSection, parallel: ParallelSection) -> Iterator[Problem]:
-        """Both answers of a pair are weighed, and nothing before them; the reference computes all
-        pairs before the first step."""
+        """Both responses of a pair are trained, and the prompt is masked; the reference computes
+        all pairs before the first step.
+        """
         for name in ("train_on_prompt", "mask_history"):
             if getattr(data, name):
-                message = "means nothing to stage dpo, which learns last answers"
+                message = "has no effect with stage dpo, which trains on last responses"
                 yield Problem(("data", name), message)
         if data.streaming and self.compares:
             message = (
-                "stage dpo asks its reference about every pair before the first step; leave it "
-                "off, or use loss_type: orpo or simpo, which need none"
+                "stage dpo computes reference log-probabilities of all pairs before the first "
+                "step; switch streaming off, or use loss_type: orpo or simpo, which need none"
             )
             yield Problem(("data", "streaming"), message)
 
     def _losses(self, relative_P2: torch.Tensor) -> torch.Tensor:
-        """[P] the loss of each pair, from what the policy says as against the reference."""
+        """[P] the loss of each pair, from the log-probabilities of policy and reference."""
         chosen_P, rejected_P = relative_P2.unbind(1)
         margins_P = chosen_P - rejected_P
         if self.loss_type == "sigmoid":

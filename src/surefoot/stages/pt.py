@@ -22,8 +22,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class PT:
-    """Learn whole texts, cut into pieces of at most ``data.cutoff_len`` tokens; no chat
-    template."""
+    """Train on whole texts, split into pieces of at most ``data.cutoff_len`` tokens; no chat
+    template.
+    """
 
     uses_template: ClassVar[bool] = False
     heads: ClassVar[Sequence[str]] = ()
@@ -37,8 +38,9 @@ class PT:
     metrics = with_perplexity
 
     label_smoothing_factor: float = 0.0
-    """Learn that each token has probability ``1 - factor``, and that the rest is spread evenly over
-    the vocabulary (arXiv:1512.00567); 0.1 is usual."""
+    """Label smoothing: the target probability of each token is ``1 - factor``, and the rest is
+    spread evenly over the vocabulary (arXiv:1512.00567); 0.1 is usual.
+    """
 
     def __post_init__(self) -> None:
         check_smoothing(self.label_smoothing_factor)
@@ -54,11 +56,11 @@ class PT:
         return OutputSpec(("total", "predictions"), smoothing=self.label_smoothing_factor)
 
     def encode(self, examples: Sequence[Example], codec: Codec) -> list[Encoded]:
-        """Cut each text into consecutive pieces; nothing of it is lost."""
+        """Split each text into consecutive pieces; no token is lost."""
         return codec.encode_documents([_text(example) for example in examples])
 
     def collate(self, features: Sequence[Features], *, packing: bool) -> Batch:
-        """Lay pieces end to end, or in a padded rectangle."""
+        """Pack pieces into one row, or pad them to a rectangle."""
         return collate(features, packing=packing)
 
     def loss(self, role: str, outputs: Outputs, batch: Batch) -> Loss:
@@ -66,15 +68,15 @@ class PT:
         return negative_log_likelihood(outputs, batch)
 
     def problems(self, data: DataSection, parallel: ParallelSection) -> Iterator[Problem]:
-        """Plain text is trained on as a whole; settings of turns would do nothing."""
+        """Plain text is trained on completely; settings of turns would have no effect."""
         for name in ("train_on_prompt", "mask_history", "default_system"):
             if getattr(data, name):
-                message = "means nothing to stage pt, which learns whole texts"
+                message = "has no effect with stage pt, which trains on whole texts"
                 yield Problem(("data", name), message)
 
 
 def _text(example: Example) -> str:
-    """The row's text; of a conversation, its turns one after the other."""
+    """The row's text; for a conversation, its turns concatenated."""
     if example.text is not None:
         return example.text
     return "\n".join(message.content for message in example.messages if message.content)

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: raise the probability of the answer given the prompt."""
+"""Supervised fine-tuning: raise the probability of the response given the prompt."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ UNDESIRABLE = Dropped("marked undesirable (kto_tag: false), which stage: kto tra
 
 @dataclass(frozen=True, kw_only=True)
 class SFT:
-    """Learn the answers of conversations; prompts are read, not learnt (see
-    ``data.train_on_prompt``)."""
+    """Train on the responses of conversations; prompts are masked (see
+    ``data.train_on_prompt``).
+    """
 
     uses_template: ClassVar[bool] = True
     heads: ClassVar[Sequence[str]] = ()
@@ -38,8 +39,9 @@ class SFT:
     problems = no_problems
 
     label_smoothing_factor: float = 0.0
-    """Learn that each token has probability ``1 - factor``, and that the rest is spread evenly over
-    the vocabulary (arXiv:1512.00567); 0.1 is usual."""
+    """Label smoothing: the target probability of each token is ``1 - factor``, and the rest is
+    spread evenly over the vocabulary (arXiv:1512.00567); 0.1 is usual.
+    """
 
     def __post_init__(self) -> None:
         check_smoothing(self.label_smoothing_factor)
@@ -55,23 +57,23 @@ class SFT:
         return OutputSpec(("total", "predictions"), smoothing=self.label_smoothing_factor)
 
     def encode(self, examples: Sequence[Example], codec: Codec) -> list[Encoded]:
-        """Render conversations with the chat template; labels on the answers."""
+        """Render conversations with the chat template; the responses are trained."""
         reasons = [_why_not(example) for example in examples]
         plain = [example for example, why in zip(examples, reasons, strict=True) if not why]
         found = iter(codec.encode_chats(plain))
         return [why or next(found) for why in reasons]
 
     def collate(self, features: Sequence[Features], *, packing: bool) -> Batch:
-        """Lay examples end to end, or in a padded rectangle."""
+        """Pack examples into one row, or pad them to a rectangle."""
         return collate(features, packing=packing)
 
     def loss(self, role: str, outputs: Outputs, batch: Batch) -> Loss:
-        """Cross entropy of the answers' tokens."""
+        """Cross entropy of the responses' tokens."""
         return negative_log_likelihood(outputs, batch)
 
 
 def _why_not(example: Example) -> Dropped | None:
-    """Why an example is no answer to imitate, if it is none."""
+    """Why an example must not be imitated; None if it may."""
     if is_ranked(example):
         return RANKED
     return UNDESIRABLE if example.label is False else None

@@ -1,1 +1,3 @@
-"""Files and what is around them: the one seam to the disk, hashes, locks, addresses of stores."""
+"""Files and their surroundings: the one seam to the disk, hashes, locks, addresses of object
+stores.
+"""

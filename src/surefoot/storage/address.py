@@ -1,6 +1,6 @@
-"""The address of a folder in a store: ``s3://bucket/run``. Text that knows its parts.
+"""Address of a folder in an object store, ``s3://bucket/run``: text with named parts.
 
-What is no address is a path; the two are told apart by ``://`` alone.
+Text with ``://`` is an address; all other text is a path.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ _SLUG = 60  # characters of a readable name
 
 
 class Address(str):
-    """A URL without a slash at its end. As text it is itself."""
+    """A URL without a trailing slash. ``str`` returns it unchanged."""
 
     __slots__ = ()
 
     def __new__(cls, text: str) -> Address:
-        """Read ``text``; ``ValueError`` if it is no URL, or says neither bucket nor folder."""
+        """Parse ``text``; ``ValueError`` if it is not a URL, or has no bucket or folder."""
         if not is_address(text):
-            raise ValueError(f"{text!r} is no URL; expected for example s3://bucket/run")
+            raise ValueError(f"{text!r} is not a URL; expected for example s3://bucket/run")
         scheme, _, rest = text.partition("://")
         parts = rest.rstrip("/").split("/")
         if not rest.strip("/"):
-            raise ValueError(f"{text!r} names no folder; expected for example s3://bucket/run")
+            raise ValueError(f"{text!r} has no folder; expected for example s3://bucket/run")
         if any(part in (".", "..") for part in parts):
-            raise ValueError(f"{text!r}: a URL cannot go up or stay with '.' or '..'")
+            raise ValueError(f"{text!r}: a URL cannot contain '.' or '..'")
         return super().__new__(cls, f"{scheme.lower()}://{'/'.join(parts)}")
 
     @property
     def scheme(self) -> str:
-        """What stands before ``://``, in lower case."""
+        """The part before ``://``, in lower case."""
         return self.partition("://")[0]
 
     @property
@@ -47,7 +47,7 @@ class Address(str):
 
     @property
     def parent(self) -> Address:
-        """The folder it lies in; ``ValueError`` if it lies in none."""
+        """The parent folder; ``ValueError`` if there is none."""
         return Address(self.rpartition("/")[0])
 
     def inside(self, name: str) -> Address:
@@ -56,7 +56,7 @@ class Address(str):
 
     @property
     def slug(self) -> str:
-        """A file name for it: what people recognise, and a hash that no other address has."""
+        """A unique file name for it: a readable part and a hash."""
         readable = re.sub(r"[^A-Za-z0-9._-]+", "-", self.partition("://")[2]).strip("-.")
         digest = hashlib.sha256(self.encode()).hexdigest()[:12]
         return f"{readable[-_SLUG:].lstrip('-.')}-{digest}"
@@ -77,6 +77,6 @@ def is_address(text: str | Path) -> bool:
 
 
 def default_cache() -> Path:
-    """``surefoot/runs`` in the user's cache folder (``XDG_CACHE_HOME``, or ``~/.cache``)."""
+    """The default cache, ``surefoot/runs`` in ``XDG_CACHE_HOME`` or ``~/.cache``."""
     root = os.environ.get("XDG_CACHE_HOME", "")
     return (Path(root) if root.startswith("/") else Path.home() / ".cache") / "surefoot" / "runs"

@@ -1,4 +1,4 @@
-"""What folders really take on the disk, where several names may lead to one file."""
+"""Disk usage of folders whose files may be hard links to the same data."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SECTOR = 512  # bytes; the unit of st_blocks on every system
 
 @dataclass(frozen=True)
 class Stored:
-    """A file as the disk knows it: its number, how many names it has, and what it takes."""
+    """A file on disk: its inode, its number of hard links, and its blocks in bytes."""
 
     inode: tuple[int, int]  # device, number
     num_names: int
@@ -26,8 +26,8 @@ class Stored:
 def stored(folder: Path) -> list[Stored]:
     """Every name of a file below ``folder``, links not followed.
 
-    What vanishes meanwhile, or is not ours to see, is left out. Clones (of Btrfs or XFS) look like
-    files of their own: no call tells what they share.
+    Files that disappear meanwhile, or cannot be read, are skipped. Clones (of Btrfs or XFS) count
+    as separate files: no system call reports what they share.
     """
     found, pending = [], [folder]
     while pending:  # no recursion: folders may be nested deeper than Python's stack
@@ -59,7 +59,9 @@ def added(folders: Iterable[Sequence[Stored]]) -> list[int]:
 
 
 def freed(folders: Iterable[Sequence[Stored]]) -> int:
-    """Bytes that come free when all ``folders`` go: of files that have no other name elsewhere."""
+    """Bytes that are freed if all ``folders`` are deleted: of files without hard links
+    elsewhere.
+    """
     names = [name for folder in folders for name in folder]
     going = Counter(name.inode for name in names)
     last = {name.inode: name.disk_bytes for name in names if going[name.inode] >= name.num_names}

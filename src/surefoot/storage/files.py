@@ -1,9 +1,8 @@
 """The one seam for durable bytes: everything that must survive a crash is written and read here.
 
-Every call to the operating system goes through this module's ``os``, so that a test can make any
-one of them fail, fall short or be the last thing the process ever does. Functions raise plain
-``OSError`` with the file's name; ``raising(SomeError)`` turns it into a message for people.
-File modes follow the umask.
+Every call to the operating system goes through this module's ``os``. So a test can make any one of
+them fail, fall short or be the last call of the process. Functions raise plain ``OSError`` with the
+file's name; ``raising(SomeError)`` turns it into a message for people. File modes follow the umask.
 """
 # The functions of `os` are the seam; pathlib would go around it.
 # ruff: noqa: PTH102, PTH104, PTH106, PTH108, PTH116, PTH208
@@ -41,7 +40,7 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EBADF)  # on some 
 
 @contextlib.contextmanager
 def _naming(path: Path) -> Iterator[None]:
-    """Give an ``OSError`` of a call on a descriptor the name of its file."""
+    """Add the file's name to an ``OSError`` of a call on a descriptor."""
     try:
         yield
     except OSError as error:
@@ -66,7 +65,7 @@ class File:
         self.close()
 
     def close(self) -> None:
-        """Give the descriptor back. Closing twice is harmless."""
+        """Close the descriptor. Closing twice is harmless."""
         self._descriptor = -1  # its number may soon be another file's
         with _naming(self.path):
             self._close()
@@ -78,7 +77,7 @@ class File:
             return os.fstat(self._descriptor).st_size
 
     def read_into(self, offset: int, view: memoryview) -> None:
-        """Fill ``view`` with the bytes from ``offset`` on; ``OSError`` if the file ends before."""
+        """Fill ``view`` with the bytes from ``offset`` on; ``OSError`` if the file ends earlier."""
         done = 0
         with _naming(self.path):
             while done < len(view):
@@ -95,7 +94,9 @@ class File:
         return bytes(data)
 
     def reserve(self, length: int) -> None:
-        """Claim space for ``length`` bytes: a full disk shows before any is written."""
+        """Reserve space for ``length`` bytes, so that a full disk is detected before any is
+        written.
+        """
         if not length:
             return
         with _naming(self.path):
@@ -124,9 +125,10 @@ class File:
                 done += count
 
     def bypass_cache(self) -> None:
-        """Write past the page cache from now on, where system and disk allow it.
+        """Bypass the page cache for all later writes, where system and disk allow it.
 
-        What is not read again soon would be copied once more on its way, and push out what is.
+        A checkpoint is not read again soon. In the page cache it would cost another copy, and evict
+        pages that are in use.
         """
         with contextlib.suppress(OSError):
             self._set_direct(True)
@@ -148,7 +150,7 @@ class File:
             self._set_direct(True)
 
     def _write(self, view: memoryview, offset: int) -> int:
-        """One write: past the page cache as long as whole pages are asked for, else through it."""
+        """One write: past the page cache for complete pages, through it for the rest."""
         if not self._is_direct:
             return os.pwrite(self._descriptor, view[:BLOCK], offset)
         edge = -offset % PAGE  # bytes before the next page; others may write the rest of this one
@@ -174,7 +176,8 @@ class File:
     def lock(self) -> bool:
         """Lock the file until it is closed or the process ends, however it ends.
 
-        False if the file system knows no locks. Raises ``BlockingIOError`` if somebody has it.
+        Returns False if the file system does not support locks. Raises ``BlockingIOError`` if
+        another process has the lock.
         """
         with _naming(self.path):
             try:
@@ -186,7 +189,7 @@ class File:
         return True
 
     def is_at(self, path: Path) -> bool:
-        """Whether ``path`` leads to this very file."""
+        """Whether ``path`` is the file that is open here."""
         try:
             return os.path.samestat(os.fstat(self._descriptor), os.stat(path))
         except FileNotFoundError:
@@ -194,29 +197,33 @@ class File:
 
 
 def create(path: Path) -> File:
-    """A new empty file; an ``OSError`` if there is one already."""
+    """Create an empty file; ``OSError`` if it exists."""
     return File(os.open(path, _CREATE, 0o666), path)
 
 
 def open_file(path: Path, *, follow: bool = True, write: bool = False) -> File:
-    """An existing regular file; ``follow=False`` refuses a symbolic link at the end of the path."""
+    """Open an existing regular file; ``follow=False`` rejects a symbolic link at the end of the
+    path.
+    """
     flags = _READ | (os.O_RDWR if write else 0) | (0 if follow else os.O_NOFOLLOW)
     return _regular(File(os.open(path, flags), path))
 
 
 def open_to_write(path: Path) -> File:
-    """An existing regular file, not a link, that others write, too. It cannot be read: network
-    disks would fetch what others have yet to write, and write it back."""
+    """Open an existing regular file, not a link, that other ranks write too, for writing only.
+    Reading would make network file systems fetch pages that others are writing, and write them
+    back.
+    """
     return _regular(File(os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW), path))
 
 
 def open_folder(path: Path) -> File:
-    """A folder, not by a link, to lock it or to know it again."""
+    """Open a folder, not through a link, to lock it or to identify it later."""
     return File(os.open(path, _FOLDER | os.O_NOFOLLOW), path)
 
 
 def open_inside(folder: Path, name: str) -> File:
-    """The regular file ``name`` (``a.json``, ``sub/b.txt``) that truly lies inside ``folder``.
+    """Open the regular file ``name`` (``a.json``, ``sub/b.txt``) inside ``folder``.
 
     No symbolic link is followed below ``folder``, so that nothing outside it can be read.
     """
@@ -244,7 +251,7 @@ def _regular(file: File) -> File:
 
 
 def read_all(file: File, limit: int) -> bytes:
-    """The whole file, if it has at most ``limit`` bytes."""
+    """The content of the file, if it has at most ``limit`` bytes."""
     size = file.size
     if size > limit:
         why = f"{size} bytes are more than the {limit} allowed"
@@ -253,7 +260,7 @@ def read_all(file: File, limit: int) -> bytes:
 
 
 def write_new(path: Path, data: bytes) -> None:
-    """Write and flush a new file. It is not durable before its folder is flushed too."""
+    """Write and flush a new file. It becomes durable when its folder is flushed too."""
     with create(path) as file:
         file.reserve(len(data))
         file.write_at(0, data)
@@ -261,9 +268,9 @@ def write_new(path: Path, data: bytes) -> None:
 
 
 def write_aside(path: Path, data: bytes) -> None:
-    """Give ``path`` the content ``data`` at one stroke: a crash leaves the old or the new.
+    """Replace the content of ``path`` atomically: after a crash it has the old or the new content.
 
-    Written beside it, flushed, renamed over it, and the folder flushed.
+    The data is written to a temporary file, flushed and renamed, and the folder is flushed.
     """
     aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
     try:
@@ -276,7 +283,7 @@ def write_aside(path: Path, data: bytes) -> None:
 
 
 def append_line(path: Path, text: str) -> None:
-    """Add one line at the end of ``path``, whole or not at all; readers see it at once."""
+    """Append one complete line to ``path``; readers see it at once."""
     line = (text + "\n").encode()
     descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_CREAT | os.O_APPEND, 0o666)
     with _naming(path), File(descriptor, path) as file:
@@ -287,7 +294,7 @@ def append_line(path: Path, text: str) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Make ``path`` and what is missing above it, so that a crash does not take it away again."""
+    """Create ``path`` and its missing parents, durably."""
     if is_folder(path):
         return
     try:
@@ -303,7 +310,9 @@ def make_folder(path: Path) -> None:
 
 
 def new_folder(path: Path) -> None:
-    """Make ``path``, which must not exist. The name is not durable before its folder is flushed."""
+    """Create ``path``, which must not exist. The name becomes durable when its folder is
+    flushed.
+    """
     os.mkdir(path)
 
 
@@ -314,15 +323,15 @@ def sync_folder(path: Path) -> None:
 
 
 def rename(old: Path, new: Path) -> None:
-    """Rename at one stroke. Replaces a file; ``OSError`` where ``new`` is a folder with files."""
+    """Rename atomically. Replaces a file; ``OSError`` if ``new`` is a folder that is not empty."""
     os.rename(old, new)
 
 
 def share(old: Path, new: Path) -> bool:
-    """Give ``new`` the content of ``old`` without a copy; False where this file system cannot.
+    """Give ``new`` the content of ``old`` without a copy; False if this file system cannot.
 
-    A clone (its own file, the same blocks until one changes) where there are clones, else a hard
-    link.
+    A clone (a file of its own that shares blocks until one of them changes) where supported, else a
+    hard link.
     """
     try:
         with open_file(old, follow=False) as source, create(new) as target:
@@ -345,8 +354,9 @@ def list_folder(path: Path) -> list[str]:
 
 
 def remove_tree(path: Path) -> None:
-    """Remove a file, a link (not what it leads to) or a folder with all it holds, however deep;
-    that other processes remove or add something meanwhile is no error."""
+    """Delete a file, a link (not its target) or a folder with all its contents. Files that other
+    processes add or delete meanwhile are no error.
+    """
     left, patience = [path], 100
     while left:
         try:
@@ -366,7 +376,7 @@ def remove_tree(path: Path) -> None:
 
 
 def remove_empty_folder(path: Path) -> bool:
-    """Remove ``path`` if nothing is in it; whether it was."""
+    """Delete the folder ``path`` if it is empty; returns whether it was."""
     try:
         os.rmdir(path)
     except OSError:
@@ -375,7 +385,7 @@ def remove_empty_folder(path: Path) -> bool:
 
 
 def exists(path: Path) -> bool:
-    """Whether there is anything of that name, be it a link to nowhere."""
+    """Whether the name exists, even as a broken link."""
     try:
         os.lstat(path)
     except (FileNotFoundError, NotADirectoryError):

@@ -1,4 +1,4 @@
-"""The hash of everything that is kept: xxh3 with 128 bits, as 32 hexadecimal digits."""
+"""The hash of all stored bytes: XXH3 with 128 bits, as 32 hexadecimal digits."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import xxhash
 
 
 class Hash:
-    """xxh3-128, fed piece by piece; equal to hashing the bytes in one go."""
+    """Incremental xxh3-128; equal to hashing all bytes at once."""
 
     def __init__(self) -> None:
         self._state = xxhash.xxh3_128()

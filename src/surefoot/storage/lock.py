@@ -1,4 +1,6 @@
-"""One process saves to a folder at a time. The lock ends with the process, however it ends."""
+"""Lock of a folder: one process saves to it at a time. The lock ends with the process, however
+it ends.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +17,10 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EINVAL, errno.ENOSYS)  # as some
 
 
 def lock(folder: Path) -> int:
-    """Make ``folder`` and take its lock; whoever closes the descriptor gives it back.
+    """Create ``folder`` and lock it; closing the descriptor releases the lock.
 
-    The lock is of the process alone: not of its children, such as the workers of a data loader,
-    which may outlive it. Raises ``CheckpointError`` if another process has it.
+    The lock belongs to this process, not to its children, such as workers of a data loader, which
+    may outlive it. Raises ``CheckpointError`` if another process has it.
     """
     with files.raising(CheckpointError, f"cannot save to {folder}"):
         files.make_folder(folder)
@@ -29,6 +31,6 @@ def lock(folder: Path) -> int:
         if error.errno not in _NO_LOCKS:
             os.close(descriptor)
             raise CheckpointError(
-                f"{folder}: another process saves here; stop it or choose another folder"
+                f"{folder}: another process is saving here; stop it or choose another folder"
             ) from None
     return descriptor

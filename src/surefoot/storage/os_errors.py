@@ -1,4 +1,4 @@
-"""What an ``OSError`` means, in words for people."""
+"""Messages for people that explain an ``OSError``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _REASONS = {
     errno.EROFS: "the file system is read-only; choose another folder",
     errno.EACCES: "no permission; check the owner and mode of the file and its folders",
     errno.EPERM: "not permitted; check the owner and mode of the file and its folders",
-    errno.EIO: "the disk reports an input/output error; check its health before going on",
+    errno.EIO: "the disk reports an input/output error; check its health before you continue",
     errno.ENOENT: "it does not exist",
     errno.EEXIST: "it exists already",
     errno.ENOTEMPTY: "it exists already and is not empty",

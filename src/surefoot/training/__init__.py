@@ -1,6 +1,6 @@
-"""The training loop, and what stages, methods and callbacks owe it.
+"""The training loop, and the protocols of stages, methods and callbacks.
 
-The names are imported when they are first asked for: a recipe is read without the loop, and torch.
+The names are imported on first use: a recipe is read without the loop, and torch.
 """
 
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""What an evaluation changes: the log, and which step is the best so far."""
+"""Record an evaluation: the log, and the best step so far."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .section import TrainSection
 def record_evaluation(
     section: TrainSection, callbacks: Callbacks, metrics: Mapping[str, float]
 ) -> None:
-    """Log ``metrics``, keep track of the best, tell the callbacks.
+    """Log ``metrics``, update the best step, call the callbacks.
 
     With ``load_best_model_at_end`` a new best is always saved, so that it can be loaded.
 

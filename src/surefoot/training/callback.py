@@ -1,8 +1,8 @@
-"""Callbacks watch the loop and may raise the flags of TrainerControl; they never touch the loop
+"""Callbacks observe the loop and may set the flags of TrainerControl; they never change the loop
 itself.
 
 Events and argument order are those of the Hugging Face ``TrainerCallback``; the first argument,
-there ``args``, is here a ``Context`` with the run's parts.
+``args``, is a ``Context`` with the run's parts.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Context:
-    """What callbacks may look at."""
+    """The parts of a run that callbacks may read."""
 
     section: TrainSection
     model: nn.Module
@@ -36,15 +36,15 @@ class Context:
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer of the policy as it is now."""
+        """The current optimizer of the policy."""
         return self.learner.step.optimizer
 
 
 class TrainerCallback:
-    """Does nothing at every event; override the ones you care about.
+    """Does nothing at every event; override the ones you need.
 
-    A callback with memory has ``state_dict`` and ``load_state_dict``; its state is then part of
-    every checkpoint, under its class's name.
+    A callback with ``state_dict`` and ``load_state_dict`` has a state, which is part of every
+    checkpoint, under its class's name.
     """
 
     def on_init_end(self, args: Context, state: TrainerState, control: TrainerControl) -> None:
@@ -54,23 +54,23 @@ class TrainerCallback:
         """The loop starts."""
 
     def on_epoch_begin(self, args: Context, state: TrainerState, control: TrainerControl) -> None:
-        """The first step of an epoch comes next."""
+        """Before the first step of an epoch."""
 
     def on_step_begin(self, args: Context, state: TrainerState, control: TrainerControl) -> None:
-        """An optimizer step starts."""
+        """Before an optimizer step."""
 
     def on_substep_end(self, args: Context, state: TrainerState, control: TrainerControl) -> None:
-        """A micro-batch other than the last of its step has run forward and backward."""
+        """After a micro-batch that is not the last of its step."""
 
     def on_pre_optimizer_step(
         self, args: Context, state: TrainerState, control: TrainerControl
     ) -> None:
-        """Gradients are normalised and clipped; the optimizer comes next."""
+        """Gradients are normalized and clipped; the optimizer comes next."""
 
     def on_optimizer_step(
         self, args: Context, state: TrainerState, control: TrainerControl
     ) -> None:
-        """The optimizer has updated the weights; gradients are still there."""
+        """The optimizer has updated the weights; gradients still exist."""
 
     def on_step_end(self, args: Context, state: TrainerState, control: TrainerControl) -> None:
         """An optimizer step is done and counted."""
@@ -85,7 +85,7 @@ class TrainerCallback:
         control: TrainerControl,
         logs: Mapping[str, float],
     ) -> None:
-        """Figures since the last log, or of an evaluation."""
+        """The metrics since the last log, or of an evaluation."""
 
     def on_prediction_step(
         self, args: Context, state: TrainerState, control: TrainerControl
@@ -113,7 +113,7 @@ class TrainerCallback:
     def on_save(self, args: Context, state: TrainerState, control: TrainerControl) -> None:
         """The checkpoint of ``state.global_step`` is committed.
 
-        It was written in the background, so the loop may have gone on by a few steps since.
+        It was written in the background, so the loop may be some steps further.
         """
 
     def on_train_end(self, args: Context, state: TrainerState, control: TrainerControl) -> None:
@@ -139,7 +139,7 @@ class Callbacks:
         return {name: member.state_dict() for name, member in self._stateful().items()}  # type: ignore[attr-defined]
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Restore those that are in ``state``; a callback that is new in this run starts afresh."""
+        """Restore those that are in ``state``; a callback that is new in this run starts fresh."""
         for name, member in self._stateful().items():
             if name in state:
                 member.load_state_dict(state[name])  # type: ignore[attr-defined]

@@ -1,7 +1,7 @@
-"""What stages may compute before they train: outputs of models, samples, rewards.
+"""Computations of stages before they train: outputs of models, samples, rewards.
 
-Examples of the global window go in, global results come out: dealing them to ranks and
-micro-batches, devices, evaluation mode and sums over ranks are the matter of this module.
+Inputs are examples of the global window, results are global. This module handles their assignment
+to ranks and micro-batches, devices, evaluation mode and sums over ranks.
 """
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ Reduction = Callable[[Outputs, Batch], torch.Tensor]  # a row per example
 
 
 def collate_of(stage: Stage, sharing: PromptSharing, *, packing: bool) -> Collate:
-    """How examples become a micro-batch: as the stage lays them out, but with a prompt for each
-    answer where the model cannot share prompts."""
+    """How examples become a micro-batch: as the stage collates them, but with a prompt for each
+    response if the model cannot share prompts.
+    """
 
     def collate(features: Sequence[Features]) -> Batch:
         batch = stage.collate(features, packing=packing)
@@ -80,7 +81,7 @@ class NetworkContext:
     def reduce(
         self, role: str, examples: Sequence[Features], function: Reduction
     ) -> NDArray[np.float64]:
-        """[examples, ...] what ``function`` makes of each batch, a row per example."""
+        """[examples, ...] the result of ``function`` for each batch, a row per example."""
         found: torch.Tensor | None = None
         for items, outputs, batch in self._batches(role, examples, spec_of(self.stage, role)):
             rows = function(outputs, batch).double().cpu()
@@ -103,7 +104,7 @@ class NetworkContext:
         samples: Sequence[Sample],
         columns: Mapping[str, Sequence[object]],
     ) -> list[float | None]:
-        """The reward of each sample, computed by the main rank. Raises ``RunError``."""
+        """The reward of each sample, computed on rank 0. Raises ``RunError``."""
         found: list[float | None] | str = []
         if self.world.is_main:
             decode = self.codec.tokenizer.decode
@@ -125,7 +126,7 @@ class NetworkContext:
     def _batches(
         self, role: str, examples: Sequence[Features], spec: OutputSpec
     ) -> Iterator[tuple[Index, Outputs, Batch]]:
-        """This rank's micro-batches with the examples in them, which may be none."""
+        """This rank's micro-batches with their examples, perhaps none."""
         network, world = self.networks[role], self.world
         collate = collate_of(self.stage, network.sharing, packing=self.packing)
         with evaluating(network):
@@ -138,8 +139,9 @@ class NetworkContext:
 
 @dataclass(frozen=True)
 class BlankContext:
-    """A context without any model, where only sizes matter: outputs are 0, samples are as long as
-    they may be, and every second one is rewarded."""
+    """A context without any model, for sizes only: outputs are 0, samples have the maximum
+    length, and every second one is rewarded.
+    """
 
     codec: Codec
     stage: Stage
@@ -154,13 +156,13 @@ class BlankContext:
     def reduce(
         self, role: str, examples: Sequence[Features], function: Reduction
     ) -> NDArray[np.float64]:
-        """What ``function`` makes of zeros."""
+        """The result of ``function`` for zeros."""
         batch = self.stage.collate(examples, packing=self.packing)
         found = function(zeros(batch.num_trained, spec_of(self.stage, role)), batch)
         return found.double().numpy()
 
     def generate(self, prompts: Sequence[Sequence[int]], settings: GenerateSection) -> list[Sample]:
-        """The longest answers there may be."""
+        """The longest possible responses."""
         ids, logps = (0,) * settings.max_new_tokens, (0.0,) * settings.max_new_tokens
         return [Sample(ids, logps, "length") for _ in prompts]
 
@@ -200,7 +202,7 @@ def zeros(count: int, spec: OutputSpec) -> Outputs:
 
 @contextmanager
 def evaluating(network: Network) -> Iterator[None]:
-    """Evaluation mode while the block lasts; nothing stays gathered behind it."""
+    """Evaluation mode inside the block; nothing stays gathered afterwards."""
     module = network.module
     was_training = module.training
     module.eval()

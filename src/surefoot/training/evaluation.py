@@ -1,7 +1,7 @@
-"""Metrics of a policy on held-out examples, without touching anything the training uses.
+"""Metrics of a policy on held-out examples, without changing anything the training uses.
 
-An evaluation takes the path of training: windows of the set in order, with the columns computed
-ahead, prepared by the stage, then dealt to ranks and micro-batches. Each rank measures its share.
+An evaluation takes the path of training: windows of the set in order, with precomputed columns,
+prepared by the stage, then assigned to ranks and micro-batches. Each rank measures its share.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Examples(Items, Protocol):
 
 @dataclass(frozen=True)
 class EvaluationSet:
-    """Held-out examples, with the columns that were computed ahead for their windows."""
+    """Held-out examples, with the precomputed columns of their windows."""
 
     examples: Examples
     kept: Columns
@@ -49,7 +49,7 @@ def windows_of(count: int, size: int) -> dict[Place, Index]:
 
 @dataclass
 class _Sums:
-    """What is added up over the batches of a rank, and over windows."""
+    """Sums over the batches of a rank, and over windows."""
 
     total: float = 0.0
     weight: float = 0.0
@@ -70,10 +70,10 @@ class Evaluation:
     world: World
 
     def measure(self, held_out: EvaluationSet, after: Callable[[], None]) -> dict[str, float]:
-        """``loss`` (nats per unit of weight), what comes with it, and figures of the windows. All
-        ranks find the same.
+        """``loss`` (nats per unit of weight), its related metrics, and metrics of the windows. The
+        same on all ranks.
 
-        ``after`` is called after every batch and may raise to break off.
+        ``after`` is called after every batch and may raise to stop.
         """
         sums = _Sums()
         with evaluating(self.network):
@@ -96,7 +96,7 @@ class Evaluation:
         return {**self.stage.metrics(means), **figures}
 
     def _batches(self, held_out: EvaluationSet, sums: _Sums) -> Iterator[Batch]:
-        """This rank's micro-batches of all windows; figures of windows are added up."""
+        """This rank's micro-batches of all windows; metrics of windows are summed."""
         for place, items in windows_of(len(held_out.examples), self.window_size).items():
             loaded = [held_out.examples[int(item)] for item in items]
             context = self.context(place)

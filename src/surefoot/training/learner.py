@@ -1,4 +1,6 @@
-"""A network that is trained: the outputs its loss needs, its optimizer, and who is trainable."""
+"""A network that is trained: the outputs for its loss, its optimizer, and its trainable
+parameters.
+"""
 
 from __future__ import annotations
 
@@ -39,5 +41,5 @@ class Learner:
         return self.network.optimizer_state(self.trained)
 
     def turn(self, step: int) -> None:
-        """Let those parameters be trained that are at ``step``, with an optimizer of their own."""
+        """Make the parameters of ``step`` trainable, with their optimizer."""
         self.step.optimizer = self.trained.at(step)

@@ -1,5 +1,6 @@
-"""The figures between two logs. Sums live in TrainerState, so that a log after a resume is
-right."""
+"""Log accumulator: the metrics between two logs. Sums are in TrainerState, so that a log after a
+resume is correct.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from .step import StepMetrics
 
 @dataclass
 class LogAccumulator:
-    """Adds up steps and turns them into one record."""
+    """Accumulates steps and converts them to one record."""
 
     state: TrainerState
     num_parameters: int  # for the estimate of total_flos
@@ -22,12 +23,12 @@ class LogAccumulator:
     last: StepMetrics | None = None
 
     def spend(self, seconds: float) -> None:
-        """Count time."""
+        """Add training time."""
         self.seconds += seconds
         self.state.train_runtime += seconds
 
     def add(self, figures: StepMetrics) -> None:
-        """Count one step."""
+        """Add one step."""
         state, tokens = self.state, figures.num_tokens
         self.tokens, self.last = self.tokens + tokens, figures
         state.num_input_tokens_seen += tokens
@@ -41,14 +42,14 @@ class LogAccumulator:
             state.interval_metrics[name] = state.interval_metrics.get(name, 0.0) + value
 
     def note(self, figures: Mapping[str, float]) -> None:
-        """Count the figures of a window, if there are any."""
+        """Add the metrics of a window, if there are any."""
         state = self.state
         state.interval_windows += bool(figures)
         for name, value in figures.items():
             state.interval_figures[name] = state.interval_figures.get(name, 0.0) + value
 
     def log(self, callbacks: Callbacks) -> None:
-        """Report the steps since the last report, if there are any, and start anew."""
+        """Report the steps since the last report, if there are any, and reset."""
         state = self.state
         if self.last is None:
             return

@@ -1,8 +1,9 @@
-"""Columns that auxiliary models compute before the first step, kept beside the encoded data.
+"""Precomputed columns: outputs of auxiliary models, computed before the first step and cached
+beside the encoded data.
 
-A column is kept by item, whatever the other examples are (a reference's log-probabilities), or by
-global window, where it depends on the neighbours. It is kept in pieces that are there as soon as
-they are computed; any of them may be deleted at any time.
+A column is cached by item if it does not depend on other examples (reference log-probabilities), or
+by global window if it does. It is stored in pieces that are written as soon as they are computed;
+any of them may be deleted at any time.
 
     reference/<key>/<first item>.safetensors     each column's values and lengths; check: their hash
 """
@@ -46,7 +47,7 @@ Columns = Mapping[str, Ragged]
 
 @dataclass(frozen=True)
 class Piece:
-    """A file of columns, and the groups of examples that they are computed of."""
+    """A file of columns, and the groups of examples for which they are computed."""
 
     folder: Path
     start: int  # its first example, counted over all pieces in the folder
@@ -64,10 +65,10 @@ class Piece:
         return sum(len(group) for group in self.groups)
 
     def compute(self, stage: Stage, context: StageContext) -> Columns:
-        """The columns that ``stage`` adds. All ranks together.
+        """The columns that ``stage`` adds. A collective call.
 
         Raises:
-            ModelError: a value is not a number.
+            ModelError: a value is NaN or infinite.
         """
         added: list[Features] = []
         for group in self.groups:
@@ -79,13 +80,13 @@ class Piece:
         for name, (values, _) in columns.items():
             if not np.isfinite(values).all():
                 raise ModelError(
-                    f"the {name}'s log-probabilities are no numbers; look at the model and "
+                    f"the {name}'s log-probabilities are NaN or infinite; check the model and "
                     "train.precision"
                 )
         return columns
 
     def read(self) -> Columns | None:
-        """What is kept; None if nothing, or nothing sound."""
+        """The stored columns; None if they are missing or damaged."""
         with files.raising(DataError, "data.cache_dir"):
             try:
                 with files.open_file(self.path) as file:
@@ -101,7 +102,7 @@ class Piece:
         return columns if columns and is_whole else None
 
     def write(self, columns: Columns) -> None:
-        """Keep the columns. Raises ``DataError``."""
+        """Store the columns. Raises ``DataError``."""
         found: dict[str, NDArray[np.generic]] = {}
         for name, (values, offsets) in columns.items():
             found |= {f"{name}.values": np.ascontiguousarray(values), name: np.diff(offsets)}
@@ -113,7 +114,7 @@ class Piece:
 
 @dataclass
 class Precomputation:
-    """The columns of a run, as far as they are there."""
+    """The columns of a run, as far as they exist."""
 
     stage: Stage
     identity: str  # of the models, and of how they compute
@@ -128,15 +129,15 @@ class Precomputation:
         return all(columns is not None for columns in self.known)
 
     def run(self, context: StageContext) -> None:
-        """Compute what is missing. All ranks together.
+        """Compute what is missing. A collective call.
 
         Raises:
-            ModelError: a value is not a number.
+            ModelError: a value is NaN or infinite.
             DataError: a column cannot be written.
         """
         if self.is_complete:
             if self.pieces:
-                logger.info("reference: found in the cache")
+                logger.info("reference log-probabilities: loaded from the cache")
             return
         started = time.monotonic()
         for number, piece in enumerate(self.pieces):
@@ -146,14 +147,18 @@ class Precomputation:
                     piece.write(columns)
                 self._report(started)
         seconds = time.monotonic() - started
-        logger.info("reference: %s examples in %.1f s", f"{self._num_known:,}", seconds)
+        logger.info(
+            "reference log-probabilities: computed for %s examples in %.1f s",
+            f"{self._num_known:,}",
+            seconds,
+        )
 
     def blank(self, context: StageContext) -> None:
-        """Take what ``context`` says without keeping it: where only speed matters."""
+        """Compute with ``context`` without storing: for measurements of speed."""
         self.known = [piece.compute(self.stage, context) for piece in self.pieces]
 
     def columns_of(self, content: str) -> Columns:
-        """The columns of a store, or of the windows in an order, end to end."""
+        """The columns of a store, or of the windows in an order, concatenated."""
         folder = _key(self.identity, content)
         pairs = zip(self.pieces, self.known, strict=True)
         found = [known for piece, known in pairs if known and piece.folder.name == folder]
@@ -169,12 +174,17 @@ class Precomputation:
             self._reported = time.monotonic()
             known, total = self._num_known, sum(piece.num_items for piece in self.pieces)
             speed = known / (self._reported - started)
-            logger.info("reference: %d of %d examples, %.0f/s", known, total, speed)
+            logger.info(
+                "reference log-probabilities: %d of %d examples, %.0f examples/s",
+                known,
+                total,
+                speed,
+            )
 
 
 @dataclass(frozen=True)
 class WindowSet:
-    """Examples that a run trains or is evaluated on, and its windows of them in order."""
+    """Examples for training or evaluation, and their windows in order."""
 
     items: EncodedDataset
     find: Callable[[], Mapping[Place, Index]]
@@ -208,8 +218,9 @@ NOTHING = KeptWindows({}, {})
 def precomputation(
     stage: Stage, identity: str, root: Path, sets: Sequence[WindowSet], world: World
 ) -> Precomputation:
-    """What is known of the columns of ``sets``, and what is to be computed. ``identity`` says of
-    which models, ``root`` is ``data.cache_dir``."""
+    """The known columns of ``sets``, and what is to be computed. ``identity`` identifies the
+    models; ``root`` is ``data.cache_dir``.
+    """
     cut = {"item": _by_item, "window": _by_window}[stage.kept_by]
     pieces = list(cut(root / FOLDER, identity, sets)) if stage.auxiliary else []
     known = [piece.read() for piece in pieces] if world.is_main else None
@@ -237,7 +248,7 @@ def _by_window(root: Path, identity: str, sets: Sequence[WindowSet]) -> Iterator
 
 
 def with_items(dataset: EncodedDataset, found: Precomputation) -> EncodedDataset:
-    """The same items, with their columns that are kept by item."""
+    """The same items, with their columns that are cached by item."""
     if found.stage.kept_by != "item" or not found.pieces:
         return dataset
     stores = tuple(
@@ -248,7 +259,7 @@ def with_items(dataset: EncodedDataset, found: Precomputation) -> EncodedDataset
 
 
 def with_windows(one: WindowSet, found: Precomputation) -> KeptWindows:
-    """The columns of a set's windows that are kept by window."""
+    """The columns of a set's windows that are cached by window."""
     if found.stage.kept_by != "window" or not found.pieces:
         return NOTHING
     starts = np.cumsum([0, *map(len, one.windows.values())]).tolist()
@@ -256,7 +267,7 @@ def with_windows(one: WindowSet, found: Precomputation) -> KeptWindows:
 
 
 def model_of(auxiliary: AuxiliaryModel, policy: ModelSection) -> ModelSection:
-    """The model that an auxiliary one is: the one to train, or another one."""
+    """The model of an auxiliary one: the policy, or another one."""
     if auxiliary.model is None:
         return policy
     changes = {"revision": None, "adapter": None, "quantization_bit": None}
@@ -266,12 +277,12 @@ def model_of(auxiliary: AuxiliaryModel, policy: ModelSection) -> ModelSection:
 def identity_of(
     stage: Stage, models: Mapping[str, tuple[ModelSection, Path]], *more: object
 ) -> str:
-    """Another text whenever an auxiliary model may be another, or compute otherwise.
+    """A text that changes whenever an auxiliary model, or its computation, may have changed.
 
     Args:
         stage: whose columns they are.
         models: by role, with the folder of each.
-        more: what else the outputs depend on: precision, packing.
+        more: other inputs of the outputs: precision, packing.
     """
     parts = [_model_identity(role, section, base) for role, (section, base) in models.items()]
     return json.dumps([VERSION, type(stage).__name__, parts, [str(value) for value in more]])
@@ -287,7 +298,7 @@ def _model_identity(role: str, model: ModelSection, base: Path) -> list[object]:
 
 
 def _trace(folder: Path) -> list[str]:
-    """Names, sizes and times of the files that a model is read from; no weight is read for it."""
+    """Names, sizes and times of the files of a model; no weight is read for it."""
     kinds = ("config.json", "adapter_config.json", *(f"{place}{WEIGHTS}" for place in PLACES))
     found = {path for kind in kinds for path in folder.glob(kind)}
     stats = [(path.relative_to(folder), path.stat()) for path in sorted(found)]

@@ -1,4 +1,4 @@
-"""Checkpoints as the training loop saves them: when a save is left out, and what lies beside it.
+"""Checkpoints of the training loop: when a save is skipped, and which companions are stored.
 
 Writing, committing and deleting is done by the ``AsyncSaver`` that other loops use as well.
 """
@@ -31,9 +31,9 @@ Companions = Mapping[str, bytes]
 
 @dataclass
 class Saver:
-    """Saves a run's states under ``output_dir`` as its recipe's ``checkpoint`` section says.
+    """Saves a run's states under ``output_dir`` according to its recipe's ``checkpoint`` section.
 
-    A context: at its end, whatever has ended it, the save in flight is waited for.
+    A context manager: at the end of the block, however it ended, it waits for the save in flight.
     """
 
     output_dir: Path
@@ -77,7 +77,7 @@ class Saver:
 
     @property
     def newest(self) -> Path | None:
-        """The newest committed checkpoint; on other ranks than 0 as of the last ``wait``."""
+        """The latest committed checkpoint; on ranks other than 0 as of the last ``wait``."""
         return self.checkpoints.newest
 
     def __enter__(self) -> Saver:
@@ -94,8 +94,8 @@ class Saver:
     def save(self, state: TrainerState, states: Mapping[str, Stateful], *, insist: bool) -> None:
         """Save step ``state.global_step``: it is committed once ``collect`` returns it.
 
-        If a save is still in flight it is waited for, or this one is left out, as the recipe says;
-        never if the loop must ``insist``.
+        If a save is still in flight, the recipe decides whether to wait or to skip this one; with
+        ``insist`` it is never skipped.
 
         Raises:
             CheckpointError: this save or the last one failed, and the recipe says to stop then; no
@@ -128,7 +128,9 @@ class Saver:
         return [step_of(path) for path in committed]
 
     def delete_old(self, state: TrainerState) -> None:
-        """Delete what retention lets go: never the newest, the best, or the one resumed from."""
+        """Apply the retention policy: the latest, the best, and the one resumed from are never
+        deleted.
+        """
         if self.world.is_main:
             self.checkpoints.delete_old(self._metrics(state), _best(state))
 
@@ -141,7 +143,7 @@ class Saver:
         return self.checkpoints.path_of(step)
 
     def _is_spared(self, step: int, insist: bool) -> bool:
-        """Whether the state of ``step`` is saved already, or is left out for one in flight."""
+        """Whether the state of ``step`` is already saved, or is skipped for one in flight."""
         target, checkpoints = self.path_of(step), self.checkpoints
         if target in (checkpoints.newest, checkpoints.in_flight):
             return True
@@ -152,8 +154,8 @@ class Saver:
             return False
         self.num_left_out += 1
         logger.warning(
-            "%s is left out (%d so far): %s is still being written; save less often, or set "
-            "checkpoint.on_save_busy: wait",
+            "save of %s skipped (%d so far): %s is still being written; save less often, or "
+            "set checkpoint.on_save_busy: wait",
             target.name,
             self.num_left_out,
             writing.name,

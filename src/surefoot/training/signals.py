@@ -1,5 +1,6 @@
-"""SIGTERM and SIGINT: the first asks the loop to finish its step, save and leave; a second leaves
-at once."""
+"""Graceful shutdown: the first SIGTERM or SIGINT makes the loop finish its step, save and exit;
+a second one exits immediately.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +15,9 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class StopSignal:
-    """A context in which a signal becomes a request; ``received`` names it, or is None.
+    """A context in which a signal becomes a request; ``received`` is its name, or None.
 
-    It may be entered again inside itself.
+    It may be nested.
     """
 
     def __init__(self) -> None:
@@ -50,5 +51,6 @@ class StopSignal:
             return
         self.received = signal.Signals(number)
         logger.warning(
-            "%s: finishing this step, then saving; once more to leave at once", self.received.name
+            "%s received: finishing this step and saving; send it again to exit immediately",
+            self.received.name,
         )

@@ -1,4 +1,5 @@
-"""What a stage states: which outputs it needs of which models, what it prepares, and its loss.
+"""The ``Stage`` protocol: which outputs a stage needs of which models, what it prepares, and its
+loss.
 
 Everything before the loss is about the examples of the *global* window: a stage knows no rank, no
 micro-batch and no device.
@@ -34,7 +35,7 @@ POLICY = "policy"  # the role of the model that the recipe trains
 
 @dataclass(frozen=True)
 class AuxiliaryModel:
-    """A frozen model beside the policy, which computes before the first step and is released."""
+    """A frozen model beside the policy, which computes before the first step and is freed."""
 
     spec: OutputSpec
     model: ModelPath | None = None  # None: the policy as it was before the first step
@@ -42,15 +43,16 @@ class AuxiliaryModel:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A window to train on, and figures of the window as a whole."""
+    """A window to train on, and its metrics."""
 
     examples: Sequence[Features]  # of the global window; columns may be floats
     figures: Mapping[str, float] = field(default_factory=dict)  # logged; metrics of an evaluation
 
 
 class StageContext(Protocol):
-    """What a stage may do before it trains. Results are global: the same on every rank, one per
-    example, on the host."""
+    """What a stage may compute before it trains. Results are global: the same on every rank, one
+    per example, on the host.
+    """
 
     @property
     def codec(self) -> Codec:
@@ -67,11 +69,12 @@ class StageContext(Protocol):
         examples: Sequence[Features],
         function: Callable[[Outputs, Batch], torch.Tensor],
     ) -> NDArray[np.float64]:
-        """[examples, ...] numbers that ``function`` makes of a batch's outputs, a row per example:
-        less to send than the outputs of every token."""
+        """[examples, ...] the result of ``function`` for a batch's outputs, a row per example:
+        less to send than the outputs of every token.
+        """
 
     def generate(self, prompts: Sequence[Sequence[int]], settings: GenerateSection) -> list[Sample]:
-        """One sampled answer of the policy to each prompt."""
+        """One sampled response of the policy for each prompt."""
 
     def score(
         self,
@@ -116,25 +119,27 @@ class Stage(Protocol):
         dropped. The same whatever its settings are."""
 
     def collate(self, features: Sequence[Features], *, packing: bool) -> Batch:
-        """Turn token lists into one micro-batch; columns that are not there yet are left out."""
+        """Turn token lists into one micro-batch, without columns that do not exist yet."""
 
     def precompute(self, context: StageContext, examples: Sequence[Features]) -> Sequence[Features]:
-        """Examples with the columns that auxiliary models compute before the first step. They are
-        kept on disk: by item, whatever the other examples are, or by global window."""
+        """Examples with the columns that auxiliary models compute before the first step. They
+        are cached on disk: by item if they do not depend on other examples, or by global window.
+        """
 
     def prepare(self, context: StageContext, examples: Sequence[Features]) -> Prepared:
-        """What to train on of a global window: rollouts, advantages, figures of the window."""
+        """What to train on of a global window: rollouts, advantages, metrics of the window."""
 
     def loss(self, role: str, outputs: Outputs, batch: Batch) -> Loss:
         """What to minimize on one micro-batch, for the trained model of a role. Pure: no model is
         called here."""
 
     def metrics(self, means: Mapping[str, float]) -> Mapping[str, float]:
-        """The metrics of an evaluation, from its mean ``loss`` and the means of what comes with
-        it."""
+        """The metrics of an evaluation, from its mean ``loss`` and the means of its related
+        metrics.
+        """
 
     def problems(self, data: DataSection, parallel: ParallelSection) -> Iterator[Problem]:
-        """Settings of other sections that this stage cannot run with."""
+        """Settings of other sections that this stage does not support."""
 
 
 # What stages share, to be assigned: ``prepare = as_loaded``.
@@ -158,5 +163,5 @@ def as_measured(_self: object, means: Mapping[str, float]) -> Mapping[str, float
 
 
 def no_problems(_self: object, _data: DataSection, _parallel: ParallelSection) -> Iterator[Problem]:
-    """Runs with everything."""
+    """Supports everything."""
     return iter(())

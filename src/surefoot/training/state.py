@@ -1,7 +1,7 @@
-"""What the loop knows (TrainerState) and what callbacks may ask of it (TrainerControl).
+"""The progress of a run (TrainerState), and the requests of callbacks (TrainerControl).
 
-Names and spelling are those of the Hugging Face Trainer, so that ``trainer_state.json`` reads the
-same.
+Names and spelling are those of the Hugging Face Trainer, so that ``trainer_state.json`` has the
+same form.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Kernels:
 
 @dataclass
 class TrainerState:
-    """Progress of a run. Everything here is saved, so every figure is right after a resume."""
+    """Progress of a run. Everything here is saved, so every value is correct after a resume."""
 
     epoch: float = 0.0
     global_step: int = 0
@@ -78,7 +78,7 @@ class TrainerState:
         return asdict(self)
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Become ``state``, but keep how long this run is meant to be."""
+        """Restore ``state``, but keep the length of this run."""
         kept = {"max_steps", "num_train_epochs", "train_batch_size", "kernels"}
         for known in fields(self):
             if known.name in state and known.name not in kept:
@@ -89,8 +89,7 @@ class TrainerState:
     def for_people(
         self, section_steps: Mapping[str, int | None], best: str | None
     ) -> dict[str, object]:
-        """The content of ``trainer_state.json``: the fields the Hugging Face Trainer knows, no
-        others.
+        """The content of ``trainer_state.json``: only the fields of the Hugging Face Trainer.
 
         Args:
             section_steps: ``log_steps``, ``eval_steps`` and ``save_steps`` of the recipe.
@@ -111,7 +110,7 @@ class TrainerState:
 
 @dataclass
 class TrainerControl:
-    """Flags that callbacks raise and the loop lowers when it has acted."""
+    """Flags that callbacks set and the loop resets after acting."""
 
     should_training_stop: bool = False
     should_epoch_stop: bool = False

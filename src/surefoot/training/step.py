@@ -1,8 +1,7 @@
-"""One optimizer step: forward and backward over a window, one normalisation, clipping, the
-update.
+"""One optimizer step: forward and backward over a window, one normalization, clipping, the update.
 
-Nothing waits for the device: what a step says about itself is left there to be read later, and a
-step whose figures are no numbers leaves itself out.
+Nothing waits for the device: the metrics of a step stay there to be read later, and a step whose
+loss or gradient is NaN or infinite is not applied.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ def _alone(values: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """What a step says about itself. Sums are over the whole window, of all processes."""
+    """The metrics of a step. Sums are over the complete window, of all ranks."""
 
     loss: float  # sum
     weight: float  # what it is a sum over
@@ -38,19 +37,20 @@ class StepMetrics:
 
     @property
     def is_finite(self) -> bool:
-        """Whether loss and gradient are numbers."""
+        """Whether loss and gradient are finite."""
         return all(abs(x) < float("inf") for x in (self.loss, self.grad_norm))  # false for nan too
 
     @property
     def is_usable(self) -> bool:
-        """Whether to go on: the figures are numbers, or fp16's scale was too high, which heals
-        itself."""
+        """Whether to continue: the metrics are finite, or fp16's scale was too high, which
+        corrects itself.
+        """
         return self.is_finite or (self.scale > 1.0 and abs(self.loss) < float("inf"))
 
 
 @dataclass(frozen=True)
 class PendingMetrics:
-    """The figures of a step on their way to the host, which ``read`` waits for."""
+    """The metrics of a step while they are copied to the host, which ``read`` waits for."""
 
     values: torch.Tensor  # loss, weight, tokens, metrics, grad_norm: float64, soon on the host
     names: Sequence[str]  # of the metrics
@@ -60,7 +60,7 @@ class PendingMetrics:
     sent: torch.cuda.Event | None = None  # when they are there
 
     def read(self) -> StepMetrics:
-        """The figures."""
+        """The metrics."""
         if self.sent is not None:
             self.sent.synchronize()
         loss, weight, tokens, *metrics, norm = self.values.tolist()
@@ -79,7 +79,8 @@ def all_or_none(steps: Sequence[PendingMetrics]) -> list[PendingMetrics]:
 @dataclass
 class Step:
     """The parts of an optimizer step. ``gradients`` runs the window, ``update`` applies the
-    result."""
+    result.
+    """
 
     optimizer: torch.optim.Optimizer
     schedule: Schedule
@@ -99,7 +100,7 @@ class Step:
         before: Callable[[int], None],
         after: Callable[[int], None],
     ) -> PendingMetrics:
-        """Leave the normalised, clipped gradient of ``window`` in the parameters.
+        """Leave the normalized, clipped gradient of ``window`` in the parameters.
 
         The gradient of the summed loss is divided once, by the weight of all micro-batches
         together, so accumulation changes it only by float rounding.
@@ -118,7 +119,7 @@ class Step:
         return _on_its_way(found)
 
     def update(self, unread: PendingMetrics) -> None:
-        """Move the weights, unless loss or gradient are no numbers; fp16's scale learns of that."""
+        """Update the weights, unless loss or gradient are NaN or infinite; update fp16's scale."""
         if all(group.get("fused") for group in self.optimizer.param_groups):
             self.optimizer.found_inf = unread.is_bad  # type: ignore[attr-defined]
             self.optimizer.step()  # which looks at it on the device
@@ -134,8 +135,7 @@ class Step:
         return float(self.optimizer.param_groups[0]["lr"])
 
     def _factor(self, window: Window) -> float:
-        """What the loss is multiplied by for the backward pass: 1, but in fp16 the scale per
-        trained token.
+        """The factor of the loss for the backward pass: 1, but in fp16 the scale per trained token.
 
         A sum over thousands of tokens would overflow fp16 long before the scale is of any use.
         """

@@ -1,4 +1,4 @@
-"""The training loop. It knows nothing of stages, methods, parallelism or file formats."""
+"""The training loop. It does not depend on stages, methods, parallelism or file formats."""
 
 from __future__ import annotations
 
@@ -37,8 +37,9 @@ class _BrokenOffError(Exception):
 
 @dataclass(frozen=True)
 class _Taken:
-    """A step whose figures nobody has looked at yet. While the device is at the next one, that
-    costs nothing; before anything is logged, measured or saved, they are waited for."""
+    """A step whose metrics have not been read yet. They are waited for before anything is
+    logged, measured or saved; until then, the device computes the next step.
+    """
 
     number: int
     place: Place  # of its window
@@ -47,7 +48,7 @@ class _Taken:
 
 @dataclass
 class _Progress:
-    """What the loop remembers and no checkpoint contains."""
+    """Loop variables that are in no checkpoint."""
 
     unread: _Taken | None = None
     agreed: Signals | None = None  # the signal that any of several ranks has received
@@ -56,9 +57,9 @@ class _Progress:
 
 @dataclass(frozen=True)
 class Trainer:
-    """Everything one run needs, put together elsewhere (``run.assembly``). ``fit`` runs it.
+    """Everything one run needs, assembled in ``run.assembly``. ``fit`` runs it.
 
-    ``states`` is all it takes to resume it.
+    ``states`` is all that a resume needs.
     """
 
     section: TrainSection
@@ -84,8 +85,9 @@ class Trainer:
 
     @property
     def states(self) -> dict[str, Stateful]:
-        """What a checkpoint holds. The schedule is a pure function of the step and needs no
-        state."""
+        """The content of a checkpoint. The schedule is a pure function of the step and needs no
+        state.
+        """
         return {
             "model": FileState(self.policy.weights),
             "optimizer": FileState(self.policy.optimizer_state),
@@ -105,8 +107,8 @@ class Trainer:
         """Train until ``max_steps`` or a signal, which both end in a save, or a callback's stop.
 
         Raises:
-            RunError: the loss is not a number and ``on_nan`` says stop.
-            CheckpointError: a save failed and ``on_save_error`` says stop.
+            RunError: the loss is NaN or infinite and ``on_nan`` is stop.
+            CheckpointError: a save failed and ``on_save_error`` is stop.
         """
         self.control.should_training_stop = False
         self.policy.module.train()
@@ -125,8 +127,9 @@ class Trainer:
         return self.state
 
     def predict(self, examples: EvaluationSet) -> dict[str, float]:
-        """Metrics over ``examples`` as ``predict_loss`` and so on; nothing of the run changes.
-        Several ranks call it together."""
+        """Metrics over ``examples`` as ``predict_loss`` and so on; the run is not changed. A
+        collective call.
+        """
         metrics = prefixed({"": self._measure(examples)}, "predict")
         self.callbacks.emit("on_predict", metrics=metrics)
         return metrics
@@ -157,7 +160,7 @@ class Trainer:
             self.callbacks.emit("on_epoch_end")
 
     def _step(self, turn: Turn) -> bool:
-        """One optimizer step; False if it led back to the last checkpoint."""
+        """One optimizer step; False if it led back to the latest checkpoint."""
         started = time.monotonic()
         state, steps = self.state, [learner.step for learner in self.learners.values()]
         self.callbacks.emit("on_step_begin")
@@ -193,7 +196,7 @@ class Trainer:
         )
 
     def _read(self) -> bool:
-        """Look at the last step's figures; False if they led back to the last checkpoint."""
+        """Read the last step's metrics; False if they led back to the latest checkpoint."""
         taken, self._progress.unread = self._progress.unread, None
         if taken is None:
             return True
@@ -204,8 +207,9 @@ class Trainer:
         return True
 
     def _bear(self, figures: StepMetrics, taken: _Taken) -> bool:
-        """Deal with a loss or gradient that is not a number, which has moved nothing: True to go
-        on."""
+        """Handle a loss or gradient that is NaN or infinite; the update was not applied. True to
+        continue.
+        """
         what = f"step {taken.number}: loss {figures.loss / max(1, figures.weight)}, "
         what += f"gradient norm {figures.grad_norm}"
         if self.section.on_nan == "skip":
@@ -224,9 +228,9 @@ class Trainer:
             self._progress.rollbacks += 1
             return False
         raise RunError(
-            f"{what} is not a number; training stopped, the newest checkpoint is "
-            f"{newest or 'none yet'}. Lower the learning rate, look at the data of that step, "
-            "or set train.on_nan to skip or rollback."
+            f"training stopped: {what} is NaN or infinite. Latest checkpoint: "
+            f"{newest or 'no checkpoint has been saved yet'}. Lower the learning rate, inspect "
+            "the data of that step, or set train.on_nan to skip or rollback."
         )
 
     def _measure(self, examples: EvaluationSet) -> dict[str, float]:
@@ -244,7 +248,7 @@ class Trainer:
             random.load_state_dict(drawn)
 
     def _act(self) -> None:
-        """Do what the flags ask: log, evaluate, save, in that order."""
+        """Act on the flags: log, evaluate, save, in that order."""
         control, state = self.control, self.state
         self._agree()
         state.pending = []
@@ -266,8 +270,9 @@ class Trainer:
         self._collect()
 
     def _catch_up(self) -> bool:
-        """If anything is asked for, wait until the last step's figures are there; False if they led
-        back to the last checkpoint, where nobody has asked yet."""
+        """If any flag is set, wait until the last step's metrics are read; False if they led
+        back to the latest checkpoint, where no flag is set yet.
+        """
         control, started = self.control, time.monotonic()
         asked = control.should_log or control.should_evaluate or control.should_save
         if not asked and not self._is_done():
@@ -280,11 +285,11 @@ class Trainer:
 
     @property
     def _is_leaving(self) -> bool:
-        """Whether a signal ends the run: with several processes, one on which they have agreed."""
+        """Whether a signal ends the run; with several ranks, one on which they have agreed."""
         return (self._progress.agreed if self.world.size > 1 else self.stop.received) is not None
 
     def _agree(self) -> None:
-        """Let all processes do the same: what any one of them has been asked for."""
+        """Make all ranks do the same: set the flags that are set on any of them."""
         if self.world.size == 1:
             return
         names = [known.name for known in fields(self.control)]
@@ -295,7 +300,7 @@ class Trainer:
         self._progress.agreed = Signals(int(number)) if number else None
 
     def _save(self) -> None:
-        """Start to save this step. The last one, and a best one to end with, are never left out."""
+        """Start to save this step. The last one, and a best one to end with, are never skipped."""
         state = self.state
         is_best = (
             self.section.load_best_model_at_end and state.best_global_step == state.global_step
@@ -303,7 +308,7 @@ class Trainer:
         self.saver.save(state, self.states, insist=is_best or self._is_done())
 
     def _collect(self, *, wait: bool = False) -> None:
-        """Tell the callbacks of saves that are committed by now."""
+        """Call the callbacks for saves that have been committed."""
         for step in self.saver.collect(wait=wait):
             self._progress.rollbacks = 0
             if self.world.is_main:  # the others know only of their own part

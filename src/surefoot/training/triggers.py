@@ -1,4 +1,6 @@
-"""When to log, evaluate and save: by steps, by minutes, at the end of an epoch, or any of these."""
+"""Interval triggers: when to log, evaluate and save: by steps, by minutes, at the end of an
+epoch, or any of these.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from .state import TrainerControl, TrainerState
 
 @dataclass
 class Trigger:
-    """Due every ``steps`` steps, every ``minutes`` minutes of the clock, or when an epoch ends."""
+    """Due every ``steps`` steps, every ``minutes`` minutes, or at the end of an epoch."""
 
     steps: int | None = None
     minutes: float | None = None
@@ -24,7 +26,7 @@ class Trigger:
         self.since = self.clock()
 
     def is_due(self, step: int) -> bool:
-        """Whether it is due after ``step`` steps; by the clock, it then starts to count anew."""
+        """Whether it is due after ``step`` steps; the minutes then count from zero again."""
         if self.minutes is not None and self.clock() - self.since >= 60 * self.minutes:
             self.since = self.clock()
             return True
@@ -33,8 +35,9 @@ class Trigger:
 
 @dataclass
 class IntervalCallback(TrainerCallback):
-    """Raises the flags of the loop when its triggers are due; at the last step, all that are in
-    use."""
+    """Sets the flags of the loop when its triggers are due; at the last step, all that are in
+    use.
+    """
 
     log: Trigger
     evaluate: Trigger

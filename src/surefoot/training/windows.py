@@ -1,6 +1,6 @@
 """What each optimizer step trains on: windows as they were loaded, or prepared by the stage.
 
-A prepared window may be several optimizer steps. Which of them comes next is a number, and the
+A prepared window may be several optimizer steps. The next one is given by a number, and the
 examples of each are a pure function of it, so a run can be resumed inside a window.
 """
 
@@ -28,7 +28,7 @@ MAX_EMPTY = 100  # windows in a row without anything to train on, where an epoch
 
 
 class Columns(Protocol):
-    """Columns that were computed ahead for the windows of a set."""
+    """Precomputed columns for the windows of a set."""
 
     def added(self, place: Place, examples: Sequence[Features]) -> Sequence[Features]:
         """The examples of the window at ``place``, with their columns."""
@@ -37,7 +37,8 @@ class Columns(Protocol):
 @dataclass
 class WindowState:
     """The window that is being trained on, the same on every rank of any mesh. Empty between
-    windows."""
+    windows.
+    """
 
     place: Place = (0, 0)
     examples: Sequence[Features] = ()
@@ -50,7 +51,7 @@ class WindowState:
         return {"place": list(self.place), "done": self.done, "columns": columns(self.examples)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Become ``state``."""
+        """Restore ``state``."""
         self.clear()
         if state:
             epoch, index = state["place"]
@@ -74,7 +75,9 @@ class Turn:
 
 @dataclass
 class Windows:
-    """The turns of a run, in order. Its state is the place in the data, and inside a window."""
+    """The turns of a run, in order. Its state is the data position, and the position inside a
+    window.
+    """
 
     loader: Loader
     stage: Stage
@@ -96,17 +99,17 @@ class Windows:
         return not self.inside.examples
 
     def leave_out(self, places: Sequence[Place]) -> None:
-        """Skip what is left of these windows, if one of them comes next."""
+        """Skip the rest of these windows, if one of them comes next."""
         if not self.is_between and self.inside.place in places:
             self.inside.clear()
         while self.is_between and (self.loader.epoch, self.loader.window) in places:
             self.loader.skip()
 
     def next_turn(self) -> Turn:
-        """What the next optimizer step trains on; moves on.
+        """What the next optimizer step trains on; advances the position.
 
         Raises:
-            RunError: the stage has found nothing to train on for a long time.
+            RunError: the stage has found nothing to train on for many windows.
         """
         place = self.loader.epoch, self.loader.window
         if not self.stage.prepares:
@@ -128,8 +131,9 @@ class Windows:
         if self._num_empty > (self.loader.steps_per_epoch or MAX_EMPTY):
             found = ", ".join(f"{name} {value:.4g}" for name, value in figures.items())
             raise RunError(
-                f"there was nothing to train on in {self._num_empty} windows in a row (in the last "
-                f"one: {found}); make the reward tell answers apart, or train with sft first"
+                f"there was nothing to train on in {self._num_empty} windows in a row (in the "
+                f"last one: {found}); make the reward distinguish responses, or train with sft "
+                "first"
             )
 
     def _next_part(self) -> Sequence[Features]:
@@ -146,20 +150,20 @@ class Windows:
         return part
 
     def state_dict(self) -> dict[str, Any]:
-        """The position in the data, and inside a window where there is one."""
+        """The data position, and the position inside a window if there is one."""
         state: dict[str, Any] = dict(self.loader.state_dict())
         inside = self.inside.state_dict()
         return {**state, "inside": inside} if inside else state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go to a saved position; raises DataError if it is one in other data or another order."""
+        """Go to a saved position; raises DataError if it belongs to other data or another order."""
         rest = {name: value for name, value in state.items() if name != "inside"}
         self.loader.load_state_dict(rest)
         self.inside.load_state_dict(state.get("inside", {}))
 
 
 def num_steps(section: TrainSection, steps_per_epoch: int | None) -> int:
-    """Optimizer steps of the whole run. Raises ``RecipeError`` if nobody knows how many."""
+    """Optimizer steps of the whole run. Raises ``RecipeError`` if the number is unknown."""
     if section.max_steps is not None:
         return section.max_steps
     if steps_per_epoch is None:

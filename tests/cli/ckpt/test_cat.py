@@ -99,7 +99,7 @@ def test_cat_checks_what_it_reads_whole(folder):
 )
 def test_cat_knows_near_names(folder, name, words):
     result = run("cat", folder, name)
-    assert result.exit_code == 2 and f"holds no tensor {name!r}" in result.output
+    assert result.exit_code == 2 and f"contains no tensor {name!r}" in result.output
     assert words in result.output
 
 

@@ -87,7 +87,7 @@ def test_a_checkpoint_without_its_recipe_is_told(checkpoint, tmp_path):
     save(tmp_path, 7, sample_states(), kind="full")
     done = run("convert", tmp_path / "checkpoint-7", tmp_path / "out", "--to", "trainer")
     assert done.exit_code == 2
-    assert "it has no recipe.yaml, which says how its optimizer was made" in done.stderr
+    assert "it has no recipe.yaml, which contains the settings of its optimizer" in done.stderr
 
 
 def test_layouts_and_meshes(checkpoint, tmp_path):
@@ -103,7 +103,7 @@ def test_layouts_and_meshes(checkpoint, tmp_path):
     done = run("convert", cut, tmp_path / "full", "--layout", "full")
     assert done.exit_code == 0, done.stderr
     assert (
-        done.stdout.splitlines()[1] == f"go on from it with checkpoint.resume={tmp_path / 'full'}"
+        done.stdout.splitlines()[1] == f"resume from it with checkpoint.resume={tmp_path / 'full'}"
     )
     assert run("diff", checkpoint, tmp_path / "full").exit_code == 0
     assert run("verify", cut).exit_code == 0
@@ -186,7 +186,7 @@ def test_an_adapter_becomes_peft(checkpoint, tmp_path):
     done = run("convert", checkpoint, tmp_path / "out", "--to", "peft")
     if not (checkpoint / "adapter_config.json").exists():
         assert done.exit_code == 2
-        assert "it holds no adapter; take --to huggingface" in done.stderr
+        assert "it contains no adapter; use --to huggingface" in done.stderr
         return
     assert done.exit_code == 0, done.stderr
     names = {path.name for path in (tmp_path / "out").iterdir()}
@@ -201,16 +201,19 @@ def test_an_adapter_becomes_peft(checkpoint, tmp_path):
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ([], "say what to write: --to (surefoot, huggingface, peft, dcp, mindspore, trainer) or"),
-        (["--mesh", "dp_shard=2"], "--mesh goes with --layout distributed"),
-        (["--layout", "full", "--mesh", "dp_shard=2"], "--mesh goes with --layout distributed"),
+        (
+            [],
+            "expected what to write: --to (surefoot, huggingface, peft, dcp, mindspore, trainer) or",
+        ),
+        (["--mesh", "dp_shard=2"], "--mesh needs --layout distributed"),
+        (["--layout", "full", "--mesh", "dp_shard=2"], "--mesh needs --layout distributed"),
         (["--layout", "whole"], "'whole' is not one of 'full', 'distributed'"),
-        (["--to", "trainer", "--mesh", "dp_shard=2"], "--mesh means nothing with --to trainer"),
-        (["--to", "dcp", "--layout", "full"], "--layout means nothing with --to dcp"),
-        (["--to", "peft", "--base", "x"], "--base means nothing with --to peft"),
+        (["--to", "trainer", "--mesh", "dp_shard=2"], "--mesh cannot be used with --to trainer"),
+        (["--to", "dcp", "--layout", "full"], "--layout cannot be used with --to dcp"),
+        (["--to", "peft", "--base", "x"], "--base cannot be used with --to peft"),
         (
             ["--layout", "full", "--trust-pickle"],
-            "--trust-pickle means nothing for a checkpoint of",
+            "--trust-pickle cannot be used with a Surefoot checkpoint",
         ),
         (["--layout", "full", "--dtype", "int8"], "'int8' is not one of"),
         (["--layout", "distributed", "--mesh", "pp=2"], "not 'pp'; for example dp_shard=4"),
@@ -229,7 +232,7 @@ def test_folders_that_cannot_be_converted(checkpoint, tmp_path):
     for source, options, told in (
         (checkpoint.parent, ("--layout", "full"), "did you mean"),
         (checkpoint.parent, ("--to", "dcp"), "did you mean"),
-        (tmp_path, ("--to", "huggingface"), "holds no weights"),
+        (tmp_path, ("--to", "huggingface"), "contains no weights"),
     ):
         done = run("convert", source, tmp_path / "out", *options)
         assert done.exit_code == 2

@@ -128,7 +128,7 @@ def test_slices_without_strategy_files_are_found_by_the_base(copied, tmp_path):
     for path in (folder / "strategy").iterdir():
         path.unlink()
     refused = run("convert", folder, tmp_path / "out", "--to", "huggingface")
-    assert "name the same model in one piece with --base MODEL" in refused.stderr
+    assert "name the same model, unsharded, with --base MODEL" in refused.stderr
     ok(folder, tmp_path / "out", "--to", "mindspore", "--base", plain)
     assert_equal(everything(tmp_path / "out"), everything(folder / "unified"))
 
@@ -173,10 +173,10 @@ def test_a_config_that_does_not_fit_is_refused_and_nothing_written(real, tmp_pat
 def test_bad_input_is_one_sentence_and_nothing_is_written(copied, tmp_path):
     out, folder = tmp_path / "out", copied("mp4")
     to = (out, "--to", "mindspore")
-    assert "layout full takes neither" in refused(
+    assert "layout full needs neither" in refused(
         tmp_path, folder, *to, "--like", folder / "strategy"
     )
-    assert "layout distributed takes a parallel_config" in refused(
+    assert "layout distributed needs a parallel_config" in refused(
         tmp_path, folder, *to, "--layout", "distributed"
     )
     wrong = refused(tmp_path, folder, *to, "--strategy", copied("dp2mp2") / "strategy")

@@ -21,7 +21,7 @@ def test_ls_shows_a_line_a_checkpoint(folder):
     assert lines[1].split()[:2] == ["checkpoint-5", "5"]
     assert lines[1].split()[-3:] == ["0.5", "0.5", "best"]
     assert lines[2].split()[1] == "1,000"
-    assert lines[2].split()[-4:] == ["0.0025", "100", "5", "newest"]
+    assert lines[2].split()[-4:] == ["0.0025", "100", "5", "latest"]
     assert lines[3].split() == ["checkpoint-2000", "2,000", "damaged"]
     assert lines[4].split() == [".checkpoint-3.0a.part", "leftover"]
     assert "✗ checkpoint-2000: this checkpoint was never committed" in result.output
@@ -78,7 +78,7 @@ def test_ls_lists_the_trainers_checkpoints_too(theirs):
         "state",
     ]
     assert line.split()[0] == "checkpoint-30"
-    assert line.split()[-6:] == ["full", "Trainer", "1.25", "0.5", "newest,", "best"]
+    assert line.split()[-6:] == ["full", "Trainer", "1.25", "0.5", "latest,", "best"]
     assert "✗ checkpoint-40: " in result.output and "pickled file can run code" in result.output
     row = json.loads(run("ls", theirs.parent, "--json").output)[0]
     assert (row["step"], row["layout"], row["verified"]) == (30, "huggingface", None)

@@ -55,7 +55,7 @@ def test_what_makes_no_sense_is_told(folder, theirs):
     for arguments, told in (
         ((folder, "--mesh", "pp=2"), "not 'pp'"),
         ((folder, "--layout", "full", "--mesh", "dp_shard=2"), "the same for every mesh"),
-        ((theirs,), "weights alone (huggingface), not a checkpoint of ours"),
+        ((theirs,), "weights only (huggingface), not a Surefoot checkpoint"),
     ):
         done = run("plan", *arguments)
         assert done.exit_code == 2

@@ -39,10 +39,10 @@ def test_the_runs_own_rule_is_followed(root):
     result = run("prune", root, "--yes")
     assert result.exit_code == 0, result.output
     assert left(root) == [2, 4, 5]
-    assert "2 checkpoints of 5 can go" in result.output
-    assert "✓ removed 2 checkpoints" in result.output
+    assert "2 checkpoints of 5 can be deleted" in result.output
+    assert "✓ deleted 2 checkpoints" in result.output
     assert not list(root.glob(".checkpoint*"))
-    assert "nothing to remove" in run("prune", root, "--yes").output
+    assert "nothing to delete" in run("prune", root, "--yes").output
 
 
 @pytest.mark.parametrize(
@@ -67,8 +67,8 @@ def test_a_dry_run_shows_and_removes_nothing(root):
     assert left(root) == [1, 2, 3, 4, 5] and not (root / LOCK).exists()
     rows = [line.split() for line in result.output.splitlines()]
     assert rows[0] == ["checkpoint", "saved", "size", "eval", "loss", "why"]
-    assert rows[1][-1] == "goes" and rows[2][-2:] == ["stays", "best"]
-    assert rows[5][-2:] == ["stays", "newest"]
+    assert rows[1][-1] == "delete" and rows[2][-2:] == ["keep", "best"]
+    assert rows[5][-2:] == ["keep", "latest"]
 
 
 def test_what_comes_free_counts_shared_files_once(root):
@@ -87,7 +87,7 @@ def test_what_comes_free_counts_shared_files_once(root):
     assert found["freed_bytes"] == sum(size for _, size in gone)
     assert not found["removed"]
     stays = {row["step"]: row["why"] for row in found["checkpoints"] if row["stays"]}
-    assert stays == {2: ["best"], 4: ["among the newest 2"], 5: ["newest"]}
+    assert stays == {2: ["best"], 4: ["among the latest 2"], 5: ["latest"]}
 
 
 def test_of_a_link_only_the_link_goes(root, tmp_path):
@@ -194,12 +194,12 @@ def test_mistakes_are_told_and_remove_nothing(root, recipe, options, words):
 def test_without_keep_all_stay(root):
     (root / RECIPE).unlink()
     result = run("prune", root, "--keep-every", 2, "--yes")
-    assert "nothing to remove" in result.output and "all are kept" in result.output
+    assert "nothing to delete" in result.output and "all are kept" in result.output
 
 
 def test_folders_of_others_are_left_alone(theirs, tmp_path):
     result = run("prune", theirs.parent, "--keep", 1, "--yes")
-    assert result.exit_code == 2 and "no whole checkpoint of Surefoot's" in result.output
+    assert result.exit_code == 2 and "no complete Surefoot checkpoint" in result.output
     assert run("prune", tmp_path, "--keep", 1).exit_code == 2
 
 
@@ -207,7 +207,7 @@ def test_a_checkpoint_is_no_run(root, monkeypatch):
     for folder in (root / "checkpoint-5", "."):
         monkeypatch.chdir(root / "checkpoint-5")
         result = run("prune", folder, "--keep", 1, "--yes")
-        assert result.exit_code == 2 and "name the run's folder" in result.output
+        assert result.exit_code == 2 and "name the folder of its run" in result.output
     assert not (root / "checkpoint-5" / LOCK).exists()
 
 

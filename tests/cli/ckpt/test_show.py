@@ -40,7 +40,7 @@ def test_show_of_a_model_of_others(shared):
 def test_show_of_what_is_no_checkpoint_is_a_users_mistake(tmp_path):
     result = run("show", tmp_path)
     assert result.exit_code == 2
-    assert "error:" in result.output and "holds no weights" in result.output
+    assert "error:" in result.output and "contains no weights" in result.output
 
 
 def test_show_names_optimizer_tensors_as_cat_takes_them(folder):
@@ -84,7 +84,7 @@ def test_show_prints_a_state_as_it_is_stored(folder):
 def test_show_lists_pickles_and_reads_none(theirs):
     result = run("show", theirs)
     names = "optimizer.pt, rng_state.pth, scheduler.pt, training_args.bin"
-    assert f"pickled, so not read: {names}" in result.output
+    assert f"pickled, and not read: {names}" in result.output
     assert "Hugging Face, by the Trainer" in result.output
     facts = json.loads(run("show", theirs, "--json").output)["facts"]
     assert (facts["step"], facts["loss"], facts["best step"]) == ("30", "1.25", "30")
@@ -96,7 +96,7 @@ def test_show_lists_pickles_and_reads_none(theirs):
 
 def test_show_has_no_state_where_there_is_none(shared):
     result = run("show", shared / "models" / "stories260k", "--state", "trainer")
-    assert result.exit_code == 2 and "it holds no states" in result.output
+    assert result.exit_code == 2 and "it contains no states" in result.output
 
 
 @pytest.mark.parametrize("columns", ["60", "90", "200"])

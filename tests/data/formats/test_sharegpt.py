@@ -156,7 +156,10 @@ def test_a_bad_row_says_where_and_why(row, reason):
     ("chosen", "reason"),
     [
         (None, "no column 'chosen'"),
-        ({"from": "human", "value": "a"}, "column 'chosen': expected an answer, got a turn of the"),
+        (
+            {"from": "human", "value": "a"},
+            "column 'chosen': expected a response, got a turn",
+        ),
         ([{"from": "gpt", "value": "a"}] * 2, "column 'chosen': expected an object, got list"),
     ],
 )

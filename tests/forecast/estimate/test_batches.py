@@ -105,7 +105,9 @@ def test_many_examples_are_counted_piece_by_piece(monkeypatch):
 
 def test_batches_that_do_not_divide_are_refused_as_in_training():
     made = recipe(global_batch_size=8, micro_batch_size=4)
-    with pytest.raises(DataError, match="multiple of micro_batch_size x ranks"):
+    with pytest.raises(
+        DataError, match=r"multiple of train\.micro_batch_size x data-parallel ranks"
+    ):
         loader_of(made, dataset([5] * 9), 3)
 
 

@@ -1,1 +1,1 @@
-"""Save while training goes on: a snapshot in memory, and a process that writes it."""
+"""Asynchronous saves: a snapshot in memory, and a process that writes it."""

@@ -1,9 +1,9 @@
-"""How what one process writes of a file lies in memory before it is written. Pure.
+"""Layout, in the snapshot buffer, of the parts of a file that this rank writes. Pure.
 
-A whole file lies there as it will on the disk. Of a file that several processes write, each has its
-boxes: those that are one range of the file lie at the same place of a page as there, so that they
-can go to the disk uncopied, and in one go with their neighbours; the others, boxes of columns,
-are written row by row.
+A complete file has the same layout as on the disk. If several ranks write a file, each has its
+boxes. Boxes that are one range of the file have the same offset within a page as there, so that
+they can be written without a copy, together with adjacent ones. The others, boxes of columns, are
+written row by row.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _ALIGNMENT = 64  # bytes, of a tensor in memory
 
 @dataclass(frozen=True, slots=True)
 class ByteRange:
-    """Bytes that lie together in memory and in the file."""
+    """Bytes that are contiguous in memory and in the file."""
 
     start: int  # in the image
     offset: int  # in the file
@@ -30,7 +30,9 @@ class ByteRange:
 
 @dataclass(frozen=True)
 class Image:
-    """The places of everything, from the start of the image, which begins with the file's head."""
+    """The positions of everything, from the start of the image, which begins with the file's
+    header.
+    """
 
     spots: Mapping[str, tuple[int, int]]  # start and length of each tensor, or box of one, by key
     stretches: Sequence[ByteRange]  # what is written as it lies
@@ -39,7 +41,7 @@ class Image:
 
 
 def image_of(shard: Shard) -> Image:
-    """How the bytes of ``shard`` lie in memory."""
+    """The layout of the bytes of ``shard`` in memory."""
     header = shard.plan.header
     if shard.share is None:
         spots = {name: (entry.offset, entry.num_bytes) for name, entry in header.entries.items()}
@@ -63,7 +65,7 @@ def image_of(shard: Shard) -> Image:
 
 
 def _append(stretches: list[ByteRange], end: int, offset: int, length: int) -> int:
-    """Add a range of the file to what is written as it lies: where in memory it begins."""
+    """Add a byte range of the file; returns where in memory it begins."""
     if stretches:
         last = stretches[-1]
         if (last.start + last.length, last.offset + last.length) == (end, offset):

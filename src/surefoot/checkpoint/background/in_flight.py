@@ -1,4 +1,6 @@
-"""One save at a time, in the background where there is a way to do that, otherwise at once."""
+"""The in-flight save: asynchronous if the system supports it, otherwise synchronous. At most one
+at a time.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +20,9 @@ logger = logging.getLogger(__name__)
 
 
 class InFlightSave:
-    """``target`` is the checkpoint that is being written, if one is.
+    """``target`` is the checkpoint that is being written, if there is one.
 
-    What goes wrong in the background is raised when somebody asks, and the save is over then.
+    An error of the background save is raised by the next call, and the save is over then.
     """
 
     def __init__(self) -> None:
@@ -30,11 +32,11 @@ class InFlightSave:
 
     @property
     def pid(self) -> int | None:
-        """Number of the process that writes; None if there is none."""
+        """Process id of the writer process; None if there is none."""
         return self._background.pid
 
     def start(self, job: Job, live: LiveTensors, *, in_background: bool = True) -> Saved | None:
-        """Begin to write ``job``, or write it before this returns; what was saved in that case.
+        """Start to write ``job``, or write it completely; returns what was saved in that case.
 
         The live tensors may change afterwards. Raises ``CheckpointError``.
         """
@@ -45,19 +47,19 @@ class InFlightSave:
         return _told(_write(job, live))
 
     def poll(self) -> Saved | None:
-        """What was saved, if the save in flight has ended."""
+        """The committed save, if the save in flight has ended."""
         return self._ask(wait=False)
 
     def wait(self) -> Saved | None:
-        """What was saved, once the save in flight has ended."""
+        """Wait for the save in flight; returns what was committed."""
         return self._ask(wait=True)
 
     def close(self) -> None:
-        """Wait for the save in flight, and end the process that writes."""
+        """Wait for the save in flight, and end the writer process."""
         self._background.close()
 
     def _take_off(self, job: Job, live: LiveTensors) -> bool:
-        why = "this system has no shared memory of the kind that is needed"
+        why = "this system does not support the shared memory that is needed"
         if is_available():
             try:
                 self._background.start(job, live)
@@ -65,7 +67,7 @@ class InFlightSave:
                 return True
             except MemoryError as error:
                 why = f"no room for a snapshot of the state ({error})"
-        logger.warning("%s: training waits for every save", why)
+        logger.warning("asynchronous saves are off (%s): training waits for every save", why)
         return False
 
     def _ask(self, *, wait: bool) -> Saved | None:
@@ -81,8 +83,9 @@ class InFlightSave:
 
 
 def end(close: Callable[[], None], error: BaseException | None) -> None:
-    """Run ``close`` at the end of a block; if that was ended by ``error``, which matters more, what
-    goes wrong is logged and not raised."""
+    """Run ``close`` at the end of a block. If the block ended with ``error``, which has
+    precedence, an error of ``close`` is logged and not raised.
+    """
     try:
         close()
     except CheckpointError as failure:
@@ -92,7 +95,7 @@ def end(close: Callable[[], None], error: BaseException | None) -> None:
 
 
 def _write(job: Job, live: LiveTensors) -> Saved:
-    """Write it at once; again, if processes that write it together have failed."""
+    """Write synchronously; again, if ranks of a joint save have failed."""
     while True:
         is_last = job.nonce is None or job.attempt + 1 >= MOST_ATTEMPTS
         try:

@@ -1,7 +1,7 @@
 """Asynchronous saves of any training loop: the loop waits for one copy in memory.
 
-One save is in flight at a time, and what goes wrong in it is raised at the next call. Listeners
-follow the saves, so that neither this module nor a loop knows of object stores.
+At most one save is in flight, and its errors are raised at the next call. Listeners follow the
+saves, so that neither this module nor a loop knows of object stores.
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ class SaveListener(Protocol):
 class AsyncSaver:
     """Saves to ``root/checkpoint-{step}``, and deletes checkpoints by the retention policy.
 
-    A context: at its end, whatever has ended it, the save in flight is waited for. ``newest`` is
-    the newest committed checkpoint, ``in_flight`` the one that is being written. Of several ranks
-    (``writers``) each has a saver, and all must call ``save``, ``wait`` and ``close``.
+    A context manager: at the end of the block, however it ended, it waits for the save in flight.
+    ``newest`` is the latest committed checkpoint, ``in_flight`` the one that is being written. Each
+    rank of ``writers`` has a saver, and all must call ``save``, ``wait`` and ``close``.
 
     Raises ``CheckpointError`` if another process saves there.
     """
@@ -72,7 +72,7 @@ class AsyncSaver:
     """The folder of the run."""
     _: KW_ONLY
     keep: int | RetentionPolicy | None = None
-    """How many of the newest checkpoints are kept, or a ``RetentionPolicy``; by default all."""
+    """How many of the latest checkpoints to keep, or a ``RetentionPolicy``; by default all."""
     resumed_from: Path | str | None = None
     """The checkpoint that the run resumes from. It is never deleted, and files that are equal in it
     are linked instead of written again."""
@@ -132,7 +132,7 @@ class AsyncSaver:
         end(self.close, error)
 
     def close(self) -> None:
-        """Wait for the save in flight and end the process that writes. Raises as ``poll``."""
+        """Wait for the save in flight and end the writer process. Raises as ``poll``."""
         try:
             self.update(wait=True)
         finally:
@@ -253,7 +253,7 @@ class AsyncSaver:
         """Raise or log the ``error`` of a save."""
         if self.on_error == "stop":
             raise error
-        logger.warning("%s; going on, newest checkpoint: %s", error, self.newest)
+        logger.warning("%s; training continues, latest checkpoint: %s", error, self.newest)
 
     def _old(
         self,

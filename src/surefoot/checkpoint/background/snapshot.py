@@ -1,4 +1,4 @@
-"""Copy live tensors into an arena: all that a save costs the thread that trains."""
+"""Copy live tensors into the snapshot buffer: all that a save costs the training thread."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Groups = Mapping[str, Mapping[str, torch.Tensor]]  # role -> name -> tensor
 
 
 def take(images: FileImages, groups: Groups) -> None:
-    """Fill the image of every file: its head, and the tensors as they are now."""
+    """Fill the image of every file: its header, and the current values of the tensors."""
     with _beside(groups):
         for shard in images.shards:
             image = images.of(shard)
@@ -32,7 +32,7 @@ def _copy(tensor: torch.Tensor, into: memoryview) -> None:
 
 @contextlib.contextmanager
 def _beside(groups: Groups) -> Iterator[None]:
-    """Copies from a GPU run beside its other work, and are done when the block ends."""
+    """Copies from a GPU overlap with its other work, and are complete at the end of the block."""
     devices = {t.device for tensors in groups.values() for t in tensors.values() if t.is_cuda}
     with contextlib.ExitStack() as stack:
         for device in devices:
@@ -44,14 +44,15 @@ def _beside(groups: Groups) -> Iterator[None]:
 
 
 def pin(arena: SnapshotBuffer) -> bool:
-    """Let GPUs copy straight into the arena's pages; whether they can. Otherwise copies are slower
-    and keep the GPU waiting, but are as right."""
+    """Pin the buffer's pages, so that GPUs copy directly into them; returns whether it worked.
+    Otherwise copies are slower and keep the GPU waiting, but are correct.
+    """
     status = _runtime().cudaHostRegister(_address(arena), arena.size, 0)
     return int(status) == 0
 
 
 def unpin(arena: SnapshotBuffer) -> None:
-    """Before the arena's memory is given back."""
+    """Unpin the pages, before the buffer is freed."""
     _runtime().cudaHostUnregister(_address(arena))
 
 

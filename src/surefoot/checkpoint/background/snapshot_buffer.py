@@ -1,7 +1,7 @@
-"""Shared memory that holds the image of every file of a save, allocated once and used again.
+"""Snapshot buffer: shared memory for the images of all files of a save, allocated once and reused.
 
-Two processes map it: the one that trains copies a snapshot into it, the one that writes hands its
-pages to the disk as they lie. It has no name and is gone with the last of the two.
+Two processes map it: the training process copies a snapshot into it, and the writer process writes
+its pages to the disk without another copy. It has no name and is freed with the last of the two.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _WORTH_BYPASSING = 256 << 10  # bytes; less of a file that others write as well 
 
 
 def is_available() -> bool:
-    """Whether this system has memory of the kind that is needed (Linux has)."""
+    """Whether this system supports the memory that is needed (Linux does)."""
     return hasattr(os, "memfd_create")
 
 
@@ -42,7 +42,7 @@ class SnapshotBuffer:
 
     @classmethod
     def create(cls, size: int) -> SnapshotBuffer:
-        """New memory, all of it there; ``MemoryError`` if there is not so much to spare."""
+        """Allocate all of it; ``MemoryError`` if not enough memory is available."""
         free = free_memory()
         if free is not None and size > free:
             raise MemoryError(f"{size:,} bytes are needed, {free:,} are free")
@@ -55,7 +55,7 @@ class SnapshotBuffer:
             raise MemoryError(f"{size:,} bytes of shared memory: {error.strerror}") from error
 
     def close(self) -> None:
-        """Give the memory back, unless the other process still uses it."""
+        """Free the memory, unless the other process still uses it."""
         os.close(self.descriptor)
         self.view.release()
         self._map.close()
@@ -63,7 +63,7 @@ class SnapshotBuffer:
 
 @dataclass(frozen=True)
 class FileImages:
-    """The bytes of a job's tensors as they lie in an arena, file by file (``image``)."""
+    """The bytes of a job's tensors in the buffer, file by file (``file_image``)."""
 
     arena: SnapshotBuffer
     starts: Sequence[int]  # of each shard's image
@@ -75,16 +75,16 @@ class FileImages:
         return {shard.plan.name: (start, image_of(shard)) for shard, start in pairs}
 
     def of(self, shard: Shard) -> memoryview:
-        """The image of one file, which begins with its head."""
+        """The image of one file, which begins with its header."""
         start, image = self._images[shard.plan.name]
         return self.arena.view[start : start + image.size]
 
     def names(self, shard: Shard) -> list[str]:
-        """The tensors in it, whole or as boxes."""
+        """The tensors in it, complete or as boxes."""
         return list(self._images[shard.plan.name][1].spots)
 
     def tensor(self, shard: Shard, name: str) -> memoryview:
-        """The bytes of one tensor, or of the box of it that is here."""
+        """The bytes of one tensor, or of this rank's box of it."""
         start, length = self._images[shard.plan.name][1].spots[name]
         return self.of(shard)[start : start + length]
 
@@ -93,7 +93,9 @@ class FileImages:
         return files.digest(self.tensor(shard, name))
 
     def write(self, shard: Shard, file: files.File) -> dict[str, str]:
-        """Fill and flush the file, or its part, from the image; the hashes by tensor."""
+        """Write and flush the file, or this rank's part of it, from the image; returns the
+        hashes by tensor.
+        """
         with ThreadPoolExecutor(1) as pool:  # the disk works while the core hashes
             names = self.names(shard)
             hashes = pool.submit(lambda: {name: self.hash(shard, name) for name in names})
@@ -115,7 +117,7 @@ class FileImages:
 
 
 def places(sizes: Sequence[int]) -> tuple[list[int], int]:
-    """Where images of these sizes start, each at a page, and the size of all of them."""
+    """The start of each image, aligned to a page, and the size of all of them."""
     starts, end = [], 0
     for size in sizes:
         starts.append(end)
@@ -124,7 +126,9 @@ def places(sizes: Sequence[int]) -> tuple[list[int], int]:
 
 
 def free_memory() -> int | None:
-    """Bytes that can be had without swapping, within the limit of a container; None if unknown."""
+    """Bytes that can be allocated without swapping, within the limit of a container; None if
+    unknown.
+    """
     found = [free for free in (_of_machine(), _of_container()) if free is not None]
     return min(found, default=None)
 

@@ -1,10 +1,10 @@
-"""The process that writes checkpoints.
+"""The program of the writer process.
 
 Its command is ``python -m surefoot.checkpoint.background.writer DESCRIPTOR SIZE``.
 
-It reads a job a line from its standard input, writes it from the arena at low priority, and
-answers with a line. At the end of its input, which is also how it learns that the process that
-trains is dead, it ends, once it has committed what it has.
+It reads one job per line from its standard input, writes it from the snapshot buffer at low
+priority, and answers with a line. The end of its input also means that the training process is
+dead. Then it commits what it has, and ends.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .snapshot_buffer import FileImages, SnapshotBuffer
 
 
 class _OrphanedError(Exception):
-    """The process that trains died before the folder aside was there."""
+    """The training process died before the temporary folder existed."""
 
 
 def main(descriptor: int, size: int) -> None:
@@ -45,8 +45,9 @@ def main(descriptor: int, size: int) -> None:
 
 
 def _step_back() -> None:
-    """Take little of a core that others want, but some: at idle priority a gigabyte took twice as
-    long beside training, and slowed it as much in all."""
+    """Use little of a core that others want, but some: at idle priority a gigabyte took twice as
+    long during training, and slowed training as much in total.
+    """
     os.nice(19)
 
 
@@ -66,17 +67,17 @@ def _serve(told: dict[str, Any], arena: SnapshotBuffer) -> dict[str, object]:
 
 
 def _must_not_be_orphaned() -> None:
-    """Give up if the process that trains has died already.
+    """Give up if the training process has already died.
 
-    The folder aside is locked by now. Whoever starts the run again after this moment sees it, and
-    waits; whoever did before would not have.
+    The temporary folder is locked by now. A launch after this moment sees the lock and waits; an
+    earlier one would not have.
     """
     if _is_orphaned():
         raise _OrphanedError
 
 
 def _is_orphaned() -> bool:
-    """Whether the process that trains is dead."""
+    """Whether the training process is dead."""
     poll = select.poll()
     poll.register(sys.stdin.fileno(), select.POLLIN)
     return any(event & select.POLLHUP for _, event in poll.poll(0))

@@ -1,7 +1,7 @@
-"""Save while training goes on: a snapshot into shared memory, and a process that writes it.
+"""Asynchronous save: a snapshot into shared memory, and a writer process.
 
-One save is in flight at a time. What goes wrong in it is told at the next call. The process has the
-whole snapshot, so it finishes and commits even if the one that trains dies; it then ends.
+At most one save is in flight, and its errors are raised by the next call. The writer process has
+the complete snapshot, so it finishes and commits even if the training process dies; it then ends.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _SLACK = 1 << 20  # bytes; the log in the state grows from save to save
 
 
 class Background:
-    """Writes checkpoints in a process of its own, one after the other."""
+    """Writes checkpoints in a process of its own, one after another."""
 
     def __init__(self) -> None:
         self._arena: SnapshotBuffer | None = None
@@ -46,7 +46,7 @@ class Background:
 
     @property
     def pid(self) -> int | None:
-        """Number of the process that writes; None if there is none."""
+        """Process id of the writer process; None if there is none."""
         return None if self._writer is None else self._writer.process.pid
 
     def start(self, job: Job, live: LiveTensors) -> None:
@@ -54,9 +54,9 @@ class Background:
 
         Raises:
             MemoryError: there is no room for the snapshot.
-            CheckpointError: the process that writes cannot be started.
+            CheckpointError: the writer process cannot be started.
         """
-        assert self._target is None, "one save at a time"
+        assert self._target is None, "a save is already in flight"
         sizes = [image_of(shard).size for shard in job.shards]
         blobs = [len(data) for data in job.small.values()]
         starts, size = places([*sizes, *blobs])
@@ -71,7 +71,9 @@ class Background:
         self._target = job.target
 
     def poll(self) -> Saved | None:
-        """The save that has ended since, if one has. Raises ``CheckpointError`` if it failed."""
+        """The save that has ended since the last call, if there is one. Raises
+        ``CheckpointError`` if it failed.
+        """
         if self._target is None or self._writer is None or not self._writer.has_answer():
             return None
         return self._end(self._target)
@@ -84,7 +86,7 @@ class Background:
         return saved
 
     def close(self) -> None:
-        """Wait for the save in flight, end the process and give the memory back."""
+        """Wait for the save in flight, end the process and free the memory."""
         try:
             self.wait()
         finally:
@@ -97,11 +99,11 @@ class Background:
             self._writer, self._arena, self._is_pinned = None, None, False
 
     def _end(self, target: Path) -> Saved | None:
-        """Wait for the end of an attempt: what was saved, or None if another one was begun.
+        """Wait for the end of an attempt: what was saved, or None if another attempt was started.
 
-        A process that was killed is replaced, and several that write together all try again when
-        one of them has failed: the snapshot is still there. Does not wait for the new attempt, for
-        the other processes may have to hear of it in the loop.
+        A killed writer process is replaced, and all ranks of a joint save retry when one of them
+        has failed: the snapshot still exists. Does not wait for the new attempt, because the other
+        ranks may have to learn of it in the training loop.
         """
         assert self._writer is not None
         assert self._arena is not None
@@ -114,7 +116,7 @@ class Background:
             clean(target.parent)
         attempt = cast("int", self._job["attempt"]) + 1
         if not is_done and can_mend and attempt < MOST_ATTEMPTS:
-            logger.warning("%s; trying once more", why or f"{target.name} is not committed")
+            logger.warning("%s; retrying once", why or f"{target.name} is not committed")
             self._job["attempt"] = attempt
             self._send(self._arena)
             return None
@@ -124,7 +126,9 @@ class Background:
         return Saved(**{**told, "path": target})
 
     def _room(self, size: int, ample: int, live: LiveTensors) -> SnapshotBuffer:
-        """The arena, made anew (and with it the process that maps it) if it is too small."""
+        """The snapshot buffer, allocated again (with the process that maps it) if it is too
+        small.
+        """
         if self._arena is None or self._arena.size < size:
             self.close()
             self._arena = SnapshotBuffer.create(ample)
@@ -162,7 +166,7 @@ class _Writer:
             )
         except OSError as error:
             raise CheckpointError(
-                f"cannot start the process that writes checkpoints: {error}"
+                f"cannot start the writer process for checkpoints: {error}"
             ) from error
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -194,7 +198,7 @@ class _Writer:
         code = self.process.wait()
         how = f"with exit code {code}" if code >= 0 else f"by {signal.Signals(-code).name}"
         hint = "; is memory short?" if code == -signal.SIGKILL else ""
-        return f"the process that writes checkpoints was ended {how}{hint}"
+        return f"the writer process for checkpoints ended {how}{hint}"
 
     def close(self) -> None:
         self.let_go()
@@ -208,8 +212,9 @@ class _Writer:
 
 
 def _let_go(writer: _Writer | None) -> None:
-    """In a forked process, such as a data loader's worker: if that held the pipes open, the writer
-    would not see the end of the process that trains, nor that this one has closed them."""
+    """In a forked process, such as a data loader's worker: if it kept the pipes open, the writer
+    would not see the end of the training process, nor that this one has closed them.
+    """
     if writer is not None:
         writer.let_go()
 
@@ -217,7 +222,7 @@ def _let_go(writer: _Writer | None) -> None:
 def describe(
     job: Job, images: FileImages, small: Mapping[str, tuple[int, int]]
 ) -> dict[str, object]:
-    """A job as JSON; what is large lies in the arena."""
+    """A job as JSON; large values are in the snapshot buffer."""
     starts = zip(job.shards, images.starts, strict=True)
     return {
         "root": str(job.root.absolute()),

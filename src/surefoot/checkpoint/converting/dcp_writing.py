@@ -1,4 +1,4 @@
-"""Write any source as a folder of boxes that PyTorch's distributed checkpoints (DCP) read."""
+"""Write any tensor source as a folder of boxes for PyTorch's distributed checkpoints (DCP)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .resharding import ALONE, held_by
 
 
 def plan_dcp(source: TensorSource, mesh: Mesh = ALONE) -> list[FilePlan]:
-    """One file for every rank that holds something."""
+    """One file for every rank that has boxes."""
     plans = []
     for rank, held in enumerate(held_by({"model": source}, mesh)):
         own = held["model"]
@@ -36,10 +36,10 @@ def write_dcp(
     small: Mapping[str, bytes] | None = None,
     progress: Progress | None = None,
 ) -> None:
-    """Write ``source``, cut for ``mesh``, into the new folder ``target``, with ``small`` files.
+    """Write ``source``, sharded for ``mesh``, into the new folder ``target``, with ``small`` files.
 
     ``torch.distributed.checkpoint.HuggingFaceStorageReader`` reads it into any mesh, and PyTorch's
-    ``consolidate_safetensors_files`` makes whole tensors of it. Raises ``CheckpointError``.
+    ``consolidate_safetensors_files`` unshards it. Raises ``CheckpointError``.
     """
     source = cast(source, dtype)
     with new_folder(target) as folder:

@@ -27,7 +27,9 @@ _OF_RUN = {"state.json", "recipe.yaml", "trainer_state.json"}
 
 
 def companions(base: Path, source: TensorSource) -> dict[str, bytes]:
-    """What lies beside the weights in ``base``, its configuration as it is true of ``source``."""
+    """The companions of the weights in ``base``, with the configuration changed to fit
+    ``source``.
+    """
     found = beside(base, base)
     return found | (configs(base, source) if files.exists(base / _CONFIG) else {})
 
@@ -42,13 +44,13 @@ def named_as(source: TensorSource, base: Path) -> TensorSource:
     if missing := sorted(wanted - found.keys()):
         raise CheckpointError(
             f"weights of another model than {base}: of its {len(wanted)} tensors {len(missing)} "
-            f"are missing (for one, {missing[0]})"
+            f"are missing (for example {missing[0]})"
         )
     return source
 
 
 def adapter_files(folder: Path) -> dict[str, bytes]:
-    """What lies beside an adapter, without the files of the run that trained it."""
+    """The companions of an adapter, without the files of the run that trained it."""
     if has_manifest(folder):
         names = open_checkpoint(folder).manifest.files.keys() - _OF_RUN
         kept = [name for name in names if not is_safetensors(name)]
@@ -64,8 +66,9 @@ def configs(
     changes: Mapping[str, object] | None = None,
     stop_token_ids: tuple[int, ...] = (),
 ) -> dict[str, bytes]:
-    """``config.json`` and ``generation_config.json`` of ``folder`` as they are true of the weights
-    in ``source``, with ``changes`` to the first."""
+    """``config.json`` and ``generation_config.json`` of ``folder``, changed to fit the weights
+    in ``source``, with ``changes`` to the first.
+    """
     changes = changes or {}
     config = {**_read(folder / "config.json"), **changes}
     inner = config.get("text_config")

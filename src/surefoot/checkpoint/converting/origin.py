@@ -54,7 +54,7 @@ class Origin(Protocol):
 
     @property
     def folder(self) -> Path:
-        """Where it is."""
+        """Its path."""
 
     @property
     def base(self) -> Path | None:
@@ -65,7 +65,7 @@ class Origin(Protocol):
         """What the user said of a folder of MindSpore."""
 
     def adapter_base(self) -> Path | None:
-        """The folder of an adapter's base; None for a whole model."""
+        """The folder of an adapter's base; None for a full model."""
 
     def weights(self) -> TensorSource:
         """The weights as stored, under Hugging Face's names."""
@@ -76,7 +76,7 @@ class Origin(Protocol):
 
 @dataclass(frozen=True)
 class Done:
-    """What else there is to say of the folder that was written."""
+    """Notes about the folder that was written."""
 
     notes: Mapping[str, object] = field(default_factory=dict)  # for --json
     words: str = ""  # for people

@@ -1,9 +1,9 @@
-"""A checkpoint in another layout, or cut for another mesh: all of it, from file to file.
+"""Write a complete checkpoint in another layout, or for another mesh, from file to file.
 
-Weights, optimizer and the rest of the state are sources; the new files are planned as the save of a
-run of that mesh would plan them, and filled block by block. So no model is built, no process group
-is started, memory does not grow with the model, and every byte is read once, its hash checked on
-the way.
+Weights, optimizer and the other states are tensor sources. The new files are planned like the save
+of a run on that mesh, and filled block by block. So no model is built, no process group is started,
+memory does not grow with the model, and every byte is read once and its hash checked at the same
+time.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _MESH = re.compile(r"rank_\d{5}/")
 
 @dataclass(frozen=True)
 class Resharding:
-    """What is to be written, from which sources, and how large it is. Nothing is written yet."""
+    """What to write, from which sources, and its size. Nothing is written yet."""
 
     folder: Path
     manifest: Manifest
@@ -63,13 +63,13 @@ class Resharding:
 
     @property
     def writes(self) -> dict[str, int]:
-        """Bytes of each file but ``manifest.json``."""
+        """Bytes of each file except ``manifest.json``."""
         large = {shard.plan.name: shard.plan.header.file_size for shard in self.shards}
         return dict(sorted({**large, **{n: len(data) for n, data in self.small.items()}}.items()))
 
     @property
     def by_rank(self) -> list[int]:
-        """Bytes of tensor files that a save by each process of the mesh writes."""
+        """Bytes of tensor files that each rank of the mesh writes."""
         found = [0] * self.mesh.size
         for shard in self.shards:
             name = shard.plan.name
@@ -94,28 +94,27 @@ def reshard(
     max_shard_size: int = SHARD_SIZE,
     progress: Progress | None = None,
 ) -> Saved:
-    """Write the checkpoint in ``folder`` as another one, ``target``, whole or not at all.
+    """Write the checkpoint in ``folder`` as a new checkpoint ``target``, atomically.
 
-    A run that goes on from either goes on in the same way: bitwise, unless ``dtype`` rounds the
-    weights.
+    A run resumes from both in the same way: bitwise, unless ``dtype`` rounds the weights.
 
     Args:
-        folder: a checkpoint of ours.
+        folder: a Surefoot checkpoint.
         target: the new checkpoint, a folder that does not exist.
-        layout: ``full``, or ``distributed`` for a folder for every process of ``mesh``.
-        mesh: the processes whose boxes are written; only in layout ``distributed``.
-        dtype: float32, float16 or bfloat16, for the weights; the optimizer's state stays.
+        layout: ``full``, or ``distributed`` for a folder for every rank of ``mesh``.
+        mesh: the ranks whose boxes are written; only in layout ``distributed``.
+        dtype: float32, float16 or bfloat16, for the weights; the optimizer state is not changed.
         max_shard_size: of each file, in bytes.
-        progress: told the bytes of each block written.
+        progress: called with the bytes of each block written.
 
     Raises:
-        CheckpointError: a damaged checkpoint, options that do not go together, ``target`` exists,
-            or the disk fails.
+        CheckpointError: a damaged checkpoint, incompatible options, ``target`` exists, or the disk
+            fails.
     """
     path = Path(target).absolute()
     refuse_existing(path)
     if Path(folder).absolute() in path.parents:
-        raise CheckpointError(f"{target}: lies in the checkpoint {folder}; choose another folder")
+        raise CheckpointError(f"{target}: is inside the checkpoint {folder}; choose another folder")
     plan = plan_reshard(
         folder, layout=layout, mesh=mesh, dtype=dtype, max_shard_size=max_shard_size
     )
@@ -131,10 +130,10 @@ def plan_reshard(
     dtype: str | None = None,
     max_shard_size: int = SHARD_SIZE,
 ) -> Resharding:
-    """What ``reshard`` would read and write. Of the tensors only the headers are read."""
+    """What ``reshard`` would read and write. Only the headers of tensor files are read."""
     if layout == "full" and mesh.size > 1:
         raise CheckpointError(
-            "a mesh goes with layout distributed; layout full is the same for every mesh"
+            "a mesh needs layout distributed; layout full is the same for every mesh"
         )
     _refuse_foreign(Path(folder))
     checkpoint = open_checkpoint(Path(folder))
@@ -154,13 +153,13 @@ def _refuse_foreign(folder: Path) -> None:
     layout = expect_layout(folder)
     if not layout.has_manifest:
         raise CheckpointError(
-            f"{folder}: weights alone ({layout.name}), not a checkpoint of ours; "
-            "`surefoot ckpt convert --to surefoot` makes one of them, without a state to go on from"
+            f"{folder}: weights only ({layout.name}), not a Surefoot checkpoint; `surefoot ckpt "
+            "convert --to surefoot` converts it to one, without training state"
         )
 
 
 def open_roles(folder: Path, manifest: Manifest) -> dict[str, TensorSource]:
-    """The tensors of each role of a checkpoint of ours, under the names they have in its files."""
+    """The tensors of each role of a Surefoot checkpoint, under the names in its files."""
     stored = FolderSource(open_contents(folder))
     return {
         role: Renamed(stored, {name: f"{role}/{name}" for name in manifest.tensors(role)})
@@ -169,7 +168,7 @@ def open_roles(folder: Path, manifest: Manifest) -> dict[str, TensorSource]:
 
 
 def with_dtype(config: bytes, dtype: str) -> bytes:
-    """``config.json`` of weights of another type."""
+    """``config.json`` for weights of another dtype."""
     told = json.loads(config)
     for section in (told, told.get("text_config")):
         if isinstance(section, dict) and ("dtype" in section or section is told):
@@ -185,7 +184,7 @@ def shards_of(
     mesh: Mesh,
     max_shard_size: int,
 ) -> Iterator[Shard]:
-    """The files of every role: of whole tensors, or of the boxes of every rank."""
+    """The files of every role: of unsharded tensors, or of the boxes of every rank."""
     moments = {name: source.shapes() for name, source in sources.items()}
     apart = [name for name in sources if FileRole(name, kind).is_adapter]
     for name in apart:  # one small file beside the manifest, as PEFT wants it
@@ -207,9 +206,9 @@ def shards_of(
 def held_by(
     sources: Mapping[str, TensorSource], mesh: Mesh
 ) -> list[dict[str, dict[str, LocalTensor]]]:
-    """What each rank writes, by role and name: its share of what it would hold in a run.
+    """What each rank writes, by role and name: its part of what it would have in a run.
 
-    What is no tensor of the model or its optimizer is whole, and the first rank's.
+    Tensors of other states are unsharded, and rank 0 writes them.
     """
     held: list[dict[str, dict[str, LocalTensor]]] = [
         {r: {} for r in sources} for _ in range(mesh.size)
@@ -278,9 +277,9 @@ class SourceContent:
     progress: Progress
 
     def write(self, shard: Shard, file: files.File) -> Mapping[str, str]:
-        """Fill and flush the file; the hash of each box's bytes by its tensor's name."""
+        """Write and flush the file; returns the hash of each box's bytes by its tensor's name."""
         return fill(file, self.sources[shard.role], shard.plan, self.progress)
 
     def hash(self, shard: Shard, name: str) -> str:
-        """Not asked for: nothing is shared with a parent."""
+        """Not used: nothing is shared with a parent."""
         raise AssertionError(name)

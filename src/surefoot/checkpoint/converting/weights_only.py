@@ -1,7 +1,7 @@
-"""A checkpoint of ours that holds weights and nothing else, written from any source.
+"""A weights-only Surefoot checkpoint, written from any tensor source.
 
-Every command and every reader takes it, and a training may begin with it (``model.path``); going on
-from it is refused, as there is no state of a training in it. Its step is 0.
+Every command and every reader accepts it, and a run may start from it (``model.path``). It cannot
+be resumed, because it has no training state. Its step is 0.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ def write_weights(
     small: Mapping[str, bytes] | None = None,
     progress: Progress | None = None,
 ) -> Saved:
-    """Write ``source`` as a checkpoint of ours, ``target``, whole or not at all.
+    """Write ``source`` as a Surefoot checkpoint ``target``, atomically.
 
     Args:
         source: weights under Hugging Face's names, or PEFT's.
         target: the new checkpoint, a folder that does not exist.
         kind: ``adapter`` for PEFT's weights.
-        layout: ``full``, or ``distributed`` for a folder for every process of ``mesh``.
-        mesh: the processes whose boxes are written; only in layout ``distributed``.
-        dtype: float32, float16 or bfloat16; None: as they are.
-        small: other files to lie beside, such as ``config.json``.
-        progress: told the bytes of each block written.
+        layout: ``full``, or ``distributed`` for a folder for every rank of ``mesh``.
+        mesh: the ranks whose boxes are written; only in layout ``distributed``.
+        dtype: float32, float16 or bfloat16; None: unchanged.
+        small: companion files, such as ``config.json``.
+        progress: called with the bytes of each block written.
 
     Raises:
         CheckpointError: damaged weights, ``target`` exists, or the disk fails.

@@ -1,7 +1,7 @@
-"""A folder that others read appears at one stroke, too: written aside, flushed, then renamed.
+"""Create a folder atomically: write to a temporary folder, flush, rename.
 
-Whoever writes holds the lock of the folder aside, so that the next conversion to the same place
-knows whether to remove it.
+The writer locks the temporary folder, so that the next conversion to the same place knows whether
+to delete it.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ _ATTEMPTS = 100
 
 @contextlib.contextmanager
 def new_folder(target: Path, *, may_be_empty: bool = False) -> Iterator[Path]:
-    """A folder to write into, which becomes ``target`` when the block ends; removed if it fails.
+    """A temporary folder, which becomes ``target`` when the block ends; deleted if it fails.
 
-    What killed processes left behind that wrote to ``target`` is removed first. Raises
-    ``CheckpointError`` if there is something of that name (``may_be_empty``: but an empty folder),
-    or the disk fails.
+    Leftovers of killed processes that wrote to ``target`` are deleted first. Raises
+    ``CheckpointError`` if ``target`` exists (with ``may_be_empty``: and is not an empty folder), or
+    the disk fails.
     """
     with files.raising(CheckpointError, f"cannot write {target}"):
         if not (may_be_empty and files.is_folder(target) and not files.list_folder(target)):
@@ -44,20 +44,20 @@ def new_folder(target: Path, *, may_be_empty: bool = False) -> Iterator[Path]:
 
 
 def write_small(folder: Path, small: Mapping[str, bytes]) -> None:
-    """Small files, which may lie in folders within."""
+    """Companion files, which may be in subfolders."""
     for name, data in small.items():
         files.make_folder((folder / name).parent)
         files.write_new(folder / name, data)
 
 
 def refuse_taken(target: Path) -> None:
-    """Raise ``CheckpointError`` if there is anything of that name."""
+    """Raise ``CheckpointError`` if the name exists."""
     if files.exists(target):
         raise CheckpointError(f"{target}: it exists already; choose another folder")
 
 
 def _start(target: Path) -> files.File:
-    """A new folder aside, open and locked."""
+    """A new temporary folder, open and locked."""
     for _ in range(_ATTEMPTS):
         folder = part_of(target, new_nonce())
         files.new_folder(folder)
@@ -66,7 +66,7 @@ def _start(target: Path) -> files.File:
             if _is_mine(held):
                 return held
             held.close()
-    raise CheckpointError(f"{target.parent}: another process keeps removing the folder aside")
+    raise CheckpointError(f"{target.parent}: another process keeps deleting the temporary folder")
 
 
 def _is_mine(held: files.File) -> bool:

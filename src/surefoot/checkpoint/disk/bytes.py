@@ -1,8 +1,8 @@
-"""Tensors to bytes at positions and back: positional reads and writes, no library between.
+"""Tensors to bytes at file positions and back, by positional reads and writes.
 
-Writing: space is reserved, then every tensor goes straight from its memory to its final place,
-hashed block by block while the block is in the cache. Reading: a box goes straight from the file
-into the tensor that will hold it. Neither needs more memory than one block.
+Writing: space is reserved, then every tensor is written directly from its memory to its final
+position, and hashed block by block while the block is in the CPU cache. Reading: a box is read
+directly from the file into its tensor. Neither needs more memory than one block.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def describe(name: str, tensor: torch.Tensor) -> tuple[str, tuple[int, ...]]:
 
 
 def dtype_name(name: str, dtype: torch.dtype) -> str:
-    """What safetensors calls ``dtype``; a ``CheckpointError`` if it does not know it."""
+    """The safetensors name of ``dtype``; a ``CheckpointError`` if there is none."""
     if dtype not in NAMES:
         known = ", ".join(str(dtype).removeprefix("torch.") for dtype in NAMES)
         raise CheckpointError(f"{name}: cannot store {dtype}; safetensors has {known}")
@@ -72,15 +72,18 @@ def raw(tensor: torch.Tensor) -> memoryview:
 def write_file(
     file: files.File, plan: FilePlan, tensors: Mapping[str, torch.Tensor]
 ) -> dict[str, str]:
-    """Fill and flush the file that ``plan`` describes; the hash of each tensor's bytes by name."""
+    """Write and flush the file that ``plan`` describes; returns the hash of each tensor's bytes
+    by name.
+    """
     with Stream(file) as stream:
         stream.write(plan.head)
         return {name: write_tensor(stream, tensors[name]) for name in plan.header.entries}
 
 
 def write_box(file: files.File, entry: Entry, box: Box, tensor: torch.Tensor) -> str:
-    """Write ``tensor``, which is ``box`` of a stored one, to its place; the hash of its values in
-    row-major order. No more memory than a block is needed."""
+    """Write ``tensor``, which is ``box`` of a stored one, to its position; returns the hash of
+    its values in row-major order. Needs no more memory than one block.
+    """
     digest = files.Hash()
     for part in Box.whole(box.shape).blocks(files.BLOCK // tensor.element_size()):
         block = raw(_dense(tensor[part.slices_in(Box.whole(box.shape))]))
@@ -91,8 +94,9 @@ def write_box(file: files.File, entry: Entry, box: Box, tensor: torch.Tensor) ->
 
 
 def write_tensor(stream: Stream, tensor: torch.Tensor, digest: files.Hash | None = None) -> str:
-    """Add the tensor's values in row-major order; their hash, or that of all that ``digest`` has
-    been fed with."""
+    """Add the tensor's values in row-major order; returns the hash of all that ``digest`` has
+    been fed.
+    """
     digest = digest or files.Hash()
     for block in _blocks(tensor):
         digest.update(block)
@@ -109,7 +113,7 @@ def hash_tensor(tensor: torch.Tensor) -> str:
 
 
 def _blocks(tensor: torch.Tensor) -> Iterator[memoryview]:
-    """The tensor's bytes in row-major order, in blocks that stay in the core's cache."""
+    """The tensor's bytes in row-major order, in blocks that fit into the core's cache."""
     for part in _dense_parts(tensor.detach()):
         data = raw(part)
         for at in range(0, len(data), files.BLOCK):
@@ -117,9 +121,9 @@ def _blocks(tensor: torch.Tensor) -> Iterator[memoryview]:
 
 
 def _dense_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The tensor as contiguous CPU tensors that follow each other in row-major order.
+    """The tensor as consecutive contiguous CPU tensors in row-major order.
 
-    One that is not contiguous, or lies on a device, is copied about a block at a time.
+    A tensor that is not contiguous, or is on a device, is copied about one block at a time.
     """
     is_plain = tensor.device.type == "cpu" and tensor.is_contiguous()
     if is_plain and not (tensor.is_conj() or tensor.is_neg()):
@@ -151,19 +155,19 @@ def fill(tensor: torch.Tensor, file: TensorFile, key: str, box: Box | None = Non
 
 
 def read_box(file: TensorFile, key: str, box: Box) -> torch.Tensor:
-    """The values of ``box``, reading no other bytes."""
+    """The values of ``box``; no other bytes are read."""
     found = torch.empty(box.shape, dtype=DTYPES[file.entry(key).dtype])
     fill_box(found, file, key, box)
     return found
 
 
 def fill_box(tensor: torch.Tensor, file: TensorFile, key: str, box: Box) -> None:
-    """Fill a contiguous CPU tensor with the values of ``box``, reading no other bytes."""
+    """Fill a contiguous CPU tensor with the values of ``box``; no other bytes are read."""
     file.read_box_into(key, box, raw(tensor))
     _check_bools(tensor, file, key)
 
 
 def _check_bools(tensor: torch.Tensor, file: TensorFile, key: str) -> None:
-    """A bool that is neither 0 nor 1 makes torch contradict itself."""
+    """Reject a bool that is neither 0 nor 1, with which torch behaves inconsistently."""
     if tensor.dtype == torch.bool and tensor.numel() and tensor.view(torch.uint8).max() > 1:
         raise CheckpointError(f"{file.path}: {key}: a bool must be 0 or 1")

@@ -1,10 +1,10 @@
-"""A checkpoint exists or it does not: written aside, flushed, then renamed into place.
+"""Atomic commit of a checkpoint: write to a temporary folder, flush it, rename it into place.
 
-The folder aside, ``.checkpoint-N.<nonce>.part``, holds a manifest from the first moment: empty, and
-locked by the process that writes. The lock ends with the process, however it ends, also across
-machines and containers where process numbers say nothing; so whoever finds a folder whose manifest
-can be locked knows that nobody writes it any more, and may remove it. A folder that others are to
-read has no manifest: who writes it (``whole``) holds the lock of the folder itself.
+The temporary folder, ``.checkpoint-N.<nonce>.part``, contains a manifest from the beginning: empty,
+and locked by the writer. The lock ends with the process, however it ends, also across machines and
+containers, where process ids say nothing. So a folder whose manifest can be locked has no living
+writer, and may be deleted. A foreign folder has no manifest: its writer (``atomic_folder``) locks
+the folder itself.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ _ATTEMPTS = 100
 
 @dataclass(frozen=True)
 class PendingCheckpoint:
-    """A checkpoint in the making."""
+    """A checkpoint that is being written."""
 
     folder: Path
     manifest: files.File
 
     def commit(self, target: Path, manifest: bytes) -> None:
-        """Write the manifest, flush, and give the folder its name: from then on it exists."""
+        """Write the manifest, flush, and rename the folder: from then on the checkpoint exists."""
         self.manifest.reserve(len(manifest))
         self.manifest.write_at(0, manifest)
         self.manifest.sync()
@@ -52,9 +52,9 @@ class PendingCheckpoint:
 
 @contextlib.contextmanager
 def temporary_folder(target: Path, nonce: str | None = None) -> Iterator[PendingCheckpoint]:
-    """A new folder beside ``target`` to write into; removed unless it was committed.
+    """A new temporary folder beside ``target``; deleted unless it was committed.
 
-    Its name is chosen at random, unless several processes have agreed on a ``nonce``.
+    Its name is random, unless several ranks have agreed on a ``nonce``.
     """
     files.make_folder(target.parent)
     part = _start(target, nonce)
@@ -69,7 +69,7 @@ def temporary_folder(target: Path, nonce: str | None = None) -> Iterator[Pending
 
 
 def refuse_existing(target: Path) -> None:
-    """Raise ``CheckpointError`` if there is anything of that name."""
+    """Raise ``CheckpointError`` if the name exists."""
     if files.exists(target):
         raise CheckpointError(
             f"{target}: it exists already, and a checkpoint is never overwritten; "
@@ -78,7 +78,7 @@ def refuse_existing(target: Path) -> None:
 
 
 def part_of(target: Path, nonce: str) -> Path:
-    """The folder aside of that name."""
+    """The name of the temporary folder."""
     return target.with_name(f".{target.name}.{nonce}.part")
 
 
@@ -97,7 +97,7 @@ def _start(target: Path, nonce: str | None) -> PendingCheckpoint:
                 return PendingCheckpoint(folder, manifest)
             manifest.close()
     raise CheckpointError(
-        f"{target.parent}: another process keeps removing the folder of this save"
+        f"{target.parent}: another process keeps deleting the temporary folder of this save"
     )
 
 
@@ -110,7 +110,7 @@ def _is_mine(manifest: files.File) -> bool:
 
 
 def _folders(folder: Path) -> list[Path]:
-    """``folder`` and those in it, innermost first."""
+    """``folder`` and its subfolders, innermost first."""
     inner = [folder / name for name in files.list_folder(folder)]
     return [*(deep for path in inner if files.is_folder(path) for deep in _folders(path)), folder]
 
@@ -131,18 +131,18 @@ def named(root: Path) -> list[Path]:
 
 
 def committed(root: Path) -> list[Path]:
-    """The checkpoints that exist under ``root``, oldest step first. Only the name is looked at."""
+    """The checkpoints that exist under ``root``, oldest step first. Only the names are checked."""
     with files.raising(CheckpointError):
         return [folder for folder in named(root) if files.exists(folder / MANIFEST)]
 
 
 def is_leftover(name: str) -> bool:
-    """Whether ``name`` is that of a folder half written or half removed."""
+    """Whether ``name`` is that of a temporary or half deleted folder."""
     return bool(_PART.fullmatch(name) or _FORGOTTEN.fullmatch(name))
 
 
 def is_being_written(folder: Path) -> bool:
-    """Whether a living process is making a checkpoint in ``folder``."""
+    """Whether a living process is writing a checkpoint in ``folder``."""
     try:
         with files.open_file(folder / MANIFEST, follow=False, write=True) as manifest:
             manifest.lock()  # given back at once; a saver that meets it takes another folder
@@ -154,16 +154,16 @@ def is_being_written(folder: Path) -> bool:
 
 
 def being_written(root: Path) -> list[Path]:
-    """The folders under ``root`` in which a living process makes a checkpoint."""
+    """The folders under ``root`` in which a living process is writing a checkpoint."""
     with files.raising(CheckpointError):
         names = files.list_folder(root) if files.is_folder(root) else []
         return [root / n for n in names if _PART.fullmatch(n) and is_being_written(root / n)]
 
 
 def clean(root: Path) -> list[Path]:
-    """Remove what killed processes left half written or half forgotten; what was removed.
+    """Delete the leftovers of killed processes; returns the deleted folders.
 
-    The folder of a process that still writes is left alone.
+    The folder of a process that is still writing is not touched.
     """
     removed = []
     with files.raising(CheckpointError, f"cannot clean up in {root}"):
@@ -176,7 +176,7 @@ def clean(root: Path) -> list[Path]:
 
 
 def clean_beside(target: Path) -> None:
-    """Remove what killed processes left half written of a folder that was to be ``target``."""
+    """Delete the temporary folders of killed processes that were writing ``target``."""
     start, end = part_of(target, "").name.rsplit(".", 1)
     with files.raising(CheckpointError, f"cannot clean up in {target.parent}"):
         names = files.list_folder(target.parent) if files.is_folder(target.parent) else []
@@ -216,9 +216,9 @@ def _remove_unwritten(folder: Path, *, has_locks: bool) -> bool:
 
 
 def mark_damaged(folder: Path) -> Path:
-    """Rename a damaged checkpoint, so that its step can be saved again; its new path."""
+    """Rename a damaged checkpoint, so that its step can be saved again; returns its new path."""
     target, number = folder.with_name(f"{folder.name}.damaged"), 1
-    with files.raising(CheckpointError, f"cannot set {folder} aside"):
+    with files.raising(CheckpointError, f"cannot rename {folder}"):
         while files.exists(target):
             number += 1
             target = folder.with_name(f"{folder.name}.damaged-{number}")
@@ -228,7 +228,7 @@ def mark_damaged(folder: Path) -> Path:
 
 
 def delete(folder: Path) -> None:
-    """Make a checkpoint cease to exist at one stroke, then free its space."""
+    """Delete a checkpoint: rename it atomically, then free its space."""
     gone = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.forgotten")
     files.rename(folder, gone)
     files.sync_folder(folder.parent)

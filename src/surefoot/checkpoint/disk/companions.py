@@ -1,4 +1,4 @@
-"""The small files that lie beside a model's weights and are copied as they are. No torch."""
+"""Companions: the small files beside a model's weights, which are copied unchanged. No torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MODEL = ("*.py", "preprocessor_config.json", "processor_config.json", "LICENSE*"
 
 
 def beside(model: Path, tokenizer: Path) -> dict[str, bytes]:
-    """The small files of two folders that are copied as they are."""
+    """The companion files of two folders."""
     found = {}
     for folder, patterns in ((model, MODEL), (tokenizer, TOKENIZER)):
         for pattern in patterns:

@@ -1,7 +1,7 @@
-"""How a file of boxes explains itself: the name, whole shape and start of each, in its header.
+"""Sharding metadata in the header of a file of boxes: the name, full shape and start of each.
 
 The convention is that of PyTorch's distributed checkpoints in safetensors (``DCP_SHARDING_INFO``),
-so that these read our files. A file without it holds whole tensors. No torch here.
+so that PyTorch reads these files. A file without it contains unsharded tensors. No torch here.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def explain(boxes: Boxes) -> dict[str, str]:
 
 
 def explained(header: Header) -> Boxes:
-    """What a header of ours says about the boxes of its file."""
+    """The boxes in a file, according to its header."""
     told = json.loads(header.metadata.get(INFO_KEY, "{}"))
     found = {}
     for key, entry in header.entries.items():

@@ -1,6 +1,6 @@
-"""Decide what goes into which file at which byte, without doing it. Pure; no torch here.
+"""Plan which tensor is stored in which file at which byte. Pure; no torch here.
 
-Tensors go whole into files of bounded size, which are named as Hugging Face names them.
+Tensors are not split; files have a bounded size and Hugging Face's names.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Tensors = Mapping[str, tuple[str, tuple[int, ...]]]  # name -> dtype, shape
 
 @dataclass(frozen=True)
 class FilePlan:
-    """One safetensors file to be: its first bytes, and the place of every tensor after them."""
+    """A planned safetensors file: its first bytes, and the position of every tensor after them."""
 
     name: str
     head: bytes
@@ -33,9 +33,9 @@ def plan_save(
 ) -> list[FilePlan]:
     """Files for ``tensors``: one, or several of at most ``max_shard_size`` bytes of tensors each.
 
-    Tensors keep their order over the files, so that a layer stays together; one that is larger
-    than the limit has a file of its own. Those ``apart`` come first, in files without the others.
-    ``boxes`` says which part of its tensor each is; every file then explains itself.
+    Tensors keep their order over the files, so that a layer stays together; a tensor that is larger
+    than the limit has its own file. Those ``apart`` come first, in files of their own. ``boxes``
+    gives the box of each tensor that is a part; every file's header then contains it.
     """
     aside = {name: described for name, described in tensors.items() if name in apart}
     rest = {name: described for name, described in tensors.items() if name not in apart}

@@ -1,4 +1,4 @@
-"""A committed checkpoint opened for reading: nothing in it is believed before it is checked."""
+"""A committed checkpoint opened for reading: everything in it is checked before it is used."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ...storage import files
 from . import strict_json, tensorfile
 from .manifest import MANIFEST, STATE, Manifest, Piece, parse
 
-WHAT_TO_DO = "the file is damaged; go on from an earlier checkpoint"
+WHAT_TO_DO = "the file is damaged; resume from an earlier checkpoint"
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class CheckpointFolder:
     manifest: Manifest
 
     def small(self, name: str) -> bytes:
-        """The content of a file that is not tensors, its length and hash checked."""
+        """The content of a companion or state file, its length and hash checked."""
         with files.raising(CheckpointError), files.open_inside(self.path, name) as file:
             size = file.size
             self._check_size(name, size)
@@ -35,7 +35,9 @@ class CheckpointFolder:
         return data
 
     def tensors(self, name: str) -> tensorfile.TensorFile:
-        """A file of tensors, its length and header checked; whoever reads a piece checks that."""
+        """A file of tensors, its length and header checked; the reader of a piece checks its
+        hash.
+        """
         file = tensorfile.open_inside(self.path, name)
         try:
             self._check_size(name, file.header.file_size)
@@ -50,23 +52,23 @@ class CheckpointFolder:
         if STATE not in self.manifest.files:
             setting = "adapter" if self.manifest.kind == "adapter" else "path"
             raise CheckpointError(
-                f"{self.path}: weights alone, without {STATE}, the state of a training to go on "
-                f"from; to start from them, leave checkpoint.resume out and set "
-                f"model.{setting}={self.path}"
+                f"{self.path}: a weights-only checkpoint; it has no training state ({STATE}) "
+                "and cannot be resumed. To start from its weights, remove checkpoint.resume "
+                f"and set model.{setting}={self.path}"
             )
         return strict_json.parse_object(self.small(STATE), str(self.path / STATE))
 
     def check_stored(self, file: tensorfile.TensorFile, piece: Piece) -> None:
-        """Read a piece, and refuse it if its bytes have another hash than the manifest's."""
+        """Read a piece, and reject it if the hash of its bytes differs from the manifest's."""
         inside = piece.inside(file.entry(piece.key).shape)
         self.check_piece(piece, file.hash(piece.key, inside))
 
     def check_piece(self, piece: Piece, found: str) -> None:
-        """Refuse a piece whose bytes have another hash than the manifest's."""
+        """Reject a piece if the hash of its bytes differs from the manifest's."""
         if piece.hash != found:
             raise CheckpointError(
-                f"{self.path / piece.file}: the bytes of {piece.key!r} are not those that were "
-                f"saved (hash {found[:8]}…, expected {piece.hash[:8]}…); {WHAT_TO_DO}"
+                f"{self.path / piece.file}: {piece.key!r} has changed since it was saved (hash "
+                f"{found[:8]}…, expected {piece.hash[:8]}…); {WHAT_TO_DO}"
             )
 
     def _check_size(self, name: str, found: int) -> None:
@@ -92,8 +94,8 @@ class CheckpointFolder:
             expected = first.box.shape if len(parts) == 1 else first.shape
             if (entry.dtype, entry.shape) != (first.dtype, expected):
                 raise CheckpointError(
-                    f"{where}: {key!r} is {entry.dtype} {list(entry.shape)}, the manifest says "
-                    f"{first.dtype} {list(expected)}"
+                    f"{where}: {key!r} is {entry.dtype} {list(entry.shape)}, expected "
+                    f"{first.dtype} {list(expected)} as in the manifest"
                 )
             if any(piece.tensor != first.tensor for piece in parts):
                 raise CheckpointError(
@@ -102,7 +104,7 @@ class CheckpointFolder:
 
 
 def open_checkpoint(folder: Path) -> CheckpointFolder:
-    """Open ``folder`` by its manifest; a ``CheckpointError`` if it is not a whole checkpoint."""
+    """Open ``folder`` by its manifest; a ``CheckpointError`` if it is not a complete checkpoint."""
     where = folder / MANIFEST
     with files.raising(CheckpointError):
         if not files.exists(where):

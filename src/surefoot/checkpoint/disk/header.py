@@ -1,7 +1,8 @@
-"""Safetensors headers: what a file holds and at which byte. Pure; no torch and no files here.
+"""Safetensors headers: the tensors in a file, and their positions. Pure; no torch and no files
+here.
 
 A file is 8 bytes of header length (little-endian), the header (JSON, padded with spaces), then the
-tensors' bytes without a hole. Tensors of wider types come first, so that each is aligned.
+tensors' bytes without holes. Tensors of wider dtypes come first, so that each is aligned.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _METADATA = "__metadata__"
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One tensor of a file: its type, its shape and its first byte, from the file's start."""
+    """One tensor of a file: its dtype, its shape and its first byte, from the file's start."""
 
     dtype: str  # a key of ITEM_SIZES
     shape: tuple[int, ...]
@@ -46,7 +47,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Header:
-    """All tensors of a file, and the free text its writer left."""
+    """All tensors of a file, and its free-text metadata."""
 
     entries: Mapping[str, Entry]
     metadata: Mapping[str, str]
@@ -55,7 +56,9 @@ class Header:
 
 
 def ranges_of(entry: Entry, box: Box) -> Iterator[tuple[int, int]]:
-    """Where ``box`` of a stored tensor lies in its file: first byte and length of every range."""
+    """The position of ``box`` of a stored tensor in its file: first byte and length of every
+    range.
+    """
     item = ITEM_SIZES[entry.dtype]
     for first, count in box.runs_in(Box.whole(entry.shape)):
         yield entry.offset + first * item, count * item
@@ -69,7 +72,7 @@ def num_bytes(dtype: str, shape: tuple[int, ...]) -> int:
 def build(
     tensors: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str] | None = None
 ) -> tuple[bytes, Header]:
-    """Lay out a file for ``tensors`` (name -> dtype, shape): its first bytes, and the places.
+    """Lay out a file for ``tensors`` (name -> dtype, shape): its first bytes, and the positions.
 
     ``metadata`` is free text for the header.
     """
@@ -102,20 +105,20 @@ def build(
 
 
 def header_length(first: bytes, file_size: int, where: str) -> int:
-    """The header's length that the ``first`` 8 bytes announce, once it is known to be possible."""
+    """The header's length in the ``first`` 8 bytes, after a check that it is possible."""
     if len(first) < 8:
         raise CheckpointError(f"{where}: {file_size} bytes are too few for a safetensors file")
     length = int.from_bytes(first[:8], "little")
     if length > MAX_HEADER or 8 + length > file_size:
         raise CheckpointError(
-            f"{where}: the header claims {length} bytes, the file has {file_size}: "
-            f"it is truncated, damaged, or not a safetensors file"
+            f"{where}: the header has {length} bytes according to the file, which has "
+            f"{file_size}: it is truncated, damaged, or not a safetensors file"
         )
     return length
 
 
 def parse(text: bytes, file_size: int, where: str) -> Header:
-    """Read a header (without its 8 length bytes); it must describe the file to the last byte."""
+    """Parse a header (without its 8 length bytes); it must describe the file to the last byte."""
     if text[:1] != b"{":
         raise CheckpointError(
             f"{where}: the header does not start with '{{'; not a safetensors file"

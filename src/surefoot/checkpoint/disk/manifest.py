@@ -1,7 +1,7 @@
-"""What a checkpoint holds and where: the manifest, as objects and as text.
+"""The manifest: all files and boxes of a checkpoint, as objects and as text.
 
-``manifest.json`` carries a seal: the xxh3-128 of its own bytes, taken with the seal's 32 digits as
-zeros. So every bit of the manifest is covered, the manifest covers every file's length, every small
+``manifest.json`` has a seal: the xxh3-128 of its own bytes, computed with the seal's 32 digits as
+zeros. So every bit of the manifest is covered. The manifest covers every file's length, every small
 file and every header by a hash, and every piece of a tensor by a hash.
 """
 
@@ -35,8 +35,9 @@ _NAME = re.compile(r"[^./\\\x00-\x1f\x7f][^/\\\x00-\x1f\x7f]{0,200}")
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One box of one tensor, with the hash of its bytes. In ``file``, ``key`` is either the box or
-    the whole tensor."""
+    """One box of one tensor, with the hash of its bytes. In ``file``, ``key`` is either the box
+    or the full tensor.
+    """
 
     tensor: str  # "ROLE/...", for one "model/...": unique in the checkpoint
     dtype: str  # safetensors' name for it
@@ -52,13 +53,15 @@ class Piece:
         return num_bytes(self.dtype, self.box.shape)
 
     def inside(self, stored: tuple[int, ...]) -> Box:
-        """Where the box lies in what is stored under the key, which has the shape ``stored``."""
+        """The position of the box in the tensor stored under the key, which has the shape
+        ``stored``.
+        """
         return Box.whole(stored) if stored == self.box.shape else self.box
 
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """Everything about a checkpoint but its bytes."""
+    """Everything about a checkpoint except its bytes."""
 
     step: int
     kind: Kind
@@ -78,7 +81,7 @@ class Manifest:
 
     @cached_property
     def pieces_of_file(self) -> Mapping[str, tuple[Piece, ...]]:
-        """All pieces by the file they lie in."""
+        """All pieces by their file."""
         return _grouped(self.pieces, lambda piece: piece.file)
 
     @property
@@ -95,7 +98,7 @@ class Manifest:
         return found
 
     def by_tensor(self) -> dict[str, tuple[Piece, ...]]:
-        """The pieces of each tensor by its full name; together they are all of it."""
+        """The pieces of each tensor by its full name; together they cover it."""
         return _grouped(self.pieces, lambda piece: piece.tensor)
 
 
@@ -107,18 +110,18 @@ def _grouped(pieces: Iterable[Piece], key: Callable[[Piece], str]) -> dict[str, 
 
 
 def is_plain_name(name: str) -> bool:
-    """Whether ``name`` can only mean a file inside the folder it is put in, on any system."""
+    """Whether ``name`` can only be a file inside its folder, on any system."""
     parts = name.split("/")
     return len(parts) <= 4 and all(_NAME.fullmatch(part) for part in parts)
 
 
 def is_safetensors(name: str) -> bool:
-    """Whether a file of that name holds tensors: its hash covers only what precedes them."""
+    """Whether a file of that name contains tensors: its hash covers only the bytes before them."""
     return name.endswith(".safetensors")
 
 
 def dump(manifest: Manifest) -> bytes:
-    """The manifest's text, sealed: sorted keys and one entry a line, for people and ``diff``."""
+    """The manifest's text, sealed: sorted keys and one entry per line, for people and ``diff``."""
     fields: dict[str, Any] = {
         "created": manifest.created,
         "files": dict(manifest.files),
@@ -145,7 +148,7 @@ def dump(manifest: Manifest) -> bytes:
 
 
 def dump_piece(piece: Piece) -> dict[str, Any]:
-    """A piece as it lies in a manifest."""
+    """A piece in the form of the manifest."""
     return {
         "box": [list(piece.box.start), list(piece.box.shape)],
         "dtype": piece.dtype,
@@ -167,7 +170,7 @@ def _lines(value: object) -> str:
 
 
 def parse(data: bytes, where: str) -> Manifest:
-    """Read a manifest, and refuse one that is damaged, of a later format, or contradicts itself."""
+    """Parse a manifest, and reject one that is damaged, of a later format, or inconsistent."""
     raw = strict_json.parse_object(data, where)
     _check_version(raw, where)
     _check_seal(data, raw.get("seal"), where)
@@ -210,7 +213,7 @@ def _check_version(raw: Mapping[str, Any], where: str) -> None:
 
 def _check_seal(data: bytes, seal: object, where: str) -> None:
     if not isinstance(seal, str) or not _HASH.fullmatch(seal):
-        raise CheckpointError(f"{where}: it carries no seal; the file is damaged")
+        raise CheckpointError(f"{where}: it has no seal; the file is damaged")
     digits = seal.encode()
     if data.count(digits) != 1 or files.digest(data.replace(digits, _SEAL.encode())) != seal:
         raise CheckpointError(f"{where}: its seal does not match its content; the file is damaged")
@@ -247,12 +250,12 @@ def _check_fields(raw: Mapping[str, Any], where: str) -> None:
 
 
 def parse_piece(raw: object, where: str) -> Piece:
-    """A piece that lay in a manifest; a ``CheckpointError`` that names ``where`` if it is none."""
+    """Parse a piece; a ``CheckpointError`` that names ``where`` if it is invalid."""
     names = {"box", "dtype", "file", "hash", "key", "shape", "tensor"}
     if not isinstance(raw, dict) or raw.keys() != names:
         raise CheckpointError(f"{where}: expected the fields {', '.join(sorted(names))}")
     if not all(isinstance(raw[name], str) for name in names - {"box", "shape"}):
-        raise CheckpointError(f"{where}: all fields but box and shape must be text")
+        raise CheckpointError(f"{where}: all fields except box and shape must be text")
     if raw["dtype"] not in ITEM_SIZES:
         raise CheckpointError(f"{where}: unknown dtype {raw['dtype'][:40]!r}")
     if not _HASH.fullmatch(raw["hash"]):
@@ -266,7 +269,8 @@ def parse_piece(raw: object, where: str) -> Piece:
 
 
 def check_consistent(manifest: Manifest, where: str) -> None:
-    """Names stay in the folder, every piece has its file, every tensor is there exactly once.
+    """Check that names stay in the folder, every piece has its file, and every tensor is covered
+    exactly once.
 
     Raises ``CheckpointError`` if not.
     """
@@ -284,24 +288,27 @@ def check_consistent(manifest: Manifest, where: str) -> None:
     for piece in manifest.pieces:
         if piece.file not in manifest.files or not is_safetensors(piece.file):
             raise CheckpointError(
-                f"{where}: {piece.tensor[:200]!r} lies in {piece.file[:200]!r}, no such file"
+                f"{where}: {piece.tensor[:200]!r} is in {piece.file[:200]!r}, which is not a "
+                "file of this checkpoint"
             )
     for name, pieces in manifest.by_tensor().items():
         _check_pieces(pieces, f"{where}: tensor {name[:200]!r}", manifest.layout)
 
 
 def _check_pieces(pieces: Sequence[Piece], where: str, layout: Layout) -> None:
-    """The pieces of one tensor are all of it, and nothing twice.
+    """The pieces of one tensor cover it exactly once.
 
-    They lie in one tensor of one file or, in layout distributed, each by itself.
+    They are in one tensor of one file or, in layout distributed, each by itself.
     """
     first = pieces[0]
     places = {(piece.file, piece.key) for piece in pieces}
     if layout == "full" and len(places) > 1:
-        raise CheckpointError(f"{where} lies in several places, which layout full has not")
+        raise CheckpointError(
+            f"{where} is stored in several places, which layout full does not allow"
+        )
     if any((piece.dtype, piece.shape) != (first.dtype, first.shape) for piece in pieces):
-        raise CheckpointError(f"{where} has pieces of different types or whole shapes")
+        raise CheckpointError(f"{where} has pieces of different types or full shapes")
     if 1 < len(places) < len(pieces):
         raise CheckpointError(f"{where} has two pieces in one place")
     if not is_covered_once(Box.whole(first.shape), [piece.box for piece in pieces]):
-        raise CheckpointError(f"{where}: its {len(pieces)} pieces are not all of it exactly once")
+        raise CheckpointError(f"{where}: its {len(pieces)} pieces do not cover it exactly once")

@@ -1,7 +1,7 @@
-"""Which checkpoints stay, as a pure function of what there is, and the removal of the others.
+"""Retention policy: which checkpoints to keep, as a pure function, and the deletion of the others.
 
-A checkpoint stays if any reason holds, so every further setting can only keep more. Nothing here
-trusts a clock: ages count back from the newest checkpoint, or from now if now is earlier.
+A checkpoint is kept if any reason holds, so every further setting can only keep more. No clock is
+trusted: ages count back from the latest checkpoint, or from now if now is earlier.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ HOUR = 3600  # seconds
 
 @dataclass(frozen=True, kw_only=True)
 class RetentionPolicy:
-    """What stays beside the newest checkpoint and the best. Without ``keep``, all do."""
+    """Which checkpoints to keep in addition to the latest and the best. Without ``keep``, all."""
 
     keep: int | None = None  # so many of the newest
     keep_every: int | None = None  # those whose step is a multiple of this
@@ -41,7 +41,9 @@ class RetentionPolicy:
 
 @dataclass(frozen=True)
 class RetentionDecision:
-    """What becomes of the checkpoint of ``step``: it stays for these reasons, or goes for none."""
+    """The decision about the checkpoint of ``step``: kept for these reasons, or deleted if there
+    are none.
+    """
 
     step: int
     why: tuple[str, ...]
@@ -64,13 +66,13 @@ def decide(
     """Decide about every checkpoint, oldest step first.
 
     Args:
-        saved: the step of every whole checkpoint, and when it was saved (seconds since 1970, None
-            if that is not known: such a one counts as young).
-        rule: what stays.
+        saved: the step of every complete checkpoint, and when it was saved (seconds since 1970,
+            None if that is unknown: then it counts as young).
+        rule: the retention policy.
         now: the time, in seconds since 1970.
-        metrics: the metric by which the best are chosen, by step; nan is never best.
-        greater: whether more of it is better.
-        protected: steps that stay in any case, such as the one resumed from.
+        metrics: the metric of the best ones, by step; nan is never best.
+        greater: whether greater values are better.
+        protected: steps that are kept in any case, such as the one resumed from.
     """
     steps = sorted(saved)
     newest = steps[-(rule.keep or 1) :] if steps else []
@@ -79,8 +81,8 @@ def decide(
     verdicts = []
     for step in steps:
         reasons = {
-            "newest": step == steps[-1],
-            f"among the newest {rule.keep}": step != steps[-1] and step in newest,
+            "latest": step == steps[-1],
+            f"among the latest {rule.keep}": step != steps[-1] and step in newest,
             "all are kept": rule.keep is None and step != steps[-1],
             "best": step in best[:1],
             f"among the best {rule.keep_best}": step in best[1:],
@@ -97,7 +99,7 @@ def decide(
 
 
 def ranked(metrics: Mapping[int, float], *, greater: bool) -> list[int]:
-    """The steps from the best to the worst; of equals the earliest first, and no nan."""
+    """The steps from the best to the worst; among equals the earliest first, without nan."""
     sign = -1 if greater else 1
     known = [step for step, value in metrics.items() if not math.isnan(value)]
     return sorted(known, key=lambda step: (sign * metrics[step], step))
@@ -113,7 +115,9 @@ def _is_young(
 
 
 def metrics_in(history: Iterable[object], name: str) -> dict[int, float]:
-    """What ``name`` was at each step, from the records of a log; what is no number is left out."""
+    """The values of ``name`` by step, from the records of a log; values that are not numbers are
+    skipped.
+    """
     found: dict[int, float] = {}
     for record in history:
         if isinstance(record, dict):
@@ -124,7 +128,7 @@ def metrics_in(history: Iterable[object], name: str) -> dict[int, float]:
 
 
 def number(value: object) -> float | None:
-    """``value`` if it is a number that a float can hold, nan and infinities included."""
+    """``value`` if it is a number that a float can represent, including nan and infinities."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:
@@ -134,12 +138,12 @@ def number(value: object) -> float | None:
 
 
 def more_is_better(metric: str) -> bool:
-    """Whether more of ``metric`` is better, unless somebody says otherwise."""
+    """Whether greater values of ``metric`` are better, by default."""
     return not metric.endswith(("loss", "perplexity"))
 
 
 def seconds(created: str | None) -> float | None:
-    """A manifest's ``created`` in seconds since 1970; None if it is no time."""
+    """A manifest's ``created`` in seconds since 1970; None if it is not a time."""
     try:
         found = datetime.fromisoformat(created or "")
         return (found if found.tzinfo else found.replace(tzinfo=UTC)).timestamp()
@@ -149,13 +153,13 @@ def seconds(created: str | None) -> float | None:
 
 @dataclass(frozen=True)
 class Times:
-    """When the checkpoints under ``root`` were saved, as far as a rule asks."""
+    """When the checkpoints under ``root`` were saved, as far as a policy needs it."""
 
     root: Path
     _known: dict[int, float | None] = field(default_factory=dict)
 
     def of(self, rule: RetentionPolicy, *, coming: int | None = None) -> dict[int, float | None]:
-        """Seconds since 1970 by step, None where nobody asks or knows; now, of the one to come."""
+        """Seconds since 1970 by step, None if not needed or unknown; now, for the coming one."""
         asks = rule.keep_hours is not None
         times = {step_of(p): self._of(p) if asks else None for p in committed(self.root)}
         if coming is not None:
@@ -173,7 +177,9 @@ class Times:
 
 
 def drop_all(folders: Sequence[Path]) -> None:
-    """Remove checkpoints, each at one stroke; a ``CheckpointError`` at the first that stays."""
+    """Delete checkpoints, each atomically; a ``CheckpointError`` at the first that cannot be
+    deleted.
+    """
     for folder in folders:
-        with files.raising(CheckpointError, f"cannot remove an old checkpoint of {folder.parent}"):
+        with files.raising(CheckpointError, f"cannot delete an old checkpoint of {folder.parent}"):
             delete(folder)

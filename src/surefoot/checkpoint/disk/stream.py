@@ -1,5 +1,6 @@
-"""Bytes in their order into a file, past the page cache: no torch, and no more memory than two
-buffers."""
+"""Write consecutive bytes to a file, past the page cache: no torch, and no more memory than two
+buffers.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ _BUFFER = 4 << 20  # bytes handed to the disk at a time
 class Stream:
     """Fills ``file`` from its first byte on; a context that flushes at its end.
 
-    What comes in is gathered in buffers that begin at a page, as the disk wants them. One is on its
-    way to the disk while the other is filled.
+    Data is collected in page-aligned buffers, as direct writes need. One is being written while the
+    other is filled.
     """
 
     def __init__(self, file: files.File) -> None:

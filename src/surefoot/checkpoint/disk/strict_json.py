@@ -1,7 +1,8 @@
-"""JSON from a file that nobody vouches for: bounded in size, depth and number of values, no twins.
+"""JSON from an untrusted file: bounded in size, depth and number of values, without duplicate keys.
 
-Python's own reader takes duplicate keys, NaN and nesting without end, and a list of empty lists
-takes thirty times its text in memory. Here all of that is a ``CheckpointError`` before it costs.
+Python's own reader accepts duplicate keys, NaN and unlimited nesting, and a list of empty lists
+needs thirty times its text in memory. Here all of that is a ``CheckpointError`` before it costs
+memory.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ _NESTING = re.compile(rb"[^\[\]{}]+")
 
 
 def parse(data: bytes, where: str, *, allow_nan: bool = False) -> Any:
-    """What ``data`` says; ``where`` names the file in errors.
+    """Parse ``data``; ``where`` names the file in errors.
 
-    ``allow_nan`` takes NaN and Infinity, which Python writes and JSON does not know.
+    ``allow_nan`` accepts NaN and Infinity, which Python writes and JSON does not support.
     """
     _bound(data, where)
     constant = float if allow_nan else _no_constant
@@ -37,7 +38,7 @@ def parse(data: bytes, where: str, *, allow_nan: bool = False) -> Any:
 
 
 def parse_object(data: bytes, where: str, *, allow_nan: bool = False) -> dict[str, Any]:
-    """The same, where only an object will do."""
+    """The same, where only an object is valid."""
     found = parse(data, where, allow_nan=allow_nan)
     if not isinstance(found, dict):
         raise CheckpointError(f"{where}: expected a JSON object, found a {type(found).__name__}")
@@ -45,7 +46,7 @@ def parse_object(data: bytes, where: str, *, allow_nan: bool = False) -> dict[st
 
 
 def dump(value: object, *, indent: int | None = None) -> bytes:
-    """JSON with sorted keys and nothing that other readers could not take."""
+    """JSON with sorted keys, without anything that other readers reject."""
     text = json.dumps(value, sort_keys=True, indent=indent, allow_nan=False)
     return text.encode() + b"\n"
 
@@ -75,4 +76,4 @@ def _no_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _no_constant(name: str) -> float:
-    raise ValueError(f"{name} is not a number in JSON")
+    raise ValueError(f"JSON has no number {name}")

@@ -1,4 +1,4 @@
-"""A safetensors file open for ranged reads, its header checked before anything else. No torch."""
+"""A safetensors file open for ranged reads, its header checked first. No torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .header import Entry, Header, header_length, num_bytes, parse, ranges_of
 
 
 class TensorFile:
-    """What the file holds, and the bytes of any part of it."""
+    """The tensors of the file, and the bytes of any part of it."""
 
     def __init__(self, file: files.File) -> None:
         self._file = file
@@ -30,22 +30,22 @@ class TensorFile:
         self.close()
 
     def close(self) -> None:
-        """Give the file back."""
+        """Close the file."""
         self._file.close()
 
     def entry(self, key: str) -> Entry:
-        """Where tensor ``key`` lies."""
+        """The position of tensor ``key``."""
         if key not in self.header.entries:
-            raise CheckpointError(f"{self.path}: it holds no tensor {key!r}")
+            raise CheckpointError(f"{self.path}: it contains no tensor {key!r}")
         return self.header.entries[key]
 
     def read_into(self, key: str, view: memoryview, box: Box | None = None) -> str:
-        """Fill ``view`` with all bytes of ``key``, or of a box of it; their hash."""
+        """Fill ``view`` with all bytes of ``key``, or of a box of it; returns their hash."""
         entry = self.entry(key)
         box = box or Box.whole(entry.shape)
         size = num_bytes(entry.dtype, box.shape)
         if len(view) != size:
-            raise ValueError(f"{key}: {len(view)} bytes do not hold {size}")
+            raise ValueError(f"{key}: {len(view)} bytes are too few or too many for {size}")
         digest, done = files.Hash(), 0
         for offset, length in self._blocks(entry, box):
             block = view[done : done + length]
@@ -55,7 +55,7 @@ class TensorFile:
         return digest.hex()
 
     def read_box_into(self, key: str, box: Box, view: memoryview) -> None:
-        """Fill ``view`` with the bytes of ``box`` in row-major order, reading no others."""
+        """Fill ``view`` with the bytes of ``box`` in row-major order; no others are read."""
         entry = self.entry(key)
         whole = Box.whole(entry.shape)
         if len(box.shape) != len(entry.shape) or box not in whole:
@@ -76,19 +76,19 @@ class TensorFile:
         return digest.hex()
 
     def _blocks(self, entry: Entry, box: Box) -> Iterator[tuple[int, int]]:
-        """Where the bytes of ``box`` lie, in its order: offset and length of every block."""
+        """The positions of the bytes of ``box``, in its order: offset and length of every block."""
         for offset, length in ranges_of(entry, box):
             for at in range(0, length, files.BLOCK):
                 yield offset + at, min(files.BLOCK, length - at)
 
 
 def open_path(path: Path) -> TensorFile:
-    """Open a file by its path, links followed: the hub's cache is made of links."""
+    """Open a file by its path, links followed: the hub's cache consists of links."""
     return _opened(files.open_file(path))
 
 
 def open_inside(folder: Path, name: str) -> TensorFile:
-    """Open a file that truly lies inside ``folder``, no link followed."""
+    """Open a file inside ``folder``, without following links."""
     return _opened(files.open_inside(folder, name))
 
 

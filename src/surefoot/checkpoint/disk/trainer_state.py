@@ -1,4 +1,4 @@
-"""``trainer_state.json``, ours and the Hugging Face Trainer's: what a run has logged so far."""
+"""``trainer_state.json`` of Surefoot and of the Hugging Face Trainer: the log of a run."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ NAME = "trainer_state.json"
 
 @dataclass(frozen=True)
 class TrainerState:
-    """The part that can be relied on, whatever the file says; all empty if there is none."""
+    """The reliable part of it, whatever the file contains; all empty if there is none."""
 
     step: int | None = None
     best_step: int | None = None
     history: list[object] = field(default_factory=list)
 
     def last(self, metric: str) -> float | None:
-        """What was logged of ``metric`` last."""
+        """The last logged value of ``metric``."""
         rows: Iterator[Any] = (
             row.get(metric) for row in reversed(self.history) if isinstance(row, dict)
         )
         return number(next((value for value in rows if value is not None), None))
 
     def at(self, metric: str, step: int | None) -> float | None:
-        """What was logged of ``metric`` at just this step."""
+        """The value of ``metric`` that was logged at exactly this step."""
         return None if step is None else metrics_in(self.history, metric).get(step)
 
 
 def read(raw: Mapping[str, Any]) -> TrainerState:
-    """From plain data that nobody vouches for."""
+    """Convert untrusted plain data."""
     history = raw.get("log_history")
     return TrainerState(
         _integer(raw.get("global_step")),
@@ -48,7 +48,7 @@ def read(raw: Mapping[str, Any]) -> TrainerState:
 
 
 def load(folder: Path) -> dict[str, Any]:
-    """The content of the file in a folder of others. Raises ``CheckpointError``."""
+    """The content of the file in a foreign folder. Raises ``CheckpointError``."""
     where = folder / NAME
     with files.raising(CheckpointError), files.open_inside(folder, NAME) as file:
         return strict_json.parse_object(
@@ -57,7 +57,7 @@ def load(folder: Path) -> dict[str, Any]:
 
 
 def finite(value: object) -> object:
-    """``value`` with null for what strict JSON has no word for: nan and the infinities."""
+    """``value`` with null in place of NaN and infinities, which strict JSON does not support."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, dict):
@@ -72,7 +72,7 @@ def _integer(value: object) -> int | None:
 
 
 def _best(raw: Mapping[str, Any]) -> int | None:
-    """The step of the best checkpoint; older Trainers only say its path."""
+    """The step of the best checkpoint; older Trainers only store its path."""
     path = raw.get("best_model_checkpoint")
     if (step := _integer(raw.get("best_global_step"))) is not None or not isinstance(path, str):
         return step

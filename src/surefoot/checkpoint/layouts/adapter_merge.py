@@ -53,20 +53,20 @@ _ELSEWHERE = "merge it with peft's own merge_and_unload()"
 
 @dataclass
 class _Module:
-    """The adapter's tensors of one module of the base, by role."""
+    """The adapter's tensors of one module of the base, by kind of matrix."""
 
     roles: dict[str, str] = field(default_factory=dict)
 
 
 def merged(base: TensorSource, adapter_folder: Path) -> Merged:
-    """``base`` with the LoRA or DoRA adapter in ``adapter_folder`` folded in.
+    """``base`` with the LoRA or DoRA adapter in ``adapter_folder`` merged in.
 
-    A base with tied embeddings stores no ``lm_head.weight``. If the adapter gives the head values
-    of its own, the result has that tensor, and its configuration must say
+    A base with tied embeddings stores no ``lm_head.weight``. If the adapter has values of its own
+    for the head, the result has that tensor, and its configuration must have
     ``tie_word_embeddings: false``.
 
     Raises ``CheckpointError`` if the adapter was trained on another model, or is of a kind that
-    cannot be folded in.
+    cannot be merged.
     """
     config = read_config(adapter_folder)
     adapter = FolderSource(open_weights(adapter_folder))
@@ -92,7 +92,7 @@ def merged(base: TensorSource, adapter_folder: Path) -> Merged:
 
 
 def read_config(folder: Path) -> Mapping[str, Any]:
-    """``adapter_config.json``, if the adapter is one that can be folded into its base."""
+    """``adapter_config.json``, if the adapter is one that can be merged into its base."""
     where = folder / ADAPTER_CONFIG
     with files.raising(CheckpointError), files.open_file(where) as file:
         config = strict_json.parse_object(files.read_all(file, strict_json.MAX_BYTES), str(where))
@@ -116,7 +116,7 @@ def read_config(folder: Path) -> Mapping[str, Any]:
 
 
 def _sort(adapter: TensorSource, folder: Path) -> tuple[dict[str, _Module], dict[str, str]]:
-    """Low-rank tensors by module, and whole tensors by the base tensor they replace."""
+    """Low-rank tensors by module, and full tensors by the base tensor they replace."""
     modules: dict[str, _Module] = {}
     replaced = {}
     for key in adapter.shapes():
@@ -138,7 +138,7 @@ def _sort(adapter: TensorSource, folder: Path) -> tuple[dict[str, _Module], dict
 def _without_tied(
     adapter: TensorSource, replaced: Mapping[str, str], shapes: Mapping[str, Shape]
 ) -> dict[str, str]:
-    """Leave out a copy of a replaced tensor that the base does not store, because it is tied."""
+    """Skip a copy of a replaced tensor that the base does not store, because it is tied."""
     kept = {name: key for name, key in replaced.items() if name in shapes}
     own = {
         name: key
@@ -149,7 +149,9 @@ def _without_tied(
 
 
 def _with_head(base: TensorSource, touched: Collection[str]) -> TensorSource:
-    """``base``, with the head it ties to its embeddings as a tensor if the adapter changes it."""
+    """``base``, with the head that is tied to its embeddings as a tensor if the adapter changes
+    it.
+    """
     shapes = base.shapes()
     tied = [name for name in shapes if name.endswith(_EMBEDDINGS)]
     if HEAD not in touched or HEAD in shapes or len(tied) != 1:
@@ -187,8 +189,8 @@ def _delta(
     )
     if shape != (update[::-1] if is_transposed else update):
         raise CheckpointError(
-            f"{folder}: it is the adapter of another model: {b} x {a} gives {list(update)}, "
-            f"but {module}.weight of the base is {list(shape)}"
+            f"{folder}: an adapter of another model: {b} x {a} gives {list(update)}, but "
+            f"{module}.weight of the base is {list(shape)}"
         )
     return Delta(
         a, b, _scale(module, a_shape[0], config, folder), roles.get("magnitude"), is_transposed
@@ -196,7 +198,7 @@ def _delta(
 
 
 def _scale(module: str, rank: int, config: Mapping[str, Any], folder: Path) -> float:
-    """alpha / r, or alpha / sqrt(r) with rank-stabilised LoRA; alpha may differ by module."""
+    """alpha / r, or alpha / sqrt(r) with rank-stabilized LoRA; alpha may differ by module."""
     alpha = config["lora_alpha"]
     for pattern, own in (config.get("alpha_pattern") or {}).items():
         try:
@@ -211,6 +213,6 @@ def _scale(module: str, rank: int, config: Mapping[str, Any], folder: Path) -> f
 
 def _other_model(folder: Path, key: str, name: str) -> CheckpointError:
     return CheckpointError(
-        f"{folder}: it is the adapter of another model: {key} belongs to {name}, "
-        f"which the base does not have"
+        f"{folder}: an adapter of another model: {key} belongs to {name}, which the base does "
+        "not have"
     )

@@ -1,7 +1,7 @@
-"""PyTorch's distributed checkpoints (DCP) in safetensors: which boxes of tensors lie in which file.
+"""PyTorch's distributed checkpoints (DCP) in safetensors: the boxes of tensors in each file.
 
-Every file says in its header at which offsets its tensors begin (``sharding``). PyTorch does not
-say how large they are as a whole: its own reader takes the largest offset it finds. No torch here.
+Every file's header contains the offsets of its boxes (``dcp_metadata``), but not the full sizes of
+tensors: PyTorch's own reader uses the largest offset it finds. No torch here.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Stored:
 
 
 def file_name(rank: int) -> str:
-    """What PyTorch calls the file of a rank, without its ending."""
+    """PyTorch's name of the file of a rank, without its ending."""
     return f"shard-{rank + 1:05d}-model-00001-of-00001"
 
 
@@ -44,7 +44,7 @@ def shard_files(folder: Path) -> list[str]:
 
 
 def open_boxes(folder: Path) -> dict[str, list[Stored]]:
-    """The boxes of every tensor; a ``CheckpointError`` if they are not all of it."""
+    """The boxes of every tensor; a ``CheckpointError`` if they do not cover it."""
     found: dict[str, list[Stored]] = {}
     for name in shard_files(folder):
         file = tensorfile.open_path(folder / name)
@@ -52,13 +52,13 @@ def open_boxes(folder: Path) -> dict[str, list[Stored]]:
             found.setdefault(key, []).append(Stored(file, shape, box))
     if not found:
         raise CheckpointError(
-            f"{folder}: it holds no boxes of tensors ({file_name(0)}.safetensors)"
+            f"{folder}: it contains no boxes of tensors ({file_name(0)}.safetensors)"
         )
     return {name: _whole(folder, name, boxes) for name, boxes in found.items()}
 
 
 def _boxes(file: tensorfile.TensorFile) -> Mapping[str, tuple[tuple[int, ...], Box]]:
-    """Each tensor's whole shape, as far as this file knows, and the box of it that is here."""
+    """Each tensor's full shape, as far as this file knows it, and the box in it."""
     where = f"{file.path}: {INFO_KEY}"
     told = strict_json.parse_object(file.header.metadata.get(INFO_KEY, "{}").encode(), where)
     found = {}
@@ -74,7 +74,7 @@ def _boxes(file: tensorfile.TensorFile) -> Mapping[str, tuple[tuple[int, ...], B
 
 
 def _whole(folder: Path, name: str, boxes: Sequence[Stored]) -> list[Stored]:
-    """The boxes that make up one tensor; of equal ones the first."""
+    """The boxes that cover one tensor; of equal ones the first."""
     where = f"{folder}: tensor {name[:200]!r}"
     kinds = {(one.file.entry(name).dtype, len(one.shape)) for one in boxes}
     if len(kinds) > 1:
@@ -84,7 +84,7 @@ def _whole(folder: Path, name: str, boxes: Sequence[Stored]) -> list[Stored]:
     filled = [apart[box] for box in sorted(apart) if box.size] or [*apart.values()][:1]
     if not is_covered_once(Box.whole(shape), [one.box for one in filled]):
         raise CheckpointError(
-            f"{where}: its {len(filled)} boxes are not all of {list(shape)} exactly once; is the "
+            f"{where}: its {len(filled)} boxes do not cover {list(shape)} exactly once; is the "
             "file of a rank missing, or of another save?"
         )
     return filled

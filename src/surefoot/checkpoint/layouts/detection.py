@@ -67,7 +67,7 @@ def open_weights(folder: Path) -> Weights:
 
 
 def is_deepspeed(folder: Path) -> bool:
-    """Whether ``folder`` is a checkpoint of DeepSpeed, or holds them. By names alone."""
+    """Whether ``folder`` is a checkpoint of DeepSpeed, or contains some. By names alone."""
     names = files.list_folder(folder) if files.is_folder(folder) else []
     return any(name in DEEPSPEED or name.endswith(OF_DEEPSPEED) for name in names)
 
@@ -77,30 +77,31 @@ def _why_not(folder: Path) -> str:
         what = "is a file, not a folder" if files.exists(folder) else "does not exist"
         return f"{folder} {what}"
     if inside := [path for path in named(folder) if detect_layout(path) is not None]:
-        return f"{folder}: holds no weights itself; did you mean {inside[-1]}?"
+        return f"{folder}: contains no weights itself; did you mean {inside[-1]}?"
     names = files.list_folder(folder)
     if old := old_file(folder):
         return (
-            f"{old}: MindSpore's older format, which is not read; "
-            "convert it with mindspore.ckpt_to_safetensors"
+            f"{old}: MindSpore's older format, which is not supported; convert it with "
+            "mindspore.ckpt_to_safetensors"
         )
     whose = "a distributed checkpoint of PyTorch, whose index is a pickle"
     if is_deepspeed(folder):
         whose = "a checkpoint of DeepSpeed, whose files are pickles"
     if any(name in names for name in DISTRIBUTED) or is_deepspeed(folder):
         return (
-            f"{folder}: {whose}; "
-            f"`surefoot ckpt convert {shlex.quote(str(folder))} OUT --to huggingface "
-            "--trust-pickle` makes a model of it"
+            f"{folder}: {whose}; `surefoot ckpt convert {shlex.quote(str(folder))} OUT --to "
+            "huggingface --trust-pickle` converts it to a model"
         )
     if pickled := [name for name in names if name.endswith(PICKLES)]:
         return f"{folder / pickled[0]}: {_refusal(folder, pickled)}"
-    return f"{folder}: holds no weights; expected {MODEL}, {MODEL_INDEX}, {ADAPTER} or {MANIFEST}"
+    return (
+        f"{folder}: contains no weights; expected {MODEL}, {MODEL_INDEX}, {ADAPTER} or {MANIFEST}"
+    )
 
 
 def _refusal(folder: Path, names: list[str]) -> str:
-    """Why a pickled file is not read, and the command that turns it into one that is."""
-    reason = "a pickled file can run code when it is read, so it is never read here"
+    """Why a pickled file is not read, and the command that converts it to one that is."""
+    reason = "a pickled file can run code when it is read, so Surefoot never reads it here"
     for stem, target in (("pytorch_model", MODEL), ("adapter_model", ADAPTER)):
         if any(name.startswith(stem) and name.endswith(".bin") for name in names):
             code = _CONVERT.format(folder=str(folder), glob=f"{stem}*.bin", target=target)

@@ -1,4 +1,4 @@
-"""Folders as transformers writes them: one ``model.safetensors``, or shards and an index."""
+"""Folders as transformers writes them: one ``model.safetensors``, or several files and an index."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _open_shards(folder: Path) -> dict[str, TensorLocation]:
     for tensor, name in names.items():
         if tensor not in found or found[tensor].file.path.name != name:
             raise CheckpointError(
-                f"{folder / name}: the index promises {tensor[:200]!r} in this file"
+                f"{folder / name}: according to the index, {tensor[:200]!r} must be in this file"
             )
     return found
 

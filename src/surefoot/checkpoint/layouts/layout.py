@@ -23,7 +23,7 @@ Locations = Mapping[str, TensorLocation]  # by name
 
 @dataclass(frozen=True)
 class SavedFolder:
-    """One save of a training: what to open, and what it says of itself."""
+    """One save of a training: what to open, and its description."""
 
     path: Path
     step: int | None

@@ -33,7 +33,9 @@ class Native(Layout):
     is_whole_model = True
 
     def recognise(self, folder: Path) -> bool:
-        """Whether it has a manifest, or the state that lies beside one."""
+        """Whether it has a manifest, or the state file of a checkpoint whose manifest is
+        missing.
+        """
         return is_native(folder)
 
     def open(self, folder: Path) -> Weights:

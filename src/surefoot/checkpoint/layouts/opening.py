@@ -20,7 +20,7 @@ _VIEWS: Mapping[str, Callable[[TensorSource, Path, Path | None], TensorSource]] 
 
 
 def open_folder(path: Path | str) -> TensorSource:
-    """The weights in a folder of any layout. ``CheckpointError``s say what to do instead."""
+    """The weights in a folder of any layout. A ``CheckpointError`` says what to do instead."""
     return FolderSource(open_weights(Path(path)))
 
 
@@ -44,6 +44,6 @@ def scattered(folder: Path | str) -> dict[str, torch.Tensor] | None:
 
 
 def read_named(path: Path, model: Path | None = None) -> dict[str, torch.Tensor]:
-    """All that ``open_named`` opens, in memory."""
+    """All tensors of ``open_named``, in memory."""
     source = open_named(path, model)
     return {name: read_whole(source, name) for name in source.shapes()}

@@ -16,7 +16,7 @@ RECIPE = "recipe.yaml"
 
 @dataclass(frozen=True)
 class Comparison:
-    """All that was compared."""
+    """The results of all comparisons."""
 
     tensors: Sequence[TensorChange]
     values: dict[str, list[ValueChange]]  # part -> what differs

@@ -1,4 +1,4 @@
-"""What differs between two checkpoints of any layout, tensor by tensor, in bounded memory."""
+"""Compare two checkpoints of any layout, tensor by tensor, in bounded memory."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ CONFIGS = ("config.json", "adapter_config.json", "generation_config.json")
 
 @dataclass(frozen=True)
 class TensorDifference:
-    """How far two tensors of one shape are apart.
+    """The difference of two tensors of one shape.
 
     ``max_absolute`` is infinite where one value is finite and the other is not; the norms are over
-    the places where both are finite.
+    the positions where both are finite.
     """
 
     num_different: int  # values that are not the same number; nan is nan, -0.0 is 0.0
@@ -50,7 +50,7 @@ class TensorDifference:
 
 @dataclass(frozen=True)
 class TensorChange:
-    """One tensor in both checkpoints. ``figures`` are there if the values could be compared."""
+    """One tensor in both checkpoints. ``figures`` is set if the values could be compared."""
 
     name: str  # role/name
     verdict: Verdict
@@ -67,7 +67,7 @@ class TensorChange:
 def compare_tensors(
     a: Path, b: Path, roles: Collection[str] | None = None, progress: Progress | None = None
 ) -> Iterator[TensorChange]:
-    """Every tensor of both folders, those of ``a`` first. Equal hashes spare the reading.
+    """Every tensor of both folders, those of ``a`` first. Tensors with equal hashes are not read.
 
     Raises ``CheckpointError`` if a folder cannot be read, or is found to be damaged.
     """
@@ -117,7 +117,7 @@ def _are_equal(name: str, sources: tuple[FolderSource, FolderSource]) -> bool:
 
 
 def _measure(name: str, sources: tuple[FolderSource, FolderSource]) -> TensorDifference:
-    """How far the values are apart."""
+    """The difference of the values."""
     total = TensorDifference(0, 0.0, 0.0, 0.0, 0.0)
     for box in blocks(sources[0].shapes()[name]):
         a, b = (in_double(source.read(name, box)) for source in sources)
@@ -126,7 +126,7 @@ def _measure(name: str, sources: tuple[FolderSource, FolderSource]) -> TensorDif
 
 
 def _joined(one: TensorDifference, other: TensorDifference) -> TensorDifference:
-    """The figures of two parts of a tensor together."""
+    """The difference of a tensor from those of two of its parts."""
     return TensorDifference(
         one.num_different + other.num_different,
         max(one.max_absolute, other.max_absolute),
@@ -161,9 +161,9 @@ def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def compare_values(a: Path, b: Path) -> Mapping[str, list[ValueChange]]:
-    """Whatever is not a tensor, by role: the states, library versions, and configurations.
+    """Everything except tensors, by role: the states, library versions, and configurations.
 
-    States are compared only if both folders keep them in the same way. Raises ``CheckpointError``.
+    States are compared only if both folders store them in the same way. Raises ``CheckpointError``.
     """
     with files.raising(CheckpointError):
         ours = [has_manifest(folder) for folder in (a, b)]

@@ -1,6 +1,6 @@
-"""The checkpoints of a run, one line each: ours, and those of the Hugging Face Trainer. No torch.
+"""List the checkpoints of a run: of Surefoot, and of the Hugging Face Trainer. No torch.
 
-Read from names, manifests and what the run has logged; nothing is hashed unless asked for.
+Read from names, manifests and logs; nothing is hashed unless requested.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Line:
 
 
 def list_run(root: Path) -> list[Line]:
-    """The checkpoints under ``root``, oldest first, then what is left of others. Hashes nothing.
+    """The checkpoints under ``root``, oldest first, then other entries. Hashes nothing.
 
     A folder that is a checkpoint itself is a list of one.
     """
@@ -54,7 +54,7 @@ def list_run(root: Path) -> list[Line]:
 
 
 def verified(line: Line, progress: Progress | None = None) -> Line:
-    """The same line, every byte that has a hash checked."""
+    """The same line, after a check of every byte that has a hash."""
     if line.problem is not None or line.is_being_written:
         return line
     report = verify(line.path, full=True, progress=progress)
@@ -82,7 +82,7 @@ def _with_disk(lines: list[Line]) -> list[Line]:
 
 
 def _line(folder: Path) -> tuple[Line, TrainerState]:
-    """A checkpoint, and what it knows of its run."""
+    """A checkpoint, and its information about the run."""
     layout = detect_layout(folder)
     has_log = files.exists(folder / trainer_state.NAME)
     is_foreign = has_log if layout is None else not layout.has_manifest
@@ -103,7 +103,7 @@ def has_hashes(line: Line) -> bool:
 
 
 def _inside(folder: Path, problem: str) -> str:
-    """What is wrong, without the name of the folder it begins with."""
+    """The problem, without the name of the folder with which it begins."""
     return problem.removeprefix(str(folder)).removeprefix(": ").removeprefix("/")
 
 
@@ -114,7 +114,7 @@ def _of_ours(folder: Path) -> tuple[Line, TrainerState]:
 
 
 def line_of(folder: Path, manifest: Manifest, state: TrainerState, problem: str | None) -> Line:
-    """The line of a checkpoint of ours."""
+    """The line of a Surefoot checkpoint."""
     return Line(
         folder,
         step=manifest.step,
@@ -168,7 +168,7 @@ def _of_save(saved: SavedFolder, layout: Layout) -> Line:
 
 
 def _modified(folder: Path) -> str | None:
-    """When the folder of another tool was last written to, as manifests say it."""
+    """When the folder of another tool was last written to, in the form of manifests."""
     names = [folder / trainer_state.NAME, folder]
     with files.raising(CheckpointError):
         stamp = next(path for path in names if files.exists(path)).stat().st_mtime
@@ -182,7 +182,7 @@ def _modified(folder: Path) -> str | None:
 def _leftover(folder: Path) -> Line:
     if is_being_written(folder):
         return Line(folder, is_being_written=True)
-    return Line(folder, problem="a save or removal cut short; removed when the run goes on")
+    return Line(folder, problem="an interrupted save or deletion; deleted when the run resumes")
 
 
 def _wrong_length(checkpoint: CheckpointFolder) -> str | None:
@@ -194,7 +194,7 @@ def _wrong_length(checkpoint: CheckpointFolder) -> str | None:
 
 
 def state_of(checkpoint: CheckpointFolder) -> TrainerState:
-    """What a checkpoint of ours has logged; empty if that is missing or damaged."""
+    """The log of a Surefoot checkpoint; empty if it is missing or damaged."""
     name = trainer_state.NAME
     if name not in checkpoint.manifest.files:
         return TrainerState()

@@ -1,4 +1,6 @@
-"""Which checkpoints of a run a rule lets go of, and their removal while nobody trains in it."""
+"""Decide which checkpoints of a run a retention policy keeps, and delete the others while
+nothing trains in it.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ LOCK = ".lock"
 
 @dataclass(frozen=True)
 class PruneOptions:
-    """What shall stay, and by which metric the best are known."""
+    """The retention policy, and the metric of the best checkpoints."""
 
     rule: RetentionPolicy
     metric: str
@@ -38,7 +40,7 @@ class PruneOptions:
 
 @dataclass(frozen=True)
 class PlannedCheckpoint:
-    """A complete checkpoint, its metric, and whether it stays."""
+    """A complete checkpoint, its metric, and whether it is kept."""
 
     line: Line
     metric: float | None
@@ -47,24 +49,24 @@ class PlannedCheckpoint:
 
 @dataclass(frozen=True)
 class PrunePlan:
-    """Which checkpoints of a run stay and which go."""
+    """The decision about each checkpoint of a run."""
 
     checkpoints: Sequence[PlannedCheckpoint]
     freed_bytes: int  # on the disk, if those that go are removed
 
     @property
     def removable(self) -> Sequence[PlannedCheckpoint]:
-        """Those that go."""
+        """Those to delete."""
         return [each for each in self.checkpoints if not each.verdict.stays]
 
     def remove(self) -> None:
-        """Remove them."""
+        """Delete them."""
         drop_all([each.line.path for each in self.removable])
 
 
 @contextmanager
 def untrained(folder: Path) -> Iterator[None]:
-    """Hold the run's lock, as a process that trains does; ``CheckpointError`` if one does."""
+    """Hold the run's lock, like a training process; ``CheckpointError`` if one has it."""
     path = folder / LOCK
     with files.raising(CheckpointError, "cannot lock the run's folder"):
         lock = files.open_file(path, write=True) if files.exists(path) else files.create(path)
@@ -73,32 +75,32 @@ def untrained(folder: Path) -> Iterator[None]:
             lock.lock()
         except BlockingIOError:
             raise CheckpointError(
-                f"{folder}: a process is training there, and prunes by itself; stop it first, or "
-                "look with --dry-run"
+                f"{folder}: a process is training there, and deletes old checkpoints itself; "
+                "stop it first, or add --dry-run"
             ) from None
         if saving := [line for line in list_run(folder) if line.is_being_written]:
             raise CheckpointError(
-                f"{saving[0].path}: a checkpoint is still being saved, by a process that outlived "
-                "its run; try again when it is done"
+                f"{saving[0].path}: a checkpoint is still being saved, by the writer process of "
+                "a run that ended; try again when it is done"
             )
         yield
 
 
 def plan_pruning(folder: Path, options: PruneOptions) -> PrunePlan:
-    """Whether each complete Surefoot checkpoint of a run stays.
+    """Decide whether each complete Surefoot checkpoint of a run is kept.
 
     Raises:
         CheckpointError: there is none, or the metric was never logged.
     """
     if step_of(folder.resolve()) >= 0:
-        raise CheckpointError(f"{folder}: it is a checkpoint; name the run's folder it lies in")
+        raise CheckpointError(f"{folder}: it is a checkpoint; name the folder of its run")
     lines = {
         step_of(line.path): line  # by name, as a run finds the newest
         for line in list_run(folder)
         if has_hashes(line) and line.problem is None and not line.is_being_written
     }
     if not lines:
-        raise CheckpointError(f"{folder}: it holds no whole checkpoint of Surefoot's to prune")
+        raise CheckpointError(f"{folder}: it contains no complete Surefoot checkpoint to prune")
     metrics = _metrics(list(lines.values()), options)
     resume = Path(options.resume).resolve()
     protected = [s for s, line in lines.items() if line.is_best or line.path.resolve() == resume]
@@ -120,14 +122,16 @@ def plan_pruning(folder: Path, options: PruneOptions) -> PrunePlan:
 
 
 def _named(line: Line, verdict: RetentionDecision) -> RetentionDecision:
-    """The same verdict, with what it is protected for."""
+    """The same decision, with the reason why it is protected."""
     name = "best" if line.is_best else "checkpoint.resume names it"
     why = [name if reason == "protected" else reason for reason in verdict.why]
     return RetentionDecision(verdict.step, tuple(dict.fromkeys(why)))
 
 
 def _metrics(lines: Sequence[Line], options: PruneOptions) -> dict[int, float]:
-    """The metric of every step that any of the checkpoints knows of; the newest knows best."""
+    """The metric of every evaluated step, from the logs of all checkpoints; the latest has
+    precedence.
+    """
     history = [row for line in lines for row in state_of(open_checkpoint(line.path)).history]
     found = metrics_in(history, options.metric)
     if not found and options.rule.keep_best and history:

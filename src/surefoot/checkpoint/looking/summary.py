@@ -1,4 +1,6 @@
-"""What a checkpoint is, for people and tools: read from manifests and headers, not from tensors."""
+"""Summary of a checkpoint for people and tools: read from manifests and headers, not from
+tensors.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,7 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Group:
-    """The tensors of one role in figures."""
+    """Counts of the tensors of one role."""
 
     role: str  # model, optimizer or state
     tensors: tuple[Tensor, ...]
@@ -63,13 +65,13 @@ class Group:
 
     @property
     def dtypes(self) -> dict[str, int]:
-        """How many tensors there are of each type."""
+        """Number of tensors of each dtype."""
         return dict(Counter(tensor.dtype for tensor in self.tensors).most_common())
 
 
 @dataclass(frozen=True)
 class Summary:
-    """A folder of weights: what it says about itself, and what is in it."""
+    """A folder of weights: its description of itself, and its contents."""
 
     path: Path
     layout: str  # native, huggingface, peft, dcp or mindspore
@@ -80,12 +82,12 @@ class Summary:
 
     @property
     def pickles(self) -> list[str]:
-        """The files that could run code if they were read, and so are not."""
+        """The files that could execute code if they were read, and are therefore not read."""
         return [n for n in self.files if n.endswith(LAYOUTS[self.layout].pickle_suffixes)]
 
 
 def summarise(folder: Path) -> Summary:
-    """Look into a folder of weights of any layout. Raises ``CheckpointError`` if it is none."""
+    """Summarize a folder of weights of any layout. Raises ``CheckpointError`` if it is none."""
     with files.raising(CheckpointError):
         if has_manifest(folder):
             return _summarise_native(open_checkpoint(folder))
@@ -148,7 +150,7 @@ def _summarise_plain(contents: Weights) -> Summary:
 
 
 def _sizes(contents: Weights) -> dict[str, int]:
-    """The files in the folder, and the files of tensors in folders within."""
+    """The files in the folder, and the tensor files in subfolders."""
     folder = contents.folder
     names = files.list_folder(folder) if files.is_folder(folder) else []
     sizes = {name: files.size_of(folder / name) for name in names}
@@ -159,12 +161,12 @@ def _sizes(contents: Weights) -> dict[str, int]:
 
 
 def _inside(path: Path, folder: Path) -> str:
-    """A file's name as seen from the folder."""
+    """A file's name relative to the folder."""
     return str(path.relative_to(folder)) if folder in path.parents else path.name
 
 
 def _progress(folder: Path) -> dict[str, str]:
-    """How far the run was, where the Hugging Face Trainer says so."""
+    """The progress of the run, according to the Hugging Face Trainer."""
     if not files.exists(folder / trainer_state.NAME):
         return {}
     state = trainer_state.read(trainer_state.load(folder))
@@ -181,7 +183,7 @@ def _tensor(name: str, place: TensorLocation, folder: Path) -> Tensor:
 
 
 def _config_facts(folder: Path) -> dict[str, str]:
-    """A few words from ``config.json`` or ``adapter_config.json``."""
+    """A short description from ``config.json`` or ``adapter_config.json``."""
     facts: dict[str, str] = {}
     for name, keys in _WANTED.items():
         if files.exists(folder / name):
@@ -197,7 +199,7 @@ def _plain(value: object) -> str:
 
 
 def _in_words(value: object) -> str:
-    """What a state holds: its keys, or its value if that is short."""
+    """A short description of a state: its keys, or its value if that is short."""
     if not isinstance(value, dict) or next(iter(value), "$").startswith("$"):
         return _clipped(str(value))
     lengths = accumulate(len(key) + 2 for key in value)

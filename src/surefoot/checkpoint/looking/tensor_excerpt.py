@@ -1,4 +1,4 @@
-"""A part of one tensor, or only the edges of it where it is too large to look at."""
+"""A part of one tensor, or only its edges if it is too large to print."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Range = tuple[int, int]  # first and one past the last, in elements of the selec
 
 @dataclass(frozen=True)
 class Excerpt:
-    """Values in the selection's shape; in a dimension that is cut short, ``EDGE`` of each end."""
+    """Values in the selection's shape; in a shortened dimension, ``EDGE`` values of each end."""
 
     values: torch.Tensor
     is_cut: tuple[bool, ...]  # by dimension of ``values``
@@ -58,7 +58,7 @@ def _read(
     ranges: list[list[Range]],
     chosen: tuple[Range, ...],
 ) -> torch.Tensor:
-    """Lay the pieces of the remaining dimensions end to end."""
+    """Concatenate the pieces of the remaining dimensions."""
     dim = len(chosen)
     if dim < len(ranges):
         parts = [_read(source, name, selection, ranges, (*chosen, one)) for one in ranges[dim]]

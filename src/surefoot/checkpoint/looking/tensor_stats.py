@@ -1,4 +1,4 @@
-"""The size of tensors, in 64-bit arithmetic and one block of memory, whatever their size."""
+"""Statistics of tensors, in 64-bit arithmetic and one block of memory, whatever their size."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ BLOCK = 1 << 18  # elements; 2 MB in 64 bits, so that they stay in the cache
 
 @dataclass(frozen=True)
 class Norms:
-    """One tensor in figures, over its finite values; None where there are none.
+    """Statistics of one tensor, over its finite values; None where there are none.
 
-    Of complex numbers the two parts count as values.
+    The two parts of a complex number count as two values.
     """
 
     l2: float
@@ -30,7 +30,7 @@ class Norms:
 
 
 def norms(source: TensorSource, name: str) -> Norms:
-    """The figures of one tensor, read block by block."""
+    """The statistics of one tensor, read block by block."""
     l2, total, count, num_nan, num_inf = 0.0, 0.0, 0, 0, 0
     low, high = math.inf, -math.inf
     for box in blocks(source.shapes()[name]):
@@ -51,7 +51,7 @@ def norms(source: TensorSource, name: str) -> Norms:
 
 
 def blocks(shape: tuple[int, ...]) -> Iterator[Box]:
-    """The boxes to read a tensor of ``shape`` by, one after the other."""
+    """The boxes in which to read a tensor of ``shape``, one after another."""
     return Box.whole(shape).blocks(BLOCK)
 
 
@@ -62,7 +62,7 @@ def in_double(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def are_finite(values: torch.Tensor) -> bool:
-    """Whether no value is nan or infinite; far quicker than asking each of them."""
+    """Whether no value is nan or infinite; much faster than a test of each value."""
     return not values.numel() or all(math.isfinite(end) for end in values.aminmax())
 
 

@@ -1,4 +1,4 @@
-"""Where two trees of plain data differ: every path with both of its values."""
+"""Compare two trees of plain data: every path that differs, with both values."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MANY = 16  # a longer list of plain values is one value
 
 @dataclass(frozen=True)
 class ValueChange:
-    """One value that is not the same. Of lists of other lengths, their lengths."""
+    """One value that differs. For lists of different lengths, their lengths."""
 
     path: str
     what: What

@@ -1,7 +1,8 @@
-"""All that a checkpoint holds under one set of names: its tensors, and its states as plain data.
+"""All tensors and states of a checkpoint under one set of names.
 
-A tensor is called ``role/name`` inside, for one ``model/...`` or ``optimizer/...``; people
-leave the ``model/`` out. A folder of others has a model, and perhaps the log of its run. No torch.
+A tensor is called ``role/name`` internally, for example ``model/...`` or ``optimizer/...``; users
+may omit the ``model/``. A foreign folder contains a model, and perhaps the log of its run. No
+torch.
 """
 
 from __future__ import annotations
@@ -33,12 +34,14 @@ def open_contents(folder: Path, roles: Collection[str] | None = None) -> Weights
 
 
 def shown(name: str) -> str:
-    """A tensor's full name as people read and write it."""
+    """A tensor's full name in the form for users."""
     return name.removeprefix(_MODEL)
 
 
 def find_tensor(contents: Weights, name: str) -> str:
-    """The full name of the tensor that people call ``name``; near names if there is none."""
+    """The full name of the tensor that a user calls ``name``; suggests near names if there is
+    none.
+    """
     for full in (_MODEL + name, name):
         if full in contents.tensors:
             return full
@@ -46,33 +49,38 @@ def find_tensor(contents: Weights, name: str) -> str:
     inside = [known for known in map(shown, contents.tensors) if name in known][:3]
     hint = " or ".join(map(ascii_only, inside or near))
     raise CheckpointError(
-        f"{contents.folder}: it holds no tensor {name!r}"
+        f"{contents.folder}: it contains no tensor {name!r}"
         + (f"; did you mean {hint}?" if hint else "; `surefoot ckpt show --tensors` lists them")
     )
 
 
 def ascii_only(name: str) -> str:
-    """``name`` with whatever a terminal could act on written out."""
+    """``name`` with control characters escaped."""
     return name if name.isprintable() else name.encode("unicode_escape").decode("ascii")
 
 
 def states_of(folder: Path) -> Mapping[str, Any]:
-    """The states without their tensors, as they are stored; of others, the log of the run."""
+    """The states without their tensors, as they are stored; for a foreign folder, the log of the
+    run.
+    """
     with files.raising(CheckpointError):
         layout = detect_layout(folder)
         return logged_states(folder) if layout is None else layout.states(folder)
 
 
 def small_file(folder: Path, name: str) -> bytes | None:
-    """The content of a file beside the weights, its hash checked in a checkpoint of ours; None if
-    there is no such file. Raises ``CheckpointError``."""
+    """The content of a companion file, its hash checked in a Surefoot checkpoint; None if there
+    is no such file. Raises ``CheckpointError``.
+    """
     with files.raising(CheckpointError):
         layout = detect_layout(folder)
         return read_small(folder, name) if layout is None else layout.small_file(folder, name)
 
 
 def plain(skeleton: Any) -> Any:
-    """A stored state as plain data to compare and read: tensors left out, tagged values opened."""
+    """A stored state as plain data to compare and read: without tensors, with tagged values
+    converted.
+    """
     if isinstance(skeleton, list):
         return [plain(item) for item in skeleton]
     if not isinstance(skeleton, dict):

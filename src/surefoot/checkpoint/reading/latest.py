@@ -1,4 +1,6 @@
-"""Where to go on from: the newest sound checkpoint, once the dead are done and cleared away."""
+"""Find the checkpoint to resume from: the latest valid one, after orphaned writers have ended
+and leftovers are deleted.
+"""
 
 from __future__ import annotations
 
@@ -16,41 +18,45 @@ _PAUSE = 0.1  # seconds between two looks
 
 
 def recover_latest(root: Path | str) -> Path | None:
-    """The newest checkpoint under ``root`` that verifies to the last byte; None to start anew.
+    """The latest checkpoint under ``root`` whose every byte verifies; None to start from scratch.
 
-    To be asked at the start of a run, while no other one saves to ``root``. A save that outlived a
-    killed run is waited for; what other saves left half written is removed; a checkpoint that does
-    not verify is kept under another name, so that its step can be saved again. All of it is logged.
-    Raises ``CheckpointError`` if there are only somebody else's checkpoints.
+    Call it at the start of a run, while no other one saves to ``root``. It waits for a save that
+    outlived a killed run, deletes the leftovers of other saves, and renames a checkpoint that does
+    not verify, so that its step can be saved again. All of it is logged. Raises ``CheckpointError``
+    if there are only foreign checkpoints.
     """
     root = Path(root)
     wait_for_orphans(root)
     for leftover in clean(root):
-        logger.info("removed %s, left by a save that was cut short", leftover.name)
+        logger.info("removed %s, the temporary folder of an interrupted save", leftover.name)
     found = find_latest(root)
     for path, reason in found.passed_over:
         if found.path is None and is_foreign(path):
             raise CheckpointError(
-                f"{path}: not a checkpoint of ours, and saves would run into it; move it away or "
-                "choose another folder"
+                f"{path}: not a Surefoot checkpoint, and saves would reach its step; move it "
+                "away or choose another folder"
             )
         aside = mark_damaged(path)
-        logger.warning("%s does not verify (%s); kept as %s", path.name, reason, aside.name)
+        logger.warning("%s failed verification (%s); renamed to %s", path.name, reason, aside.name)
     if found.passed_over and found.path is None:
-        logger.warning("no sound checkpoint in %s: starting anew", root)
+        logger.warning("no valid checkpoint in %s: starting from scratch", root)
     return found.path
 
 
 def wait_for_orphans(root: Path) -> None:
-    """Wait for a save that outlived its run: the run goes on from there, not from the one before.
+    """Wait for a save that outlived its run, so that the run resumes from it and not from the one
+    before.
 
-    Nobody trains here, so what is still being written is the last snapshot of a run that died.
+    No process trains here, so the folder that is still being written is the last snapshot of a
+    killed run.
     """
     is_told = False
     while writing := being_written(root):
         if not is_told:
             logger.info(
-                "a run died here; waiting for its last save, %s, to finish", writing[0].name
+                "the previous launch ended during a save: waiting for its writer process to "
+                "finish %s",
+                writing[0].name,
             )
             is_told = True
         time.sleep(_PAUSE)

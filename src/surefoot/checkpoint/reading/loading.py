@@ -1,4 +1,6 @@
-"""Load states from a checkpoint: check all that can be checked, then read straight into place."""
+"""Load states from a checkpoint: check everything that can be checked, then read directly into
+place.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ _READERS = min(4, os.cpu_count() or 1)  # one core copies slower than the memory
 
 @dataclass(frozen=True)
 class _Job:
-    """One state to load: its pieces by tensor name, what it has now, and how it is put together."""
+    """One state to load: its pieces by tensor name, its current tensors, and its structure."""
 
     name: str
     pieces: Mapping[str, Pieces]
@@ -44,7 +46,7 @@ class _Job:
 
     @property
     def wanted(self) -> dict[str, Pieces]:
-        """What is to be read: not the tensors that other stages of a pipeline have."""
+        """What to read: without the tensors of other pipeline stages."""
         theirs = {name for name, tensor in self.current.items() if tensor.is_meta}
         return {name: pieces for name, pieces in self.pieces.items() if name not in theirs}
 
@@ -57,11 +59,11 @@ class _Job:
 def load(
     folder: Path | str, states: Mapping[str, Stateful], *, only: Collection[str] | None = None
 ) -> None:
-    """Make every state (of ``only``, if given) what it was when ``folder`` was saved.
+    """Restore every state (of ``only``, if given) from ``folder``.
 
-    Tensors that a state already has, of the same shape and type, are read into directly. Nothing
-    is changed before names, shapes, lengths and headers are known to be right; the hash of every
-    piece is checked as it is read. Raises ``CheckpointError``.
+    Existing tensors of the same shape and dtype are read into directly. Names, shapes, lengths and
+    headers are checked before anything is changed; the hash of every piece is checked as it is
+    read. Raises ``CheckpointError``.
     """
     if only is not None and (unknown := sorted(set(only) - set(states))):
         raise ValueError(f"only: no state {unknown[0]!r}; there are {', '.join(states)}")
@@ -108,7 +110,7 @@ def _rest_job(
 def _skeleton_of(checkpoint: CheckpointFolder, name: str, skeleton: Mapping[str, Any]) -> Any:
     if name not in skeleton:
         held = ", ".join(sorted(skeleton))
-        raise CheckpointError(f"{checkpoint.path}: it holds no state {name!r}, only {held}")
+        raise CheckpointError(f"{checkpoint.path}: it contains no state {name!r}, only {held}")
     return skeleton[name]
 
 
@@ -155,7 +157,7 @@ def _check_shapes(
     if odd:
         first = odd[0]
         raise CheckpointError(
-            f"{checkpoint.path}: it is the checkpoint of another model: {name} tensor {first} has "
+            f"{checkpoint.path}: a checkpoint of another model: {name} tensor {first} has "
             f"shape {list(shapes[first])} in it, {list(current[first].shape)} here"
             + (f"; {len(odd)} tensors differ" if len(odd) > 1 else "")
         )
@@ -190,7 +192,9 @@ def _read(checkpoint: CheckpointFolder, jobs: Sequence[_Job]) -> list[dict[str, 
 def _read_piece(
     checkpoint: CheckpointFolder, piece: Piece, file: TensorFile, into: LocalBox
 ) -> None:
-    """Read what of ``piece`` lies in the box that is wanted; a piece read whole is checked."""
+    """Read the part of ``piece`` that is in the wanted box; a piece that is read completely is
+    checked.
+    """
     common = piece.box & into.box
     if piece.box.size and common is None:
         return
@@ -213,7 +217,7 @@ def _read_piece(
 def _targets(
     current: Mapping[str, torch.Tensor], pieces: Mapping[str, Pieces]
 ) -> dict[str, torch.Tensor]:
-    """Where each tensor is read to: the state's own tensor if it fits, otherwise a new one."""
+    """The destination of each tensor: the state's own tensor if it fits, otherwise a new one."""
     found = {}
     for name, (piece, *_) in pieces.items():
         own = current.get(name)

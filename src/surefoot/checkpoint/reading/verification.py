@@ -1,4 +1,4 @@
-"""Is this checkpoint what was saved? Every byte is covered: by a hash or by the manifest's seal."""
+"""Verify a checkpoint: every byte is covered by a hash or by the manifest's seal."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PLAIN_JSON = ("config.json", "adapter_config.json", "generation_config.json")
 
 @dataclass(frozen=True)
 class Report:
-    """What ``verify`` found. ``notes`` are worth knowing, but do not make a checkpoint bad."""
+    """The result of ``verify``. ``notes`` are worth knowing, but are not errors."""
 
     folder: Path
     problems: list[str] = field(default_factory=list)
@@ -28,13 +28,15 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is wrong with it."""
+        """Whether there are no problems."""
         return not self.problems
 
 
 @dataclass(frozen=True)
 class Found:
-    """The checkpoint to go on from, if any, and the newer ones that are not whole, with why."""
+    """The checkpoint to resume from, if any, and the later ones that are not valid, with
+    reasons.
+    """
 
     path: Path | None
     passed_over: list[tuple[Path, str]]
@@ -46,9 +48,9 @@ Progress = Callable[[int], None]  # is told the bytes of every tensor once it is
 def verify(folder: Path | str, *, full: bool = True, progress: Progress | None = None) -> Report:
     """Check a folder of weights; with ``full`` every byte that has a hash.
 
-    In a checkpoint of ours everything has one. In a folder of others, headers, index and
-    configuration are checked to be whole and to agree. Raises ``CheckpointError`` only if there
-    is nothing to check.
+    In a Surefoot checkpoint every byte has one. In a foreign folder, headers, index and
+    configuration are checked for completeness and consistency. Raises ``CheckpointError`` only if
+    there is nothing to check.
     """
     folder = Path(folder)
     with files.raising(CheckpointError):
@@ -61,7 +63,7 @@ def verify(folder: Path | str, *, full: bool = True, progress: Progress | None =
 
 
 def verify_checkpoint(folder: Path, *, full: bool, progress: Progress | None = None) -> Report:
-    """Check a checkpoint of ours: lengths, headers and small files; with ``full`` every byte."""
+    """Check a Surefoot checkpoint: lengths, headers and small files; with ``full`` every byte."""
     try:
         checkpoint = open_checkpoint(folder)
         notes = _strays(checkpoint)
@@ -87,12 +89,12 @@ def _verify_plain(folder: Path) -> Report:
                 strict_json.parse_object(text, str(folder / name))
     except CheckpointError as error:
         problems.append(str(error))
-    note = f"{folder}: not a Surefoot checkpoint, so it has no hashes to check its values by"
+    note = f"{folder}: not a Surefoot checkpoint, so it has no hashes for its values"
     return Report(folder, problems, [note], "structure checked")
 
 
 def find_latest(root: Path | str) -> Found:
-    """The newest checkpoint under ``root`` that verifies to the last byte."""
+    """The latest checkpoint under ``root`` whose every byte verifies."""
     passed_over: list[tuple[Path, str]] = []
     for folder in reversed(named(Path(root))):
         report = verify_checkpoint(folder, full=True)
@@ -103,7 +105,7 @@ def find_latest(root: Path | str) -> Found:
 
 
 def problems_in(checkpoint: CheckpointFolder, name: str) -> list[str]:
-    """What is wrong with one file of an opened checkpoint, every byte of it checked."""
+    """The problem of one file of an opened checkpoint, every byte of it checked."""
     return list(_problems(checkpoint, name, full=True, progress=_silent))
 
 
@@ -130,7 +132,9 @@ def _problems(
 
 
 def _strays(checkpoint: CheckpointFolder) -> list[str]:
-    """What lies in the folder beside the checkpoint: notes of a user, or files that others read."""
+    """Files in the folder that are not in the manifest: notes of a user, or files for other
+    programs.
+    """
     known = {MANIFEST} | {name.split("/")[0] for name in checkpoint.manifest.files}
     with files.raising(CheckpointError):
         strays = [name for name in files.list_folder(checkpoint.path) if name not in known]

@@ -1,1 +1,1 @@
-"""Save states: prepare, plan who writes what, write, commit."""
+"""Save states: prepare, plan which rank writes what, write, commit."""

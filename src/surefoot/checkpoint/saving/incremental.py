@@ -1,4 +1,6 @@
-"""Files that would be equal to the parent's to the last byte, and need not be written again."""
+"""Incremental saves: files that would be bitwise equal to the parent's need not be written
+again.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +17,14 @@ from .job import Job, Shard
 
 
 class Hashes(Protocol):
-    """Where the bytes of a job's tensors come from, as far as this goes."""
+    """The bytes of a job's tensors, as far as this module needs them."""
 
     def hash(self, shard: Shard, name: str) -> str:
-        """The hash of one tensor's bytes, or of the box of it that is here."""
+        """The hash of one tensor's bytes, or of this rank's box of it."""
 
 
 def parent_of(job: Job) -> CheckpointFolder | None:
-    """The checkpoint before, if its files may be used again."""
+    """The previous checkpoint, if its files may be shared."""
     if not job.share or job.parent is None or not files.exists(job.root / job.parent / MANIFEST):
         return None
     try:
@@ -32,7 +34,7 @@ def parent_of(job: Job) -> CheckpointFolder | None:
 
 
 def equal_file(parent: CheckpointFolder, shard: Shard, content: Hashes) -> str | None:
-    """The parent's file that holds all that this process would write of ``shard``, if there is one.
+    """The parent's file that contains all that this rank would write of ``shard``, if there is one.
 
     The file is read again: a bad sector must not be inherited.
     """
@@ -52,8 +54,9 @@ def equal_file(parent: CheckpointFolder, shard: Shard, content: Hashes) -> str |
 
 
 def link(parent: CheckpointFolder, name: str, shard: Shard, folder: Path) -> list[Piece] | None:
-    """Give ``shard`` the content of the parent's file ``name``: its pieces, or None where the file
-    system cannot do that."""
+    """Give ``shard`` the content of the parent's file ``name``: returns its pieces, or None if
+    the file system cannot do that.
+    """
     new = folder / shard.plan.name
     make_parent(folder, shard.plan.name)
     return list(_renamed(parent, name, shard)) if files.share(parent.path / name, new) else None
@@ -71,7 +74,7 @@ def _of_same_head(parent: CheckpointFolder, shard: Shard) -> str | None:
 
 
 def _counterparts(saved: Mapping[str, tuple[Piece, ...]], shard: Shard) -> list[Piece] | None:
-    """The parent's pieces that are the same boxes as those that this process writes."""
+    """The parent's pieces that are the same boxes as those that this rank writes."""
     if shard.share is None:
         found = [pieces[0] for pieces in saved.values() if len(pieces) == 1]
         return found if len(found) == len(saved) else None
@@ -81,7 +84,9 @@ def _counterparts(saved: Mapping[str, tuple[Piece, ...]], shard: Shard) -> list[
 
 
 def make_parent(folder: Path, name: str) -> None:
-    """Make the folder of a rank in ``folder``, but not that one anew: it may have been given up."""
+    """Create the folder of a rank in ``folder``, but not ``folder`` itself, which may have been
+    given up.
+    """
     parent = (folder / name).parent
     if parent != folder and not files.is_folder(parent):
         files.new_folder(parent)

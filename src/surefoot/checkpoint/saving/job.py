@@ -1,4 +1,4 @@
-"""A save on its way: all of a checkpoint to be but the bytes of its tensors. No torch here."""
+"""A save job: everything of a future checkpoint except the bytes of its tensors. No torch here."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MOST_ATTEMPTS = 2  # to write a job of which a process was killed, or one that s
 
 @dataclass(frozen=True)
 class Share:
-    """What one process writes of a file that several write together."""
+    """The part of a file that one of several ranks writes."""
 
     boxes: Mapping[str, Box]  # of the whole tensors in it, by key
     has_head: bool  # whether it writes what precedes the tensors
@@ -23,7 +23,7 @@ class Share:
 
 @dataclass(frozen=True)
 class Shard:
-    """One file of tensors to be."""
+    """One file of tensors to write."""
 
     role: str  # model, optimizer or state
     plan: FilePlan
@@ -32,7 +32,7 @@ class Shard:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What to write where, and what may go once it is committed."""
+    """What to write where, and what to delete once it is committed."""
 
     root: Path
     step: int
@@ -54,16 +54,16 @@ class Job:
 
     @property
     def is_joint(self) -> bool:
-        """Whether several processes write the same files, at least an adapter's."""
+        """Whether several ranks write the same files, at least an adapter's."""
         return self.nonce is not None and (self.layout == "full" or self.kind == "adapter")
 
     @property
     def target(self) -> Path:
-        """The folder that the checkpoint will be."""
+        """The folder of the future checkpoint."""
         return self.root / (self.name or f"checkpoint-{self.step}")
 
     def nonce_of(self, attempt: int) -> str | None:
-        """That of one attempt."""
+        """The temporary folder of one attempt."""
         return None if self.nonce is None else f"{self.nonce}{attempt:x}"
 
 

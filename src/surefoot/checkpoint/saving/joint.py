@@ -1,13 +1,14 @@
-"""Several processes write one checkpoint: each what it holds, and a report; the first commits.
+"""Joint save: every rank writes its own boxes and a report file; rank 0 waits for all reports and
+commits.
 
-Each writes files of its own, or its part of files that all share: these the first makes, and then
-lets the others begin (``.begin.json``). Before, they may have told it which files are not those of
-the parent checkpoint.
+Each rank writes files of its own, or its part of shared files. Rank 0 creates shared files, and
+then lets the others start (``.begin.json``). Before that, they may have reported which files differ
+from the parent checkpoint.
 
-A report, ``.rank_00003.json`` in the folder aside, is locked by its writer until it is whole. So
-the first process tells one that still writes from one that died, whatever machine it ran on; the
-others tell it of the first one by the lock of the manifest. If any of them fails or dies, the
-attempt has failed for all, and each of them makes another one, in a folder of its own.
+A report, ``.rank_00003.json`` in the temporary folder, is locked by its writer until it is
+complete. So rank 0 can distinguish a rank that still writes from one that died, whatever machine it
+ran on; the others watch rank 0 by the lock of the manifest. If any rank fails or dies, the attempt
+has failed for all, and each of them makes another one, in another folder.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ T = TypeVar("T")
 
 @dataclass
 class Written:
-    """What lies in the folder so far."""
+    """The content of the folder so far."""
 
     files: dict[str, int] = field(default_factory=dict)
     hashes: dict[str, str] = field(default_factory=dict)
@@ -49,10 +50,10 @@ class Written:
 def write_own_part(
     job: Job, write_files: Callable[[Path], Written], is_orphan: Callable[[], bool]
 ) -> tuple[int, bool]:
-    """Write the files of a process that is not the first, report them, and wait for the commit.
+    """Write the files of a rank other than rank 0, report them, and wait for the commit.
 
-    Returns the bytes, and whether they are committed. What goes wrong here is reported as well:
-    the first process tells it.
+    Returns the bytes, and whether they are committed. Errors are reported too, and rank 0 raises
+    them.
     """
     folder = _folder(job, is_orphan)
     if folder is None:
@@ -78,7 +79,7 @@ def _write(job: Job, folder: Path, write_files: Callable[[Path], Written]) -> in
 
 
 def _is_committed(job: Job, folder: Path) -> bool:
-    """Wait until the first process has committed ``folder``, or has failed or died."""
+    """Wait until rank 0 has committed ``folder``, or has failed or died."""
     while not files.exists(job.target / MANIFEST):
         if _is_abandoned(folder):
             return files.exists(job.target / MANIFEST)
@@ -100,12 +101,12 @@ def _told(folder: Path, write_files: Callable[[Path], Written]) -> tuple[Mapping
 
 
 def publish_folder(folder: Path) -> None:
-    """Tell the others that the folder aside is there and locked."""
+    """Announce to the others that the temporary folder exists and is locked."""
     files.create(folder / _REPORT.format(0)).close()
 
 
 def gather(job: Job, folder: Path, written: Written, is_orphan: Callable[[], bool]) -> None:
-    """Wait for the reports of all others, and add what they say to ``written``.
+    """Wait for the reports of all others, and add their contents to ``written``.
 
     Raises ``CheckpointError`` if one of them failed or died.
     """
@@ -123,12 +124,12 @@ def gather(job: Job, folder: Path, written: Written, is_orphan: Callable[[], boo
 
 
 def report_changed(job: Job, folder: Path, names: Sequence[str]) -> None:
-    """Say of which files this process knows that they are not the parent's."""
+    """Report the files of which this rank knows that they differ from the parent's."""
     _put(folder / _CHANGED.format(job.rank), list(names))
 
 
 def read_changed(job: Job, folder: Path, is_orphan: Callable[[], bool]) -> set[str]:
-    """The files of which some other process has said so. Raises as ``gather``."""
+    """The files that some other rank has reported. Raises as ``gather``."""
     found: set[str] = set()
     for rank in range(1, job.world_size):
         path = folder / _CHANGED.format(rank)
@@ -146,24 +147,24 @@ def read_changed(job: Job, folder: Path, is_orphan: Callable[[], bool]) -> set[s
 
 
 def publish_files(folder: Path, names: Sequence[str]) -> None:
-    """Let the others write their parts of these files, which are there at full length."""
+    """Let the others write their parts of these files, which exist at full length."""
     _put(folder / _BEGIN, list(names))
 
 
 def wait_for_files(folder: Path) -> list[str]:
-    """Wait until the first process lets this one write: the files of which a part is to be written.
+    """Wait until rank 0 lets this rank write; returns the files of which it writes a part.
 
-    Raises ``CheckpointError`` if that one has died or given up.
+    Raises ``CheckpointError`` if rank 0 has died or aborted.
     """
     while not files.exists(folder / _BEGIN):
         if _is_abandoned(folder):
-            raise CheckpointError("the first process died, or gave up, before any could write")
+            raise CheckpointError("rank 0 died or aborted before it created the checkpoint files")
         time.sleep(_PAUSE)
     return _get(folder / _BEGIN)
 
 
 def _is_abandoned(folder: Path) -> bool:
-    """Whether nobody locks the manifest in the making any more."""
+    """Whether the manifest of the temporary folder is no longer locked."""
     try:
         with files.open_file(folder / MANIFEST, follow=False, write=True) as manifest:
             return manifest.lock()
@@ -174,7 +175,7 @@ def _is_abandoned(folder: Path) -> bool:
 
 
 def _put(path: Path, names: list[str]) -> None:
-    """A small file that is whole when it appears."""
+    """A small file that is complete when it appears."""
     part = path.with_suffix(".part")
     with files.create(part) as file:
         file.write_at(0, json.dumps(names).encode())
@@ -189,12 +190,13 @@ def _get(path: Path) -> list[str]:
 
 def _refuse_error(job: Job, rank: int, told: Mapping[str, Any]) -> None:
     if "error" in told:
-        raise CheckpointError(f"cannot save {job.target}: process {rank}: {told['error']}")
+        raise CheckpointError(f"cannot save {job.target}: rank {rank}: {told['error']}")
 
 
 def _folder(job: Job, is_orphan: Callable[[], bool]) -> Path | None:
-    """The folder aside, once the first process has locked it; None if another attempt has led to a
-    commit, or is being made already."""
+    """The temporary folder, once rank 0 has locked it; None if another attempt was committed, or
+    has already begun.
+    """
     folder, began = _folder_of(job, job.attempt), time.monotonic()
     while not files.exists(folder / _REPORT.format(0)):
         if files.exists(job.target / MANIFEST) or files.exists(_folder_of(job, job.attempt + 1)):
@@ -203,8 +205,8 @@ def _folder(job: Job, is_orphan: Callable[[], bool]) -> Path | None:
             _give_up(job, _folder_of(job, attempt))
         if time.monotonic() - began > _patience(is_orphan):
             raise CheckpointError(
-                f"cannot save {job.target}: {folder.name} does not appear; do all machines see the "
-                "same folder?"
+                f"cannot save {job.target}: temporary folder {folder.name} is not visible on "
+                "this rank; all machines must share train.output_dir (or train.cache_dir)"
             )
         time.sleep(_PAUSE)
     return folder
@@ -217,26 +219,28 @@ def _folder_of(job: Job, attempt: int) -> Path:
 
 
 def _give_up(job: Job, folder: Path) -> None:
-    """Leave an empty report, as of one that died, in an attempt in which there is none."""
+    """Leave an empty report, as of a rank that died, in an attempt that has none."""
     if files.exists(folder / _REPORT.format(0)):
         with contextlib.suppress(FileExistsError, FileNotFoundError):
             files.create(folder / _REPORT.format(job.rank)).close()
 
 
 def _patience(is_orphan: Callable[[], bool]) -> float:
-    """Seconds; when those that train are dead, nobody will begin any more."""
+    """Seconds to wait; if the training ranks are dead, none will start any more."""
     return _LAST_CHANCE if is_orphan() else _PATIENCE
 
 
 def _wait_for(look: Callable[[], T | None], rank: int, is_orphan: Callable[[], bool]) -> T:
-    """What ``look`` finds in the end. Raises ``CheckpointError`` if the process never begins."""
+    """The result of ``look`` once there is one. Raises ``CheckpointError`` if the rank never
+    starts.
+    """
     began = time.monotonic()
     while True:
         try:
             found = look()
         except FileNotFoundError:
             if time.monotonic() - began > _patience(is_orphan):
-                raise CheckpointError(f"process {rank} did not begin to save") from None
+                raise CheckpointError(f"rank {rank} did not start to save") from None
             found = None
         if found is not None:
             return found
@@ -244,12 +248,12 @@ def _wait_for(look: Callable[[], T | None], rank: int, is_orphan: Callable[[], b
 
 
 def _report(path: Path, rank: int, is_orphan: Callable[[], bool]) -> Mapping[str, Any]:
-    """What a process has reported, once it has."""
+    """The report of a rank, once it exists."""
     return _wait_for(lambda: _look(path, rank), rank, is_orphan)
 
 
 def _look(path: Path, rank: int) -> Mapping[str, Any] | None:
-    """What a process has reported; None while it writes."""
+    """The report of a rank; None while it is writing."""
     try:
         with files.open_file(path, follow=False, write=True) as file:
             is_over = file.lock()
@@ -261,5 +265,5 @@ def _look(path: Path, rank: int) -> Mapping[str, Any] | None:
     except ValueError:  # empty, or zeros: space that was reserved
         if not is_over:  # there are no locks here, and patience decides
             raise FileNotFoundError(path) from None
-        raise CheckpointError(f"process {rank} died while it saved") from None
+        raise CheckpointError(f"rank {rank} died during the save") from None
     return found

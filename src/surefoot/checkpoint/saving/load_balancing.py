@@ -1,10 +1,13 @@
-"""Who writes what: every element once, by one of those that hold it, and all write equally much.
+"""Assign every element to exactly one rank that has it, so that all ranks write the same number of
+bytes.
 
-Pure arithmetic over what each process says it holds, so that all come to the same answer. No torch.
+Pure arithmetic over the boxes that each rank has, so that all ranks compute the same result. No
+torch.
 
-Processes that hold equal boxes share them out. Boxes with the fewest holders go first, as these
-have the least choice. The boxes that the same processes hold are laid end to end and cut where each
-of these has as much as the others, so that at most one tensor a process is divided, by its rows.
+Replicated boxes are divided among the ranks that have them. Boxes with the fewest replicas come
+first, because they leave the least choice. The boxes that the same ranks have are concatenated and
+split where each of these ranks has as much as the others, so that at most one tensor per rank is
+split, along its rows.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ SLACK = 0.01  # of what one process is to write: what a cut may miss to spare a 
 
 @dataclass(frozen=True, slots=True)
 class LocalTensor:
-    """What one process has of one tensor."""
+    """The box of one tensor that one rank has."""
 
     dtype: str  # safetensors' name for it
     shape: tuple[int, ...]  # of the whole tensor
@@ -38,12 +41,12 @@ Holders = tuple[int, ...]  # ranks
 
 
 def balance(holdings: Holdings) -> list[dict[str, Box]]:
-    """The box of each tensor that each rank writes, by name; of most, many ranks write none.
+    """The box of each tensor that each rank writes, by name; most tensors are written by few ranks.
 
-    A tensor without dimensions or elements is the first holder's.
+    A tensor without dimensions or elements is written by the first rank that has it.
 
-    Raises ``CheckpointError`` if the boxes of a tensor are not all of it, or overlap otherwise than
-    by being equal.
+    Raises ``CheckpointError`` if the boxes of a tensor do not cover it, or overlap without being
+    equal.
     """
     found: list[dict[str, Box]] = [{} for _ in holdings]
     loads = [0] * len(holdings)
@@ -59,7 +62,7 @@ def balance(holdings: Holdings) -> list[dict[str, Box]]:
 
 
 def _holders(holdings: Holdings) -> dict[str, dict[LocalTensor, Holders]]:
-    """The different boxes of each tensor, and who has them. Empty boxes of others are left out."""
+    """The different boxes of each tensor, and the ranks that have them, without empty boxes."""
     found: dict[str, dict[LocalTensor, Holders]] = {}
     for rank, tensors in enumerate(holdings):
         for name, held in tensors.items():
@@ -76,15 +79,15 @@ def _check(name: str, boxes: Mapping[LocalTensor, Holders]) -> None:
     if len(kinds) > 1:
         (a, shape_a), (b, shape_b), *_ = sorted(kinds)
         raise CheckpointError(
-            f"{name}: processes hold different tensors of that name, {a} {list(shape_a)} and "
-            f"{b} {list(shape_b)}"
+            f"{name}: ranks have different tensors of that name, {a} {list(shape_a)} and {b} "
+            f"{list(shape_b)}"
         )
     shapes = {held.shape for held in boxes}
     if not shapes or not is_covered_once(Box.whole(*shapes), [held.box for held in boxes]):
         parts = ", ".join(f"{list(h.box.start)}+{list(h.box.shape)}" for h in list(boxes)[:4])
         raise CheckpointError(
-            f"{name}: what the processes hold is not all of it exactly once ({parts}, "
-            f"{len(boxes)} boxes in all)"
+            f"{name}: the boxes of all ranks do not cover it exactly once ({parts}, "
+            f"{len(boxes)} boxes in total)"
         )
 
 
@@ -94,7 +97,7 @@ def _deal(
     loads: list[int],
     found: list[dict[str, Box]],
 ) -> None:
-    """Share ``items``, which all of ``ranks`` hold, out among them; both lists are added to."""
+    """Divide ``items``, which all of ``ranks`` have, among them; both lists are extended."""
     shares = _shares(sum(held.num_bytes for _, held in items), [loads[rank] for rank in ranks])
     takers = [(rank, share) for rank, share in zip(ranks, shares, strict=True) if share]
     rank, share = takers.pop(0) if takers else (ranks[0], 0)
@@ -117,9 +120,9 @@ def _deal(
 
 
 def _divided(box: Box, wanted: float, tolerance: float) -> tuple[Box | None, Box | None]:
-    """About a share ``wanted`` of ``box``, and the rest; None for nothing.
+    """A part of about ``wanted`` elements of ``box``, and the rest; None for nothing.
 
-    It is cut along the first dimension that is fine enough for the ``tolerance``.
+    It is split along the first dimension that is fine enough for the ``tolerance``.
     """
     if wanted <= tolerance:
         return None, box
@@ -143,7 +146,7 @@ def _divided(box: Box, wanted: float, tolerance: float) -> tuple[Box | None, Box
 
 
 def _shares(total: int, loads: Sequence[int]) -> list[int]:
-    """How much of ``total`` each takes so that all end as level as they can."""
+    """How much of ``total`` each takes so that all end as equal as possible."""
     level, filled = 0, sorted(loads)
     for count in range(1, len(filled) + 1):
         level = -(-(total + sum(filled[:count])) // count)

@@ -1,4 +1,4 @@
-"""Save a dict of states as one checkpoint folder, all of it or nothing."""
+"""Save a dict of states as one checkpoint folder, atomically."""
 
 from __future__ import annotations
 
@@ -57,12 +57,13 @@ def save(
 
     ``states`` are parts of a run by name. Some have files of their own: ``model``, a module or
     anything whose state is a flat dict of tensors, ``optimizer``, and every ``FileState``, the
-    weights of another network or their optimizer's state. ``kind`` is ``adapter`` if
-    the model's tensors are those of a PEFT adapter. ``companions`` are small files that lie beside
-    (config.json, tokenizer.json, ...). ``parent`` names the checkpoint this run went on from; files
-    that are equal in it are linked. ``layout`` is ``full``, or ``distributed`` for a folder a rank.
+    weights of another network or their optimizer's state. ``kind`` is ``adapter`` if the model's
+    tensors are those of a PEFT adapter. ``companions`` are small files that are stored beside them
+    (config.json, tokenizer.json, ...). ``parent`` names the checkpoint from which this run has
+    resumed; files that are equal in it are linked. ``layout`` is ``full``, or ``distributed`` for a
+    folder per rank.
 
-    Raises ``CheckpointError``, leaving nothing behind, if the checkpoint exists already, a state
+    Raises ``CheckpointError``, leaving nothing behind, if the checkpoint already exists, a state
     cannot be stored, or the disk fails.
     """
     job, live = prepare(
@@ -89,11 +90,11 @@ def prepare(
     max_shard_size: int = 5_000_000_000,
     crew: WriterGroup = ALONE,
 ) -> tuple[Job, LiveTensors]:
-    """What ``save`` would write, and the live tensors; nothing is read from these yet.
+    """What ``save`` would write, and the live tensors, which are not read yet.
 
-    Of several processes (``crew``) all must call this, and each gets what it is to write of the
-    boxes that it holds: of files that they share in layout ``full``, of its own in layout
-    ``distributed``. What is no tensor of the model or the optimizer is the first one's.
+    A collective call: each rank of ``crew`` gets its part of the boxes that it has, of shared files
+    in layout ``full``, of its own files in layout ``distributed``. Tensors of other states are
+    those of rank 0.
     """
     all_states = adopted(states)
     groups, skeleton = _split(all_states)
@@ -130,7 +131,7 @@ def prepare(
 
 
 def _parts(role: str, tensors: Tensors, state: ShardedState | None) -> dict[str, LocalBox]:
-    """What this process holds, and no other stage of a pipeline writes."""
+    """The tensors of this rank, without those that another pipeline stage writes."""
     return {
         name: local_box_of(
             f"{role}: {name}", tensor, None if state is None else state.cuts_of(name)
@@ -141,24 +142,28 @@ def _parts(role: str, tensors: Tensors, state: ShardedState | None) -> dict[str,
 
 
 def _refuse_incomplete(parts: ByRole) -> None:
-    """A process that saves alone must have all of every tensor: nobody writes the rest."""
+    """A rank that saves alone must have every tensor in full, because no other rank writes the
+    rest.
+    """
     for role, found in parts.items():
         for name, one in found.items():
             if one.box != Box.whole(one.shape):
                 raise CheckpointError(
-                    f"{role}: {name}: this process saves alone, but holds {list(one.box.shape)} of "
-                    f"{list(one.shape)}; give it the whole tensor (`full_tensor()`)"
+                    f"{role}: {name}: this process saves alone, but has only "
+                    f"{list(one.box.shape)} of {list(one.shape)}; pass the full tensor "
+                    "(`full_tensor()`)"
                 )
 
 
 def _described(role: str, parts: Mapping[str, LocalBox]) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """The type and whole shape of each tensor; an error if one cannot be stored."""
+    """The dtype and full shape of each tensor; an error if one cannot be stored."""
     return {n: (describe(f"{role}: {n}", p.values)[0], p.shape) for n, p in parts.items()}
 
 
 def _held(parts: ByRole, tensors: Mapping[str, Described], crew: WriterGroup) -> Holding:
-    """The same for the other processes; what is no tensor of the model or the optimizer, the
-    random generators for one, is not the same in all of them, and the first one's counts."""
+    """The same for the other ranks. Tensors of other states, such as random generators, differ
+    between ranks, and those of rank 0 are saved.
+    """
     return {
         role: {n: LocalTensor(tensors[role][n][0], p.shape, p.box) for n, p in found.items()}
         for role, found in parts.items()
@@ -172,12 +177,12 @@ def _narrowed(parts: Mapping[str, LocalBox], boxes: Mapping[str, Box]) -> dict[s
 
 @dataclass(frozen=True)
 class LiveTensors:
-    """The tensors of a job as they are now, by role and name."""
+    """The current tensors of a job, by role and name."""
 
     groups: Mapping[str, Tensors]
 
     def write(self, shard: Shard, file: files.File) -> Mapping[str, str]:
-        """Fill and flush the file, or this process's part of it; the hashes by tensor."""
+        """Write and flush the file, or this rank's part of it; returns the hashes by tensor."""
         tensors = self.groups[shard.role]
         if shard.share is None:
             return write_file(file, shard.plan, tensors)
@@ -194,7 +199,7 @@ class LiveTensors:
 
 
 def versions() -> dict[str, str]:
-    """The versions of what wrote the checkpoint."""
+    """The versions of the software that wrote the checkpoint."""
     return {"python": platform.python_version(), **{name: _version(name) for name in LIBRARIES}}
 
 
@@ -207,7 +212,7 @@ def _version(name: str) -> str:
 
 
 def _split(states: AdoptedStates) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, Any]]:
-    """The tensors of each role by their key in the file, and the skeleton of all states."""
+    """The tensors of each role by their key in the file, and the structure of all states."""
     if odd := [name for name in states if not name.isidentifier()]:
         raise CheckpointError(f"a state cannot be called {odd[0]!r}; choose a plain word")
     groups: dict[str, dict[str, torch.Tensor]] = {MODEL: {}, OPTIMIZER: {}}
@@ -237,10 +242,10 @@ def _shards(
     max_shard_size: int,
     crew: WriterGroup,
 ) -> list[Shard]:
-    """The files of every role that this process writes something of.
+    """The files of every role of which this rank writes a part.
 
-    Several processes share those of layout ``full``, and an adapter's in both layouts. Otherwise
-    they lie in the folder of this rank, and say which box of its tensor each one is.
+    Several ranks share those of layout ``full``, and an adapter's in both layouts. Otherwise they
+    are in the folder of this rank, and contain the box of each tensor in their header.
     """
     shards = []
     for name, own in parts.items():
@@ -277,9 +282,10 @@ def still_in(role: FileRole, tensors: Described, moments: Collection[str]) -> Co
 
 
 def unchanged_parameters(model: Described, moved: Collection[str]) -> set[str]:
-    """Weights that no optimizer moves, if they are worth files of their own, to be shared.
+    """Weights that no optimizer updates, if they are large enough for files of their own, to be
+    shared.
 
-    The optimizer's tensors are named after the weights it moves.
+    The optimizer's tensors are named after the weights that it updates.
     """
     still = {name for name in model if name not in moved}
     sizes = {name: num_bytes(*described) for name, described in model.items()}
@@ -288,10 +294,10 @@ def unchanged_parameters(model: Described, moved: Collection[str]) -> set[str]:
 
 
 def indexes(shards: Sequence[Shard], num_ranks: int) -> dict[str, bytes]:
-    """The ``*.safetensors.index.json`` of every role that took several files.
+    """The ``*.safetensors.index.json`` of every role with several files.
 
-    In layout ``distributed`` it is for the weights alone, at the top, so that ``from_pretrained``
-    finds them; for the rest the manifest says what is where.
+    In layout ``distributed`` it is for the weights only, at the top level, so that
+    ``from_pretrained`` finds them; the manifest covers the rest.
     """
     found = {}
     for role in dict.fromkeys(shard.role for shard in shards):
@@ -322,7 +328,7 @@ def _checked(companions: Mapping[str, bytes], taken: Collection[str]) -> Mapping
     for name, data in companions.items():
         if not is_plain_name(name):
             raise CheckpointError(
-                f"companion {name!r}: not the plain name of a file inside the checkpoint"
+                f"companion {name!r}: not a plain name of a file inside the checkpoint"
             )
         if name in taken or name.endswith(".safetensors"):
             raise CheckpointError(

@@ -1,7 +1,7 @@
-"""The processes that write a checkpoint together: what each holds, and what each is to write.
+"""Write plan of a joint save: which boxes each rank owns, and which of them it writes.
 
-Each says what it holds of which tensor, and all work out the same plan from that. They say it anew
-only if it has changed since the last save; otherwise a few bytes tell them so.
+Each rank sends the boxes of its tensors, and all compute the same plan. They send them again only
+if they have changed since the last save; otherwise a digest of a few bytes is enough.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Holding = Mapping[str, Mapping[str, LocalTensor]]  # role -> name -> what a proc
 
 @dataclass(frozen=True)
 class SavePlan:
-    """What all processes have worked out alike."""
+    """The plan that all ranks have computed alike."""
 
     tensors: Mapping[str, Tensors]  # by role: the type and whole shape of each, of all processes
     mine: Mapping[str, Mapping[str, Box]]  # by role and name: what this process writes
@@ -34,7 +34,7 @@ class SavePlan:
 
 @dataclass(frozen=True)
 class SaveDecision:
-    """What the first process says of one save, and all go by."""
+    """The decision of rank 0 about one save, which all follow."""
 
     nonce: str  # of the folder aside
     parent: str | None
@@ -42,7 +42,7 @@ class SaveDecision:
 
 @dataclass
 class _Memory:
-    """The last plan, and the digests of what it was made from."""
+    """The last plan, and the digests of its inputs."""
 
     digests: tuple[str, ...] = ()
     plan: SavePlan | None = None
@@ -50,7 +50,7 @@ class _Memory:
 
 @dataclass(frozen=True)
 class WriterGroup:
-    """The processes that write a checkpoint together, as one of them sees them, and how."""
+    """The ranks of a joint save, as one of them sees them, and how they communicate."""
 
     layout: Layout = "full"
     rank: int = 0
@@ -87,7 +87,7 @@ ALONE = WriterGroup()
 
 
 def _said(held: Holding, optimizers: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
-    """The same in plain data, of which equal ones have equal digests."""
+    """The same as plain data; equal inputs have equal digests."""
     tensors = [
         (role, name, one.dtype, one.shape, one.box.start, one.box.shape)
         for role, tensors in held.items()
@@ -108,7 +108,9 @@ def _heard(said: tuple[Any, Mapping[str, Any]]) -> Heard:
 
 
 def shared_out(held: Sequence[Holding]) -> list[dict[str, dict[str, Box]]]:
-    """What each process writes of what all hold, by role and name (see ``balance``)."""
+    """What each rank writes of the tensors of all ranks, by role and name (see
+    ``load_balancing``).
+    """
     flat = [
         {f"{role}/{name}": one for role, found in tensors.items() for name, one in found.items()}
         for tensors in held

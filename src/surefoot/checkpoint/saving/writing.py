@@ -1,8 +1,7 @@
-"""Write a checkpoint aside, all of it, then commit it; afterwards forget what it replaces.
+"""Write a checkpoint to a temporary folder, commit it, then delete what it replaces.
 
-The bytes of tensors come from a ``Content``: live tensors (``save``), or the arena that a snapshot
-was copied into (``background``). No torch here: the process that writes in the background starts
-in a tenth of a second.
+The bytes of tensors come from a ``Content``: live tensors (``preparation``), or the snapshot buffer
+(``background``). No torch here: so the writer process starts in a tenth of a second.
 """
 
 from __future__ import annotations
@@ -33,10 +32,10 @@ from .joint import (
 
 
 class Content(Protocol):
-    """Where the bytes of a job's tensors come from."""
+    """The bytes of a job's tensors."""
 
     def write(self, shard: Shard, file: files.File) -> Mapping[str, str]:
-        """Fill and flush the file; the hash of each tensor's bytes by name."""
+        """Write and flush the file; returns the hash of each tensor's bytes by name."""
 
     def hash(self, shard: Shard, name: str) -> str:
         """The hash of one tensor's bytes."""
@@ -50,11 +49,11 @@ def write(
 ) -> Saved:
     """Write and commit ``job``; it is on the disk when this returns.
 
-    Of several processes that write a checkpoint together, the first commits it, once all others
-    have reported their part; these return when it has.
+    In a joint save, rank 0 commits once all others have reported their part; these return when it
+    has.
 
-    ``started`` is called once the folder aside is there and locked; it may raise to give up.
-    Raises ``CheckpointError``, leaving nothing behind, if the checkpoint exists already or the disk
+    ``started`` is called once the temporary folder exists and is locked; it may raise to abort.
+    Raises ``CheckpointError``, leaving nothing behind, if the checkpoint already exists or the disk
     fails.
     """
     began = time.monotonic()
@@ -107,20 +106,20 @@ def _manifest(job: Job, written: Written) -> Manifest:
 
 
 def _forget(job: Job) -> str | None:
-    """Drop what the new checkpoint replaces; what went wrong, which does not undo the save."""
+    """Delete what the new checkpoint replaces; returns errors, which do not undo the save."""
     try:
         for name in job.forget:
             if files.exists(job.root / name):
                 delete(job.root / name)
     except OSError as error:
-        return f"cannot remove an old checkpoint: {files.explain(error)}"
+        return f"cannot delete an old checkpoint: {files.explain(error)}"
     return None
 
 
 def write_files(
     job: Job, content: Content, folder: Path, is_orphan: Callable[[], bool] = lambda: False
 ) -> Written:
-    """Write and flush all files but the manifest. Space for the large ones is claimed first."""
+    """Write and flush all files except the manifest. Space for the large ones is reserved first."""
     written, parent = Written(), parent_of(job)
     own = [shard for shard in job.shards if shard.share is None]
     left = [shard for shard in own if not _link(parent, shard, content, folder, written)]
@@ -166,8 +165,9 @@ def _open_joint(
     own: Sequence[Shard],
     is_orphan: Callable[[], bool],
 ) -> list[Shard]:
-    """Make the files that all processes write, beside its ``own``, and let them begin; the ones
-    that are not the parent's to the last byte, as far as any process can tell."""
+    """Create the files that all ranks write, in addition to its ``own``, and let them start;
+    returns the files that differ from the parent's, as far as any rank can tell.
+    """
     joint, parent = [shard for shard in job.shards if shard.share is not None], parent_of(job)
     other = read_changed(job, folder, is_orphan) if _may_share(job) else set()
     left = [
@@ -181,8 +181,7 @@ def _open_joint(
 
 
 def _join(job: Job, content: Content, folder: Path) -> list[Shard]:
-    """Wait until the files that all processes write are there; those of which this one writes a
-    part."""
+    """Wait until the shared files exist; returns those of which this rank writes a part."""
     joint, parent = [shard for shard in job.shards if shard.share is not None], parent_of(job)
     if _may_share(job):
         changed = [s for s in joint if parent is None or equal_file(parent, s, content) is None]
@@ -192,7 +191,7 @@ def _join(job: Job, content: Content, folder: Path) -> list[Shard]:
 
 
 def _may_share(job: Job) -> bool:
-    """Whether files may be the parent's, on which all processes agree."""
+    """Whether files may be shared with the parent, on which all ranks agree."""
     return job.share and job.parent is not None
 
 

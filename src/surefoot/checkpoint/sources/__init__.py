@@ -1,1 +1,1 @@
-"""Lazy tensors in files, and views of them."""
+"""Tensor sources: lazy tensors in files, and views of them."""

@@ -1,4 +1,4 @@
-"""Write any source as Hugging Face weight files, block by block, in bounded memory."""
+"""Write any tensor source as Hugging Face weight files, block by block, in bounded memory."""
 
 from __future__ import annotations
 
@@ -34,10 +34,11 @@ def copy(
     max_shard_size: int | None = 5_000_000_000,
     progress: Progress | None = None,
 ) -> None:
-    """Write ``source`` into ``target_folder`` as ``{stem}.safetensors``, or as shards and an index.
+    """Write ``source`` into ``target_folder`` as ``{stem}.safetensors``, or as several files and an
+    index.
 
     ``dtype`` (float32, float16, bfloat16) casts floating point tensors. The files appear when all
-    are whole; a folder that has such weights already is refused.
+    are complete; a folder that already contains such weights is rejected.
     """
     source, folder = cast(source, dtype), Path(target_folder)
     plans = plan_save(stem, described(source), max_shard_size)
@@ -51,7 +52,7 @@ def copy(
 
 
 def cast(source: TensorSource, dtype: str | None) -> TensorSource:
-    """``source`` with its floating point tensors as ``dtype``; as it is if that is None."""
+    """``source`` with its floating point tensors as ``dtype``; unchanged if that is None."""
     if dtype is None:
         return source
     if dtype not in CASTS:
@@ -60,7 +61,7 @@ def cast(source: TensorSource, dtype: str | None) -> TensorSource:
 
 
 def described(source: TensorSource) -> dict[str, tuple[str, Shape]]:
-    """The stored type and shape of every tensor."""
+    """The stored dtype and shape of every tensor."""
     dtypes = source.dtypes()
     return {name: (dtype_name(name, dtypes[name]), s) for name, s in source.shapes().items()}
 
@@ -70,7 +71,7 @@ def silent(num_bytes: int) -> None:
 
 
 def _make_room(folder: Path, stem: str) -> None:
-    """Refuse a folder with such weights; remove what a killed copy left behind."""
+    """Reject a folder with such weights; delete the leftovers of a killed copy."""
     for name in files.list_folder(folder):
         if name.startswith(stem) and ".safetensors" in name:
             raise CheckpointError(f"{folder / name}: it exists already; choose another folder")
@@ -86,7 +87,7 @@ def _make_room(folder: Path, stem: str) -> None:
 def _write(
     source: TensorSource, folder: Path, plans: Sequence[FilePlan], progress: Progress
 ) -> None:
-    """Write all files aside, then give them their names."""
+    """Write all files under temporary names, then rename them."""
     nonce = secrets.token_hex(4)
     with contextlib.ExitStack() as stack:
         opened = []
@@ -112,7 +113,9 @@ def _remove(path: Path) -> None:
 def fill(
     file: files.File, source: TensorSource, plan: FilePlan, progress: Progress
 ) -> dict[str, str]:
-    """Fill and flush a file; the hash of the bytes of each of its tensors, or boxes, by name."""
+    """Write and flush a file; returns the hash of the bytes of each of its tensors, or boxes, by
+    name.
+    """
     with Stream(file) as stream:
         stream.write(plan.head)
         boxes = explained(plan.header).items()
@@ -120,7 +123,7 @@ def fill(
 
 
 def copy_box(stream: Stream, source: TensorSource, name: str, box: Box, progress: Progress) -> str:
-    """Add the values of one box of one tensor, block by block; the hash of their bytes."""
+    """Add the values of one box of one tensor, block by block; returns the hash of their bytes."""
     digest = files.Hash()
     for part in box.blocks(_BLOCK // source.dtypes()[name].itemsize):
         block = source.read(name, part)

@@ -1,4 +1,6 @@
-"""Several sources as one: of weights and their moments, or of a model and what is told of it."""
+"""Join several tensor sources into one, for example weights and Adam moments. Names must not
+overlap.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from .source import Shape, TensorSource
 
 @dataclass(frozen=True)
 class JoinedSource:
-    """Sources whose names, with what stands before them, all differ."""
+    """Sources whose names, with their prefixes, are all different."""
 
     parts: Sequence[tuple[str, TensorSource]]  # each with what stands before its names
 
@@ -33,14 +35,14 @@ class JoinedSource:
         return {f"{p}{name}": d for p, part in self.parts for name, d in part.dtypes().items()}
 
     def shapes(self) -> Mapping[str, Shape]:
-        """Of all."""
+        """Of all sources."""
         return self._shapes
 
     def dtypes(self) -> Mapping[str, torch.dtype]:
-        """Of all."""
+        """Of all sources."""
         return self._dtypes
 
     def read(self, name: str, box: Box) -> torch.Tensor:
-        """From the part it is in."""
+        """From the source that contains it."""
         part, inner = self._places[name]
         return part.read(inner, box)

@@ -1,8 +1,8 @@
-"""Base weights with a low-rank adapter folded in, computed box by box.
+"""Base weights with a merged low-rank adapter, computed box by box.
 
-Shapes: O outputs, I inputs, R rank. LoRA (Hu et al. 2021): ``W_OI + scale * B_OR @ A_RI``.
-DoRA (Liu et al. 2024) then scales every row to a learned length:
-``m_O / ||V_OI|| * V_OI`` with ``V = W + scale * B A`` and the norm over I.
+Shapes: O outputs, I inputs, R rank. LoRA (Hu et al. 2021): ``W_OI + scale * B_OR @ A_RI``. DoRA
+(Liu et al. 2024) then scales every row to a learned length: ``m_O / ||V_OI|| * V_OI`` with
+``V = W + scale * B A`` and the norm over I.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _BLOCK = 4 << 20  # elements computed at a time
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What is added to one weight: names in the adapter, and how they are meant."""
+    """The update of one weight: names in the adapter, and its settings."""
 
     a: str  # [R, I]
     b: str  # [O, R]
@@ -32,9 +32,9 @@ class Delta:
 
 @dataclass(frozen=True)
 class Merged:
-    """A base with tensors replaced by, and low-rank updates added from, an adapter.
+    """A base whose tensors are replaced, or updated, by an adapter.
 
-    Computed in float32 (float64 for a float64 base) and rounded once, to the type of the base.
+    Computed in float32 (float64 for a float64 base) and rounded once, to the dtype of the base.
     """
 
     base: TensorSource
@@ -51,7 +51,7 @@ class Merged:
         return {**self.base.shapes(), **{name: shapes[new] for name, new in self.replaced.items()}}
 
     def shapes(self) -> Mapping[str, Shape]:
-        """Those of the base, but for replaced tensors: a grown vocabulary has more rows."""
+        """Those of the base, except for replaced tensors: a resized vocabulary has more rows."""
         return self._shapes
 
     def dtypes(self) -> Mapping[str, torch.dtype]:
@@ -89,7 +89,7 @@ class Merged:
         return torch.addmm(weight, one, other, alpha=delta.scale)
 
     def _factor(self, name: str, exact: torch.dtype) -> torch.Tensor:
-        """A or B; the last few are kept, as every block of a weight needs them."""
+        """A or B; the last few are cached, because every block of a weight needs them."""
         if name not in self._factors:
             while len(self._factors) > 1:
                 del self._factors[next(iter(self._factors))]
@@ -97,7 +97,7 @@ class Merged:
         return self._factors[name]
 
     def _scaled(self, name: str, box: Box, delta: Delta, exact: torch.dtype) -> torch.Tensor:
-        """DoRA: rows of V brought to their learned lengths; the norm is over whole rows."""
+        """DoRA: rows of V scaled to their learned lengths; the norm is over complete rows."""
         assert delta.magnitude is not None  # or there is nothing to scale to
         out = 1 if delta.is_transposed else 0
         outs = Box((box.start[out],), (box.shape[out],))
@@ -114,7 +114,9 @@ class Merged:
         return scaled_OI[:, box.start[1] : box.stop[1]]
 
     def _column_norms(self, name: str, delta: Delta, exact: torch.dtype) -> torch.Tensor:
-        """Norms over the stored rows, block by block; kept, as every block of rows needs them."""
+        """Norms over the stored rows, block by block; cached, because every block of rows needs
+        them.
+        """
         if name not in self._norms:
             shape = self.shapes()[name]
             total = torch.zeros(shape[1], dtype=torch.float64)

@@ -1,7 +1,7 @@
-"""A source answers: what tensors are there, and what values fill this box of one of them?
+"""Tensor source: the names of tensors, and the values of any box of them.
 
-A folder in any layout opens as a source. Renaming, fusing, casting and merging are sources over
-sources, so that a conversion is one expression, reads only what it writes, and builds no model.
+A folder in any layout opens as a source. Renaming, fusing, casting and merging are views: sources
+over sources. So a conversion is one expression, reads only what it writes, and builds no model.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ class TensorSource(Protocol):
     """Named tensors that can be read box by box."""
 
     def shapes(self) -> Mapping[str, Shape]:
-        """The name and whole shape of every tensor."""
+        """The name and full shape of every tensor."""
 
     def dtypes(self) -> Mapping[str, torch.dtype]:
-        """The type of every tensor."""
+        """The dtype of every tensor."""
 
     def read(self, name: str, box: Box) -> torch.Tensor:
         """The values in one box of one tensor, on the CPU."""
 
 
 def read_whole(source: TensorSource, name: str) -> torch.Tensor:
-    """All of one tensor."""
+    """All values of one tensor."""
     return source.read(name, Box.whole(source.shapes()[name]))
 
 
@@ -44,8 +44,8 @@ def read_whole(source: TensorSource, name: str) -> torch.Tensor:
 class FolderSource:
     """The weights of a folder.
 
-    Where a hash is known, what is read whole, or block by block in order, is checked against it:
-    every part by itself if a tensor lies in several.
+    If a hash is known, tensors that are read completely, or block by block in order, are checked
+    against it; a tensor with several parts, part by part.
     """
 
     weights: Weights
@@ -70,7 +70,7 @@ class FolderSource:
         return self._dtypes
 
     def read(self, name: str, box: Box) -> torch.Tensor:
-        """Just the bytes of ``box``, from the file into a new tensor."""
+        """Only the bytes of ``box``, from the file into a new tensor."""
         place = self.weights.tensors[name]
         whole = Box.whole(place.entry.shape)
         if len(box.shape) != len(whole.shape) or box not in whole:
@@ -83,7 +83,9 @@ class FolderSource:
         return found
 
     def _fill(self, name: str, part: StoredBox, box: Box, target: torch.Tensor) -> None:
-        """Read ``box``, which lies in ``part``, straight into ``target`` if that is contiguous."""
+        """Read ``box``, which is inside ``part``, directly into ``target`` if that is
+        contiguous.
+        """
         inside = box.moved_into(part.box)
         is_plain = target.is_contiguous()
         values = target if is_plain else torch.empty(box.shape, dtype=target.dtype)
@@ -113,16 +115,16 @@ class FolderSource:
 
 @dataclass(frozen=True)
 class TensorsInMemory:
-    """Tensors that are already here."""
+    """Tensors in memory."""
 
     tensors: Mapping[str, torch.Tensor]
 
     def shapes(self) -> Mapping[str, Shape]:
-        """As they are."""
+        """Unchanged."""
         return {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}
 
     def dtypes(self) -> Mapping[str, torch.dtype]:
-        """As they are."""
+        """Unchanged."""
         return {name: tensor.dtype for name, tensor in self.tensors.items()}
 
     def read(self, name: str, box: Box) -> torch.Tensor:
@@ -133,7 +135,7 @@ class TensorsInMemory:
 
 @dataclass(frozen=True)
 class Renamed:
-    """Tensors under other names (new name -> old name); those not named are left out."""
+    """Tensors under other names (new name -> old name); tensors that are not named are omitted."""
 
     source: TensorSource
     names: Mapping[str, str]
@@ -163,7 +165,9 @@ class Renamed:
 
 @dataclass(frozen=True)
 class CastSource:
-    """The same values in another floating point type. Integers, bools and 8-bit floats stay."""
+    """The same values in another floating point dtype. Integers, bools and 8-bit floats are not
+    changed.
+    """
 
     source: TensorSource
     dtype: torch.dtype
@@ -173,7 +177,7 @@ class CastSource:
         return self.source.shapes()
 
     def dtypes(self) -> Mapping[str, torch.dtype]:
-        """``dtype`` for what is a plain floating point number."""
+        """``dtype`` for plain floating point numbers."""
         return {name: self._target(dtype) for name, dtype in self.source.dtypes().items()}
 
     def read(self, name: str, box: Box) -> torch.Tensor:

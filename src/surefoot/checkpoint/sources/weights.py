@@ -25,7 +25,7 @@ PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 
 @dataclass(frozen=True)
 class StoredBox:
-    """One box of a tensor. In ``file``, ``key`` is either the box or the whole tensor."""
+    """One box of a tensor. In ``file``, ``key`` is either the box or the full tensor."""
 
     file: tensorfile.TensorFile
     key: str
@@ -33,17 +33,17 @@ class StoredBox:
     hash: str | None = None  # known for checkpoints of ours
 
     def in_file(self, box: Box) -> Box:
-        """Where a box that lies in this one lies in what is stored."""
+        """The position, in what is stored, of a box inside this one."""
         is_whole = self.file.entry(self.key).shape != self.box.shape
         return box if is_whole else box.moved_into(self.box)
 
 
 @dataclass(frozen=True)
 class TensorLocation:
-    """One tensor in a file. ``hash`` is known for checkpoints of ours.
+    """One tensor in a file. ``hash`` is known for Surefoot checkpoints.
 
-    A tensor that lies in several ``parts`` has no hash itself; its file and key are the first
-    part's, its entry has the type and the whole shape.
+    A tensor with several ``parts`` has no hash itself; its file and key are those of the first
+    part, and its entry has the dtype and the full shape.
     """
 
     file: tensorfile.TensorFile
@@ -55,7 +55,7 @@ class TensorLocation:
 
 @dataclass(frozen=True)
 class Weights:
-    """The weights of a folder by name. The files close when nobody refers to them any more."""
+    """The weights of a folder by name. The files close when they are no longer referenced."""
 
     layout: str  # a name in LAYOUTS
     folder: Path
@@ -65,7 +65,7 @@ class Weights:
 def places(
     checkpoint: CheckpointFolder, tensors: Mapping[str, Sequence[Piece]]
 ) -> dict[str, TensorLocation]:
-    """Where the tensors of a checkpoint of ours lie, each file opened once."""
+    """The positions of the tensors of a Surefoot checkpoint, each file opened once."""
     names = {piece.file for pieces in tensors.values() for piece in pieces}
     opened = {name: checkpoint.tensors(name) for name in names}
     return {name: _place(pieces, opened) for name, pieces in tensors.items()}

@@ -1,7 +1,7 @@
-"""Which box of a tensor this process holds.
+"""The local box of a tensor on this rank.
 
-Boxes are computed from the cuts, not from torch's own offsets: these are wrong for uneven cuts of
-one dimension by two axes.
+Boxes are computed from the recorded sharding, not from torch's own offsets, which are wrong for
+uneven shards of one dimension over two axes.
 """
 
 from __future__ import annotations
@@ -21,30 +21,30 @@ BLOCK = 1 << 20  # elements read at a time
 
 @dataclass(frozen=True)
 class LocalBox:
-    """What is here of one tensor."""
+    """The local part of one tensor."""
 
     values: torch.Tensor  # of the box; shares memory with the tensor
     shape: tuple[int, ...]  # of the whole tensor
     box: Box
 
     def narrowed(self, box: Box) -> LocalBox:
-        """The part of it that lies in ``box``."""
+        """The part of it that is inside ``box``."""
         if box == self.box:
             return self
         return LocalBox(self.values.detach()[box.slices_in(self.box)], self.shape, box)
 
     def fill(self, read: Callable[[Box], torch.Tensor]) -> None:
-        """Copy in what ``read`` gives for boxes of the whole tensor, block by block."""
+        """Copy in the result of ``read`` for boxes of the full tensor, block by block."""
         for block in self.box.blocks(BLOCK) if self.box.size else ():
             self.values[block.slices_in(self.box)].copy_(read(block))
 
 
 def local_box_of(name: str, tensor: torch.Tensor, cuts: Cuts | None = None) -> LocalBox:
-    """What this process holds of ``tensor``. A plain tensor is whole in every process; one on the
-    meta device is held by others, and nothing of it is here.
+    """The local box of ``tensor`` on this rank. A plain tensor is replicated on every rank; a
+    tensor on the meta device is on other ranks, and its local box is empty.
 
-    Without recorded ``cuts``, they are read off the tensor's placements. Raises
-    ``CheckpointError`` where these do not tell them.
+    If ``cuts`` are not recorded, they are derived from the tensor's placements. Raises
+    ``CheckpointError`` if these are not enough.
     """
     if tensor.is_meta:
         nothing = (0,) * tensor.ndim
@@ -59,7 +59,7 @@ def local_box_of(name: str, tensor: torch.Tensor, cuts: Cuts | None = None) -> L
     values, box = tensor.to_local(), Box(*local_offset_and_shape(shape, cuts, sizes, place))
     if tuple(values.shape) != box.shape:
         raise CheckpointError(
-            f"{name}: this process holds {list(values.shape)}, expected {list(box.shape)} of "
+            f"{name}: this rank has {list(values.shape)}, expected {list(box.shape)} of "
             f"{list(shape)}"
         )
     return LocalBox(values, shape, box)
@@ -71,11 +71,11 @@ def _axes(tensor: DTensor) -> tuple[str, ...]:
 
 
 def _plain_cuts(name: str, tensor: DTensor) -> Cuts:
-    """The cuts of a tensor whose axes cut it in their order on the mesh."""
+    """The sharding of a tensor whose axes shard it in their order on the mesh."""
     cuts = []
     for axis, placement in zip(_axes(tensor), tensor.placements, strict=True):
         if type(placement) is Shard:
             cuts.append(AxisShard(axis, placement.dim))
         elif not isinstance(placement, Replicate):
-            raise CheckpointError(f"{name}: cannot store a tensor that is cut as {placement}")
+            raise CheckpointError(f"{name}: cannot store a tensor with the placements {placement}")
     return tuple(cuts)

@@ -1,8 +1,8 @@
-"""States of a process that runs some stages of a model only, as states of the whole model.
+"""Checkpoint state of a pipeline rank: it has the names of the full model, with meta tensors where
+other ranks own the layers.
 
-What other stages have is there by name and shape, as tensors on the meta device: without values,
-neither written nor read here. So every process checks all names, and the first one writes a record
-of all tensors.
+Tensors of other stages have a name and a shape but no values: they are neither written nor read
+here. So every rank checks all names, and rank 0 writes a record of all tensors.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 class Exchange(Protocol):
-    """What the processes of a pipeline tell each other."""
+    """How the ranks of a pipeline communicate."""
 
     def of_stages(self, value: Any) -> list[Any]:
-        """What each of them has, in the order of their stages."""
+        """The objects of all ranks, in the order of their stages."""
 
 
 @dataclass(frozen=True)
 class PipelinedWeights:
-    """The weights of some stages."""
+    """The weights of some pipeline stages."""
 
     own: ShardedState
     model: nn.Module
@@ -42,11 +42,11 @@ class PipelinedWeights:
     small_files: Callable[..., dict[str, bytes]]  # beside the weights
 
     def cuts_of(self, name: str) -> Cuts | None:
-        """How a tensor is cut over processes; None if nothing is known of it."""
+        """The sharding of a tensor; None if it is not recorded."""
         return self.own.cuts_of(name)
 
     def is_copy(self, name: str) -> bool:
-        """Whether another process writes this tensor."""
+        """Whether another rank writes this tensor."""
         return name in self.copies
 
     def like(self, name: str) -> torch.Tensor | None:
@@ -54,7 +54,7 @@ class PipelinedWeights:
         return None
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """All names; the live tensors of those that are here."""
+        """All names; the live tensors of this rank."""
         return {**self.elsewhere, **self.own.state_dict(), **self._second()}
 
     def _second(self) -> dict[str, torch.Tensor]:
@@ -63,7 +63,7 @@ class PipelinedWeights:
 
     @torch.no_grad()
     def load_state_dict(self, state: Tensors) -> None:
-        """Take from ``state`` what is here."""
+        """Load this rank's tensors from ``state``."""
         for name, tensor in self._second().items():
             tensor.copy_(state[name])
         theirs = self.elsewhere.keys() | self.second.keys()
@@ -72,7 +72,9 @@ class PipelinedWeights:
 
 @dataclass(frozen=True)
 class PipelinedOptimizer:
-    """The state of an optimizer of what learns in some stages: ``{parameter: {slot: tensor}}``."""
+    """The optimizer state of the trainable parameters of some pipeline stages:
+    ``{parameter: {slot: tensor}}``.
+    """
 
     own: ShardedState
     elsewhere: Collection[str]  # parameters
@@ -80,22 +82,25 @@ class PipelinedOptimizer:
     exchange: Exchange
 
     def cuts_of(self, pointer: str) -> Cuts | None:
-        """How a tensor of the state is cut over processes."""
+        """The sharding of a tensor of the state."""
         return self.own.cuts_of(pointer)
 
     def is_copy(self, pointer: str) -> bool:
-        """Whether another process writes this tensor."""
+        """Whether another rank writes this tensor."""
         return pointer.rpartition(".")[0] in self.copies
 
     def like(self, pointer: str) -> torch.Tensor | None:
-        """A tensor of the state that is not there yet; on the meta device if it never will be."""
+        """A tensor of the state that does not exist yet; on the meta device if it never will on
+        this rank.
+        """
         if pointer.rpartition(".")[0] in self.elsewhere:
             return torch.empty((), device="meta")
         return self.own.like(pointer)
 
     def state_dict(self) -> dict[str, dict[str, torch.Tensor]]:
-        """All parameters; the live tensors of those that are here. The processes of a pipeline call
-        this together: which slots there are is known to the one that has made them."""
+        """All parameters; the live tensors of this rank. A collective call of the pipeline: only
+        the rank that has created the slots of a parameter knows them.
+        """
         own: dict[str, dict[str, torch.Tensor]] = self.own.state_dict()
         slots = {name: [*tensors] for name, tensors in own.items()}
         theirs = _merged(self.exchange.of_stages(slots))
@@ -103,12 +108,14 @@ class PipelinedOptimizer:
         return {name: own.get(name) or dict.fromkeys(theirs[name], empty) for name in theirs}
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
-        """Take from ``state`` what is here. Raises ``CheckpointError`` as the optimizer's own."""
+        """Load this rank's tensors from ``state``. Raises ``CheckpointError`` as the optimizer's
+        own.
+        """
         self.own.load_state_dict({n: dict(s) for n, s in state.items() if n not in self.elsewhere})
 
 
 def owners(exchange: Exchange, names: Iterable[str]) -> list[set[str]]:
-    """The names that each process of a pipeline is the first to have, given this one's."""
+    """The names that each rank of a pipeline is the first to have, given those of this rank."""
     seen: set[str] = set()
     found = []
     for theirs in exchange.of_stages(list(names)):

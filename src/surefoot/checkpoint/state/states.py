@@ -1,8 +1,9 @@
-"""What a part of the run owes its checkpoint: to say what it is, and to become it again.
+"""Stateful objects: what ``save`` stores and ``load`` restores (``state_dict``,
+``load_state_dict``), plus wrappers for modules, optimizers and random generators.
 
-Most of torch does so as it is: modules, optimizers, learning rate schedulers, samplers. What it
-leaves out is here: parameters that a module has under two names, an optimizer's state under its
-parameters' names, and the random generators.
+Most of torch is Stateful as it is: modules, optimizers, learning rate schedulers, samplers. The
+wrappers handle parameters with two names, store an optimizer's state under its parameters' names,
+and the random generators.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ class Stateful(Protocol):
     """
 
     def state_dict(self) -> dict[str, Any]:
-        """The state as it is now. Tensors may be the owner's own: saving only reads them.
+        """The current state. Tensors may be the owner's own: saving only reads them.
 
-        Loading asks for the state as well, and reads into the tensors of it that fit, so that
-        ``load_state_dict`` may find its own tensors filled already.
+        Loading calls this as well, and reads into the tensors that fit, so that ``load_state_dict``
+        may find its own tensors already filled.
         """
 
     def load_state_dict(self, state: dict[str, Any], /) -> object:
-        """Become ``state``."""
+        """Restore ``state``."""
 
 
 class ShardedState(Stateful, Protocol):
@@ -48,7 +49,9 @@ class ShardedState(Stateful, Protocol):
     """
 
     def cuts_of(self, pointer: str, /) -> Cuts | None:
-        """How a tensor is cut over ranks; None if a DTensor says it, or it is not cut."""
+        """The sharding of a tensor over ranks; None if it is a DTensor's own, or the tensor is
+        not sharded.
+        """
 
     def is_copy(self, pointer: str, /) -> bool:
         """Whether another pipeline stage has the tensor as well, and writes it."""
@@ -70,13 +73,13 @@ class FileState:
         return self.own.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Become ``state``."""
+        """Restore ``state``."""
         self.own.load_state_dict(state)
 
 
 @dataclass(frozen=True)
 class UnshardedState:
-    """A state of which this process has every tensor, or DTensors that say how they are cut."""
+    """A state of which this process has every tensor, or DTensors with their own sharding."""
 
     own: Stateful
 
@@ -85,7 +88,7 @@ class UnshardedState:
         return self.own.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Become ``state``."""
+        """Restore ``state``."""
         self.own.load_state_dict(state)
 
     def cuts_of(self, pointer: str) -> Cuts | None:
@@ -140,24 +143,24 @@ class ModuleState:
     module: nn.Module
 
     def state_dict(self) -> dict[str, Any]:
-        """The live tensors, and whatever else the module says."""
+        """The live tensors, and the module's other state."""
         whole = self.module.state_dict()
         return {name: whole[name] for name, first in _first_names(whole).items() if first == name}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Become ``state``: every name must be there, or the one it shares its tensor with."""
+        """Restore ``state``: every name must exist, or the one with which it shares its tensor."""
         first = _first_names(self.module.state_dict())
         self.module.load_state_dict({name: state[kept] for name, kept in first.items()})
 
 
 def _first_names(tree: Mapping[str, Any]) -> dict[str, str]:
-    """For every name the first one that has the very same tensor, mostly the name itself."""
+    """For every name the first one that has the same tensor, usually the name itself."""
     firsts: dict[object, str] = {}
     return {name: firsts.setdefault(_place(name, value), name) for name, value in tree.items()}
 
 
 def _place(name: str, value: object) -> object:
-    """What two values have in common only if they are one."""
+    """A key that two values share only if they are the same tensor."""
     if not isinstance(value, torch.Tensor) or value.layout != torch.strided or not value.numel():
         return name
     storage = value.untyped_storage()._cdata
@@ -166,10 +169,11 @@ def _place(name: str, value: object) -> object:
 
 @dataclass(frozen=True)
 class NamedOptimizer:
-    """A torch optimizer under its parameters' names, which survive another order of parameters.
+    """A torch optimizer under its parameters' names, which do not depend on the order of
+    parameters.
 
-    ``{name: {exp_avg: ..., ...}, "param_groups": [{"lr": ..., "params": [name, ...]}, ...]}``.
-    Weights that no optimizer moves can then be told apart, and are shared by the next checkpoint.
+    ``{name: {exp_avg: ..., ...}, "param_groups": [{"lr": ..., "params": [name, ...]}, ...]}``. So
+    weights that the optimizer does not update can be identified, and shared by the next checkpoint.
     """
 
     optimizer: torch.optim.Optimizer
@@ -189,7 +193,7 @@ class NamedOptimizer:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Become ``state``. Raises ``CheckpointError`` if its groups hold other parameters."""
+        """Restore ``state``. Raises ``CheckpointError`` if its groups contain other parameters."""
         names = self._names()
         order = [name for group in names for name in group]
         saved = {frozenset(group["params"]): group for group in state["param_groups"]}
@@ -197,8 +201,9 @@ class NamedOptimizer:
         for i, params in enumerate(names):
             if frozenset(params) not in saved:
                 raise CheckpointError(
-                    f"optimizer state of other parameters, or grouped otherwise: there is no group "
-                    f"of just these {len(params)} (for one, {params[0] if params else 'none'})"
+                    "optimizer state of other parameters, or in other groups: there is no "
+                    f"group of exactly these {len(params)} (for example "
+                    f"{params[0] if params else 'none'})"
                 )
             own = plain["param_groups"][i]
             plain["param_groups"][i] = {**saved[frozenset(params)], "params": own["params"]}
@@ -211,8 +216,8 @@ class NamedOptimizer:
         groups = [group["params"] for group in self.optimizer.param_groups]
         if odd := [p for params in groups for p in params if id(p) not in known]:
             raise CheckpointError(
-                f"the optimizer moves {len(odd)} parameters that have no name, one of shape "
-                f"{list(odd[0].shape)}; pass the named_parameters() of every module it moves"
+                f"the optimizer updates {len(odd)} parameters that have no name, one of shape "
+                f"{list(odd[0].shape)}; pass the named_parameters() of every module it updates"
             )
         return [[known[id(p)] for p in params] for params in groups]
 
@@ -234,7 +239,7 @@ class RandomState:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Set the generators; one of a device that is not here is left out."""
+        """Set the generators; that of a device that does not exist here is skipped."""
         version, words, gauss = state["python"]
         random.setstate((version, tuple(words), gauss))
         numpy = state["numpy"]
@@ -245,7 +250,7 @@ class RandomState:
 
 
 def _words_to_tensor(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The Mersenne twister's 624 words as a tensor: files know no numpy arrays."""
+    """The Mersenne twister's 624 words as a tensor, because files contain no numpy arrays."""
     return {"key": torch.from_numpy(state["key"].astype(np.int64)), "pos": int(state["pos"])}
 
 

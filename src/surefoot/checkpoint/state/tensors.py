@@ -1,9 +1,10 @@
-"""A nested state is split into named tensors and a JSON skeleton that points at them, and joined.
+"""Flatten a nested state into named tensors and a JSON structure that refers to them, and back.
 
-The skeleton is plain JSON where JSON can say it; the rest is an object with one key that starts
-with ``$``: ``{"$tensor": name}``, ``{"$tuple": [...]}``, ``{"$dict": [[key, value], ...]}`` for
-keys that are not text, ``{"$float": "nan"}``, ``{"$int": "0x..."}`` beyond 53 bits. Nothing is
-lost or guessed: what cannot come back exactly as it was is refused.
+The structure is plain JSON where JSON can represent it. Other values are an object with one key
+that starts with ``$``: ``{"$tensor": name}``, ``{"$tuple": [...]}``,
+``{"$dict": [[key, value], ...]}`` for keys that are not text, ``{"$float": "nan"}``,
+``{"$int": "0x..."}`` beyond 53 bits. Nothing is lost or guessed: values that cannot be restored
+exactly are rejected.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _LEVELS = MAX_DEPTH // 4  # a level of the state costs up to three of the JSON
 
 
 def split(tree: object, where: str) -> tuple[dict[str, torch.Tensor], Skeleton]:
-    """The tensors in ``tree`` by their path ("a.0.b"), and the skeleton; errors name ``where``."""
+    """The tensors in ``tree`` by their path ("a.0.b"), and the structure; errors name ``where``."""
     tensors: dict[str, torch.Tensor] = {}
 
     def walk(value: Any, path: tuple[str, ...]) -> Skeleton:
@@ -48,7 +49,7 @@ def split(tree: object, where: str) -> tuple[dict[str, torch.Tensor], Skeleton]:
 
 
 def join(skeleton: Skeleton, tensors: Mapping[str, torch.Tensor], where: str) -> Any:
-    """The tree that ``split`` took apart."""
+    """The inverse of ``split``."""
     if isinstance(skeleton, list):
         return [join(item, tensors, where) for item in skeleton]
     if not isinstance(skeleton, dict):
@@ -57,7 +58,7 @@ def join(skeleton: Skeleton, tensors: Mapping[str, torch.Tensor], where: str) ->
     if not tag.startswith("$"):
         return {key: join(value, tensors, where) for key, value in skeleton.items()}
     if len(skeleton) != 1 or tag not in _READERS:
-        raise CheckpointError(f"{where}: {str(skeleton)[:80]} is no state of this format")
+        raise CheckpointError(f"{where}: {str(skeleton)[:80]} is not a state of this format")
     try:
         return _READERS[tag](skeleton[tag], tensors, where)
     except (KeyError, TypeError, ValueError) as error:
@@ -65,7 +66,7 @@ def join(skeleton: Skeleton, tensors: Mapping[str, torch.Tensor], where: str) ->
 
 
 def pointers(skeleton: Skeleton) -> list[str]:
-    """The names of all tensors that ``skeleton`` points at, in order."""
+    """The names of all tensors to which ``skeleton`` refers, in order."""
     if isinstance(skeleton, list):
         return [name for item in skeleton for name in pointers(item)]
     if not isinstance(skeleton, dict):

@@ -1,7 +1,6 @@
-"""``surefoot ckpt``: what checkpoints there are, what is in them, whether they are whole, what
-differs between two, which can go, and how others read them.
+"""``surefoot ckpt``: list, inspect, verify, compare, prune and convert checkpoints.
 
-Whatever needs torch is imported by the command that needs it, so that ``ls`` answers at once.
+Modules that need torch are imported by the command that needs them, so that ``ls`` starts at once.
 """
 
 import click

@@ -33,9 +33,9 @@ _MOST = 1_000_000  # values that --all and --json print
 def cat(checkpoint: Path | Address, tensor: str, where: str, whole: bool, as_json: bool) -> None:
     """Print the values of TENSOR in CHECKPOINT, or a SLICE of them such as '0:8' or '0, :, ::2'.
 
-    Tensors are called as `show --tensors` lists them: optimizer/NAME.exp_avg, say. A SLICE is
-    numpy's: indices, start:stop:step and ...; negative numbers count from the end, a step is
-    positive. No other part of the file is read.
+    Tensor names are those of `show --tensors`, for example optimizer/NAME.exp_avg. A SLICE has
+    numpy's syntax: indices, start:stop:step and ...; negative numbers count from the end, a step
+    must be positive. No other part of the file is read.
     """
     from ...checkpoint.looking.tensor_excerpt import excerpt
     from ...checkpoint.sources.source import FolderSource
@@ -47,7 +47,7 @@ def cat(checkpoint: Path | Address, tensor: str, where: str, whole: bool, as_jso
     count = math.prod(selection.shape)
     if (whole or as_json) and count > _MOST:
         raise CheckpointError(
-            f"{tensor}: {count:,} values are too many to print, at most {_MOST:,}; take a slice"
+            f"{tensor}: {count:,} values are too many to print, at most {_MOST:,}; add a slice"
         )
     found = excerpt(FolderSource(contents), name, selection, _MOST if whole or as_json else _SHOWN)
     if as_json:
@@ -62,7 +62,7 @@ def cat(checkpoint: Path | Address, tensor: str, where: str, whole: bool, as_jso
 
 
 def _plain(values: torch.Tensor) -> object:
-    """Nested lists of numbers; what JSON has no number for is text, a complex number a pair."""
+    """Nested lists of numbers; non-finite values are text, a complex number is a pair."""
     import torch
 
     if not values.numel():  # the other dimensions may be of any length
@@ -80,7 +80,7 @@ def _spelled(value: object) -> object:
 
 
 def render(found: Excerpt) -> str:
-    """The values in rows, as torch prints them; ``…`` where some are left out."""
+    """The values in rows, as torch prints them; ``…`` where some are omitted."""
     import torch
 
     values = found.values
@@ -109,7 +109,7 @@ _COLUMNS = 100
 
 
 def _wrapped(parts: list[str], dim: int) -> str:
-    """A row of values, in several lines where it is long."""
+    """A row of values, on several lines if it is long."""
     width = max(map(len, parts), default=0) + 2
     per_line = max(1, (_COLUMNS - dim - 2) // width)
     lines = [parts[i : i + per_line] for i in range(0, len(parts), per_line)]

@@ -1,4 +1,6 @@
-"""Checkpoints and runs on the command line: folders here, or the URLs of folders in a store."""
+"""Checkpoints and runs on the command line: local folders, or URLs of folders in an object
+store.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,9 @@ from ...storage.address import Address, is_address
 
 
 class Place(click.Path):
-    """A folder that is there, or a URL. Where MindSpore's ranks keep several steps in a folder, a
-    file in ``rank_0`` names the step."""
+    """An existing folder, or a URL. If a folder of MindSpore's ranks contains several steps, a
+    file in ``rank_0`` selects the step.
+    """
 
     def __init__(self) -> None:
         super().__init__(exists=True, file_okay=False, path_type=Path)
@@ -36,7 +39,7 @@ PLACE = Place()
 
 
 def local(checkpoint: Path | Address) -> Path:
-    """The checkpoint's folder; if it lies in a store, that of its copy in the cache."""
+    """The checkpoint's folder; for a URL, that of its copy in the cache."""
     if isinstance(checkpoint, Path):
         return checkpoint
     from ...remote.remote_resume import fetch

@@ -28,8 +28,8 @@ def convert(
 ) -> None:
     """Write SRC, a checkpoint, in another layout or as another program reads it.
 
-    DST is a new folder, which appears when all of it is written. SRC stays as it is. Tensors go
-    from file to file: no model is built, and memory does not grow with it.
+    DST is a new folder, which appears when all of it is written. SRC is not changed. Tensors are
+    copied from file to file: no model is built, and memory does not grow with it.
     """
     from ...checkpoint.converting.origin import OptionError
     from ...inference.conversion import convert as write
@@ -50,7 +50,7 @@ def _usual(given: dict[str, object]) -> str:
 
     if "layout" not in given and "mesh" not in given:
         names = f"--to ({', '.join(TARGETS)}) or --layout ({', '.join(LAYOUTS)})"
-        raise click.UsageError(f"say what to write: {names}")
+        raise click.UsageError(f"expected what to write: {names}")
     return USUAL
 
 

@@ -1,4 +1,4 @@
-"""``surefoot ckpt diff``: what differs between two checkpoints."""
+"""``surefoot ckpt diff``: compare two checkpoints."""
 
 from __future__ import annotations
 
@@ -51,7 +51,9 @@ _WIDTH = 60  # characters of a value
     multiple=True,
     help="Compare this part only; may be given several times.",
 )
-@click.option("--all", "everything", is_flag=True, help="List all that differs or is equal.")
+@click.option(
+    "--all", "everything", is_flag=True, help="List all tensors, whether they differ or are equal."
+)
 @JSON
 def diff(
     a: Path | Address,
@@ -62,7 +64,7 @@ def diff(
 ) -> None:
     """Compare checkpoints A and B of any layout, tensor by tensor.
 
-    Shown are the largest |B - A|, the L2 norms of B - A, A and B, and "relative": the norm of B - A
+    Prints the largest |B - A|, the L2 norms of B - A, A and B, and "relative": the norm of B - A
     over the larger of the other two. Tensors whose hashes are equal are not read. Exit code 0: all
     is equal; 1: something differs; 2: they cannot be compared.
     """
@@ -101,7 +103,9 @@ def _print(a: Path, b: Path, found: Comparison, *, everything: bool) -> None:
         screen.print(mark(letter, "bold", str(folder)), soft_wrap=True)
     if found.is_equal:
         num = f"{len(found.tensors):,} tensors"
-        screen.print(mark("✓", "bold green", f"equal: {num}, and all that was compared"))
+        screen.print(
+            mark("✓", "bold green", f"equal: {num}, and everything else that was compared")
+        )
     if found.tensors and not (found.is_equal and not everything):
         screen.print(_counts(found.tensors))
     changed = [t for t in found.tensors if everything or t.verdict != "equal"]
@@ -133,7 +137,7 @@ def _largest(changed: Sequence[TensorChange]) -> list[TensorChange]:
 
 
 def _distance(change: TensorChange) -> float:
-    """How much a tensor stands out: what has no figures comes first."""
+    """Sort key: tensors without numbers first, then the largest difference."""
     if change.figures is None:
         return -1.0 if change.verdict == "equal" else float("inf")
     return change.figures.relative

@@ -1,4 +1,4 @@
-"""``surefoot ckpt ls``: the checkpoints of a run, one line each."""
+"""``surefoot ckpt ls``: the checkpoints of a run, one per line."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ _SHARED = 0.99  # below this share of a checkpoint's size, it shares files with 
 
 @click.command()
 @click.argument("folder", metavar="RUN", type=PLACE)
-@click.option("--verify", is_flag=True, help="Check every byte, and say which are whole.")
+@click.option("--verify", is_flag=True, help="Verify every byte of each checkpoint.")
 @JSON
 def ls(folder: Path | Address, verify: bool, as_json: bool) -> None:
     """List the checkpoints of RUN, a run's folder or its URL, oldest first.
 
-    RUN may be the Hugging Face Trainer's or MindSpore's as well. Files are checked to be there at
-    full length. Loss is the last that was logged, eval loss that of the very step. A column "on
-    disk" appears where checkpoints share files: it is what each adds to the older ones. The exit
-    code is 1 if --verify finds one that is not whole.
+    RUN may also be a folder of the Hugging Face Trainer or MindSpore. All files must exist at full
+    length. Loss is the last that was logged, eval loss that of the same step. If checkpoints share
+    files, a column "on disk" shows what each adds to the older ones. The exit code is 1 if --verify
+    finds a damaged one.
     """
     if isinstance(folder, Address):
         lines = _in_store(folder, verify=verify)
@@ -120,7 +120,7 @@ def _state(line: Line, newest: Line | None) -> Text:
     if line.problem is not None:
         return Text("damaged" if line.step is not None else "leftover", style="red")
     words = {
-        "newest": line is newest,
+        "latest": line is newest,
         "best": line.is_best,
         "verified": line.verified == "every byte",
         "no hashes": line.verified == "structure",

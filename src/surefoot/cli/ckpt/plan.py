@@ -16,17 +16,18 @@ from .convert import LAYOUTS, LayoutName
 LAYOUT = click.option(
     "--layout",
     type=click.Choice(LAYOUTS),
-    help="Of a checkpoint of ours: whole tensors, or a folder of boxes for every process.",
+    help="Layout of the Surefoot checkpoint: full (unsharded tensors), or distributed (one "
+    "folder of shards per rank).",
 )
 MESH = click.option(
     "--mesh",
     metavar="AXIS=N[,AXIS=N]",
-    help="The processes whose boxes are written: dp_shard=4, dp_shard=4,tp=2, dp_replicate=2 …",
+    help="The mesh whose shards are written: dp_shard=4, dp_shard=4,tp=2, dp_replicate=2 …",
 )
 DTYPE = click.option(
     "--dtype",
     type=click.Choice(("float32", "float16", "bfloat16")),
-    help="Of the weights; the optimizer's state stays.",
+    help="Dtype of the weights; the optimizer state is not changed.",
 )
 _SHOWN = 12  # files in a table; --json has all
 
@@ -46,8 +47,8 @@ def plan(
 ) -> None:
     """Show what `ckpt convert` would read and write for SRC: files, bytes, and bytes by rank.
 
-    Without --layout it is full, with --mesh distributed. Nothing is written, and of the tensors
-    only the headers are read. manifest.json itself is not counted.
+    The default layout is full, with --mesh distributed. Nothing is written, and only the headers of
+    tensor files are read. manifest.json itself is not counted.
     """
     from ...checkpoint.converting.resharding import plan_reshard
     from ...geometry.mesh import Mesh

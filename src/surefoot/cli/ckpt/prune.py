@@ -1,4 +1,6 @@
-"""``surefoot ckpt prune``: let go of the checkpoints of a run that its rule does not keep."""
+"""``surefoot ckpt prune``: delete the checkpoints of a run that its retention policy does not
+keep.
+"""
 
 from __future__ import annotations
 
@@ -16,27 +18,27 @@ from ..table import time as local_time
 
 @click.command()
 @click.argument("folder", metavar="RUN", type=FOLDER)
-@click.option("--keep", type=click.IntRange(1), help="So many of the newest stay.")
-@click.option("--keep-every", type=click.IntRange(1), help="Multiples of this step stay.")
-@click.option("--keep-best", type=click.IntRange(1), help="So many of the best stay.")
+@click.option("--keep", type=click.IntRange(1), help="Keep this many of the latest.")
+@click.option("--keep-every", type=click.IntRange(1), help="Keep multiples of this step.")
+@click.option("--keep-best", type=click.IntRange(1), help="Keep this many of the best.")
 @click.option(
     "--keep-hours",
     type=click.FloatRange(0, min_open=True),
-    help="Those saved within so many hours before the newest stay.",
+    help="Keep those saved within this many hours before the latest.",
 )
-@click.option("--metric", help="What the best are known by, eval_loss for example.")
+@click.option("--metric", help="Metric of the best checkpoints, eval_loss for example.")
 @click.option(
-    "--greater/--smaller", default=None, help="Whether more of it is better; a loss is not."
+    "--greater/--smaller", default=None, help="Whether greater values of the metric are better."
 )
-@click.option("--dry-run", is_flag=True, help="Only show what would go.")
-@click.option("--yes", is_flag=True, help="Do not ask.")
+@click.option("--dry-run", is_flag=True, help="Only show what would be deleted.")
+@click.option("--yes", is_flag=True, help="Delete without asking.")
 @JSON
 def prune(folder: Path, dry_run: bool, yes: bool, as_json: bool, **options: object) -> None:
-    """Remove the checkpoints of RUN that need not stay.
+    """Delete the checkpoints of RUN that its retention policy does not keep.
 
-    What stays is what section checkpoint of RUN's own recipe.yaml says; an option replaces the
-    setting of that name. The newest whole checkpoint and the best always stay, and what is damaged
-    is left alone. Refused while a process trains in RUN.
+    The policy is section checkpoint of RUN's own recipe.yaml; an option replaces the setting of the
+    same name. The latest valid checkpoint and the best are always kept, and damaged ones are
+    ignored. Refused while a process trains in RUN.
     """
     given = {name: value for name, value in options.items() if value is not None}
     wanted = prune_options(folder, given)
@@ -74,10 +76,12 @@ def _tell(
     screen = console()
     screen.print(_table(plan, metric))
     if not going:
-        screen.print(f"{folder}: nothing to remove", markup=False, soft_wrap=True)
+        screen.print(f"{folder}: nothing to delete", markup=False, soft_wrap=True)
         return
     apparent = sum(item.line.num_bytes or 0 for item in going)
-    shared = f" (of {in_bytes(apparent)}; the rest stays in use)" if freed < 0.99 * apparent else ""
+    shared = (
+        f" (of {in_bytes(apparent)}; the rest is still in use)" if freed < 0.99 * apparent else ""
+    )
     of = f"{_count(len(going))} of {len(plan.checkpoints)}"
     screen.print(f"{of} can go; {in_bytes(freed)} come free{shared}", style="bold", markup=False)
 
@@ -94,7 +98,7 @@ def _table(plan: PrunePlan, metric: str) -> Table:
             cell(local_time(item.line.created)),
             in_bytes(item.line.num_bytes),
             *([number(item.metric)] if has_metric else []),
-            Text("stays" if stays else "goes", style="green" if stays else "red"),
+            Text("keep" if stays else "delete", style="green" if stays else "red"),
             ", ".join(item.verdict.why),
             style="" if stays else "dim",
         )

@@ -1,4 +1,4 @@
-"""``surefoot ckpt show``: what is in a folder of weights."""
+"""``surefoot ckpt show``: the contents of a folder of weights."""
 
 from __future__ import annotations
 
@@ -45,17 +45,17 @@ AllNorms = Mapping[str, "Norms"]  # by a tensor's full name
 @click.argument("checkpoint", metavar="CHECKPOINT", type=PLACE)
 @click.option("--tensors", is_flag=True, help="List every tensor.")
 @click.option(
-    "--norms", is_flag=True, help="List them with L2 norm, smallest, largest, mean, NaN, inf."
+    "--norms", is_flag=True, help="List them with L2 norm, minimum, maximum, mean, NaN, inf."
 )
 @click.option("--state", metavar="NAME", help="Print a state in full, as it is stored.")
 @JSON
 def show(
     checkpoint: Path | Address, tensors: bool, norms: bool, state: str | None, as_json: bool
 ) -> None:
-    """Show what is in CHECKPOINT: one of ours, or of Hugging Face, its Trainer, PEFT or MindSpore.
+    """Show the contents of CHECKPOINT: of Surefoot, Hugging Face, its Trainer, PEFT or MindSpore.
 
-    Norms are of the finite values, in 64 bits, and need little memory. Pickled files are listed,
-    but never read.
+    Norms are those of the finite values, in 64 bits, and need little memory. Pickled files are
+    listed, but never read.
     """
     checkpoint = local(checkpoint)
     if state is not None:
@@ -75,7 +75,7 @@ def show(
     screen.print(_pairs("files", sizes))
     if summary.pickles:
         names = ", ".join(summary.pickles)
-        screen.print(cell(f"pickled, so not read: {names}"), style="dim", soft_wrap=True)
+        screen.print(cell(f"pickled, and not read: {names}"), style="dim", soft_wrap=True)
     if tensors or norms:
         screen.print(_tensors_table(summary.groups, found, screen))
 
@@ -85,10 +85,10 @@ def _state(checkpoint: Path, name: str) -> object:
     if name in states:
         return states[name]
     if not states:
-        raise CheckpointError(f"{checkpoint}: it holds no states, so no {name!r}")
+        raise CheckpointError(f"{checkpoint}: it contains no states, so no {name!r}")
     near = difflib.get_close_matches(name, states, n=1)
     hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(sorted(states))}"
-    raise CheckpointError(f"{checkpoint}: it holds no state {name!r}; {hint}")
+    raise CheckpointError(f"{checkpoint}: it contains no state {name!r}; {hint}")
 
 
 def _norms(checkpoint: Path) -> AllNorms:

@@ -1,4 +1,4 @@
-"""``surefoot ckpt verify``: is a checkpoint what was saved?"""
+"""``surefoot ckpt verify``: check a checkpoint against its manifest."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ from .checkpoint_path import PLACE
 )
 @JSON
 def verify_command(checkpoint: Path | Address, full: bool, as_json: bool) -> None:
-    """Check that CHECKPOINT, a folder or a URL, is what was saved. The exit code is 1 if not."""
+    """Verify CHECKPOINT, a folder or a URL, against its manifest. The exit code is 1 if it
+    fails.
+    """
     began = time.perf_counter()
     if isinstance(checkpoint, Address):
         report = _in_store(checkpoint, full=full)
@@ -46,7 +48,7 @@ def _in_store(address: Address, *, full: bool) -> Report:
 
 
 def _total(checkpoint: Path) -> int | None:
-    """Bytes to hash; None if the folder does not even say."""
+    """Bytes to hash; None if the folder does not say."""
     found = list_run(checkpoint)
     return found[0].num_bytes if len(found) == 1 else None
 
@@ -58,5 +60,5 @@ def _print(report: Report, seconds: float) -> None:
     for note in report.notes:
         screen.print(Text.assemble(("· ", "dim"), cell(note)), soft_wrap=True, style="dim")
     if report.ok:
-        text = f"{report.folder}: whole ({report.checked}, {seconds:.1f} s)"
+        text = f"{report.folder}: verified ({report.checked}, {seconds:.1f} s)"
         screen.print(mark("✓", "bold green", text), soft_wrap=True)

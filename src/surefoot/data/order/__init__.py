@@ -1,1 +1,1 @@
-"""Token ids to windows: shuffles, balancing by length, the loader."""
+"""Token ids to windows: shuffles, length balancing, the loader."""

@@ -1,8 +1,9 @@
-"""The order of data that is still being encoded: in blocks of one size, each shuffled by itself.
+"""Block shuffle, the order of data that is still being encoded: blocks of one size, each permuted
+by itself.
 
-It is a pure function of (seed, epoch, position), like that of a complete dataset, so a position is
-all that a resume needs; a shuffle buffer would have to be saved, or filled again. It is the same
-however far the encoding has come.
+It is a pure function of (seed, epoch, position), like the order of a complete dataset, so a
+position is all that a resume needs. A shuffle buffer would have to be saved, or filled again. The
+order does not depend on the progress of encoding.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ def _nothing() -> Index:
 @dataclass
 class BlockShuffle:
     """Blocks of ``buffer_size`` examples. From the second epoch on, the first block of an epoch is
-    shorter, so that an example has other neighbours in each.
+    shorter, so that an example shares its block with other examples in each.
 
-    Examples that are ``held_out`` are never drawn, and positions don't count them.
+    Examples that are ``held_out`` are never drawn, and positions do not count them.
     """
 
     examples: Stream
@@ -46,8 +47,9 @@ class BlockShuffle:
         return None if length is None else length - len(self.held_out)
 
     def indices(self, epoch: int, start: int, end: int) -> Index:
-        """The examples at positions from ``start`` to ``end``; fewer, or none, where the data ends.
-        Waits until their blocks are encoded."""
+        """The examples at positions from ``start`` to ``end``; fewer, or none, at the end of the
+        data. Waits until their blocks are encoded.
+        """
         if not self.shuffle:
             return self._numbers(np.arange(start, max(start, min(end, self.reach(end)))))
         found, position = [_nothing()], start
@@ -61,7 +63,7 @@ class BlockShuffle:
         return self._numbers(np.concatenate(found))
 
     def reach(self, count: int) -> int:
-        """Wait for ``count`` examples, or for the end of the data; how many are known."""
+        """Wait for ``count`` examples, or for the end of the data; returns how many are known."""
         num_held_out = len(self.held_out)
         return max(0, self.examples.reach(count + num_held_out) - num_held_out)
 
@@ -70,19 +72,22 @@ class BlockShuffle:
         return self.examples.has(self._block(epoch, last)[1] + len(self.held_out))
 
     def describe(self, epoch: int, position: int) -> Description:
-        """What the examples before a position are a function of; ``shards``: how many shards they
-        were drawn from."""
+        """The inputs on which the examples before a position depend; ``shards``: from how many
+        shards they were drawn.
+        """
         shards = self._shards_before(epoch, position)
         return {"shards": shards, **self._describe(shards)}
 
     def describe_like(self, saved: Description) -> Description:
-        """The same of this order, as many shards as were saved. Waits until these are encoded,
-        unless they are in the cache."""
+        """The same for this order, with as many shards as were saved. Waits until these are
+        encoded, unless they are in the cache.
+        """
         return self._describe(int(saved.get("shards", 0)))
 
     def _block(self, epoch: int, position: int) -> tuple[int, int]:
-        """Where the block of a position begins and ends, if the data goes on so far; unshuffled,
-        each example is a block."""
+        """Start and end of the block of a position, assuming that the data is long enough;
+        unshuffled, each example is a block.
+        """
         if not self.shuffle:
             return position, position + 1
         shift = draw(self.buffer_size, seed=self.seed, stream=epoch) if epoch else 0
@@ -93,7 +98,7 @@ class BlockShuffle:
         return start, start + self.buffer_size
 
     def _permutation(self, epoch: int, start: int, end: int) -> Index:
-        """The positions of a block in the order in which they come."""
+        """The positions of a block in permuted order."""
         place = epoch, start, end
         known = self._newest  # read once: another thread may replace it
         if known is None or known[0] != place:
@@ -103,12 +108,12 @@ class BlockShuffle:
         return known[1]
 
     def _numbers(self, positions: Index) -> Index:
-        """The examples at some positions, those that are held out left out."""
+        """The examples at some positions, without the held-out ones."""
         gaps = self.held_out - np.arange(len(self.held_out))  # examples to train on before each
         return positions + np.searchsorted(gaps, positions, side="right")
 
     def _shards_before(self, epoch: int, position: int) -> int:
-        """How many shards the examples before a position were drawn from."""
+        """From how many shards the examples before a position were drawn."""
         if epoch:
             return self.examples.shards(self.examples.reach(1 << 62))
         if not position:

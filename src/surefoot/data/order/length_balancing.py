@@ -1,11 +1,11 @@
-"""Which examples of a window run together, and in which process.
+"""Assign the examples of a window to ranks and micro-batches so that all have about equal tokens.
 
-All processes wait for the one with the heaviest pass, and memory is for the heaviest of all, so
-examples are dealt by their lengths to groups of about the same size, a group for each pass of each
-process. Who gets what is a pure function of the lengths, in integers.
+All ranks wait for the one with the largest micro-batch, and memory must suffice for the largest
+one. So examples are assigned by length to groups of about the same size, one group for each
+micro-batch of each rank. The assignment is a pure function of the lengths, in integers.
 
-W windows, N items of each, G groups of each: those of the first pass of every rank, then those of
-the second one, and so on.
+W windows, N items of each, G groups of each: those of the first micro-batch of every rank, then
+those of the second one, and so on.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def assign_to_rank(
     world_size: int,
     packing: bool,
 ) -> list[Index]:
-    """The items of each of a rank's passes, of those of a window, in the order of the window."""
+    """The items of each micro-batch of a rank, in the order of the window."""
     dealt = balance_by_length(
         lengths[None], micro_batch_size=micro_batch_size, world_size=world_size, packing=packing
     )[0]
@@ -35,27 +35,29 @@ def assign_to_rank(
 
 
 def in_turn(num_items: int, size: int, rank: int, world_size: int) -> Iterator[Index]:
-    """The items of each of a rank's passes, dealt out in order, ``size`` at a time. Every rank has
-    equally many passes; the last one may have nothing for some."""
+    """The items of each of a rank's micro-batches, assigned in order, ``size`` at a time. Every
+    rank has the same number of micro-batches; the last one may be empty on some.
+    """
     for start in range(0, num_items, size * world_size):
         first = start + size * rank
         yield np.arange(first, max(first, min(first + size, num_items)))
 
 
 def num_passes(num_items: int, micro_batch_size: int, world_size: int) -> int:
-    """Groups of a window: as many passes for each rank as ``micro_batch_size`` asks for."""
+    """Number of groups of a window: enough micro-batches per rank for ``micro_batch_size``."""
     return -(-num_items // (micro_batch_size * world_size)) * world_size
 
 
 def balance_by_length(
     lengths: Index, *, micro_batch_size: int, world_size: int, packing: bool
 ) -> Index:
-    """[W, N] The group of each item of windows alike, from its tokens (``lengths``, [W, N]).
+    """[W, N] The group of each item, from the items' tokens (``lengths``, [W, N]).
 
-    Packed, an item goes to the group with the fewest tokens, the longest first. Padded, items of
-    about the same length make a rectangle, the fewer the longer they are. A group has
-    ``micro_batch_size`` items on average; the largest is never larger, in ``positions``, than that
-    of a split by number. The heaviest run first, so that those of a pass are about equal.
+    Packed: an item is assigned to the group with the fewest tokens, the longest item first. Padded:
+    items of about the same length form a rectangle, with fewer items where these are long. A group
+    has ``micro_batch_size`` items on average. The largest group never has more ``positions`` than
+    that of a split into equal numbers. The largest groups run first, so that those that run
+    together are about equal.
     """
     count = num_passes(lengths.shape[1], micro_batch_size, world_size)
     if count <= 1:
@@ -65,8 +67,9 @@ def balance_by_length(
 
 
 def positions(lengths: Index, groups: Index, count: int, *, packing: bool) -> Index:
-    """[W, G] What each of ``count`` groups is laid out in: its tokens, or those of its longest item
-    for each of its items."""
+    """[W, G] The size of each of ``count`` groups: its tokens, or for padded batches the tokens
+    of its longest item times its number of items.
+    """
     if packing:
         return sums(lengths, groups, count)
     widest = np.zeros((len(lengths), count), np.int64)
@@ -82,9 +85,10 @@ def sums(values: Index, groups: Index, count: int) -> Index:
 
 
 def _by_tokens(lengths: Index, count: int) -> Index:
-    """[W, N] Longest first, each to the group with the fewest tokens: at most 4/3 of what the best
-    of all splits has in its largest group (Graham 1969). Where that is still more than a split by
-    number has, this one."""
+    """[W, N] The longest item first, each to the group with the fewest tokens. The largest group
+    has at most 4/3 of the tokens of the optimum (Graham 1969). If a split into equal numbers is
+    better, it is used.
+    """
     windows, found = np.arange(len(lengths)), np.empty_like(lengths)
     held = np.zeros((len(lengths), count), np.int64)
     for item in np.argsort(-lengths, axis=1, kind="stable").T:
@@ -98,8 +102,9 @@ def _by_tokens(lengths: Index, count: int) -> Index:
 
 
 def _by_width(lengths: Index, count: int) -> Index:
-    """[W, N] Sorted, and cut into ``count`` rectangles of which the largest is as small as can be:
-    the size that all fit into is found by halving."""
+    """[W, N] Sort, and split into ``count`` rectangles whose largest is as small as possible;
+    binary search finds the smallest size that is sufficient for all.
+    """
     order = np.argsort(-lengths, axis=1, kind="stable")
     widths = np.maximum(1, np.take_along_axis(lengths, order, axis=1))
     low, high = widths[:, 0], widths[:, 0] * -(-lengths.shape[1] // count)
@@ -115,8 +120,9 @@ def _by_width(lengths: Index, count: int) -> Index:
 
 
 def _ends(widths: Index, most: Index, count: int, *, is_full: bool = False) -> Index:
-    """[W, G] Where groups of sorted items end that take no more than ``most`` positions each.
-    ``is_full``: each leaves an item for all behind it, as far as there are."""
+    """[W, G] The ends of groups of sorted items with at most ``most`` positions each.
+    ``is_full``: each group leaves an item for every later one, as far as there are enough.
+    """
     windows, num_items = np.arange(len(widths)), widths.shape[1]
     found, end = np.empty((len(widths), count), np.int64), np.zeros(len(widths), np.int64)
     for group in range(count):
@@ -128,8 +134,9 @@ def _ends(widths: Index, most: Index, count: int, *, is_full: bool = False) -> I
 
 
 def _in_turn(groups: Index, weights: Index, world_size: int) -> Index:
-    """[W, N] The same groups, numbered from the heaviest to the lightest; every second pass goes
-    through the ranks backwards, so that none has the heavier one each time."""
+    """[W, N] The same groups, numbered from the largest to the smallest. Every second
+    micro-batch goes through the ranks in reverse, so that no rank always has the larger one.
+    """
     numbers = np.arange(weights.shape[1]).reshape(-1, world_size)
     numbers[1::2] = numbers[1::2, ::-1]
     renamed = np.empty_like(weights)

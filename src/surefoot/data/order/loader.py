@@ -1,8 +1,9 @@
-"""Windows of examples in an order that is a pure function of (seed, epoch), and of micro-batches.
+"""Windows of examples in an order that is a pure function of (seed, epoch), and their
+micro-batches.
 
-The position is two integers, the epoch and the window in it, so a resume skips nothing, and the
-examples of step k are the same whatever the number of ranks, the size of a micro-batch, and how far
-the encoding has come.
+The data position is two integers, the epoch and the window in it. So a resume skips nothing, and
+the examples of step k are the same for any number of ranks, any micro-batch size and any progress
+of encoding.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from .prefetch import Prefetch
 
 @dataclass(frozen=True, eq=False)
 class WindowExamples(Sequence[Features]):
-    """The examples of one global window, each read from its store when it is looked at."""
+    """The examples of one global window; each is read from its store when it is used."""
 
     source: EncodedExamples
     items: Index
@@ -49,11 +50,11 @@ class WindowExamples(Sequence[Features]):
 
 @dataclass
 class Loader:
-    """Endless windows. Every example comes once an epoch; the last window of an epoch contains what
-    is left.
+    """Endless windows. Every example occurs once per epoch; the last window of an epoch has the
+    remaining examples.
 
-    ``next_examples`` gives the examples of the next global window, the same on every rank, and
-    ``deal`` this rank's micro-batches of them, or of what a stage made of them. ``next_window`` is
+    ``next_examples`` gives the examples of the next global window, the same on every rank. ``deal``
+    gives this rank's micro-batches of them, or of what a stage made of them. ``next_window`` does
     both.
     """
 
@@ -73,7 +74,7 @@ class Loader:
 
     @property
     def shuffle(self) -> bool:
-        """Whether examples come in another order than that of the data."""
+        """Whether the order of examples differs from that of the data."""
         return self.order.shuffle
 
     @property
@@ -89,9 +90,10 @@ class Loader:
 
     @property
     def progress(self) -> float:
-        """Epochs that are completed, with a fraction. Without one in the first epoch of a stream:
-        how long that is depends on how far the encoding has come, and a run that was interrupted
-        must report the same."""
+        """Completed epochs, with a fraction. Without one in the first epoch of a stream: its
+        length depends on the progress of encoding, and an interrupted run must report the same
+        as one that was not.
+        """
         steps = self.steps_per_epoch if self.epoch or self.order.is_complete else None
         return self.epoch + (self.window / steps if steps else 0.0)
 
@@ -100,7 +102,9 @@ class Loader:
             yield self.next_window()
 
     def next_examples(self) -> Sequence[Features]:
-        """The examples of the next global window, in order, the same on every rank; moves on."""
+        """The examples of the next global window, in order, the same on every rank; advances the
+        position.
+        """
         at, ahead = (self.epoch, self.window), self.prefetch
         made = None if ahead is None else ahead.take(at)
         self._loaded = (examples := self.examples_at(*at)), made
@@ -108,8 +112,9 @@ class Loader:
         return examples
 
     def deal(self, examples: Sequence[Features]) -> Window:
-        """This rank's micro-batches of a global window's examples. Those of ``next_examples`` were
-        made ahead; then the next ones are begun."""
+        """This rank's micro-batches of a global window's examples. Those of ``next_examples``
+        were prefetched; then the next ones are started.
+        """
         loaded, self._loaded = self._loaded, None
         if loaded is None or loaded[0] is not examples:
             return self._ready(self.batching.window(examples))
@@ -119,7 +124,9 @@ class Loader:
         return window
 
     def next_window(self) -> Window:
-        """This rank's micro-batches of the next global window; waits for them, and moves on."""
+        """This rank's micro-batches of the next global window; waits for them, and advances the
+        position.
+        """
         at = self.epoch, self.window
         try:
             return self.deal(self.next_examples())
@@ -140,14 +147,14 @@ class Loader:
         return self._window(self.examples_at(epoch, window))
 
     def skip(self) -> None:
-        """Leave out the next window."""
+        """Skip the next window."""
         self.window += 1
         end = self.window * self.global_batch_size
         if self.order.reach(end + 1) <= end:
             self.epoch, self.window = self.epoch + 1, 0
 
     def state_dict(self) -> dict[str, int | str | bool]:
-        """The position, and what it is a position in."""
+        """The data position, and the settings on which it depends."""
         described = self._describe(
             self.order.describe(self.epoch, self.window * self.global_batch_size)
         )
@@ -155,7 +162,7 @@ class Loader:
         return {name: values[name] for name in KEYS if name in values}
 
     def load_state_dict(self, state: dict[str, int | str | bool]) -> None:
-        """Go to a saved position; raises DataError if it is one in other data or another order.
+        """Go to a saved position; raises DataError if it belongs to other data or another order.
 
         Waits until all examples before it are encoded, unless they are in the cache.
         """
@@ -164,9 +171,9 @@ class Loader:
         for name, what in NAMES.items():
             if name in here and saved.get(name) != here[name]:
                 raise DataError(
-                    f"cannot go on in the middle of the data: {what} was {saved.get(name)} "
-                    f"when the checkpoint was saved and is {here[name]} now; "
-                    "use the recipe of that run, or start a new one from its weights"
+                    f"cannot resume mid-epoch: {what} was {saved.get(name)} in the checkpoint "
+                    f"and is {here[name]} now; use the recipe of that run, or start a new run "
+                    "from its weights (model.path)"
                 )
         self.epoch, self.window = int(state["epoch"]), int(state["window"])
 
@@ -174,8 +181,9 @@ class Loader:
         return {**order, "global_batch_size": self.global_batch_size}
 
     def _is_ready(self) -> bool:
-        """Whether the next window can be made without waiting. Only the main thread waits: what it
-        starts to encode ends with the thread that has started it."""
+        """Whether the next window can be built without waiting. Only the main thread may wait:
+        the encoder that it starts ends with the thread that started it.
+        """
         last = (self.window + 1) * self.global_batch_size - 1
         return self.order.is_ready(self.epoch, last)
 

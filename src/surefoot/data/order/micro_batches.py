@@ -1,8 +1,8 @@
-"""How the examples of a global window become the micro-batches of one rank."""
+"""The micro-batches of one rank from the examples of a global window."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Protocol
 
@@ -11,7 +11,7 @@ import numpy as np
 from ...batch import IGNORE_INDEX, Batch, Features, Window
 from ...errors import DataError
 from ..data_order import Index
-from ..store.dataset import EncodedDataset, num_tokens
+from ..store.dataset import num_tokens
 from .length_balancing import assign_to_rank
 
 Collate = Callable[[Sequence[Features]], Batch]
@@ -19,8 +19,9 @@ Collate = Callable[[Sequence[Features]], Batch]
 
 @dataclass(frozen=True)
 class Batching:
-    """Assigns examples to micro-batches and ranks by their lengths (``deal``): a pure function of
-    the examples, the same for those that were loaded and those that a stage made of them."""
+    """Assigns examples to micro-batches and ranks by length: a pure function of the examples,
+    the same for loaded ones and for those that a stage made.
+    """
 
     collate: Collate
     _: KW_ONLY
@@ -30,18 +31,22 @@ class Batching:
     world_size: int = 1
 
     def check(self, num_examples: int) -> None:
-        """Raise ``DataError`` unless so many examples can be dealt out evenly."""
+        """Raise ``DataError`` unless ``num_examples`` divide evenly over ranks and
+        micro-batches.
+        """
         if num_examples % (self.micro_batch_size * self.world_size):
             raise DataError(
-                f"global_batch_size ({num_examples}) must be a multiple of "
-                f"micro_batch_size x ranks ({self.micro_batch_size} x {self.world_size})"
+                f"train.global_batch_size ({num_examples}) is not a multiple of "
+                f"train.micro_batch_size x data-parallel ranks ({self.micro_batch_size} x "
+                f"{self.world_size} = {self.micro_batch_size * self.world_size}); change one of "
+                "them"
             )
 
     def groups(self, lengths: Index) -> list[Index]:
         """The examples of each of this rank's micro-batches, from the tokens of all examples.
 
-        Some are empty where there are fewer examples than ranks are left: all ranks have equally
-        many micro-batches.
+        Some are empty if fewer examples than ranks are left, because all ranks have the same number
+        of micro-batches.
         """
         return assign_to_rank(
             np.arange(len(lengths)),
@@ -63,8 +68,8 @@ class Batching:
 
         Args:
             examples: of all ranks, in the same order on each.
-            lengths: the tokens of each, if they are known without a look at the examples.
-            spare: laid out without labels where no example is left for this rank; the first one.
+            lengths: the tokens of each, if they are known without reading the examples.
+            spare: a masked example for a rank without examples; the first one by default.
         """
         if lengths is None:
             lengths = np.array([num_tokens(example) for example in examples], np.int64)
@@ -86,31 +91,8 @@ def batch_of(group: Index, items: Items, collate: Collate) -> Batch:
     return collate([items[int(item)] for item in group] or [without_labels(items[0])])
 
 
-@dataclass(frozen=True)
-class InOrder:
-    """One rank's micro-batches of an evaluation set, as often as they are asked for.
-
-    They are those of one process, dealt out in turn; where one is left for some ranks only, the
-    others get one that counts nothing.
-    """
-
-    dataset: EncodedDataset
-    collate: Collate
-    _: KW_ONLY
-    micro_batch_size: int
-    rank: int = 0
-    world_size: int = 1
-
-    def __iter__(self) -> Iterator[Batch]:
-        size = self.micro_batch_size
-        for start in range(0, len(self.dataset), size * self.world_size):
-            first = start + size * self.rank
-            rows = range(first, min(first + size, len(self.dataset)))
-            found = [self.dataset[i] for i in rows]
-            yield self.collate(found or [without_labels(self.dataset[0])])
-
-
 def without_labels(example: Features) -> Features:
-    """The same example with nothing to train on: for a rank that has none left, as all ranks of a
-    sharded model must run equally often."""
+    """The same example, fully masked: for a rank without examples, because all ranks of a
+    sharded model must run the same number of passes.
+    """
     return {**example, "labels": [IGNORE_INDEX] * len(example["labels"])}

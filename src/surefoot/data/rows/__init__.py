@@ -1,1 +1,1 @@
-"""Files to examples: sources, readers, the registry of datasets, formats."""
+"""Files to examples: row sources, readers, the registry of datasets, formats."""

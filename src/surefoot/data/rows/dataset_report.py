@@ -1,4 +1,4 @@
-"""What became of the rows of each dataset: nothing is left out without being counted."""
+"""Counts of the rows of each dataset: used, broken, dropped and truncated."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SHOWN = 3  # broken rows that are shown
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetReport:
-    """The figures of one dataset."""
+    """The counts of one dataset."""
 
     name: str
     rows: int = 0  # that were read
@@ -28,27 +28,27 @@ class DatasetReport:
     trained_tokens: int = 0  # that carry a label
 
     def lines(self) -> Iterator[str]:
-        """The report in words."""
-        learnt = f"{self.tokens:,} tokens, {self.trained_tokens:,} of them to learn"
-        yield f"{self.name}: {self.rows:,} rows, {self.items:,} examples, {learnt}"
+        """The report as text."""
+        counts = f"{self.tokens:,} tokens, {self.trained_tokens:,} trained"
+        yield f"{self.name}: {self.rows:,} rows, {self.items:,} examples, {counts}"
         if self.broken:
-            yield f"{self.name}: rows left out, for they cannot be read: {len(self.broken):,}"
+            yield f"{self.name}: broken rows: {len(self.broken):,}"
             yield from shown(self.broken)
         for reason, count in self.dropped.items():
             yield f"{self.name}: examples dropped: {count:,} ({reason})"
         if self.cut:
-            yield f"{self.name}: examples cut to data.cutoff_len: {self.cut:,}"
+            yield f"{self.name}: examples truncated to data.cutoff_len: {self.cut:,}"
 
 
 @dataclass(frozen=True)
 class Report:
-    """The figures of all datasets of a recipe."""
+    """The counts of all datasets of a recipe."""
 
     datasets: tuple[DatasetReport, ...]
     held_out: int = 0  # examples that val_size took from the training data
 
     def lines(self) -> Iterator[str]:
-        """The report in words."""
+        """The report as text."""
         for dataset in self.datasets:
             yield from dataset.lines()
         if self.held_out:
@@ -56,14 +56,14 @@ class Report:
 
 
 def report_from(saved: JSON, name: str) -> DatasetReport:
-    """The report that a folder of the cache holds, under another name perhaps."""
+    """The report stored in a folder of the cache, with the dataset's current name."""
     fields: dict[str, Any] = dict(saved)
     broken = tuple(BrokenRow(**row) for row in fields["broken"])
     return DatasetReport(**{**fields, "broken": broken, "name": name})
 
 
 def add(one: DatasetReport, more: DatasetReport) -> DatasetReport:
-    """The report of rows and of those that follow them."""
+    """The report of two consecutive parts of a dataset."""
     return DatasetReport(
         name=one.name,
         rows=one.rows + more.rows,

@@ -1,4 +1,4 @@
-"""Rows of JSON files: one object a line, or one long list that is never in memory as a whole."""
+"""Rows of JSON files: one object per line, or one long list that is never completely in memory."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def text_lines(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def read_jsonl(path: Path) -> Iterator[Line]:
-    """One object a line. A line that is none, such as a torn last one, costs only itself."""
+    """One object per line. An invalid line, such as an incomplete last one, is a broken row."""
     for number, line in text_lines(path):
         try:
             yield _object(json.loads(line), f"line {number}")
@@ -41,7 +41,7 @@ def read_jsonl(path: Path) -> Iterator[Line]:
 
 
 def read_json(path: Path) -> Iterator[Line]:
-    """A list of objects; or, as some tools name such files too, one object a line."""
+    """A list of objects; or one object per line, since some tools name such files .json too."""
     with path.open("rb") as file:
         start = file.read(3).removeprefix(BOM).lstrip()
         while not start and (more := file.read(CHUNK)):
@@ -84,7 +84,7 @@ def _read_list(path: Path) -> Iterator[Line]:
 
 
 class _Window:
-    """A window that slides over a text file, to take JSON values from it front to back."""
+    """A text buffer that slides over a file, to parse JSON values from front to back."""
 
     def __init__(self, file: TextIO, path: Path) -> None:
         self._file, self._path = file, path
@@ -92,19 +92,19 @@ class _Window:
         self._decode = json.JSONDecoder().raw_decode
 
     def take(self, mark: str) -> bool:
-        """Step over white space and over ``mark``, if that comes next."""
+        """Skip white space, and ``mark`` if it comes next."""
         if self.at_end() or self._text[self._at] != mark:
             return False
         self._at += 1
         return True
 
     def expect(self, mark: str, complaint: str) -> None:
-        """Step over ``mark``, which must come next."""
+        """Skip ``mark``, which must come next."""
         if not self.take(mark):
             raise self.error(complaint)
 
     def at_end(self) -> bool:
-        """Step over white space and say whether that was all."""
+        """Skip white space; returns whether the file ends there."""
         while True:
             if self._text[self._at : self._at + 1] not in WHITE:
                 return False
@@ -114,7 +114,7 @@ class _Window:
                 return self._at == len(self._text)
 
     def value(self) -> object:
-        """The next value. What looks broken may only be cut off by the window's end: read on."""
+        """The next value. An invalid value may only be incomplete in the buffer: read more."""
         self.at_end()
         size = CHUNK
         while True:
@@ -126,7 +126,7 @@ class _Window:
                     self._at = error.pos
                     raise self.error(error.msg) from None
             except RecursionError:
-                raise self.error("too many brackets inside each other") from None
+                raise self.error("too many nested brackets") from None
             else:
                 if end < len(self._text) or not self._slide(size):
                     self._at = end
@@ -134,12 +134,12 @@ class _Window:
             size *= 2  # so that a value of n characters is tried log(n) times, not n
 
     def error(self, reason: str) -> DataError:
-        """What is wrong at the current place."""
+        """The error at the current position."""
         line = self._line + self._text.count("\n", 0, self._at)
         return DataError(f"{self._path}: not valid JSON at line {line}: {reason}")
 
     def _slide(self, size: int) -> bool:
-        """Let go of what was taken and read on; False at the end of the file."""
+        """Drop what was parsed and read more; False at the end of the file."""
         try:
             chunk = self._file.read(size)
         except UnicodeDecodeError as error:

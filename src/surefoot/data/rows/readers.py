@@ -1,6 +1,6 @@
-"""How files of each kind are read: one generator of rows each.
+"""Readers of each kind of file: one generator of rows each.
 
-CSV is read by Python's own module, as text: a reader that infers types would turn 007 into 7.
+CSV is read as text by Python's own module: a reader that infers types would turn 007 into 7.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ ROWS = 1000  # rows of a columnar file that are Python objects at a time
 
 
 def read_txt(path: Path) -> Iterator[Line]:
-    """One row a line, ``{"text": line}``; blank lines are no rows."""
+    """One row per line, ``{"text": line}``; blank lines are ignored."""
     for _, line in text_lines(path):
         yield {"text": line}
 
 
 def read_csv(path: Path) -> Iterator[Line]:
-    """One row a record, with the names in the first one; all values are text."""
+    """One row per record, with the column names from the first one; all values are text."""
     csv.field_size_limit(2**31 - 1)  # the default refuses texts above 128 KiB
     with path.open(encoding="utf-8-sig", newline="") as file:
         records = csv.reader(file, strict=True)
@@ -45,7 +45,7 @@ def read_csv(path: Path) -> Iterator[Line]:
 
 
 def read_parquet(path: Path) -> Iterator[Line]:
-    """The rows of a Parquet file, some at a time."""
+    """The rows of a Parquet file, in groups."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -54,7 +54,7 @@ def read_parquet(path: Path) -> Iterator[Line]:
             for batch in file.iter_batches(batch_size=ROWS):
                 yield from batch.to_pylist()
     except pa.ArrowException as error:
-        raise DataError(f"{path}: not a whole Parquet file ({error})") from error
+        raise DataError(f"{path}: not a complete Parquet file ({error})") from error
 
 
 def read_arrow(path: Path) -> Iterator[Line]:
@@ -71,7 +71,7 @@ def read_arrow(path: Path) -> Iterator[Line]:
                 for start in range(0, batch.num_rows, ROWS):
                     yield from batch.slice(start, ROWS).to_pylist()
     except pa.ArrowException as error:
-        raise DataError(f"{path}: not a whole Arrow file ({error})") from error
+        raise DataError(f"{path}: not a complete Arrow file ({error})") from error
 
 
 def _indexed(reader: pa.ipc.RecordBatchFileReader) -> Iterator[pa.RecordBatch]:

@@ -1,7 +1,7 @@
-"""``dataset_info.json``: what datasets there are, where their rows lie, and how to read them.
+"""``dataset_info.json``: the datasets, where their rows are, and how to read them.
 
-The file is LLaMA-Factory's, read strictly: an entry that is used may hold no key without meaning.
-Unlike there, columns and tags that an entry does not list keep their usual names.
+The file is LLaMA-Factory's, read strictly: an entry that is used may contain no unknown key.
+Columns and tags that an entry does not list keep their usual names, unlike in LLaMA-Factory.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MEDIA = ("images", "videos", "audios")
 
 @dataclass(frozen=True)
 class Entry:
-    """One dataset: its source and how a row of it is read."""
+    """One dataset: its source, and the format of its rows."""
 
     name: str
     source: RowSource
@@ -45,19 +45,19 @@ class Entry:
     num_samples: int | None = None  # use only so many rows, the first ones
 
     def describe(self) -> str:
-        """Everything but the content that says what examples come out of this entry."""
+        """Everything except the content of the files that determines the examples."""
         return f"{self.format} {self.columns} {self.num_samples}"
 
 
 @dataclass(frozen=True)
 class Registry:
-    """The entries of a ``dataset_info.json``; each is checked when it is asked for."""
+    """The entries of a ``dataset_info.json``; each is checked when it is used."""
 
     path: Path
     entries: Mapping[str, object]
 
     def entry(self, name: str) -> Entry:
-        """The dataset of that name; raises DataError for an unknown name or a wrong entry."""
+        """The dataset of that name; raises DataError for an unknown name or an invalid entry."""
         if name not in self.entries:
             hint = nearest(name, self.entries) or f" (it has {_listed(self.entries)})"
             raise DataError(f"dataset {name!r} is not in {self.path}{hint}")
@@ -78,12 +78,12 @@ class Registry:
 
 
 def read_registry(dataset_dir: Path) -> Registry:
-    """The registry of a folder; raises DataError where there is none or it is no JSON object."""
+    """The registry of a folder; raises DataError if there is none or it is not a JSON object."""
     path = dataset_dir / FILE
     try:
         raw = json.loads(path.read_bytes(), object_pairs_hook=_unique)
     except FileNotFoundError:
-        hint = "set data.dataset_dir to the folder that holds it"
+        hint = "set data.dataset_dir to the folder that contains it"
         raise DataError(f"no {FILE} in {dataset_dir.absolute()}; {hint}") from None
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror}") from error
@@ -96,7 +96,7 @@ def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
     found = dict(pairs)
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
-        raise ValueError(f"{next(n for n in names if names.count(n) > 1)!r} is there twice")
+        raise ValueError(f"{next(n for n in names if names.count(n) > 1)!r} occurs twice")
     return found
 
 
@@ -123,7 +123,7 @@ def _check_keys(raw: JSON, where: str) -> None:
 
 
 def _value(raw: JSON, key: str, kind: type, where: str) -> object:
-    """The value of a key, of the right type; None where it is not given or null."""
+    """The value of a key, of the right type; None if it is missing or null."""
     value = raw.get(key)
     if value is not None and type(value) is not kind:  # True is an int, but no number here
         expected = WORDS[kind]
@@ -153,14 +153,14 @@ def _kind(raw: JSON, where: str) -> str:
 
 
 def _names(raw: JSON, key: str, kind: str, where: str) -> dict[str, str | None]:
-    """What an entry calls the columns or the tags of its format."""
+    """An entry's names for the columns or the tags of its format."""
     where = f"{where}.{key}"
     listed = _object(raw.get(key) or {}, where)
     names = {field.name for field in fields(FORMATS[kind])} - {"ranking"}
     known = dict.fromkeys(sorted(names & TAGS if key == "tags" else names - TAGS))
     for name, value in listed.items():
         if name in MEDIA:
-            raise DataError(f"{where}.{name}: only text is read, not {name}")
+            raise DataError(f"{where}.{name}: only text is supported, not {name}")
         if name not in known:
             words = ", ".join(known) or f"no {key}"
             hint = nearest(name, known) or f" ({kind} has {words})"
@@ -172,7 +172,7 @@ def _names(raw: JSON, key: str, kind: str, where: str) -> dict[str, str | None]:
 
 
 def _columns(names: Mapping[str, str | None], data_format: Format) -> tuple[str, ...]:
-    """The columns that rows must have: those listed, and the one that no row can do without."""
+    """The columns that rows must have: those listed, and the main one."""
     main = getattr(data_format, data_format.main)
     listed = [names[name] for name in names if name not in TAGS]
     return tuple(dict.fromkeys([main, *(name for name in listed if name)]))
@@ -190,7 +190,9 @@ def _source(raw: JSON, folder: Path, where: str) -> RowSource:
         raise DataError(f"{where}: needs a file_name, hf_hub_url or ms_hub_url to read rows from")
     for key, is_set in (("subset", subset), ("folder", part), ("split", split != "train")):
         if is_set:
-            raise DataError(f"{where}.{key}: only hub datasets have one; this is a file_name")
+            raise DataError(
+                f"{where}.{key}: only hub datasets have one, and this entry has a file_name"
+            )
     try:
         return find_files(folder / file_name)
     except DataError as error:

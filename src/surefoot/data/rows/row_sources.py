@@ -1,4 +1,4 @@
-"""Where rows come from: files of one kind, or a dataset of a hub. Rows come one by one."""
+"""Row sources: files of one kind, or a dataset of a hub. Rows are read one by one."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ CHUNK = 1 << 22  # bytes that are hashed at a time
 
 @dataclass(frozen=True, slots=True)
 class BrokenRow:
-    """A row that cannot be read: left out, counted and reported."""
+    """A row that cannot be read: skipped, counted and reported."""
 
     index: int  # of the row in its dataset, from 0
     reason: str
 
 
 class RowSource(Protocol):
-    """Anything that has rows."""
+    """A source of rows."""
 
     def rows(self) -> Iterator[Row | BrokenRow]:
-        """All rows; raises DataError where the source as a whole cannot be read."""
+        """All rows; raises DataError if the source cannot be read at all."""
 
     def content_hash(self) -> str:
-        """Equal for equal content only."""
+        """Equal only for equal content."""
 
     def stamp(self) -> str:
-        """Another one whenever the content may be another; no file is read for it."""
+        """Changes whenever the content may have changed; no file is read for it."""
 
 
 @dataclass(frozen=True)
 class Files:
-    """Files of one kind, read one after the other."""
+    """Files of one kind, read one after another."""
 
     paths: tuple[Path, ...]
 
@@ -49,7 +49,7 @@ class Files:
         return f"{self.paths[0]}{more}"
 
     def rows(self) -> Iterator[Row | BrokenRow]:
-        """All rows; raises DataError where a file as a whole is no file of its kind."""
+        """All rows; raises DataError if a file is not of its kind."""
         index = 0
         for path in self.paths:
             try:
@@ -63,7 +63,7 @@ class Files:
                 raise DataError(f"cannot read {path}: {error.strerror or error}") from error
 
     def content_hash(self) -> str:
-        """Hash of the bytes of all files, with their kinds and bounds."""
+        """Hash of the bytes of all files, with their kinds and boundaries."""
         digest = xxhash.xxh3_128()
         for path in self.paths:
             try:
@@ -76,7 +76,7 @@ class Files:
         return digest.hexdigest()
 
     def stamp(self) -> str:
-        """Names, sizes, times and places of all files: whoever writes one leaves a trace there."""
+        """Names, sizes, times and inodes of all files, which change when a file is written."""
         try:
             stats = [(path, path.stat()) for path in self.paths]
         except OSError as error:
@@ -102,7 +102,7 @@ class Hub:
         return f"{self.url} ({self.hub})"
 
     def rows(self) -> Iterator[Row | BrokenRow]:
-        """All rows; raises DataError where the dataset cannot be had."""
+        """All rows; raises DataError if the dataset cannot be loaded."""
         yield from self._loaded
 
     def content_hash(self) -> str:
@@ -110,7 +110,7 @@ class Hub:
         return self._loaded._fingerprint
 
     def stamp(self) -> str:
-        """The same: what is loaded does not change any more."""
+        """The same: a loaded dataset does not change any more."""
         return self.content_hash()
 
     @cached_property
@@ -164,12 +164,14 @@ def find_files(path: Path) -> Files:
     if path.is_dir():
         paths = sorted(p for p in path.iterdir() if p.is_file() and not p.name.startswith("."))
         if not paths:
-            raise DataError(f"folder {path} holds no files")
+            raise DataError(f"folder {path} contains no files")
     elif not path.exists():
         raise DataError(f"no file or folder {path}")
     kinds = {p.suffix.lower() for p in paths}
     if len(kinds) > 1:
-        raise DataError(f"folder {path} holds files of several kinds: {', '.join(sorted(kinds))}")
+        raise DataError(
+            f"folder {path} contains files of several kinds: {', '.join(sorted(kinds))}"
+        )
     if not kinds <= READERS.keys():
         known = ", ".join(kind[1:] for kind in READERS)
         raise DataError(f"{paths[0]}: expected a file of one of the kinds {known}")

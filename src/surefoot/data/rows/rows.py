@@ -1,4 +1,4 @@
-"""From a dataset's entry to its examples, with every row that gives none accounted for."""
+"""From a dataset's entry to its examples; every row that gives none is counted."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from .row_sources import BrokenRow
 def read_examples(
     entry: Entry, *, max_samples: int | None = None, max_broken_rows: int = 0
 ) -> Iterator[Example | BrokenRow]:
-    """One item a row, in order.
+    """One item per row, in order.
 
-    Raises DataError where there is no row, where a column that the entry lists is in none of them,
-    and at the first broken row above ``max_broken_rows``.
+    Raises DataError if there are no rows, if a column that the entry lists is in none of them, and
+    at the first broken row above ``max_broken_rows``.
     """
     found: dict[str, None] = {}  # all columns so far, in the order in which they came
     broken: list[BrokenRow] = []
@@ -52,7 +52,7 @@ def _read(entry: Entry, index: int, row: Row | BrokenRow) -> Example | BrokenRow
 
 
 def _check_columns(entry: Entry, found: dict[str, None], rest: Iterator[Row | BrokenRow]) -> None:
-    """Every column that the entry names must be in some row, even if in one that is not used."""
+    """Every column that the entry names must be in some row, even in one that is not used."""
     absent = set(entry.columns) - found.keys()
     while absent and (row := next(rest, None)) is not None:
         found.update({} if isinstance(row, BrokenRow) else dict.fromkeys(row))
@@ -67,7 +67,7 @@ def _check_columns(entry: Entry, found: dict[str, None], rest: Iterator[Row | Br
 
 
 def _advice(entry: Entry, column: str, found: Mapping[str, None]) -> str:
-    """What the dataset may have meant, if the columns that it has tell."""
+    """A suggestion for the entry, derived from the columns of the dataset."""
     if hint := nearest(column, found):
         return hint
     for name, kind in FORMATS.items():
@@ -81,6 +81,6 @@ def too_many_broken(name: str, broken: Sequence[BrokenRow], limit: int) -> DataE
     """The error that shows the first broken rows."""
     lines = "".join(f"\n{line}" for line in shown(broken))
     return DataError(
-        f"dataset {name!r}: more than data.max_broken_rows = {limit} rows cannot be read; "
-        f"mend them or raise the limit. The first ones:{lines}"
+        f"dataset {name!r}: more than data.max_broken_rows = {limit} rows cannot be read; fix "
+        f"them or raise the limit. The first ones:{lines}"
     )

@@ -1,12 +1,12 @@
-"""Encoded datasets on disk, one folder each, mapped into memory instead of read.
+"""The token cache: encoded datasets on disk, one folder each, memory-mapped.
 
-A folder's name is the fingerprint of everything its content depends on. It is written aside and
-renamed when all of it is on the disk, so it is there wholly or not at all; what is damaged
-afterwards is noticed and encoded anew. Any folder may be deleted at any time.
+The name of a folder is the fingerprint of all inputs of its content. It is written to a temporary
+folder and renamed when all of it is on the disk, so it is either complete or absent. Later damage
+is detected, and the dataset is encoded again. Any folder may be deleted at any time.
 
     <fingerprint>/header.json            names, sizes and hashes of the files below; the report
-    <fingerprint>/<feature>.tokens       int32, all items end to end
-    <fingerprint>/<feature>.bytes        uint8, the same of a feature that is text, not tokens
+    <fingerprint>/<feature>.tokens       int32, all items concatenated
+    <fingerprint>/<feature>.bytes        uint8, the same for a feature that is text, not tokens
     <fingerprint>/<feature>.offsets      int64, where each item begins, and the end
     <fingerprint>/rows                   int64, the row that each item comes from
 """
@@ -49,7 +49,7 @@ POLL_SECONDS = 0.1
 
 @dataclass(frozen=True)
 class Cached:
-    """What a folder of the cache holds."""
+    """The content of one folder of the cache."""
 
     store: EncodedStore
     report: JSON  # what the builder said about it
@@ -57,15 +57,15 @@ class Cached:
 
 
 def default_folder() -> Path:
-    """``surefoot/data`` in the user's cache folder (``XDG_CACHE_HOME``, or ``~/.cache``)."""
+    """The default cache, ``surefoot/data`` in ``XDG_CACHE_HOME`` or ``~/.cache``."""
     root = os.environ.get("XDG_CACHE_HOME", "")
     return (Path(root) if root.startswith("/") else Path.home() / ".cache") / "surefoot" / "data"
 
 
 def load_or_build(root: Path, fingerprint: str, build: Callable[[Writer], JSON]) -> Cached:
-    """What the cache holds under ``fingerprint``; if nothing, what ``build`` writes.
+    """The cached dataset of ``fingerprint``; if there is none, ``build`` writes it.
 
-    Of several processes that ask at once, one builds and the others wait for it.
+    If several processes need it at the same time, one builds and the others wait for it.
     """
     folder = root / fingerprint
     with files.raising(DataError, "data.cache_dir"):
@@ -77,14 +77,14 @@ def load_or_build(root: Path, fingerprint: str, build: Callable[[Writer], JSON])
                 return _open(folder)
             except _DamagedError as error:
                 if files.exists(folder):
-                    logger.warning("%s is damaged (%s) and is made anew", folder, error)
+                    logger.warning("%s is damaged (%s): encoding it again", folder, error)
             if is_alone:
                 _remove_leftovers(folder)
             return _build(folder, build)
 
 
 def find(root: Path, fingerprint: str) -> Cached | None:
-    """What the cache holds under ``fingerprint``; None if nothing, or nothing sound."""
+    """The cached dataset of ``fingerprint``; None if it is missing or damaged."""
     with files.raising(DataError, "data.cache_dir"), contextlib.suppress(_DamagedError):
         return _open(root / fingerprint)
     return None
@@ -106,7 +106,7 @@ class Writer:
             column.close()
 
     def add(self, items: Sequence[Features], rows: Sequence[int]) -> None:
-        """Append items, which all have the same features, and the rows they come from."""
+        """Append items, which all have the same features, and the rows from which they come."""
         if not items:
             return
         if not self._columns:
@@ -141,8 +141,9 @@ class _Written(NamedTuple):
 
 
 class _Column:
-    """One feature's tokens or bytes, written as they come, and their offsets, kept until the
-    end."""
+    """One feature's tokens or bytes, written at once, and their offsets, kept in memory until
+    the end.
+    """
 
     def __init__(self, folder: Path, name: str, suffix: str) -> None:
         self._folder, self._name, self._suffix = folder, name, suffix
@@ -175,7 +176,7 @@ def _write_index(folder: Path, name: str, index: Index) -> dict[str, _Written]:
 
 
 class _DamagedError(Exception):
-    """A folder is not there, or not as it was written."""
+    """A folder is missing, or differs from what was written."""
 
 
 def _open(folder: Path) -> Cached:
@@ -235,7 +236,7 @@ def _build(folder: Path, build: Callable[[Writer], JSON]) -> Cached:
 
 
 def _commit(aside: Path, folder: Path) -> None:
-    """Give a finished folder its name, unless another process was faster."""
+    """Rename a finished folder to its final name, unless another process was faster."""
     try:
         files.rename(aside, folder)
     except OSError as error:
@@ -250,7 +251,7 @@ def _commit(aside: Path, folder: Path) -> None:
 
 
 def _remove_leftovers(folder: Path) -> None:
-    """What processes left behind that were killed while they built this folder."""
+    """Delete the leftovers of killed processes that were building this folder."""
     for name in files.list_folder(folder.parent):
         if name.startswith(f".{folder.name}.") and name.endswith(".part"):
             files.remove_tree(folder.parent / name)
@@ -258,11 +259,11 @@ def _remove_leftovers(folder: Path) -> None:
 
 @contextlib.contextmanager
 def _alone(path: Path) -> Iterator[bool]:
-    """Wait until no other process is here. False where the file system knows no locks."""
+    """Wait until no other process is building. False if the file system does not support locks."""
     has_said_so = False
     while (lock := _try_lock(path)) is None:
         if not has_said_so:
-            logger.info("waiting for another process that encodes the same dataset")
+            logger.info("waiting for another process that is encoding the same dataset")
         has_said_so = True
         time.sleep(POLL_SECONDS)
     file, is_locked = lock
@@ -274,7 +275,7 @@ def _alone(path: Path) -> Iterator[bool]:
 
 
 def _try_lock(path: Path) -> tuple[files.File, bool] | None:
-    """The lock file and whether it is locked; None if another process has it or takes it away."""
+    """The lock file and whether it is locked; None if another process has it or deletes it."""
     with contextlib.suppress(FileExistsError):
         files.create(path).close()
     try:

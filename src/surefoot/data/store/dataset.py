@@ -1,7 +1,8 @@
-"""Encoded items as flat arrays with offsets, read in place: no item is a Python object until asked.
+"""Encoded items as flat arrays with offsets, read in place: an item becomes a Python object only
+when it is used.
 
-A ``Store`` holds what one dataset of the recipe gave; an ``EncodedDataset`` is a choice of items
-from one store or several.
+An ``EncodedStore`` contains the items of one dataset; an ``EncodedDataset`` is a selection of items
+of one store or several.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ FLOATS = (np.dtype(np.float32), np.dtype(np.float64))
 
 
 class Ragged(NamedTuple):
-    """Lists of numbers end to end: list i is ``flat[offsets[i]:offsets[i + 1]]``."""
+    """Concatenated lists of numbers: list i is ``flat[offsets[i]:offsets[i + 1]]``."""
 
     flat: Flat
     offsets: Index  # [lists + 1]
@@ -60,7 +61,7 @@ class EncodedStore:
 
 @dataclass(frozen=True)
 class EncodedDataset:
-    """Items of some stores, in a fixed order; what a Loader draws from."""
+    """Items of some stores, in a fixed order; what a Loader reads from."""
 
     stores: tuple[EncodedStore, ...]
     index: Index  # [items] positions in the stores laid end to end
@@ -112,12 +113,12 @@ def num_tokens(features: Features) -> int:
 
 
 def join(stores: Sequence[EncodedStore]) -> EncodedDataset:
-    """All items of the stores, one store after the other."""
+    """All items of the stores, one store after another."""
     return EncodedDataset(tuple(stores), np.arange(sum(len(store) for store in stores)))
 
 
 def in_memory(items: Sequence[Features]) -> EncodedDataset:
-    """A dataset of items that are at hand."""
+    """A dataset of items in memory."""
     features, digest = {}, xxhash.xxh3_128()
     for name in items[0] if items else ():
         lists = [item[name] for item in items]

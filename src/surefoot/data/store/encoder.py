@@ -1,4 +1,4 @@
-"""Encodes the rows of one dataset into a Writer, and counts what comes of them."""
+"""Encodes the rows of one dataset into a Writer, and counts the outcomes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Made = TypeVar("Made")
 
 @dataclass
 class Encoder:
-    """Encodes rows of the dataset ``name``, of which the first has the number ``first_row``."""
+    """Encodes rows of the dataset ``name``, the first of which has the number ``first_row``."""
 
     name: str
     encode: Encode
@@ -50,7 +50,7 @@ class Encoder:
     def run(
         self, rows: Iterator[Row], *, max_rows: int | None = None, max_tokens: int | None = None
     ) -> DatasetReport:
-        """Encode all rows, or the next ones up to about a limit; what became of them."""
+        """Encode all rows, or the next ones up to about a limit; returns the report so far."""
         start = told = time.monotonic()
         with ThreadPoolExecutor(AHEAD) as pool:
             batches = self._batches(rows, max_rows, max_tokens)
@@ -63,7 +63,7 @@ class Encoder:
         return self.report()
 
     def report(self) -> DatasetReport:
-        """The figures so far."""
+        """The report so far."""
         return DatasetReport(
             name=self.name,
             rows=self.rows,
@@ -124,7 +124,7 @@ class Encoder:
 
 
 def _num_trained(labels: Sequence[int]) -> int:
-    """How many labels are learnt; nothing predicts the first token."""
+    """Number of trained tokens; nothing predicts the first token."""
     is_first = bool(labels) and labels[0] != IGNORE_INDEX
     return len(labels) - labels.count(IGNORE_INDEX) - is_first
 
@@ -132,7 +132,7 @@ def _num_trained(labels: Sequence[int]) -> int:
 def _ahead(
     pool: Executor, function: Callable[[Given], Made], given: Iterable[Given]
 ) -> Iterator[tuple[Given, Made]]:
-    """Each of ``given`` and what ``function`` makes of it, in order; a few are under way."""
+    """Each of ``given`` and the result of ``function`` for it, in order; a few run ahead."""
     under_way: deque[tuple[Given, Future[Made]]] = deque()
     for each in given:
         under_way.append((each, pool.submit(function, each)))
@@ -144,9 +144,9 @@ def _ahead(
 
 
 def nothing_learnt(report: DatasetReport) -> DataError:
-    """The error for a dataset that gives no items."""
+    """The error for a dataset without items."""
     reasons = "; ".join(f"{reason} ({count:,})" for reason, count in report.dropped.items())
     return DataError(
-        f"dataset {report.name!r}: none of its {report.rows:,} rows gives anything to learn: "
+        f"dataset {report.name!r}: none of its {report.rows:,} rows has trained tokens: "
         f"{reasons or 'all are broken'}"
     )

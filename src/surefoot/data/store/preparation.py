@@ -1,6 +1,7 @@
 """From the recipe's ``data`` section to encoded datasets, through the cache.
 
-Each dataset is encoded by itself, so another mix, split or order finds it in the cache.
+Each dataset is encoded and cached by itself, so another combination, split or order of datasets
+needs no new encoding.
 """
 
 from __future__ import annotations
@@ -65,16 +66,16 @@ class EncodedData:
 def prepare(
     section: DataSection, encode: Encode, *, fingerprint: Mapping[str, str], seed: int
 ) -> EncodedData:
-    """Encode the datasets of a recipe, or find them in the cache.
+    """Encode the datasets of a recipe, or load them from the cache.
 
     Args:
         section: which datasets, from where, and how.
         encode: turns examples into features; one outcome per example.
-        fingerprint: all that ``encode`` depends on beside ``section``: tokenizer, template, stage.
-        seed: decides which rows ``val_size`` holds out.
+        fingerprint: of all inputs of ``encode`` except ``section``: tokenizer, template, stage.
+        seed: determines which rows ``val_size`` holds out.
 
     Raises:
-        DataError: something is missing, broken, or gives nothing to learn.
+        DataError: something is missing or broken, or has no trained tokens.
     """
     entries = entries_of(section)
     loaded = {entry.name: _load(entry, section, encode, fingerprint) for entry in entries}
@@ -83,7 +84,7 @@ def prepare(
 
 
 def find(section: DataSection, *, fingerprint: Mapping[str, str], seed: int) -> EncodedData | None:
-    """What ``prepare`` would find in the cache; None unless it holds all of it."""
+    """What ``prepare`` would load from the cache; None unless all of it is there."""
     root, loaded = section.cache_dir or default_folder(), {}
     for entry in entries_of(section):
         cached = cache.find(root, key_of(entry, section, fingerprint, entry.source.content_hash()))
@@ -96,7 +97,7 @@ def find(section: DataSection, *, fingerprint: Mapping[str, str], seed: int) -> 
 def prepare_evals(
     section: DataSection, encode: Encode, *, fingerprint: Mapping[str, str]
 ) -> dict[str, EncodedDataset]:
-    """Encode only the ``eval_datasets``, or find them in the cache. Raises as ``prepare``."""
+    """Encode only the ``eval_datasets``, or load them from the cache. Raises as ``prepare``."""
     _warn_of_both(section)
     entries = [entry for entry in entries_of(section) if entry.name in section.eval_datasets]
     loaded = {entry.name: _load(entry, section, encode, fingerprint) for entry in entries}
@@ -104,7 +105,7 @@ def prepare_evals(
 
 
 def entries_of(section: DataSection) -> list[Entry]:
-    """Every dataset that a recipe names, once; a complaint about any comes before work on one."""
+    """Every dataset that a recipe names, once. All entries are checked before any is encoded."""
     registry = read_registry(section.dataset_dir)
     names = (*section.datasets, *section.eval_datasets)
     return [registry.entry(name) for name in dict.fromkeys(names)]
@@ -112,11 +113,15 @@ def entries_of(section: DataSection) -> list[Entry]:
 
 def _warn_of_both(section: DataSection) -> None:
     for name in set(section.datasets) & set(section.eval_datasets):
-        logger.warning("dataset %r is learnt and evaluated on: its figures prove nothing", name)
+        logger.warning(
+            "dataset %r is used for training and for evaluation: its evaluation metrics do not "
+            "measure generalization",
+            name,
+        )
 
 
 def _arranged(section: DataSection, loaded: Mapping[str, _Loaded], seed: int) -> EncodedData:
-    """Datasets put together to learn from and to evaluate on."""
+    """The datasets, combined and split for training and evaluation."""
     train = join([loaded[name].store for name in section.datasets])
     evals = {name: join([loaded[name].store]) for name in section.eval_datasets}
     if section.val_size:
@@ -134,7 +139,7 @@ class _Loaded:
 def _split(
     parts: Sequence[_Loaded], section: DataSection, seed: int
 ) -> tuple[EncodedDataset, EncodedDataset]:
-    """What to train on and what to hold out; all pieces of a row are on the same side."""
+    """The training items and the held-out items; all pieces of a row are on the same side."""
     starts = np.cumsum([0, *(part.report.rows for part in parts)])
     rows = [part.store.rows + start for part, start in zip(parts, starts, strict=False)]
     is_held = hold_out(
@@ -158,13 +163,13 @@ def _load(
         if not report.items:
             raise nothing_learnt(report)
         if entry.source.content_hash() != content:
-            raise DataError(f"dataset {entry.name!r}: {entry.source} was changed while it was read")
+            raise DataError(f"dataset {entry.name!r}: {entry.source} changed while it was read")
         return asdict(report)
 
     start = time.monotonic()
     cached = load_or_build(section.cache_dir or default_folder(), key, build)
     seconds = f"encoded in {time.monotonic() - start:.1f} s"
-    logger.info("%s: %s", entry.name, seconds if cached.is_new else "found in the cache")
+    logger.info("%s: %s", entry.name, seconds if cached.is_new else "loaded from the cache")
     report = report_from(cached.report, entry.name)
     if len(report.broken) > section.max_broken_rows:
         raise too_many_broken(entry.name, report.broken, section.max_broken_rows)
@@ -172,7 +177,7 @@ def _load(
 
 
 def key_of(entry: Entry, section: DataSection, fingerprint: Mapping[str, str], content: str) -> str:
-    """The fingerprint of everything that the encoded dataset depends on."""
+    """The fingerprint of all inputs of the encoded dataset."""
     settings = {name: str(getattr(section, name)) for name in SETTINGS}
     parts = [VERSION, entry.describe(), content, settings, dict(fingerprint)]
     return xxhash.xxh3_128_hexdigest(json.dumps(parts, sort_keys=True).encode())

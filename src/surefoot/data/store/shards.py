@@ -1,8 +1,7 @@
-"""A dataset that is encoded piece by piece: every shard can be read as soon as it is there.
+"""A dataset that is encoded shard by shard: every shard can be read as soon as it is written.
 
-A shard is a folder of the cache. The items of all shards, one after the other, are those of all
-rows in their order. Whoever goes on after an interruption begins with the first shard that is
-missing.
+A shard is a folder of the cache. The items of all shards, in order, are those of all rows. After an
+interruption, encoding resumes with the first missing shard.
 
     <fingerprint>.shards/00000000/    the first rows, in the form that ``cache`` describes
     <fingerprint>.shards/00000001/    the rows after those
@@ -35,19 +34,19 @@ MAX_WHOLE = 1 << 10  # bytes
 
 @dataclass(frozen=True)
 class CompleteDataset:
-    """A dataset that is encoded to its end."""
+    """A dataset that is completely encoded."""
 
     shards: int
     items: int
 
 
 def find_shard(folder: Path, number: int) -> Cached | None:
-    """A shard of the dataset in ``folder``; None if it is not there, or not sound."""
+    """A shard of the dataset in ``folder``; None if it is missing or damaged."""
     return cache.find(folder, _name(number))
 
 
 def read_whole(folder: Path) -> CompleteDataset | None:
-    """How much there is in ``folder``; None as long as something is missing."""
+    """The counts of the dataset in ``folder``; None as long as something is missing."""
     with files.raising(DataError, "data.cache_dir"):
         try:
             with files.open_file(folder / WHOLE) as file:
@@ -59,10 +58,11 @@ def read_whole(folder: Path) -> CompleteDataset | None:
 def encode_shards(
     entry: Entry, section: DataSection, encode: Encode, folder: Path, *, shard_rows: int = ROWS
 ) -> Iterator[DatasetReport]:
-    """Encode a dataset into ``folder``, or what is still missing there; yields the figures so far
-    with every shard.
+    """Encode what is still missing of a dataset in ``folder``; yields the report so far with every
+    shard.
 
-    Raises ``DataError`` if rows are broken, the source changes meanwhile, or nothing is learnt.
+    Raises ``DataError`` if rows are broken, the source changes meanwhile, or there are no trained
+    tokens.
     """
     limits = section.max_samples, section.max_broken_rows
     rows = _Rows(read_examples(entry, max_samples=limits[0], max_broken_rows=limits[1]))
@@ -72,7 +72,7 @@ def encode_shards(
         encoder = Encoder(entry.name, encode, writer, first_row=total.rows)
         report = encoder.run(rows, max_rows=shard_rows, max_tokens=TOKENS)
         if entry.source.stamp() != stamp:
-            raise DataError(f"dataset {entry.name!r}: {entry.source} was changed while it was read")
+            raise DataError(f"dataset {entry.name!r}: {entry.source} changed while it was read")
         return asdict(report)
 
     while (whole := read_whole(folder)) is None or number < whole.shards:
@@ -98,7 +98,7 @@ def _name(number: int) -> str:
 
 
 class _Rows:
-    """The rows of a dataset, and how many of them were taken."""
+    """The rows of a dataset, and how many of them were read."""
 
     def __init__(self, rows: Iterator[Row]) -> None:
         self._rows, self._taken = rows, 0
@@ -112,7 +112,7 @@ class _Rows:
         return row
 
     def go_to(self, row: int) -> None:
-        """Leave out the rows before ``row``."""
+        """Skip the rows before ``row``."""
         while self._taken < row and next(self, None) is not None:
             pass
 

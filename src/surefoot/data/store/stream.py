@@ -1,8 +1,8 @@
 """Datasets that are read while they are still being encoded.
 
-Items have the numbers of their order: those of the first dataset's rows, then those of the next.
-What an item is depends on the data alone, not on how far the encoding has come; whoever asks for
-one that is not there yet waits for it. Of the shards that were read, a few stay mapped.
+Items are numbered in order: those of the first dataset's rows, then those of the next. An item
+depends on the data alone, not on the progress of encoding. A reader waits for an item that is not
+encoded yet. A few of the shards that were read stay mapped.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ MAX_ROWS = 1 << 44  # of a dataset
 
 @dataclass(frozen=True)
 class StreamedDataset:
-    """One dataset, and where its shards come."""
+    """One dataset, and the folder of its shards."""
 
     name: str
     folder: Path
 
 
 class Stream:
-    """The items of some datasets, one after the other."""
+    """The items of some datasets, one after another."""
 
     def __init__(
         self,
@@ -51,8 +51,9 @@ class Stream:
         *,
         max_broken_rows: int = 0,
     ) -> None:
-        """``more`` is called as long as the next shard is not there; it waits a little, or raises
-        if nobody encodes any more."""
+        """``more`` is called while the next shard is missing; it waits a little, or raises if
+        nothing encodes any more.
+        """
         self.parts = parts
         self._more = more
         self._max_broken_rows = max_broken_rows
@@ -65,28 +66,29 @@ class Stream:
 
     @property
     def is_whole(self) -> bool:
-        """Whether all shards of all parts were found."""
+        """Whether all shards of all datasets were found."""
         return len(self._firsts) > len(self.parts)
 
     @property
     def length(self) -> int | None:
-        """The number of items, if all parts are encoded to their end."""
+        """The number of items, if all datasets are completely encoded."""
         wholes = [read_whole(part.folder) for part in self.parts]
         return None if None in wholes else sum(whole.items for whole in wholes if whole)
 
     def reach(self, count: int) -> int:
-        """Wait until there are ``count`` items, or all that there will ever be; how many are
-        known."""
+        """Wait until there are ``count`` items, or the end of the data; returns how many are
+        known.
+        """
         while not self.has(count):
             self._find_next()
         return self._known
 
     def has(self, count: int) -> bool:
-        """Whether ``count`` items are known, or all that there will ever be."""
+        """Whether ``count`` items are known, or all items."""
         return self._known >= count or self.is_whole
 
     def content(self, shards: int) -> str | None:
-        """The hash of the first ``shards`` shards; None if there are not so many."""
+        """The hash of the first ``shards`` shards; None if there are fewer."""
         while len(self._chain) < shards and not self.is_whole:
             self._find_next()
         if len(self._chain) < shards:
@@ -94,16 +96,16 @@ class Stream:
         return self._chain[shards - 1] if shards else ""
 
     def shards(self, count: int) -> int:
-        """How many shards hold the first ``count`` items, as far as these are known."""
+        """How many shards contain the first ``count`` items, as far as these are known."""
         return bisect_left(self._ends, count) + 1 if count else 0
 
     def __getitem__(self, item: int) -> Features:
-        """The features of one item that is known: views of its shard, int32."""
+        """The features of one known item: views of its shard, int32."""
         shard = bisect_right(self._ends, item)
         return self._store(shard)[item - self._start(shard)]
 
     def lengths_of(self, items: Index) -> Index:
-        """[items] Tokens of items that are known."""
+        """[items] Tokens of known items."""
         shards = np.array([bisect_right(self._ends, item) for item in items.tolist()])
         found = np.empty(len(items), np.int64)
         for shard in np.unique(shards).tolist():
@@ -112,13 +114,14 @@ class Stream:
         return found
 
     def stores(self, count: int) -> list[EncodedStore]:
-        """The shards with the first ``count`` items, all mapped at once."""
+        """The shards with the first ``count`` items, all mapped at the same time."""
         count = min(count, self.reach(count))
         return [self._store(shard) for shard in range(self.shards(count))]
 
     def rows(self, count: int) -> Index:
-        """[items] The row of each of the first items, as a number of its own, ascending; of as many
-        items as there are, up to ``count``."""
+        """[items] The row of each of the first items, as a unique ascending number, of up to
+        ``count`` items.
+        """
         found = [np.empty(0, np.int64)]
         count = min(count, self.reach(count))
         for shard in range(self.shards(count)):
@@ -134,7 +137,7 @@ class Stream:
         return self._ends[shard - 1] if shard else 0
 
     def _find_next(self) -> None:
-        """Find the next shard, or the end of a dataset; wait a little if neither is there."""
+        """Find the next shard, or the end of a dataset; wait a little if neither exists."""
         folder, number = self._place(len(self._ends))
         if (cached := find_shard(folder, number)) is not None:
             self._take(cached)
@@ -172,8 +175,8 @@ class Stream:
             cached = find_shard(folder, number)
             if cached is None:
                 raise DataError(
-                    f"{folder}: shard {number} is gone or damaged; it is encoded again when the "
-                    "same command is started again"
+                    f"{folder}: shard {number} is missing or damaged; start the same command "
+                    "again to encode it again"
                 )
             store = cached.store
         self._keep(shard, store)

@@ -65,9 +65,11 @@ def open_stream(
     seed: int,
     more: Callable[[], None],
 ) -> StreamingData:
-    """The datasets of a recipe, which somebody encodes meanwhile (see ``Stream`` for ``more``).
+    """The datasets of a recipe, which another process encodes meanwhile (see ``Stream`` for
+    ``more``).
 
-    The ``eval_datasets`` are encoded here and now; what ``val_size`` holds out is waited for.
+    The ``eval_datasets`` are encoded immediately; the rows that ``val_size`` holds out are waited
+    for.
     """
     parts = [
         StreamedDataset(entry.name, _folder(entry, section, fingerprint))
@@ -85,10 +87,10 @@ def open_stream(
 def encode_stream(
     section: DataSection, encode: Encode, *, fingerprint: Mapping[str, str], shard_rows: int = ROWS
 ) -> Iterator[DatasetReport]:
-    """Encode the training datasets to their end, one after the other; yields the figures of a
-    dataset so far with each of its shards.
+    """Encode the training datasets completely, one after another; yields the report of a dataset so
+    far with each of its shards.
 
-    Raises ``DataError`` if something is missing or broken, or gives nothing to learn.
+    Raises ``DataError`` if something is missing or broken, or has no trained tokens.
     """
     for entry in _learnt(section):
         folder = _folder(entry, section, fingerprint)
@@ -105,8 +107,9 @@ def held_items(stream: Stream, section: DataSection, seed: int) -> Index:
     _, numbers = np.unique(rows, return_inverse=True)
     if section.val_size >= (count := int(numbers.max(initial=-1)) + 1):
         raise DataError(
-            f"data.val_size = {section.val_size:g} leaves nothing to train on: with data.streaming "
-            f"it takes rows from the first data.buffer_size examples, which are {count} rows"
+            f"data.val_size = {section.val_size:g} leaves nothing to train on: with "
+            "data.streaming it holds out rows of the first data.buffer_size examples, which "
+            f"are {count} rows"
         )
     return np.flatnonzero(
         hold_out(numbers, num_rows=count, val_size=section.val_size, seed=seed)

@@ -1,10 +1,10 @@
-"""Conversations and documents to ids and labels; an answer is learnt behind its own prompt.
+"""Codec: conversations and documents to ids and labels; every response follows its own prompt.
 
-Every learnt answer stands behind exactly the ids that ``tokenizer.apply_chat_template(messages,
-add_generation_prompt=True)`` gives for the messages before it; labels lie on the answer and its
-end-of-turn token. Nearly always one sequence does this for all answers of a conversation. An answer
-that is written otherwise once it is history, or whose first letters the tokenizer would join to the
-prompt, gets a sequence of its own.
+Every trained response follows exactly the ids that
+``tokenizer.apply_chat_template(messages, add_generation_prompt=True)`` gives for the messages
+before it; the labels are on the response and its end-of-turn token. Nearly always, one sequence is
+enough for all responses of a conversation. A response gets a sequence of its own if later turns
+change its rendering, or if the tokenizer would merge its first characters with the prompt.
 """
 
 from __future__ import annotations
@@ -31,16 +31,17 @@ from .tokenization import Text, Tokenization, Tokens, canonical
 
 VERSION = 1  # of what this module makes of an example; part of the fingerprint
 
-NOTHING = Dropped("no answer to learn in this conversation")
-NO_ROOM = Dropped("the prompt leaves no room for an answer within data.cutoff_len")
+NOTHING = Dropped("no response to train on in this conversation")
+NO_ROOM = Dropped("the prompt leaves no room for a response within data.cutoff_len")
 TOO_LONG = Dropped("longer than data.cutoff_len (on_too_long: drop)")
 NO_TEXT = Dropped("empty text")
 
 
 class Codec:
-    """Turns examples into token ids and labels, and messages into prompts, for one recipe.
+    """Converts examples to token ids and labels, and messages to prompts, for one recipe.
 
-    Several threads may encode at once: while one is in the Rust tokenizer, another one renders.
+    Several threads may encode at the same time: while one is in the Rust tokenizer, another one
+    renders.
     """
 
     def __init__(
@@ -49,14 +50,16 @@ class Codec:
         template: Template | None,
         section: DataSection,
     ) -> None:
-        """``template`` may be None where only documents are encoded (``stage: pt``)."""
+        """``template`` may be None if only documents are encoded (``stage: pt``)."""
         self.tokenizer = tokenizer
         self.section = section
         self._template = template
         self._lock = Lock()  # what is Python; a template renders for one thread at a time only
 
     def encode_chats(self, examples: Sequence[Example]) -> list[Encoded]:
-        """Ids and labels of each conversation, cut to ``cutoff_len``, or why it is dropped."""
+        """Ids and labels of each conversation, truncated to ``cutoff_len``, or why it is
+        dropped.
+        """
         with self._lock:
             drafts = [self._draft(example) for example in examples]
             chat = self._chat
@@ -79,13 +82,13 @@ class Codec:
         ]
 
     def encode_prompt(self, messages: Sequence[Message], tools: Sequence[JSON] = ()) -> list[int]:
-        """Ids up to where the next answer begins, as ``apply_chat_template`` gives them."""
+        """Ids up to the beginning of the next response, as ``apply_chat_template`` gives them."""
         dicts, schemas, marked = self._protected(self._with_system(messages), tools)
         text = self._renderer.render(dicts, schemas, prompt=True)
         return self._chat.encode([Text(text, marked)])[0].ids
 
     def with_section(self, section: DataSection) -> Codec:
-        """The same tokenizer and template under other settings."""
+        """The same tokenizer and template with other settings."""
         made = Codec(self.tokenizer, self._template, section)
         shared = ("_renderer", "_locator", "_chat", "_documents", "_lock")
         vars(made).update({name: vars(self)[name] for name in shared if name in vars(self)})
@@ -93,21 +96,23 @@ class Codec:
 
     @cached_property
     def template(self) -> Template:
-        """The chat template in use."""
+        """The chat template of this codec."""
         if self._template is None:
             raise TemplateError("conversations need a chat template; set data.template")
         return self._template
 
     @cached_property
     def stop_token_ids(self) -> tuple[int, ...]:
-        """Tokens that end an answer: the template's, and the tokenizer's end of sequence."""
+        """Tokens that end a response: the template's, and the tokenizer's end of sequence."""
         names = [*(self._template.stop if self._template else ()), self.tokenizer.eos_token]
         vocabulary = self.tokenizer.get_vocab()
         return tuple(dict.fromkeys(vocabulary[name] for name in names if name in vocabulary))
 
     @cached_property
     def fingerprint(self) -> str:
-        """Equal for equal ids and labels: tokenizer, template and the settings that matter."""
+        """Fingerprint: equal for equal ids and labels; of tokenizer, template and relevant
+        settings.
+        """
         fields = ("default_system", "cutoff_len", "on_too_long", "train_on_prompt", "mask_history")
         parts = [
             VERSION,
@@ -133,19 +138,19 @@ class Codec:
 
     @cached_property
     def _ends(self) -> set[str]:
-        """The tokens that begin, end and fill a sequence."""
+        """The tokens that begin, end and pad a sequence."""
         named = self.tokenizer.special_tokens_map
         return {str(named[n]) for n in ("bos_token", "eos_token", "pad_token") if named.get(n)}
 
     @cached_property
     def _documents(self) -> tuple[Tokenization, list[int], list[int]]:
-        """The tokenization of plain text, and the ids in front of and behind a document."""
+        """The tokenization of plain text, and the ids before and after a document."""
         first = self.tokenizer("a", add_special_tokens=True)["input_ids"][:1]
         head = first if first == [self.tokenizer.bos_token_id] else []
         return Tokenization(self.tokenizer, self._ends), head, [self.tokenizer.eos_token_id]
 
     def _pieces(self, ids: list[int]) -> Iterator[Features]:
-        """Pieces of at most ``cutoff_len``; none has one token only, nothing to learn from."""
+        """Pieces of at most ``cutoff_len``; none has only one token, which could not be trained."""
         length = self.section.cutoff_len
         bounds = [*range(0, len(ids), length), len(ids)]
         if len(bounds) > 2 and bounds[-1] - bounds[-2] == 1:
@@ -163,7 +168,7 @@ class Codec:
     def _protected(
         self, messages: Sequence[Message], tools: Sequence[JSON]
     ) -> tuple[Dicts, Dicts | None, bool]:
-        """Messages and tools for the template, and whether they hold marks around plain text."""
+        """Messages and tools for the template, and whether they contain marks around plain text."""
         dicts, schemas = message_dicts(messages), tool_dicts(tools)
         marked = self._chat.spells_control([dicts, schemas])
         if marked:
@@ -171,7 +176,7 @@ class Codec:
         return dicts, schemas or None, marked
 
     def _is_learnt(self, messages: Sequence[Message], index: int) -> bool:
-        """Whether the message at ``index`` is learnt: its own word, else the recipe's."""
+        """Whether to train on the message at ``index``: its own setting, else the recipe's."""
         message = messages[index]
         if message.learn is not None:
             return message.learn
@@ -181,7 +186,7 @@ class Codec:
         return not self.section.mask_history or not any(later)
 
     def _draft(self, example: Example) -> Rendered | Dropped:
-        """Render a conversation up to the last message to learn."""
+        """Render a conversation up to the last trained message."""
         messages = self._with_system(example.messages)
         learnt = [i for i in range(len(messages)) if self._is_learnt(messages, i)]
         if not learnt:
@@ -204,7 +209,7 @@ class Codec:
         return Rendered(Text(text, marked), turns, parts)
 
     def _encoded(self, rendered: Rendered, tokens: Tokens) -> Encoded:
-        """Labels, and the cut to ``cutoff_len``."""
+        """Set labels, and truncate to ``cutoff_len``."""
         if self.section.train_on_prompt:
             found = [whole(rendered, tokens, self._chat)]
         else:
@@ -224,5 +229,5 @@ class Codec:
 
 
 def _is_cut(fit: Item | None, item: Item) -> bool:
-    """Whether something to learn is lost."""
+    """Whether trained tokens are lost."""
     return fit is None or fit.num_learnt < item.num_learnt

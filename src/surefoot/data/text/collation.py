@@ -11,13 +11,13 @@ from .packing import pack
 def collate(features: Sequence[Features], *, packing: bool, pad_token_id: int = 0) -> Batch:
     """One micro-batch of the ``input_ids`` and ``labels`` of examples.
 
-    The first label of an example becomes ``IGNORE_INDEX``: no token before it predicts it.
+    The first label of an example becomes ``IGNORE_INDEX``, because no token before it predicts it.
     """
     return pack(features) if packing else pad(features, pad_token_id)
 
 
 def pad(features: Sequence[Features], pad_token_id: int = 0) -> Batch:
-    """A rectangle as wide as the longest example, the others filled up on the right."""
+    """A rectangle as wide as the longest example; the others are padded on the right."""
     import numpy as np
     import torch
 

@@ -1,4 +1,4 @@
-"""Several examples end to end in one row, and back. No example sees another (see ``model``)."""
+"""Several examples packed into one row, and back. No example attends to another (see ``model``)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ...batch import IGNORE_INDEX, Batch, Features
 
 
 def pack(features: Sequence[Features]) -> Batch:
-    """One row of all examples: positions start anew in each, ``cu_seqlens`` holds their bounds."""
+    """One row of all examples: positions restart in each, ``cu_seqlens`` contains their bounds."""
     import numpy as np
     import torch
 

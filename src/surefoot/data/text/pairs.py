@@ -1,8 +1,8 @@
-"""Pairs of a better and a worse answer to one prompt.
+"""Preference pairs: a chosen and a rejected response to one prompt.
 
-A pair is kept as its parts end to end, prompt, chosen and rejected, with their ``lengths``: the
-prompt is there once. A packed row keeps it so (see ``Batch.branches``), and the prompt is computed
-once; elsewhere each answer has a prompt of its own.
+A pair is stored as prompt, chosen and rejected, concatenated, with their ``lengths``: the prompt
+occurs once. A packed row keeps this form (see ``Batch.branches``), and the prompt is computed once.
+Other batches have a copy of the prompt for each response.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from .packing import pack
 
 
 def join(chosen: Features, rejected: Features) -> Features:
-    """Two conversations (``input_ids``, ``labels``) as a pair: what both begin with, and where
-    neither has a label, is the prompt, but for one token at least of each answer.
+    """Two conversations (``input_ids``, ``labels``) as a pair. Their common prefix without labels
+    is the prompt; each response keeps at least one token.
 
     Raises:
-        ValueError: they do not begin with the same token, or one is nothing but that.
+        ValueError: they do not begin with the same token, or one is only that token.
     """
     both = (chosen, rejected)
     most = min(*(_first_label(item) for item in both), *(len(i["input_ids"]) - 1 for i in both))
@@ -41,7 +41,7 @@ def join(chosen: Features, rejected: Features) -> Features:
 
 
 def _first_label(item: Features) -> int:
-    """Where the first label is that can be learnt: nothing predicts a first token."""
+    """Position of the first label that can be trained: nothing predicts a first token."""
     labels = item["labels"]
     return next((i for i in range(1, len(labels)) if labels[i] != IGNORE_INDEX), len(labels))
 
@@ -62,9 +62,9 @@ def split(pair: Features) -> Iterator[Features]:
 def collate_pairs(features: Sequence[Features], *, packing: bool, pad_token_id: int = 0) -> Batch:
     """One micro-batch of pairs (``input_ids``, ``labels``, ``lengths``).
 
-    Its ``extras`` say whose each trained position is: ``answer``, [N] int64, is 2 i for the chosen
-    and 2 i + 1 for the rejected answer of pair i, in the order of ``Outputs.logps``;
-    ``answer_lengths``, [2 x pairs] int64, has the trained positions of each answer.
+    Its ``extras`` assign each trained position to a response: ``answer``, [N] int64, is 2 i for the
+    chosen and 2 i + 1 for the rejected response of pair i, in the order of ``Outputs.logps``;
+    ``answer_lengths``, [2 x pairs] int64, is the number of trained positions of each response.
     """
     import numpy as np
     import torch
@@ -80,7 +80,7 @@ def collate_pairs(features: Sequence[Features], *, packing: bool, pad_token_id: 
 
 
 def _shared(features: Sequence[Features]) -> Batch:
-    """A packed row with each prompt once."""
+    """A packed row in which each prompt occurs once."""
     import numpy as np
     import torch
 
@@ -95,7 +95,7 @@ def _shared(features: Sequence[Features]) -> Batch:
 
 
 def unshared(batch: Batch) -> Batch:
-    """The same batch with a prompt for each answer, for a model that cannot share them."""
+    """The same batch with a prompt for each response, for a model that cannot share prompts."""
     import numpy as np
     import torch
 

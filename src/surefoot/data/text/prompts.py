@@ -1,4 +1,4 @@
-"""A file of prompts: a text file has one a line, a JSON Lines file one object a line."""
+"""A file of prompts: one per line of a text file, one object per line of a JSON Lines file."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _CONVERSATIONS = OpenAI()
 
 @dataclass(frozen=True)
 class Prompt:
-    """A conversation that waits for its next answer."""
+    """A conversation that ends in a user turn."""
 
     origin: str  # "prompts.jsonl: line 3"
     messages: tuple[Message, ...]
@@ -36,21 +36,21 @@ class Prompt:
 
 
 def read_prompts(path: Path) -> list[Prompt]:
-    """All prompts of a file, in order. Blank lines are none.
+    """All prompts of a file, in order. Blank lines are ignored.
 
-    A line of a ``.jsonl`` file is an object with ``prompt``, a text, or ``messages``, as OpenAI
-    has them, which end in a question; whatever else it holds is kept. A line of any other file is
-    a prompt as it stands.
+    A line of a ``.jsonl`` file is an object with ``prompt``, a text, or ``messages``, in OpenAI's
+    form, which end in a user turn; its other fields are kept. A line of any other file is a prompt
+    as it is.
 
     Raises:
-        DataError: there is no such file, it holds no prompt, or a line is none.
+        DataError: the file is missing or contains no prompt, or a line is invalid.
     """
     try:
         found = list(_prompts(path))
     except OSError as error:
-        raise DataError(f"{path}: no prompts can be read: {error.strerror}") from None
+        raise DataError(f"{path}: prompts cannot be read: {error.strerror}") from None
     if not found:
-        raise DataError(f"{path}: holds no prompt; expected one a line")
+        raise DataError(f"{path}: contains no prompt; expected one per line")
     return found
 
 
@@ -66,7 +66,7 @@ def _prompts(path: Path) -> Iterator[Prompt]:
 
 def _of_text(line: str, origin: str) -> Prompt:
     if "\0" in line:
-        raise DataError("a NUL character, so this is no text; expected one prompt a line")
+        raise DataError("a NUL character, so this is not a text file; expected one prompt per line")
     return Prompt(origin, (Message("user", line),), row={"prompt": line})
 
 
@@ -75,7 +75,7 @@ def _of_row(line: str, origin: str) -> Prompt:
     if not isinstance(row, dict):
         raise DataError(f"expected an object, got {shown(row)}")
     if taken := [name for name in _ANSWER if name in row]:
-        raise DataError(f"the key {taken[0]!r} is where the answer goes; give it another name")
+        raise DataError(f"the key {taken[0]!r} is used for the response; give it another name")
     if ("prompt" in row) == ("messages" in row):
         keys = ", ".join(row) or "none"
         raise DataError(f"expected one of the keys 'prompt' and 'messages' (keys found: {keys})")
@@ -90,5 +90,5 @@ def _messages(row: Mapping[str, object]) -> tuple[Message, ...]:
         return (Message("user", text),)
     messages = _CONVERSATIONS.read(row).messages
     if messages[-1].role not in ("user", "tool"):
-        raise DataError(f"the last message is of the {messages[-1].role}; expected a question")
+        raise DataError(f"the last message is of the {messages[-1].role}; expected the user")
     return messages

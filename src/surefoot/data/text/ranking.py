@@ -1,4 +1,4 @@
-"""Ranking rows: a conversation and two answers to its end, of which one is better."""
+"""Ranking rows: a conversation and two responses to its end, a chosen and a rejected one."""
 
 from __future__ import annotations
 
@@ -15,21 +15,24 @@ if TYPE_CHECKING:
     from .codec import Codec
 
 UNRANKED = Dropped(
-    'no chosen and no rejected answer (a ranking dataset has "ranking": true in dataset_info.json)'
+    'no chosen and no rejected response (a ranking dataset has "ranking": true in '
+    "dataset_info.json)"
 )
-RANKED = Dropped("a ranking row, of which stage: dpo learns, not this one")
+RANKED = Dropped("a ranking row, which only stage: dpo can train on")
 SAME = Dropped("chosen and rejected are the same within data.cutoff_len")
-NO_ROOM = Dropped("the prompt leaves no room for both answers within data.cutoff_len")
+NO_ROOM = Dropped("the prompt leaves no room for both responses within data.cutoff_len")
 
 
 def is_ranked(example: Example) -> bool:
-    """Whether it has two answers, and so no last one of its own."""
+    """Whether it has two responses, and so no last one of its own."""
     return example.chosen is not None and example.rejected is not None
 
 
 def encode_pairs(examples: Sequence[Example], codec: Codec) -> list[Encoded]:
-    """Each ranking row as a pair (see ``pairs``), or why there is none. Labels lie on both answers;
-    nothing before them is learnt. ``cutoff_len`` is that of the prompt with either answer."""
+    """Each ranking row as a pair (see ``pairs``), or why it is dropped. Both responses are
+    trained; everything before them is masked. ``cutoff_len`` limits the prompt with either
+    response.
+    """
     pairs = [_conversations(example) for example in examples]
     flat = [conversation for pair in pairs for conversation in pair]
     outcomes = iter(codec.encode_chats(flat))
@@ -37,14 +40,14 @@ def encode_pairs(examples: Sequence[Example], codec: Codec) -> list[Encoded]:
 
 
 def answered(example: Example, answer: Message) -> Example:
-    """The conversation with ``answer`` at its end, of which only that is learnt."""
+    """The conversation with ``answer`` at its end, which alone is trained."""
     before = (replace(message, learn=False) for message in example.messages)
     messages = (*before, replace(answer, learn=True))
     return replace(example, messages=messages, chosen=None, rejected=None)
 
 
 def _conversations(example: Example) -> list[Example]:
-    """Chosen, rejected; nothing of a row that has not both."""
+    """Chosen, rejected; nothing if either is missing."""
     if example.chosen is None or example.rejected is None:
         return []
     return [answered(example, answer) for answer in (example.chosen, example.rejected)]
@@ -65,7 +68,7 @@ def _pair(chosen: Encoded, rejected: Encoded) -> Encoded:
 
 
 def _item(outcome: Encoded) -> Features:
-    """The sequence that ends in the answer."""
+    """The sequence that ends in the response."""
     assert not isinstance(outcome, Dropped)
     return (outcome.features if isinstance(outcome, Truncated) else outcome)[-1]
 

@@ -1,4 +1,4 @@
-"""A rendered conversation becomes sequences of tokens with labels, which can be cut to a length."""
+"""A rendered conversation as sequences of token ids and labels, which can be truncated."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .tokenization import Bounds, Text, Tokenization, Tokens
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """The text of a conversation, and what of it is learnt."""
+    """The text of a conversation, and its response spans."""
 
     text: Text
     turns: Sequence[Turn]  # the answers to learn; all answers where the whole text is learnt
@@ -21,7 +21,9 @@ class Rendered:
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One sequence of tokens, and labels. ``answers`` are in reading order: where it may be cut."""
+    """One sequence of token ids and labels. ``answers`` are in reading order: where it may be
+    truncated.
+    """
 
     ids: list[int]
     labels: list[int]
@@ -34,11 +36,13 @@ class Item:
 
     @property
     def num_learnt(self) -> int:
-        """Tokens that carry a label."""
+        """Number of tokens with a label."""
         return len(self.labels) - self.labels.count(IGNORE_INDEX)
 
     def fit(self, length: int) -> Item | None:
-        """Whole turns up to the last answer that fits; else the first answer without its end."""
+        """Truncate: complete turns up to the last response that fits; else the first response
+        without its end.
+        """
         if len(self.ids) <= length:
             return self
         if ends := [end for _, end in self.answers if end <= length]:
@@ -53,7 +57,7 @@ class Item:
 
 
 def whole(rendered: Rendered, tokens: Tokens, tokenization: Tokenization) -> Item:
-    """The conversation as one text to learn, but for the parts that say no."""
+    """A conversation as one trained text, except the messages that are masked."""
     labels = list(tokens.ids)
     for start, end in _bounds(rendered, tokens, tokenization, rendered.parts):
         labels[start:end] = [IGNORE_INDEX] * (end - start)
@@ -62,7 +66,9 @@ def whole(rendered: Rendered, tokens: Tokens, tokenization: Tokenization) -> Ite
 
 
 def split(rendered: Rendered, tokens: Tokens, tokenization: Tokenization) -> list[Item]:
-    """One sequence for all answers that stand behind their prompts, one for each other answer."""
+    """One sequence for all responses whose prompt text is unchanged by later turns, and a
+    separate sequence for each other response.
+    """
     inside = [turn for turn in rendered.turns if turn.text is rendered.text.text]
     spans = [(turn.start, turn.end) for turn in inside]
     found = tokenization.bounds(tokens, rendered.text, spans, behind_prompt=True)
@@ -85,7 +91,7 @@ def split(rendered: Rendered, tokens: Tokens, tokenization: Tokenization) -> lis
 
 
 def _alone(rendered: Rendered, tokenization: Tokenization, turn: Turn) -> Item:
-    """A sequence for one answer: its prompt as chat encodes it, then the answer."""
+    """A sequence for one response: its prompt as chat encodes it, then the response."""
     text = Text(turn.text, rendered.text.marked)
     prompt = tokenization.encode([text[: turn.start]])[0].ids
     answer = tokenization.encode_after(text[turn.start : turn.end])
@@ -96,6 +102,6 @@ def _alone(rendered: Rendered, tokenization: Tokenization, turn: Turn) -> Item:
 def _bounds(
     rendered: Rendered, tokens: Tokens, tokenization: Tokenization, turns: Sequence[Turn]
 ) -> list[Bounds]:
-    """Of the turns that have tokens of their own."""
+    """The response spans that begin and end at token boundaries."""
     spans = [(turn.start, turn.end) for turn in turns]
     return [bounds for bounds in tokenization.bounds(tokens, rendered.text, spans) if bounds]

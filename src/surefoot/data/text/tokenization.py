@@ -1,8 +1,8 @@
-"""Text to ids in batches through the Rust tokenizer; a message never writes a control token.
+"""Text to ids in batches through the Rust tokenizer; a message never produces a control token.
 
-``<|im_end|>`` in a user's text is some letters and signs, not the end of the turn. Where a message
-spells one of the tokens that frame turns, it is wrapped in private-use marks before rendering, and
-what is wrapped is encoded as plain text: what transformers does with ``sanitize_control_tokens``.
+``<|im_end|>`` in a user's text is ordinary characters, not the end of the turn. If a message
+contains one of the tokens that delimit turns, the token is wrapped in private-use marks before
+rendering, and encoded as plain text: what transformers does with ``sanitize_control_tokens``.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """Rendered text. ``marked``: it holds marks around words that must stay plain text."""
+    """Rendered text. ``marked``: it contains marks around words that must stay plain text."""
 
     text: str
     marked: bool = False
@@ -49,13 +49,13 @@ class Offsets(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """Token ids, and where they are in the text."""
+    """Token ids, and their positions in the text."""
 
     ids: list[int]
     offsets: Offsets
 
     def index(self, position: int) -> int | None:
-        """Number of tokens before a character; None if a token lies across its beginning."""
+        """Number of tokens before a character; None if a token crosses its beginning."""
         before = bisect_left(self.offsets, (position, -1))
         if before and self.offsets[before - 1][1] > position:
             return None
@@ -63,9 +63,10 @@ class Tokens:
 
 
 class Tokenization:
-    """A tokenizer that protects control tokens and knows what it does at a text's joints.
+    """A tokenizer that protects control tokens and aligns tokens with positions in the text.
 
-    It works on its own copy of the Rust tokenizer, without a post-processor: those trim offsets.
+    It uses its own copy of the Rust tokenizer, without a post-processor, because post-processors
+    trim offsets.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, control: Collection[str]) -> None:
@@ -83,15 +84,15 @@ class Tokenization:
         self._short: dict[str, list[int]] = {}
 
     def spells_control(self, value: object) -> bool:
-        """Whether ``value``, a string or lists and dicts of them, spells a control token."""
+        """Whether ``value``, a string or lists and dicts of strings, contains a control token."""
         return self._control.search("\0".join(_strings(value))) is not None  # no token has a \0
 
     def protect(self, value: T) -> T:
-        """``value`` with marks around the control tokens that its strings spell."""
+        """``value`` with marks around the control tokens that its strings contain."""
         return _map_strings(value, self._protect)
 
     def encode(self, texts: Sequence[Text]) -> list[Tokens]:
-        """Ids and offsets of every text; nothing is added in front or behind."""
+        """Ids and offsets of every text; nothing is added before or after."""
         encoded = self._encode_plain([text.text for text in texts if not text.marked])
         return [self._encode_marked(t.text) if t.marked else next(encoded) for t in texts]
 
@@ -108,8 +109,8 @@ class Tokenization:
     ) -> list[Bounds | None]:
         """The tokens of each span of a text: the first, and one past the last.
 
-        None where a token lies across a bound or there is none; and with ``behind_prompt``, where
-        the text before the span, encoded alone, would give other ids than stand before it.
+        None if a token crosses a bound or there is none. With ``behind_prompt``, also None if the
+        text before the span, encoded alone, gives other ids than those before it.
         """
         known = None
         if self._landmarks and not text.marked:
@@ -117,7 +118,8 @@ class Tokenization:
         return [self._bounds(tokens, text, known, span, behind_prompt) for span in spans]
 
     def is_prefix(self, tokens: Tokens, text: Text, end: int) -> bool:
-        """Whether ``text[:end]``, encoded alone, gives just the first of ``tokens``, of ``text``.
+        """Whether ``text[:end]``, encoded alone, gives exactly the first of ``tokens``, of
+        ``text``.
 
         Special tokens split a text before anything else, so only what follows the last one counts.
         """
@@ -134,7 +136,7 @@ class Tokenization:
         return ids == tokens.ids[first:count]
 
     def _encode_plain(self, texts: list[str]) -> Iterator[Tokens]:
-        """With landmarks, offsets are not found out before they are asked for: few ever are."""
+        """With landmarks, offsets are computed only when they are needed, which is rare."""
         if self._landmarks is None:
             encoded = self._rust.encode_batch(texts, add_special_tokens=False)
             return (Tokens(each.ids, _Offsets(partial(_same, each))) for each in encoded)
@@ -161,7 +163,7 @@ class Tokenization:
         return None if first is None or last is None or first >= last else (first, last)
 
     def _ids(self, text: str) -> list[int]:
-        """Ids of an unmarked text; short ones, such as the headers of turns, are remembered."""
+        """Ids of an unmarked text; short ones, such as the headers of turns, are cached."""
         if len(text) > 64:
             return self.encode([Text(text)])[0].ids
         if text not in self._short:
@@ -187,13 +189,17 @@ class Tokenization:
         return Tokens(ids, offsets)
 
     def _parts(self, marked: str) -> Iterator[tuple[str, bool]]:
-        """A marked text's parts, and whether each is to be plain; marks and empty ones left out."""
+        """The parts of a marked text, and whether each is to stay plain; without marks and empty
+        parts.
+        """
         for i, part in enumerate(self._marks.split(marked)):
             if part:
                 yield part, i % 2 == 1
 
     def _after(self, text: str, plain: bool) -> Tokens:
-        """Encode behind a letter that is taken away again, so that no space is put in front."""
+        """Encode after a letter whose tokens are then removed, so that no space is added in
+        front.
+        """
         rust = self._without_tokens if plain else self._rust
         for guard in GUARDS:
             alone = rust.encode(guard, add_special_tokens=False).ids
@@ -207,22 +213,24 @@ class Tokenization:
         return self._checked(text, plain, rust.encode(text, add_special_tokens=False), 0)
 
     def _checked(self, text: str, plain: bool, found: Encoding, skip: int) -> Tokens:
-        """What follows the first ``skip`` tokens, of one letter; no control token if ``plain``."""
+        """The ids after the first ``skip`` tokens, those of one letter; no control token if
+        ``plain``.
+        """
         ids = found.ids[skip:]
         if plain and self._control_ids.intersection(ids):
-            raise TemplateError(f"this tokenizer has no spelling of {text!r} as plain text")
+            raise TemplateError(f"this tokenizer cannot encode {text!r} as plain text")
         before = 1 if skip else 0
         return Tokens(ids, [(max(a - before, 0), b - before) for a, b in found.offsets[skip:]])
 
     @cached_property
     def _without_tokens(self) -> Tokenizer:
-        """The same tokenizer without its added tokens, to which all is plain text."""
+        """The same tokenizer without its added tokens, which treats everything as plain text."""
         parts = json.loads(self._rust.to_str())
         return Tokenizer.from_str(json.dumps({**parts, "added_tokens": []}))
 
 
 def canonical(tokenizer: PreTrainedTokenizerBase) -> str:
-    """The Rust tokenizer as JSON, without the padding that an earlier call may have left in it."""
+    """The Rust tokenizer as JSON, without padding that an earlier call may have set."""
     rust = tokenizer.backend_tokenizer
     if rust.padding or rust.truncation:
         rust = Tokenizer.from_str(rust.to_str())

@@ -53,7 +53,11 @@ def find_fastest(
     first = search.trials[0].outcome
     if all(isinstance(trial.outcome, Failure) for trial in search.trials):
         assert isinstance(first, Failure)
-        hint = "without --only-this, smaller settings are tried" if only_this else "so did the rest"
+        hint = (
+            "without --only-this, smaller settings are tried"
+            if only_this
+            else ("so did all other settings")
+        )
         raise RunError(f"the recipe could not be measured: {first.reason} ({hint})")
     return search
 
@@ -64,7 +68,7 @@ def settings(changes: Changes) -> list[str]:
 
 
 def gain(trial: Trial, first: Trial) -> float | None:
-    """How many times as fast as the recipe; None if either failed."""
+    """The speed relative to the recipe; None if either failed."""
     new, old = trial.outcome, first.outcome
     if not isinstance(new, BenchResult) or not isinstance(old, BenchResult):
         return None

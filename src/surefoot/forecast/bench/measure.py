@@ -148,7 +148,7 @@ def _heaviest_window(loader: Loader, run_steps: int) -> int:
 
 
 def _dtype(model: nn.Module, precision: str) -> torch.dtype:
-    """The type that most of the arithmetic is done in."""
+    """The dtype of most of the computation."""
     if precision != "fp32":
         return torch.bfloat16 if precision == "bf16" else torch.float16
     return max(model.parameters(), key=torch.Tensor.numel).dtype

@@ -94,7 +94,7 @@ class Mesh:
 
     @property
     def num_data_ranks(self) -> int:
-        """Into how many shares the examples are divided."""
+        """The number of shares into which the examples are divided."""
         return self.dp_replicate * self.dp_shard
 
 

@@ -266,7 +266,7 @@ def memory_of(
 
 
 def machine_for(recipe: Recipe, device: str | None) -> Machine:
-    """The processes that would be started here, and what each of them can have."""
+    """The ranks that would be started on this machine, and the memory of each."""
     import psutil
 
     has_gpu = torch.cuda.is_available()

@@ -29,7 +29,7 @@ class Route:
     num_layers: Sequence[int]  # of each stage here
 
     def stage(self, op: Op) -> int:
-        """The number of the stage that ``op`` runs."""
+        """The number of the pipeline stage that ``op`` runs."""
         return op.part * self.size + self.place
 
     def works(self, op: Op) -> bool:

@@ -86,7 +86,7 @@ def flex(
     bounds: Bounds,
     scaling: float | None,
 ) -> torch.Tensor:
-    """torch's attention with a mask made of blocks, those outside of documents left out."""
+    """torch's flex attention with a block mask that skips blocks outside of documents."""
     attend = cast("Callable[..., object]", _compiled() if query.is_cuda else flex_attention)
     mask = bounds.kept("blocks", lambda: _blocks(bounds, query.device))
     found = attend(
@@ -130,7 +130,7 @@ def candidates(device: torch.device) -> dict[str, RowKernel]:
 
 
 def register(name: str, kernel: RowKernel) -> None:
-    """Let transformers know ``kernel`` as ``PREFIX + name``."""
+    """Register ``kernel`` with transformers as ``PREFIX + name``."""
     otherwise = by_document(sdpa)
 
     def attend(

@@ -1,9 +1,9 @@
-"""Attention over packed rows: several documents end to end, each attending only to itself.
+"""Attention over packed rows: several documents in one row, each attending only to itself.
 
-A dense block-diagonal mask over a row of T tokens costs T² work for what the documents need the sum
-of T_i² for; measured here, attention document by document on slices is 1.7 times as fast as the
-mask. So packed rows run through their own attention functions, registered with transformers, which
-no mask is built for. Padded batches and generation use transformers' own.
+A dense block-diagonal mask over a row of T tokens costs T² work, while the documents need only the
+sum of T_i². Measured here, one call per document on slices is 1.7 times as fast as the mask. So
+packed rows run through attention functions of this module, which are registered with transformers
+and for which no mask is built. Padded batches and generation use transformers' own functions.
 
 Shapes: H heads, T tokens of the row, E size of a head.
 """
@@ -34,8 +34,9 @@ _FIRST, _PAIR = 4, (2, 3, 4)
 def _mask(
     query_HTE: torch.Tensor, key_HTE: torch.Tensor, window: int | None
 ) -> torch.Tensor | None:
-    """Boolean causal mask [queries, keys], or None where torch's own is the same. Queries are at
-    the end of the keys; in a sliding window they see the last ones before them only."""
+    """Boolean causal mask [queries, keys], or None if torch's own is the same. Queries are at
+    the end of the keys; with a sliding window they attend only to the last keys before them.
+    """
     count, length = query_HTE.shape[-2], key_HTE.shape[-2]
     if count == length and (window is None or length <= window):
         return None
@@ -57,7 +58,8 @@ def sdpa(
     """One document, or the end of one, through torch's fused attention."""
     if softcap is not None:
         raise ModelError(
-            "this model caps its attention scores, which sdpa cannot; set model.attention: eager"
+            "this model caps its attention scores, which sdpa does not support; set "
+            "model.attention: eager"
         )
     mask = _mask(query_HTE, key_HTE, window)
     return F.scaled_dot_product_attention(
@@ -82,7 +84,9 @@ def _eager(
     window: int | None,
     softcap: float | None,
 ) -> torch.Tensor:
-    """The same, written out: softmax(q kᵀ · scaling) v, scores capped as tanh(s / cap) · cap."""
+    """The same without a fused kernel: softmax(q kᵀ · scaling) v, scores capped as tanh(s / cap)
+    · cap.
+    """
     groups = query_HTE.shape[1] // key_HTE.shape[1]
     key, value = (t.repeat_interleave(groups, dim=1) for t in (key_HTE, value_HTE))
     scale = query_HTE.shape[-1] ** -0.5 if scaling is None else scaling
@@ -98,11 +102,11 @@ def _eager(
 
 
 class Bounds:
-    """The bounds of documents. A compiled layer hands this on without a look at it; a list it would
-    be compiled for, length by length.
+    """The document boundaries of a row. A compiled layer passes this object on without reading it;
+    for a list, it would be compiled again for each length.
 
-    ``branches`` are the tokens of prompt, first and second answer of each document, if some are
-    that (see ``Batch``).
+    ``branches`` are the tokens of prompt, first and second response of each document, if some share
+    a prompt (see ``Batch``).
     """
 
     def __init__(
@@ -113,8 +117,9 @@ class Bounds:
 
     @property
     def parts(self) -> Sequence[Sequence[int]]:
-        """Of each document, the tokens of prompt, first and second answer; all of one that has none
-        are a prompt."""
+        """For each document, the tokens of prompt, first and second response. A document without
+        branches is all prompt.
+        """
         return self.branches or [(b - a, 0, 0) for a, b in pairwise(self.values)]
 
     @property
@@ -129,7 +134,7 @@ class Bounds:
         return made
 
     def kept(self, name: str, make: Callable[[], object]) -> object:
-        """What is made of them once, for all layers."""
+        """Values that are computed from them once, for all layers."""
         if name not in self._kept:
             self._kept[name] = make()
         return self._kept[name]
@@ -149,7 +154,10 @@ def by_document(kernel: Kernel) -> Callable[..., tuple[torch.Tensor, None]]:
         bounds = kwargs.get("document_bounds")
         if not isinstance(bounds, Bounds) or kwargs.get("s_aux") is not None:
             raise ModelError(
-                f"{type(module).__name__} cannot attend to packed rows; set data.packing: false"
+                f"data.packing: {type(module).__name__} was called without document boundaries. "
+                "Either this architecture does not pass them to its attention, or the model "
+                "was called outside the training loop (for example generate() in a callback); "
+                "set data.packing: false"
             )
         settings = {
             "scaling": kwargs.get("scaling"),
@@ -175,7 +183,7 @@ def by_document(kernel: Kernel) -> Callable[..., tuple[torch.Tensor, None]]:
 def _after(
     prompt: int, first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]
 ) -> Iterator[torch.Tensor]:
-    """Queries of a second answer, with keys and values of the prompt and of itself."""
+    """Queries of a second response, with keys and values of the prompt and of itself."""
     query, *own = second
     yield query
     for shared, part in zip(first[1:], own, strict=True):
@@ -191,17 +199,17 @@ for _name, _kernel in KERNELS.items():
 
 @dataclass
 class PromptSharing:
-    """Whether two answers may share a prompt in rows of a model: not before that is proven."""
+    """Whether two responses may share a prompt in the rows of a model: only after a check."""
 
     is_proven: bool = False
 
 
 def use_packed(model: PreTrainedModel) -> bool:
-    """Switch ``model`` to packed rows and prove that no document sees another; whether two answers
-    may share a prompt.
+    """Switch ``model`` to packed rows, and check that documents are isolated. Returns whether two
+    responses may share a prompt.
 
     Raises:
-        ModelError: the architecture mixes documents.
+        ModelError: attention of the architecture leaks between documents.
     """
     switch_to_packed(model)
     was_training = model.training
@@ -213,15 +221,16 @@ def use_packed(model: PreTrainedModel) -> bool:
 
 
 def switch_to_packed(model: PreTrainedModel) -> None:
-    """Let ``model`` use our attention function that takes packed rows, if there is one for its
-    kernel."""
+    """Make ``model`` use this module's attention function for packed rows, if there is one for
+    its kernel.
+    """
     kernel = model.config._attn_implementation
     if kernel in KERNELS:
         model.set_attn_implementation(PREFIX + kernel)
 
 
 def uses_document_attention(model: PreTrainedModel) -> bool:
-    """Whether packed rows of ``model`` go through attention functions of ours."""
+    """Whether packed rows of ``model`` use the attention functions of this module."""
     kernel: str = model.config._attn_implementation
     return kernel.startswith(PREFIX)
 
@@ -229,14 +238,15 @@ def uses_document_attention(model: PreTrainedModel) -> bool:
 def packed_arguments(
     model: PreTrainedModel, cu_seqlens: torch.Tensor, branches: torch.Tensor | None = None
 ) -> dict[str, object]:
-    """What ``model`` wants to know about a packed row with these document bounds and branches
-    (int32, on the CPU)."""
+    """The arguments of ``model`` for a packed row with these document bounds and branches
+    (int32, on the CPU).
+    """
     bounds = cu_seqlens.tolist()
     if uses_document_attention(model):
         return {"document_bounds": Bounds(bounds, None if branches is None else branches.tolist())}
     if branches is not None:
         raise ModelError(
-            f"{type(model).__name__}: answers cannot share a prompt in the attention "
+            f"{type(model).__name__}: responses cannot share a prompt with the attention "
             f"{model.config._attn_implementation}; set model.attention: sdpa"
         )
     longest = max(b - a for a, b in pairwise(bounds))
@@ -251,8 +261,9 @@ def packed_arguments(
 
 @contextlib.contextmanager
 def maskless(model: PreTrainedModel, length: int) -> Iterator[dict[str, object]]:
-    """What to run ``model`` with on a row that is one document, so that no mask is built for it:
-    that would look at values, which a model without memory has none of."""
+    """The arguments of ``model`` for a row that is one document, so that no mask is built for
+    it: building a mask reads values, which a model on the meta device does not have.
+    """
     before = model.config._attn_implementation
     if not before.startswith(PREFIX):
         switch_to_packed(model)
@@ -266,22 +277,23 @@ def maskless(model: PreTrainedModel, length: int) -> Iterator[dict[str, object]]
 
 @torch.no_grad()
 def check_document_isolation(model: PreTrainedModel, run: Callable[[Batch], torch.Tensor]) -> bool:
-    """Prove that ``run``, which tells something of each trained position, tells the same of those
-    of other documents when the first one changes. ``model`` is what it runs, all of it or in parts.
+    """Check that ``run``, which computes a value for each trained position, gives the same values
+    for other documents when the first one changes. ``model`` is what it runs, completely or in
+    parts.
 
-    Returns whether it also tells the same of two answers that share a prompt as of two documents.
+    Returns whether two responses that share a prompt also get the same values as two documents.
 
     Raises:
-        ModelError: the architecture mixes documents (its layers do not ask for attention through
-            transformers' interface, or are recurrent).
+        ModelError: attention leaks between documents (the layers do not use transformers' attention
+            interface, or are recurrent).
     """
     vocabulary, shares = model.config.get_text_config().vocab_size, uses_document_attention(model)
     found, other = (run(_row(vocabulary, start, shares=shares)) for start in (0, vocabulary // 2))
     rounding = torch.finfo(found.dtype).eps
     if not _is_close(found, other, min(32 * rounding, 0.03)):
         raise ModelError(
-            f"{type(model).__name__}: examples laid in one row would see each other in this "
-            "architecture; set data.packing: false"
+            f"data.packing: attention of {type(model).__name__} leaks between packed examples; "
+            "set data.packing: false"
         )
     # sums of another length may round otherwise; other positions alone give some 30,000 roundings
     shared, apart = found.tensor_split(2)
@@ -289,8 +301,9 @@ def check_document_isolation(model: PreTrainedModel, run: Callable[[Batch], torc
 
 
 def _row(vocabulary: int, start: int, *, shares: bool) -> Batch:
-    """A document that begins with the token ``start``; a prompt and two answers, with labels, if
-    they may be one document; the same as two documents."""
+    """A document that begins with the token ``start``; a prompt and two responses, with labels,
+    that share the prompt; the same as two documents.
+    """
     tokens = torch.arange(_FIRST + sum(_PAIR))
     first, prompt, one, two = torch.split(tokens, [_FIRST, *_PAIR])
     both = [torch.cat([prompt, one]), torch.cat([prompt, two])]
@@ -323,6 +336,8 @@ def _trained_logits(model: PreTrainedModel, batch: Batch) -> torch.Tensor:
 
 
 def _is_close(first: torch.Tensor, second: torch.Tensor, share: float) -> bool:
-    """Whether two results differ as little as sums in another order do, by a ``share`` of the
-    largest: experts multiply as many tokens at once as come to them, from all documents."""
+    """Whether two results differ only as much as sums in another order do, by a ``share`` of the
+    largest value: experts multiply as many tokens at once as are routed to them, from all
+    documents.
+    """
     return float((first - second).abs().max()) <= share * float(first.abs().max())

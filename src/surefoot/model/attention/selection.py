@@ -25,7 +25,7 @@ BY_DOCUMENT = "sdpa"
 
 @dataclass(frozen=True)
 class Row:
-    """A packed row to try kernels on."""
+    """A packed row for testing kernels."""
 
     num_heads: int
     num_key_value_heads: int
@@ -77,7 +77,7 @@ def _first_correct(row: Row, kernels: Mapping[str, RowKernel]) -> str | None:
             why = (str(error).strip() or type(error).__name__).splitlines()[0]
         if why is None:
             return name
-        logger.info("packed attention: not %s: %s", name, why)
+        logger.info("packed attention: %s rejected: %s", name, why)
     return None
 
 
@@ -89,7 +89,8 @@ def use(model: PreTrainedModel, name: str) -> str:
     kernel = candidates(model.device).get(name)
     if kernel is None:
         logger.warning(
-            "packed attention: %s is not available here; %s, one call per document",
+            "packed attention: kernel %s, used by the checkpoint, is not available; using %s, "
+            "one call per document",
             name,
             BY_DOCUMENT,
         )
@@ -112,7 +113,7 @@ def _by_document(
 
 
 def _found(kernel: RowKernel, row: Row) -> list[torch.Tensor]:
-    """What ``kernel`` makes of ``row``, and the gradients of its inputs."""
+    """The output of ``kernel`` for ``row``, and the gradients of its inputs."""
     inputs = [tensor.requires_grad_() for tensor in row.inputs()]
     query, key, value = inputs
     found = kernel(query, key, value, Bounds(row.bounds), row.head_dim**-0.5)
@@ -129,5 +130,5 @@ def _why_not(kernel: RowKernel, row: Row, expected: Sequence[torch.Tensor]) -> s
             return f"its {name} differs by {error:.2g} from that of sdpa, one call per document"
     is_same = all(map(torch.equal, first, second))
     if torch.are_deterministic_algorithms_enabled() and not is_same:
-        return "it gives other bits in another run (train.deterministic)"
+        return "its bits differ from run to run (train.deterministic)"
     return None

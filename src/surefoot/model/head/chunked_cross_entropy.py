@@ -1,14 +1,15 @@
-"""Log-probabilities straight from hidden states: the logits of a batch never exist whole.
+"""Chunked cross entropy: log-probabilities directly from hidden states, without the full logits of
+a batch.
 
-Projection and softmax run in chunks of positions. Where only the sum of the log-probabilities is
-asked for, each chunk's gradient is made on the spot, while its probabilities are there; where each
-of them is, that is so if the matrix does not learn; otherwise the backward pass computes them
-again, chunk by chunk.
+Projection and softmax run in chunks of positions. If only the sum of the log-probabilities is
+needed, each chunk's gradient is computed immediately, while its probabilities exist. If each
+log-probability is needed, the same is done when the matrix is frozen. Otherwise the backward pass
+computes the probabilities again, chunk by chunk.
 
-A smoothed label (arXiv:1512.00567) is the word with probability 1 - s + s / V, and every other
-word with s / V.
+A smoothed label (arXiv:1512.00567) gives the label's word the probability 1 - s + s / V, and every
+other word s / V.
 
-Shapes: N positions, C of them a chunk, D hidden size, V vocabulary.
+Shapes: N positions, C of them in a chunk, D hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ CHUNK = 384  # positions; with fewer the matrix is read too often, with more cac
 
 @dataclass(frozen=True)
 class Head:
-    """The linear map from hidden states to logits, which may be capped: tanh(x / cap) * cap."""
+    """The linear layer from hidden states to logits, which may be capped: tanh(x / cap) * cap."""
 
     weight: torch.Tensor  # [V, D]
     bias: torch.Tensor | None = None  # [V]
@@ -42,7 +43,7 @@ class Head:
         return replace(self, weight=self.weight.to(dtype), bias=bias)
 
     def linear(self, hidden_CD: torch.Tensor) -> torch.Tensor:
-        """[C, V] logits that are not capped yet, in the type of the matrix."""
+        """[C, V] logits before capping, in the dtype of the matrix."""
         return F.linear(hidden_CD.to(self.weight.dtype), self.weight, self.bias)
 
     def logits(self, hidden_CD: torch.Tensor) -> torch.Tensor:
@@ -52,20 +53,22 @@ class Head:
     def learnt(
         self, hidden_CD: torch.Tensor, labels_C: torch.Tensor, smoothing: float, learns: bool
     ) -> logit_gradients.Learnt:
-        """What one chunk teaches; slopes are there if anything ``learns``."""
+        """Log-probabilities and logit gradients of one chunk; gradients only if anything
+        ``learns``.
+        """
         logits_CV = self.linear(hidden_CD)
         return logit_gradients.torch_logit_gradients(
             logits_CV, labels_C, self.softcap, smoothing, learns
         )
 
     def chunks(self, length: int) -> Iterator[slice]:
-        """Runs of positions, in order."""
+        """Consecutive chunks of positions."""
         return (slice(i, min(i + CHUNK, length)) for i in range(0, length, CHUNK))
 
 
 @dataclass(frozen=True)
 class Scores:
-    """What a head says of N positions."""
+    """The head's outputs at N positions."""
 
     logps: torch.Tensor  # [N] float32, log-probability of each label
     entropies: torch.Tensor  # [N] float32, nats
@@ -81,8 +84,9 @@ def total(head: Head, hidden_ND: torch.Tensor, labels_N: torch.Tensor) -> torch.
 def totals(
     head: Head, hidden_ND: torch.Tensor, labels_N: torch.Tensor, smoothing: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The sum of the smoothed labels' log-probabilities, and that of the labels themselves, which
-    has no gradient."""
+    """The sum of the smoothed labels' log-probabilities, and that of the labels themselves,
+    which has no gradient.
+    """
     found = _Totals.apply(hidden_ND, head.weight, head.bias, labels_N, head, smoothing)  # type: ignore[no-untyped-call]
     return cast(tuple[torch.Tensor, torch.Tensor], found)
 
@@ -94,7 +98,7 @@ def logps(head: Head, hidden_ND: torch.Tensor, labels_N: torch.Tensor) -> torch.
 
 
 def scores(head: Head, hidden_ND: torch.Tensor, labels_N: torch.Tensor) -> Scores:
-    """All there is to know about each position; all but predictions have gradients."""
+    """All outputs at each position; all except predictions have gradients."""
     found = _Scores.apply(hidden_ND, head.weight, head.bias, labels_N, head)  # type: ignore[no-untyped-call]
     return Scores(*found)
 
@@ -138,8 +142,10 @@ class _Totals(torch.autograd.Function):
 
 
 class _Logps(torch.autograd.Function):
-    """The slopes of each position are known but for its own factor. Those by hidden states can wait
-    for it; those by the matrix, which are sums over positions, the backward pass makes anew."""
+    """The logit gradients of each position are known up to its own factor. The gradients of
+    hidden states can be scaled later. Those of the matrix are sums over positions, so the
+    backward pass recomputes them.
+    """
 
     @staticmethod
     def forward(
@@ -186,8 +192,9 @@ class _Logps(torch.autograd.Function):
 
 
 class _Scores(torch.autograd.Function):
-    """d logp = onehot - p, d mean = 1 / V - p and d entropy = -p (log p + entropy), times what
-    comes from above."""
+    """d logp = onehot - p, d mean = 1 / V - p and d entropy = -p (log p + entropy), times the
+    incoming gradient.
+    """
 
     @staticmethod
     def forward(
@@ -234,7 +241,7 @@ class _Scores(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class _Gradients:
-    """Sums over chunks, of whatever learns; float32 at least where they are sums."""
+    """Sums over chunks, for everything trainable; at least float32 where they are sums."""
 
     head: Head  # as it is multiplied
     inputs: torch.Tensor  # [N, D]
@@ -244,7 +251,7 @@ class _Gradients:
 
     @staticmethod
     def of(head: Head, inputs: torch.Tensor, needed: tuple[bool, ...]) -> _Gradients:
-        """None yet."""
+        """Zeros."""
         weight, bias = head.weight, head.bias
 
         def room(like: torch.Tensor) -> torch.Tensor:  # the first chunk fills it, if there is one
@@ -260,7 +267,7 @@ class _Gradients:
         )
 
     def add(self, chunk: slice, slopes_CV: torch.Tensor) -> None:
-        """Take in one chunk's slopes."""
+        """Add one chunk's gradients."""
         more = chunk.start > 0
         if self.bias is not None:
             self.bias.copy_(self.bias + slopes_CV.sum(0) if more else slopes_CV.sum(0))
@@ -277,6 +284,6 @@ class _Gradients:
                 self.weight.copy_(low_CV.t() @ inputs_CD)
 
     def sums(self, *likes: torch.Tensor | None) -> Iterator[torch.Tensor | None]:
-        """What hidden states, matrix and bias get, in their own types."""
+        """The gradients of hidden states, matrix and bias, in their own dtypes."""
         for found, like in zip((self.hidden, self.weight, self.bias), likes, strict=True):
             yield None if found is None or like is None else found.to(like.dtype)

@@ -15,12 +15,12 @@ Learnt = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """What sums are made in: float32 at least."""
+    """The dtype of sums: at least float32."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def capped(logits_CV: torch.Tensor, softcap: float | None) -> torch.Tensor:
-    """The logits as the model means them, in float32 or wider: tanh(x / cap) * cap."""
+    """The capped logits, in float32 or wider: tanh(x / cap) * cap."""
     logits_CV = logits_CV.to(wide(logits_CV.dtype))
     return logits_CV if softcap is None else torch.tanh(logits_CV / softcap) * softcap
 
@@ -28,7 +28,9 @@ def capped(logits_CV: torch.Tensor, softcap: float | None) -> torch.Tensor:
 def uncapped(
     slopes_CV: torch.Tensor, logits_CV: torch.Tensor, softcap: float | None
 ) -> torch.Tensor:
-    """Slopes before the cap from those after it: d(cap tanh(x / cap))/dx = 1 - tanh^2(x / cap)."""
+    """Gradients before the cap from those after it: d(cap tanh(x / cap))/dx = 1 - tanh^2(x /
+    cap).
+    """
     return slopes_CV if softcap is None else slopes_CV * (1 - (logits_CV / softcap).square())
 
 

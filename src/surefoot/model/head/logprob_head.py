@@ -1,9 +1,10 @@
-"""The head of a transformers model, asked for log-probabilities in place of logits.
+"""Replace lm_head's forward pass by one that returns label log-probabilities and never builds the
+full logits.
 
-While the model runs, its head's forward pass is ours. So its weights are where everyone expects
-them (gathered, if they are spread over processes), and no forward pass is written anew. What the
-model would do to logits afterwards it now does to our numbers, so only models can be asked that do
-nothing to them, or cap them as we know.
+The replacement is active while the model runs. So the weights stay where the model expects them
+(gathered, if they are sharded), and no forward pass of a model is rewritten. Operations that the
+model applies to logits afterwards would be applied to these outputs. So only models are supported
+that apply none, or a cap that is known.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ _SOFTCAP = "final_logit_softcapping"
 
 @dataclass(frozen=True)
 class LogprobHead:
-    """A head that can be asked. The model must not cap its logits itself meanwhile."""
+    """A head that can return log-probabilities. The model itself must not cap its logits
+    meanwhile.
+    """
 
     linear: nn.Linear
     config: PretrainedConfig
@@ -140,8 +143,9 @@ def _answering(head: LogprobHead, answer: Callable[[torch.Tensor], torch.Tensor]
 
 @torch.no_grad()
 def asked_head(model: PreTrainedModel) -> LogprobHead | None:
-    """The head of ``model``, if it can be asked: a plain matrix, whose result the model returns as
-    it is. Runs the model on two tokens."""
+    """The head of ``model``, if it can be replaced: a plain matrix, whose result the model
+    returns unchanged. Runs the model on two tokens.
+    """
     linear = model.get_output_embeddings()
     if type(linear) is not nn.Linear or "forward" in vars(linear):
         return None
@@ -153,6 +157,6 @@ def asked_head(model: PreTrainedModel) -> LogprobHead | None:
         with _answering(head, lambda _: mark), maskless(model, 2) as arguments:
             found = model(input_ids=ids, use_cache=False, **arguments).logits
     except (TypeError, ValueError, RuntimeError, AttributeError, ModelError) as error:
-        logger.debug("%s: its head is not asked: %s", type(model).__name__, error)
+        logger.debug("%s: the output head is not replaced: %s", type(model).__name__, error)
         return None
     return head if found is mark else None

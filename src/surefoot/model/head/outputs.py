@@ -1,8 +1,8 @@
-"""What stages need of a model, computed in one place, so that no stage ever sees a batch of logits.
+"""The outputs of a model that stages need, computed in one place, so that no stage sees a batch of
+logits.
 
-The head is asked for trained positions alone (``logits_to_keep``), and where it can be, for
-log-probabilities rather than logits: these are most of the memory and, with a large vocabulary,
-much of the time.
+The head computes trained positions only (``logits_to_keep``) and, where possible, log-probabilities
+instead of logits: logits are most of the memory and, with a large vocabulary, much of the time.
 
 Shapes: B rows, T tokens, N trained positions in reading order, V vocabulary.
 """
@@ -24,13 +24,13 @@ from .logprob_head import LogprobHead
 
 
 class Vocabulary(Protocol):
-    """How logits [N, v] lie, of which this process may have some columns only."""
+    """Operations on logits [N, v], of which this rank may have only some columns."""
 
     def logps(self, logits_Nv: torch.Tensor, labels_N: torch.Tensor) -> torch.Tensor:
         """[N] log-probability of each label."""
 
     def means(self, logits_Nv: torch.Tensor) -> torch.Tensor:
-        """[N] log-probability of a token, on average over the whole vocabulary."""
+        """[N] log-probability of a token, averaged over the full vocabulary."""
 
     def entropies(self, logits_Nv: torch.Tensor) -> torch.Tensor:
         """[N] entropy of each next-token distribution in nats: ``-sum p log p``."""
@@ -41,14 +41,14 @@ class Vocabulary(Protocol):
 
 @dataclass(frozen=True)
 class WholeVocabulary:
-    """All of it is here."""
+    """The full vocabulary is on this rank."""
 
     def logps(self, logits_NV: torch.Tensor, labels_N: torch.Tensor) -> torch.Tensor:
         """[N] log-probability of each label."""
         return -F.cross_entropy(logits_NV, labels_N, reduction="none")
 
     def means(self, logits_NV: torch.Tensor) -> torch.Tensor:
-        """[N] log-probability of a token, on average over the vocabulary."""
+        """[N] log-probability of a token, averaged over the vocabulary."""
         return F.log_softmax(logits_NV, dim=-1).mean(-1)
 
     def entropies(self, logits_NV: torch.Tensor) -> torch.Tensor:
@@ -72,16 +72,16 @@ def compute(
     head: LogprobHead | None = None,
     values: nn.Linear | None = None,
 ) -> Outputs:
-    """Run ``model`` on ``batch`` and keep the outputs of ``spec``.
+    """Run ``model`` on ``batch`` and return the outputs of ``spec``.
 
     Args:
-        model: all of it, or the end of a pipeline.
+        model: the full model, or the last stage of a pipeline.
         batch: on its device.
         spec: which outputs, and where.
-        at: the places of ``batch``, where they are known already.
-        hidden: what enters the model in place of embedded tokens, if it is the end of a pipeline.
-        vocabulary: of a head that leaves a part of the logits here.
-        head: the model's, if it is whole and can be asked for more than logits.
+        at: the trained positions of ``batch``, if they are already known.
+        hidden: the input in place of embedded tokens, if it is the last stage of a pipeline.
+        vocabulary: of a head that leaves only a shard of the logits on this rank.
+        head: the model's, if it is complete and can return more than logits.
         values: the head that computes ``Outputs.values``.
 
     Raises ``ModelError`` if the model has no head for the values of ``spec``.
@@ -107,7 +107,7 @@ def compute(
 
 
 def trained(x_BKX: torch.Tensor, at: TrainedPositions) -> torch.Tensor:
-    """[N, X]: of the kept columns, the trained positions."""
+    """[N, X]: the trained positions of the kept columns."""
     return x_BKX[0] if at.among_kept is None else x_BKX[at.rows, at.among_kept]
 
 
@@ -136,7 +136,7 @@ def _of_logits(
 
 
 def hidden_states(model: nn.Module, batch: Batch, hidden: torch.Tensor | None) -> torch.Tensor:
-    """What leaves a stage of a pipeline that is not the last, [B, T, hidden size]."""
+    """The output of a pipeline stage that is not the last, [B, T, hidden size]."""
     found: torch.Tensor = model(**_arguments(model, batch, hidden)).last_hidden_state
     return found
 

@@ -1,4 +1,4 @@
-"""A PEFT adapter on top of a loaded model: checked against it before a single weight is read."""
+"""A PEFT adapter on a loaded model: checked against the model before any weight is read."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ WEIGHTS = "adapter_model.safetensors"
 
 
 def continue_adapter(model: PreTrainedModel, folder: Path) -> nn.Module:
-    """``model`` with the adapter in ``folder``, ready to train on.
+    """``model`` with the adapter in ``folder``, ready to be trained.
 
     Raises:
-        ModelError: no adapter there, a damaged one, or one that was made for another model.
+        ModelError: no adapter there, a damaged one, or one of another model.
     """
     return attach(model, folder, trainable=True)
 
@@ -43,7 +43,7 @@ def attach(model: PreTrainedModel, folder: Path, *, trainable: bool = False) -> 
             reason[0],
         )
         raise ModelError(
-            f"{folder}: this adapter was made for another model than {model.name_or_path}: {detail}"
+            f"{folder}: this is an adapter of another model, not of {model.name_or_path}: {detail}"
         ) from None
     except SafetensorError as error:
         raise ModelError(f"{folder}: damaged or truncated {WEIGHTS}: {error}") from None
@@ -64,7 +64,7 @@ def attach_empty(model: PreTrainedModel, folder: Path) -> nn.Module:
 
 
 def _check_names(wrapped: nn.Module, folder: Path, base: str) -> None:
-    """Refuse an adapter whose tensors PEFT would leave out, or leave random, without a word."""
+    """Reject an adapter whose tensors PEFT would silently skip, or leave random."""
     with safe_open(folder / WEIGHTS, "pt") as file:
         found = set(file.keys())
     wanted = AdapterWeights(wrapped).state_dict().keys()
@@ -72,9 +72,9 @@ def _check_names(wrapped: nn.Module, folder: Path, base: str) -> None:
     unexpected = sorted(found - wanted - wrapped.state_dict().keys())
     if missing or unexpected:
         raise ModelError(
-            f"{folder}: this adapter was made for another model than {base}: {len(unexpected)} of "
-            f"its {len(found)} tensors have no place in it and {len(missing)} are missing "
-            f"(for one, {(unexpected or missing)[0]})"
+            f"{folder}: this is an adapter of another model, not of {base}: {len(unexpected)} "
+            f"of its {len(found)} tensors do not exist in the model and {len(missing)} are "
+            f"missing (for example {(unexpected or missing)[0]})"
         )
 
 
@@ -86,5 +86,5 @@ def _check(folder: Path) -> None:
     except ValueError as error:
         raise ModelError(f"{folder}/adapter_config.json: not JSON: {error}") from None
     if not (folder / WEIGHTS).is_file():
-        found = "; it holds a pickle, which is never read" if any(folder.glob("*.bin")) else ""
+        found = "; it contains a pickle, which is never read" if any(folder.glob("*.bin")) else ""
         raise ModelError(f"{folder}: no {WEIGHTS}{found}")

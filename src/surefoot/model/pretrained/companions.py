@@ -1,5 +1,6 @@
-"""The small files beside the weights that make a folder open everywhere: config, tokenizer,
-template."""
+"""The small files beside the weights that every program needs to open a folder: configuration,
+tokenizer, template.
+"""
 
 from __future__ import annotations
 
@@ -36,12 +37,12 @@ def saved_files(processing: Any) -> dict[str, bytes]:
 def model_files(
     model: PreTrainedModel, folder: Path | None, stop_token_ids: Sequence[int]
 ) -> dict[str, bytes]:
-    """``config.json``, ``generation_config.json`` and, for models that bring code, that code.
+    """``config.json``, ``generation_config.json`` and, for models with custom code, that code.
 
     Args:
         model: as it is saved, its vocabulary and dtype included.
-        folder: where it was loaded from, if it brings code.
-        stop_token_ids: tokens that end an answer; added to the end-of-sequence tokens.
+        folder: where it was loaded from, if it has custom code.
+        stop_token_ids: tokens that end a response; added to the end-of-sequence tokens.
     """
     config = json.loads(model.config.to_json_string(use_diff=True))
     config["architectures"] = [type(model).__name__]
@@ -60,9 +61,9 @@ def model_files(
 
 
 def adapter_files(model: nn.Module, base: ModelSection | None = None) -> dict[str, bytes]:
-    """``adapter_config.json`` as PEFT writes it, but sorted, so that equal runs give equal bytes.
+    """``adapter_config.json`` as PEFT writes it, but sorted, so that equal runs write equal bytes.
 
-    ``base`` names the model as the user did: a hub id rather than the folder it was fetched to.
+    ``base`` names the model as the user did: a hub id rather than the folder of its download.
     """
     with tempfile.TemporaryDirectory() as folder:
         configs: Any = model.peft_config

@@ -1,9 +1,9 @@
-"""Compiled layers: each one's forward pass becomes a few fused kernels, forward and backward.
+"""Compiled layers: each forward pass becomes a few fused kernels, forward and backward.
 
-The function is compiled, not the module: names of weights stay, and the hooks that gather a sharded
-layer's weights run outside of it. So does recomputing activations, which calls the compiled
-function a second time. All layers of a kind share what is compiled, for any number of rows and
-tokens.
+The function is compiled, not the module. So names of weights stay the same, and the hooks that
+gather a sharded layer's weights run outside of it. So does activation checkpointing, which calls
+the compiled function a second time. All layers of a kind share the compiled code, for any number of
+rows and tokens.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _MAX_VARIANTS = 32
 def compile_layers(layers: Sequence[nn.Module], *, backend: str = "inductor") -> None:
     """Compile the forward passes of ``layers`` in place, each at its first use.
 
-    To be called last: after adapters, recomputation and sharding.
+    Call it last: after adapters, activation checkpointing and sharding.
 
     Raises ``RecipeError`` if there is nothing to compile, or no compiler.
     """
@@ -54,7 +54,9 @@ def compile_layers(layers: Sequence[nn.Module], *, backend: str = "inductor") ->
 
 
 def _compile_inside(layer: nn.Module, compiled: Callable[[Function], Function]) -> None:
-    """Compile what is recomputed: of the whole, one break in it would leave nothing compiled."""
+    """Compile the function inside activation checkpointing: a graph break in the outer function
+    would leave nothing compiled.
+    """
     recomputed: Function = layer._gradient_checkpointing_func  # type: ignore[assignment]
 
     def run(function: partial[object], *arguments: object) -> object:
@@ -69,5 +71,5 @@ def _must_have_compiler() -> None:
     if shutil.which(name) is None:
         raise RecipeError(
             f"model.compile: there is no C++ compiler {name!r} on this machine; install one "
-            "(apt install g++), name yours in the variable CXX, or set model.compile to false"
+            "(apt install g++), set the variable CXX to yours, or set model.compile to false"
         )

@@ -1,4 +1,6 @@
-"""A pretrained model from a folder or a hub: found, checked, loaded whole, or a clear error."""
+"""Load a pretrained model from a folder or a hub: found, checked and loaded in full, or a clear
+error.
+"""
 
 from __future__ import annotations
 
@@ -45,9 +47,9 @@ def device() -> torch.device:
 
 
 def resolve(section: ModelSection, *, weights: bool = True) -> Path:
-    """The local folder of a model: ``section.path`` itself, or its files fetched from the hub.
+    """The local folder of a model: ``section.path`` itself, or its files downloaded from the hub.
 
-    Without ``weights``, its configuration and tokenizer are enough.
+    Without ``weights``, configuration and tokenizer are enough.
 
     Raises:
         ModelError: no such folder and no such hub model, or a folder without safetensors weights.
@@ -56,7 +58,7 @@ def resolve(section: ModelSection, *, weights: bool = True) -> Path:
     folder = local if local.exists() else fetch(section, weights=weights)
     if not folder.is_dir():
         raise ModelError(
-            f"model.path: {folder} is a file; expected the folder that holds config.json"
+            f"model.path: {folder} is a file; expected the folder that contains config.json"
         )
     if not (folder / "config.json").is_file():
         raise ModelError(
@@ -68,7 +70,7 @@ def resolve(section: ModelSection, *, weights: bool = True) -> Path:
 
 
 def fetch(section: ModelSection, *, weights: bool = True) -> Path:
-    """The files of a hub model (or adapter) in the local cache; no pickles among them."""
+    """The files of a hub model (or adapter) in the local cache, without pickles."""
     patterns = [name for name in FILES if weights or name != WEIGHTS]
     if section.hub == "modelscope":
         return _download_modelscope(section, patterns)
@@ -78,14 +80,14 @@ def fetch(section: ModelSection, *, weights: bool = True) -> Path:
         )
     except HFValidationError:
         raise ModelError(
-            f"model.path: no folder {section.path!r} here, "
-            "and it is not a hub id such as Qwen/Qwen3-0.6B"
+            f"model.path: no folder {section.path!r}, and it is not a hub id such as "
+            "Qwen/Qwen3-0.6B"
         ) from None
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ModelError(
-            f"model.path: no folder {section.path!r} here, "
-            f"and the Hugging Face hub did not give it: {reason}"
+            f"model.path: no folder {section.path!r}, and the Hugging Face hub did not return "
+            f"it: {reason}"
         ) from None
 
 
@@ -122,7 +124,7 @@ def load_model(
 ) -> PreTrainedModel:
     """The causal language model in ``folder``, on this process's device, in evaluation mode.
 
-    ``weights`` are given where they lie in ``folder`` in a form that transformers cannot read. If
+    ``weights`` are passed if the files in ``folder`` have a form that transformers cannot read. If
     they are on the meta device, so is the model.
 
     Raises:
@@ -168,14 +170,16 @@ def load_model(
 
 
 def _device_map(*, is_empty: bool, is_quantized: bool) -> dict[str, torch.device] | None:
-    """Where transformers puts the model, if not on the CPU at first."""
+    """Where transformers puts the model, if not on the CPU first."""
     if is_empty:
         return {"": torch.device("meta")}
     return {"": device()} if is_quantized else None
 
 
 def _name(model: PreTrainedModel, folder: Path) -> None:
-    """What a model learns of its folder beside the weights, had it been loaded from there."""
+    """Settings that a model takes from its folder beside the weights when it is loaded from
+    there.
+    """
     model.name_or_path = model.config.name_or_path = str(folder)
     if model.can_generate():
         is_there = (folder / "generation_config.json").is_file()
@@ -185,7 +189,7 @@ def _name(model: PreTrainedModel, folder: Path) -> None:
 
 def _check_complete(folder: Path, info: dict[str, object]) -> None:
     for kind, advice in (
-        ("missing_keys", "the model needs them and would start them at random"),
+        ("missing_keys", "the model needs them and would initialize them randomly"),
         ("unexpected_keys", "they are of another architecture than config.json says"),
         ("mismatched_keys", "their shapes are not what config.json says"),
     ):
@@ -198,14 +202,16 @@ def _check_complete(folder: Path, info: dict[str, object]) -> None:
 
 
 def training_dtype(section: ModelSection) -> torch.dtype | Literal["auto"]:
-    """The type to load weights in before a method picks those that learn."""
+    """The dtype in which to load weights, before a method selects the trainable ones."""
     if section.dtype != "auto":
         return DTYPES[section.dtype]
     return "auto" if torch.cuda.is_available() else torch.float32
 
 
 def upcast_trained(model: nn.Module, section: ModelSection) -> None:
-    """With ``dtype: auto``, hold the weights that learn in float32, where small updates survive."""
+    """With ``dtype: auto``, convert the trainable weights to float32, in which small updates are
+    not lost.
+    """
     if section.dtype == "auto":
         for parameter in model.parameters():
             if parameter.requires_grad and parameter.dtype in (torch.float16, torch.bfloat16):
@@ -213,11 +219,11 @@ def upcast_trained(model: nn.Module, section: ModelSection) -> None:
 
 
 def recompute_activations(model: PreTrainedModel, *, keep_random: bool = True) -> None:
-    """Keep no activations of the layers; compute them again in the backward pass, with the same
-    random numbers unless ``keep_random`` is false.
+    """Activation checkpointing: save no activations of the layers and recompute them in the
+    backward pass, with the same random numbers unless ``keep_random`` is false.
 
-    To be called when it is known what learns: before a layer or embedding that does, nothing is
-    kept anyway.
+    Call it when the trainable parameters are known: below the lowest trainable layer or embedding,
+    nothing is saved anyway.
     """
     with warnings.catch_warnings():  # 5.23 renamed it; this name works in all of transformers 5
         warnings.simplefilter("ignore", FutureWarning)
@@ -234,10 +240,9 @@ def recompute_activations(model: PreTrainedModel, *, keep_random: bool = True) -
 
 @torch.no_grad()
 def grow_embeddings(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Make room for tokens the tokenizer has and the model has not; they start at the mean of the
-    others.
+    """Resize the embeddings for new tokens of the tokenizer; new rows are the mean of the old ones.
 
-    Never shrinks (vocabularies are often padded). Returns whether anything grew.
+    Never shrinks them (vocabularies are often padded). Returns whether anything was resized.
     """
     before = model.get_input_embeddings().num_embeddings
     if len(tokenizer) <= before:
@@ -247,7 +252,7 @@ def grow_embeddings(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) 
     for weight in {id(m.weight): m.weight for m in embeddings if m is not None}.values():
         weight[before:] = weight[:before].float().mean(0).to(weight.dtype)
     logger.info(
-        "embeddings: %d new tokens, started at the mean of the %d old ones",
+        "resized embeddings: %d new tokens, initialized to the mean of the %d old ones",
         len(tokenizer) - before,
         before,
     )

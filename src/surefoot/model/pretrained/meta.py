@@ -1,8 +1,8 @@
-"""A pretrained model without values: its modules, types and ties, and where its values lie.
+"""Build a pretrained model on the meta device: module structure, dtypes and tied weights, without
+allocating memory.
 
-It is transformers itself that loads it, from tensors on the meta device with the names, shapes and
-types of those in the files. So it renames, converts, ties and complains as for any model, and reads
-nothing.
+transformers itself loads it, from meta tensors with the names, shapes and dtypes of those in the
+files. So it renames, converts, ties and reports errors as for any model, and reads no values.
 """
 
 from __future__ import annotations
@@ -25,12 +25,14 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 def why_not_empty(folder: Path, section: ModelSection) -> str | None:
-    """Why the model in ``folder`` can only be loaded whole; None if it need not be."""
+    """Why the model in ``folder`` can only be loaded in full; None if it can be loaded in
+    shards.
+    """
     config = AutoConfig.from_pretrained(folder, trust_remote_code=section.trust_remote_code)
     is_theirs = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
     has_ours = type(config) in AutoModelForCausalLM._model_mapping
     if not has_ours or (is_theirs and section.trust_remote_code):
-        return "its code comes with it"
+        return "it has custom code"
     if getattr(config, "quantization_config", None) is not None:
         return "its weights are quantized"
     return None
@@ -42,7 +44,7 @@ def load_empty(
     """The model in ``folder`` on the meta device, checked against ``stored``, the tensors of its
     files on the meta device.
 
-    Buffers that no file holds have their values already. Raises ``ModelError`` as ``load_model``.
+    Buffers that are in no file already have their values. Raises ``ModelError`` as ``load_model``.
     """
     model = load_model(folder, section, dtype=dtype, weights=stored)
     for name, buffer in list(model.named_non_persistent_buffers()):
@@ -55,8 +57,9 @@ def load_empty(
 
 
 def names_stored(model: PreTrainedModel, stored: Tensors) -> dict[str, str]:
-    """For each tensor of ``model``, once if it is tied, the name of the one in the files that has
-    its values; those that are made of others are left out."""
+    """For each tensor of ``model``, once if it is tied, the name of the tensor in the files with
+    its values; those that are fused from several tensors are omitted.
+    """
     prefix = f"{model.base_model_prefix}."  # which files of the bare model do not have
     known: dict[object, list[str]] = {}
     for name, tensor in revert_weight_conversion(model, model.state_dict()).items():
@@ -67,7 +70,7 @@ def names_stored(model: PreTrainedModel, stored: Tensors) -> dict[str, str]:
 
 
 def kept_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """The parameters and buffers that a file of ``model`` holds, tied ones once."""
+    """The parameters and buffers that are saved in files of ``model``, tied ones once."""
     yield from model.named_parameters()
     kept = model.state_dict().keys()
     yield from ((name, buffer) for name, buffer in model.named_buffers() if name in kept)
@@ -75,8 +78,9 @@ def kept_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 @torch.no_grad()
 def materialize(model: nn.Module, device: torch.device) -> None:
-    """Move ``model`` to ``device``; what is on the meta device gets memory without values. What is
-    tied stays tied."""
+    """Move ``model`` to ``device``; tensors on the meta device get uninitialized memory. Tied
+    weights stay tied.
+    """
     first = {id(p): name for name, p in model.named_parameters()}
     tied = [
         (name, first[id(p)])
@@ -91,15 +95,16 @@ def materialize(model: nn.Module, device: torch.device) -> None:
 
 
 class CapturedInit(TorchFunctionMode):
-    """While it is active, what is moved or copied to the meta device leaves its values here: so
-    PEFT draws an adapter for a model that has none, in its own order."""
+    """While it is active, values of tensors that are moved or copied to the meta device are
+    captured: so PEFT initializes an adapter for a meta model with its own random numbers.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self._values: dict[object, tuple[torch.Tensor, torch.Tensor]] = {}  # the key stays alive
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """The values that ``tensor``, on the meta device, would have."""
+        """The captured values of ``tensor``, which is on the meta device."""
         _, values = self._values.get(place(tensor), (None, None))
         return values if values is not None and values.shape == tensor.shape else None
 

@@ -1,8 +1,8 @@
 """A frozen base in 4 or 8 bits (QLoRA, arXiv:2305.14314), through bitsandbytes: a fraction of the
-memory, while an adapter learns beside it in full precision.
+memory, while an adapter is trained in full precision.
 
-Only what is held in memory is quantized, each time from the same files to the same bits.
-Checkpoints hold the adapter, and a merge takes the base as its files have it.
+Only the copy in memory is quantized, each time from the same files to the same bits. Checkpoints
+contain the adapter, and a merge uses the base from its files.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ REQUIREMENT = "bitsandbytes>=0.48"  # what pyproject.toml's extra ``qlora`` asks
 
 
 def quantization(section: ModelSection) -> BitsAndBytesConfig | None:
-    """What transformers is told of it; None if the base is held as it is.
+    """The quantization settings for transformers; None without quantization.
 
     Raises:
         ModelError: bitsandbytes is not installed.
@@ -48,23 +48,24 @@ def quantization(section: ModelSection) -> BitsAndBytesConfig | None:
 
 
 def check_alone(section: ModelSection, num_processes: int) -> None:
-    """Raise ``RecipeError`` if several processes would share a quantized base."""
+    """Raise ``RecipeError`` if several ranks would use a quantized base."""
     if section.quantization_bit is not None and num_processes > 1:
         raise RecipeError(
-            f"model.quantization_bit: a quantized base learns in one process, not {num_processes}; "
-            "start one, or leave quantization_bit unset and let the processes share the weights"
+            "model.quantization_bit: a quantized base can be trained on one rank only, not on "
+            f"{num_processes}; start one, or leave quantization_bit unset and shard the weights"
         )
 
 
 def disable_relayout(model: nn.Module) -> None:
-    """Let no evaluation on a CPU lay the base out anew, as bitsandbytes does where it finds AVX512:
-    that rounds the scales, so what is learnt afterwards would not be what a resume learns."""
+    """Keep evaluations on a CPU from changing the layout of the base, as bitsandbytes does with
+    AVX512: that rounds the scales, so later training would differ from that of a resumed run.
+    """
     for module in model.modules():
         if "support_avx512bf16_for_cpu" in vars(module):
             vars(module)["support_avx512bf16_for_cpu"] = False
 
 
 def num_elements(parameter: nn.Parameter) -> int:
-    """How many numbers a parameter holds; several of 4 bits lie in one element."""
+    """The number of values of a parameter; several 4-bit values are in one element."""
     state = getattr(parameter, "quant_state", None)
     return parameter.numel() if state is None else prod(state.shape)

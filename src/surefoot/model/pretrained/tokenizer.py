@@ -23,7 +23,7 @@ def load_tokenizer(
 ) -> PreTrainedTokenizerBase:
     """Load a tokenizer and add special tokens that it does not have yet.
 
-    Without a padding token, it pads with the end-of-sequence token; padding is never learnt.
+    Without a padding token, it pads with the end-of-sequence token; padding is always masked.
 
     Raises:
         ModelError: files missing or damaged, no Rust tokenizer, or no end-of-sequence token.
@@ -53,21 +53,21 @@ def load_tokenizer(
 def _check_files(folder: Path) -> None:
     if not any((folder / name).is_file() for name in FILES):
         rest = ", ".join(FILES[1:])
-        raise ModelError(f"{folder}: no tokenizer here; expected tokenizer.json (or {rest})")
+        raise ModelError(f"{folder}: no tokenizer found; expected tokenizer.json (or {rest})")
 
 
 def _complete(tokenizer: PreTrainedTokenizerBase, path: str | Path) -> None:
     if tokenizer.eos_token is None:
         raise ModelError(
-            f"{path}: its tokenizer names no eos_token, so nothing would end an answer; "
-            "name one in tokenizer_config.json"
+            f"{path}: its tokenizer has no eos_token, so nothing would end a response; set one "
+            "in tokenizer_config.json"
         )
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
 
 
 def _cause(folder: Path, error: Exception) -> str:
-    """Which file is damaged, if one is; else the first line of what the library says."""
+    """The damaged file, if there is one; else the first line of the library's error."""
     for name in ("tokenizer.json", "tokenizer_config.json"):
         try:
             json.loads((folder / name).read_bytes())

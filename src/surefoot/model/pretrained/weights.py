@@ -1,8 +1,8 @@
-"""The weights of a model as states to save and restore, under the names its files use.
+"""The weights of a model as states to save and restore, under the names in its files.
 
-transformers 5 fuses and renames tensors at load for some architectures (experts, for one); a file
-with module names would not come back through ``from_pretrained``, so names are turned back before a
-save.
+transformers 5 fuses and renames tensors at loading for some architectures (experts, for example). A
+file with module names could not be loaded with ``from_pretrained``, so the names are converted back
+before a save.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class FullWeights:
         return replace(self, apart=names)
 
     def sharded(self, cuts: Mapping[str, Cuts]) -> FullWeights:
-        """The same weights after their tensors were cut over ranks."""
+        """The same weights after their tensors were sharded."""
         return replace(self, cuts=cuts)
 
     def small_files(
@@ -58,7 +58,7 @@ class FullWeights:
         return model_files(self.model, folder, stop_token_ids)
 
     def cuts_of(self, name: str) -> Cuts | None:
-        """How a tensor is cut over processes; None if nothing is known of it."""
+        """The sharding of a tensor; None if it is not recorded."""
         if self.cuts and name not in self.cuts and (at := self._fused.get(name)) is not None:
             cuts = self.cuts.get(at.fused, ())
             assert not isinstance(cuts, FusedSlice)
@@ -78,8 +78,9 @@ class FullWeights:
         return places(self.model)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """The live tensors under the names of the model's Hugging Face files. If they are spread,
-        parts of fused ones lie in the live tensors, too."""
+        """The live tensors under the names of the model's Hugging Face files. If they are
+        sharded, slices of fused ones are views of the live tensors, too.
+        """
         left_out = {*self.model.all_tied_weights_keys, *self.apart}
         own = {name: t for name, t in self.model.state_dict().items() if name not in left_out}
         parts = {}
@@ -91,7 +92,9 @@ class FullWeights:
 
     @torch.no_grad()
     def load_state_dict(self, state: Tensors) -> None:
-        """Copy ``state`` into the model. Raises ``CheckpointError`` if it is of another model."""
+        """Copy ``state`` into the model. Raises ``CheckpointError`` if it belongs to another
+        model.
+        """
         own = self.model.state_dict()
         left_out = {*self.model.all_tied_weights_keys, *self.apart}
         wanted = {name: own[name] for name in own.keys() - left_out}
@@ -127,7 +130,7 @@ class AdapterWeights:
         return self
 
     def sharded(self, cuts: Mapping[str, Cuts]) -> AdapterWeights:
-        """The same weights after their tensors were cut over ranks."""
+        """The same weights after their tensors were sharded."""
         return replace(self, cuts=cuts)
 
     def small_files(
@@ -137,7 +140,7 @@ class AdapterWeights:
         return adapter_files(self.model, section)
 
     def cuts_of(self, name: str) -> Cuts | None:
-        """How a tensor is cut over processes; None if nothing is known of it."""
+        """The sharding of a tensor; None if it is not recorded."""
         return self.cuts.get(name)
 
     def is_copy(self, name: str) -> bool:
@@ -158,7 +161,9 @@ class AdapterWeights:
         return state
 
     def load_state_dict(self, state: Tensors) -> None:
-        """Copy ``state`` into the adapter. Raises ``CheckpointError`` if it is of another one."""
+        """Copy ``state`` into the adapter. Raises ``CheckpointError`` if it belongs to another
+        one.
+        """
         from peft import set_peft_model_state_dict
 
         _check_names(state, self.state_dict())
@@ -179,20 +184,21 @@ class InFiles(Protocol):
 
 
 def trained(model: nn.Module, weights: InFiles) -> list[tuple[str, nn.Parameter]]:
-    """The parameters that learn, each under its name in the weight files where it has one there."""
+    """The trainable parameters, each under its name in the weight files if it has one there."""
     names = names_in_files(model, weights)
     return [(names[name], p) for name, p in model.named_parameters() if p.requires_grad]
 
 
 def names_in_files(model: nn.Module, weights: InFiles) -> dict[str, str]:
-    """For each parameter of ``model`` its name in the weight files, or its own where it has none
-    there."""
+    """For each parameter of ``model`` its name in the weight files, or its own if it has none
+    there.
+    """
     in_files = {place(tensor): name for name, tensor in weights.state_dict().items()}
     return {name: in_files.get(place(p), name) for name, p in model.named_parameters()}
 
 
 def place(tensor: torch.Tensor) -> tuple[int, int, int]:
-    """Where the values lie; on the meta device, which has no addresses, where they would lie."""
+    """The address of the values; on the meta device, which has no addresses, a substitute."""
     return tensor.untyped_storage()._cdata, int(tensor.storage_offset()), tensor.numel()
 
 
@@ -200,6 +206,6 @@ def _check_names(found: Tensors, wanted: Tensors) -> None:
     missing, unexpected = sorted(wanted.keys() - found.keys()), sorted(found.keys() - wanted.keys())
     if missing or unexpected:
         raise CheckpointError(
-            f"weights of another model: {len(missing)} tensors missing, "
-            f"{len(unexpected)} unexpected (for one, {(missing or unexpected)[0]})"
+            f"weights of another model: {len(missing)} tensors missing, {len(unexpected)} "
+            f"unexpected (for example {(missing or unexpected)[0]})"
         )

@@ -1,8 +1,8 @@
-"""Pipeline parallelism: every process runs some stages of the model, and micro-batches pass from
-stage to stage, forward and back.
+"""Pipeline parallelism: every rank runs some pipeline stages, and micro-batches pass from stage to
+stage, forward and backward.
 
-The loss is computed after the last stage, and told to all. Weights that the first and the last
-stage both have (an embedding tied to the head) learn from the sum of both gradients.
+The loss is computed after the last stage, and broadcast. Tied weights that the first and the last
+stage both have (embedding and head) are updated with the sum of both gradients.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Finish = Callable[[Batch, torch.Tensor | None], Outputs]
 
 @dataclass(frozen=True)
 class Pipeline:
-    """The stages of this process, and how they are run."""
+    """The pipeline stages of this rank, and how they are run."""
 
     links: Links
     schedule: ScheduleName
@@ -51,11 +51,11 @@ class Pipeline:
         return self.links.num_stages - 1
 
     def stage(self, op: Op) -> int:
-        """The number of the stage that ``op`` runs."""
+        """The number of the pipeline stage that ``op`` runs."""
         return op.part * self.links.size + self.links.place
 
     def order(self, count: int) -> list[Op]:
-        """What this process does with ``count`` micro-batches."""
+        """The operations of this rank for ``count`` micro-batches."""
         links = self.links
         parts = links.num_stages // links.size
         return order(self.schedule, links.place, links.size, parts, count)
@@ -63,13 +63,13 @@ class Pipeline:
 
 @dataclass(frozen=True)
 class TiedWeight:
-    """A weight that the first and the last stage both have; ``parameter`` is this process's."""
+    """A weight that the first and the last stage both have; ``parameter`` is this rank's copy."""
 
     parameter: nn.Parameter | None
     group: dist.ProcessGroup | None
 
     def add_up(self) -> None:
-        """Let both have the sum of their gradients."""
+        """Give both copies the sum of their gradients."""
         if self.parameter is None or self.group is None or not self.parameter.requires_grad:
             return
         if self.parameter.grad is None:
@@ -78,7 +78,7 @@ class TiedWeight:
 
 
 def tie(world: World, parameter: nn.Parameter | None, *, timeout_minutes: float) -> TiedWeight:
-    """Connect the first and the last stage of each pipeline. All processes call this together."""
+    """Connect the first and the last stage of each pipeline. A collective call."""
     found = None
     for ranks in pipelines(world):
         ends = [ranks[0], ranks[-1]]
@@ -89,7 +89,7 @@ def tie(world: World, parameter: nn.Parameter | None, *, timeout_minutes: float)
 
 
 def run_windows(pipeline: Pipeline, finish: Finish) -> StepRunner:
-    """Windows through the stages, several micro-batches under way at a time."""
+    """Run windows through the stages, with several micro-batches in flight."""
 
     def run(
         window: Window,
@@ -122,7 +122,7 @@ def run_windows(pipeline: Pipeline, finish: Finish) -> StepRunner:
 
 
 def run_forward(pipeline: Pipeline, finish: Finish) -> Forward:
-    """A batch forward through the stages; its outputs are told to all processes."""
+    """A batch forward through the stages; its outputs are broadcast to all ranks."""
     links = pipeline.links
 
     def forward(batch: Batch) -> Outputs:
@@ -141,7 +141,7 @@ def run_forward(pipeline: Pipeline, finish: Finish) -> Forward:
 
 @dataclass
 class _Running:
-    """One window under way."""
+    """One window in flight."""
 
     pipeline: Pipeline
     finish: Finish
@@ -155,13 +155,15 @@ class _Running:
 
     @cached_property
     def final(self) -> Op | None:
-        """The last backward pass of this process, if anything learns here or before."""
+        """The last backward pass of this rank, if anything here or in an earlier stage is
+        trainable.
+        """
         pipe = self.pipeline
         back = (op for op in reversed(self.ops) if not op.is_forward)
         return next((op for op in back if pipe.learns[pipe.stage(op)]), None)
 
     def expect(self, op: Op) -> None:
-        """Begin to receive what ``op`` needs."""
+        """Start to receive the input of ``op``."""
         if op in self.arrivals:
             return
         pipe, stage = self.pipeline, self.pipeline.stage(op)
@@ -173,14 +175,14 @@ class _Running:
             self.arrivals[op] = pipe.links.given_back(output, stage + 1)
 
     def is_free_to_expect(self, op: Op) -> bool:
-        """Whether all is known of what ``op`` needs, so that nothing has to be waited for."""
+        """Whether the input of ``op`` is known, so that nothing has to be waited for."""
         stage = self.pipeline.stage(op)
         if op.is_forward:
             return stage in self.pipeline.links.dtypes
         return (stage, op.index) in self.outputs
 
     def forward(self, op: Op) -> None:
-        """Run a stage, and send on what it gives."""
+        """Run a stage, and send its output to the next."""
         pipe, stage = self.pipeline, self.pipeline.stage(op)
         batch = self.window[op.index].to(pipe.links.device)
         hidden = self.arrivals.pop(op).wait() if stage > 0 else None
@@ -197,7 +199,7 @@ class _Running:
         self.outputs[stage, op.index] = output
 
     def backward(self, op: Op) -> None:
-        """Run a stage backward, and send back the gradient of what entered it."""
+        """Run a stage backward, and send the gradient of its input to the previous one."""
         pipe, stage = self.pipeline, self.pipeline.stage(op)
         output = self.outputs.pop((stage, op.index))
         if not pipe.learns[stage]:
@@ -212,7 +214,7 @@ class _Running:
 
 
 def _told(links: Links, losses: Sequence[Loss]) -> list[Loss]:
-    """The losses that the last process has, as numbers, in all of them."""
+    """The losses of the last rank, as numbers, on all ranks."""
     rows = [
         (float(loss.total), float(loss.weight), {k: float(v) for k, v in loss.metrics.items()})
         for loss in losses
@@ -228,7 +230,7 @@ def _told(links: Links, losses: Sequence[Loss]) -> list[Loss]:
 
 
 def _shared(links: Links, outputs: Outputs | None) -> Outputs:
-    """The outputs that the last process has, in all of them."""
+    """The outputs of the last rank, on all ranks."""
     held = {}
     if outputs is not None:
         tensors = {known.name: getattr(outputs, known.name) for known in fields(outputs)}

@@ -1,10 +1,10 @@
-"""In which order a process of a pipeline runs its stages on the micro-batches of a window.
+"""Pipeline schedules: the order in which a rank runs its stages on the micro-batches of a window.
 
-Pure arithmetic: every process knows the order of every other one. So what one sends first another
-expects first, and tensors need no labels on their way.
+Pure arithmetic: every rank knows the order of every other one. So the next tensor that one sends is
+the next that another expects, and tensors need no labels.
 
-With S stages on P processes, stage s is on process s mod P: one after the other, and once more from
-the first for the next *part* of each process.
+With S stages on P ranks, stage s is on rank s mod P: in order, and again from the first rank for
+the next virtual stage of each rank (a *part*).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ ScheduleName = Literal["1f1b", "interleaved", "gpipe"]
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """One micro-batch through one of this process's stages."""
+    """One micro-batch through one of this rank's stages."""
 
     is_forward: bool
     part: int  # which of the process's stages, from the model's beginning
@@ -26,13 +26,13 @@ class Op:
 
 
 def order(name: ScheduleName, rank: int, size: int, parts: int, count: int) -> list[Op]:
-    """What process ``rank`` of ``size``, with ``parts`` stages, does with ``count`` micro-batches.
+    """The operations of rank ``rank`` of ``size``, with ``parts`` virtual stages, for ``count``
+    micro-batches.
 
-    ``1f1b`` (arXiv:1806.03377) goes forward until the last process has its first micro-batch, and
-    from then on backward once for each time forward, so that a process holds the activations of at
-    most ``size`` micro-batches. ``interleaved`` (arXiv:2104.04473) does the same with several
-    stages a process, which idles less. ``gpipe`` (arXiv:1811.06965) goes forward with all of them
-    first.
+    ``1f1b`` (arXiv:1806.03377) runs forward until the last rank has its first micro-batch, and then
+    alternates backward and forward, so that a rank stores the activations of at most ``size``
+    micro-batches. ``interleaved`` (arXiv:2104.04473) does the same with several virtual stages per
+    rank, which idles less. ``gpipe`` (arXiv:1811.06965) runs all forward passes first.
     """
     groups = _groups(size, count)
     forward = [(part, index) for group in groups for part in range(parts) for index in group]
@@ -50,8 +50,10 @@ def order(name: ScheduleName, rank: int, size: int, parts: int, count: int) -> l
 
 
 def _groups(size: int, count: int) -> list[range]:
-    """Micro-batches that go through one part before any of them goes through the next: at least
-    ``size``, where there are so many. With fewer, processes would wait for each other forever."""
+    """Number of micro-batches that run through one virtual stage before any runs through the
+    next: at least ``size``, if there are so many. With fewer, ranks would wait for each other
+    forever.
+    """
     whole = max(1, count // size)
     each, more = divmod(count, whole)
     bounds = [each * i + min(i, more) for i in range(whole + 1)]

@@ -1,10 +1,10 @@
-"""What passes between the stages of a pipeline: hidden states forward, their gradients back.
+"""Point-to-point communication between pipeline stages: hidden states forward, gradients backward.
 
-Every process knows each micro-batch of the window, and with it the shape of what comes; only the
-type is told, once, ahead of the first tensor. So rows may have any lengths.
+Every rank knows each micro-batch of the window, and so the shape of each tensor; only the dtype is
+sent, once, before the first tensor. So rows may have any lengths.
 
-Tensors on their way in one direction have a process group of their own: NCCL carries what is sent
-within one in order, and two processes that each first send would wait for each other.
+The tensors of each direction have a process group of their own. NCCL delivers in order within one
+group, and two ranks that both send first would wait for each other.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ _Route = tuple[Direction, bool]  # the second: between the last process and the 
 
 @dataclass(frozen=True)
 class Arrival:
-    """A tensor on its way to this process."""
+    """A tensor that this rank is receiving."""
 
     tensor: torch.Tensor
     work: dist.Work
 
     def wait(self) -> torch.Tensor:
-        """The tensor, once it is here."""
+        """The tensor, once it has arrived."""
         self.work.wait()
         return self.tensor
 
 
 @dataclass
 class Links:
-    """The other processes of this one's pipeline. Stage s is on process s mod ``size``."""
+    """The other ranks of this rank's pipeline. Stage s is on rank s mod ``size``."""
 
     ranks: Sequence[int]  # of the pipeline's processes, in the order of their stages
     place: int  # of this process among them
@@ -52,11 +52,11 @@ class Links:
 
     @property
     def size(self) -> int:
-        """The number of processes."""
+        """The number of ranks."""
         return len(self.ranks)
 
     def enter(self, hidden: torch.Tensor, stage: int) -> None:
-        """Send what enters ``stage`` to it."""
+        """Send the input of ``stage`` to its rank."""
         if stage not in self.dtypes:
             self.dtypes[stage] = hidden.dtype
             told = torch.tensor([_DTYPES.index(hidden.dtype)], device=self.device)
@@ -64,7 +64,7 @@ class Links:
         self._send(hidden.detach(), stage, "forward")
 
     def entering(self, shape: Sequence[int], stage: int) -> Arrival:
-        """What enters ``stage``, which is here."""
+        """The input of ``stage``, which is on this rank."""
         if stage not in self.dtypes:
             told = torch.empty(1, dtype=torch.int64, device=self.device)
             self._receive(told, stage, "forward").wait()
@@ -73,16 +73,16 @@ class Links:
         return self._receive(hidden, stage, "forward")
 
     def give_back(self, gradient: torch.Tensor, stage: int) -> None:
-        """Send the gradient of what has entered ``stage`` to where it came from."""
+        """Send the gradient of the input of ``stage`` to the rank that sent the input."""
         self._send(gradient, stage, "backward")
 
     def given_back(self, output: torch.Tensor, stage: int) -> Arrival:
-        """The gradient of ``output``, which went into ``stage``."""
+        """The gradient of ``output``, which was the input of ``stage``."""
         gradient = torch.empty_like(output, memory_format=torch.contiguous_format)
         return self._receive(gradient, stage, "backward")
 
     def flush(self) -> None:
-        """Until everything sent has arrived."""
+        """Wait until everything that was sent has arrived."""
         self._wait_for_all_but(0)
 
     def _send(self, tensor: torch.Tensor, stage: int, direction: Direction) -> None:
@@ -107,14 +107,14 @@ class Links:
 
 
 def pipelines(world: World) -> list[list[int]]:
-    """The ranks of the processes of each pipeline."""
+    """The ranks of each pipeline."""
     assert world.mesh is not None
     rows: list[list[int]] = world.mesh.mesh.flatten(1).T.tolist()
     return rows
 
 
 def connect(world: World, *, num_parts: int, device: torch.device, timeout_minutes: float) -> Links:
-    """The links of this process. All processes call this together."""
+    """The links of this rank. A collective call."""
     timeout = timedelta(minutes=timeout_minutes)
     routes: list[_Route] = [("forward", False), ("backward", False)]
     if num_parts > 1:

@@ -1,18 +1,19 @@
-"""Sequence parallelism: between the blocks of cut matrices, each process of ``tp`` has a part of
-the tokens only.
+"""Sequence parallelism: between the blocks of sharded matrices, each ``tp`` rank has only a shard
+of the tokens.
 
-Inside a block (attention, MLP) a process sees all tokens and a part of each matrix, as ever. Around
-it norms and sums are the same for every token, so they need not be done, and kept for the backward
-pass, by all: the block joins the parts of the tokens where it begins, and its last matrix leaves
-each process its part of the sum, which costs what the sum alone cost (arXiv:2205.05198). Weights
-that see a part of the tokens have a part of the gradient; it is summed.
+Inside a block (attention, MLP) a rank has all tokens and a shard of each matrix, as usual. Around
+it, norms and sums are independent for each token, so the ranks need not all compute them, and save
+them for the backward pass. The block gathers the tokens at its start, and its last matrix leaves
+each rank its shard of the sum (reduce-scatter), which costs as much as the sum alone
+(arXiv:2205.05198). Weights that are applied to a shard of the tokens have only a part of the
+gradient; it is summed over the ranks.
 
-In a pipeline, what passes from stage to stage is the part as well: nothing is joined where a stage
-ends. But the model's own code asks what enters it how many tokens there are, for masks and
-positions, before the first layer of the stage sees it. So the part enters in its place among zeros.
+In a pipeline, stages exchange only the shards: nothing is gathered at the end of a stage. The model
+derives masks and positions from the length of its input before the first layer of the stage runs.
+So a stage gets a full-length tensor: this rank's tokens in place, zeros elsewhere.
 
-Parts are equal: a batch whose length does not divide is filled up on the right, where nothing looks
-back from.
+Shards are equal: a batch whose length does not divide is padded on the right, where no token
+attends to the padding.
 """
 
 from __future__ import annotations
@@ -40,8 +41,9 @@ Forward = Callable[..., object]
 
 
 def widened(batch: Batch, multiple: int) -> Batch:
-    """``batch`` with a length that ``multiple`` divides: what is added is padding, or in a packed
-    row a document of its own, and trains nothing."""
+    """``batch`` with a length that ``multiple`` divides: it is extended by padding, or in a
+    packed row by a document of its own, and this is masked.
+    """
     length = batch.input_ids.shape[1]
     more = -length % multiple
     if not more:
@@ -61,25 +63,27 @@ def widened(batch: Batch, multiple: int) -> Batch:
 
 
 def first_layer(role: ModulePlan, axis: Axis, _shared: object) -> None:
-    """The first layer takes its part of the tokens."""
+    """The first layer takes its shard of the tokens."""
 
     def take(x_BTH: torch.Tensor) -> torch.Tensor:
         if x_BTH.shape[TOKENS] % axis.size:  # the others would wait for parts of another size
-            raise ValueError(f"{x_BTH.shape[TOKENS]} tokens are not {axis.size} equal parts")
+            raise ValueError(
+                f"{x_BTH.shape[TOKENS]} tokens do not divide into {axis.size} equal shards"
+            )
         return scatter_to_tp_region(x_BTH, axis, TOKENS)
 
     _before(role.module, take)
 
 
 def placed(x_BtH: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """[B, T, H]: a part of the tokens in its place among all of them, the others zero."""
+    """[B, T, H]: a shard of the tokens in its place among all of them, the others zero."""
     tokens = x_BtH.shape[TOKENS]
     before = axis.rank * tokens
     return F.pad(x_BtH, (0, 0, before, (axis.size - 1) * tokens - before))
 
 
 def entered_layer(role: ModulePlan, axis: Axis, _shared: object) -> None:
-    """The first layer of a later stage has its part of the tokens from what is ``placed``."""
+    """The first layer of a later stage takes its shard of the tokens from the ``placed`` tensor."""
 
     def take(x_BTH: torch.Tensor) -> torch.Tensor:
         tokens = x_BTH.shape[TOKENS] // axis.size
@@ -89,7 +93,7 @@ def entered_layer(role: ModulePlan, axis: Axis, _shared: object) -> None:
 
 
 def last_layer(role: ModulePlan, axis: Axis, _shared: object) -> None:
-    """After the last layer all processes have all tokens."""
+    """After the last layer, all ranks have all tokens."""
     forward: Forward = role.module.forward
 
     def whole(*arguments: object, **named: object) -> object:
@@ -100,8 +104,9 @@ def last_layer(role: ModulePlan, axis: Axis, _shared: object) -> None:
 
 
 def block(role: ModulePlan, axis: Axis, _shared: object) -> None:
-    """A block joins the parts of its input. What follows differs between processes, or is the same
-    in all of them if heads are not cut."""
+    """A block gathers the tokens of its input. Later computation differs between ranks, or is
+    the same on all of them if heads are not sharded.
+    """
 
     def join(x_BtH: torch.Tensor) -> torch.Tensor:
         if role.on_parts:
@@ -112,8 +117,9 @@ def block(role: ModulePlan, axis: Axis, _shared: object) -> None:
 
 
 def block_of_experts(role: ModulePlan, axis: Axis, _shared: object) -> None:
-    """A block that sends tokens to experts needs all of them, and gives the same in all processes:
-    each takes its part of it."""
+    """A block that routes tokens to experts needs all of them, and gives the same on all ranks:
+    each takes its shard of the result.
+    """
     forward: Forward = role.module.forward
 
     def part(*arguments: object, **named: object) -> object:
@@ -127,7 +133,7 @@ def block_of_experts(role: ModulePlan, axis: Axis, _shared: object) -> None:
 
 
 def dropout(role: ModulePlan, axis: Axis, _shared: object) -> None:
-    """Dropout of a part of the tokens, with its part of the mask that the whole would have."""
+    """Dropout of a shard of the tokens, with its part of the mask of all tokens."""
     module = role.module
     assert isinstance(module, nn.Dropout)
 
@@ -141,7 +147,7 @@ def dropout(role: ModulePlan, axis: Axis, _shared: object) -> None:
 
 
 def _before(module: nn.Module, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Let ``module`` see its input changed."""
+    """Make ``module`` get a changed input."""
     forward: Forward = module.forward
 
     def changed(*arguments: object, **named: object) -> object:
@@ -156,7 +162,7 @@ def _before(module: nn.Module, change: Callable[[torch.Tensor], torch.Tensor]) -
 def _checked(x: object, module: nn.Module) -> torch.Tensor:
     if not isinstance(x, torch.Tensor) or x.ndim != 3:
         raise RecipeError(
-            f"parallel.sequence_parallel: {type(module).__name__} passes on more than one sequence "
-            "of hidden states; set it to false"
+            f"parallel.sequence_parallel: {type(module).__name__} returns more than one "
+            "sequence of hidden states; set it to false"
         )
     return x

@@ -1,14 +1,14 @@
-"""Tensor parallelism: every matrix is cut over the processes of one axis, each multiplies by its
-part, and what they find is put together.
+"""Tensor parallelism: every matrix is sharded over the ranks of one axis, each multiplies by its
+shard, and the results are combined.
 
-How a matrix is cut is transformers' own plan of the architecture. A parameter becomes a ``DTensor``
-on that axis, cut or whole, so that FSDP, clipping and the optimizer know what it is. The forward
-passes here touch its local tensor only, which takes half the time of DTensor's own dispatch and
-knows no trouble with sizes that do not divide.
+transformers' own plan of the architecture says how a matrix is sharded. A parameter becomes a
+``DTensor`` on that axis, sharded or replicated, so that FSDP, clipping and the optimizer know its
+sharding. The forward passes of this module use only its local tensor, which takes half the time of
+DTensor's own dispatch and supports sizes that do not divide.
 
-PEFT's adapters follow the matrix they stand beside: of one that is cut by columns (its output), B
-is cut in the same way and A is whole; of one that is cut by rows (its input), A is cut and B is
-whole.
+PEFT's adapters follow the matrix that they modify. If it is sharded by columns (its output), B is
+sharded in the same way and A is replicated; if it is sharded by rows (its input), A is sharded and
+B is replicated.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ Shared = dict[nn.Parameter, tuple[nn.Parameter, int | None]]
 def cut_tensors(
     model: PreTrainedModel, axis: Axis, stretches: Sequence[Stretch] = ()
 ) -> dict[nn.Parameter, tuple[AxisShard, ...]]:
-    """Spread ``model`` over ``axis`` in place; how each of its new parameters is cut.
+    """Shard ``model`` over ``axis`` in place; returns the sharding of each of its new parameters.
 
-    Every process has the same values before. Modules stay who they are, with their hooks and
-    names, and tied parameters stay tied. If ``stretches`` of layers are given, activations are cut
-    along the sequence in them. Raises ``RecipeError`` if the architecture cannot be spread.
+    Every rank has the same values before. Modules keep their identity, hooks and names, and tied
+    parameters stay tied. In ``stretches`` of layers, if given, activations are sharded along the
+    sequence. Raises ``RecipeError`` if the architecture cannot be sharded.
     """
     shared: Shared = {}
     for role in module_plans(model, axis.size, stretches):
@@ -71,8 +71,7 @@ def cut_tensors(
 def _cut(
     module: nn.Module, axis: Axis, shared: Shared, *, weight: int | None, bias: int | None
 ) -> None:
-    """Let the parameters of ``module`` be spread, cut along the dimensions that are given; one that
-    is shared stays so."""
+    """Shard the parameters of ``module`` along the given dimensions; a shared one stays shared."""
     for name, parameter in list(module._parameters.items()):
         if parameter is None:
             continue
@@ -82,8 +81,8 @@ def _cut(
         module._parameters[name], cut = shared[parameter]
         if cut != dim:
             raise RecipeError(
-                "parallel.tp: two modules of this model share a matrix, but its plan cuts only one "
-                "of them; leave tp at 1 and use parallel.dp_shard"
+                "parallel.tp: two modules of this model share a matrix, but its plan shards "
+                "only one of them; leave tp at 1 and use parallel.dp_shard"
             )
 
 
@@ -110,7 +109,7 @@ def _set_forward(module: nn.Module, forward: Callable[..., torch.Tensor]) -> Non
 
 
 def _by_columns(role: ModulePlan, axis: Axis, shared: Shared, *, gather: bool = False) -> None:
-    """y_BTo = x_BTI W_oI' + b_o, gathered to y_BTO if asked."""
+    """y_BTo = x_BTI W_oI' + b_o, gathered to y_BTO if requested."""
     module = role.linear()
 
     def forward(x_BTI: torch.Tensor) -> torch.Tensor:
@@ -123,8 +122,9 @@ def _by_columns(role: ModulePlan, axis: Axis, shared: Shared, *, gather: bool = 
 
 
 def _by_rows(role: ModulePlan, axis: Axis, shared: Shared, *, split: bool = False) -> None:
-    """y_BTO = sum of x_BTi W_Oi' over the processes, + b_O; if asked, x_BTI is split first. Of the
-    result each process has all, or its part of the tokens."""
+    """y_BTO = sum of x_BTi W_Oi' over the ranks, + b_O; if requested, x_BTI is split first. Each
+    rank gets the full result, or its shard of the tokens.
+    """
     module = role.linear()
 
     def forward(x_BTi: torch.Tensor) -> torch.Tensor:
@@ -144,8 +144,9 @@ def _by_rows(role: ModulePlan, axis: Axis, shared: Shared, *, split: bool = Fals
 
 
 def _some_rows(role: ModulePlan, axis: Axis, shared: Shared) -> None:
-    """Fewer key-value heads than processes: the matrix is whole everywhere, each process uses the
-    one head that its queries attend to, and gradients are summed."""
+    """Fewer key-value heads than ranks: the matrix is replicated, each rank uses the one head to
+    which its queries attend, and gradients are summed.
+    """
     module, head = role.linear(), role.head
     first = axis.rank * (module.out_features // head) // axis.size * head
     rows = slice(first, first + head)
@@ -161,7 +162,9 @@ def _some_rows(role: ModulePlan, axis: Axis, shared: Shared) -> None:
 
 
 def _by_vocabulary(role: ModulePlan, axis: Axis, shared: Shared) -> None:
-    """Each process looks up the tokens whose rows it has; the sum over the processes is whole."""
+    """Each rank looks up the tokens whose rows it has; the sum over the ranks is the full
+    result.
+    """
     module, whole = role.embedding(), role.embedding().forward
     mine = part(module.num_embeddings, axis)
     count = mine.stop - mine.start
@@ -180,8 +183,9 @@ def _by_vocabulary(role: ModulePlan, axis: Axis, shared: Shared) -> None:
 
 
 def _whole(role: ModulePlan, axis: Axis, shared: Shared, *, inside: bool = False) -> None:
-    """The module's own forward pass on whole parameters. If it sees a part of the heads only
-    (``inside``), or of the tokens, its gradients are summed."""
+    """The module's own forward pass on replicated parameters. If it sees only a shard of the
+    heads (``inside``), or of the tokens, its gradients are summed.
+    """
     module, whole = role.module, role.module.forward
     inside = inside or role.on_parts
 
@@ -195,9 +199,10 @@ def _whole(role: ModulePlan, axis: Axis, shared: Shared, *, inside: bool = False
 
 
 def _experts(role: ModulePlan, axis: Axis, shared: Shared) -> None:
-    """Each process has some of the experts, whole, and runs all tokens that are sent to them; the
-    sum over the processes is whole. To its own code those elsewhere are the expert after the last,
-    which does nothing."""
+    """Each rank has some of the experts, unsharded, and runs all tokens that are routed to them;
+    the sum over the ranks is the full result. For the model's own code, experts of other ranks
+    are the one after the last, which does nothing.
+    """
     module, whole = role.module, role.module.forward
     mine = part(role.length, axis)
     count = mine.stop - mine.start
@@ -217,7 +222,7 @@ def _experts(role: ModulePlan, axis: Axis, shared: Shared) -> None:
 
 
 def _groups(role: ModulePlan, _axis: Axis, _shared: Shared) -> None:
-    """How many query heads attend to each key-value head here."""
+    """How many query heads attend to each key-value head on this rank."""
     role.module.num_key_value_groups = role.length  # type: ignore[assignment]
 
 
@@ -225,7 +230,7 @@ def _groups(role: ModulePlan, _axis: Axis, _shared: Shared) -> None:
 def _local_parameters(
     module: nn.Module, use: Callable[[torch.Tensor], torch.Tensor]
 ) -> Iterator[None]:
-    """Let the module's own code find the local tensors where its parameters are."""
+    """Let the module's own code find the local tensors in place of its parameters."""
     spread = dict(module._parameters)
     for name, parameter in spread.items():
         local = _here(parameter)
@@ -237,8 +242,9 @@ def _local_parameters(
 
 
 def _part_of_dropout(role: ModulePlan, axis: Axis, _shared: Shared) -> None:
-    """Dropout of a cut input, with its part of the mask that the whole would have: all processes
-    draw equally many numbers, so what they draw next is the same in all of them."""
+    """Dropout of a sharded input, with its part of the mask of the full input: all ranks draw
+    equally many numbers, so their generators stay in step.
+    """
     module = role.module
     assert isinstance(module, nn.Dropout)
     mine = part(role.length, axis)

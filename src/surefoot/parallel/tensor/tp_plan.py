@@ -1,8 +1,8 @@
-"""What becomes of each module of a model that is spread over the ``tp`` axis.
+"""Tensor-parallel plan: how each module is sharded or replicated along ``tp``.
 
-Transformers' plan of the architecture says it of the modules it cuts. The rest is deduced here:
-what PEFT has put beside them, heads that are fewer than processes, and what is not cut at all. What
-nobody has thought through is refused, for a gradient that is wrong would tell nobody.
+transformers' plan of the architecture covers the modules that it shards. The rest is derived here:
+PEFT's modules, fewer heads than ranks, and modules that are not sharded. Cases that have not been
+thought through are rejected, because a wrong gradient would go unnoticed.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ _NUMBER = re.compile(r"\.\d+(?=\.|$)")
 
 @dataclass(frozen=True)
 class ModulePlan:
-    """What one module is to do."""
+    """The plan of one module."""
 
     module: nn.Module
     style: Style
@@ -72,19 +72,19 @@ class ModulePlan:
     on_parts: bool = False  # gradients are of a part of the tokens, or of heads, and are summed
 
     def linear(self) -> nn.Linear:
-        """The module, which is a plain linear map."""
+        """The module, which is a plain linear layer."""
         assert isinstance(self.module, nn.Linear)
         return self.module
 
     def embedding(self) -> nn.Embedding:
-        """The module, which looks up tokens."""
+        """The module, which is an embedding."""
         assert isinstance(self.module, nn.Embedding)
         return self.module
 
 
 @dataclass(frozen=True)
 class Stretch:
-    """Layers that follow each other, with activations cut along the sequence between the blocks."""
+    """Consecutive layers, with activations sharded along the sequence between the blocks."""
 
     layers: Sequence[nn.Module]
     is_first: bool = True  # whole hidden states enter it; otherwise parts, from another process
@@ -94,8 +94,8 @@ class Stretch:
 def module_plans(
     model: PreTrainedModel, size: int, stretches: Sequence[Stretch] = ()
 ) -> list[ModulePlan]:
-    """What every module of ``model`` that has parameters is to do in ``size`` processes. In
-    ``stretches``, if some are given, activations are cut along the sequence.
+    """The plan of every module of ``model`` that has parameters, for ``size`` ranks. In
+    ``stretches``, if given, activations are sharded along the sequence.
 
     Raises ``RecipeError`` if the architecture has no plan, or this one does not fit it.
     """
@@ -107,32 +107,34 @@ def module_plans(
 
 
 def cuts_vocabulary(model: PreTrainedModel) -> bool:
-    """Whether the plan of ``model`` cuts its head, so that a process has a part of each logit."""
+    """Whether the plan of ``model`` shards its head, so that a rank has a shard of each logit
+    row.
+    """
     planned = (model.tp_plan or {}).get(_head(model) or "")
     return _PLANNED.get(planned or "") in ("columns", "columns_gathered")
 
 
 def _head(model: PreTrainedModel) -> str | None:
-    """The name of what makes logits."""
+    """The name of the output head."""
     head = model.get_output_embeddings()
     return next((name for name, module in model.named_modules() if module is head), None)
 
 
 def _is_wrapper(module: nn.Module) -> bool:
-    """Whether PEFT has put it around another one."""
+    """Whether it is PEFT's wrapper of another module."""
     return bool({"base_layer", "original_module"} & {name for name, _ in module.named_children()})
 
 
 def _refused(model: nn.Module, why: str) -> RecipeError:
     return RecipeError(
-        f"parallel.tp: {type(model).__name__} cannot be spread by tensors: {why}; "
-        "leave tp at 1 and use parallel.dp_shard"
+        f"parallel.tp: {type(model).__name__} does not support tensor parallelism: {why}; leave "
+        "tp at 1 and use parallel.dp_shard"
     )
 
 
 @dataclass(frozen=True)
 class _Reader:
-    """Reads the plan for one model."""
+    """Derives the plan of one model."""
 
     model: PreTrainedModel
     plan: Mapping[str, str]
@@ -163,17 +165,17 @@ class _Reader:
             is_expert = self._planned(name.rpartition(".")[0]) == "moe_tp_experts"
             if self._planned(name) not in (None, "replicate") and not is_expert:
                 raise _refused(
-                    self.model, f"its plan cuts {name}, which is not the matrix of a linear map"
+                    self.model, f"its plan shards {name}, which is not the matrix of a linear layer"
                 )
         heads = self._config("num_attention_heads")
         if heads % self.size:
             raise RecipeError(
-                f"parallel.tp: {self.size} processes cannot share the {heads} attention heads of "
+                f"parallel.tp: {self.size} ranks cannot share the {heads} attention heads of "
                 f"the model evenly; choose a divisor of {heads}"
             )
 
     def roles(self, name: str, module: nn.Module) -> Iterator[ModulePlan]:
-        """What ``module`` is to do: nothing, if neither parameters nor numbers of it matter."""
+        """The plan of ``module``: nothing, if neither its parameters nor its results need one."""
         place = _WRAPPED.sub("", name)
         yield from self._along_sequence(place, module)
         if adapter := _ADAPTER.match(place):
@@ -186,7 +188,7 @@ class _Reader:
             if any(True for _ in module.parameters(recurse=False)):
                 self._must_see_the_whole(place)
                 if isinstance(module, nn.Conv1d):  # the layer around it reads its weight itself
-                    raise _refused(self.model, f"its plan says nothing of the convolution {place}")
+                    raise _refused(self.model, f"its plan does not mention the convolution {place}")
                 yield ModulePlan(module, "whole", on_parts=self._on_parts(place, "whole"))
             return
         role = self._role(place, module)
@@ -199,7 +201,7 @@ class _Reader:
         return self.plan.get(_NUMBER.sub(".*", place))
 
     def _role(self, place: str, module: nn.Module) -> ModulePlan:
-        """The role of a module in the plan."""
+        """The plan of a module in transformers' plan."""
         planned = str(self._planned(place))
         style = _PLANNED.get(planned)
         if style == "experts":
@@ -209,7 +211,7 @@ class _Reader:
         is_right = isinstance(module, nn.Embedding) if style == "vocabulary" else is_plain
         if style is None or not (is_whole or is_right):
             what = f"{planned!r} of {type(module).__name__} {place}"
-            raise _refused(self.model, f"its plan asks for {what}, which is not there yet")
+            raise _refused(self.model, f"its plan needs {what}, which is not supported yet")
         if style == "columns_gathered" and place == self.head:
             style = "columns"  # so that no process ever has all logits
         role = ModulePlan(module, style)
@@ -218,8 +220,9 @@ class _Reader:
         return replace(role, on_parts=self._on_parts(place, style))
 
     def _experts(self, place: str, module: nn.Module) -> ModulePlan:
-        """Experts go whole to one process: the plan would cut each of them, but then what is here
-        of a matrix that holds gates and ups would be no box of it."""
+        """Every expert belongs to one rank: transformers' plan would shard each expert, but then
+        the local part of a fused matrix of gate and up would not be a box.
+        """
         count = getattr(module, "num_experts", 0)
         own = list(module.parameters())
         if not hasattr(module, "_is_expert_parallel") or any(len(p) != count for p in own):
@@ -227,13 +230,13 @@ class _Reader:
             raise _refused(self.model, why)
         if count % self.size:
             raise RecipeError(
-                f"parallel.tp: {self.size} processes cannot share the {count} experts of a layer "
+                f"parallel.tp: {self.size} ranks cannot share the {count} experts of a layer "
                 f"evenly; choose a divisor of {count}"
             )
         return ModulePlan(module, "experts", count)
 
     def _key_or_value(self, place: str, module: nn.Module) -> ModulePlan:
-        """Heads go whole to one process, or one head to several processes."""
+        """Several complete heads per rank, or one head on several ranks."""
         assert isinstance(module, nn.Linear)
         attention = self.model.get_submodule(place.rpartition(".")[0])
         head = getattr(attention, "head_dim", None)
@@ -244,16 +247,18 @@ class _Reader:
         if self.size % heads == 0:
             return ModulePlan(module, "some_rows", head=head)
         raise RecipeError(
-            f"parallel.tp: {self.size} processes cannot share the {heads} key-value heads of the "
+            f"parallel.tp: {self.size} ranks cannot share the {heads} key-value heads of the "
             f"model evenly; choose a divisor or a multiple of {heads}"
         )
 
     def _adapter(self, base: str, part: str, module: nn.Module) -> Iterator[ModulePlan]:
-        """A module of PEFT's beside the linear map ``base``."""
+        """A module of PEFT's beside the linear layer ``base``."""
         has_parameters = any(True for _ in module.parameters(recurse=False))
         if part not in ("A", "B", "dropout"):
             if has_parameters:
-                raise _refused(self.model, f"lora_{part} beside {base} is not there yet (DoRA?)")
+                raise _refused(
+                    self.model, f"lora_{part} beside {base} is not supported yet (DoRA?)"
+                )
             return
         linear = self.model.get_submodule(base).get_submodule("base_layer")
         role = ModulePlan(linear, "whole", on_parts=self._on_parts(base, "whole"))
@@ -271,14 +276,15 @@ class _Reader:
         return f"{place}.".startswith(tuple(self.places))
 
     def _block(self, place: str) -> str | None:
-        """The block that ``place`` is in."""
+        """The block that contains ``place``."""
         while place and place not in self.blocks:
             place = place.rpartition(".")[0]
         return place or None
 
     def _on_parts(self, place: str, style: Style) -> bool:
-        """Whether a module there has a part of the gradient only: it sees a part of the tokens, or
-        all of them, but what follows a part of the heads."""
+        """Whether a module there has only a part of the gradient: it sees a shard of the tokens,
+        or all tokens but later computation sees a shard of the heads.
+        """
         if not self._in_layers(place):
             return False
         block = self._block(place)
@@ -287,7 +293,7 @@ class _Reader:
         return block is None or style in _ENDS or block in self.partial
 
     def _along_sequence(self, place: str, module: nn.Module) -> Iterator[ModulePlan]:
-        """Where tokens are divided and put together."""
+        """Where tokens are split and gathered."""
         if not self._in_layers(place):
             return
         if place in self.routed and not _is_wrapper(module):
@@ -307,26 +313,26 @@ class _Reader:
             yield ModulePlan(module, "dropout_of_parts")
 
     def _check_blocks(self) -> None:
-        """Refuse what could not be cut along the sequence."""
+        """Reject a module that cannot be sharded along the sequence."""
         why = None
         odd = [b for b in self.blocks if f"{b}." in self.places]
         odd += [b for b in self.blocks if self._block(b.rpartition(".")[0])]
         if odd:
             why = f"{min(odd)} is no block of its own"
         elif self.places and getattr(self.model.config, "residual_dropout", None):
-            why = "its residual_dropout would drop the same of every part"
+            why = "its residual_dropout would drop the same positions of every shard"
         if why:
             raise RecipeError(
-                f"parallel.sequence_parallel: {type(self.model).__name__} cannot be cut along the "
-                f"sequence: {why}; set it to false"
+                f"parallel.sequence_parallel: {type(self.model).__name__} cannot be sharded "
+                f"along the sequence: {why}; set it to false"
             )
 
     def _must_see_the_whole(self, place: str) -> None:
-        """Refuse a module whose gradients would be those of a part of the heads only."""
+        """Reject a module whose gradients would be those of a shard of the heads only."""
         around = place
         while around:
             if around in self.partial:
-                why = f"its plan cuts matrices of {around}, but says nothing of {place}"
+                why = f"its plan shards matrices of {around}, but does not mention {place}"
                 raise _refused(self.model, why)
             around = around.rpartition(".")[0]
 

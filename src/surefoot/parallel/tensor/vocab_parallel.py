@@ -1,10 +1,10 @@
-"""Log-probabilities from logits that are cut along the vocabulary: no process that learns ever has
-them whole.
+"""Log-probabilities from logits that are sharded along the vocabulary: no training rank ever has
+the full logits.
 
-Of every trained position, three numbers pass between the processes instead: the largest logit, the
-sum of the exponentials, and the label's own.
+For every trained position, the ranks exchange three numbers instead: the largest logit, the sum of
+the exponentials, and the label's own logit.
 
-Shapes: N trained positions, v the words of the vocabulary that are here.
+Shapes: N trained positions, v the words of the vocabulary on this rank.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ if TYPE_CHECKING:  # half of all imports, and here only a name
 
 @dataclass(frozen=True)
 class VocabParallelLogits:
-    """What ``model.outputs`` asks of logits, computed by all processes of ``axis`` together."""
+    """The operations that ``outputs`` needs of logits, computed by all ranks of ``axis``
+    together.
+    """
 
     axis: Axis
     size: int  # of the whole vocabulary
@@ -36,8 +38,7 @@ class VocabParallelLogits:
         return cast(torch.Tensor, found)
 
     def means(self, logits_Nv: torch.Tensor) -> torch.Tensor:
-        """[N] log-probability of a word, on average over the whole vocabulary: E[logit] - log
-        Z."""
+        """[N] log-probability of a word, averaged over the full vocabulary: E[logit] - log Z."""
         most_N = self.axis.largest(self._some(logits_Nv.detach()).amax(-1))
         logits_Nv = logits_Nv - most_N[:, None]
         sums_2N = torch.stack([logits_Nv.exp().sum(-1), logits_Nv.sum(-1)])
@@ -64,7 +65,7 @@ class VocabParallelLogits:
 
     @property
     def width(self) -> int:
-        """Words that are here."""
+        """Words on this rank."""
         mine = part(self.size, self.axis)
         return int(mine.stop - mine.start)
 
@@ -74,7 +75,7 @@ class VocabParallelLogits:
         return first
 
     def _some(self, logits_Nv: torch.Tensor) -> torch.Tensor:
-        """At least one word, an impossible one where none is here."""
+        """At least one word, an impossible one if none is on this rank."""
         assert logits_Nv.shape[-1] == self.width
         if self.width:
             return logits_Nv
@@ -82,7 +83,7 @@ class VocabParallelLogits:
 
 
 def cut_vocabulary(model: PreTrainedModel, world: World) -> VocabParallelLogits | None:
-    """The vocabulary of ``model`` as it is cut over ``world``; None if it is whole."""
+    """The vocabulary of ``model`` as it is sharded over ``world``; None if it is not."""
     if world.mesh is None or world.tp == 1 or not cuts_vocabulary(model):
         return None
     return VocabParallelLogits(
@@ -91,7 +92,7 @@ def cut_vocabulary(model: PreTrainedModel, world: World) -> VocabParallelLogits 
 
 
 class _Logps(torch.autograd.Function):
-    """Keeps the probabilities for the backward pass, and nothing else of that size."""
+    """Saves the probabilities for the backward pass, and nothing else of that size."""
 
     @staticmethod
     def forward(

@@ -1,8 +1,7 @@
-"""A YAML file of MindSpore Transformers as the settings of a recipe: one table, key by key.
+"""Convert a YAML file of MindSpore Transformers to the settings of a recipe: one table, key by key.
 
-A key says the same here, says nothing here, or is refused with the reason and what to do. What data
-sets come to is in ``mindformers_data``; files with ``run_mode: predict`` have a table of their own,
-in ``mindformers_answers``.
+A key has an equivalent setting, needs none, or is rejected with the reason and an alternative.
+``data`` converts datasets; ``predict`` has the table for files with ``run_mode: predict``.
 """
 
 from __future__ import annotations
@@ -20,16 +19,16 @@ from .predict import CONVERTER, SAFETENSORS, STRATEGY, UNCUT, convert_prediction
 
 _STAGES = {"train": "pt", "finetune": "sft"}
 _OWN_FILES = (
-    "a checkpoint here keeps weights and optimizer in files of their own; "
-    "`surefoot ckpt convert --to huggingface` writes the weights alone"
+    "checkpoints store weights and optimizer in separate files; `surefoot ckpt convert --to "
+    "huggingface` writes only the weights"
 )
 
 
 def convert(document: Document) -> Converted:
-    """The settings that the keys of ``document`` come to: of a recipe, or of a ``Prediction``.
+    """The settings of the keys of ``document``: of a recipe, or of a ``Prediction``.
 
     Raises:
-        RecipeError: with every key that cannot be had here, each with line, reason and way out.
+        RecipeError: with every unsupported key, each with line, reason and alternative.
     """
     told = document.data
     if isinstance(told, dict) and told.get("run_mode") == "predict":
@@ -46,7 +45,7 @@ def _run_mode(value: Any) -> Found:
     if value in _STAGES:
         return {"stage": _STAGES[value]}
     if value == "eval":
-        raise RefusedError(f"{value!r} is no training; take `surefoot eval RECIPE`")
+        raise RefusedError(f"{value!r} is not a training run; use `surefoot eval RECIPE`")
     raise RefusedError(f"{value!r}: expected train, finetune, predict or eval")
 
 
@@ -63,7 +62,7 @@ def _seconds(value: Any) -> Found:
 
 
 def _parallel(told: Mapping[str, Any]) -> Found:
-    """Processes and batch: data parallel ranks share the optimizer, or have copies."""
+    """Ranks and batch size: data-parallel ranks shard the optimizer, or hold replicas."""
     config = told.get("parallel_config") or {}
     runner, parallel = told.get("runner_config") or {}, told.get("parallel") or {}
     data, model, stages = sizes(config)
@@ -87,15 +86,15 @@ def _parallel(told: Mapping[str, Any]) -> Found:
 
 
 def _start(told: Mapping[str, Any]) -> Found:
-    """The model to begin with, and whether to go on."""
+    """The initial model, and whether to resume."""
     weights, model = told.get("load_checkpoint") or "", told.get("pretrained_model_dir") or ""
     resume = told.get("resume_training") or False
     is_model = bool(weights) and model_near(Path(weights)) == Path(weights)
     if resume and weights:
         if not model and not is_model:
             raise RefusedError(
-                f"resume_training: {weights!r} has no config.json beside its weights; say the "
-                "model they are of with pretrained_model_dir"
+                f"resume_training: {weights!r} has no config.json beside its weights; name "
+                "their model with pretrained_model_dir"
             )
         start = weights if is_model else model
         return {"model.path": start, "checkpoint.resume": _saved_at(weights, resume)}
@@ -103,15 +102,15 @@ def _start(told: Mapping[str, Any]) -> Found:
         return {"checkpoint.resume": resume}
     if weights and model and not is_model:
         raise RefusedError(
-            f"{weights!r} has no config.json beside its weights; make a model of both once: "
-            f"surefoot ckpt convert {weights} MODEL --to huggingface --base {model}"
+            f"{weights!r} has no config.json beside its weights; convert both to one model "
+            f"first: surefoot ckpt convert {weights} MODEL --to huggingface --base {model}"
         )
     path = weights or model
     return {"model.path": path} if path else {}
 
 
 def _saved_at(weights: str, resume: str | bool) -> str:
-    """What to go on from: the newest step, or that of a file's name."""
+    """The checkpoint to resume from: the latest step, or that of a file's name."""
     if not isinstance(resume, str):
         return weights
     name = re.sub(r"_rank_\d+", "_rank_0", resume)
@@ -120,7 +119,7 @@ def _saved_at(weights: str, resume: str | bool) -> str:
 
 
 def _schedule(told: Mapping[str, Any]) -> Found:
-    """The learning rate and its course."""
+    """The learning rate and its schedule."""
     section = told.get("lr_schedule") or {}
     rate = section.get("learning_rate") or (told.get("optimizer") or {}).get("learning_rate")
     found: dict[str, object] = {}
@@ -138,8 +137,8 @@ def _schedule(told: Mapping[str, Any]) -> Found:
     found |= {"decay_ratio": section["decay_ratio"]} if section.get("decay_ratio") else {}
     if section.get("total_steps") not in (None, -1):
         raise RefusedError(
-            f"total_steps {section['total_steps']}: here a schedule runs over the steps of the "
-            "run; leave it at -1, and say how many with train.max_steps"
+            f"total_steps {section['total_steps']}: a schedule always runs over the steps of "
+            "the run; leave it at -1, and set train.max_steps"
         )
     return {f"optim.adamw.{name}": value for name, value in found.items()}
 
@@ -174,12 +173,12 @@ _RULES: dict[str, Rule] = {
     "remove_redundancy": nothing,  # the files say it
     "src_strategy_path_or_dir": STRATEGY,
     "use_parallel": nothing,  # parallel_config says it
-    "only_save_strategy": only((False, None), "there is nothing to compile here"),
+    "only_save_strategy": only((False, None), "compilation is not needed"),
     "resume_by_last_timestamp_ckpt": only(
-        (False, None), "the newest checkpoint that is whole is taken, by its step"
+        (False, None), "the latest valid checkpoint is used, by its step"
     ),
-    "ignore_data_skip": only((False, None), "a run goes on with the next example, always"),
-    "data_skip_steps": only((0, None), "a run goes on with the next example, always"),
+    "ignore_data_skip": only((False, None), "a run always resumes with the next example"),
+    "data_skip_steps": only((0, None), "a run always resumes with the next example"),
     **{f"parallel_config.{name}": nothing for name in ("data_parallel", "model_parallel")},
     **{f"parallel_config.{n}": nothing for n in ("pipeline_stage", "micro_batch_num")},
     **UNCUT,
@@ -193,7 +192,7 @@ _RULES: dict[str, Rule] = {
     "runner_config.sink_mode": nothing,
     "runner_config.sink_size": nothing,
     "optimizer.type": only(
-        ("AdamW", "FusedAdamWeightDecay", "FP32StateAdamWeightDecay"), "there is only AdamW here"
+        ("AdamW", "FusedAdamWeightDecay", "FP32StateAdamWeightDecay"), "only AdamW is supported"
     ),
     "optimizer.betas": _betas,
     "optimizer.eps": to("optim.adamw.epsilon"),
@@ -201,7 +200,7 @@ _RULES: dict[str, Rule] = {
     "optimizer.learning_rate": nothing,  # lr_schedule's wins: _schedule
     **{f"lr_schedule.{n}": nothing for n in ("type", "learning_rate", "lr_end", "decay_ratio")},
     **{f"lr_schedule.{n}": nothing for n in ("warmup_ratio", "warmup_steps", "total_steps")},
-    "lr_schedule.warmup_lr_init": only((0, None), "a warm-up begins at the first step's share"),
+    "lr_schedule.warmup_lr_init": only((0, None), "the warmup begins at the first step's share"),
     "train_dataset.data_loader": nothing,  # read_data
     "callbacks.MFLossMonitor.per_print_times": to("train.log_steps", int),
     f"{_MONITOR}save_checkpoint_steps": to("checkpoint.save_steps", int),
@@ -212,15 +211,16 @@ _RULES: dict[str, Rule] = {
     ),
     f"{_MONITOR}prefix": nothing,  # folders are called checkpoint-STEP
     f"{_MONITOR}checkpoint_format": only(
-        ("safetensors",), f"checkpoints are safetensors; of older ones, {CONVERTER}"
+        ("safetensors",), f"checkpoints are safetensors; for older ones, {CONVERTER}"
     ),
     f"{_MONITOR}remove_redundancy": nothing,  # a slice is written once, always
     f"{_MONITOR}integrated_save": _integrated,
     f"{_MONITOR}async_save": _async,
     f"{_MONITOR}save_network_params": only((False, None), _OWN_FILES),
     f"{_MONITOR}save_trainable_params": only((False, None), _OWN_FILES),
-    f"{_MONITOR}directory": only((None, ""), "checkpoints lie in output_dir"),
+    f"{_MONITOR}directory": only((None, ""), "checkpoints are always in output_dir"),
     f"{_MONITOR}exception_save": only(
-        (False, None), "SIGTERM and Ctrl-C save anyway; a failure goes back to the last checkpoint"
+        (False, None),
+        "SIGTERM and Ctrl-C always save; a failure resumes from the latest checkpoint",
     ),
 }

@@ -1,8 +1,8 @@
-"""What a YAML file of MindSpore Transformers trains on: its ``train_dataset``, as far as it says.
+"""Convert ``train_dataset`` of a YAML file of MindSpore Transformers, as far as possible.
 
-Its loaders of rows (a dataset of a hub, or a file) become an entry for ``dataset_info.json``, which
-the user adds, and the settings that go with it. Loaders of tokens that were made before, MindRecord
-or Megatron's ``.bin``, hold no rows, and are named with what to add instead.
+Loaders of rows (a dataset of a hub, or a file) become an entry for ``dataset_info.json``, which the
+user adds, and the corresponding settings. Loaders of pretokenized data, MindRecord or Megatron's
+``.bin``, contain no rows; the result says what to add instead.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ _TOKENS = {
     "TFRecordDataset": "TFRecord files",
     "BlendedMegatronDatasetDataLoader": "Megatron's .bin files",
 }
-_ADD = "say what to train on with data.dataset_dir and data.datasets"
+_ADD = "set data.dataset_dir and data.datasets to the training data"
 
 
 @dataclass
 class Data:
-    """The settings of ``data``, and what the user is to add."""
+    """The settings of ``data``, and what the user must add."""
 
     settings: dict[str, object] = field(default_factory=dict)
     advice: list[str] = field(default_factory=list)
 
 
 def read_data(told: Mapping[str, Any]) -> Data:
-    """What ``train_dataset`` comes to."""
+    """The settings of ``train_dataset``."""
     section = told.get("train_dataset")
     loader = section.get("data_loader") if isinstance(section, Mapping) else None
     if not isinstance(loader, Mapping):
         return Data(advice=[f"no train_dataset: {_ADD}"])
     kind = str(loader.get("type"))
     if kind not in _ROWS:
-        what = f", {_TOKENS[kind]} of tokens," if kind in _TOKENS else ""
+        what = f", {_TOKENS[kind]} with tokens," if kind in _TOKENS else ""
         return Data(
-            advice=[f"train_dataset: {kind}{what} is not read; {_ADD}, the rows themselves"]
+            advice=[f"train_dataset: {kind}{what} is not supported; {_ADD}, the rows themselves"]
         )
     found = Data()
     entry = _entry(loader)
@@ -61,7 +61,7 @@ def read_data(told: Mapping[str, Any]) -> Data:
 
 
 def _entry(loader: Mapping[str, Any]) -> tuple[str, dict[str, object]] | None:
-    """A dataset's name, and what ``dataset_info.json`` says of it."""
+    """A dataset's name, and its entry for ``dataset_info.json``."""
     path, files = loader.get("path"), loader.get("data_files")
     if isinstance(files, Mapping):
         files = files.get("train")
@@ -87,7 +87,7 @@ def _plain(name: str) -> str:
 
 
 def _take_handler(handler: Any, found: Data) -> None:
-    """One step of theirs from rows to tokens."""
+    """One processing step from rows to tokens."""
     told = handler if isinstance(handler, Mapping) else {"type": handler}
     kind = str(told.get("type"))
     if type(told.get("seq_length")) is int:
@@ -98,6 +98,6 @@ def _take_handler(handler: Any, found: Data) -> None:
         found.settings["data.packing"] = True
     elif kind != "AlpacaInstructDataHandler":
         found.advice.append(
-            f"train_dataset: {kind} is not taken over; the columns of rows, and what they are, are "
-            "told in dataset_info.json"
+            f"train_dataset: {kind} is not converted; the columns of rows, and their meaning, "
+            "are set in dataset_info.json"
         )

@@ -17,7 +17,7 @@ from .conversion import convert
 
 @dataclass(frozen=True)
 class ConvertedFile:
-    """A recipe, and what is to be said of it."""
+    """A recipe, and notes about it."""
 
     text: str  # YAML, ends in a newline
     notes: Sequence[str]  # what its data sets need beside it, and the keys that were not looked at
@@ -35,5 +35,5 @@ def convert_file(path: Path, overrides: Sequence[str] = ()) -> ConvertedFile:
     names_data = any(each.startswith("data.datasets") for each in overrides)
     notes = list(found.advice) if found.is_prediction or not names_data else []
     if found.left:
-        notes.append(f"not looked at: {', '.join(found.left)}")
+        notes.append(f"not used: {', '.join(found.left)}")
     return ConvertedFile(text, notes)

@@ -1,7 +1,7 @@
-"""How a YAML file of MindSpore Transformers is read: a table from its keys to rules.
+"""Rules for the keys of a YAML file of MindSpore Transformers.
 
-A rule gives what a value comes to here, dotted settings, or raises the reason why there is no such
-thing. Rules over several keys are asked with the whole file.
+A rule converts a value to dotted settings, or raises the reason why it cannot be converted. Rules
+for several keys get the whole file.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ Together = Sequence[tuple[Keys, Rule]]  # where a rule's error is shown, and the
 
 
 class RefusedError(Exception):
-    """Why a value is not taken."""
+    """Why a value is rejected."""
 
 
 @dataclass
 class Converted:
-    """What became of the file."""
+    """The result for the file."""
 
     settings: dict[str, object] = field(default_factory=dict)  # dotted, as overrides are
     left: list[str] = field(default_factory=list)  # keys that were not looked at
@@ -44,10 +44,10 @@ class Converted:
 
 
 def apply(document: Document, rules: Mapping[str, Rule], together: Together) -> Converted:
-    """The settings that the keys of ``document`` come to.
+    """The settings of the keys of ``document``.
 
     Raises:
-        RecipeError: with every key that cannot be had here, each with line, reason and way out.
+        RecipeError: with every unsupported key, each with line, reason and alternative.
     """
     told = document.data
     if not isinstance(told, dict):
@@ -73,7 +73,9 @@ def apply(document: Document, rules: Mapping[str, Rule], together: Together) -> 
 
 
 def _keys(told: Mapping[str, Any]) -> Iterator[tuple[Keys, Any]]:
-    """Every key of the top and of the sections, with its value; callbacks by their settings."""
+    """Every key of the top level and of the sections, with its value; callbacks by their
+    settings.
+    """
     for key, value in told.items():
         if key == "callbacks" and isinstance(value, list):
             for i, callback in enumerate(value):
@@ -88,12 +90,12 @@ def _keys(told: Mapping[str, Any]) -> Iterator[tuple[Keys, Any]]:
 
 
 def _name(path: Keys) -> str:
-    """A key as the table has it: a callback's by its type, not its place in the list."""
+    """A key as in the table: a callback's by its type, not its position in the list."""
     return ".".join(str(key) for key in path if not isinstance(key, int))
 
 
 def to(path: str, kind: type = object) -> Rule:
-    """It is the setting ``path`` here, of the type ``kind``."""
+    """The key is the setting ``path``, of the type ``kind``."""
 
     def rule(value: Any) -> Found:
         if value is None:
@@ -106,12 +108,12 @@ def to(path: str, kind: type = object) -> Rule:
 
 
 def nothing(_value: Any) -> Found:
-    """It has no counterpart and needs none."""
+    """The key has no counterpart and needs none."""
     return {}
 
 
 def only(allowed: tuple[Any, ...], reason: str) -> Rule:
-    """These values say nothing here; any other is refused for ``reason``."""
+    """These values need no setting; any other is rejected for ``reason``."""
 
     def rule(value: Any) -> Found:
         if value not in allowed:

@@ -1,8 +1,9 @@
-"""A YAML file of MindSpore Transformers with ``run_mode: predict`` as the settings of a
+"""Convert a YAML file of MindSpore Transformers with ``run_mode: predict`` to the settings of a
 ``Prediction``.
 
-How answers are sampled stands at three places there: in ``model.model_config``, in a section of its
-own, and, from their command line, at the top, which wins. What only trains is not looked at.
+Sampling settings occur at three places there: in ``model.model_config``, in a section of their own,
+and, from their command line, at the top level, which has precedence. Keys for training only are
+ignored.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from .keys import Converted, Found, RefusedError, Rule, apply, nothing, only, to
 
 CONVERTER = "convert it with mindspore.ckpt_to_safetensors"
 _PLURAL = ("context_parallel", "expert_parallel", "seq_split_num", "micro_batch_interleave_num")
-SAFETENSORS = only(("safetensors",), f"only safetensors are read; {CONVERTER}")
+SAFETENSORS = only(("safetensors",), f"only safetensors are supported; {CONVERTER}")
 STRATEGY = only(
     ("", None),
-    "strategy files are looked for in `strategy` beside the ranks; move them there, or "
-    "convert the weights once with `surefoot ckpt convert --to huggingface --strategy`",
+    "strategy files must be in `strategy` beside the ranks; move them there, or convert the "
+    "weights once with `surefoot ckpt convert --to huggingface --strategy`",
 )
 UNCUT = {f"parallel_config.{n}": only((1, None), "it is not supported here") for n in _PLURAL}
 _SAME = ("do_sample", "temperature", "top_p", "top_k", "repetition_penalty", "max_new_tokens")
@@ -41,7 +42,7 @@ def sizes(config: Mapping[str, Any]) -> tuple[int, int, int]:
 
 
 def convert_prediction(document: Document) -> Converted:
-    """The settings that the keys of ``document`` come to, and the command that takes them.
+    """The settings of the keys of ``document``, and the command for them.
 
     Raises ``RecipeError`` as ``from_mindformers.convert``.
     """
@@ -59,8 +60,8 @@ def _parallel(told: Mapping[str, Any]) -> Found:
         return {}
     if stages > 1:
         raise RefusedError(
-            f"pipeline_stage {stages}: an answer is written token by token, and a pipeline would "
-            "idle; use model_parallel"
+            f"pipeline_stage {stages}: responses are generated token by token, and a pipeline "
+            "would idle; use model_parallel"
         )
     found = {"parallel.num_processes": data * model, "parallel.tp": model}
     return found | ({"parallel.dp_replicate": data} if data > 1 else {})
@@ -77,10 +78,7 @@ def _sampling(told: Mapping[str, Any]) -> Found:
     found: dict[str, object] = {}
     for section in _places(told):
         if section.get("num_beams") not in (None, 1):
-            raise RefusedError(
-                f"num_beams {section['num_beams']!r}: an answer is written as it comes, there is "
-                "no search over beams"
-            )
+            raise RefusedError(f"num_beams {section['num_beams']!r}: beam search is not supported")
         given = {n: section[n] for n in _SAME if section.get(n) is not None}
         longest = next((section[name] for name in _WHOLE if section.get(name)), None)
         if longest is not None and "max_new_tokens" not in given:
@@ -92,7 +90,7 @@ def _sampling(told: Mapping[str, Any]) -> Found:
 
 
 def _places(told: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Where it is said how to sample; what comes later wins."""
+    """The places of sampling settings; later ones have precedence."""
     model = told.get("model")
     config = model.get("model_config") if isinstance(model, Mapping) else None
     for section in (config, *(told.get(name) for name in _SECTIONS), told):
@@ -101,19 +99,19 @@ def _places(told: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 
 def _advice(told: Mapping[str, Any]) -> Iterator[str]:
-    """What is to be said on the command line, or was said in another way."""
+    """Settings for the command line, and notes."""
     for section in _places(told):
         whole = next((name for name in _WHOLE if section.get(name)), None)
         if whole is not None and not section.get("max_new_tokens"):
             yield (
                 f"{whole} counts the prompt, too; generate.max_new_tokens, which now has its "
-                "value, the answer alone"
+                "value, counts the response only"
             )
     data, prompts = told.get("predict_data"), "FILE"
     if isinstance(data, str) and Path(data).is_file():
         prompts = shlex.quote(data)
     elif data:
-        yield "predict_data: write the prompts into a FILE, one a line"
+        yield "predict_data: write the prompts into a FILE, one per line"
     seed = f" --seed {told['seed']}" if type(told.get("seed")) is int else ""
     yield f"then: surefoot predict RECIPE --prompts {prompts} --output answers.jsonl{seed}"
 
@@ -131,10 +129,12 @@ _RULES: dict[str, Rule] = {
     **UNCUT,
     "load_ckpt_format": SAFETENSORS,
     "src_strategy_path_or_dir": STRATEGY,
-    "only_save_strategy": only((False, None), "there is nothing to compile here"),
+    "only_save_strategy": only((False, None), "compilation is not needed"),
     "predict_batch_size": to("generate.batch_size", int),
-    "adapter_id": only((None,), "one adapter answers at a time; name its folder in model.adapter"),
-    "modal_type": only((None,), "prompts are text"),
+    "adapter_id": only(
+        (None,), "only one adapter is used at a time; name its folder in model.adapter"
+    ),
+    "modal_type": only((None,), "prompts must be text"),
     **{
         f"{place}{name}": nothing  # _sampling
         for place in ("", *(f"{section}." for section in _SECTIONS))

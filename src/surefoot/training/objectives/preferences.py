@@ -1,8 +1,8 @@
 """The mathematics of preferences: pure functions of log-probabilities, each with its source.
 
-Shapes: P pairs, N trained positions. ``margins_P`` say by how much more the chosen answer is
-expected than the rejected one, as against a reference where there is one, in nats; ``chosen_P`` and
-``rejected_P`` are mean log-probabilities of an answer's tokens. Each loss is one number a pair.
+Shapes: P pairs, N trained positions. ``margins_P`` are log-ratios of the chosen and the rejected
+response, relative to a reference if there is one, in nats; ``chosen_P`` and ``rejected_P`` are mean
+log-probabilities of a response's tokens. Each loss is one number per pair.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 def sums_of_answers(
     logps_N: torch.Tensor, answer_N: torch.Tensor, num_answers: int
 ) -> torch.Tensor:
-    """[answers] log-probability of each answer, by whose each position is.
+    """[responses] log-probability of each response, from the response of each position.
 
-    Sums of rows, for to scatter is to add in any order on a GPU.
+    Computed by sums of rows, because scatter-add has no fixed order on a GPU.
     """
     import torch
 
@@ -45,14 +45,16 @@ def hinge(margins_P: torch.Tensor, beta: float) -> torch.Tensor:
 
 
 def ipo(margins_P: torch.Tensor, beta: float) -> torch.Tensor:
-    """IPO (arXiv:2310.12036): ``(margin - 1 / (2 beta))^2``, of margins per token, as its authors
-    came to compute it."""
+    """IPO (arXiv:2310.12036): ``(margin - 1 / (2 beta))^2``, of margins per token, as its
+    authors later defined it.
+    """
     return (margins_P - 1 / (2 * beta)) ** 2
 
 
 def orpo(chosen_P: torch.Tensor, rejected_P: torch.Tensor, beta: float) -> torch.Tensor:
-    """ORPO (arXiv:2403.07691): likelihood of the chosen answer, and ``beta`` times
-    ``-log sigmoid`` of the log odds ratio."""
+    """ORPO (arXiv:2403.07691): likelihood of the chosen response, and ``beta`` times
+    ``-log sigmoid`` of the log odds ratio.
+    """
     import torch.nn.functional as F
 
     log_odds_P = chosen_P - rejected_P - (_log_complement(chosen_P) - _log_complement(rejected_P))

@@ -21,7 +21,7 @@ class HuggingFaceModel:
     """Weights, configuration and tokenizer; an adapter is merged into its base."""
 
     base: str | None = None
-    """The base model of an adapter if it moved, or of weights of others (DCP, DeepSpeed)."""
+    """The base model of an adapter if it moved, or of foreign weights (DCP, DeepSpeed)."""
 
     dtype: DtypeName | None = None
     """Of the weights; the optimizer's state stays."""
@@ -42,7 +42,7 @@ class HuggingFaceModel:
         return Hints(self.base, self.trust_pickle, self.names, self.strategy)
 
     def write(self, origin: Origin, target: Path, progress: Progress) -> Done:
-        """A whole model; weights only where there is no configuration."""
+        """A full model; weights only if there is no configuration."""
         layout = detect_layout(origin.folder)
         if named(origin.folder) or (layout is not None and layout.is_whole_model):
             return self._write_whole(origin, target, progress)
@@ -74,4 +74,4 @@ def refuse_taken(out: Path) -> None:
     if out.is_dir() and not any(out.iterdir()):
         return
     if files.exists(out):
-        raise ModelError(f"{out}: it is there already, and nothing is overwritten; choose another")
+        raise ModelError(f"{out}: it exists already, and nothing is overwritten; choose another")

@@ -29,10 +29,12 @@ class MindSporeFolder:
     """A folder for MindSpore Transformers, full or by rank."""
 
     layout: Literal["full", "distributed"] = "full"
-    """Of a Surefoot checkpoint: whole tensors, or a folder of boxes for every process."""
+    """Layout of the result: full (unsharded tensors), or distributed (one folder of slices per
+    rank).
+    """
 
     base: str | None = None
-    """The base model of an adapter if it moved, or of weights of others (DCP, DeepSpeed)."""
+    """The base model of an adapter if it moved, or of foreign weights (DCP, DeepSpeed)."""
 
     dtype: DtypeName | None = None
     """Of the weights; the optimizer's state stays."""
@@ -48,12 +50,13 @@ class MindSporeFolder:
     """MindSpore's strategy files of SRC, if not beside its ranks."""
 
     like: Path | None = None
-    """Strategy files by which DST is cut for its ranks."""
+    """Strategy files that define how DST is sharded over its ranks."""
 
     parallel_config: ParallelConfig | None = None
-    """How DST is cut for MindSpore's ranks: data_parallel=2,model_parallel=4, pipeline_stage,
-    enable_parallel_optimizer=true, optimizer_weight_shard_size, parallel_optimizer_threshold,
-    vocab_emb_dp=false."""
+    """How DST is sharded over MindSpore's ranks: data_parallel=2,model_parallel=4,
+    pipeline_stage, enable_parallel_optimizer=true, optimizer_weight_shard_size,
+    parallel_optimizer_threshold, vocab_emb_dp=false.
+    """
 
     remove_redundancy: bool = False
     """Of slices that several ranks hold, write one."""
@@ -89,10 +92,10 @@ class MindSporeFolder:
 def write_mindspore(
     origin: Origin, target: Path, wanted: TargetFormat, *, progress: Progress | None = None
 ) -> None:
-    """Write what is in ``origin`` into the new folder ``target`` as MindSpore keeps it.
+    """Write the content of ``origin`` into the new folder ``target`` in MindSpore's form.
 
-    Moments and step numbers of checkpoints of ours and MindSpore's come along, under the names of
-    ``adam_m`` and ``adam_v``.
+    Moments and step numbers of Surefoot's and MindSpore's checkpoints are included, under the names
+    of ``adam_m`` and ``adam_v``.
 
     Raises:
         CheckpointError: a model whose tensors have no name there, sizes that do not fit it, damaged
@@ -108,7 +111,7 @@ def write_mindspore(
 
 
 def _opened(origin: Origin, wanted: TargetFormat) -> tuple[TensorSource, Mapping[str, bytes]]:
-    """Everything under MindSpore's names, and the small files to lie beside."""
+    """Everything under MindSpore's names, and the companion files."""
     folder = origin.folder
     if not named(folder) and not _is_model(folder):
         model = origin.weights()

@@ -34,7 +34,7 @@ class PEFTAdapter:
         is_marked = layout is not None and layout.has_adapter_config
         if not (is_marked and files.exists(folder / ADAPTER_CONFIG)):
             raise CheckpointError(
-                f"{folder}: it holds no adapter; take --to huggingface for a model"
+                f"{folder}: it contains no adapter; use --to huggingface for a model"
             )
         source, small = cast(open_folder(folder), self.dtype), adapter_files(folder)
         with new_folder(target) as made:

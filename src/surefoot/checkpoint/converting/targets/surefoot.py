@@ -1,4 +1,4 @@
-"""A Surefoot checkpoint: resharded, or made of the weights of others."""
+"""A Surefoot checkpoint: resharded, or converted from foreign weights."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ class SurefootCheckpoint:
     """A Surefoot checkpoint: another layout or mesh, or the weights of other tools."""
 
     layout: Literal["full", "distributed"] = "full"
-    """Of a Surefoot checkpoint: whole tensors, or a folder of boxes for every process."""
+    """Layout of the Surefoot checkpoint: full (unsharded tensors), or distributed (one folder of
+    shards per rank).
+    """
 
     mesh: Mesh | None = None
     """The processes whose boxes are written: dp_shard=4, dp_shard=4,tp=2, dp_replicate=2 …"""
@@ -34,7 +36,7 @@ class SurefootCheckpoint:
     """Of the weights; the optimizer's state stays."""
 
     base: str | None = None
-    """The base model of an adapter if it moved, or of weights of others (DCP, DeepSpeed)."""
+    """The base model of an adapter if it moved, or of foreign weights (DCP, DeepSpeed)."""
 
     trust_pickle: bool = False
     """Read the pickles of a checkpoint of DeepSpeed, or of PyTorch's DCP, as inert records."""
@@ -48,7 +50,7 @@ class SurefootCheckpoint:
 
     def __post_init__(self) -> None:
         if self.mesh and self.layout != "distributed":
-            raise OptionError("--mesh goes with --layout distributed; layout full has no boxes")
+            raise OptionError("--mesh needs --layout distributed; layout full is not sharded")
 
     @property
     def hints(self) -> Hints:
@@ -72,14 +74,14 @@ class SurefootCheckpoint:
             dtype=self.dtype,
             progress=progress,
         )
-        return Done(notes, f"go on from it with checkpoint.resume={target}")
+        return Done(notes, f"resume from it with checkpoint.resume={target}")
 
     def _refuse_hints(self) -> None:
         for name in ("base", "names", "strategy", "trust_pickle"):
             if getattr(self, name):
                 raise OptionError(
-                    f"--{name.replace('_', '-')} means nothing for a checkpoint of ours, which "
-                    "holds all that is needed"
+                    f"--{name.replace('_', '-')} cannot be used with a Surefoot checkpoint, "
+                    "which contains all that is needed"
                 )
 
     def _write_weights(

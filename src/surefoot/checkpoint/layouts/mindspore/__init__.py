@@ -1,5 +1,5 @@
-"""Weights as MindSpore and MindSpore Transformers keep them: whole, by rank, and by iteration.
+"""Weights in the forms of MindSpore and MindSpore Transformers: full, by rank, and by iteration.
 
 ``slicing`` is the arithmetic of their slices, ``strategy`` the files that describe them, ``ranks``
-finds what belongs together, and ``opened`` opens a folder of any of the forms.
+finds files that belong together, and ``opened`` opens a folder of any of the forms.
 """

@@ -24,7 +24,9 @@ from .strategy.shapes import Shapes
 def open_mindspore_state(
     folder: Path, *, strategy: Path | None = None, shapes: Shapes | None = None
 ) -> dict[str, TensorLocation]:
-    """All tensors that MindSpore saved, by its names: weights, moments, numbers of the training."""
+    """All tensors that MindSpore saved, by its names: weights, moments, numbers of the training
+    state.
+    """
     return locations(open_boxes(folder, strategy=strategy, shapes=shapes))
 
 

@@ -48,7 +48,7 @@ _MOMENTS = {"adam_m.": "exp_avg", "adam_v.": "exp_avg_sq"}
 
 @dataclass(frozen=True)
 class MindSporeHints:
-    """Where to find what a folder of MindSpore's does not say itself."""
+    """Information that a folder of MindSpore's may lack."""
 
     strategy: Path | None = None  # files, if they are not beside the ranks
     names: str | None = None  # the family of names; None: as the names look
@@ -59,7 +59,7 @@ NOTHING_MORE = MindSporeHints()
 
 
 def open_state(folder: Path, theirs: MindSporeHints = NOTHING_MORE) -> TensorSource:
-    """All that MindSpore saved, by its names: weights, moments, numbers of the training.
+    """All that MindSpore saved, by its names: weights, moments, numbers of the training state.
 
     Raises ``CheckpointError`` for files that do not belong together, or are not enough.
     """
@@ -82,7 +82,7 @@ def open_model(folder: Path, theirs: MindSporeHints = NOTHING_MORE) -> TensorSou
 
 
 def by_role(source: TensorSource) -> dict[str, TensorSource]:
-    """What MindSpore saved apart as model, optimizer and state."""
+    """MindSpore's tensors, separated into model, optimizer and state."""
     names: dict[str, dict[str, str]] = {role: {} for role in _ROLES}
     for name, shape in source.shapes().items():
         names[role_of(name, shape)][name] = name
@@ -100,15 +100,16 @@ def as_huggingface(
 
 
 def as_mindspore(source: TensorSource, family: str | None, heads: Heads | None) -> TensorSource:
-    """Weights of Hugging Face's names, and their moments, under those of a family; None: the one
-    that MindSpore Transformers uses for such a model."""
+    """Weights with Hugging Face's names, and their moments, under those of a family; None: the
+    one that MindSpore Transformers uses for such a model.
+    """
     if family == KEEP:
         return source
     return to_mindspore(source, family or usual(source.shapes()), heads)
 
 
 def _shapes(folder: Path, theirs: MindSporeHints) -> Shapes | None:
-    """The whole shapes of the model in ``base`` by MindSpore's names, for files of ranks."""
+    """The full shapes of the model in ``base`` by MindSpore's names, for files of ranks."""
     if theirs.base is None or form_of(folder) != "ranks":
         return None
     base = FolderSource(open_weights(theirs.base))
@@ -123,14 +124,14 @@ def _shapes(folder: Path, theirs: MindSporeHints) -> Shapes | None:
 
 
 def stages_for(source: TensorSource, config: ParallelConfig) -> Sequence[Layouts]:
-    """The layout of everything in ``source`` that is cut, for a ``parallel_config``."""
+    """The layout of all sharded tensors in ``source``, for a ``parallel_config``."""
     return config.stages(
         {n: one for n, one in described(source).items() if role_of(n, one[1]) != "state"}
     )
 
 
 def naming_of(folder: Path) -> Naming:
-    """How to name the files of ranks that come from ``folder``: after the step it was saved at."""
+    """The names of the files of ranks that come from ``folder``: after the step it was saved at."""
     if has_manifest(folder):
         return Naming(step=open_checkpoint(folder).manifest.step)
     if form_of(folder) == "ranks" and (step := step_of(rank_files(folder)[0].name)) is not None:
@@ -139,8 +140,9 @@ def naming_of(folder: Path) -> Naming:
 
 
 def moments_of(model: TensorSource, folder: Path) -> list[tuple[str, TensorSource]]:
-    """The moments that a run's checkpoint keeps of ``model``'s weights, and what MindSpore puts
-    before their names; none in the folders of others and of adapters."""
+    """The moments of ``model``'s weights in a run's checkpoint, and MindSpore's prefixes of
+    their names; none in foreign folders and for adapters.
+    """
     if not has_manifest(folder) or open_checkpoint(folder).manifest.kind != "full":
         return []
     stored = FolderSource(open_contents(folder, ("optimizer",)))
@@ -152,8 +154,8 @@ def moments_of(model: TensorSource, folder: Path) -> list[tuple[str, TensorSourc
     }
     if odd := sorted(owners - model.shapes().keys()):
         logger.warning(
-            "%s: its moments are left out: those of %s are of several tensors that are apart in "
-            "files, so what is written are weights to start from",
+            "%s: the moments of %s belong to several tensors that are separate in files, so "
+            "they are not written; the result contains weights only",
             *(folder, odd[0]),
         )
         return []
@@ -167,7 +169,7 @@ def moments_of(model: TensorSource, folder: Path) -> list[tuple[str, TensorSourc
 
 
 def numbers_of(folder: Path, global_batch_size: int | None) -> TensorsInMemory:
-    """The numbers that MindSpore Transformers goes on from, of a checkpoint of ours."""
+    """The numbers of a Surefoot checkpoint with which MindSpore Transformers resumes."""
     checkpoint = open_checkpoint(folder)
     told: Mapping[str, Any] = {}
     if TRAINER_STATE in checkpoint.manifest.files:

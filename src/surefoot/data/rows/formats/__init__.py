@@ -1,7 +1,7 @@
 """Dataset formats: one row to one Example. To add one: write its file, add its line.
 
 The fields of a format are the columns and tags of a ``dataset_info.json`` entry, with their usual
-names as defaults; ``main`` is the one no row can do without.
+names as defaults. ``main`` is the one column that every row must have.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from .sharegpt import ShareGPT
 
 
 class Format(Protocol):
-    """One way of writing a row."""
+    """The form of the rows of a dataset."""
 
     main: ClassVar[str]  # the field whose column every row needs
 
     def read(self, row: Row) -> Example:
-        """The row as an Example; raises DataError with the reason where it cannot be read."""
+        """The row as an Example; raises DataError with the reason if it cannot be read."""
 
 
 FORMATS: dict[str, type[Alpaca] | type[ShareGPT] | type[OpenAI]] = {

@@ -1,4 +1,4 @@
-"""Alpaca: one question and one answer a row, in columns of their own."""
+"""Alpaca: one question and one response per row, in columns of their own."""
 
 from __future__ import annotations
 
@@ -12,16 +12,18 @@ from .fields import Row, as_text, label, missing, shown, structure, text, tools
 
 @dataclass(frozen=True, kw_only=True)
 class Alpaca:
-    """``{"instruction", "input", "output", "system", "history"}``; only a prompt makes a text."""
+    """``{"instruction", "input", "output", "system", "history"}``; a row with only a prompt is a
+    plain text.
+    """
 
     main: ClassVar[str] = "prompt"
 
     prompt: str | None = "instruction"
     """The question, or the text of a row for ``stage: pt``."""
     query: str | None = "input"
-    """What the question is about; follows it on a line of its own."""
+    """Further input to the question; follows it on a line of its own."""
     response: str | None = "output"
-    """The answer."""
+    """The response."""
     history: str | None = "history"
     """Earlier turns: a list of [question, answer]."""
     system: str | None = "system"
@@ -29,16 +31,16 @@ class Alpaca:
     tools: str | None = "tools"
     """Functions the model may call: a list of schemas, or the same as a JSON string."""
     chosen: str | None = "chosen"
-    """The better answer, with ``ranking``."""
+    """The chosen response, with ``ranking``."""
     rejected: str | None = "rejected"
-    """The worse answer, with ``ranking``."""
+    """The rejected response, with ``ranking``."""
     kto_tag: str | None = None
-    """Whether the answer is desirable, true or false."""
+    """Whether the response is desirable, true or false."""
     ranking: bool = False
-    """Each row has a better and a worse answer."""
+    """Each row has a chosen and a rejected response."""
 
     def read(self, row: Row) -> Example:
-        """The row's conversation; raises DataError with the reason why it has none."""
+        """The row's conversation; raises DataError with the reason if it has none."""
         prompt, query = text(row, self.prompt), text(row, self.query)
         if prompt is None and query is None:
             raise missing(row, self.prompt)

@@ -1,7 +1,7 @@
 """One value of a row: of the right type, or a DataError that names the column.
 
-A column is absent when its name is None (switched off), the row lacks it, or its value is null:
-columnar files fill what a row does not have with nulls.
+A column is absent if its name is None (switched off), the row lacks it, or its value is null:
+columnar files contain nulls where a row has no value.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ TRUTH = {"true": True, "1": True, "false": False, "0": False}  # csv has only te
 
 
 def text(row: Row, column: str | None) -> str | None:
-    """The text of a column, None where it is absent."""
+    """The text of a column, None if it is absent."""
     value = _value(row, column)
     return None if value is None else as_text(value, f"column {column!r}")
 
 
 def as_text(value: object, where: str) -> str:
-    """``value`` if it is text that a tokenizer can take."""
+    """``value`` if it is text that a tokenizer can encode."""
     if not isinstance(value, str):
         raise DataError(f"{where}: expected text, got {shown(value)}")
     if not value.isascii():
@@ -32,12 +32,14 @@ def as_text(value: object, where: str) -> str:
             value.encode()
         except UnicodeEncodeError as error:
             at = f"at character {error.start}"
-            raise DataError(f"{where}: half of a surrogate pair {at}, which is no text") from None
+            raise DataError(
+                f"{where}: half of a surrogate pair {at}, which is not valid text"
+            ) from None
     return value
 
 
 def structure(row: Row, column: str | None) -> object:
-    """The list or object of a column, or of the JSON string in it; None where it is absent."""
+    """The list or object of a column, or of the JSON string in it; None if it is absent."""
     value = _value(row, column)
     if not isinstance(value, str):
         return value
@@ -45,7 +47,7 @@ def structure(row: Row, column: str | None) -> object:
 
 
 def from_json(value: str, where: str) -> object:
-    """What a JSON string says."""
+    """Parse a JSON string."""
     try:
         return json.loads(value)
     except (ValueError, RecursionError) as error:
@@ -53,7 +55,7 @@ def from_json(value: str, where: str) -> object:
 
 
 def tools(row: Row, column: str | None) -> tuple[JSON, ...]:
-    """Schemas of functions, taken out of OpenAI's wrapping ``{"type", "function": ...}``."""
+    """Schemas of functions, without OpenAI's wrapping ``{"type", "function": ...}``."""
     value = structure(row, column)
     if value is None:
         return ()
@@ -71,7 +73,7 @@ def _function(value: object, where: str) -> JSON:
 
 
 def label(row: Row, column: str | None) -> bool | None:
-    """Whether the answer is desirable; None if no such column is named."""
+    """Whether the response is desirable; None if no such column is named."""
     if column is None:
         return None
     value = _value(row, column)
@@ -82,19 +84,19 @@ def label(row: Row, column: str | None) -> bool | None:
 
 
 def missing(row: Row, column: str | None) -> DataError:
-    """The error for a row without the column it is all about."""
+    """The error for a row without its main column."""
     found = ", ".join(row) or "none"
     return DataError(f"no column {column!r} (columns found: {found}){nearest(str(column), row)}")
 
 
 def nearest(word: str, choices: Mapping[str, object]) -> str:
-    """`` (did you mean x?)`` for the choice that looks most like ``word``, or nothing."""
+    """`` (did you mean x?)`` for the choice most similar to ``word``, or nothing."""
     close = get_close_matches(word, list(choices), n=1)
     return f" (did you mean {close[0]}?)" if close else ""
 
 
 def shown(value: object) -> str:
-    """The type of a value and as much of it as fits in a message."""
+    """The type of a value, and as much of the value as fits into a message."""
     if value is None:
         return "null"
     words = repr(value)

@@ -1,4 +1,4 @@
-"""OpenAI: a list of messages a row, with function calls in ``tool_calls``; nothing is added."""
+"""OpenAI: a list of messages per row, with function calls in ``tool_calls``; nothing is added."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class OpenAI:
     tools: str | None = "tools"
     """Functions the model may call: a list of schemas, or the same as a JSON string."""
     chosen: str | None = "chosen"
-    """The better answer, with ``ranking``: a message or its text."""
+    """The chosen response, with ``ranking``: a message or its text."""
     rejected: str | None = "rejected"
-    """The worse answer, with ``ranking``: a message or its text."""
+    """The rejected response, with ``ranking``: a message or its text."""
     kto_tag: str | None = None
-    """Whether the last answer is desirable, true or false."""
+    """Whether the last response is desirable, true or false."""
     role_tag: str = "role"
     """Key of a message's role."""
     content_tag: str = "content"
@@ -39,14 +39,14 @@ class OpenAI:
     observation_tag: str = "tool"
     """Role of a function's result; ``function``, its older name, is read too."""
     function_tag: str = "function_call"
-    """Role of a function call in a message of its own, for files that have such."""
+    """Role of a function call as a message of its own, for files that have such messages."""
     system_tag: str = "system"
     """Role of the system message; ``developer``, its newer name, is read too."""
     ranking: bool = False
-    """Each row has a better and a worse last answer."""
+    """Each row has a chosen and a rejected last response."""
 
     def read(self, row: Row) -> Example:
-        """The row's conversation; raises DataError with the reason why it has none."""
+        """The row's conversation; raises DataError with the reason if it has none."""
         turns = self._turns()
         return Example(
             with_system(text(row, self.system), turns.of(row, self.messages)),

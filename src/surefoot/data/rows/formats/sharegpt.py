@@ -1,4 +1,4 @@
-"""ShareGPT: a list of turns a row, with function calls as turns of their own."""
+"""ShareGPT: a list of turns per row, with function calls as turns of their own."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class ShareGPT:
     tools: str | None = "tools"
     """Functions the model may call: a list of schemas, or the same as a JSON string."""
     chosen: str | None = "chosen"
-    """The better answer, with ``ranking``: a turn or its text."""
+    """The chosen response, with ``ranking``: a turn or its text."""
     rejected: str | None = "rejected"
-    """The worse answer, with ``ranking``: a turn or its text."""
+    """The rejected response, with ``ranking``: a turn or its text."""
     kto_tag: str | None = None
-    """Whether the last answer is desirable, true or false."""
+    """Whether the last response is desirable, true or false."""
     role_tag: str = "from"
     """Key of a turn's role."""
     content_tag: str = "value"
@@ -43,10 +43,10 @@ class ShareGPT:
     system_tag: str = "system"
     """Role of the system message."""
     ranking: bool = False
-    """Each row has a better and a worse last answer."""
+    """Each row has a chosen and a rejected last response."""
 
     def read(self, row: Row) -> Example:
-        """The row's conversation; raises DataError with the reason why it has none."""
+        """The row's conversation; raises DataError with the reason if it has none."""
         turns = self._turns()
         return Example(
             with_system(text(row, self.system), turns.of(row, self.messages)),

@@ -1,6 +1,6 @@
-"""A conversation written as a list of turns: each an object with a role and a content.
+"""A conversation as a list of turns: each an object with a role and a content.
 
-Two ways to write a function call are read: a turn of its own whose content is the call as JSON
+Function calls are read in two forms: a turn of its own whose content is the call as JSON
 (ShareGPT), and ``tool_calls`` beside the content of an assistant turn (OpenAI).
 """
 
@@ -20,7 +20,7 @@ WRAPPED_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 
 @dataclass(frozen=True, slots=True)
 class Turns:
-    """How a dataset spells its turns: keys of role and content, and its words for the roles."""
+    """A dataset's keys of role and content, and its names of the roles."""
 
     role: str
     content: str
@@ -37,7 +37,7 @@ class Turns:
         return tuple(self.message(turn, f"turn {i}") for i, turn in enumerate(value, 1))
 
     def answer(self, row: Row, column: str | None) -> Message:
-        """The chosen or rejected answer in a column: a turn, a list of one turn, or its text."""
+        """The chosen or rejected response in a column: a turn, a list of one turn, or its text."""
         value = _only(row.get(column) if column else None)
         if value is None:
             raise missing(row, column)
@@ -46,7 +46,7 @@ class Turns:
             return Message("assistant", as_text(value, where))
         message = self.message(value, where)
         if message.role != "assistant":
-            raise DataError(f"{where}: expected an answer, got a turn of the {message.role}")
+            raise DataError(f"{where}: expected a response, got a turn of the {message.role}")
         return message
 
     def message(self, turn: object, where: str) -> Message:
@@ -88,7 +88,7 @@ def with_system(system: str | None, messages: tuple[Message, ...]) -> tuple[Mess
         return (Message("system", system), *messages)
     if messages[0].content != system:
         raise DataError(
-            "the system column and the first turn give two different system messages; "
+            "the system column and the first turn contain two different system messages; "
             'switch the column off with "columns": {"system": null}'
         )
     return messages
@@ -99,7 +99,7 @@ def _only(value: object) -> object:
 
 
 def _learn(turn: Row, where: str) -> bool | None:
-    """``weight`` 0 or 1, as in OpenAI's fine-tuning files: whether this turn is learnt."""
+    """``weight`` 0 or 1, as in OpenAI's fine-tuning files: whether to train on this turn."""
     weight = turn.get("weight")
     if weight is None:
         return None
@@ -109,12 +109,12 @@ def _learn(turn: Row, where: str) -> bool | None:
 
 
 def _content(value: object, where: str) -> str:
-    """Text, or a list of text parts, one after the other."""
+    """Text, or a list of text parts, concatenated."""
     if not isinstance(value, list):
         return as_text(value, where)
     for part in value:
         if not isinstance(part, Mapping) or part.get("type") != "text":
-            raise DataError(f"{where}: only text parts are read, got {shown(part)}")
+            raise DataError(f"{where}: only text parts are supported, got {shown(part)}")
     return "".join(as_text(part.get("text"), where) for part in value)
 
 
@@ -141,7 +141,9 @@ def _as_list(value: object) -> list[object]:
 
 
 def _call(value: object, where: str) -> JSON:
-    """``{"name", "arguments"}`` with the arguments as an object, however they were written."""
+    """``{"name", "arguments"}`` with the arguments as an object, in whatever form they were
+    given.
+    """
     call = value.get("function") or value if isinstance(value, Mapping) else value
     if not isinstance(call, Mapping) or not isinstance(call.get("name"), str):
         raise DataError(f"{where}: expected a call with name and arguments, got {shown(value)}")

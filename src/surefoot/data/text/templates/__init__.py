@@ -1,10 +1,10 @@
 """Chat templates by name: every ``*.jinja`` in this folder is one; adding one is adding a file.
 
-A file begins with a Jinja comment that holds YAML: ``description``, ``aliases``, ``tokens`` (the
-special tokens it writes), ``stop`` (what ends an answer; the end-of-sequence token if absent) and
+A file begins with a Jinja comment that contains YAML: ``description``, ``aliases``, ``tokens`` (the
+special tokens it writes), ``stop`` (what ends a response; the end-of-sequence token if absent) and
 ``tools``. The rest is the template as it is saved with the weights, with ``{% generation %}`` marks
-around what is learnt of an answer. ``{%- include "x.part" %}`` is replaced by that file's text, so
-that what is saved stands alone. Nothing else is added to a conversation, here or later.
+around the trained part of a response. ``{%- include "x.part" %}`` is replaced by that file's text,
+so that the saved template is self-contained. Nothing else is ever added to a conversation.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _INCLUDE = re.compile(r'\{%- include "([\w.]+)" %\}\n')
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """How messages become text. ``stop`` are the tokens that end an answer."""
+    """A chat template. ``stop`` are the tokens that end a response."""
 
     name: str
     source: str  # Jinja, as ``tokenizer.chat_template`` takes it
@@ -53,12 +53,12 @@ class Bundled:
 
 @cache
 def bundled() -> Mapping[str, Bundled]:
-    """Every template of this folder, under its name."""
+    """Every template of this folder, by name."""
     return {path.stem: _read(path) for path in sorted(FOLDER.glob("*.jinja"))}
 
 
 def names() -> list[str]:
-    """What ``data.template`` may be, but for ``auto``: names and aliases."""
+    """Valid values of ``data.template``, except ``auto``: names and aliases."""
     return sorted({*bundled(), *_aliases()})
 
 
@@ -66,7 +66,8 @@ def load_template(name: str, tokenizer: PreTrainedTokenizerBase) -> Template:
     """The template called ``name``, checked against ``tokenizer``; ``auto`` is the tokenizer's own.
 
     Raises:
-        TemplateError: unknown name, no template to take, or special tokens that would be split.
+        TemplateError: unknown name, no template to use, or special tokens that the tokenizer would
+            split.
     """
     if name == AUTO:
         return _own(tokenizer)
@@ -78,7 +79,7 @@ def load_template(name: str, tokenizer: PreTrainedTokenizerBase) -> Template:
 
 
 def template_mismatch(template: Template, tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """What to tell people when the model was saved with a template that renders differently."""
+    """A warning if the model was saved with a template that renders differently; None if not."""
     saved = saved_source(tokenizer)
     if saved is None or template.name == AUTO or saved == template.source:
         return None
@@ -91,9 +92,9 @@ def template_mismatch(template: Template, tokenizer: PreTrainedTokenizerBase) ->
     ours, theirs = _where_they_part(*pair)
     return (
         f"template {template.name!r} differs from the chat template saved with the model, for "
-        f"{', '.join(different)}. For {first}, {template.name!r} writes {ours} where the model's "
-        f"own writes {theirs}. The run learns with {template.name!r} and saves it with the "
-        "weights; `template: auto` keeps the model's own"
+        f"{', '.join(different)}. For {first}, {template.name!r} writes {ours} where the "
+        f"model's own writes {theirs}. The run trains with {template.name!r} and saves it with "
+        "the weights; `template: auto` keeps the model's own"
     )
 
 
@@ -120,7 +121,8 @@ def _own(tokenizer: PreTrainedTokenizerBase) -> Template:
 def _check_tokens(found: Bundled, tokenizer: PreTrainedTokenizerBase) -> None:
     if not found.stop and not tokenizer.eos_token:
         raise TemplateError(
-            f"template {found.name!r} ends answers with the tokenizer's eos_token, and it has none"
+            f"template {found.name!r} ends responses with the tokenizer's eos_token, but this "
+            "tokenizer has none"
         )
     pieces = {token: tokenizer.encode(token, add_special_tokens=False) for token in found.tokens}
     if missing := [token for token, ids in pieces.items() if len(ids) != 1]:
@@ -142,7 +144,7 @@ def _nearest(name: str) -> str:
 
 
 def _where_they_part(ours: str, theirs: str) -> tuple[str, str]:
-    """Two texts from a little before they begin to differ."""
+    """Two texts, from shortly before the first difference."""
     pairs = enumerate(zip(ours, theirs, strict=False))
     same = next((i for i, (a, b) in pairs if a != b), min(len(ours), len(theirs)))
     start = max(0, same - 20)
@@ -150,7 +152,7 @@ def _where_they_part(ours: str, theirs: str) -> tuple[str, str]:
 
 
 def _try(renderer: Renderer, probe: Probe) -> str:
-    """A probe with its next answer, or where it begins: the two must agree in both."""
+    """A probe with its next response, or its generation prompt: the two must agree in both."""
     answer: dict[str, object] = {"role": "assistant", "content": "Answer"}
     answered = [*probe["messages"], answer]
     try:

@@ -57,19 +57,19 @@ class Renderer:
         self._added = self._special | {t.content for t in added if _is_markup(t.content)}
 
     def render(self, messages: Dicts, tools: Dicts | None = None, *, prompt: bool = False) -> str:
-        """The text of a conversation; with ``prompt``, up to where the next answer begins.
+        """The text of a conversation; with ``prompt``, up to the beginning of the next response.
 
         Raises:
-            TemplateError: the template refuses the conversation.
+            TemplateError: the template rejects the conversation.
         """
         return self._render(messages, tools, prompt=prompt)[0]
 
     def render_marked(self, messages: Dicts, tools: Dicts | None = None) -> tuple[str, Spans]:
-        """The text of a conversation, and where its ``{% generation %}`` blocks are."""
+        """The text of a conversation, and the bounds of its ``{% generation %}`` blocks."""
         return self._render(messages, tools, marks=True)
 
     def closing_token(self) -> str | None:
-        """The token that ends an answer, seen in a short conversation; None without one."""
+        """The token that ends a response, found in a short conversation; None if there is none."""
         probe: Dicts = [*_TURNS[:1], {"role": "assistant", "content": "Answer"}]
         try:
             tail = self.render(probe).rpartition("Answer")[2]
@@ -79,10 +79,10 @@ class Renderer:
         return min(found)[2] if found else None
 
     def written_tokens(self) -> frozenset[str]:
-        """Tokens that frame the turns: special ones it writes anywhere, others around turns.
+        """Tokens that delimit turns: special ones that it writes anywhere, others around turns.
 
-        So those of DeepSeek are among them, which are not special there (``<｜User｜>``), and not
-        Qwen's ``<think>``, which answers may write.
+        So DeepSeek's delimiters are included, which are not special tokens (``<｜User｜>``), and
+        Qwen's ``<think>`` is not, which responses may contain.
         """
         renderings = [self._rendered(probe, prompt=True) for probe in PROBES.values()]
         everywhere = "\0".join([self.source, *renderings])
@@ -106,7 +106,7 @@ class Renderer:
     def _run(
         self, messages: Dicts, tools: Dicts | None = None, *, prompt: bool, marks: bool
     ) -> tuple[str, Spans]:
-        """What the template gives."""
+        """Run the template."""
         try:
             texts, spans = render_jinja_template(
                 [messages],
@@ -120,22 +120,24 @@ class Renderer:
             where = f"line {error.lineno}: {error.message}"
             raise TemplateError(f"the chat template is not valid Jinja, {where}") from error
         except (jinja2.TemplateError, TypeError, ValueError, LookupError) as error:
-            raise TemplateError(f"the chat template refuses this conversation: {error}") from error
+            raise TemplateError(f"the chat template rejects this conversation: {error}") from error
         return cast(str, texts[0]), list(spans[0]) if spans else []
 
 
 def _is_markup(token: str) -> bool:
-    """Whether an added token can be a sign of a template's, rather than a word or white space."""
+    """Whether an added token can be a delimiter of a template, rather than a word or white
+    space.
+    """
     return len(token) > 2 and not token.isalnum() and not token.isspace()
 
 
 def message_dicts(messages: Sequence[Message]) -> list[dict[str, object]]:
-    """Messages as chat templates know them."""
+    """Messages in the form that chat templates expect."""
     return [_message_dict(message) for message in messages]
 
 
 def tool_dicts(tools: Sequence[JSON]) -> list[dict[str, object]]:
-    """Tool schemas, or calls, as chat templates know them: under ``function``."""
+    """Tool schemas, or calls, in the form that chat templates expect: under ``function``."""
     return [_under_function(tool) for tool in tools]
 
 

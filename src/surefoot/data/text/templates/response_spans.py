@@ -1,10 +1,10 @@
-"""Where the answers of a conversation lie in its rendered text.
+"""Find the response spans of a conversation in its rendered text.
 
-``{% generation %}`` marks say it. Without them, each answer is what follows its own prompt: the
-rendering of the messages before it, with the generation prompt, must be the beginning of the
-rendering with it. A template that writes an answer otherwise once it is history (drops its
-reasoning, moves the system message) is met turn by turn: such an answer is found in the
-conversation that ends with it.
+``{% generation %}`` marks give them. Without marks, a response is the text after its own prompt:
+the rendering of the messages before it, with the generation prompt, must be a prefix of the
+rendering with it. Some templates render a response differently once later turns follow (they drop
+its reasoning, or move the system message). Such a response is located in the conversation that ends
+with it.
 """
 
 from __future__ import annotations
@@ -21,12 +21,14 @@ from .render import PROBES, Renderer
 logger = logging.getLogger(__name__)
 
 PLAIN, THINKING = "An answer to it", "<think>\nIt is easy.\n</think>\n\nAn answer to it"
-ENDLESS = "nothing teaches the model to stop"
+ENDLESS = "a model cannot learn to stop"
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One answer: the text it is learnt in, and its bounds there, end-of-turn token included."""
+    """One response: the text in which it is trained, and its bounds there, end-of-turn token
+    included.
+    """
 
     index: int  # of its message
     text: str
@@ -35,10 +37,10 @@ class Turn:
 
 
 class ResponseLocator:
-    """Finds answers in what a template renders; decides once how, on short conversations.
+    """Locates responses in rendered text; chooses the way once, on short probe conversations.
 
     Raises:
-        TemplateError: answers cannot be told from prompts.
+        TemplateError: responses cannot be distinguished from prompts.
     """
 
     def __init__(self, renderer: Renderer) -> None:
@@ -49,15 +51,18 @@ class ResponseLocator:
         if not self._marks_hold:
             self._probe_prefixes()
         if self._closing is None:
-            logger.warning("this chat template ends an answer with no special token: %s", ENDLESS)
+            logger.warning(
+                "this chat template ends a response without a special token: %s", ENDLESS
+            )
 
     def locate(
         self, messages: Dicts, tools: Dicts | None, wanted: Sequence[int]
     ) -> tuple[str, list[Turn]]:
-        """The conversation's text, and the ``wanted`` messages' answers, in it or on their own.
+        """The conversation's text, and the ``wanted`` messages' responses, in it or in texts of
+        their own.
 
         Raises:
-            TemplateError: the template refuses the conversation, or it cannot be masked.
+            TemplateError: the template rejects the conversation, or gives no reliable mask.
         """
         if self._marks_hold:
             text, turns = self._by_marks(messages, tools)
@@ -72,10 +77,10 @@ class ResponseLocator:
         return text, turns
 
     def content(self, messages: Dicts, tools: Dicts | None, index: int, whole: str) -> Turn:
-        """Where the content of any message stands in the conversation's text.
+        """The position of the content of any message in the conversation's text.
 
         Raises:
-            TemplateError: the template moves or rewrites it.
+            TemplateError: the template moves or changes it.
         """
         before = self._renderer.render(messages[:index], tools) if index else ""
         after = self._renderer.render(messages[: index + 1], tools)
@@ -83,18 +88,18 @@ class ResponseLocator:
         start = after.find(content, len(before))
         if start < 0 or not whole.startswith(after[: start + len(content)]):
             raise TemplateError(
-                f"message {index + 1} has `learn` set, but the chat template moves or rewrites it"
+                f"message {index + 1} has `learn` set, but the chat template moves or changes it"
             )
         return Turn(index, whole, start, start + len(content))
 
     def _by_marks(self, messages: Dicts, tools: Dicts | None) -> tuple[str, list[Turn]]:
-        """Every answer, as its ``{% generation %}`` block has it."""
+        """Every response, as its ``{% generation %}`` block marks it."""
         text, spans = self._renderer.render_marked(messages, tools)
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         if len(spans) != len(answers):
             raise TemplateError(
-                f"the chat template has {len(spans)} {{% generation %}} blocks for {len(answers)} "
-                "answers; each needs exactly one"
+                f"the chat template has {len(spans)} {{% generation %}} blocks for "
+                f"{len(answers)} responses; each needs exactly one"
             )
         turns = []
         for index, (start, end) in zip(answers, spans, strict=True):
@@ -103,28 +108,31 @@ class ResponseLocator:
         return text, turns
 
     def _by_prefix(self, messages: Dicts, tools: Dicts | None, index: int, whole: str) -> Turn:
-        """One answer: what its conversation has behind its prompt."""
+        """One response: the text that follows its prompt."""
         prompt = self._renderer.render(messages[:index], tools, prompt=True)
         is_last = index + 1 == len(messages)
         own = whole if is_last else self._renderer.render(messages[: index + 1], tools)
         if not own.startswith(prompt):
             raise TemplateError(
-                f"the prompt of message {index + 1} ends in {prompt[-30:]!r}, but the conversation "
-                "with that answer does not begin with its prompt, so they cannot be told apart"
+                f"the prompt of message {index + 1} ends in {prompt[-30:]!r}, but the "
+                "conversation with that response does not begin with its prompt, so the "
+                "response cannot be located"
             )
         end = self._trimmed(own, len(prompt), len(own))
         text = whole if whole.startswith(own[:end]) else own
         return Turn(index, text, len(prompt), end)
 
     def _trimmed(self, text: str, start: int, end: int) -> int:
-        """The end without white space after the closing token: an answer is over before that."""
+        """The end without white space after the closing token: the response ends before that."""
         short = len(text[start:end].rstrip()) + start
         if self._closing and text.endswith(self._closing, start, short):
             return short
         return end
 
     def _probe_marks(self) -> bool:
-        """Whether marks lie around the answers; notes what they cover of the generation prompt."""
+        """Whether marks are around the responses; records how much of the generation prompt they
+        include.
+        """
         messages = _answered(PROBES["several turns"]["messages"], PLAIN)
         try:
             text, turns = self._by_marks(messages, None)
@@ -137,14 +145,14 @@ class ResponseLocator:
         self._lead = heads.pop() if len(heads) == 1 else ""
         if not all(text.startswith(prompt) for prompt in prompts):
             logger.warning(
-                "this chat template's generation prompt is not what its answers stand behind, so "
-                "chat differs from training: its prompt ends in %r",
+                "the generation prompt of this chat template differs from the text before its "
+                "responses, so chat differs from training: the generation prompt ends in %r",
                 prompts[-1][-30:],
             )
         return True
 
     def _probe_prefixes(self) -> None:
-        """Refuse a template under which neither plain nor thinking answers can be found."""
+        """Reject a template in which neither plain nor thinking responses can be located."""
         errors: list[TemplateError] = []
         for answer in (PLAIN, THINKING):
             try:
@@ -153,8 +161,9 @@ class ResponseLocator:
                 errors.append(error)
         if len(errors) == 2:
             raise TemplateError(
-                f"this chat template cannot be masked: {errors[0]}. Name another data.template, "
-                "or put {% generation %} marks around the answers of this one"
+                f"this chat template cannot be masked: {errors[0]}. Choose another "
+                "data.template, or put {% generation %} marks around the responses in this "
+                "one"
             )
 
     def _probe_prefix(self, answer: str) -> None:
@@ -167,16 +176,16 @@ class ResponseLocator:
 
 
 def _check_written(message: Mapping[str, object], turn: Turn) -> None:
-    """Refuse an answer of which the template leaves something out."""
+    """Reject a response that the template does not write completely."""
     text = turn.text[turn.start : turn.end]
     if not text:
-        raise TemplateError("the chat template writes nothing of an answer")
+        raise TemplateError("the chat template writes nothing of a response")
     words = str(message["content"]).rpartition("</think>")[2]  # templates write thoughts anew
     if words.strip()[-20:] not in text:
-        raise TemplateError("the chat template does not write an answer as it is")
+        raise TemplateError("the chat template changes a response")
     calls = cast(Dicts, message.get("tool_calls", ()))
     if any(_name_of(call) not in text for call in calls):
-        raise TemplateError("the chat template does not write the tool calls of an answer")
+        raise TemplateError("the chat template does not write the tool calls of a response")
 
 
 def _name_of(tool: Mapping[str, object]) -> str:
@@ -185,6 +194,6 @@ def _name_of(tool: Mapping[str, object]) -> str:
 
 
 def _answered(messages: Dicts, answer: str) -> list[Mapping[str, object]]:
-    """A probe in which every answer, the last one included, is ``answer``."""
+    """A probe in which every response, including the last one, is ``answer``."""
     reply: Mapping[str, object] = {"role": "assistant", "content": answer}
     return [*(reply if m["role"] == "assistant" else m for m in messages), reply]

@@ -1,7 +1,7 @@
-"""The experts of a mixture as one tensor for all of a layer, as MindSpore Transformers trains them.
+"""The experts of a layer as one stacked tensor, as MindSpore Transformers trains them.
 
-Hugging Face's files have matrices of every expert. ``Tiled`` lays them beside each other, or takes
-them apart again, turned where that is how they lie; it reads just the boxes asked for.
+Hugging Face's files contain matrices of every expert. ``StackedSource`` concatenates them, or
+splits them again, transposed where needed; it reads only the requested boxes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ....sources.source import Shape, TensorSource
 
 @dataclass(frozen=True)
 class StackedMatrix:
-    """A matrix, or a part of one, that lies in a tensor."""
+    """A matrix, or a part of one, inside a tensor."""
 
     name: str
     box: Box  # in the tensor
@@ -31,7 +31,7 @@ class StackedMatrix:
 
 @dataclass(frozen=True)
 class StackedSource:
-    """Tensors made of tiles of others, which disappear."""
+    """Tensors that consist of tiles of others, which they replace."""
 
     source: TensorSource
     tensors: Mapping[str, tuple[Shape, tuple[StackedMatrix, ...]]]
@@ -54,7 +54,7 @@ class StackedSource:
         return {name: dtypes[name] for name in self._left} | made
 
     def shapes(self) -> Mapping[str, Shape]:
-        """Of what is made, and of what was not used."""
+        """Of the stacked tensors, and of those that were not used."""
         return self._shapes
 
     def dtypes(self) -> Mapping[str, torch.dtype]:
@@ -62,7 +62,7 @@ class StackedSource:
         return self._dtypes
 
     def read(self, name: str, box: Box) -> torch.Tensor:
-        """From each tile just what lies in ``box``."""
+        """From each tile only what is inside ``box``."""
         if name not in self.tensors:
             return self.source.read(name, box)
         found = torch.empty(box.shape, dtype=self._dtypes[name])
@@ -92,7 +92,7 @@ class Stack:
 
 @dataclass(frozen=True)
 class Experts:
-    """How a family lays the experts of a layer together."""
+    """How a family stacks the experts of a layer."""
 
     name: str  # in Hugging Face's layers
     router: str  # whose weight has a row for every expert
@@ -148,7 +148,7 @@ def stacked(source: TensorSource, experts: Experts) -> TensorSource:
 
 
 def unstacked(source: TensorSource, experts: Experts) -> TensorSource:
-    """The same backwards."""
+    """The inverse."""
     shapes = source.shapes()
     made = {}
     for stack in experts.stacks:
@@ -168,7 +168,7 @@ def unstacked(source: TensorSource, experts: Experts) -> TensorSource:
 
 
 def _start(experts: Experts, i: int, j: int, extent: tuple[int, ...]) -> tuple[int, ...]:
-    """Where the ``j``-th matrix of the ``i``-th expert lies in the stack."""
+    """The position in the stack of the ``j``-th matrix of the ``i``-th expert."""
     return (i * extent[0], j * extent[1]) if experts.is_flat else (i, 0, 0)
 
 
@@ -178,8 +178,8 @@ def _common_shape(names: list[str], shapes: Mapping[str, Shape]) -> Shape:
         if name not in shapes or shapes[name] != shapes.get(first) or len(shapes[name]) != 2:
             what = f"is {list(shapes[name])}" if name in shapes else "is missing"
             raise CheckpointError(
-                f"{name[:200]!r} {what}, so the experts cannot be laid together; all must be "
-                f"there, each as large as {first[:200]!r}"
+                f"{name[:200]!r} {what}, so the experts cannot be stacked; all must exist with "
+                f"the size of {first[:200]!r}"
             )
     return shapes[first]
 
@@ -192,7 +192,7 @@ def _apart(
     stack: Stack,
     shapes: Mapping[str, Shape],
 ) -> tuple[int, tuple[int, ...]]:
-    """How many experts lie in a stack, and what of it one matrix takes."""
+    """The number of experts in a stack, and the part of it that one matrix takes."""
     if not experts.is_flat:
         if len(shape) != 3:
             raise CheckpointError(f"{name[:200]!r}: expected three dimensions, found {list(shape)}")
@@ -201,7 +201,5 @@ def _apart(
     count = router[0] if router else 0
     if len(shape) != 2 or not count or shape[0] % count or shape[1] % len(stack.parts):
         told = "whose router is missing" if not router else f"with a router for {count} experts"
-        raise CheckpointError(
-            f"{name[:200]!r} of shape {list(shape)}, {told}, cannot be taken apart"
-        )
+        raise CheckpointError(f"{name[:200]!r} of shape {list(shape)}, {told}, cannot be split")
     return count, (shape[0] // count, shape[1] // len(stack.parts))

@@ -1,8 +1,7 @@
-"""Fused projections whose rows take turns: a group of queries, its key, its value, the next group.
+"""Fused projections with interleaved rows: a group of queries, its key, its value, the next group.
 
-So a cut of the fused tensor into equal parts gives every process whole groups. ``Interleaved`` lays
-tensors together in this way, ``Unpicked`` takes them apart again; both read just the rows asked
-for.
+So equal shards of the fused tensor contain complete groups. ``InterleavedSource`` fuses tensors in
+this way, ``DeinterleavedSource`` splits them again; both read only the requested rows.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ _FEW = 16  # rows of a turn; fewer are read together with those in between
 
 @dataclass(frozen=True)
 class Turn:
-    """So many rows of a tensor at a time."""
+    """The number of rows that a tensor contributes at a time."""
 
     name: str
     rows: int
@@ -30,7 +29,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class InterleavedSource:
-    """Tensors laid together along the first dimension, each giving its rows in turn."""
+    """Tensors fused along the first dimension, each contributing its rows in turn."""
 
     source: TensorSource
     turns: Mapping[str, tuple[Turn, ...]]  # by the name of the fused tensor
@@ -56,7 +55,7 @@ class InterleavedSource:
         return {name: dtypes[name] for name in self._left} | fused
 
     def shapes(self) -> Mapping[str, Shape]:
-        """The parts disappear, the fused tensor appears."""
+        """The parts are replaced by the fused tensor."""
         return self._shapes
 
     def dtypes(self) -> Mapping[str, torch.dtype]:
@@ -64,7 +63,7 @@ class InterleavedSource:
         return self._dtypes
 
     def read(self, name: str, box: Box) -> torch.Tensor:
-        """From each part just the rows that lie in ``box``."""
+        """From each part, only the rows that are in ``box``."""
         if name not in self.turns:
             return self.source.read(name, box)
         turns, dtype = self.turns[name], self._dtypes[name]
@@ -97,7 +96,7 @@ class InterleavedSource:
 
 @dataclass(frozen=True)
 class Pick:
-    """Every so often some rows of a fused tensor."""
+    """Rows of a fused tensor at regular distances."""
 
     name: str
     first: int  # row of the first group
@@ -107,7 +106,7 @@ class Pick:
 
 @dataclass(frozen=True)
 class DeinterleavedSource:
-    """The tensors that a fused one was laid together from."""
+    """The tensors that were fused into another one."""
 
     source: TensorSource
     picks: Mapping[str, Pick]  # by the name of the part
@@ -133,7 +132,7 @@ class DeinterleavedSource:
         return {name: dtypes[name] for name in self._left} | apart
 
     def shapes(self) -> Mapping[str, Shape]:
-        """The fused tensor disappears, its parts appear."""
+        """The fused tensor is replaced by its parts."""
         return self._shapes
 
     def dtypes(self) -> Mapping[str, torch.dtype]:
@@ -141,7 +140,7 @@ class DeinterleavedSource:
         return self._dtypes
 
     def read(self, name: str, box: Box) -> torch.Tensor:
-        """Of the fused tensor the rows asked for, and those in between where turns are short."""
+        """The requested rows of the fused tensor, and those in between if turns are short."""
         if name not in self.picks:
             return self.source.read(name, box)
         pick, found = self.picks[name], []
@@ -164,7 +163,7 @@ class DeinterleavedSource:
 
 
 def _spans(first: int, last: int, period: int) -> Iterator[tuple[int, int]]:
-    """A range as a rest of a group, whole groups, and a rest."""
+    """A range as the rest of a group, complete groups, and a rest."""
     inner, outer = -(-first // period) * period, last // period * period
     whole = [inner, outer] if inner < outer else [min(inner, last)]
     for a, b in pairwise((first, *whole, last)):

@@ -1,8 +1,9 @@
-"""What MindSpore Transformers calls the weights of Hugging Face's models.
+"""MindSpore Transformers' names for the weights of Hugging Face's models.
 
-It has two families of names, ``legacy`` and ``mcore``, and each may lay projections together: the
-rows of queries, keys and values take turns by groups of heads, those of gate and up one by one, and
-``experts`` lie in one tensor. Values stay as they are, and the rotary halves are Hugging Face's.
+There are two families of names, ``legacy`` and ``mcore``, and each may fuse projections: the rows
+of queries, keys and values are interleaved by groups of heads, those of gate and up one by one, and
+``experts`` are in one tensor. Values are not changed, and the rotary halves are in Hugging Face's
+order.
 """
 
 from __future__ import annotations
@@ -128,7 +129,7 @@ class Heads:
 
 
 def heads_of(folder: Path) -> Heads | None:
-    """The heads that the ``config.json`` in a folder of a model tells of; None if there is none."""
+    """The numbers of heads in the ``config.json`` of a model's folder; None if there is none."""
     where = folder / "config.json"
     if not files.exists(where):
         return None
@@ -144,7 +145,7 @@ def heads_of(folder: Path) -> Heads | None:
 
 
 def heads_near(folder: Path, base: Path | None = None) -> Heads | None:
-    """What the ``config.json`` of a model, in ``base`` or beside its weights, says of its heads."""
+    """The numbers of heads in the ``config.json`` of a model, in ``base`` or beside its weights."""
     for place in (base, folder, root_of(folder), root_of(folder).parent):
         if place is not None and (found := heads_of(place)) is not None:
             return found
@@ -152,7 +153,7 @@ def heads_near(folder: Path, base: Path | None = None) -> Heads | None:
 
 
 def family_of(names: Mapping[str, Shape]) -> str | None:
-    """The family that the names of a source are of; None if they are not MindSpore's."""
+    """The family of a source's names; None if they are not MindSpore's."""
     if "model.tok_embeddings.embedding_weight" in names:
         fused = any("attention.w_qkv." in name for name in names)
         return "legacy-fused" if fused else "legacy"
@@ -175,21 +176,21 @@ def usual(names: Mapping[str, Shape]) -> str:
 
 
 def to_mindspore(source: TensorSource, family: str, heads: Heads | None = None) -> TensorSource:
-    """Weights of Hugging Face's names under those of a family.
+    """Weights with Hugging Face's names under those of a family.
 
     Args:
-        source: a model; moments before whose names stands ``adam_m.`` come along.
+        source: a model; moments with the prefix ``adam_m.`` are converted too.
         family: a key of ``FAMILIES``.
-        heads: of the model; for families that lay queries, keys and values together.
+        heads: of the model; for families that fuse queries, keys and values.
 
     Raises:
-        CheckpointError: a name that has no other there, or sizes that cannot be laid together.
+        CheckpointError: a name without a counterpart, or sizes that cannot be fused.
     """
     return _each(source, lambda part: _named(part, FAMILIES[family], heads))
 
 
 def to_huggingface(source: TensorSource, family: str, heads: Heads | None = None) -> TensorSource:
-    """Weights of a family's names under those of Hugging Face."""
+    """Weights with a family's names under those of Hugging Face."""
     return _each(source, lambda part: _unnamed(part, FAMILIES[family], heads))
 
 
@@ -233,7 +234,7 @@ def _fusions(family: Family) -> tuple[tuple[str | None, tuple[str, ...]], ...]:
 
 
 def _inside(name: str, family: Family, module: str) -> tuple[str, str] | None:
-    """What stands before and after a layer's ``module`` in a name, if it is that module's."""
+    """Prefix and suffix of a layer's ``module`` in a name, if it is that module's."""
     if not name.startswith(family.layer):
         return None
     number, _, rest = name.removeprefix(family.layer).partition(".")
@@ -248,11 +249,9 @@ def _groups(
     family: Family,
     name: str,
 ) -> int:
-    """How many groups of rows are laid in turn."""
+    """The number of groups of interleaved rows."""
     if missing := [part for part in parts if part not in shapes]:
-        raise CheckpointError(
-            f"{name}: cannot be laid together with {missing[0]}, which is missing"
-        )
+        raise CheckpointError(f"{name}: cannot be fused with {missing[0]}, which is missing")
     if family.is_contiguous:
         return 1
     if len(parts) == len(_GATE_UP):
@@ -269,7 +268,7 @@ def _groups(
 def _rows_apart(
     parts: tuple[str, ...], rows: int, heads: Heads | None, family: Family, name: str
 ) -> list[int]:
-    """How many rows each part gives in its turn."""
+    """The number of rows of each part in one group."""
     if len(parts) == len(_GATE_UP):
         shares, groups = [1, 1], rows // 2
     else:
@@ -279,17 +278,15 @@ def _rows_apart(
             raise CheckpointError(f"{name}: {needed} are no equal groups of heads")
     groups = 1 if family.is_contiguous else groups
     if not groups or rows % (groups * sum(shares)):
-        raise CheckpointError(
-            f"{name}: {rows} rows cannot be taken apart into {sum(shares)} shares"
-        )
+        raise CheckpointError(f"{name}: {rows} rows cannot be split into {sum(shares)} shares")
     return [rows // groups // sum(shares) * share for share in shares]
 
 
 def _needed(heads: Heads | None, name: str) -> Heads:
     if heads is None:
         raise CheckpointError(
-            f"{name}: queries, keys and values lie together by heads, whose number a config.json "
-            "must say; name the model with --base MODEL"
+            f"{name}: queries, keys and values are fused by heads, whose number is in "
+            "config.json; name the model with --base MODEL"
         )
     return heads
 
@@ -319,7 +316,7 @@ def _translated(name: str, family: Family, *, back: bool = False) -> str:
 
 
 def _each(source: TensorSource, change: Callable[[TensorSource], TensorSource]) -> TensorSource:
-    """``change`` made to the weights, and in the same way to the moments."""
+    """``change`` applied to the weights, and in the same way to the moments."""
     prefixes = {n: next((p for p in MOMENTS if n.startswith(p)), "") for n in source.shapes()}
     parts = []
     for prefix in sorted(set(prefixes.values())):

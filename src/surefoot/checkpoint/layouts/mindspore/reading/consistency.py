@@ -1,8 +1,8 @@
-"""Do the ranks' files and the strategy belong together? Nothing in them says so.
+"""Check that the ranks' files and the strategy belong together, which the files do not say.
 
-A strategy for other files often gives shapes that look right. But whoever holds the same slice must
-hold the same values, and whoever holds different ones does not hold the same everywhere. So the
-first bytes of the slices are compared: a few kilobytes for each, whatever their size.
+A strategy for other files often gives plausible shapes. But replicated slices must have the same
+values, and different slices must not be equal everywhere. So the first bytes of the slices are
+compared: a few kilobytes of each, whatever their size.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ STEP_NAMES = ("epoch_num", "step_num", "global_step")
 
 @dataclass(frozen=True)
 class Slice:
-    """What one rank holds of a tensor."""
+    """One rank's slice of a tensor."""
 
     rank: int
     stored: Stored
 
 
 def check_step(opened: Sequence[TensorFile]) -> None:
-    """Refuse files that were saved at different steps, as far as they say it."""
+    """Reject files that were saved at different steps, as far as they contain the step."""
     for name in STEP_NAMES:
         told = {file.path: _all(file, name) for file in opened if name in file.header.entries}
         for path, value in told.items():
@@ -45,7 +45,7 @@ def check_step(opened: Sequence[TensorFile]) -> None:
 
 
 def check_fit(slices: Mapping[str, Sequence[Slice]], strategy: Path) -> None:
-    """Refuse a strategy that calls different slices the same, or equal ones different."""
+    """Reject a strategy in which replicated slices differ, or different slices are equal."""
     for name, own in slices.items():
         heads = {one.rank: _head(one.stored.file, name) for one in own}
         apart: dict[Box, Slice] = {}
@@ -53,36 +53,37 @@ def check_fit(slices: Mapping[str, Sequence[Slice]], strategy: Path) -> None:
             first = apart.setdefault(one.stored.box, one)
             if heads[first.rank] != heads[one.rank]:
                 raise CheckpointError(
-                    f"{strategy}: does not fit: ranks {first.rank} and {one.rank} would hold the "
-                    f"same part of {name[:200]!r}, but their files differ"
+                    f"{strategy}: does not fit: ranks {first.rank} and {one.rank} would have "
+                    f"the same part of {name[:200]!r}, but their files differ"
                 )
         seen: dict[bytes, int] = {}
         for one in apart.values() if len(apart) > 1 else ():
             other = seen.setdefault(heads[one.rank], one.rank)
             if other != one.rank and _says_much(one.stored, name, heads[one.rank]):
                 raise CheckpointError(
-                    f"{strategy}: does not fit: ranks {other} and {one.rank} would hold different "
-                    f"parts of {name[:200]!r}, but their files are equal"
+                    f"{strategy}: does not fit: ranks {other} and {one.rank} would have "
+                    f"different parts of {name[:200]!r}, but their files are equal"
                 )
 
 
 def _says_much(stored: Stored, name: str, head: bytes) -> bool:
-    """Whether slices that begin so are hardly equal by chance: moments are 0 at the start, and
-    norms 1."""
+    """Whether slices with these first bytes are unlikely to be equal by chance: moments are 0 at
+    the start, and norms 1.
+    """
     item = ITEM_SIZES[stored.file.entry(name).dtype]
     return stored.box.size >= _ELEMENTS and head != head[:item] * (len(head) // item)
 
 
 def check_same(name: str, found: Sequence[tuple[int, TensorFile]]) -> None:
-    """Refuse a tensor without a layout that is not the same in every rank's file."""
+    """Reject a tensor without a layout that differs between ranks' files."""
     first_rank, first = found[0]
     for rank, file in found[1:]:
         same = file.entry(name).shape == first.entry(name).shape
         if not same or file.hash(name) != first.hash(name):
             raise CheckpointError(
-                f"{first.path}: nothing says how {name[:200]!r} is sliced, and ranks {first_rank} "
-                f"and {rank} hold different parts of it; save the strategy files with "
-                "only_trainable_params: False"
+                f"{first.path}: the slicing of {name[:200]!r} is unknown, and ranks "
+                f"{first_rank} and {rank} have different parts of it; save the strategy files "
+                "with only_trainable_params: False"
             )
 
 
@@ -107,7 +108,7 @@ def _values(file: TensorFile, name: str, box: Box) -> bytes:
 
 
 def told_step(file: TensorFile) -> int | None:
-    """The step of the training that a file says it was saved at."""
+    """The training step in a file."""
     for name in ("step_num", "global_step"):
         if name in file.header.entries and (found := _all(file, name)):
             return _number(found)

@@ -1,4 +1,4 @@
-"""Weights that every rank saved its slice of: which box of which tensor lies in which file."""
+"""Weights of which every rank saved its slice: the file of each box of each tensor."""
 
 from __future__ import annotations
 
@@ -29,13 +29,14 @@ def open_distributed(
     """The slices of every tensor in the files of one step.
 
     Args:
-        path: the folder that holds ``rank_0``, one above it, or a file in ``rank_0`` of the step.
+        path: the folder that contains ``rank_0``, one above it, or a file in ``rank_0`` of the
+            step.
         strategy: the strategy files, if they are not in ``strategy`` beside the ranks.
-        shapes: whole shapes by name, to find the slices by if there are no strategy files.
+        shapes: full shapes by name, to infer the slices if there are no strategy files.
 
     Raises:
         CheckpointError: a rank is missing, files of different steps, strategy files that do not fit
-            them, or none and more than one way to put the slices together.
+            them, or none and more than one possible layout.
     """
     found = rank_files(path)
     opened = [tensorfile.open_path(file) for file in found]
@@ -80,7 +81,7 @@ def _wrong_world(told: Strategy, found: int, where: Path) -> str:
 
 @dataclass(frozen=True)
 class _Loose:
-    """A tensor that the strategy says nothing about, as one rank has it."""
+    """A tensor that is not in the strategy, on one rank."""
 
     rank: int
     file: tensorfile.TensorFile
@@ -89,7 +90,7 @@ class _Loose:
 def _sort(
     opened: Sequence[tensorfile.TensorFile], told: Strategy
 ) -> tuple[dict[str, list[Slice]], dict[str, list[_Loose]]]:
-    """What the strategy describes, by name, and what it does not."""
+    """The tensors of the strategy, by name, and the others."""
     slices: dict[str, list[Slice]] = {}
     loose: dict[str, list[_Loose]] = {}
     for rank, file in enumerate(opened):
@@ -112,7 +113,7 @@ def _sort(
 
 
 def _joined(name: str, slices: Sequence[Slice], where: Path) -> list[Stored]:
-    """The slices of one tensor, of equal ones the first, once they are known to be all of it."""
+    """The slices of one tensor, of equal ones the first, after a check that they cover it."""
     first = slices[0].stored
     kinds = {(one.stored.shape, one.stored.file.entry(name).dtype) for one in slices}
     if len(kinds) > 1:
@@ -124,14 +125,14 @@ def _joined(name: str, slices: Sequence[Slice], where: Path) -> list[Stored]:
     if not is_covered_once(Box.whole(first.shape), [one.box for one in boxes]):
         ranks = ", ".join(str(one.rank) for one in slices[:_RANKS])
         raise CheckpointError(
-            f"{where}: of {name[:200]!r} only slices of rank {ranks} are there, which are not all "
-            f"of shape {list(first.shape)}"
+            f"{where}: of {name[:200]!r} only slices of rank {ranks} exist, which do not cover "
+            f"the shape {list(first.shape)}"
         )
     return boxes
 
 
 def _alike(name: str, found: Sequence[_Loose]) -> Stored:
-    """A tensor that all ranks hold, the same in each."""
+    """A replicated tensor, the same on each rank."""
     first = found[0].file
     if first.entry(name).shape:  # a number differs by stage where it counts what a stage does
         check_same(name, [(one.rank, one.file) for one in found])
@@ -143,5 +144,6 @@ def _refuse_packed(file: tensorfile.TensorFile) -> None:
     packed = next((name for name, kind in metadata.items() if kind == _INT4), None)
     if packed is not None:
         raise CheckpointError(
-            f"{file.path}: {packed[:200]!r} holds two 4-bit integers in a byte, which is not read"
+            f"{file.path}: {packed[:200]!r} contains two 4-bit integers in a byte, which is not "
+            "supported"
         )

@@ -1,4 +1,4 @@
-"""MindSpore's weights in one piece: ``part0.safetensors`` with its map, or a single file."""
+"""MindSpore's weights without slicing: ``part0.safetensors`` with its map, or a single file."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _PART = re.compile(r"part\d{1,6}\.safetensors")
 
 
 def recognise(folder: Path) -> bool:
-    """Whether ``folder`` holds whole tensors as MindSpore writes them.
+    """Whether ``folder`` contains unsharded tensors in MindSpore's form.
 
-    Of a single file under any other name, the header must say that MindSpore wrote it.
+    A single file under any other name must name MindSpore in its header.
     """
     names = _tensor_files(folder)
     if not names:
@@ -33,13 +33,13 @@ def recognise(folder: Path) -> bool:
 
 
 def open_full(folder: Path) -> dict[str, list[Stored]]:
-    """All tensors of the folder; a ``CheckpointError`` if one is missing or the folder is that of
-    one rank."""
+    """All tensors of the folder; a ``CheckpointError`` if one is missing or the folder belongs
+    to one rank.
+    """
     names = [name for name in _tensor_files(folder) if name != HYPER]
     if FOLDER.fullmatch(folder.name) and any(map(step_of, names)):
         raise CheckpointError(
-            f"{folder}: the part of one rank; give the folder that holds all of them, "
-            f"{folder.parent}"
+            f"{folder}: the part of one rank; use the folder of all ranks, {folder.parent}"
         )
     where = folder / MAP
     told = _read_map(where) if files.exists(where) else None
@@ -61,7 +61,7 @@ def open_full(folder: Path) -> dict[str, list[Stored]]:
 
 
 def whole(file: tensorfile.TensorFile, name: str) -> Stored:
-    """A tensor of which all lies in one file."""
+    """A tensor that is completely in one file."""
     shape = file.entry(name).shape
     return Stored(file, shape, Box.whole(shape))
 

@@ -1,7 +1,7 @@
 """The newer form of MindSpore Transformers 2.x: ``iteration_00000020`` with ``metadata.json``.
 
-``metadata.json`` says which slice of which tensor lies in which file. What it calls an offset is
-the number of the slice, counted row by row over the parts of all dimensions.
+``metadata.json`` gives the file of each slice of each tensor. Its "offset" is the number of the
+slice, counted row by row over the parts of all dimensions.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _KEY = re.compile(r"\(['\"](.+)['\"], \((\d{1,9}),\)\)")
 
 
 def recognise(folder: Path) -> bool:
-    """Whether ``folder`` is an iteration, or holds some."""
+    """Whether ``folder`` is an iteration, or contains some."""
     return _is_one(folder) or (files.exists(folder / TRACKER) and bool(iterations(folder)))
 
 
@@ -55,7 +55,7 @@ def number_of(folder: Path) -> int | None:
 
 
 def chosen(folder: Path) -> Path:
-    """The iteration that ``folder`` is, or the one that its tracker file names."""
+    """The iteration in ``folder``, or the one that its tracker file names."""
     if _is_one(folder):
         return folder
     with files.open_file(folder / TRACKER) as file:
@@ -63,7 +63,9 @@ def chosen(folder: Path) -> Path:
     for path in iterations(folder):
         if text.isdecimal() and number_of(path) == int(text):
             return path
-    raise CheckpointError(f"{folder / TRACKER}: says iteration {text[:40]!r}, which is not there")
+    raise CheckpointError(
+        f"{folder / TRACKER}: names iteration {text[:40]!r}, which does not exist"
+    )
 
 
 def open_iteration(folder: Path) -> dict[str, list[Stored]]:
@@ -96,7 +98,9 @@ def open_iteration(folder: Path) -> dict[str, list[Stored]]:
 def _loose(
     opened: Mapping[str, tensorfile.TensorFile], known: Collection[str]
 ) -> dict[str, list[Stored]]:
-    """What the metadata says nothing of, the step and the learning rate: the same in every file."""
+    """The values outside of the metadata, such as step and learning rate: the same in every
+    file.
+    """
     holders: dict[str, list[tuple[int, tensorfile.TensorFile]]] = {}
     for i, file in enumerate(opened.values()):
         for key in file.header.entries:
@@ -108,7 +112,7 @@ def _loose(
 
 
 def _open_single(path: Path, names: list[str]) -> dict[str, list[Stored]]:
-    """What one process wrote: whole tensors, and no metadata."""
+    """The files of a single process: unsharded tensors, and no metadata."""
     found: dict[str, list[Stored]] = {}
     for name in names:
         match = _FILE.fullmatch(name)
@@ -124,7 +128,7 @@ def _open_single(path: Path, names: list[str]) -> dict[str, list[Stored]]:
 
 
 def _places(storage: Mapping[str, Any], where: Path) -> dict[str, dict[int, str]]:
-    """The file of every slice, by tensor and number of the slice; of copies the first."""
+    """The file of every slice, by tensor and number of the slice; of replicas the first."""
     found: dict[str, dict[int, str]] = {}
     for key, files_of in storage.items():
         match = _KEY.fullmatch(key)
@@ -145,7 +149,7 @@ def _slices(
     opened: Mapping[str, tensorfile.TensorFile],
     metadata: Path,
 ) -> list[Stored]:
-    """The slices of one tensor; together they are all of it."""
+    """The slices of one tensor; together they cover it."""
     where = f"{metadata}: {name[:200]!r}"
     if not isinstance(value, dict) or not isinstance(value.get("chunk"), list):
         raise CheckpointError(f"{where}: expected global_shape, axis_fragmentations and chunk")
@@ -169,7 +173,7 @@ def _slices(
             )
         found.append(Stored(file, shape, box))
     if not is_covered_once(Box.whole(shape), [one.box for one in found]):
-        raise CheckpointError(f"{where}: its {len(found)} slices are not all of {list(shape)}")
+        raise CheckpointError(f"{where}: its {len(found)} slices do not cover {list(shape)}")
     if len({one.file.entry(name).dtype for one in found}) > 1:
         raise CheckpointError(f"{where}: its slices are of different types")
     return found

@@ -1,4 +1,4 @@
-"""A folder of MindSpore's weights in any of their forms, as boxes of tensors in files."""
+"""Open a folder of MindSpore's weights in any of their forms, as boxes of tensors in files."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _STATE = {
 
 
 def form_of(path: Path) -> Form | None:
-    """In which form MindSpore's weights lie in ``path``; None if there are none."""
+    """The form of MindSpore's weights in ``path``; None if there are none."""
     if iteration.recognise(path):
         return "iteration"
     is_rank_file = step_of(path.name) is not None and files.size_of(path) is not None
@@ -39,18 +39,18 @@ def form_of(path: Path) -> Form | None:
 def open_boxes(
     path: Path, *, strategy: Path | None = None, shapes: Shapes | None = None
 ) -> dict[str, list[Stored]]:
-    """Every tensor by name: weights, the optimizer's moments and numbers of the training.
+    """Every tensor by name: weights, the optimizer's moments and numbers of the training state.
 
     Args:
-        path: the folder, or a file in ``rank_0`` that names the step.
+        path: the folder, or a file in ``rank_0`` that selects the step.
         strategy: strategy files that are not beside the ranks.
-        shapes: of whole weights, to find slices by if there are no strategy files.
+        shapes: of full weights, to infer slices if there are no strategy files.
     """
     form = form_of(path)
     if form == "ranks":
         return open_distributed(path, strategy=strategy, shapes=shapes)
     if strategy is not None:
-        raise CheckpointError(f"{path}: no ranks' slices, so a strategy has nothing to say of them")
+        raise CheckpointError(f"{path}: no ranks' slices, so a strategy cannot be used with it")
     return iteration.open_iteration(path) if form == "iteration" else full.open_full(path)
 
 
@@ -63,7 +63,7 @@ def role_of(name: str, shape: tuple[int, ...]) -> str:
 
 
 def saves(root: Path) -> list[SavedFolder]:
-    """The saves that ``root`` holds, oldest first. Raises ``CheckpointError``."""
+    """The saves in ``root``, oldest first. Raises ``CheckpointError``."""
     if form_of(root) == "iteration":
         paths = iteration.iterations(root) or [root]
         return [SavedFolder(path, iteration.number_of(path), _size(path)) for path in paths]
@@ -84,7 +84,7 @@ def _size(folder: Path) -> int:
 
 
 def progress_of(path: Path) -> Mapping[str, Any]:
-    """What the folder says of how far its training was, as JSON says it."""
+    """The training progress in the folder, as JSON."""
     form = form_of(path)
     if form == "iteration":
         where = iteration.chosen(path) / iteration.COMMON

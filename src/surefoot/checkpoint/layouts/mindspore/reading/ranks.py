@@ -1,7 +1,7 @@
-"""The files that the ranks of one training wrote at one step: ``rank_0/llama_rank_0-2_10...``.
+"""The files of the ranks of one training at one step: ``rank_0/llama_rank_0-2_10...``.
 
-Nothing in such a folder says that a step is whole, or which files belong together: names do, and
-what the files hold is compared when they are opened.
+Nothing in such a folder says that a step is complete, or which files belong together. The names do,
+and the contents are compared when the files are opened.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ INNER = "checkpoint"  # the folder of the ranks in an output folder of MindSpore
 
 @dataclass(frozen=True, order=True)
 class Step:
-    """What a file's name says of when it was saved. Restarted tasks count their files anew."""
+    """The step in a file's name. Restarted tasks number their files from the beginning again."""
 
     epoch: int
     step: int  # of the epoch
@@ -47,7 +47,7 @@ def step_of(name: str) -> Step | None:
 
 
 def root_of(path: Path) -> Path:
-    """The folder that holds ``rank_0``: ``path``, the one in it, or that of a rank's file."""
+    """The folder that contains ``rank_0``: ``path``, one inside it, or that of a rank's file."""
     if path.suffix == ".safetensors":
         return path.parent.parent
     inner = path / INNER
@@ -91,15 +91,15 @@ def steps(folder: Path) -> list[Step]:
 
 def rank_files(path: Path) -> list[Path]:
     """One file of every rank, all of one step: that of ``path`` if it is a rank's file, otherwise
-    the newest.
+    the latest.
 
-    Raises ``CheckpointError`` if a rank is missing, or the newest files are of different steps.
+    Raises ``CheckpointError`` if a rank is missing, or the latest files are of different steps.
     """
     root = root_of(path)
     folders = rank_folders(root)
     if not folders:
         raise CheckpointError(
-            f"{root}: holds no folders rank_0, rank_1, ... with safetensors files"
+            f"{root}: contains no folders rank_0, rank_1, ... with safetensors files"
         )
     missing = sorted(set(range(max(folders) + 1)) - folders.keys())
     if missing:
@@ -116,19 +116,19 @@ def file_at(folder: Path, wanted: Step) -> Path:
     for name in _tensor_files(folder):
         if step_of(name) == wanted:
             return folder / name
-    raise CheckpointError(f"{folder}: holds no file of step {wanted}, as other ranks do")
+    raise CheckpointError(f"{folder}: contains no file of step {wanted}, as other ranks do")
 
 
 def _newest(root: Path, folders: Mapping[int, Path]) -> list[Path]:
-    """The newest file of every rank; all must be of one step."""
+    """The latest file of every rank; all must be of one step."""
     found: list[tuple[Step | None, Path]] = []
     for folder in folders.values():
         names = _tensor_files(folder)
         dated = [(step, name) for name in names if (step := step_of(name)) is not None]
         if len(names) > 1 and len(dated) < len(names):
             raise CheckpointError(
-                f"{folder}: {len(names)} files, and no names that say of which step "
-                "(expected for example llama_rank_0-2_10.safetensors)"
+                f"{folder}: {len(names)} files whose names contain no step (expected for "
+                "example llama_rank_0-2_10.safetensors)"
             )
         if len({(step.prefix, step.kind) for step, _ in dated}) > 1:
             raise CheckpointError(
@@ -150,6 +150,6 @@ def _newest(root: Path, folders: Mapping[int, Path]) -> list[Path]:
 def _way_out(root: Path, folders: Mapping[int, Path]) -> str:
     common = steps(root)
     if not common:
-        return "; there is no step that all ranks have"
+        return "; no step exists on all ranks"
     first = file_at(folders[min(folders)], common[-1])
-    return f"; the newest that all ranks have is {first}"
+    return f"; the latest step on all ranks is {first}"

@@ -1,8 +1,8 @@
-"""How MindSpore Transformers lays a model on its devices for a ``parallel_config``. Pure.
+"""The layout of a model on devices in MindSpore Transformers, for a ``parallel_config``. Pure.
 
-Weights of projections are cut as in Megatron: queries, keys, values and the way up by rows, the way
-back by columns; embedding and head only without ``vocab_emb_dp``. Layers go to pipeline stages in
-equal numbers, and the optimizer's shards follow the copies that are left.
+Weights of projections are sharded as in Megatron: queries, keys, values and the up-projections by
+rows, the down-projections by columns; embedding and head only without ``vocab_emb_dp``. Pipeline
+stages have equal numbers of layers, and the optimizer's shards follow the remaining replicas.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _UNKNOWN = re.compile(
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """The settings of MindSpore Transformers that decide what a rank holds, by its names."""
+    """The settings of MindSpore Transformers that determine a rank's slices, by its names."""
 
     data_parallel: int = 1
     model_parallel: int = 1
@@ -94,8 +94,8 @@ class ParallelConfig:
         dtype = tensors.get(weight, tensors[name])[0]  # moments follow their weight
         if self.model_parallel > 1 and _UNKNOWN.fullmatch(weight):
             raise CheckpointError(
-                f"model_parallel={self.model_parallel}: how {name[:200]!r} is cut is not known "
-                "here; let the training write its strategy files, and give these instead"
+                f"model_parallel={self.model_parallel}: the sharding of {name[:200]!r} is not "
+                "known; let the training write its strategy files, and use these instead"
             )
         dims = dict.fromkeys(self._cut_dims(weight, shape), self.model_parallel)
         for dim, count in dims.items():
@@ -143,7 +143,7 @@ def weight_of(name: str) -> str:
 
 
 def _sharded(plain: TensorLayout, shape: tuple[int, ...], size: int) -> TensorLayout:
-    """``plain`` cut over its copies by the optimizer; as it is where that is not even."""
+    """``plain`` sharded over its replicas by the optimizer; unchanged if that is not even."""
     used = {axis for own in plain.axes(len(shape)) for axis in own}
     free = [a for a, n in enumerate(plain.device_matrix) if a not in used and n > 1]
     copies = prod(plain.device_matrix[axis] for axis in free)

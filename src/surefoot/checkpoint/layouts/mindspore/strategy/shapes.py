@@ -1,8 +1,8 @@
-"""The slices of ranks without strategy files, found from the shapes of the whole tensors.
+"""Infer the slices of ranks without strategy files, from the full shapes of the tensors.
 
-How far a dimension of a file falls short of the whole says into how many parts it is cut; what cuts
-it, and so which part a rank has, follows if only one way to lay out this kind of tensor gives these
-shapes. Where several do and are not told apart by the values either, that is refused.
+The ratio of a file's dimension to the full one gives the number of shards. The axis that shards it,
+and so the part of each rank, follows if only one layout of this kind of tensor gives these shapes.
+If several do and the values do not distinguish them, the folder is rejected.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from .strategy_files import Strategy
 
 Shapes = Mapping[str, tuple[int, ...]]  # of whole weights, by MindSpore's names
 
-_ASK = "say where the strategy files are with --strategy FOLDER"
+_ASK = "name the strategy files with --strategy FOLDER"
 
 
 def infer_strategy(opened: Sequence[TensorFile], shapes: Shapes | None, where: Path) -> Strategy:
-    """The one strategy that these files can have been saved by.
+    """The one strategy with which these files can have been saved.
 
     Raises ``CheckpointError`` if there is none, or more than one.
     """
     if shapes is None:
         raise CheckpointError(
-            f"{where}: {len(opened)} ranks without strategy files, so nobody knows which part of a "
-            f"tensor each has; {_ASK}, or name the same model in one piece with --base MODEL"
+            f"{where}: {len(opened)} ranks without strategy files, so the part of each rank is "
+            f"unknown; {_ASK}, or name the same model, unsharded, with --base MODEL"
         )
     num_stages = _num_stages(opened, shapes, where)
     size = len(opened) // num_stages
@@ -54,7 +54,7 @@ def infer_strategy(opened: Sequence[TensorFile], shapes: Shapes | None, where: P
 
 
 def _num_stages(opened: Sequence[TensorFile], shapes: Shapes, where: Path) -> int:
-    """Into how many blocks the ranks fall that have no weights in common."""
+    """The number of blocks of ranks that have no weights in common."""
     names = [{name for name in file.header.entries if weight_of(name) in shapes} for file in opened]
     for count in range(len(opened), 0, -1):
         size = len(opened) // count
@@ -69,7 +69,7 @@ def _num_stages(opened: Sequence[TensorFile], shapes: Shapes, where: Path) -> in
 def _strategy(
     opened: Sequence[TensorFile], shapes: Shapes, num_stages: int, mp: int, where: Path
 ) -> Strategy | None:
-    """The strategy with ``mp`` devices to a model, if there is one; that is refused if unclear."""
+    """The strategy with ``mp`` devices per model, if there is one; rejected if it is ambiguous."""
     size = len(opened) // num_stages
     stages: list[dict[str, list[TensorLayout]]] = []
     for stage in range(num_stages):
@@ -85,8 +85,8 @@ def _strategy(
             whole = shapes[weight_of(name)]
             if len({_boxes(layout, whole, size) for layout in ways}) > 1:
                 raise CheckpointError(
-                    f"{where}: {name[:200]!r} of shape {list(whole)} can lie on {size} devices in "
-                    f"several ways that give these files; {_ASK}"
+                    f"{where}: {name[:200]!r} of shape {list(whole)} can be sharded over {size} "
+                    f"devices in several ways that give these files; {_ASK}"
                 )
     return Strategy([{name: ways[0] for name, ways in own.items()} for own in stages], where)
 
@@ -94,7 +94,7 @@ def _strategy(
 def _fitting(
     name: str, whole: tuple[int, ...], files: Sequence[TensorFile], size: int, mp: int
 ) -> Iterator[TensorLayout]:
-    """The layouts that give the shapes, and do not contradict the values, of these files."""
+    """The layouts that give the shapes, and are consistent with the values, of these files."""
     held = [(rank, file) for rank, file in enumerate(files) if name in file.header.entries]
     local = {file.entry(name).shape for _, file in held}
     for layout in _candidates(weight_of(name), whole, size, mp):
@@ -140,7 +140,7 @@ def _boxes(layout: TensorLayout, whole: tuple[int, ...], size: int) -> tuple[Box
 
 
 def _told(found: Strategy, opened: Sequence[TensorFile], shapes: Shapes) -> tuple[object, ...]:
-    """What a strategy comes to: the boxes of every tensor."""
+    """The boxes of every tensor according to a strategy."""
     size = len(opened) // len(found.stages)
     return tuple(
         (name, _boxes(own[name], shapes[weight_of(name)], size))

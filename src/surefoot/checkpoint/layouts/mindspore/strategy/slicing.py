@@ -1,8 +1,8 @@
-"""Which slice of a tensor a device holds: MindSpore's arithmetic of tensor layouts. Pure.
+"""The slice of a tensor on a device: MindSpore's arithmetic of tensor layouts. Pure.
 
-Devices stand in a matrix; a tensor's dimension is cut along some of its axes, into equal parts. An
-axis that cuts no dimension holds copies, and the optimizer may cut dimension 0 of these once more
-(optimizer parallelism), so that no two devices keep the same.
+Devices form a matrix; a tensor's dimension is sharded along some of its axes, into equal parts. An
+axis that shards no dimension contains replicas. The optimizer may shard dimension 0 of these again
+(optimizer parallelism), so that no two devices have the same slice.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Cut = tuple[int, int]  # into how many parts, and which of them
 
 @dataclass(frozen=True)
 class TensorLayout:
-    """How one tensor lies on the devices of its pipeline stage, as a strategy file says it."""
+    """The layout of one tensor on the devices of its pipeline stage, as in a strategy file."""
 
     device_matrix: tuple[int, ...]
     tensor_map: tuple[tuple[int, ...], ...]  # one for all dimensions, or one for each
@@ -34,12 +34,12 @@ class TensorLayout:
         return prod(self.device_matrix)
 
     def axes(self, num_dims: int) -> tuple[tuple[int, ...], ...]:
-        """The axes of the matrix, counted from the left, that cut each dimension."""
+        """The axes of the matrix, counted from the left, that shard each dimension."""
         maps = self.tensor_map
         if len(maps) == 1 and len(maps[0]) == num_dims:
             maps = tuple((axis,) for axis in maps[0])
         if len(maps) != num_dims:
-            raise CheckpointError(f"it is cut in {len(maps)} dimensions and has {num_dims}")
+            raise CheckpointError(f"it is sharded in {len(maps)} dimensions and has {num_dims}")
         last = len(self.device_matrix) - 1
         found = tuple(tuple(last - axis for axis in own if axis != _WHOLE) for own in maps)
         flat = [axis for own in found for axis in own]
@@ -48,13 +48,13 @@ class TensorLayout:
         return found
 
     def counts(self, num_dims: int) -> tuple[int, ...]:
-        """Into how many parts each dimension is cut."""
+        """The number of parts of each dimension."""
         return tuple(count * shards for (count, _), (shards, _) in self._cuts(num_dims, 0))
 
     def box(self, shape: tuple[int, ...], device: int) -> Box:
-        """The slice of a whole tensor of ``shape`` that one device of the stage holds.
+        """The slice of a full tensor of ``shape`` on one device of the stage.
 
-        Raises ``CheckpointError`` if a dimension cannot be cut into equal parts.
+        Raises ``CheckpointError`` if a dimension cannot be divided into equal parts.
         """
         start, extent = [], []
         for length, (outer, inner) in zip(shape, self._cuts(len(shape), device), strict=True):
@@ -67,11 +67,11 @@ class TensorLayout:
         return Box(tuple(start), tuple(extent))
 
     def whole(self, part: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of the whole tensor of which each device holds a ``part``."""
+        """The full shape of the tensor of which each device has a ``part``."""
         return tuple(n * count for n, count in zip(part, self.counts(len(part)), strict=True))
 
     def _cuts(self, num_dims: int, device: int) -> list[tuple[Cut, Cut]]:
-        """For each dimension how it is cut by the matrix, and then by the optimizer."""
+        """For each dimension, its shards by the matrix, and then by the optimizer."""
         places, found = self._places(device), list[tuple[Cut, Cut]]()
         for own in self.axes(num_dims):
             count, index = 1, 0
@@ -85,7 +85,7 @@ class TensorLayout:
         return found
 
     def _places(self, device: int) -> list[int]:
-        """Where a device stands along every axis, the last one fastest."""
+        """The position of a device along every axis, the last one fastest."""
         places = []
         for size in reversed(self.device_matrix):
             device, place = divmod(device, size)
@@ -93,8 +93,9 @@ class TensorLayout:
         return places[::-1]
 
     def _shard(self, places: list[int], used: set[int]) -> Cut:
-        """The optimizer's cut: over the axes that hold copies, taken from the right until they are
-        enough; of the last one taken only an inner part may be needed."""
+        """The optimizer's shards: over the axes of replicas, taken from the right until they are
+        enough; of the last one taken only an inner part may be needed.
+        """
         free = [axis for axis in range(len(places)) if axis not in used]
         copies = prod(self.device_matrix[axis] for axis in free)
         count = copies if self.num_shards == ALL_COPIES else self.num_shards

@@ -1,8 +1,8 @@
 """MindSpore's strategy files: how every tensor of a pipeline stage is sliced over its devices.
 
-They are protocol buffers with the ending ``.ckpt``, or JSON. A merged file is about all stages, and
-puts a stage's number before the names. They know neither ranks nor, mostly, shapes: that they fit
-the files beside them is for the reader to find out.
+They are protocol buffers with the ending ``.ckpt``, or JSON. A merged file covers all stages, with
+the stage's number as a prefix of the names. They contain no ranks and usually no shapes; the reader
+must check that they fit the files beside them.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Strategy:
         return self.num_devices * len(self.stages)
 
     def of_rank(self, rank: int) -> tuple[Layouts, int]:
-        """The layouts of the stage a rank works in, and which device of the stage it is."""
+        """The layouts of a rank's pipeline stage, and the rank's device in the stage."""
         stage, device = divmod(rank, self.num_devices)
         return self.stages[stage], device
 
@@ -65,13 +65,13 @@ def open_strategy(path: Path) -> Strategy:
         else:
             found = [path]
         if not found:
-            raise CheckpointError(f"{path}: holds no strategy files (*.ckpt or *.json)")
+            raise CheckpointError(f"{path}: contains no strategy files (*.ckpt or *.json)")
         parsed = {file: _parse(file) for file in found}
     return _checked(_by_stage(parsed, path), path)
 
 
 def _parse(file: Path) -> tuple[int, dict[str, TensorLayout]]:
-    """The stage that a file says it is about, and its layouts."""
+    """The stage of a file, and its layouts."""
     with files.open_file(file) as opened:
         data = files.read_all(opened, _MOST_BYTES)
     return _from_json(data, str(file)) if file.suffix == ".json" else _from_wire(data, str(file))
@@ -94,7 +94,7 @@ def _by_stage(
             continue
         if stages.setdefault(at, layouts) != layouts:
             raise CheckpointError(
-                f"{file}: says other than the files of the same pipeline stage ({at}) in {path}"
+                f"{file}: differs from the files of the same pipeline stage ({at}) in {path}"
             )
     return stages
 
@@ -107,7 +107,7 @@ def _checked(stages: Mapping[int, Layouts], path: Path) -> Strategy:
     sizes = {layout.num_devices for own in stages.values() for layout in own.values()}
     if len(sizes) > 1:
         told = " and ".join(map(str, sorted(sizes)[:2]))
-        raise CheckpointError(f"{path}: tensors lie on {told} devices; a stage has one number")
+        raise CheckpointError(f"{path}: tensors are on {told} devices; a stage has one number")
     return Strategy([stages[stage] for stage in sorted(stages)], path)
 
 
@@ -195,13 +195,13 @@ def _layout(
 
 def _uneven(where: str, name: str) -> CheckpointError:
     return CheckpointError(
-        f"{where}: {name[:200]!r} is cut into uneven parts by hand (param_split_shape), which is "
-        "not read here"
+        f"{where}: {name[:200]!r} has uneven manual slices (param_split_shape), which are not "
+        "supported"
     )
 
 
 def dump_strategy(stage: int, layouts: Layouts) -> bytes:
-    """The strategy file of one stage, as MindSpore's own functions read it."""
+    """The strategy file of one stage, in the form of MindSpore's own functions."""
     return b"".join(_dumped(stage, layouts))
 
 

@@ -1,6 +1,6 @@
-"""Protocol buffers on the wire: numbered fields that are integers or bytes. Pure.
+"""The wire format of protocol buffers: numbered fields that are integers or bytes. Pure.
 
-MindSpore's strategy files need no more of it, and nothing here trusts a length.
+MindSpore's strategy files need no more of it, and no length in a file is trusted.
 """
 
 from __future__ import annotations

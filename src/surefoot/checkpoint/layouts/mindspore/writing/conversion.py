@@ -1,4 +1,4 @@
-"""From one of MindSpore's forms to another, and the last step from any source to one of them."""
+"""Convert one of MindSpore's forms to another, and write any tensor source in one of them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _CONFIG = "config.json"
 
 @dataclass(frozen=True)
 class TargetFormat:
-    """What is to be written."""
+    """The form to write."""
 
     form: Form = "full"
     config: ParallelConfig | None = None  # whose ranks' slices
@@ -50,12 +50,12 @@ class TargetFormat:
 
 
 def check(target: Path, wanted: TargetFormat) -> None:
-    """Refuse a target that exists, and a form that does not go with what it is to be cut by."""
+    """Reject a target that exists, and a form that does not support its options."""
     refuse_taken(target)
     if (wanted.form == "distributed") != (wanted.config is not None or wanted.like is not None):
         raise CheckpointError(
-            "layout distributed takes a parallel_config or the strategy files to cut by; "
-            "layout full takes neither"
+            "layout distributed needs a parallel_config or strategy files; layout full needs "
+            "neither"
         )
 
 
@@ -122,7 +122,7 @@ def _stages(source: TensorSource, wanted: TargetFormat) -> Sequence[Layouts]:
 
 
 def _renamed(folder: Path, wanted: TargetFormat, theirs: MindSporeHints) -> TensorSource:
-    """MindSpore's own content, under other names if these are asked for."""
+    """MindSpore's own content, under other names if requested."""
     parts = by_role(open_state(folder, theirs))
     cut: TensorSource = JoinedSource(
         [("", cast(parts["model"], wanted.dtype)), ("", parts["optimizer"])]
@@ -134,7 +134,7 @@ def _renamed(folder: Path, wanted: TargetFormat, theirs: MindSporeHints) -> Tens
 
 
 def _small(folder: Path, theirs: MindSporeHints) -> Mapping[str, bytes]:
-    """The configuration and tokenizer of the base, or those that lie beside already."""
+    """The configuration and tokenizer of the base, or those beside the weights."""
     own = theirs.base if theirs.base and files.exists(theirs.base / _CONFIG) else None
     place = own or model_near(folder)
     if place is None:

@@ -1,4 +1,6 @@
-"""Write any source in the newer form of MindSpore Transformers 2.x: ``iteration_00000020``."""
+"""Write any tensor source in the newer form of MindSpore Transformers 2.x:
+``iteration_00000020``.
+"""
 
 from __future__ import annotations
 
@@ -51,16 +53,16 @@ def write_iteration(
     """Write ``target/iteration_N``, N being the step of ``source``, and the file that names it.
 
     Args:
-        source: weights, moments and numbers of the training, by MindSpore's names.
+        source: weights, moments and numbers of the training state, by MindSpore's names.
         target: a folder that does not exist.
-        stages: the layout of every tensor, by pipeline stage; None: one process.
+        stages: the layout of every tensor, by pipeline stage; None: one rank.
         prefix: of the files' names.
-        remove_redundancy: of equal slices write one.
-        small: other files to lie in ``target``.
-        progress: told the bytes of each block written.
+        remove_redundancy: write replicated slices once.
+        small: companion files in ``target``.
+        progress: called with the bytes of each block written.
 
     Raises:
-        CheckpointError: a tensor without a layout, or one that this form has no words for.
+        CheckpointError: a tensor without a layout, or one that this form cannot describe.
     """
     tensors, numbers = sorted_out(source)
     held = _alone(tensors) if stages is None else held_by(tensors, stages)
@@ -89,7 +91,7 @@ def _planned(
     beside: Mapping[str, Described],
     prefix: str,
 ) -> list[tuple[int, PlannedFile]]:
-    """The files of weights and of moments, with their ranks; whoever keeps nothing has none."""
+    """The files of weights and of moments, with their ranks; a rank without tensors has none."""
     found = []
     for part, role in (("model", "model"), ("opt", "optimizer")):
         own = {
@@ -122,7 +124,7 @@ def _alone(tensors: Mapping[str, Described]) -> list[dict[str, Box]]:
 
 
 def _common(source: TensorSource, numbers: Mapping[str, Described]) -> dict[str, Any]:
-    """What ``common.json`` says; null for what the source does not know."""
+    """The content of ``common.json``; null for what the source does not contain."""
     found = {
         name: read_whole(source, name).reshape(-1)[0].item() if name in numbers else None
         for name in _COMMON
@@ -136,7 +138,7 @@ def _metadata(
     held: Sequence[Mapping[str, Box]],
     places: Places,
 ) -> dict[str, object]:
-    """What ``metadata.json`` says of every tensor, and of the file of every slice."""
+    """The entries of ``metadata.json`` for every tensor, and for the file of every slice."""
     described: dict[str, object] = {}
     storage: dict[str, object] = {}
     layouts = {name: layout for own in stages for name, layout in own.items()}
@@ -184,7 +186,7 @@ def _number(box: Box, shape: tuple[int, ...], counts: tuple[int, ...]) -> int:
 def _layout(
     name: str, layout: TensorLayout, num_dims: int, ranks: Sequence[int]
 ) -> dict[str, object]:
-    """The layout on ``ranks``, with the optimizer's shards as axes that cut dimension 0."""
+    """The layout on ``ranks``, with the optimizer's shards as axes that shard dimension 0."""
     matrix, last = layout.device_matrix, len(layout.device_matrix) - 1
     maps = [[last - axis for axis in own] for own in layout.axes(num_dims)]
     if layout.num_shards:
@@ -193,8 +195,8 @@ def _layout(
         copies = prod(matrix[axis] for axis in free)
         if layout.num_shards not in (ALL_COPIES, copies):
             raise CheckpointError(
-                f"{name[:200]!r}: {layout.num_shards} shards over {copies} copies; this form has "
-                "words for shards over all of them only"
+                f"{name[:200]!r}: {layout.num_shards} shards over {copies} replicas; this form "
+                "only supports shards over all of them"
             )
         maps[0] += [last - axis for axis in free]
     plain = [own[0] if len(own) == 1 else own or -1 for own in maps]

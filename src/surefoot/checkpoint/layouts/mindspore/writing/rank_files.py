@@ -1,7 +1,7 @@
-"""Write any source as MindSpore keeps weights: whole, or a folder for every rank.
+"""Write any tensor source in MindSpore's form: unsharded, or a folder for every rank.
 
-Every slice is read from where it lies and written to where it goes, block by block: changing the
-layout takes no merged copy in between, and no memory that grows with the model.
+Every slice is read from its file and written to its place, block by block. So a change of layout
+needs no merged copy, and no memory that grows with the model.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Described = tuple[str, tuple[int, ...]]  # type and shape
 
 @dataclass(frozen=True)
 class Naming:
-    """What the names of the ranks' files say: ``llama_rank_0-2_10.safetensors``."""
+    """The parts of the ranks' file names: ``llama_rank_0-2_10.safetensors``."""
 
     prefix: str = "surefoot"
     epoch: int = 1
@@ -49,14 +49,14 @@ class Naming:
         return f"{self.prefix}_rank_{rank}-{self.epoch}_{self.step}.safetensors"
 
     def meta(self, rank: int) -> bytes:
-        """What ``meta.json`` beside it says."""
+        """The content of ``meta.json`` beside it."""
         told = {"last_epoch": self.epoch, "last_step": self.step, "last_ckpt_file": self.file(rank)}
         return json.dumps(told).encode()
 
 
 @dataclass(frozen=True)
 class PlannedFile:
-    """A file to be, and which box of each tensor goes into it."""
+    """A file to write, and the box of each tensor in it."""
 
     plan: FilePlan
     boxes: Mapping[str, Box]
@@ -70,15 +70,15 @@ def write_full(
     part_size: int = PART_SIZE,
     progress: Progress | None = None,
 ) -> None:
-    """Write whole tensors into the new folder ``target``, as ``unified_safetensors`` does.
+    """Write unsharded tensors into the new folder ``target``, as ``unified_safetensors`` does.
 
     Args:
-        source: weights and, if there are any, moments and numbers of the training, by MindSpore's
-            names.
+        source: weights and, if there are any, moments and numbers of the training state, by
+            MindSpore's names.
         target: a folder that does not exist.
-        small: other files to lie beside.
+        small: companion files.
         part_size: of the largest file, in bytes.
-        progress: told the bytes of each block written.
+        progress: called with the bytes of each block written.
 
     Raises:
         CheckpointError: ``target`` exists, or the disk fails.
@@ -113,16 +113,16 @@ def write_distributed(
     ``target/strategy``.
 
     Args:
-        source: as in ``write_full``; numbers of the training go into every rank's file.
+        source: as in ``write_full``; numbers of the training state go into every rank's file.
         target: a folder that does not exist.
         stages: the layout of every tensor, by pipeline stage.
         naming: of the ranks' files.
-        remove_redundancy: of equal slices write one.
-        small: other files to lie beside.
-        progress: told the bytes of each block written.
+        remove_redundancy: write replicated slices once.
+        small: companion files.
+        progress: called with the bytes of each block written.
 
     Raises:
-        CheckpointError: a tensor without a layout, or one that cannot be cut so.
+        CheckpointError: a tensor without a layout, or one that cannot be sharded so.
     """
     tensors, numbers = sorted_out(source)
     whole = {name: Box.whole(shape) for name, (_, shape) in numbers.items()}
@@ -150,17 +150,17 @@ def write_distributed(
 
 
 def sorted_out(source: TensorSource) -> tuple[dict[str, Described], dict[str, Described]]:
-    """What is cut, and the numbers of the training, which are not."""
+    """The sharded tensors, and the numbers of the training state, which are replicated."""
     found = described(source)
     numbers = {n: one for n, one in found.items() if role_of(n, one[1]) == "state"}
     return {n: one for n, one in found.items() if n not in numbers}, numbers
 
 
 def held_by(tensors: Mapping[str, Described], stages: Sequence[Layouts]) -> list[dict[str, Box]]:
-    """The box of every tensor that each rank holds."""
+    """The box of every tensor on each rank."""
     known = {name for own in stages for name in own}
     if odd := sorted(tensors.keys() - known):
-        raise CheckpointError(f"the strategy says nothing of {odd[0][:200]!r}, so no rank has it")
+        raise CheckpointError(f"the strategy does not contain {odd[0][:200]!r}, so no rank has it")
     found = []
     for own in stages:
         layouts = {name: own[name] for name in tensors if name in own}
@@ -183,7 +183,9 @@ def _box(name: str, layout: TensorLayout, shape: tuple[int, ...], device: int) -
 def once(
     tensors: Mapping[str, Described], held: Sequence[Mapping[str, Box]]
 ) -> list[dict[str, Box]]:
-    """Equal boxes in one rank only: the largest first, each in the rank that has least so far."""
+    """Replicated boxes in one rank only: the largest first, each in the rank with the least so
+    far.
+    """
     holders: dict[tuple[str, Box], list[int]] = {}
     for rank, boxes in enumerate(held):
         for name, box in boxes.items():
@@ -199,7 +201,7 @@ def once(
 
 
 def _balanced(tensors: Mapping[str, Described], part_size: int) -> list[list[str]]:
-    """Names for parts of nearly equal bytes: the largest first, each into the lightest."""
+    """Names for parts of nearly equal bytes: the largest first, each into the smallest."""
     sizes = {name: num_bytes(*tensors[name]) for name in tensors}
     count = max(1, min(-(-sum(sizes.values()) // part_size), len(sizes)))
     parts: list[list[str]] = [[] for _ in range(count)]
@@ -218,7 +220,7 @@ def file_of(
     boxes: Mapping[str, Box] | None,
     metadata: Mapping[str, str] = _FORMAT,
 ) -> PlannedFile:
-    """The file that holds these boxes of tensors; whole ones if there are no boxes."""
+    """The file that contains these boxes of tensors; full tensors if there are no boxes."""
     own = {n: Box.whole(tensors[n][1]) if boxes is None else boxes[n] for n in names}
     shapes = {n: (tensors[n][0], box.shape) for n, box in own.items()}
     plan = FilePlan(name, *build(shapes, metadata))
@@ -228,7 +230,7 @@ def file_of(
 def write_file(
     folder: Path, file: PlannedFile, source: TensorSource, progress: Progress | None = None
 ) -> None:
-    """Fill and flush a file from the source."""
+    """Write and flush a file from the source."""
     with files.create(folder / file.plan.name) as opened:
         opened.reserve(file.plan.header.file_size)
         opened.bypass_cache()

@@ -1,8 +1,8 @@
-"""A chat template that runs on opaque texts, and so says what it writes for any conversation.
+"""A chat template that runs on symbolic texts, and so gives the rendering of any conversation.
 
-It runs in Jinja as transformers sets it up, but that texts are not joined to strings, and that
-filters and tests are refused unless they are known to read what they are given by its own methods
-and to hide no error of these.
+It runs in Jinja as transformers configures it, with two differences: texts are not joined to
+strings, and filters and tests are rejected unless they are known to read their input only by its
+own methods and to hide no errors of these.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Test = Callable[[object], bool]
 
 
 class Script:
-    """A template that runs on opaque texts, for one thread at a time.
+    """A template that runs on symbolic texts, for one thread at a time.
 
     Raises ``jinja2.TemplateError`` if it is not valid.
     """
@@ -45,9 +45,9 @@ class Script:
         self._template.root_render_func.__globals__.update(names)
 
     def run(self, roles: Sequence[str], contents: Sequence[str], **variables: object) -> Run:
-        """Run on a conversation, and note what is asked and written.
+        """Run on a conversation, and record questions and output.
 
-        Raises whatever a template may raise, ``RefusedError`` where it cannot be followed.
+        Raises whatever a template may raise, and ``RefusedError`` if it cannot be followed.
         """
         run = self._environment.run = Run(contents)
         messages = [{"role": role, "content": Text(run, (i,))} for i, role in enumerate(roles)]
@@ -62,13 +62,13 @@ class Script:
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """What a generation block writes."""
+    """The content of a generation block."""
 
     text: object
 
 
 class _Generation(Extension):
-    """``{% generation %}``: what is in it, as something of its own."""
+    """``{% generation %}``: its content, as an object of its own."""
 
     tags = {"generation"}  # noqa: RUF012 - as Jinja has it
 
@@ -83,7 +83,7 @@ class _Generation(Extension):
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """Jinja for opaque texts."""
+    """Jinja for symbolic texts."""
 
     intercepted_binops = frozenset(ImmutableSandboxedEnvironment.default_binop_table)
 
@@ -99,7 +99,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         self.globals["strftime_now"] = self._strftime_now
 
     def concat(self, texts: Iterable[object]) -> object:  # type: ignore[override]
-        """Texts end to end; a plain string if all are."""
+        """Concatenated texts; a plain string if all are."""
         joined: list[Piece] = []
         every = [piece for text in texts for piece in self.pieces(text)]
         for is_plain, group in groupby(every, lambda piece: type(piece) is str):
@@ -114,7 +114,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         return self.concat(map(_string, values))
 
     def pieces(self, text: object) -> Pieces:
-        """Of a text that is written."""
+        """Convert a value that is written to text."""
         if isinstance(text, Text):
             return text._pieces
         if isinstance(text, _Block):  # in the midst of another text
@@ -123,13 +123,13 @@ class _Environment(ImmutableSandboxedEnvironment):
         return (text,) if type(text) is str else self._refuse()
 
     def call_binop(self, context: Context, operator: str, left: object, right: object) -> object:
-        """An operator; only ``+`` takes opaque texts."""
+        """An operator; only ``+`` accepts symbolic texts."""
         if not isinstance(left, Opaque) and not isinstance(right, Opaque):
             return super().call_binop(context, operator, left, right)
         return self.concat((left, right)) if operator == "+" else self._refuse()
 
     def getitem(self, obj: object, argument: object) -> object:
-        """An item; not under an opaque name."""
+        """An item; not under a symbolic name."""
         return self._refuse() if isinstance(argument, Opaque) else super().getitem(obj, argument)
 
     def _refuse(self, *_: object, **__: object) -> NoReturn:
@@ -149,7 +149,7 @@ def _trim(value: object, chars: str | None = None) -> object:
 
 
 def _of_type(test: Test) -> Test:
-    """A test of types, for which an opaque text is any string."""
+    """A test of types, for which a symbolic text is any string."""
     return lambda value: test("" if isinstance(value, Text) else value)
 
 

@@ -1,10 +1,10 @@
-"""Texts of which nothing is known but where they come from.
+"""Symbolic texts, of which nothing is known except their origin.
 
-Whoever runs on such texts can concatenate them, call the string methods that are listed here, and
-ask whether something holds: that is noted down, with the answer for one conversation. Another
-conversation with the same answers is treated in the same way, for there is nothing else that could
-be known. An opaque text is no ``str`` and has no characters: whatever else reads it, in Python or
-in C, is refused or fails.
+A program that runs on them can concatenate them, call the string methods listed here, and ask
+whether something holds. Each such question is recorded with its result for one conversation.
+Another conversation with the same results is treated in the same way, because nothing else could be
+known. A symbolic text is not a ``str`` and has no characters: anything else that reads it, in
+Python or in C, is rejected or fails.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ QUESTIONS |= {"isspace", "isupper", "startswith"}
 
 
 class RefusedError(jinja2.TemplateError):
-    """Something was done with an opaque text that cannot be followed."""
+    """Something was done with a symbolic text that cannot be followed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """What a function makes of a text, once that is known."""
+    """A value computed from a text, once the text is known."""
 
     function: Callable[..., object]
     of: Pieces
@@ -55,7 +55,7 @@ def _filled(piece: Piece, contents: Sequence[str]) -> str:
 
 @dataclass
 class Run:
-    """A run on opaque texts that stand for these contents."""
+    """A run on symbolic texts that stand for these contents."""
 
     contents: Sequence[str]
     asked: list[tuple[Made, bool]] = field(default_factory=list)
@@ -65,13 +65,13 @@ class Run:
     is_followed: bool = True  # nothing was refused, not even where the error is hidden
 
     def ask(self, question: Made) -> bool:
-        """The answer for these contents."""
+        """The result for these contents."""
         answer = bool(question.value(self.contents))
         self.asked.append((question, answer))
         return answer
 
     def make(self, function: Callable[..., object], of: Pieces, *arguments: object) -> Text:
-        """A text made of another; where that always fails, it fails now."""
+        """A text computed from another; if that always fails, it fails now."""
         made = Made(function, of, arguments)
         made.value(self.contents)
         return Text(self, (made,))
@@ -83,7 +83,7 @@ class Run:
 
 
 class Opaque:
-    """Something that Python's own operators and functions refuse."""
+    """Something that Python's own operators and functions reject."""
 
     __slots__ = ("_pieces", "_run")
 
@@ -102,7 +102,7 @@ class Opaque:
 
 
 class Text(Opaque):
-    """An opaque string."""
+    """A symbolic string."""
 
     __slots__ = ()
 
@@ -118,13 +118,13 @@ class Text(Opaque):
     __hash__ = Opaque.__hash__
 
     def __getitem__(self, index: object) -> NoReturn:
-        """Strings have nothing under a name; what is at a place is not known."""
+        """Strings have no named items; an item at a position is not known."""
         if type(index) is str:
-            raise TypeError("a string has no names")
+            raise TypeError("a string has no named items")
         self._run.refuse()
 
     def __getattr__(self, name: str) -> Callable[..., object]:
-        """A method of strings; an AttributeError where they have none of that name."""
+        """A method of strings; an AttributeError if strings have no such method."""
         method = getattr(str, name)
         if name in QUESTIONS:
             return lambda *arguments: self._ask(method, *arguments)
@@ -138,14 +138,14 @@ class Text(Opaque):
         return self._run.ask(Made(function, self._pieces, self._plain(arguments)))
 
     def _plain(self, arguments: tuple[object, ...]) -> tuple[object, ...]:
-        """The arguments, which must be known themselves."""
+        """The arguments, which must be known."""
         if any(type(argument) not in (str, int) for argument in arguments):
             self._run.refuse()
         return arguments
 
 
 class Parts(Opaque):
-    """What an opaque string is split into by a separator: there are a first and a last part."""
+    """The parts of a symbolic string split by a separator: only the first and the last exist."""
 
     __slots__ = ("_arguments",)
 

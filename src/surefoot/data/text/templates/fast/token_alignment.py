@@ -1,10 +1,11 @@
-"""Where a character of a text is among its tokens, without offsets, which cost a fifth of encoding.
+"""Map character positions to token positions without tokenizer offsets, which would take a fifth of
+the encoding time.
 
-A tokenizer cuts a text at its special tokens before anything else, and they come in the same order
-in the text and in its ids: they are landmarks. From one of them on, a byte-level tokenizer loses
-nothing: an id stands for the same bytes wherever it is, so that of a landmark is only where the
-text spells it. And where the text from a landmark to a character, encoded alone, gives just the ids
-that follow the landmark, these end at that character.
+A tokenizer splits a text at its special tokens before anything else, and they occur in the same
+order in the text and in its ids: they are landmarks. After a landmark, a byte-level tokenizer loses
+nothing: an id stands for the same bytes everywhere, so a landmark's id occurs only where the text
+contains it. If the text from a landmark to a character, encoded alone, gives exactly the ids that
+follow the landmark, these ids end at that character.
 """
 
 from __future__ import annotations
@@ -37,11 +38,11 @@ class Known:
     encode: Encode
 
     def index(self, position: int) -> int | None:
-        """How many tokens ``text[:position]`` has, if these are what it would have alone."""
+        """How many tokens ``text[:position]`` has, if its own encoding gives the same tokens."""
         return self._from(bisect_left(self.landmarks, (position + 1,)), position)
 
     def end(self, position: int) -> int | None:
-        """How many tokens begin before ``position``, if none lies across it."""
+        """How many tokens begin before ``position``, if no token crosses it."""
         before = bisect_left(self.landmarks, (position + 1,))
         if before < len(self.landmarks) and self.landmarks[before][1] == position:
             return self.landmarks[before][2]
@@ -58,13 +59,13 @@ class Landmarks:
     """Some special tokens of a byte-level tokenizer."""
 
     def __init__(self, tokens: Mapping[str, int], *, normalizes: bool) -> None:
-        """``normalizes``: the tokenizer brings text into NFC."""
+        """``normalizes``: whether the tokenizer normalizes text to NFC."""
         longest_first = sorted(tokens, key=len, reverse=True)
         self._pattern = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
         self._ids, self._normalizes = tokens, normalizes
 
     def find(self, text: str, ids: list[int], encode: Encode) -> Known | None:
-        """Those in a text; None where it is not certain which is which."""
+        """Landmarks of a text; None if their assignment to ids is not certain."""
         if self._normalizes and not unicodedata.is_normalized("NFC", text):
             return None
         found: list[Landmark] = []
@@ -98,7 +99,7 @@ def landmarks_of(rust: Tokenizer, words: Collection[str]) -> Landmarks | None:
 
 
 def _is_byte_level(part: JSON | None) -> bool:
-    """Whether a pre-tokenizer ends in bytes, and neither adds nor takes away anything."""
+    """Whether a pre-tokenizer ends in bytes, and neither adds nor removes anything."""
     steps = cast(list[JSON], part["pretokenizers"] if part and "pretokenizers" in part else [part])
     *before, last = ({} if step is None else step for step in steps)
     is_kept = all(
@@ -110,7 +111,7 @@ def _is_byte_level(part: JSON | None) -> bool:
 
 
 def _knows_bytes(rust: Tokenizer) -> bool:
-    """Whether its model spells any bytes, and always in the same way."""
+    """Whether the model can encode any bytes, always in the same way."""
     model = rust.model
     names = ("dropout", "continuing_subword_prefix", "end_of_word_suffix")
     is_plain = isinstance(model, BPE) and not any(getattr(model, name) for name in names)

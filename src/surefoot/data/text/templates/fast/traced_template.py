@@ -1,9 +1,9 @@
-"""Conversations of a shape that was met before are written without running the template.
+"""Fast rendering: conversations whose structure is already known are rendered without Jinja.
 
-A shape is the roles of a conversation, and the answers to what the template asks of its contents.
-For each shape, one run on opaque texts gives the pieces it is written with (see ``opaque``); they
-are used once they were seen to give, for one conversation, what the template gives. What cannot be
-followed, and what is met for the first time, is rendered as ever.
+A structure is the roles of a conversation, and the results of the template's questions about its
+contents. For each structure, one run on symbolic texts gives the pieces of its rendering (see
+``symbolic_text``). They are used only after they gave the same text as the template for one
+conversation. Everything else is rendered by the template.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Render(Protocol):
     """Runs the template as it is."""
 
     def __call__(self, messages: Dicts, *, prompt: bool, marks: bool) -> tuple[str, Spans]:
-        """Text and bounds."""
+        """Text, and the bounds of generation blocks in it."""
 
 
 LIMIT = 10_000  # shapes that are kept; some templates and conversations have any number
@@ -35,7 +35,7 @@ RAISED = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError,
 
 
 class Mark(Enum):
-    """Of a shape without pieces."""
+    """The branch for a structure without known pieces."""
 
     MET = 1  # once
     REFUSED = 2  # its pieces cannot be known
@@ -43,13 +43,13 @@ class Mark(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How all conversations of a shape are written."""
+    """The rendering of all conversations of one structure."""
 
     pieces: Pieces
     bounds: Spans | None  # of the generation blocks, in pieces
 
     def text(self, contents: Sequence[str], *, marks: bool) -> tuple[str, Spans]:
-        """The text, and with ``marks`` the generation blocks' bounds in it."""
+        """The text, and with ``marks`` the bounds of the generation blocks in it."""
         parts = fill(self.pieces, contents)
         if not marks or not self.bounds:
             return "".join(parts), []
@@ -59,7 +59,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Fork:
-    """A question of the template, and where each answer to it leads."""
+    """A question of the template about contents, and the branch for each result."""
 
     question: Made
     ways: dict[Hashable, Node] = field(default_factory=dict)
@@ -69,18 +69,17 @@ Node = Fork | Shape | Mark
 
 
 class TracedTemplate:
-    """A template, and the shapes of conversations that it was seen to write."""
+    """A template, and the structures of conversations that it has rendered."""
 
     def __init__(self, source: str, names: Mapping[str, str], render: Render) -> None:
-        """``names`` are those of special tokens; ``render`` runs the template as it is."""
+        """``names`` are those of special tokens; ``render`` runs the template."""
         self._source, self._names, self._render = source, names, render
         self._ways: dict[Hashable, Node] = {}
         self._num_met = 0
         self._lock = Lock()  # of the script, which is for one thread at a time
 
     def render(self, messages: Dicts, *, prompt: bool, marks: bool) -> tuple[str, Spans]:
-        """The text of a conversation of roles and contents; with ``marks``, the bounds in it of
-        the generation blocks.
+        """The text of a conversation; with ``marks``, also the bounds of its generation blocks.
 
         Raises what ``render`` raises.
         """
@@ -100,7 +99,7 @@ class TracedTemplate:
         return self._render(messages, prompt=prompt, marks=marks)
 
     def _learnt(self, messages: Dicts, contents: Sequence[str], prompt: bool, asked: int) -> Node:
-        """What follows after so many questions, in conversations like this one."""
+        """The branch after the questions so far, for conversations like this one."""
         run = self._followed(messages, contents, prompt)
         if run is None or not run.is_followed:
             return Mark.REFUSED
@@ -116,7 +115,7 @@ class TracedTemplate:
         return node
 
     def _followed(self, messages: Dicts, contents: Sequence[str], prompt: bool) -> Run | None:
-        """A run of the template on opaque texts; None if it fails."""
+        """A run of the template on symbolic texts; None if it fails."""
         roles = [str(message["role"]) for message in messages]
         extra = {"tools": None, "documents": None, "add_generation_prompt": prompt}
         try:

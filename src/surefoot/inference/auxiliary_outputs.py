@@ -1,0 +1,86 @@
+"""What auxiliary models compute for examples to evaluate on, kept in the cache of training."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+
+from ..batch import Features
+from ..data.store.dataset import in_memory
+from ..data.text.codec import Codec
+from ..model.pretrained.loading import resolve
+from ..model.section import ModelSection
+from ..network.network import Network
+from ..parallel.section import ParallelSection
+from ..parallel.world import ALONE, World
+from ..recipe.recipe import Recipe
+from ..recipe.recipe_data import open_codec
+from ..run.auxiliary import columns_of, eval_set, refuse_other_tokens
+from ..training.precompute import (
+    Precomputation,
+    WindowSet,
+    model_of,
+    with_items,
+    with_windows,
+)
+from .evaluation import context_of, encoded, ready_to_measure
+from .held_out_set import held_out
+from .model_loading import PLAINLY, open_start
+
+
+def auxiliary_columns(
+    recipe: Recipe,
+    *,
+    dataset: str | None = None,
+    limit: int | None = None,
+    world: World = ALONE,
+    parallel: ParallelSection = PLAINLY,
+) -> dict[str, list[Features]]:
+    """The columns of each example to evaluate on (see ``held_out``), by the name of the dataset;
+    nothing if the stage has no auxiliary models.
+
+    None of these models is left in memory.
+    """
+    if not recipe.stage.auxiliary:
+        return {}
+    with world.main_first():  # which downloads, and fills the cache
+        base = resolve(recipe.model)
+        codec = open_codec(recipe, base)
+        parts = held_out(recipe, codec, dataset=dataset, limit=limit)
+    items = {one.name: in_memory(encoded(recipe.stage, one.examples, codec)) for one in parts}
+    size = recipe.train.global_batch_size
+    sets = {name: eval_set(examples, size) for name, examples in items.items()}
+    found = columns_of(recipe, base, list(sets.values()), world)
+    if not found.is_complete:
+        with _networks(recipe, codec, world, parallel) as networks:
+            found.run(context_of(codec, recipe, networks, recipe.train.seed))
+    return {name: _columns(one, found) for name, one in sets.items()}
+
+
+@contextmanager
+def _networks(
+    recipe: Recipe, codec: Codec, world: World, parallel: ParallelSection
+) -> Iterator[dict[str, Network]]:
+    """The auxiliary models of the stage, by role; roles of the same model share it."""
+    opened: dict[ModelSection, Network] = {}
+    roles = {role: model_of(one, recipe.model) for role, one in recipe.stage.auxiliary.items()}
+    with ExitStack() as stack:
+        for role, model in roles.items():
+            if model not in opened:
+                start = open_start(replace(recipe, model=model), world=world, parallel=parallel)
+                refuse_other_tokens(recipe, role, start.tokenizer, codec)
+                ready = ready_to_measure(start, recipe)
+                opened[model] = stack.enter_context(ready)
+        yield {role: opened[model] for role, model in roles.items()}
+
+
+def _columns(one: WindowSet, found: Precomputation) -> list[Features]:
+    """The computed columns of each example of an evaluation, in order."""
+    items, kept = with_items(one.items, found), with_windows(one, found)
+    loaded = one.items[0]
+    columns: list[Features] = []
+    for place, group in one.windows.items():
+        added = kept.added(place, [items[int(item)] for item in group])
+        columns += [{n: v for n, v in item.items() if n not in loaded} for item in added]
+    return columns
