@@ -12,7 +12,7 @@ from ..lazy_exports import lazy_getattr
 
 if TYPE_CHECKING:
     from .arguments import training_arguments
-    from .foreign_resume import ForeignTrainer, detect_trainer, resume_from
+    from .foreign_resume import ForeignTrainer, detect_trainer
     from .from_mindspore import load_mindspore_checkpoint
     from .from_trainer import check_trainer_checkpoint, load_trainer_checkpoint
     from .to_trainer import save_trainer_checkpoint
@@ -26,7 +26,6 @@ __all__ = [
     "load_mindspore_checkpoint",
     "load_trainer_checkpoint",
     "refuse_output_dir",
-    "resume_from",
     "save_trainer_checkpoint",
     "training_arguments",
 ]
@@ -35,7 +34,7 @@ _HOMES = {
     ".arguments": ("training_arguments",),
     ".from_mindspore": ("load_mindspore_checkpoint",),
     ".from_trainer": ("check_trainer_checkpoint", "load_trainer_checkpoint"),
-    ".foreign_resume": ("ForeignTrainer", "resume_from", "detect_trainer"),
+    ".foreign_resume": ("ForeignTrainer", "detect_trainer"),
     ".to_trainer": ("save_trainer_checkpoint",),
     ".trainer_folder": ("is_trainer_checkpoint", "refuse_output_dir"),
 }

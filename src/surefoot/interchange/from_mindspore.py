@@ -34,7 +34,6 @@ from ..data.order.loader import Loader
 from ..errors import CheckpointError
 from ..geometry.box import Box
 from ..model.fused_parameters import places
-from ..model.pretrained.weights import AdapterWeights, FullWeights
 from ..training.trainer import Trainer
 
 logger = logging.getLogger(__name__)
@@ -117,7 +116,7 @@ def _anew(folder: Path) -> str:
 
 def _refuse_unlike(folder: Path, trainer: Trainer) -> None:
     """Reject a method and an optimizer to which MindSpore's moments do not belong."""
-    if isinstance(trainer.policy.weights, AdapterWeights):
+    if trainer.policy.weights.is_adapter:
         raise CheckpointError(
             f"{folder}: it contains a full model and its moments, but the recipe's method "
             f"trains an adapter; set method to full, or {_anew(folder)} to train an adapter of "
@@ -157,12 +156,11 @@ def _with_fused_moments(source: TensorSource, trainer: Trainer) -> TensorSource:
     """``source``, with the moments of experts fused as their parameters are in memory.
     Parameters in a pipeline have other names, and are not changed.
     """
-    weights = trainer.policy.weights
-    if not isinstance(weights, FullWeights) or trainer.world.pp > 1:
+    if trainer.world.pp > 1:
         return source
     shapes = source.shapes()
     made: dict[str, tuple[tuple[int, ...], tuple[StackedMatrix, ...]]] = {}
-    for name, at in places(weights.model).items():
+    for name, at in places(trainer.policy.network.inner).items():
         for prefix in MOMENTS:
             if shapes.get(prefix + name) == at.shape:
                 tile = StackedMatrix(

@@ -13,14 +13,14 @@ import torch
 from torch import nn
 
 from ..checkpoint.disk import strict_json
+from ..checkpoint.layouts.adapter_merge import CHANGED_BASE
 from ..checkpoint.layouts.detection import detect_layout
 from ..checkpoint.layouts.opening import open_folder
 from ..checkpoint.sources.source import TensorSource, read_whole
 from ..checkpoint.sources.weights import ADAPTER, ADAPTER_CONFIG, MODEL
-from ..checkpoint.state.states import Stateful
 from ..errors import CheckpointError
 from ..model.pretrained.companions import adapter_files
-from ..model.pretrained.weights import AdapterWeights
+from ..network.method import Weights
 from ..storage import files
 
 logger = logging.getLogger(__name__)
@@ -31,10 +31,9 @@ MEANING = (
 )
 SETTINGS = {"lora_alpha": ".alpha", "use_rslora": ".rslora", "use_dora": ".dora"}  # in a recipe
 SHOWN = ("r", "rank_pattern", "target_modules", "modules_to_save", "peft_type")
-CHANGED_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
-def open_same(folder: Path, policy: nn.Module, weights: Stateful) -> TensorSource:
+def open_same(folder: Path, policy: nn.Module, weights: Weights) -> TensorSource:
     """The weights in ``folder``, if they belong to the model being trained.
 
     Args:
@@ -45,7 +44,7 @@ def open_same(folder: Path, policy: nn.Module, weights: Stateful) -> TensorSourc
     Raises:
         CheckpointError: names or shapes differ, or an adapter's settings.
     """
-    is_adapter = isinstance(weights, AdapterWeights)
+    is_adapter = weights.is_adapter
     layout = detect_layout(folder)
     if layout is None and not any(folder.glob("*_model*.bin")):  # which are pickles, told below
         raise CheckpointError(
@@ -96,8 +95,8 @@ def _shape(found: tuple[int, ...] | None) -> str:
 def _configs(folder: Path, policy: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
     """``adapter_config.json`` in the folder, and as this run would write it."""
     path = folder / ADAPTER_CONFIG
-    with files.raising(CheckpointError), files.open_file(path) as file:
-        theirs = strict_json.parse_object(files.read_all(file, strict_json.MAX_BYTES), str(path))
+    with files.raising(CheckpointError):
+        theirs = strict_json.read_object(path)
     return theirs, json.loads(adapter_files(policy)[ADAPTER_CONFIG])
 
 

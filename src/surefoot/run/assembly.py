@@ -88,7 +88,7 @@ def build(
     trainer = assemble(recipe, codec, policy, ahead, saver, members, feeder, trial=trial)
     if resume is not None:
         if writer is not None:
-            interchange.resume_from(resume, writer, trainer, base=base, trust_pickle=trust_pickle)
+            writer.load(resume, trainer, base=base, trust_pickle=trust_pickle)
         else:
             load_checkpoint(resume, trainer.states)
         trainer.policy.trained.check(trainer.state.global_step)

@@ -21,8 +21,7 @@ def has_model(folder: Path) -> bool:
 
 def _open_shards(folder: Path) -> dict[str, TensorLocation]:
     where = folder / MODEL_INDEX
-    with files.open_file(where) as file:
-        index = strict_json.parse_object(files.read_all(file, strict_json.MAX_BYTES), str(where))
+    index = strict_json.read_object(where)
     names = index.get("weight_map")
     if not isinstance(names, dict) or not all(isinstance(n, str) for n in names.values()):
         raise CheckpointError(f"{where}: weight_map must map tensor names to file names")

@@ -9,8 +9,9 @@ from ..checkpoint.converting.origin import Done, Hints, Origin
 from ..checkpoint.disk.folder import open_checkpoint
 from ..checkpoint.sources.copying import Progress
 from ..errors import CheckpointError
-from ..recipe.recipe import load
-from .to_trainer import save_trainer_checkpoint
+from ..interchange.arguments import RunSections
+from ..interchange.to_trainer import save_trainer_checkpoint
+from ..recipe.recipe import Recipe, load
 
 _RECIPE = "recipe.yaml"
 
@@ -36,8 +37,21 @@ class TrainerCheckpoint:
                 f"{origin.folder}: it has no {_RECIPE}, which says how its optimizer was made"
             )
         recipe = load(origin.folder / _RECIPE)
-        arguments = save_trainer_checkpoint(origin.folder, target, recipe=recipe, base=base)
+        run = sections_of(recipe)
+        arguments = save_trainer_checkpoint(origin.folder, target, run=run, base=base)
         given = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
         words = f"resume with TrainingArguments(output_dir=..., {given})\n"
         words += f"and trainer.train(resume_from_checkpoint={str(target)!r})"
         return Done({"training_arguments": arguments}, words)
+
+
+def sections_of(recipe: Recipe) -> RunSections:
+    """What of a recipe has a counterpart in the Trainer."""
+    return RunSections(
+        model=recipe.model,
+        method=recipe.method,
+        stage=recipe.stage,
+        train=recipe.train,
+        optim=recipe.optim,
+        checkpoint=recipe.checkpoint,
+    )
