@@ -5,7 +5,7 @@ import logging
 import pytest
 import torch
 
-from checkpoint.mindspore.real import SOURCES, real, truth  # noqa: F401 - fixtures
+from checkpoint.layouts.mindspore.real import SOURCES, real, truth  # noqa: F401 - fixtures
 from folders import save_adapter, save_model
 from spread import trainer
 from surefoot.checkpoint.layouts.mindspore.naming.names import to_huggingface

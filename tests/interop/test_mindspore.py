@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from checkpoint.mindspore.real import copied, real  # noqa: F401 - fixtures
+from checkpoint.layouts.mindspore.real import copied, real  # noqa: F401 - fixtures
 from folders import save_model, save_recipe
 from surefoot.checkpoint.converting.targets.mindspore import MindSporeFolder
 from surefoot.checkpoint.disk.bytes import raw

@@ -35,6 +35,7 @@ from ..errors import CheckpointError
 from ..geometry.box import Box
 from ..model.fused_parameters import places
 from ..training.trainer import Trainer
+from .same_model import shape_in_words
 
 logger = logging.getLogger(__name__)
 _SLOTS = dict(zip(MOMENTS, ("exp_avg", "exp_avg_sq"), strict=True))
@@ -136,7 +137,7 @@ def _refuse_other(source: TensorSource, trainer: Trainer, folder: Path) -> None:
     ours = {name: tuple(t.shape) for name, t in trainer.policy.weights.state_dict().items()}
     odd = sorted(ours.keys() ^ theirs.keys()) or [n for n in ours if ours[n] != theirs[n]]
     if odd:
-        here, there = (_shape(found.get(odd[0])) for found in (ours, theirs))
+        here, there = (shape_in_words(found.get(odd[0])) for found in (ours, theirs))
         raise CheckpointError(
             f"{folder}: a checkpoint of another model: {len(odd)} tensors differ; {odd[0]} is "
             f"{there} in it, {here} in this run"
@@ -174,10 +175,6 @@ def _with_fused_moments(source: TensorSource, trainer: Trainer) -> TensorSource:
         if sum(tile.box.size for tile in tiles) == math.prod(whole)
     }
     return StackedSource(source, complete) if complete else source
-
-
-def _shape(found: tuple[int, ...] | None) -> str:
-    return "missing" if found is None else f"of shape {list(found)}"
 
 
 def _learning(trainer: Trainer) -> Iterator[tuple[str, torch.Tensor]]:

@@ -67,7 +67,7 @@ def open_same(folder: Path, policy: nn.Module, weights: Weights) -> TensorSource
     odd = sorted(wanted.keys() ^ shapes.keys()) or [n for n in wanted if wanted[n] != shapes[n]]
     if odd:
         name = odd[0]
-        here, there = (_shape(found.get(name)) for found in (wanted, shapes))
+        here, there = (shape_in_words(found.get(name)) for found in (wanted, shapes))
         raise CheckpointError(
             (
                 f"{folder}: a checkpoint of another model: {len(odd)} tensors differ; {name} is "
@@ -88,7 +88,8 @@ def _is_base(source: TensorSource, name: str, policy: nn.Module) -> bool:
     return torch.equal(read_whole(source, name).to(own.dtype), own.cpu())
 
 
-def _shape(found: tuple[int, ...] | None) -> str:
+def shape_in_words(found: tuple[int, ...] | None) -> str:
+    """A tensor's shape in an error; None: it does not exist."""
     return "missing" if found is None else f"of shape {list(found)}"
 
 

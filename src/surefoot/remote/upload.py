@@ -16,10 +16,10 @@ from ..checkpoint.disk.manifest import MANIFEST
 from ..checkpoint.reading.verification import verify_checkpoint
 from ..errors import CheckpointError
 from ..storage import files
+from ..storage.parallel_work import in_parallel
 from .contents import Contents
 from .retry import StoreError
 from .store import Store
-from .transfers import in_parallel
 
 DAMAGED = "manifest.damaged.json"  # what the manifest of a damaged checkpoint is renamed to
 _WORKERS = 4  # files on their way at a time
