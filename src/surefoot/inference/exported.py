@@ -6,6 +6,7 @@ folder appears when all of it is written, and opens with ``AutoModelForCausalLM.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
@@ -19,7 +20,7 @@ from ..checkpoint.converting.targets.huggingface import refuse_taken
 from ..checkpoint.disk.atomic_folder import new_folder, write_small
 from ..checkpoint.disk.companions import beside
 from ..checkpoint.layouts.adapter_merge import PREFIX, merged
-from ..checkpoint.layouts.opening import open_folder
+from ..checkpoint.layouts.opening import open_folder, open_role
 from ..checkpoint.sources.copying import DtypeName, cast, copy
 from ..checkpoint.sources.lora import same_values
 from ..checkpoint.sources.source import Renamed, TensorSource
@@ -28,8 +29,11 @@ from ..data.text.codec import Codec
 from ..data.text.templates import load_template, saved_source
 from ..errors import ModelError
 from ..model.pretrained.tokenizer import load_tokenizer
+from ..network.heads import HEADS
 from .model_loading import Parts, find_parts
 from .resized import Grown
+
+logger = logging.getLogger(__name__)
 
 
 def export(
@@ -78,6 +82,10 @@ def whole_model(
     parts: Parts, *, dtype: DtypeName | None = None, trust_remote_code: bool = False
 ) -> tuple[TensorSource, dict[str, bytes]]:
     """The weights of a model, with an adapter merged into them, and their companion files."""
+    folder = parts.adapter or parts.model
+    for name in HEADS.values():
+        if open_role(folder, name) is not None:
+            logger.warning("%s: its %s is left out: a model's files have none", folder, name)
     whole = _whole(parts, trust_remote_code)
     source = cast(whole.source, dtype)
     small = {

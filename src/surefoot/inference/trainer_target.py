@@ -34,7 +34,8 @@ class TrainerCheckpoint:
         base = origin.adapter_base()
         if not (origin.folder / _RECIPE).is_file():
             raise CheckpointError(
-                f"{origin.folder}: it has no {_RECIPE}, which says how its optimizer was made"
+                f"{origin.folder}: it has no {_RECIPE}, which contains the settings "
+                "of its optimizer"
             )
         recipe = load(origin.folder / _RECIPE)
         run = sections_of(recipe)
