@@ -15,16 +15,12 @@ from surefoot.checkpoint.layouts.mindspore.strategy.parallel_config import Paral
 from surefoot.data.text.prompts import Prompt, read_prompts
 from surefoot.errors import RecipeError
 from surefoot.generate.section import GenerateSection
-from surefoot.inference import (
-    adopt,
-    generations,
-    held_out,
-    measure,
-    open_model,
-    open_start,
-    predict,
-)
+from surefoot.inference import open_model, predict
 from surefoot.inference.conversion import convert
+from surefoot.inference.evaluation import adopt, measure
+from surefoot.inference.held_out_set import held_out
+from surefoot.inference.model_loading import open_start
+from surefoot.inference.responses import generations
 from surefoot.parallel.generation_sharding import with_replicas
 from surefoot.parallel.section import ParallelSection
 from surefoot.parallel.world import ALONE

@@ -7,7 +7,7 @@ import torch
 from transformers import Trainer, TrainingArguments
 
 from surefoot.inference.trainer_target import sections_of
-from surefoot.interchange import training_arguments
+from surefoot.interchange.arguments import training_arguments
 from surefoot.optim.adamw import AdamW
 from surefoot.recipe.recipe import read
 from surefoot.stages.sft import SFT

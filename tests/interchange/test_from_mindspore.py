@@ -12,7 +12,8 @@ from surefoot.checkpoint.layouts.mindspore.naming.names import to_huggingface
 from surefoot.checkpoint.layouts.mindspore.writing.rank_files import write_full
 from surefoot.checkpoint.sources.source import TensorsInMemory, read_whole
 from surefoot.errors import CheckpointError
-from surefoot.interchange import detect_trainer, load_mindspore_checkpoint
+from surefoot.interchange import detect_trainer
+from surefoot.interchange.from_mindspore import load_mindspore_checkpoint
 from surefoot.methods.lora import LoRA
 from surefoot.parallel.world import ALONE
 

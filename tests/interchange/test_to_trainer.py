@@ -18,7 +18,8 @@ import tiny
 from surefoot.checkpoint.layouts.opening import open_folder
 from surefoot.errors import CheckpointError, ModelError
 from surefoot.inference.trainer_target import sections_of
-from surefoot.interchange import load_trainer_checkpoint, save_trainer_checkpoint
+from surefoot.interchange.from_trainer import load_trainer_checkpoint
+from surefoot.interchange.to_trainer import save_trainer_checkpoint
 from surefoot.run.training_run import build
 
 
