@@ -29,13 +29,12 @@ from ..checkpoint.layouts.mindspore.strategy.parallel_config import MOMENTS
 from ..checkpoint.sources.joined import JoinedSource
 from ..checkpoint.sources.source import TensorSource, read_whole
 from ..checkpoint.state.local_box import local_box_of
-from ..checkpoint.state.states import ShardedState
 from ..data.order.loader import Loader
 from ..errors import CheckpointError
 from ..geometry.box import Box
 from ..model.fused_parameters import places
 from ..training.trainer import Trainer
-from .same_model import shape_in_words
+from .same_model import expect_adamw, fill_weights, shape_in_words
 
 logger = logging.getLogger(__name__)
 _SLOTS = dict(zip(MOMENTS, ("exp_avg", "exp_avg_sq"), strict=True))
@@ -123,11 +122,7 @@ def _refuse_unlike(folder: Path, trainer: Trainer) -> None:
             f"trains an adapter; set method to full, or {_anew(folder)} to train an adapter of "
             "its weights"
         )
-    if not isinstance(trainer.policy.step.optimizer, torch.optim.AdamW):
-        raise CheckpointError(
-            f"{folder}: it holds AdamW's moments, but the recipe's optimizer is "
-            f"{type(trainer.policy.step.optimizer).__name__}; set optim to adamw"
-        )
+    expect_adamw(trainer.policy.step.optimizer, folder)
 
 
 def _refuse_other(source: TensorSource, trainer: Trainer, folder: Path) -> None:
@@ -187,21 +182,12 @@ def _fill_together(source: TensorSource, trainer: Trainer, num_updates: int) -> 
     """Raise an error of one rank on all ranks, so that none waits for another."""
     problem = None
     try:
-        _fill_weights(source, trainer.policy.weights)
+        fill_weights(source, trainer.policy.weights)
         _fill_moments(source, trainer, num_updates)
     except CheckpointError as error:
         problem = str(error)
     if problem := trainer.world.first_of(problem):
         raise CheckpointError(problem)
-
-
-@torch.no_grad()
-def _fill_weights(source: TensorSource, weights: ShardedState) -> None:
-    """Box by box into the existing tensors, so that no second model is in memory."""
-    current = weights.state_dict()
-    for name, tensor in current.items():
-        local_box_of(name, tensor, weights.cuts_of(name)).fill(partial(source.read, name))
-    weights.load_state_dict(current)
 
 
 @torch.no_grad()

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import logging
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from ..checkpoint.layouts.detection import detect_layout
 from ..checkpoint.layouts.opening import open_folder
 from ..checkpoint.sources.source import TensorSource, read_whole
 from ..checkpoint.sources.weights import ADAPTER, ADAPTER_CONFIG, MODEL
+from ..checkpoint.state.local_box import local_box_of
 from ..errors import CheckpointError
 from ..model.pretrained.companions import adapter_files
 from ..network.method import Weights
@@ -76,6 +78,24 @@ def open_same(folder: Path, policy: nn.Module, weights: Weights) -> TensorSource
             + (f" ({_targets(folder, policy)})" if is_adapter else "")
         )
     return source
+
+
+@torch.no_grad()
+def fill_weights(source: TensorSource, weights: Weights) -> None:
+    """Read box by box into the existing tensors, so that no second model is in memory."""
+    current = weights.state_dict()
+    for name, tensor in current.items():
+        local_box_of(name, tensor, weights.cuts_of(name)).fill(partial(source.read, name))
+    weights.load_state_dict(current)
+
+
+def expect_adamw(optimizer: torch.optim.Optimizer, where: Path) -> None:
+    """Reject an optimizer to which the moments in ``where`` do not belong."""
+    if not isinstance(optimizer, torch.optim.AdamW):
+        raise CheckpointError(
+            f"{where}: it holds AdamW's moments, but the recipe's optimizer is "
+            f"{type(optimizer).__name__}; set optim to adamw"
+        )
 
 
 def _is_base(source: TensorSource, name: str, policy: nn.Module) -> bool:
