@@ -45,7 +45,7 @@ class Start:
         """Give ``trainer`` the states of the checkpoint."""
         folder, trust = self.folder, self.trust_pickle
         if self.writer is not None:
-            interchange.resume_from(folder, self.writer, trainer, base=base, trust_pickle=trust)
+            self.writer.load(folder, trainer, base=base, trust_pickle=trust)
         else:
             load_checkpoint(folder, trainer.states)
         trainer.policy.trained.check(trainer.state.global_step)

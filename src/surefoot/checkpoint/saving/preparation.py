@@ -115,7 +115,7 @@ def prepare(
         root=Path(root),
         step=step,
         kind=kind,
-        created=datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z"),
+        created=now(),
         versions=versions(),
         shards=shards,
         small={**_checked(companions or {}, {*ours, MANIFEST}), **ours} if ours else {},
@@ -196,6 +196,11 @@ class LiveTensors:
     def hash(self, shard: Shard, name: str) -> str:
         """The hash of one tensor's bytes."""
         return hash_tensor(self.groups[shard.role][name])
+
+
+def now() -> str:
+    """The time as a manifest records it."""
+    return datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
 
 
 def versions() -> dict[str, str]:

@@ -143,7 +143,7 @@ def moments_of(model: TensorSource, folder: Path) -> list[tuple[str, TensorSourc
     """The moments of ``model``'s weights in a run's checkpoint, and MindSpore's prefixes of
     their names; none in foreign folders and for adapters.
     """
-    if not has_manifest(folder) or open_checkpoint(folder).manifest.kind != "full":
+    if not has_manifest(folder) or open_checkpoint(folder).manifest.is_adapter:
         return []
     stored = FolderSource(open_contents(folder, ("optimizer",)))
     slots = tuple(f".{key}" for key in _MOMENTS.values())

@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from .....errors import CheckpointError
 from .....storage import files
@@ -24,6 +25,16 @@ from .experts import MCORE, MIXTRAL, Experts, stacked, unstacked
 from .interleaved import DeinterleavedSource, InterleavedSource, Pick, Turn
 
 KEEP = "keep"
+FamilyName = Literal[
+    "keep",
+    "legacy",
+    "legacy-fused",
+    "mcore",
+    "mcore-mla",
+    "mcore-v1",
+    "mcore-fused",
+    "mcore-contiguous",
+]
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 _GATE_UP = ("mlp.gate_proj", "mlp.up_proj")
@@ -133,8 +144,7 @@ def heads_of(folder: Path) -> Heads | None:
     where = folder / "config.json"
     if not files.exists(where):
         return None
-    with files.open_file(where) as file:
-        told = strict_json.parse_object(files.read_all(file, strict_json.MAX_BYTES), str(where))
+    told = strict_json.read_object(where)
     inner = told.get("text_config")
     own = inner if isinstance(inner, dict) else told
     queries = own.get("num_attention_heads")
@@ -323,12 +333,3 @@ def _each(source: TensorSource, change: Callable[[TensorSource], TensorSource]) 
         own = {n.removeprefix(prefix): n for n, before in prefixes.items() if before == prefix}
         parts.append((prefix, change(Renamed(source, own))))
     return JoinedSource(parts)
-
-
-def under_huggingface_names(
-    source: TensorSource, path: Path, model: Path | None = None
-) -> TensorSource:
-    """The weights in ``path``, which are those of the model in the folder ``model`` if it is not
-    around them, under Hugging Face's names where they have some."""
-    family = family_of(source.shapes())
-    return source if family is None else to_huggingface(source, family, heads_near(path, model))
