@@ -16,7 +16,7 @@ from surefoot.checkpoint.saving.writing import write
 from surefoot.checkpoint.section import CheckpointSection
 from surefoot.data.rows.dataset_report import Report
 from surefoot.data.section import DataSection
-from surefoot.data.store.preparation import EncodedData
+from surefoot.data.prepared.encoded_data import EncodedData
 from surefoot.methods.full import Full
 from surefoot.model.attention import packed
 from surefoot.model.pretrained.loading import recompute_activations

@@ -15,12 +15,12 @@ from ..order.block_shuffle import BlockShuffle
 from ..rows.dataset_report import DatasetReport
 from ..rows.registry import Entry
 from ..section import DataSection
-from .cache import default_folder
-from .dataset import EncodedDataset, join
-from .encoder import Encode
-from .preparation import entries_of, key_of, prepare_evals
-from .shards import ROWS, encode_shards
-from .stream import Stream, StreamedDataset
+from ..store.cache import default_folder
+from ..store.dataset import EncodedDataset, join
+from ..store.encoder import Encode
+from ..store.shards import ROWS, encode_shards
+from ..store.stream import Stream, StreamedDataset
+from .encoded_data import entries_of, key_of, prepare_evals
 
 logger = logging.getLogger(__name__)
 
