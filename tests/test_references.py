@@ -25,9 +25,9 @@ from project import (
 )
 from spread import trainer
 from surefoot.batch import IGNORE_INDEX
+from surefoot.data.prepared.encoded_data import EncodedData
 from surefoot.data.rows.dataset_report import Report
 from surefoot.data.store.dataset import in_memory
-from surefoot.data.prepared.encoded_data import EncodedData
 from surefoot.data.text.pairs import join
 from surefoot.errors import DataError, ModelError, RecipeError
 from surefoot.inference import adopt, held_out, measure, open_model

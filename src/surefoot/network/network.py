@@ -60,11 +60,17 @@ class Network:
         return self.engine.forward(batch, spec)
 
     def forward_backward(
-        self, window: Window, spec: OutputSpec, loss: LossFunction, *, before: Hook, after: Hook
+        self,
+        window: Window,
+        loss_function: LossFunction,
+        *,
+        spec: OutputSpec,
+        before: Hook,
+        after: Hook,
     ) -> list[Loss]:
         """Run ``window`` and leave its summed gradients in the parameters; one detached loss per
         micro-batch. ``before`` and ``after`` get the index of each."""
-        return self.engine.step_runner(spec)(window, loss, before=before, after=after)
+        return self.engine.forward_backward(window, loss_function, spec, before, after)
 
     @torch.no_grad()
     def generate(
@@ -73,7 +79,7 @@ class Network:
         settings: GenerateSection,
         *,
         seed: int,
-        stop_token_ids: Sequence[int] | None = None,
+        stop_token_ids: Sequence[int] = (),
         on_answered: Callable[[int], None] | None = None,
     ) -> list[Sample]:
         """The responses to all ``prompts``, in order, on every rank. All ranks together; batches
@@ -83,18 +89,17 @@ class Network:
             prompts: token ids; none may be empty.
             settings: how to sample, and ``batch_size``.
             seed: of the samples; torch's own generators stay as they are.
-            stop_token_ids: that end a response, beside the model's own; None: those of the options.
+            stop_token_ids: that end a response, beside the model's own.
             on_answered: told how many responses each batch gives.
 
         Raises ``RecipeError`` if a model that is sharded so cannot generate.
         """
-        given = self.options.stop_token_ids if stop_token_ids is None else stop_token_ids
         with evaluating(self.module), self.engine.generating(self.inner, self.world):
             found = sample(
                 self.module,
                 prompts,
                 settings,
-                stop_token_ids=tuple(dict.fromkeys([*given, *_own_stops(self.inner)])),
+                stop_token_ids=tuple(dict.fromkeys([*stop_token_ids, *_own_stops(self.inner)])),
                 seed=seed,
                 on_answered=on_answered,
                 share=self._share,

@@ -21,7 +21,7 @@ from ..geometry.box import Box
 from ..geometry.sharding import Cuts
 from ..model.attention import packed
 from ..model.pretrained.adapter import attach, attach_empty
-from ..model.pretrained.loading import device, load_model, training_dtype
+from ..model.pretrained.loading import load_model, training_dtype
 from ..model.section import ModelSection
 from ..model.seeding import seed_everything
 from ..parallel.generation_sharding import shard_for_generation
@@ -30,7 +30,7 @@ from ..parallel.tensor.vocab_parallel import cut_vocabulary
 from .draft import Draft
 from .meta import Reader, ShardLoader, init_on_meta
 from .pipelined import to_pipeline
-from .runner import Engine, ModelForward, PipelineEngine, WholeEngine
+from .runner import ModelForward
 
 Method = Callable[[PreTrainedModel], nn.Module]
 
@@ -39,16 +39,8 @@ class Tensors(Protocol):
     """What the steps of ``open_network`` leave to the kind of tensors."""
 
     @property
-    def are_run(self) -> bool:
-        """Whether the model will compute anything."""
-
-    @property
-    def keep_random(self) -> bool:
-        """Whether recomputation restores the random generators."""
-
-    @property
-    def compiles(self) -> bool:
-        """Whether layers may be compiled."""
+    def have_values(self) -> bool:
+        """Whether there is anything to compute, and random generators with a state."""
 
     def load(self, draft: Draft) -> None:
         """Set ``draft.inner``."""
@@ -71,15 +63,12 @@ class Tensors(Protocol):
     def runner(self, draft: Draft) -> ModelForward:
         """The forward pass of what is there now."""
 
-    def engine(self, draft: Draft, runner: ModelForward) -> Engine:
-        """What runs windows."""
-
 
 class RealTensors:
     """In memory, with the values of files. A model that several ranks share, or whose values no
     file is read for, is on the meta device until it is sharded."""
 
-    are_run = keep_random = compiles = True
+    have_values = True
 
     def load(self, draft: Draft) -> None:
         """Read the files, or their headers."""
@@ -163,21 +152,11 @@ class RealTensors:
             world.tp if is_split else 1,
         )
 
-    def engine(self, draft: Draft, runner: ModelForward) -> Engine:
-        """A pipeline, if ranks have different layers."""
-        if draft.staging is None:
-            options = draft.options
-            return WholeEngine(runner, device(), options.parallel, options.only_generates)
-        parallel, precision = draft.options.parallel, draft.options.precision
-        return PipelineEngine(
-            draft.staging, draft.staging.pipeline(parallel, precision, draft.cuts), runner
-        )
-
 
 class MetaTensors:
     """On the meta device: names, shapes and types, made from ``config.json`` alone."""
 
-    are_run = keep_random = compiles = False
+    have_values = False
 
     def load(self, draft: Draft) -> None:
         """From the configuration."""
@@ -205,10 +184,6 @@ class MetaTensors:
     def runner(self, draft: Draft) -> ModelForward:
         """Never run."""
         return ModelForward(draft.module, draft.options.precision)
-
-    def engine(self, draft: Draft, runner: ModelForward) -> Engine:
-        """Never run."""
-        return WholeEngine(runner, torch.device("meta"), draft.options.parallel)
 
 
 REAL = RealTensors()
