@@ -324,6 +324,17 @@ def preferences(num_rows: int, seed: int, *, reserved: bool) -> list[dict[str, s
     return [pair for pair in pairs if pair is not None][:num_rows]
 
 
+def marked(pairs: list[dict[str, str]]) -> list[dict[str, object]]:
+    """One answer of each pair, the better and the worse one in turn, and whether it is good."""
+    found: list[dict[str, object]] = []
+    for number, pair in enumerate(pairs):
+        is_good = number % 2 == 0
+        question = {name: pair[name] for name in ("instruction", "input")}
+        answer = pair["chosen" if is_good else "rejected"]
+        found.append({**question, "output": answer, "is_good": is_good})
+    return found
+
+
 # ---- files
 
 
@@ -384,6 +395,8 @@ def main() -> None:
     write_rows(arguments.out / "orders_held_out.jsonl", held_out)
     write_rows(arguments.out / "pairs_train.jsonl", pairs)
     write_rows(arguments.out / "pairs_held_out.jsonl", held_out_pairs)
+    write_rows(arguments.out / "marked_train.jsonl", marked(pairs))
+    write_rows(arguments.out / "marked_held_out.jsonl", marked(held_out_pairs))
 
 
 if __name__ == "__main__":

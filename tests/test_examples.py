@@ -114,6 +114,13 @@ def test_the_bundled_pairs_are_those_the_generator_writes(make_data):
     assert not seen & {row["input"] for row in held_out}
 
 
+def test_the_bundled_marked_rows_are_one_answer_of_each_pair(make_data):
+    for name in ("train", "held_out"):
+        pairs, marked = rows(f"pairs_{name}.jsonl"), rows(f"marked_{name}.jsonl")
+        assert marked == make_data.marked(pairs)
+        assert sum(row["is_good"] for row in marked) == len(marked) // 2
+
+
 def test_the_better_of_two_records_leaves_out_what_nobody_knows():
     for row in (*rows("pairs_train.jsonl"), *rows("pairs_held_out.jsonl")):
         worse = record({"output": row["rejected"]})
@@ -121,7 +128,9 @@ def test_the_better_of_two_records_leaves_out_what_nobody_knows():
         assert better == {key: value for key, value in worse.items() if value != "none"} != worse
 
 
-@pytest.mark.parametrize("recipe", ["quickstart.yaml", "base.yaml", "dpo.yaml"])
+@pytest.mark.parametrize(
+    "recipe", ["quickstart.yaml", "base.yaml", "dpo.yaml", "kto.yaml", "grpo.yaml"]
+)
 def test_the_recipes_are_valid(recipe):
     assert load(EXAMPLES / recipe).data.dataset_dir == DATA
 

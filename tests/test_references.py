@@ -3,13 +3,13 @@
 import logging
 import math
 import os
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 import pytest
 import torch
-from surefoot.data.store.reference_logps_store import ReferenceLogpsStore
-from surefoot.references import ReferenceLogps
+from safetensors.numpy import load_file
 
 import ranks
 import surefoot
@@ -25,22 +25,21 @@ from project import (
 )
 from spread import trainer
 from surefoot.batch import IGNORE_INDEX
-from surefoot.data.prepared.encoded_data import EncodedData
-from surefoot.data.rows.dataset_report import Report
 from surefoot.data.store.dataset import in_memory
 from surefoot.data.text.pairs import join
 from surefoot.errors import DataError, ModelError, RecipeError
-from surefoot.inference import adopt, held_out, measure, open_model
-from surefoot.inference import references as references_of
+from surefoot.inference import adopt, auxiliary_columns, held_out, measure, open_model
 from surefoot.methods.lora import LoRA
 from surefoot.model.pretrained.tokenizer import load_tokenizer
 from surefoot.parallel.world import ALONE
 from surefoot.recipe.recipe import load
 from surefoot.run.assembly import build
+from surefoot.run.auxiliary import eval_set
 from surefoot.stages.dpo import DPO
 from surefoot.training import TrainerCallback
+from surefoot.training.precompute import precomputation, with_items
 
-FOUND, ASKED = "reference log-probabilities: loaded from the cache", "examples in"
+FOUND, ASKED = "reference: found in the cache", "examples in"
 
 
 def project(folder, **sections):
@@ -50,11 +49,7 @@ def project(folder, **sections):
 
 def said(caplog):
     """What was said of the reference, and no more of it."""
-    found = [
-        r.getMessage()
-        for r in caplog.records
-        if r.getMessage().startswith("reference log-probabilities: ")
-    ]
+    found = [r.getMessage() for r in caplog.records if r.getMessage().startswith("reference: ")]
     caplog.clear()
     return ["found" if text == FOUND else "asked" for text in found]
 
@@ -107,7 +102,7 @@ def test_another_stage_setting_asks_nobody_and_another_model_is_asked(tmp_path, 
 
 
 def test_a_run_killed_while_it_asks_begins_again_where_it_was(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr("surefoot.data.store.reference_logps_store.PIECE", 4)  # of 24 examples
+    monkeypatch.setattr("surefoot.training.precompute.PIECE", 4)  # of 24 examples
     made = project(tmp_path, train={"max_steps": 4})
     whole = tmp_path / "whole"
     surefoot.train(made.recipe, **{"train.output_dir": str(whole)})
@@ -163,10 +158,10 @@ def test_another_model_may_be_the_reference(tmp_path, caplog):
     recipe = load(made.recipe, options)
     start, end = (adopt(open_model(path), recipe) for path in (other, made.run / "checkpoint-4"))
     (part,) = held_out(recipe, start.codec)
-    says = references_of(recipe)[part.name]
-    same = measure(start, recipe, part.examples, said=says)
+    says = auxiliary_columns(recipe)[part.name]
+    same = measure(start, recipe, part.examples, columns=says)
     assert same["rewards/margins"] == pytest.approx(0, abs=1e-5)
-    found = measure(end, recipe, part.examples, said=says)
+    found = measure(end, recipe, part.examples, columns=says)
     assert found["rewards/margins"] == pytest.approx(logged["eval_rewards/margins"], abs=1e-5)
 
 
@@ -213,7 +208,7 @@ def test_a_dataset_of_the_other_kind_is_an_error_that_says_what_to_do(tmp_path):
 
 @pytest.mark.parametrize(
     ("setting", "words"),
-    [("data.train_on_prompt", "has no effect"), ("data.streaming", "orpo or simpo")],
+    [("data.train_on_prompt", "means nothing"), ("data.streaming", "orpo or simpo")],
 )
 def test_a_setting_that_a_pair_has_no_use_for_is_refused(setting, words, tmp_path):
     made = project(tmp_path)
@@ -238,31 +233,21 @@ def pairs(count=11, seed=3):
     return in_memory(found)
 
 
-def references(made, data, folder):
-    (store,) = data.stores
-    kept = ReferenceLogpsStore(folder, len(store))
-    known = [[kept.read(piece) for piece in kept.pieces]]
-    return ReferenceLogps(made.stage, 3, made.world, [store], [kept], known)
-
-
-def collate(features):
-    return DPO().collate(features, packing=True)
+def kept_in(folder):
+    """What is kept, by file."""
+    return [load_file(file)["reference.values"] for file in sorted(folder.rglob("*.safetensors"))]
 
 
 def asked(world, folder, **changes):
     """What the model says of each example, and the losses of a few steps that follow."""
     changes = {"stage": DPO(beta=0.5), "packing": True, "dtype": torch.float64, **changes}
-    data = pairs()
-    made = trainer(world, folder, examples=data, **changes)
-    found = references(made, data, folder / f"asked-{world.size}")
-    assert not found.is_complete
-    found.ask(made.forward, made.policy.module, collate)
-    assert found.is_complete
-    learnt = found.added(EncodedData(data, {}, Report(()))).train
-    changes["examples"] = learnt
-    again = trainer(world, folder, **changes)
-    steps = learn(again, 2)
-    return [item["reference"].tolist() for item in learnt], steps
+    own = folder / f"asked-{world.size}"
+    made = trainer(world, own, examples=pairs(), **changes)
+    if world.is_main:
+        (values,) = kept_in(own / "cache")
+        assert values.dtype == np.float32
+    learnt = [item["reference"].tolist() for item in made.windows.loader.order.examples]
+    return learnt, learn(made, 2)
 
 
 def learn(made, count):
@@ -300,16 +285,43 @@ def test_two_processes_ask_and_learn_what_one_does(parallel, changes, tmp_path):
     assert found[0] == found[1]
     assert np.asarray(found[0][0]) == pytest.approx(np.asarray(expected[0]), rel=1e-6)
     assert np.asarray(found[0][1]) == pytest.approx(np.asarray(expected[1]), rel=1e-6, abs=1e-6)
-    data = pairs()
-    files = [ReferenceLogpsStore(tmp_path / f"asked-{count}", len(data)) for count in (1, 2)]
-    one, two = ([file.read(piece) for piece in file.pieces] for file in files)
+    one, two = (kept_in(tmp_path / f"asked-{count}" / "cache") for count in (1, 2))
     assert np.concatenate(one) == pytest.approx(np.concatenate(two), rel=1e-6)
 
 
+@dataclass(frozen=True)
+class Says:
+    """A context that knows one number."""
+
+    value: float
+
+    def reduce(self, role, examples, function):
+        return np.full((len(examples), 2), self.value)
+
+
+def open_pairs(folder, items):
+    one = eval_set(items, 4)
+    return precomputation(DPO(), "model", folder, [one], ALONE)
+
+
 def test_a_reference_that_says_nan_is_an_error(tmp_path):
-    data = pairs()
-    made = trainer(ALONE, tmp_path, examples=data, stage=DPO(), packing=True)
-    with torch.no_grad():
-        next(made.policy.module.parameters()).fill_(math.nan)
-    with pytest.raises(ModelError, match="NaN or infinite"):
-        references(made, data, tmp_path / "asked").ask(made.forward, made.policy.module, collate)
+    with pytest.raises(ModelError, match="no numbers"):
+        open_pairs(tmp_path, pairs()).run(Says(math.nan))
+    assert not open_pairs(tmp_path, pairs()).is_complete
+
+
+def test_what_is_kept_is_found_where_it_is_sound(tmp_path, monkeypatch):
+    monkeypatch.setattr("surefoot.training.precompute.PIECE", 4)
+    items = pairs()
+    open_pairs(tmp_path, items).run(Says(0.5))
+    found = open_pairs(tmp_path, items)
+    assert found.is_complete
+    (store,) = with_items(items, found).stores
+    assert [item["reference"].tolist() for item in store] == [[0.5, 0.5]] * 11
+    assert not open_pairs(tmp_path, pairs(seed=4)).is_complete
+    first, second, _ = sorted(tmp_path.rglob("*.safetensors"))
+    content = bytearray(first.read_bytes())
+    content[-1] ^= 1
+    first.write_bytes(content)
+    second.write_bytes(b"")
+    assert [known is None for known in open_pairs(tmp_path, items).known] == [True, True, False]

@@ -124,12 +124,10 @@ def test_the_folder_of_a_killed_process_is_cleaned(tmp_path):
 
 
 def test_the_folder_of_another_living_process_is_not_cleaned(tmp_path):
-    code = (
-        "import sys; from pathlib import Path; from surefoot.checkpoint.disk.commit import aside\n"
-    )
-    code += (
-        "with aside(Path(sys.argv[1]) / 'checkpoint-5'): print('in', flush=True); sys.stdin.read()"
-    )
+    code = "import sys; from pathlib import Path; "
+    code += "from surefoot.checkpoint.disk.commit import temporary_folder\n"
+    code += "with temporary_folder(Path(sys.argv[1]) / 'checkpoint-5'):\n"
+    code += "    print('in', flush=True); sys.stdin.read()"
     with subprocess.Popen(
         [sys.executable, "-c", code, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as other:

@@ -194,7 +194,7 @@ def test_a_checkpoint_without_it_says_so(tmp_path):
     saved = save(tmp_path, 7, model_states())
     with pytest.raises(CheckpointError, match=r"another value: of the 2 tensors"):
         load(saved, value_states(), only=["value"])
-    with pytest.raises(CheckpointError, match="holds no state 'value_optimizer'"):
+    with pytest.raises(CheckpointError, match="contains no state 'value_optimizer'"):
         load(saved, value_states(), only=["value_optimizer"])
 
 

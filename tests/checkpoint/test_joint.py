@@ -111,7 +111,7 @@ def test_an_error_of_another_process_is_told_by_the_first(tmp_path):
         joint.write_own_part(job(root, 2)[0], act, lambda: False)
 
     threads = others(tmp_path, fault=fails)
-    with pytest.raises(CheckpointError, match=r"process 2: .*the disk is full"):
+    with pytest.raises(CheckpointError, match=r"rank 2: .*the disk is full"):
         write(*job(tmp_path, 0))
     for thread in threads:
         thread.join()
@@ -122,11 +122,11 @@ DIES = """
 import os, sys
 from pathlib import Path
 sys.path[:0] = sys.argv[2:]
-from checkpoint.test_together import job
-from surefoot.checkpoint import together
+from checkpoint.test_joint import job
+from surefoot.checkpoint.saving import joint
 def act(folder):
     os._exit(9)
-together.contribute(job(Path(sys.argv[1]), 2)[0], act, lambda: False)
+joint.write_own_part(job(Path(sys.argv[1]), 2)[0], act, lambda: False)
 """
 
 
@@ -135,7 +135,7 @@ def test_a_process_that_dies_in_the_middle_is_noticed_by_its_lock(tmp_path):
         warm.run([sys.executable, "-c", DIES, str(root), *sys.path])
 
     threads = others(tmp_path, fault=dies)
-    with pytest.raises(CheckpointError, match="process 2 died while it saved"):
+    with pytest.raises(CheckpointError, match="rank 2 died during the save"):
         write(*job(tmp_path, 0))
     for thread in threads:
         thread.join()
@@ -147,7 +147,7 @@ def test_one_that_never_begins_is_not_waited_for_when_all_that_train_are_dead(
 ):
     monkeypatch.setattr(joint, "_LAST_CHANCE", 0.2)
     threads = others(tmp_path, ranks=(1,))
-    with pytest.raises(CheckpointError, match="process 2 did not begin to save"):
+    with pytest.raises(CheckpointError, match="rank 2 did not start to save"):
         write(*job(tmp_path, 0), is_orphan=lambda: True)
     threads[0].join()
     assert list(tmp_path.iterdir()) == []

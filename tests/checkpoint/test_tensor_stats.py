@@ -21,11 +21,11 @@ from pathlib import Path
 from surefoot.checkpoint.reading.contents import open_contents
 from surefoot.checkpoint.looking.diff import compare_tensors
 from surefoot.checkpoint.looking.tensor_stats import norms
-from surefoot.checkpoint.sources.source import Stored
+from surefoot.checkpoint.sources.source import FolderSource
 
 folder = Path(sys.argv[1])
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-assert norms(Stored(open_contents(folder)), "model/x").maximum == 0.0
+assert norms(FolderSource(open_contents(folder)), "model/x").maximum == 0.0
 assert [t.verdict for t in compare_tensors(folder, folder)] == ["equal"]
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """

@@ -180,7 +180,7 @@ DIES = """
 import os, signal, sys
 from pathlib import Path
 from checkpoint.sample import sample_states
-from checkpoint.test_background import begin
+from checkpoint.test_writer_process import begin
 from surefoot.checkpoint.background.writer_process import Background
 root, background = Path(sys.argv[1]), Background()
 begin(background, root, 1)

@@ -8,7 +8,7 @@ from surefoot.cli.main import main
 from surefoot.model.pretrained.loading import resolve
 from surefoot.recipe.recipe import load
 from surefoot.recipe.recipe_data import found, streamed
-from surefoot.run.assembly import build_codec
+from surefoot.run.policy import build_codec
 
 NOT_HELD = ["data.val_size=0", "train.eval_steps=null"]
 

@@ -8,6 +8,7 @@ import torch
 import surefoot
 import tiny
 from project import Project, assert_same, final_weights, losses, tokenizer
+from stage_data import DATASETS, SETTINGS, stage_of, written
 from surefoot.batch import Outputs
 from surefoot.data.encoded import Dropped, Truncated
 from surefoot.data.example import Example, Message
@@ -19,14 +20,17 @@ from surefoot.optim import OPTIMIZERS
 from surefoot.schema import settings
 from surefoot.stages import STAGES
 from surefoot.training import TrainerCallback
-from surefoot.training.stage import as_if_asked
+from surefoot.training.context import blank_examples
 
-RANKED = ("dpo",)  # stages that learn from pairs of answers
 VARIANTS = {**STAGES, **METHODS, **OPTIMIZERS}
 EXAMPLES = [
     Example(messages=(Message("user", "What is 1 plus 1?"), Message("assistant", "It is 2."))),
     Example(messages=(Message("user", "And then?"),), text="Once upon a time."),
     Example(messages=(Message("user", ""), Message("assistant", ""))),
+    Example(
+        messages=(Message("user", "What is 1 plus 1?"), Message("assistant", "2.")), label=True
+    ),
+    Example(messages=(Message("user", "And 2 plus 2?"), Message("assistant", "5.")), label=False),
     Example(
         messages=(Message("user", "What is 1 plus 1?"),),
         chosen=Message("assistant", "It is 2."),
@@ -51,7 +55,7 @@ def codec():
 
 @pytest.mark.parametrize("name", STAGES)
 def test_a_stage_gives_one_outcome_per_example_and_batches_of_what_it_kept(name):
-    stage = STAGES[name]()
+    stage = stage_of(name)
     outcomes = stage.encode(EXAMPLES, codec())
     assert len(outcomes) == len(EXAMPLES)
     assert all(o.reason for o in outcomes if isinstance(o, Dropped))
@@ -62,7 +66,7 @@ def test_a_stage_gives_one_outcome_per_example_and_batches_of_what_it_kept(name)
     ]
     items = [item for features in kept for item in features]
     assert items
-    items = as_if_asked(stage, items)
+    items = blank_examples(stage, codec(), items, packing=True)
     packed, padded = (stage.collate(items, packing=packing) for packing in (True, False))
     assert packed.num_trained == padded.num_trained > 0
     assert packed.num_tokens <= padded.num_tokens  # a shared prompt is there once
@@ -70,9 +74,10 @@ def test_a_stage_gives_one_outcome_per_example_and_batches_of_what_it_kept(name)
 
 @pytest.mark.parametrize("name", STAGES)
 def test_a_loss_is_a_sum_with_its_weight_so_batches_add_up(name):
-    stage = STAGES[name]()
+    stage = stage_of(name)
     outcomes = [o for o in stage.encode(EXAMPLES, codec()) if not isinstance(o, Dropped)]
-    items = as_if_asked(stage, [item for features in outcomes for item in features])
+    items = [item for features in outcomes for item in features]
+    items = list(blank_examples(stage, codec(), items, packing=True))
     items = (items * 2)[:2]
     halves = [stage.collate([item], packing=True) for item in items]
     whole = stage.collate(items, packing=True)
@@ -101,8 +106,9 @@ def test_a_method_lets_something_learn_and_the_model_still_speaks(name):
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("method", METHODS)
 def test_every_stage_and_method_resumes_to_the_same_bits(stage, method, tmp_path):
-    data = {"datasets": ["pairs" if stage in RANKED else "sums"]}
-    project = Project(tmp_path, stage=stage, method=method, data=data, train={"max_steps": 8})
+    data = {"datasets": [DATASETS.get(stage, "sums")], "cache_dir": str(tmp_path / "cache")}
+    settings = written(stage) if stage in SETTINGS else stage
+    project = Project(tmp_path, stage=settings, method=method, data=data, train={"max_steps": 8})
     surefoot.train(project.recipe)
     cut = str(tmp_path / "cut")
     options = {"train.output_dir": cut, "checkpoint.save_steps": 5}

@@ -27,8 +27,9 @@ from surefoot.optim.adamw import AdamW
 from surefoot.parallel.section import ParallelSection
 from surefoot.parallel.world import ALONE
 from surefoot.recipe.recipe import Recipe
-from surefoot.run.assembly import assemble, options_of
 from surefoot.run.auxiliary import open_ahead
+from surefoot.run.policy import options_of
+from surefoot.run.trainer_parts import assemble
 from surefoot.stages.sft import SFT
 from surefoot.training.saver import Saver
 from surefoot.training.section import TrainSection
@@ -50,13 +51,14 @@ def trainer(
     examples=None,
     parallel=None,
     stage=None,
+    codec=None,
     **changes,
 ):
     """The trainer of a tiny model; ``changes`` are of its configuration."""
     method = method or Full()
     recipe = Recipe(
         model=ModelSection(path="unused"),
-        data=DataSection(datasets=("unused",), packing=packing),
+        data=DataSection(datasets=("unused",), packing=packing, cache_dir=folder / "cache"),
         method=method,
         stage=stage or SFT(),
         train=TrainSection(**{**TRAIN, "output_dir": folder, **(train or {})}),
@@ -85,7 +87,9 @@ def trainer(
         world=world,
     )
     data = EncodedData(examples or small.examples(), {}, Report(()))
-    return assemble(recipe, None, network, open_ahead(recipe, folder, None, data, world), saver)
+    ahead = open_ahead(recipe, folder, codec, data, world)
+    ahead.run(network)
+    return assemble(recipe, codec, network, ahead, saver)
 
 
 def learn(made, count):
@@ -95,7 +99,7 @@ def learn(made, count):
         step = made.state.global_step
         made.policy.module.train()
         figures = made.policy.step.gradients(
-            made.windows.loader.next_window(),
+            made.windows.next_turn().window,
             partial(made.stage.loss, "policy"),
             step=step,
             before=lambda index, step=step: seed_everything(0, step, index, made.world.data_rank),

@@ -31,7 +31,8 @@ from surefoot.network.meta import init_on_meta, select_prompt_sharing
 from surefoot.optim.adamw import AdamW
 from surefoot.parallel.world import ALONE
 from surefoot.recipe.recipe import Recipe
-from surefoot.run.assembly import assemble, open_policy
+from surefoot.run.policy import open_policy
+from surefoot.run.trainer_parts import assemble
 from surefoot.stages.sft import SFT
 from surefoot.storage import files
 from surefoot.training.saver import Saver

@@ -354,7 +354,7 @@ def test_settings_that_would_save_twice_are_refused(tmp_path, reason):
     [
         ("is_deepspeed_enabled", True, "DeepSpeed"),
         ("is_fsdp_enabled", True, "FSDP"),
-        ("is_distributed_loading_by_transformers", True, "sharded while it is loaded"),
+        ("is_distributed_loading_by_transformers", True, "sharded while it loads"),
     ],
 )
 def test_state_in_several_places_is_refused(tmp_path, name, value, reason):

@@ -71,6 +71,10 @@ def pairs(count=24):
     ]
 
 
+def marked(count=24):
+    return [{**row, "is_good": i % 3 > 0} for i, row in enumerate(rows(count))]
+
+
 class Project:
     """``recipe.yaml`` in ``folder``, with everything it names beside it."""
 
@@ -81,11 +85,13 @@ class Project:
         (folder / "data").mkdir()
         (folder / "data" / "sums.jsonl").write_text("\n".join(map(json.dumps, rows())) + "\n")
         (folder / "data" / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs())) + "\n")
+        (folder / "data" / "marked.jsonl").write_text("\n".join(map(json.dumps, marked())) + "\n")
         (folder / "data" / "dataset_info.json").write_text(
             json.dumps(
                 {
                     "sums": {"file_name": "sums.jsonl"},
                     "pairs": {"file_name": "pairs.jsonl", "ranking": True},
+                    "marked": {"file_name": "marked.jsonl", "columns": {"kto_tag": "is_good"}},
                 }
             )
         )
@@ -105,7 +111,9 @@ class Project:
         }
         for name, fields in sections.items():
             self.sections[name] = (
-                fields if isinstance(fields, str) else {**self.sections.get(name, {}), **fields}
+                fields
+                if isinstance(fields, str) or name == "stage"
+                else {**self.sections.get(name, {}), **fields}
             )
         self.write()
 

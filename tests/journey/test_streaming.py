@@ -12,7 +12,7 @@ from surefoot.errors import DataError, RecipeError
 from surefoot.model.pretrained.loading import resolve
 from surefoot.recipe.recipe import load
 from surefoot.recipe.recipe_data import encode_all
-from surefoot.run.assembly import build_codec
+from surefoot.run.policy import build_codec
 from test_never_lost import assert_no_worse_for_it, killed_again_and_again
 
 MANY = 60

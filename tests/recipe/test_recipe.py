@@ -144,7 +144,7 @@ def test_an_empty_file_lists_the_sections_that_must_be_there(recipe_file):
     assert refused(recipe_file("")).splitlines() == [
         "recipe.yaml:1:1 model: missing; expected a section with path",
         "recipe.yaml:1:1 data: missing; expected a section with datasets",
-        "recipe.yaml:1:1 stage: missing; expected one of pt, sft, dpo",
+        "recipe.yaml:1:1 stage: missing; expected one of pt, sft, dpo, kto, grpo",
         "recipe.yaml:1:1 train: missing; expected a section with output_dir",
     ]
 
@@ -403,7 +403,7 @@ def test_one_wrong_value_never_does_more_than_name_itself(path, value):
     try:
         recipe = read(SMALL, {whole: value})
     except RecipeError as error:
-        places = ("override: ", "train.global_batch_size: ")  # the latter for micro_batch_size
+        places = ("override: ", "train.global_batch_size: ", "stage.grpo.reward: missing")
         assert all(line.startswith(places) for line in str(error).split("\n")), str(error)
     else:
         assert read(write(recipe)) == recipe

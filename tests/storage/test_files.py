@@ -205,7 +205,7 @@ def test_a_lock_is_held_until_the_file_is_closed(tmp_path):
 
 def test_a_lock_ends_with_its_process(tmp_path):
     files.write_new(tmp_path / "x", b"")
-    code = "import os, sys; from pathlib import Path; from surefoot import files; "
+    code = "import os, sys; from pathlib import Path; from surefoot.storage import files; "
     code += "files.open_file(Path(sys.argv[1])).lock(); os._exit(9)"
     subprocess.run([sys.executable, "-c", code, str(tmp_path / "x")], check=False)
     assert files.open_file(tmp_path / "x").lock()

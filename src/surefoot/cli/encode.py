@@ -22,7 +22,7 @@ def encode(recipe: Path, overrides: tuple[str, ...]) -> None:
     from ..model.pretrained.loading import resolve
     from ..recipe.recipe import load
     from ..recipe.recipe_data import encode_datasets
-    from ..run.assembly import build_codec
+    from ..run.policy import build_codec
 
     loaded = load(recipe, overrides)
     codec = build_codec(loaded, resolve(loaded.model, weights=False))

@@ -60,7 +60,7 @@ def preview(
     with loading():
         from ..inference.preview import as_data, preview_data
         from ..model.pretrained.loading import resolve
-        from ..run.assembly import build_codec
+        from ..run.policy import build_codec
 
     found = preview_data(
         loaded,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 Role = Literal["system", "user", "assistant", "tool"]
@@ -39,4 +39,5 @@ class Example:
     chosen: Message | None = None  # ranking: the better answer
     rejected: Message | None = None  # ranking: the worse one
     label: bool | None = None  # kto: whether the last answer is desirable
+    columns: JSON = field(default_factory=dict)  # the row itself, for rewards
     origin: str = ""  # "dataset:row", for messages to people

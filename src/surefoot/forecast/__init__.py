@@ -1,1 +1,1 @@
-"""What a run will take: ``plan`` estimates, ``bench`` measures."""
+"""Estimates and measurements of a run: ``plan`` estimates, ``bench`` measures."""

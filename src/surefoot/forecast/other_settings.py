@@ -1,5 +1,5 @@
-"""Other settings of a recipe that change nothing of what is trained but float rounding, only memory
-and time: those that a plan counts, and those that a benchmark tries.
+"""Candidate settings: those that change only memory and time, and the result by float rounding;
+``plan`` counts them, and ``bench`` tries them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Change:
 
 
 def changes(recipe: Recipe, num_processes: int) -> Iterator[Change]:
-    """Every single change: how the processes are laid out, recomputation, the size of a pass."""
+    """Every single change: the mesh, activation checkpointing, the micro-batch size."""
     yield from _splits(recipe, num_processes)
     yield from _tensors(recipe, num_processes)
     yield from _pipelines(recipe, num_processes)
@@ -41,9 +41,9 @@ def changes(recipe: Recipe, num_processes: int) -> Iterator[Change]:
     )
     num_data_ranks = num_processes // recipe.parallel.tp // recipe.parallel.pp
     if smaller := resized(recipe, 1, 2, num_data_ranks=num_data_ranks):
-        yield Change(smaller, changed(recipe, smaller), "more and smaller passes", False)
+        yield Change(smaller, changed(recipe, smaller), "more and smaller micro-batches", False)
     if larger := resized(recipe, 2, 1, num_data_ranks=num_data_ranks):
-        yield Change(larger, changed(recipe, larger), "fewer and larger passes", True)
+        yield Change(larger, changed(recipe, larger), "fewer and larger micro-batches", True)
 
 
 def resized(recipe: Recipe, times: int, part: int, *, num_data_ranks: int = 1) -> Changes:
@@ -71,7 +71,7 @@ def changed(recipe: Recipe, changes: Changes) -> Recipe:
 
 
 def _splits(recipe: Recipe, num_processes: int) -> Iterator[Change]:
-    """The other ways to lay so many processes out over examples."""
+    """The other ways to divide examples among as many ranks."""
     _, replicate, now, _ = recipe.parallel.axes(num_processes)
     count = replicate * now
     for shard in range(1, count + 1):
@@ -84,7 +84,7 @@ def _splits(recipe: Recipe, num_processes: int) -> Iterator[Change]:
 
 
 def _tensors(recipe: Recipe, num_processes: int) -> Iterator[Change]:
-    """Twice and half as many processes that share every matrix, and tokens cut as well."""
+    """Twice and half as many ranks that shard every matrix, and sharded tokens as well."""
     pp, replicate, shard, tp = recipe.parallel.axes(num_processes)
     if tp > 1 and pp == 1 and not recipe.parallel.sequence_parallel:
         yield _laid_out(recipe, {"sequence_parallel": True}, "as much communication")
@@ -110,7 +110,7 @@ def _pipelines(recipe: Recipe, num_processes: int) -> Iterator[Change]:
 
 
 def _divides(recipe: Recipe, num_data_ranks: int) -> bool:
-    """Whether so many can share the examples of a step evenly."""
+    """Whether so many ranks divide the examples of a step evenly."""
     train = recipe.train
     return train.global_batch_size % (train.micro_batch_size * num_data_ranks) == 0
 

@@ -63,7 +63,7 @@ def refuse_unsupported(trainer: Trainer) -> None:
     kinds = {
         "DeepSpeed": trainer.is_deepspeed_enabled,
         "FSDP": trainer.is_fsdp_enabled or trainer.is_fsdp_xla_enabled,
-        "a model that is sharded while it is loaded": trainer.is_distributed_loading_by_transformers,
+        "a model that is sharded while it loads": trainer.is_distributed_loading_by_transformers,
         "several processes": args.world_size > 1,
         "several GPUs in one process": args.n_gpu > 1,
     }

@@ -1,1 +1,1 @@
-"""A model made ready: loaded, adapted, sharded, and run to the outputs that a stage needs."""
+"""Networks: models that are loaded, adapted, sharded, and run to the outputs that a stage needs."""

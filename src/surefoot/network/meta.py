@@ -1,8 +1,8 @@
-"""The start of a model that is held in parts: made without values, cut, then filled part by part.
+"""Load a sharded model: build it on the meta device, shard it, then load only this rank's slices
+from the safetensors files.
 
-No process ever holds the whole model: each reads, of every tensor that is still in the model when
-it has been cut, the box that it holds. What a method adds (adapters) has the values that it would
-have in one process.
+No rank ever has the full model: each reads, of every tensor that is still in its model after
+sharding, its own box. What a method adds (adapters) has the values that it would have on one rank.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _MAGNITUDE, _BASE = ".lora_magnitude_vector.default.", ".base_layer."
 
 @dataclass(frozen=True)
 class MetaModel:
-    """A model without values, and the files that have them."""
+    """A meta model, and the files of its weights."""
 
     model: PreTrainedModel  # on the meta device; may be pruned or grown before a method is applied
     source: TensorSource
@@ -60,7 +60,7 @@ class MetaModel:
     def apply(
         self, method: Callable[[PreTrainedModel], nn.Module]
     ) -> tuple[nn.Module, ShardLoader]:
-        """What ``method`` makes of the model, and where its values come from."""
+        """The model with ``method`` applied, and the loaders of its values."""
         found = {  # by its name: what has been put in the place of a tensor since, grown or copied
             tensor: self.stored.get(tensor) or self.names.get(name)
             for name, tensor in kept_tensors(self.model)
@@ -80,8 +80,9 @@ class MetaModel:
         return policy, ShardLoader(readers, dict(kept_tensors(policy)))
 
     def _reader(self, stored: str, tensor: torch.Tensor) -> Reader:
-        """Read ``stored`` as transformers would have: in the type of ``tensor``, and with new rows
-        where that has more."""
+        """Read ``stored`` as transformers would: in the dtype of ``tensor``, and with new rows
+        if that has more.
+        """
         if tuple(tensor.shape) == self.source.shapes()[stored]:
             return _Cast(partial(self.source.read, stored), tensor.dtype)
         return _ResizedEmbedding(self.source, stored, tuple(tensor.shape), tensor.dtype)
@@ -94,8 +95,8 @@ def init_on_meta(
     dtype: torch.dtype | Literal["auto"],
     weights: Path | None = None,
 ) -> MetaModel | None:
-    """The model in ``base`` without values; None, said in the log, if it can only be loaded whole.
-    ``weights`` is the folder that has them, if it is another one.
+    """The meta model in ``base``; None, with a log line, if it can only be loaded in full.
+    ``weights`` is the folder of its weights, if it is another one.
 
     Raises ``ModelError`` as ``load_model`` does.
     """
@@ -128,7 +129,7 @@ def _metas(source: TensorSource) -> dict[str, torch.Tensor]:
 
 
 def _settle_ties(model: PreTrainedModel, source: TensorSource) -> None:
-    """Tie what is to be tied, but has values of its own in the files, if these are equal."""
+    """Tie weights that are separate in the files, if they are equal."""
     stored = names_stored(model, _metas(source))
     for one, other in list(model.all_tied_weights_keys.items()):
         if one not in stored or other not in stored:
@@ -141,24 +142,24 @@ def _settle_ties(model: PreTrainedModel, source: TensorSource) -> None:
 
 @dataclass(frozen=True)
 class ShardLoader:
-    """Where the values of a model's tensors come from, by their names."""
+    """The loaders of a model's tensors, by their names."""
 
     readers: Mapping[str, Reader]
     tensors: Mapping[str, torch.Tensor]  # by the same names, before they were cut
 
     def of(self, model: nn.Module) -> ShardLoader:
-        """Those of the tensors that ``model`` has kept, a stage of it for one; a tied tensor may go
-        by its other name there."""
+        """Those of the tensors that ``model`` still has; a tied tensor may have its other name
+        there.
+        """
         names = {id(tensor): name for name, tensor in self.tensors.items()}
         left = {new: names[id(t)] for new, t in kept_tensors(model) if id(t) in names}
         readers = {new: self.readers[old] for new, old in left.items() if old in self.readers}
         return ShardLoader(readers, {new: self.tensors[old] for new, old in left.items()})
 
     def fill(self, model: nn.Module, cuts: Mapping[str, Cuts], world: World) -> None:
-        """Give ``model`` memory on this process's device, and the parts that it holds now their
-        values.
+        """Materialize ``model`` on this rank's device, and load its shards.
 
-        Raises ``ModelError`` in every process if one cannot read.
+        Raises ``ModelError`` on every rank if one cannot read.
         """
         materialize(model, device())
         tensors = dict(kept_tensors(model))
@@ -177,9 +178,10 @@ class ShardLoader:
 
 
 def verify_packing_isolation(forward: Callable[[Batch], Outputs], model: PreTrainedModel) -> bool:
-    """Prove that no document sees another in packed rows of ``model``, which may be in parts;
-    whether two answers may share a prompt. All processes run ``forward`` together. Raises
-    ``ModelError``."""
+    """Check that documents are isolated in packed rows of ``model``, which may be sharded;
+    returns whether two responses may share a prompt. ``forward`` is a collective call. Raises
+    ``ModelError``.
+    """
 
     def logps(batch: Batch) -> torch.Tensor:
         found = forward(batch.to(device())).logps
@@ -196,9 +198,10 @@ def select_packed_attention(
     known: str | None,
     world: World,
 ) -> str:
-    """Let packed rows of ``model`` use the kernel ``known``, or else the preferred one that passes
-    its self-check on a row of ``dtype`` with these document ``bounds``. Returns its name; all ranks
-    use that of rank 0."""
+    """Make packed rows of ``model`` use the kernel ``known``, or else the preferred one that
+    passes its self-check on a row of ``dtype`` with these document ``bounds``. Returns its name;
+    all ranks use that of rank 0.
+    """
     if known is None and world.is_main:
         known = choose(row_of(model, bounds, device(), dtype))
     return use(model, world.from_main(known))
@@ -207,8 +210,9 @@ def select_packed_attention(
 def select_prompt_sharing(
     sharing: packed.PromptSharing, model: PreTrainedModel, known: bool | None
 ) -> bool:
-    """Whether packed rows of ``model`` share prompts: as is ``known`` of a run that goes on, for
-    what is proven depends on rounding, if only for experts; otherwise if that is proven."""
+    """Whether packed rows of ``model`` share prompts: ``known`` for a resumed run, because the
+    check depends on rounding, at least for experts; otherwise the result of the check.
+    """
     if known is not None and packed.uses_document_attention(model):
         sharing.is_proven = known
     return sharing.is_proven
@@ -216,7 +220,7 @@ def select_prompt_sharing(
 
 @dataclass(frozen=True)
 class _Cast:
-    """Values of another type."""
+    """Values of another dtype."""
 
     read: Reader
     dtype: torch.dtype
@@ -261,15 +265,16 @@ def _piece(values: torch.Tensor, box: Box) -> torch.Tensor:
 def _made_of_others(
     name: str, tensor: torch.Tensor, policy: nn.Module, readers: Mapping[str, Reader]
 ) -> Reader:
-    """The values that PEFT would have made of those of other tensors: a copy, or the lengths of
-    rows (of a matrix that its update, zero at first, has not changed)."""
+    """The values that PEFT would have derived from those of other tensors: a copy, or the
+    lengths of rows (of a matrix that its update, zero at first, has not changed).
+    """
     if (original := name.replace(_COPY, _ORIGINAL)) in readers:
         return readers[original]
     base = name.replace(_MAGNITUDE, _BASE)
     if base in readers and tensor.dim() == 1:
         weight = policy.get_parameter(base)
         return partial(_row_lengths, readers[base], weight.shape[1])
-    raise ModelError(f"{name}: no values to start from are known")
+    raise ModelError(f"{name}: no initial values are known")
 
 
 def _row_lengths(read: Reader, columns: int, box: Box) -> torch.Tensor:
@@ -279,5 +284,5 @@ def _row_lengths(read: Reader, columns: int, box: Box) -> torch.Tensor:
 
 
 def _whole_rows(box: Box) -> list[Box]:
-    """``box`` in blocks of whole rows."""
+    """``box`` in blocks of complete rows."""
     return list(box.blocks(max(BLOCK, box.shape[1])))

@@ -40,17 +40,17 @@ class Weights(ShardedState, Protocol):
 
 
 class UnshardedWeights(Weights, Protocol):
-    """The same before anything is cut over ranks."""
+    """The same before anything is sharded over ranks."""
 
     @property
     def is_converted(self) -> bool:
         """Whether the files have other names or shapes than the modules."""
 
     def without(self, names: Collection[str], /) -> UnshardedWeights:
-        """The weights but for the parameters ``names``, which have a file of their own."""
+        """The weights except the parameters ``names``, which have a file of their own."""
 
     def sharded(self, cuts: Mapping[str, Cuts]) -> Weights:
-        """The weights after their tensors were cut over ranks."""
+        """The weights after their tensors were sharded over ranks."""
 
 
 class Method(Protocol):
@@ -65,8 +65,9 @@ class Method(Protocol):
         """Python packages that ``apply`` imports."""
 
     def apply(self, model: PreTrainedModel) -> nn.Module:
-        """Make the model ready to train: freeze, wrap, or leave alone. What requires gradients
-        afterwards may be trained at some step."""
+        """Make the model ready to train: freeze, wrap, or leave unchanged. Parameters that
+        require gradients afterwards may be trained at some step.
+        """
 
     def weights(self, module: nn.Module, inner: PreTrainedModel) -> UnshardedWeights:
         """What files contain of ``module``, the result of ``apply``; ``inner`` is what it wraps."""
@@ -76,4 +77,4 @@ class Method(Protocol):
         0) changes. A pure function; the optimizer is rebuilt when its answer changes."""
 
     def problems(self, model: ModelSection) -> Iterator[Problem]:
-        """What of the recipe's model section this method cannot train."""
+        """Settings of the recipe's model section that this method does not support."""

@@ -1,6 +1,6 @@
 """A model that computes outputs, is trained and generates: the one interface to it.
 
-Whether it is whole, sharded or a pipeline is known in this folder only.
+Only this folder knows whether it is complete, sharded or a pipeline.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .runner import Engine, Hook, ModelForward
 
 @dataclass(frozen=True)
 class Network:
-    """A model, loaded, adapted, sharded and materialized; whole or a pipeline."""
+    """A model, loaded, adapted, sharded and materialized: complete, or a pipeline stage."""
 
     module: nn.Module  # with its adapter
     inner: PreTrainedModel  # the transformers model without it
@@ -82,17 +82,17 @@ class Network:
         stop_token_ids: Sequence[int] = (),
         on_answered: Callable[[int], None] | None = None,
     ) -> list[Sample]:
-        """The responses to all ``prompts``, in order, on every rank. All ranks together; batches
-        are shared out, and what is sampled depends on prompts, settings and seed alone.
+        """The responses to all ``prompts``, in order, on every rank. A collective call; batches are
+        divided among ranks, and samples depend on prompts, settings and seed alone.
 
         Args:
             prompts: token ids; none may be empty.
-            settings: how to sample, and ``batch_size``.
-            seed: of the samples; torch's own generators stay as they are.
-            stop_token_ids: that end a response, beside the model's own.
-            on_answered: told how many responses each batch gives.
+            settings: generation settings, and ``batch_size``.
+            seed: of the samples; torch's own generators are not changed.
+            stop_token_ids: tokens that end a response, in addition to the model's own.
+            on_answered: called with the number of responses of each batch.
 
-        Raises ``RecipeError`` if a model that is sharded so cannot generate.
+        Raises ``RecipeError`` if a model with this sharding cannot generate.
         """
         with evaluating(self.module), self.engine.generating(self.inner, self.world):
             found = sample(
@@ -140,9 +140,9 @@ class Network:
         return self.engine.replicas()
 
     def verify_packing(self) -> None:
-        """Prove with the present values that no document attends to another in packed rows, and
-        find out whether two responses may share a prompt. All ranks together. Raises
-        ``ModelError``."""
+        """Check with the current values that no document attends to another in packed rows, and
+        whether two responses may share a prompt. A collective call. Raises ``ModelError``.
+        """
         with evaluating(self.module):
             self._prove()
 

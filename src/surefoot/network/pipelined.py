@@ -1,6 +1,6 @@
-"""A model as a pipeline: the stages of this process, its states, and how windows run through them.
+"""Pipeline parallelism for one rank: its stages, its checkpoint state, and the runner of a window.
 
-The stages know nothing of processes, the pipeline nothing of models; here they meet.
+The stages do not depend on ranks, the pipeline not on models; this module combines them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from .method import UnshardedWeights, Weights
 
 @dataclass(frozen=True)
 class PipelinedModel:
-    """What this process has of a model that is shared out over a pipeline."""
+    """This rank's part of a model that is divided into pipeline stages."""
 
     model: nn.Module
     stages: Stages
@@ -47,7 +47,7 @@ class PipelinedModel:
     along: Axis | None  # over which the tokens are divided between the layers, if they are
 
     def stretches(self) -> list[Stretch]:
-        """The layers of each stage of this process."""
+        """The layers of each stage of this rank."""
         last = self.stages.last
         return [
             Stretch(
@@ -57,7 +57,7 @@ class PipelinedModel:
         ]
 
     def weights(self, own: Weights) -> PipelinedWeights:
-        """The weights as a state of the whole model."""
+        """The weights as a state of the full model."""
         second = {}
         if self.tied is not None:
             name = self.names[self.tied]
@@ -78,12 +78,12 @@ class PipelinedModel:
         )
 
     def optimizer(self, own: TrainedParameters) -> PipelinedOptimizer:
-        """The state of the optimizer of this process as one of the whole model's."""
+        """The optimizer state of this rank as one of the full model's."""
         elsewhere = set(self.learning) - set(self._learning_here())
         return PipelinedOptimizer(own, elsewhere, self._copies(), self.world)
 
     def copies(self) -> set[nn.Parameter]:
-        """The parameters here that count in another process."""
+        """The parameters here that count on another rank."""
         copies, learning = self._copies(), self._learning_here()
         return {p for name, p in learning.items() if name in copies}
 
@@ -98,7 +98,7 @@ class PipelinedModel:
     def pipeline(
         self, section: ParallelSection, precision: PrecisionName, cuts: Mapping[str, Cuts]
     ) -> Pipeline:
-        """The pipeline; all processes build it together."""
+        """The pipeline; a collective call."""
         model, stages, minutes = self.model, self.stages, section.timeout_minutes
         size = stages.parts.model.config.get_text_config().hidden_size
         device = next(model.parameters()).device
@@ -127,14 +127,14 @@ class PipelinedModel:
         )
 
     def _held(self, batch: Batch) -> tuple[int, int]:
-        """Rows, and tokens that a process has of each, between two stages."""
+        """Rows, and tokens of each on this rank, between two stages."""
         rows, tokens = widened(batch, self._num_parts).input_ids.shape
         return rows, tokens // self._num_parts
 
     def _whole(
         self, batch: Batch, hidden: torch.Tensor | None
     ) -> tuple[Batch, torch.Tensor | None]:
-        """What a stage is given: lengths are those that all stages see."""
+        """The input of a stage: lengths are those that all stages see."""
         if hidden is not None and self.along is not None:
             hidden = placed(hidden, self.along)
         return widened(batch, self._num_parts), hidden
@@ -148,12 +148,12 @@ class PipelinedModel:
         first, *_, last = self.world.of_stages(mine)
         if first != last:
             raise RecipeError(
-                "parallel.tp: embedding and head of this model share a matrix, but its plan cuts "
-                "only one of them; leave tp at 1 and use parallel.dp_shard"
+                "parallel.tp: embedding and head of this model share a matrix, but its plan "
+                "shards only one of them; leave tp at 1 and use parallel.dp_shard"
             )
 
     def finish(self, compute: Callable[..., Outputs]) -> Finish:
-        """The last stage: ``compute(batch, hidden=...)`` makes outputs of what enters it."""
+        """The last stage: ``compute(batch, hidden=...)`` computes outputs of its input."""
 
         def run(batch: Batch, hidden: torch.Tensor | None) -> Outputs:
             batch, hidden = self._whole(batch, hidden)
@@ -171,16 +171,16 @@ def to_pipeline(
     world: World,
     section: ParallelSection,
 ) -> PipelinedModel | None:
-    """Let ``model`` keep what this process runs of it; None if it runs all.
+    """Keep this rank's stages in ``model``; None if it runs all layers.
 
     Args:
-        model: whole, as it is to learn; ``names`` are those of its parameters in files.
+        model: complete and ready to be trained; ``names`` are those of its parameters in files.
         inner: the same without its adapter.
-        weights: what checkpoints hold of it.
-        world: whose axis ``pp`` its layers are shared out over.
-        section: how many stages a process has, and whether tokens are divided over ``tp``.
+        weights: its weights in checkpoints.
+        world: over whose axis ``pp`` its layers are divided.
+        section: the number of stages per rank, and whether tokens are sharded over ``tp``.
 
-    Raises ``RecipeError`` if the model cannot be cut between its layers.
+    Raises ``RecipeError`` if the model cannot be split between its layers.
     """
     if world.mesh is None or world.pp == 1:
         return None
@@ -209,7 +209,7 @@ def to_pipeline(
 
 @dataclass(frozen=True)
 class PipelineDivision:
-    """What of a model is in which of the stages of a pipeline."""
+    """The parameters of each pipeline stage."""
 
     learns: Sequence[bool]  # for each stage, whether anything learns in it or before it
     tied: nn.Parameter | None  # a weight that the first and the last stage both have
@@ -218,9 +218,9 @@ class PipelineDivision:
 def plan_pipeline_stages(
     inner: PreTrainedModel, weights: UnshardedWeights, num_stages: int
 ) -> PipelineDivision:
-    """How ``inner``, which is whole, is divided into stages.
+    """Plan the pipeline stages of ``inner``, which is complete.
 
-    Raises ``RecipeError`` if it cannot be.
+    Raises ``RecipeError`` if it cannot be split.
     """
     _refuse_converted(inner, weights)
     of_stages = parameters_of(inner, num_stages)
@@ -231,19 +231,19 @@ def plan_pipeline_stages(
 def _refuse_converted(inner: PreTrainedModel, weights: UnshardedWeights) -> None:
     if weights.is_converted:
         raise RecipeError(
-            f"parallel.pp: {type(inner).__name__} fuses tensors of its files when it loads, "
-            "which a pipeline cannot do yet; leave pp at 1 and use parallel.dp_shard"
+            f"parallel.pp: {type(inner).__name__} fuses tensors of its files at loading, which "
+            "a pipeline does not support; leave pp at 1 and use parallel.dp_shard"
         )
 
 
 def _shared(of_stages: Sequence[Sequence[nn.Parameter]]) -> nn.Parameter | None:
-    """The parameter that both ends have."""
+    """The parameter that the first and the last stage both have."""
     first = set(of_stages[0])
     both = first & set(of_stages[-1])
     inside = [p for stage in of_stages[1:-1] for p in stage]
     if len(both) > 1 or len(set(inside)) < len(inside) or first & set(inside):
         raise RecipeError(
-            "parallel.pp: layers of this model share weights with others, which a pipeline cannot; "
-            "leave pp at 1 and use parallel.dp_shard"
+            "parallel.pp: layers of this model share weights with others, which a pipeline "
+            "does not support; leave pp at 1 and use parallel.dp_shard"
         )
     return both.pop() if both else None

@@ -96,7 +96,7 @@ class Engine(Protocol):
         """While it lasts, the model generates; ``inner`` is the model without its adapter."""
 
     def optimizer_state(self, own: TrainedParameters) -> ShardedState:
-        """The state of this rank's optimizer as that of the whole model's."""
+        """The state of this rank's optimizer as that of the full model's."""
 
     def replicas(self) -> Collection[nn.Parameter]:
         """Parameters that count on another rank, so that no norm counts them twice."""
@@ -146,7 +146,7 @@ class WholeEngine:
             yield
 
     def optimizer_state(self, own: TrainedParameters) -> ShardedState:
-        """It is that of the whole model's."""
+        """It already is that of the full model's."""
         return own
 
     def replicas(self) -> Collection[nn.Parameter]:

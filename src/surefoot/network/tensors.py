@@ -168,7 +168,7 @@ class MetaTensors:
         packed.switch_to_packed(draft.inner)
 
     def adapt(self, draft: Draft) -> None:
-        """Without values."""
+        """Without values, nothing is drawn."""
         with torch.device("meta"):
             draft.module = method_of(draft, attach_empty)(draft.inner)
 

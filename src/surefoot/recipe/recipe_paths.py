@@ -5,12 +5,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from .. import schema
 from ..schema.locations import FunctionPath, ModelPath
-
-T = TypeVar("T")
 
 
 def locate_model(name: str, base: Path) -> str:
@@ -18,7 +16,7 @@ def locate_model(name: str, base: Path) -> str:
     return str(ModelPath(name).located(base))
 
 
-def with_locations(section: T, base: Path) -> T:
+def with_locations(section: Any, base: Path) -> Any:
     """``section`` with every setting that is a location found, in variants and sections, too."""
     values: dict[str, Any] = {
         name: getattr(section, name)
@@ -26,7 +24,7 @@ def with_locations(section: T, base: Path) -> T:
     }
     found = {name: _located(value, base) for name, value in values.items()}
     changed = {name: value for name, value in found.items() if value is not values[name]}
-    return replace(section, **changed) if changed else section  # type: ignore[type-var]
+    return replace(section, **changed) if changed else section
 
 
 def _located(value: Any, base: Path) -> Any:

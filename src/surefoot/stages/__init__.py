@@ -1,7 +1,9 @@
 """The training objectives. To add one: write its file, add its line."""
 
 from .dpo import DPO
+from .grpo import GRPO
+from .kto import KTO
 from .pt import PT
 from .sft import SFT
 
-STAGES = {"pt": PT, "sft": SFT, "dpo": DPO}
+STAGES = {"pt": PT, "sft": SFT, "dpo": DPO, "kto": KTO, "grpo": GRPO}

@@ -43,7 +43,6 @@ class DPO:
 
     uses_template: ClassVar[bool] = True
     heads: ClassVar[Sequence[str]] = ()
-    prepares: ClassVar[bool] = False
     kept_by: ClassVar[Literal["item", "window"]] = "item"
     spec: ClassVar[OutputSpec] = LOGPS
     eval_spec: ClassVar[OutputSpec] = LOGPS

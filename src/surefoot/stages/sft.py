@@ -28,7 +28,6 @@ class SFT:
 
     uses_template: ClassVar[bool] = True
     heads: ClassVar[Sequence[str]] = ()
-    prepares: ClassVar[bool] = False
     kept_by: ClassVar[Literal["item", "window"]] = "item"
     auxiliary: ClassVar[Mapping[str, AuxiliaryModel]] = {}
     passes: ClassVar[int] = 1

@@ -14,11 +14,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ..batch import IGNORE_INDEX, Batch, Features, Outputs, OutputSpec
+from ..batch import Batch, Features, Outputs, OutputSpec
 from ..data.data_order import Index
 from ..data.order.length_balancing import in_turn
 from ..data.order.micro_batches import Collate, batch_of
 from ..data.text.codec import Codec
+from ..data.text.collation import num_trained
 from ..data.text.pairs import unshared
 from ..errors import RunError
 from ..generate.generation import Sample
@@ -95,7 +96,9 @@ class NetworkContext:
         """One sample of the policy for each prompt."""
         network = self.networks[POLICY]
         with evaluating(network):
-            return network.generate(prompts, settings, seed=self.seed)
+            return network.generate(
+                prompts, settings, seed=self.seed, stop_token_ids=self.codec.stop_token_ids
+            )
 
     def score(
         self,
@@ -163,8 +166,8 @@ class BlankContext:
 
     def generate(self, prompts: Sequence[Sequence[int]], settings: GenerateSection) -> list[Sample]:
         """The longest possible responses."""
-        ids, logps = (0,) * settings.max_new_tokens, (0.0,) * settings.max_new_tokens
-        return [Sample(ids, logps, "length") for _ in prompts]
+        ids = (0,) * settings.max_new_tokens
+        return [Sample(ids, (0.0,) * len(ids), "length") for _ in prompts]
 
     def score(
         self,
@@ -188,11 +191,6 @@ def blank_examples(
 def spec_of(stage: Stage, role: str) -> OutputSpec:
     """The outputs that ``stage`` needs of the model of a role."""
     return stage.spec if role == POLICY else stage.auxiliary[role].spec
-
-
-def num_trained(item: Features) -> int:
-    """Trained positions of an example: nothing predicts its first token."""
-    return int(np.count_nonzero(np.asarray(item["labels"])[1:] != IGNORE_INDEX))
 
 
 def zeros(count: int, spec: OutputSpec) -> Outputs:

@@ -205,7 +205,9 @@ class KeptWindows:
 
     def added(self, place: Place, examples: Sequence[Features]) -> Sequence[Features]:
         """The examples of the window at ``place``, with their columns."""
-        start = self.starts.get(place, 0)
+        if not self.columns:
+            return examples
+        start = self.starts[place]
         return [{**item, **self._of(start + i)} for i, item in enumerate(examples)]
 
     def _of(self, index: int) -> Features:

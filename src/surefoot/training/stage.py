@@ -91,7 +91,6 @@ class Stage(Protocol):
 
     uses_template: ClassVar[bool]  # whether its examples are conversations
     heads: ClassVar[Sequence[str]]  # outputs that need a head of their own, added to the policy
-    prepares: ClassVar[bool]  # False: windows are trained on as loaded, so they may be made ahead
     kept_by: ClassVar[Literal["item", "window"]]  # what the columns of ``precompute`` depend on
 
     @property

@@ -112,22 +112,22 @@ class Windows:
             RunError: the stage has found nothing to train on for many windows.
         """
         place = self.loader.epoch, self.loader.window
-        if not self.stage.prepares:
-            return Turn(place, self.loader.next_window())
-        inside, started = self.inside, time.monotonic()
         figures: Mapping[str, float] = {}
+        seconds = 0.0
         if self.is_between:
             examples = self.kept.added(place, self.loader.next_examples())
+            started = time.monotonic()
             prepared = self.stage.prepare(self.context(place), examples)
-            inside.place, inside.examples, inside.done = place, prepared.examples, 0
-            figures = prepared.figures
-        place, part = inside.place if inside.examples else place, self._next_part()
+            seconds, figures = time.monotonic() - started, prepared.figures
+            self.inside.place, self.inside.examples = place, prepared.examples
+        place = self.inside.place if self.inside.examples else place
+        part = self._next_part()
         self._count(part, figures)
-        window = self.loader.deal(part) if part else ()
-        return Turn(place, window, figures, time.monotonic() - started)
+        window = self.loader.deal(part) if len(part) else ()
+        return Turn(place, window, figures, seconds)
 
     def _count(self, part: Sequence[Features], figures: Mapping[str, float]) -> None:
-        self._num_empty = 0 if part else self._num_empty + 1
+        self._num_empty = 0 if len(part) else self._num_empty + 1
         if self._num_empty > (self.loader.steps_per_epoch or MAX_EMPTY):
             found = ", ".join(f"{name} {value:.4g}" for name, value in figures.items())
             raise RunError(
@@ -137,15 +137,15 @@ class Windows:
             )
 
     def _next_part(self) -> Sequence[Features]:
-        """The examples of the next optimizer step of the window."""
+        """The examples of the next optimizer step of the window: the very ones that were prepared,
+        if it is the only step."""
         inside, stage = self.inside, self.stage
+        examples = inside.examples
         seed = derive(self.seed, *inside.place)
-        steps = inner_steps(len(inside.examples), stage.passes, stage.mini_batches, seed)
-        if not steps:
-            return ()
-        part = [inside.examples[i] for i in steps[inside.done]]
+        steps = inner_steps(len(examples), stage.passes, stage.mini_batches, seed)
+        part = [examples[i] for i in steps[inside.done]] if len(steps) > 1 else examples
         inside.done += 1
-        if inside.done == len(steps):
+        if inside.done >= len(steps):
             inside.clear()
         return part
 
@@ -185,9 +185,9 @@ def windows_of_run(loader: Loader, section: TrainSection, stage: Stage) -> dict[
 
 def inner_steps(count: int, passes: int, mini_batches: int, seed: int) -> list[Index]:
     """The examples of each optimizer step of a window of ``count``: all in order, if it is one
-    step; else in each pass ``mini_batches`` parts of another permutation. None is empty."""
+    step; else in each pass ``mini_batches`` parts of another permutation."""
     if passes == mini_batches == 1:
-        return [np.arange(count)] if count else []
+        return [np.arange(count)]
     orders = [permutation(count, seed=seed, stream=number) for number in range(passes)]
     parts = [part for order in orders for part in np.array_split(order, mini_batches)]
     return [np.sort(part) for part in parts if len(part)]

@@ -203,7 +203,7 @@ def test_an_adapter_becomes_peft(checkpoint, tmp_path):
     [
         (
             [],
-            "expected what to write: --to (surefoot, huggingface, peft, dcp, mindspore, trainer) or",
+            "expected what to write: --to (surefoot, huggingface, peft, dcp, mindspore, trainer)",
         ),
         (["--mesh", "dp_shard=2"], "--mesh needs --layout distributed"),
         (["--layout", "full", "--mesh", "dp_shard=2"], "--mesh needs --layout distributed"),

@@ -13,7 +13,7 @@ from surefoot.model.head.logprob_head import asked_head
 from surefoot.model.precision import autocast
 from surefoot.model.pretrained.tokenizer import load_tokenizer
 from surefoot.recipe.recipe import read
-from surefoot.run.assembly import open_policy
+from surefoot.run.policy import open_policy
 
 CPU = torch.device("cpu")
 

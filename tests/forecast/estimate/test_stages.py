@@ -14,7 +14,7 @@ from surefoot.forecast.estimate.live_bytes import LiveBytes
 from surefoot.forecast.estimate.memory import Mesh, memory
 from surefoot.forecast.estimate.processes import rehearse_window
 from surefoot.network.open import open_network
-from surefoot.run.assembly import options_of
+from surefoot.run.policy import options_of
 
 from .scene import batch, recipe, skeleton, tokenizer
 from .test_spread import SIZES, local, resized

@@ -46,7 +46,7 @@ def _read(entry: Entry, index: int, row: Row | BrokenRow) -> Example | BrokenRow
     if isinstance(row, BrokenRow):
         return row
     try:
-        return replace(entry.format.read(row), origin=f"{entry.name}:{index}")
+        return replace(entry.format.read(row), columns=row, origin=f"{entry.name}:{index}")
     except DataError as error:
         return BrokenRow(index, str(error))
 

@@ -18,7 +18,7 @@ from threading import Lock
 import xxhash
 from transformers import PreTrainedTokenizerBase
 
-from ...batch import Features
+from ...batch import IGNORE_INDEX, Features
 from ...errors import TemplateError
 from ..encoded import Dropped, Encoded, Truncated
 from ..example import JSON, Dicts, Example, Message
@@ -86,6 +86,24 @@ class Codec:
         dicts, schemas, marked = self._protected(self._with_system(messages), tools)
         text = self._renderer.render(dicts, schemas, prompt=True)
         return self._chat.encode([Text(text, marked)])[0].ids
+
+    def encode_prompts(self, examples: Sequence[Example]) -> list[Encoded]:
+        """Each conversation up to its last answer, to be continued: ids without a label."""
+        found: list[Encoded] = []
+        for example in examples:
+            messages = list(example.messages)
+            if messages and messages[-1].role == "assistant":
+                messages.pop()
+            try:
+                with self._lock:
+                    ids = self.encode_prompt(messages, example.tools)
+            except TemplateError as error:
+                found.append(Dropped(str(error)))
+                continue
+            is_long = len(ids) >= self.section.cutoff_len
+            items = [{"input_ids": ids, "labels": [IGNORE_INDEX] * len(ids)}]
+            found.append(NO_ROOM if is_long or not ids else items)
+        return found
 
     def with_section(self, section: DataSection) -> Codec:
         """The same tokenizer and template with other settings."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from ...batch import IGNORE_INDEX, Batch, Features
 from .packing import pack
@@ -38,3 +39,44 @@ def pad(features: Sequence[Features], pad_token_id: int = 0) -> Batch:
         torch.from_numpy(position_ids),
         torch.from_numpy(attention_mask),
     )
+
+
+def with_owners(batch: Batch, features: Sequence[Features]) -> Batch:
+    """The same batch with ``extras`` that say whose each trained position is: ``owner`` [N] the
+    number of its example, ``lengths`` [E] the trained positions of each example."""
+    import torch
+
+    lengths = torch.tensor([num_trained(item) for item in features])
+    owner = torch.repeat_interleave(lengths)
+    return replace(batch, extras={**batch.extras, "owner": owner, "lengths": lengths})
+
+
+def with_columns(batch: Batch, features: Sequence[Features], names: Sequence[str]) -> Batch:
+    """The same batch with columns of a value per example, as ``extras`` [E], where they are
+    there."""
+    return _with_values(batch, features, names)
+
+
+def with_token_columns(batch: Batch, features: Sequence[Features], names: Sequence[str]) -> Batch:
+    """The same batch with columns of a value per trained position, as ``extras`` [N], where they
+    are there. An example whose labels were removed has none."""
+    return _with_values(batch, [item for item in features if num_trained(item)], names)
+
+
+def _with_values(batch: Batch, features: Sequence[Features], names: Sequence[str]) -> Batch:
+    import numpy as np
+    import torch
+
+    extras = dict(batch.extras)
+    for name in names:
+        if all(name in item for item in features):
+            rows = [np.asarray(item[name]) for item in features]
+            extras[name] = torch.from_numpy(np.concatenate([np.empty(0), *rows]))
+    return replace(batch, extras=extras)
+
+
+def num_trained(item: Features) -> int:
+    """Trained positions of an example: nothing predicts its first token."""
+    import numpy as np
+
+    return int(np.count_nonzero(np.asarray(item["labels"])[1:] != IGNORE_INDEX))

@@ -1,7 +1,7 @@
 """Where the time goes: each moment belongs to one phase, which lasts until the next begins.
 
-On a GPU a phase begins when the GPU gets there, not when Python does: an event in its queue says
-when, and nothing waits for it before all is over.
+On a GPU a phase begins when the GPU reaches it, not when Python does: an event in its queue records
+the time, and nothing waits for it before the end.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Mark = float | torch.cuda.Event  # seconds, or a place in the queue of a GPU
 
 @dataclass
 class Clock:
-    """Notes when phases begin."""
+    """Records when phases begin."""
 
     device: torch.device
     _begun: list[tuple[str, Mark]] = field(default_factory=list)
@@ -37,7 +37,7 @@ class Clock:
         self._begun.append((phase, event))
 
     def steps(self) -> list[dict[str, float]]:
-        """Seconds of each phase, step by step; what has begun last is not over and not counted."""
+        """Seconds of each phase, step by step; the last phase is not complete and not counted."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         first = self._begun[0][1]
@@ -65,10 +65,10 @@ def split(begun: Sequence[tuple[str, float]]) -> list[dict[str, float]]:
 def timed(
     run_window: StepRunner, turn: Callable[[str], None], note: Callable[[Window], None]
 ) -> StepRunner:
-    """``run_window`` that tells when forward and backward begin, and what it is given.
+    """``run_window`` that records when forward and backward begin.
 
-    A forward pass ends with its loss, a backward pass with its micro-batch; what comes after the
-    window, normalising and clipping the gradient, is the optimizer's.
+    A forward pass ends with its loss, a backward pass with its micro-batch; what follows the
+    window, normalizing and clipping the gradient, belongs to the optimizer.
     """
 
     def run(

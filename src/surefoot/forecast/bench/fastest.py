@@ -26,12 +26,12 @@ def find_fastest(
     only_this: bool = False,
     on_try: Callable[[Changes], None] = lambda _: None,
 ) -> Search:
-    """The recipe as it is and, unless ``only_this``, what else was tried; ``on_try`` is called with
-    each before it is measured.
+    """The recipe itself and, unless ``only_this``, the other settings that were tried; ``on_try``
+    is called with each before it is measured.
 
     Raises:
-        SurefootError: the recipe cannot be trained, as ``surefoot train`` would say it, or nothing
-            that was tried worked.
+        SurefootError: the recipe cannot be trained, with the error of ``surefoot train``, or all
+            settings failed.
     """
     began = time.monotonic()
     timeout: float | None = None

@@ -1,4 +1,4 @@
-"""What the hardware can do, and what a process takes of it."""
+"""The speed of the hardware, and the memory of a process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PROCESS = Path("/proc/self")
 
 
 def gemm_flops(dtype: torch.dtype, device: torch.device) -> float:
-    """The most operations a second that a product of two matrices reaches here."""
+    """The most operations per second that a product of two matrices reaches on this device."""
     size = _SIZES[device.type]
     a, b = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
     a @ b  # loads the kernel
@@ -41,7 +41,7 @@ def _product(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def forget_peak(device: torch.device) -> None:
-    """Count the peak of the memory from here on, where the system can (Linux, GPUs)."""
+    """Start to measure the peak memory, where the system supports it (Linux, GPUs)."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
@@ -51,7 +51,7 @@ def forget_peak(device: torch.device) -> None:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Bytes that this process took at most: of the GPU, what its allocator held; otherwise RSS."""
+    """Peak memory of this process in bytes: on the GPU, that of its allocator; otherwise RSS."""
     if device.type == "cuda":
         return torch.cuda.max_memory_reserved(device)
     with contextlib.suppress(OSError):
@@ -63,7 +63,7 @@ def peak_memory(device: torch.device) -> int:
 
 
 def name_of(device: torch.device) -> str:
-    """What people call it."""
+    """The name of the device, for people."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"CPU ({platform.machine()}, {torch.get_num_threads()} threads)"

@@ -39,7 +39,7 @@ ENOUGH = 30.0  # seconds of measured steps, after which no more are begun
 
 @dataclass
 class Meter(TrainerCallback):
-    """Times the steps of a run, counts what goes into them, and ends it."""
+    """Times the steps of a run, records their sizes, and ends it."""
 
     clock: Clock
     rewind: Callable[[], None] = field(default=lambda: None)  # to the first window of the run
@@ -49,18 +49,18 @@ class Meter(TrainerCallback):
     positions: list[int] = field(default_factory=list)  # padding counted
 
     def count(self, window: Window) -> None:
-        """Note the size of a window."""
+        """Record the size of a window."""
         self.tokens.append(sum(batch.num_tokens for batch in window))
         self.trained.append(sum(batch.num_trained for batch in window))
         self.positions.append(sum(batch.input_ids.numel() for batch in window))
 
     def on_train_begin(self, args: Context, state: TrainerState, control: TrainerControl) -> None:
-        """The model is there; from here on it is about steps."""
+        """The model exists; from here on it is about steps."""
         forget_peak(self.clock.device)
         self.clock.turn("data")
 
     def on_step_begin(self, args: Context, state: TrainerState, control: TrainerControl) -> None:
-        """The window is there. A signal ends all at once, for there is nothing to be saved."""
+        """The window exists. A signal ends the run at once, because there is nothing to save."""
         for number in SIGNALS:
             signal.signal(number, signal.SIG_DFL)
         self.clock.turn("rest")
@@ -68,11 +68,11 @@ class Meter(TrainerCallback):
     def on_optimizer_step(
         self, args: Context, state: TrainerState, control: TrainerControl
     ) -> None:
-        """The weights have moved."""
+        """The weights are updated."""
         self.clock.turn("rest")
 
     def on_step_end(self, args: Context, state: TrainerState, control: TrainerControl) -> None:
-        """The next step begins, with its window; after the heaviest one, with the run's first."""
+        """The next step begins, with its window; after the largest one, with the run's first."""
         self.clock.turn("data")
         if state.global_step == 1:
             self.rewind()

@@ -1,4 +1,4 @@
-"""What one process of a run does: its share of the examples, on the whole model."""
+"""The work of one rank of a run: its share of the examples, on the full model."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from ...recipe.recipe import Recipe
 
 @dataclass(frozen=True)
 class SingleRankRecipe:
-    """A recipe for one process, and of how many it stands for one."""
+    """A recipe for one rank, and the number of ranks for which it stands."""
 
     recipe: Recipe
     num_processes: int
 
 
 def alone(recipe: Recipe) -> SingleRankRecipe:
-    """The share of one process.
+    """The share of one rank.
 
     Raises:
-        RecipeError: the processes do not make the mesh, or do not divide the batch.
-        RunError: a launcher has started several processes.
+        RecipeError: the ranks do not form the mesh, or do not divide the batch.
+        RunError: a launcher has started several ranks.
     """
     if (found := launched()) is not None and found[1] > 1:
         raise RunError(
-            f"surefoot bench measures one process, but {found[1]} were started; start it without "
+            f"surefoot bench measures one rank, but {found[1]} were started; start it without "
             "torchrun or srun"
         )
     count = 1 if found is not None else num_processes(recipe.parallel)
@@ -39,8 +39,9 @@ def alone(recipe: Recipe) -> SingleRankRecipe:
     train, ranks = recipe.train, replicate * shard
     if train.global_batch_size % (train.micro_batch_size * ranks):
         raise RecipeError(
-            f"train.global_batch_size ({train.global_batch_size}) must be a multiple of "
-            f"micro_batch_size x ranks ({train.micro_batch_size} x {ranks})"
+            f"train.global_batch_size ({train.global_batch_size}) is not a multiple of "
+            f"train.micro_batch_size x data-parallel ranks ({train.micro_batch_size} x "
+            f"{ranks}); change one of them"
         )
     one = replace(train, global_batch_size=train.global_batch_size // ranks)
     return SingleRankRecipe(replace(recipe, train=one, parallel=ParallelSection()), count)

@@ -1,4 +1,4 @@
-"""Measure a recipe in a fresh process: its memory is its own, and so is its end."""
+"""Measure a recipe in a new process: its memory is its own, and so is its end."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .result import BenchResult
 
 @dataclass(frozen=True)
 class Failure:
-    """Why there are no figures."""
+    """Why a trial failed."""
 
     reason: str
     error: str | None = None  # the class of ``errors`` that ``surefoot train`` would raise
@@ -32,9 +32,9 @@ class Failure:
 
 
 def measured(recipe: Recipe, steps: int, timeout: float | None = None) -> BenchResult | Failure:
-    """The figures of ``recipe``, or why there are none; ``timeout`` in seconds.
+    """The result of ``recipe``, or why it failed; ``timeout`` in seconds.
 
-    Nothing of it is left behind but the cache of encoded datasets.
+    Nothing of it remains except the cache of encoded datasets.
     """
     with tempfile.TemporaryDirectory(prefix="surefoot-bench-") as name:
         folder = Path(name)
@@ -70,7 +70,7 @@ def _result(found: Mapping[str, object]) -> BenchResult | Failure:
 
 def _crash(code: int, log: str) -> Failure:
     if code == -signal.SIGKILL:
-        return Failure("killed by the system, most likely for want of memory")
+        return Failure("killed by the system, most likely because memory is short")
     if code < 0:
         return Failure(f"ended by {signal.Signals(-code).name}")
     lines = [line for line in log.splitlines() if line.strip()]

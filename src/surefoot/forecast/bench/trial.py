@@ -1,6 +1,6 @@
 """The process of one measurement: ``python -m surefoot.forecast.bench.trial RECIPE STEPS RESULT``.
 
-It ends with a JSON file that holds the figures, or what the recipe has failed of.
+It ends with a JSON file that contains the result, or the recipe's error.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _SIGNS = ("out of memory", "can't allocate memory", "not enough memory")  # of t
 
 
 def main(recipe: Path, steps: int, result: Path) -> None:
-    """Measure, and leave what was found in ``result``."""
+    """Measure, and write the result to ``result``."""
     die_with_launcher()
     found: dict[str, object]
     try:

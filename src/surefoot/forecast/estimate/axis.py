@@ -1,5 +1,6 @@
-"""The first of some processes that share every matrix. The others only seem to be there: what they
-would send has its size, which is all that a rehearsal needs."""
+"""A fake mesh axis, as seen by the first rank. The other ranks do not exist: their messages have
+the right size, which is all that a dry run needs.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +14,15 @@ from ...geometry.sharding import chunk
 
 @dataclass(frozen=True)
 class FakeAxis:
-    """An axis (``parallel.collectives.Axis``) along which no one else is; the first process has
-    the largest parts."""
+    """An axis (``parallel.collectives.Axis``) without other ranks; the first rank has the
+    largest shards.
+    """
 
     size: int
     rank: int = 0
 
     def spread(self, whole: nn.Parameter, dim: int | None) -> nn.Parameter:
-        """The part of the first process, as a plain tensor."""
+        """The shard of the first rank, as a plain tensor."""
         part = whole.detach()
         if dim is not None:
             part = part.narrow(dim, *chunk(part.shape[dim], self.size, self.rank)).clone()

@@ -1,4 +1,4 @@
-"""Steps, tokens and the heaviest micro-batches of a run, from the lengths of its examples."""
+"""Steps, tokens and the peak micro-batches of a run, from the lengths of its examples."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _ITEMS = 100_000  # examples whose labels are looked at together
 
 @dataclass(frozen=True)
 class RunLength:
-    """How far a run goes."""
+    """The length of a run."""
 
     steps: int
     steps_per_epoch: int
@@ -38,8 +38,7 @@ class RunLength:
 
 
 def loader_of(recipe: Recipe, dataset: EncodedDataset, num_processes: int) -> Loader:
-    """The order in which the run will see ``dataset``. Raises ``DataError`` if batches do not
-    divide."""
+    """The data order of a run over ``dataset``. Raises ``DataError`` if batches do not divide."""
     return Loader(
         FullShuffle(dataset, recipe.train.seed, recipe.data.shuffle),
         Batching(
@@ -53,7 +52,9 @@ def loader_of(recipe: Recipe, dataset: EncodedDataset, num_processes: int) -> Lo
 
 
 def _no_batch(_features: object) -> Batch:
-    raise DataError("a plan asks for the order of examples, not for batches")
+    raise DataError(
+        "internal error: the memory estimate reads the data order only and must not build batches"
+    )
 
 
 def course_of(recipe: Recipe, loader: Loader, lengths: Index, trained: Index) -> RunLength:
@@ -82,8 +83,9 @@ def heaviest(
     *,
     logit_weight: float = 0.0,
 ) -> Index:
-    """[items] The micro-batch that takes the most memory: tokens, padding included, plus trained
-    positions times ``logit_weight``, what one takes as against a token."""
+    """[items] The micro-batch that needs the most memory: tokens, padding included, plus trained
+    positions times ``logit_weight``, the cost of one relative to a token.
+    """
     best, found = -1.0, np.arange(0)
     batching, tokens_of = loader.batching, loader.order.examples.lengths_of
     size, ranks, packing = batching.micro_batch_size, batching.world_size, batching.packing
@@ -113,7 +115,7 @@ def _items(loader: Loader, steps: int) -> Iterator[Index]:
 
 
 def _windows(loader: Loader, items: Index) -> Iterator[Index]:
-    """[windows, items] The windows that are full, then the last one, if it is not."""
+    """[windows, items] The full windows, then the last one, if it is not full."""
     full = len(items) // loader.global_batch_size * loader.global_batch_size
     if full:
         yield items[:full].reshape(-1, loader.global_batch_size)
@@ -122,13 +124,14 @@ def _windows(loader: Loader, items: Index) -> Iterator[Index]:
 
 
 def shares_prompts(recipe: Recipe) -> bool:
-    """Whether a run computes the prompt of two answers once."""
+    """Whether a run computes the prompt of two responses once."""
     return recipe.data.packing and recipe.model.attention != "flash_attention_2"
 
 
 def token_counts(recipe: Recipe, dataset: EncodedDataset) -> Index:
-    """[items] The tokens of each item, padding not counted; a prompt of two answers twice, unless
-    they share it."""
+    """[items] The tokens of each item, without padding; a prompt of two responses twice, unless
+    they share it.
+    """
     if shares_prompts(recipe):
         return dataset.lengths
     again: Index = np.concatenate([_prompts(store) for store in dataset.stores])[dataset.index]
@@ -144,7 +147,7 @@ def _prompts(store: EncodedStore) -> Index:
 
 
 def trained_counts(dataset: EncodedDataset) -> Index:
-    """[items] How many positions of each item carry a label; the first one never does."""
+    """[items] How many positions of each item have a label; the first one never does."""
     return np.concatenate([_trained(store) for store in dataset.stores])[dataset.index]
 
 

@@ -1,7 +1,7 @@
-"""The model of a recipe without memory, and one micro-batch run through it.
+"""Dry run of one micro-batch on fake tensors, to measure the memory of a step.
 
-Fake tensors are dispatched as tensors of a CPU are, so what is kept for the backward pass is what
-torch's own kernels keep. A GPU's kernels keep the same, but for attention with a mask.
+Fake tensors are dispatched like tensors of a CPU, so the activations saved for the backward pass
+are those of torch's own kernels. A GPU's kernels save the same, except for attention with a mask.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ...parallel.sharded_model import layers
 from ...parallel.tensor.sequence_parallel import widened
 from ...parallel.world import ALONE
 from ...recipe.recipe import Recipe
-from ...run.assembly import options_of
+from ...run.policy import options_of
 from ...training.stage import POLICY
 from .fake_tensors import FakeTensors, HoldingOptions
 from .live_bytes import LiveBytes
@@ -41,12 +41,12 @@ _LOGGER = logging.getLogger("torch._subclasses.fake_tensor")  # tells what is ra
 
 
 class NotRehearsedError(ModelError):
-    """The model cannot be run without values."""
+    """The model cannot run on fake tensors."""
 
 
 @dataclass(frozen=True)
 class DryRunModel:
-    """The model of a recipe on fake tensors, ready to learn."""
+    """The model of a recipe on fake tensors, ready to be trained."""
 
     network: Network
     tensors: FakeTensors
@@ -54,12 +54,12 @@ class DryRunModel:
 
     @property
     def setting(self) -> HoldingOptions:
-        """How it is held."""
+        """Its options."""
         return self.tensors.setting
 
     @property
     def share(self) -> StageShare | None:
-        """What of a pipeline it is."""
+        """Its pipeline stages."""
         return self.tensors.share
 
 
@@ -70,7 +70,7 @@ def build(
 
     Raises:
         ModelError: no configuration of a causal language model.
-        RecipeError: the method names modules that the model has not, or it cannot be cut.
+        RecipeError: the method names modules that the model does not have, or it cannot be sharded.
     """
     tensors = FakeTensors(setting)
     section = replace(recipe.model, gradient_checkpointing=setting.recomputes)
@@ -81,7 +81,7 @@ def build(
 
 
 def optimizer_state(skeleton: DryRunModel) -> dict[str, dict[str, torch.Tensor]]:
-    """What the recipe's optimizer holds after a step, by parameter; fake tensors."""
+    """The state of the recipe's optimizer after a step, by parameter; fake tensors."""
     named = list(skeleton.network.named.items())
     with skeleton.tensors.mode:
         optimizer = skeleton.recipe.optim.build(named)
@@ -94,7 +94,7 @@ def optimizer_state(skeleton: DryRunModel) -> dict[str, dict[str, torch.Tensor]]
 
 
 def describe(skeleton: DryRunModel) -> list[Weight]:
-    """Every parameter and buffer of the model, with what the optimizer holds for it."""
+    """Every parameter and buffer of the model, with its optimizer state."""
     state = optimizer_state(skeleton)
     names = {id(p): name for name, p in skeleton.network.named.items()}
     blocks = {
@@ -125,11 +125,11 @@ def describe(skeleton: DryRunModel) -> list[Weight]:
 
 
 def dry_run_batch(skeleton: DryRunModel, batch: Batch, number: int | None = None) -> Pass:
-    """Run ``batch``, which may be real, forward and backward; of a pipeline, through the stage
+    """Run ``batch``, which may be real, forward and backward; in a pipeline, through the stage
     ``number``.
 
-    Raises ``NotRehearsedError`` if the model cannot be run so: it looks at values, which are not
-    there, or uses a kernel that torch knows no shapes for.
+    Raises ``NotRehearsedError`` if the model cannot run on fake tensors: it reads values, which do
+    not exist, or uses a kernel for which torch has no shapes.
     """
     was_disabled, _LOGGER.disabled = _LOGGER.disabled, True
     try:
@@ -137,7 +137,7 @@ def dry_run_batch(skeleton: DryRunModel, batch: Batch, number: int | None = None
     except (RuntimeError, NotImplementedError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise NotRehearsedError(
-            f"{type(skeleton.network.inner).__name__} cannot be rehearsed without values: {reason}"
+            f"{type(skeleton.network.inner).__name__} cannot run on fake tensors: {reason}"
         ) from None
     finally:
         _LOGGER.disabled = was_disabled
@@ -184,7 +184,9 @@ def _rehearse(skeleton: DryRunModel, batch: Batch, number: int | None) -> Pass:
 def _through_all(
     skeleton: DryRunModel, batch: Batch, live: LiveBytes, hidden: torch.Tensor | None = None
 ) -> Snapshot:
-    """Run all of the model, or the end of a pipeline, forward and backward; what was kept."""
+    """Run the full model, or the end of a pipeline, forward and backward; returns what was
+    saved.
+    """
     stage, mode = skeleton.recipe.stage, skeleton.tensors.mode
     spec = stage.spec
     at, here = _places(mode, batch), _fake(mode, batch)
@@ -201,7 +203,7 @@ def _through_all(
 def _through_stage(
     skeleton: DryRunModel, own: StageShare, number: int, batch: Batch, live: LiveBytes
 ) -> Snapshot:
-    """Run a stage of a pipeline as ``parallel.pipeline`` does; what was kept."""
+    """Run a pipeline stage as ``parallel.pipeline`` does; returns what was saved."""
     mode, learns = skeleton.tensors.mode, own.learns[number]
     with own.stages.only(number), torch.set_grad_enabled(learns):
         with mode, live:
@@ -219,7 +221,7 @@ def _through_stage(
 
 
 def _places(mode: FakeTensorMode, batch: Batch) -> TrainedPositions:
-    """The places of ``batch``, which is real, as fake tensors."""
+    """The trained positions of ``batch``, which is real, as fake tensors."""
     at = trained_positions(batch)
     return TrainedPositions(
         mode.from_tensor(at.labels),
@@ -250,8 +252,9 @@ def _fake(mode: FakeTensorMode, batch: Batch) -> Batch:
 
 
 def _needs_no_mask(model: PreTrainedModel, batch: Batch) -> bool:
-    """Whether transformers would look at the mask of ``batch`` and leave it out: it hides
-    nothing."""
+    """Whether transformers would read the mask of ``batch`` and omit it, because it hides
+    nothing.
+    """
     if batch.attention_mask is None or model.config._attn_implementation != "sdpa":
         return False
     window = getattr(model.config.get_text_config(), "sliding_window", None)
@@ -260,7 +263,7 @@ def _needs_no_mask(model: PreTrainedModel, batch: Batch) -> bool:
 
 
 def held_dtype(recipe: Recipe, *, on_gpu: bool) -> torch.dtype | None:
-    """The type that weights are loaded in; None: as they are stored."""
+    """The dtype in which weights are loaded; None: as they are stored."""
     if recipe.model.dtype != "auto":
         return DTYPES[recipe.model.dtype]
     return None if on_gpu else torch.float32

@@ -25,7 +25,7 @@ ROWS = 1000  # of each dataset, spread evenly over it
 
 @dataclass(frozen=True)
 class Examples:
-    """What is trained on. Of a sample, each example stands for several."""
+    """The training examples. In a sample, each example stands for several."""
 
     dataset: EncodedDataset
     rows_read: int | None = None  # how many rows were encoded to know; None: all, from the cache
@@ -35,7 +35,7 @@ def examples_of(recipe: Recipe, codec: Codec) -> Examples:
     """The training examples of ``recipe``; nothing is written to the cache.
 
     Raises:
-        DataError: a dataset is missing or broken, or gives nothing to learn.
+        DataError: a dataset is missing or broken, or has no trained tokens.
     """
     if not recipe.data.streaming:
         cached = found(recipe, codec, replace(recipe.data, eval_datasets=()))
@@ -67,7 +67,7 @@ def _sample(recipe: Recipe, codec: Codec, entry: Entry) -> _Sample:
     items = _encoded(recipe, codec, chosen)
     if not items:
         raise DataError(
-            f"dataset {entry.name!r}: none of {len(chosen):,} rows gives anything to learn; "
+            f"dataset {entry.name!r}: none of {len(chosen):,} rows has trained tokens; "
             "`surefoot preview` shows why"
         )
     return _Sample(items, len(chosen), rows)
@@ -92,6 +92,6 @@ def _encoded(
 
 
 def _learnt_share(recipe: Recipe, rows: int) -> float:
-    """What ``val_size`` leaves to learn."""
+    """The examples that ``val_size`` leaves for training."""
     held = recipe.data.val_size
     return max(0.0, 1 - (held if held < 1 else held / rows))

@@ -1,7 +1,7 @@
-"""A quantized base without memory: as bitsandbytes holds it, and computes with it.
+"""A quantized base on fake tensors: its memory and its products as with bitsandbytes.
 
-Modules keep their place; their weights become bytes, and each product makes the whole matrix for a
-moment, forward and backward. bitsandbytes itself is not needed.
+Modules stay where they are; their weights become bytes, and each product temporarily creates the
+full matrix, forward and backward. bitsandbytes itself is not needed.
 """
 
 from __future__ import annotations
@@ -38,8 +38,9 @@ class _Whole:
 
 
 def will_be_packed(model: PreTrainedModel) -> list[nn.Module]:
-    """The linear maps of a model, not adapted yet, that transformers quantizes: all but the head,
-    what is tied to another, and what an architecture wants exact."""
+    """The linear layers of a model, not adapted yet, that transformers quantizes: all except the
+    head, tied ones, and those that an architecture keeps exact.
+    """
     left_out = HfQuantizer.get_modules_to_not_convert(model, None, model._keep_in_fp32_modules)
     return [
         module
@@ -52,8 +53,9 @@ def will_be_packed(model: PreTrainedModel) -> list[nn.Module]:
 def pack(
     modules: Sequence[nn.Module], section: ModelSection, mode: FakeTensorMode, compute: torch.dtype
 ) -> None:
-    """Hold ``modules``, on fake tensors, in the bits that ``section`` names. Products of 4 bits are
-    computed in ``compute``."""
+    """Store ``modules``, on fake tensors, in the bits of ``section``. Products of 4 bits are
+    computed in ``compute``.
+    """
     is_4_bit = section.quantization_bit == 4
     for module in modules:
         shape = shape_of(module)
@@ -91,7 +93,7 @@ def _forward(shape: tuple[int, int], compute: torch.dtype | None, x: torch.Tenso
 
 
 class _Product(torch.autograd.Function):
-    """The memory of x W': in 4 bits x is not kept, in 8 bits it is, and rounded to 8 bits first."""
+    """The memory of x W': with 4 bits x is not saved, with 8 bits it is, rounded to 8 bits."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, shape: tuple[int, int], is_8_bit: bool) -> torch.Tensor:

@@ -26,7 +26,7 @@ from .share import StageShare, share
 
 @dataclass(frozen=True)
 class HoldingOptions:
-    """What decides how a model is held and run, beside the recipe."""
+    """Options that determine the form of a model in memory, beside the recipe."""
 
     precision: PrecisionName
     dtype: torch.dtype | None  # weights before a method picks those that learn; None: as stored
@@ -42,7 +42,7 @@ class HoldingOptions:
 
 @dataclass
 class FakeTensors:
-    """Tensors without memory that can be run, of one of the processes that ``setting`` names."""
+    """Fake tensors, which can be computed with, of one of the ranks of ``setting``."""
 
     setting: HoldingOptions
     mode: FakeTensorMode = field(default_factory=FakeTensorMode)
@@ -52,7 +52,7 @@ class FakeTensors:
     have_values: ClassVar[bool] = False
 
     def load(self, draft: Draft) -> None:
-        """From ``config.json`` alone, on the meta device at first."""
+        """From ``config.json`` alone, first on the meta device."""
         kernel = draft.section.attention
         if kernel == "flash_attention_2":
             kernel = "sdpa"  # has no CPU kernel; keeps the same
@@ -65,11 +65,11 @@ class FakeTensors:
             )
 
     def pack(self, draft: Draft) -> None:
-        """There are no values to prove anything with."""
+        """Without values, there is nothing to check."""
         packed.switch_to_packed(draft.inner)
 
     def adapt(self, draft: Draft) -> None:
-        """An adapter is quantized as little as the real one."""
+        """An adapter is not quantized, like the real one."""
         if draft.section.quantization_bit:
             self.quantized = will_be_packed(draft.inner)
         with torch.device("meta"):
@@ -79,7 +79,7 @@ class FakeTensors:
         """Heads have no values."""
 
     def divide(self, draft: Draft) -> None:
-        """Keep the layers of one process of a pipeline."""
+        """Keep the layers of one rank of a pipeline."""
         setting = self.setting
         in_files = {p: draft.names[name] for name, p in draft.module.named_parameters()}
         if setting.pp > 1:
@@ -94,7 +94,7 @@ class FakeTensors:
         draft.names = {name: in_files[p] for name, p in draft.module.named_parameters()}
 
     def shard(self, draft: Draft) -> None:
-        """Make all tensors fake ones; keep what the first of the processes along ``tp`` has."""
+        """Make all tensors fake ones; keep the shards of the first rank along ``tp``."""
         setting, inner = self.setting, draft.inner
         _put(draft.module, self.mode, setting.gathered)
         pack(self.quantized, draft.section, self.mode, setting.quantized)
@@ -118,7 +118,7 @@ class FakeTensors:
 
 
 def _put(model: nn.Module, mode: FakeTensorMode, dtype: torch.dtype | None) -> None:
-    """Move a model from the meta device to fake tensors of a CPU; what is tied stays tied."""
+    """Move a model from the meta device to fake tensors of a CPU; tied weights stay tied."""
     moved: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():

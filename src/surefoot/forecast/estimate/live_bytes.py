@@ -1,6 +1,6 @@
-"""Count the bytes that are alive: every storage from the operation that made it to its end.
+"""Live-bytes tracker: counts every storage from the operation that creates it until it is freed.
 
-Works on fake tensors as on real ones. What kernels use inside one operation is not seen.
+Works on fake tensors as on real ones. Memory that a kernel uses inside one operation is not seen.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ KINDS = ("activations", "logits", "copies")
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A context that counts what is made in it.
+    """A context that counts the storages created in it.
 
-    ``now`` is what is alive, ``peak`` the moment when that was most, ``most_activations`` the most
-    of these at any moment; what exists before is not counted.
+    ``now`` is the current amount, ``peak`` the moment when it was largest, ``most_activations`` the
+    largest amount of these at any moment; existing storages are not counted.
 
     Args:
         weights: the parameters and buffers; conversions of them are ``copies``.
-        vocabulary: the width by which logits are known.
-        beside: bytes of what grows meanwhile elsewhere; ``growing`` is the peak with it.
+        vocabulary: the width by which logits are recognized.
+        beside: bytes of gradients that grow meanwhile; ``growing`` is the peak with them.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @property
     def now(self) -> Snapshot:
-        """What is alive at this moment."""
+        """The live bytes at this moment."""
         return Snapshot(**self._alive)
 
     def __torch_dispatch__(
@@ -57,7 +57,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> object:
-        """Run the operation, and note the storages it has made."""
+        """Run the operation, and record the storages it has created."""
         out = func(*args, **(kwargs or {}))
         made = [tensor for tensor in _tensors(out) if _place(tensor) not in self._known]
         if made:  # not so for views, and for what an operation has changed in place
@@ -87,7 +87,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._alive[kind] -= num_bytes
 
     def look(self) -> None:
-        """Note a peak, if this is one."""
+        """Record a peak, if this is one."""
         now = self.now
         self.most_activations = max(self.most_activations, now.activations)
         self.growing = max(self.growing, now.total + self._beside())
@@ -96,7 +96,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _place(tensor: torch.Tensor) -> int:
-    """What two tensors have in common only if they share memory."""
+    """A key that two tensors share only if they share memory."""
     return int(tensor.untyped_storage()._cdata)
 
 

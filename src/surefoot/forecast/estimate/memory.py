@@ -1,8 +1,8 @@
-"""Memory of one process, from a description of the model and of one micro-batch. Pure arithmetic.
+"""Memory of one rank, from a description of the model and of one micro-batch. Pure arithmetic.
 
-Sharding is FSDP2's (``parallel/sharded_model.py``): a tensor, or what a cut along ``tp`` has left
-of it, is cut along its first dimension into ``dp_shard`` pieces of the rounded-up size. The
-largest process, the first, is what counts.
+Sharding is FSDP2's (``parallel/sharded_model.py``): a tensor, or its shard along ``tp``, is divided
+along its first dimension into ``dp_shard`` chunks of the rounded-up size. The largest rank, the
+first, is counted.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Weight:
         return math.prod(self.shape)
 
     def share(self, count: int) -> int:
-        """Elements of the largest of ``count`` pieces."""
+        """Elements of the largest of ``count`` chunks."""
         if not self.shape or not self.is_cut:
             return self.size
         return -(-self.shape[0] // count) * math.prod(self.shape[1:])
@@ -41,7 +41,7 @@ class Weight:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Bytes that are alive at one moment, by kind."""
+    """Live bytes at one moment, by kind."""
 
     activations: int  # made on the way from the input to the loss, and back
     logits: int  # as wide as the vocabulary
@@ -55,9 +55,9 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class Pass:
-    """What the heaviest micro-batch takes beside weights, gradients and optimizer.
+    """The memory of the peak micro-batch beside weights, gradients and optimizer.
 
-    All but ``growing`` is without the gradients of weights.
+    All except ``growing`` is without the gradients of weights.
     """
 
     kept: Snapshot  # from the forward for the backward pass
@@ -68,18 +68,18 @@ class Pass:
 
     @property
     def activations(self) -> int:
-        """What is kept for the backward pass and still there at the peak, but for logits."""
+        """What is saved for the backward pass and still live at the peak, except logits."""
         return min(self.kept.activations, self.at_peak.activations)
 
     @property
     def working(self) -> int:
-        """What is there at the peak for a short time: temporaries, a layer computed again."""
+        """Temporary tensors at the peak: intermediate results, a recomputed layer."""
         return self.at_peak.activations - self.activations
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """How a run is spread. One process has no mesh, and gathers nothing."""
+    """The mesh of a run. One rank has no mesh, and gathers nothing."""
 
     dp_replicate: int = 1
     dp_shard: int = 1
@@ -100,7 +100,7 @@ class Mesh:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one process by part, and the most that is taken at one time."""
+    """Bytes of one rank by part, and the peak."""
 
     weights: int
     gradients: int
@@ -120,15 +120,16 @@ class Memory:
 def memory(
     weights: Sequence[Weight], one: Pass, mesh: Mesh, *, compute_size: int, accumulates: bool
 ) -> Memory:
-    """What the largest process of ``mesh`` takes; of a pipeline, of those with the same stages.
+    """The memory of the largest rank of ``mesh``; in a pipeline, of those with the same stages.
 
     Args:
         weights: all parameters and buffers of the model, or of these stages.
-        one: the heaviest micro-batch, on weights as they are gathered; of a pipeline, the window.
-        mesh: over how many processes.
-        compute_size: bytes of an element of a gathered weight; 0 if gathered as it is held.
-        accumulates: whether a step has several micro-batches. If so the gradients of the first
-            are there in the backward pass of the second; if not they come while activations go.
+        one: the peak micro-batch, on weights as they are gathered; in a pipeline, the window.
+        mesh: the mesh of ranks.
+        compute_size: bytes of an element of a gathered weight; 0 if gathered in its own dtype.
+        accumulates: whether a step has several micro-batches. If so, the gradients of the first
+            exist in the backward pass of the second; if not, they are allocated while activations
+            are freed.
     """
     is_alone = mesh.num_processes == 1
     count = 1 if is_alone else mesh.dp_shard
@@ -162,7 +163,7 @@ def memory(
 
 
 def _of_window(one: Pass, piled: UnreducedGradients, *, accumulates: bool) -> int:
-    """The most that a window in a pipeline takes beside weights and optimizer."""
+    """The peak of a window in a pipeline beside weights and optimizer."""
     between = piled.between - one.at_peak.copies
     first = one.growing + between
     if not accumulates:
@@ -183,7 +184,7 @@ def _state(weight: Weight, count: int) -> int:
 
 @dataclass(frozen=True)
 class Gathered:
-    """What FSDP2 holds whole beside its shards, at three moments."""
+    """What FSDP2 has unsharded beside its shards, at three moments."""
 
     between: int  # forward and backward pass, when logits are at work
     at_work: int  # in the backward pass of a layer
@@ -191,13 +192,13 @@ class Gathered:
 
 
 def gathered(weights: Sequence[Weight], mesh: Mesh, compute_size: int) -> Gathered:
-    """Weights that are gathered, their gradients, and the buffers of both ways.
+    """Weights that are gathered, their gradients, and the buffers of both directions.
 
-    Weights outside the layers are whole throughout. A layer is given back after its forward pass;
-    in the backward pass one is at work while the next one comes, into a buffer first. Or else all
-    stay until their backward pass. Once a layer has its gradients it is given back, and they are
-    copied to be summed over the processes, in float32. A process that shards with nobody copies
-    its weights when their turn comes, not before, and its gradients three times.
+    Weights outside the layers are always unsharded. A layer is freed after its forward pass; in the
+    backward pass one is in use while the next one is gathered, into a buffer first. Or else all
+    stay until their backward pass. Once a layer has its gradients it is freed, and they are copied
+    to be summed over the ranks, in float32. A rank that shards with no other copies its weights
+    when they are used, not before, and its gradients three times.
     """
     is_alone = mesh.dp_shard == 1
     outside, layers = _by_layer(weights)
@@ -219,8 +220,9 @@ def gathered(weights: Sequence[Weight], mesh: Mesh, compute_size: int) -> Gather
 
 @dataclass(frozen=True)
 class UnreducedGradients:
-    """What FSDP2 holds where gradients are summed over processes only after the last micro-batch:
-    until then they are added up whole, in the type that they are summed in."""
+    """What FSDP2 has if gradients are summed over ranks only after the last micro-batch: until
+    then they are accumulated unsharded, in the dtype in which they are summed.
+    """
 
     gradients: int
     layer: int  # the gradients of one
@@ -231,7 +233,7 @@ class UnreducedGradients:
 
 
 def piled_up(weights: Sequence[Weight], mesh: Mesh, compute_size: int) -> UnreducedGradients:
-    """As ``gathered``, for the stages of a pipeline. What a pass adds is in its own type first."""
+    """As ``gathered``, for the stages of a pipeline. What a pass adds is in its own dtype first."""
     outside, layers = _by_layer(weights)
     kept_size = max(FLOAT32, compute_size) if compute_size else 0
     sizes = [_whole(layer, compute_size) for layer in layers]
@@ -259,7 +261,7 @@ def piled_up(weights: Sequence[Weight], mesh: Mesh, compute_size: int) -> Unredu
 
 
 def _by_layer(weights: Iterable[Weight]) -> tuple[list[Weight], list[list[Weight]]]:
-    """What is cut of weights: those outside of layers, and those of each layer."""
+    """The sharded weights: those outside of layers, and those of each layer."""
     cut = [weight for weight in weights if weight.is_cut]
     numbers = sorted({weight.layer for weight in cut if weight.layer is not None})
     outside = [weight for weight in cut if weight.layer is None]

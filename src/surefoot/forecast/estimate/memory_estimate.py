@@ -1,4 +1,4 @@
-"""The plan of a run: how long it is, what it takes, and what would take less or go faster."""
+"""The estimate of a run: its length, its memory, and settings that need less or are faster."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ...model.precision import PrecisionName
 from ...model.pretrained.loading import resolve
 from ...model.pretrained.quantized import check_alone
 from ...recipe.recipe import Recipe
-from ...run.assembly import build_codec
+from ...run.policy import build_codec
 from ..other_settings import changes
 from .batches import RunLength, course_of, loader_of, token_counts, trained_counts
 from .dry_run import DryRunModel
@@ -60,7 +60,7 @@ class Option:
 
 @dataclass(frozen=True)
 class Saving:
-    """What checkpoints take."""
+    """The disk space of checkpoints."""
 
     size: CheckpointSize
     saves: int
@@ -71,7 +71,7 @@ class Saving:
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that is known before a run."""
+    """The complete estimate of a run."""
 
     machine: Machine
     mesh: Mesh
@@ -92,15 +92,15 @@ class Plan:
 
     @property
     def seconds(self) -> float | None:
-        """How long it trains, saves and evaluations not counted."""
+        """How long it trains, without saves and evaluations."""
         return self.course.tokens / self.tokens_per_second if self.tokens_per_second else None
 
 
 def make_plan(recipe: Recipe, machine: Machine, tokens_per_second: float | None = None) -> Plan:
-    """The plan of ``recipe``; no weights are read.
+    """The estimate of ``recipe``; no weights are read.
 
     Raises:
-        RecipeError: the processes do not make the mesh, or the method does not fit the model.
+        RecipeError: the ranks do not form the mesh, or the method does not fit the model.
         ModelError: no configuration or tokenizer.
         DataError: a dataset is missing or broken, or batches do not divide.
     """
@@ -170,8 +170,9 @@ def _saving(
 
 
 def measured_speed(folder: Path) -> float | None:
-    """Tokens a second of all processes, from the last logs of the run in ``folder``, if there are
-    any."""
+    """Tokens per second of all ranks, from the last logs of the run in ``folder``, if there are
+    any.
+    """
     try:
         lines = (folder / METRICS).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError):
@@ -192,7 +193,7 @@ def _speed(line: str) -> float | None:
 def _options(
     recipe: Recipe, ground: PlanBase, held: Sequence[Process], known: Rehearsed
 ) -> list[Option]:
-    """What would take less memory, or go faster and still fit; least memory first."""
+    """Settings that need less memory, or are faster and still fit; least memory first."""
     now = memory_of(recipe, ground.machine, held, known.passes)[1].peak
     found = []
     for change in changes(recipe, ground.machine.num_processes):
@@ -212,7 +213,7 @@ def _options(
 def _changed(
     recipe: Recipe, other: Recipe, ground: PlanBase, held: Sequence[Process], known: Rehearsed
 ) -> Memory | None:
-    """What ``other`` takes, if that is known; what is ``held`` and ``known`` is of ``recipe``."""
+    """The memory of ``other``, if that is known; ``held`` and ``known`` belong to ``recipe``."""
     is_cut_alike = _cuts(other) == _cuts(recipe)
     if not is_cut_alike:
         held = processes(other, ground)

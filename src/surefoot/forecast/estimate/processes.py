@@ -1,8 +1,8 @@
-"""The processes of a run as far as memory goes: how each holds the model, the heaviest micro-batch,
-and what it takes.
+"""The ranks of a run with regard to memory: the form of the model on each, the peak micro-batch,
+and its memory.
 
-Without a pipeline the first one stands for all. In a pipeline one stands for those whose stages
-hold the same: the first of them, which has the most micro-batches under way.
+Without a pipeline the first rank stands for all. In a pipeline one rank stands for those with equal
+stages: the first of them, which has the most micro-batches in flight.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ NOTHING = Pass(Snapshot(0, 0, 0), Snapshot(0, 0, 0), 0, 0)
 
 @dataclass(frozen=True)
 class Machine:
-    """Where the run is to be."""
+    """The machine of the run."""
 
     num_processes: int
     on_gpu: bool
@@ -64,7 +64,7 @@ class PlanBase:
 
 @dataclass(frozen=True)
 class Process:
-    """One process, and those that are like it."""
+    """One rank, and those that are like it."""
 
     skeleton: DryRunModel  # as it holds it
     weights: Sequence[Weight]
@@ -81,9 +81,9 @@ class Process:
 
 
 def processes(recipe: Recipe, ground: PlanBase) -> list[Process]:
-    """One process of each kind.
+    """One rank of each kind.
 
-    Raises ``RecipeError`` if the model cannot be cut as the recipe asks.
+    Raises ``RecipeError`` if the model cannot be sharded as the recipe says.
     """
     setting = setting_of(recipe, ground.machine)
     found: list[Process] = []
@@ -108,7 +108,7 @@ def _build(recipe: Recipe, ground: PlanBase, setting: HoldingOptions) -> DryRunM
 
 
 def whole(recipe: Recipe, ground: PlanBase) -> DryRunModel:
-    """The model as one process alone would hold it."""
+    """The model as a single rank would have it."""
     setting = setting_of(recipe, ground.machine)
     return _build(
         recipe, ground, replace(setting, tp=1, sequence_parallel=False, pp=1, num_parts=1)
@@ -116,18 +116,18 @@ def whole(recipe: Recipe, ground: PlanBase) -> DryRunModel:
 
 
 def mesh_of(recipe: Recipe, machine: Machine) -> Mesh:
-    """The mesh of the recipe; a ``RecipeError`` if the processes do not make it."""
+    """The mesh of the recipe; a ``RecipeError`` if the ranks do not form it."""
     try:
         pp, replicate, shard, tp = recipe.parallel.axes(machine.num_processes)
     except ValueError as error:
         raise RecipeError(
-            f"parallel: {error}; change them, or plan for as many with --num-processes"
+            f"parallel: {error}; change them, or plan for that number with --num-processes"
         ) from None
     return Mesh(replicate, shard, recipe.parallel.reshard_after_forward, tp, pp)
 
 
 def precision_of(recipe: Recipe, machine: Machine) -> PrecisionName:
-    """What ``auto`` means there."""
+    """The value of ``auto`` on that machine."""
     chosen = recipe.train.precision
     if chosen == "auto":
         return "bf16" if machine.on_gpu else "fp32"
@@ -135,7 +135,7 @@ def precision_of(recipe: Recipe, machine: Machine) -> PrecisionName:
 
 
 def setting_of(recipe: Recipe, machine: Machine) -> HoldingOptions:
-    """How the weights are held by the first process."""
+    """The form of the weights on the first rank."""
     section = recipe.parallel
     return HoldingOptions(
         precision_of(recipe, machine),
@@ -155,7 +155,7 @@ def _gathers_bf16(recipe: Recipe, machine: Machine) -> bool:
 
 @dataclass(frozen=True)
 class Rehearsed:
-    """The heaviest micro-batch, and what it takes in each process by its place."""
+    """The peak micro-batch, and its memory on each rank by position."""
 
     batch: Batch
     passes: Mapping[int, Pass]
@@ -168,7 +168,7 @@ class Rehearsed:
 
     @property
     def logit_weight(self) -> float:
-        """Bytes of a trained position as against those of a token."""
+        """The bytes of a trained position relative to those of a token."""
         at_peak = self.most.at_peak
         by_token = max(1, at_peak.activations) / self.batch.input_ids.numel()
         return at_peak.logits / max(1, self.batch.num_trained) / by_token
@@ -182,11 +182,11 @@ def rehearsed(
     *,
     as_held: bool = False,
 ) -> Rehearsed:
-    """What the heaviest micro-batch takes in processes like ``held``, or why that is not known.
+    """The memory of the peak micro-batch on ranks like ``held``, or why it is not known.
 
-    What is heaviest depends on what a trained position takes as against a token; where that is not
-    known yet, the micro-batch with the most tokens tells. ``as_held``: whether the recipe is that
-    of ``held``, so that their skeletons need not be built again.
+    Which micro-batch needs the most depends on the cost of a trained position relative to a token;
+    if that is not known yet, the micro-batch with the most tokens is used to find it. ``as_held``:
+    whether the recipe is that of ``held``, so that their dry-run models need not be built again.
     """
     machine, skeletons = ground.machine, {process.place: process.skeleton for process in held}
     gathers = _gathers_bf16(recipe, machine)
@@ -221,8 +221,9 @@ def _run(
 
 
 def rehearse_window(skeleton: DryRunModel, batch: Batch, count: int) -> Pass:
-    """What a step of ``count`` micro-batches takes, each of them ``batch``: as much as one of them,
-    if they do not overlap in a pipeline. Raises ``NotRehearsedError``."""
+    """The memory of a step of ``count`` micro-batches, each of them ``batch``: that of one of
+    them, if they do not overlap in a pipeline. Raises ``NotRehearsedError``.
+    """
     own = skeleton.share
     if own is None:
         return dry_run_batch(skeleton, batch)
@@ -249,7 +250,7 @@ def _batch(recipe: Recipe, ground: PlanBase, logit_weight: float) -> Batch:
 def memory_of(
     recipe: Recipe, machine: Machine, held: Sequence[Process], passes: Mapping[int, Pass]
 ) -> tuple[Process, Memory]:
-    """The process of ``held`` that needs most, and what it takes."""
+    """The rank of ``held`` that needs most, and its memory."""
     mesh = mesh_of(recipe, machine)
     per_pass = recipe.train.micro_batch_size * mesh.num_data_ranks
     found = [

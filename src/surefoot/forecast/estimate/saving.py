@@ -1,5 +1,4 @@
-"""What a save would write, from the model without memory: types, shapes and names are all it
-takes."""
+"""The size of a save, from the model on fake tensors: dtypes, shapes and names are enough."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ from ...checkpoint.saving.writer_group import WriterGroup
 from ...checkpoint.state.states import RandomState
 from ...data.text.codec import Codec
 from ...parallel.world import ALONE
-from ...run.assembly import build_saver
+from ...run.trainer_parts import build_saver
 from ...training.state import TrainerState
 from .dry_run import DryRunModel, optimizer_state
 from .size import CheckpointSize, checkpoint_size
@@ -34,7 +33,7 @@ RECORD = {  # a line of the history that every checkpoint carries, of a usual le
 
 @dataclass(frozen=True)
 class _Held:
-    """A state that is there already."""
+    """A state that already exists."""
 
     state: dict[str, Any]
 
@@ -56,7 +55,7 @@ def _plain(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def size_of_checkpoint(
     skeleton: DryRunModel, codec: Codec, base: Path, *, num_logs: int
 ) -> CheckpointSize:
-    """The size of a checkpoint of the run, at its end, when ``num_logs`` records lie in it."""
+    """The size of a checkpoint of the run, at its end, with ``num_logs`` records in it."""
     recipe, state = skeleton.recipe, optimizer_state(skeleton)
     saver = build_saver(recipe, skeleton.network, codec, base, ALONE)
     job, live = prepare(

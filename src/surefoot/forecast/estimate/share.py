@@ -1,5 +1,6 @@
-"""The stages of a pipeline that one process has of a model, and what enters them: there is nobody
-to send it, so that it is made here."""
+"""The pipeline stages of one rank, and their input: no other rank sends it, so it is created
+here.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from ...network.pipelined import plan_pipeline_stages
 
 @dataclass(frozen=True)
 class StageShare:
-    """The stages of one process, the first being ``place`` of ``size`` processes."""
+    """The stages of one rank, the first being ``place`` of ``size`` ranks."""
 
     place: int
     size: int
@@ -38,7 +39,7 @@ class StageShare:
         return [runs[number] for number in self.numbers]
 
     def entering(self, batch: Batch, number: int) -> torch.Tensor | None:
-        """What the stage ``number`` receives, [B, T, hidden size]; the first one gets tokens."""
+        """The input of the stage ``number``, [B, T, hidden size]; the first one gets tokens."""
         if number == 0:
             return None
         hidden = torch.empty(*batch.input_ids.shape, self.hidden_size, dtype=self.dtype)
@@ -58,10 +59,10 @@ def share(
     num_parts: int,
     dtype: torch.dtype | None,
 ) -> StageShare:
-    """Let ``inner`` have nothing but the stages of the process ``place`` of ``size``, so many each.
+    """Keep only the stages of the rank ``place`` of ``size`` in ``inner``.
 
-    ``dtype`` is what all weights are gathered in, if they are. Raises ``RecipeError`` if the model
-    cannot be cut between its layers.
+    ``dtype`` is that of gathered weights, if they are gathered. Raises ``RecipeError`` if the model
+    cannot be split between its layers.
     """
     num_stages = size * num_parts
     division = plan_pipeline_stages(inner, weights, num_stages)

@@ -1,4 +1,4 @@
-"""How large checkpoints are, and what disk they need while a run goes on. Pure arithmetic."""
+"""The size of checkpoints, and the disk space they need during a run. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def checkpoint_size(job: Job, frozen: Iterable[str], log: int = 0) -> Checkpoint
     """The size of the checkpoint that ``job`` would write.
 
     Args:
-        job: what to write; of its tensors only type and shape count.
-        frozen: the weights that no optimizer moves.
+        job: what to write; of its tensors only dtype and shape count.
+        frozen: the weights that no optimizer updates.
         log: bytes of the history of the run at its end.
     """
     weights, optimizer, rest = 0, 0, 0
@@ -91,9 +91,9 @@ def _manifest(job: Job) -> bytes:
 
 
 def snapshot_size(size: CheckpointSize, num_processes: int, *, is_adapter: bool) -> int:
-    """Shared memory of the fullest process for a save in the background: what it writes itself.
+    """Shared memory of the rank with the largest snapshot: its own part of an asynchronous save.
 
-    The first one writes an adapter whole, and all small files.
+    Rank 0 writes a complete adapter, and all small files.
     """
     share = size.optimizer + (0 if is_adapter else size.weights)
     return -(-share // num_processes) + (size.weights if is_adapter else 0)
@@ -102,7 +102,7 @@ def snapshot_size(size: CheckpointSize, num_processes: int, *, is_adapter: bool)
 def saved_steps(
     *, steps: int, steps_per_epoch: int, save_steps: int | None, save_epoch: bool
 ) -> list[int]:
-    """The steps at which a run saves; the last one always. Saves by the clock are not in it."""
+    """The steps at which a run saves, including the last one, without saves by time."""
     found = {steps}
     if save_steps:
         found |= set(range(save_steps, steps, save_steps))
@@ -112,9 +112,9 @@ def saved_steps(
 
 
 def most_at_once(saves: Sequence[int], rule: RetentionPolicy, num_best: int) -> int:
-    """How many checkpoints lie on the disk at the worst moment, the one being written included.
+    """The number of checkpoints on the disk at the worst moment, including the one being written.
 
-    The best ones (``num_best``) may be older than those that stay for another reason. Ages
+    The best ones (``num_best``) may be older than those that are kept for another reason. Ages
     (``keep_hours``) are not known: all count as young.
     """
     if rule.keep is None:
@@ -129,5 +129,5 @@ def most_at_once(saves: Sequence[int], rule: RetentionPolicy, num_best: int) -> 
 
 
 def disk_needed(size: CheckpointSize, count: int) -> int:
-    """Bytes that ``count`` checkpoints take on the disk: what never changes lies there once."""
+    """Bytes of ``count`` checkpoints on the disk: unchanging files count once."""
     return size.unchanging + (size.total - size.unchanging) * count

@@ -1,7 +1,7 @@
-"""What a process of a pipeline takes while a window runs through its stages: the micro-batch at
-work, what is kept of those under way, and what waits between processes. Pure arithmetic.
+"""The memory of a pipeline rank while a window runs through its stages: the current micro-batch,
+what is saved of those in flight, and what waits between ranks. Pure arithmetic.
 
-All micro-batches count as the heaviest.
+Every micro-batch counts as the peak one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _Visit = tuple[int, int]  # part and micro-batch
 
 @dataclass(frozen=True)
 class Route:
-    """What passes through a process, which has each ``size``-th stage from ``place`` on."""
+    """The operations of a rank, which has each ``size``-th stage from ``place`` on."""
 
     place: int
     size: int
@@ -37,23 +37,23 @@ class Route:
         return op.is_forward or self.learns[self.stage(op)]
 
     def receives(self, op: Op) -> bool:
-        """Whether a tensor comes for ``op``."""
+        """Whether ``op`` receives a tensor."""
         if op.is_forward:
             return self.stage(op) > 0
         return self.works(op) and self.stage(op) < len(self.learns) - 1
 
     def sends(self, op: Op) -> bool:
-        """Whether a tensor goes on after ``op``."""
+        """Whether ``op`` sends a tensor."""
         if op.is_forward:
             return self.stage(op) < len(self.learns) - 1
         return self.stage(op) > 0 and self.learns[self.stage(op) - 1]
 
 
 def window(passes: Sequence[Pass], ops: Sequence[Op], route: Route) -> Pass:
-    """What ``ops`` take of which each runs one of ``passes``, the parts of this process, as one.
+    """The memory of ``ops``, each of which runs one of ``passes``, the stages of this rank.
 
-    ``growing`` is the most until the first backward pass is over; what is at the peak, and
-    ``most_activations``, the most after it, when the gradients of weights are there.
+    ``growing`` is the peak until the first backward pass is over; the peak itself, and
+    ``most_activations``, are those after it, when the gradients of weights exist.
     """
     moments = _moments(passes, ops, route)
     first = next((i for i, op in enumerate(ops) if not op.is_forward and route.works(op)), len(ops))
@@ -69,7 +69,7 @@ def window(passes: Sequence[Pass], ops: Sequence[Op], route: Route) -> Pass:
 
 
 def _moments(passes: Sequence[Pass], ops: Sequence[Op], route: Route) -> list[Pass]:
-    """What there is during each of ``ops``."""
+    """The live bytes during each of ``ops``."""
     under_way: set[_Visit] = set()
     sent: deque[_Visit | None] = deque(
         maxlen=2 * len(route.learns) + 1
@@ -100,7 +100,7 @@ def _plus(a: Snapshot, b: Snapshot, more: int = 0) -> Snapshot:
 
 
 def _beside(one: Pass, others: Snapshot, waiting: int) -> Pass:
-    """``one`` while others are under way."""
+    """``one`` while others are in flight."""
     return Pass(
         kept=_plus(one.kept, others),
         at_peak=_plus(one.at_peak, others, waiting),

@@ -71,3 +71,13 @@ def simpo(margins_P: torch.Tensor, beta: float, gamma: float) -> torch.Tensor:
 def _log_complement(logps_P: torch.Tensor) -> torch.Tensor:
     """``log(1 - p)``."""
     return (-logps_P.expm1()).log()
+
+
+def kto(
+    log_ratios_E: torch.Tensor, is_desirable_E: torch.Tensor, z_E: torch.Tensor, beta: float
+) -> torch.Tensor:
+    """KTO (arXiv:2402.01306): ``1 - sigmoid(beta (r - z))`` of a desirable answer, ``1 -
+    sigmoid(beta (z - r))`` of another one. E examples; r is the log ratio of policy and reference,
+    z that of mismatched pairs of prompt and answer."""
+    margins_E = beta * (log_ratios_E - z_E)
+    return 1 - margins_E.where(is_desirable_E.bool(), -margins_E).sigmoid()

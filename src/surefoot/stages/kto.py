@@ -1,0 +1,193 @@
+"""Kahneman-Tversky optimization: raise desirable answers, lower undesirable ones, each alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from ..batch import IGNORE_INDEX, Batch, Features, Loss, Outputs, OutputSpec
+from ..data.encoded import Dropped, Encoded, Truncated
+from ..data.example import Example
+from ..data.section import DataSection
+from ..data.text.collation import collate, with_columns, with_owners
+from ..data.text.ranking import RANKED, answered, is_ranked
+from ..parallel.section import ParallelSection
+from ..schema import Problem
+from ..schema.locations import ModelPath
+from ..training.objectives import preferences
+from ..training.stage import (
+    POLICY,
+    AuxiliaryModel,
+    Prepared,
+    StageContext,
+    as_measured,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..data.text.codec import Codec
+
+LOGPS = OutputSpec(("logps",))
+UNLABELED = Dropped(
+    'neither desirable nor undesirable (dataset_info.json names the column: "kto_tag": "label")'
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class KTO:
+    """Train on answers that are marked desirable or undesirable (arXiv:2402.01306), by how much
+    likelier the model makes each than a reference does: the model as it was before the first step.
+
+    The baseline ``kl`` compares both on mismatched pairs: each prompt with the answer of the
+    example before it in the global batch. Log-probabilities of the reference are computed for all
+    batches of the run before the first step, and kept; other epochs, batch sizes or seeds add some.
+    """
+
+    uses_template: ClassVar[bool] = True
+    heads: ClassVar[Sequence[str]] = ()
+    kept_by: ClassVar[Literal["item", "window"]] = "window"
+    spec: ClassVar[OutputSpec] = LOGPS
+    eval_spec: ClassVar[OutputSpec] = LOGPS
+    passes: ClassVar[int] = 1
+    mini_batches: ClassVar[int] = 1
+    metrics = as_measured
+
+    beta: float = 0.1
+    """How much a nat of difference counts: a small one lets the model go far from the reference."""
+    desirable_weight: float = 1.0
+    """Weight of the loss of desirable answers. With many more of one kind, let weight times number
+    be about equal."""
+    undesirable_weight: float = 1.0
+    """Weight of the loss of undesirable answers."""
+    reference: ModelPath | None = None
+    """Another reference model, a folder or a hub id, with the same tokenizer. Unset: the model
+    before the first step.
+    """
+
+    def __post_init__(self) -> None:
+        if self.beta <= 0:
+            raise ValueError(f"beta must be positive, got {self.beta}")
+        for name in ("desirable_weight", "undesirable_weight"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
+
+    @property
+    def auxiliary(self) -> Mapping[str, AuxiliaryModel]:
+        """The reference."""
+        return {"reference": AuxiliaryModel(LOGPS, self.reference)}
+
+    def encode(self, examples: Sequence[Example], codec: Codec) -> list[Encoded]:
+        """Render conversations with the chat template; labels on the last answer."""
+        found = iter(codec.encode_chats([_last_answer(e) for e in examples if not _why_not(e)]))
+        return [_why_not(e) or _labeled(next(found), is_good=bool(e.label)) for e in examples]
+
+    def collate(self, features: Sequence[Features], *, packing: bool) -> Batch:
+        """Pack examples into one row, or pad them to a rectangle."""
+        batch = with_owners(collate(features, packing=packing), features)
+        return with_columns(batch, features, ["reference", "desirable", "z", "scale"])
+
+    def precompute(self, context: StageContext, examples: Sequence[Features]) -> Sequence[Features]:
+        """Add the reference's log-probability of each answer, and of its mismatched one."""
+        own = context.reduce("reference", examples, log_probabilities)
+        other = context.reduce("reference", mismatched(examples), log_probabilities)
+        return [
+            {**item, "reference": [a], "mismatched_reference": [b]}
+            for item, a, b in zip(examples, own.tolist(), other.tolist(), strict=True)
+        ]
+
+    def prepare(self, context: StageContext, examples: Sequence[Features]) -> Prepared:
+        """The baseline of the window, and how many of its answers are of each kind."""
+        policy = context.reduce(POLICY, mismatched(examples), log_probabilities).tolist()
+        pairs = zip(policy, examples, strict=True)
+        ratios = [logp - float(item["mismatched_reference"][0]) for logp, item in pairs]
+        z = max(0.0, sum(ratios) / len(ratios))
+        kinds = [int(item["desirable"][0]) for item in examples]
+        scales = [len(kinds) / kinds.count(kind) for kind in kinds]
+        found: list[Features] = [
+            {**item, "z": [z], "scale": [scale]}  # type: ignore[list-item]
+            for item, scale in zip(examples, scales, strict=True)
+        ]
+        return Prepared(found, {"kl": z})
+
+    def loss(self, role: str, outputs: Outputs, batch: Batch) -> Loss:
+        """The loss of each answer, summed; metrics are means over the answers of a kind."""
+        extras, logps_E = batch.extras, log_probabilities(outputs, batch)
+        is_good_E, is_there_E = extras["desirable"] > 0, extras["lengths"] > 0
+        ratios_E = logps_E - extras["reference"].to(logps_E)
+        losses_E = preferences.kto(ratios_E, is_good_E, extras["z"].to(logps_E), self.beta)
+        weights_E = self.undesirable_weight + (
+            self.desirable_weight - self.undesirable_weight
+        ) * is_good_E.to(losses_E)
+        zero, scaled_E = losses_E.new_zeros(()), extras["scale"].to(logps_E) * is_there_E
+
+        def mean_of(values_E: torch.Tensor, is_kind_E: torch.Tensor) -> torch.Tensor:
+            return (values_E.detach() * scaled_E).where(is_kind_E, zero).sum()
+
+        rewards_E = self.beta * ratios_E
+        metrics = {
+            f"{name}/{kind}": mean_of(values_E, is_kind_E)
+            for name, values_E in (("rewards", rewards_E), ("logps", logps_E))
+            for kind, is_kind_E in (("chosen", is_good_E), ("rejected", ~is_good_E))
+        }
+        metrics["rewards/margins"] = metrics["rewards/chosen"] - metrics["rewards/rejected"]
+        total = (weights_E * losses_E).where(is_there_E, zero).sum()
+        return Loss(total, is_there_E.sum(), metrics)
+
+    def problems(self, data: DataSection, parallel: ParallelSection) -> Iterator[Problem]:
+        """Only the last answer is marked; the reference computes all batches ahead."""
+        for name in ("train_on_prompt", "mask_history"):
+            if getattr(data, name):
+                message = "means nothing to stage kto, which trains on last answers"
+                yield Problem(("data", name), message)
+        if data.streaming:
+            message = "stage kto computes the reference of all batches before the first step"
+            yield Problem(("data", "streaming"), f"{message}; leave it off")
+
+
+def log_probabilities(outputs: Outputs, batch: Batch) -> torch.Tensor:
+    """[E] log-probability of the answer of each example."""
+    assert outputs.logps is not None
+    extras = batch.extras
+    return preferences.sums_of_answers(outputs.logps, extras["owner"], len(extras["lengths"]))
+
+
+def mismatched(examples: Sequence[Features]) -> list[Features]:
+    """Each prompt of a window with the answer of the example before it, of the first one with that
+    of the last. None is longer than the longest example."""
+    longest = max(len(item["input_ids"]) for item in examples)
+    parts = [_split(item) for item in examples]
+    found: list[Features] = []
+    for (prompt, _), (_, answer) in zip(parts, [parts[-1], *parts[:-1]], strict=True):
+        ids = [*prompt, *answer][:longest]
+        labels = [IGNORE_INDEX] * len(prompt) + ids[len(prompt) :]
+        found.append({"input_ids": ids, "labels": labels})
+    return found
+
+
+def _split(item: Features) -> tuple[list[int], list[int]]:
+    """Prompt and answer."""
+    ids, labels = ([int(x) for x in item[name]] for name in ("input_ids", "labels"))
+    first = next(i for i in range(1, len(labels)) if labels[i] != IGNORE_INDEX)
+    return ids[:first], ids[first:]
+
+
+def _why_not(example: Example) -> Dropped | None:
+    if is_ranked(example):
+        return RANKED
+    return UNLABELED if example.label is None or not example.messages else None
+
+
+def _last_answer(example: Example) -> Example:
+    """The conversation of which only the last message is trained on."""
+    *before, last = example.messages
+    return answered(replace(example, messages=tuple(before)), last)
+
+
+def _labeled(outcome: Encoded, *, is_good: bool) -> Encoded:
+    if isinstance(outcome, Dropped):
+        return outcome
+    items = outcome.features if isinstance(outcome, Truncated) else outcome
+    found = [{**items[-1], "desirable": [int(is_good)]}]
+    return Truncated(found) if isinstance(outcome, Truncated) else found

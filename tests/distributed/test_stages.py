@@ -1,0 +1,48 @@
+"""Every stage trains the same, however its windows are dealt to ranks and micro-batches."""
+
+import pytest
+import torch
+
+import ranks
+from spread import learn, trainer
+from stage_data import CODEC, examples_of, stage_of
+from surefoot.parallel.world import ALONE
+from surefoot.stages import STAGES
+
+STEPS = 5  # inside the second window of grpo, and past the last window of an epoch of 7 examples
+CLOSE = {"dpo": 1e-6}  # its reference is kept in float32
+
+
+def losses(world, folder, name, *, count=14, packing=False, micro_batch_size=1, **parallel):
+    """Mean loss and gradient norm of a few steps, one after the other."""
+    made = trainer(
+        world,
+        folder / f"{world.size}-{packing}-{micro_batch_size}",
+        stage=stage_of(name),
+        codec=CODEC,
+        examples=examples_of(name, count),
+        packing=packing,
+        train={"global_batch_size": 6, "micro_batch_size": micro_batch_size},
+        dtype=torch.float64,
+        **({"parallel": parallel} if parallel else {}),
+    )
+    return [figure for step in learn(made, STEPS) for figure in step]
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_micro_batches_packing_and_ranks_change_nothing(name, tmp_path):
+    close = CLOSE.get(name, 1e-9)
+    expected = losses(ALONE, tmp_path, name)
+    for packing, size in ((False, 3), (True, 1), (True, 6)):
+        found = losses(ALONE, tmp_path, name, packing=packing, micro_batch_size=size)
+        assert found == pytest.approx(expected, rel=close, abs=close)
+    for found in ranks.run(2, lambda w: losses(w, tmp_path, name, micro_batch_size=3), dp_shard=2):
+        assert found == pytest.approx(expected, rel=close, abs=close)
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_a_rank_may_have_no_example(name, tmp_path):
+    close = CLOSE.get(name, 1e-9)
+    expected = losses(ALONE, tmp_path, name, count=7)  # the second window has one
+    for found in ranks.run(2, lambda w: losses(w, tmp_path, name, count=7), dp_replicate=2):
+        assert found == pytest.approx(expected, rel=close, abs=close)

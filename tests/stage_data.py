@@ -1,0 +1,62 @@
+"""Examples, settings and datasets for each stage, for tests that run all of them."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+
+from surefoot.batch import IGNORE_INDEX
+from surefoot.data.store.dataset import in_memory
+from surefoot.data.text.pairs import join
+from surefoot.schema.locations import FunctionPath
+from surefoot.stages import STAGES
+
+REWARD = Path(__file__).parent / "stage_rewards.py"
+SETTINGS = {
+    "grpo": {
+        "reward": FunctionPath(f"{REWARD}:varied"),
+        "group_size": 3,
+        "passes": 2,
+        "mini_batches": 2,
+        "max_new_tokens": 5,
+    }
+}
+DATASETS = {"dpo": "pairs", "kto": "marked"}  # of the others: sums
+# of numbers as words; each token is its own number
+CODEC = SimpleNamespace(
+    tokenizer=SimpleNamespace(decode=lambda ids, **_: " ".join(map(str, ids))), stop_token_ids=()
+)
+
+
+def stage_of(name, **settings):
+    """A stage with settings that are quick to run."""
+    return STAGES[name](**{**SETTINGS.get(name, {}), **settings})
+
+
+def written(name):
+    """The same as a recipe has it."""
+    return {name: {key: str(v) if key == "reward" else v for key, v in SETTINGS[name].items()}}
+
+
+def examples_of(name, count=14, seed=5):
+    """Encoded examples of a stage, of tokens below 64."""
+    random = np.random.default_rng(seed)
+    return in_memory([_example(name, random, i) for i in range(count)])
+
+
+def _example(name, random, index):
+    prompt = random.integers(3, 64, random.integers(2, 6)).tolist()
+    answers = [random.integers(3, 64, random.integers(1, 6)).tolist() for _ in range(2)]
+    items = [
+        {"input_ids": prompt + answer, "labels": [IGNORE_INDEX] * len(prompt) + answer}
+        for answer in answers
+    ]
+    if name == "dpo":
+        return join(*items)
+    if name == "kto":
+        return {**items[0], "desirable": [index % 3 > 0]}
+    if name == "grpo":
+        row = json.dumps({"gold": index}).encode()
+        return {"input_ids": prompt, "labels": [IGNORE_INDEX] * len(prompt), "row": row}
+    return items[0]

@@ -1,0 +1,22 @@
+"""Rewards for tests."""
+
+
+def varied(prompts, completions, **columns):
+    """A number that depends on every character of an answer."""
+    return [sum(map(ord, completion)) % 7 / 7 for completion in completions]
+
+
+def flat(completions):
+    """The same for all."""
+    return [1.0] * len(completions)
+
+
+def some(completions, output):
+    """None for every second one; ``output`` is a column."""
+    pairs = enumerate(zip(completions, output, strict=True))
+    return [len(c) + len(o) if i % 2 else None for i, (c, o) in pairs]
+
+
+def wrong(completions):
+    """Too few."""
+    return [1.0]

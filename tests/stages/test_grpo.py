@@ -1,0 +1,163 @@
+"""GRPO against a loop over its formula, in float64; rewards, groups and windows left out."""
+
+import json
+import math
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+import torch
+
+from stage_data import REWARD, stage_of
+from surefoot.batch import Outputs
+from surefoot.data.example import Example, Message
+from surefoot.errors import RecipeError, RunError
+from surefoot.generate.generation import Sample
+from surefoot.schema import read
+from surefoot.schema.locations import FunctionPath
+from surefoot.stages.grpo import GRPO
+from surefoot.training.rewards import scores
+
+PROMPTS = [
+    {"input_ids": [5, 6, i], "labels": [-100] * 3, "row": json.dumps({"gold": i}).encode()}
+    for i in range(3)
+]
+
+
+@dataclass
+class Rollouts:
+    """A context that answers with as many tokens as the number of the prompt says."""
+
+    rewards: list
+    seen: dict = field(default_factory=dict)
+
+    def generate(self, prompts, settings):
+        self.seen["settings"] = settings
+        found = []
+        for number, _ in enumerate(prompts):
+            ids = tuple(range(10, 11 + number % 4))
+            found.append(Sample(ids, np.zeros(len(ids), np.float32), "stop"))
+        return found
+
+    def score(self, reward, prompts, samples, columns):
+        self.seen["columns"] = columns
+        return self.rewards
+
+    def compute(self, role, examples, spec=None):
+        counts = [sum(label >= 0 for label in item["labels"]) for item in examples]
+        return [Outputs(logps=torch.full((n,), -1.5, dtype=torch.float64)) for n in counts]
+
+
+def loop(stage, logps, window):
+    """The sum of losses of all answers."""
+    total, at, logps = 0.0, 0, logps.detach()
+    for item in window:
+        count = sum(label >= 0 for label in item["labels"])
+        gains = []
+        for token, advantage in zip(range(at, at + count), item["advantages"], strict=True):
+            ratio = math.exp(float(logps[token]) + 1.5)
+            near = min(max(ratio, 1 - stage.clip), 1 + stage.clip)
+            gains.append(min(ratio * advantage, near * advantage))
+        total -= sum(gains) / count
+        at += count
+    return total
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_the_loss_is_that_of_the_formula(packing):
+    stage, rewards = stage_of("grpo"), [1.0, 0.5, 0.0, 0.0, 0.0, 0.0, 3.0, None, 1.0]
+    context = Rollouts(rewards)
+    window = stage.prepare(context, PROMPTS)
+    assert window.figures["reward"] == pytest.approx(5.5 / 8)
+    assert window.figures["flat_groups"] == pytest.approx(1 / 3)
+    assert context.seen["columns"] == {"gold": [0, 0, 0, 1, 1, 1, 2, 2, 2]}
+    assert context.seen["settings"].do_sample
+    spread = np.std([1, 0.5, 0], ddof=1) + 1e-4
+    assert [item["advantages"][0] for item in window.examples[:3]] == pytest.approx(
+        [0.5 / spread, 0, -0.5 / spread]
+    )
+    assert [item["advantages"][0] for item in window.examples[3:6]] == [0, 0, 0]
+    assert window.examples[7]["advantages"][0] == 0  # it has no reward
+    batch = stage.collate(window.examples, packing=packing)
+    count = sum(len(item["advantages"]) for item in window.examples)
+    logps = torch.linspace(-2, -1, count, dtype=torch.float64, requires_grad=True)
+    loss = stage.loss("policy", Outputs(logps=logps), batch)
+    assert float(loss.total.detach()) == pytest.approx(
+        loop(stage, logps, window.examples), rel=1e-12
+    )
+    assert loss.weight == 9
+    (slopes,) = torch.autograd.grad(loss.total, logps)
+    for token in (0, 5, count - 1):
+        near = [logps.detach().clone() for _ in range(2)]
+        near[0][token] += 1e-6
+        near[1][token] -= 1e-6
+        up, down = (loop(stage, values, window.examples) for values in near)
+        assert float(slopes[token]) == pytest.approx((up - down) / 2e-6, abs=1e-6)
+
+
+def test_a_single_step_needs_no_old_probabilities():
+    stage = stage_of("grpo", passes=1, mini_batches=1)
+    window = stage.prepare(Rollouts([float(i) for i in range(9)]), PROMPTS)
+    assert all("old" not in item for item in window.examples)
+    batch = stage.collate(window.examples, packing=True)
+    logps = torch.randn(batch.num_trained, requires_grad=True)
+    loss = stage.loss("policy", Outputs(logps=logps), batch)
+    assert loss.metrics["clip_ratio"] == 0
+    loss.total.backward()
+    assert logps.grad.abs().sum() > 0
+
+
+def test_a_window_whose_groups_are_all_alike_is_left_out_with_its_figures():
+    rewards = [1.0] * 3 + [0.0] * 3 + [None, None, 2.0]
+    window = stage_of("grpo").prepare(Rollouts(rewards), PROMPTS)
+    assert not window.examples
+    assert window.figures["flat_groups"] == 1
+
+
+class Prompts:
+    def encode_prompts(self, examples):
+        return [[{"input_ids": [1, 2], "labels": [-100, -100]}] for _ in examples]
+
+
+def test_the_row_is_kept_as_bytes_for_the_reward():
+    row = {"question": "1+1?", "answer": "zwei, nämlich 2"}
+    example = Example((Message("user", "1+1?"),), columns=row)
+    ((item,),) = stage_of("grpo").encode([example], Prompts())
+    assert isinstance(item["row"], bytes)
+    assert json.loads(item["row"]) == row
+
+
+def function(name):
+    return FunctionPath(f"{REWARD}:{name}")
+
+
+def test_a_reward_gets_the_columns_that_it_names():
+    found = scores(
+        function("some"), ["p", "p"], ["ab", "c"], {"output": ["x", "yz"], "more": [1, 2]}
+    )
+    assert found == [None, 3.0]
+    assert scores(function("flat"), ["p"], ["a"], {"output": ["x"]}) == [1.0]
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("wrong", "1 rewards for 2"), ("missing", "defines no missing"), ("some", "TypeError")],
+)
+def test_a_reward_that_fails_is_an_error_that_names_it(name, words):
+    with pytest.raises(RunError, match=f"stage_rewards.py:{name}: .*{words}"):
+        scores(function(name), ["p", "p"], ["a", "b"], {})
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"reward": "no function"},
+        {"reward": "r.py:f", "group_size": 1},
+        {"reward": "r.py:f", "clip": 1},
+    ],
+    ids=str,
+)
+def test_settings_that_mean_nothing_are_refused(settings):
+    with pytest.raises(RecipeError, match=list(settings)[-1] if settings else "reward"):
+        read(GRPO, settings)
