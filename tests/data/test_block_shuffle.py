@@ -17,8 +17,8 @@ from surefoot.data.order.prefetch import Prefetch
 from surefoot.data.prepared.streaming_data import encode_stream, open_stream
 from surefoot.data.section import DataSection
 from surefoot.data.text.collation import collate
-from surefoot.data.text.packing import unpack
 from surefoot.errors import DataError
+from unpacked import unpack
 
 COLLATE = partial(collate, packing=True)
 NUMBERS = count()
