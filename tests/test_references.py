@@ -39,7 +39,7 @@ from surefoot.stages.dpo import DPO
 from surefoot.training import TrainerCallback
 from surefoot.training.precompute import precomputation, with_items
 
-FOUND, ASKED = "reference: found in the cache", "examples in"
+FOUND, ASKED = "reference log-probabilities: loaded from the cache", "examples in"
 
 
 def project(folder, **sections):
@@ -49,7 +49,7 @@ def project(folder, **sections):
 
 def said(caplog):
     """What was said of the reference, and no more of it."""
-    found = [r.getMessage() for r in caplog.records if r.getMessage().startswith("reference: ")]
+    found = [r.getMessage() for r in caplog.records if r.getMessage().startswith("reference log-probabilities: ")]
     caplog.clear()
     return ["found" if text == FOUND else "asked" for text in found]
 
@@ -169,7 +169,7 @@ def test_a_reference_with_other_tokens_is_refused(tmp_path):
     made = project(tmp_path)
     other = model_folder(tmp_path / "other")
     load_tokenizer(other, new_special_tokens=["<other>"]).save_pretrained(other)
-    with pytest.raises(RecipeError, match="has other tokens than"):
+    with pytest.raises(RecipeError, match="has a different tokenizer from"):
         surefoot.train(made.recipe, **{"stage.dpo.reference": str(other)})
 
 
@@ -208,7 +208,7 @@ def test_a_dataset_of_the_other_kind_is_an_error_that_says_what_to_do(tmp_path):
 
 @pytest.mark.parametrize(
     ("setting", "words"),
-    [("data.train_on_prompt", "means nothing"), ("data.streaming", "orpo or simpo")],
+    [("data.train_on_prompt", "has no effect"), ("data.streaming", "orpo or simpo")],
 )
 def test_a_setting_that_a_pair_has_no_use_for_is_refused(setting, words, tmp_path):
     made = project(tmp_path)
@@ -305,7 +305,7 @@ def open_pairs(folder, items):
 
 
 def test_a_reference_that_says_nan_is_an_error(tmp_path):
-    with pytest.raises(ModelError, match="no numbers"):
+    with pytest.raises(ModelError, match="NaN or infinite"):
         open_pairs(tmp_path, pairs()).run(Says(math.nan))
     assert not open_pairs(tmp_path, pairs()).is_complete
 

@@ -44,14 +44,14 @@ def test_what_is_learnt_stands_between_marks(recipe):
     assert (
         "<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n[[2<|im_end|>]]\n" in done.stdout
     )
-    assert "── sums:0: 26 tokens, 2 learnt" in done.stdout
-    assert "[[ ]] is learnt; the rest is read only" in done.stdout
+    assert "── sums:0: 26 tokens, 2 trained" in done.stdout
+    assert "[[ ]]: trained; everything else is masked" in done.stdout
     assert "sums:1" not in done.stdout
 
 
 def test_what_is_cut_left_out_or_broken_is_said_with_the_reason(recipe):
     out = run(recipe, "-n", 5).stdout
-    assert "── sums:1: 100 tokens, cut from 230, " in out
+    assert "── sums:1: 100 tokens, truncated from 230, " in out
     assert "── sums:2: dropped: the prompt leaves no room for a response" in out
     assert "5 rows, 3 sequences" in out
     assert "1 row cannot be read, such as sums:3: " in out

@@ -400,7 +400,7 @@ def test_a_word_that_has_no_other_spelling_drops_its_row_only():
     made = Codec(tokenizer, load_template("empty", tokenizer), DataSection(datasets=("any",)))
     good, bad = made.encode_chats([chat("a", "a"), chat("a </s>", "a")])
     assert len(good) == 1
-    assert bad == Dropped("this tokenizer has no spelling of '</s>' as plain text")
+    assert bad == Dropped("this tokenizer cannot encode '</s>' as plain text")
 
 
 def test_frames_of_tokens_that_are_not_special_are_protected_and_words_are_not():

@@ -203,12 +203,12 @@ def test_a_template_that_never_stops_is_said(caplog):
     endless = PLAIN.replace("<|im_end|>", "").replace("<|im_start|>", "# ")
     with caplog.at_level(logging.WARNING):
         taught(codec(endless), chat("a", "one"))
-    assert "nothing teaches the model to stop" in caplog.text
+    assert "a model cannot learn to stop" in caplog.text
 
 
 def test_a_row_that_the_template_refuses_is_dropped_and_the_rest_is_kept():
     strict = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
     made = codec(strict + PLAIN)
     outcomes = made.encode_chats([chat("a", "one", system="S"), chat("a", "one")])
-    assert outcomes[0] == Dropped("the chat template refuses this conversation: no system")
+    assert outcomes[0] == Dropped("the chat template rejects this conversation: no system")
     assert len(outcomes[1]) == 1

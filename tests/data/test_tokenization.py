@@ -97,5 +97,5 @@ def test_protection_reaches_into_lists_and_dicts_but_not_keys():
 def test_a_tokenizer_that_knows_no_other_spelling_says_so():
     tokenizer = tiny_tokenizers.word_tokenizer()
     tokenization = Tokenization(tokenizer, ["</s>"])
-    with pytest.raises(TemplateError, match=r"no spelling of '</s>' as plain text"):
+    with pytest.raises(TemplateError, match=r"cannot encode '</s>' as plain text"):
         tokenization.encode([Text(tokenization.protect("a </s>"), marked=True)])

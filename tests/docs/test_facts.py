@@ -12,7 +12,8 @@ from surefoot.run.folder import FREE
 from surefoot.training import Context, TrainerCallback, TrainerControl, TrainerState
 
 HOW_TO = ROOT / "docs" / "how-to"
-INNER = {"pending", "interval_loss", "interval_weight", "interval_metrics"}  # of the loop's own use
+INNER = {"pending", "interval_loss", "interval_weight"}  # of the loop's own use
+INNER |= {"interval_metrics", "interval_figures", "interval_windows"}
 
 
 @pytest.mark.parametrize("setting", FREE)

@@ -9,9 +9,80 @@ from pages import PAGES, ROOT, name
 
 SRC = ROOT / "src" / "surefoot"
 # Folders and files of src whose texts (docstrings, help, logs, errors) are checked; "" is all.
-CLEAN: tuple[str, ...] = ()
-# Names and files that are not yet as the glossary has them.
-NOT_YET: frozenset[str] = frozenset()
+CLEAN: tuple[str, ...] = ("",)
+# Findings about names that are not put right yet; empty in the end.
+NOT_YET: frozenset[str] = frozenset(
+    {
+        "Change",
+        "Entry",
+        "Examples",
+        "Failure",
+        "Heads",
+        "Line",
+        "Mesh",
+        "Parts",
+        "Piece",
+        "Progress",
+        "RefusedError",
+        "Rendered",
+        "Report",
+        "Step",
+        "Stored",
+        "Stream",
+        "Text",
+        "TrainerState",
+        "Turn",
+        "Weights",
+        "checkpoint/background/file_image.py: Image",
+        "checkpoint/background/in_flight.py: _told",
+        "checkpoint/background/snapshot.py: _beside",
+        "checkpoint/disk/commit.py: clean_beside",
+        "checkpoint/disk/companions.py: beside",
+        "checkpoint/layouts/dcp_boxes.py: Stored",
+        "checkpoint/layouts/mindspore/reading/consistency.py: told_step",
+        "checkpoint/layouts/mindspore/reading/full.py: _is_theirs",
+        "checkpoint/layouts/mindspore/reading/opened.py",
+        "checkpoint/layouts/mindspore/strategy/shapes.py: _told",
+        "checkpoint/looking/listing.py: _of_ours",
+        "checkpoint/saving/job.py: Share",
+        "checkpoint/saving/joint.py: _told",
+        "cli/ckpt/checkpoint_path.py: Place",
+        "data/store/encoder.py: nothing_learnt",
+        "data/store/streamed.py: _learnt",
+        "data/text/codec.py: _is_learnt",
+        "data/text/ranking.py: _learnt",
+        "data/text/sequence.py: num_learnt",
+        "data/text/templates/fast/symbolic_text.py: Parts",
+        "data/text/templates/fast/symbolic_text.py: Run",
+        "data/text/templates/fast/traced_template.py: _learnt",
+        "forecast/bench/measure.py: measure",
+        "forecast/estimate/dry_run.py: _rehearse",
+        "forecast/estimate/examples.py: _learnt_share",
+        "forecast/estimate/memory.py: memory",
+        "forecast/estimate/processes.py: processes",
+        "forecast/estimate/processes.py: rehearse_window",
+        "forecast/estimate/share.py: share",
+        "forecast/estimate/window.py: _beside",
+        "forecast/estimate/window.py: window",
+        "forecast/other_settings.py: _laid_out",
+        "inference/model_loading.py: Parts",
+        "inference/model_location.py: _best_beside",
+        "interchange/from_mindspore.py: _anew",
+        "interchange/trainer_folder.py: _anew",
+        "model/head/chunked_cross_entropy.py: learnt",
+        "model/head/logprob_head.py: asked_head",
+        "parallel/launch.py: launch",
+        "parallel/pipeline/pipeline.py: _told",
+        "parallel/tensor/tp_plan.py: Stretch",
+        "remote/contents.py: contents",
+        "remote/download.py: download",
+        "remote/upload.py: upload",
+        "run/folder.py: _asked_for",
+        "schema/read.py: read",
+        "storage/disk_usage.py: Stored",
+        "storage/lock.py: lock",
+    }
+)
 
 # What must not come back -> what to write. Patterns, whatever the case.
 DENIED = {
@@ -22,7 +93,7 @@ DENIED = {
     r"of them to learn": "trained tokens",
     r"teach|teaches|teaching|taught": "train; name what is computed",
     r"newest sound|sound (one|checkpoint)s?": "latest valid checkpoint",
-    r"newest": "latest",
+    r"newest(?!\()": "latest",
     r"process(es)? beside|beside (the )?training": "writer process, encoder worker, uploader",
     r"(is|are|be|been|was|were) (first )?asked": "compute, request",
     r"asked (once|about)": "precompute",
@@ -155,30 +226,32 @@ def test_no_two_classes_have_one_name():
     places = defaultdict(list)
     for path, tree in FILES.items():
         for node in public(tree):
-            if isinstance(node, ast.ClassDef) and node.name not in NOT_YET:
+            if isinstance(node, ast.ClassDef):
                 places[node.name].append(house(path))
-    assert not {key: value for key, value in places.items() if len(value) > 1}
+    assert not {
+        key: value for key, value in places.items() if len(value) > 1 and key not in NOT_YET
+    }
 
 
 def test_no_module_has_the_name_of_a_thing_in_it():
-    found = [
+    found = {
         f"{house(path)}: {node.name}"
         for path, tree in FILES.items()
         for node in public(tree)
-        if node.name == path.stem and house(path) not in NOT_YET
-    ]
-    assert not found
+        if node.name == path.stem and not house(path).startswith("cli/")  # a command's file
+    }
+    assert not found - NOT_YET
 
 
 def test_names_have_the_meaning_of_the_glossary():
-    found = [house(path) for path in FILES if path.stem in STEMS and house(path) not in NOT_YET]
+    found = {house(path) for path in FILES if path.stem in STEMS}
     for path, tree in FILES.items():
         for node in ast.walk(tree):
-            if isinstance(node, ast.ClassDef) and node.name in CLASSES - NOT_YET:
-                found.append(f"{house(path)}: class {node.name}")
-            elif isinstance(node, ast.FunctionDef) and WORDS & set(node.name.split("_")) - NOT_YET:
-                found.append(f"{house(path)}: {node.name}")
-    assert not found
+            is_class = isinstance(node, ast.ClassDef) and node.name in CLASSES
+            is_function = isinstance(node, ast.FunctionDef) and WORDS & set(node.name.split("_"))
+            if is_class or is_function:
+                found.add(f"{house(path)}: {node.name}")
+    assert not found - NOT_YET
 
 
 def test_the_glossary_defines_a_term_once():

@@ -87,8 +87,8 @@ def test_any_other_text_is_refused_and_nothing_else_happens(text):
         ("::-1", "a step must be at least 1, got -1"),
         ("::0", "a step must be at least 1, got 0"),
         ("0:1:2:3", "has more than two colons"),
-        ("4", "index 4 is outside of a dimension of 4"),
-        ("-5", "index -5 is outside of a dimension of 4"),
+        ("4", "index 4 is outside of a dimension of size 4"),
+        ("-5", "index -5 is outside of a dimension of size 4"),
         (",1", "cannot read ''"),
     ],
 )

@@ -157,7 +157,7 @@ def test_a_run_gone_on_from_elsewhere_is_still_one_run(trained, tmp_path):
     elsewhere = [f"train.output_dir={tmp_path / 'elsewhere'}", "train.max_steps=6", start]
     assert train(trained, *elsewhere)[0] == 0
     code, message = train(trained, *elsewhere, "optim.adamw.learning_rate=0.5")
-    assert (code, "holds another run" in message) == (2, True), message
+    assert (code, "contains a run with other settings" in message) == (2, True), message
 
 
 def test_a_run_whose_last_save_fails_does_not_call_itself_done(tmp_path):

@@ -197,7 +197,9 @@ def test_without_any_sound_checkpoint_it_starts_anew_and_says_so(
 
 def test_another_run_is_refused_on_a_fresh_machine(project, bucket, tmp_path):
     train(project, bucket.url, tmp_path / "one", train__max_steps=3)
-    with pytest.raises(RunError, match=rf"{bucket.url} .* holds another run .*data.shuffle"):
+    with pytest.raises(
+        RunError, match=rf"{bucket.url} .* contains a run with other settings .*data.shuffle"
+    ):
         train(project, bucket.url, tmp_path / "two", data__shuffle=False)
     with pytest.raises(RunError, match=r"checkpoint.resume is none"):
         train(project, bucket.url, tmp_path / "three", checkpoint__resume="none")
@@ -211,7 +213,7 @@ def test_another_run_is_gone_on_from_by_its_url(project, whole, bucket, tmp_path
     assert folder == other
     assert losses(folder) == {s: loss for s, loss in losses(whole).items() if s > 6}
     assert_same(weights(checkpoints(folder)[-1]), weights(checkpoints(whole)[-1]))
-    with pytest.raises(RunError, match="holds later checkpoints than checkpoint-3"):
+    with pytest.raises(RunError, match="contains later checkpoints than checkpoint-3"):
         train(project, bucket.url, checkpoint__resume=f"{bucket.url}/checkpoint-3")
     with pytest.raises(CheckpointError, match=r"checkpoint-7 was never committed"):
         train(project, tmp_path / "none", checkpoint__resume=f"{bucket.url}/checkpoint-7")

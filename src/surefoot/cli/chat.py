@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from ..inference.conversation import Answer, Conversation
 
 HELP = """\
-/clear          start anew; the system message stays
-/system TEXT    set the system message; without TEXT, take it away
-/exit           leave; so does Ctrl-D. Ctrl-C ends an answer early"""
+/clear          start a new conversation; the system message stays
+/system TEXT    set the system message; without TEXT, remove it
+/exit           exit; so does Ctrl-D. Ctrl-C ends a response early"""
 _COMMAND = re.compile(r"/([a-z]+)(?:\s+(.*))?", re.DOTALL)
 
 

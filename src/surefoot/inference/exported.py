@@ -6,6 +6,7 @@ folder appears when all of it is written, and opens with ``AutoModelForCausalLM.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
@@ -19,7 +20,7 @@ from ..checkpoint.converting.model_files import configs
 from ..checkpoint.disk.atomic_folder import new_folder, write_small
 from ..checkpoint.disk.companions import beside
 from ..checkpoint.layouts.adapter_merge import PREFIX, merged
-from ..checkpoint.layouts.opening import open_folder
+from ..checkpoint.layouts.opening import open_folder, open_role
 from ..checkpoint.sources.copying import copy
 from ..checkpoint.sources.lora import same_values
 from ..checkpoint.sources.source import CastSource, Renamed, TensorSource
@@ -29,10 +30,12 @@ from ..data.text.templates import load_template, saved_source
 from ..errors import ModelError
 from ..model.pretrained.loading import DTYPES
 from ..model.pretrained.tokenizer import load_tokenizer
+from ..network.heads import HEADS
 from ..storage import files
 from .model_loading import Parts, find_parts
 from .resized import Grown
 
+logger = logging.getLogger(__name__)
 DtypeName = Literal["float32", "bfloat16", "float16"]
 
 
@@ -82,6 +85,10 @@ def whole_model(
     parts: Parts, *, dtype: DtypeName | None = None, trust_remote_code: bool = False
 ) -> tuple[TensorSource, dict[str, bytes]]:
     """The weights of a model, with an adapter merged into them, and their companion files."""
+    folder = parts.adapter or parts.model
+    for name in HEADS.values():
+        if open_role(folder, name) is not None:
+            logger.warning("%s: its %s is left out: a model's files have none", folder, name)
     whole = _whole(parts, trust_remote_code)
     source = whole.source if dtype is None else CastSource(whole.source, DTYPES[dtype])
     small = {

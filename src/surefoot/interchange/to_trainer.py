@@ -26,6 +26,7 @@ from ..checkpoint.layouts.opening import open_folder
 from ..checkpoint.reading.loading import load
 from ..checkpoint.sources.copying import copy
 from ..checkpoint.sources.source import TensorsInMemory, TensorSource
+from ..checkpoint.state.roles import FileRole
 from ..errors import CheckpointError
 from ..recipe.recipe import Recipe
 from ..storage import files
@@ -97,7 +98,8 @@ def _read_states(checkpoint: Path) -> dict[str, dict[str, Any]]:
         raise CheckpointError(
             f"{checkpoint}: it was not saved by a run: it has no state {missing[0]!r}"
         )
-    kept = {name: _Kept() for name in names}
+    apart = {name for name in names if name != "optimizer" and FileRole(name).is_optimizer}
+    kept = {name: _Kept() for name in names if name not in apart}
     load(checkpoint, kept)
     return {name: keeper.state for name, keeper in kept.items()}
 

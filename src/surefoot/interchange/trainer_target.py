@@ -33,7 +33,8 @@ class TrainerCheckpoint:
         base = origin.adapter_base()
         if not (origin.folder / _RECIPE).is_file():
             raise CheckpointError(
-                f"{origin.folder}: it has no {_RECIPE}, which says how its optimizer was made"
+                f"{origin.folder}: it has no {_RECIPE}, which contains the settings "
+                "of its optimizer"
             )
         recipe = load(origin.folder / _RECIPE)
         arguments = save_trainer_checkpoint(origin.folder, target, recipe=recipe, base=base)

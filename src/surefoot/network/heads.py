@@ -6,17 +6,24 @@ backward pass only when a gradient reaches what the sharded model has returned.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..errors import CheckpointError, RecipeError
+from ..checkpoint.layouts.opening import open_role
+from ..checkpoint.sources.source import CastSource
+from ..errors import CheckpointError, ModelError, RecipeError
 from ..geometry.sharding import Cuts
 from ..parallel.world import World
+from .meta import Reader
 
+logger = logging.getLogger(__name__)
 HEADS: Mapping[str, str] = {"values": "value_head"}  # the output: the module, its weights' file
 
 
@@ -53,6 +60,14 @@ class HeadWeights:
         """How a tensor is sharded; None if that is not known."""
         return self.cuts.get(name)
 
+    def is_copy(self, name: str) -> bool:
+        """No other pipeline stage has it."""
+        return False
+
+    def like(self, name: str) -> torch.Tensor | None:
+        """None: every tensor is there from the beginning."""
+        return None
+
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The live tensors."""
         return {f"{self.name}.{leaf}": tensor for leaf, tensor in self.head.state_dict().items()}
@@ -84,6 +99,36 @@ def add_heads(model: PreTrainedModel, outputs: Sequence[str]) -> Heads:
         model.add_module(HEADS[output], head)
         made[output] = head
     return Heads(made)
+
+
+def stored_heads(heads: Heads, folders: Sequence[Path]) -> dict[str, Reader]:
+    """What reads the weights of heads, by their names in files, from the first of ``folders`` that
+    has them. Heads that are in none of them are left out, and the log says so.
+
+    Raises ``ModelError`` if a file is that of another head.
+    """
+    readers: dict[str, Reader] = {}
+    for output, head in heads.modules.items():
+        name = HEADS[output]
+        opened = ((folder, open_role(folder, name)) for folder in folders)
+        folder, source = next((one for one in opened if one[1] is not None), (folders[-1], None))
+        if source is None:
+            logger.info("%s: %s has no %s.safetensors, so it starts at 0", name, folder, name)
+            continue
+        shapes = {key: tuple(t.shape) for key, t in HeadWeights(name, head).state_dict().items()}
+        if source.shapes() != shapes:
+            raise ModelError(
+                f"{folder}: {name}.safetensors is that of another model: it contains "
+                f"{_told(source.shapes())}, but {_told(shapes)} are needed"
+            )
+        typed = CastSource(source, head.weight.dtype)
+        readers |= {key: partial(typed.read, key) for key in shapes}
+        logger.info("%s: read from %s", name, folder)
+    return readers
+
+
+def _told(shapes: Mapping[str, Sequence[int]]) -> str:
+    return ", ".join(f"{name} {list(shape)}" for name, shape in shapes.items()) or "nothing"
 
 
 def refuse_heads(world: World) -> None:

@@ -14,7 +14,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..batch import Batch, Loss, LossFunction, Outputs, OutputSpec, Window
-from ..checkpoint.state.states import ShardedState
+from ..checkpoint.state.roles import MODEL, FileRole
+from ..checkpoint.state.states import FileState, PartialState, ShardedState
 from ..generate.generation import BatchSlice, Ids, Sample, sample
 from ..generate.section import GenerateSection
 from ..geometry.sharding import Cuts
@@ -127,6 +128,21 @@ class Network:
     def optimizer_state(self, trained: TrainedParameters) -> ShardedState:
         """The state of an optimizer, as checkpoints contain it."""
         return self.engine.optimizer_state(trained)
+
+    def states(self, trained: TrainedParameters, role: str = MODEL) -> dict[str, FileState]:
+        """What checkpoints contain of it: the weights, those of each head, and the optimizer state
+        of each. No reader of the model's files finds a tensor there that the model has not."""
+        whole, heads = self.optimizer_state(trained), self.head_weights
+        found: dict[str, ShardedState] = {role: self.weights}
+        found[FileRole(role).optimizer] = whole
+        if heads:
+            rest = PartialState(whole, lambda name: self.heads.name_in_file(name) is None)
+            found[FileRole(role).optimizer] = rest
+        for name, head in heads.items():
+            own = FileRole(name if role == MODEL else f"{role}_{name}")
+            found[own.name] = head
+            found[own.optimizer] = PartialState(whole, head.state_dict().__contains__)
+        return {name: FileState(state) for name, state in found.items()}
 
     @property
     def head_weights(self) -> dict[str, HeadWeights]:

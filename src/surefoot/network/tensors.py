@@ -28,6 +28,7 @@ from ..parallel.generation_sharding import shard_for_generation
 from ..parallel.sharded_model import shard
 from ..parallel.tensor.vocab_parallel import cut_vocabulary
 from .draft import Draft
+from .heads import stored_heads
 from .meta import Reader, ShardLoader, init_on_meta
 from .pipelined import to_pipeline
 from .runner import ModelForward
@@ -103,14 +104,20 @@ class RealTensors:
             draft.values = ShardLoader({}, {})
 
     def add(self, draft: Draft) -> None:
-        """Heads start at 0."""
-        if draft.values is None:
+        """Read heads from the folder that is opened; those that are not there start at 0."""
+        folders = (draft.section.adapter, draft.options.weights, draft.base)
+        known = [folder for folder in folders if folder is not None]
+        stored = stored_heads(draft.heads, known) if draft.options.is_read else {}
+        new, readers = dict[str, nn.Parameter](), dict[str, Reader]()
+        for name, p in draft.module.named_parameters():
+            if (in_file := draft.heads.name_in_file(name)) is not None:
+                new[name] = p
+                readers[name] = stored.get(in_file, partial(_zeros, p.dtype))
+        if (values := draft.values) is not None:
+            draft.values = ShardLoader({**values.readers, **readers}, {**values.tensors, **new})
             return
-        named = dict(draft.module.named_parameters())
-        new = {name: p for name, p in named.items() if draft.heads.is_weight(name)}
-        zeros: dict[str, Reader] = {name: partial(_zeros, p.dtype) for name, p in new.items()}
-        values = draft.values
-        draft.values = ShardLoader({**values.readers, **zeros}, {**values.tensors, **new})
+        for name, p in new.items():
+            p.detach().copy_(readers[name](Box.whole(tuple(p.shape))))
 
     def divide(self, draft: Draft) -> None:
         """Keep this rank's."""
@@ -168,7 +175,7 @@ class MetaTensors:
         packed.switch_to_packed(draft.inner)
 
     def adapt(self, draft: Draft) -> None:
-        """Without values, nothing is drawn."""
+        """Nothing is drawn: a meta model has no values."""
         with torch.device("meta"):
             draft.module = method_of(draft, attach_empty)(draft.inner)
 

@@ -135,7 +135,8 @@ def finish(trainer: Trainer) -> None:
         return
     best = state.best_global_step
     if section.load_best_model_at_end and best is not None:
-        load_checkpoint(trainer.saver.path_of(best), trainer.states, only=["model"])
+        weights = ["model", *trainer.policy.network.head_weights]
+        load_checkpoint(trainer.saver.path_of(best), trainer.states, only=weights)
         logger.info(
             "best: checkpoint-%d, %s %.4g", best, section.metric_for_best_model, state.best_metric
         )

@@ -1,5 +1,6 @@
-"""Group relative policy optimization: sample answers, reward them, raise those better than their
-group."""
+"""Group relative policy optimization: sample responses, reward them, raise those better than
+their group.
+"""
 
 from __future__ import annotations
 
@@ -35,12 +36,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class GRPO:
-    """Train on the policy's own answers by the reward of each, compared with the other answers to
-    the same prompt (arXiv:2402.03300), without a KL term.
+    """Train on the policy's own responses by the reward of each, compared with the other responses
+    to the same prompt (arXiv:2402.03300), without a KL term.
 
     ``train.global_batch_size`` counts prompts: a global batch of 16 prompts is a window of 16 x
-    ``group_size`` answers, trained on in ``passes`` x ``mini_batches`` optimizer steps. A window
-    whose groups are all rewarded alike is left out.
+    ``group_size`` responses, trained on in ``passes`` x ``mini_batches`` optimizer steps. A window
+    whose groups all have equal rewards is skipped.
     """
 
     uses_template: ClassVar[bool] = True
@@ -51,23 +52,24 @@ class GRPO:
     metrics = as_measured
 
     reward: FunctionPath
-    """The function that rewards answers, such as ``rewards.py:exact_match``. It is called with
-    ``prompts``, ``completions`` and the columns of the dataset, as lists, and returns a number for
-    each completion, or null for one that does not count."""
+    """The function that rewards responses, such as ``rewards.py:exact_match``. It is called with
+    ``prompts``, ``completions`` and the columns of the dataset, as lists, and returns a number
+    for each completion, or null for one that does not count.
+    """
     group_size: int = 8
-    """Answers to each prompt."""
+    """Responses to each prompt."""
     passes: int = 1
-    """How often the answers of a window are trained on."""
+    """How often the responses of a window are trained on."""
     mini_batches: int = 1
     """Optimizer steps of each pass."""
     clip: float = 0.2
-    """By how much the probability of a token may change before its gradient is clipped."""
+    """By how much the probability ratio of a token may change before its gradient is clipped."""
     max_new_tokens: int = 256
     """Longest response in tokens."""
     temperature: float = 1.0
-    """Of sampling, and of the probabilities that are trained."""
+    """Temperature of sampling, and of the probabilities that are trained."""
     sampling_batch_size: int = 32
-    """Prompts answered at once on one rank."""
+    """Prompts per batch of one rank when responses are sampled."""
 
     def __post_init__(self) -> None:
         for name in ("passes", "mini_batches", "max_new_tokens", "sampling_batch_size"):
@@ -91,17 +93,17 @@ class GRPO:
         return self.spec
 
     def encode(self, examples: Sequence[Example], codec: Codec) -> list[Encoded]:
-        """The prompt of each row, up to its last answer, and its columns for the reward."""
+        """The prompt of each row, up to its last response, and its columns for the reward."""
         pairs = zip(examples, codec.encode_prompts(examples), strict=True)
         return [_with_row(outcome, example) for example, outcome in pairs]
 
     def collate(self, features: Sequence[Features], *, packing: bool) -> Batch:
-        """Lay prompts with their answers end to end, or in a padded rectangle."""
+        """Pack prompts with their responses into one row, or pad them to a rectangle."""
         batch = with_owners(collate(features, packing=packing), features)
         return with_token_columns(batch, features, ["old", "advantages"])
 
     def prepare(self, context: StageContext, examples: Sequence[Features]) -> Prepared:
-        """Sample a group of answers to each prompt, reward them, and compare them."""
+        """Sample a group of responses to each prompt, reward them, and compare them."""
         rows = [json.loads(bytes(int(x) for x in item["row"])) for item in examples]
         pairs = zip(examples, rows, strict=True)
         repeated = [pair for pair in pairs for _ in range(self.group_size)]
@@ -141,7 +143,7 @@ class GRPO:
         )
 
     def loss(self, role: str, outputs: Outputs, batch: Batch) -> Loss:
-        """The clipped surrogate, a mean over the tokens of each answer, summed over answers."""
+        """The clipped surrogate, a mean over the tokens of each response, summed over responses."""
         assert outputs.logps is not None
         logps_N, extras = outputs.logps, batch.extras
         advantages_N = extras["advantages"].to(logps_N)
@@ -153,10 +155,12 @@ class GRPO:
         return Loss(total, weight, {"clip_ratio": (is_clipped_N * shares_N).sum().detach()})
 
     def problems(self, data: DataSection, parallel: ParallelSection) -> Iterator[Problem]:
-        """Answers are the policy's own, which a pipeline cannot sample."""
+        """Responses are the policy's own, which a pipeline cannot sample."""
         for name in ("train_on_prompt", "mask_history"):
             if getattr(data, name):
-                message = "means nothing to stage grpo, which trains on the policy's own answers"
+                message = (
+                    "has no effect with stage grpo, which trains on the policy's own responses"
+                )
                 yield Problem(("data", name), message)
         if parallel.pp > 1:
             yield Problem(
@@ -186,7 +190,7 @@ def _figures(
     groups: Sequence[Sequence[float | None]],
     samples: Sequence[Sample],
 ) -> dict[str, float]:
-    """What a window is like."""
+    """Metrics of a window."""
     known = [reward for reward in rewards if reward is not None]
     mean = math.fsum(known) / max(1, len(known))
     spread = math.fsum((reward - mean) ** 2 for reward in known) / max(1, len(known) - 1)

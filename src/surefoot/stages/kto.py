@@ -1,4 +1,4 @@
-"""Kahneman-Tversky optimization: raise desirable answers, lower undesirable ones, each alone."""
+"""Kahneman-Tversky optimization: raise desirable responses, lower undesirable ones, each alone."""
 
 from __future__ import annotations
 
@@ -55,12 +55,13 @@ class KTO:
     metrics = as_measured
 
     beta: float = 0.1
-    """How much a nat of difference counts: a small one lets the model go far from the reference."""
+    """Scale of the log-ratios: a small value lets the model move far from the reference."""
     desirable_weight: float = 1.0
-    """Weight of the loss of desirable answers. With many more of one kind, let weight times number
-    be about equal."""
+    """Weight of the loss of desirable responses. If one kind is more frequent, choose weights so
+    that weight times number is about equal.
+    """
     undesirable_weight: float = 1.0
-    """Weight of the loss of undesirable answers."""
+    """Weight of the loss of undesirable responses."""
     reference: ModelPath | None = None
     """Another reference model, a folder or a hub id, with the same tokenizer. Unset: the model
     before the first step.
@@ -79,7 +80,7 @@ class KTO:
         return {"reference": AuxiliaryModel(LOGPS, self.reference)}
 
     def encode(self, examples: Sequence[Example], codec: Codec) -> list[Encoded]:
-        """Render conversations with the chat template; labels on the last answer."""
+        """Render conversations with the chat template; the last response is trained."""
         found = iter(codec.encode_chats([_last_answer(e) for e in examples if not _why_not(e)]))
         return [_why_not(e) or _labeled(next(found), is_good=bool(e.label)) for e in examples]
 
@@ -89,7 +90,7 @@ class KTO:
         return with_columns(batch, features, ["reference", "desirable", "z", "scale"])
 
     def precompute(self, context: StageContext, examples: Sequence[Features]) -> Sequence[Features]:
-        """Add the reference's log-probability of each answer, and of its mismatched one."""
+        """Add the reference's log-probability of each response, and of its mismatched one."""
         own = context.reduce("reference", examples, log_probabilities)
         other = context.reduce("reference", mismatched(examples), log_probabilities)
         return [
@@ -98,7 +99,7 @@ class KTO:
         ]
 
     def prepare(self, context: StageContext, examples: Sequence[Features]) -> Prepared:
-        """The baseline of the window, and how many of its answers are of each kind."""
+        """The baseline of the window, and how many of its responses are of each kind."""
         policy = context.reduce(POLICY, mismatched(examples), log_probabilities).tolist()
         pairs = zip(policy, examples, strict=True)
         ratios = [logp - float(item["mismatched_reference"][0]) for logp, item in pairs]
@@ -112,7 +113,7 @@ class KTO:
         return Prepared(found, {"kl": z})
 
     def loss(self, role: str, outputs: Outputs, batch: Batch) -> Loss:
-        """The loss of each answer, summed; metrics are means over the answers of a kind."""
+        """The loss of each response, summed; metrics are means over the responses of a kind."""
         extras, logps_E = batch.extras, log_probabilities(outputs, batch)
         is_good_E, is_there_E = extras["desirable"] > 0, extras["lengths"] > 0
         ratios_E = logps_E - extras["reference"].to(logps_E)
@@ -136,26 +137,32 @@ class KTO:
         return Loss(total, is_there_E.sum(), metrics)
 
     def problems(self, data: DataSection, parallel: ParallelSection) -> Iterator[Problem]:
-        """Only the last answer is marked; the reference computes all batches ahead."""
+        """Only the last response is marked; the reference computes all batches before the first
+        step.
+        """
         for name in ("train_on_prompt", "mask_history"):
             if getattr(data, name):
-                message = "means nothing to stage kto, which trains on last answers"
+                message = "has no effect with stage kto, which trains on last responses"
                 yield Problem(("data", name), message)
         if data.streaming:
-            message = "stage kto computes the reference of all batches before the first step"
+            message = (
+                "stage kto computes reference log-probabilities of all batches before the "
+                "first step"
+            )
             yield Problem(("data", "streaming"), f"{message}; leave it off")
 
 
 def log_probabilities(outputs: Outputs, batch: Batch) -> torch.Tensor:
-    """[E] log-probability of the answer of each example."""
+    """[E] log-probability of the response of each example."""
     assert outputs.logps is not None
     extras = batch.extras
     return preferences.sums_of_answers(outputs.logps, extras["owner"], len(extras["lengths"]))
 
 
 def mismatched(examples: Sequence[Features]) -> list[Features]:
-    """Each prompt of a window with the answer of the example before it, of the first one with that
-    of the last. None is longer than the longest example."""
+    """Each prompt of a window with the response of the example before it; the first prompt with
+    that of the last. None is longer than the longest example.
+    """
     longest = max(len(item["input_ids"]) for item in examples)
     parts = [_split(item) for item in examples]
     found: list[Features] = []
@@ -167,7 +174,7 @@ def mismatched(examples: Sequence[Features]) -> list[Features]:
 
 
 def _split(item: Features) -> tuple[list[int], list[int]]:
-    """Prompt and answer."""
+    """Prompt and response."""
     ids, labels = ([int(x) for x in item[name]] for name in ("input_ids", "labels"))
     first = next(i for i in range(1, len(labels)) if labels[i] != IGNORE_INDEX)
     return ids[:first], ids[first:]

@@ -11,7 +11,8 @@ from signal import Signals
 
 from ..batch import Window
 from ..checkpoint.reading.loading import load
-from ..checkpoint.state.states import FileState, RandomState, Stateful
+from ..checkpoint.state.roles import MODEL
+from ..checkpoint.state.states import RandomState, Stateful
 from ..errors import RunError
 from ..model.seeding import seed_everything
 from ..parallel.world import ALONE, World
@@ -88,9 +89,12 @@ class Trainer:
         """The content of a checkpoint. The schedule is a pure function of the step and needs no
         state.
         """
+        files: dict[str, Stateful] = {}
+        for role, learner in self.learners.items():
+            name = MODEL if role == POLICY else role
+            files |= learner.network.states(learner.trained, name)
         return {
-            "model": FileState(self.policy.weights),
-            "optimizer": FileState(self.policy.optimizer_state),
+            **files,
             "scaler": self.policy.step.scaler,
             "loader": self.windows,
             "trainer": self.state,

@@ -38,7 +38,7 @@ def test_a_checkpoint_becomes_the_trainers(checkpoint, tmp_path):
     first, second, third = done.stdout.splitlines()
     count = len(list(target.iterdir()))
     assert first.startswith(f"wrote {target} ({count} files, ")
-    assert second.startswith("go on with TrainingArguments(output_dir=..., max_steps=2, ")
+    assert second.startswith("resume with TrainingArguments(output_dir=..., max_steps=2, ")
     assert third == f"and trainer.train(resume_from_checkpoint='{target}')"
     assert get_last_checkpoint(str(tmp_path / "out")) == str(target)
 

@@ -183,7 +183,7 @@ def test_bad_input_is_one_sentence_and_nothing_is_written(copied, tmp_path):
     assert "does not fit" in wrong
     rewrite(rank_file(folder, 1), lambda tensors: tensors.update(odd=torch.ones(2)))
     rewrite(rank_file(folder, 2), lambda tensors: tensors.update(odd=torch.zeros(2)))
-    assert "nothing says how 'odd' is sliced" in refused(tmp_path, folder, *to)
+    assert "the slicing of 'odd' is unknown" in refused(tmp_path, folder, *to)
     rank_file(folder, 1).unlink()
     assert "the files of rank 1 are missing" in refused(tmp_path, folder, *to)
 

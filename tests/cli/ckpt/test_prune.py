@@ -170,7 +170,7 @@ def test_the_metric_of_the_recipe_is_used(root):
 @pytest.mark.parametrize(
     ("recipe", "options", "words"),
     [
-        (None, [], "no recipe.yaml that says what stays; say it, with --keep 3"),
+        (None, [], "no recipe.yaml, so no retention policy; give one, for example --keep 3"),
         (
             "checkpoint: {kep: 2}",
             [],

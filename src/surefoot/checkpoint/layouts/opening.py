@@ -7,8 +7,13 @@ from pathlib import Path
 
 import torch
 
+from ...errors import CheckpointError
+from ...storage import files
+from ..disk import tensorfile
+from ..disk.folder import open_checkpoint
 from ..sources.source import FolderSource, TensorSource, read_whole
-from .detection import detect_layout, open_weights
+from ..sources.weights import TensorLocation, Weights, places, tensors_in
+from .detection import detect_layout, has_manifest, open_weights
 from .huggingface import has_model
 from .mindspore.layout import MindSpore
 from .mindspore.naming.names import under_huggingface_names
@@ -30,6 +35,19 @@ def open_named(path: Path | str, model: Path | None = None) -> TensorSource:
     weights = open_weights(Path(path))
     source, view = FolderSource(weights), _VIEWS.get(weights.layout)
     return source if view is None else view(source, Path(path), model)
+
+
+def open_role(folder: Path, role: str) -> TensorSource | None:
+    """The weights that have files of their own beside a model's: ``ROLE.safetensors``, or what the
+    manifest lists. None if there are none. Raises ``CheckpointError``."""
+    path, tensors = folder / f"{role}.safetensors", dict[str, TensorLocation]()
+    with files.raising(CheckpointError, f"cannot read {path}"):
+        if has_manifest(folder):
+            checkpoint = open_checkpoint(folder)
+            tensors = places(checkpoint, checkpoint.manifest.tensors(role))
+        if not tensors and files.exists(path):
+            tensors = tensors_in([tensorfile.open_path(path)])
+    return FolderSource(Weights(role, folder, tensors)) if tensors else None
 
 
 def scattered(folder: Path | str) -> dict[str, torch.Tensor] | None:

@@ -9,7 +9,7 @@ and the random generators.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -102,6 +102,36 @@ class UnshardedState:
     def like(self, pointer: str) -> torch.Tensor | None:
         """Unsharded."""
         return None
+
+
+@dataclass(frozen=True)
+class PartialState:
+    """The optimizer state of some parameters, saved and loaded apart from that of the others."""
+
+    whole: ShardedState
+    is_own: Callable[[str], bool]  # of a parameter, by its name in files
+
+    def state_dict(self) -> dict[str, Any]:
+        """The live tensors of these parameters."""
+        return {name: slots for name, slots in self.whole.state_dict().items() if self.is_own(name)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Become ``state``; that of the other parameters stays."""
+        known = self.whole.state_dict().items()
+        others = {name: slots for name, slots in known if not self.is_own(name)}
+        self.whole.load_state_dict({**others, **state})
+
+    def cuts_of(self, pointer: str) -> Cuts | None:
+        """As ``whole`` says."""
+        return self.whole.cuts_of(pointer)
+
+    def is_copy(self, pointer: str) -> bool:
+        """As ``whole`` says."""
+        return self.whole.is_copy(pointer)
+
+    def like(self, pointer: str) -> torch.Tensor | None:
+        """As ``whole`` says."""
+        return self.whole.like(pointer)
 
 
 @dataclass(frozen=True)

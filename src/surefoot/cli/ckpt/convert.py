@@ -62,7 +62,7 @@ def _target(kind: str, given: dict[str, Any]) -> Target:
     if odd := [name for name in given if name not in known]:
         takes = ", ".join(option_name(name) for name in sorted(known))
         raise click.UsageError(
-            f"{option_name(odd[0])} means nothing with --to {kind}, which takes {takes}"
+            f"{option_name(odd[0])} cannot be used with --to {kind}, which accepts {takes}"
         )
     return TARGETS[kind](**{name: parsed(known[name], value) for name, value in given.items()})
 

@@ -57,7 +57,7 @@ def prune(folder: Path, dry_run: bool, yes: bool, as_json: bool, **options: obje
         if as_json:
             _tell(folder, plan, wanted.metric, as_json=True, is_done=True)
         elif count:
-            text = f"removed {_count(count)}; {in_bytes(plan.freed_bytes)} came free"
+            text = f"deleted {_count(count)}; freed {in_bytes(plan.freed_bytes)}"
             console().print(mark("✓", "bold green", text))
 
 
@@ -83,7 +83,9 @@ def _tell(
         f" (of {in_bytes(apparent)}; the rest is still in use)" if freed < 0.99 * apparent else ""
     )
     of = f"{_count(len(going))} of {len(plan.checkpoints)}"
-    screen.print(f"{of} can go; {in_bytes(freed)} come free{shared}", style="bold", markup=False)
+    screen.print(
+        f"{of} can be deleted; frees {in_bytes(freed)}{shared}", style="bold", markup=False
+    )
 
 
 def _table(plan: PrunePlan, metric: str) -> Table:

@@ -1,6 +1,6 @@
 """Which settings to try: one after the other, each on top of the best so far.
 
-They change nothing of what is learnt but float rounding, so the fastest may be taken. Every
+They change nothing of what is trained but float rounding, so the fastest may be taken. Every
 suggestion has been measured as a whole; no gains are multiplied.
 """
 

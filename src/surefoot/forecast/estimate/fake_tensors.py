@@ -65,7 +65,7 @@ class FakeTensors:
             )
 
     def pack(self, draft: Draft) -> None:
-        """Without values, there is nothing to check."""
+        """Fake tensors have no values to check."""
         packed.switch_to_packed(draft.inner)
 
     def adapt(self, draft: Draft) -> None:
