@@ -8,7 +8,7 @@ import torch
 import folders
 import ranks
 from spread import learn, save, trainer
-from surefoot.checkpoint.layouts.mindspore.naming.names import Heads, to_mindspore
+from surefoot.checkpoint.layouts.mindspore.naming.names import AttentionHeads, to_mindspore
 from surefoot.checkpoint.layouts.mindspore.strategy.parallel_config import ParallelConfig
 from surefoot.checkpoint.layouts.mindspore.writing.conversion import TargetFormat
 from surefoot.checkpoint.layouts.mindspore.writing.rank_files import write_full
@@ -156,7 +156,7 @@ def test_the_moments_of_experts_are_gone_on_from(kind, family, tmp_path):
 
     before = fresh(ALONE)
     learn(before, 2)
-    named = to_mindspore(TensorsInMemory(experts_of(before)), family, Heads(4, 2))
+    named = to_mindspore(TensorsInMemory(experts_of(before)), family, AttentionHeads(4, 2))
     numbers = TensorsInMemory({"step_num": torch.tensor(2), "global_step": torch.tensor([2])})
     write_full(JoinedSource([("", named), ("", numbers)]), tmp_path / "theirs")
     before.policy.module.config.save_pretrained(tmp_path / "theirs")

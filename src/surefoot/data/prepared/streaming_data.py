@@ -73,7 +73,7 @@ def open_stream(
     """
     parts = [
         StreamedDataset(entry.name, _folder(entry, section, fingerprint))
-        for entry in _learnt(section)
+        for entry in _training_entries(section)
     ]
     stream = Stream(parts, more, max_broken_rows=section.max_broken_rows)
     evals = prepare_evals(section, encode, fingerprint=fingerprint)
@@ -92,7 +92,7 @@ def encode_stream(
 
     Raises ``DataError`` if something is missing or broken, or has no trained tokens.
     """
-    for entry in _learnt(section):
+    for entry in _training_entries(section):
         folder = _folder(entry, section, fingerprint)
         yield from encode_shards(entry, section, encode, folder, shard_rows=shard_rows)
 
@@ -116,7 +116,7 @@ def held_items(stream: Stream, section: DataSection, seed: int) -> Index:
     ).astype(np.int64)
 
 
-def _learnt(section: DataSection) -> list[Entry]:
+def _training_entries(section: DataSection) -> list[Entry]:
     return [entry for entry in entries_of(section) if entry.name in section.datasets]
 
 

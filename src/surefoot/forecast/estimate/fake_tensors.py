@@ -1,4 +1,4 @@
-"""The tensors of a dry run: with shapes, types and lifetimes, but without memory."""
+"""The fake tensors of a dry run, which have shapes, dtypes and lifetimes, and are computed with."""
 
 from __future__ import annotations
 
