@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 from torch import nn
@@ -19,14 +18,14 @@ from ..checkpoint.state.states import FileState, PartialState, ShardedState
 from ..generate.generation import BatchSlice, Ids, Sample, sample
 from ..generate.section import GenerateSection
 from ..geometry.sharding import Cuts
-from ..model.attention.packed import PromptSharing
+from ..model.attention.packed import PromptSharing, check_document_isolation
+from ..model.pretrained.loading import device
 from ..optim.optimizer import Optimizer
 from ..optim.trained import Trainable, TrainedParameters
 from ..parallel.sharded_model import gather_nothing
 from ..parallel.world import World
 from .draft import NetworkOptions
 from .heads import HEADS, Heads, HeadWeights
-from .meta import verify_packing_isolation
 from .method import Weights
 from .rollout import evaluating
 from .runner import Engine, Hook, ModelForward
@@ -160,14 +159,14 @@ class Network:
         whether two responses may share a prompt. A collective call. Raises ``ModelError``.
         """
         with evaluating(self.module):
-            self._prove()
+            is_proven = check_document_isolation(self.inner, self._logps)
+            self.sharing.is_proven = self.world.from_main(is_proven)
+            self.release()
 
-    def _prove(self) -> None:
-        is_proven = verify_packing_isolation(
-            partial(self.forward, spec=OutputSpec(("logps",))), self.inner
-        )
-        self.sharing.is_proven = self.world.from_main(is_proven)
-        self.release()
+    def _logps(self, batch: Batch) -> torch.Tensor:
+        found = self.forward(batch.to(device()), OutputSpec(("logps",))).logps
+        assert found is not None
+        return found
 
 
 def _own_stops(model: PreTrainedModel) -> list[int]:

@@ -136,7 +136,7 @@ class RealTensors:
         """Matrices over ``tp``, then what is left over the data axes."""
         model = draft.inner if draft.options.only_generates else draft.module
         values = None if draft.values is None else draft.values.of(model)
-        found = _spread(draft) if draft.options.only_generates else _shard(draft)
+        found = _shard(draft)
         if values is not None:
             values.fill(model, found, draft.world)
         own = {p: name for name, p in draft.module.named_parameters()}
@@ -231,6 +231,8 @@ def method_of(draft: Draft, attach_from: Callable[[PreTrainedModel, Path], nn.Mo
 
 
 def _shard(draft: Draft) -> dict[str, Cuts]:
+    if draft.options.only_generates:
+        return shard_for_generation(draft.inner, draft.world, draft.options.parallel)
     return shard(
         draft.module,
         draft.inner,
@@ -239,10 +241,6 @@ def _shard(draft: Draft) -> dict[str, Cuts]:
         dtype=torch.bfloat16 if draft.options.precision == "bf16" else None,
         stages=None if draft.staging is None else draft.staging.stretches(),
     )
-
-
-def _spread(draft: Draft) -> dict[str, Cuts]:
-    return shard_for_generation(draft.inner, draft.world, draft.options.parallel)
 
 
 def _zeros(dtype: torch.dtype, box: Box) -> torch.Tensor:
