@@ -18,7 +18,7 @@ from surefoot.errors import RecipeError
 from surefoot.geometry.sharding import AxisShard
 from surefoot.optim.groups import decay_groups
 from surefoot.optim.learning_rate import LearningRate, schedule_of
-from surefoot.optim.optimizer import SCALAR, reduced, unsharded
+from surefoot.optim.optimizer import SCALAR, StateTensor, reduced
 from surefoot.optim.trained import TrainedParameters
 
 SHAPES = {"a.weight": (5, 4), "b.weight": (6, 3)}
@@ -70,7 +70,10 @@ class Factored(LearningRate):
 class Unshardable(Factored):
     """The same, if it could not."""
 
-    state_tensors: ClassVar = {**Factored.state_tensors, "column": unsharded(lambda shape: shape)}
+    state_tensors: ClassVar = {
+        **Factored.state_tensors,
+        "column": StateTensor(lambda shape: shape, None),
+    }
 
 
 def made(world, optim=None):

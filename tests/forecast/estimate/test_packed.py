@@ -125,7 +125,7 @@ def test_a_plan_of_a_quantized_base_takes_less(tmp_path, bits):
 
 def test_several_processes_are_refused_as_in_training(tmp_path):
     made = quantized(tmp_path, quantization_bit=4)
-    with pytest.raises(RecipeError, match="learns in one process, not 2"):
+    with pytest.raises(RecipeError, match="on one rank only, not on 2"):
         make_plan(made, Machine(2, on_gpu=False))
 
 

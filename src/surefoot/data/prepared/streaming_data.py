@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,8 +20,6 @@ from ..store.encoder import Encode
 from ..store.shards import ROWS, encode_shards
 from ..store.stream import Stream, StreamedDataset
 from .encoded_data import entries_of, key_of, prepare_evals
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
