@@ -103,7 +103,7 @@ def add_heads(model: PreTrainedModel, outputs: Sequence[str]) -> Heads:
 
 def stored_heads(heads: Heads, folders: Sequence[Path]) -> dict[str, Reader]:
     """What reads the weights of heads, by their names in files, from the first of ``folders`` that
-    has them. Heads that are in none of them are left out, and the log says so.
+    has them. Heads that are in none of them start at 0, and the log says so.
 
     Raises ``ModelError`` if a file is that of another head.
     """
@@ -119,7 +119,7 @@ def stored_heads(heads: Heads, folders: Sequence[Path]) -> dict[str, Reader]:
         if source.shapes() != shapes:
             raise ModelError(
                 f"{folder}: {name}.safetensors is that of another model: it contains "
-                f"{_told(source.shapes())}, but {_told(shapes)} are needed"
+                f"{_listed(source.shapes())}, but {_listed(shapes)} are needed"
             )
         typed = CastSource(source, head.weight.dtype)
         readers |= {key: partial(typed.read, key) for key in shapes}
@@ -127,7 +127,7 @@ def stored_heads(heads: Heads, folders: Sequence[Path]) -> dict[str, Reader]:
     return readers
 
 
-def _told(shapes: Mapping[str, Sequence[int]]) -> str:
+def _listed(shapes: Mapping[str, Sequence[int]]) -> str:
     return ", ".join(f"{name} {list(shape)}" for name, shape in shapes.items()) or "nothing"
 
 

@@ -1,4 +1,4 @@
-"""The saver of a run: where its checkpoints go, and what lies beside the weights."""
+"""The saver of a run: the folder of its checkpoints, and the files beside the weights."""
 
 from __future__ import annotations
 

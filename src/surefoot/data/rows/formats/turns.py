@@ -9,26 +9,11 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from ....errors import DataError
 from ...example import JSON, Example, Message, Role
-from .fields import (
-    Row,
-    as_text,
-    from_json,
-    label,
-    missing,
-    nearest,
-    shown,
-    structure,
-    text,
-    tools,
-)
-
-if TYPE_CHECKING:
-    from .openai import OpenAI
-    from .sharegpt import ShareGPT
+from .fields import Row, as_text, from_json, label, missing, nearest, shown, structure, text, tools
 
 THOUGHT = re.compile(r"\s*<think>.*?</think>\s*", re.DOTALL)
 WRAPPED_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
@@ -96,7 +81,67 @@ class Turns:
         return DataError(f"{where}: unknown role {role!r}{hint}")
 
 
-def read_turns(form: OpenAI | ShareGPT, row: Row, more: Mapping[str, Role]) -> Example:
+class TurnFormat(Protocol):
+    """A format whose rows contain turns: its columns, keys and roles."""
+
+    @property
+    def messages(self) -> str | None:
+        """The column of the turns."""
+
+    @property
+    def system(self) -> str | None:
+        """The column of the system text."""
+
+    @property
+    def tools(self) -> str | None:
+        """The column of the tools."""
+
+    @property
+    def chosen(self) -> str | None:
+        """The column of the preferred response."""
+
+    @property
+    def rejected(self) -> str | None:
+        """The column of the rejected response."""
+
+    @property
+    def kto_tag(self) -> str | None:
+        """The column of the label."""
+
+    @property
+    def role_tag(self) -> str:
+        """The key of the role in a turn."""
+
+    @property
+    def content_tag(self) -> str:
+        """The key of the text in a turn."""
+
+    @property
+    def user_tag(self) -> str:
+        """The role of the user."""
+
+    @property
+    def assistant_tag(self) -> str:
+        """The role of the assistant."""
+
+    @property
+    def observation_tag(self) -> str:
+        """The role of a tool."""
+
+    @property
+    def function_tag(self) -> str:
+        """The role of a tool call."""
+
+    @property
+    def system_tag(self) -> str:
+        """The role of the system."""
+
+    @property
+    def ranking(self) -> bool:
+        """Whether rows contain two responses."""
+
+
+def read_turns(form: TurnFormat, row: Row, more: Mapping[str, Role]) -> Example:
     """A row's conversation in a format with turns; ``more`` are further names of its roles."""
     roles: dict[str, Role] = {
         **more,
