@@ -42,7 +42,7 @@ def expected(path, count=6, **options):
     section = GenerateSection(max_new_tokens=count)
     answers = [Conversation(opened, section, **options).ask(text) for text in TEXTS]
     return [
-        {"prompt": text, "answer": a.text, "ending": a.ending}
+        {"prompt": text, "answer": a.text, "finish_reason": a.finish_reason}
         for text, a in zip(TEXTS, answers, strict=True)
     ]
 

@@ -49,7 +49,7 @@ class MindSporeFolder:
     strategy: Path | None = None
     """MindSpore's strategy files of SRC, if not beside its ranks."""
 
-    like: Path | None = None
+    target_strategy: Path | None = None
     """Strategy files that define how DST is sharded over its ranks."""
 
     parallel_config: ParallelConfig | None = None
@@ -74,7 +74,7 @@ class MindSporeFolder:
         wanted = TargetFormat(
             self.layout,
             self.parallel_config,
-            self.like,
+            self.target_strategy,
             self.names,
             self.dtype,
             self.remove_redundancy,

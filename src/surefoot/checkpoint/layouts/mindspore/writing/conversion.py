@@ -42,7 +42,7 @@ class TargetFormat:
 
     form: Form = "full"
     config: ParallelConfig | None = None  # whose ranks' slices
-    like: Path | None = None  # the same, by strategy files
+    strategy: Path | None = None  # the same, by strategy files
     names: str | None = None  # a family, or keep; None: the usual one, or as they are
     dtype: DtypeName | None = None  # of the weights
     remove_redundancy: bool = False  # of equal slices write one
@@ -52,7 +52,7 @@ class TargetFormat:
 def check(target: Path, wanted: TargetFormat) -> None:
     """Reject a target that exists, and a form that does not support its options."""
     refuse_taken(target)
-    if (wanted.form == "distributed") != (wanted.config is not None or wanted.like is not None):
+    if (wanted.form == "distributed") != (wanted.config is not None or wanted.strategy is not None):
         raise CheckpointError(
             "layout distributed needs a parallel_config or strategy files; layout full needs "
             "neither"
@@ -116,8 +116,8 @@ def write(
 
 
 def _stages(source: TensorSource, wanted: TargetFormat) -> Sequence[Layouts]:
-    if wanted.like is not None:
-        return open_strategy(wanted.like).stages
+    if wanted.strategy is not None:
+        return open_strategy(wanted.strategy).stages
     return stages_for(source, wanted.config or ParallelConfig())
 
 
