@@ -37,8 +37,9 @@ interop: $(STAMP)  ## let MindSpore read what we wrote, in an environment of its
 	$(MINDSPORE)/bin/pip install --quiet --disable-pip-version-check -r benchmarks/requirements-mindspore.txt
 	MINDSPORE_PYTHON=$(CURDIR)/$(MINDSPORE)/bin/python $(BIN)/pytest -n 2 tests/interop
 
-docs: $(STAMP)  ## regenerate the reference pages from the code
+docs: $(STAMP)  ## regenerate the reference pages and the picture of the house from the code
 	$(BIN)/python -m surefoot.cli.docs_pages docs/reference
+	$(BIN)/python tests/house.py
 
 clean:
 	rm -rf $(VENV) runs .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,6 +1,6 @@
 """Figures of the source: sizes of files and functions, modules of a folder, imports of a module.
 
-    python benchmarks/house.py [SRC]
+python benchmarks/house.py [SRC]
 """
 
 import ast
@@ -47,8 +47,10 @@ def main(root):
     print(f"files: {len(trees)}")
     print(f"lines: {sum(lines.values()):,}")
     print(f"longest file: {max(lines.values())}")
-    print(f"function, median / 95th of 100 / longest: {median(lengths):.0f} / "
-          f"{quantiles(lengths, n=100)[94]:.0f} / {max(lengths)}")
+    print(
+        f"function, median / 95th of 100 / longest: {median(lengths):.0f} / "
+        f"{quantiles(lengths, n=100)[94]:.0f} / {max(lengths)}"
+    )
     print(f"comment lines: {100 * comments / sum(lines.values()):.1f} %")
     print(f"most modules in a folder: {folders[crowded]} ({crowded.relative_to(root)})")
     print(f"most imports of our own: {len(imports[wide])} ({wide.relative_to(root)})")

@@ -1,29 +1,13 @@
-"""The shape of the house: layers, no cycles, no hidden imports, nothing too long."""
+"""The shape of the house: rows, no cycles, no hidden imports, nothing too long, and no line that
+asks which variant it has."""
 
 import ast
 import re
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent / "src" / "surefoot"
-# A module may import from its own folder and from lower rows; folders on one row are strangers.
-LAYERS = [
-    ["__init__", "__main__"],
-    ["cli"],
-    ["inference", "forecast"],
-    ["run"],
-    ["references"],
-    ["interchange", "integrations", "remote"],
-    ["recipe"],
-    ["stages", "methods", "callbacks"],
-    ["training"],
-    ["network"],
-    ["data", "model", "optim", "parallel", "generate", "checkpoint"],
-    ["schema"],
-    ["storage", "geometry"],
-    ["errors", "log", "batch", "lazy_exports"],
-]
+from house import PICTURE, ROOT, ROWS, drawn, modules
+
 # Heavy third parties that may be imported inside the one function that needs them; in the command
 # line, everything may, so that `--help` stays instant.
 LAZY = {"peft", "datasets", "matplotlib", "tensorboard", "modelscope", "pandas", "psutil"}
@@ -47,7 +31,15 @@ TORCH_FREE = (
     "checkpoint/disk/manifest",
 )
 
-LEVEL = {name: i for i, row in enumerate(LAYERS) for name in row}
+MAX_MODULES, MAX_IMPORTS = 15, 20  # of our own: in a folder, and that one module imports
+# Lists of variants and of commands: one file each, however many there are.
+LISTS = {"callbacks", "cli", "cli/ckpt", "methods", "optim", "stages"}
+LISTS |= {"checkpoint/layouts", "checkpoint/converting/targets", "data/rows/formats"}
+KNOW_THE_RECIPE = {"recipe", "run", "inference", "forecast", "cli"}
+VARIANTS = ("stages", "methods", "optim", "data/rows/formats", "checkpoint/layouts")
+COMMON = {"full"}  # names that are more than a variant's: the layout of a checkpoint, for one
+
+LEVEL = {"__init__": -2, "__main__": -1} | {n: i for i, row in enumerate(ROWS) for n in row}
 FILES = {f: ast.parse(f.read_text()) for f in sorted(ROOT.rglob("*.py"))}
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
@@ -148,3 +140,80 @@ def test_nothing_is_unpickled_and_nothing_is_left_for_later():
         for word in ("torch.load(", "torch.save(", "import pickle", "TODO", "FIXME"):
             assert word not in text, f"{file.name}: {word}"
         assert part(file) == "cli" or not re.search(r"(?<![\w.])print\(", text), file.name
+
+
+def test_a_folder_can_be_looked_over():
+    folders = [f for f in {file.parent for file in FILES} if str(f.relative_to(ROOT)) not in LISTS]
+    crowded = {str(f.relative_to(ROOT)): len(modules(f)) for f in folders}
+    assert not {name: count for name, count in crowded.items() if count > MAX_MODULES}
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda f: str(f.relative_to(ROOT)))
+def test_no_module_needs_half_the_house(file):
+    assert len({t for node in ast.walk(FILES[file]) for t in imported(file, node)}) <= MAX_IMPORTS
+
+
+def test_only_these_rooms_know_the_recipe():
+    for file, tree in FILES.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and any(a.name == "Recipe" for a in node.names):
+                assert part(file) in KNOW_THE_RECIPE, file
+
+
+def variants():
+    """The classes and names of all variants, with the folder that may know them."""
+    for folder in VARIANTS:
+        for node in ast.walk(FILES[ROOT / folder / "__init__.py"]):
+            if isinstance(node, ast.Dict):
+                for key, value in zip(node.keys, node.values, strict=True):
+                    if isinstance(key, ast.Constant):
+                        yield folder, key.value, ast.unparse(value).split("(")[0]
+
+
+def test_nobody_asks_which_variant_it_is():
+    """What differs between variants is a method or a field, which each of them has."""
+    known = list(variants())
+    assert len(known) > 10
+    for file, tree in FILES.items():
+        room = file.relative_to(ROOT).parent.as_posix()
+        foreign = [(name, kind) for folder, name, kind in known if not room.startswith(folder)]
+        kinds = {kind for _, kind in foreign}
+        names = {name for name, _ in foreign} - COMMON
+        for node in ast.walk(tree):
+            assert not _checks_a_class(node, kinds), f"{file}:{node.lineno}"
+            assert not _compares_a_name(node, names), f"{file}:{node.lineno}"
+
+
+def _checks_a_class(node, kinds):
+    if not (isinstance(node, ast.Call) and ast.unparse(node.func) in ("isinstance", "issubclass")):
+        return False
+    checked = [n.id for n in ast.walk(node.args[1]) if isinstance(n, ast.Name)]
+    return bool(kinds & set(checked))
+
+
+def _compares_a_name(node, names):
+    if not isinstance(node, ast.Compare):
+        return False
+    constants = [n.value for n in ast.walk(node) if isinstance(n, ast.Constant)]
+    return bool(names & {value for value in constants if isinstance(value, str)})
+
+
+def test_every_member_of_a_protocol_is_used():
+    text = "\n".join(file.read_text() for file in FILES)
+    for file, tree in FILES.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef) and "Protocol" in map(ast.unparse, node.bases):
+                for member in node.body:
+                    name = _name(member)
+                    if name and not name.startswith("__"):
+                        assert re.search(rf"\.{name}\b", text), f"{file.name}: {node.name}.{name}"
+
+
+def _name(member):
+    if isinstance(member, FUNCTIONS):
+        return member.name
+    return member.target.id if isinstance(member, ast.AnnAssign) else None
+
+
+def test_the_picture_of_the_house_is_of_today():
+    assert PICTURE.read_text() == drawn(), "run: make docs"

@@ -28,7 +28,10 @@ from surefoot.batch import IGNORE_INDEX
 from surefoot.data.store.dataset import in_memory
 from surefoot.data.text.pairs import join
 from surefoot.errors import DataError, ModelError, RecipeError
-from surefoot.inference import adopt, auxiliary_columns, held_out, measure, open_model
+from surefoot.inference import open_model
+from surefoot.inference.auxiliary_outputs import auxiliary_columns
+from surefoot.inference.evaluation import adopt, measure
+from surefoot.inference.held_out_set import held_out
 from surefoot.methods.lora import LoRA
 from surefoot.model.pretrained.tokenizer import load_tokenizer
 from surefoot.parallel.world import ALONE
@@ -49,7 +52,11 @@ def project(folder, **sections):
 
 def said(caplog):
     """What was said of the reference, and no more of it."""
-    found = [r.getMessage() for r in caplog.records if r.getMessage().startswith("reference log-probabilities: ")]
+    found = [
+        r.getMessage()
+        for r in caplog.records
+        if r.getMessage().startswith("reference log-probabilities: ")
+    ]
     caplog.clear()
     return ["found" if text == FOUND else "asked" for text in found]
 

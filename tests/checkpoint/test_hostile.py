@@ -19,8 +19,8 @@ from surefoot.checkpoint.sources.source import read_whole
 from surefoot.errors import CheckpointError
 from surefoot.storage import files
 
+from .disk.test_manifest import HASH, sealed
 from .sample import blank, sample_states
-from .test_manifest import HASH, sealed
 
 LIMIT = 1 << 30  # bytes of address space for the reader; it needs a tenth of that to start
 

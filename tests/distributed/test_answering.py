@@ -10,21 +10,17 @@ import folders
 import ranks
 from counting import Counting
 from spread import save
+from surefoot.checkpoint.converting.targets.mindspore import MindSporeFolder
 from surefoot.checkpoint.layouts.mindspore.strategy.parallel_config import ParallelConfig
-from surefoot.checkpoint.layouts.mindspore.writing.conversion import TargetFormat
 from surefoot.data.text.prompts import Prompt, read_prompts
 from surefoot.errors import RecipeError
 from surefoot.generate.section import GenerateSection
-from surefoot.inference import (
-    adopt,
-    generations,
-    held_out,
-    measure,
-    open_model,
-    open_start,
-    predict,
-)
-from surefoot.inference.conversion import write_mindspore
+from surefoot.inference import open_model, predict
+from surefoot.inference.conversion import convert
+from surefoot.inference.evaluation import adopt, measure
+from surefoot.inference.held_out_set import held_out
+from surefoot.inference.model_loading import open_start
+from surefoot.inference.responses import generations
 from surefoot.parallel.generation_sharding import with_replicas
 from surefoot.parallel.section import ParallelSection
 from surefoot.parallel.world import ALONE
@@ -118,12 +114,16 @@ def folder(tmp_path_factory):
     sizes = {"num_attention_heads": 4, "num_key_value_heads": 4, **LIVELY}
     base = folders.save_model(folder / "base", "qwen2", **sizes)
     wanted = {
-        "full": TargetFormat(names="legacy-fused"),
-        "ranks": TargetFormat("distributed", ParallelConfig(2, 2), names="legacy-fused"),
-        "iteration": TargetFormat("distributed", ParallelConfig(1, 4), is_iteration=True),
+        "full": MindSporeFolder(names="legacy-fused"),
+        "ranks": MindSporeFolder(
+            layout="distributed", parallel_config=ParallelConfig(2, 2), names="legacy-fused"
+        ),
+        "iteration": MindSporeFolder(
+            layout="distributed", parallel_config=ParallelConfig(1, 4), iteration=True
+        ),
     }
     for name, form in wanted.items():
-        write_mindspore(base, folder / name, form)
+        convert(base, folder / name, form)
     bare = folder / "bare"  # the weights without anything beside them
     shutil.copytree(folder / "ranks", bare, ignore=shutil.ignore_patterns("*.json", "*.jinja"))
     return folder

@@ -8,29 +8,34 @@ import torch
 import folders
 import ranks
 from spread import learn, save, trainer
-from surefoot.checkpoint.layouts.mindspore.naming.names import Heads, to_mindspore
+from surefoot.checkpoint.converting.targets.mindspore import MindSporeFolder
+from surefoot.checkpoint.layouts.mindspore.naming.names import AttentionHeads, to_mindspore
 from surefoot.checkpoint.layouts.mindspore.strategy.parallel_config import ParallelConfig
-from surefoot.checkpoint.layouts.mindspore.writing.conversion import TargetFormat
 from surefoot.checkpoint.layouts.mindspore.writing.rank_files import write_full
 from surefoot.checkpoint.reading.loading import load
 from surefoot.checkpoint.sources.joined import JoinedSource
 from surefoot.checkpoint.sources.source import TensorsInMemory
 from surefoot.errors import CheckpointError
-from surefoot.inference.conversion import write_mindspore
-from surefoot.interchange import load_mindspore_checkpoint
+from surefoot.inference.conversion import convert
+from surefoot.interchange.from_mindspore import load_mindspore_checkpoint
 from surefoot.model.fused_parameters import places
 from surefoot.parallel.world import ALONE
 from test_startup import begun, contents, data
 
 SIZES = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4}
-CUT = TargetFormat(
-    "distributed", ParallelConfig(1, 2, 2), names="legacy-fused", remove_redundancy=True
+CUT = MindSporeFolder(
+    layout="distributed",
+    parallel_config=ParallelConfig(1, 2, 2),
+    names="legacy-fused",
+    remove_redundancy=True,
 )
 FORMS = {
-    "full": TargetFormat(names="legacy-fused"),
+    "full": MindSporeFolder(names="legacy-fused"),
     "distributed": CUT,
-    "same": TargetFormat("distributed", ParallelConfig(1, 2)),
-    "iteration": TargetFormat("distributed", ParallelConfig(2, 2), is_iteration=True),
+    "same": MindSporeFolder(layout="distributed", parallel_config=ParallelConfig(1, 2)),
+    "iteration": MindSporeFolder(
+        layout="distributed", parallel_config=ParallelConfig(2, 2), iteration=True
+    ),
 }
 PARALLEL = {
     "dp_shard": {"dp_shard": 2},
@@ -53,7 +58,7 @@ def saved(model, tmp_path_factory):
     checkpoint = save(made, folder)
     shutil.copy(model / "config.json", checkpoint)
     for form, wanted in FORMS.items():
-        write_mindspore(checkpoint, folder / form, wanted)
+        convert(checkpoint, folder / form, wanted)
     return folder
 
 
@@ -74,7 +79,7 @@ def forward(made):
 
 def test_two_begin_and_answer_as_from_the_model_itself(model, tmp_path):
     for form, wanted in FORMS.items():
-        write_mindspore(model, tmp_path / form, wanted)
+        convert(model, tmp_path / form, wanted)
 
     def work(world):
         made = begun(world, model)
@@ -156,7 +161,7 @@ def test_the_moments_of_experts_are_gone_on_from(kind, family, tmp_path):
 
     before = fresh(ALONE)
     learn(before, 2)
-    named = to_mindspore(TensorsInMemory(experts_of(before)), family, Heads(4, 2))
+    named = to_mindspore(TensorsInMemory(experts_of(before)), family, AttentionHeads(4, 2))
     numbers = TensorsInMemory({"step_num": torch.tensor(2), "global_step": torch.tensor([2])})
     write_full(JoinedSource([("", named), ("", numbers)]), tmp_path / "theirs")
     before.policy.module.config.save_pretrained(tmp_path / "theirs")

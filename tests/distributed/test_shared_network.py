@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import folders
 import ranks
@@ -40,7 +41,7 @@ def learnt(network):
     network.module.train()
     batch = collate(FEATURES, packing=network.options.packing)
     spec = OutputSpec(("logps",))
-    network.forward_backward([batch], spec, minus, before=id, after=id)
+    network.forward_backward([batch], minus, spec=spec, before=id, after=id)
     found = {n: whole(p.grad) for n, p in network.named.items() if p.grad is not None}
     return {name: float(gradient.norm()) for name, gradient in found.items()}
 
@@ -86,7 +87,7 @@ def test_a_loss_of_values_alone_trains_a_sharded_model(tmp_path):
         batch = collate(FEATURES, packing=False)
         spec = OutputSpec(("values",), at="ends")
         loss = lambda outputs, _: Loss(outputs.values.square().sum(), torch.tensor(1.0))  # noqa: E731
-        network.forward_backward([batch, batch], spec, loss, before=id, after=id)
+        network.forward_backward([batch, batch], loss, spec=spec, before=id, after=id)
         return {n: whole(p.grad) for n, p in network.named.items() if p.grad is not None}
 
     alone = work(ALONE)
@@ -95,6 +96,18 @@ def test_a_loss_of_values_alone_trains_a_sharded_model(tmp_path):
     for found in ranks.run(2, work, dp_shard=2):
         for name, gradient in alone.items():
             torch.testing.assert_close(found[name], 2 * gradient, rtol=1e-4, atol=1e-5)
+
+
+def test_ranks_read_their_part_of_a_head(tmp_path):
+    base = folders.save_model(tmp_path)
+    expected = torch.arange(32.0)[None]
+    save_file({"value_head.weight": expected}, base / "value_head.safetensors")
+
+    def work(world):
+        return whole(opened(world, tmp_path, heads=("values",)).heads.values.weight)
+
+    for found in ranks.run(2, work, dp_shard=2):
+        assert torch.equal(found, expected)
 
 
 def constant(like):

@@ -7,16 +7,11 @@ import surefoot
 from folders import CHATML, save_model, save_recipe
 from surefoot.data.example import Example, Message
 from surefoot.errors import DataError
-from surefoot.inference import (
-    Generation,
-    adopt,
-    evaluation,
-    generations,
-    held_out,
-    measure,
-    open_model,
-    open_start,
-)
+from surefoot.inference import Generation, evaluation, open_model
+from surefoot.inference.evaluation import adopt, measure
+from surefoot.inference.held_out_set import held_out
+from surefoot.inference.model_loading import open_start
+from surefoot.inference.responses import generations
 from surefoot.recipe.recipe import load
 
 

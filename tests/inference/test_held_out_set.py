@@ -8,7 +8,7 @@ from folders import save_data, save_model, save_recipe, tokenizer
 from surefoot.data.text.codec import Codec
 from surefoot.data.text.templates import load_template
 from surefoot.errors import DataError, RecipeError
-from surefoot.inference import held_out
+from surefoot.inference.held_out_set import held_out
 from surefoot.recipe.recipe import load
 from surefoot.recipe.recipe_data import streamed
 

@@ -11,7 +11,8 @@ import surefoot
 from folders import CHATML, edit_json, save_adapter, save_model, save_recipe, tokenizer
 from surefoot.data.example import Message
 from surefoot.errors import ModelError, SurefootError, TemplateError
-from surefoot.inference import open_model, open_start
+from surefoot.inference import open_model
+from surefoot.inference.model_loading import open_start
 from surefoot.recipe.recipe import load
 
 IDS = torch.arange(60, 76)[None]

@@ -5,14 +5,15 @@ import logging
 import pytest
 import torch
 
-from checkpoint.mindspore.real import SOURCES, real, truth  # noqa: F401 - fixtures
+from checkpoint.layouts.mindspore.real import SOURCES, real, truth  # noqa: F401 - fixtures
 from folders import save_adapter, save_model
 from spread import trainer
 from surefoot.checkpoint.layouts.mindspore.naming.names import to_huggingface
 from surefoot.checkpoint.layouts.mindspore.writing.rank_files import write_full
 from surefoot.checkpoint.sources.source import TensorsInMemory, read_whole
 from surefoot.errors import CheckpointError
-from surefoot.interchange import detect_trainer, load_mindspore_checkpoint
+from surefoot.interchange import detect_trainer
+from surefoot.interchange.from_mindspore import load_mindspore_checkpoint
 from surefoot.methods.lora import LoRA
 from surefoot.parallel.world import ALONE
 

@@ -14,7 +14,8 @@ from theirs import HALF, STEPS, policy_of, recipe_in, their_trainer
 
 from folders import edit_json
 from surefoot.errors import CheckpointError
-from surefoot.interchange import is_trainer_checkpoint, load_trainer_checkpoint
+from surefoot.interchange.from_trainer import load_trainer_checkpoint
+from surefoot.interchange.trainer_folder import is_trainer_checkpoint
 from surefoot.methods.full import Full
 from surefoot.methods.lora import LoRA
 from surefoot.optim.adamw import AdamW

@@ -11,7 +11,9 @@ import pytest
 import torch
 from theirs import HALF, Losses, furthest, their_trainer, weights_of
 
-from surefoot.interchange import load_trainer_checkpoint, save_trainer_checkpoint
+from surefoot.inference.trainer_target import sections_of
+from surefoot.interchange.from_trainer import load_trainer_checkpoint
+from surefoot.interchange.to_trainer import save_trainer_checkpoint
 from surefoot.run.training_run import build
 
 ROUNDING = 2e-6
@@ -40,7 +42,9 @@ def test_a_run_that_began_in_the_trainer_ends_as_if_it_had_never_left(both, tmp_
 
 
 def test_a_run_that_went_over_to_the_trainer_ends_as_if_it_had_stayed(both, tmp_path):
-    save_trainer_checkpoint(both.ours, tmp_path / "over", recipe=both.recipe, base=both.base)
+    save_trainer_checkpoint(
+        both.ours, tmp_path / "over", run=sections_of(both.recipe), base=both.base
+    )
     losses = Losses()
     theirs = their_trainer(both.recipe, tmp_path / "theirs", losses, model=both.start())
     theirs.train(resume_from_checkpoint=str(tmp_path / "over"))
@@ -57,7 +61,7 @@ def test_moments_come_over_to_the_bit_and_go_back_to_the_bit(both, tmp_path):
     ours = build(elsewhere(both.recipe, tmp_path / "ours"))
     load_trainer_checkpoint(both.theirs, ours, trust_pickle=True)
     saved = save(ours)
-    save_trainer_checkpoint(saved, tmp_path / "back", recipe=both.recipe, base=both.base)
+    save_trainer_checkpoint(saved, tmp_path / "back", run=sections_of(both.recipe), base=both.base)
     there, back = (
         torch.load(folder / "optimizer.pt", weights_only=True)
         for folder in (both.theirs, tmp_path / "back")
@@ -75,7 +79,7 @@ def test_position_and_generators_come_back_as_the_trainer_wrote_them(both, tmp_p
     ours = build(elsewhere(both.recipe, tmp_path / "ours"))
     load_trainer_checkpoint(both.theirs, ours, trust_pickle=True)
     saved = save(ours)
-    save_trainer_checkpoint(saved, tmp_path / "back", recipe=both.recipe, base=both.base)
+    save_trainer_checkpoint(saved, tmp_path / "back", run=sections_of(both.recipe), base=both.base)
     there, back = (
         torch.load(folder / "scheduler.pt", weights_only=True)
         for folder in (both.theirs, tmp_path / "back")

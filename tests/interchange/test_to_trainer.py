@@ -17,12 +17,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, MixtralConfig, Mix
 import tiny
 from surefoot.checkpoint.layouts.opening import open_folder
 from surefoot.errors import CheckpointError, ModelError
-from surefoot.interchange import load_trainer_checkpoint, save_trainer_checkpoint
+from surefoot.inference.trainer_target import sections_of
+from surefoot.interchange.from_trainer import load_trainer_checkpoint
+from surefoot.interchange.to_trainer import save_trainer_checkpoint
 from surefoot.run.training_run import build
 
 
 def convert(both, folder, **changes):
     given = {"recipe": both.recipe, "base": both.base, **changes}
+    given["run"] = sections_of(given.pop("recipe"))
     save_trainer_checkpoint(both.ours, folder, **given)
     return folder
 
@@ -85,7 +88,7 @@ def test_early_stopping_goes_on_in_the_trainer(tmp_path):
     build(recipe).fit()
     best = json.loads((recipe.train.output_dir / "checkpoint-8" / "trainer_state.json").read_text())
     save_trainer_checkpoint(
-        recipe.train.output_dir / "checkpoint-8", tmp_path / "out", recipe=recipe
+        recipe.train.output_dir / "checkpoint-8", tmp_path / "out", run=sections_of(recipe)
     )
     state = json.loads((tmp_path / "out" / "trainer_state.json").read_text())
     known = state["stateful_callbacks"]["EarlyStoppingCallback"]
@@ -143,7 +146,7 @@ def test_dropout_rank_and_bias_of_every_kind_of_adapter_go_over(tmp_path):
     trainer.policy.module.save_pretrained(tmp_path / "start")
     trainer.fit()
     folder, base = recipe.train.output_dir / "checkpoint-2", Path(recipe.model.path)
-    save_trainer_checkpoint(folder, tmp_path / "out", recipe=recipe, base=base)
+    save_trainer_checkpoint(folder, tmp_path / "out", run=sections_of(recipe), base=base)
     model = PeftModel.from_pretrained(
         AutoModelForCausalLM.from_pretrained(base), tmp_path / "start", is_trainable=True
     )
@@ -162,7 +165,7 @@ def test_experts_go_over_although_files_and_modules_name_them_differently(tmp_pa
     ours.fit()
     expected = {n: p.detach().clone() for n, p in ours.policy.module.named_parameters()}
     out = tmp_path / "out"
-    save_trainer_checkpoint(recipe.train.output_dir / "checkpoint-2", out, recipe=recipe)
+    save_trainer_checkpoint(recipe.train.output_dir / "checkpoint-2", out, run=sections_of(recipe))
     with safe_open(out / "model.safetensors", "pt") as file:
         assert "model.layers.0.mlp.experts.gate_up_proj" in set(file.keys())
     theirs = their_trainer(recipe, tmp_path / "theirs")  # from the pretrained model

@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from checkpoint.mindspore.real import copied, real  # noqa: F401 - fixtures
+from checkpoint.layouts.mindspore.real import copied, real  # noqa: F401 - fixtures
 from folders import save_model, save_recipe
+from surefoot.checkpoint.converting.targets.mindspore import MindSporeFolder
 from surefoot.checkpoint.disk.bytes import raw
 from surefoot.checkpoint.layouts.mindspore.strategy.parallel_config import ParallelConfig
-from surefoot.checkpoint.layouts.mindspore.writing.conversion import TargetFormat
 from surefoot.checkpoint.reading.contents import open_contents, shown
 from surefoot.checkpoint.sources.source import FolderSource, read_whole
-from surefoot.inference.conversion import write_mindspore
-from surefoot.interchange import load_mindspore_checkpoint
+from surefoot.inference.conversion import convert
+from surefoot.interchange.from_mindspore import load_mindspore_checkpoint
 from surefoot.recipe.recipe import load
 from surefoot.run.training_run import build, run
 
@@ -78,7 +78,7 @@ def model(request, tmp_path_factory):
 
 def test_whole_weights_are_read_bitwise_and_fill_a_net(model, tmp_path):
     folder, names = model
-    write_mindspore(folder, tmp_path / "full", TargetFormat(names=names))
+    convert(folder, tmp_path / "full", MindSporeFolder(names=names))
     assert only_hashes(theirs("hashes", folder=tmp_path / "full")) == ours(tmp_path / "full")
     told = theirs("into_net", folder=tmp_path / "full")
     assert told == {"missing": [], "unknown": [], "same": True}
@@ -87,9 +87,9 @@ def test_whole_weights_are_read_bitwise_and_fill_a_net(model, tmp_path):
 @pytest.mark.parametrize("cut", CUTS)
 def test_their_merge_of_our_slices_is_the_whole(model, tmp_path, cut):
     folder, names = model
-    wanted = TargetFormat("distributed", CUTS[cut], names=names)
-    write_mindspore(folder, tmp_path / "cut", wanted)
-    write_mindspore(folder, tmp_path / "full", TargetFormat(names=names))
+    wanted = MindSporeFolder(layout="distributed", parallel_config=CUTS[cut], names=names)
+    convert(folder, tmp_path / "cut", wanted)
+    convert(folder, tmp_path / "full", MindSporeFolder(names=names))
     found = theirs(
         "merge", source=tmp_path / "cut/checkpoint", strategy=tmp_path / "cut/strategy",
         target=tmp_path / "merged",
@@ -100,8 +100,12 @@ def test_their_merge_of_our_slices_is_the_whole(model, tmp_path, cut):
 @pytest.mark.parametrize("cut", CUTS)
 def test_their_cut_by_our_strategy_is_ours(model, tmp_path, cut):
     folder, names = model
-    write_mindspore(folder, tmp_path / "cut", TargetFormat("distributed", CUTS[cut], names=names))
-    write_mindspore(folder, tmp_path / "full", TargetFormat(names=names))
+    convert(
+        folder,
+        tmp_path / "cut",
+        MindSporeFolder(layout="distributed", parallel_config=CUTS[cut], names=names),
+    )
+    convert(folder, tmp_path / "full", MindSporeFolder(names=names))
     found, expected = theirs(
         "cut", source=tmp_path / "full", strategy=tmp_path / "cut/strategy",
         target=tmp_path / "theirs", ours=tmp_path / "cut/checkpoint",
@@ -118,11 +122,15 @@ def mixture(request, tmp_path_factory):
 
 def test_a_mixture_of_experts_fills_a_net_and_survives_their_merge(mixture, tmp_path):
     folder, names = mixture
-    write_mindspore(folder, tmp_path / "full", TargetFormat(names=names))
+    convert(folder, tmp_path / "full", MindSporeFolder(names=names))
     told = theirs("into_net", folder=tmp_path / "full")
     assert told == {"missing": [], "unknown": [], "same": True}
     shards = ParallelConfig(2, enable_parallel_optimizer=True, parallel_optimizer_threshold=0)
-    write_mindspore(folder, tmp_path / "cut", TargetFormat("distributed", shards, names=names))
+    convert(
+        folder,
+        tmp_path / "cut",
+        MindSporeFolder(layout="distributed", parallel_config=shards, names=names),
+    )
     found = theirs(
         "merge", source=tmp_path / "cut/checkpoint", strategy=tmp_path / "cut/strategy",
         target=tmp_path / "merged",
@@ -142,8 +150,10 @@ def trained(tmp_path_factory):
 
 def test_moments_of_a_run_fill_their_net_and_come_back_into_a_run(trained, tmp_path):
     checkpoint = trained / "run" / "checkpoint-2"
-    write_mindspore(
-        checkpoint, tmp_path / "cut", TargetFormat("distributed", CUTS["dp2mp2 with shards"])
+    convert(
+        checkpoint,
+        tmp_path / "cut",
+        MindSporeFolder(layout="distributed", parallel_config=CUTS["dp2mp2 with shards"]),
     )
     found = theirs(
         "merge", source=tmp_path / "cut/checkpoint", strategy=tmp_path / "cut/strategy",
@@ -164,8 +174,8 @@ def test_moments_of_a_run_fill_their_net_and_come_back_into_a_run(trained, tmp_p
 
 
 def test_training_state_survives_their_merge(real, tmp_path):  # noqa: F811
-    wanted = TargetFormat("distributed", CUTS["dp2mp2 with shards"])
-    write_mindspore(real / "pp2mp2", tmp_path / "cut", wanted)
+    wanted = MindSporeFolder(layout="distributed", parallel_config=CUTS["dp2mp2 with shards"])
+    convert(real / "pp2mp2", tmp_path / "cut", wanted)
     found = theirs(
         "merge", source=tmp_path / "cut/checkpoint", strategy=tmp_path / "cut/strategy",
         target=tmp_path / "merged",

@@ -25,6 +25,7 @@ from surefoot.checkpoint.sources.source import FolderSource, read_whole
 from surefoot.cli.main import main
 from surefoot.geometry.mesh import Mesh
 from surefoot.interchange.to_trainer import save_trainer_checkpoint
+from surefoot.network.network import Network
 from surefoot.recipe.recipe import load
 from surefoot.stages import STAGES
 from surefoot.stages.sft import SFT
@@ -168,9 +169,35 @@ def test_a_new_run_starts_with_the_head_of_the_model_it_opens(whole, method, tmp
     section = {"adapter": str(saved)} if is_adapter else {"path": str(saved)}
     still = {"optim": {"adamw": {"learning_rate": 1e-30}}, **METHODS[method]}
     made = project(tmp_path, **still, model=section)
-    assert together(2, made) == [0, 0]
+    if is_adapter:
+        assert in_child(lambda: surefoot.train(made.recipe)) == 0
+    else:
+        assert together(2, made) == [0, 0]
     found = contents(checkpoints(made.run)[-1])
     assert torch.equal(found[HEAD], contents(saved)[HEAD])
+
+
+@dataclass
+class Keeps(TrainerCallback):
+    """Keeps the network that is trained."""
+
+    network: Network | None = None
+
+    def on_train_begin(self, args, state, control):
+        self.network = args.learner.network
+
+
+def test_a_run_ends_with_the_head_of_the_best_checkpoint(tmp_path):
+    first = {"greater_is_better": True, "load_best_model_at_end": True}  # losses sink
+    train = {"max_steps": 4, "micro_batch_size": 2, "eval_steps": 2, **first}
+    made, kept = project(tmp_path, train=train, data={"val_size": 4}), Keeps()
+    made.sections["checkpoint"]["save_steps"] = 2
+    made.write()
+    state = surefoot.train(made.recipe, callbacks=[kept])
+    assert state.best_global_step == 2
+    best, last = (contents(folder)[HEAD] for folder in checkpoints(made.run))
+    assert torch.equal(kept.network.heads.values.weight, best)
+    assert not torch.equal(best, last)
 
 
 def test_commands_list_it_and_other_tools_never_see_it(whole, tmp_path):

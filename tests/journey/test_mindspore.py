@@ -8,23 +8,27 @@ import torch
 from safetensors import safe_open
 
 from folders import save_data, save_model, save_recipe
+from surefoot.checkpoint.converting.targets.mindspore import MindSporeFolder
 from surefoot.checkpoint.layouts.mindspore.strategy.parallel_config import ParallelConfig
-from surefoot.checkpoint.layouts.mindspore.writing.conversion import TargetFormat
 from surefoot.checkpoint.reading.contents import open_contents
 from surefoot.checkpoint.sources.source import FolderSource, read_whole
-from surefoot.inference.conversion import write_mindspore
+from surefoot.inference.conversion import convert
 from surefoot.inference.model_loading import open_model
 from surefoot.model.section import ModelSection
 from surefoot.network.meta import init_on_meta
-from surefoot.recipe.from_mindformers.conversion import convert
+from surefoot.recipe.from_mindformers.conversion import convert as convert_recipe
 from surefoot.recipe.recipe import load, read
 from surefoot.recipe.yaml import parse
 from surefoot.run.training_run import build, run
 
 FORMS = {
-    "full": TargetFormat(names="legacy-fused"),
-    "distributed": TargetFormat("distributed", ParallelConfig(2, 2, 3), names="legacy-fused"),
-    "iteration": TargetFormat("distributed", ParallelConfig(1, 4), is_iteration=True),
+    "full": MindSporeFolder(names="legacy-fused"),
+    "distributed": MindSporeFolder(
+        layout="distributed", parallel_config=ParallelConfig(2, 2, 3), names="legacy-fused"
+    ),
+    "iteration": MindSporeFolder(
+        layout="distributed", parallel_config=ParallelConfig(1, 4), iteration=True
+    ),
 }
 
 SAVES = {"save_steps": 2, "async_save": False}
@@ -40,7 +44,7 @@ def model(tmp_path_factory):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_model_of_mindspores_answers_as_the_one_it_came_from(model, tmp_path, form):
-    write_mindspore(model, tmp_path / "theirs", FORMS[form])
+    convert(model, tmp_path / "theirs", FORMS[form])
     found, expected = open_model(tmp_path / "theirs"), open_model(model)
     ids = torch.tensor([expected.continuation("1 + 1 =")])
     with torch.no_grad():
@@ -50,7 +54,7 @@ def test_a_model_of_mindspores_answers_as_the_one_it_came_from(model, tmp_path, 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_process_reads_just_its_part_of_mindspores_weights(model, tmp_path, form):
-    write_mindspore(model, tmp_path / "theirs", FORMS[form])
+    convert(model, tmp_path / "theirs", FORMS[form])
     section = ModelSection(path=str(tmp_path / "theirs"))
     assert init_on_meta(tmp_path / "theirs", section, dtype="auto") is not None
 
@@ -73,7 +77,7 @@ def expected(model, tmp_path_factory):
 def test_training_from_mindspores_weights_is_training_from_the_model(
     model, expected, tmp_path, form
 ):
-    write_mindspore(model, tmp_path / "theirs", FORMS[form])
+    convert(model, tmp_path / "theirs", FORMS[form])
     assert len(expected) == 2
     assert losses(model.parent, tmp_path / "theirs", tmp_path / "run") == expected
 
@@ -86,7 +90,7 @@ def trained(tmp_path_factory):
     save_model(folder / "model", "qwen2", num_attention_heads=4, num_key_value_heads=4)
     run(load(save_recipe(folder, train={"eval_steps": None}, checkpoint=SAVES)))
     for form, wanted in FORMS.items():
-        write_mindspore(folder / "run" / "checkpoint-2", folder / form, wanted)
+        convert(folder / "run" / "checkpoint-2", folder / form, wanted)
     return folder
 
 
@@ -125,7 +129,7 @@ callbacks:
 
 def from_yaml(trained, text):
     """Their file as a recipe of the project in ``trained``."""
-    settings = convert(parse(text, "theirs.yaml")).settings
+    settings = convert_recipe(parse(text, "theirs.yaml")).settings
     content = parse(save_recipe(trained, train={"eval_steps": None}).read_text(), "ours").data
     return read(content, settings)
 
@@ -155,8 +159,10 @@ def test_a_pretraining_saves_each_slice_once(trained, tmp_path):
     run(from_yaml(trained, PRETRAIN.format(run=tmp_path / "run", model=trained / "model")))
     checkpoint, theirs = tmp_path / "run" / "checkpoint-4", tmp_path / "theirs"
     assert (checkpoint / "rank_00000" / "optimizer.safetensors").exists()
-    wanted = TargetFormat("distributed", ParallelConfig(2, 2), remove_redundancy=True)
-    write_mindspore(checkpoint, theirs, wanted)
+    wanted = MindSporeFolder(
+        layout="distributed", parallel_config=ParallelConfig(2, 2), remove_redundancy=True
+    )
+    convert(checkpoint, theirs, wanted)
     files = sorted((theirs / "checkpoint").rglob("*.safetensors"))
     whole = FolderSource(open_contents(checkpoint, ("model", "optimizer")))
     moments = [s for n, s in whole.shapes().items() if not n.endswith(".step")]

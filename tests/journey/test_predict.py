@@ -6,9 +6,9 @@ import pytest
 
 from folders import save_data, save_model, save_recipe
 from project import surefoot
+from surefoot.checkpoint.converting.targets.mindspore import MindSporeFolder
 from surefoot.checkpoint.layouts.mindspore.strategy.parallel_config import ParallelConfig
-from surefoot.checkpoint.layouts.mindspore.writing.conversion import TargetFormat
-from surefoot.inference.conversion import write_mindspore
+from surefoot.inference.conversion import convert
 
 SIZES = {"num_attention_heads": 4, "num_key_value_heads": 4, "initializer_range": 0.3}
 SAMPLED = ("generate.max_new_tokens=5", "generate.do_sample=true", "generate.batch_size=2")
@@ -19,8 +19,10 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("predict")
     save_model(folder / "base", "qwen2", **SIZES)
     (folder / "q.txt").write_text("Hi\nWhat is 1 plus 1?\nA long story\n")
-    wanted = TargetFormat("distributed", ParallelConfig(2, 2), names="legacy-fused")
-    write_mindspore(folder / "base", folder / "theirs", wanted)
+    wanted = MindSporeFolder(
+        layout="distributed", parallel_config=ParallelConfig(2, 2), names="legacy-fused"
+    )
+    convert(folder / "base", folder / "theirs", wanted)
     for name in ("config.json", "tokenizer.json"):  # what MindSpore's ranks have nothing of
         (folder / "theirs" / name).unlink()
     return folder

@@ -4,14 +4,15 @@ from dataclasses import replace
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 import folders
+from answering import answer
 from surefoot.batch import Batch, OutputSpec
 from surefoot.data.text.collation import collate
 from surefoot.data.text.pairs import collate_pairs
 from surefoot.errors import ModelError
-from surefoot.generate import generation
 from surefoot.generate.section import GenerateSection
 from surefoot.methods.full import Full
 from surefoot.methods.lora import LoRA
@@ -194,7 +195,7 @@ def test_samples_come_with_the_log_probabilities_they_were_drawn_with(tmp_path, 
 def test_a_sample_says_why_it_ended(tmp_path):
     network = opened(tmp_path, sizes={"max_position_embeddings": 16})
     section = GenerateSection(max_new_tokens=6)
-    plain = generation.answer(network.module, PROMPTS, section, stop_token_ids=[])
+    plain = answer(network.module, PROMPTS, section, stop_token_ids=[])
     stop = plain[0][2]
     long = [3] * 14
     found = network.generate([*PROMPTS[:1], long, [5] * 16], section, seed=0, stop_token_ids=[stop])
@@ -227,3 +228,35 @@ def test_a_model_that_is_trained_generates_and_is_trained_on(tmp_path, method):
     plain = opened(tmp_path, method=None)
     assert found[0].ids == plain.generate(PROMPTS, section, seed=0, stop_token_ids=[])[0].ids
     network.forward(collate(FEATURES, packing=True), OutputSpec(("logps",)))
+
+
+def stored_head(folder, width=32, value=0.5):
+    """A model's folder with the weights of a head in it."""
+    base = folders.save_model(folder / "model", "llama")
+    save_file({"value_head.weight": torch.full((1, width), value)}, base / "value_head.safetensors")
+    return base
+
+
+def open_with_head(base, **options):
+    given = NetworkOptions(method=Full(), **VALUED, **options)
+    return open_network(base, ModelSection(path=str(base)), folders.tokenizer(), ALONE, given)
+
+
+def test_a_head_is_read_from_the_folder_of_the_model_or_of_its_weights(tmp_path):
+    base, other = stored_head(tmp_path / "one"), stored_head(tmp_path / "other", value=2.0)
+    assert torch.equal(open_with_head(base).heads.values.weight, torch.full((1, 32), 0.5))
+    found = open_with_head(base, weights=other).heads.values.weight
+    assert torch.equal(found, torch.full((1, 32), 2.0))
+
+
+def test_a_head_without_a_file_starts_at_0_and_the_log_says_so(tmp_path, caplog):
+    base = folders.save_model(tmp_path, "llama")
+    with caplog.at_level("INFO", "surefoot"):
+        network = open_with_head(base)
+    assert not network.heads.values.weight.any()
+    assert f"value_head: {base} has no value_head.safetensors, so it starts at 0" in caplog.text
+
+
+def test_the_head_of_another_model_is_refused(tmp_path):
+    with pytest.raises(ModelError, match=r"contains value_head\.weight \[1, 16\], but .*\[1, 32\]"):
+        open_with_head(stored_head(tmp_path, width=16))

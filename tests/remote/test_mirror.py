@@ -7,7 +7,7 @@ import pytest
 from checkpoint.sample import sample_states
 from surefoot.checkpoint.saving.preparation import save
 from surefoot.errors import CheckpointError
-from surefoot.remote.contents import contents
+from surefoot.remote.contents import Contents
 from surefoot.remote.mirror import Mirror
 from surefoot.remote.store import Store
 from surefoot.storage.address import Address
@@ -25,7 +25,7 @@ def saved(folder, step):
 
 
 def there(store):
-    return list(contents(store).committed)
+    return list(Contents(store.list()).committed)
 
 
 def test_at_the_end_all_that_lies_here_lies_there(store, tmp_path):
@@ -36,7 +36,7 @@ def test_at_the_end_all_that_lies_here_lies_there(store, tmp_path):
             mirror.on_committed(saved(tmp_path, step), replaces=())
     assert there(store) == [1, 2, 3]
     assert mirror.steps == {1, 2, 3}
-    assert set(contents(store).of_the_run) == {"metrics.jsonl"}
+    assert set(Contents(store.list()).of_the_run) == {"metrics.jsonl"}
 
 
 def test_what_an_earlier_start_could_not_upload_goes_first(store, tmp_path, caplog):

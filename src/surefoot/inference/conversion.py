@@ -7,19 +7,17 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-from ..checkpoint.converting.origin import Done, DtypeName, Hints, Target, WholeModel
+from ..checkpoint.converting.origin import Done, Hints, Target, WholeModel
 from ..checkpoint.converting.targets import TARGETS as CHECKPOINT_TARGETS
-from ..checkpoint.converting.targets import mindspore
 from ..checkpoint.layouts.mindspore.layout import MindSpore
-from ..checkpoint.layouts.mindspore.mindspore_model import NOTHING_MORE, MindSporeHints, open_model
-from ..checkpoint.layouts.mindspore.writing.conversion import TargetFormat
-from ..checkpoint.sources.copying import Progress, silent
+from ..checkpoint.layouts.mindspore.mindspore_model import MindSporeHints, open_model
+from ..checkpoint.sources.copying import DtypeName, Progress, silent
 from ..checkpoint.sources.source import TensorSource
 from ..interchange.source import open_source
-from ..interchange.trainer_target import TrainerCheckpoint
 from .exported import whole_model
 from .model_loading import Parts, find_parts
 from .model_location import locate
+from .trainer_target import TrainerCheckpoint
 
 TARGETS: Mapping[str, type[Target]] = {**CHECKPOINT_TARGETS, "trainer": TrainerCheckpoint}
 USUAL = "surefoot"  # where only a layout or mesh is named
@@ -74,17 +72,3 @@ def convert(folder: Path, target: Path, to: Target, progress: Progress = silent)
         OptionError: options that mean nothing for this folder.
     """
     return to.write(FolderToConvert(folder, to.hints), target, progress)
-
-
-def write_mindspore(
-    folder: Path,
-    target: Path,
-    wanted: TargetFormat,
-    *,
-    theirs: MindSporeHints = NOTHING_MORE,
-    progress: Progress | None = None,
-) -> None:
-    """Write what is in ``folder`` as MindSpore keeps it, in the format ``wanted``."""
-    base = None if theirs.base is None else str(theirs.base)
-    origin = FolderToConvert(folder, Hints(base, strategy=theirs.strategy))
-    mindspore.write_mindspore(origin, target, wanted, progress=progress)

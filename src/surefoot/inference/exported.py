@@ -11,32 +11,29 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Literal
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from ..checkpoint.converting.model_files import configs
+from ..checkpoint.converting.targets.huggingface import refuse_taken
 from ..checkpoint.disk.atomic_folder import new_folder, write_small
 from ..checkpoint.disk.companions import beside
 from ..checkpoint.layouts.adapter_merge import PREFIX, merged
 from ..checkpoint.layouts.opening import open_folder, open_role
-from ..checkpoint.sources.copying import copy
+from ..checkpoint.sources.copying import DtypeName, cast, copy
 from ..checkpoint.sources.lora import same_values
-from ..checkpoint.sources.source import CastSource, Renamed, TensorSource
+from ..checkpoint.sources.source import Renamed, TensorSource
 from ..data.section import DataSection
 from ..data.text.codec import Codec
 from ..data.text.templates import load_template, saved_source
 from ..errors import ModelError
-from ..model.pretrained.loading import DTYPES
 from ..model.pretrained.tokenizer import load_tokenizer
 from ..network.heads import HEADS
-from ..storage import files
 from .model_loading import Parts, find_parts
 from .resized import Grown
 
 logger = logging.getLogger(__name__)
-DtypeName = Literal["float32", "bfloat16", "float16"]
 
 
 def export(
@@ -65,7 +62,7 @@ def export(
         CheckpointError: damaged weights, an adapter of another model, or a write that fails.
     """
     parts, target = find_parts(path, base=base), Path(out).expanduser().absolute()
-    _refuse_taken(target)
+    refuse_taken(target)
     source, small = whole_model(parts, dtype=dtype, trust_remote_code=trust_remote_code)
     total, done = _num_bytes(source), 0
 
@@ -90,19 +87,12 @@ def whole_model(
         if open_role(folder, name) is not None:
             logger.warning("%s: its %s is left out: a model's files have none", folder, name)
     whole = _whole(parts, trust_remote_code)
-    source = whole.source if dtype is None else CastSource(whole.source, DTYPES[dtype])
+    source = cast(whole.source, dtype)
     small = {
         **beside(parts.model, parts.tokenizer),
         **configs(parts.model, source, whole.changes, whole.stop_token_ids),
     }
     return source, small
-
-
-def _refuse_taken(out: Path) -> None:
-    if out.is_dir() and not any(out.iterdir()):
-        return
-    if files.exists(out):
-        raise ModelError(f"{out}: it exists already, and nothing is overwritten; choose another")
 
 
 @dataclass(frozen=True)

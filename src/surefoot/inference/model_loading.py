@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Literal, cast
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..checkpoint.converting.model_files import read_config
 from ..data.example import JSON, Message
 from ..data.section import DataSection
 from ..data.text.codec import Codec
@@ -228,7 +228,7 @@ def _base_of(adapter: ModelLocation, given: str | Path | None) -> Path:
                 f"--base {given}: is an adapter; merge it first with `surefoot export`"
             )
         return located.folder
-    config = _read_config(adapter.folder)
+    config = read_config(adapter.folder / ADAPTER)
     name = config.get("base_model_name_or_path")
     if isinstance(name, str) and Path(name).is_dir():
         return Path(name)
@@ -244,13 +244,3 @@ def _base_of(adapter: ModelLocation, given: str | Path | None) -> Path:
         f"{adapter}: the base model of this adapter, {name!r}, does not exist; name it with "
         "--base FOLDER"
     )
-
-
-def _read_config(folder: Path) -> dict[str, Any]:
-    try:
-        config = json.loads((folder / ADAPTER).read_bytes())
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{folder / ADAPTER}: cannot be read: {error}") from None
-    if not isinstance(config, dict):
-        raise ModelError(f"{folder / ADAPTER}: expected a JSON object, found {str(config)[:40]}")
-    return config

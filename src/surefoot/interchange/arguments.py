@@ -2,27 +2,45 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+from ..checkpoint.section import CheckpointSection
+from ..model.section import ModelSection
+from ..network.method import Method
 from ..optim.optimizer import Optimizer
-from ..recipe.recipe import Recipe
+from ..training.section import TrainSection
+from ..training.stage import Stage
 
 
-def training_arguments(recipe: Recipe, max_steps: int) -> dict[str, object]:
+@dataclass(frozen=True, kw_only=True)
+class RunSections:
+    """The sections of a run's recipe that have a counterpart in the Trainer."""
+
+    model: ModelSection
+    method: Method
+    stage: Stage
+    train: TrainSection
+    optim: Optimizer
+    checkpoint: CheckpointSection
+
+
+def training_arguments(run: RunSections, max_steps: int) -> dict[str, object]:
     """Keywords of ``TrainingArguments`` with which the Trainer resumes the run.
 
     The schedules agree after the warmup; during it, the Trainer is one step behind (it starts at
     0).
     """
-    section = recipe.train
+    section = run.train
     found: dict[str, object] = {
         "max_steps": max_steps,
         "per_device_train_batch_size": section.micro_batch_size,
         "gradient_accumulation_steps": section.gradient_accumulation_steps,
         "max_grad_norm": section.max_grad_norm,
         "seed": section.seed,
-        "label_smoothing_factor": recipe.stage.spec.smoothing,
-        "learning_rate": recipe.optim.learning_rate,
-        **recipe.optim.trainer_arguments(),
-        **_schedule(recipe.optim, max_steps),
+        "label_smoothing_factor": run.stage.spec.smoothing,
+        "learning_rate": run.optim.learning_rate,
+        **run.optim.trainer_arguments(),
+        **_schedule(run.optim, max_steps),
     }
     if section.precision in ("bf16", "fp16"):
         found[section.precision] = True

@@ -109,10 +109,3 @@ def detect_trainer(folder: Path, *, trust_pickle: bool, pp: int) -> ForeignTrain
             f"model.{where}={shlex.quote(str(folder))}"
         )
     return None
-
-
-def resume_from(
-    folder: Path, writer: ForeignTrainer, trainer: Trainer, *, base: Path, trust_pickle: bool
-) -> None:
-    """Make ``trainer`` what the other trainer's was; errors as of its loader."""
-    writer.load(folder, trainer, base=base, trust_pickle=trust_pickle)

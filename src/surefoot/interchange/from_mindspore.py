@@ -29,13 +29,12 @@ from ..checkpoint.layouts.mindspore.strategy.parallel_config import MOMENTS
 from ..checkpoint.sources.joined import JoinedSource
 from ..checkpoint.sources.source import TensorSource, read_whole
 from ..checkpoint.state.local_box import local_box_of
-from ..checkpoint.state.states import ShardedState
 from ..data.order.loader import Loader
 from ..errors import CheckpointError
 from ..geometry.box import Box
 from ..model.fused_parameters import places
-from ..model.pretrained.weights import AdapterWeights, FullWeights
 from ..training.trainer import Trainer
+from .same_model import expect_adamw, fill_weights, shape_in_words
 
 logger = logging.getLogger(__name__)
 _SLOTS = dict(zip(MOMENTS, ("exp_avg", "exp_avg_sq"), strict=True))
@@ -117,17 +116,13 @@ def _anew(folder: Path) -> str:
 
 def _refuse_unlike(folder: Path, trainer: Trainer) -> None:
     """Reject a method and an optimizer to which MindSpore's moments do not belong."""
-    if isinstance(trainer.policy.weights, AdapterWeights):
+    if trainer.policy.weights.is_adapter:
         raise CheckpointError(
             f"{folder}: it contains a full model and its moments, but the recipe's method "
             f"trains an adapter; set method to full, or {_anew(folder)} to train an adapter of "
             "its weights"
         )
-    if not isinstance(trainer.policy.step.optimizer, torch.optim.AdamW):
-        raise CheckpointError(
-            f"{folder}: it holds AdamW's moments, but the recipe's optimizer is "
-            f"{type(trainer.policy.step.optimizer).__name__}; set optim to adamw"
-        )
+    expect_adamw(trainer.policy.step.optimizer, folder)
 
 
 def _refuse_other(source: TensorSource, trainer: Trainer, folder: Path) -> None:
@@ -137,7 +132,7 @@ def _refuse_other(source: TensorSource, trainer: Trainer, folder: Path) -> None:
     ours = {name: tuple(t.shape) for name, t in trainer.policy.weights.state_dict().items()}
     odd = sorted(ours.keys() ^ theirs.keys()) or [n for n in ours if ours[n] != theirs[n]]
     if odd:
-        here, there = (_shape(found.get(odd[0])) for found in (ours, theirs))
+        here, there = (shape_in_words(found.get(odd[0])) for found in (ours, theirs))
         raise CheckpointError(
             f"{folder}: a checkpoint of another model: {len(odd)} tensors differ; {odd[0]} is "
             f"{there} in it, {here} in this run"
@@ -157,12 +152,11 @@ def _with_fused_moments(source: TensorSource, trainer: Trainer) -> TensorSource:
     """``source``, with the moments of experts fused as their parameters are in memory.
     Parameters in a pipeline have other names, and are not changed.
     """
-    weights = trainer.policy.weights
-    if not isinstance(weights, FullWeights) or trainer.world.pp > 1:
+    if trainer.world.pp > 1:
         return source
     shapes = source.shapes()
     made: dict[str, tuple[tuple[int, ...], tuple[StackedMatrix, ...]]] = {}
-    for name, at in places(weights.model).items():
+    for name, at in places(trainer.policy.network.inner).items():
         for prefix in MOMENTS:
             if shapes.get(prefix + name) == at.shape:
                 tile = StackedMatrix(
@@ -178,10 +172,6 @@ def _with_fused_moments(source: TensorSource, trainer: Trainer) -> TensorSource:
     return StackedSource(source, complete) if complete else source
 
 
-def _shape(found: tuple[int, ...] | None) -> str:
-    return "missing" if found is None else f"of shape {list(found)}"
-
-
 def _learning(trainer: Trainer) -> Iterator[tuple[str, torch.Tensor]]:
     """The trainable parameters of this rank, by their names in the optimizer's state."""
     for group in trainer.policy.step.optimizer.param_groups:
@@ -192,21 +182,12 @@ def _fill_together(source: TensorSource, trainer: Trainer, num_updates: int) -> 
     """Raise an error of one rank on all ranks, so that none waits for another."""
     problem = None
     try:
-        _fill_weights(source, trainer.policy.weights)
+        fill_weights(source, trainer.policy.weights)
         _fill_moments(source, trainer, num_updates)
     except CheckpointError as error:
         problem = str(error)
     if problem := trainer.world.first_of(problem):
         raise CheckpointError(problem)
-
-
-@torch.no_grad()
-def _fill_weights(source: TensorSource, weights: ShardedState) -> None:
-    """Box by box into the existing tensors, so that no second model is in memory."""
-    current = weights.state_dict()
-    for name, tensor in current.items():
-        local_box_of(name, tensor, weights.cuts_of(name)).fill(partial(source.read, name))
-    weights.load_state_dict(current)
 
 
 @torch.no_grad()

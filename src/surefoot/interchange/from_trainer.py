@@ -16,15 +16,14 @@ from typing import Any
 import torch
 
 from ..callbacks.early_stop import EarlyStop
-from ..checkpoint.sources.source import TensorSource, read_whole
-from ..checkpoint.state.states import Stateful
+from ..checkpoint.state.protocols import Stateful
 from ..data.order.loader import Loader
 from ..errors import CheckpointError
 from ..storage import files
 from ..training.trainer import Trainer
 from .moments import Moments, moments_by_name, trainer_groups
 from .pickles import read_pickle
-from .same_model import open_same
+from .same_model import expect_adamw, fill_weights, open_same
 from .trainer_folder import (
     OPTIMIZER,
     RANDOM,
@@ -64,7 +63,7 @@ def load_trainer_checkpoint(folder: Path, trainer: Trainer, *, trust_pickle: boo
     if extras.random is not None:
         _take_random(extras.random, folder / RANDOM, trainer.states["random"])
 
-    _load_weights(source, trainer)
+    fill_weights(source, trainer.policy.weights)
     trainer.policy.optimizer_state.load_state_dict(moments)
     if scale is not None:
         trainer.policy.step.scaler.load_state_dict(scale)
@@ -105,23 +104,10 @@ def _refusal(folder: Path) -> str:
     )
 
 
-@torch.no_grad()
-def _load_weights(source: TensorSource, trainer: Trainer) -> None:
-    """Tensor by tensor into the existing ones, so that no second model is in memory."""
-    current = trainer.policy.weights.state_dict()
-    for name, tensor in current.items():
-        tensor.copy_(read_whole(source, name))
-    trainer.policy.weights.load_state_dict(current)
-
-
 def _moments(folder: Path, trainer: Trainer, by_module: Moments) -> Moments:
     """The same moments under the names of Surefoot's optimizer state."""
     optimizer = trainer.policy.step.optimizer
-    if not isinstance(optimizer, torch.optim.AdamW):
-        raise CheckpointError(
-            f"{folder / OPTIMIZER}: it contains AdamW's moments, but the recipe's optimizer is "
-            f"{type(optimizer).__name__}; set optim to adamw"
-        )
+    expect_adamw(optimizer, folder / OPTIMIZER)
     names = {id(p): name for name, p in trainer.policy.module.named_parameters()}
     return {
         ours: by_module[names[id(parameter)]]

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import logging
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,15 @@ import torch
 from torch import nn
 
 from ..checkpoint.disk import strict_json
+from ..checkpoint.layouts.adapter_merge import CHANGED_BASE
 from ..checkpoint.layouts.detection import detect_layout
 from ..checkpoint.layouts.opening import open_folder
 from ..checkpoint.sources.source import TensorSource, read_whole
 from ..checkpoint.sources.weights import ADAPTER, ADAPTER_CONFIG, MODEL
-from ..checkpoint.state.states import Stateful
+from ..checkpoint.state.local_box import local_box_of
 from ..errors import CheckpointError
 from ..model.pretrained.companions import adapter_files
-from ..model.pretrained.weights import AdapterWeights
+from ..network.method import Weights
 from ..storage import files
 
 logger = logging.getLogger(__name__)
@@ -31,10 +33,9 @@ MEANING = (
 )
 SETTINGS = {"lora_alpha": ".alpha", "use_rslora": ".rslora", "use_dora": ".dora"}  # in a recipe
 SHOWN = ("r", "rank_pattern", "target_modules", "modules_to_save", "peft_type")
-CHANGED_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
-def open_same(folder: Path, policy: nn.Module, weights: Stateful) -> TensorSource:
+def open_same(folder: Path, policy: nn.Module, weights: Weights) -> TensorSource:
     """The weights in ``folder``, if they belong to the model being trained.
 
     Args:
@@ -45,7 +46,7 @@ def open_same(folder: Path, policy: nn.Module, weights: Stateful) -> TensorSourc
     Raises:
         CheckpointError: names or shapes differ, or an adapter's settings.
     """
-    is_adapter = isinstance(weights, AdapterWeights)
+    is_adapter = weights.is_adapter
     layout = detect_layout(folder)
     if layout is None and not any(folder.glob("*_model*.bin")):  # which are pickles, told below
         raise CheckpointError(
@@ -68,7 +69,7 @@ def open_same(folder: Path, policy: nn.Module, weights: Stateful) -> TensorSourc
     odd = sorted(wanted.keys() ^ shapes.keys()) or [n for n in wanted if wanted[n] != shapes[n]]
     if odd:
         name = odd[0]
-        here, there = (_shape(found.get(name)) for found in (wanted, shapes))
+        here, there = (shape_in_words(found.get(name)) for found in (wanted, shapes))
         raise CheckpointError(
             (
                 f"{folder}: a checkpoint of another model: {len(odd)} tensors differ; {name} is "
@@ -77,6 +78,24 @@ def open_same(folder: Path, policy: nn.Module, weights: Stateful) -> TensorSourc
             + (f" ({_targets(folder, policy)})" if is_adapter else "")
         )
     return source
+
+
+@torch.no_grad()
+def fill_weights(source: TensorSource, weights: Weights) -> None:
+    """Read box by box into the existing tensors, so that no second model is in memory."""
+    current = weights.state_dict()
+    for name, tensor in current.items():
+        local_box_of(name, tensor, weights.cuts_of(name)).fill(partial(source.read, name))
+    weights.load_state_dict(current)
+
+
+def expect_adamw(optimizer: torch.optim.Optimizer, where: Path) -> None:
+    """Reject an optimizer to which the moments in ``where`` do not belong."""
+    if not isinstance(optimizer, torch.optim.AdamW):
+        raise CheckpointError(
+            f"{where}: it holds AdamW's moments, but the recipe's optimizer is "
+            f"{type(optimizer).__name__}; set optim to adamw"
+        )
 
 
 def _is_base(source: TensorSource, name: str, policy: nn.Module) -> bool:
@@ -89,15 +108,16 @@ def _is_base(source: TensorSource, name: str, policy: nn.Module) -> bool:
     return torch.equal(read_whole(source, name).to(own.dtype), own.cpu())
 
 
-def _shape(found: tuple[int, ...] | None) -> str:
+def shape_in_words(found: tuple[int, ...] | None) -> str:
+    """A tensor's shape in an error; None: it does not exist."""
     return "missing" if found is None else f"of shape {list(found)}"
 
 
 def _configs(folder: Path, policy: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
     """``adapter_config.json`` in the folder, and as this run would write it."""
     path = folder / ADAPTER_CONFIG
-    with files.raising(CheckpointError), files.open_file(path) as file:
-        theirs = strict_json.parse_object(files.read_all(file, strict_json.MAX_BYTES), str(path))
+    with files.raising(CheckpointError):
+        theirs = strict_json.read_object(path)
     return theirs, json.loads(adapter_files(policy)[ADAPTER_CONFIG])
 
 

@@ -28,12 +28,13 @@ from ..checkpoint.sources.copying import copy
 from ..checkpoint.sources.source import TensorsInMemory, TensorSource
 from ..checkpoint.state.roles import FileRole
 from ..errors import CheckpointError
-from ..recipe.recipe import Recipe
+from ..network.network import Network
+from ..optim.optimizer import Optimizer
 from ..storage import files
-from .arguments import training_arguments
+from .arguments import RunSections, training_arguments
 from .moments import moments_by_number, trainer_groups
 from .pickles import write_pickle
-from .skeleton import Skeleton, build_skeleton
+from .skeleton import open_skeleton, optimizer_names
 from .trainer_folder import OPTIMIZER, RANDOM, SCALER, SCHEDULER, STATE
 
 LEFT_OUT = {OURS, STATE, "recipe.yaml"}
@@ -41,7 +42,7 @@ LOGGING_STEPS, SAVE_STEPS = 500, 500  # the Trainer's own defaults; it divides b
 
 
 def save_trainer_checkpoint(
-    checkpoint: Path, target: Path, *, recipe: Recipe, base: Path | None = None
+    checkpoint: Path, target: Path, *, run: RunSections, base: Path | None = None
 ) -> dict[str, object]:
     """Write ``checkpoint`` into the new folder ``target``, which appears when all of it is written.
 
@@ -50,7 +51,7 @@ def save_trainer_checkpoint(
     Args:
         checkpoint: a Surefoot checkpoint.
         target: the argument of ``Trainer.train(resume_from_checkpoint=...)``.
-        recipe: of the run that saved it.
+        run: the settings of the run that saved it.
         base: the folder of the model below the adapter, if it is the checkpoint of one.
 
     Raises:
@@ -58,25 +59,26 @@ def save_trainer_checkpoint(
         ModelError: the model cannot be built from its configuration.
     """
     opened = open_checkpoint(checkpoint)
-    is_adapter = opened.manifest.kind == "adapter"
+    is_adapter = opened.manifest.is_adapter
     if is_adapter and base is None:
         raise CheckpointError(f"{checkpoint}: the checkpoint of an adapter; name its base")
-    skeleton = build_skeleton(base or checkpoint, checkpoint if is_adapter else None, recipe)
+    adapter = checkpoint if is_adapter else None
+    skeleton = open_skeleton(base or checkpoint, adapter, run.model, run.method)
     states = _read_states(checkpoint)
     progress = states["trainer"]
-    groups = trainer_groups(skeleton.policy)
-    settings = _settings(recipe, progress)
+    groups = trainer_groups(skeleton.module)
+    settings = _settings(run.optim, progress)
     with new_folder(target) as folder:
         _write_weights(opened, skeleton, folder)
         moments = _moments(opened, skeleton, states.pop("optimizer"))
         write_pickle(folder / OPTIMIZER, moments_by_number(moments, groups, settings))
         write_pickle(folder / SCHEDULER, _scheduler(settings, progress["global_step"]))
         write_pickle(folder / RANDOM, _generators(states["random"]))
-        if recipe.train.precision == "fp16":
+        if run.train.precision == "fp16":
             write_pickle(folder / SCALER, _scaler(states["scaler"]))
-        text = _state(opened, recipe, progress, states.get("callbacks", {}))
+        text = _state(opened, run, progress, states.get("callbacks", {}))
         files.write_new(folder / STATE, text)
-    return training_arguments(recipe, progress["max_steps"])
+    return training_arguments(run, progress["max_steps"])
 
 
 @dataclass
@@ -105,10 +107,10 @@ def _read_states(checkpoint: Path) -> dict[str, dict[str, Any]]:
 
 
 def _moments(
-    opened: CheckpointFolder, skeleton: Skeleton, saved: Mapping[str, Mapping[str, torch.Tensor]]
+    opened: CheckpointFolder, skeleton: Network, saved: Mapping[str, Mapping[str, torch.Tensor]]
 ) -> dict[str, Mapping[str, torch.Tensor]]:
     """The optimizer's state by the parameters' names in the model."""
-    names = skeleton.names()
+    names = optimizer_names(skeleton)
     if odd := sorted(saved.keys() ^ set(names.values())) if saved else []:
         raise CheckpointError(
             f"{opened.path}: its optimizer state does not belong to the parameters that its "
@@ -117,7 +119,7 @@ def _moments(
     return {name: saved[ours] for name, ours in names.items() if ours in saved}
 
 
-def _write_weights(opened: CheckpointFolder, skeleton: Skeleton, folder: Path) -> None:
+def _write_weights(opened: CheckpointFolder, skeleton: Network, folder: Path) -> None:
     """The weights and their companions.
 
     The Trainer resumes by ``load_state_dict`` into its modules. If files and modules have different
@@ -126,11 +128,11 @@ def _write_weights(opened: CheckpointFolder, skeleton: Skeleton, folder: Path) -
     both.
     """
     source: TensorSource = open_folder(opened.path)
-    if skeleton.converted():
+    if skeleton.weights.is_converted:
         model = AutoModelForCausalLM.from_pretrained(opened.path, dtype="auto")
         tied = model.all_tied_weights_keys
         source = TensorsInMemory({n: t for n, t in model.state_dict().items() if n not in tied})
-    is_adapter = opened.manifest.kind == "adapter"
+    is_adapter = opened.manifest.is_adapter
     stem, limit = ("adapter_model", None) if is_adapter else ("model", 5_000_000_000)
     copy(source, folder, stem=stem, max_shard_size=limit)
     for name in opened.manifest.files:
@@ -140,16 +142,16 @@ def _write_weights(opened: CheckpointFolder, skeleton: Skeleton, folder: Path) -
             files.write_new(folder / name, opened.small(name))
 
 
-def _settings(recipe: Recipe, progress: Mapping[str, Any]) -> list[dict[str, object]]:
+def _settings(optim: Optimizer, progress: Mapping[str, Any]) -> list[dict[str, object]]:
     """The two groups of the Trainer's optimizer after this step."""
-    made = recipe.optim.build([("w", torch.nn.Parameter(torch.zeros(1, 1)))])
+    made = optim.build([("w", torch.nn.Parameter(torch.zeros(1, 1)))])
     if not isinstance(made, torch.optim.AdamW):
         raise CheckpointError(
             f"the run's optimizer is {type(made).__name__}; only AdamW's state can be converted"
         )
     group = {k: v for k, v in made.param_groups[0].items() if k not in ("params", "names")}
     peak = group["lr"]
-    factor = recipe.optim.schedule_over(progress["max_steps"]).factor(progress["global_step"])
+    factor = optim.schedule_over(progress["max_steps"]).factor(progress["global_step"])
     group |= {"lr": peak * factor, "initial_lr": peak}
     return [group, {**group, "weight_decay": 0.0}]
 
@@ -192,16 +194,16 @@ def _scaler(saved: Mapping[str, Any]) -> dict[str, object]:
 
 
 def _state(
-    opened: CheckpointFolder, recipe: Recipe, progress: Mapping[str, Any], callbacks: Any
+    opened: CheckpointFolder, run: RunSections, progress: Mapping[str, Any], callbacks: Any
 ) -> bytes:
     """``trainer_state.json`` as the Trainer needs it: it takes its intervals from here, and
     fails at its next save if its own flags are not among the callbacks.
     """
     content = strict_json.parse_object(opened.small(STATE), str(opened.path / STATE))
     content |= {
-        "logging_steps": recipe.train.log_steps or LOGGING_STEPS,
-        "eval_steps": recipe.train.eval_steps or recipe.train.log_steps or LOGGING_STEPS,
-        "save_steps": recipe.checkpoint.save_steps or SAVE_STEPS,
+        "logging_steps": run.train.log_steps or LOGGING_STEPS,
+        "eval_steps": run.train.eval_steps or run.train.log_steps or LOGGING_STEPS,
+        "save_steps": run.checkpoint.save_steps or SAVE_STEPS,
         "best_model_checkpoint": None,
     }
     if (best := progress.get("best_global_step")) is not None:
@@ -213,8 +215,8 @@ def _state(
     if stopper := callbacks.get(EarlyStop.__name__):
         known["EarlyStoppingCallback"] = {
             "args": {
-                "early_stopping_patience": recipe.train.early_stopping_patience,
-                "early_stopping_threshold": recipe.train.early_stopping_threshold,
+                "early_stopping_patience": run.train.early_stopping_patience,
+                "early_stopping_threshold": run.train.early_stopping_threshold,
             },
             "attributes": {"early_stopping_patience_counter": stopper["num_worse"]},
         }

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from ..checkpoint.state.states import ShardedState
+from ..checkpoint.state.protocols import ShardedState
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -27,6 +27,14 @@ class Weights(ShardedState, Protocol):
     def kind(self) -> Kind:
         """What the manifest of such a checkpoint says it is of."""
 
+    @property
+    def is_adapter(self) -> bool:
+        """Whether the files contain an adapter, not a model."""
+
+    @property
+    def is_converted(self) -> bool:
+        """Whether the files have other names or shapes than the modules."""
+
     def small_files(
         self, section: ModelSection, folder: Path | None, stop_token_ids: Sequence[int]
     ) -> dict[str, bytes]:
@@ -41,10 +49,6 @@ class Weights(ShardedState, Protocol):
 
 class UnshardedWeights(Weights, Protocol):
     """The same before anything is sharded over ranks."""
-
-    @property
-    def is_converted(self) -> bool:
-        """Whether the files have other names or shapes than the modules."""
 
     def without(self, names: Collection[str], /) -> UnshardedWeights:
         """The weights except the parameters ``names``, which have a file of their own."""

@@ -16,11 +16,9 @@ from ..checkpoint.section import CheckpointSection
 from ..data.section import DataSection
 from ..generate.section import GenerateSection
 from ..methods import METHODS
-from ..methods.full import Full
 from ..model.section import ModelSection
 from ..network.method import Method
 from ..optim import OPTIMIZERS
-from ..optim.adamw import AdamW
 from ..optim.optimizer import Optimizer
 from ..parallel.section import ParallelSection
 from ..schema import Problem, Variants
@@ -43,13 +41,13 @@ class Recipe:
     """The pretrained model."""
     data: DataSection
     """What to train on."""
-    method: Annotated[Method, Variants(METHODS)] = Full()
+    method: Annotated[Method, Variants(METHODS)] = METHODS["full"]()
     """Which parameters are trainable."""
     stage: Annotated[Stage, Variants(STAGES)]
     """The training objective."""
     train: TrainSection
     """How long to train, in what steps, with what logs."""
-    optim: Annotated[Optimizer, Variants(OPTIMIZERS)] = AdamW()
+    optim: Annotated[Optimizer, Variants(OPTIMIZERS)] = OPTIMIZERS["adamw"]()
     """The optimizer and its learning rate."""
     checkpoint: CheckpointSection = CheckpointSection()
     """When to save, what to keep, what to resume from."""

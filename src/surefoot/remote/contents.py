@@ -8,7 +8,6 @@ from pathlib import Path
 
 from ..checkpoint.disk.commit import step_of
 from ..checkpoint.disk.manifest import MANIFEST
-from .store import Store
 
 
 @dataclass(frozen=True)
@@ -47,11 +46,6 @@ class Contents:
             for step in sorted(steps)
             if step >= 0 and (f"{steps[step]}/{MANIFEST}" in self.files) == with_manifest
         }
-
-
-def contents(store: Store) -> Contents:
-    """List the run."""
-    return Contents(store.list())
 
 
 def readable(num_bytes: float) -> str:

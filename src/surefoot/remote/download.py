@@ -12,11 +12,11 @@ from ..checkpoint.disk.manifest import MANIFEST, Manifest
 from ..checkpoint.reading.verification import Report, problems_in
 from ..errors import CheckpointError
 from ..storage import files
+from ..storage.parallel_work import in_parallel
 from .contents import Contents, readable
 from .listing import read_manifest, wrong_length
 from .retry import MissingError, StoreError
 from .store import Store
-from .transfers import in_parallel
 
 logger = logging.getLogger(__name__)
 _WORKERS = 8

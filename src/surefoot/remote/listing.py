@@ -13,7 +13,7 @@ from ..checkpoint.looking.listing import Line, line_of
 from ..errors import CheckpointError
 from ..storage.address import Address
 from ..storage.files import digest
-from .contents import Contents, contents
+from .contents import Contents
 from .retry import StoreError
 from .store import Store
 
@@ -26,7 +26,7 @@ def list_store(address: Address, *, seconds: float = 60) -> list[Line]:
     """
     is_one = step_of(Path(address.name)) >= 0
     store = Store(address.parent if is_one else address, seconds=seconds)
-    there = Contents(store.list(address.name)) if is_one else contents(store)
+    there = Contents(store.list(address.name if is_one else ""))
     found = [_line(store, there, name) for _, name in sorted(there.committed.items())]
     best = next((state.best_step for line, state in reversed(found) if line.problem is None), None)
     lines = [replace(line, is_best=line.step == best is not None) for line, _ in found]

@@ -16,7 +16,7 @@ from ..checkpoint.reading.verification import verify_checkpoint
 from ..errors import CheckpointError
 from ..storage import files
 from ..storage.address import Address, default_cache, is_address
-from .contents import Contents, contents
+from .contents import Contents
 from .download import DamagedError, download
 from .run_files import pull
 from .store import Store
@@ -108,7 +108,7 @@ class RemoteRun:
 def open_remote_run(address: Address, folder: Path, *, seconds: float) -> RemoteRun:
     """Open the remote run. Raises ``StoreError`` if the store cannot be used."""
     store = Store(address, seconds=seconds)
-    return RemoteRun(store, folder, contents(store))
+    return RemoteRun(store, folder, Contents(store.list()))
 
 
 def is_within(resume: str, output_dir: Path | Address) -> bool:

@@ -9,9 +9,9 @@ from pathlib import Path
 from ..checkpoint.disk.manifest import is_plain_name
 from ..errors import CheckpointError, RunError
 from ..storage import files
+from ..storage.parallel_work import in_parallel
 from .contents import Contents
 from .store import Store
-from .transfers import in_parallel
 
 MAX_BYTES = 1 << 30  # of one such file
 _WORKERS = 4

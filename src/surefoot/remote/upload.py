@@ -8,7 +8,6 @@ checkpoint is not overwritten by another of its name.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from ..checkpoint.disk import strict_json
@@ -17,23 +16,16 @@ from ..checkpoint.disk.manifest import MANIFEST
 from ..checkpoint.reading.verification import verify_checkpoint
 from ..errors import CheckpointError
 from ..storage import files
+from ..storage.parallel_work import in_parallel
 from .contents import Contents
 from .retry import StoreError
 from .store import Store
-from .transfers import in_parallel
 
 DAMAGED = "manifest.damaged.json"  # what the manifest of a damaged checkpoint is renamed to
 _WORKERS = 4  # files on their way at a time
 
 
-@dataclass(frozen=True)
-class Uploaded:
-    """The uploaded files and bytes."""
-
-    num_bytes: int
-
-
-def upload(store: Store, folder: Path, *, replace: bool = False) -> Uploaded:
+def upload(store: Store, folder: Path, *, replace: bool = False) -> int:
     """Upload the checkpoint ``folder``; when this returns, it exists in the store.
 
     ``replace``: a checkpoint of its name in the store is known to be damaged, and may be replaced.
@@ -50,7 +42,7 @@ def upload(store: Store, folder: Path, *, replace: bool = False) -> Uploaded:
     if f"{name}/{MANIFEST}" in store.list(name):
         there = store.read(f"{name}/{MANIFEST}")
         if there == manifest:
-            return Uploaded(0)  # the very same checkpoint, from an earlier try
+            return 0  # the very same checkpoint, from an earlier try
         if not replace:
             raise _taken(store, name)
         store.write(f"{name}/{DAMAGED}", there)
@@ -59,7 +51,7 @@ def upload(store: Store, folder: Path, *, replace: bool = False) -> Uploaded:
     _put(store, folder, wanted)
     if not store.create(f"{name}/{MANIFEST}", manifest):
         raise _taken(store, name)
-    return Uploaded(sum(wanted.values()) + len(manifest))
+    return sum(wanted.values()) + len(manifest)
 
 
 def _taken(store: Store, name: str) -> CheckpointError:

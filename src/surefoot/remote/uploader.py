@@ -59,7 +59,7 @@ class Uploader:
         push(self._store, self._folder, self._sent)  # first: metrics must not lag behind a step
         num_bytes, name = 0, task["upload"]
         if name is not None:
-            num_bytes = upload(self._store, self._folder / name, replace=task["replace"]).num_bytes
+            num_bytes = upload(self._store, self._folder / name, replace=task["replace"])
         forgotten: list[str] = []
         problem = None
         try:

@@ -20,9 +20,10 @@ from ..training.trainer import Trainer
 from . import data_loading
 from .auxiliary import open_ahead
 from .code_files import check_code, code_of
-from .policy import build_codec, open_policy, settle_packing
+from .policy import Around, build_codec, open_policy, settle_packing
 from .recipe_callbacks import standard_callbacks
-from .trainer_parts import Around, assemble, build_saver
+from .saving import build_saver
+from .trainer_parts import assemble
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +45,7 @@ class Start:
         """Give ``trainer`` the states of the checkpoint."""
         folder, trust = self.folder, self.trust_pickle
         if self.writer is not None:
-            interchange.resume_from(folder, self.writer, trainer, base=base, trust_pickle=trust)
+            self.writer.load(folder, trainer, base=base, trust_pickle=trust)
         else:
             load_checkpoint(folder, trainer.states)
         trainer.policy.trained.check(trainer.state.global_step)

@@ -5,28 +5,22 @@ in memory.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from transformers import PreTrainedTokenizerBase
-
 from ..batch import Batch, Features
 from ..data.order.loader import Loader
+from ..data.prepared.training_data import TrainingData
 from ..data.store.cache import default_folder
 from ..data.store.dataset import EncodedDataset
-from ..data.store.run_data import TrainingData
 from ..data.text.codec import Codec
-from ..errors import RecipeError
 from ..model.precision import choose
 from ..model.pretrained.loading import resolve
 from ..model.section import ModelSection
-from ..network.draft import NetworkOptions
 from ..network.network import Network
-from ..network.open import open_network
 from ..parallel.world import World
 from ..recipe.recipe import Recipe
-from ..recipe.recipe_data import open_codec
 from ..training.context import BlankContext, NetworkContext
 from ..training.evaluation import EvaluationSet, windows_of
 from ..training.precompute import (
@@ -43,6 +37,7 @@ from ..training.precompute import (
 from ..training.stage import POLICY
 from ..training.windows import windows_of_run
 from . import data_loading
+from .auxiliary_models import open_auxiliary
 
 
 @dataclass(frozen=True)
@@ -101,29 +96,17 @@ class Ahead:
         recipe, networks = self.recipe, dict(policies)
         if not self.found.is_complete:
             for role, one in recipe.stage.auxiliary.items():
-                networks[role] = networks[POLICY] if one.model is None else self._open(role)
+                networks[role] = (
+                    networks[POLICY]
+                    if one.model is None
+                    else open_auxiliary(recipe, role, self.codec, self.world)
+                )
         size, packing = recipe.train.micro_batch_size, recipe.data.packing
         self.found.run(
             NetworkContext(
                 self.codec, recipe.stage, networks, size, packing, self.world, recipe.train.seed
             )
         )
-
-    def _open(self, role: str) -> Network:
-        """A frozen model, of the policy's tokens."""
-        recipe = self.recipe
-        model = model_of(recipe.stage.auxiliary[role], recipe.model)
-        base = resolve(model)
-        tokenizer = open_codec(replace(recipe, model=model), base).tokenizer
-        refuse_other_tokens(recipe, role, tokenizer, self.codec)
-        options = NetworkOptions(
-            parallel=recipe.parallel,
-            precision=choose(recipe.train.precision),
-            packing=recipe.data.packing,
-            seed=recipe.train.seed,
-            is_trainable=False,
-        )
-        return open_network(base, model, tokenizer, self.world, options)
 
 
 def open_ahead(recipe: Recipe, base: Path, codec: Codec, data: TrainingData, world: World) -> Ahead:
@@ -156,7 +139,7 @@ def _base(model: ModelSection, recipe: Recipe, base: Path) -> Path:
 
 
 def _no_batch(_features: Sequence[Features]) -> Batch:
-    raise NotImplementedError("internal error: only the order of the examples is known here")
+    raise AssertionError("internal error: only the order of the examples is known here")
 
 
 def _train_set(recipe: Recipe, data: TrainingData, loader: Loader) -> WindowSet:
@@ -164,18 +147,6 @@ def _train_set(recipe: Recipe, data: TrainingData, loader: Loader) -> WindowSet:
     order = {n: value for n, value in loader.state_dict().items() if n not in ("epoch", "window")}
     windows = partial(windows_of_run, loader, recipe.train, recipe.stage)
     return WindowSet(data.complete[0], windows, str(sorted(order.items())))
-
-
-def refuse_other_tokens(
-    recipe: Recipe, role: str, tokenizer: PreTrainedTokenizerBase, codec: Codec
-) -> None:
-    """Raise ``RecipeError`` unless the tokens of an auxiliary model are those of the policy."""
-    if tokenizer.get_vocab() != codec.tokenizer.get_vocab():
-        model = model_of(recipe.stage.auxiliary[role], recipe.model)
-        raise RecipeError(
-            f"the {role} {model.path} has a different tokenizer from {recipe.model.path}, so "
-            "their outputs cannot be compared; choose a model with the same tokenizer"
-        )
 
 
 def eval_set(dataset: EncodedDataset, size: int) -> WindowSet:

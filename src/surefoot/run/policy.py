@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from ..batch import StepRunner
 from ..data.text.codec import Codec
 from ..data.text.templates import template_mismatch
 from ..model.attention import packed, selection
-from ..model.precision import choose
+from ..model.precision import LossScaler, choose
 from ..network.draft import NetworkOptions
 from ..network.meta import select_packed_attention, select_prompt_sharing
 from ..network.network import Network
@@ -19,10 +22,13 @@ from ..network.open import open_network
 from ..parallel.world import ALONE, World
 from ..recipe.recipe import Recipe
 from ..recipe.recipe_data import open_codec
+from ..training.learner import Learner
+from ..training.step import Step
 from ..training.trainer import Trainer
 from . import data_loading
 
 logger = logging.getLogger(__name__)
+Around = Callable[[StepRunner], StepRunner]
 
 
 def build_codec(recipe: Recipe, base: Path) -> Codec:
@@ -95,3 +101,20 @@ def policy_dtype(recipe: Recipe, policy: Network) -> torch.dtype:
     held: torch.dtype = policy.inner.dtype
     types = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": held}
     return types[choose(recipe.train.precision)]
+
+
+def build_learner(recipe: Recipe, policy: Network, max_steps: int, around: Around) -> Learner:
+    """The policy with its optimizer."""
+    world, stage = policy.world, recipe.stage
+    trained = policy.trained(recipe.optim, recipe.method.trainable)
+    step = Step(
+        trained.optimizer,
+        recipe.optim.schedule_over(max_steps),
+        around(partial(policy.forward_backward, spec=stage.spec)),
+        recipe.train.max_grad_norm,
+        LossScaler(enabled=choose(recipe.train.precision) == "fp16"),
+        world.summed,
+        world.totals,
+        copies=policy.replicas,
+    )
+    return Learner(policy, stage.spec, step, trained)

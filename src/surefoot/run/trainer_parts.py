@@ -2,34 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
-from pathlib import Path
 
 from ..batch import StepRunner
 from ..data.text.codec import Codec
-from ..model.precision import LossScaler, choose
-from ..model.pretrained import companions
 from ..model.seeding import derive
 from ..network.network import Network
-from ..parallel.world import World
-from ..recipe.recipe import Recipe, dump
+from ..recipe.recipe import Recipe
 from ..training.callback import Callbacks, Context, TrainerCallback
 from ..training.context import NetworkContext, collate_of
 from ..training.evaluation import Evaluation
-from ..training.learner import Learner
 from ..training.log_accumulator import LogAccumulator
 from ..training.saver import Saver
 from ..training.stage import POLICY
 from ..training.state import TrainerControl, TrainerState
-from ..training.step import Step
 from ..training.trainer import Trainer
 from ..training.windows import Place, Windows, num_steps
 from . import data_loading
 from .auxiliary import Ahead
-
-Around = Callable[[StepRunner], StepRunner]
+from .policy import Around, build_learner
 
 
 def assemble(
@@ -91,44 +83,3 @@ def assemble(
 
 def _alone(run_window: StepRunner) -> StepRunner:
     return run_window
-
-
-def build_learner(recipe: Recipe, policy: Network, max_steps: int, around: Around) -> Learner:
-    """The policy with its optimizer."""
-    world, stage = policy.world, recipe.stage
-    trained = policy.trained(recipe.optim, recipe.method.trainable)
-    step = Step(
-        trained.optimizer,
-        recipe.optim.schedule_over(max_steps),
-        around(policy.engine.step_runner(stage.spec)),
-        recipe.train.max_grad_norm,
-        LossScaler(enabled=choose(recipe.train.precision) == "fp16"),
-        world.summed,
-        world.totals,
-        copies=policy.replicas,
-    )
-    return Learner(policy, stage.spec, step, trained)
-
-
-def build_saver(recipe: Recipe, policy: Network, codec: Codec, base: Path, world: World) -> Saver:
-    """The saver of a run: the folder of its checkpoints, and their companions."""
-    files = {
-        "recipe.yaml": dump(recipe).encode(),
-        **companions.tokenizer_files(codec.tokenizer),
-    }
-    files |= policy.weights.small_files(recipe.model, base, codec.stop_token_ids)
-    layout = recipe.checkpoint.layout_in(recipe.train.output_dir)
-    return Saver(
-        output_dir=recipe.train.folder,
-        section=replace(recipe.checkpoint, layout=layout),
-        kind=policy.weights.kind,
-        companions=files,
-        steps={
-            "log_steps": recipe.train.log_steps,
-            "eval_steps": recipe.train.eval_steps,
-            "save_steps": recipe.checkpoint.save_steps,
-        },
-        metric=recipe.train.metric_for_best_model,
-        greater=recipe.train.is_greater_better,
-        world=world,
-    )

@@ -94,9 +94,7 @@ class File:
         return bytes(data)
 
     def reserve(self, length: int) -> None:
-        """Reserve space for ``length`` bytes, so that a full disk is detected before any is
-        written.
-        """
+        """Reserve space for ``length`` bytes: a full disk is detected before any is written."""
         if not length:
             return
         with _naming(self.path):
@@ -202,18 +200,14 @@ def create(path: Path) -> File:
 
 
 def open_file(path: Path, *, follow: bool = True, write: bool = False) -> File:
-    """Open an existing regular file; ``follow=False`` rejects a symbolic link at the end of the
-    path.
-    """
+    """Open an existing regular file; ``follow=False`` rejects a symbolic link as its last part."""
     flags = _READ | (os.O_RDWR if write else 0) | (0 if follow else os.O_NOFOLLOW)
     return _regular(File(os.open(path, flags), path))
 
 
 def open_to_write(path: Path) -> File:
     """Open an existing regular file, not a link, that other ranks write too, for writing only.
-    Reading would make network file systems fetch pages that others are writing, and write them
-    back.
-    """
+    Reading would make network file systems fetch pages of others, and write them back."""
     return _regular(File(os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW), path))
 
 
@@ -310,9 +304,7 @@ def make_folder(path: Path) -> None:
 
 
 def new_folder(path: Path) -> None:
-    """Create ``path``, which must not exist. The name becomes durable when its folder is
-    flushed.
-    """
+    """Create ``path``, which must not exist. It becomes durable when its folder is flushed."""
     os.mkdir(path)
 
 
@@ -330,8 +322,7 @@ def rename(old: Path, new: Path) -> None:
 def share(old: Path, new: Path) -> bool:
     """Give ``new`` the content of ``old`` without a copy; False if this file system cannot.
 
-    A clone (a file of its own that shares blocks until one of them changes) where supported, else a
-    hard link.
+    A clone (a file of its own that shares unchanged blocks) where supported, else a hard link.
     """
     try:
         with open_file(old, follow=False) as source, create(new) as target:
@@ -355,8 +346,7 @@ def list_folder(path: Path) -> list[str]:
 
 def remove_tree(path: Path) -> None:
     """Delete a file, a link (not its target) or a folder with all its contents. Files that other
-    processes add or delete meanwhile are no error.
-    """
+    processes add or delete meanwhile are no error."""
     left, patience = [path], 100
     while left:
         try:

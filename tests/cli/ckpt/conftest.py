@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from checkpoint.mindspore.real import copied, real  # noqa: F401 - fixtures
+from checkpoint.layouts.mindspore.real import copied, real  # noqa: F401 - fixtures
 from checkpoint.sample import sample_states
 from surefoot.checkpoint.saving.preparation import save
 

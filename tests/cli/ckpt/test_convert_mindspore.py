@@ -8,7 +8,7 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from checkpoint.mindspore.real import rank_file, rewrite
+from checkpoint.layouts.mindspore.real import rank_file, rewrite
 from folders import save_model, save_recipe
 from surefoot.checkpoint.reading.contents import open_contents
 from surefoot.checkpoint.sources.source import FolderSource, read_whole

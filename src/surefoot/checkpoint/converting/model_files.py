@@ -70,7 +70,7 @@ def configs(
     in ``source``, with ``changes`` to the first.
     """
     changes = changes or {}
-    config = {**_read(folder / "config.json"), **changes}
+    config = {**read_config(folder / _CONFIG), **changes}
     inner = config.get("text_config")
     if isinstance(inner, dict):
         inner.update({name: value for name, value in changes.items() if name in inner})
@@ -78,7 +78,7 @@ def configs(
     config["dtype"] = _main_dtype(source)
     found = {"config.json": _json(config)}
     path = folder / "generation_config.json"
-    generation = _read(path) if path.is_file() else {}
+    generation = read_config(path) if path.is_file() else {}
     known = generation.get("eos_token_id")
     known = known if isinstance(known, list) else [known] if known is not None else []
     if ends := list(dict.fromkeys([*known, *stop_token_ids])):
@@ -98,11 +98,14 @@ def _main_dtype(source: TensorSource) -> str:
     return str(max(sizes, key=lambda dtype: sizes[dtype], default=torch.float32))[len("torch.") :]
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_config(path: Path) -> dict[str, Any]:
+    """The JSON object in a file beside a model. Raises ``ModelError``."""
     try:
-        content: dict[str, Any] = json.loads(path.read_bytes())
+        content = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
         raise ModelError(f"{path}: cannot be read: {error}") from None
+    if not isinstance(content, dict):
+        raise ModelError(f"{path}: expected a JSON object, found {str(content)[:40]}")
     return content
 
 

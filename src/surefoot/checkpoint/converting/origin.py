@@ -3,30 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Protocol
 
 from ..layouts.mindspore.mindspore_model import MindSporeHints
-from ..sources.copying import Progress
+from ..layouts.mindspore.naming.names import FamilyName
+from ..sources.copying import DtypeName, Progress
 from ..sources.source import TensorSource
 
 
 class OptionError(ValueError):
     """Options of a target that do not go together, or mean nothing for this folder."""
-
-
-DtypeName = Literal["float32", "float16", "bfloat16"]
-Family = Literal[
-    "keep",
-    "legacy",
-    "legacy-fused",
-    "mcore",
-    "mcore-mla",
-    "mcore-v1",
-    "mcore-fused",
-    "mcore-contiguous",
-]  # of MindSpore Transformers' names
 
 
 @dataclass(frozen=True)
@@ -91,3 +79,39 @@ class Target(Protocol):
 
     def write(self, origin: Origin, target: Path, progress: Progress) -> Done:
         """Write the new folder ``target``, which appears when all of it is written."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightsTarget:
+    """The options of a target that is written from the weights in any folder."""
+
+    dtype: DtypeName | None = None
+    """Of the weights; the optimizer's state stays."""
+
+    trust_pickle: bool = False
+    """Read the pickles of a checkpoint of DeepSpeed, or of PyTorch's DCP, as inert records."""
+
+    names: FamilyName | None = None
+    """What MindSpore Transformers calls the weights, in DST or, with --to huggingface, in SRC;
+    keep: as they are."""
+
+    strategy: Path | None = None
+    """MindSpore's strategy files of SRC, if not beside its ranks."""
+
+    @property
+    def hints(self) -> Hints:
+        """What it says of the folder to convert."""
+        return Hints(None, self.trust_pickle, self.names, self.strategy)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelTarget(WeightsTarget):
+    """The same, where the base of the weights may be named."""
+
+    base: str | None = None
+    """The base model of an adapter if it moved, or of foreign weights (DCP, DeepSpeed)."""
+
+    @property
+    def hints(self) -> Hints:
+        """What it says of the folder to convert."""
+        return replace(super().hints, base=self.base)

@@ -12,7 +12,6 @@ import json
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from pathlib import Path
 
 from ...errors import CheckpointError
@@ -27,7 +26,7 @@ from ..layouts.detection import expect_layout
 from ..reading.contents import open_contents
 from ..saving.job import Job, Saved, Shard
 from ..saving.load_balancing import LocalTensor
-from ..saving.preparation import RANK_FOLDER, indexes, still_in, versions
+from ..saving.preparation import RANK_FOLDER, indexes, now, still_in, versions
 from ..saving.writer_group import shared_out
 from ..saving.writing import write
 from ..sources.copying import Progress, cast, described, fill, silent
@@ -118,8 +117,7 @@ def reshard(
     plan = plan_reshard(
         folder, layout=layout, mesh=mesh, dtype=dtype, max_shard_size=max_shard_size
     )
-    clean_beside(path)
-    return write(_job(plan, path), SourceContent(plan.sources, progress or silent))
+    return commit(plan, path, progress)
 
 
 def plan_reshard(
@@ -250,14 +248,15 @@ def _planned(
     return [Shard(role.name, plan) for plan in plans]
 
 
-def _job(plan: Resharding, target: Path) -> Job:
+def commit(plan: Resharding, target: Path, progress: Progress | None) -> Saved:
+    """Write what is planned as the new checkpoint ``target``."""
     manifest = plan.manifest
-    return Job(
+    job = Job(
         root=target.parent,
         name=target.name,
         step=manifest.step,
         kind=manifest.kind,
-        created=datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z"),
+        created=now(),
         versions=versions(),
         shards=plan.shards,
         small=plan.small,
@@ -267,6 +266,8 @@ def _job(plan: Resharding, target: Path) -> Job:
         mesh=plan.mesh.axes,
         share=False,
     )
+    clean_beside(target)
+    return write(job, SourceContent(plan.sources, progress or silent))
 
 
 @dataclass(frozen=True)

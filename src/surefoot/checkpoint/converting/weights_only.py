@@ -7,18 +7,16 @@ be resumed, because it has no training state. Its step is 0.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from datetime import UTC, datetime
 from pathlib import Path
 
 from ...geometry.mesh import Mesh
-from ..disk.commit import clean_beside, refuse_existing
-from ..disk.manifest import Kind, Layout
-from ..saving.job import Job, Saved
-from ..saving.preparation import indexes, versions
-from ..saving.writing import write
-from ..sources.copying import Progress, cast, silent
+from ..disk.commit import refuse_existing
+from ..disk.manifest import Kind, Layout, Manifest
+from ..saving.job import Saved
+from ..saving.preparation import indexes
+from ..sources.copying import Progress, cast
 from ..sources.source import TensorSource
-from .resharding import ALONE, SHARD_SIZE, SourceContent, shards_of
+from .resharding import ALONE, SHARD_SIZE, Resharding, commit, shards_of
 
 
 def write_weights(
@@ -51,19 +49,6 @@ def write_weights(
     refuse_existing(path)
     sources = {"model": cast(source, dtype)}
     shards = list(shards_of(sources, kind, layout, mesh, SHARD_SIZE))
-    job = Job(
-        root=path.parent,
-        name=path.name,
-        step=0,
-        kind=kind,
-        created=datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z"),
-        versions=versions(),
-        shards=shards,
-        small={**(small or {}), **indexes(shards, mesh.size)},
-        layout=layout,
-        world_size=mesh.size,
-        mesh=mesh.axes,
-        share=False,
-    )
-    clean_beside(path)
-    return write(job, SourceContent(sources, progress or silent))
+    manifest = Manifest(step=0, kind=kind, created="", versions={}, files={}, hashes={}, pieces=())
+    files = {**(small or {}), **indexes(shards, mesh.size)}
+    return commit(Resharding(path, manifest, layout, mesh, sources, shards, files), path, progress)

@@ -12,9 +12,7 @@ from pathlib import Path
 
 from ...errors import CheckpointError
 from ...storage import files
-from .commit import clean_beside, new_nonce, part_of
-
-_ATTEMPTS = 100
+from .commit import claim, clean_beside
 
 
 @contextlib.contextmanager
@@ -30,7 +28,7 @@ def new_folder(target: Path, *, may_be_empty: bool = False) -> Iterator[Path]:
             refuse_taken(target)
         files.make_folder(target.parent)
         clean_beside(target)
-        held = _start(target)
+        held = claim(target, files.open_folder)
         folder = held.path
         with held:
             try:
@@ -54,24 +52,3 @@ def refuse_taken(target: Path) -> None:
     """Raise ``CheckpointError`` if the name exists."""
     if files.exists(target):
         raise CheckpointError(f"{target}: it exists already; choose another folder")
-
-
-def _start(target: Path) -> files.File:
-    """A new temporary folder, open and locked."""
-    for _ in range(_ATTEMPTS):
-        folder = part_of(target, new_nonce())
-        files.new_folder(folder)
-        with contextlib.suppress(FileNotFoundError):  # cleaned away before it could be opened
-            held = files.open_folder(folder)
-            if _is_mine(held):
-                return held
-            held.close()
-    raise CheckpointError(f"{target.parent}: another process keeps deleting the temporary folder")
-
-
-def _is_mine(held: files.File) -> bool:
-    try:
-        held.lock()  # where there are no locks, nobody cleans either
-    except BlockingIOError:
-        return False  # a cleaner was faster
-    return held.is_at(held.path)

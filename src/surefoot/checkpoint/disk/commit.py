@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import re
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -57,7 +57,8 @@ def temporary_folder(target: Path, nonce: str | None = None) -> Iterator[Pending
     Its name is random, unless several ranks have agreed on a ``nonce``.
     """
     files.make_folder(target.parent)
-    part = _start(target, nonce)
+    manifest = claim(target, lambda folder: files.create(folder / MANIFEST), nonce)
+    part = PendingCheckpoint(manifest.path.parent, manifest)
     try:
         with part.manifest:
             yield part
@@ -87,26 +88,25 @@ def new_nonce() -> str:
     return secrets.token_hex(4)
 
 
-def _start(target: Path, nonce: str | None) -> PendingCheckpoint:
+def claim(target: Path, hold: Callable[[Path], files.File], nonce: str | None = None) -> files.File:
+    """The locked file that ``hold`` opens in a new temporary folder, or the folder itself."""
     for _ in range(_ATTEMPTS):
         folder = part_of(target, nonce or new_nonce())
         files.new_folder(folder)
-        with contextlib.suppress(FileNotFoundError):  # cleaned away before the file was there
-            manifest = files.create(folder / MANIFEST)
-            if _is_mine(manifest):
-                return PendingCheckpoint(folder, manifest)
-            manifest.close()
-    raise CheckpointError(
-        f"{target.parent}: another process keeps deleting the temporary folder of this save"
-    )
+        with contextlib.suppress(FileNotFoundError):  # cleaned away before it could be opened
+            held = hold(folder)
+            if _is_mine(held):
+                return held
+            held.close()
+    raise CheckpointError(f"{target.parent}: another process keeps deleting the temporary folder")
 
 
-def _is_mine(manifest: files.File) -> bool:
+def _is_mine(held: files.File) -> bool:
     try:
-        manifest.lock()  # where there are no locks, nobody cleans either
+        held.lock()  # where there are no locks, nobody cleans either
     except BlockingIOError:
         return False  # the cleaner of another process was faster
-    return manifest.is_at(manifest.path)
+    return held.is_at(held.path)
 
 
 def _folders(folder: Path) -> list[Path]:

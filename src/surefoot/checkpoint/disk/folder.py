@@ -50,7 +50,7 @@ class CheckpointFolder:
     def skeleton(self) -> Mapping[str, Any]:
         """The state without its tensors; a ``CheckpointError`` if there are only weights."""
         if STATE not in self.manifest.files:
-            setting = "adapter" if self.manifest.kind == "adapter" else "path"
+            setting = "adapter" if self.manifest.is_adapter else "path"
             raise CheckpointError(
                 f"{self.path}: a weights-only checkpoint; it has no training state ({STATE}) "
                 "and cannot be resumed. To start from its weights, remove checkpoint.resume "

@@ -75,6 +75,11 @@ class Manifest:
     world_size: int = 1  # of the run that wrote it; no reader needs it, nor the mesh
     mesh: Mapping[str, int] = field(default_factory=dict)
 
+    @property
+    def is_adapter(self) -> bool:
+        """Whether its weights are an adapter's."""
+        return self.kind == "adapter"
+
     def pieces_in(self, file: str) -> dict[str, tuple[Piece, ...]]:
         """The pieces of one file by their key there."""
         return _grouped(self.pieces_of_file.get(file, ()), lambda piece: piece.key)

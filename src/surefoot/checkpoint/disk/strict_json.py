@@ -10,9 +10,11 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 from ...errors import CheckpointError
+from ...storage import files
 
 MAX_BYTES = 128 << 20  # of a manifest: about 400,000 pieces
 MAX_VALUES = 8_000_000  # under 1 GiB once parsed
@@ -43,6 +45,12 @@ def parse_object(data: bytes, where: str, *, allow_nan: bool = False) -> dict[st
     if not isinstance(found, dict):
         raise CheckpointError(f"{where}: expected a JSON object, found a {type(found).__name__}")
     return found
+
+
+def read_object(path: Path, *, allow_nan: bool = False) -> dict[str, Any]:
+    """The JSON object in a file."""
+    with files.open_file(path) as file:
+        return parse_object(files.read_all(file, MAX_BYTES), str(path), allow_nan=allow_nan)
 
 
 def dump(value: object, *, indent: int | None = None) -> bytes:

@@ -47,7 +47,7 @@ _UNMERGEABLE = (
     "use_qalora",
     "velora_config",
 )
-_CHANGED_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+CHANGED_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 _ELSEWHERE = "merge it with peft's own merge_and_unload()"
 
 
@@ -94,8 +94,8 @@ def merged(base: TensorSource, adapter_folder: Path) -> Merged:
 def read_config(folder: Path) -> Mapping[str, Any]:
     """``adapter_config.json``, if the adapter is one that can be merged into its base."""
     where = folder / ADAPTER_CONFIG
-    with files.raising(CheckpointError), files.open_file(where) as file:
-        config = strict_json.parse_object(files.read_all(file, strict_json.MAX_BYTES), str(where))
+    with files.raising(CheckpointError):
+        config = strict_json.read_object(where)
     if config.get("peft_type") != "LORA":
         kind = str(config.get("peft_type"))[:40]
         raise CheckpointError(f"{where}: peft_type {kind} cannot be merged here; {_ELSEWHERE}")
@@ -104,7 +104,7 @@ def read_config(folder: Path) -> Mapping[str, Any]:
             f"{where}: an adapter with {odd[0]} cannot be merged here; {_ELSEWHERE}"
         )
     init = config.get("init_lora_weights")
-    if isinstance(init, str) and init.lower().startswith(_CHANGED_BASE):
+    if isinstance(init, str) and init.lower().startswith(CHANGED_BASE):
         raise CheckpointError(
             f"{where}: init_lora_weights {init!r} changed the base at the start of training; "
             f"convert the adapter with peft's path_initial_model_for_weight_conversion first"

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
 
 from ...errors import CheckpointError
 from ...storage import files
 from ..disk import strict_json, tensorfile
 from ..disk.manifest import is_plain_name
-from ..sources.weights import MODEL, MODEL_INDEX, PICKLES, TensorLocation, Weights, tensors_in
-from .foreign import logged_states, model_of, read_small
-from .layout import Locations, SavedFolder
+from ..sources.weights import MODEL, MODEL_INDEX, TensorLocation, Weights, tensors_in
+from .layout import Layout
 from .native import is_native
 
 
@@ -24,8 +21,7 @@ def has_model(folder: Path) -> bool:
 
 def _open_shards(folder: Path) -> dict[str, TensorLocation]:
     where = folder / MODEL_INDEX
-    with files.open_file(where) as file:
-        index = strict_json.parse_object(files.read_all(file, strict_json.MAX_BYTES), str(where))
+    index = strict_json.read_object(where)
     names = index.get("weight_map")
     if not isinstance(names, dict) or not all(isinstance(n, str) for n in names.values()):
         raise CheckpointError(f"{where}: weight_map must map tensor names to file names")
@@ -44,17 +40,12 @@ def _open_shards(folder: Path) -> dict[str, TensorLocation]:
 
 
 @dataclass(frozen=True)
-class HuggingFace:
+class HuggingFace(Layout):
     """A Hugging Face model."""
 
-    name: ClassVar[str] = "huggingface"
-    title: ClassVar[str] = "Hugging Face"
-    has_manifest: ClassVar[bool] = False
-    is_adapter: ClassVar[bool] = False
-    has_adapter_config: ClassVar[bool] = False
-    is_assembled: ClassVar[bool] = False
-    is_whole_model: ClassVar[bool] = True
-    pickle_suffixes: ClassVar[tuple[str, ...]] = PICKLES
+    name = "huggingface"
+    title = "Hugging Face"
+    is_whole_model = True
 
     def recognise(self, folder: Path) -> bool:
         """Whether it has ``model.safetensors`` or its index."""
@@ -66,19 +57,3 @@ class HuggingFace:
             if not files.exists(folder / MODEL):
                 return Weights(self.name, folder, _open_shards(folder))
             return Weights(self.name, folder, tensors_in([tensorfile.open_path(folder / MODEL)]))
-
-    def open_all(self, folder: Path, roles: frozenset[str] | None) -> Locations:
-        """The model's; there is no other tensor."""
-        return model_of(self.open(folder), roles)
-
-    def states(self, folder: Path) -> Mapping[str, Any]:
-        """The log of the Hugging Face Trainer, if there is one."""
-        return logged_states(folder)
-
-    def small_file(self, folder: Path, name: str) -> bytes | None:
-        """Any file of the folder."""
-        return read_small(folder, name)
-
-    def saves_in(self, folder: Path) -> Sequence[SavedFolder]:
-        """None: every checkpoint has a folder of its own."""
-        return ()

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from ...errors import CheckpointError
 from ...storage import files
 from ..disk.folder import open_checkpoint
 from ..disk.manifest import MANIFEST, STATE
-from ..sources.weights import PICKLES, Weights, places
+from ..sources.weights import Weights, places
 from ..state.roles import MODEL, part_of, role_of
-from .layout import Locations, SavedFolder
+from .layout import Layout, Locations
 
 
 def is_native(folder: Path) -> bool:
@@ -22,17 +22,15 @@ def is_native(folder: Path) -> bool:
 
 
 @dataclass(frozen=True)
-class Native:
+class Native(Layout):
     """A Surefoot checkpoint."""
 
-    name: ClassVar[str] = "native"
-    title: ClassVar[str] = "Surefoot"
-    has_manifest: ClassVar[bool] = True
-    is_adapter: ClassVar[bool] = False
-    has_adapter_config: ClassVar[bool] = True
-    is_assembled: ClassVar[bool] = True
-    is_whole_model: ClassVar[bool] = True
-    pickle_suffixes: ClassVar[tuple[str, ...]] = PICKLES
+    name = "native"
+    title = "Surefoot"
+    has_manifest = True
+    has_adapter_config = True
+    is_assembled = True
+    is_whole_model = True
 
     def recognise(self, folder: Path) -> bool:
         """Whether it has a manifest, or the state file of a checkpoint whose manifest is
@@ -62,7 +60,3 @@ class Native:
         """A file that the manifest lists, checked against its hash."""
         checkpoint = open_checkpoint(folder)
         return checkpoint.small(name) if name in checkpoint.manifest.files else None
-
-    def saves_in(self, folder: Path) -> Sequence[SavedFolder]:
-        """None: every checkpoint has a folder of its own."""
-        return ()

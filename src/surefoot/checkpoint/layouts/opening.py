@@ -16,11 +16,13 @@ from ..sources.weights import TensorLocation, Weights, places, tensors_in
 from .detection import detect_layout, has_manifest, open_weights
 from .huggingface import has_model
 from .mindspore.layout import MindSpore
-from .mindspore.naming.names import under_huggingface_names
+from .mindspore.mindspore_model import MindSporeHints, as_huggingface
 
 # Views of what is stored, for layouts with names of their own; ``model`` as in ``open_named``.
 _VIEWS: Mapping[str, Callable[[TensorSource, Path, Path | None], TensorSource]] = {
-    MindSpore.name: under_huggingface_names
+    MindSpore.name: lambda source, path, model: as_huggingface(
+        source, path, MindSporeHints(base=model)
+    )
 }
 
 

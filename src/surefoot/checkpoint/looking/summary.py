@@ -187,9 +187,8 @@ def _config_facts(folder: Path) -> dict[str, str]:
     facts: dict[str, str] = {}
     for name, keys in _WANTED.items():
         if files.exists(folder / name):
-            with files.raising(CheckpointError), files.open_file(folder / name) as file:
-                text = files.read_all(file, strict_json.MAX_BYTES)
-            config = strict_json.parse_object(text, str(folder / name))
+            with files.raising(CheckpointError):
+                config = strict_json.read_object(folder / name)
             facts |= {key: _plain(config[key]) for key in keys if config.get(key) is not None}
     return facts
 

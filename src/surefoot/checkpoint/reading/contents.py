@@ -15,7 +15,7 @@ from typing import Any
 from ...errors import CheckpointError
 from ...storage import files
 from ..layouts.detection import detect_layout, expect_layout
-from ..layouts.foreign import logged_states, read_small
+from ..layouts.layout import logged_states, read_small
 from ..sources.weights import Weights
 
 _MODEL = "model/"

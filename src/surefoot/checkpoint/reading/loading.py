@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from operator import add, sub
@@ -19,13 +18,15 @@ from torch.distributed.tensor import DTensor
 from ...errors import CheckpointError
 from ...geometry.box import Box
 from ...storage import files
+from ...storage.parallel_work import in_parallel
 from ..disk.bytes import DTYPES, fill, new_tensor, read_box
 from ..disk.folder import CheckpointFolder, open_checkpoint
 from ..disk.manifest import Piece
 from ..disk.tensorfile import TensorFile
 from ..state.local_box import LocalBox, local_box_of
+from ..state.protocols import ShardedState, Stateful
 from ..state.roles import STATE, FileRole
-from ..state.states import ShardedState, Stateful, UnshardedState, adopted
+from ..state.states import UnshardedState, adopted
 from ..state.tensors import join, pointers, split
 
 Pieces = tuple[Piece, ...]  # of one tensor
@@ -170,22 +171,18 @@ def _read(checkpoint: CheckpointFolder, jobs: Sequence[_Job]) -> list[dict[str, 
         opened = {name: stack.enter_context(checkpoint.tensors(name)) for name in names}
         found = [_targets(job.current, job.pieces) for job in jobs]
 
-        def read(job: _Job, piece: Piece, name: str, tensor: torch.Tensor) -> None:
+        def read(part: tuple[_Job, Piece, str, torch.Tensor]) -> None:
+            job, piece, name, tensor = part
             into = local_box_of(name, tensor, job.state.cuts_of(name))
             _read_piece(checkpoint, piece, opened[piece.file], into)
 
-        with ThreadPoolExecutor(_READERS) as pool:
-            running = [
-                pool.submit(read, job, piece, name, into[name])
-                for job, into in zip(jobs, found, strict=True)
-                for name, pieces in job.wanted.items()
-                for piece in pieces
-            ]
-            try:
-                for done in running:
-                    done.result()
-            finally:
-                pool.shutdown(cancel_futures=True)
+        parts = [
+            (job, piece, name, into[name])
+            for job, into in zip(jobs, found, strict=True)
+            for name, pieces in job.wanted.items()
+            for piece in pieces
+        ]
+        in_parallel(read, parts, _READERS)
     return found
 
 

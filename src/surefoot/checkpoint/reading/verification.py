@@ -84,9 +84,8 @@ def _verify_plain(folder: Path) -> Report:
         open_weights(folder)
         for name in PLAIN_JSON:
             if files.exists(folder / name):
-                with files.raising(CheckpointError), files.open_file(folder / name) as file:
-                    text = files.read_all(file, strict_json.MAX_BYTES)
-                strict_json.parse_object(text, str(folder / name))
+                with files.raising(CheckpointError):
+                    strict_json.read_object(folder / name)
     except CheckpointError as error:
         problems.append(str(error))
     note = f"{folder}: not a Surefoot checkpoint, so it has no hashes for its values"

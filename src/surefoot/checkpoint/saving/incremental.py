@@ -7,20 +7,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
 
 from ...errors import CheckpointError
 from ...storage import files
 from ..disk.folder import CheckpointFolder, open_checkpoint
 from ..disk.manifest import MANIFEST, Piece
-from .job import Job, Shard
-
-
-class Hashes(Protocol):
-    """The bytes of a job's tensors, as far as this module needs them."""
-
-    def hash(self, shard: Shard, name: str) -> str:
-        """The hash of one tensor's bytes, or of this rank's box of it."""
+from .job import Content, Job, Shard
 
 
 def parent_of(job: Job) -> CheckpointFolder | None:
@@ -33,7 +25,7 @@ def parent_of(job: Job) -> CheckpointFolder | None:
         return None  # damaged since; nothing is lost by writing all of it
 
 
-def equal_file(parent: CheckpointFolder, shard: Shard, content: Hashes) -> str | None:
+def equal_file(parent: CheckpointFolder, shard: Shard, content: Content) -> str | None:
     """The parent's file that contains all that this rank would write of ``shard``, if there is one.
 
     The file is read again: a bad sector must not be inherited.

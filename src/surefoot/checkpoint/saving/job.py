@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 from ...geometry.box import Box
+from ...storage import files
 from ..disk.file_plan import FilePlan
 from ..disk.manifest import Kind, Layout
 
@@ -65,6 +67,16 @@ class Job:
     def nonce_of(self, attempt: int) -> str | None:
         """The temporary folder of one attempt."""
         return None if self.nonce is None else f"{self.nonce}{attempt:x}"
+
+
+class Content(Protocol):
+    """The bytes of a job's tensors."""
+
+    def write(self, shard: Shard, file: files.File) -> Mapping[str, str]:
+        """Write and flush the file; returns the hash of each tensor's bytes by name."""
+
+    def hash(self, shard: Shard, name: str) -> str:
+        """The hash of one tensor's bytes."""
 
 
 @dataclass(frozen=True)

@@ -24,9 +24,10 @@ from ..disk.file_plan import Tensors as Described
 from ..disk.header import num_bytes
 from ..disk.manifest import MANIFEST, MAX_SMALL, STATE, Kind, Layout, is_plain_name
 from ..state.local_box import LocalBox, local_box_of
+from ..state.protocols import ShardedState, Stateful
 from ..state.roles import MODEL, OPTIMIZER, FileRole, trained_names
 from ..state.roles import STATE as STATE_ROLE
-from ..state.states import AdoptedStates, ShardedState, Stateful, adopted
+from ..state.states import AdoptedStates, adopted
 from ..state.tensors import split
 from .job import Job, Shard, Share
 from .load_balancing import LocalTensor
@@ -115,7 +116,7 @@ def prepare(
         root=Path(root),
         step=step,
         kind=kind,
-        created=datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z"),
+        created=now(),
         versions=versions(),
         shards=shards,
         small={**_checked(companions or {}, {*ours, MANIFEST}), **ours} if ours else {},
@@ -196,6 +197,11 @@ class LiveTensors:
     def hash(self, shard: Shard, name: str) -> str:
         """The hash of one tensor's bytes."""
         return hash_tensor(self.groups[shard.role][name])
+
+
+def now() -> str:
+    """The time as a manifest records it."""
+    return datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
 
 
 def versions() -> dict[str, str]:

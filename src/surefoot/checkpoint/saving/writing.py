@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
 
 from ...errors import CheckpointError
 from ...storage import files
@@ -18,7 +17,7 @@ from ..disk.dcp_metadata import explained
 from ..disk.folder import CheckpointFolder, open_checkpoint
 from ..disk.manifest import MANIFEST, Manifest, Piece, check_consistent, dump
 from .incremental import equal_file, link, make_parent, parent_of
-from .job import Job, Saved, Shard
+from .job import Content, Job, Saved, Shard
 from .joint import (
     Written,
     gather,
@@ -29,16 +28,6 @@ from .joint import (
     wait_for_files,
     write_own_part,
 )
-
-
-class Content(Protocol):
-    """The bytes of a job's tensors."""
-
-    def write(self, shard: Shard, file: files.File) -> Mapping[str, str]:
-        """Write and flush the file; returns the hash of each tensor's bytes by name."""
-
-    def hash(self, shard: Shard, name: str) -> str:
-        """The hash of one tensor's bytes."""
 
 
 def write(

@@ -6,6 +6,7 @@ import contextlib
 import secrets
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -22,6 +23,7 @@ from .source import CastSource, Shape, TensorSource
 Progress = Callable[[int], None]  # is told the bytes of each block written
 _PART = ".part"
 _BLOCK = 1 << 20  # bytes read, computed and written at a time: still in the cache as float32
+DtypeName = Literal["float32", "float16", "bfloat16"]
 CASTS = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 

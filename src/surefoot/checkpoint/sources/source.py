@@ -6,7 +6,8 @@ over sources. So a conversion is one expression, reads only what it writes, and 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Protocol
@@ -161,6 +162,48 @@ class Renamed:
     def read(self, name: str, box: Box) -> torch.Tensor:
         """By new name."""
         return self.source.read(self.names[name], box)
+
+
+@dataclass(frozen=True)
+class ReplacingSource(ABC):
+    """Tensors that are made of others of a source, which they replace."""
+
+    source: TensorSource
+
+    @abstractmethod
+    def made(self) -> Mapping[str, tuple[Shape, Sequence[str]]]:
+        """The shape of each new tensor, and the names of those it is made of, of one type."""
+
+    @abstractmethod
+    def read_made(self, name: str, box: Box) -> torch.Tensor:
+        """The values in one box of a new tensor."""
+
+    @cached_property
+    def _made(self) -> Mapping[str, tuple[Shape, Sequence[str]]]:
+        return self.made()
+
+    @cached_property
+    def _dtypes(self) -> Mapping[str, torch.dtype]:
+        dtypes, used = self.source.dtypes(), {n for _, own in self._made.values() for n in own}
+        left = {name: dtype for name, dtype in dtypes.items() if name not in used}
+        return left | {name: dtypes[own[0]] for name, (_, own) in self._made.items()}
+
+    @cached_property
+    def _shapes(self) -> Mapping[str, Shape]:
+        shapes = {**self.source.shapes(), **{n: shape for n, (shape, _) in self._made.items()}}
+        return {name: shapes[name] for name in self._dtypes}
+
+    def shapes(self) -> Mapping[str, Shape]:
+        """Of the new tensors, and of those that were not used."""
+        return self._shapes
+
+    def dtypes(self) -> Mapping[str, torch.dtype]:
+        """Of a new tensor, that of the first it is made of."""
+        return self._dtypes
+
+    def read(self, name: str, box: Box) -> torch.Tensor:
+        """As stored, unless it is new."""
+        return self.read_made(name, box) if name in self._made else self.source.read(name, box)
 
 
 @dataclass(frozen=True)

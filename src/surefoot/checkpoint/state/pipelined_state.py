@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import nn
 
 from ...geometry.sharding import Cuts
 from ..disk.manifest import Kind
-from .states import ShardedState
+from .protocols import ShardedState
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -40,6 +40,12 @@ class PipelinedWeights:
     exchange: Exchange
     kind: Kind
     small_files: Callable[..., dict[str, bytes]]  # beside the weights
+    is_converted: ClassVar[bool] = False
+
+    @property
+    def is_adapter(self) -> bool:
+        """Whether the files contain an adapter, not a model."""
+        return self.kind == "adapter"
 
     def cuts_of(self, name: str) -> Cuts | None:
         """The sharding of a tensor; None if it is not recorded."""

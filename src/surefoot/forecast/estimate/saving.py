@@ -15,7 +15,7 @@ from ...checkpoint.saving.writer_group import WriterGroup
 from ...checkpoint.state.states import RandomState
 from ...data.text.codec import Codec
 from ...parallel.world import ALONE
-from ...run.trainer_parts import build_saver
+from ...run.saving import build_saver
 from ...training.state import TrainerState
 from .dry_run import DryRunModel, optimizer_state
 from .size import CheckpointSize, checkpoint_size

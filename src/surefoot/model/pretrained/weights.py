@@ -36,6 +36,7 @@ class FullWeights:
     cuts: Mapping[str, Cuts] = field(default_factory=dict)  # by name, of what is spread
     apart: Collection[str] = ()  # names of parameters that have a file of their own
     kind: ClassVar[Literal["full", "adapter"]] = "full"
+    is_adapter: ClassVar[bool] = False
 
     @property
     def is_converted(self) -> bool:
@@ -123,6 +124,7 @@ class AdapterWeights:
     model: nn.Module
     cuts: Mapping[str, Cuts] = field(default_factory=dict)  # by name, of what is spread
     kind: ClassVar[Literal["full", "adapter"]] = "adapter"
+    is_adapter: ClassVar[bool] = True
     is_converted: ClassVar[bool] = False
 
     def without(self, _names: Collection[str]) -> AdapterWeights:

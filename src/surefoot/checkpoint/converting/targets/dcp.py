@@ -9,33 +9,15 @@ from ....geometry.mesh import Mesh
 from ...sources.copying import Progress
 from ..dcp_writing import write_dcp
 from ..model_files import companions
-from ..origin import Done, DtypeName, Family, Hints, Origin
+from ..origin import Done, Origin, WeightsTarget
 
 
 @dataclass(frozen=True)
-class DCPFolder:
+class DCPFolder(WeightsTarget):
     """Weights for distributed checkpoints of PyTorch, ``dcp.load``."""
 
     mesh: Mesh | None = None
     """The processes whose boxes are written: dp_shard=4, dp_shard=4,tp=2, dp_replicate=2 …"""
-
-    dtype: DtypeName | None = None
-    """Of the weights; the optimizer's state stays."""
-
-    trust_pickle: bool = False
-    """Read the pickles of a checkpoint of DeepSpeed, or of PyTorch's DCP, as inert records."""
-
-    names: Family | None = None
-    """What MindSpore Transformers calls the weights, in DST or, with --to huggingface, in SRC;
-    keep: as they are."""
-
-    strategy: Path | None = None
-    """MindSpore's strategy files of SRC, if not beside its ranks."""
-
-    @property
-    def hints(self) -> Hints:
-        """What it says of the folder to convert."""
-        return Hints(None, self.trust_pickle, self.names, self.strategy)
 
     def write(self, origin: Origin, target: Path, progress: Progress) -> Done:
         """Boxes for every process of the mesh."""

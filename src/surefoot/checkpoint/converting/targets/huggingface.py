@@ -13,33 +13,12 @@ from ...layouts.detection import detect_layout
 from ...layouts.mindspore.reading.ranks import model_near
 from ...sources.copying import Progress, cast, copy
 from ..model_files import companions, named_as
-from ..origin import Done, DtypeName, Family, Hints, Origin
+from ..origin import Done, ModelTarget, Origin
 
 
 @dataclass(frozen=True)
-class HuggingFaceModel:
+class HuggingFaceModel(ModelTarget):
     """Weights, configuration and tokenizer; an adapter is merged into its base."""
-
-    base: str | None = None
-    """The base model of an adapter if it moved, or of foreign weights (DCP, DeepSpeed)."""
-
-    dtype: DtypeName | None = None
-    """Of the weights; the optimizer's state stays."""
-
-    trust_pickle: bool = False
-    """Read the pickles of a checkpoint of DeepSpeed, or of PyTorch's DCP, as inert records."""
-
-    names: Family | None = None
-    """What MindSpore Transformers calls the weights, in DST or, with --to huggingface, in SRC;
-    keep: as they are."""
-
-    strategy: Path | None = None
-    """MindSpore's strategy files of SRC, if not beside its ranks."""
-
-    @property
-    def hints(self) -> Hints:
-        """What it says of the folder to convert."""
-        return Hints(self.base, self.trust_pickle, self.names, self.strategy)
 
     def write(self, origin: Origin, target: Path, progress: Progress) -> Done:
         """A full model; weights only if there is no configuration."""

@@ -10,10 +10,10 @@ from ....storage import files
 from ...disk.atomic_folder import new_folder, write_small
 from ...layouts.detection import detect_layout
 from ...layouts.opening import open_folder
-from ...sources.copying import Progress, cast, copy
+from ...sources.copying import DtypeName, Progress, cast, copy
 from ...sources.weights import ADAPTER_CONFIG
 from ..model_files import adapter_files
-from ..origin import Done, DtypeName, Hints, Origin
+from ..origin import Done, Hints, Origin
 
 
 @dataclass(frozen=True)

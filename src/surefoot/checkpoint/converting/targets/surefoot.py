@@ -15,13 +15,13 @@ from ...layouts.mindspore.reading.ranks import model_near
 from ...sources.copying import Progress, cast
 from ...sources.source import TensorSource
 from ..model_files import adapter_files, companions, named_as
-from ..origin import Done, DtypeName, Family, Hints, OptionError, Origin
+from ..origin import Done, ModelTarget, OptionError, Origin
 from ..resharding import reshard
 from ..weights_only import write_weights
 
 
 @dataclass(frozen=True)
-class SurefootCheckpoint:
+class SurefootCheckpoint(ModelTarget):
     """A Surefoot checkpoint: another layout or mesh, or the weights of other tools."""
 
     layout: Literal["full", "distributed"] = "full"
@@ -32,30 +32,9 @@ class SurefootCheckpoint:
     mesh: Mesh | None = None
     """The processes whose boxes are written: dp_shard=4, dp_shard=4,tp=2, dp_replicate=2 …"""
 
-    dtype: DtypeName | None = None
-    """Of the weights; the optimizer's state stays."""
-
-    base: str | None = None
-    """The base model of an adapter if it moved, or of foreign weights (DCP, DeepSpeed)."""
-
-    trust_pickle: bool = False
-    """Read the pickles of a checkpoint of DeepSpeed, or of PyTorch's DCP, as inert records."""
-
-    names: Family | None = None
-    """What MindSpore Transformers calls the weights, in DST or, with --to huggingface, in SRC;
-    keep: as they are."""
-
-    strategy: Path | None = None
-    """MindSpore's strategy files of SRC, if not beside its ranks."""
-
     def __post_init__(self) -> None:
         if self.mesh and self.layout != "distributed":
             raise OptionError("--mesh needs --layout distributed; layout full is not sharded")
-
-    @property
-    def hints(self) -> Hints:
-        """What it says of the folder to convert."""
-        return Hints(self.base, self.trust_pickle, self.names, self.strategy)
 
     def write(self, origin: Origin, target: Path, progress: Progress) -> Done:
         """All of a Surefoot checkpoint; of other folders the weights."""

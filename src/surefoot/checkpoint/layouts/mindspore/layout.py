@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from ....errors import CheckpointError
 from ....storage import files
@@ -13,9 +13,8 @@ from ...sources.weights import TensorLocation, Weights
 from ...state.roles import MODEL
 from ..dcp import is_dcp
 from ..dcp_boxes import locations
-from ..foreign import read_small
 from ..huggingface import has_model
-from ..layout import Locations, SavedFolder
+from ..layout import Layout, Locations, SavedFolder
 from ..native import is_native
 from ..peft import is_peft
 from .reading.opened import form_of, open_boxes, progress_of, role_of, saves
@@ -32,17 +31,13 @@ def open_mindspore_state(
 
 
 @dataclass(frozen=True)
-class MindSpore:
+class MindSpore(Layout):
     """A folder of MindSpore, under MindSpore's names."""
 
-    name: ClassVar[str] = "mindspore"
-    title: ClassVar[str] = "MindSpore"
-    has_manifest: ClassVar[bool] = False
-    is_adapter: ClassVar[bool] = False
-    has_adapter_config: ClassVar[bool] = False
-    is_assembled: ClassVar[bool] = True
-    is_whole_model: ClassVar[bool] = False
-    pickle_suffixes: ClassVar[tuple[str, ...]] = ()  # its .ckpt are protocol buffers
+    name = "mindspore"
+    title = "MindSpore"
+    is_assembled = True
+    pickle_suffixes = ()  # its .ckpt are protocol buffers
 
     def recognise(self, folder: Path) -> bool:
         """Whether it has files of MindSpore, and no other weights."""
@@ -66,10 +61,6 @@ class MindSpore:
         """How far the training was."""
         progress = progress_of(folder)
         return {"progress": progress} if progress else {}
-
-    def small_file(self, folder: Path, name: str) -> bytes | None:
-        """Any file of the folder."""
-        return read_small(folder, name)
 
     def saves_in(self, folder: Path) -> Sequence[SavedFolder]:
         """One folder contains all saves of a training."""

@@ -25,7 +25,7 @@ from ..detection import has_manifest, open_weights
 from .layout import MindSpore, open_mindspore_state
 from .naming.names import (
     KEEP,
-    Heads,
+    AttentionHeads,
     family_of,
     heads_near,
     heads_of,
@@ -99,7 +99,9 @@ def as_huggingface(
     return to_huggingface(source, family or "", heads_near(folder, theirs.base))
 
 
-def as_mindspore(source: TensorSource, family: str | None, heads: Heads | None) -> TensorSource:
+def as_mindspore(
+    source: TensorSource, family: str | None, heads: AttentionHeads | None
+) -> TensorSource:
     """Weights with Hugging Face's names, and their moments, under those of a family; None: the
     one that MindSpore Transformers uses for such a model.
     """
@@ -143,7 +145,7 @@ def moments_of(model: TensorSource, folder: Path) -> list[tuple[str, TensorSourc
     """The moments of ``model``'s weights in a run's checkpoint, and MindSpore's prefixes of
     their names; none in foreign folders and for adapters.
     """
-    if not has_manifest(folder) or open_checkpoint(folder).manifest.kind != "full":
+    if not has_manifest(folder) or open_checkpoint(folder).manifest.is_adapter:
         return []
     stored = FolderSource(open_contents(folder, ("optimizer",)))
     slots = tuple(f".{key}" for key in _MOMENTS.values())

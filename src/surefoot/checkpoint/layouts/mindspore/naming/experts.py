@@ -7,16 +7,15 @@ splits them again, transposed where needed; it reads only the requested boxes.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from operator import sub
 
 import torch
 
 from .....errors import CheckpointError
 from .....geometry.box import Box
-from ....sources.source import Shape, TensorSource
+from ....sources.source import ReplacingSource, Shape, TensorSource
 
 
 @dataclass(frozen=True)
@@ -30,41 +29,17 @@ class StackedMatrix:
 
 
 @dataclass(frozen=True)
-class StackedSource:
+class StackedSource(ReplacingSource):
     """Tensors that consist of tiles of others, which they replace."""
 
-    source: TensorSource
     tensors: Mapping[str, tuple[Shape, tuple[StackedMatrix, ...]]]
 
-    @cached_property
-    def _left(self) -> list[str]:
-        used = {tile.name for _, tiles in self.tensors.values() for tile in tiles}
-        return [name for name in self.source.shapes() if name not in used]
+    def made(self) -> Mapping[str, tuple[Shape, Sequence[str]]]:
+        """The stacked tensors, or the matrices of one."""
+        return {n: (shape, [t.name for t in tiles]) for n, (shape, tiles) in self.tensors.items()}
 
-    @cached_property
-    def _shapes(self) -> Mapping[str, Shape]:
-        shapes = self.source.shapes()
-        made = {name: shape for name, (shape, _) in self.tensors.items()}
-        return {name: shapes[name] for name in self._left} | made
-
-    @cached_property
-    def _dtypes(self) -> Mapping[str, torch.dtype]:
-        dtypes = self.source.dtypes()
-        made = {name: dtypes[tiles[0].name] for name, (_, tiles) in self.tensors.items()}
-        return {name: dtypes[name] for name in self._left} | made
-
-    def shapes(self) -> Mapping[str, Shape]:
-        """Of the stacked tensors, and of those that were not used."""
-        return self._shapes
-
-    def dtypes(self) -> Mapping[str, torch.dtype]:
-        """That of the first tile."""
-        return self._dtypes
-
-    def read(self, name: str, box: Box) -> torch.Tensor:
+    def read_made(self, name: str, box: Box) -> torch.Tensor:
         """From each tile only what is inside ``box``."""
-        if name not in self.tensors:
-            return self.source.read(name, box)
         found = torch.empty(box.shape, dtype=self._dtypes[name])
         for tile in self.tensors[name][1]:
             if (common := box & tile.box) is not None:

@@ -6,15 +6,14 @@ this way, ``DeinterleavedSource`` splits them again; both read only the requeste
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import pairwise
 
 import torch
 
 from .....geometry.box import Box
-from ....sources.source import Shape, TensorSource
+from ....sources.source import ReplacingSource, Shape
 
 _FEW = 16  # rows of a turn; fewer are read together with those in between
 
@@ -28,44 +27,24 @@ class Turn:
 
 
 @dataclass(frozen=True)
-class InterleavedSource:
+class InterleavedSource(ReplacingSource):
     """Tensors fused along the first dimension, each contributing its rows in turn."""
 
-    source: TensorSource
     turns: Mapping[str, tuple[Turn, ...]]  # by the name of the fused tensor
 
-    @cached_property
-    def _left(self) -> list[str]:
-        used = {turn.name for turns in self.turns.values() for turn in turns}
-        return [name for name in self.source.shapes() if name not in used]
-
-    @cached_property
-    def _shapes(self) -> Mapping[str, Shape]:
+    def made(self) -> Mapping[str, tuple[Shape, Sequence[str]]]:
+        """The fused tensors."""
         shapes = self.source.shapes()
-        fused = {
-            name: (sum(shapes[turn.name][0] for turn in turns), *shapes[turns[0].name][1:])
+        return {
+            name: (
+                (sum(shapes[turn.name][0] for turn in turns), *shapes[turns[0].name][1:]),
+                [turn.name for turn in turns],
+            )
             for name, turns in self.turns.items()
         }
-        return {name: shapes[name] for name in self._left} | fused
 
-    @cached_property
-    def _dtypes(self) -> Mapping[str, torch.dtype]:
-        dtypes = self.source.dtypes()
-        fused = {name: dtypes[turns[0].name] for name, turns in self.turns.items()}
-        return {name: dtypes[name] for name in self._left} | fused
-
-    def shapes(self) -> Mapping[str, Shape]:
-        """The parts are replaced by the fused tensor."""
-        return self._shapes
-
-    def dtypes(self) -> Mapping[str, torch.dtype]:
-        """That of the first part."""
-        return self._dtypes
-
-    def read(self, name: str, box: Box) -> torch.Tensor:
+    def read_made(self, name: str, box: Box) -> torch.Tensor:
         """From each part, only the rows that are in ``box``."""
-        if name not in self.turns:
-            return self.source.read(name, box)
         turns, dtype = self.turns[name], self._dtypes[name]
         period = sum(turn.rows for turn in turns)
         found = []
@@ -105,44 +84,21 @@ class Pick:
 
 
 @dataclass(frozen=True)
-class DeinterleavedSource:
+class DeinterleavedSource(ReplacingSource):
     """The tensors that were fused into another one."""
 
-    source: TensorSource
     picks: Mapping[str, Pick]  # by the name of the part
 
-    @cached_property
-    def _left(self) -> list[str]:
-        used = {pick.name for pick in self.picks.values()}
-        return [name for name in self.source.shapes() if name not in used]
-
-    @cached_property
-    def _shapes(self) -> Mapping[str, Shape]:
+    def made(self) -> Mapping[str, tuple[Shape, Sequence[str]]]:
+        """The parts."""
         shapes = self.source.shapes()
-        apart = {
-            name: (shapes[p.name][0] // p.period * p.rows, *shapes[p.name][1:])
+        return {
+            name: ((shapes[p.name][0] // p.period * p.rows, *shapes[p.name][1:]), (p.name,))
             for name, p in self.picks.items()
         }
-        return {name: shapes[name] for name in self._left} | apart
 
-    @cached_property
-    def _dtypes(self) -> Mapping[str, torch.dtype]:
-        dtypes = self.source.dtypes()
-        apart = {name: dtypes[pick.name] for name, pick in self.picks.items()}
-        return {name: dtypes[name] for name in self._left} | apart
-
-    def shapes(self) -> Mapping[str, Shape]:
-        """The fused tensor is replaced by its parts."""
-        return self._shapes
-
-    def dtypes(self) -> Mapping[str, torch.dtype]:
-        """That of the fused tensor."""
-        return self._dtypes
-
-    def read(self, name: str, box: Box) -> torch.Tensor:
+    def read_made(self, name: str, box: Box) -> torch.Tensor:
         """The requested rows of the fused tensor, and those in between if turns are short."""
-        if name not in self.picks:
-            return self.source.read(name, box)
         pick, found = self.picks[name], []
         for first, last in _spans(box.start[0], box.stop[0], pick.rows):
             group, inside = divmod(first, pick.rows)

@@ -81,8 +81,7 @@ def _is_theirs(path: Path) -> bool:
 
 def _read_map(where: Path) -> dict[str, str]:
     """File names by tensor: as ``weight_map``, or without anything around it."""
-    with files.open_file(where) as file:
-        told = strict_json.parse_object(files.read_all(file, strict_json.MAX_BYTES), str(where))
+    told = strict_json.read_object(where)
     names = told.get("weight_map", told)
     if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
         raise CheckpointError(f"{where}: expected file names by tensor name")

@@ -75,8 +75,7 @@ def open_iteration(folder: Path) -> dict[str, list[Stored]]:
     if not files.exists(path / METADATA):
         return _open_single(path, names)
     where = path / METADATA
-    with files.open_file(where) as text:
-        told = strict_json.parse_object(files.read_all(text, strict_json.MAX_BYTES), str(where))
+    told = strict_json.read_object(where)
     tensors, storage = told.get("state_dict_metadata"), told.get("storage_data")
     if not isinstance(tensors, dict) or not isinstance(storage, dict):
         raise CheckpointError(f"{where}: expected state_dict_metadata and storage_data")

@@ -94,5 +94,4 @@ def progress_of(path: Path) -> Mapping[str, Any]:
         return {}
     if not files.exists(where):
         return {}
-    with files.open_file(where) as file:
-        return strict_json.parse_object(files.read_all(file, strict_json.MAX_BYTES), str(where))
+    return strict_json.read_object(where)

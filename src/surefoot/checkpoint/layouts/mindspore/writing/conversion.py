@@ -11,11 +11,10 @@ from .....errors import CheckpointError
 from .....storage import files
 from ....disk.atomic_folder import refuse_taken
 from ....disk.companions import beside
-from ....sources.copying import Progress, cast
+from ....sources.copying import DtypeName, Progress, cast
 from ....sources.joined import JoinedSource
 from ....sources.source import TensorSource
 from ..mindspore_model import (
-    NOTHING_MORE,
     MindSporeHints,
     as_huggingface,
     as_mindspore,
@@ -24,7 +23,7 @@ from ..mindspore_model import (
     open_state,
     stages_for,
 )
-from ..naming.names import KEEP, heads_near
+from ..naming.names import KEEP, FamilyName, heads_near
 from ..reading.ranks import model_near
 from ..strategy.parallel_config import ParallelConfig
 from ..strategy.strategy_files import Layouts, open_strategy
@@ -32,27 +31,44 @@ from .iteration_files import write_iteration
 from .rank_files import write_distributed, write_full
 
 Form = Literal["full", "distributed"]
-DtypeName = Literal["float32", "bfloat16", "float16"]
 _CONFIG = "config.json"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TargetFormat:
     """The form to write."""
 
-    form: Form = "full"
-    config: ParallelConfig | None = None  # whose ranks' slices
-    strategy: Path | None = None  # the same, by strategy files
-    names: str | None = None  # a family, or keep; None: the usual one, or as they are
-    dtype: DtypeName | None = None  # of the weights
-    remove_redundancy: bool = False  # of equal slices write one
-    is_iteration: bool = False  # in the newer form of MindSpore Transformers 2.x
+    layout: Form = "full"
+    """full (unsharded tensors), or distributed (one folder of shards per rank)."""
+
+    parallel_config: ParallelConfig | None = None
+    """How DST is sharded over MindSpore's ranks: data_parallel=2,model_parallel=4,
+    pipeline_stage, enable_parallel_optimizer=true, optimizer_weight_shard_size,
+    parallel_optimizer_threshold, vocab_emb_dp=false.
+    """
+
+    target_strategy: Path | None = None
+    """Strategy files that define how DST is sharded over its ranks."""
+
+    names: FamilyName | None = None
+    """The family of names in DST; keep: as they are; unset: the usual one."""
+
+    dtype: DtypeName | None = None
+    """Of the weights; the optimizer's state stays."""
+
+    remove_redundancy: bool = False
+    """Of slices that several ranks hold, write one."""
+
+    iteration: bool = False
+    """With --to mindspore: the newer form of MindSpore Transformers 2.x, iteration_N."""
 
 
 def check(target: Path, wanted: TargetFormat) -> None:
     """Reject a target that exists, and a form that does not support its options."""
     refuse_taken(target)
-    if (wanted.form == "distributed") != (wanted.config is not None or wanted.strategy is not None):
+    if (wanted.layout == "distributed") != (
+        wanted.parallel_config is not None or wanted.target_strategy is not None
+    ):
         raise CheckpointError(
             "layout distributed needs a parallel_config or strategy files; layout full needs "
             "neither"
@@ -64,14 +80,13 @@ def rewrite(
     target: Path,
     wanted: TargetFormat,
     *,
-    theirs: MindSporeHints = NOTHING_MORE,
+    theirs: MindSporeHints,
     progress: Progress | None = None,
 ) -> None:
     """Write all that MindSpore saved in ``folder`` into the new folder ``target``.
 
     Raises ``CheckpointError`` as ``open_state`` and ``write`` do.
     """
-    check(target, wanted)
     source = _renamed(folder, wanted, theirs)
     write(source, folder, target, wanted, small=_small(folder, theirs), progress=progress)
 
@@ -90,18 +105,18 @@ def write(
     Raises:
         CheckpointError: sizes that do not fit the model, damaged weights, a disk that fails.
     """
-    if wanted.is_iteration:
+    if wanted.iteration:
         write_iteration(
             source,
             target,
-            stages=_stages(source, wanted) if wanted.form == "distributed" else None,
+            stages=_stages(source, wanted) if wanted.layout == "distributed" else None,
             prefix=naming_of(folder).prefix,
             remove_redundancy=wanted.remove_redundancy,
             small=small,
             progress=progress,
         )
         return
-    if wanted.form == "full":
+    if wanted.layout == "full":
         write_full(source, target, small=small, progress=progress)
         return
     write_distributed(
@@ -116,9 +131,9 @@ def write(
 
 
 def _stages(source: TensorSource, wanted: TargetFormat) -> Sequence[Layouts]:
-    if wanted.strategy is not None:
-        return open_strategy(wanted.strategy).stages
-    return stages_for(source, wanted.config or ParallelConfig())
+    if wanted.target_strategy is not None:
+        return open_strategy(wanted.target_strategy).stages
+    return stages_for(source, wanted.parallel_config or ParallelConfig())
 
 
 def _renamed(folder: Path, wanted: TargetFormat, theirs: MindSporeHints) -> TensorSource:

@@ -1,0 +1,183 @@
+"""From the recipe's ``data`` section to encoded datasets, through the cache.
+
+Each dataset is encoded and cached by itself, so another combination, split or order of datasets
+needs no new encoding.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+
+import numpy as np
+import xxhash
+
+from ...errors import DataError
+from ..data_order import hold_out
+from ..example import JSON
+from ..order.full_shuffle import FullShuffle
+from ..rows.dataset_report import DatasetReport, Report, report_from
+from ..rows.registry import Entry, read_registry
+from ..rows.rows import read_examples, too_many_broken
+from ..section import DataSection
+from ..store import cache
+from ..store.cache import Writer, default_folder, load_or_build
+from ..store.dataset import EncodedDataset, EncodedStore, join
+from ..store.encoder import Encode, Encoder, nothing_learnt
+
+logger = logging.getLogger(__name__)
+
+VERSION = 1  # of what this module and the formats make of a row; part of the fingerprint
+ENCODING = ("template", "default_system", "cutoff_len", "on_too_long", "train_on_prompt")
+SETTINGS = (*ENCODING, "mask_history", "max_samples")  # what the items of a dataset depend on
+
+
+@dataclass(frozen=True)
+class EncodedData:
+    """What a run trains on, what it is evaluated on, and what became of every row."""
+
+    train: EncodedDataset
+    evals: Mapping[str, EncodedDataset]  # by dataset; "" for what val_size holds out
+    report: Report
+
+    @property
+    def complete(self) -> Sequence[EncodedDataset]:
+        """All datasets."""
+        return [self.train, *self.evals.values()]
+
+    @property
+    def num_examples(self) -> int:
+        """Training examples."""
+        return len(self.train)
+
+    def order(self, section: DataSection, *, seed: int) -> FullShuffle:
+        """A permutation of the training examples for each epoch."""
+        return FullShuffle(self.train, seed, section.shuffle)
+
+    def changed(self, change: Callable[[EncodedDataset], EncodedDataset]) -> EncodedData:
+        """The same with each dataset changed."""
+        evals = {name: change(dataset) for name, dataset in self.evals.items()}
+        return replace(self, train=change(self.train), evals=evals)
+
+
+def prepare(
+    section: DataSection, encode: Encode, *, fingerprint: Mapping[str, str], seed: int
+) -> EncodedData:
+    """Encode the datasets of a recipe, or load them from the cache.
+
+    Args:
+        section: which datasets, from where, and how.
+        encode: turns examples into features; one outcome per example.
+        fingerprint: of all inputs of ``encode`` except ``section``: tokenizer, template, stage.
+        seed: determines which rows ``val_size`` holds out.
+
+    Raises:
+        DataError: something is missing or broken, or has no trained tokens.
+    """
+    entries = entries_of(section)
+    loaded = {entry.name: _load(entry, section, encode, fingerprint) for entry in entries}
+    _warn_of_both(section)
+    return _arranged(section, loaded, seed)
+
+
+def find(section: DataSection, *, fingerprint: Mapping[str, str], seed: int) -> EncodedData | None:
+    """What ``prepare`` would load from the cache; None unless all of it is there."""
+    root, loaded = section.cache_dir or default_folder(), {}
+    for entry in entries_of(section):
+        cached = cache.find(root, key_of(entry, section, fingerprint, entry.source.content_hash()))
+        if cached is None:
+            return None
+        loaded[entry.name] = _Loaded(cached.store, report_from(cached.report, entry.name))
+    return _arranged(section, loaded, seed)
+
+
+def prepare_evals(
+    section: DataSection, encode: Encode, *, fingerprint: Mapping[str, str]
+) -> dict[str, EncodedDataset]:
+    """Encode only the ``eval_datasets``, or load them from the cache. Raises as ``prepare``."""
+    _warn_of_both(section)
+    entries = [entry for entry in entries_of(section) if entry.name in section.eval_datasets]
+    loaded = {entry.name: _load(entry, section, encode, fingerprint) for entry in entries}
+    return {name: join([each.store]) for name, each in loaded.items()}
+
+
+def entries_of(section: DataSection) -> list[Entry]:
+    """Every dataset that a recipe names, once. All entries are checked before any is encoded."""
+    registry = read_registry(section.dataset_dir)
+    names = (*section.datasets, *section.eval_datasets)
+    return [registry.entry(name) for name in dict.fromkeys(names)]
+
+
+def _warn_of_both(section: DataSection) -> None:
+    for name in set(section.datasets) & set(section.eval_datasets):
+        logger.warning(
+            "dataset %r is used for training and for evaluation: its evaluation metrics do not "
+            "measure generalization",
+            name,
+        )
+
+
+def _arranged(section: DataSection, loaded: Mapping[str, _Loaded], seed: int) -> EncodedData:
+    """The datasets, combined and split for training and evaluation."""
+    train = join([loaded[name].store for name in section.datasets])
+    evals = {name: join([loaded[name].store]) for name in section.eval_datasets}
+    if section.val_size:
+        train, evals[""] = _split([loaded[name] for name in section.datasets], section, seed)
+    reports = tuple(each.report for each in loaded.values())
+    return EncodedData(train, evals, Report(reports, len(evals.get("", ()))))
+
+
+@dataclass(frozen=True)
+class _Loaded:
+    store: EncodedStore
+    report: DatasetReport
+
+
+def _split(
+    parts: Sequence[_Loaded], section: DataSection, seed: int
+) -> tuple[EncodedDataset, EncodedDataset]:
+    """The training items and the held-out items; all pieces of a row are on the same side."""
+    starts = np.cumsum([0, *(part.report.rows for part in parts)])
+    rows = [part.store.rows + start for part, start in zip(parts, starts, strict=False)]
+    is_held = hold_out(
+        np.concatenate(rows), num_rows=int(starts[-1]), val_size=section.val_size, seed=seed
+    )
+    whole = join([part.store for part in parts])
+    train, held = np.flatnonzero(~is_held), np.flatnonzero(is_held)
+    return EncodedDataset(whole.stores, train), EncodedDataset(whole.stores, held)
+
+
+def _load(
+    entry: Entry, section: DataSection, encode: Encode, fingerprint: Mapping[str, str]
+) -> _Loaded:
+    content = entry.source.content_hash()
+    key = key_of(entry, section, fingerprint, content)
+
+    def build(writer: Writer) -> JSON:
+        limits = section.max_samples, section.max_broken_rows
+        rows = read_examples(entry, max_samples=limits[0], max_broken_rows=limits[1])
+        report = Encoder(entry.name, encode, writer).run(rows)
+        if not report.items:
+            raise nothing_learnt(report)
+        if entry.source.content_hash() != content:
+            raise DataError(f"dataset {entry.name!r}: {entry.source} changed while it was read")
+        return asdict(report)
+
+    start = time.monotonic()
+    cached = load_or_build(section.cache_dir or default_folder(), key, build)
+    seconds = f"encoded in {time.monotonic() - start:.1f} s"
+    logger.info("%s: %s", entry.name, seconds if cached.is_new else "loaded from the cache")
+    report = report_from(cached.report, entry.name)
+    if len(report.broken) > section.max_broken_rows:
+        raise too_many_broken(entry.name, report.broken, section.max_broken_rows)
+    return _Loaded(cached.store, report)
+
+
+def key_of(entry: Entry, section: DataSection, fingerprint: Mapping[str, str], content: str) -> str:
+    """The fingerprint of all inputs of the encoded dataset."""
+    settings = {name: str(v) for name, v in section.cache_settings(SETTINGS).items()}
+    parts = [VERSION, entry.describe(), content, settings, dict(fingerprint)]
+    return xxhash.xxh3_128_hexdigest(json.dumps(parts, sort_keys=True).encode())

@@ -1,0 +1,122 @@
+"""From the recipe's ``data`` section to datasets that are read while they are being encoded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from ...errors import DataError
+from ..data_order import Index, hold_out
+from ..order.block_shuffle import BlockShuffle
+from ..rows.dataset_report import DatasetReport
+from ..rows.registry import Entry
+from ..section import DataSection
+from ..store.cache import default_folder
+from ..store.dataset import EncodedDataset, join
+from ..store.encoder import Encode
+from ..store.shards import ROWS, encode_shards
+from ..store.stream import Stream, StreamedDataset
+from .encoded_data import entries_of, key_of, prepare_evals
+
+
+@dataclass(frozen=True)
+class StreamingData:
+    """What a run trains on while it is encoded, and what it is evaluated on."""
+
+    train: Stream
+    held: Index  # items of the stream that ``val_size`` holds out, ascending
+    evals: Mapping[str, EncodedDataset]  # by dataset; "" for what is held out
+
+    @property
+    def complete(self) -> Sequence[EncodedDataset]:
+        """The evaluation sets."""
+        return list(self.evals.values())
+
+    @property
+    def num_examples(self) -> int | None:
+        """Training examples, if all of them are encoded."""
+        length = self.train.length
+        return None if length is None else length - len(self.held)
+
+    def order(self, section: DataSection, *, seed: int) -> BlockShuffle:
+        """The training examples as they are encoded, shuffled in blocks of ``buffer_size``."""
+        size, shuffle = section.buffer_size, section.shuffle
+        return BlockShuffle(self.train, seed, size, shuffle, held_out=self.held)
+
+    def changed(self, change: Callable[[EncodedDataset], EncodedDataset]) -> StreamingData:
+        """Raises ``DataError``: the training examples are not there yet."""
+        raise DataError(
+            "data.streaming: outputs of a model cannot be computed ahead for examples that are "
+            "still being encoded; set data.streaming to false"
+        )
+
+
+def open_stream(
+    section: DataSection,
+    encode: Encode,
+    *,
+    fingerprint: Mapping[str, str],
+    seed: int,
+    more: Callable[[], None],
+) -> StreamingData:
+    """The datasets of a recipe, which another process encodes meanwhile (see ``Stream`` for
+    ``more``).
+
+    The ``eval_datasets`` are encoded immediately; the rows that ``val_size`` holds out are waited
+    for.
+    """
+    parts = [
+        StreamedDataset(entry.name, _folder(entry, section, fingerprint))
+        for entry in _training_entries(section)
+    ]
+    stream = Stream(parts, more, max_broken_rows=section.max_broken_rows)
+    evals = prepare_evals(section, encode, fingerprint=fingerprint)
+    held = held_items(stream, section, seed)
+    if len(held):
+        stores = stream.stores(int(held[-1]) + 1)
+        evals[""] = EncodedDataset(join(stores).stores, held)
+    return StreamingData(stream, held, evals)
+
+
+def encode_stream(
+    section: DataSection, encode: Encode, *, fingerprint: Mapping[str, str], shard_rows: int = ROWS
+) -> Iterator[DatasetReport]:
+    """Encode the training datasets completely, one after another; yields the report of a dataset so
+    far with each of its shards.
+
+    Raises ``DataError`` if something is missing or broken, or has no trained tokens.
+    """
+    for entry in _training_entries(section):
+        folder = _folder(entry, section, fingerprint)
+        yield from encode_shards(entry, section, encode, folder, shard_rows=shard_rows)
+
+
+def held_items(stream: Stream, section: DataSection, seed: int) -> Index:
+    """The items of ``val_size`` rows among those of the first ``buffer_size`` items."""
+    if not section.val_size:
+        return np.empty(0, np.int64)
+    rows = stream.rows(section.buffer_size + 1)
+    if len(rows) > section.buffer_size:  # the last row may go on: none of it is held out
+        rows = rows[rows != rows[-1]]
+    _, numbers = np.unique(rows, return_inverse=True)
+    if section.val_size >= (count := int(numbers.max(initial=-1)) + 1):
+        raise DataError(
+            f"data.val_size = {section.val_size:g} leaves nothing to train on: with "
+            "data.streaming it holds out rows of the first data.buffer_size examples, which "
+            f"are {count} rows"
+        )
+    return np.flatnonzero(
+        hold_out(numbers, num_rows=count, val_size=section.val_size, seed=seed)
+    ).astype(np.int64)
+
+
+def _training_entries(section: DataSection) -> list[Entry]:
+    return [entry for entry in entries_of(section) if entry.name in section.datasets]
+
+
+def _folder(entry: Entry, section: DataSection, fingerprint: Mapping[str, str]) -> Path:
+    root = section.cache_dir or default_folder()
+    return root / f"{key_of(entry, section, fingerprint, entry.source.stamp())}.shards"

@@ -1,0 +1,37 @@
+"""The saver of a run: where its checkpoints go, and what lies beside the weights."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from ..data.text.codec import Codec
+from ..model.pretrained import companions
+from ..network.network import Network
+from ..parallel.world import World
+from ..recipe.recipe import Recipe, dump
+from ..training.saver import Saver
+
+
+def build_saver(recipe: Recipe, policy: Network, codec: Codec, base: Path, world: World) -> Saver:
+    """The saver of a run: the folder of its checkpoints, and their companions."""
+    files = {
+        "recipe.yaml": dump(recipe).encode(),
+        **companions.tokenizer_files(codec.tokenizer),
+    }
+    files |= policy.weights.small_files(recipe.model, base, codec.stop_token_ids)
+    layout = recipe.checkpoint.layout_in(recipe.train.output_dir)
+    return Saver(
+        output_dir=recipe.train.folder,
+        section=replace(recipe.checkpoint, layout=layout),
+        kind=policy.weights.kind,
+        companions=files,
+        steps={
+            "log_steps": recipe.train.log_steps,
+            "eval_steps": recipe.train.eval_steps,
+            "save_steps": recipe.checkpoint.save_steps,
+        },
+        metric=recipe.train.metric_for_best_model,
+        greater=recipe.train.is_greater_better,
+        world=world,
+    )

@@ -1,0 +1,359 @@
+"""Saves of any loop in the background: what is promised when, and what is left when it fails."""
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+import torch
+
+import warm
+from surefoot.checkpoint import AsyncSaver, CheckpointError, Rule, load, newest, verify
+from surefoot.checkpoint.background import in_flight as flight
+from surefoot.checkpoint.disk.commit import committed
+from surefoot.checkpoint.disk.folder import open_checkpoint
+
+from ..sample import Holder, blank, same, sample_states
+
+
+def steps(root):
+    return [int(path.name.rpartition("-")[2]) for path in committed(root)]
+
+
+def weights(value, names=("a", "b"), size=300_000):
+    return {"model": Holder({name: torch.full((size,), float(value)) for name in names})}
+
+
+def test_what_is_saved_is_the_state_at_the_call(tmp_path):
+    states = sample_states()
+    with AsyncSaver(tmp_path) as saver:
+        saver.save(1, states)
+        for tensor in states["model"].state.values():
+            tensor.zero_()
+    (path,) = committed(tmp_path)
+    found = blank(sample_states())
+    load(path, found)
+    assert all(same(found[name].state, sample_states()[name].state) for name in found)
+
+
+def test_committed_paths_are_told_once(tmp_path):
+    with AsyncSaver(tmp_path) as saver:
+        assert saver.poll() == saver.wait() == []
+        saver.save(1, weights(1))
+        assert saver.in_flight == tmp_path / "checkpoint-1"
+        saver.save(2, weights(2))
+        assert saver.newest == tmp_path / "checkpoint-1"
+        assert saver.wait() == [tmp_path / "checkpoint-1", tmp_path / "checkpoint-2"]
+        assert saver.poll() == []
+        assert saver.in_flight is None
+        assert saver.newest == tmp_path / "checkpoint-2"
+
+
+def test_poll_tells_without_waiting(tmp_path):
+    with AsyncSaver(str(tmp_path)) as saver:
+        saver.save(1, weights(1))
+        done = []
+        while not done:
+            done = saver.poll()
+            time.sleep(0.01)
+        assert done == [tmp_path / "checkpoint-1"]
+
+
+def test_the_end_of_the_block_waits(tmp_path):
+    with AsyncSaver(tmp_path) as saver:
+        saver.save(1, weights(1))
+    assert verify(tmp_path / "checkpoint-1").ok
+
+
+def test_an_error_in_the_loop_does_not_cost_the_last_save(tmp_path):
+    with pytest.raises(ZeroDivisionError), AsyncSaver(tmp_path) as saver:
+        saver.save(1, weights(1))
+        _ = 1 / 0
+    assert verify(tmp_path / "checkpoint-1").ok
+
+
+@pytest.mark.parametrize("ask", ["save", "poll", "wait", "exit"])
+def test_a_failed_save_is_told_at_the_next_call_and_the_next_save_works(tmp_path, ask):
+    def call(saver):
+        if ask == "save":
+            saver.save(2, weights(2))
+        while ask == "poll" and saver.in_flight:
+            saver.poll()
+        if ask == "wait":
+            saver.wait()
+
+    (tmp_path / "checkpoint-1").mkdir()
+    if ask == "exit":
+        with pytest.raises(CheckpointError, match="exists already"), AsyncSaver(tmp_path) as saver:
+            saver.save(1, weights(1))
+        return
+    with AsyncSaver(tmp_path) as saver:
+        saver.save(1, weights(1))
+        with pytest.raises(CheckpointError, match="exists already"):
+            call(saver)
+        assert saver.in_flight is None
+        saver.save(3, weights(3))
+    assert steps(tmp_path) == [3]
+
+
+def test_what_ended_the_loop_matters_more_than_a_failed_save(tmp_path, caplog):
+    (tmp_path / "checkpoint-1").mkdir()
+    with pytest.raises(ZeroDivisionError), AsyncSaver(tmp_path) as saver:
+        saver.save(1, weights(1))
+        _ = 1 / 0
+    assert "exists already" in caplog.text
+
+
+def test_a_killed_writer_costs_nothing(tmp_path):
+    with AsyncSaver(tmp_path) as saver:
+        saver.save(1, weights(1, size=8_000_000))
+        for child in psutil.Process().children():
+            if "surefoot.checkpoint.background.writer" in child.cmdline():
+                child.kill()
+        assert saver.wait() == [tmp_path / "checkpoint-1"]
+        saver.save(2, weights(2))
+    assert steps(tmp_path) == [1, 2]
+
+
+def test_a_forked_process_that_lives_on_holds_nothing_up(tmp_path):
+    saver = AsyncSaver(tmp_path)
+    saver.save(1, weights(1))
+    if (child := os.fork()) == 0:  # as a worker of a data loader is
+        signal.pause()
+    try:
+        saver.save(2, weights(2))
+        saver.close()
+        assert os.waitpid(child, os.WNOHANG) == (0, 0)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    assert steps(tmp_path) == [1, 2]
+
+
+def test_what_did_not_change_is_linked(tmp_path):
+    states = weights(1)
+    states["optimizer"] = Holder({"a": {"exp_avg": torch.ones(300_000)}})
+    with AsyncSaver(tmp_path) as saver:
+        saver.save(1, states)
+        states["model"].state["a"] += 1
+        saver.save(2, states)
+    assert open_checkpoint(tmp_path / "checkpoint-2").manifest.parent == "checkpoint-1"
+    files = [{p.stat().st_ino for p in path.iterdir()} for path in committed(tmp_path)]
+    assert files[0] & files[1]
+    with AsyncSaver(tmp_path, resumed_from=tmp_path / "checkpoint-2", share=False) as saver:
+        saver.save(3, states)
+    assert open_checkpoint(tmp_path / "checkpoint-3").manifest.parent == "checkpoint-2"
+    assert all(p.stat().st_nlink == 1 for p in (tmp_path / "checkpoint-3").iterdir())
+
+
+def test_only_what_the_rule_keeps_stays(tmp_path):
+    with AsyncSaver(tmp_path, keep=2) as saver:
+        for step in range(1, 6):
+            saver.save(step, weights(step), protected=[2])
+    assert steps(tmp_path) == [2, 4, 5]
+
+
+def test_the_best_stay(tmp_path):
+    rule = Rule(keep=1, keep_best=2)
+    metrics = {1: 0.1, 2: 0.5, 3: 0.4, 4: 0.2, 5: 0.3}
+    with AsyncSaver(tmp_path, keep=rule, greater_is_better=True) as saver:
+        for step in metrics:
+            known = {s: m for s, m in metrics.items() if s <= step}
+            saver.save(step, weights(step), metrics=known)
+    assert steps(tmp_path) == [2, 3, 5]
+
+
+def test_the_one_resumed_from_stays(tmp_path):
+    with AsyncSaver(tmp_path) as saver:
+        for step in (1, 2):
+            saver.save(step, weights(step))
+    with AsyncSaver(tmp_path, keep=1, resumed_from=newest(tmp_path)) as saver:
+        saver.delete_old()
+        assert steps(tmp_path) == [2]
+        for step in (3, 4):
+            saver.save(step, weights(step))
+    assert steps(tmp_path) == [2, 4]
+
+
+def test_ages_are_read_from_the_checkpoints(tmp_path):
+    with AsyncSaver(tmp_path, keep=Rule(keep=1, keep_hours=1.0)) as saver:
+        saver.save(1, weights(1))
+    with AsyncSaver(tmp_path, keep=Rule(keep=1, keep_hours=1e-9)) as saver:
+        saver.save(2, weights(2))
+    assert steps(tmp_path) == [2]
+
+
+def test_in_the_foreground_a_save_is_there_when_it_returns(tmp_path):
+    with AsyncSaver(tmp_path, in_background=False) as saver:
+        saver.save(1, weights(1))
+        assert steps(tmp_path) == [1]
+        assert saver.poll() == [tmp_path / "checkpoint-1"]
+
+
+def test_without_room_for_a_snapshot_training_waits_and_is_told_once(tmp_path, caplog, monkeypatch):
+    caplog.set_level(logging.WARNING)
+    monkeypatch.setattr("surefoot.checkpoint.background.snapshot_buffer.free_memory", lambda: 1000)
+    with AsyncSaver(tmp_path) as saver:
+        for step in (1, 2):
+            saver.save(step, weights(step))
+            assert steps(tmp_path)[-1] == step
+    assert caplog.text.count("training waits for every save") == 1
+
+
+def test_without_shared_memory_training_waits_and_is_told_once(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(flight, "is_available", lambda: False)
+    with AsyncSaver(tmp_path) as saver:
+        for step in (1, 2):
+            saver.save(step, weights(step))
+            assert steps(tmp_path)[-1] == step
+    assert caplog.text.count("training waits for every save") == 1
+
+
+OTHER = """
+import sys
+from surefoot.checkpoint import AsyncSaver
+with AsyncSaver(sys.argv[1]):
+    print("open", flush=True)
+    sys.stdin.readline()
+"""
+
+
+def test_a_second_process_is_refused_until_the_first_is_dead(tmp_path):
+    other = [sys.executable, "-c", OTHER, str(tmp_path)]
+    with warm.Popen(other, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as first:
+        assert first.stdout.readline() == b"open\n"
+        with pytest.raises(CheckpointError, match="another process is saving here"):
+            AsyncSaver(tmp_path)
+        first.kill()
+    with AsyncSaver(tmp_path) as saver:
+        saver.save(1, weights(1))
+    assert steps(tmp_path) == [1]
+
+
+def test_a_folder_that_cannot_be_written_is_refused_at_once(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match="cannot save to"):
+        AsyncSaver(tmp_path / "file" / "run")
+
+
+LOOP = """
+import sys, torch
+from surefoot.checkpoint import AsyncSaver, load, newest
+root = sys.argv[1]
+model = torch.nn.Linear(200, 200)
+count = torch.zeros(1, dtype=torch.int64)
+model.register_buffer("count", count)
+found = newest(root)
+if found:
+    load(found, {"model": model})
+with AsyncSaver(root, keep=2, resumed_from=found) as saver:
+    while True:
+        model.count += 1
+        torch.nn.init.constant_(model.weight, float(model.count))
+        saver.save(int(model.count), {"model": model})
+        print(int(model.count), flush=True)
+"""
+
+
+def test_a_killed_loop_goes_on_from_its_last_snapshot_or_the_one_before(tmp_path):
+    last = 0
+    for lines in (1, 4, 6):
+        loop = [sys.executable, "-c", LOOP, str(tmp_path)]
+        with warm.Popen(loop, stdout=subprocess.PIPE, text=True) as run:
+            seen = [int(run.stdout.readline()) for _ in range(lines)]
+            run.kill()
+        assert seen == list(range(last + 1, last + 1 + lines))
+        found = newest(tmp_path)
+        model = torch.nn.Linear(200, 200)
+        model.register_buffer("count", torch.zeros(1, dtype=torch.int64))
+        if found is None:  # killed while the writer of the very first one was starting
+            continue
+        load(found, {"model": model})
+        last = int(model.count)
+        assert last >= seen[-1] - 1
+        assert (model.weight == last).all()
+
+
+class Follower:
+    """Keeps some steps elsewhere, and holds back deletions until it has finished."""
+
+    def __init__(self, steps=(), protected=()):
+        self.steps, self.protected, self.events = set(steps), set(protected), []
+
+    def on_save(self, replaces):
+        self.events.append(("save", list(replaces)))
+
+    def on_committed(self, path, replaces):
+        assert verify(path, full=True).ok, "it is told of what is on the disk"
+        self.events.append((path.name, list(replaces)))
+
+    def on_deleted(self, names):
+        self.events.append(("deleted", list(names)))
+
+    def on_poll(self):
+        self.events.append("poll")
+
+    def finish(self):
+        self.protected = set()
+
+
+def test_a_listener_follows_every_save_from_its_start_to_its_commit(tmp_path):
+    follower = Follower()
+    with AsyncSaver(tmp_path, keep=1, listeners=(follower,)) as saver:
+        saver.save(1, weights(1))
+        saver.wait()
+        saver.save(2, weights(2))
+        saver.wait()
+    assert follower.events == [
+        ("save", []),
+        ("checkpoint-1", []),
+        "poll",
+        ("save", ["checkpoint-1"]),
+        ("checkpoint-2", ["checkpoint-1"]),
+        "poll",
+    ]
+
+
+def test_what_a_listener_protects_stays_until_it_has_finished(tmp_path):
+    follower = Follower(protected={1})
+    with AsyncSaver(tmp_path, keep=1, listeners=(follower,)) as saver:
+        for step in (1, 2, 3):
+            saver.save(step, weights(step))
+        saver.wait()
+        assert steps(tmp_path) == [1, 3]
+        saver.finish()
+        assert steps(tmp_path) == [3]
+    assert follower.events[-1] == ("deleted", ["checkpoint-1"])
+
+
+def test_what_a_listener_keeps_elsewhere_falls_under_the_same_policy(tmp_path):
+    follower = Follower(steps={1, 2})
+    with AsyncSaver(tmp_path, keep=2, listeners=(follower,)) as saver:
+        saver.save(3, weights(3))
+    assert follower.events[0] == ("save", ["checkpoint-1"])
+
+
+def test_a_saver_that_continues_after_an_error_logs_it_and_saves_the_next_step(tmp_path, caplog):
+    (tmp_path / "checkpoint-2").mkdir()
+    with AsyncSaver(tmp_path, on_error="continue") as saver:
+        for step in (1, 2, 3):
+            saver.save(step, weights(step))
+    assert saver.newest == tmp_path / "checkpoint-3"
+    assert "checkpoint-2: it exists already" in caplog.text
+
+
+def test_a_checkpoint_of_another_trainer_is_the_parent_but_not_the_newest(tmp_path):
+    foreign = tmp_path / "theirs" / "checkpoint-7"
+    with AsyncSaver(tmp_path / "run", resumed_from=foreign, is_foreign=True) as saver:
+        assert saver.newest is None
+        saver.save(8, weights(8))
+    assert open_checkpoint(saver.newest).manifest.parent == "checkpoint-7"
+
+
+def test_a_caller_that_holds_the_lock_of_the_folder_keeps_it(tmp_path):
+    with AsyncSaver(tmp_path, has_lock=True):
+        assert not (tmp_path / ".lock").exists()

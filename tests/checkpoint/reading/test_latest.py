@@ -1,0 +1,102 @@
+"""Where a run goes on from, after all that may have happened to the one before."""
+
+import logging
+import threading
+import time
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from surefoot.checkpoint import CheckpointError, load, newest, save
+from surefoot.checkpoint.disk.commit import temporary_folder
+
+from ..sample import blank, same, sample_states
+
+
+@pytest.fixture
+def root(tmp_path):
+    for step in (2, 4):
+        save(tmp_path, step, sample_states(seed=step))
+    return tmp_path
+
+
+def test_nothing_there_means_to_start_anew(tmp_path):
+    assert newest(tmp_path / "not yet there") is None
+    assert newest(tmp_path) is None
+
+
+def test_it_is_the_newest(root):
+    assert newest(str(root)) == root / "checkpoint-4"
+
+
+def test_a_damaged_one_is_named_kept_aside_and_passed_over(root, caplog):
+    file = root / "checkpoint-4" / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    found = newest(root)
+    assert found == root / "checkpoint-2"
+    assert "checkpoint-4 failed verification" in caplog.text
+    assert (root / "checkpoint-4.damaged").is_dir()
+    states = blank(sample_states())
+    load(found, states)
+    assert same(states["model"].state, sample_states(seed=2)["model"].state)
+    save(root, 4, sample_states(seed=4))
+    assert newest(root) == root / "checkpoint-4"
+
+
+def foreign(folder):
+    folder.mkdir(parents=True)
+    save_file({"a": torch.zeros(1)}, folder / "model.safetensors")
+    return folder
+
+
+def test_somebody_elses_checkpoint_is_kept_out_of_the_way(root):
+    older, newer = foreign(root / "checkpoint-3"), foreign(root / "checkpoint-6")
+    assert newest(root) == root / "checkpoint-4"
+    assert older.exists()
+    assert not newer.exists()
+    assert (root / "checkpoint-6.damaged" / "model.safetensors").exists()
+
+
+def test_only_somebody_elses_checkpoints_are_no_place_to_start(tmp_path):
+    other = foreign(tmp_path / "checkpoint-6")
+    with pytest.raises(CheckpointError, match="checkpoint-6: not a checkpoint of ours"):
+        newest(tmp_path)
+    assert (other / "model.safetensors").exists()
+
+
+def test_a_folder_that_is_nothing_is_out_of_the_way(root):
+    (root / "checkpoint-6").mkdir()
+    assert newest(root) == root / "checkpoint-4"
+    assert (root / "checkpoint-6.damaged").is_dir()
+
+
+def test_what_a_killed_save_left_is_removed(root, caplog):
+    caplog.set_level(logging.INFO)
+    part = root / ".checkpoint-6.0123abcd.part"
+    part.mkdir()
+    (part / "manifest.json").touch()
+    assert newest(root) == root / "checkpoint-4"
+    assert not part.exists()
+    assert "removed" in caplog.text
+
+
+def test_a_save_that_outlived_its_run_is_waited_for(root, caplog):
+    caplog.set_level(logging.INFO)
+    told = threading.Event()
+
+    def finish():
+        told.wait(10)
+        time.sleep(0.2)
+        writing.__exit__(None, None, None)
+
+    writing = temporary_folder(root / "checkpoint-6")
+    writing.__enter__()
+    thread = threading.Thread(target=finish)
+    thread.start()
+    told.set()
+    assert newest(root) == root / "checkpoint-4"
+    thread.join()
+    assert "waiting for its writer process" in caplog.text

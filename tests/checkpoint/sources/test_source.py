@@ -1,0 +1,177 @@
+"""Views over weights: lazy, box by box, and equal to doing it to whole tensors in memory."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+
+from geometry.test_box import boxes
+from surefoot.checkpoint.layouts.mindspore.naming.interleaved import InterleavedSource, Turn
+from surefoot.checkpoint.layouts.opening import open_folder
+from surefoot.checkpoint.saving.preparation import save
+from surefoot.checkpoint.sources import source as sources
+from surefoot.checkpoint.sources.source import CastSource, Renamed, TensorsInMemory, read_whole
+from surefoot.errors import CheckpointError
+from surefoot.geometry.box import Box
+
+from ..sample import Holder, num_open, same_bits
+
+
+def parts():
+    torch.manual_seed(0)
+    return {
+        "q": torch.randn(6, 4),
+        "k": torch.randn(2, 4),
+        "v": torch.randn(2, 4).bfloat16(),
+        "ids": torch.arange(3),
+    }
+
+
+def laid_end_to_end(source, name, parts):
+    turns = tuple(Turn(part, source.shapes()[part][0]) for part in parts)
+    return InterleavedSource(source, {name: turns})
+
+
+def agree(view, expected):
+    """A view says what tensors it has, and gives their values whole and in any box."""
+    assert view.shapes() == {name: tuple(t.shape) for name, t in expected.items()}
+    assert view.dtypes() == {name: t.dtype for name, t in expected.items()}
+    for name, tensor in expected.items():
+        assert same_bits(read_whole(view, name), tensor)
+
+
+@given(st.data())
+def test_any_box_of_any_view_is_that_box_of_the_whole(data):
+    q, k, v, ids = parts().values()
+    view = CastSource(
+        Renamed(
+            laid_end_to_end(TensorsInMemory(parts()), "qkv", ("q", "k", "v")),
+            {"new": "qkv", "i": "ids"},
+        ),
+        torch.float16,
+    )
+    whole = {"new": torch.cat([q, k, v.float()]).half(), "i": ids}
+    name = data.draw(st.sampled_from(["new", "i"]))
+    box = data.draw(boxes(tuple(whole[name].shape)))
+    found = view.read(name, box)
+    assert tuple(found.shape) == box.shape
+    assert torch.equal(found, whole[name][box.slices_in(Box.whole(tuple(whole[name].shape)))])
+
+
+def test_renaming_leaves_out_what_is_not_named():
+    agree(
+        Renamed(TensorsInMemory(parts()), {"a": "q", "b": "q"}),
+        {"a": parts()["q"], "b": parts()["q"]},
+    )
+
+
+def test_fusing_replaces_the_parts():
+    p = parts()
+    agree(
+        laid_end_to_end(TensorsInMemory(p), "qk", ("q", "k")),
+        {"v": p["v"], "ids": p["ids"], "qk": torch.cat([p["q"], p["k"]])},
+    )
+
+
+def test_casting_leaves_integers_bools_and_tiny_floats():
+    tensors = {"i": torch.arange(3), "b": torch.ones(2, dtype=torch.bool), "f": torch.randn(3)}
+    tensors["e"] = torch.randn(3).to(torch.float8_e4m3fn)
+    agree(
+        CastSource(TensorsInMemory(tensors), torch.bfloat16),
+        {**tensors, "f": tensors["f"].bfloat16()},
+    )
+
+
+class Counting:
+    """A source that notes the elements it is asked for."""
+
+    def __init__(self, source):
+        self.source, self.elements = source, 0
+
+    def shapes(self):
+        return self.source.shapes()
+
+    def dtypes(self):
+        return self.source.dtypes()
+
+    def read(self, name, box):
+        self.elements += box.size
+        return self.source.read(name, box)
+
+
+def test_only_what_a_box_needs_is_read():
+    base = Counting(TensorsInMemory(parts()))
+    laid_end_to_end(base, "qkv", ("q", "k", "v")).read("qkv", Box((5, 1), (2, 3)))
+    assert base.elements == 6
+
+
+@pytest.fixture
+def native(tmp_path):
+    return save(
+        tmp_path, 1, {"model": Holder({"w": torch.arange(40.0).reshape(8, 5)})}, kind="full"
+    )
+
+
+def damage(folder):
+    path = folder / "model.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+def test_a_damaged_tensor_is_refused_when_it_is_read_whole(native):
+    damage(native)
+    with pytest.raises(CheckpointError, match="w is damaged: its hash does not match"):
+        read_whole(open_folder(native), "w")
+
+
+@pytest.mark.parametrize("limit", [5, 7, 12, 39])
+def test_a_damaged_tensor_is_refused_when_its_last_block_is_read_in_order(native, limit):
+    source = open_folder(native)
+    for box in Box.whole((8, 5)).blocks(limit):
+        source.read("w", box)
+    damage(native)
+    source = open_folder(native)
+    *first, last = Box.whole((8, 5)).blocks(limit)
+    for box in first:
+        source.read("w", box)
+    with pytest.raises(CheckpointError, match="damaged"):
+        source.read("w", last)
+
+
+def test_parts_read_out_of_order_are_given_unchecked(native):
+    source = open_folder(native)
+    for box in (
+        Box((3, 0), (2, 5)),
+        Box((0, 0), (3, 5)),
+        Box((5, 0), (3, 5)),
+        Box((0, 2), (8, 1)),
+        Box((0, 0), (0, 5)),
+    ):
+        assert tuple(source.read("w", box).shape) == box.shape
+    for box in Box.whole((8, 5)).blocks(10):  # and in order again
+        source.read("w", box)
+
+
+def test_an_empty_tensor_is_whole(tmp_path):
+    folder = save(tmp_path, 1, {"model": Holder({"none": torch.empty(0, 3)})}, kind="full")
+    assert tuple(read_whole(open_folder(folder), "none").shape) == (0, 3)
+
+
+def test_a_file_that_shrinks_under_a_source_is_an_error(tmp_path):
+    save_file({"w": torch.ones(100)}, tmp_path / "model.safetensors")
+    source = open_folder(tmp_path)
+    with (tmp_path / "model.safetensors").open("r+b") as file:
+        file.truncate(100)
+    with pytest.raises(CheckpointError, match="too early"):
+        read_whole(source, "w")
+
+
+def test_a_source_needs_no_closing(tmp_path):
+    save_file({"w": torch.ones(1)}, tmp_path / "model.safetensors")
+    before = num_open()
+    for _ in range(50):
+        open_folder(tmp_path)
+    assert num_open() <= before
+    assert sources.TensorSource  # a Protocol: nothing to inherit
