@@ -50,7 +50,7 @@ def test_the_recipe_alone_is_told_on_a_screen_and_one_process_of_several_is_said
         assert words in done.stdout
     for phase in PHASES:
         assert f"\n{phase} " in done.stdout
-    assert "measured as one of 2: its 2 examples a step on the whole model" in done.stdout
+    assert "measured as one rank of 2: its 2 examples per step on the full model" in done.stdout
     assert "micro_batch_size" not in done.stdout
     assert not project.run.exists()
 
