@@ -39,15 +39,18 @@ def test_the_descriptions_are_those_of_the_phases():
     assert tuple(bench.PHASES) == PHASES
 
 
-def test_the_recipe_alone_is_told_on_a_screen_and_one_process_of_several_is_said_to_be_one(project):
+@pytest.mark.parametrize("option", ["--no-search", "--only-this"])
+def test_the_recipe_alone_is_told_on_a_screen_and_one_process_of_several_is_said_to_be_one(
+    project, option
+):
     several = ["parallel.num_processes=2", "train.global_batch_size=4"]
-    done = run(project.recipe, *several, "--only-this")
+    done = run(project.recipe, *several, option)
     assert done.exit_code == 0, done.stderr
     for words in ("tokens/s", "of them trained", "of the positions", "that a product of matrices"):
         assert words in done.stdout
     for phase in PHASES:
         assert f"\n{phase} " in done.stdout
-    assert "measured as one of 2: its 2 examples a step on the whole model" in done.stdout
+    assert "measured as one rank of 2: its 2 examples per step on the full model" in done.stdout
     assert "micro_batch_size" not in done.stdout
     assert not project.run.exists()
 

@@ -42,7 +42,7 @@ def expected(path, count=6, **options):
     section = GenerateSection(max_new_tokens=count)
     answers = [Conversation(opened, section, **options).ask(text) for text in TEXTS]
     return [
-        {"prompt": text, "answer": a.text, "ending": a.ending}
+        {"prompt": text, "answer": a.text, "finish_reason": a.finish_reason}
         for text, a in zip(TEXTS, answers, strict=True)
     ]
 
@@ -51,7 +51,7 @@ def test_every_prompt_has_a_line_with_its_answer(folder, run, tmp_path):
     done = run(folder / "base", SHORT)
     assert done.exit_code == 0, done.output
     assert lines(tmp_path / "a.jsonl") == expected(folder / "base")
-    counted = "3 answers (3 cut at generate.max_new_tokens)"
+    counted = "3 answers (3 truncated at generate.max_new_tokens)"
     assert done.stdout == f"{tmp_path / 'a.jsonl'}: {counted}\n"
 
 

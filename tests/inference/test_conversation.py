@@ -70,9 +70,10 @@ def test_a_system_message_can_be_changed_and_taken_away(opened):
 
 
 def test_an_answer_says_why_it_ended(opened, tmp_path):
-    assert Conversation(opened, SHORT).ask("Hi").ending == "length"
+    assert Conversation(opened, SHORT).ask("Hi").finish_reason == "length"
     small = open_model(save_model(tmp_path / "small", max_position_embeddings=48))
-    assert Conversation(small, GenerateSection(max_new_tokens=100)).ask("Hi").ending == "window"
+    answer = Conversation(small, GenerateSection(max_new_tokens=100)).ask("Hi")
+    assert answer.finish_reason == "context"
 
 
 def test_an_answer_that_stops_by_itself_says_so(opened):
@@ -81,7 +82,7 @@ def test_an_answer_that_stops_by_itself_says_so(opened):
     token = opened.tokenizer.convert_ids_to_tokens(ids[3])
     template = dataclasses.replace(opened.template, stop=(token,))
     found = Conversation(dataclasses.replace(opened, template=template), SHORT).ask("Hi")
-    assert found.ending == "stop"
+    assert found.finish_reason == "stop"
     assert found.text == opened.tokenizer.decode(ids[: ids.index(ids[3])])
 
 
@@ -107,7 +108,7 @@ def test_an_interrupted_answer_keeps_what_was_shown(opened):
 
     conversation = Conversation(opened, SHORT)
     answer = conversation.ask("Hi", interrupt)
-    assert answer.ending == "interrupted"
+    assert answer.finish_reason == "interrupted"
     assert answer.text == "".join(shown)
     assert whole.startswith(answer.text)
     assert conversation.messages[-1] == Message("assistant", answer.text)

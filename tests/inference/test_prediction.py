@@ -66,7 +66,7 @@ def test_an_answer_says_why_it_ended(folder, prompts):
     opened = open_model(folder / "chat")
     long = "x" * (256 - 25)
     found = predict(opened, prompts("Hi", long), GenerateSection(max_new_tokens=40))
-    assert [answer.ending for answer in found] == ["length", "window"]
+    assert [answer.finish_reason for answer in found] == ["length", "context"]
     assert found[1].text
 
 

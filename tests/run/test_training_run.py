@@ -58,6 +58,7 @@ def test_the_run_folder_tells_the_whole_story(tmp_path):
     results = json.loads((project.run / "all_results.json").read_text())
     assert results["train_loss"] == pytest.approx(sum(losses(project.run).values()) / 3)
     assert results["eval_perplexity"] == pytest.approx(2.718281828 ** results["eval_loss"])
+    assert results["save_blocking_seconds"] > 0
 
 
 def test_the_mean_loss_of_a_resumed_run_is_that_of_all_its_steps(tmp_path):

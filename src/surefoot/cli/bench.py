@@ -43,11 +43,12 @@ _NUMBERS = ("of a step", "seconds", "tokens/s", "gain", "memory")
     help="Optimizer steps to time, after two warm-up steps; fewer if they take over 30 s together.",
 )
 @click.option(
-    "--only-this", is_flag=True, help="Measure the recipe itself, and try no other settings."
+    "--no-search", is_flag=True, help="Measure the recipe itself, and try no other settings."
 )
+@click.option("--only-this", "no_search", is_flag=True, hidden=True)  # its old name, until 1.0
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
 def bench(
-    recipe: Path, overrides: tuple[str, ...], steps: int, only_this: bool, as_json: bool
+    recipe: Path, overrides: tuple[str, ...], steps: int, no_search: bool, as_json: bool
 ) -> None:
     """Measure how fast RECIPE trains on this machine, and which settings make it faster.
 
@@ -74,7 +75,7 @@ def bench(
         def tell(changes: Changes) -> None:
             status.update(_trying(settings(changes)))
 
-        found = find_fastest(one, steps, only_this=only_this, on_try=tell)
+        found = find_fastest(one, steps, no_search=no_search, on_try=tell)
     command = ["surefoot", "train", str(recipe), *overrides, *settings(found.best.changes)]
     if as_json:
         print_json(as_data(found, one, command))

@@ -213,9 +213,9 @@ def note_on(answer: Answer) -> str | None:
     return {
         "stop": None,
         "length": "(truncated at max_new_tokens; --max-new-tokens N allows more)",
-        "window": "(truncated: the context length is reached; /clear starts a new conversation)",
+        "context": "(truncated: the context length is reached; /clear starts a new conversation)",
         "interrupted": "(interrupted)",
-    }[answer.ending]
+    }[answer.finish_reason]
 
 
 def visible(text: str) -> str:

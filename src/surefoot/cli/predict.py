@@ -15,12 +15,12 @@ from .loading import loading
 from .progress import progress
 
 if TYPE_CHECKING:
+    from ..generate.generation import FinishReason
     from ..inference import Answer
-    from ..inference.conversation import Ending
 
-ENDINGS: dict[Ending, str] = {  # what is said of answers that did not come to their own end
+TRUNCATED: dict[FinishReason, str] = {  # why a response is incomplete
     "length": "truncated at generate.max_new_tokens",
-    "window": "truncated at the model's context length",
+    "context": "truncated at the model's context length",
 }
 
 
@@ -64,8 +64,8 @@ def predict(
     Responses do not depend on their number.
 
     OUTPUT appears when all of it is written. Each line has the fields of the prompt's line, then
-    answer and ending: stop, or where it was truncated, length (generate.max_new_tokens) or window
-    (the context length).
+    answer and finish_reason: stop, or where it was truncated, length (generate.max_new_tokens) or
+    context (the context length).
     """
     from ..data.text.answers import check_output, write_answers
     from ..data.text.prompts import read_prompts
@@ -96,7 +96,7 @@ def predict(
 
 def summary(answers: Sequence[Answer], output: Path) -> str:
     """How many there are, and how many were truncated."""
-    counts = Counter(answer.ending for answer in answers)
-    cut = [f"{counts[name]:,} {words}" for name, words in ENDINGS.items() if counts[name]]
+    counts = Counter(answer.finish_reason for answer in answers)
+    cut = [f"{counts[name]:,} {words}" for name, words in TRUNCATED.items() if counts[name]]
     noun = "answer" if len(answers) == 1 else "answers"
     return f"{output}: {len(answers):,} {noun}" + (f" ({'; '.join(cut)})" if cut else "")

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator
+
+
+def _current(word: object) -> object:
+    """``truncate`` for ``cut``, which version 0.1 called it; until 1.0."""
+    return "truncate" if word == "cut" else word
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,8 +37,8 @@ class DataSection:
     """System message for conversations that have none. Nothing is added unless this is set."""
     cutoff_len: int = 2048
     """Longest example in tokens."""
-    on_too_long: Literal["cut", "drop"] = "cut"
-    """``cut`` truncates a longer conversation: later turns, then the end of the last response;
+    on_too_long: Annotated[Literal["truncate", "drop"], BeforeValidator(_current)] = "truncate"
+    """``truncate`` shortens a longer conversation: later turns, then the end of the last response;
     ``drop`` drops it.
     """
     train_on_prompt: bool = False
@@ -79,6 +87,13 @@ class DataSection:
             raise ValueError(
                 "train_on_prompt and mask_history exclude each other; keep one of them"
             )
+
+    def cache_settings(self, names: Sequence[str]) -> dict[str, object]:
+        """Settings by name, in the words by which encoded datasets are cached."""
+        found = {name: getattr(self, name) for name in names}
+        if found.get("on_too_long") == "truncate":
+            found["on_too_long"] = "cut"  # as in version 0.1, whose caches stay valid
+        return found
 
     def _check_names(self) -> None:
         if not self.datasets:

@@ -9,31 +9,29 @@ from typing import Literal
 from ..data.example import Message
 from ..errors import RunError, TemplateError
 from ..generate.decode import decoder
-from ..generate.generation import context_length, room, stream
+from ..generate.generation import FinishReason, context_length, room, stream
 from ..generate.section import GenerateSection
 from .model_loading import LoadedModel
-
-Ending = Literal["stop", "length", "window", "interrupted"]
 
 
 @dataclass(frozen=True)
 class Answer:
     """A response, and why it ended.
 
-    ``stop``: it was complete. ``length``: ``max_new_tokens``. ``window``: the context length was
+    ``stop``: it was complete. ``length``: ``max_new_tokens``. ``context``: the context length was
     reached. ``interrupted``: by Ctrl-C.
     """
 
     text: str
-    ending: Ending
+    finish_reason: FinishReason | Literal["interrupted"]
 
 
-def ending(length: int, left: int | None, section: GenerateSection) -> Ending:
+def finish_reason(length: int, left: int | None, section: GenerateSection) -> FinishReason:
     """Why a response of ``length`` tokens ended, with ``left`` tokens of context (None:
     unlimited).
     """
     if left is not None and length >= left:
-        return "window"
+        return "context"
     return "length" if length >= section.max_new_tokens else "stop"
 
 
@@ -122,4 +120,4 @@ class Conversation:
             )
         except KeyboardInterrupt:
             return Answer("".join(pieces), "interrupted")
-        return Answer("".join(pieces), ending(len(found), left, self.section))
+        return Answer("".join(pieces), finish_reason(len(found), left, self.section))

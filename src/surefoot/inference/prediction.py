@@ -9,7 +9,7 @@ from ..errors import DataError, TemplateError
 from ..generate.decode import decoder
 from ..generate.generation import context_length, room
 from ..generate.section import GenerateSection
-from .conversation import Answer, ending
+from .conversation import Answer, finish_reason
 from .model_loading import LoadedModel
 
 
@@ -44,7 +44,7 @@ def predict(
     found = answers_of(opened, asked, section, seed=seed, on_answered=on_answered)
     decode = decoder(opened.tokenizer)
     return [
-        Answer(decode(ids), ending(len(ids), space, section))
+        Answer(decode(ids), finish_reason(len(ids), space, section))
         for ids, space in zip(found, left, strict=True)
     ]
 

@@ -121,7 +121,9 @@ def _add(
     stats.broken += [
         f"{stats.name}:{row.index}: {row.reason}" for row in batch if not isinstance(row, Example)
     ]
-    unlimited = codec.with_section(replace(recipe.data, cutoff_len=UNLIMITED, on_too_long="cut"))
+    unlimited = codec.with_section(
+        replace(recipe.data, cutoff_len=UNLIMITED, on_too_long="truncate")
+    )
     outcomes = recipe.stage.encode(examples, codec)
     wholes = recipe.stage.encode(examples, unlimited)
     for example, outcome, whole in zip(examples, outcomes, wholes, strict=True):

@@ -84,7 +84,7 @@ def _questions(opened: LoadedModel, recipe: Recipe, examples: Sequence[Example])
         mask_history=True,
         train_on_prompt=False,
         cutoff_len=UNCUT,
-        on_too_long="cut",
+        on_too_long="truncate",
     )
     codec = Codec(opened.tokenizer, opened.template, section)
     stops = frozenset(opened.stop_token_ids)

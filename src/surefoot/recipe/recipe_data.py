@@ -98,4 +98,5 @@ def _encode(recipe: Recipe, codec: Codec, examples: Sequence[Example]) -> list[E
 
 def _fingerprint(recipe: Recipe, codec: Codec) -> dict[str, str]:
     # of a stage no setting changes what is encoded
-    return {"codec": codec.fingerprint, "stage": type(recipe.stage).__name__}
+    stage = f"{type(recipe.stage).__name__}{recipe.stage.encoding}"
+    return {"codec": codec.fingerprint, "stage": stage}

@@ -147,7 +147,7 @@ def finish(trainer: Trainer) -> None:
         "epoch": state.epoch,
         "train_loss": state.train_loss_total / steps,
         "train_runtime": state.train_runtime,
-        "seconds_stopped_by_saves": trainer.saver.seconds_stopped,
+        "save_blocking_seconds": trainer.saver.blocking_seconds,
         "num_input_tokens_seen": state.num_input_tokens_seen,
         "total_flos": state.total_flos,
         "best_metric": state.best_metric,

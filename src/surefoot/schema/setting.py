@@ -13,7 +13,7 @@ import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Union
+from typing import Annotated, Any, Literal, Union
 
 from pydantic import GetCoreSchemaHandler
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
@@ -89,6 +89,8 @@ def _setting(field: dataclasses.Field[Any], hint: object, doc: str) -> Setting:
     variants = next((m for m in getattr(hint, "__metadata__", ()) if isinstance(m, Variants)), None)
     if variants is not None:
         return Setting(field.name, hint, default, doc, choices=variants.choices)
+    if typing.get_origin(hint) is Annotated:
+        hint = typing.get_args(hint)[0]
     section = hint if isinstance(hint, type) and dataclasses.is_dataclass(hint) else None
     return Setting(field.name, hint, default, doc, section=section)
 

@@ -42,6 +42,7 @@ class DPO:
     """
 
     uses_template: ClassVar[bool] = True
+    encoding: ClassVar[str] = ""
     heads: ClassVar[Sequence[str]] = ()
     kept_by: ClassVar[Literal["item", "window"]] = "item"
     spec: ClassVar[OutputSpec] = LOGPS

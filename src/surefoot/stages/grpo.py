@@ -38,6 +38,7 @@ class GRPO:
     """
 
     uses_template: ClassVar[bool] = True
+    encoding: ClassVar[str] = ""
     heads: ClassVar[Sequence[str]] = ()
     kept_by: ClassVar[Literal["item", "window"]] = "item"
     auxiliary: ClassVar[Mapping[str, AuxiliaryModel]] = {}

@@ -40,6 +40,7 @@ class KTO:
     """
 
     uses_template: ClassVar[bool] = True
+    encoding: ClassVar[str] = ""
     heads: ClassVar[Sequence[str]] = ()
     kept_by: ClassVar[Literal["item", "window"]] = "window"
     spec: ClassVar[OutputSpec] = LOGPS

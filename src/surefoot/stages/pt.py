@@ -27,6 +27,7 @@ class PT:
     """
 
     uses_template: ClassVar[bool] = False
+    encoding: ClassVar[str] = ""
     heads: ClassVar[Sequence[str]] = ()
     kept_by: ClassVar[Literal["item", "window"]] = "item"
     auxiliary: ClassVar[Mapping[str, AuxiliaryModel]] = {}

@@ -27,6 +27,7 @@ class SFT:
     """
 
     uses_template: ClassVar[bool] = True
+    encoding: ClassVar[str] = "2"  # drops undesirable rows
     heads: ClassVar[Sequence[str]] = ()
     kept_by: ClassVar[Literal["item", "window"]] = "item"
     auxiliary: ClassVar[Mapping[str, AuxiliaryModel]] = {}

@@ -47,7 +47,7 @@ class Saver:
     is_foreign: bool = False  # whether another trainer wrote `resumed_from`
     world: World = ALONE
     listeners: Sequence[SaveListener] = ()  # on rank 0 only
-    seconds_stopped: float = field(init=False, default=0.0)  # how long the loop waited for saves
+    blocking_seconds: float = field(init=False, default=0.0)  # how long the loop waited for saves
     num_left_out: int = field(init=False, default=0)  # saves left out because one was in flight
     checkpoints: AsyncSaver = field(init=False)
 
@@ -116,7 +116,7 @@ class Saver:
                 protected=_best(state),
             )
         finally:
-            self.seconds_stopped += time.monotonic() - began
+            self.blocking_seconds += time.monotonic() - began
 
     def collect(self, *, wait: bool = False) -> list[int]:
         """The steps committed since the last call. Raises as ``save``."""
@@ -124,7 +124,7 @@ class Saver:
             return [step_of(path) for path in self.checkpoints.poll()]
         began = time.monotonic()
         committed = self.checkpoints.wait()
-        self.seconds_stopped += time.monotonic() - began
+        self.blocking_seconds += time.monotonic() - began
         return [step_of(path) for path in committed]
 
     def delete_old(self, state: TrainerState) -> None:

@@ -90,6 +90,7 @@ class Stage(Protocol):
     """One training objective. Its fields are its settings in the recipe."""
 
     uses_template: ClassVar[bool]  # whether its examples are conversations
+    encoding: ClassVar[str]  # version of what ``encode`` makes, in the key of cached datasets
     heads: ClassVar[Sequence[str]]  # outputs that need a head of their own, added to the policy
     kept_by: ClassVar[Literal["item", "window"]]  # what the columns of ``precompute`` depend on
 

@@ -72,9 +72,19 @@ def test_one_folder_becomes_a_mesh_and_a_mesh_one_folder(real, tmp_path):
     said = ok(real / "pp2mp2", tmp_path / "full", "--to", "mindspore")
     assert f"load_checkpoint: {tmp_path / 'full'}, load_ckpt_format: safetensors" in said
     ok(tmp_path / "full", tmp_path / "cut", "--to", "mindspore", "--layout", "distributed",
-       "--like", real / "w8_pp2dp2mp2_opt/strategy", "--remove-redundancy")  # fmt: skip
+       "--target-strategy", real / "w8_pp2dp2mp2_opt/strategy", "--remove-redundancy")  # fmt: skip
     assert_equal(everything(tmp_path / "cut"), everything(real / "pp2mp2"))
     assert (tmp_path / "cut/checkpoint/rank_7/surefoot_rank_7-1_1.safetensors").is_file()
+
+
+def test_the_old_name_of_an_option_is_accepted_and_not_shown(real, tmp_path):
+    to = ("--to", "mindspore", "--layout", "distributed")
+    ok(real / "mp4", tmp_path / "old", *to, "--like", real / "pp2mp2/strategy")
+    ok(real / "mp4", tmp_path / "new", *to, "--target-strategy", real / "pp2mp2/strategy")
+    assert_equal(everything(tmp_path / "old"), everything(tmp_path / "new"))
+    shown = run("convert", "--help").stdout
+    assert "--target-strategy" in shown
+    assert "--like" not in shown
 
 
 def test_a_run_takes_its_moments_and_step_numbers_along(trained, tmp_path):
@@ -174,7 +184,7 @@ def test_bad_input_is_one_sentence_and_nothing_is_written(copied, tmp_path):
     out, folder = tmp_path / "out", copied("mp4")
     to = (out, "--to", "mindspore")
     assert "layout full needs neither" in refused(
-        tmp_path, folder, *to, "--like", folder / "strategy"
+        tmp_path, folder, *to, "--target-strategy", folder / "strategy"
     )
     assert "layout distributed needs a parallel_config" in refused(
         tmp_path, folder, *to, "--layout", "distributed"

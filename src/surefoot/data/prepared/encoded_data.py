@@ -180,6 +180,6 @@ def key_of(
     entry: DatasetEntry, section: DataSection, fingerprint: Mapping[str, str], content: str
 ) -> str:
     """The fingerprint of all inputs of the encoded dataset."""
-    settings = {name: str(getattr(section, name)) for name in SETTINGS}
+    settings = {name: str(v) for name, v in section.cache_settings(SETTINGS).items()}
     parts = [VERSION, entry.describe(), content, settings, dict(fingerprint)]
     return xxhash.xxh3_128_hexdigest(json.dumps(parts, sort_keys=True).encode())

@@ -20,8 +20,8 @@ class AnswerText(Protocol):
         """What was generated."""
 
     @property
-    def ending(self) -> str:
-        """stop, length or window."""
+    def finish_reason(self) -> str:
+        """stop, length or context."""
 
 
 def check_output(path: Path, *, force: bool) -> None:
@@ -39,10 +39,12 @@ def check_output(path: Path, *, force: bool) -> None:
 
 
 def write_answers(path: Path, prompts: Sequence[Prompt], answers: Sequence[AnswerText]) -> None:
-    """One JSON object a line: what the prompt's line had, answer, ending. Raises ``RunError``."""
+    """One JSON object a line: what the prompt's line had, answer,
+    finish_reason. Raises ``RunError``."""
     lines = [
         json.dumps(
-            {**prompt.row, "answer": answer.text, "ending": answer.ending}, ensure_ascii=False
+            {**prompt.row, "answer": answer.text, "finish_reason": answer.finish_reason},
+            ensure_ascii=False,
         )
         for prompt, answer in zip(prompts, answers, strict=True)
     ]

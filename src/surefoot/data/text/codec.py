@@ -141,7 +141,7 @@ class Codec:
             canonical(self.tokenizer),
             sorted((name, str(token)) for name, token in self.tokenizer.special_tokens_map.items()),
             self._template and [self._template.source, self._template.stop],
-            [getattr(self.section, field) for field in fields],
+            list(self.section.cache_settings(fields).values()),
         ]
         return xxhash.xxh3_128_hexdigest(json.dumps(parts).encode())
 

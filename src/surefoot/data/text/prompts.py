@@ -14,7 +14,7 @@ from ..rows.formats.openai import OpenAI
 from ..rows.json_rows import text_lines
 
 _ROWS = (".jsonl", ".ndjson")
-_ANSWER = ("answer", "ending")  # what is written beside a prompt
+_ANSWER = ("answer", "finish_reason")  # what is written beside a prompt
 _CONVERSATIONS = OpenAI()
 
 

@@ -23,10 +23,10 @@ def find_fastest(
     one: SingleRankRecipe,
     steps: int,
     *,
-    only_this: bool = False,
+    no_search: bool = False,
     on_try: Callable[[Changes], None] = lambda _: None,
 ) -> Search:
-    """The recipe itself and, unless ``only_this``, the other settings that were tried; ``on_try``
+    """The recipe itself and, unless ``no_search``, the other settings that were tried; ``on_try``
     is called with each before it is measured.
 
     Raises:
@@ -48,14 +48,14 @@ def find_fastest(
         if isinstance(trial.outcome, TrialFailure) and not trial.changes and trial.outcome.error:
             raise trial.outcome.raised()
         timeout = timeout or _SLOWEST * (time.monotonic() - began) + _PATIENCE
-        if only_this:
+        if no_search:
             break
     first = search.trials[0].outcome
     if all(isinstance(trial.outcome, TrialFailure) for trial in search.trials):
         assert isinstance(first, TrialFailure)
         hint = (
-            "without --only-this, smaller settings are tried"
-            if only_this
+            "without --no-search, smaller settings are tried"
+            if no_search
             else ("so did all other settings")
         )
         raise RunError(f"the recipe could not be measured: {first.reason} ({hint})")

@@ -47,7 +47,7 @@ class TargetFormat:
     parallel_optimizer_threshold, vocab_emb_dp=false.
     """
 
-    like: Path | None = None
+    target_strategy: Path | None = None
     """Strategy files that define how DST is sharded over its ranks."""
 
     names: FamilyName | None = None
@@ -67,7 +67,7 @@ def check(target: Path, wanted: TargetFormat) -> None:
     """Reject a target that exists, and a form that does not support its options."""
     refuse_taken(target)
     if (wanted.layout == "distributed") != (
-        wanted.parallel_config is not None or wanted.like is not None
+        wanted.parallel_config is not None or wanted.target_strategy is not None
     ):
         raise CheckpointError(
             "layout distributed needs a parallel_config or strategy files; layout full needs "
@@ -131,8 +131,8 @@ def write(
 
 
 def _stages(source: TensorSource, wanted: TargetFormat) -> Sequence[Layouts]:
-    if wanted.like is not None:
-        return open_strategy(wanted.like).stages
+    if wanted.target_strategy is not None:
+        return open_strategy(wanted.target_strategy).stages
     return stages_for(source, wanted.parallel_config or ParallelConfig())
 
 

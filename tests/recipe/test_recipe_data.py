@@ -1,0 +1,38 @@
+"""What a recipe's data is cached under."""
+
+import json
+
+import pytest
+
+from folders import save_data, save_recipe
+from surefoot.model.pretrained.loading import resolve
+from surefoot.recipe.recipe import load
+from surefoot.recipe.recipe_data import open_codec, prepared
+from surefoot.stages import STAGES
+from surefoot.stages.sft import SFT
+
+NOT_HELD = ["data.val_size=0", "train.eval_steps=null"]
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    path = save_recipe(tmp_path)
+    rows = [{"instruction": "1+1?", "output": str(n), "label": n == 2} for n in range(5)]
+    save_data(tmp_path / "data", rows=rows)
+    info = {"sums": {"file_name": "sums.json", "columns": {"kto_tag": "label"}}}
+    (tmp_path / "data" / "dataset_info.json").write_text(json.dumps(info))
+    return load(path, NOT_HELD)
+
+
+def test_what_sft_cached_before_it_dropped_undesirable_rows_is_not_used(recipe, monkeypatch):
+    codec = open_codec(recipe, resolve(recipe.model))
+    with monkeypatch.context() as earlier:
+        earlier.setattr(SFT, "encoding", "")
+        earlier.setattr(SFT, "encode", lambda _, examples, codec: codec.encode_chats(examples))
+        assert len(prepared(recipe, codec).train) == 5
+    assert len(prepared(recipe, codec).train) == 1
+
+
+def test_what_other_stages_cached_is_used():
+    changed = {name for name, stage in STAGES.items() if stage.encoding}
+    assert changed == {"sft"}
