@@ -20,8 +20,8 @@ from measure import say
 
 from surefoot.data.data_order import Index, permutation
 from surefoot.data.order.length_balancing import balance_by_length, num_passes, positions
+from surefoot.data.prepared.encoded_data import prepare
 from surefoot.data.section import DataSection
-from surefoot.data.store.preparation import prepare
 from surefoot.data.text.codec import Codec
 from surefoot.data.text.templates import load_template
 from surefoot.model.pretrained.tokenizer import load_tokenizer

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from datasets import Dataset
 
+from surefoot.data.prepared.encoded_data import prepare
 from surefoot.data.section import DataSection
-from surefoot.data.store.preparation import prepare
 from surefoot.data.text.codec import Codec
 from surefoot.data.text.templates import load_template
 from surefoot.model.pretrained.tokenizer import load_tokenizer

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 from outcome import Item, task
 
+from surefoot.data.prepared.encoded_data import prepare
 from surefoot.data.section import DataSection
 from surefoot.data.store.dataset import EncodedDataset
-from surefoot.data.store.preparation import prepare
 from surefoot.data.text.codec import Codec
 from surefoot.data.text.templates import load_template
 from surefoot.model.pretrained.tokenizer import load_tokenizer

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from surefoot.data.order.loader import Loader
 from surefoot.data.order.micro_batches import Batching
 from surefoot.data.order.prefetch import Prefetch
+from surefoot.data.prepared.streaming_data import encode_stream, open_stream
 from surefoot.data.section import DataSection
-from surefoot.data.store.streamed import encode_stream, open_stream
 from surefoot.data.text.collation import collate
-from surefoot.data.text.packing import unpack
 from surefoot.errors import DataError
+from unpacked import unpack
 
 COLLATE = partial(collate, packing=True)
 NUMBERS = count()

@@ -7,9 +7,9 @@ from functools import partial
 from surefoot.data.order.block_shuffle import BlockShuffle
 from surefoot.data.order.loader import Loader
 from surefoot.data.order.micro_batches import Batching
+from surefoot.data.prepared.encoded_data import prepare
+from surefoot.data.prepared.streaming_data import encode_stream, open_stream
 from surefoot.data.section import DataSection
-from surefoot.data.store.preparation import prepare
-from surefoot.data.store.streamed import encode_stream, open_stream
 from surefoot.data.text.collation import collate
 
 FEW, MANY = 2_000, 8_000

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from surefoot.data.store.dataset import EncodedDataset, Ragged, in_memory, join, with_columns
+from surefoot.data.store.dataset import EncodedDataset, in_memory, join
 
 ITEMS = st.lists(
     st.lists(st.integers(-(2**31), 2**31 - 1), max_size=5).map(
@@ -75,16 +75,3 @@ def test_bytes_and_floats_lie_beside_tokens(dtype):
     }
     assert bytes(found["answer"]).decode() == "ü"
     assert found["values"].tolist() == items[1]["values"].tolist()
-
-
-def test_columns_are_added_to_the_store_that_they_belong_to():
-    one, two = (in_memory([{"input_ids": ids}, {"input_ids": [9]}]) for ids in ([1], [2, 3]))
-    both = EncodedDataset((*one.stores, *two.stores), np.array([3, 0]))
-    columns = {
-        data.stores[0].content: {"z": Ragged(np.array([start, 0.5]), np.array([0, 1, 2]))}
-        for data, start in ((one, 0.25), (two, 0.75))
-    }
-    found = with_columns(both, columns)
-    assert [item["z"].tolist() for item in (found[0], found[1])] == [[0.5], [0.25]]
-    assert found.fingerprint == both.fingerprint
-    assert "z" not in both[0]

@@ -13,8 +13,8 @@ from surefoot.data.order.loader import Loader
 from surefoot.data.order.micro_batches import Batching
 from surefoot.data.store.dataset import EncodedDataset, in_memory
 from surefoot.data.text.collation import collate
-from surefoot.data.text.packing import unpack
 from surefoot.errors import DataError
+from unpacked import unpack
 
 COLLATE = partial(collate, packing=True)
 

@@ -11,7 +11,7 @@ from surefoot.data.order.micro_batches import Batching
 from surefoot.data.order.prefetch import Prefetch
 from surefoot.data.store.dataset import in_memory
 from surefoot.data.text.collation import collate
-from surefoot.data.text.packing import unpack
+from unpacked import unpack
 
 COLLATE = partial(collate, packing=True)
 DATA = in_memory([{"input_ids": [i, i], "labels": [-100, i]} for i in range(23)])

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from surefoot.data.encoded import Dropped, Truncated
+from surefoot.data.prepared.encoded_data import find, prepare
 from surefoot.data.rows.row_sources import BrokenRow
 from surefoot.data.section import DataSection
-from surefoot.data.store.preparation import find, prepare
 from surefoot.errors import DataError
 
 ROWS = [{"instruction": f"q{n}", "output": f"answer {n}"} for n in range(20)]

@@ -14,9 +14,9 @@ from surefoot.checkpoint.saving.preparation import prepare
 from surefoot.checkpoint.saving.writer_group import WriterGroup
 from surefoot.checkpoint.saving.writing import write
 from surefoot.checkpoint.section import CheckpointSection
+from surefoot.data.prepared.encoded_data import EncodedData
 from surefoot.data.rows.dataset_report import Report
 from surefoot.data.section import DataSection
-from surefoot.data.store.preparation import EncodedData
 from surefoot.methods.full import Full
 from surefoot.model.attention import packed
 from surefoot.model.pretrained.loading import recompute_activations

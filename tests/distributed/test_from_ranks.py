@@ -9,7 +9,7 @@ import folders
 import ranks
 from spread import learn, save, trainer
 from surefoot.checkpoint.converting.targets.mindspore import MindSporeFolder
-from surefoot.checkpoint.layouts.mindspore.naming.names import Heads, to_mindspore
+from surefoot.checkpoint.layouts.mindspore.naming.names import AttentionHeads, to_mindspore
 from surefoot.checkpoint.layouts.mindspore.strategy.parallel_config import ParallelConfig
 from surefoot.checkpoint.layouts.mindspore.writing.rank_files import write_full
 from surefoot.checkpoint.reading.loading import load
@@ -161,7 +161,7 @@ def test_the_moments_of_experts_are_gone_on_from(kind, family, tmp_path):
 
     before = fresh(ALONE)
     learn(before, 2)
-    named = to_mindspore(TensorsInMemory(experts_of(before)), family, Heads(4, 2))
+    named = to_mindspore(TensorsInMemory(experts_of(before)), family, AttentionHeads(4, 2))
     numbers = TensorsInMemory({"step_num": torch.tensor(2), "global_step": torch.tensor([2])})
     write_full(JoinedSource([("", named), ("", numbers)]), tmp_path / "theirs")
     before.policy.module.config.save_pretrained(tmp_path / "theirs")

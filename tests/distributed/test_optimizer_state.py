@@ -14,11 +14,12 @@ import surefoot.checkpoint as ckpt
 from surefoot.checkpoint.saving.preparation import prepare
 from surefoot.checkpoint.saving.writer_group import WriterGroup
 from surefoot.checkpoint.saving.writing import write
+from surefoot.checkpoint.state.states import FileState
 from surefoot.errors import RecipeError
 from surefoot.geometry.sharding import AxisShard
 from surefoot.optim.groups import decay_groups
 from surefoot.optim.learning_rate import LearningRate, schedule_of
-from surefoot.optim.optimizer import SCALAR, reduced, unsharded
+from surefoot.optim.optimizer import SCALAR, StateTensor, reduced
 from surefoot.optim.trained import TrainedParameters
 
 SHAPES = {"a.weight": (5, 4), "b.weight": (6, 3)}
@@ -70,7 +71,10 @@ class Factored(LearningRate):
 class Unshardable(Factored):
     """The same, if it could not."""
 
-    state_tensors: ClassVar = {**Factored.state_tensors, "column": unsharded(lambda shape: shape)}
+    state_tensors: ClassVar = {
+        **Factored.state_tensors,
+        "column": StateTensor(lambda shape: shape, None),
+    }
 
 
 def made(world, optim=None):
@@ -112,7 +116,7 @@ class Weights(dict):
 
 def save(world, trained, folder, step, layout):
     crew = WriterGroup(layout, world.rank, world.size, world.axes, world.gathered)
-    states = {"model": Weights(trained.named), "optimizer": trained}
+    states = {"model": Weights(trained.named), "optimizer": FileState(trained)}
     job, live = prepare(folder, step, states, crew=crew)
     write(replace(job, share=False), live)
     world.wait()
@@ -121,7 +125,7 @@ def save(world, trained, folder, step, layout):
 
 def resumed(world, folder):
     trained = made(world)
-    ckpt.load(folder, {"model": Weights(trained.named), "optimizer": trained})
+    ckpt.load(folder, {"model": Weights(trained.named), "optimizer": FileState(trained)})
     train(trained, range(2, 4))
     return weights(trained)
 
@@ -148,7 +152,7 @@ def test_factors_of_two_ranks_are_saved_and_resharded(layout, tmp_path):
 def test_factors_of_one_rank_go_on_over_two(tmp_path):
     trained = made(ranks.ALONE)
     train(trained, range(2))
-    states = {"model": Weights(trained.named), "optimizer": trained}
+    states = {"model": Weights(trained.named), "optimizer": FileState(trained)}
     folder = ckpt.save(tmp_path, 2, states)
     train(trained, range(2, 4))
     for found in ranks.run(2, lambda world: resumed(world, folder)):

@@ -41,7 +41,7 @@ def learnt(network):
     network.module.train()
     batch = collate(FEATURES, packing=network.options.packing)
     spec = OutputSpec(("logps",))
-    network.forward_backward([batch], spec, minus, before=id, after=id)
+    network.forward_backward([batch], minus, spec=spec, before=id, after=id)
     found = {n: whole(p.grad) for n, p in network.named.items() if p.grad is not None}
     return {name: float(gradient.norm()) for name, gradient in found.items()}
 
@@ -87,7 +87,7 @@ def test_a_loss_of_values_alone_trains_a_sharded_model(tmp_path):
         batch = collate(FEATURES, packing=False)
         spec = OutputSpec(("values",), at="ends")
         loss = lambda outputs, _: Loss(outputs.values.square().sum(), torch.tensor(1.0))  # noqa: E731
-        network.forward_backward([batch, batch], spec, loss, before=id, after=id)
+        network.forward_backward([batch, batch], loss, spec=spec, before=id, after=id)
         return {n: whole(p.grad) for n, p in network.named.items() if p.grad is not None}
 
     alone = work(ALONE)

@@ -17,9 +17,9 @@ import tiny
 from counting import Counting
 from spread import learn, save
 from surefoot.checkpoint.section import CheckpointSection
+from surefoot.data.prepared.encoded_data import EncodedData
 from surefoot.data.rows.dataset_report import Report
 from surefoot.data.section import DataSection
-from surefoot.data.store.preparation import EncodedData
 from surefoot.errors import ModelError
 from surefoot.methods.freeze import Freeze
 from surefoot.methods.full import Full

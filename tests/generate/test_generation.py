@@ -4,6 +4,7 @@ import peft
 import pytest
 import torch
 
+from answering import answer
 from surefoot.generate import generation
 from surefoot.generate.section import GenerateSection
 from tiny import KINDS, model
@@ -31,7 +32,7 @@ def by_hand(network, prompt, count, stops=()):
 def test_batched_greedy_answers_are_those_of_plain_decoding(kind):
     network = model(kind, attention="eager" if kind == "gemma2" else "sdpa")
     section = GenerateSection(max_new_tokens=8, batch_size=3)
-    found = generation.answer(network, PROMPTS, section, stop_token_ids=[])
+    found = answer(network, PROMPTS, section, stop_token_ids=[])
     assert found == [by_hand(network, prompt, 8) for prompt in PROMPTS]
 
 
@@ -40,7 +41,7 @@ def test_an_answer_ends_before_any_of_the_stop_tokens():
     free = [by_hand(network, prompt, 12) for prompt in PROMPTS]
     stops = [free[0][3], free[2][5]]
     section = GenerateSection(max_new_tokens=12)
-    found = generation.answer(network, PROMPTS, section, stop_token_ids=stops)
+    found = answer(network, PROMPTS, section, stop_token_ids=stops)
     assert found == [by_hand(network, prompt, 12, stops) for prompt in PROMPTS]
     assert len(found[0]) <= 3
 
@@ -49,9 +50,7 @@ def test_answers_come_in_the_order_of_their_prompts_and_are_counted():
     network = model()
     counts = []
     section = GenerateSection(max_new_tokens=3, batch_size=2)
-    found = generation.answer(
-        network, PROMPTS, section, stop_token_ids=[], on_answered=counts.append
-    )
+    found = answer(network, PROMPTS, section, stop_token_ids=[], on_answered=counts.append)
     assert counts == [2, 2, 1]
     assert found == [by_hand(network, prompt, 3) for prompt in PROMPTS]
 
@@ -61,9 +60,9 @@ def test_shares_of_the_batches_together_are_the_whole(sample):
     network = model()
     section = GenerateSection(max_new_tokens=6, batch_size=2, do_sample=sample)
     asked = {"stop_token_ids": [], "seed": 3}
-    whole, counts = generation.answer(network, PROMPTS, section, **asked), []
+    whole, counts = answer(network, PROMPTS, section, **asked), []
     shares = [
-        generation.answer(
+        answer(
             network,
             PROMPTS,
             section,
@@ -79,14 +78,14 @@ def test_shares_of_the_batches_together_are_the_whole(sample):
 
 
 def test_no_prompt_needs_no_answer():
-    assert generation.answer(model(), [], GenerateSection(), stop_token_ids=[2]) == []
+    assert answer(model(), [], GenerateSection(), stop_token_ids=[2]) == []
 
 
 def test_the_context_window_bounds_every_answer_by_itself():
     network = model(max_position_embeddings=12)
     prompts = [[5] * 4, [6] * 10, [7] * 12, [8] * 13]
     section = GenerateSection(max_new_tokens=6)
-    found = generation.answer(network, prompts, section, stop_token_ids=[])
+    found = answer(network, prompts, section, stop_token_ids=[])
     assert [len(ids) for ids in found] == [6, 2, 0, 0]
     assert found[:2] == [by_hand(network, prompts[0], 6), by_hand(network, prompts[1], 2)]
     assert [generation.room(network, p) for p in prompts] == [8, 2, 0, 0]
@@ -97,7 +96,7 @@ def test_sampling_repeats_by_its_seed_and_leaves_torch_alone():
     section = GenerateSection(max_new_tokens=10, do_sample=True)
 
     def sample(seed):
-        return generation.answer(network, PROMPTS, section, stop_token_ids=[], seed=seed)
+        return answer(network, PROMPTS, section, stop_token_ids=[], seed=seed)
 
     torch.manual_seed(7)
     before = torch.random.get_rng_state()
@@ -109,7 +108,7 @@ def test_sampling_repeats_by_its_seed_and_leaves_torch_alone():
 def test_one_most_probable_token_is_greedy():
     network = model()
     section = GenerateSection(max_new_tokens=6, do_sample=True, top_k=1, temperature=5.0)
-    found = generation.answer(network, PROMPTS, section, stop_token_ids=[], seed=0)
+    found = answer(network, PROMPTS, section, stop_token_ids=[], seed=0)
     assert found == [by_hand(network, prompt, 6) for prompt in PROMPTS]
 
 
@@ -118,7 +117,7 @@ def test_the_models_own_generation_config_changes_nothing_and_is_kept():
     own = network.generation_config
     own.update(do_sample=True, min_new_tokens=3, suppress_tokens=list(range(40)), eos_token_id=9)
     section = GenerateSection(max_new_tokens=6)
-    found = generation.answer(network, PROMPTS, section, stop_token_ids=[])
+    found = answer(network, PROMPTS, section, stop_token_ids=[])
     assert found == [by_hand(network, prompt, 6) for prompt in PROMPTS]
     assert network.generation_config is own
 
@@ -126,8 +125,8 @@ def test_the_models_own_generation_config_changes_nothing_and_is_kept():
 def test_a_repetition_penalty_is_the_same_in_a_batch_and_alone():
     network = model()
     section = GenerateSection(max_new_tokens=8, repetition_penalty=1.5)
-    together = generation.answer(network, PROMPTS, section, stop_token_ids=[])
-    alone = [generation.answer(network, [p], section, stop_token_ids=[])[0] for p in PROMPTS]
+    together = answer(network, PROMPTS, section, stop_token_ids=[])
+    alone = [answer(network, [p], section, stop_token_ids=[])[0] for p in PROMPTS]
     assert together == alone
     assert all(len(set(ids)) > 1 for ids in together)
 
@@ -140,10 +139,10 @@ def test_an_adapter_answers_with_its_own_weights():
         ),
     ).eval()
     section = GenerateSection(max_new_tokens=6)
-    found = generation.answer(network, PROMPTS, section, stop_token_ids=[])
+    found = answer(network, PROMPTS, section, stop_token_ids=[])
     assert found == [by_hand(network, prompt, 6) for prompt in PROMPTS]
     with network.disable_adapter():
-        assert found != generation.answer(network, PROMPTS, section, stop_token_ids=[])
+        assert found != answer(network, PROMPTS, section, stop_token_ids=[])
 
 
 def test_a_stream_shows_the_answer_token_by_token():
@@ -190,7 +189,7 @@ def test_a_stream_can_be_broken_off_and_the_model_answers_again():
         generation.stream(
             network, PROMPTS[0], section, stop_token_ids=[], decode=decode, on_text=interrupt
         )
-    found = generation.answer(network, PROMPTS, section, stop_token_ids=[])
+    found = answer(network, PROMPTS, section, stop_token_ids=[])
     assert found == [by_hand(network, prompt, 8) for prompt in PROMPTS]
 
 

@@ -5,10 +5,10 @@ import dataclasses
 import pytest
 import torch
 
+from answering import answer
 from folders import save_model
 from surefoot.data.example import Message
 from surefoot.errors import RunError, TemplateError
-from surefoot.generate import generation
 from surefoot.generate.section import GenerateSection
 from surefoot.inference import Conversation, open_model
 
@@ -77,7 +77,7 @@ def test_an_answer_says_why_it_ended(opened, tmp_path):
 
 def test_an_answer_that_stops_by_itself_says_so(opened):
     prompt = opened.prompt([Message("user", "Hi")])
-    ids = generation.answer(opened.model, [prompt], SHORT, stop_token_ids=[])[0]
+    ids = answer(opened.model, [prompt], SHORT, stop_token_ids=[])[0]
     token = opened.tokenizer.convert_ids_to_tokens(ids[3])
     template = dataclasses.replace(opened.template, stop=(token,))
     found = Conversation(dataclasses.replace(opened, template=template), SHORT).ask("Hi")

@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM
 
 from folders import edit_json, save_adapter, save_model
 from surefoot.errors import ModelError
-from surefoot.model.pretrained.adapter import attach, continue_adapter
+from surefoot.model.pretrained.adapter import attach
 
 IDS = torch.arange(60, 76)[None]
 
@@ -35,7 +35,7 @@ def test_an_attached_adapter_is_pefts_own(folder):
 
 
 def test_one_to_go_on_from_can_learn(folder):
-    found = continue_adapter(load(folder / "base"), folder / "adapter")
+    found = attach(load(folder / "base"), folder / "adapter", trainable=True)
     assert all(("lora_" in n) == p.requires_grad for n, p in found.named_parameters())
 
 

@@ -8,11 +8,11 @@ from safetensors.torch import save_file
 from torch import nn
 
 import folders
+from answering import answer
 from surefoot.batch import Batch, OutputSpec
 from surefoot.data.text.collation import collate
 from surefoot.data.text.pairs import collate_pairs
 from surefoot.errors import ModelError
-from surefoot.generate import generation
 from surefoot.generate.section import GenerateSection
 from surefoot.methods.full import Full
 from surefoot.methods.lora import LoRA
@@ -195,7 +195,7 @@ def test_samples_come_with_the_log_probabilities_they_were_drawn_with(tmp_path, 
 def test_a_sample_says_why_it_ended(tmp_path):
     network = opened(tmp_path, sizes={"max_position_embeddings": 16})
     section = GenerateSection(max_new_tokens=6)
-    plain = generation.answer(network.module, PROMPTS, section, stop_token_ids=[])
+    plain = answer(network.module, PROMPTS, section, stop_token_ids=[])
     stop = plain[0][2]
     long = [3] * 14
     found = network.generate([*PROMPTS[:1], long, [5] * 16], section, seed=0, stop_token_ids=[stop])

@@ -19,8 +19,6 @@ from surefoot.optim.optimizer import (
     SCALAR,
     StateTensor,
     reduced,
-    replicated,
-    unsharded,
 )
 from surefoot.optim.trained import TrainedParameters
 
@@ -31,8 +29,8 @@ class Adafactor(LearningRate):
 
     state_tensors: ClassVar[Mapping[str, StateTensor]] = {
         "step": SCALAR,
-        "row_var": unsharded(reduced(-1).shape),  # its in-place square fails on a DTensor
-        "col_var": unsharded(reduced(-2).shape),
+        "row_var": StateTensor(reduced(-1).shape, None),  # its in-place square fails on a DTensor
+        "col_var": StateTensor(reduced(-2).shape, None),
         "variance": LIKE_PARAMETER,
     }
 
@@ -156,10 +154,8 @@ def test_a_rank_of_a_pipeline_refuses_a_change_before_the_first_step():
         TrainedParameters(AdamW(), named, alternating, names=every)
 
 
-def test_factors_and_projections_have_their_own_cuts():
+def test_factors_have_their_own_cuts():
     cuts = (AxisShard("tp", 0), AxisShard("dp_shard", 1))
     assert reduced(-1).shape((4, 6)) == (4, 1) and reduced(-2).shape((4, 6)) == (1, 6)
     assert reduced(-1).cuts((4, 6), cuts) == cuts[:1]
     assert reduced(-2).cuts((4, 6), cuts) == cuts[1:]
-    projected = replicated(lambda shape: (2, shape[-1]))
-    assert projected.shape((4, 6)) == (2, 6) and projected.cuts((4, 6), cuts) == ()

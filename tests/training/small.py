@@ -1,6 +1,7 @@
 """A whole trainer on a tiny random model and a few examples, without recipe or tokenizer."""
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -125,7 +126,7 @@ def trainer(
     step = Step(
         trained.optimizer,
         optim.schedule_over(section.max_steps),
-        network.engine.step_runner(stage.spec),
+        partial(network.forward_backward, spec=stage.spec),
         section.max_grad_norm,
         LossScaler(enabled=precision == "fp16"),
     )

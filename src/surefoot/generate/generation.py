@@ -75,42 +75,6 @@ def room(model: nn.Module, prompt: Ids) -> int | None:
     return None if length is None else max(0, length - len(prompt))
 
 
-def answer(
-    model: nn.Module,
-    prompts: Sequence[Ids],
-    section: GenerateSection,
-    *,
-    stop_token_ids: Sequence[int],
-    seed: int | None = None,
-    on_answered: Callable[[int], None] | None = None,
-    share: BatchSlice = EVERYTHING,
-) -> list[list[int]]:
-    """The response to every prompt, in order, without the stop token that ended it.
-
-    Args:
-        model: in evaluation mode.
-        prompts: token ids; none may be empty.
-        section: generation settings, and ``batch_size``.
-        stop_token_ids: tokens that end a response.
-        seed: makes sampling repeatable; torch's own generators are not changed.
-        on_answered: called with the number of responses of each batch; also for batches of other
-            replicas.
-        share: the batches of this replica; prompts of the others get an empty response.
-
-    A prompt that fills the context length gets an empty response; see ``room``.
-    """
-    found = sample(
-        model,
-        prompts,
-        section,
-        stop_token_ids=stop_token_ids,
-        seed=seed,
-        on_answered=on_answered,
-        share=share,
-    )
-    return [list(found[i].text_ids) if i in found else [] for i in range(len(prompts))]
-
-
 def sample(
     model: nn.Module,
     prompts: Sequence[Ids],
@@ -121,8 +85,20 @@ def sample(
     on_answered: Callable[[int], None] | None = None,
     share: BatchSlice = EVERYTHING,
 ) -> dict[int, Sample]:
-    """The responses to the prompts of ``share``, by the index of the prompt; arguments as of
-    ``answer``."""
+    """The responses to the prompts of ``share``, by the index of the prompt.
+
+    Args:
+        model: in evaluation mode.
+        prompts: token ids; none may be empty.
+        section: generation settings, and ``batch_size``.
+        stop_token_ids: tokens that end a response.
+        seed: makes sampling repeatable; torch's own generators are not changed.
+        on_answered: called with the number of responses of each batch; also for batches of other
+            replicas.
+        share: the batches of this replica.
+
+    A prompt that fills the context length gets an empty response; see ``room``.
+    """
     found: dict[int, Sample] = {}
     allowed = [_allowed(model, prompt, section) for prompt in prompts]
     batches = _batches([len(p) for p in prompts], allowed, section.batch_size)

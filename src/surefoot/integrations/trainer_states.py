@@ -12,7 +12,8 @@ from typing import Any, Literal
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer
 
-from ..checkpoint.state.states import ModuleState, NamedOptimizer, Stateful
+from ..checkpoint.state.protocols import Stateful
+from ..checkpoint.state.states import ModuleState, NamedOptimizer
 from ..errors import RunError
 from ..model.pretrained import companions
 from ..model.pretrained.weights import AdapterWeights, FullWeights, trained

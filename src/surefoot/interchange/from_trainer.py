@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ..callbacks.early_stop import EarlyStop
-from ..checkpoint.state.states import Stateful
+from ..checkpoint.state.protocols import Stateful
 from ..data.order.loader import Loader
 from ..errors import CheckpointError
 from ..storage import files

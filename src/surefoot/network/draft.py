@@ -36,7 +36,6 @@ class NetworkOptions:
     is_read: bool = True  # False if a checkpoint has all values, and is loaded afterwards
     weights: Path | None = None  # the folder of the weights, if it is not the model's
     only_generates: bool = False  # ranks of ``dp_shard`` and ``tp`` generate together, in step
-    stop_token_ids: Sequence[int] = ()  # that end a response, beside the model's own
 
 
 @dataclass

@@ -19,7 +19,6 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..batch import Batch, Outputs
 from ..checkpoint.layouts.opening import open_named
 from ..checkpoint.sources.lora import same_values
 from ..checkpoint.sources.source import TensorSource, read_whole
@@ -175,20 +174,6 @@ class ShardLoader:
             problem = str(error)
         if problem := world.first_of(problem):
             raise ModelError(problem)
-
-
-def verify_packing_isolation(forward: Callable[[Batch], Outputs], model: PreTrainedModel) -> bool:
-    """Check that documents are isolated in packed rows of ``model``, which may be sharded;
-    returns whether two responses may share a prompt. ``forward`` is a collective call. Raises
-    ``ModelError``.
-    """
-
-    def logps(batch: Batch) -> torch.Tensor:
-        found = forward(batch.to(device())).logps
-        assert found is not None
-        return found
-
-    return packed.check_document_isolation(model, logps)
 
 
 def select_packed_attention(

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from ..checkpoint.state.states import ShardedState
+from ..checkpoint.state.protocols import ShardedState
 
 if TYPE_CHECKING:
     from pathlib import Path

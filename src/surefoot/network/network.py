@@ -7,26 +7,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from ..batch import Batch, Loss, LossFunction, Outputs, OutputSpec, Window
+from ..checkpoint.state.protocols import ShardedState
 from ..checkpoint.state.roles import MODEL, FileRole
-from ..checkpoint.state.states import FileState, PartialState, ShardedState
+from ..checkpoint.state.states import FileState, PartialState
 from ..generate.generation import BatchSlice, Ids, Sample, sample
 from ..generate.section import GenerateSection
 from ..geometry.sharding import Cuts
-from ..model.attention.packed import PromptSharing
+from ..model.attention.packed import PromptSharing, check_document_isolation
+from ..model.pretrained.loading import device
 from ..optim.optimizer import Optimizer
 from ..optim.trained import Trainable, TrainedParameters
 from ..parallel.sharded_model import gather_nothing
 from ..parallel.world import World
 from .draft import NetworkOptions
 from .heads import HEADS, Heads, HeadWeights
-from .meta import verify_packing_isolation
 from .method import Weights
 from .rollout import evaluating
 from .runner import Engine, Hook, ModelForward
@@ -61,11 +61,17 @@ class Network:
         return self.engine.forward(batch, spec)
 
     def forward_backward(
-        self, window: Window, spec: OutputSpec, loss: LossFunction, *, before: Hook, after: Hook
+        self,
+        window: Window,
+        loss_function: LossFunction,
+        *,
+        spec: OutputSpec,
+        before: Hook,
+        after: Hook,
     ) -> list[Loss]:
         """Run ``window`` and leave its summed gradients in the parameters; one detached loss per
         micro-batch. ``before`` and ``after`` get the index of each."""
-        return self.engine.step_runner(spec)(window, loss, before=before, after=after)
+        return self.engine.forward_backward(window, loss_function, spec, before, after)
 
     @torch.no_grad()
     def generate(
@@ -74,7 +80,7 @@ class Network:
         settings: GenerateSection,
         *,
         seed: int,
-        stop_token_ids: Sequence[int] | None = None,
+        stop_token_ids: Sequence[int] = (),
         on_answered: Callable[[int], None] | None = None,
     ) -> list[Sample]:
         """The responses to all ``prompts``, in order, on every rank. A collective call; batches are
@@ -84,19 +90,17 @@ class Network:
             prompts: token ids; none may be empty.
             settings: generation settings, and ``batch_size``.
             seed: of the samples; torch's own generators are not changed.
-            stop_token_ids: tokens that end a response, in addition to the model's own; None: those
-                of the options.
+            stop_token_ids: tokens that end a response, in addition to the model's own.
             on_answered: called with the number of responses of each batch.
 
         Raises ``RecipeError`` if a model with this sharding cannot generate.
         """
-        given = self.options.stop_token_ids if stop_token_ids is None else stop_token_ids
         with evaluating(self.module), self.engine.generating(self.inner, self.world):
             found = sample(
                 self.module,
                 prompts,
                 settings,
-                stop_token_ids=tuple(dict.fromkeys([*given, *_own_stops(self.inner)])),
+                stop_token_ids=tuple(dict.fromkeys([*stop_token_ids, *_own_stops(self.inner)])),
                 seed=seed,
                 on_answered=on_answered,
                 share=self._share,
@@ -156,14 +160,14 @@ class Network:
         whether two responses may share a prompt. A collective call. Raises ``ModelError``.
         """
         with evaluating(self.module):
-            self._prove()
+            is_proven = check_document_isolation(self.inner, self._logps)
+            self.sharing.is_proven = self.world.from_main(is_proven)
+            self.release()
 
-    def _prove(self) -> None:
-        is_proven = verify_packing_isolation(
-            partial(self.forward, spec=OutputSpec(("logps",))), self.inner
-        )
-        self.sharing.is_proven = self.world.from_main(is_proven)
-        self.release()
+    def _logps(self, batch: Batch) -> torch.Tensor:
+        found = self.forward(batch.to(device()), OutputSpec(("logps",))).logps
+        assert found is not None
+        return found
 
 
 def _own_stops(model: PreTrainedModel) -> list[int]:

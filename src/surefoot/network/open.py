@@ -21,6 +21,7 @@ from .draft import Draft, NetworkOptions
 from .heads import add_heads, refuse_heads
 from .method import UnshardedWeights
 from .network import Network
+from .runner import Engine, ModelForward, PipelineEngine, WholeEngine
 from .tensors import REAL, Tensors
 
 Step = Callable[[Draft, Tensors], None]
@@ -68,7 +69,7 @@ def finish(draft: Draft, steps: Sequence[Step], tensors: Tensors = REAL) -> Netw
         num_parameters=draft.num_parameters,
         num_trainable=draft.num_trainable,
         runner=runner,
-        engine=tensors.engine(draft, runner),
+        engine=_engine(draft, runner),
         world=draft.world,
         options=options,
         cuts=draft.cuts,
@@ -79,6 +80,15 @@ def finish(draft: Draft, steps: Sequence[Step], tensors: Tensors = REAL) -> Netw
     if options.packing and draft.values is not None and options.is_read:
         network.verify_packing()  # of a whole model that was done when it was loaded
     return network
+
+
+def _engine(draft: Draft, runner: ModelForward) -> Engine:
+    """A pipeline, if ranks have different layers."""
+    options, staging = draft.options, draft.staging
+    if staging is None:
+        return WholeEngine(runner, options.parallel, options.only_generates)
+    pipeline = staging.pipeline(options.parallel, options.precision, draft.cuts)
+    return PipelineEngine(staging, pipeline, runner)
 
 
 def load(draft: Draft, tensors: Tensors) -> None:
@@ -129,7 +139,7 @@ def freeze(draft: Draft, _: Tensors) -> None:
 def recompute(draft: Draft, tensors: Tensors) -> None:
     """Recompute activations in the backward pass."""
     if draft.section.gradient_checkpointing and draft.options.is_trainable:
-        recompute_activations(draft.inner, keep_random=tensors.keep_random)
+        recompute_activations(draft.inner, keep_random=tensors.have_values)
 
 
 def upcast(draft: Draft, _: Tensors) -> None:
@@ -139,10 +149,9 @@ def upcast(draft: Draft, _: Tensors) -> None:
         upcast_trained(draft.module, draft.section)
 
 
-def fuse_head(draft: Draft, tensors: Tensors) -> None:
+def fuse_head(draft: Draft, _: Tensors) -> None:
     """Find out whether the output head can return log-probabilities."""
-    if tensors.are_run:
-        draft.head = asked_head(draft.inner)
+    draft.head = asked_head(draft.inner)
 
 
 def name_parameters(draft: Draft, _: Tensors) -> None:
@@ -169,7 +178,7 @@ def shard_weights(draft: Draft, tensors: Tensors) -> None:
 
 def compile_forward(draft: Draft, tensors: Tensors) -> None:
     """Compile each layer's forward pass."""
-    if draft.section.compile and tensors.compiles:
+    if draft.section.compile and tensors.have_values:
         compile_layers(layers(draft.module))
 
 

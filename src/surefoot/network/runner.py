@@ -16,15 +16,15 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..batch import Batch, Outputs, OutputSpec, StepRunner, TrainedPositions
-from ..checkpoint.state.states import ShardedState
+from ..batch import Batch, Loss, LossFunction, Outputs, OutputSpec, TrainedPositions, Window
+from ..checkpoint.state.protocols import ShardedState
 from ..errors import RecipeError
 from ..model.head import outputs
 from ..model.head.logprob_head import LogprobHead
 from ..model.precision import PrecisionName, autocast
+from ..model.pretrained.loading import device
 from ..optim.trained import TrainedParameters
-from ..parallel.model_runner import plain
-from ..parallel.pipeline.pipeline import Finish, Pipeline, run_forward, run_windows
+from ..parallel.pipeline.pipeline import Finish, Pipeline, run_forward, run_window
 from ..parallel.section import ParallelSection
 from ..parallel.tensor.sequence_parallel import widened
 from ..parallel.world import World
@@ -80,8 +80,15 @@ class Engine(Protocol):
     def forward(self, batch: Batch, spec: OutputSpec) -> Outputs:
         """The outputs of ``batch``."""
 
-    def step_runner(self, spec: OutputSpec) -> StepRunner:
-        """What runs a window forward and backward."""
+    def forward_backward(
+        self,
+        window: Window,
+        loss_function: LossFunction,
+        spec: OutputSpec,
+        before: Hook,
+        after: Hook,
+    ) -> list[Loss]:
+        """One detached loss per micro-batch; the gradients are in the parameters."""
 
     def generating(
         self, inner: PreTrainedModel, world: World
@@ -100,7 +107,6 @@ class WholeEngine:
     """Every rank runs all layers, of which it may hold shards: one micro-batch after another."""
 
     runner: ModelForward
-    device: torch.device
     parallel: ParallelSection
     only_generates: bool = False  # then it is sharded so that it can as it is
 
@@ -108,9 +114,24 @@ class WholeEngine:
         """The outputs of ``batch``."""
         return self.runner.run(batch, spec)
 
-    def step_runner(self, spec: OutputSpec) -> StepRunner:
-        """What runs a window forward and backward."""
-        return plain(partial(self.runner.run, spec=spec), self.device)
+    def forward_backward(
+        self,
+        window: Window,
+        loss_function: LossFunction,
+        spec: OutputSpec,
+        before: Hook,
+        after: Hook,
+    ) -> list[Loss]:
+        """One micro-batch after the other."""
+        losses = []
+        for index, batch in enumerate(window):
+            before(index)
+            here = batch.to(device())
+            loss = loss_function(self.runner.run(here, spec), here)
+            loss.total.backward()  # type: ignore[no-untyped-call]
+            losses.append(loss.detach())
+            after(index)
+        return losses
 
     @contextlib.contextmanager
     def generating(self, inner: PreTrainedModel, world: World) -> Iterator[None]:
@@ -143,11 +164,19 @@ class PipelineEngine:
 
     def forward(self, batch: Batch, spec: OutputSpec) -> Outputs:
         """The outputs of ``batch``, on all ranks of the pipeline."""
-        return run_forward(self.pipeline, self._finish(spec))(batch)
+        return run_forward(self.pipeline, self._finish(spec), batch)
 
-    def step_runner(self, spec: OutputSpec) -> StepRunner:
-        """What runs a window forward and backward."""
-        return run_windows(self.pipeline, self._finish(spec))
+    def forward_backward(
+        self,
+        window: Window,
+        loss_function: LossFunction,
+        spec: OutputSpec,
+        before: Hook,
+        after: Hook,
+    ) -> list[Loss]:
+        """Several micro-batches at a time."""
+        finish = self._finish(spec)
+        return run_window(self.pipeline, finish, window, loss_function, before=before, after=after)
 
     def _finish(self, spec: OutputSpec) -> Finish:
         return self.staging.finish(partial(self.runner.run, spec=spec))

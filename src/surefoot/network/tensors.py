@@ -21,7 +21,7 @@ from ..geometry.box import Box
 from ..geometry.sharding import Cuts
 from ..model.attention import packed
 from ..model.pretrained.adapter import attach, attach_empty
-from ..model.pretrained.loading import device, load_model, training_dtype
+from ..model.pretrained.loading import load_model, training_dtype
 from ..model.section import ModelSection
 from ..model.seeding import seed_everything
 from ..parallel.generation_sharding import shard_for_generation
@@ -31,7 +31,7 @@ from .draft import Draft
 from .heads import stored_heads
 from .meta import Reader, ShardLoader, init_on_meta
 from .pipelined import to_pipeline
-from .runner import Engine, ModelForward, PipelineEngine, WholeEngine
+from .runner import ModelForward
 
 Method = Callable[[PreTrainedModel], nn.Module]
 
@@ -40,16 +40,8 @@ class Tensors(Protocol):
     """What the steps of ``open_network`` leave to the kind of tensors."""
 
     @property
-    def are_run(self) -> bool:
-        """Whether the model will compute anything."""
-
-    @property
-    def keep_random(self) -> bool:
-        """Whether recomputation restores the random generators."""
-
-    @property
-    def compiles(self) -> bool:
-        """Whether layers may be compiled."""
+    def have_values(self) -> bool:
+        """Whether there is anything to compute, and random generators with a state."""
 
     def load(self, draft: Draft) -> None:
         """Set ``draft.inner``."""
@@ -72,15 +64,12 @@ class Tensors(Protocol):
     def runner(self, draft: Draft) -> ModelForward:
         """The forward pass of what is there now."""
 
-    def engine(self, draft: Draft, runner: ModelForward) -> Engine:
-        """What runs windows."""
-
 
 class RealTensors:
     """In memory, with the values of files. A model that several ranks share, or whose values no
     file is read for, is on the meta device until it is sharded."""
 
-    are_run = keep_random = compiles = True
+    have_values = True
 
     def load(self, draft: Draft) -> None:
         """Read the files, or their headers."""
@@ -147,7 +136,7 @@ class RealTensors:
         """Matrices over ``tp``, then what is left over the data axes."""
         model = draft.inner if draft.options.only_generates else draft.module
         values = None if draft.values is None else draft.values.of(model)
-        found = _spread(draft) if draft.options.only_generates else _shard(draft)
+        found = _shard(draft)
         if values is not None:
             values.fill(model, found, draft.world)
         own = {p: name for name, p in draft.module.named_parameters()}
@@ -170,21 +159,11 @@ class RealTensors:
             world.tp if is_split else 1,
         )
 
-    def engine(self, draft: Draft, runner: ModelForward) -> Engine:
-        """A pipeline, if ranks have different layers."""
-        if draft.staging is None:
-            options = draft.options
-            return WholeEngine(runner, device(), options.parallel, options.only_generates)
-        parallel, precision = draft.options.parallel, draft.options.precision
-        return PipelineEngine(
-            draft.staging, draft.staging.pipeline(parallel, precision, draft.cuts), runner
-        )
-
 
 class MetaTensors:
     """On the meta device: names, shapes and types, made from ``config.json`` alone."""
 
-    are_run = keep_random = compiles = False
+    have_values = False
 
     def load(self, draft: Draft) -> None:
         """From the configuration."""
@@ -212,10 +191,6 @@ class MetaTensors:
     def runner(self, draft: Draft) -> ModelForward:
         """Never run."""
         return ModelForward(draft.module, draft.options.precision)
-
-    def engine(self, draft: Draft, runner: ModelForward) -> Engine:
-        """Never run."""
-        return WholeEngine(runner, torch.device("meta"), draft.options.parallel)
 
 
 REAL = RealTensors()
@@ -256,6 +231,8 @@ def method_of(draft: Draft, attach_from: Callable[[PreTrainedModel, Path], nn.Mo
 
 
 def _shard(draft: Draft) -> dict[str, Cuts]:
+    if draft.options.only_generates:
+        return shard_for_generation(draft.inner, draft.world, draft.options.parallel)
     return shard(
         draft.module,
         draft.inner,
@@ -264,10 +241,6 @@ def _shard(draft: Draft) -> dict[str, Cuts]:
         dtype=torch.bfloat16 if draft.options.precision == "bf16" else None,
         stages=None if draft.staging is None else draft.staging.stretches(),
     )
-
-
-def _spread(draft: Draft) -> dict[str, Cuts]:
-    return shard_for_generation(draft.inner, draft.world, draft.options.parallel)
 
 
 def _zeros(dtype: torch.dtype, box: Box) -> torch.Tensor:

@@ -67,13 +67,3 @@ def reduced(dim: int) -> StateTensor:
         return tuple(cut for cut in cuts if cut.dim != len(parameter) + dim)
 
     return StateTensor(shape, cuts)
-
-
-def replicated(shape: Callable[[Shape], Shape]) -> StateTensor:
-    """A replicated tensor of another shape."""
-    return StateTensor(shape, lambda _, __: ())
-
-
-def unsharded(shape: Callable[[Shape], Shape]) -> StateTensor:
-    """A tensor that is only supported for unsharded parameters."""
-    return StateTensor(shape, None)

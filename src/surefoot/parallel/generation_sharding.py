@@ -56,7 +56,8 @@ def shard_for_generation(
     model.requires_grad_(False)  # so that an adapter may have another type than its base
     along_tp = cut_tensors(model, MeshAxis(world.mesh[AXIS])) if world.tp > 1 else {}
     cuts: dict[str, Cuts] = {n: along_tp.get(p, ()) for n, p in model.named_parameters()}
-    _share_logits(model, world)
+    axes = [axis for axis in (AXIS, _SHARDS) if world.axes[axis] > 1]
+    model.get_output_embeddings().forward = _full_logits(model, world, axes)
     if world.axes[_SHARDS] > 1:
         cuts = {name: (*found, AxisShard(_SHARDS, 0)) for name, found in cuts.items()}  # type: ignore[misc]
         for module in (*layers(model), model):
@@ -66,12 +67,6 @@ def shard_for_generation(
                 reshard_after_forward=section.reshard_after_forward,
             )
     return cuts
-
-
-def _share_logits(model: PreTrainedModel, world: World) -> None:
-    """Make the head return the same full logits to all ranks that generate together."""
-    axes = [axis for axis in (AXIS, _SHARDS) if world.axes[axis] > 1]
-    model.get_output_embeddings().forward = _full_logits(model, world, axes)
 
 
 @contextmanager

@@ -12,10 +12,10 @@ from pathlib import Path
 
 from ..data.encoded import Encoded
 from ..data.example import Example
+from ..data.prepared.encoded_data import EncodedData, find, prepare
+from ..data.prepared.streaming_data import StreamingData, encode_stream, open_stream
 from ..data.rows.dataset_report import DatasetReport, Report
 from ..data.section import DataSection
-from ..data.store.preparation import EncodedData, find, prepare
-from ..data.store.streamed import StreamingData, encode_stream, open_stream
 from ..data.text.codec import Codec
 from ..data.text.templates import load_template
 from ..model.pretrained.tokenizer import load_tokenizer

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from ..batch import Batch, Features
 from ..data.order.loader import Loader
+from ..data.prepared.training_data import TrainingData
 from ..data.store.cache import default_folder
 from ..data.store.dataset import EncodedDataset
-from ..data.store.run_data import TrainingData
 from ..data.text.codec import Codec
 from ..model.precision import choose
 from ..model.pretrained.loading import resolve

@@ -14,9 +14,9 @@ from pathlib import Path
 from ..data.order.loader import Loader
 from ..data.order.micro_batches import Batching, Collate
 from ..data.order.prefetch import for_device
-from ..data.store.preparation import EncodedData
-from ..data.store.run_data import TrainingData
-from ..data.store.streamed import StreamingData
+from ..data.prepared.encoded_data import EncodedData
+from ..data.prepared.streaming_data import StreamingData
+from ..data.prepared.training_data import TrainingData
 from ..data.text.codec import Codec
 from ..model.pretrained.loading import device
 from ..parallel.world import World, launched

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -109,7 +110,7 @@ def build_learner(recipe: Recipe, policy: Network, max_steps: int, around: Aroun
     step = Step(
         trained.optimizer,
         recipe.optim.schedule_over(max_steps),
-        around(policy.engine.step_runner(stage.spec)),
+        around(partial(policy.forward_backward, spec=stage.spec)),
         recipe.train.max_grad_norm,
         LossScaler(enabled=choose(recipe.train.precision) == "fp16"),
         world.summed,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from ..batch import OutputSpec
-from ..checkpoint.state.states import ShardedState
+from ..checkpoint.state.protocols import ShardedState
 from ..network.method import Weights
 from ..network.network import Network
 from ..optim.trained import TrainedParameters

@@ -20,7 +20,7 @@ from ..checkpoint.disk.commit import step_of
 from ..checkpoint.disk.trainer_state import finite
 from ..checkpoint.saving.writer_group import WriterGroup
 from ..checkpoint.section import CheckpointSection
-from ..checkpoint.state.states import Stateful
+from ..checkpoint.state.protocols import Stateful
 from ..parallel.world import ALONE, World
 from ..storage.files import exists
 from .state import TrainerState

@@ -11,8 +11,9 @@ from signal import Signals
 
 from ..batch import Window
 from ..checkpoint.reading.loading import load
+from ..checkpoint.state.protocols import Stateful
 from ..checkpoint.state.roles import MODEL
-from ..checkpoint.state.states import RandomState, Stateful
+from ..checkpoint.state.states import RandomState
 from ..errors import RunError
 from ..model.seeding import seed_everything
 from ..parallel.world import ALONE, World

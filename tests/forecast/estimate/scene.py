@@ -6,7 +6,8 @@ import torch
 import folders
 from surefoot.batch import OutputSpec
 from surefoot.data.text.collation import collate
-from surefoot.forecast.estimate.dry_run import HoldingOptions, build
+from surefoot.forecast.estimate.dry_run import build
+from surefoot.forecast.estimate.fake_tensors import HoldingOptions
 from surefoot.model.head import outputs
 from surefoot.model.head.logprob_head import asked_head
 from surefoot.model.precision import autocast

@@ -66,7 +66,8 @@ def test_matrices_of_layers_shrink_and_nothing_else_does(tmp_path, kind, way):
     saved -= sum(scales_size(shape, made.recipe.model) for shape in matrices)
     before, after = (frozen_bytes(describe(each)) for each in (whole, made))
     assert before - after == saved
-    count = [sum(num_elements(p) for p in each.model.parameters()) for each in (whole, made)]
+    models = (each.network.module for each in (whole, made))
+    count = [sum(num_elements(p) for p in model.parameters()) for model in models]
     assert count[0] == count[1], "as many weights, in fewer bytes"
 
 
@@ -124,7 +125,7 @@ def test_a_plan_of_a_quantized_base_takes_less(tmp_path, bits):
 
 def test_several_processes_are_refused_as_in_training(tmp_path):
     made = quantized(tmp_path, quantization_bit=4)
-    with pytest.raises(RecipeError, match="learns in one process, not 2"):
+    with pytest.raises(RecipeError, match="on one rank only, not on 2"):
         make_plan(made, Machine(2, on_gpu=False))
 
 

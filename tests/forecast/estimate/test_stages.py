@@ -25,7 +25,7 @@ def piped(world, made, precision):
     made = replace(made, train=replace(made.train, precision=precision))
     base, options = Path(made.model.path), options_of(made)
     network = open_network(base, made.model, tokenizer(made), world, options)
-    run = network.engine.step_runner(OutputSpec(made.stage.spec.outputs))
+    run = partial(network.forward_backward, spec=OutputSpec(made.stage.spec.outputs))
     return network.module.train(), run
 
 

@@ -24,7 +24,7 @@ from ..disk.retention import RetentionPolicy, Times
 from ..saving.job import Job, Saved
 from ..saving.preparation import LiveTensors, prepare
 from ..saving.writer_group import ALONE, WriterGroup
-from ..state.states import Stateful
+from ..state.protocols import Stateful
 from .in_flight import InFlightSave, end
 
 logger = logging.getLogger(__name__)

@@ -24,8 +24,9 @@ from ..disk.folder import CheckpointFolder, open_checkpoint
 from ..disk.manifest import Piece
 from ..disk.tensorfile import TensorFile
 from ..state.local_box import LocalBox, local_box_of
+from ..state.protocols import ShardedState, Stateful
 from ..state.roles import STATE, FileRole
-from ..state.states import ShardedState, Stateful, UnshardedState, adopted
+from ..state.states import UnshardedState, adopted
 from ..state.tensors import join, pointers, split
 
 Pieces = tuple[Piece, ...]  # of one tensor

@@ -24,9 +24,10 @@ from ..disk.file_plan import Tensors as Described
 from ..disk.header import num_bytes
 from ..disk.manifest import MANIFEST, MAX_SMALL, STATE, Kind, Layout, is_plain_name
 from ..state.local_box import LocalBox, local_box_of
+from ..state.protocols import ShardedState, Stateful
 from ..state.roles import MODEL, OPTIMIZER, FileRole, trained_names
 from ..state.roles import STATE as STATE_ROLE
-from ..state.states import AdoptedStates, ShardedState, Stateful, adopted
+from ..state.states import AdoptedStates, adopted
 from ..state.tensors import split
 from .job import Job, Shard, Share
 from .load_balancing import LocalTensor

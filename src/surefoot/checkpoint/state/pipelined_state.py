@@ -16,7 +16,7 @@ from torch import nn
 
 from ...geometry.sharding import Cuts
 from ..disk.manifest import Kind
-from .states import ShardedState
+from .protocols import ShardedState
 
 Tensors = Mapping[str, torch.Tensor]
 

@@ -73,11 +73,8 @@ class Batching:
         """
         if lengths is None:
             lengths = np.array([num_tokens(example) for example in examples], np.int64)
-        spare = examples[0] if spare is None else spare
-        return [self._batch(examples, group, spare) for group in self.groups(lengths)]
-
-    def _batch(self, examples: Sequence[Features], group: Index, spare: Features) -> Batch:
-        return self.collate([examples[int(i)] for i in group] or [without_labels(spare)])
+        groups = self.groups(lengths)
+        return [batch_of(group, examples, self.collate, spare) for group in groups]
 
 
 class Items(Protocol):
@@ -86,9 +83,12 @@ class Items(Protocol):
     def __getitem__(self, item: int, /) -> Features: ...
 
 
-def batch_of(group: Index, items: Items, collate: Collate) -> Batch:
-    """The batch of a group; where there is nothing left for a rank, one without labels."""
-    return collate([items[int(item)] for item in group] or [without_labels(items[0])])
+def batch_of(group: Index, items: Items, collate: Collate, spare: Features | None = None) -> Batch:
+    """The batch of a group; where there is nothing left for a rank, ``spare`` (by default the
+    first item) without labels.
+    """
+    rows = [items[int(item)] for item in group]
+    return collate(rows or [without_labels(items[0] if spare is None else spare)])
 
 
 def without_labels(example: Features) -> Features:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
@@ -94,17 +94,6 @@ class EncodedDataset:
     @cached_property
     def _starts(self) -> list[int]:
         return [0, *np.cumsum([len(store) for store in self.stores]).tolist()]
-
-
-def with_columns(
-    dataset: EncodedDataset, columns: Mapping[str, Mapping[str, Ragged]]
-) -> EncodedDataset:
-    """The same items with more features, by the ``content`` of their store."""
-    stores = (
-        replace(store, features={**store.features, **columns[store.content]})
-        for store in dataset.stores
-    )
-    return replace(dataset, stores=tuple(stores))
 
 
 def num_tokens(features: Features) -> int:

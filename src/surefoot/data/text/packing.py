@@ -1,9 +1,8 @@
-"""Several examples packed into one row, and back. No example attends to another (see ``model``)."""
+"""Several examples packed into one row. No example attends to another (see ``model``)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 
 from ...batch import IGNORE_INDEX, Batch, Features
 
@@ -26,13 +25,3 @@ def pack(features: Sequence[Features]) -> Batch:
         position_ids=row([np.arange(length) for length in lengths]),
         cu_seqlens=torch.from_numpy(bounds),
     )
-
-
-def unpack(batch: Batch) -> list[Features]:
-    """The examples of a packed row."""
-    bounds = batch.cu_seqlens
-    if bounds is None:
-        raise ValueError("this batch is not packed")
-    ids, labels = batch.input_ids[0].tolist(), batch.labels[0].tolist()
-    documents = pairwise(bounds.tolist())
-    return [{"input_ids": ids[a:b], "labels": labels[a:b]} for a, b in documents]

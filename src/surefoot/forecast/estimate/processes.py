@@ -27,13 +27,13 @@ from ...training.context import blank_examples
 from .batches import heaviest, loader_of, shares_prompts
 from .dry_run import (
     DryRunModel,
-    HoldingOptions,
     NotRehearsedError,
     build,
     describe,
     dry_run_batch,
     held_dtype,
 )
+from .fake_tensors import HoldingOptions
 from .memory import Memory, Mesh, Pass, Snapshot, Weight, memory
 from .window import Route, window
 

@@ -76,11 +76,6 @@ class Scores:
     predictions: torch.Tensor  # [N] int64, the most probable word
 
 
-def total(head: Head, hidden_ND: torch.Tensor, labels_N: torch.Tensor) -> torch.Tensor:
-    """The sum of the labels' log-probabilities, a scalar."""
-    return totals(head, hidden_ND, labels_N, 0.0)[0]
-
-
 def totals(
     head: Head, hidden_ND: torch.Tensor, labels_N: torch.Tensor, smoothing: float
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -16,17 +16,12 @@ from .weights import AdapterWeights
 WEIGHTS = "adapter_model.safetensors"
 
 
-def continue_adapter(model: PreTrainedModel, folder: Path) -> nn.Module:
-    """``model`` with the adapter in ``folder``, ready to be trained.
+def attach(model: PreTrainedModel, folder: Path, *, trainable: bool = False) -> nn.Module:
+    """``model`` wrapped by PEFT with the adapter in ``folder``.
 
     Raises:
-        ModelError: no adapter there, a damaged one, or one of another model.
+        ModelError: no adapter there, a damaged one, or one that was made for another model.
     """
-    return attach(model, folder, trainable=True)
-
-
-def attach(model: PreTrainedModel, folder: Path, *, trainable: bool = False) -> nn.Module:
-    """``model`` wrapped by PEFT with the adapter in ``folder``; errors as ``continue_adapter``."""
     from peft import PeftModel
 
     _check(folder)

@@ -17,7 +17,6 @@ FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece
 def load_tokenizer(
     path: str | Path,
     *,
-    revision: str | None = None,
     trust_remote_code: bool = False,
     new_special_tokens: Sequence[str] = (),
 ) -> PreTrainedTokenizerBase:
@@ -34,9 +33,7 @@ def load_tokenizer(
     elif folder.is_absolute():
         raise ModelError(f"{path}: no such folder, so no tokenizer in it")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            str(path), revision=revision or "main", trust_remote_code=trust_remote_code
-        )
+        tokenizer = AutoTokenizer.from_pretrained(str(path), trust_remote_code=trust_remote_code)
     except Exception as error:  # the Rust side raises plain Exception for a damaged file
         raise ModelError(f"{path}: cannot load its tokenizer: {_cause(folder, error)}") from error
     if not tokenizer.is_fast:

@@ -18,9 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ...batch import Batch, Loss, LossFunction, Outputs, StepRunner, Window
+from ...batch import Batch, Loss, LossFunction, Outputs, Window
 from ..grad_norm import local
-from ..model_runner import Forward
 from ..world import World
 from .schedule import Op, ScheduleName, order
 from .stage_links import Arrival, Links, pipelines
@@ -88,55 +87,48 @@ def tie(world: World, parameter: nn.Parameter | None, *, timeout_minutes: float)
     return TiedWeight(parameter, found)
 
 
-def run_windows(pipeline: Pipeline, finish: Finish) -> StepRunner:
-    """Run windows through the stages, with several micro-batches in flight."""
-
-    def run(
-        window: Window,
-        loss_function: LossFunction,
-        *,
-        before: Callable[[int], None],
-        after: Callable[[int], None],
-    ) -> list[Loss]:
-        ops = pipeline.order(len(window))
-        running = _Running(pipeline, finish, window, loss_function, ops)
-        for op, coming in zip_longest(ops, ops[1:]):
-            running.expect(op)
-            if coming is not None and running.is_free_to_expect(coming):
-                running.expect(coming)  # it may arrive while this one is computed
-            if op.is_forward:
-                before(op.index + op.part * len(window))  # other layers draw other numbers
-                running.forward(op)
-            else:
-                running.backward(op)
-                if op.part == 0:
-                    after(op.index)
-        pipeline.links.flush()
-        if running.final is None:
-            pipeline.let_go()
-        if pipeline.tied is not None:
-            pipeline.tied.add_up()
-        return _told(pipeline.links, running.losses)
-
-    return run
+def run_window(
+    pipeline: Pipeline,
+    finish: Finish,
+    window: Window,
+    loss_function: LossFunction,
+    *,
+    before: Callable[[int], None],
+    after: Callable[[int], None],
+) -> list[Loss]:
+    """Run a window through the stages, with several micro-batches in flight."""
+    ops = pipeline.order(len(window))
+    running = _Running(pipeline, finish, window, loss_function, ops)
+    for op, coming in zip_longest(ops, ops[1:]):
+        running.expect(op)
+        if coming is not None and running.is_free_to_expect(coming):
+            running.expect(coming)  # it may arrive while this one is computed
+        if op.is_forward:
+            before(op.index + op.part * len(window))  # other layers draw other numbers
+            running.forward(op)
+        else:
+            running.backward(op)
+            if op.part == 0:
+                after(op.index)
+    pipeline.links.flush()
+    if running.final is None:
+        pipeline.let_go()
+    if pipeline.tied is not None:
+        pipeline.tied.add_up()
+    return _told(pipeline.links, running.losses)
 
 
-def run_forward(pipeline: Pipeline, finish: Finish) -> Forward:
+def run_forward(pipeline: Pipeline, finish: Finish, batch: Batch) -> Outputs:
     """A batch forward through the stages; its outputs are broadcast to all ranks."""
-    links = pipeline.links
-
-    def forward(batch: Batch) -> Outputs:
-        found = None
-        for stage in range(links.place, links.num_stages, links.size):
-            hidden = links.entering(pipeline.shape(batch), stage).wait() if stage else None
-            if stage == pipeline.last:
-                found = finish(batch, hidden)
-            else:
-                links.enter(pipeline.advance(stage, batch, hidden), stage + 1)
-        links.flush()
-        return _shared(links, found)
-
-    return forward
+    links, found = pipeline.links, None
+    for stage in range(links.place, links.num_stages, links.size):
+        hidden = links.entering(pipeline.shape(batch), stage).wait() if stage else None
+        if stage == pipeline.last:
+            found = finish(batch, hidden)
+        else:
+            links.enter(pipeline.advance(stage, batch, hidden), stage + 1)
+    links.flush()
+    return _shared(links, found)
 
 
 @dataclass

@@ -3,7 +3,7 @@ import torch
 
 from surefoot.checkpoint.layouts.mindspore.naming.names import (
     FAMILIES,
-    Heads,
+    AttentionHeads,
     family_of,
     heads_of,
     to_huggingface,
@@ -16,7 +16,7 @@ from surefoot.geometry.box import Box
 from surefoot.model.pretrained.weights import FullWeights
 from tiny import model
 
-HEADS = Heads(4, 2)
+HEADS = AttentionHeads(4, 2)
 LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
 LATENT += ("q_a_layernorm", "kv_a_layernorm")
 EXPERT = ("gate_proj", "up_proj", "down_proj")
@@ -131,17 +131,17 @@ def test_fused_heads_need_their_number():
     with pytest.raises(CheckpointError, match=r"is in config.json; name the model with --base"):
         to_huggingface(there, "legacy-fused").shapes()
     with pytest.raises(CheckpointError, match=r"128 rows cannot be split|no equal groups"):
-        to_huggingface(there, "legacy-fused", Heads(7, 5)).shapes()
+        to_huggingface(there, "legacy-fused", AttentionHeads(7, 5)).shapes()
 
 
 def test_the_number_of_heads_is_in_the_configuration(tmp_path):
     assert heads_of(tmp_path) is None
     (tmp_path / "config.json").write_text('{"num_attention_heads": 8}')
-    assert heads_of(tmp_path) == Heads(8, 8)
+    assert heads_of(tmp_path) == AttentionHeads(8, 8)
     (tmp_path / "config.json").write_text(
         '{"text_config": {"num_attention_heads": 8, "num_key_value_heads": 2}}'
     )
-    assert heads_of(tmp_path) == Heads(8, 2)
+    assert heads_of(tmp_path) == AttentionHeads(8, 2)
 
 
 MIXTURES = [("qwen3_moe", "mcore"), ("qwen3_moe", "mcore-fused"), ("mixtral", "legacy")]

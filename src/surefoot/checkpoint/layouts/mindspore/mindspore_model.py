@@ -25,7 +25,7 @@ from ..detection import has_manifest, open_weights
 from .layout import MindSpore, open_mindspore_state
 from .naming.names import (
     KEEP,
-    Heads,
+    AttentionHeads,
     family_of,
     heads_near,
     heads_of,
@@ -99,7 +99,9 @@ def as_huggingface(
     return to_huggingface(source, family or "", heads_near(folder, theirs.base))
 
 
-def as_mindspore(source: TensorSource, family: str | None, heads: Heads | None) -> TensorSource:
+def as_mindspore(
+    source: TensorSource, family: str | None, heads: AttentionHeads | None
+) -> TensorSource:
     """Weights with Hugging Face's names, and their moments, under those of a family; None: the
     one that MindSpore Transformers uses for such a model.
     """

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ...example import Example
-from .fields import Row, label, text, tools
-from .turns import Turns, with_system
+from .fields import Row
+from .turns import read_turns
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,24 +47,4 @@ class ShareGPT:
 
     def read(self, row: Row) -> Example:
         """The row's conversation; raises DataError with the reason if it has none."""
-        turns = self._turns()
-        return Example(
-            with_system(text(row, self.system), turns.of(row, self.messages)),
-            tools(row, self.tools),
-            chosen=turns.answer(row, self.chosen) if self.ranking else None,
-            rejected=turns.answer(row, self.rejected) if self.ranking else None,
-            label=label(row, self.kto_tag),
-        )
-
-    def _turns(self) -> Turns:
-        return Turns(
-            role=self.role_tag,
-            content=self.content_tag,
-            roles={
-                self.user_tag: "user",
-                self.assistant_tag: "assistant",
-                self.observation_tag: "tool",
-                self.system_tag: "system",
-            },
-            function=self.function_tag,
-        )
+        return read_turns(self, row, {})

@@ -9,10 +9,26 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from ....errors import DataError
-from ...example import JSON, Message, Role
-from .fields import Row, as_text, from_json, missing, nearest, shown, structure
+from ...example import JSON, Example, Message, Role
+from .fields import (
+    Row,
+    as_text,
+    from_json,
+    label,
+    missing,
+    nearest,
+    shown,
+    structure,
+    text,
+    tools,
+)
+
+if TYPE_CHECKING:
+    from .openai import OpenAI
+    from .sharegpt import ShareGPT
 
 THOUGHT = re.compile(r"\s*<think>.*?</think>\s*", re.DOTALL)
 WRAPPED_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
@@ -78,6 +94,25 @@ class Turns:
         role = turn[self.role]
         hint = nearest(str(role), known) or f" (expected one of {', '.join(known)})"
         return DataError(f"{where}: unknown role {role!r}{hint}")
+
+
+def read_turns(form: OpenAI | ShareGPT, row: Row, more: Mapping[str, Role]) -> Example:
+    """A row's conversation in a format with turns; ``more`` are further names of its roles."""
+    roles: dict[str, Role] = {
+        **more,
+        form.user_tag: "user",
+        form.assistant_tag: "assistant",
+        form.observation_tag: "tool",
+        form.system_tag: "system",
+    }
+    turns = Turns(form.role_tag, form.content_tag, roles, form.function_tag)
+    return Example(
+        with_system(text(row, form.system), turns.of(row, form.messages)),
+        tools(row, form.tools),
+        chosen=turns.answer(row, form.chosen) if form.ranking else None,
+        rejected=turns.answer(row, form.rejected) if form.ranking else None,
+        label=label(row, form.kto_tag),
+    )
 
 
 def with_system(system: str | None, messages: tuple[Message, ...]) -> tuple[Message, ...]:

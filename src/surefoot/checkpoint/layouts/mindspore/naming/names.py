@@ -132,14 +132,14 @@ FAMILIES: dict[str, Family] = {
 
 
 @dataclass(frozen=True)
-class Heads:
+class AttentionHeads:
     """How many heads the queries have, and how many the keys and values."""
 
     queries: int
     keys: int
 
 
-def heads_of(folder: Path) -> Heads | None:
+def heads_of(folder: Path) -> AttentionHeads | None:
     """The numbers of heads in the ``config.json`` of a model's folder; None if there is none."""
     where = folder / "config.json"
     if not files.exists(where):
@@ -151,10 +151,10 @@ def heads_of(folder: Path) -> Heads | None:
     keys = own.get("num_key_value_heads") or queries
     if not isinstance(queries, int) or not isinstance(keys, int) or min(queries, keys) < 1:
         return None
-    return Heads(queries, keys)
+    return AttentionHeads(queries, keys)
 
 
-def heads_near(folder: Path, base: Path | None = None) -> Heads | None:
+def heads_near(folder: Path, base: Path | None = None) -> AttentionHeads | None:
     """The numbers of heads in the ``config.json`` of a model, in ``base`` or beside its weights."""
     for place in (base, folder, root_of(folder), root_of(folder).parent):
         if place is not None and (found := heads_of(place)) is not None:
@@ -185,7 +185,9 @@ def usual(names: Mapping[str, Shape]) -> str:
     return "mcore" if is_newer else "legacy"
 
 
-def to_mindspore(source: TensorSource, family: str, heads: Heads | None = None) -> TensorSource:
+def to_mindspore(
+    source: TensorSource, family: str, heads: AttentionHeads | None = None
+) -> TensorSource:
     """Weights with Hugging Face's names under those of a family.
 
     Args:
@@ -199,12 +201,14 @@ def to_mindspore(source: TensorSource, family: str, heads: Heads | None = None) 
     return _each(source, lambda part: _named(part, FAMILIES[family], heads))
 
 
-def to_huggingface(source: TensorSource, family: str, heads: Heads | None = None) -> TensorSource:
+def to_huggingface(
+    source: TensorSource, family: str, heads: AttentionHeads | None = None
+) -> TensorSource:
     """Weights with a family's names under those of Hugging Face."""
     return _each(source, lambda part: _unnamed(part, FAMILIES[family], heads))
 
 
-def _named(source: TensorSource, family: Family, heads: Heads | None) -> TensorSource:
+def _named(source: TensorSource, family: Family, heads: AttentionHeads | None) -> TensorSource:
     if family.experts is not None:
         source = stacked(source, family.experts)
     names = {_translated(name, family): name for name in source.shapes()}
@@ -222,7 +226,7 @@ def _named(source: TensorSource, family: Family, heads: Heads | None) -> TensorS
     return found
 
 
-def _unnamed(source: TensorSource, family: Family, heads: Heads | None) -> TensorSource:
+def _unnamed(source: TensorSource, family: Family, heads: AttentionHeads | None) -> TensorSource:
     found = source
     for fused, parts in _fusions(family):
         picks: dict[str, Pick] = {}
@@ -255,7 +259,7 @@ def _inside(name: str, family: Family, module: str) -> tuple[str, str] | None:
 def _groups(
     shapes: Mapping[str, Shape],
     parts: list[str],
-    heads: Heads | None,
+    heads: AttentionHeads | None,
     family: Family,
     name: str,
 ) -> int:
@@ -276,7 +280,7 @@ def _groups(
 
 
 def _rows_apart(
-    parts: tuple[str, ...], rows: int, heads: Heads | None, family: Family, name: str
+    parts: tuple[str, ...], rows: int, heads: AttentionHeads | None, family: Family, name: str
 ) -> list[int]:
     """The number of rows of each part in one group."""
     if len(parts) == len(_GATE_UP):
@@ -292,7 +296,7 @@ def _rows_apart(
     return [rows // groups // sum(shares) * share for share in shares]
 
 
-def _needed(heads: Heads | None, name: str) -> Heads:
+def _needed(heads: AttentionHeads | None, name: str) -> AttentionHeads:
     if heads is None:
         raise CheckpointError(
             f"{name}: queries, keys and values are fused by heads, whose number is in "

@@ -23,10 +23,10 @@ from ..rows.dataset_report import DatasetReport, Report, report_from
 from ..rows.registry import Entry, read_registry
 from ..rows.rows import read_examples, too_many_broken
 from ..section import DataSection
-from . import cache
-from .cache import Writer, default_folder, load_or_build
-from .dataset import EncodedDataset, EncodedStore, join
-from .encoder import Encode, Encoder, nothing_learnt
+from ..store import cache
+from ..store.cache import Writer, default_folder, load_or_build
+from ..store.dataset import EncodedDataset, EncodedStore, join
+from ..store.encoder import Encode, Encoder, nothing_learnt
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from ..order.example_order import Order
 from ..section import DataSection
-from .dataset import EncodedDataset
+from ..store.dataset import EncodedDataset
 
 
 class TrainingData(Protocol):

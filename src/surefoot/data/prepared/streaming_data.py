@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,14 +14,12 @@ from ..order.block_shuffle import BlockShuffle
 from ..rows.dataset_report import DatasetReport
 from ..rows.registry import Entry
 from ..section import DataSection
-from .cache import default_folder
-from .dataset import EncodedDataset, join
-from .encoder import Encode
-from .preparation import entries_of, key_of, prepare_evals
-from .shards import ROWS, encode_shards
-from .stream import Stream, StreamedDataset
-
-logger = logging.getLogger(__name__)
+from ..store.cache import default_folder
+from ..store.dataset import EncodedDataset, join
+from ..store.encoder import Encode
+from ..store.shards import ROWS, encode_shards
+from ..store.stream import Stream, StreamedDataset
+from .encoded_data import entries_of, key_of, prepare_evals
 
 
 @dataclass(frozen=True)
@@ -73,7 +70,7 @@ def open_stream(
     """
     parts = [
         StreamedDataset(entry.name, _folder(entry, section, fingerprint))
-        for entry in _learnt(section)
+        for entry in _training_entries(section)
     ]
     stream = Stream(parts, more, max_broken_rows=section.max_broken_rows)
     evals = prepare_evals(section, encode, fingerprint=fingerprint)
@@ -92,7 +89,7 @@ def encode_stream(
 
     Raises ``DataError`` if something is missing or broken, or has no trained tokens.
     """
-    for entry in _learnt(section):
+    for entry in _training_entries(section):
         folder = _folder(entry, section, fingerprint)
         yield from encode_shards(entry, section, encode, folder, shard_rows=shard_rows)
 
@@ -116,7 +113,7 @@ def held_items(stream: Stream, section: DataSection, seed: int) -> Index:
     ).astype(np.int64)
 
 
-def _learnt(section: DataSection) -> list[Entry]:
+def _training_entries(section: DataSection) -> list[Entry]:
     return [entry for entry in entries_of(section) if entry.name in section.datasets]
 
 
