@@ -23,7 +23,7 @@ from surefoot.batch import IGNORE_INDEX, Batch, Features, OutputSpec
 from surefoot.data.text.pairs import collate_pairs, unshared
 from surefoot.model.attention.packed import use_packed
 from surefoot.model.head import outputs
-from surefoot.model.head.logprob_head import LogprobHead, asked_head
+from surefoot.model.head.logprob_head import LogprobHead, logprob_head_of
 
 HIDDEN, LAYERS, VOCABULARY, PAIRS = 256, 4, 4_000, 4
 LENGTHS = [(32, 64), (64, 64), (128, 64), (384, 64)]  # of prompts and answers, on average
@@ -77,7 +77,7 @@ def main() -> None:
     plain, packed = model(), model()
     assert use_packed(packed)
     models = {"shared": packed, "packed": packed, "padded": plain}
-    heads = {way: asked_head(one) for way, one in models.items()}
+    heads = {way: logprob_head_of(one) for way, one in models.items()}
     rows = []
     for prompt, answer in LENGTHS:
         items = pairs(prompt, answer)

@@ -16,7 +16,7 @@ from functools import partial
 from multiprocessing import reduction
 
 import forks
-from surefoot.parallel import launch
+from surefoot.parallel import launcher
 
 IMPORTED = ["surefoot.run.training_run", "surefoot.inference", "torch.distributed.checkpoint"]
 SERVER = multiprocessing.get_context("forkserver")
@@ -62,7 +62,7 @@ def _live(theirs, *birth):
 
 def _with_forks(command):
     """Let the ranks that this process starts be forked, too."""
-    forks.put(launch)
+    forks.put(launcher)
 
 
 @atexit.register

@@ -11,7 +11,7 @@ import pytest
 from surefoot.checkpoint.disk import manifest as index
 from surefoot.checkpoint.disk.bytes import raw
 from surefoot.checkpoint.disk.header import ITEM_SIZES
-from surefoot.checkpoint.saving.job import Share
+from surefoot.checkpoint.saving.job import WriteShare
 from surefoot.checkpoint.saving.preparation import LiveTensors, prepare, save
 from surefoot.checkpoint.saving.writing import write
 from surefoot.geometry.box import Box
@@ -64,7 +64,7 @@ def saved_by_halves(root, states):
         for shard in job.shards:
             entries = shard.plan.header.entries.items()
             boxes = {n: halves(e.shape)[at] for n, e in entries if at < len(halves(e.shape))}
-            shards.append(replace(shard, share=Share(boxes, has_head=not at)))
+            shards.append(replace(shard, share=WriteShare(boxes, has_head=not at)))
             groups[shard.role] = {
                 n: live.groups[shard.role][n][box.slices_in(Box.whole(entry.shape))]
                 for n, box in boxes.items()

@@ -14,7 +14,7 @@ from surefoot.forecast.bench import subprocess_trial
 from surefoot.forecast.bench.clock import PHASES
 from surefoot.forecast.bench.search import Search
 from surefoot.forecast.bench.single_rank import SingleRankRecipe
-from surefoot.forecast.bench.subprocess_trial import Failure
+from surefoot.forecast.bench.subprocess_trial import TrialFailure
 from surefoot.recipe.recipe import load
 
 SIZE = "train.micro_batch_size"
@@ -91,7 +91,7 @@ def shown(project, outcomes, capsys, *, is_over=lambda: False):
 def test_the_fastest_settings_are_told_as_a_command(project, capsys):
     def outcomes(changes):
         if changes.get(SIZE) == 8:
-            return Failure("out of memory\nand more")
+            return TrialFailure("out of memory\nand more")
         compiling = 7.0 if "model.compile" in changes else 0.0
         return figures(150 if changes.get(SIZE) == 4 else 100, compiling=compiling)
 
@@ -110,7 +110,7 @@ def test_where_nothing_is_faster_that_is_said(project, capsys):
 
 
 def test_what_works_where_the_recipe_does_not_is_told(project, capsys):
-    out = shown(project, lambda c: figures(10) if c.get(SIZE) == 1 else Failure("no"), capsys)
+    out = shown(project, lambda c: figures(10) if c.get(SIZE) == 1 else TrialFailure("no"), capsys)
     assert "this works, and learns the same" in out
 
 

@@ -11,7 +11,7 @@ from folders import save_data, save_recipe
 from project import Project
 from surefoot.cli.main import main
 from surefoot.cli.preview import histogram, show
-from surefoot.inference.preview import DatasetStats, PreviewExample, Rendered, TextSpan
+from surefoot.inference.preview import DatasetStats, PreviewExample, RenderedExample, TextSpan
 
 LONG = "long " * 40
 
@@ -114,7 +114,7 @@ def test_a_wrong_recipe_is_an_error_without_a_traceback(recipe):
 
 
 def test_on_a_terminal_what_is_learnt_is_green():
-    items = [Rendered([TextSpan("question ", False), TextSpan("answer", True)], 5, 2)]
+    items = [RenderedExample([TextSpan("question ", False), TextSpan("answer", True)], 5, 2)]
     figures = DatasetStats("sums", rows=1, shown=[PreviewExample("sums:0", 5, False, None, items)])
     console = Console(file=io.StringIO(), force_terminal=True, color_system="standard")
     show(console, figures, 10)

@@ -8,7 +8,7 @@ import pytest
 from surefoot.data.rows.registry import read_registry
 from surefoot.data.section import DataSection
 from surefoot.data.store.shards import WHOLE, encode_shards, find_shard, read_whole
-from surefoot.data.store.stream import Stream, StreamedDataset
+from surefoot.data.store.stream import ExampleStream, StreamedDataset
 from surefoot.errors import DataError
 
 
@@ -48,7 +48,7 @@ def fail():
 
 
 def tokens(folder):
-    stream = Stream([StreamedDataset("d", folder)], fail)
+    stream = ExampleStream([StreamedDataset("d", folder)], fail)
     return [stream[i]["input_ids"].tolist()[0] for i in range(stream.reach(100))]
 
 

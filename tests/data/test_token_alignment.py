@@ -7,7 +7,7 @@ from tokenizers import AddedToken
 
 import tiny_tokenizers
 from surefoot.data.text.templates.fast.token_alignment import landmarks_of
-from surefoot.data.text.tokenization import Text, Tokenization
+from surefoot.data.text.tokenization import RenderedText, Tokenization
 
 BYTES = ("gpt2", "qwen", "llama3")  # the kinds that lose nothing
 CONTROL = {"<|im_start|>", "<|im_end|>", "</s>"}
@@ -57,13 +57,13 @@ def exact(tokenization, text, start, end, *, behind_prompt):
 @given(text=TEXTS, data=st.data())
 def test_bounds_are_those_of_the_offsets(kind, text, data):
     tokenization = Tokenization(tiny_tokenizers.tokenizer(kind), CONTROL)
-    tokens = tokenization.encode([Text(text)])[0]
+    tokens = tokenization.encode([RenderedText(text)])[0]
     assert tokens.ids == tokenization._rust.encode(text, add_special_tokens=False).ids
     places = st.integers(0, len(text))
     spans = [tuple(sorted(data.draw(st.tuples(places, places)))) for _ in range(3)]
     spans += [(text.find(word), text.find(word) + len(word)) for word in WORDS if word in text]
     for behind_prompt in (False, True):
-        found = tokenization.bounds(tokens, Text(text), spans, behind_prompt=behind_prompt)
+        found = tokenization.bounds(tokens, RenderedText(text), spans, behind_prompt=behind_prompt)
         for span, bounds in zip(spans, found, strict=True):
             assert bounds == exact(tokenization, text, *span, behind_prompt=behind_prompt), span
 

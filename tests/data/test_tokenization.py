@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tiny_tokenizers
-from surefoot.data.text.tokenization import CLOSE, OPEN, Text, Tokenization
+from surefoot.data.text.tokenization import CLOSE, OPEN, RenderedText, Tokenization
 from surefoot.errors import TemplateError
 
 KINDS = pytest.mark.parametrize("kind", tiny_tokenizers.KINDS)
@@ -24,14 +24,14 @@ def made(kind):
 def test_ids_are_the_tokenizer_s_without_what_it_adds(kind):
     tokenizer, tokenization = made(kind)
     texts = ["", "Hello there", "<|im_start|>user\n\n x<|im_end|>", "é🙂"]
-    found = [tokens.ids for tokens in tokenization.encode([Text(text) for text in texts])]
+    found = [tokens.ids for tokens in tokenization.encode([RenderedText(text) for text in texts])]
     assert found == tokenizer(texts, add_special_tokens=False)["input_ids"]
 
 
 def test_a_position_is_a_number_of_tokens_or_inside_one():
     _, tokenization = made("qwen")
     text = "<|im_start|>é x"
-    (tokens,) = tokenization.encode([Text(text)])
+    (tokens,) = tokenization.encode([RenderedText(text)])
     assert tokens.index(0) == 0
     assert tokens.index(len("<|im_start|>")) == 1
     assert tokens.index(3) is None
@@ -43,7 +43,7 @@ def test_a_position_is_a_number_of_tokens_or_inside_one():
 @given(TEXTS, TEXTS)
 def test_what_is_said_to_be_a_prefix_is_one(kind, head, rest):
     tokenizer, tokenization = made(kind)
-    text = Text(f"<|im_start|>{head}{rest}")
+    text = RenderedText(f"<|im_start|>{head}{rest}")
     end = len(text.text) - len(rest)
     (tokens,) = tokenization.encode([text])
     ids = tokenizer.encode(text.text[:end], add_special_tokens=False)
@@ -57,7 +57,7 @@ def test_a_continuation_reads_as_its_text(kind, head, rest):
     tokenizer, tokenization = made(kind)
     text = "<s>x" + head
     ids = tokenizer.encode(text, add_special_tokens=False)
-    ids += tokenization.encode_after(Text(rest))
+    ids += tokenization.encode_after(RenderedText(rest))
     whole = tokenizer.encode(text + rest, add_special_tokens=False)
     assert tokenizer.decode(ids) == tokenizer.decode(whole)
 
@@ -68,7 +68,7 @@ def test_a_continuation_reads_as_its_text(kind, head, rest):
 def test_protected_text_reads_the_same_and_holds_no_control_token(kind, parts):
     tokenizer, tokenization = made(kind)
     text = "x" + "".join(parts)
-    (tokens,) = tokenization.encode([Text(tokenization.protect(text), marked=True)])
+    (tokens,) = tokenization.encode([RenderedText(tokenization.protect(text), marked=True)])
     control = set(tokenizer.convert_tokens_to_ids(tiny_tokenizers.CONTROL))
     assert control.isdisjoint(tokens.ids)
     assert tokenizer.decode(tokens.ids) == text
@@ -79,8 +79,8 @@ def test_marks_in_a_message_cannot_be_forged():
     forged = f"{OPEN}<|im_end|>{CLOSE} {CLOSE}<|im_end|>{OPEN} <|im{OPEN}_end|>"
     protected = tokenization.protect(forged)
     assert protected.count(OPEN) == protected.count(CLOSE) == 3
-    (tokens,) = tokenization.encode([Text(protected, marked=True)])
-    assert tokens.ids.count(tokenization.encode([Text("<|im_end|>")])[0].ids[0]) == 0
+    (tokens,) = tokenization.encode([RenderedText(protected, marked=True)])
+    assert tokens.ids.count(tokenization.encode([RenderedText("<|im_end|>")])[0].ids[0]) == 0
 
 
 def test_protection_reaches_into_lists_and_dicts_but_not_keys():
@@ -98,4 +98,4 @@ def test_a_tokenizer_that_knows_no_other_spelling_says_so():
     tokenizer = tiny_tokenizers.word_tokenizer()
     tokenization = Tokenization(tokenizer, ["</s>"])
     with pytest.raises(TemplateError, match=r"cannot encode '</s>' as plain text"):
-        tokenization.encode([Text(tokenization.protect("a </s>"), marked=True)])
+        tokenization.encode([RenderedText(tokenization.protect("a </s>"), marked=True)])

@@ -15,7 +15,7 @@ from surefoot.checkpoint.saving.writer_group import WriterGroup
 from surefoot.checkpoint.saving.writing import write
 from surefoot.checkpoint.section import CheckpointSection
 from surefoot.data.prepared.encoded_data import EncodedData
-from surefoot.data.rows.dataset_report import Report
+from surefoot.data.rows.dataset_report import EncodingReport
 from surefoot.data.section import DataSection
 from surefoot.methods.full import Full
 from surefoot.model.attention import packed
@@ -86,7 +86,7 @@ def trainer(
         steps=dict.fromkeys(("log_steps", "eval_steps", "save_steps")),
         world=world,
     )
-    data = EncodedData(examples or small.examples(), {}, Report(()))
+    data = EncodedData(examples or small.examples(), {}, EncodingReport(()))
     ahead = open_ahead(recipe, folder, codec, data, world)
     ahead.run(network)
     return assemble(recipe, codec, network, ahead, saver)

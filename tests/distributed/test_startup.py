@@ -18,7 +18,7 @@ from counting import Counting
 from spread import learn, save
 from surefoot.checkpoint.section import CheckpointSection
 from surefoot.data.prepared.encoded_data import EncodedData
-from surefoot.data.rows.dataset_report import Report
+from surefoot.data.rows.dataset_report import EncodingReport
 from surefoot.data.section import DataSection
 from surefoot.errors import ModelError
 from surefoot.methods.freeze import Freeze
@@ -68,7 +68,9 @@ def begun(world, folder, *, method=None, model=None, tokens=(), packing=False, p
         steps={},
         world=world,
     )
-    made = assemble(recipe, policy, EncodedData(small.examples(), {}, Report(())), saver, world)
+    made = assemble(
+        recipe, policy, EncodedData(small.examples(), {}, EncodingReport(())), saver, world
+    )
     assert policy.sharing.is_proven == packing, "prompts may be shared"
     return made
 

@@ -26,7 +26,7 @@ from surefoot.checkpoint.layouts.opening import open_folder
 from surefoot.checkpoint.reading.verification import verify
 from surefoot.checkpoint.sources.source import read_whole
 from surefoot.cli import train as imported_early  # noqa: F401
-from surefoot.parallel import launch
+from surefoot.parallel import launcher as launch
 
 STEPS, SECONDS = 30, 120
 PR_SET_CHILD_SUBREAPER = 36

@@ -10,7 +10,7 @@ import tiny
 from surefoot.batch import OutputSpec
 from surefoot.model.attention.packed import use_packed
 from surefoot.model.head import outputs
-from surefoot.model.head.logprob_head import asked_head
+from surefoot.model.head.logprob_head import logprob_head_of
 
 KINDS = [*tiny.KINDS, *tiny.MORE]
 
@@ -38,7 +38,7 @@ def test_an_asked_head_gives_the_outputs_and_gradients_of_logits(kind, make, nee
     model = tiny.model(kind, dtype=torch.float32 if in_single else torch.float64)
     if make is flat:
         use_packed(model)
-    batch, head = make(ROWS, LABELS), asked_head(model)
+    batch, head = make(ROWS, LABELS), logprob_head_of(model)
     assert head is not None
     ours, our_gradients = learnt(model, batch, needs, head, smoothing)
     theirs, their_gradients = learnt(model, batch, needs, None, smoothing)
@@ -56,7 +56,7 @@ def test_a_model_that_caps_its_logits_speaks_as_before_afterwards():
     model = tiny.model("gemma2", final_logit_softcapping=2.0)
     ids = torch.tensor([[3, 4, 5]])
     before = model(input_ids=ids).logits
-    head = asked_head(model)
+    head = logprob_head_of(model)
     assert head.softcap == 2.0
     outputs.compute(model, padded(ROWS, LABELS), OutputSpec(("total",)), head=head)
     assert torch.equal(model(input_ids=ids).logits, before)
@@ -72,7 +72,7 @@ def test_a_model_that_does_more_to_its_logits_keeps_them():
 
     model = tiny.model()
     model.__class__ = Scaling
-    assert asked_head(model) is None
+    assert logprob_head_of(model) is None
 
 
 def test_a_model_that_takes_nothing_but_tokens_keeps_its_logits():
@@ -82,25 +82,25 @@ def test_a_model_that_takes_nothing_but_tokens_keeps_its_logits():
 
     model = tiny.model()
     model.__class__ = Strict
-    assert asked_head(model) is None
+    assert logprob_head_of(model) is None
     assert model(torch.tensor([[1]])).logits.shape == (1, 1, 64)
 
 
 def test_a_head_under_an_adapter_keeps_its_logits():
     model = tiny.model()
     get_peft_model(model, LoraConfig(target_modules=["lm_head"], task_type="CAUSAL_LM"))
-    assert asked_head(model) is None
+    assert logprob_head_of(model) is None
 
 
 def test_a_model_without_memory_can_be_asked_too():
     with torch.device("meta"):
         model = tiny.model("qwen3")
-    assert isinstance(asked_head(model).linear, nn.Linear)
+    assert isinstance(logprob_head_of(model).linear, nn.Linear)
 
 
 def test_a_failing_model_gets_its_head_back():
     model = tiny.model()
-    head = asked_head(model)
+    head = logprob_head_of(model)
     with pytest.raises(IndexError):
         outputs.compute(model, padded([[10_000] * 3], [[1] * 3]), OutputSpec(("total",)), head=head)
     assert model(input_ids=torch.tensor([[1]])).logits.shape == (1, 1, 64)

@@ -18,7 +18,7 @@ from surefoot.model.attention import selection
 from surefoot.model.attention.kernels import register
 from surefoot.model.attention.packed import PREFIX, use_packed
 from surefoot.model.head import outputs
-from surefoot.model.head.logprob_head import asked_head
+from surefoot.model.head.logprob_head import logprob_head_of
 from surefoot.model.pretrained.compiled import compile_layers
 from surefoot.model.pretrained.loading import recompute_activations
 from surefoot.parallel.sharded_model import layers
@@ -50,7 +50,7 @@ PAIRS = [pair(*lengths, seed=i) for i, lengths in enumerate([(7, 5, 9), (1, 1, 1
 
 def learnt(model, batches, *, asked=False):
     """Log-probabilities, entropies, and the gradients of something that depends on all of them."""
-    head = asked_head(model) if asked else None
+    head = logprob_head_of(model) if asked else None
     model.zero_grad()
     found = [outputs.compute(model, batch, OutputSpec(NEEDS), head=head) for batch in batches]
     logps, entropies = (torch.cat([getattr(one, name) for one in found]) for name in NEEDS)

@@ -14,12 +14,7 @@ from surefoot.optim import OPTIMIZERS
 from surefoot.optim.adamw import AdamW
 from surefoot.optim.groups import decay_groups
 from surefoot.optim.learning_rate import LearningRate, check_learning_rate, schedule_of
-from surefoot.optim.optimizer import (
-    LIKE_PARAMETER,
-    SCALAR,
-    StateTensor,
-    reduced,
-)
+from surefoot.optim.optimizer import LIKE_PARAMETER, SCALAR, StateTensor, reduced
 from surefoot.optim.trained import TrainedParameters
 
 

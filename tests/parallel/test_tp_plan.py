@@ -8,7 +8,7 @@ import tiny
 from surefoot.errors import RecipeError
 from surefoot.methods.lora import LoRA
 from surefoot.parallel.sharded_model import layers
-from surefoot.parallel.tensor.tp_plan import Stretch, module_plans
+from surefoot.parallel.tensor.tp_plan import LayerRange, module_plans
 
 
 def styles(model, size):
@@ -117,14 +117,14 @@ def test_a_norm_inside_that_the_plan_forgets_is_refused():
 def along(model, size=2, stretches=None):
     """The roles of modules that tokens are cut for: name, style, whether on parts."""
     names = {id(module): name for name, module in model.named_modules()}
-    found = module_plans(model, size, stretches or [Stretch(layers(model))])
+    found = module_plans(model, size, stretches or [LayerRange(layers(model))])
     return {(names[id(role.module)], role.style): role.on_parts for role in found}
 
 
 def test_of_stages_the_first_divides_the_tokens_and_the_last_puts_them_together():
     model = tiny.model("qwen3")
     one, two, three = layers(model)
-    stages = [Stretch([one, two], is_last=False), Stretch([three], is_first=False)]
+    stages = [LayerRange([one, two], is_last=False), LayerRange([three], is_first=False)]
     styles = ("first_layer", "entered_layer", "last_layer")
     assert [place for place in along(model, stretches=stages) if place[1] in styles] == [
         ("model.layers.0", "first_layer"),

@@ -16,7 +16,7 @@ from surefoot.methods.full import Full
 from surefoot.methods.lora import LoRA
 from surefoot.model.section import ModelSection
 from surefoot.optim.adamw import AdamW
-from surefoot.recipe.recipe import RULES, Change, Recipe, changes, dump, load, read
+from surefoot.recipe.recipe import RULES, Recipe, RecipeChange, changes, dump, load, read
 from surefoot.schema import paths, write
 from surefoot.stages.sft import SFT
 from surefoot.training.section import TrainSection
@@ -229,7 +229,7 @@ def test_changes_are_named_by_path_with_both_values():
 
 
 def test_another_variant_is_one_change():
-    assert changes(small(method="lora"), small()) == [Change("method", "lora", "full")]
+    assert changes(small(method="lora"), small()) == [RecipeChange("method", "lora", "full")]
 
 
 def test_evaluating_needs_data():

@@ -9,7 +9,7 @@ from checkpoint.sample import sample_states
 from surefoot.checkpoint.saving.preparation import save
 from surefoot.cli.main import main
 from surefoot.remote.store import Store
-from surefoot.remote.upload import upload
+from surefoot.remote.uploading import upload
 from surefoot.storage.address import Address
 
 STATE = {"log_history": [{"step": 2, "loss": 0.25}], "global_step": 2, "best_global_step": 2}

@@ -7,8 +7,8 @@ import pytest
 from checkpoint.sample import sample_states
 from surefoot.checkpoint.saving.preparation import save
 from surefoot.errors import CheckpointError
-from surefoot.remote.contents import Contents
 from surefoot.remote.mirror import Mirror
+from surefoot.remote.remote_folder import Contents
 from surefoot.remote.store import Store
 from surefoot.storage.address import Address
 

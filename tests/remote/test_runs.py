@@ -372,7 +372,7 @@ def test_two_runs_at_one_url_never_overwrite_each_other(project, bucket, tmp_pat
 
 def _upload_another(project, url, tmp_path):
     from surefoot.remote.store import Store
-    from surefoot.remote.upload import upload
+    from surefoot.remote.uploading import upload
 
     folder = train(project, tmp_path / "here", train__max_steps=3, train__seed=5)
     upload(Store(url), folder / "checkpoint-3")

@@ -23,16 +23,16 @@ from surefoot.optim.adamw import AdamW
 from surefoot.parallel.world import ALONE
 from surefoot.stages.sft import SFT
 from surefoot.training.callback import Callbacks, Context, TrainerCallback
+from surefoot.training.control.log_accumulator import LogAccumulator
+from surefoot.training.control.triggers import IntervalCallback, Trigger
 from surefoot.training.evaluation import Evaluation, EvaluationSet
 from surefoot.training.learner import Learner
-from surefoot.training.log_accumulator import LogAccumulator
 from surefoot.training.precompute import NOTHING
 from surefoot.training.saver import Saver
 from surefoot.training.section import TrainSection
 from surefoot.training.state import TrainerControl, TrainerState
 from surefoot.training.step import Step
 from surefoot.training.trainer import Trainer
-from surefoot.training.triggers import IntervalCallback, Trigger
 from surefoot.training.windows import Windows
 
 

@@ -6,8 +6,8 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ..training.best_metric import is_better
 from ..training.callback import Context, TrainerCallback
+from ..training.control.best_metric import is_better
 from ..training.state import TrainerControl, TrainerState
 
 logger = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ..forecast.bench.result import BenchResult
     from ..forecast.bench.search import Search, Trial
     from ..forecast.bench.single_rank import SingleRankRecipe
-    from ..forecast.bench.subprocess_trial import Failure
+    from ..forecast.bench.subprocess_trial import TrialFailure
     from ..forecast.other_settings import Changes
 
 PHASES = {
@@ -164,7 +164,7 @@ def _results(trial: Trial, first: Trial) -> list[str | Text]:
     ]
 
 
-def _first_line(failure: Failure) -> str:
+def _first_line(failure: TrialFailure) -> str:
     return next(iter(failure.reason.splitlines()), "")
 
 

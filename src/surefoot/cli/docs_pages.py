@@ -17,7 +17,7 @@ from ..recipe.prediction import Prediction
 from ..recipe.recipe import Recipe
 from ..recipe.yaml import emit
 from ..schema import Setting, json_schema, markdown, settings, variant_name
-from ..schema.read import write_setting
+from ..schema.reading import write_setting
 from .main import COMMANDS, main
 
 WIDTH = 88

@@ -63,7 +63,7 @@ def eval_(
     parallel, others = parallel_of(overrides)
     loaded = load(recipe, others)  # what is wrong with it is said before the slow imports
     with loading():
-        from ..parallel.launch import launch, num_processes, rerun_command
+        from ..parallel.launcher import launch, num_processes, rerun_command
         from ..parallel.section import ParallelSection
         from ..parallel.world import joined
 

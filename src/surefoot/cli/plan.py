@@ -76,7 +76,7 @@ def plan(
     loaded = load(recipe, overrides)
     with loading():
         from ..forecast.estimate.memory_estimate import as_data, make_plan
-        from ..forecast.estimate.processes import machine_for
+        from ..forecast.estimate.rank_memory import machine_for
 
     machine = machine_for(loaded, device)
     with Console(stderr=True).status("rehearsing"):  # seconds; more for models of many layers

@@ -75,7 +75,7 @@ def predict(
     found = read_prompts(prompts)
     check_output(output, force=force)
     with loading():
-        from ..parallel.launch import launch, num_processes, rerun_command
+        from ..parallel.launcher import launch, num_processes, rerun_command
 
     if (count := num_processes(asked.parallel)) > 1:
         raise SystemExit(launch(rerun_command(sys.argv[1:]), count, asked.parallel.max_restarts))

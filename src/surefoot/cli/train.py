@@ -32,7 +32,7 @@ def train(recipe: Path, overrides: tuple[str, ...], trust_pickle: bool) -> None:
 
     loaded = load(recipe, overrides)  # what is wrong with it is said before the slow imports
     with loading():
-        from surefoot.parallel.launch import launch, num_processes, rerun_command
+        from surefoot.parallel.launcher import launch, num_processes, rerun_command
 
     if (count := num_processes(loaded.parallel)) > 1:
         code = launch(rerun_command(sys.argv[1:]), count, loaded.parallel.max_restarts)

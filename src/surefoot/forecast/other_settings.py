@@ -18,7 +18,7 @@ Changes = Mapping[str, int | bool]  # by dotted path
 
 
 @dataclass(frozen=True)
-class Change:
+class SettingsChange:
     """One other setting, and whether it makes the run faster or slower."""
 
     values: Changes
@@ -27,13 +27,13 @@ class Change:
     is_faster: bool
 
 
-def changes(recipe: Recipe, num_processes: int) -> Iterator[Change]:
+def changes(recipe: Recipe, num_processes: int) -> Iterator[SettingsChange]:
     """Every single change: the mesh, activation checkpointing, the micro-batch size."""
     yield from _splits(recipe, num_processes)
     yield from _tensors(recipe, num_processes)
     yield from _pipelines(recipe, num_processes)
     recomputes = not value(recipe, RECOMPUTE)
-    yield Change(
+    yield SettingsChange(
         {RECOMPUTE: recomputes},
         changed(recipe, {RECOMPUTE: recomputes}),
         "about a fifth slower" if recomputes else "about a fifth faster",
@@ -41,9 +41,13 @@ def changes(recipe: Recipe, num_processes: int) -> Iterator[Change]:
     )
     num_data_ranks = num_processes // recipe.parallel.tp // recipe.parallel.pp
     if smaller := resized(recipe, 1, 2, num_data_ranks=num_data_ranks):
-        yield Change(smaller, changed(recipe, smaller), "more and smaller micro-batches", False)
+        yield SettingsChange(
+            smaller, changed(recipe, smaller), "more and smaller micro-batches", False
+        )
     if larger := resized(recipe, 2, 1, num_data_ranks=num_data_ranks):
-        yield Change(larger, changed(recipe, larger), "fewer and larger micro-batches", True)
+        yield SettingsChange(
+            larger, changed(recipe, larger), "fewer and larger micro-batches", True
+        )
 
 
 def resized(recipe: Recipe, times: int, part: int, *, num_data_ranks: int = 1) -> Changes:
@@ -70,7 +74,7 @@ def changed(recipe: Recipe, changes: Changes) -> Recipe:
     return replace(recipe, **sections)
 
 
-def _splits(recipe: Recipe, num_processes: int) -> Iterator[Change]:
+def _splits(recipe: Recipe, num_processes: int) -> Iterator[SettingsChange]:
     """The other ways to divide examples among as many ranks."""
     _, replicate, now, _ = recipe.parallel.axes(num_processes)
     count = replicate * now
@@ -80,33 +84,33 @@ def _splits(recipe: Recipe, num_processes: int) -> Iterator[Change]:
         replicate = count // shard
         effect = "less communication" if shard < now else "more communication"
         values = {"dp_replicate": replicate, "dp_shard": shard}
-        yield _laid_out(recipe, values, effect, is_faster=shard < now)
+        yield _meshed(recipe, values, effect, is_faster=shard < now)
 
 
-def _tensors(recipe: Recipe, num_processes: int) -> Iterator[Change]:
+def _tensors(recipe: Recipe, num_processes: int) -> Iterator[SettingsChange]:
     """Twice and half as many ranks that shard every matrix, and sharded tokens as well."""
     pp, replicate, shard, tp = recipe.parallel.axes(num_processes)
     if tp > 1 and pp == 1 and not recipe.parallel.sequence_parallel:
-        yield _laid_out(recipe, {"sequence_parallel": True}, "as much communication")
+        yield _meshed(recipe, {"sequence_parallel": True}, "as much communication")
     if shard % 2 == 0 and 2 * tp <= _MOST_TENSORS:
         values = {"dp_shard": shard // 2, "tp": 2 * tp}
-        yield _laid_out(recipe, values, "more communication")
+        yield _meshed(recipe, values, "more communication")
     if tp % 2 == 0 and _divides(recipe, 2 * replicate * shard):
         values = {"dp_shard": 2 * shard, "tp": tp // 2}
         values |= (
             {"sequence_parallel": False} if recipe.parallel.sequence_parallel and tp == 2 else {}
         )
-        yield _laid_out(recipe, values, "less communication", is_faster=True)
+        yield _meshed(recipe, values, "less communication", is_faster=True)
 
 
-def _pipelines(recipe: Recipe, num_processes: int) -> Iterator[Change]:
+def _pipelines(recipe: Recipe, num_processes: int) -> Iterator[SettingsChange]:
     """Of a pipeline, twice and half as many processes that share the layers out."""
     pp, replicate, shard, _ = recipe.parallel.axes(num_processes)
     if pp > 1 and shard % 2 == 0:
-        yield _laid_out(recipe, {"dp_shard": shard // 2, "pp": 2 * pp}, "waits more")
+        yield _meshed(recipe, {"dp_shard": shard // 2, "pp": 2 * pp}, "waits more")
     if pp % 2 == 0 and _divides(recipe, 2 * replicate * shard):
         values = {"dp_shard": 2 * shard, "pp": pp // 2}
-        yield _laid_out(recipe, values, "waits less, more communication", is_faster=True)
+        yield _meshed(recipe, values, "waits less, more communication", is_faster=True)
 
 
 def _divides(recipe: Recipe, num_data_ranks: int) -> bool:
@@ -115,6 +119,8 @@ def _divides(recipe: Recipe, num_data_ranks: int) -> bool:
     return train.global_batch_size % (train.micro_batch_size * num_data_ranks) == 0
 
 
-def _laid_out(recipe: Recipe, values: Changes, effect: str, *, is_faster: bool = False) -> Change:
+def _meshed(
+    recipe: Recipe, values: Changes, effect: str, *, is_faster: bool = False
+) -> SettingsChange:
     changes = {f"parallel.{name}": value for name, value in values.items()}
-    return Change(changes, changed(recipe, changes), effect, is_faster)
+    return SettingsChange(changes, changed(recipe, changes), effect, is_faster)

@@ -18,13 +18,7 @@ from ..recipe.recipe import Recipe
 from ..recipe.recipe_data import open_codec
 from ..run.auxiliary import columns_of, eval_set
 from ..run.auxiliary_models import refuse_other_tokens
-from ..training.precompute import (
-    Precomputation,
-    WindowSet,
-    model_of,
-    with_items,
-    with_windows,
-)
+from ..training.precompute import Precomputation, WindowSet, model_of, with_items, with_windows
 from .evaluation import context_of, encoded, ready_to_measure
 from .held_out_set import held_out
 from .model_loading import PLAINLY, open_start

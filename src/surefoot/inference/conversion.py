@@ -15,7 +15,7 @@ from ..checkpoint.sources.copying import DtypeName, Progress, silent
 from ..checkpoint.sources.source import TensorSource
 from ..interchange.source import open_source
 from .exported import whole_model
-from .model_loading import Parts, find_parts
+from .model_loading import ModelFolders, find_parts
 from .model_location import locate
 from .trainer_target import TrainerCheckpoint
 
@@ -45,7 +45,7 @@ class FolderToConvert:
         return None if self._parts.adapter is None else self._parts.model
 
     @cached_property
-    def _parts(self) -> Parts:
+    def _parts(self) -> ModelFolders:
         return find_parts(self.folder, base=self.given.base)
 
     def weights(self) -> TensorSource:

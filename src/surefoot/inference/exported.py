@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBa
 from ..checkpoint.converting.model_files import configs
 from ..checkpoint.converting.targets.huggingface import refuse_taken
 from ..checkpoint.disk.atomic_folder import new_folder, write_small
-from ..checkpoint.disk.companions import beside
+from ..checkpoint.disk.companions import companions_of
 from ..checkpoint.layouts.adapter_merge import PREFIX, merged
 from ..checkpoint.layouts.opening import open_folder, open_role
 from ..checkpoint.sources.copying import DtypeName, cast, copy
@@ -30,7 +30,7 @@ from ..data.text.templates import load_template, saved_source
 from ..errors import ModelError
 from ..model.pretrained.tokenizer import load_tokenizer
 from ..network.heads import HEADS
-from .model_loading import Parts, find_parts
+from .model_loading import ModelFolders, find_parts
 from .resized import Grown
 
 logger = logging.getLogger(__name__)
@@ -79,7 +79,7 @@ def export(
 
 
 def whole_model(
-    parts: Parts, *, dtype: DtypeName | None = None, trust_remote_code: bool = False
+    parts: ModelFolders, *, dtype: DtypeName | None = None, trust_remote_code: bool = False
 ) -> tuple[TensorSource, dict[str, bytes]]:
     """The weights of a model, with an adapter merged into them, and their companion files."""
     folder = parts.adapter or parts.model
@@ -89,7 +89,7 @@ def whole_model(
     whole = _whole(parts, trust_remote_code)
     source = cast(whole.source, dtype)
     small = {
-        **beside(parts.model, parts.tokenizer),
+        **companions_of(parts.model, parts.tokenizer),
         **configs(parts.model, source, whole.changes, whole.stop_token_ids),
     }
     return source, small
@@ -112,7 +112,7 @@ class _Names:
     head: str | None
 
 
-def _whole(parts: Parts, trust_remote_code: bool) -> _Whole:
+def _whole(parts: ModelFolders, trust_remote_code: bool) -> _Whole:
     base = open_folder(parts.model)
     if parts.adapter is None:
         return _Whole(base, {})

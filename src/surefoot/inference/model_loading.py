@@ -146,7 +146,7 @@ def open_start(
     with world.main_first():
         folder = resolve(recipe.model)
     codec = open_codec(recipe, folder)
-    parts = Parts(folder, recipe.model.adapter, folder, recipe)
+    parts = ModelFolders(folder, recipe.model.adapter, folder, recipe)
     network = _open(parts, recipe.model, codec.tokenizer, world, parallel)
     template = codec.template if recipe.stage.uses_template else None
     return LoadedModel(network, codec.tokenizer, template, recipe)
@@ -170,7 +170,7 @@ def _open(
 
 
 @dataclass(frozen=True)
-class Parts:
+class ModelFolders:
     """The folders from which a model is opened."""
 
     model: Path
@@ -186,7 +186,7 @@ def find_parts(
     adapter: str | Path | None = None,
     base: str | Path | None = None,
     weights: str | Path | None = None,
-) -> Parts:
+) -> ModelFolders:
     """The folders of the model, its adapter and its tokenizer; see ``open_model``."""
     if weights is None:
         return _parts(locate(path), adapter, base)
@@ -198,7 +198,9 @@ def find_parts(
     )
 
 
-def _parts(located: ModelLocation, adapter: str | Path | None, base: str | Path | None) -> Parts:
+def _parts(
+    located: ModelLocation, adapter: str | Path | None, base: str | Path | None
+) -> ModelFolders:
     if adapter is not None:
         if located.is_adapter:
             raise ModelError(f"{located}: is an adapter already; --adapter needs a full model")
@@ -210,13 +212,13 @@ def _parts(located: ModelLocation, adapter: str | Path | None, base: str | Path 
         return _on_base(located, _base_of(located, base))
     if base is not None:
         raise ModelError(f"{located}: is a full model, not an adapter, so it has no --base")
-    return Parts(located.folder, None, located.folder, located.recipe)
+    return ModelFolders(located.folder, None, located.folder, located.recipe)
 
 
-def _on_base(adapter: ModelLocation, base: Path) -> Parts:
+def _on_base(adapter: ModelLocation, base: Path) -> ModelFolders:
     has_tokenizer = any((adapter.folder / name).is_file() for name in TOKENIZER_FILES)
     tokenizer = adapter.folder if has_tokenizer else base
-    return Parts(base, adapter.folder, tokenizer, adapter.recipe)
+    return ModelFolders(base, adapter.folder, tokenizer, adapter.recipe)
 
 
 def _base_of(adapter: ModelLocation, given: str | Path | None) -> Path:

@@ -119,7 +119,7 @@ def _of_run(run: Path) -> ModelLocation:
     located = _with_recipe(newest)
     if located.recipe is None or not located.recipe.train.load_best_model_at_end:
         return located
-    best = _best_beside(newest)
+    best = _best_of_run(newest)
     return located if best is None else _with_recipe(best)
 
 
@@ -134,7 +134,7 @@ def _newest(run: Path) -> Path:
     raise CheckpointError(f"{run}: none of its checkpoints is valid; the latest: {reasons[0]}")
 
 
-def _best_beside(newest: Path) -> Path | None:
+def _best_of_run(newest: Path) -> Path | None:
     """The checkpoint that ``newest`` names as the best of its run, if it exists and is valid."""
     name = _best_step(newest)
     best = newest.with_name(name) if name else newest

@@ -32,7 +32,7 @@ class TextSpan:
 
 
 @dataclass(frozen=True)
-class Rendered:
+class RenderedExample:
     """One sequence of an example."""
 
     parts: Sequence[TextSpan]
@@ -48,7 +48,7 @@ class PreviewExample:
     tokens: int  # before anything was cut
     cut: bool
     dropped: str | None
-    items: Sequence[Rendered]
+    items: Sequence[RenderedExample]
 
 
 @dataclass
@@ -164,7 +164,7 @@ def _num_tokens(item: Features) -> int:
     return sum(len(ids) for ids, _ in _pairs(item))
 
 
-def _sequence(codec: Codec, item: Features) -> Rendered:
+def _sequence(codec: Codec, item: Features) -> RenderedExample:
     parts: list[TextSpan] = []
     trained = 0
     for ids, labels in _pairs(item):
@@ -176,7 +176,7 @@ def _sequence(codec: Codec, item: Features) -> Rendered:
         for start, end in pairwise(bounds):
             text = codec.tokenizer.decode(list(ids[start:end]))
             parts.append(TextSpan(text, is_trained[start], answers[start]))
-    return Rendered(parts, _num_tokens(item), trained)
+    return RenderedExample(parts, _num_tokens(item), trained)
 
 
 def _answers(item: Features, count: int) -> list[str | None]:

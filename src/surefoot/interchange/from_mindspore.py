@@ -24,7 +24,7 @@ from ..checkpoint.layouts.mindspore.mindspore_model import (
     open_state,
 )
 from ..checkpoint.layouts.mindspore.naming.experts import StackedMatrix, StackedSource
-from ..checkpoint.layouts.mindspore.reading.opened import progress_of
+from ..checkpoint.layouts.mindspore.reading.opening import progress_of
 from ..checkpoint.layouts.mindspore.strategy.parallel_config import MOMENTS
 from ..checkpoint.sources.joined import JoinedSource
 from ..checkpoint.sources.source import TensorSource, read_whole
@@ -41,7 +41,7 @@ _SLOTS = dict(zip(MOMENTS, ("exp_avg", "exp_avg_sq"), strict=True))
 
 
 @dataclass(frozen=True)
-class Progress:
+class MindSporeProgress:
     """The progress of the training according to its files; None for missing numbers."""
 
     step_num: int  # windows
@@ -82,7 +82,7 @@ def load_mindspore_checkpoint(folder: Path, trainer: Trainer, *, base: Path) -> 
     _take_place(progress, trainer)
 
 
-def read_progress(state: TensorSource, where: Path) -> Progress:
+def read_progress(state: TensorSource, where: Path) -> MindSporeProgress:
     """The numbers beside the moments. Raises ``CheckpointError`` if they include no step."""
     names, told = state.shapes(), progress_of(where)
 
@@ -98,10 +98,10 @@ def read_progress(state: TensorSource, where: Path) -> Progress:
     if windows is None:
         raise CheckpointError(
             f"{where}: contains neither step_num nor global_step, so the step to resume from is "
-            f"unknown; to start a new run from its weights, {_anew(where)}"
+            f"unknown; to start a new run from its weights, {_from_scratch(where)}"
         )
     batch = number("global_batch_size")
-    return Progress(
+    return MindSporeProgress(
         int(windows),
         int(windows if updates is None else updates),
         int(batch) if batch else None,
@@ -110,7 +110,7 @@ def read_progress(state: TensorSource, where: Path) -> Progress:
     )
 
 
-def _anew(folder: Path) -> str:
+def _from_scratch(folder: Path) -> str:
     return f"remove checkpoint.resume and set model.path={folder}"
 
 
@@ -119,7 +119,7 @@ def _refuse_unlike(folder: Path, trainer: Trainer) -> None:
     if trainer.policy.weights.is_adapter:
         raise CheckpointError(
             f"{folder}: it contains a full model and its moments, but the recipe's method "
-            f"trains an adapter; set method to full, or {_anew(folder)} to train an adapter of "
+            f"trains an adapter; set method to full, or {_from_scratch(folder)} to train an adapter of "
             "its weights"
         )
     expect_adamw(trainer.policy.step.optimizer, folder)
@@ -144,7 +144,7 @@ def _refuse_other(source: TensorSource, trainer: Trainer, folder: Path) -> None:
                 what = "no moments" if found is None else f"moments of shape {list(found)}"
                 raise CheckpointError(
                     f"{folder}: contains {what} of {name}, which is trainable in this run; to "
-                    f"start a new run from its weights, {_anew(folder)}"
+                    f"start a new run from its weights, {_from_scratch(folder)}"
                 )
 
 
@@ -204,7 +204,7 @@ def _fill_moments(source: TensorSource, trainer: Trainer, num_updates: int) -> N
     trainer.policy.optimizer_state.load_state_dict(moments)
 
 
-def _differences(progress: Progress, trainer: Trainer) -> Iterator[str]:
+def _differences(progress: MindSporeProgress, trainer: Trainer) -> Iterator[str]:
     """Differences between the two runs, for the log."""
     if progress.num_updates != progress.step_num:
         yield f"the optimizer has made {progress.num_updates} updates in {progress.step_num} steps"
@@ -215,7 +215,7 @@ def _differences(progress: Progress, trainer: Trainer) -> Iterator[str]:
         yield f"its learning rate is {was:.4g}; the next one here is {now:.4g}, of at most {peak:g}"
 
 
-def _step(progress: Progress, loader: Loader) -> int:
+def _step(progress: MindSporeProgress, loader: Loader) -> int:
     """The step of this run after the same number of examples, as MindSpore Transformers counts
     it.
     """
@@ -224,7 +224,7 @@ def _step(progress: Progress, loader: Loader) -> int:
     return progress.step_num * progress.batch_size // loader.global_batch_size
 
 
-def _take_place(progress: Progress, trainer: Trainer) -> None:
+def _take_place(progress: MindSporeProgress, trainer: Trainer) -> None:
     """Go to the window of the step, in Surefoot's data order. If the length of an epoch is
     unknown, all steps count as the first epoch.
     """

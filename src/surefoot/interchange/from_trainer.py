@@ -29,7 +29,7 @@ from .trainer_folder import (
     RANDOM,
     SCALER,
     SCHEDULER,
-    Progress,
+    TrainerProgress,
     pickles_in,
     read_progress,
     refuse_incomplete,
@@ -71,7 +71,7 @@ def load_trainer_checkpoint(folder: Path, trainer: Trainer, *, trust_pickle: boo
     _take_place(progress, trainer.windows.loader)
 
 
-def check_trainer_checkpoint(folder: Path, *, trust_pickle: bool) -> Progress:
+def check_trainer_checkpoint(folder: Path, *, trust_pickle: bool) -> TrainerProgress:
     """Reject problems that show without a model; errors as ``load_trainer_checkpoint``."""
     refuse_incomplete(folder)
     if not trust_pickle:
@@ -117,7 +117,7 @@ def _moments(folder: Path, trainer: Trainer, by_module: Moments) -> Moments:
 
 
 def _differences(
-    saved: Any, scheduler: object, progress: Progress, moments: Moments, trainer: Trainer
+    saved: Any, scheduler: object, progress: TrainerProgress, moments: Moments, trainer: Trainer
 ) -> Iterator[str]:
     """Differences between the two runs, for the log."""
     step = progress.global_step
@@ -214,7 +214,7 @@ def _take_random(saved: Any, where: Path, generators: Stateful) -> None:
         ) from None
 
 
-def _take_progress(progress: Progress, trainer: Trainer) -> None:
+def _take_progress(progress: TrainerProgress, trainer: Trainer) -> None:
     state = trainer.state
     best = progress.best_global_step
     if best is not None and trainer.section.load_best_model_at_end:
@@ -242,7 +242,7 @@ def _take_progress(progress: Progress, trainer: Trainer) -> None:
         trainer.callbacks.load_state_dict({EarlyStop.__name__: counted})
 
 
-def _take_place(progress: Progress, loader: Loader) -> None:
+def _take_place(progress: TrainerProgress, loader: Loader) -> None:
     """Go to the window of the step; by the share of the epoch if batch sizes differ. If the
     length of an epoch is unknown, all steps count as the first epoch.
     """

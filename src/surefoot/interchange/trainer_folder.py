@@ -66,7 +66,7 @@ def refuse_incomplete(folder: Path) -> None:
         if files.exists(folder / name):
             raise CheckpointError(
                 f"{folder}: its {name} is the sharded state of a {what} run, which cannot be "
-                f"resumed here; {_anew(folder)}"
+                f"resumed here; {_from_scratch(folder)}"
             )
     if not files.exists(folder / STATE):
         raise CheckpointError(
@@ -76,11 +76,11 @@ def refuse_incomplete(folder: Path) -> None:
     if not files.exists(folder / OPTIMIZER):
         raise CheckpointError(
             f"{folder}: no {OPTIMIZER} (saved with save_only_model?), so Adam's moments are "
-            f"missing and the run cannot be resumed; {_anew(folder)}"
+            f"missing and the run cannot be resumed; {_from_scratch(folder)}"
         )
 
 
-def _anew(folder: Path) -> str:
+def _from_scratch(folder: Path) -> str:
     is_adapter = files.exists(folder / "adapter_config.json")
     return (
         "to start a new run from its weights, with a fresh optimizer, remove checkpoint.resume "
@@ -89,7 +89,7 @@ def _anew(folder: Path) -> str:
 
 
 @dataclass(frozen=True)
-class Progress:
+class TrainerProgress:
     """The part of ``trainer_state.json`` that a Surefoot run imports."""
 
     global_step: int
@@ -120,11 +120,11 @@ class Progress:
         return total + loss * max(0, self.global_step - before)
 
 
-def read_progress(folder: Path) -> Progress:
+def read_progress(folder: Path) -> TrainerProgress:
     """``trainer_state.json``. Raises ``CheckpointError`` if it is incomplete or of another step."""
     where = folder / STATE
     content = _read(where)
-    progress = Progress(
+    progress = TrainerProgress(
         global_step=_count(content, "global_step", where),
         epoch=_number(content, "epoch", where),
         max_steps=_count(content, "max_steps", where, 0),

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..errors import RecipeError
 from ..model.fused_lora import enable_fused_lora
-from ..model.head.logprob_head import asked_head
+from ..model.head.logprob_head import logprob_head_of
 from ..model.pretrained.compiled import compile_layers
 from ..model.pretrained.loading import grow_embeddings, recompute_activations, upcast_trained
 from ..model.pretrained.quantized import check_alone, num_elements
@@ -151,7 +151,7 @@ def upcast(draft: Draft, _: Tensors) -> None:
 
 def fuse_head(draft: Draft, _: Tensors) -> None:
     """Find out whether the output head can return log-probabilities."""
-    draft.head = asked_head(draft.inner)
+    draft.head = logprob_head_of(draft.inner)
 
 
 def name_parameters(draft: Draft, _: Tensors) -> None:

@@ -27,7 +27,7 @@ from ..parallel.pipeline.stage_links import connect
 from ..parallel.section import ParallelSection
 from ..parallel.sharded_model import gather_nothing, reduce_gradients
 from ..parallel.tensor.sequence_parallel import placed, widened
-from ..parallel.tensor.tp_plan import Stretch
+from ..parallel.tensor.tp_plan import LayerRange
 from ..parallel.world import World
 from .method import UnshardedWeights, Weights
 
@@ -46,11 +46,11 @@ class PipelinedModel:
     world: World
     along: Axis | None  # over which the tokens are divided between the layers, if they are
 
-    def stretches(self) -> list[Stretch]:
+    def stretches(self) -> list[LayerRange]:
         """The layers of each stage of this rank."""
         last = self.stages.last
         return [
-            Stretch(
+            LayerRange(
                 [x for x in run if not isinstance(x, IdentityStub)], number == 0, number == last
             )
             for number, run in self.stages.here.items()

@@ -18,7 +18,7 @@ from ..geometry.sharding import AxisShard, Cuts
 from .collectives import MeshAxis
 from .section import ParallelSection
 from .tensor.tensor_parallel import cut_tensors
-from .tensor.tp_plan import Stretch
+from .tensor.tp_plan import LayerRange
 from .world import DATA_AXES, World
 
 if TYPE_CHECKING:  # half of all imports, and here only a name
@@ -32,7 +32,7 @@ def shard(
     section: ParallelSection,
     *,
     dtype: torch.dtype | None,
-    stages: Sequence[Stretch] | None = None,
+    stages: Sequence[LayerRange] | None = None,
 ) -> dict[str, Cuts]:
     """Shard ``model`` in place, layer by layer; returns the sharding of each parameter, by name.
     Does nothing for a single rank.
@@ -50,7 +50,7 @@ def shard(
         return {}
     cut: dict[nn.Parameter, tuple[AxisShard, ...]] = {}
     if world.tp > 1:
-        stretches = stages or [Stretch(layers(inner))]
+        stretches = stages or [LayerRange(layers(inner))]
         between = stretches if section.sequence_parallel else ()
         cut = cut_tensors(inner, MeshAxis(world.mesh["tp"]), between)
     cuts: dict[str, Cuts] = {

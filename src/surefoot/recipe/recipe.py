@@ -121,7 +121,7 @@ def changes(old: Recipe, new: Recipe) -> list[Change]:
 
 
 @dataclass(frozen=True)
-class Change:
+class RecipeChange:
     """A setting whose value has changed."""
 
     path: str
@@ -132,20 +132,20 @@ class Change:
         return f"{self.path}: {self.old} -> {self.new}"
 
 
-def _changes(old: object, new: object, path: schema.Keys) -> Iterator[Change]:
+def _changes(old: object, new: object, path: schema.Keys) -> Iterator[RecipeChange]:
     cls: type = type(old)
     for name, setting in schema.settings(cls).items():
         before, after, here = getattr(old, name), getattr(new, name), (*path, name)
         if setting.choices is not None:
             variants = [schema.variant_name(setting.choices, value) for value in (before, after)]
             if variants[0] != variants[1]:
-                yield Change(schema.dotted(here), *variants)
+                yield RecipeChange(schema.dotted(here), *variants)
                 continue
             here = (*here, variants[0])
         if schema.is_section(before):
             yield from _changes(before, after, here)
         elif before != after:
-            yield Change(schema.dotted(here), schema.write(before), schema.write(after))
+            yield RecipeChange(schema.dotted(here), schema.write(before), schema.write(after))
 
 
 # Rules between sections. What one can know of itself it checks in its own __post_init__.

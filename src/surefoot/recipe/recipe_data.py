@@ -14,7 +14,7 @@ from ..data.encoded import Encoded
 from ..data.example import Example
 from ..data.prepared.encoded_data import EncodedData, find, prepare
 from ..data.prepared.streaming_data import StreamingData, encode_stream, open_stream
-from ..data.rows.dataset_report import DatasetReport, Report
+from ..data.rows.dataset_report import DatasetReport, EncodingReport
 from ..data.section import DataSection
 from ..data.text.codec import Codec
 from ..data.text.templates import load_template
@@ -80,7 +80,7 @@ def encode_all(recipe: Recipe, codec: Codec) -> Iterator[DatasetReport]:
     return encode_stream(recipe.data, partial(_encode, recipe, codec), fingerprint=fingerprint)
 
 
-def encode_datasets(recipe: Recipe, codec: Codec) -> Report:
+def encode_datasets(recipe: Recipe, codec: Codec) -> EncodingReport:
     """Encode all of a recipe's datasets into the cache; what became of their rows.
 
     Raises:
@@ -89,7 +89,7 @@ def encode_datasets(recipe: Recipe, codec: Codec) -> Report:
     if not recipe.data.streaming:
         return prepared(recipe, codec).report
     latest = {report.name: report for report in encode_all(recipe, codec)}
-    return Report(tuple(latest.values()))
+    return EncodingReport(tuple(latest.values()))
 
 
 def _encode(recipe: Recipe, codec: Codec, examples: Sequence[Example]) -> list[Encoded]:

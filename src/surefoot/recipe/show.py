@@ -13,14 +13,14 @@ WIDTH = 100
 
 
 @dataclass(frozen=True)
-class Line:
+class RecipeLine:
     """One line of YAML."""
 
     text: str
     is_default: bool = False
 
 
-def lines(section: object, *, docs: bool = False, indent: str = "") -> Iterator[Line]:
+def lines(section: object, *, docs: bool = False, indent: str = "") -> Iterator[RecipeLine]:
     """``section`` as YAML that reads back equal; ``docs`` adds the documentation of each setting
     above it.
     """
@@ -35,9 +35,9 @@ def lines(section: object, *, docs: bool = False, indent: str = "") -> Iterator[
             if variant and not write(value):
                 yield _line(f"{indent}{name}: {variant}", is_default)
                 continue
-            yield Line(f"{indent}{name}:", is_default)
+            yield RecipeLine(f"{indent}{name}:", is_default)
             if variant:
-                yield Line(f"{inner}{variant}:", is_default)
+                yield RecipeLine(f"{inner}{variant}:", is_default)
                 inner = f"{inner}  "
             yield from lines(value, docs=docs, indent=inner)
         else:
@@ -45,10 +45,10 @@ def lines(section: object, *, docs: bool = False, indent: str = "") -> Iterator[
                 yield _line(f"{indent}{text}", is_default)
 
 
-def _line(text: str, is_default: bool) -> Line:
-    return Line(f"{text}  # default" if is_default else text, is_default)
+def _line(text: str, is_default: bool) -> RecipeLine:
+    return RecipeLine(f"{text}  # default" if is_default else text, is_default)
 
 
-def _comment(doc: str, indent: str) -> Iterator[Line]:
+def _comment(doc: str, indent: str) -> Iterator[RecipeLine]:
     for line in textwrap.wrap(doc, WIDTH - len(indent) - 2):
-        yield Line(f"{indent}# {line}", is_default=True)
+        yield RecipeLine(f"{indent}# {line}", is_default=True)

@@ -6,11 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from ..checkpoint.disk.commit import step_of
-from ..checkpoint.looking.listing import Line
+from ..checkpoint.looking.listing import CheckpointLine
 from ..checkpoint.reading.verification import Report
 from ..errors import CheckpointError
 from ..storage.address import Address
-from .download import verify
+from .downloading import verify
 from .store import Store
 
 
@@ -21,7 +21,7 @@ def verify_store(checkpoint: Address, *, full: bool, seconds: float = 60) -> Rep
     return verify(Store(checkpoint.parent, seconds=seconds), checkpoint.name, full=full)
 
 
-def verified_line(run: Address, line: Line, *, seconds: float = 60) -> Line:
+def verified_line(run: Address, line: CheckpointLine, *, seconds: float = 60) -> CheckpointLine:
     """The same line, every byte checked. ``run`` may be the address of the checkpoint itself."""
     if line.problem is not None:
         return line

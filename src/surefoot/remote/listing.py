@@ -8,17 +8,17 @@ from pathlib import Path
 from ..checkpoint.disk import strict_json, trainer_state
 from ..checkpoint.disk.commit import step_of
 from ..checkpoint.disk.manifest import MANIFEST, Manifest, parse
-from ..checkpoint.disk.trainer_state import TrainerState
-from ..checkpoint.looking.listing import Line, line_of
+from ..checkpoint.disk.trainer_state import TrainerStateFile
+from ..checkpoint.looking.listing import CheckpointLine, line_of
 from ..errors import CheckpointError
 from ..storage.address import Address
 from ..storage.files import digest
-from .contents import Contents
+from .remote_folder import Contents
 from .retry import StoreError
 from .store import Store
 
 
-def list_store(address: Address, *, seconds: float = 60) -> list[Line]:
+def list_store(address: Address, *, seconds: float = 60) -> list[CheckpointLine]:
     """One line per checkpoint, oldest first, as in ``checkpoint.looking.listing``; nothing is
     hashed.
 
@@ -31,16 +31,20 @@ def list_store(address: Address, *, seconds: float = 60) -> list[Line]:
     best = next((state.best_step for line, state in reversed(found) if line.problem is None), None)
     lines = [replace(line, is_best=line.step == best is not None) for line, _ in found]
     why = "never committed: an interrupted upload or deletion"
-    return lines + [Line(Path(name), problem=why) for _, name in sorted(there.uncommitted.items())]
+    return lines + [
+        CheckpointLine(Path(name), problem=why) for _, name in sorted(there.uncommitted.items())
+    ]
 
 
-def _line(store: Store, there: Contents, name: str) -> tuple[Line, TrainerState]:
+def _line(store: Store, there: Contents, name: str) -> tuple[CheckpointLine, TrainerStateFile]:
     try:
         _, manifest = read_manifest(store, there, name)
     except StoreError:
         raise
     except CheckpointError as error:
-        return Line(Path(name), step=step_of(Path(name)), problem=str(error)), TrainerState()
+        return CheckpointLine(
+            Path(name), step=step_of(Path(name)), problem=str(error)
+        ), TrainerStateFile()
     state = _state(store, name, manifest)
     return line_of(Path(name), manifest, state, wrong_length(manifest, there, name)), state
 
@@ -68,14 +72,14 @@ def wrong_length(manifest: Manifest, there: Contents, name: str) -> str | None:
     return None
 
 
-def _state(store: Store, name: str, manifest: Manifest) -> TrainerState:
+def _state(store: Store, name: str, manifest: Manifest) -> TrainerStateFile:
     file = trainer_state.NAME
     if manifest.files.get(file, 0) > strict_json.MAX_BYTES:
-        return TrainerState()
+        return TrainerStateFile()
     try:
         data = store.read(f"{name}/{file}") if file in manifest.files else b"{}"
         if file in manifest.hashes and digest(data) != manifest.hashes[file]:
-            return TrainerState()
+            return TrainerStateFile()
         return trainer_state.read(strict_json.parse_object(data, file))
     except CheckpointError:
-        return TrainerState()
+        return TrainerStateFile()

@@ -15,7 +15,7 @@ from types import TracebackType
 
 from ..checkpoint.disk.commit import committed, step_of
 from ..errors import CheckpointError, LostPeerError
-from .contents import readable
+from .remote_folder import readable
 from .store import Store
 from .upload_worker import Answer, UploadWorker, hand
 

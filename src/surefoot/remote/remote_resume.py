@@ -16,8 +16,8 @@ from ..checkpoint.reading.verification import verify_checkpoint
 from ..errors import CheckpointError
 from ..storage import files
 from ..storage.address import Address, default_cache, is_address
-from .contents import Contents
-from .download import DamagedError, download
+from .downloading import DamagedError, download
+from .remote_folder import Contents
 from .run_files import pull
 from .store import Store
 

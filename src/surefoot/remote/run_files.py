@@ -10,7 +10,7 @@ from ..checkpoint.disk.manifest import is_plain_name
 from ..errors import CheckpointError, RunError
 from ..storage import files
 from ..storage.parallel_work import in_parallel
-from .contents import Contents
+from .remote_folder import Contents
 from .store import Store
 
 MAX_BYTES = 1 << 30  # of one such file

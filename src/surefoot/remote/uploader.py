@@ -23,7 +23,7 @@ from ..storage import files
 from ..storage.address import Address
 from .run_files import Stamp, push
 from .store import Store
-from .upload import remove, upload
+from .uploading import remove, upload
 
 LOCK = ".upload.lock"
 _DEAF = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # meant for the process that trains

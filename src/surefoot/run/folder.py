@@ -208,7 +208,7 @@ def resume_point(folder: RunFolder, recipe: Recipe) -> Path | None:
             f"checkpoint-{step} (up to checkpoint-{max(steps)}), which training would reach; "
             "choose another train.output_dir"
         )
-    return _asked_for(resume, folder, recipe)
+    return _requested_checkpoint(resume, folder, recipe)
 
 
 def _steps(folder: RunFolder) -> set[int]:
@@ -217,7 +217,7 @@ def _steps(folder: RunFolder) -> set[int]:
     return here | (folder.away.steps if folder.away else set())
 
 
-def _asked_for(resume: str, folder: RunFolder, recipe: Recipe) -> Path:
+def _requested_checkpoint(resume: str, folder: RunFolder, recipe: Recipe) -> Path:
     if not is_address(resume):
         is_step = rank_step(Path(resume).name) is not None and Path(resume).is_file()
         if not is_step and not Path(resume).is_dir():

@@ -15,7 +15,7 @@ from ..callbacks.warm_up import WarmUp
 from ..parallel.world import ALONE, World
 from ..recipe.recipe import Recipe
 from ..training.callback import TrainerCallback
-from ..training.triggers import IntervalCallback, Trigger
+from ..training.control.triggers import IntervalCallback, Trigger
 
 
 def standard_callbacks(recipe: Recipe, world: World = ALONE) -> list[TrainerCallback]:

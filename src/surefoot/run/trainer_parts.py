@@ -12,8 +12,8 @@ from ..network.network import Network
 from ..recipe.recipe import Recipe
 from ..training.callback import Callbacks, Context, TrainerCallback
 from ..training.context import NetworkContext, collate_of
+from ..training.control.log_accumulator import LogAccumulator
 from ..training.evaluation import Evaluation
-from ..training.log_accumulator import LogAccumulator
 from ..training.saver import Saver
 from ..training.stage import POLICY
 from ..training.state import TrainerControl, TrainerState

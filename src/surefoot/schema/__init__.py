@@ -7,7 +7,7 @@ declared as ``Annotated[Protocol, Variants(CHOICES)]`` and written ``name`` or
 
 from .jsonschema import json_schema
 from .problem import Problem, dotted
-from .read import expand, read, write
+from .reading import expand, read, write
 from .setting import (
     Keys,
     Setting,

@@ -11,7 +11,7 @@ from typing import Any, Literal, Union
 
 from ..storage.address import Address
 from .locations import FunctionPath, ModelPath
-from .read import write_setting
+from .reading import write_setting
 from .setting import Setting, markdown, settings
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"

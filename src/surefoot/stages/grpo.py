@@ -20,14 +20,7 @@ from ..parallel.section import ParallelSection
 from ..schema import Problem
 from ..schema.locations import FunctionPath
 from ..training.objectives.policy_gradient import clipped, group_advantages
-from ..training.stage import (
-    POLICY,
-    AuxiliaryModel,
-    Prepared,
-    StageContext,
-    as_measured,
-    no_columns,
-)
+from ..training.stage import POLICY, AuxiliaryModel, Prepared, StageContext, as_measured, no_columns
 
 if TYPE_CHECKING:
     from ..data.text.codec import Codec

@@ -16,13 +16,7 @@ from ..parallel.section import ParallelSection
 from ..schema import Problem
 from ..schema.locations import ModelPath
 from ..training.objectives import preferences
-from ..training.stage import (
-    POLICY,
-    AuxiliaryModel,
-    Prepared,
-    StageContext,
-    as_measured,
-)
+from ..training.stage import POLICY, AuxiliaryModel, Prepared, StageContext, as_measured
 
 if TYPE_CHECKING:
     import torch

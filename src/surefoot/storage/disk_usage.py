@@ -14,7 +14,7 @@ _SECTOR = 512  # bytes; the unit of st_blocks on every system
 
 
 @dataclass(frozen=True)
-class Stored:
+class DiskUsage:
     """A file on disk: its inode, its number of hard links, and its blocks in bytes."""
 
     inode: tuple[int, int]  # device, number
@@ -23,7 +23,7 @@ class Stored:
     disk_bytes: int  # the blocks it takes
 
 
-def stored(folder: Path) -> list[Stored]:
+def stored(folder: Path) -> list[DiskUsage]:
     """Every name of a file below ``folder``, links not followed.
 
     Files that disappear meanwhile, or cannot be read, are skipped. Clones (of Btrfs or XFS) count
@@ -42,12 +42,12 @@ def stored(folder: Path) -> list[Stored]:
     return found
 
 
-def _file(known: os.stat_result) -> Stored:
+def _file(known: os.stat_result) -> DiskUsage:
     inode = (known.st_dev, known.st_ino)
-    return Stored(inode, known.st_nlink, known.st_size, known.st_blocks * _SECTOR)
+    return DiskUsage(inode, known.st_nlink, known.st_size, known.st_blocks * _SECTOR)
 
 
-def added(folders: Iterable[Sequence[Stored]]) -> list[int]:
+def added(folders: Iterable[Sequence[DiskUsage]]) -> list[int]:
     """Bytes on the disk that each folder adds to those before it: a shared file counts once."""
     seen: set[tuple[int, int]] = set()
     totals = []
@@ -58,7 +58,7 @@ def added(folders: Iterable[Sequence[Stored]]) -> list[int]:
     return totals
 
 
-def freed(folders: Iterable[Sequence[Stored]]) -> int:
+def freed(folders: Iterable[Sequence[DiskUsage]]) -> int:
     """Bytes that are freed if all ``folders`` are deleted: of files without hard links
     elsewhere.
     """

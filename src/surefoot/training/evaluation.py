@@ -26,7 +26,7 @@ from .windows import Columns, Place
 EVALUATION = -1  # in the place of an epoch: seeds of evaluations are their own
 
 
-class Examples(Items, Protocol):
+class EvaluationExamples(Items, Protocol):
     """Examples by their number."""
 
     def __len__(self) -> int:
@@ -37,7 +37,7 @@ class Examples(Items, Protocol):
 class EvaluationSet:
     """Held-out examples, with the precomputed columns of their windows."""
 
-    examples: Examples
+    examples: EvaluationExamples
     kept: Columns
 
 

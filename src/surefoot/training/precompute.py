@@ -46,7 +46,7 @@ Columns = Mapping[str, Ragged]
 
 
 @dataclass(frozen=True)
-class Piece:
+class KeptPiece:
     """A file of columns, and the groups of examples for which they are computed."""
 
     folder: Path
@@ -118,7 +118,7 @@ class Precomputation:
 
     stage: Stage
     identity: str  # of the models, and of how they compute
-    pieces: Sequence[Piece]
+    pieces: Sequence[KeptPiece]
     known: list[Columns | None]
     world: World
     _reported: float = field(default_factory=time.monotonic, init=False)
@@ -229,24 +229,24 @@ def precomputation(
     return Precomputation(stage, identity, pieces, world.from_main(known), world)
 
 
-def _by_item(root: Path, identity: str, sets: Sequence[WindowSet]) -> Iterator[Piece]:
+def _by_item(root: Path, identity: str, sets: Sequence[WindowSet]) -> Iterator[KeptPiece]:
     stores = {store.content: store for one in sets for store in one.items.stores}
     for content, store in stores.items():
         for start in range(0, len(store), PIECE):
             group = np.arange(start, min(start + PIECE, len(store)))
-            yield Piece(root / _key(identity, content), start, store, (group,))
+            yield KeptPiece(root / _key(identity, content), start, store, (group,))
 
 
-def _by_window(root: Path, identity: str, sets: Sequence[WindowSet]) -> Iterator[Piece]:
+def _by_window(root: Path, identity: str, sets: Sequence[WindowSet]) -> Iterator[KeptPiece]:
     for one in sets:
         folder, start, groups = root / _key(identity, one.order), 0, list[Index]()
         for group in one.windows.values():
             groups.append(group)
             if (count := sum(map(len, groups))) >= PIECE:
-                yield Piece(folder, start, one.items, tuple(groups))
+                yield KeptPiece(folder, start, one.items, tuple(groups))
                 start, groups = start + count, []
         if groups:
-            yield Piece(folder, start, one.items, tuple(groups))
+            yield KeptPiece(folder, start, one.items, tuple(groups))
 
 
 def with_items(dataset: EncodedDataset, found: Precomputation) -> EncodedDataset:

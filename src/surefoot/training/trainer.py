@@ -17,18 +17,18 @@ from ..checkpoint.state.states import RandomState
 from ..errors import RunError
 from ..model.seeding import seed_everything
 from ..parallel.world import ALONE, World
-from .best_metric import record_evaluation
 from .callback import Callbacks
+from .control.best_metric import record_evaluation
+from .control.log_accumulator import LogAccumulator
+from .control.signals import StopSignal
 from .evaluation import Evaluation, EvaluationSet, prefixed
 from .learner import Learner
-from .log_accumulator import LogAccumulator
 from .saver import Saver
 from .section import TrainSection
-from .signals import StopSignal
 from .stage import POLICY, Stage
 from .state import TrainerControl, TrainerState
 from .step import PendingMetrics, StepMetrics, all_or_none
-from .windows import Place, Turn, Windows
+from .windows import Place, StepInput, Windows
 
 MAX_ROLLBACKS = 3  # to one checkpoint: more bad windows than that are no accident
 
@@ -164,7 +164,7 @@ class Trainer:
         if loader.window == 0:
             self.callbacks.emit("on_epoch_end")
 
-    def _step(self, turn: Turn) -> bool:
+    def _step(self, turn: StepInput) -> bool:
         """One optimizer step; False if it led back to the latest checkpoint."""
         started = time.monotonic()
         state, steps = self.state, [learner.step for learner in self.learners.values()]

@@ -64,7 +64,7 @@ class WindowState:
 
 
 @dataclass(frozen=True)
-class Turn:
+class StepInput:
     """What one optimizer step trains on."""
 
     place: Place
@@ -105,7 +105,7 @@ class Windows:
         while self.is_between and (self.loader.epoch, self.loader.window) in places:
             self.loader.skip()
 
-    def next_turn(self) -> Turn:
+    def next_turn(self) -> StepInput:
         """What the next optimizer step trains on; advances the position.
 
         Raises:
@@ -124,7 +124,7 @@ class Windows:
         part = self._next_part()
         self._count(part, figures)
         window = self.loader.deal(part) if len(part) else ()
-        return Turn(place, window, figures, seconds)
+        return StepInput(place, window, figures, seconds)
 
     def _count(self, part: Sequence[Features], figures: Mapping[str, float]) -> None:
         self._num_empty = 0 if len(part) else self._num_empty + 1

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from surefoot.checkpoint.background.file_image import image_of
 from surefoot.checkpoint.disk.file_plan import plan_save
 from surefoot.checkpoint.disk.header import ranges_of
-from surefoot.checkpoint.saving.job import Shard, Share
+from surefoot.checkpoint.saving.job import Shard, WriteShare
 from surefoot.geometry.box import Box
 from surefoot.storage.files import PAGE
 
@@ -33,7 +33,7 @@ def test_a_whole_file_lies_as_it_will():
 
 def test_all_boxes_of_a_file_are_one_stretch_with_its_head():
     whole = {name: Box.whole(entry.shape) for name, entry in PLAN.header.entries.items()}
-    image = image_of(Shard("model", PLAN, Share(whole, has_head=True)))
+    image = image_of(Shard("model", PLAN, WriteShare(whole, has_head=True)))
     assert [(s.offset, s.length) for s in image.stretches] == [(0, PLAN.header.file_size)]
 
 
@@ -50,7 +50,7 @@ def boxes(draw):
 
 @given(boxes(), st.booleans())
 def test_every_byte_has_its_place_and_ranges_lie_in_their_page_as_in_the_file(boxes, has_head):
-    image = image_of(Shard("model", PLAN, Share(boxes, has_head)))
+    image = image_of(Shard("model", PLAN, WriteShare(boxes, has_head)))
     assert image.spots.keys() == boxes.keys()
     ranges = {n: list(ranges_of(PLAN.header.entries[n], box)) for n, box in boxes.items()}
     assert image.scattered == {n: boxes[n] for n, found in ranges.items() if len(found) > 1}

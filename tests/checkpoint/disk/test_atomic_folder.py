@@ -9,7 +9,7 @@ import threading
 import pytest
 
 from surefoot.checkpoint.disk.atomic_folder import new_folder
-from surefoot.checkpoint.disk.commit import clean, clean_beside
+from surefoot.checkpoint.disk.commit import clean, clean_leftovers
 from surefoot.errors import CheckpointError
 from surefoot.storage import files
 
@@ -49,7 +49,7 @@ def write(target):
 def test_what_a_killed_process_left_is_removed_by_the_next(writer, tmp_path):
     target = tmp_path / "checkpoint-7"
     (left,) = names(tmp_path)
-    clean_beside(target)
+    clean_leftovers(target)
     assert clean(tmp_path) == []
     write(target)
     assert names(tmp_path) == [left, "checkpoint-7"]  # it lived
@@ -100,7 +100,7 @@ def test_writers_and_cleaners_at_once_never_harm_each_other(tmp_path):
     def cleaning():
         while not stop.is_set():
             try:
-                clean_beside(tmp_path / "out")
+                clean_leftovers(tmp_path / "out")
             except CheckpointError as error:
                 problems.append(error)
 
@@ -128,6 +128,6 @@ def test_without_locks_it_works_and_nothing_is_removed(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "fcntl", NoLocks())
     with new_folder(tmp_path / "out") as folder:
         (folder / "a").write_text("b")
-        clean_beside(tmp_path / "out")
+        clean_leftovers(tmp_path / "out")
         assert names(folder) == ["a"]
     assert names(tmp_path) == ["out"]

@@ -18,7 +18,7 @@ from surefoot.checkpoint.disk.manifest import STATE
 from surefoot.checkpoint.layouts.opening import open_folder
 from surefoot.checkpoint.reading.verification import verify
 from surefoot.checkpoint.saving import joint as shared
-from surefoot.checkpoint.saving.job import Job, Shard, Share
+from surefoot.checkpoint.saving.job import Job, Shard, WriteShare
 from surefoot.checkpoint.saving.preparation import LiveTensors
 from surefoot.checkpoint.saving.writing import write
 from surefoot.checkpoint.sources.source import read_whole
@@ -53,7 +53,9 @@ def job(root, rank, step=5, moved=MOVED, **changes):
         versions={"surefoot": "0"},
         shards=[
             Shard(
-                "model", plan, Share({n: own[n] for n in plan.header.entries if n in own}, not rank)
+                "model",
+                plan,
+                WriteShare({n: own[n] for n in plan.header.entries if n in own}, not rank),
             )
             for plan in plans
         ],

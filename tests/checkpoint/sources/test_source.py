@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from geometry.test_box import boxes
-from surefoot.checkpoint.layouts.mindspore.naming.interleaved import InterleavedSource, Turn
+from surefoot.checkpoint.layouts.mindspore.naming.interleaved import InterleavedSource, RowGroup
 from surefoot.checkpoint.layouts.opening import open_folder
 from surefoot.checkpoint.saving.preparation import save
 from surefoot.checkpoint.sources import source as sources
@@ -29,7 +29,7 @@ def parts():
 
 
 def laid_end_to_end(source, name, parts):
-    turns = tuple(Turn(part, source.shapes()[part][0]) for part in parts)
+    turns = tuple(RowGroup(part, source.shapes()[part][0]) for part in parts)
     return InterleavedSource(source, {name: turns})
 
 

@@ -7,7 +7,7 @@ from project import Project
 from surefoot.errors import DataError, RunError
 from surefoot.forecast.bench import subprocess_trial
 from surefoot.forecast.bench.result import BenchResult
-from surefoot.forecast.bench.subprocess_trial import Failure, measured
+from surefoot.forecast.bench.subprocess_trial import TrialFailure, measured
 from surefoot.recipe.recipe import load
 
 
@@ -27,14 +27,14 @@ def test_an_error_of_the_user_comes_back_as_one(project, monkeypatch):
     monkeypatch.setattr(subprocess_trial, "subprocess", forks)
     (project.folder / "data" / "sums.jsonl").unlink()
     found = measured(load(project.recipe), 1)
-    assert isinstance(found, Failure)
+    assert isinstance(found, TrialFailure)
     assert isinstance(found.raised(), DataError)
     assert "sums" in str(found.raised())
 
 
 def test_a_process_that_takes_too_long_is_ended(project):
     found = measured(load(project.recipe), 1, timeout=0.1)
-    assert isinstance(found, Failure)
+    assert isinstance(found, TrialFailure)
     assert "not done after" in found.reason
     assert isinstance(found.raised(), RunError)
 
@@ -44,4 +44,4 @@ def test_a_crash_is_told_by_its_last_line(project, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", "/nowhere")
     monkeypatch.setattr("sys.executable", "/bin/false")
     found = measured(load(project.recipe), 1)
-    assert found == Failure("ended with code 1")
+    assert found == TrialFailure("ended with code 1")

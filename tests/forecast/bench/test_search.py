@@ -4,7 +4,7 @@ import pytest
 
 from forecast.bench.made_up import figures
 from surefoot.forecast.bench.search import Search
-from surefoot.forecast.bench.subprocess_trial import Failure
+from surefoot.forecast.bench.subprocess_trial import TrialFailure
 from surefoot.recipe.recipe import read
 
 SIZE, PACKING = "train.micro_batch_size", "data.packing"
@@ -88,16 +88,16 @@ def test_the_recipe_is_measured_again_before_something_else_is_called_faster():
 
 
 def test_a_failure_is_a_trial_and_never_the_best():
-    found = search(lambda changes: Failure("out of memory") if changes else figures(1))
+    found = search(lambda changes: TrialFailure("out of memory") if changes else figures(1))
     assert len(found.trials) == 6
     assert found.best is found.trials[0]
 
 
 def test_where_the_recipe_fails_smaller_passes_are_tried_and_no_larger_ones():
-    found = search(lambda c: figures(10) if c.get(SIZE) == 1 else Failure("out of memory"))
+    found = search(lambda c: figures(10) if c.get(SIZE) == 1 else TrialFailure("out of memory"))
     assert tried(found)[:2] == [{}, {SIZE: 2}]
     assert {SIZE: 8} not in tried(found)
-    found = search(lambda c: figures(10) if c.get(SIZE, 4) < 4 else Failure("out of memory"))
+    found = search(lambda c: figures(10) if c.get(SIZE, 4) < 4 else TrialFailure("out of memory"))
     assert found.best.changes == {SIZE: 2}
 
 
@@ -105,7 +105,7 @@ def test_recomputation_makes_room_for_larger_passes():
     def measure(changes):
         size = changes.get(SIZE, 4)
         if size > 4 and not changes.get(RECOMPUTE):
-            return Failure("out of memory")
+            return TrialFailure("out of memory")
         return figures(10 * size * (0.8 if changes.get(RECOMPUTE) else 1))
 
     found = search(measure)

@@ -9,7 +9,7 @@ from surefoot.data.text.collation import collate
 from surefoot.forecast.estimate.dry_run import build
 from surefoot.forecast.estimate.fake_tensors import HoldingOptions
 from surefoot.model.head import outputs
-from surefoot.model.head.logprob_head import asked_head
+from surefoot.model.head.logprob_head import logprob_head_of
 from surefoot.model.precision import autocast
 from surefoot.model.pretrained.tokenizer import load_tokenizer
 from surefoot.recipe.recipe import read
@@ -65,7 +65,7 @@ def batch(made, *lengths, prompt=4):
 
 def head_of(model):
     """The head that training asks."""
-    return asked_head(getattr(model, "get_base_model", lambda: model)())
+    return logprob_head_of(getattr(model, "get_base_model", lambda: model)())
 
 
 def total(model, micro_batch, head):

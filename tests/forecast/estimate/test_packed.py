@@ -12,7 +12,7 @@ from surefoot.errors import RecipeError
 from surefoot.forecast.estimate.dry_run import describe, dry_run_batch
 from surefoot.forecast.estimate.fake_quantized import scales_size, shape_of, will_be_packed
 from surefoot.forecast.estimate.memory_estimate import make_plan
-from surefoot.forecast.estimate.processes import Machine
+from surefoot.forecast.estimate.rank_memory import Machine
 from surefoot.model.pretrained.quantized import num_elements
 from surefoot.recipe.recipe import load
 

@@ -7,10 +7,10 @@ import pytest
 import surefoot
 from project import Project, metrics
 from surefoot.errors import DataError, ModelError, RecipeError
-from surefoot.forecast.estimate import processes
+from surefoot.forecast.estimate import rank_memory
 from surefoot.forecast.estimate.dry_run import NotRehearsedError
 from surefoot.forecast.estimate.memory_estimate import make_plan, measured_speed
-from surefoot.forecast.estimate.processes import Machine
+from surefoot.forecast.estimate.rank_memory import Machine
 from surefoot.recipe.recipe import load
 
 ALONE = Machine(1, on_gpu=False)
@@ -130,7 +130,7 @@ def test_a_model_that_cannot_be_rehearsed_gets_the_rest_of_its_plan(project, mon
     def fail(*_):
         raise NotRehearsedError("it looks at values")
 
-    monkeypatch.setattr(processes, "dry_run_batch", fail)
+    monkeypatch.setattr(rank_memory, "dry_run_batch", fail)
     found = plan(project)
     assert found.not_known == "it looks at values"
     assert found.memory.activations == found.memory.logits == 0

@@ -6,7 +6,7 @@ import surefoot
 from project import Project
 from surefoot.checkpoint.disk.retention import RetentionPolicy
 from surefoot.forecast.estimate.memory_estimate import make_plan
-from surefoot.forecast.estimate.processes import Machine
+from surefoot.forecast.estimate.rank_memory import Machine
 from surefoot.forecast.estimate.size import (
     CheckpointSize,
     disk_needed,

@@ -11,7 +11,7 @@ from surefoot.batch import OutputSpec
 from surefoot.errors import RecipeError
 from surefoot.forecast.estimate.dry_run import describe, dry_run_batch
 from surefoot.forecast.estimate.live_bytes import LiveBytes
-from surefoot.forecast.estimate.memory import Mesh, memory
+from surefoot.forecast.estimate.memory_model import MeshShape, memory
 from surefoot.model.head import outputs
 from surefoot.model.precision import autocast
 from surefoot.parallel.section import ParallelSection
@@ -110,7 +110,7 @@ def test_the_peak_is_that_of_the_first_of_two(
     found = memory(
         describe(skeleton(made, precision, **two)),
         dry_run_batch(skeleton(made, precision, gathered=dtype, **two), micro_batch),
-        Mesh(tp=2),
+        MeshShape(tp=2),
         compute_size=2 if dtype else 0,
         accumulates=True,
     )

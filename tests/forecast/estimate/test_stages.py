@@ -11,8 +11,8 @@ import ranks
 from surefoot.batch import OutputSpec
 from surefoot.forecast.estimate.dry_run import describe
 from surefoot.forecast.estimate.live_bytes import LiveBytes
-from surefoot.forecast.estimate.memory import Mesh, memory
-from surefoot.forecast.estimate.processes import rehearse_window
+from surefoot.forecast.estimate.memory_model import MeshShape, memory
+from surefoot.forecast.estimate.rank_memory import dry_run_window
 from surefoot.network.open import open_network
 from surefoot.run.policy import options_of
 
@@ -50,7 +50,7 @@ def planned(made, micro_batch, precision, count, mesh, place):
     own = {"pp": 2, "place": place, "num_parts": made.parallel.num_parts}
     return memory(
         describe(skeleton(made, precision, **own)),
-        rehearse_window(skeleton(made, precision, gathered=dtype, **own), micro_batch, count),
+        dry_run_window(skeleton(made, precision, gathered=dtype, **own), micro_batch, count),
         mesh,
         compute_size=2 if dtype else 0,
         accumulates=count > 1,
@@ -90,7 +90,7 @@ def test_each_of_two_stages_takes_what_is_planned(
         data={"packing": True},
         parallel={"pp": 2, "pp_schedule": schedule},
     )
-    micro_batch, mesh = batch(made, 161, 140), Mesh(dp_shard=shards, pp=2)
+    micro_batch, mesh = batch(made, 161, 140), MeshShape(dp_shard=shards, pp=2)
     real = ranks.run(2 * shards, lambda w: measured(w, made, micro_batch, precision, count), pp=2)
     for place, (weights, peak) in enumerate(real[::shards]):
         found = planned(made, micro_batch, precision, count, mesh, place)

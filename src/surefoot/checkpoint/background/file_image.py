@@ -29,7 +29,7 @@ class ByteRange:
 
 
 @dataclass(frozen=True)
-class Image:
+class FileImage:
     """The positions of everything, from the start of the image, which begins with the file's
     header.
     """
@@ -40,12 +40,12 @@ class Image:
     size: int
 
 
-def image_of(shard: Shard) -> Image:
+def image_of(shard: Shard) -> FileImage:
     """The layout of the bytes of ``shard`` in memory."""
     header = shard.plan.header
     if shard.share is None:
         spots = {name: (entry.offset, entry.num_bytes) for name, entry in header.entries.items()}
-        return Image(spots, [ByteRange(0, 0, header.file_size)], {}, header.file_size)
+        return FileImage(spots, [ByteRange(0, 0, header.file_size)], {}, header.file_size)
     end = header.data_start
     spots, scattered = {}, dict[str, Box]()
     stretches = [ByteRange(0, 0, end)] if shard.share.has_head else []
@@ -61,7 +61,7 @@ def image_of(shard: Shard) -> Image:
             scattered |= {name: box} if runs else {}
         spots[name] = start, length
         end = start + length
-    return Image(spots, stretches, scattered, end)
+    return FileImage(spots, stretches, scattered, end)
 
 
 def _append(stretches: list[ByteRange], end: int, offset: int, length: int) -> int:

@@ -44,7 +44,7 @@ class InFlightSave:
             if self._take_off(job, live):
                 return None
             self._is_grounded = True
-        return _told(_write(job, live))
+        return _warned(_write(job, live))
 
     def poll(self) -> Saved | None:
         """The committed save, if the save in flight has ended."""
@@ -79,7 +79,7 @@ class InFlightSave:
         if saved is None:
             return None
         self.target = None
-        return _told(saved)
+        return _warned(saved)
 
 
 def end(close: Callable[[], None], error: BaseException | None) -> None:
@@ -109,7 +109,7 @@ def _write(job: Job, live: LiveTensors) -> Saved:
         job = replace(job, attempt=job.attempt + 1)
 
 
-def _told(saved: Saved) -> Saved:
+def _warned(saved: Saved) -> Saved:
     if saved.problem:
         logger.warning("%s", saved.problem)
     logger.debug(

@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Literal, Protocol
 
 from ...errors import CheckpointError
-from ...storage.lock import lock
+from ...storage.folder_lock import lock
 from ..disk import retention
 from ..disk.commit import committed, step_of
 from ..disk.manifest import Kind

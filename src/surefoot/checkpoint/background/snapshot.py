@@ -15,7 +15,7 @@ Groups = Mapping[str, Mapping[str, torch.Tensor]]  # role -> name -> tensor
 
 def take(images: FileImages, groups: Groups) -> None:
     """Fill the image of every file: its header, and the current values of the tensors."""
-    with _beside(groups):
+    with _overlapping(groups):
         for shard in images.shards:
             image = images.of(shard)
             image[: len(shard.plan.head)] = shard.plan.head
@@ -31,7 +31,7 @@ def _copy(tensor: torch.Tensor, into: memoryview) -> None:
 
 
 @contextlib.contextmanager
-def _beside(groups: Groups) -> Iterator[None]:
+def _overlapping(groups: Groups) -> Iterator[None]:
     """Copies from a GPU overlap with its other work, and are complete at the end of the block."""
     devices = {t.device for tensors in groups.values() for t in tensors.values() if t.is_cuda}
     with contextlib.ExitStack() as stack:

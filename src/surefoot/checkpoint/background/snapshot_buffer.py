@@ -17,7 +17,7 @@ from pathlib import Path
 from ...storage import files
 from ..disk.header import ranges_of
 from ..saving.job import Shard
-from .file_image import Image, image_of
+from .file_image import FileImage, image_of
 
 _MEMORY = Path("/proc/meminfo")
 _GROUP = Path("/sys/fs/cgroup")
@@ -70,7 +70,7 @@ class FileImages:
     shards: Sequence[Shard]
 
     @cached_property
-    def _images(self) -> Mapping[str, tuple[int, Image]]:
+    def _images(self) -> Mapping[str, tuple[int, FileImage]]:
         pairs = zip(self.shards, self.starts, strict=True)
         return {shard.plan.name: (start, image_of(shard)) for shard, start in pairs}
 

@@ -23,7 +23,7 @@ from ...errors import CheckpointError
 from ...geometry.box import Box
 from ..disk.file_plan import FilePlan
 from ..disk.header import parse
-from ..saving.job import Job, Shard, Share
+from ..saving.job import Job, Shard, WriteShare
 from ..saving.writing import write
 from .snapshot_buffer import FileImages, SnapshotBuffer
 
@@ -108,12 +108,12 @@ def _plan(name: str, image: memoryview, file_size: int) -> FilePlan:
     return FilePlan(name, head, parse(head[8:], file_size, name))
 
 
-def _share(told: dict[str, Any] | None) -> Share | None:
+def _share(told: dict[str, Any] | None) -> WriteShare | None:
     if told is None:
         return None
     told_boxes = told["boxes"].items()
     boxes = {name: Box(tuple(start), tuple(shape)) for name, (start, shape) in told_boxes}
-    return Share(boxes, told["has_head"])
+    return WriteShare(boxes, told["has_head"])
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import torch
 
 from ...errors import CheckpointError, ModelError
 from ...storage import files
-from ..disk.companions import beside
+from ..disk.companions import companions_of
 from ..disk.folder import open_checkpoint
 from ..disk.manifest import is_safetensors
 from ..layouts.detection import has_manifest
@@ -30,7 +30,7 @@ def companions(base: Path, source: TensorSource) -> dict[str, bytes]:
     """The companions of the weights in ``base``, with the configuration changed to fit
     ``source``.
     """
-    found = beside(base, base)
+    found = companions_of(base, base)
     return found | (configs(base, source) if files.exists(base / _CONFIG) else {})
 
 
@@ -55,7 +55,7 @@ def adapter_files(folder: Path) -> dict[str, bytes]:
         names = open_checkpoint(folder).manifest.files.keys() - _OF_RUN
         kept = [name for name in names if not is_safetensors(name)]
     else:
-        kept = [ADAPTER_CONFIG, *beside(folder, folder)]
+        kept = [ADAPTER_CONFIG, *companions_of(folder, folder)]
     found = {name: small_file(folder, name) for name in sorted(kept)}
     return {name: data for name, data in found.items() if data is not None}
 

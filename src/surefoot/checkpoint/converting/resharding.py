@@ -18,7 +18,7 @@ from ...errors import CheckpointError
 from ...geometry.box import Box
 from ...geometry.mesh import Mesh
 from ...storage import files
-from ..disk.commit import clean_beside, refuse_existing
+from ..disk.commit import clean_leftovers, refuse_existing
 from ..disk.file_plan import plan_save
 from ..disk.folder import open_checkpoint
 from ..disk.manifest import Kind, Layout, Manifest, is_safetensors
@@ -266,7 +266,7 @@ def commit(plan: Resharding, target: Path, progress: Progress | None) -> Saved:
         mesh=plan.mesh.axes,
         share=False,
     )
-    clean_beside(target)
+    clean_leftovers(target)
     return write(job, SourceContent(plan.sources, progress or silent))
 
 

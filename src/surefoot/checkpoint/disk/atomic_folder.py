@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ...errors import CheckpointError
 from ...storage import files
-from .commit import claim, clean_beside
+from .commit import claim, clean_leftovers
 
 
 @contextlib.contextmanager
@@ -27,7 +27,7 @@ def new_folder(target: Path, *, may_be_empty: bool = False) -> Iterator[Path]:
         if not (may_be_empty and files.is_folder(target) and not files.list_folder(target)):
             refuse_taken(target)
         files.make_folder(target.parent)
-        clean_beside(target)
+        clean_leftovers(target)
         held = claim(target, files.open_folder)
         folder = held.path
         with held:

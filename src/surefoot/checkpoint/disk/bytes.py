@@ -16,9 +16,9 @@ from ...errors import CheckpointError
 from ...geometry.box import Box
 from ...storage import files
 from .file_plan import FilePlan
-from .header import Entry, ranges_of
+from .header import TensorEntry, ranges_of
 from .manifest import Piece
-from .stream import Stream
+from .stream import ByteStream
 from .tensorfile import TensorFile
 
 DTYPES = {
@@ -75,12 +75,12 @@ def write_file(
     """Write and flush the file that ``plan`` describes; returns the hash of each tensor's bytes
     by name.
     """
-    with Stream(file) as stream:
+    with ByteStream(file) as stream:
         stream.write(plan.head)
         return {name: write_tensor(stream, tensors[name]) for name in plan.header.entries}
 
 
-def write_box(file: files.File, entry: Entry, box: Box, tensor: torch.Tensor) -> str:
+def write_box(file: files.File, entry: TensorEntry, box: Box, tensor: torch.Tensor) -> str:
     """Write ``tensor``, which is ``box`` of a stored one, to its position; returns the hash of
     its values in row-major order. Needs no more memory than one block.
     """
@@ -93,7 +93,7 @@ def write_box(file: files.File, entry: Entry, box: Box, tensor: torch.Tensor) ->
     return digest.hex()
 
 
-def write_tensor(stream: Stream, tensor: torch.Tensor, digest: files.Hash | None = None) -> str:
+def write_tensor(stream: ByteStream, tensor: torch.Tensor, digest: files.Hash | None = None) -> str:
     """Add the tensor's values in row-major order; returns the hash of all that ``digest`` has
     been fed.
     """
@@ -138,7 +138,7 @@ def _dense(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
 
 
-def new_tensor(stored: Entry | Piece) -> torch.Tensor:
+def new_tensor(stored: TensorEntry | Piece) -> torch.Tensor:
     """A tensor to read ``stored`` into; a ``CheckpointError`` if there is no memory for it."""
     try:
         return torch.empty(stored.shape, dtype=DTYPES[stored.dtype])

@@ -175,7 +175,7 @@ def clean(root: Path) -> list[Path]:
     return removed
 
 
-def clean_beside(target: Path) -> None:
+def clean_leftovers(target: Path) -> None:
     """Delete the temporary folders of killed processes that were writing ``target``."""
     start, end = part_of(target, "").name.rsplit(".", 1)
     with files.raising(CheckpointError, f"cannot clean up in {target.parent}"):

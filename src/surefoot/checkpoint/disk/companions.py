@@ -12,7 +12,7 @@ TOKENIZER = (
 MODEL = ("*.py", "preprocessor_config.json", "processor_config.json", "LICENSE*")
 
 
-def beside(model: Path, tokenizer: Path) -> dict[str, bytes]:
+def companions_of(model: Path, tokenizer: Path) -> dict[str, bytes]:
     """The companion files of two folders."""
     found = {}
     for folder, patterns in ((model, MODEL), (tokenizer, TOKENIZER)):

@@ -32,7 +32,7 @@ _METADATA = "__metadata__"
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class TensorEntry:
     """One tensor of a file: its dtype, its shape and its first byte, from the file's start."""
 
     dtype: str  # a key of ITEM_SIZES
@@ -49,13 +49,13 @@ class Entry:
 class Header:
     """All tensors of a file, and its free-text metadata."""
 
-    entries: Mapping[str, Entry]
+    entries: Mapping[str, TensorEntry]
     metadata: Mapping[str, str]
     data_start: int  # bytes before the first tensor
     file_size: int
 
 
-def ranges_of(entry: Entry, box: Box) -> Iterator[tuple[int, int]]:
+def ranges_of(entry: TensorEntry, box: Box) -> Iterator[tuple[int, int]]:
     """The position of ``box`` of a stored tensor in its file: first byte and length of every
     range.
     """
@@ -100,7 +100,7 @@ def build(
         )
     start = -(-(8 + len(body)) // ALIGNMENT) * ALIGNMENT
     head = (start - 8).to_bytes(8, "little") + body.ljust(start - 8)
-    entries = {n: Entry(*tensors[n], start + begins[n]) for n in order}
+    entries = {n: TensorEntry(*tensors[n], start + begins[n]) for n in order}
     return head, Header(entries, text[_METADATA], start, start + end)
 
 
@@ -147,7 +147,7 @@ def parse(text: bytes, file_size: int, where: str) -> Header:
     return Header(entries, metadata, start, file_size)
 
 
-def _entry(value: Any, start: int, where: str) -> Entry:
+def _entry(value: Any, start: int, where: str) -> TensorEntry:
     if not isinstance(value, dict) or value.keys() != {"dtype", "shape", "data_offsets"}:
         raise CheckpointError(f"{where}: expected dtype, shape and data_offsets")
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
@@ -155,7 +155,7 @@ def _entry(value: Any, start: int, where: str) -> Entry:
         known = ", ".join(sorted(ITEM_SIZES))
         raise CheckpointError(f"{where}: unknown dtype {str(dtype)[:40]!r}; known are {known}")
     begin, end = integers(offsets, 2, f"{where}: data_offsets")
-    entry = Entry(dtype, sizes(shape, f"{where}: shape"), start + begin)
+    entry = TensorEntry(dtype, sizes(shape, f"{where}: shape"), start + begin)
     if end - begin != entry.num_bytes:
         raise CheckpointError(
             f"{where}: {end - begin} bytes, but {dtype} {list(entry.shape)} takes {entry.num_bytes}"

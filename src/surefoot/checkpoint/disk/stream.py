@@ -12,7 +12,7 @@ from ...storage import files
 _BUFFER = 4 << 20  # bytes handed to the disk at a time
 
 
-class Stream:
+class ByteStream:
     """Fills ``file`` from its first byte on; a context that flushes at its end.
 
     Data is collected in page-aligned buffers, as direct writes need. One is being written while the
@@ -27,7 +27,7 @@ class Stream:
         self._pool = ThreadPoolExecutor(1)
         self._writing: Future[None] | None = None
 
-    def __enter__(self) -> Stream:
+    def __enter__(self) -> ByteStream:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:

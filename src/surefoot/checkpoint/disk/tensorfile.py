@@ -8,7 +8,7 @@ from pathlib import Path
 from ...errors import CheckpointError
 from ...geometry.box import Box
 from ...storage import files
-from .header import Entry, Header, header_length, num_bytes, parse, ranges_of
+from .header import Header, TensorEntry, header_length, num_bytes, parse, ranges_of
 
 
 class TensorFile:
@@ -33,7 +33,7 @@ class TensorFile:
         """Close the file."""
         self._file.close()
 
-    def entry(self, key: str) -> Entry:
+    def entry(self, key: str) -> TensorEntry:
         """The position of tensor ``key``."""
         if key not in self.header.entries:
             raise CheckpointError(f"{self.path}: it contains no tensor {key!r}")
@@ -75,7 +75,7 @@ class TensorFile:
             digest.update(buffer[:length])
         return digest.hex()
 
-    def _blocks(self, entry: Entry, box: Box) -> Iterator[tuple[int, int]]:
+    def _blocks(self, entry: TensorEntry, box: Box) -> Iterator[tuple[int, int]]:
         """The positions of the bytes of ``box``, in its order: offset and length of every block."""
         for offset, length in ranges_of(entry, box):
             for at in range(0, length, files.BLOCK):

@@ -18,7 +18,7 @@ NAME = "trainer_state.json"
 
 
 @dataclass(frozen=True)
-class TrainerState:
+class TrainerStateFile:
     """The reliable part of it, whatever the file contains; all empty if there is none."""
 
     step: int | None = None
@@ -37,10 +37,10 @@ class TrainerState:
         return None if step is None else metrics_in(self.history, metric).get(step)
 
 
-def read(raw: Mapping[str, Any]) -> TrainerState:
+def read(raw: Mapping[str, Any]) -> TrainerStateFile:
     """Convert untrusted plain data."""
     history = raw.get("log_history")
-    return TrainerState(
+    return TrainerStateFile(
         _integer(raw.get("global_step")),
         _best(raw),
         history if isinstance(history, list) else [],

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ...errors import CheckpointError
 from ...storage import files
-from ..sources.weights import Weights
+from ..sources.weights import FolderWeights
 from .dcp_boxes import locations, open_boxes, shard_files
 from .huggingface import has_model
 from .layout import Layout
@@ -32,7 +32,7 @@ class DCP(Layout):
         """Whether it has files of boxes."""
         return is_dcp(folder)
 
-    def open(self, folder: Path) -> Weights:
+    def open(self, folder: Path) -> FolderWeights:
         """The tensors, each joined from its boxes."""
         with files.raising(CheckpointError):
-            return Weights(self.name, folder, locations(open_boxes(folder)))
+            return FolderWeights(self.name, folder, locations(open_boxes(folder)))

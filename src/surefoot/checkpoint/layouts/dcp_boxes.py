@@ -24,7 +24,7 @@ _FILE = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
 
 
 @dataclass(frozen=True)
-class Stored:
+class DcpChunk:
     """One box of a tensor of ``shape``, in a file under the tensor's name."""
 
     file: tensorfile.TensorFile
@@ -43,13 +43,13 @@ def shard_files(folder: Path) -> list[str]:
     return [name for name in names if _FILE.fullmatch(name)]
 
 
-def open_boxes(folder: Path) -> dict[str, list[Stored]]:
+def open_boxes(folder: Path) -> dict[str, list[DcpChunk]]:
     """The boxes of every tensor; a ``CheckpointError`` if they do not cover it."""
-    found: dict[str, list[Stored]] = {}
+    found: dict[str, list[DcpChunk]] = {}
     for name in shard_files(folder):
         file = tensorfile.open_path(folder / name)
         for key, (shape, box) in _boxes(file).items():
-            found.setdefault(key, []).append(Stored(file, shape, box))
+            found.setdefault(key, []).append(DcpChunk(file, shape, box))
     if not found:
         raise CheckpointError(
             f"{folder}: it contains no boxes of tensors ({file_name(0)}.safetensors)"
@@ -73,14 +73,14 @@ def _boxes(file: tensorfile.TensorFile) -> Mapping[str, tuple[tuple[int, ...], B
     return found
 
 
-def _whole(folder: Path, name: str, boxes: Sequence[Stored]) -> list[Stored]:
+def _whole(folder: Path, name: str, boxes: Sequence[DcpChunk]) -> list[DcpChunk]:
     """The boxes that cover one tensor; of equal ones the first."""
     where = f"{folder}: tensor {name[:200]!r}"
     kinds = {(one.file.entry(name).dtype, len(one.shape)) for one in boxes}
     if len(kinds) > 1:
         raise CheckpointError(f"{where} has boxes of different types or numbers of dimensions")
     shape = tuple(map(max, zip(*(one.shape for one in boxes), strict=True)))
-    apart = {one.box: Stored(one.file, shape, one.box) for one in reversed(boxes)}
+    apart = {one.box: DcpChunk(one.file, shape, one.box) for one in reversed(boxes)}
     filled = [apart[box] for box in sorted(apart) if box.size] or [*apart.values()][:1]
     if not is_covered_once(Box.whole(shape), [one.box for one in filled]):
         raise CheckpointError(
@@ -90,7 +90,7 @@ def _whole(folder: Path, name: str, boxes: Sequence[Stored]) -> list[Stored]:
     return filled
 
 
-def locations(tensors: Mapping[str, Sequence[Stored]]) -> dict[str, TensorLocation]:
+def locations(tensors: Mapping[str, Sequence[DcpChunk]]) -> dict[str, TensorLocation]:
     """Tensors that are several boxes in files."""
     found = {}
     for name, boxes in tensors.items():

@@ -17,7 +17,7 @@ from ..sources.weights import (
     MODEL_INDEX,
     OF_DEEPSPEED,
     PICKLES,
-    Weights,
+    FolderWeights,
 )
 from . import LAYOUTS
 from .layout import Layout
@@ -59,7 +59,7 @@ def expect_layout(folder: Path) -> Layout:
     return layout
 
 
-def open_weights(folder: Path) -> Weights:
+def open_weights(folder: Path) -> FolderWeights:
     """The weights in ``folder``, whatever its layout; a ``CheckpointError`` if there are none."""
     layout = expect_layout(folder)
     with files.raising(CheckpointError, f"cannot read the weights in {folder}"):

@@ -9,7 +9,7 @@ from ...errors import CheckpointError
 from ...storage import files
 from ..disk import strict_json, tensorfile
 from ..disk.manifest import is_plain_name
-from ..sources.weights import MODEL, MODEL_INDEX, TensorLocation, Weights, tensors_in
+from ..sources.weights import MODEL, MODEL_INDEX, FolderWeights, TensorLocation, tensors_in
 from .layout import Layout
 from .native import is_native
 
@@ -51,9 +51,11 @@ class HuggingFace(Layout):
         """Whether it has ``model.safetensors`` or its index."""
         return has_model(folder) and not is_native(folder)
 
-    def open(self, folder: Path) -> Weights:
+    def open(self, folder: Path) -> FolderWeights:
         """The weights. Like in transformers, the single file wins over the index."""
         with files.raising(CheckpointError):
             if not files.exists(folder / MODEL):
-                return Weights(self.name, folder, _open_shards(folder))
-            return Weights(self.name, folder, tensors_in([tensorfile.open_path(folder / MODEL)]))
+                return FolderWeights(self.name, folder, _open_shards(folder))
+            return FolderWeights(
+                self.name, folder, tensors_in([tensorfile.open_path(folder / MODEL)])
+            )

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 from ...storage import files
 from ..disk import strict_json, trainer_state
-from ..sources.weights import PICKLES, TensorLocation, Weights
+from ..sources.weights import PICKLES, FolderWeights, TensorLocation
 from ..state.roles import MODEL
 
 Locations = Mapping[str, TensorLocation]  # by name
@@ -62,7 +62,7 @@ class Layout(ABC):
         """Whether ``folder`` is of this layout and no other. Reads names only."""
 
     @abstractmethod
-    def open(self, folder: Path) -> Weights:
+    def open(self, folder: Path) -> FolderWeights:
         """The weights, by the names in the files; a ``CheckpointError`` if they are damaged."""
 
     def open_all(self, folder: Path, roles: frozenset[str] | None) -> Locations:

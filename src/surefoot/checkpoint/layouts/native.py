@@ -11,7 +11,7 @@ from ...errors import CheckpointError
 from ...storage import files
 from ..disk.folder import open_checkpoint
 from ..disk.manifest import MANIFEST, STATE
-from ..sources.weights import Weights, places
+from ..sources.weights import FolderWeights, places
 from ..state.roles import MODEL, part_of, role_of
 from .layout import Layout, Locations
 
@@ -38,11 +38,13 @@ class Native(Layout):
         """
         return is_native(folder)
 
-    def open(self, folder: Path) -> Weights:
+    def open(self, folder: Path) -> FolderWeights:
         """The model, or the adapter."""
         with files.raising(CheckpointError):
             checkpoint = open_checkpoint(folder)
-        return Weights(self.name, folder, places(checkpoint, checkpoint.manifest.tensors(MODEL)))
+        return FolderWeights(
+            self.name, folder, places(checkpoint, checkpoint.manifest.tensors(MODEL))
+        )
 
     def open_all(self, folder: Path, roles: frozenset[str] | None) -> Locations:
         """What the manifest lists; files of other roles are not opened."""

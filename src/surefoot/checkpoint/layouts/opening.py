@@ -12,7 +12,7 @@ from ...storage import files
 from ..disk import tensorfile
 from ..disk.folder import open_checkpoint
 from ..sources.source import FolderSource, TensorSource, read_whole
-from ..sources.weights import TensorLocation, Weights, places, tensors_in
+from ..sources.weights import FolderWeights, TensorLocation, places, tensors_in
 from .detection import detect_layout, has_manifest, open_weights
 from .huggingface import has_model
 from .mindspore.layout import MindSpore
@@ -49,7 +49,7 @@ def open_role(folder: Path, role: str) -> TensorSource | None:
             tensors = places(checkpoint, checkpoint.manifest.tensors(role))
         if not tensors and files.exists(path):
             tensors = tensors_in([tensorfile.open_path(path)])
-    return FolderSource(Weights(role, folder, tensors)) if tensors else None
+    return FolderSource(FolderWeights(role, folder, tensors)) if tensors else None
 
 
 def scattered(folder: Path | str) -> dict[str, torch.Tensor] | None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from ...errors import CheckpointError
 from ...storage import files
 from ..disk import tensorfile
-from ..sources.weights import ADAPTER, Weights, tensors_in
+from ..sources.weights import ADAPTER, FolderWeights, tensors_in
 from .huggingface import has_model
 from .layout import Layout
 from .native import is_native
@@ -34,8 +34,8 @@ class PEFT(Layout):
         """Whether it has an adapter and no model."""
         return is_peft(folder)
 
-    def open(self, folder: Path) -> Weights:
+    def open(self, folder: Path) -> FolderWeights:
         """The adapter's tensors under PEFT's names."""
         with files.raising(CheckpointError):
             file = tensorfile.open_path(folder / ADAPTER)
-        return Weights(self.name, folder, tensors_in([file]))
+        return FolderWeights(self.name, folder, tensors_in([file]))

@@ -17,7 +17,7 @@ from ..disk.folder import open_checkpoint
 from ..layouts.detection import has_manifest
 from ..reading.contents import open_contents, plain, small_file, states_of
 from ..sources.source import FolderSource
-from ..sources.weights import TensorLocation, Weights
+from ..sources.weights import FolderWeights, TensorLocation
 from ..state.roles import FileRole, role_of
 from .tensor_stats import are_finite, blocks, in_double, norm
 from .values import ValueChange, differences
@@ -80,7 +80,7 @@ def compare_tensors(
                 progress(num_bytes(name, one, other))
 
 
-def num_bytes(name: str, *contents: Weights) -> int:
+def num_bytes(name: str, *contents: FolderWeights) -> int:
     """The length of a tensor in all ``contents`` that have it."""
     places = (weights.tensors.get(name) for weights in contents)
     return sum(place.entry.num_bytes for place in places if place is not None)

@@ -16,7 +16,7 @@ from ..disk import strict_json, trainer_state
 from ..disk.commit import is_being_written, is_leftover, named, step_of
 from ..disk.folder import CheckpointFolder, open_checkpoint
 from ..disk.manifest import Manifest
-from ..disk.trainer_state import TrainerState
+from ..disk.trainer_state import TrainerStateFile
 from ..layouts import LAYOUTS
 from ..layouts.detection import detect_layout, open_weights
 from ..layouts.layout import Layout, SavedFolder
@@ -25,7 +25,7 @@ from ..reading.verification import Progress, verify
 
 
 @dataclass(frozen=True)
-class Line:
+class CheckpointLine:
     """One entry of a run's folder. ``problem`` is set if it cannot be used."""
 
     path: Path
@@ -44,7 +44,7 @@ class Line:
     problem: str | None = None
 
 
-def list_run(root: Path) -> list[Line]:
+def list_run(root: Path) -> list[CheckpointLine]:
     """The checkpoints under ``root``, oldest first, then other entries. Hashes nothing.
 
     A folder that is a checkpoint itself is a list of one.
@@ -53,7 +53,7 @@ def list_run(root: Path) -> list[Line]:
         return _list_run(root)
 
 
-def verified(line: Line, progress: Progress | None = None) -> Line:
+def verified(line: CheckpointLine, progress: Progress | None = None) -> CheckpointLine:
     """The same line, after a check of every byte that has a hash."""
     if line.problem is not None or line.is_being_written:
         return line
@@ -63,7 +63,7 @@ def verified(line: Line, progress: Progress | None = None) -> Line:
     return replace(line, verified="every byte" if has_hashes(line) else "structure")
 
 
-def _list_run(root: Path) -> list[Line]:
+def _list_run(root: Path) -> list[CheckpointLine]:
     if step_of(root) >= 0 and detect_layout(root):
         return _with_disk([_line(root)[0]])
     layout = None if named(root) else detect_layout(root)
@@ -76,28 +76,30 @@ def _list_run(root: Path) -> list[Line]:
     return _with_disk(lines) + [_leftover(root / name) for name in names if is_leftover(name)]
 
 
-def _with_disk(lines: list[Line]) -> list[Line]:
+def _with_disk(lines: list[CheckpointLine]) -> list[CheckpointLine]:
     totals = disk_usage.added([disk_usage.stored(line.path) for line in lines])
     return [replace(line, disk_bytes=n) for line, n in zip(lines, totals, strict=True)]
 
 
-def _line(folder: Path) -> tuple[Line, TrainerState]:
+def _line(folder: Path) -> tuple[CheckpointLine, TrainerStateFile]:
     """A checkpoint, and its information about the run."""
     layout = detect_layout(folder)
     has_log = files.exists(folder / trainer_state.NAME)
     is_foreign = has_log if layout is None else not layout.has_manifest
     try:
-        return _of_trainer(folder, layout) if is_foreign else _of_ours(folder)
+        return _of_trainer(folder, layout) if is_foreign else _of_surefoot(folder)
     except CheckpointError as error:
         problem = _inside(folder, str(error))
-        return Line(folder, step_of(folder), layout=_name(layout), problem=problem), TrainerState()
+        return CheckpointLine(
+            folder, step_of(folder), layout=_name(layout), problem=problem
+        ), TrainerStateFile()
 
 
 def _name(layout: Layout | None) -> str | None:
     return None if layout is None else layout.name
 
 
-def has_hashes(line: Line) -> bool:
+def has_hashes(line: CheckpointLine) -> bool:
     """Whether it is a Surefoot checkpoint, whose manifest has a hash of every byte."""
     return line.layout is not None and LAYOUTS[line.layout].has_manifest
 
@@ -107,15 +109,17 @@ def _inside(folder: Path, problem: str) -> str:
     return problem.removeprefix(str(folder)).removeprefix(": ").removeprefix("/")
 
 
-def _of_ours(folder: Path) -> tuple[Line, TrainerState]:
+def _of_surefoot(folder: Path) -> tuple[CheckpointLine, TrainerStateFile]:
     checkpoint = open_checkpoint(folder)
     state = state_of(checkpoint)
     return line_of(folder, checkpoint.manifest, state, _wrong_length(checkpoint)), state
 
 
-def line_of(folder: Path, manifest: Manifest, state: TrainerState, problem: str | None) -> Line:
+def line_of(
+    folder: Path, manifest: Manifest, state: TrainerStateFile, problem: str | None
+) -> CheckpointLine:
     """The line of a Surefoot checkpoint."""
-    return Line(
+    return CheckpointLine(
         folder,
         step=manifest.step,
         created=manifest.created,
@@ -129,15 +133,15 @@ def line_of(folder: Path, manifest: Manifest, state: TrainerState, problem: str 
     )
 
 
-def _of_trainer(folder: Path, layout: Layout | None) -> tuple[Line, TrainerState]:
+def _of_trainer(folder: Path, layout: Layout | None) -> tuple[CheckpointLine, TrainerStateFile]:
     """A folder without a manifest: its weights must be readable, its log need not be."""
     open_weights(folder)
     try:
         state = trainer_state.read(trainer_state.load(folder))
     except CheckpointError:
-        state = TrainerState()
+        state = TrainerStateFile()
     step = step_of(folder) if state.step is None else state.step
-    line = Line(
+    line = CheckpointLine(
         folder,
         step=step,
         created=_modified(folder),
@@ -150,9 +154,9 @@ def _of_trainer(folder: Path, layout: Layout | None) -> tuple[Line, TrainerState
     return line, state
 
 
-def _of_save(saved: SavedFolder, layout: Layout) -> Line:
+def _of_save(saved: SavedFolder, layout: Layout) -> CheckpointLine:
     """One save of a folder that contains several."""
-    line = Line(
+    line = CheckpointLine(
         saved.path,
         step=saved.step,
         created=_modified(saved.path),
@@ -179,10 +183,12 @@ def _modified(folder: Path) -> str | None:
     return found.isoformat(timespec="seconds").replace("+00:00", "Z")
 
 
-def _leftover(folder: Path) -> Line:
+def _leftover(folder: Path) -> CheckpointLine:
     if is_being_written(folder):
-        return Line(folder, is_being_written=True)
-    return Line(folder, problem="an interrupted save or deletion; deleted when the run resumes")
+        return CheckpointLine(folder, is_being_written=True)
+    return CheckpointLine(
+        folder, problem="an interrupted save or deletion; deleted when the run resumes"
+    )
 
 
 def _wrong_length(checkpoint: CheckpointFolder) -> str | None:
@@ -193,12 +199,12 @@ def _wrong_length(checkpoint: CheckpointFolder) -> str | None:
     return None
 
 
-def state_of(checkpoint: CheckpointFolder) -> TrainerState:
+def state_of(checkpoint: CheckpointFolder) -> TrainerStateFile:
     """The log of a Surefoot checkpoint; empty if it is missing or damaged."""
     name = trainer_state.NAME
     if name not in checkpoint.manifest.files:
-        return TrainerState()
+        return TrainerStateFile()
     try:
         return trainer_state.read(strict_json.parse_object(checkpoint.small(name), name))
     except CheckpointError:
-        return TrainerState()
+        return TrainerStateFile()

@@ -23,7 +23,7 @@ from ..disk.retention import (
     metrics_in,
     seconds,
 )
-from .listing import Line, has_hashes, list_run, state_of
+from .listing import CheckpointLine, has_hashes, list_run, state_of
 
 LOCK = ".lock"
 
@@ -42,7 +42,7 @@ class PruneOptions:
 class PlannedCheckpoint:
     """A complete checkpoint, its metric, and whether it is kept."""
 
-    line: Line
+    line: CheckpointLine
     metric: float | None
     verdict: RetentionDecision
 
@@ -121,14 +121,14 @@ def plan_pruning(folder: Path, options: PruneOptions) -> PrunePlan:
     return PrunePlan(planned, disk_usage.freed(stored))
 
 
-def _named(line: Line, verdict: RetentionDecision) -> RetentionDecision:
+def _named(line: CheckpointLine, verdict: RetentionDecision) -> RetentionDecision:
     """The same decision, with the reason why it is protected."""
     name = "best" if line.is_best else "checkpoint.resume names it"
     why = [name if reason == "protected" else reason for reason in verdict.why]
     return RetentionDecision(verdict.step, tuple(dict.fromkeys(why)))
 
 
-def _metrics(lines: Sequence[Line], options: PruneOptions) -> dict[int, float]:
+def _metrics(lines: Sequence[CheckpointLine], options: PruneOptions) -> dict[int, float]:
     """The metric of every evaluated step, from the logs of all checkpoints; the latest has
     precedence.
     """

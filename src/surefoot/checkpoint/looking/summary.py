@@ -20,7 +20,7 @@ from ..layouts import LAYOUTS
 from ..layouts.detection import has_manifest
 from ..layouts.native import Native
 from ..reading.contents import open_contents, states_of
-from ..sources.weights import ADAPTER_CONFIG, TensorLocation, Weights
+from ..sources.weights import ADAPTER_CONFIG, FolderWeights, TensorLocation
 
 _WIDTH = 60  # characters in which a state is told
 _WANTED = {  # configuration file -> what is said of it
@@ -129,7 +129,7 @@ def _groups(tensors: Mapping[str, Sequence[Piece]]) -> tuple[Group, ...]:
     return tuple(Group(role, tuple(found[role])) for role in sorted(found))
 
 
-def _summarise_plain(contents: Weights) -> Summary:
+def _summarise_plain(contents: FolderWeights) -> Summary:
     folder = contents.folder
     groups: dict[str, list[Tensor]] = {}
     for full_name, place in sorted(contents.tensors.items()):
@@ -149,7 +149,7 @@ def _summarise_plain(contents: Weights) -> Summary:
     )
 
 
-def _sizes(contents: Weights) -> dict[str, int]:
+def _sizes(contents: FolderWeights) -> dict[str, int]:
     """The files in the folder, and the tensor files in subfolders."""
     folder = contents.folder
     names = files.list_folder(folder) if files.is_folder(folder) else []

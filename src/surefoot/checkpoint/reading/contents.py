@@ -16,12 +16,12 @@ from ...errors import CheckpointError
 from ...storage import files
 from ..layouts.detection import detect_layout, expect_layout
 from ..layouts.layout import logged_states, read_small
-from ..sources.weights import Weights
+from ..sources.weights import FolderWeights
 
 _MODEL = "model/"
 
 
-def open_contents(folder: Path, roles: Collection[str] | None = None) -> Weights:
+def open_contents(folder: Path, roles: Collection[str] | None = None) -> FolderWeights:
     """Every tensor in a folder of any layout, by its full name; only of ``roles``, if given: model,
     optimizer, state, of all networks.
 
@@ -30,7 +30,7 @@ def open_contents(folder: Path, roles: Collection[str] | None = None) -> Weights
     layout = expect_layout(folder)
     with files.raising(CheckpointError, f"cannot read {folder}"):
         tensors = layout.open_all(folder, None if roles is None else frozenset(roles))
-    return Weights(layout.name, folder, tensors)
+    return FolderWeights(layout.name, folder, tensors)
 
 
 def shown(name: str) -> str:
@@ -38,7 +38,7 @@ def shown(name: str) -> str:
     return name.removeprefix(_MODEL)
 
 
-def find_tensor(contents: Weights, name: str) -> str:
+def find_tensor(contents: FolderWeights, name: str) -> str:
     """The full name of the tensor that a user calls ``name``; suggests near names if there is
     none.
     """

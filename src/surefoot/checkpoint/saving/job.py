@@ -16,7 +16,7 @@ MOST_ATTEMPTS = 2  # to write a job of which a process was killed, or one that s
 
 
 @dataclass(frozen=True)
-class Share:
+class WriteShare:
     """The part of a file that one of several ranks writes."""
 
     boxes: Mapping[str, Box]  # of the whole tensors in it, by key
@@ -29,7 +29,7 @@ class Shard:
 
     role: str  # model, optimizer or state
     plan: FilePlan
-    share: Share | None = None  # if several processes write it
+    share: WriteShare | None = None  # if several processes write it
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -70,7 +70,7 @@ def _write(job: Job, folder: Path, write_files: Callable[[Path], Written]) -> in
     with files.create(path.with_suffix(".part")) as report:
         report.lock()
         files.rename(report.path, path)  # it appears locked
-        told, size = _told(folder, write_files)
+        told, size = _reported(folder, write_files)
         data = json.dumps(told).encode()
         report.reserve(len(data))
         report.write_at(0, data)
@@ -87,7 +87,9 @@ def _is_committed(job: Job, folder: Path) -> bool:
     return True
 
 
-def _told(folder: Path, write_files: Callable[[Path], Written]) -> tuple[Mapping[str, object], int]:
+def _reported(
+    folder: Path, write_files: Callable[[Path], Written]
+) -> tuple[Mapping[str, object], int]:
     try:
         written = write_files(folder)
     except OSError as error:

@@ -29,7 +29,7 @@ from ..state.roles import MODEL, OPTIMIZER, FileRole, trained_names
 from ..state.roles import STATE as STATE_ROLE
 from ..state.states import AdoptedStates, adopted
 from ..state.tensors import split
-from .job import Job, Shard, Share
+from .job import Job, Shard, WriteShare
 from .load_balancing import LocalTensor
 from .writer_group import ALONE, Holding, WriterGroup
 from .writing import write
@@ -274,9 +274,9 @@ def _shards(
     return shards
 
 
-def _share(plan: FilePlan, own: Mapping[str, LocalBox], crew: WriterGroup) -> Share:
+def _share(plan: FilePlan, own: Mapping[str, LocalBox], crew: WriterGroup) -> WriteShare:
     boxes = {name: own[name].box for name in plan.header.entries if name in own}
-    return Share(boxes, has_head=crew.rank == 0)
+    return WriteShare(boxes, has_head=crew.rank == 0)
 
 
 def still_in(role: FileRole, tensors: Described, moments: Collection[str]) -> Collection[str]:

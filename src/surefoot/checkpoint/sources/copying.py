@@ -16,7 +16,7 @@ from ...storage import files
 from ..disk.bytes import dtype_name, write_tensor
 from ..disk.dcp_metadata import explained
 from ..disk.file_plan import FilePlan, plan_save
-from ..disk.stream import Stream
+from ..disk.stream import ByteStream
 from ..saving.preparation import dump_index
 from .source import CastSource, Shape, TensorSource
 
@@ -118,13 +118,15 @@ def fill(
     """Write and flush a file; returns the hash of the bytes of each of its tensors, or boxes, by
     name.
     """
-    with Stream(file) as stream:
+    with ByteStream(file) as stream:
         stream.write(plan.head)
         boxes = explained(plan.header).items()
         return {name: copy_box(stream, source, name, box, progress) for name, (_, box) in boxes}
 
 
-def copy_box(stream: Stream, source: TensorSource, name: str, box: Box, progress: Progress) -> str:
+def copy_box(
+    stream: ByteStream, source: TensorSource, name: str, box: Box, progress: Progress
+) -> str:
     """Add the values of one box of one tensor, block by block; returns the hash of their bytes."""
     digest = files.Hash()
     for part in box.blocks(_BLOCK // source.dtypes()[name].itemsize):

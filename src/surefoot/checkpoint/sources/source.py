@@ -18,7 +18,7 @@ from ...errors import CheckpointError
 from ...geometry.box import Box
 from ...storage import files
 from ..disk.bytes import DTYPES, fill_box, raw
-from .weights import StoredBox, Weights
+from .weights import FolderWeights, StoredBox
 
 Shape = tuple[int, ...]
 
@@ -49,7 +49,7 @@ class FolderSource:
     against it; a tensor with several parts, part by part.
     """
 
-    weights: Weights
+    weights: FolderWeights
     _half_read: dict[StoredBox, tuple[int, files.Hash]] = field(
         default_factory=dict, repr=False, compare=False
     )  # elements hashed so far, and their hash

@@ -10,7 +10,7 @@ from ...errors import CheckpointError
 from ...geometry.box import Box
 from ..disk import tensorfile
 from ..disk.folder import CheckpointFolder
-from ..disk.header import Entry
+from ..disk.header import TensorEntry
 from ..disk.manifest import Piece
 
 MODEL = "model.safetensors"
@@ -48,13 +48,13 @@ class TensorLocation:
 
     file: tensorfile.TensorFile
     key: str
-    entry: Entry
+    entry: TensorEntry
     hash: str | None = None
     parts: tuple[StoredBox, ...] = ()
 
 
 @dataclass(frozen=True)
-class Weights:
+class FolderWeights:
     """The weights of a folder by name. The files close when they are no longer referenced."""
 
     layout: str  # a name in LAYOUTS
@@ -79,7 +79,7 @@ def _place(pieces: Sequence[Piece], opened: Mapping[str, tensorfile.TensorFile])
         return TensorLocation(file, first.key, entry, first.hash)
     parts = tuple(StoredBox(opened[p.file], p.key, p.box, p.hash) for p in pieces)
     return TensorLocation(
-        file, first.key, Entry(first.dtype, first.shape, entry.offset), None, parts
+        file, first.key, TensorEntry(first.dtype, first.shape, entry.offset), None, parts
     )
 
 

@@ -12,7 +12,7 @@ from ...checkpoint.layouts.mindspore.reading.ranks import step_of
 from ...storage.address import Address, is_address
 
 
-class Place(click.Path):
+class CheckpointPath(click.Path):
     """An existing folder, or a URL. If a folder of MindSpore's ranks contains several steps, a
     file in ``rank_0`` selects the step.
     """
@@ -35,7 +35,7 @@ class Place(click.Path):
             self.fail(str(error), param, ctx)
 
 
-PLACE = Place()
+PLACE = CheckpointPath()
 
 
 def local(checkpoint: Path | Address) -> Path:

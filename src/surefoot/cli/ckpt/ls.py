@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ...checkpoint.looking.listing import Line, list_run, verified
+from ...checkpoint.looking.listing import CheckpointLine, list_run, verified
 from ...storage.address import Address
 from ..table import (
     JSON,
@@ -59,7 +59,7 @@ def ls(folder: Path | Address, verify: bool, as_json: bool) -> None:
         raise click.exceptions.Exit(1)
 
 
-def _in_store(address: Address, *, verify: bool) -> list[Line]:
+def _in_store(address: Address, *, verify: bool) -> list[CheckpointLine]:
     from ...remote.check import verified_line
     from ...remote.listing import list_store
 
@@ -67,12 +67,12 @@ def _in_store(address: Address, *, verify: bool) -> list[Line]:
     return [verified_line(address, line) for line in lines] if verify else lines
 
 
-def _verified(lines: list[Line]) -> list[Line]:
+def _verified(lines: list[CheckpointLine]) -> list[CheckpointLine]:
     with reading("verifying", sum(line.num_bytes or 0 for line in lines)) as advance:
         return [verified(line, advance) for line in lines]
 
 
-def _print(lines: list[Line]) -> None:
+def _print(lines: list[CheckpointLine]) -> None:
     screen = console()
     screen.print(_table(lines, screen))
     for line in lines:
@@ -80,7 +80,7 @@ def _print(lines: list[Line]) -> None:
             screen.print(mark("✗", "bold red", f"{line.path.name}: {line.problem}"), soft_wrap=True)
 
 
-def _table(lines: list[Line], screen: Console) -> Table:
+def _table(lines: list[CheckpointLine], screen: Console) -> Table:
     usable = [line for line in lines if line.problem is None and line.step is not None]
     newest = usable[-1] if usable else None
     columns = {name: cells for name, cells in _columns(lines, newest).items() if any(cells)}
@@ -88,7 +88,7 @@ def _table(lines: list[Line], screen: Console) -> Table:
     return fitted(screen, columns, numbers=_NUMBERS, optional=_OPTIONAL, styles=styles)
 
 
-def _columns(lines: list[Line], newest: Line | None) -> dict[str, list[Text]]:
+def _columns(lines: list[CheckpointLine], newest: CheckpointLine | None) -> dict[str, list[Text]]:
     shares = any(_shares(line) for line in lines)
     cells = {
         "checkpoint": [line.path.name for line in lines],
@@ -109,12 +109,12 @@ def _columns(lines: list[Line], newest: Line | None) -> dict[str, list[Text]]:
 _OTHERS = {"huggingface": "Trainer", "peft": "Trainer", "mindspore": "MindSpore"}
 
 
-def _shares(line: Line) -> bool:
+def _shares(line: CheckpointLine) -> bool:
     known = line.num_bytes is not None and line.disk_bytes is not None
     return known and (line.disk_bytes or 0) < _SHARED * (line.num_bytes or 0)
 
 
-def _state(line: Line, newest: Line | None) -> Text:
+def _state(line: CheckpointLine, newest: CheckpointLine | None) -> Text:
     if line.is_being_written:
         return Text("being saved", style="yellow")
     if line.problem is not None:

@@ -14,7 +14,7 @@ from typing import ClassVar
 import numpy as np
 
 from ..data_order import Index, draw, permutation
-from ..store.stream import Stream
+from ..store.stream import ExampleStream
 from .example_order import Description
 
 EPOCHS = 1 << 40  # streams of random numbers of one epoch
@@ -32,7 +32,7 @@ class BlockShuffle:
     Examples that are ``held_out`` are never drawn, and positions do not count them.
     """
 
-    examples: Stream
+    examples: ExampleStream
     seed: int
     buffer_size: int
     shuffle: bool = True

@@ -19,14 +19,14 @@ from ...errors import DataError
 from ..data_order import hold_out
 from ..example import JSON
 from ..order.full_shuffle import FullShuffle
-from ..rows.dataset_report import DatasetReport, Report, report_from
-from ..rows.registry import Entry, read_registry
+from ..rows.dataset_report import DatasetReport, EncodingReport, report_from
+from ..rows.registry import DatasetEntry, read_registry
 from ..rows.rows import read_examples, too_many_broken
 from ..section import DataSection
 from ..store import cache
 from ..store.cache import Writer, default_folder, load_or_build
 from ..store.dataset import EncodedDataset, EncodedStore, join
-from ..store.encoder import Encode, Encoder, nothing_learnt
+from ..store.encoder import Encode, Encoder, no_items_error
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ class EncodedData:
 
     train: EncodedDataset
     evals: Mapping[str, EncodedDataset]  # by dataset; "" for what val_size holds out
-    report: Report
+    report: EncodingReport
 
     @property
     def complete(self) -> Sequence[EncodedDataset]:
@@ -104,7 +104,7 @@ def prepare_evals(
     return {name: join([each.store]) for name, each in loaded.items()}
 
 
-def entries_of(section: DataSection) -> list[Entry]:
+def entries_of(section: DataSection) -> list[DatasetEntry]:
     """Every dataset that a recipe names, once. All entries are checked before any is encoded."""
     registry = read_registry(section.dataset_dir)
     names = (*section.datasets, *section.eval_datasets)
@@ -127,7 +127,7 @@ def _arranged(section: DataSection, loaded: Mapping[str, _Loaded], seed: int) ->
     if section.val_size:
         train, evals[""] = _split([loaded[name] for name in section.datasets], section, seed)
     reports = tuple(each.report for each in loaded.values())
-    return EncodedData(train, evals, Report(reports, len(evals.get("", ()))))
+    return EncodedData(train, evals, EncodingReport(reports, len(evals.get("", ()))))
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ def _split(
 
 
 def _load(
-    entry: Entry, section: DataSection, encode: Encode, fingerprint: Mapping[str, str]
+    entry: DatasetEntry, section: DataSection, encode: Encode, fingerprint: Mapping[str, str]
 ) -> _Loaded:
     content = entry.source.content_hash()
     key = key_of(entry, section, fingerprint, content)
@@ -161,7 +161,7 @@ def _load(
         rows = read_examples(entry, max_samples=limits[0], max_broken_rows=limits[1])
         report = Encoder(entry.name, encode, writer).run(rows)
         if not report.items:
-            raise nothing_learnt(report)
+            raise no_items_error(report)
         if entry.source.content_hash() != content:
             raise DataError(f"dataset {entry.name!r}: {entry.source} changed while it was read")
         return asdict(report)
@@ -176,7 +176,9 @@ def _load(
     return _Loaded(cached.store, report)
 
 
-def key_of(entry: Entry, section: DataSection, fingerprint: Mapping[str, str], content: str) -> str:
+def key_of(
+    entry: DatasetEntry, section: DataSection, fingerprint: Mapping[str, str], content: str
+) -> str:
     """The fingerprint of all inputs of the encoded dataset."""
     settings = {name: str(getattr(section, name)) for name in SETTINGS}
     parts = [VERSION, entry.describe(), content, settings, dict(fingerprint)]

@@ -12,13 +12,13 @@ from ...errors import DataError
 from ..data_order import Index, hold_out
 from ..order.block_shuffle import BlockShuffle
 from ..rows.dataset_report import DatasetReport
-from ..rows.registry import Entry
+from ..rows.registry import DatasetEntry
 from ..section import DataSection
 from ..store.cache import default_folder
 from ..store.dataset import EncodedDataset, join
 from ..store.encoder import Encode
 from ..store.shards import ROWS, encode_shards
-from ..store.stream import Stream, StreamedDataset
+from ..store.stream import ExampleStream, StreamedDataset
 from .encoded_data import entries_of, key_of, prepare_evals
 
 
@@ -26,7 +26,7 @@ from .encoded_data import entries_of, key_of, prepare_evals
 class StreamingData:
     """What a run trains on while it is encoded, and what it is evaluated on."""
 
-    train: Stream
+    train: ExampleStream
     held: Index  # items of the stream that ``val_size`` holds out, ascending
     evals: Mapping[str, EncodedDataset]  # by dataset; "" for what is held out
 
@@ -72,7 +72,7 @@ def open_stream(
         StreamedDataset(entry.name, _folder(entry, section, fingerprint))
         for entry in _training_entries(section)
     ]
-    stream = Stream(parts, more, max_broken_rows=section.max_broken_rows)
+    stream = ExampleStream(parts, more, max_broken_rows=section.max_broken_rows)
     evals = prepare_evals(section, encode, fingerprint=fingerprint)
     held = held_items(stream, section, seed)
     if len(held):
@@ -94,7 +94,7 @@ def encode_stream(
         yield from encode_shards(entry, section, encode, folder, shard_rows=shard_rows)
 
 
-def held_items(stream: Stream, section: DataSection, seed: int) -> Index:
+def held_items(stream: ExampleStream, section: DataSection, seed: int) -> Index:
     """The items of ``val_size`` rows among those of the first ``buffer_size`` items."""
     if not section.val_size:
         return np.empty(0, np.int64)
@@ -113,10 +113,10 @@ def held_items(stream: Stream, section: DataSection, seed: int) -> Index:
     ).astype(np.int64)
 
 
-def _training_entries(section: DataSection) -> list[Entry]:
+def _training_entries(section: DataSection) -> list[DatasetEntry]:
     return [entry for entry in entries_of(section) if entry.name in section.datasets]
 
 
-def _folder(entry: Entry, section: DataSection, fingerprint: Mapping[str, str]) -> Path:
+def _folder(entry: DatasetEntry, section: DataSection, fingerprint: Mapping[str, str]) -> Path:
     root = section.cache_dir or default_folder()
     return root / f"{key_of(entry, section, fingerprint, entry.source.stamp())}.shards"

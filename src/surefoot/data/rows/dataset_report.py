@@ -41,7 +41,7 @@ class DatasetReport:
 
 
 @dataclass(frozen=True)
-class Report:
+class EncodingReport:
     """The counts of all datasets of a recipe."""
 
     datasets: tuple[DatasetReport, ...]

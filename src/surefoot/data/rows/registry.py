@@ -35,7 +35,7 @@ MEDIA = ("images", "videos", "audios")
 
 
 @dataclass(frozen=True)
-class Entry:
+class DatasetEntry:
     """One dataset: its source, and the format of its rows."""
 
     name: str
@@ -56,7 +56,7 @@ class Registry:
     path: Path
     entries: Mapping[str, object]
 
-    def entry(self, name: str) -> Entry:
+    def entry(self, name: str) -> DatasetEntry:
         """The dataset of that name; raises DataError for an unknown name or an invalid entry."""
         if name not in self.entries:
             hint = nearest(name, self.entries) or f" (it has {_listed(self.entries)})"
@@ -74,7 +74,7 @@ class Registry:
         data_format: Format = FORMATS[kind](**settings)
         source = _source(raw, self.path.parent, where)
         columns = _columns(names, data_format)
-        return Entry(name, source, data_format, columns, _num_samples(raw, where))
+        return DatasetEntry(name, source, data_format, columns, _num_samples(raw, where))
 
 
 def read_registry(dataset_dir: Path) -> Registry:

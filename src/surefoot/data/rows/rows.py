@@ -11,12 +11,12 @@ from ..example import Example
 from .dataset_report import shown
 from .formats import FORMATS
 from .formats.fields import Row, nearest
-from .registry import Entry
+from .registry import DatasetEntry
 from .row_sources import BrokenRow
 
 
 def read_examples(
-    entry: Entry, *, max_samples: int | None = None, max_broken_rows: int = 0
+    entry: DatasetEntry, *, max_samples: int | None = None, max_broken_rows: int = 0
 ) -> Iterator[Example | BrokenRow]:
     """One item per row, in order.
 
@@ -42,7 +42,7 @@ def read_examples(
     _check_columns(entry, found, rows)
 
 
-def _read(entry: Entry, index: int, row: Row | BrokenRow) -> Example | BrokenRow:
+def _read(entry: DatasetEntry, index: int, row: Row | BrokenRow) -> Example | BrokenRow:
     if isinstance(row, BrokenRow):
         return row
     try:
@@ -51,7 +51,9 @@ def _read(entry: Entry, index: int, row: Row | BrokenRow) -> Example | BrokenRow
         return BrokenRow(index, str(error))
 
 
-def _check_columns(entry: Entry, found: dict[str, None], rest: Iterator[Row | BrokenRow]) -> None:
+def _check_columns(
+    entry: DatasetEntry, found: dict[str, None], rest: Iterator[Row | BrokenRow]
+) -> None:
     """Every column that the entry names must be in some row, even in one that is not used."""
     absent = set(entry.columns) - found.keys()
     while absent and (row := next(rest, None)) is not None:
@@ -66,7 +68,7 @@ def _check_columns(entry: Entry, found: dict[str, None], rest: Iterator[Row | Br
             )
 
 
-def _advice(entry: Entry, column: str, found: Mapping[str, None]) -> str:
+def _advice(entry: DatasetEntry, column: str, found: Mapping[str, None]) -> str:
     """A suggestion for the entry, derived from the columns of the dataset."""
     if hint := nearest(column, found):
         return hint

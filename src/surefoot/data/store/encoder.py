@@ -143,7 +143,7 @@ def _ahead(
         yield each, made.result()
 
 
-def nothing_learnt(report: DatasetReport) -> DataError:
+def no_items_error(report: DatasetReport) -> DataError:
     """The error for a dataset without items."""
     reasons = "; ".join(f"{reason} ({count:,})" for reason, count in report.dropped.items())
     return DataError(

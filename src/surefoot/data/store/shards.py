@@ -20,12 +20,12 @@ from ...errors import DataError
 from ...storage import files
 from ..example import JSON
 from ..rows.dataset_report import DatasetReport, add, report_from
-from ..rows.registry import Entry
+from ..rows.registry import DatasetEntry
 from ..rows.rows import read_examples
 from ..section import DataSection
 from . import cache
 from .cache import Cached, Writer, load_or_build
-from .encoder import Encode, Encoder, Row, nothing_learnt
+from .encoder import Encode, Encoder, Row, no_items_error
 
 ROWS, TOKENS = 4096, 1 << 22  # a shard ends with one or the other
 WHOLE = "whole.json"
@@ -56,7 +56,12 @@ def read_whole(folder: Path) -> CompleteDataset | None:
 
 
 def encode_shards(
-    entry: Entry, section: DataSection, encode: Encode, folder: Path, *, shard_rows: int = ROWS
+    entry: DatasetEntry,
+    section: DataSection,
+    encode: Encode,
+    folder: Path,
+    *,
+    shard_rows: int = ROWS,
 ) -> Iterator[DatasetReport]:
     """Encode what is still missing of a dataset in ``folder``; yields the report so far with every
     shard.
@@ -86,7 +91,7 @@ def encode_shards(
         number += 1
         yield total
     if not total.items:
-        raise nothing_learnt(total)
+        raise no_items_error(total)
     with files.raising(DataError, "data.cache_dir"):
         files.write_aside(
             folder / WHOLE, json.dumps(asdict(CompleteDataset(number, total.items))).encode()

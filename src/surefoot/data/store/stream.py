@@ -41,7 +41,7 @@ class StreamedDataset:
     folder: Path
 
 
-class Stream:
+class ExampleStream:
     """The items of some datasets, one after another."""
 
     def __init__(

@@ -23,11 +23,11 @@ from ...errors import TemplateError
 from ..encoded import Dropped, Encoded, Truncated
 from ..example import JSON, Dicts, Example, Message
 from ..section import DataSection
-from .sequence import Item, Rendered, split, whole
+from .sequence import Item, RenderedConversation, split, whole
 from .templates import Template
 from .templates.render import Renderer, message_dicts, tool_dicts
 from .templates.response_spans import ResponseLocator
-from .tokenization import Text, Tokenization, Tokens, canonical
+from .tokenization import RenderedText, Tokenization, Tokens, canonical
 
 VERSION = 1  # of what this module makes of an example; part of the fingerprint
 
@@ -63,10 +63,12 @@ class Codec:
         with self._lock:
             drafts = [self._draft(example) for example in examples]
             chat = self._chat
-        tokens = iter(chat.encode([d.text for d in drafts if isinstance(d, Rendered)]))
+        tokens = iter(chat.encode([d.text for d in drafts if isinstance(d, RenderedConversation)]))
         with self._lock:
             return [
-                self._encoded(draft, next(tokens)) if isinstance(draft, Rendered) else draft
+                self._encoded(draft, next(tokens))
+                if isinstance(draft, RenderedConversation)
+                else draft
                 for draft in drafts
             ]
 
@@ -74,7 +76,9 @@ class Codec:
         """Each text with its first and last token (BOS if the tokenizer has it, EOS), in pieces."""
         with self._lock:
             tokenization, head, tail = self._documents
-        marked = [Text(tokenization.protect(t), tokenization.spells_control(t)) for t in texts]
+        marked = [
+            RenderedText(tokenization.protect(t), tokenization.spells_control(t)) for t in texts
+        ]
         found = tokenization.encode(marked)
         return [
             list(self._pieces([*head, *tokens.ids, *tail])) if text else NO_TEXT
@@ -85,7 +89,7 @@ class Codec:
         """Ids up to the beginning of the next response, as ``apply_chat_template`` gives them."""
         dicts, schemas, marked = self._protected(self._with_system(messages), tools)
         text = self._renderer.render(dicts, schemas, prompt=True)
-        return self._chat.encode([Text(text, marked)])[0].ids
+        return self._chat.encode([RenderedText(text, marked)])[0].ids
 
     def encode_prompts(self, examples: Sequence[Example]) -> list[Encoded]:
         """Each conversation up to its last answer, to be continued: ids without a label."""
@@ -193,7 +197,7 @@ class Codec:
             dicts, schemas = self._chat.protect(dicts), self._chat.protect(schemas)
         return dicts, schemas or None, marked
 
-    def _is_learnt(self, messages: Sequence[Message], index: int) -> bool:
+    def _is_trained(self, messages: Sequence[Message], index: int) -> bool:
         """Whether to train on the message at ``index``: its own setting, else the recipe's."""
         message = messages[index]
         if message.learn is not None:
@@ -203,10 +207,10 @@ class Codec:
         later = (message.role == "assistant" for message in messages[index + 1 :])
         return not self.section.mask_history or not any(later)
 
-    def _draft(self, example: Example) -> Rendered | Dropped:
+    def _draft(self, example: Example) -> RenderedConversation | Dropped:
         """Render a conversation up to the last trained message."""
         messages = self._with_system(example.messages)
-        learnt = [i for i in range(len(messages)) if self._is_learnt(messages, i)]
+        learnt = [i for i in range(len(messages)) if self._is_trained(messages, i)]
         if not learnt:
             return NOTHING
         messages = messages[: learnt[-1] + 1]
@@ -219,20 +223,22 @@ class Codec:
             text, turns = locator.locate(dicts, tools, wanted)
             parts = [locator.content(dicts, tools, i, text) for i in odd if i not in wanted]
             if marked:
-                self._chat.encode([Text(text, marked)])  # this row may fail, its batch must not
+                self._chat.encode(
+                    [RenderedText(text, marked)]
+                )  # this row may fail, its batch must not
         except TemplateError as error:
             return Dropped(str(error))
         if is_whole:
             parts += [turn for turn in turns if turn.index in odd]
-        return Rendered(Text(text, marked), turns, parts)
+        return RenderedConversation(RenderedText(text, marked), turns, parts)
 
-    def _encoded(self, rendered: Rendered, tokens: Tokens) -> Encoded:
+    def _encoded(self, rendered: RenderedConversation, tokens: Tokens) -> Encoded:
         """Set labels, and truncate to ``cutoff_len``."""
         if self.section.train_on_prompt:
             found = [whole(rendered, tokens, self._chat)]
         else:
             found = split(rendered, tokens, self._chat)
-        items = [item for item in found if item.num_learnt]
+        items = [item for item in found if item.num_trained_tokens]
         if not items:
             return NOTHING
         fitted = [item.fit(self.section.cutoff_len) for item in items]
@@ -248,4 +254,4 @@ class Codec:
 
 def _is_cut(fit: Item | None, item: Item) -> bool:
     """Whether trained tokens are lost."""
-    return fit is None or fit.num_learnt < item.num_learnt
+    return fit is None or fit.num_trained_tokens < item.num_trained_tokens

@@ -58,7 +58,7 @@ def _pair(chosen: Encoded, rejected: Encoded) -> Encoded:
         if isinstance(outcome, Dropped):
             return outcome
     items = [_item(outcome) for outcome in (chosen, rejected)]
-    if not all(any(_learnt(item)) for item in items):
+    if not all(any(_trained(item)) for item in items):
         return NO_ROOM
     if list(items[0]["input_ids"]) == list(items[1]["input_ids"]):
         return SAME
@@ -73,5 +73,5 @@ def _item(outcome: Encoded) -> Features:
     return (outcome.features if isinstance(outcome, Truncated) else outcome)[-1]
 
 
-def _learnt(item: Features) -> Iterator[bool]:
+def _trained(item: Features) -> Iterator[bool]:
     return (label != IGNORE_INDEX for label in item["labels"][1:])

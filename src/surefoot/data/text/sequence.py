@@ -6,17 +6,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ...batch import IGNORE_INDEX, Features
-from .templates.response_spans import Turn
-from .tokenization import Bounds, Text, Tokenization, Tokens
+from .templates.response_spans import ResponseSpan
+from .tokenization import Bounds, RenderedText, Tokenization, Tokens
 
 
 @dataclass(frozen=True, slots=True)
-class Rendered:
+class RenderedConversation:
     """The text of a conversation, and its response spans."""
 
-    text: Text
-    turns: Sequence[Turn]  # the answers to learn; all answers where the whole text is learnt
-    parts: Sequence[Turn]  # contents to learn beside them; or not to learn, of a whole text
+    text: RenderedText
+    turns: Sequence[
+        ResponseSpan
+    ]  # the answers to learn; all answers where the whole text is learnt
+    parts: Sequence[ResponseSpan]  # contents to learn beside them; or not to learn, of a whole text
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +37,7 @@ class Item:
         return {"input_ids": self.ids, "labels": self.labels}
 
     @property
-    def num_learnt(self) -> int:
+    def num_trained_tokens(self) -> int:
         """Number of tokens with a label."""
         return len(self.labels) - self.labels.count(IGNORE_INDEX)
 
@@ -56,7 +58,7 @@ class Item:
         return replace(self, ids=self.ids[:end], labels=self.labels[:end])
 
 
-def whole(rendered: Rendered, tokens: Tokens, tokenization: Tokenization) -> Item:
+def whole(rendered: RenderedConversation, tokens: Tokens, tokenization: Tokenization) -> Item:
     """A conversation as one trained text, except the messages that are masked."""
     labels = list(tokens.ids)
     for start, end in _bounds(rendered, tokens, tokenization, rendered.parts):
@@ -65,7 +67,7 @@ def whole(rendered: Rendered, tokens: Tokens, tokenization: Tokenization) -> Ite
     return Item(tokens.ids, labels, _bounds(rendered, tokens, tokenization, inside))
 
 
-def split(rendered: Rendered, tokens: Tokens, tokenization: Tokenization) -> list[Item]:
+def split(rendered: RenderedConversation, tokens: Tokens, tokenization: Tokenization) -> list[Item]:
     """One sequence for all responses whose prompt text is unchanged by later turns, and a
     separate sequence for each other response.
     """
@@ -90,9 +92,9 @@ def split(rendered: Rendered, tokens: Tokens, tokenization: Tokenization) -> lis
     return [item.cut(max(end for _, end in learnt)) if own else item, *own]
 
 
-def _alone(rendered: Rendered, tokenization: Tokenization, turn: Turn) -> Item:
+def _alone(rendered: RenderedConversation, tokenization: Tokenization, turn: ResponseSpan) -> Item:
     """A sequence for one response: its prompt as chat encodes it, then the response."""
-    text = Text(turn.text, rendered.text.marked)
+    text = RenderedText(turn.text, rendered.text.marked)
     prompt = tokenization.encode([text[: turn.start]])[0].ids
     answer = tokenization.encode_after(text[turn.start : turn.end])
     ids = prompt + answer
@@ -100,7 +102,10 @@ def _alone(rendered: Rendered, tokenization: Tokenization, turn: Turn) -> Item:
 
 
 def _bounds(
-    rendered: Rendered, tokens: Tokens, tokenization: Tokenization, turns: Sequence[Turn]
+    rendered: RenderedConversation,
+    tokens: Tokens,
+    tokenization: Tokenization,
+    turns: Sequence[ResponseSpan],
 ) -> list[Bounds]:
     """The response spans that begin and end at token boundaries."""
     spans = [(turn.start, turn.end) for turn in turns]

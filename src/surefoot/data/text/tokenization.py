@@ -29,14 +29,14 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Text:
+class RenderedText:
     """Rendered text. ``marked``: it contains marks around words that must stay plain text."""
 
     text: str
     marked: bool = False
 
-    def __getitem__(self, part: slice) -> Text:
-        return Text(self.text[part], self.marked)
+    def __getitem__(self, part: slice) -> RenderedText:
+        return RenderedText(self.text[part], self.marked)
 
 
 class Offsets(Protocol):
@@ -91,12 +91,12 @@ class Tokenization:
         """``value`` with marks around the control tokens that its strings contain."""
         return _map_strings(value, self._protect)
 
-    def encode(self, texts: Sequence[Text]) -> list[Tokens]:
+    def encode(self, texts: Sequence[RenderedText]) -> list[Tokens]:
         """Ids and offsets of every text; nothing is added before or after."""
         encoded = self._encode_plain([text.text for text in texts if not text.marked])
         return [self._encode_marked(t.text) if t.marked else next(encoded) for t in texts]
 
-    def encode_after(self, text: Text) -> list[int]:
+    def encode_after(self, text: RenderedText) -> list[int]:
         """Ids of a text that continues another: without the space some tokenizers put first."""
         if text.marked:
             return [
@@ -105,7 +105,12 @@ class Tokenization:
         return self._after(text.text, False).ids
 
     def bounds(
-        self, tokens: Tokens, text: Text, spans: Sequence[Bounds], *, behind_prompt: bool = False
+        self,
+        tokens: Tokens,
+        text: RenderedText,
+        spans: Sequence[Bounds],
+        *,
+        behind_prompt: bool = False,
     ) -> list[Bounds | None]:
         """The tokens of each span of a text: the first, and one past the last.
 
@@ -117,7 +122,7 @@ class Tokenization:
             known = self._landmarks.find(text.text, tokens.ids, self._ids)
         return [self._bounds(tokens, text, known, span, behind_prompt) for span in spans]
 
-    def is_prefix(self, tokens: Tokens, text: Text, end: int) -> bool:
+    def is_prefix(self, tokens: Tokens, text: RenderedText, end: int) -> bool:
         """Whether ``text[:end]``, encoded alone, gives exactly the first of ``tokens``, of
         ``text``.
 
@@ -148,7 +153,7 @@ class Tokenization:
     def _bounds(
         self,
         tokens: Tokens,
-        text: Text,
+        text: RenderedText,
         known: Known | None,
         span: Bounds,
         behind_prompt: bool,
@@ -165,11 +170,11 @@ class Tokenization:
     def _ids(self, text: str) -> list[int]:
         """Ids of an unmarked text; short ones, such as the headers of turns, are cached."""
         if len(text) > 64:
-            return self.encode([Text(text)])[0].ids
+            return self.encode([RenderedText(text)])[0].ids
         if text not in self._short:
             if len(self._short) > 10_000:
                 self._short.clear()
-            self._short[text] = self.encode([Text(text)])[0].ids
+            self._short[text] = self.encode([RenderedText(text)])[0].ids
         return self._short[text]
 
     def _protect(self, text: str) -> str:

@@ -13,7 +13,7 @@ from ..other_settings import Changes
 from .result import BenchResult
 from .search import Search, Trial
 from .single_rank import SingleRankRecipe
-from .subprocess_trial import Failure, measured
+from .subprocess_trial import TrialFailure, measured
 
 LIMIT = 15 * 60.0  # seconds after which nothing more is tried
 _SLOWEST, _PATIENCE = 4, 600.0  # times as long as the recipe itself, and seconds to compile
@@ -36,23 +36,23 @@ def find_fastest(
     began = time.monotonic()
     timeout: float | None = None
 
-    def measure(changes: Changes) -> BenchResult | Failure:
+    def measure(changes: Changes) -> BenchResult | TrialFailure:
         on_try(changes)
         try:
             return measured(read(one.recipe, changes), steps, timeout)
         except SurefootError as error:
-            return Failure(str(error), type(error).__name__)
+            return TrialFailure(str(error), type(error).__name__)
 
     search = Search(one.recipe, measure, lambda: time.monotonic() - began > LIMIT)
     for trial in search.run():
-        if isinstance(trial.outcome, Failure) and not trial.changes and trial.outcome.error:
+        if isinstance(trial.outcome, TrialFailure) and not trial.changes and trial.outcome.error:
             raise trial.outcome.raised()
         timeout = timeout or _SLOWEST * (time.monotonic() - began) + _PATIENCE
         if only_this:
             break
     first = search.trials[0].outcome
-    if all(isinstance(trial.outcome, Failure) for trial in search.trials):
-        assert isinstance(first, Failure)
+    if all(isinstance(trial.outcome, TrialFailure) for trial in search.trials):
+        assert isinstance(first, TrialFailure)
         hint = (
             "without --only-this, smaller settings are tried"
             if only_this

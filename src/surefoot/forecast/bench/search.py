@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from ...recipe.recipe import Recipe
 from ..other_settings import COMPILE, PACKING, RECOMPUTE, SIZE, Changes, changed, resized, value
 from .result import BenchResult
-from .subprocess_trial import Failure
+from .subprocess_trial import TrialFailure
 
 MARGIN = 1.03  # times as fast; what is less may be chance
 
-Measure = Callable[[Changes], BenchResult | Failure]
+Measure = Callable[[Changes], BenchResult | TrialFailure]
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Trial:
     """A recipe with other settings, and how it went."""
 
     changes: Changes  # by dotted path; none: the recipe as it is
-    outcome: BenchResult | Failure
+    outcome: BenchResult | TrialFailure
 
 
 @dataclass
@@ -67,7 +67,7 @@ class Search:
         """Measure the recipe again before something else is called faster: other work, or heat, may
         have slowed it down the first time."""
         first = self.trials[0].outcome
-        if isinstance(first, Failure) or not self.best.changes or self.is_over():
+        if isinstance(first, TrialFailure) or not self.best.changes or self.is_over():
             return
         again = self.measure({})
         if isinstance(again, BenchResult) and again.tokens_per_second > first.tokens_per_second:
@@ -89,7 +89,7 @@ class Search:
 
     def _has_room(self) -> bool:
         """Whether recomputation works where larger passes did not."""
-        failed = any(isinstance(t.outcome, Failure) and SIZE in t.changes for t in self.trials)
+        failed = any(isinstance(t.outcome, TrialFailure) and SIZE in t.changes for t in self.trials)
         last = self.trials[-1]
         works = last.changes.get(RECOMPUTE) is True and isinstance(last.outcome, BenchResult)
         return failed and works
@@ -115,9 +115,9 @@ class Search:
 
 def is_better(new: Trial, old: Trial) -> bool:
     """Whether the run would be over sooner, by more than chance; compiling counts."""
-    if isinstance(new.outcome, Failure):
+    if isinstance(new.outcome, TrialFailure):
         return False
-    if isinstance(old.outcome, Failure):
+    if isinstance(old.outcome, TrialFailure):
         return True
     tokens = old.outcome.run_steps * old.outcome.tokens / old.outcome.steps
     return _run_seconds(old.outcome, tokens) > MARGIN * _run_seconds(new.outcome, tokens)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ...errors import RecipeError, RunError
-from ...parallel.launch import num_processes
+from ...parallel.launcher import num_processes
 from ...parallel.section import ParallelSection
 from ...parallel.world import launched
 from ...recipe.recipe import Recipe

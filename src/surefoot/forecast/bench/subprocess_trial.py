@@ -19,7 +19,7 @@ from .result import BenchResult
 
 
 @dataclass(frozen=True)
-class Failure:
+class TrialFailure:
     """Why a trial failed."""
 
     reason: str
@@ -31,7 +31,9 @@ class Failure:
         return kind(self.reason)
 
 
-def measured(recipe: Recipe, steps: int, timeout: float | None = None) -> BenchResult | Failure:
+def measured(
+    recipe: Recipe, steps: int, timeout: float | None = None
+) -> BenchResult | TrialFailure:
     """The result of ``recipe``, or why it failed; ``timeout`` in seconds.
 
     Nothing of it remains except the cache of encoded datasets.
@@ -54,24 +56,24 @@ def measured(recipe: Recipe, steps: int, timeout: float | None = None) -> BenchR
                     check=False,
                 ).returncode
             except subprocess.TimeoutExpired:
-                return Failure(f"not done after {timeout:.0f} s")
+                return TrialFailure(f"not done after {timeout:.0f} s")
         if code:
             return _crash(code, (folder / "log").read_text(errors="replace"))
         return _result(json.loads((folder / "result.json").read_text()))
 
 
-def _result(found: Mapping[str, object]) -> BenchResult | Failure:
+def _result(found: Mapping[str, object]) -> BenchResult | TrialFailure:
     figures = found.get("figures")
     if isinstance(figures, dict):
         return BenchResult(**figures)
     error = found.get("error")
-    return Failure(str(found["failure"]), None if error is None else str(error))
+    return TrialFailure(str(found["failure"]), None if error is None else str(error))
 
 
-def _crash(code: int, log: str) -> Failure:
+def _crash(code: int, log: str) -> TrialFailure:
     if code == -signal.SIGKILL:
-        return Failure("killed by the system, most likely because memory is short")
+        return TrialFailure("killed by the system, most likely because memory is short")
     if code < 0:
-        return Failure(f"ended by {signal.Signals(-code).name}")
+        return TrialFailure(f"ended by {signal.Signals(-code).name}")
     lines = [line for line in log.splitlines() if line.strip()]
-    return Failure(lines[-1] if lines else f"ended with code {code}")
+    return TrialFailure(lines[-1] if lines else f"ended with code {code}")

@@ -13,7 +13,7 @@ from pathlib import Path
 from ...errors import SurefootError
 from ...parallel.world import die_with_launcher
 from ...recipe.recipe import load
-from .measure import measure
+from .measurement import measure
 
 OUT_OF_MEMORY = "out of memory"
 _SIGNS = ("out of memory", "can't allocate memory", "not enough memory")  # of torch, lower case

@@ -31,8 +31,8 @@ from ...run.policy import options_of
 from ...training.stage import POLICY
 from .fake_tensors import FakeTensors, HoldingOptions
 from .live_bytes import LiveBytes
-from .memory import Pass, Snapshot, Weight
-from .share import StageShare
+from .memory_model import Pass, Snapshot, Weight
+from .stage_share import StageShare
 
 CPU = torch.device("cpu")
 UNMASKED = "surefoot_unmasked_sdpa"  # transformers' own; no mask is built for a name it knows not
@@ -133,7 +133,7 @@ def dry_run_batch(skeleton: DryRunModel, batch: Batch, number: int | None = None
     """
     was_disabled, _LOGGER.disabled = _LOGGER.disabled, True
     try:
-        return _rehearse(skeleton, batch, number)
+        return _measure_pass(skeleton, batch, number)
     except (RuntimeError, NotImplementedError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise NotRehearsedError(
@@ -143,7 +143,7 @@ def dry_run_batch(skeleton: DryRunModel, batch: Batch, number: int | None = None
         _LOGGER.disabled = was_disabled
 
 
-def _rehearse(skeleton: DryRunModel, batch: Batch, number: int | None) -> Pass:
+def _measure_pass(skeleton: DryRunModel, batch: Batch, number: int | None) -> Pass:
     batch = widened(batch, skeleton.setting.tp if skeleton.setting.sequence_parallel else 1)
     own = [*skeleton.network.module.parameters(), *skeleton.network.module.buffers()]
     grown = 0

@@ -11,7 +11,7 @@ import numpy as np
 from ...batch import Features
 from ...data.encoded import Dropped, Truncated
 from ...data.example import Example
-from ...data.rows.registry import Entry, read_registry
+from ...data.rows.registry import DatasetEntry, read_registry
 from ...data.rows.row_sources import BrokenRow
 from ...data.rows.rows import read_examples
 from ...data.store.dataset import EncodedDataset, in_memory, join
@@ -24,14 +24,14 @@ ROWS = 1000  # of each dataset, spread evenly over it
 
 
 @dataclass(frozen=True)
-class Examples:
+class ExampleLengths:
     """The training examples. In a sample, each example stands for several."""
 
     dataset: EncodedDataset
     rows_read: int | None = None  # how many rows were encoded to know; None: all, from the cache
 
 
-def examples_of(recipe: Recipe, codec: Codec) -> Examples:
+def examples_of(recipe: Recipe, codec: Codec) -> ExampleLengths:
     """The training examples of ``recipe``; nothing is written to the cache.
 
     Raises:
@@ -40,18 +40,18 @@ def examples_of(recipe: Recipe, codec: Codec) -> Examples:
     if not recipe.data.streaming:
         cached = found(recipe, codec, replace(recipe.data, eval_datasets=()))
         if cached is not None:
-            return Examples(cached.train)
+            return ExampleLengths(cached.train)
     registry = read_registry(recipe.data.dataset_dir)
     samples = [_sample(recipe, codec, registry.entry(name)) for name in recipe.data.datasets]
     stores = [in_memory(sample.items).stores[0] for sample in samples]
-    share = _learnt_share(recipe, sum(sample.rows for sample in samples))
+    share = _trained_share(recipe, sum(sample.rows for sample in samples))
     index, start = [], 0
     for store, sample in zip(stores, samples, strict=True):
         count = max(1, round(len(store) * sample.rows / sample.read * share))
         index.append(start + np.arange(count) % len(store))
         start += len(store)
     dataset = EncodedDataset(join(stores).stores, np.concatenate(index))
-    return Examples(dataset, sum(sample.read for sample in samples))
+    return ExampleLengths(dataset, sum(sample.read for sample in samples))
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class _Sample:
     rows: int  # that there are
 
 
-def _sample(recipe: Recipe, codec: Codec, entry: Entry) -> _Sample:
+def _sample(recipe: Recipe, codec: Codec, entry: DatasetEntry) -> _Sample:
     rows = sum(1 for _ in _rows(recipe, entry))
     chosen = list(islice(_rows(recipe, entry), 0, None, -(-rows // ROWS)))
     items = _encoded(recipe, codec, chosen)
@@ -73,7 +73,7 @@ def _sample(recipe: Recipe, codec: Codec, entry: Entry) -> _Sample:
     return _Sample(items, len(chosen), rows)
 
 
-def _rows(recipe: Recipe, entry: Entry) -> Iterator[Example | BrokenRow]:
+def _rows(recipe: Recipe, entry: DatasetEntry) -> Iterator[Example | BrokenRow]:
     section = recipe.data
     return read_examples(
         entry, max_samples=section.max_samples, max_broken_rows=section.max_broken_rows
@@ -91,7 +91,7 @@ def _encoded(
     return items
 
 
-def _learnt_share(recipe: Recipe, rows: int) -> float:
+def _trained_share(recipe: Recipe, rows: int) -> float:
     """The examples that ``val_size`` leaves for training."""
     held = recipe.data.val_size
     return max(0.0, 1 - (held if held < 1 else held / rows))

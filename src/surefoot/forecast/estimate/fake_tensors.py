@@ -17,11 +17,11 @@ from ...network.runner import ModelForward
 from ...network.tensors import from_config, method_of
 from ...parallel.sharded_model import layers
 from ...parallel.tensor.tensor_parallel import cut_tensors
-from ...parallel.tensor.tp_plan import Stretch, cuts_vocabulary
+from ...parallel.tensor.tp_plan import LayerRange, cuts_vocabulary
 from ...parallel.tensor.vocab_parallel import VocabParallelLogits
 from .axis import FakeAxis
 from .fake_quantized import pack, will_be_packed
-from .share import StageShare, share
+from .stage_share import StageShare, share
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class FakeTensors:
             axis, size = FakeAxis(setting.tp), inner.config.get_text_config().vocab_size
             self.vocabulary = VocabParallelLogits(axis, size) if cuts_vocabulary(inner) else None
             with self.mode:
-                between = [Stretch(layers(inner))] if setting.sequence_parallel else ()
+                between = [LayerRange(layers(inner))] if setting.sequence_parallel else ()
                 cut_tensors(inner, axis, between)
 
     def runner(self, draft: Draft) -> ModelForward:

@@ -13,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from .memory import Snapshot
+from .memory_model import Snapshot
 
 KINDS = ("activations", "logits", "copies")
 

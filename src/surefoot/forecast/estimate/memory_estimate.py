@@ -21,8 +21,8 @@ from ..other_settings import changes
 from .batches import RunLength, course_of, loader_of, token_counts, trained_counts
 from .dry_run import DryRunModel
 from .examples import examples_of
-from .memory import Memory, Mesh
-from .processes import (
+from .memory_model import Memory, MeshShape
+from .rank_memory import (
     Machine,
     PlanBase,
     Process,
@@ -74,7 +74,7 @@ class Plan:
     """The complete estimate of a run."""
 
     machine: Machine
-    mesh: Mesh
+    mesh: MeshShape
     precision: PrecisionName
     parameters: int
     trained_parameters: int

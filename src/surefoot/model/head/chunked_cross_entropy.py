@@ -50,9 +50,9 @@ class Head:
         """[C, V] in float32 or wider."""
         return capped(self.linear(hidden_CD), self.softcap)
 
-    def learnt(
+    def gradients_of(
         self, hidden_CD: torch.Tensor, labels_C: torch.Tensor, smoothing: float, learns: bool
-    ) -> logit_gradients.Learnt:
+    ) -> logit_gradients.ChunkGradients:
         """Log-probabilities and logit gradients of one chunk; gradients only if anything
         ``learns``.
         """
@@ -88,7 +88,7 @@ def totals(
 
 def logps(head: Head, hidden_ND: torch.Tensor, labels_N: torch.Tensor) -> torch.Tensor:
     """[N] float32 log-probability of each label."""
-    found = _Logps.apply(hidden_ND, head.weight, head.bias, labels_N, head)  # type: ignore[no-untyped-call]
+    found = _ChunkedLogps.apply(hidden_ND, head.weight, head.bias, labels_N, head)  # type: ignore[no-untyped-call]
     return cast(torch.Tensor, found)
 
 
@@ -117,7 +117,7 @@ class _Totals(torch.autograd.Function):
         found, everywhere = hidden_ND.new_zeros(2, dtype=wide(hidden_ND.dtype)).unbind()
         learns = any(ctx.needs_input_grad)
         for chunk in head.chunks(len(hidden_ND)):
-            learnt = head.learnt(hidden_ND[chunk], labels_N[chunk], smoothing, learns)
+            learnt = head.gradients_of(hidden_ND[chunk], labels_N[chunk], smoothing, learns)
             logps_C, sums_C, slopes_CV = learnt
             found += logps_C.sum()
             if smoothing:
@@ -136,7 +136,7 @@ class _Totals(torch.autograd.Function):
         return *found, None, None, None
 
 
-class _Logps(torch.autograd.Function):
+class _ChunkedLogps(torch.autograd.Function):
     """The logit gradients of each position are known up to its own factor. The gradients of
     hidden states can be scaled later. Those of the matrix are sums over positions, so the
     backward pass recomputes them.
@@ -158,7 +158,7 @@ class _Logps(torch.autograd.Function):
         gradients = _Gradients.of(head, hidden_ND, (waits, False, False))
         logps_N = hidden_ND.new_empty(len(hidden_ND), dtype=wide(hidden_ND.dtype))
         for chunk in head.chunks(len(hidden_ND)):
-            learnt = gradients.head.learnt(hidden_ND[chunk], labels_N[chunk], 0.0, waits)
+            learnt = gradients.head.gradients_of(hidden_ND[chunk], labels_N[chunk], 0.0, waits)
             logps_N[chunk], _, slopes_CV = learnt
             if slopes_CV is not None:
                 gradients.add(chunk, slopes_CV)
@@ -179,7 +179,7 @@ class _Logps(torch.autograd.Function):
         head = Head(weight_VD, bias_V, ctx.softcap, ctx.dtype)
         found = _Gradients.of(head, hidden_ND, ctx.needs_input_grad)
         for chunk in head.chunks(len(hidden_ND)):
-            slopes_CV = found.head.learnt(hidden_ND[chunk], labels_N[chunk], 0.0, True)[2]
+            slopes_CV = found.head.gradients_of(hidden_ND[chunk], labels_N[chunk], 0.0, True)[2]
             if slopes_CV is not None:
                 found.add(chunk, slopes_CV.mul_(factors_N1[chunk]))
             del slopes_CV

@@ -11,7 +11,7 @@ import torch
 # Log-probability of each label [C], the sum of the log-probabilities of all words [C], and, of
 # minus the sum of the smoothed labels' log-probabilities, the gradient with respect to the logits
 # [C, V].
-Learnt = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
+ChunkGradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -40,7 +40,7 @@ def torch_logit_gradients(
     softcap: float | None,
     smoothing: float,
     learns: bool,
-) -> Learnt:
+) -> ChunkGradients:
     """``learns``: whether the gradient is wanted. The logits may be overwritten."""
     logits_CV = capped(logits_CV, softcap)
     # Where nobody looks at the logits again, their place will do; seen to be right on CPUs.

@@ -142,7 +142,7 @@ def _answering(head: LogprobHead, answer: Callable[[torch.Tensor], torch.Tensor]
 
 
 @torch.no_grad()
-def asked_head(model: PreTrainedModel) -> LogprobHead | None:
+def logprob_head_of(model: PreTrainedModel) -> LogprobHead | None:
     """The head of ``model``, if it can be replaced: a plain matrix, whose result the model
     returns unchanged. Runs the model on two tokens.
     """

@@ -115,7 +115,7 @@ def run_window(
         pipeline.let_go()
     if pipeline.tied is not None:
         pipeline.tied.add_up()
-    return _told(pipeline.links, running.losses)
+    return _broadcast_losses(pipeline.links, running.losses)
 
 
 def run_forward(pipeline: Pipeline, finish: Finish, batch: Batch) -> Outputs:
@@ -205,7 +205,7 @@ class _Running:
             pipe.links.give_back(entered.grad, stage)
 
 
-def _told(links: Links, losses: Sequence[Loss]) -> list[Loss]:
+def _broadcast_losses(links: Links, losses: Sequence[Loss]) -> list[Loss]:
     """The losses of the last rank, as numbers, on all ranks."""
     rows = [
         (float(loss.total), float(loss.weight), {k: float(v) for k, v in loss.metrics.items()})

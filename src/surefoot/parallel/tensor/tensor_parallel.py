@@ -43,7 +43,7 @@ from .sequence_parallel import (
     first_layer,
     last_layer,
 )
-from .tp_plan import ModulePlan, Stretch, Style, module_plans
+from .tp_plan import LayerRange, ModulePlan, Style, module_plans
 
 if TYPE_CHECKING:  # half of all imports, and here only a name
     from transformers import PreTrainedModel
@@ -54,7 +54,7 @@ Shared = dict[nn.Parameter, tuple[nn.Parameter, int | None]]
 
 
 def cut_tensors(
-    model: PreTrainedModel, axis: Axis, stretches: Sequence[Stretch] = ()
+    model: PreTrainedModel, axis: Axis, stretches: Sequence[LayerRange] = ()
 ) -> dict[nn.Parameter, tuple[AxisShard, ...]]:
     """Shard ``model`` over ``axis`` in place; returns the sharding of each of its new parameters.
 

@@ -83,7 +83,7 @@ class ModulePlan:
 
 
 @dataclass(frozen=True)
-class Stretch:
+class LayerRange:
     """Consecutive layers, with activations sharded along the sequence between the blocks."""
 
     layers: Sequence[nn.Module]
@@ -92,7 +92,7 @@ class Stretch:
 
 
 def module_plans(
-    model: PreTrainedModel, size: int, stretches: Sequence[Stretch] = ()
+    model: PreTrainedModel, size: int, stretches: Sequence[LayerRange] = ()
 ) -> list[ModulePlan]:
     """The plan of every module of ``model`` that has parameters, for ``size`` ranks. In
     ``stretches``, if given, activations are sharded along the sequence.
@@ -139,7 +139,7 @@ class _Reader:
     model: PreTrainedModel
     plan: Mapping[str, str]
     size: int
-    stretches: Sequence[Stretch]
+    stretches: Sequence[LayerRange]
     head: str | None = None
     partial: set[str] = field(default_factory=set)  # modules in which some see a part only
     blocks: set[str] = field(default_factory=set)  # in stretches: modules that hold cut matrices

@@ -34,7 +34,7 @@ class VocabParallelLogits:
 
     def logps(self, logits_Nv: torch.Tensor, labels_N: torch.Tensor) -> torch.Tensor:
         """[N] log-probability of each label."""
-        found = _Logps.apply(self._some(logits_Nv), labels_N - self._first, self.axis)  # type: ignore[no-untyped-call]
+        found = _VocabParallelLogps.apply(self._some(logits_Nv), labels_N - self._first, self.axis)  # type: ignore[no-untyped-call]
         return cast(torch.Tensor, found)
 
     def means(self, logits_Nv: torch.Tensor) -> torch.Tensor:
@@ -91,7 +91,7 @@ def cut_vocabulary(model: PreTrainedModel, world: World) -> VocabParallelLogits 
     )
 
 
-class _Logps(torch.autograd.Function):
+class _VocabParallelLogps(torch.autograd.Function):
     """Saves the probabilities for the backward pass, and nothing else of that size."""
 
     @staticmethod

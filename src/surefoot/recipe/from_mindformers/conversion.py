@@ -14,7 +14,7 @@ from typing import Any
 from ...checkpoint.layouts.mindspore.reading.ranks import model_near, root_of
 from ..document import Document
 from .data import read_data
-from .keys import Converted, Found, RefusedError, Rule, Together, apply, nothing, only, to
+from .keys import Converted, Found, KeyRule, RefusedKeyError, Together, apply, nothing, only, to
 from .predict import CONVERTER, SAFETENSORS, STRATEGY, UNCUT, convert_prediction, sizes
 
 _STAGES = {"train": "pt", "finetune": "sft"}
@@ -45,8 +45,8 @@ def _run_mode(value: Any) -> Found:
     if value in _STAGES:
         return {"stage": _STAGES[value]}
     if value == "eval":
-        raise RefusedError(f"{value!r} is not a training run; use `surefoot eval RECIPE`")
-    raise RefusedError(f"{value!r}: expected train, finetune, predict or eval")
+        raise RefusedKeyError(f"{value!r} is not a training run; use `surefoot eval RECIPE`")
+    raise RefusedKeyError(f"{value!r}: expected train, finetune, predict or eval")
 
 
 def _integrated(value: Any) -> Found:
@@ -92,7 +92,7 @@ def _start(told: Mapping[str, Any]) -> Found:
     is_model = bool(weights) and model_near(Path(weights)) == Path(weights)
     if resume and weights:
         if not model and not is_model:
-            raise RefusedError(
+            raise RefusedKeyError(
                 f"resume_training: {weights!r} has no config.json beside its weights; name "
                 "their model with pretrained_model_dir"
             )
@@ -101,7 +101,7 @@ def _start(told: Mapping[str, Any]) -> Found:
     if isinstance(resume, str):
         return {"checkpoint.resume": resume}
     if weights and model and not is_model:
-        raise RefusedError(
+        raise RefusedKeyError(
             f"{weights!r} has no config.json beside its weights; convert both to one model "
             f"first: surefoot ckpt convert {weights} MODEL --to huggingface --base {model}"
         )
@@ -125,7 +125,7 @@ def _schedule(told: Mapping[str, Any]) -> Found:
     found: dict[str, object] = {}
     if kind := section.get("type"):
         if kind not in _SCHEDULES:
-            raise RefusedError(f"type {kind!r}: expected one of {', '.join(_SCHEDULES)}")
+            raise RefusedKeyError(f"type {kind!r}: expected one of {', '.join(_SCHEDULES)}")
         found["schedule"] = _SCHEDULES[kind]
     if isinstance(rate, int | float) and rate > 0:
         found["learning_rate"] = rate
@@ -136,7 +136,7 @@ def _schedule(told: Mapping[str, Any]) -> Found:
     found |= {"warmup_steps": steps} if ratio is None and steps is not None else {}
     found |= {"decay_ratio": section["decay_ratio"]} if section.get("decay_ratio") else {}
     if section.get("total_steps") not in (None, -1):
-        raise RefusedError(
+        raise RefusedKeyError(
             f"total_steps {section['total_steps']}: a schedule always runs over the steps of "
             "the run; leave it at -1, and set train.max_steps"
         )
@@ -145,7 +145,7 @@ def _schedule(told: Mapping[str, Any]) -> Found:
 
 def _betas(value: Any) -> Found:
     if not isinstance(value, list) or len(value) != 2:
-        raise RefusedError(f"expected two numbers, got {value!r}")
+        raise RefusedKeyError(f"expected two numbers, got {value!r}")
     return {"optim.adamw.beta1": value[0], "optim.adamw.beta2": value[1]}
 
 
@@ -161,7 +161,7 @@ _TOGETHER: Together = (
     (("lr_schedule",), _schedule),
 )
 _MONITOR = "callbacks.CheckpointMonitor."
-_RULES: dict[str, Rule] = {
+_RULES: dict[str, KeyRule] = {
     "run_mode": _run_mode,
     "seed": to("train.seed", int),
     "output_dir": to("train.output_dir", str),

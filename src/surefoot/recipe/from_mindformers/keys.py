@@ -14,11 +14,11 @@ from ...schema import Keys, Problem
 from ..document import Document
 
 Found = Mapping[str, object]  # dotted settings of ours
-Rule = Callable[[Any], Found]
-Together = Sequence[tuple[Keys, Rule]]  # where a rule's error is shown, and the rule
+KeyRule = Callable[[Any], Found]
+Together = Sequence[tuple[Keys, KeyRule]]  # where a rule's error is shown, and the rule
 
 
-class RefusedError(Exception):
+class RefusedKeyError(Exception):
     """Why a value is rejected."""
 
 
@@ -43,7 +43,7 @@ class Converted:
         return found
 
 
-def apply(document: Document, rules: Mapping[str, Rule], together: Together) -> Converted:
+def apply(document: Document, rules: Mapping[str, KeyRule], together: Together) -> Converted:
     """The settings of the keys of ``document``.
 
     Raises:
@@ -60,12 +60,12 @@ def apply(document: Document, rules: Mapping[str, Rule], together: Together) -> 
             continue
         try:
             done.settings |= rule(value)
-        except RefusedError as error:
+        except RefusedKeyError as error:
             problems.append(Problem(path, str(error)))
     for path, of_several in together:
         try:
             done.settings |= of_several(told)
-        except RefusedError as error:
+        except RefusedKeyError as error:
             problems.append(Problem(path, str(error)))
     if problems:
         raise document.error(problems)
@@ -94,14 +94,14 @@ def _name(path: Keys) -> str:
     return ".".join(str(key) for key in path if not isinstance(key, int))
 
 
-def to(path: str, kind: type = object) -> Rule:
+def to(path: str, kind: type = object) -> KeyRule:
     """The key is the setting ``path``, of the type ``kind``."""
 
     def rule(value: Any) -> Found:
         if value is None:
             return {}
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-            raise RefusedError(f"expected {kind.__name__}, got {value!r}")
+            raise RefusedKeyError(f"expected {kind.__name__}, got {value!r}")
         return {path: value}
 
     return rule
@@ -112,12 +112,12 @@ def nothing(_value: Any) -> Found:
     return {}
 
 
-def only(allowed: tuple[Any, ...], reason: str) -> Rule:
+def only(allowed: tuple[Any, ...], reason: str) -> KeyRule:
     """These values need no setting; any other is rejected for ``reason``."""
 
     def rule(value: Any) -> Found:
         if value not in allowed:
-            raise RefusedError(f"{value!r}: {reason}")
+            raise RefusedKeyError(f"{value!r}: {reason}")
         return {}
 
     return rule

@@ -15,7 +15,7 @@ from typing import Any
 
 from ...checkpoint.layouts.mindspore.reading.ranks import model_near
 from ..document import Document
-from .keys import Converted, Found, RefusedError, Rule, apply, nothing, only, to
+from .keys import Converted, Found, KeyRule, RefusedKeyError, apply, nothing, only, to
 
 CONVERTER = "convert it with mindspore.ckpt_to_safetensors"
 _PLURAL = ("context_parallel", "expert_parallel", "seq_split_num", "micro_batch_interleave_num")
@@ -37,7 +37,7 @@ def sizes(config: Mapping[str, Any]) -> tuple[int, int, int]:
     data, model, stages = (config.get(name, 1) for name in _AXES)
     for name, value in zip(_AXES, (data, model, stages), strict=True):
         if type(value) is not int or value < 1:
-            raise RefusedError(f"{name} must be a whole number of at least 1, got {value!r}")
+            raise RefusedKeyError(f"{name} must be a whole number of at least 1, got {value!r}")
     return data, model, stages
 
 
@@ -59,7 +59,7 @@ def _parallel(told: Mapping[str, Any]) -> Found:
     if told.get("use_parallel") is False or data * model * stages == 1:
         return {}
     if stages > 1:
-        raise RefusedError(
+        raise RefusedKeyError(
             f"pipeline_stage {stages}: responses are generated token by token, and a pipeline "
             "would idle; use model_parallel"
         )
@@ -78,7 +78,9 @@ def _sampling(told: Mapping[str, Any]) -> Found:
     found: dict[str, object] = {}
     for section in _places(told):
         if section.get("num_beams") not in (None, 1):
-            raise RefusedError(f"num_beams {section['num_beams']!r}: beam search is not supported")
+            raise RefusedKeyError(
+                f"num_beams {section['num_beams']!r}: beam search is not supported"
+            )
         given = {n: section[n] for n in _SAME if section.get(n) is not None}
         longest = next((section[name] for name in _WHOLE if section.get(name)), None)
         if longest is not None and "max_new_tokens" not in given:
@@ -121,7 +123,7 @@ _TOGETHER = (
     (("load_checkpoint",), _model),
     (("model",), _sampling),
 )
-_RULES: dict[str, Rule] = {
+_RULES: dict[str, KeyRule] = {
     **dict.fromkeys(("run_mode", "seed", "output_dir", "use_parallel", "auto_trans_ckpt"), nothing),
     **dict.fromkeys(("remove_redundancy", "resume_training", "load_checkpoint"), nothing),
     **dict.fromkeys(("pretrained_model_dir", "predict_data", "model.model_config"), nothing),

@@ -6,7 +6,7 @@ from surefoot.checkpoint.layouts.mindspore.naming.interleaved import (
     DeinterleavedSource,
     InterleavedSource,
     Pick,
-    Turn,
+    RowGroup,
 )
 from surefoot.checkpoint.sources.source import TensorsInMemory, read_whole
 from surefoot.geometry.box import Box
@@ -20,7 +20,7 @@ def fused(draw):
     inner = draw(st.sampled_from([(), (3,)]))
     parts = {f"p{i}": torch.randn(groups * n, *inner) for i, n in enumerate(rows)}
     shaped = [part.reshape(groups, -1, *inner) for part in parts.values()]
-    turns = tuple(Turn(name, n) for name, n in zip(parts, rows, strict=True))
+    turns = tuple(RowGroup(name, n) for name, n in zip(parts, rows, strict=True))
     return parts, turns, torch.cat(shaped, 1).reshape(-1, *inner)
 
 

@@ -3,11 +3,11 @@ import torch
 
 from surefoot.checkpoint.layouts.detection import detect_layout
 from surefoot.checkpoint.layouts.mindspore.layout import open_mindspore_state
-from surefoot.checkpoint.layouts.mindspore.reading.opened import form_of, saves
+from surefoot.checkpoint.layouts.mindspore.reading.opening import form_of, saves
 from surefoot.checkpoint.layouts.opening import open_folder
 from surefoot.checkpoint.reading.contents import open_contents
 from surefoot.checkpoint.sources.source import FolderSource, read_whole
-from surefoot.checkpoint.sources.weights import Weights
+from surefoot.checkpoint.sources.weights import FolderWeights
 from surefoot.errors import CheckpointError
 
 from .real import SOURCES, rank_file, rewrite
@@ -28,7 +28,7 @@ def every(folder, **options):
 
 
 def opened(folder, **options):
-    return Weights("mindspore", folder, open_mindspore_state(folder, **options))
+    return FolderWeights("mindspore", folder, open_mindspore_state(folder, **options))
 
 
 def assert_true(found, truth):

@@ -15,7 +15,7 @@ from surefoot.checkpoint.layouts.mindspore.writing.rank_files import (
 )
 from surefoot.checkpoint.sources.copying import described
 from surefoot.checkpoint.sources.source import FolderSource, TensorsInMemory, read_whole
-from surefoot.checkpoint.sources.weights import Weights
+from surefoot.checkpoint.sources.weights import FolderWeights
 from surefoot.errors import CheckpointError
 
 from .real import rank_file, read
@@ -49,7 +49,7 @@ def config(name):
 
 
 def opened(folder, **options):
-    return FolderSource(Weights("mindspore", folder, open_mindspore_state(folder, **options)))
+    return FolderSource(FolderWeights("mindspore", folder, open_mindspore_state(folder, **options)))
 
 
 def stages(source, name):

@@ -9,7 +9,7 @@ from typing import Any
 
 from ....errors import CheckpointError
 from ....storage import files
-from ...sources.weights import TensorLocation, Weights
+from ...sources.weights import FolderWeights, TensorLocation
 from ...state.roles import MODEL
 from ..dcp import is_dcp
 from ..dcp_boxes import locations
@@ -17,7 +17,7 @@ from ..huggingface import has_model
 from ..layout import Layout, Locations, SavedFolder
 from ..native import is_native
 from ..peft import is_peft
-from .reading.opened import form_of, open_boxes, progress_of, role_of, saves
+from .reading.opening import form_of, open_boxes, progress_of, role_of, saves
 from .strategy.shapes import Shapes
 
 
@@ -44,12 +44,12 @@ class MindSpore(Layout):
         is_taken = is_native(folder) or is_peft(folder) or has_model(folder) or is_dcp(folder)
         return not is_taken and form_of(folder) is not None
 
-    def open(self, folder: Path) -> Weights:
+    def open(self, folder: Path) -> FolderWeights:
         """The weights, each joined from its ranks' slices, without the state of the training."""
         with files.raising(CheckpointError):
             every = open_mindspore_state(folder)
         model = {n: p for n, p in every.items() if role_of(n, p.entry.shape) == MODEL}
-        return Weights(self.name, folder, model)
+        return FolderWeights(self.name, folder, model)
 
     def open_all(self, folder: Path, roles: frozenset[str] | None) -> Locations:
         """Weights, moments and numbers of the training."""

@@ -20,7 +20,7 @@ from ...reading.contents import open_contents
 from ...sources.copying import described
 from ...sources.joined import JoinedSource
 from ...sources.source import FolderSource, Renamed, TensorsInMemory, TensorSource
-from ...sources.weights import Weights
+from ...sources.weights import FolderWeights
 from ..detection import has_manifest, open_weights
 from .layout import MindSpore, open_mindspore_state
 from .naming.names import (
@@ -33,7 +33,7 @@ from .naming.names import (
     to_mindspore,
     usual,
 )
-from .reading.opened import form_of, progress_of, role_of
+from .reading.opening import form_of, progress_of, role_of
 from .reading.ranks import rank_files, step_of
 from .strategy.parallel_config import ParallelConfig
 from .strategy.shapes import Shapes
@@ -67,7 +67,7 @@ def open_state(folder: Path, theirs: MindSporeHints = NOTHING_MORE) -> TensorSou
         shapes = _shapes(folder, theirs) if theirs.base is not None else None
         found = open_mindspore_state(folder, strategy=theirs.strategy, shapes=shapes)
         told = progress_of(folder) if form_of(folder) == "iteration" else {}
-    source = FolderSource(Weights(MindSpore.name, folder, found))
+    source = FolderSource(FolderWeights(MindSpore.name, folder, found))
     numbers = {
         name: torch.tensor(told[name])
         for name in _NUMBERS

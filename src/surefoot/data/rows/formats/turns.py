@@ -13,18 +13,7 @@ from typing import TYPE_CHECKING
 
 from ....errors import DataError
 from ...example import JSON, Example, Message, Role
-from .fields import (
-    Row,
-    as_text,
-    from_json,
-    label,
-    missing,
-    nearest,
-    shown,
-    structure,
-    text,
-    tools,
-)
+from .fields import Row, as_text, from_json, label, missing, nearest, shown, structure, text, tools
 
 if TYPE_CHECKING:
     from .openai import OpenAI

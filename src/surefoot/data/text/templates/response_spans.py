@@ -25,7 +25,7 @@ ENDLESS = "a model cannot learn to stop"
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class ResponseSpan:
     """One response: the text in which it is trained, and its bounds there, end-of-turn token
     included.
     """
@@ -57,7 +57,7 @@ class ResponseLocator:
 
     def locate(
         self, messages: Dicts, tools: Dicts | None, wanted: Sequence[int]
-    ) -> tuple[str, list[Turn]]:
+    ) -> tuple[str, list[ResponseSpan]]:
         """The conversation's text, and the ``wanted`` messages' responses, in it or in texts of
         their own.
 
@@ -76,7 +76,7 @@ class ResponseLocator:
             raise TemplateError("the chat template does not write the tools of a conversation")
         return text, turns
 
-    def content(self, messages: Dicts, tools: Dicts | None, index: int, whole: str) -> Turn:
+    def content(self, messages: Dicts, tools: Dicts | None, index: int, whole: str) -> ResponseSpan:
         """The position of the content of any message in the conversation's text.
 
         Raises:
@@ -90,9 +90,9 @@ class ResponseLocator:
             raise TemplateError(
                 f"message {index + 1} has `learn` set, but the chat template moves or changes it"
             )
-        return Turn(index, whole, start, start + len(content))
+        return ResponseSpan(index, whole, start, start + len(content))
 
-    def _by_marks(self, messages: Dicts, tools: Dicts | None) -> tuple[str, list[Turn]]:
+    def _by_marks(self, messages: Dicts, tools: Dicts | None) -> tuple[str, list[ResponseSpan]]:
         """Every response, as its ``{% generation %}`` block marks it."""
         text, spans = self._renderer.render_marked(messages, tools)
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
@@ -104,10 +104,14 @@ class ResponseLocator:
         turns = []
         for index, (start, end) in zip(answers, spans, strict=True):
             skip = len(self._lead) if text.startswith(self._lead, start) else 0
-            turns.append(Turn(index, text, start + skip, self._trimmed(text, start + skip, end)))
+            turns.append(
+                ResponseSpan(index, text, start + skip, self._trimmed(text, start + skip, end))
+            )
         return text, turns
 
-    def _by_prefix(self, messages: Dicts, tools: Dicts | None, index: int, whole: str) -> Turn:
+    def _by_prefix(
+        self, messages: Dicts, tools: Dicts | None, index: int, whole: str
+    ) -> ResponseSpan:
         """One response: the text that follows its prompt."""
         prompt = self._renderer.render(messages[:index], tools, prompt=True)
         is_last = index + 1 == len(messages)
@@ -120,7 +124,7 @@ class ResponseLocator:
             )
         end = self._trimmed(own, len(prompt), len(own))
         text = whole if whole.startswith(own[:end]) else own
-        return Turn(index, text, len(prompt), end)
+        return ResponseSpan(index, text, len(prompt), end)
 
     def _trimmed(self, text: str, start: int, end: int) -> int:
         """The end without white space after the closing token: the response ends before that."""
@@ -175,7 +179,7 @@ class ResponseLocator:
                 _check_written(messages[turn.index], turn)
 
 
-def _check_written(message: Mapping[str, object], turn: Turn) -> None:
+def _check_written(message: Mapping[str, object], turn: ResponseSpan) -> None:
     """Reject a response that the template does not write completely."""
     text = turn.text[turn.start : turn.end]
     if not text:

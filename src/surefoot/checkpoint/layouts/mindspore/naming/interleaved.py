@@ -19,7 +19,7 @@ _FEW = 16  # rows of a turn; fewer are read together with those in between
 
 
 @dataclass(frozen=True)
-class Turn:
+class RowGroup:
     """The number of rows that a tensor contributes at a time."""
 
     name: str
@@ -30,7 +30,7 @@ class Turn:
 class InterleavedSource(ReplacingSource):
     """Tensors fused along the first dimension, each contributing its rows in turn."""
 
-    turns: Mapping[str, tuple[Turn, ...]]  # by the name of the fused tensor
+    turns: Mapping[str, tuple[RowGroup, ...]]  # by the name of the fused tensor
 
     def made(self) -> Mapping[str, tuple[Shape, Sequence[str]]]:
         """The fused tensors."""
@@ -68,7 +68,7 @@ class InterleavedSource(ReplacingSource):
                 inside -= turn.rows
         return torch.cat(found) if found else torch.empty(box.shape, dtype=dtype)
 
-    def _rows(self, turn: Turn, first: int, count: int, box: Box) -> torch.Tensor:
+    def _rows(self, turn: RowGroup, first: int, count: int, box: Box) -> torch.Tensor:
         inner = Box((first, *box.start[1:]), (count, *box.shape[1:]))
         return self.source.read(turn.name, inner)
 

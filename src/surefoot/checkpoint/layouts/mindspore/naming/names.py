@@ -22,7 +22,7 @@ from ....sources.source import Renamed, Shape, TensorSource
 from ..reading.ranks import root_of
 from ..strategy.parallel_config import MOMENTS
 from .experts import MCORE, MIXTRAL, Experts, stacked, unstacked
-from .interleaved import DeinterleavedSource, InterleavedSource, Pick, Turn
+from .interleaved import DeinterleavedSource, InterleavedSource, Pick, RowGroup
 
 KEEP = "keep"
 FamilyName = Literal[
@@ -220,7 +220,7 @@ def _named(source: TensorSource, family: Family, heads: AttentionHeads | None) -
                 own = [f"{match[0]}{family.modules[part]}.{match[1]}" for part in parts]
                 groups = _groups(found.shapes(), own, heads, family, name)
                 turns[f"{match[0]}{fused}.{match[1]}"] = tuple(
-                    Turn(part, found.shapes()[part][0] // groups) for part in own
+                    RowGroup(part, found.shapes()[part][0] // groups) for part in own
                 )
         found = InterleavedSource(found, turns) if turns else found
     return found

@@ -16,7 +16,7 @@ from .....errors import CheckpointError
 from .....geometry.box import Box
 from ....disk.header import ITEM_SIZES
 from ....disk.tensorfile import TensorFile
-from ...dcp_boxes import Stored
+from ...dcp_boxes import DcpChunk
 
 _BYTES = 1024  # of every slice
 _ELEMENTS = 8  # of a slice; fewer say little
@@ -28,7 +28,7 @@ class Slice:
     """One rank's slice of a tensor."""
 
     rank: int
-    stored: Stored
+    stored: DcpChunk
 
 
 def check_step(opened: Sequence[TensorFile]) -> None:
@@ -66,7 +66,7 @@ def check_fit(slices: Mapping[str, Sequence[Slice]], strategy: Path) -> None:
                 )
 
 
-def _says_much(stored: Stored, name: str, head: bytes) -> bool:
+def _says_much(stored: DcpChunk, name: str, head: bytes) -> bool:
     """Whether slices with these first bytes are unlikely to be equal by chance: moments are 0 at
     the start, and norms 1.
     """
@@ -107,7 +107,7 @@ def _values(file: TensorFile, name: str, box: Box) -> bytes:
     return bytes(found)
 
 
-def told_step(file: TensorFile) -> int | None:
+def recorded_step(file: TensorFile) -> int | None:
     """The training step in a file."""
     for name in ("step_num", "global_step"):
         if name in file.header.entries and (found := _all(file, name)):

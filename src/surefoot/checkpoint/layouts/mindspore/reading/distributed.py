@@ -10,14 +10,14 @@ from .....errors import CheckpointError
 from .....geometry.box import Box, is_covered_once
 from .....storage import files
 from ....disk import tensorfile
-from ...dcp_boxes import Stored
+from ...dcp_boxes import DcpChunk
 from ..strategy.shapes import Shapes, infer_strategy
 from ..strategy.strategy_files import ENDINGS, Strategy, open_strategy
 from .consistency import Slice, check_fit, check_same, check_step
 from .full import whole
 from .ranks import rank_files, root_of
 
-Boxes = dict[str, list[Stored]]  # by a tensor's name; together they are all of it
+Boxes = dict[str, list[DcpChunk]]  # by a tensor's name; together they are all of it
 _FOLDER = "strategy"  # beside the ranks' folders, or beside the one that holds them
 _RANKS = 6  # told of in an error
 _INT4 = "Int4"
@@ -108,11 +108,11 @@ def _sort(
                     f"{told.where}: does not fit {file.path}: {name[:200]!r} of shape "
                     f"{list(entry.shape)}: {error}"
                 ) from None
-            slices.setdefault(name, []).append(Slice(rank, Stored(file, shape, box)))
+            slices.setdefault(name, []).append(Slice(rank, DcpChunk(file, shape, box)))
     return slices, loose
 
 
-def _joined(name: str, slices: Sequence[Slice], where: Path) -> list[Stored]:
+def _joined(name: str, slices: Sequence[Slice], where: Path) -> list[DcpChunk]:
     """The slices of one tensor, of equal ones the first, after a check that they cover it."""
     first = slices[0].stored
     kinds = {(one.stored.shape, one.stored.file.entry(name).dtype) for one in slices}
@@ -131,7 +131,7 @@ def _joined(name: str, slices: Sequence[Slice], where: Path) -> list[Stored]:
     return boxes
 
 
-def _alike(name: str, found: Sequence[_Loose]) -> Stored:
+def _alike(name: str, found: Sequence[_Loose]) -> DcpChunk:
     """A replicated tensor, the same on each rank."""
     first = found[0].file
     if first.entry(name).shape:  # a number differs by stage where it counts what a stage does

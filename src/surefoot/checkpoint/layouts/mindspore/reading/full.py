@@ -10,7 +10,7 @@ from .....geometry.box import Box
 from .....storage import files
 from ....disk import strict_json, tensorfile
 from ....disk.manifest import is_plain_name
-from ...dcp_boxes import Stored
+from ...dcp_boxes import DcpChunk
 from .ranks import FOLDER, step_of
 
 MAP = "param_name_map.json"
@@ -29,10 +29,10 @@ def recognise(folder: Path) -> bool:
         return False
     if files.exists(folder / MAP) or HYPER in names or all(map(_PART.fullmatch, names)):
         return True
-    return len(names) == 1 and _is_theirs(folder / names[0])
+    return len(names) == 1 and _is_mindspore(folder / names[0])
 
 
-def open_full(folder: Path) -> dict[str, list[Stored]]:
+def open_full(folder: Path) -> dict[str, list[DcpChunk]]:
     """All tensors of the folder; a ``CheckpointError`` if one is missing or the folder belongs
     to one rank.
     """
@@ -46,7 +46,7 @@ def open_full(folder: Path) -> dict[str, list[Stored]]:
     if told is None and len(names) != 1:
         raise CheckpointError(f"{folder}: {len(names)} files, and no {MAP} that says what is whole")
     wanted = names if told is None else sorted(set(told.values()))
-    found: dict[str, list[Stored]] = {}
+    found: dict[str, list[DcpChunk]] = {}
     for name in [*wanted, *([HYPER] if files.exists(folder / HYPER) else [])]:
         file = tensorfile.open_path(folder / name)
         for key in file.header.entries:
@@ -60,10 +60,10 @@ def open_full(folder: Path) -> dict[str, list[Stored]]:
     return found
 
 
-def whole(file: tensorfile.TensorFile, name: str) -> Stored:
+def whole(file: tensorfile.TensorFile, name: str) -> DcpChunk:
     """A tensor that is completely in one file."""
     shape = file.entry(name).shape
-    return Stored(file, shape, Box.whole(shape))
+    return DcpChunk(file, shape, Box.whole(shape))
 
 
 def _tensor_files(folder: Path) -> list[str]:
@@ -71,7 +71,7 @@ def _tensor_files(folder: Path) -> list[str]:
     return [name for name in names if name.endswith(".safetensors")]
 
 
-def _is_theirs(path: Path) -> bool:
+def _is_mindspore(path: Path) -> bool:
     try:
         with tensorfile.open_path(path) as file:
             return file.header.metadata.get("format") == "ms"

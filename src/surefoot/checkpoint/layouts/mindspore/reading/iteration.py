@@ -18,7 +18,7 @@ from .....storage import files
 from ....disk import strict_json, tensorfile
 from ....disk.header import integers, sizes
 from ....disk.manifest import is_plain_name
-from ...dcp_boxes import Stored
+from ...dcp_boxes import DcpChunk
 from .consistency import check_same
 from .full import whole
 
@@ -68,7 +68,7 @@ def chosen(folder: Path) -> Path:
     )
 
 
-def open_iteration(folder: Path) -> dict[str, list[Stored]]:
+def open_iteration(folder: Path) -> dict[str, list[DcpChunk]]:
     """The slices of every tensor; a ``CheckpointError`` if a file or a slice is missing."""
     path = chosen(folder)
     names = [name for name in files.list_folder(path) if _FILE.fullmatch(name)]
@@ -96,7 +96,7 @@ def open_iteration(folder: Path) -> dict[str, list[Stored]]:
 
 def _loose(
     opened: Mapping[str, tensorfile.TensorFile], known: Collection[str]
-) -> dict[str, list[Stored]]:
+) -> dict[str, list[DcpChunk]]:
     """The values outside of the metadata, such as step and learning rate: the same in every
     file.
     """
@@ -110,9 +110,9 @@ def _loose(
     return {key: [whole(found[0][1], key)] for key, found in sorted(holders.items())}
 
 
-def _open_single(path: Path, names: list[str]) -> dict[str, list[Stored]]:
+def _open_single(path: Path, names: list[str]) -> dict[str, list[DcpChunk]]:
     """The files of a single process: unsharded tensors, and no metadata."""
-    found: dict[str, list[Stored]] = {}
+    found: dict[str, list[DcpChunk]] = {}
     for name in names:
         match = _FILE.fullmatch(name)
         assert match is not None
@@ -147,7 +147,7 @@ def _slices(
     places: Mapping[int, str],
     opened: Mapping[str, tensorfile.TensorFile],
     metadata: Path,
-) -> list[Stored]:
+) -> list[DcpChunk]:
     """The slices of one tensor; together they cover it."""
     where = f"{metadata}: {name[:200]!r}"
     if not isinstance(value, dict) or not isinstance(value.get("chunk"), list):
@@ -170,7 +170,7 @@ def _slices(
                 f"{where}: slice {number} is {list(file.entry(name).shape)}, expected "
                 f"{list(box.shape)}"
             )
-        found.append(Stored(file, shape, box))
+        found.append(DcpChunk(file, shape, box))
     if not is_covered_once(Box.whole(shape), [one.box for one in found]):
         raise CheckpointError(f"{where}: its {len(found)} slices do not cover {list(shape)}")
     if len({one.file.entry(name).dtype for one in found}) > 1:

@@ -24,7 +24,7 @@ INNER = "checkpoint"  # the folder of the ranks in an output folder of MindSpore
 
 
 @dataclass(frozen=True, order=True)
-class Step:
+class FileStep:
     """The step in a file's name. Restarted tasks number their files from the beginning again."""
 
     epoch: int
@@ -37,13 +37,13 @@ class Step:
         return f"{self.epoch}_{self.step}"
 
 
-def step_of(name: str) -> Step | None:
+def step_of(name: str) -> FileStep | None:
     """The step in the name of a rank's file; None for any other name."""
     found = _FILE.fullmatch(name)
     if found is None:
         return None
     epoch, step, again = (int(found[key] or 0) for key in ("epoch", "step", "again"))
-    return Step(epoch, step, again, found["prefix"], found["kind"] or "")
+    return FileStep(epoch, step, again, found["prefix"], found["kind"] or "")
 
 
 def root_of(path: Path) -> Path:
@@ -80,7 +80,7 @@ def _tensor_files(folder: Path) -> list[str]:
     return [name for name in names if name.endswith(".safetensors")]
 
 
-def steps(folder: Path) -> list[Step]:
+def steps(folder: Path) -> list[FileStep]:
     """The steps of which every rank has a file, oldest first."""
     found = [
         {step for name in _tensor_files(path) if (step := step_of(name)) is not None}
@@ -111,7 +111,7 @@ def rank_files(path: Path) -> list[Path]:
     return _newest(root, folders)
 
 
-def file_at(folder: Path, wanted: Step) -> Path:
+def file_at(folder: Path, wanted: FileStep) -> Path:
     """The file of that step in one rank's folder; a ``CheckpointError`` if it has none."""
     for name in _tensor_files(folder):
         if step_of(name) == wanted:
@@ -121,7 +121,7 @@ def file_at(folder: Path, wanted: Step) -> Path:
 
 def _newest(root: Path, folders: Mapping[int, Path]) -> list[Path]:
     """The latest file of every rank; all must be of one step."""
-    found: list[tuple[Step | None, Path]] = []
+    found: list[tuple[FileStep | None, Path]] = []
     for folder in folders.values():
         names = _tensor_files(folder)
         dated = [(step, name) for name in names if (step := step_of(name)) is not None]

@@ -14,7 +14,7 @@ from pathlib import Path
 from .....errors import CheckpointError
 from .....geometry.box import Box
 from ....disk.tensorfile import TensorFile
-from ...dcp_boxes import Stored
+from ...dcp_boxes import DcpChunk
 from ..reading.consistency import Slice, check_fit
 from .parallel_config import ParallelConfig, weight_of
 from .slicing import TensorLayout
@@ -43,7 +43,7 @@ def infer_strategy(opened: Sequence[TensorFile], shapes: Shapes | None, where: P
         if size % mp == 0
         and (found := _strategy(opened, shapes, num_stages, mp, where)) is not None
     ]
-    apart = {_told(found, opened, shapes) for found in fitting}
+    apart = {_boxes_by_strategy(found, opened, shapes) for found in fitting}
     if not fitting:
         raise CheckpointError(f"{where}: no layout on {size} devices gives these shapes; {_ASK}")
     if len(apart) > 1:
@@ -127,7 +127,7 @@ def _agrees(
     whole: tuple[int, ...],
     held: Sequence[tuple[int, TensorFile]],
 ) -> bool:
-    slices = [Slice(rank, Stored(file, whole, layout.box(whole, rank))) for rank, file in held]
+    slices = [Slice(rank, DcpChunk(file, whole, layout.box(whole, rank))) for rank, file in held]
     try:
         check_fit({name: slices}, Path())
     except CheckpointError:
@@ -139,7 +139,9 @@ def _boxes(layout: TensorLayout, whole: tuple[int, ...], size: int) -> tuple[Box
     return tuple(layout.box(whole, device) for device in range(size))
 
 
-def _told(found: Strategy, opened: Sequence[TensorFile], shapes: Shapes) -> tuple[object, ...]:
+def _boxes_by_strategy(
+    found: Strategy, opened: Sequence[TensorFile], shapes: Shapes
+) -> tuple[object, ...]:
     """The boxes of every tensor according to a strategy."""
     size = len(opened) // len(found.stages)
     return tuple(

@@ -10,7 +10,7 @@ from typing import Literal
 from .....errors import CheckpointError
 from .....storage import files
 from ....disk.atomic_folder import refuse_taken
-from ....disk.companions import beside
+from ....disk.companions import companions_of
 from ....sources.copying import DtypeName, Progress, cast
 from ....sources.joined import JoinedSource
 from ....sources.source import TensorSource
@@ -154,4 +154,4 @@ def _small(folder: Path, theirs: MindSporeHints) -> Mapping[str, bytes]:
     place = own or model_near(folder)
     if place is None:
         return {}
-    return beside(place, place) | {_CONFIG: (place / _CONFIG).read_bytes()}
+    return companions_of(place, place) | {_CONFIG: (place / _CONFIG).read_bytes()}

@@ -18,7 +18,7 @@ from ....disk.atomic_folder import new_folder, write_small
 from ....sources.copying import Progress
 from ....sources.source import TensorSource, read_whole
 from ..reading.iteration import COMMON, FOLDER, METADATA, TRACKER
-from ..reading.opened import role_of
+from ..reading.opening import role_of
 from ..strategy.slicing import ALL_COPIES, TensorLayout
 from ..strategy.strategy_files import Layouts
 from .rank_files import Described, PlannedFile, file_of, held_by, once, sorted_out, write_file

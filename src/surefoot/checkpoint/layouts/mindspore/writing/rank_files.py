@@ -18,11 +18,11 @@ from .....storage import files
 from ....disk.atomic_folder import new_folder, write_small
 from ....disk.file_plan import FilePlan
 from ....disk.header import build, num_bytes
-from ....disk.stream import Stream
+from ....disk.stream import ByteStream
 from ....sources.copying import Progress, copy_box, described, silent
 from ....sources.source import TensorSource
 from ..reading.full import HYPER, MAP, PART
-from ..reading.opened import META, role_of
+from ..reading.opening import META, role_of
 from ..reading.ranks import INNER
 from ..strategy.slicing import TensorLayout
 from ..strategy.strategy_files import FILE, Layouts, dump_strategy
@@ -234,7 +234,7 @@ def write_file(
     with files.create(folder / file.plan.name) as opened:
         opened.reserve(file.plan.header.file_size)
         opened.bypass_cache()
-        with Stream(opened) as stream:
+        with ByteStream(opened) as stream:
             stream.write(file.plan.head)
             for name, box in file.boxes.items():
                 copy_box(stream, source, name, box, progress or silent)

@@ -19,7 +19,7 @@ from jinja2.parser import Parser
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from .symbolic_text import Opaque, Piece, Pieces, Run, Text
+from .symbolic_text import Opaque, OpaqueText, Piece, Pieces, SymbolicRun
 
 FILTERS = {"capitalize", "count", "d", "default", "first", "join", "last", "length", "list"}
 FILTERS |= {"lower", "map", "reject", "rejectattr", "reverse", "select", "selectattr", "title"}
@@ -44,13 +44,17 @@ class Script:
         names = {"str": _string, "str_join": self._environment.join_all}
         self._template.root_render_func.__globals__.update(names)
 
-    def run(self, roles: Sequence[str], contents: Sequence[str], **variables: object) -> Run:
+    def run(
+        self, roles: Sequence[str], contents: Sequence[str], **variables: object
+    ) -> SymbolicRun:
         """Run on a conversation, and record questions and output.
 
         Raises whatever a template may raise, and ``RefusedError`` if it cannot be followed.
         """
-        run = self._environment.run = Run(contents)
-        messages = [{"role": role, "content": Text(run, (i,))} for i, role in enumerate(roles)]
+        run = self._environment.run = SymbolicRun(contents)
+        messages = [
+            {"role": role, "content": OpaqueText(run, (i,))} for i, role in enumerate(roles)
+        ]
         context = self._template.new_context({"messages": messages, **variables})
         for block in self._template.root_render_func(context):
             start, text = len(run.pieces), cast(object, block)
@@ -90,7 +94,7 @@ class _Environment(ImmutableSandboxedEnvironment):
     def __init__(self) -> None:
         extensions = [_Generation, loopcontrols]
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
-        self.run = Run(())
+        self.run = SymbolicRun(())
         types = {name: _of_type(cast(Test, self.tests[name])) for name in TYPES}
         self.filters.update(dict.fromkeys(self.filters.keys() - FILTERS, self._refuse))
         self.filters.update(trim=_trim, string=_string)
@@ -107,7 +111,7 @@ class _Environment(ImmutableSandboxedEnvironment):
             joined += ["".join(cast(list[str], several))] if is_plain else several
         if all(type(piece) is str for piece in joined):
             return joined[0] if joined else ""
-        return Text(self.run, joined)
+        return OpaqueText(self.run, joined)
 
     def join_all(self, values: Iterable[object]) -> object:
         """Jinja's ``~``."""
@@ -115,7 +119,7 @@ class _Environment(ImmutableSandboxedEnvironment):
 
     def pieces(self, text: object) -> Pieces:
         """Convert a value that is written to text."""
-        if isinstance(text, Text):
+        if isinstance(text, OpaqueText):
             return text._pieces
         if isinstance(text, _Block):  # in the midst of another text
             self.run.has_bounds = False
@@ -135,12 +139,12 @@ class _Environment(ImmutableSandboxedEnvironment):
     def _refuse(self, *_: object, **__: object) -> NoReturn:
         self.run.refuse()
 
-    def _strftime_now(self, pattern: object) -> Text:
+    def _strftime_now(self, pattern: object) -> OpaqueText:
         return self.run.make(_now, (pattern,)) if type(pattern) is str else self._refuse()
 
 
 def _string(value: object) -> object:
-    return value if isinstance(value, Text) else str(value)
+    return value if isinstance(value, OpaqueText) else str(value)
 
 
 def _trim(value: object, chars: str | None = None) -> object:
@@ -150,7 +154,7 @@ def _trim(value: object, chars: str | None = None) -> object:
 
 def _of_type(test: Test) -> Test:
     """A test of types, for which a symbolic text is any string."""
-    return lambda value: test("" if isinstance(value, Text) else value)
+    return lambda value: test("" if isinstance(value, OpaqueText) else value)
 
 
 def _now(pattern: str) -> str:

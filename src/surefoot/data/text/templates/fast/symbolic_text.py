@@ -23,7 +23,7 @@ QUESTIONS = {"endswith", "isalnum", "isalpha", "isdecimal", "isdigit", "islower"
 QUESTIONS |= {"isspace", "isupper", "startswith"}
 
 
-class RefusedError(jinja2.TemplateError):
+class UntraceableError(jinja2.TemplateError):
     """Something was done with a symbolic text that cannot be followed."""
 
 
@@ -54,7 +54,7 @@ def _filled(piece: Piece, contents: Sequence[str]) -> str:
 
 
 @dataclass
-class Run:
+class SymbolicRun:
     """A run on symbolic texts that stand for these contents."""
 
     contents: Sequence[str]
@@ -70,16 +70,16 @@ class Run:
         self.asked.append((question, answer))
         return answer
 
-    def make(self, function: Callable[..., object], of: Pieces, *arguments: object) -> Text:
+    def make(self, function: Callable[..., object], of: Pieces, *arguments: object) -> OpaqueText:
         """A text computed from another; if that always fails, it fails now."""
         made = Made(function, of, arguments)
         made.value(self.contents)
-        return Text(self, (made,))
+        return OpaqueText(self, (made,))
 
     def refuse(self) -> NoReturn:
         """End the run."""
         self.is_followed = False
-        raise RefusedError
+        raise UntraceableError
 
 
 class Opaque:
@@ -87,7 +87,7 @@ class Opaque:
 
     __slots__ = ("_pieces", "_run")
 
-    def __init__(self, run: Run, pieces: Pieces) -> None:
+    def __init__(self, run: SymbolicRun, pieces: Pieces) -> None:
         self._run, self._pieces = run, tuple(pieces)
 
     def _refused(self, *_: object) -> NoReturn:
@@ -101,7 +101,7 @@ class Opaque:
     __index__ = __int__ = __float__ = _refused
 
 
-class Text(Opaque):
+class OpaqueText(Opaque):
     """A symbolic string."""
 
     __slots__ = ()
@@ -131,7 +131,7 @@ class Text(Opaque):
         if name in CHANGES:
             return lambda *arguments: self._run.make(method, self._pieces, *self._plain(arguments))
         if name == "split":
-            return lambda *arguments: Parts(self._run, self._pieces, self._plain(arguments))
+            return lambda *arguments: SplitText(self._run, self._pieces, self._plain(arguments))
         return self._refused()
 
     def _ask(self, function: Callable[..., object], *arguments: object) -> bool:
@@ -144,16 +144,16 @@ class Text(Opaque):
         return arguments
 
 
-class Parts(Opaque):
+class SplitText(Opaque):
     """The parts of a symbolic string split by a separator: only the first and the last exist."""
 
     __slots__ = ("_arguments",)
 
-    def __init__(self, run: Run, pieces: Pieces, arguments: tuple[object, ...]) -> None:
+    def __init__(self, run: SymbolicRun, pieces: Pieces, arguments: tuple[object, ...]) -> None:
         super().__init__(run, pieces)
         self._arguments = arguments
 
-    def __getitem__(self, index: object) -> Text:
+    def __getitem__(self, index: object) -> OpaqueText:
         if type(index) is not int or index not in (0, -1) or not self._arguments:
             self._run.refuse()
         return self._run.make(_part, self._pieces, index, *self._arguments)

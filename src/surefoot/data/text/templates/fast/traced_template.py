@@ -20,7 +20,7 @@ import jinja2
 
 from ....example import Dicts, Spans
 from .symbolic_render import Script
-from .symbolic_text import Made, Pieces, Run, fill
+from .symbolic_text import Made, Pieces, SymbolicRun, fill
 
 
 class Render(Protocol):
@@ -92,13 +92,13 @@ class TracedTemplate:
             return node.text(contents, marks=marks)
         if node is Mark.MET:
             ways[way] = Mark.REFUSED  # unless all goes well
-            ways[way] = self._learnt(messages, contents, prompt, asked)
+            ways[way] = self._new_branch(messages, contents, prompt, asked)
         elif node is None and self._num_met < LIMIT:
             ways[way] = Mark.MET
             self._num_met += 1
         return self._render(messages, prompt=prompt, marks=marks)
 
-    def _learnt(self, messages: Dicts, contents: Sequence[str], prompt: bool, asked: int) -> Node:
+    def _new_branch(self, messages: Dicts, contents: Sequence[str], prompt: bool, asked: int) -> Node:
         """The branch after the questions so far, for conversations like this one."""
         run = self._followed(messages, contents, prompt)
         if run is None or not run.is_followed:
@@ -114,7 +114,9 @@ class TracedTemplate:
             node = Fork(question, {answer: node})
         return node
 
-    def _followed(self, messages: Dicts, contents: Sequence[str], prompt: bool) -> Run | None:
+    def _followed(
+        self, messages: Dicts, contents: Sequence[str], prompt: bool
+    ) -> SymbolicRun | None:
         """A run of the template on symbolic texts; None if it fails."""
         roles = [str(message["role"]) for message in messages]
         extra = {"tools": None, "documents": None, "add_generation_prompt": prompt}

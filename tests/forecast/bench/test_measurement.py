@@ -7,7 +7,7 @@ import pytest
 import surefoot
 from project import Project, metrics
 from surefoot.forecast.bench.clock import PHASES
-from surefoot.forecast.bench.measure import ENOUGH, Meter, measure
+from surefoot.forecast.bench.measurement import ENOUGH, Meter, measure
 from surefoot.recipe.recipe import load
 
 
@@ -57,7 +57,7 @@ def test_the_first_step_runs_the_heaviest_pass(project, tmp_path, monkeypatch):
 
 
 def test_slow_steps_end_early(project, tmp_path, monkeypatch):
-    monkeypatch.setattr("surefoot.forecast.bench.measure.ENOUGH", 0.0)
+    monkeypatch.setattr("surefoot.forecast.bench.measurement.ENOUGH", 0.0)
     assert ENOUGH > 0
     assert measure(load(project.recipe), 5, tmp_path / "elsewhere").steps == 1
 

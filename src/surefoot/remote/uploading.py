@@ -17,7 +17,7 @@ from ..checkpoint.reading.verification import verify_checkpoint
 from ..errors import CheckpointError
 from ..storage import files
 from ..storage.parallel_work import in_parallel
-from .contents import Contents
+from .remote_folder import Contents
 from .retry import StoreError
 from .store import Store
 

@@ -7,10 +7,10 @@ from surefoot.checkpoint.disk import strict_json
 from surefoot.checkpoint.reading.loading import load
 from surefoot.checkpoint.saving.preparation import save
 from surefoot.errors import CheckpointError
-from surefoot.remote.download import DamagedError, download, verify
+from surefoot.remote.downloading import DamagedError, download, verify
 from surefoot.remote.listing import list_store
 from surefoot.remote.store import Store
-from surefoot.remote.upload import remove, upload
+from surefoot.remote.uploading import remove, upload
 from surefoot.storage.address import Address
 
 URL = Address("memory://runs/tiny")
@@ -33,7 +33,7 @@ def test_what_was_uploaded_comes_back(store, tmp_path):
 
 
 def test_large_files_come_in_ranges(store, tmp_path, monkeypatch):
-    monkeypatch.setattr("surefoot.remote.download._RANGE", 100)
+    monkeypatch.setattr("surefoot.remote.downloading._RANGE", 100)
     download(store, "checkpoint-3", tmp_path / "to")
 
 

@@ -16,7 +16,14 @@ from transformers import PreTrainedModel
 
 from surefoot.forecast.estimate.dry_run import describe, dry_run_batch
 from surefoot.forecast.estimate.live_bytes import LiveBytes
-from surefoot.forecast.estimate.memory import Mesh, Pass, Snapshot, Weight, gathered, memory
+from surefoot.forecast.estimate.memory_model import (
+    MeshShape,
+    Pass,
+    Snapshot,
+    Weight,
+    gathered,
+    memory,
+)
 from surefoot.model.precision import autocast
 from surefoot.parallel.section import ParallelSection
 from surefoot.parallel.sharded_model import shard
@@ -51,7 +58,7 @@ def local(tensor):
 @pytest.mark.parametrize("kind", ["llama", "qwen2"])
 def test_weights_gradients_and_states_are_those_of_a_real_model(tmp_path, kind, method):
     made = recipe(tmp_path, kind, method=method)
-    found = memory(describe(skeleton(made)), NOTHING, Mesh(), compute_size=0, accumulates=True)
+    found = memory(describe(skeleton(made)), NOTHING, MeshShape(), compute_size=0, accumulates=True)
     assert (found.weights, found.gradients, found.optimizer) == stepped(made, policy(made))
     assert found.peak == found.weights + found.gradients + found.optimizer
 
@@ -61,7 +68,7 @@ def test_weights_in_bfloat16_have_states_in_it_too(tmp_path):
     found = memory(
         describe(skeleton(made, dtype=torch.bfloat16)),
         NOTHING,
-        Mesh(),
+        MeshShape(),
         compute_size=0,
         accumulates=True,
     )
@@ -89,7 +96,7 @@ def test_the_first_process_of_several_holds_what_fsdp_leaves_it(
     model = policy(made)
     shard(model, inner(model), three_processes(*shape), ParallelSection(), dtype=None)
     found = memory(
-        describe(skeleton(made)), NOTHING, Mesh(*shape), compute_size=0, accumulates=True
+        describe(skeleton(made)), NOTHING, MeshShape(*shape), compute_size=0, accumulates=True
     )
     assert (found.weights, found.gradients, found.optimizer) == stepped(made, model)
 
@@ -113,25 +120,25 @@ def layers(*sizes, item_size=4, trained=True):
 def test_what_is_gathered_is_given_back_layer_by_layer():
     outside = Weight((100,), 4, True, None)
     first = Weight((50,), 4, True, None, is_last=True)
-    found = gathered([outside, first, *layers(10, 30, 20)], Mesh(1, 2), 0)
+    found = gathered([outside, first, *layers(10, 30, 20)], MeshShape(1, 2), 0)
     assert found.between == 4 * 150
     assert found.at_work == 4 * (150 + 100 + 2 * 30 + 30 + 30), "the embeddings' gradient is last"
     assert found.at_end == 4 * (150 + 2 * 150 + 2 * 30)
 
 
 def test_what_is_gathered_in_two_bytes_is_summed_in_four():
-    found = gathered(layers(10, 30, 20), Mesh(1, 2), 2)
+    found = gathered(layers(10, 30, 20), MeshShape(1, 2), 2)
     assert found.at_work == 2 * (2 * 30) + (2 + 4) * 30
 
 
 def test_layers_that_are_not_given_back_are_all_there_until_their_backward_pass():
-    found = gathered(layers(10, 30, 20), Mesh(1, 2, reshard_after_forward=False), 2)
+    found = gathered(layers(10, 30, 20), MeshShape(1, 2, reshard_after_forward=False), 2)
     assert found.between == 2 * 60
     assert found.at_work == 2 * 60 - 2 * 30 + (2 + 4) * 30
 
 
 def test_frozen_layers_are_gathered_but_have_no_gradients():
-    found = gathered(layers(10, 10, trained=False), Mesh(1, 2), 2)
+    found = gathered(layers(10, 10, trained=False), MeshShape(1, 2), 2)
     assert (found.between, found.at_work, found.at_end) == (0, 3 * 2 * 10, 0)
 
 
@@ -174,7 +181,7 @@ def test_the_peak_of_one_of_three_is_what_fsdp_takes(
     found = memory(
         describe(skeleton(made, precision)),
         dry_run_batch(skeleton(made, precision, gathered=dtype), micro_batch),
-        Mesh(1, 3, again),
+        MeshShape(1, 3, again),
         compute_size=2 if dtype else 0,
         accumulates=True,
     )
@@ -201,13 +208,13 @@ def test_gradients_are_there_beside_activations_if_a_step_has_several_passes():
     weights = [Weight((1000,), 4, True, None, state=8000, scalars=4)]
     passed = Pass(Snapshot(500, 50, 5), Snapshot(600, 150, 5), 700, growing=900)
     several, one = (
-        memory(weights, passed, Mesh(), compute_size=0, accumulates=a) for a in (True, False)
+        memory(weights, passed, MeshShape(), compute_size=0, accumulates=a) for a in (True, False)
     )
     assert several.peak == 4000 + 8004 + 4000 + 755
     assert sum(several.parts().values()) == several.peak
     assert one.peak == 4000 + 8004 + 4000, "the gradients are more than the pass ever takes"
     large = replace(passed, growing=5000)
-    assert memory(weights, large, Mesh(), compute_size=0, accumulates=False).peak == 17004
+    assert memory(weights, large, MeshShape(), compute_size=0, accumulates=False).peak == 17004
     assert (several.activations, several.working, several.logits, several.buffers) == (
         500,
         100,
@@ -229,7 +236,7 @@ def test_more_shards_never_take_more(sizes, count, compute_size, again):
         memory(
             weights,
             passed,
-            Mesh(2, shards, again),
+            MeshShape(2, shards, again),
             compute_size=compute_size,
             accumulates=True,
         ).peak

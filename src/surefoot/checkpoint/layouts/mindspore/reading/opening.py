@@ -9,12 +9,12 @@ from typing import Any, Literal
 from .....errors import CheckpointError
 from .....storage import files
 from ....disk import strict_json, tensorfile
-from ...dcp_boxes import Stored
+from ...dcp_boxes import DcpChunk
 from ...layout import SavedFolder
 from ..strategy.parallel_config import MOMENTS
 from ..strategy.shapes import Shapes
 from . import full, iteration
-from .consistency import told_step
+from .consistency import recorded_step
 from .distributed import open_distributed
 from .ranks import file_at, rank_files, rank_folders, root_of, step_of, steps
 
@@ -38,7 +38,7 @@ def form_of(path: Path) -> Form | None:
 
 def open_boxes(
     path: Path, *, strategy: Path | None = None, shapes: Shapes | None = None
-) -> dict[str, list[Stored]]:
+) -> dict[str, list[DcpChunk]]:
     """Every tensor by name: weights, the optimizer's moments and numbers of the training state.
 
     Args:
@@ -74,7 +74,7 @@ def saves(root: Path) -> list[SavedFolder]:
     for step in steps(root_of(root)):
         own = [file_at(folder, step) for folder in folders]
         with tensorfile.open_path(own[0]) as file:
-            number = told_step(file)
+            number = recorded_step(file)
         found.append(SavedFolder(own[0], number, sum(files.size_of(path) or 0 for path in own)))
     return found
 

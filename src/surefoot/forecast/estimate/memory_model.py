@@ -78,7 +78,7 @@ class Pass:
 
 
 @dataclass(frozen=True)
-class Mesh:
+class MeshShape:
     """The mesh of a run. One rank has no mesh, and gathers nothing."""
 
     dp_replicate: int = 1
@@ -118,7 +118,7 @@ class Memory:
 
 
 def memory(
-    weights: Sequence[Weight], one: Pass, mesh: Mesh, *, compute_size: int, accumulates: bool
+    weights: Sequence[Weight], one: Pass, mesh: MeshShape, *, compute_size: int, accumulates: bool
 ) -> Memory:
     """The memory of the largest rank of ``mesh``; in a pipeline, of those with the same stages.
 
@@ -191,7 +191,7 @@ class Gathered:
     at_end: int  # of the backward pass, when the gradients outside of layers are summed
 
 
-def gathered(weights: Sequence[Weight], mesh: Mesh, compute_size: int) -> Gathered:
+def gathered(weights: Sequence[Weight], mesh: MeshShape, compute_size: int) -> Gathered:
     """Weights that are gathered, their gradients, and the buffers of both directions.
 
     Weights outside the layers are always unsharded. A layer is freed after its forward pass; in the
@@ -232,7 +232,7 @@ class UnreducedGradients:
     at_end: int  # with them, when those outside of layers are sent
 
 
-def piled_up(weights: Sequence[Weight], mesh: Mesh, compute_size: int) -> UnreducedGradients:
+def piled_up(weights: Sequence[Weight], mesh: MeshShape, compute_size: int) -> UnreducedGradients:
     """As ``gathered``, for the stages of a pipeline. What a pass adds is in its own dtype first."""
     outside, layers = _by_layer(weights)
     kept_size = max(FLOAT32, compute_size) if compute_size else 0

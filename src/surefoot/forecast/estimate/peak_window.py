@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import zip_longest
 
 from ...parallel.pipeline.schedule import Op
-from .memory import Pass, Snapshot
+from .memory_model import Pass, Snapshot
 
 _NONE = Snapshot(0, 0, 0)
 _Visit = tuple[int, int]  # part and micro-batch
@@ -81,7 +81,7 @@ def _moments(passes: Sequence[Pass], ops: Sequence[Op], route: Route) -> list[Pa
         waiting = sum(1 for one in sent if one is None or one not in here)
         waiting += coming is not None and route.receives(coming)
         beside = _sum(passes, under_way - {visit})
-        found.append(_beside(passes[op.part], beside, waiting * route.num_bytes))
+        found.append(_with_in_flight(passes[op.part], beside, waiting * route.num_bytes))
         under_way = here if op.is_forward else under_way - {visit}
         if route.sends(op):
             sent.append(visit if op.is_forward else None)
@@ -99,7 +99,7 @@ def _plus(a: Snapshot, b: Snapshot, more: int = 0) -> Snapshot:
     return Snapshot(a.activations + b.activations + more, a.logits + b.logits, a.copies + b.copies)
 
 
-def _beside(one: Pass, others: Snapshot, waiting: int) -> Pass:
+def _with_in_flight(one: Pass, others: Snapshot, waiting: int) -> Pass:
     """``one`` while others are in flight."""
     return Pass(
         kept=_plus(one.kept, others),

@@ -13,8 +13,8 @@ from ..checkpoint.reading.verification import Report, problems_in
 from ..errors import CheckpointError
 from ..storage import files
 from ..storage.parallel_work import in_parallel
-from .contents import Contents, readable
 from .listing import read_manifest, wrong_length
+from .remote_folder import Contents, readable
 from .retry import MissingError, StoreError
 from .store import Store
 

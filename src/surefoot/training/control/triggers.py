@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from .callback import Context, TrainerCallback
-from .state import TrainerControl, TrainerState
+from ..callback import Context, TrainerCallback
+from ..state import TrainerControl, TrainerState
 
 
 @dataclass

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from surefoot.parallel.launch import _ProcessGroup, launch, num_processes
+from surefoot.parallel.launcher import _ProcessGroup, launch, num_processes
 from surefoot.parallel.section import ParallelSection
 
 
@@ -141,7 +141,7 @@ def test_a_launcher_that_is_killed_leaves_no_process_behind(tmp_path):
     Path({str(tmp_path)!r}, os.environ["RANK"]).write_text(str(os.getpid()))
     time.sleep(60)
     """
-    starter = f"from surefoot.parallel.launch import launch; launch({command(script)!r}, 2)"
+    starter = f"from surefoot.parallel.launcher import launch; launch({command(script)!r}, 2)"
     process = subprocess.Popen([sys.executable, "-c", starter])
     while len(list(tmp_path.iterdir())) < 2:
         time.sleep(0.02)

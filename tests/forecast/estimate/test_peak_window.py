@@ -2,8 +2,8 @@
 
 import pytest
 
-from surefoot.forecast.estimate.memory import Pass, Snapshot
-from surefoot.forecast.estimate.window import Route, window
+from surefoot.forecast.estimate.memory_model import Pass, Snapshot
+from surefoot.forecast.estimate.peak_window import Route, window
 from surefoot.parallel.pipeline.schedule import order
 
 ONE = Pass(Snapshot(100, 0, 0), Snapshot(130, 20, 0), 140, growing=160)

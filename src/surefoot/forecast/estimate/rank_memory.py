@@ -20,22 +20,15 @@ from ...data.text.codec import Codec
 from ...data.text.pairs import unshared
 from ...errors import RecipeError
 from ...model.precision import PrecisionName
-from ...parallel.launch import num_processes
+from ...parallel.launcher import num_processes
 from ...parallel.pipeline.schedule import order
 from ...recipe.recipe import Recipe
 from ...training.context import blank_examples
 from .batches import heaviest, loader_of, shares_prompts
-from .dry_run import (
-    DryRunModel,
-    NotRehearsedError,
-    build,
-    describe,
-    dry_run_batch,
-    held_dtype,
-)
+from .dry_run import DryRunModel, NotRehearsedError, build, describe, dry_run_batch, held_dtype
 from .fake_tensors import HoldingOptions
-from .memory import Memory, Mesh, Pass, Snapshot, Weight, memory
-from .window import Route, window
+from .memory_model import Memory, MeshShape, Pass, Snapshot, Weight, memory
+from .peak_window import Route, window
 
 NOTHING = Pass(Snapshot(0, 0, 0), Snapshot(0, 0, 0), 0, 0)
 
@@ -115,7 +108,7 @@ def whole(recipe: Recipe, ground: PlanBase) -> DryRunModel:
     )
 
 
-def mesh_of(recipe: Recipe, machine: Machine) -> Mesh:
+def mesh_of(recipe: Recipe, machine: Machine) -> MeshShape:
     """The mesh of the recipe; a ``RecipeError`` if the ranks do not form it."""
     try:
         pp, replicate, shard, tp = recipe.parallel.axes(machine.num_processes)
@@ -123,7 +116,7 @@ def mesh_of(recipe: Recipe, machine: Machine) -> Mesh:
         raise RecipeError(
             f"parallel: {error}; change them, or plan for that number with --num-processes"
         ) from None
-    return Mesh(replicate, shard, recipe.parallel.reshard_after_forward, tp, pp)
+    return MeshShape(replicate, shard, recipe.parallel.reshard_after_forward, tp, pp)
 
 
 def precision_of(recipe: Recipe, machine: Machine) -> PrecisionName:
@@ -214,13 +207,13 @@ def _run(
     mesh = mesh_of(recipe, machine)
     count = recipe.train.global_batch_size // (recipe.train.micro_batch_size * mesh.num_data_ranks)
     passes = {
-        place: rehearse_window(skeleton, batch, max(1, count))
+        place: dry_run_window(skeleton, batch, max(1, count))
         for place, skeleton in skeletons.items()
     }
     return Rehearsed(batch, passes)
 
 
-def rehearse_window(skeleton: DryRunModel, batch: Batch, count: int) -> Pass:
+def dry_run_window(skeleton: DryRunModel, batch: Batch, count: int) -> Pass:
     """The memory of a step of ``count`` micro-batches, each of them ``batch``: that of one of
     them, if they do not overlap in a pipeline. Raises ``NotRehearsedError``.
     """

@@ -7,9 +7,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from .callback import Callbacks
-from .state import TrainerState
-from .step import StepMetrics
+from ..callback import Callbacks
+from ..state import TrainerState
+from ..step import StepMetrics
 
 
 @dataclass

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from ..errors import RunError
-from .callback import Callbacks
-from .section import TrainSection
+from ...errors import RunError
+from ..callback import Callbacks
+from ..section import TrainSection
 
 
 def record_evaluation(

@@ -25,7 +25,7 @@ from ...model.pretrained.loading import device
 from ...recipe.recipe import Recipe
 from ...run.assembly import build
 from ...training.callback import Context, TrainerCallback
-from ...training.signals import SIGNALS
+from ...training.control.signals import SIGNALS
 from ...training.state import TrainerControl, TrainerState
 from ...training.windows import num_steps
 from ..estimate.batches import heaviest

@@ -1,0 +1,1 @@
+"""When to log, evaluate, save and stop."""
