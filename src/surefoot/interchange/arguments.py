@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
+
+import torch
 
 from ..checkpoint.section import CheckpointSection
+from ..errors import CheckpointError
 from ..model.section import ModelSection
 from ..network.method import Method
 from ..optim.optimizer import Optimizer
@@ -45,6 +50,20 @@ def training_arguments(run: RunSections, max_steps: int) -> dict[str, object]:
     if section.precision in ("bf16", "fp16"):
         found[section.precision] = True
     return found
+
+
+def group_settings(optim: Optimizer, progress: Mapping[str, Any]) -> list[dict[str, object]]:
+    """The two groups of the Trainer's optimizer after this step."""
+    made = optim.build([("w", torch.nn.Parameter(torch.zeros(1, 1)))])
+    if not isinstance(made, torch.optim.AdamW):
+        raise CheckpointError(
+            f"the run's optimizer is {type(made).__name__}; only AdamW's state can be converted"
+        )
+    group = {k: v for k, v in made.param_groups[0].items() if k not in ("params", "names")}
+    peak = group["lr"]
+    factor = optim.schedule_over(progress["max_steps"]).factor(progress["global_step"])
+    group |= {"lr": peak * factor, "initial_lr": peak}
+    return [group, {**group, "weight_decay": 0.0}]
 
 
 def _schedule(optim: Optimizer, max_steps: int) -> dict[str, object]:

@@ -29,9 +29,8 @@ from ..checkpoint.sources.source import TensorsInMemory, TensorSource
 from ..checkpoint.state.roles import FileRole
 from ..errors import CheckpointError
 from ..network.network import Network
-from ..optim.optimizer import Optimizer
 from ..storage import files
-from .arguments import RunSections, training_arguments
+from .arguments import RunSections, group_settings, training_arguments
 from .moments import moments_by_number, trainer_groups
 from .pickles import write_pickle
 from .skeleton import open_skeleton, optimizer_names
@@ -67,7 +66,7 @@ def save_trainer_checkpoint(
     states = _read_states(checkpoint)
     progress = states["trainer"]
     groups = trainer_groups(skeleton.module)
-    settings = _settings(run.optim, progress)
+    settings = group_settings(run.optim, progress)
     with new_folder(target) as folder:
         _write_weights(opened, skeleton, folder)
         moments = _moments(opened, skeleton, states.pop("optimizer"))
@@ -140,20 +139,6 @@ def _write_weights(opened: CheckpointFolder, skeleton: Network, folder: Path) ->
         if not is_weights and name not in LEFT_OUT:
             files.make_folder((folder / name).parent)
             files.write_new(folder / name, opened.small(name))
-
-
-def _settings(optim: Optimizer, progress: Mapping[str, Any]) -> list[dict[str, object]]:
-    """The two groups of the Trainer's optimizer after this step."""
-    made = optim.build([("w", torch.nn.Parameter(torch.zeros(1, 1)))])
-    if not isinstance(made, torch.optim.AdamW):
-        raise CheckpointError(
-            f"the run's optimizer is {type(made).__name__}; only AdamW's state can be converted"
-        )
-    group = {k: v for k, v in made.param_groups[0].items() if k not in ("params", "names")}
-    peak = group["lr"]
-    factor = optim.schedule_over(progress["max_steps"]).factor(progress["global_step"])
-    group |= {"lr": peak * factor, "initial_lr": peak}
-    return [group, {**group, "weight_decay": 0.0}]
 
 
 def _scheduler(settings: list[dict[str, object]], step: int) -> dict[str, object]:
