@@ -24,6 +24,7 @@ from surefoot.checkpoint.reading.verification import verify
 from surefoot.checkpoint.sources.source import FolderSource, read_whole
 from surefoot.cli.main import main
 from surefoot.geometry.mesh import Mesh
+from surefoot.inference.trainer_target import sections_of
 from surefoot.interchange.to_trainer import save_trainer_checkpoint
 from surefoot.network.network import Network
 from surefoot.recipe.recipe import load
@@ -222,7 +223,7 @@ def test_commands_list_it_and_other_tools_never_see_it(whole, tmp_path):
             tmp_path / name / "model.safetensors"
         }
     args = save_trainer_checkpoint(
-        saved["full"], tmp_path / "trainer", recipe=load(whole["full"].recipe)
+        saved["full"], tmp_path / "trainer", run=sections_of(load(whole["full"].recipe))
     )
     assert args
     moments = torch.load(tmp_path / "trainer" / "optimizer.pt", weights_only=True)
