@@ -111,7 +111,7 @@ def test_a_pickle_is_refused_with_the_command_that_converts_it(tmp_path):
 def test_what_is_not_there_is_said_plainly(tmp_path):
     with pytest.raises(ModelError, match="no folder"):
         locate(tmp_path / "nowhere")
-    with pytest.raises(ModelError, match=r"^no folder 'no/such-model' here"):
+    with pytest.raises(ModelError, match=r"^no folder 'no/such-model', and the"):
         locate("no/such-model")
     with pytest.raises(SurefootError, match="contains no weights"):
         locate(tmp_path)

@@ -68,7 +68,7 @@ def test_another_batch_size_is_another_step_after_as_many_examples(real, tmp_pat
     caplog.set_level(logging.INFO)
     made = resumed(real / "mp4", fresh(tmp_path, global_batch_size=4))
     assert made.state.global_step == 40
-    assert "its step 20 of 8 examples is step 40 of 4 here" in caplog.text
+    assert "MindSpore's step 20 with 8 examples per step is step 40 with 4 examples" in caplog.text
     assert next(iter(made.policy.optimizer_state.state_dict().values()))["step"] == 20
 
 
@@ -76,7 +76,7 @@ def test_what_does_not_come_along_is_said(real, tmp_path, caplog):  # noqa: F811
     caplog.set_level(logging.INFO)
     resumed(real / "single", fresh(tmp_path))
     assert "single: its learning rate is 0.001; the next one here is" in caplog.text
-    assert "its order is ours, which MindSpore's folders do not hold" in caplog.text
+    assert "in Surefoot's order; MindSpore's folders contain neither their order" in caplog.text
 
 
 def test_the_scale_of_fp16_comes_along(truth, tmp_path):  # noqa: F811
@@ -97,9 +97,9 @@ EMBEDDING = "model.tok_embeddings.embedding_weight"
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        ({f"adam_v.{EMBEDDING}": None}, "holds no moments of model.embed_tokens.weight, which"),
+        ({f"adam_v.{EMBEDDING}": None}, "contains no moments of model.embed_tokens.weight, which"),
         ({EMBEDDING: torch.zeros(31, 16)}, "is of shape [31, 16] in it, of shape [32, 16] in this"),
-        ({EMBEDDING: None}, "model.embed_tokens.weight is not there in it"),
+        ({EMBEDDING: None}, "model.embed_tokens.weight is missing in it"),
         ({"step_num": None, "global_step": None}, "contains neither step_num nor global_step"),
     ],
 )
@@ -116,9 +116,7 @@ def test_what_is_not_enough_is_refused_and_nothing_changed(truth, tmp_path, chan
 
 def test_an_adapter_has_no_moments_there(truth, tmp_path):  # noqa: F811
     made = trainer(ALONE, tmp_path / "run", method=LoRA(rank=2), train=BATCH, **SIZES)
-    with pytest.raises(
-        CheckpointError, match=r"set method to full, or leave checkpoint.resume out"
-    ):
+    with pytest.raises(CheckpointError, match=r"set method to full, or remove checkpoint.resume"):
         resumed(in_one_folder(truth, tmp_path), made)
 
 
@@ -128,5 +126,5 @@ def test_weights_alone_are_nothing_to_go_on_from(tmp_path):
     for folder, setting in ((model, "model.path"), (adapter, "model.adapter")):
         with pytest.raises(CheckpointError) as caught:
             detect_trainer(folder, trust_pickle=False, pp=1)
-        assert "weights-only checkpoint" in str(caught.value)
+        assert "without training state, so it cannot be resumed" in str(caught.value)
         assert f"set {setting}={folder}" in str(caught.value)

@@ -116,7 +116,7 @@ def test_a_save_that_was_cut_short_is_told(full, theirs, tmp_path):
 def test_missing_or_pickled_weights_are_told(full, theirs, tmp_path):
     trainer = trainer_of(full, tmp_path)
     (theirs / "model.safetensors").unlink()
-    assert "it holds no weights (model.safetensors or" in refusal(theirs, trainer)
+    assert "it contains no weights (model.safetensors or" in refusal(theirs, trainer)
     torch.save({}, theirs / "pytorch_model.bin")
     assert "Convert it once" in refusal(theirs, trainer)
 
@@ -153,7 +153,7 @@ def test_another_model_is_refused(full, theirs, tmp_path):
 
 def test_a_model_is_no_adapter_and_an_adapter_no_model(full, lora, tmp_path):
     said = refusal(full.theirs, trainer_of(full, tmp_path, method=LoRA()))
-    assert "holds a whole model, but the recipe's method trains an adapter" in said
+    assert "holds a full model, but the recipe's method trains an adapter" in said
     said = refusal(lora.theirs, trainer_of(full, tmp_path, method=Full()))
     assert "set method to lora" in said
 
@@ -182,7 +182,7 @@ def test_embeddings_that_peft_adds_to_an_adapter_must_be_the_bases(lora, adapter
     weights[name][0] += 1
     save_file(weights, adapter / "adapter_model.safetensors", {"format": "pt"})
     said = refusal(adapter, trainer_of(lora, tmp_path))
-    assert f"{name} is of shape [259, 32] in it, not there in this run" in said
+    assert f"{name} is of shape [259, 32] in it, missing in this run" in said
 
 
 def test_an_adapter_that_changed_its_base_is_refused(lora, adapter, tmp_path):
@@ -199,7 +199,8 @@ def test_moments_of_other_parameters_are_refused(full, theirs, tmp_path):
     edit_pickle(path, drop_one)
     said = refusal(theirs, trainer_of(full, tmp_path))
     assert (
-        "it holds the moments of 22 and 7 parameters (with decay and without), but 23 and 7" in said
+        "it contains the moments of 22 and 7 parameters (with decay and without), but 23 and 7"
+        in said
     )
 
 
@@ -281,7 +282,7 @@ def test_generators_that_numpy_1_wrote_are_read(full, theirs, tmp_path):
 def test_generators_of_something_else_are_refused(full, theirs, tmp_path):
     torch.save({"cpu": torch.zeros(3)}, theirs / "rng_state.pth")
     said = refusal(theirs, trainer_of(full, tmp_path))
-    assert "rng_state.pth: it does not hold the generators of a process; delete the file" in said
+    assert "rng_state.pth: it does not contain the generators of a process; delete the file" in said
 
 
 def test_differences_that_are_the_users_to_make_are_said(full, theirs, tmp_path, caplog):
@@ -293,9 +294,9 @@ def test_differences_that_are_the_users_to_make_are_said(full, theirs, tmp_path,
     for words in (
         "scheduler.pt is at step 3, trainer_state.json at 4",
         "the Trainer was to make 8 steps, this run makes",
-        "optim.adamw.beta1, beta2 was (0.9, 0.999), and is (0.9, 0.95) from here on",
-        "optim.adamw.weight_decay was 0.1, and is 0.2 from here on",
-        "the next learning rate would have been 0.0015",
+        "optim.adamw.beta1, beta2 was (0.9, 0.999) and is (0.9, 0.95) now",
+        "optim.adamw.weight_decay was 0.1 and is 0.2 now",
+        "the Trainer's next learning rate was 0.0015; it is",
     ):
         assert words in caplog.text
 
@@ -306,7 +307,7 @@ def test_what_an_adapter_had_around_it_is_said(lora, adapter, tmp_path, caplog):
     )
     load(adapter, trainer_of(lora, tmp_path))
     assert "the adapter was trained on org/other, this run's base is" in caplog.text
-    assert "lora_dropout was 0.3, and is 0.0 from here on" in caplog.text
+    assert "lora_dropout was 0.3 and is 0.0 now" in caplog.text
 
 
 def test_vectors_that_only_the_trainer_lets_decay_are_said(tmp_path, caplog):

@@ -67,7 +67,7 @@ def test_the_page_does_what_it_says(desk):
 def test_a_folder_of_the_trainers_is_no_place_for_a_run(desk):
     done = type_in("surefoot train recipe.yaml train.output_dir=theirs")
     assert done.exit_code == 2
-    assert "theirs holds checkpoint-4 of the Hugging Face Trainer; choose another" in done.stderr
+    assert "theirs contains checkpoint-4 of the Hugging Face Trainer; choose another" in done.stderr
     assert Path("theirs/checkpoint-4").is_dir(), "it was left where it is"
 
 
