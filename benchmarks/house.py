@@ -5,6 +5,7 @@ python benchmarks/house.py [SRC]
 
 import ast
 import sys
+import tokenize
 from pathlib import Path
 from statistics import median, quantiles
 
@@ -30,9 +31,7 @@ def main(root):
     """Print one figure a line."""
     trees = {f: ast.parse(f.read_text()) for f in sorted(root.rglob("*.py"))}
     lines = {f: len(f.read_text().splitlines()) for f in trees}
-    comments = sum(
-        line.lstrip().startswith("#") for f in trees for line in f.read_text().splitlines()
-    )
+    comments = sum(map(_comments, trees))
     nodes = {f: list(ast.walk(tree)) for f, tree in trees.items()}
     functions = [n for found in nodes.values() for n in found if isinstance(n, FUNCTIONS)]
     lengths = [n.end_lineno - n.lineno + 1 for n in functions]
@@ -55,6 +54,12 @@ def main(root):
     print(f"most modules in a folder: {folders[crowded]} ({crowded.relative_to(root)})")
     print(f"most imports of our own: {len(imports[wide])} ({wide.relative_to(root)})")
     print(f"modules that import Recipe: {len(knows)}")
+
+
+def _comments(file):
+    """Lines of a file that contain a comment."""
+    with file.open("rb") as lines:
+        return sum(token.type == tokenize.COMMENT for token in tokenize.tokenize(lines.readline))
 
 
 def _names_recipe(node):
