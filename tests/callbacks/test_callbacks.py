@@ -1,6 +1,7 @@
 """Early stopping, the plot, TensorBoard and the screen, on a real run of the loop."""
 
 import io
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -10,15 +11,16 @@ from surefoot.callbacks.console import LABELS, Screen, duration, fitting, sparkl
 from surefoot.callbacks.early_stop import EarlyStop
 from surefoot.callbacks.plot import Plot
 from surefoot.callbacks.tensorboard import TensorBoard
-from surefoot.training.callback import TrainerCallback
 
 
-class Script(TrainerCallback):
-    """Makes evaluations give scripted losses."""
+class ScriptedEvaluation:
+    """Gives scripted losses, one for each step."""
 
-    def __init__(self, built, losses):
-        losses = dict(enumerate(losses, start=1))
-        built._measure = lambda _: {"loss": losses[built.state.global_step]}
+    def __init__(self, state, losses):
+        self.state, self.losses = state, dict(enumerate(losses, start=1))
+
+    def measure(self, _held_out, _after):
+        return {"loss": self.losses[self.state.global_step]}
 
 
 LOSSES = [5.0, 4.0, 4.5, 3.95, 4.2, 4.1, 4.0, 4.0]
@@ -29,8 +31,7 @@ def stopping(folder, **options):
     built = small.trainer(
         folder, stop, evals=small.examples(1), eval_steps=1, save_steps=2, **options
     )
-    Script(built, LOSSES)
-    return built
+    return replace(built, evaluation=ScriptedEvaluation(built.state, LOSSES))
 
 
 def test_early_stop_counts_evaluations_that_are_not_better_by_the_threshold(tmp_path):

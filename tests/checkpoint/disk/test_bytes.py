@@ -121,13 +121,13 @@ def test_what_has_no_bytes_of_its_own_is_refused(tensor, why):
 def test_a_key_that_is_not_there_is_named(tmp_path):
     write(tmp_path / "x", {"a": torch.ones(2)})
     with tensorfile.open_path(tmp_path / "x") as file:
-        with pytest.raises(CheckpointError, match="it holds no tensor 'b'"):
+        with pytest.raises(CheckpointError, match="it contains no tensor 'b'"):
             file.hash("b")
         with pytest.raises(CheckpointError, match="is outside of shape"):
             stored.read_box(file, "a", Box((1,), (2,)))
         with pytest.raises(CheckpointError, match="is outside of shape"):
             stored.read_box(file, "a", Box((0, 0), (1, 1)))
-        with pytest.raises(ValueError, match="12 bytes do not hold 8"):
+        with pytest.raises(ValueError, match="a: the buffer has 12 bytes, expected 8"):
             stored.fill(torch.ones(3), file, "a")
 
 

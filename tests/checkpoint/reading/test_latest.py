@@ -62,7 +62,7 @@ def test_somebody_elses_checkpoint_is_kept_out_of_the_way(root):
 
 def test_only_somebody_elses_checkpoints_are_no_place_to_start(tmp_path):
     other = foreign(tmp_path / "checkpoint-6")
-    with pytest.raises(CheckpointError, match="checkpoint-6: not a checkpoint of ours"):
+    with pytest.raises(CheckpointError, match="checkpoint-6: not a Surefoot checkpoint"):
         newest(tmp_path)
     assert (other / "model.safetensors").exists()
 

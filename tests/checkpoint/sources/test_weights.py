@@ -81,10 +81,10 @@ def test_links_are_followed_in_folders_of_others_as_the_hubs_cache_is_made_of_th
 def test_an_index_that_promises_what_is_not_there_is_refused(tmp_path):
     one, two = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
     shards(tmp_path, {"a": one, "b": two, "c": two})
-    with pytest.raises(CheckpointError, match="the index promises 'c' in this file"):
+    with pytest.raises(CheckpointError, match="according to the index, 'c' must be in this file"):
         open_weights(tmp_path)
     shards(tmp_path, {"a": two, "b": one})
-    with pytest.raises(CheckpointError, match="the index promises 'a'"):
+    with pytest.raises(CheckpointError, match="according to the index, 'a' must be in this file"):
         open_weights(tmp_path)
     (tmp_path / two).unlink()
     with pytest.raises(CheckpointError, match=rf"{two}: it does not exist"):
@@ -103,7 +103,7 @@ def test_a_tensor_in_two_files_is_refused(tmp_path):
 
 
 def test_a_folder_without_weights_says_what_was_expected(tmp_path):
-    with pytest.raises(CheckpointError, match=r"holds no weights; expected model\.safetensors"):
+    with pytest.raises(CheckpointError, match=r"contains no weights; expected model\.safetensors"):
         open_weights(tmp_path)
     with pytest.raises(CheckpointError, match="does not exist"):
         open_weights(tmp_path / "none")

@@ -119,7 +119,7 @@ def test_a_process_that_saves_alone_is_refused_a_part_of_a_tensor(tmp_path):
     with as_rank(0, (1, 2, 1)) as mesh:
         placements = [Replicate(), Shard(0), Replicate()]
         part_of = DTensor.from_local(torch.ones(3, 2), mesh, placements, run_check=False)
-        told = r"model: w: this process saves alone, but holds \[3, 2\] of \[6, 2\]"
+        told = r"model: w: this process saves alone, but has only \[3, 2\] of \[6, 2\]"
         with pytest.raises(CheckpointError, match=told):
             save(tmp_path, 1, {"model": Holder({"w": part_of})})
     assert not list(tmp_path.iterdir())

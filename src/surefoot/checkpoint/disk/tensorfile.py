@@ -45,7 +45,7 @@ class TensorFile:
         box = box or Box.whole(entry.shape)
         size = num_bytes(entry.dtype, box.shape)
         if len(view) != size:
-            raise ValueError(f"{key}: {len(view)} bytes are too few or too many for {size}")
+            raise ValueError(f"{key}: the buffer has {len(view)} bytes, expected {size}")
         digest, done = files.Hash(), 0
         for offset, length in self._blocks(entry, box):
             block = view[done : done + length]

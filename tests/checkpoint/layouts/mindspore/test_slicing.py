@@ -60,7 +60,7 @@ def test_the_devices_hold_all_of_a_tensor_and_their_part_tells_the_whole(
     ("layout", "shape", "problem"),
     [
         (TensorLayout((2,), ((0,),)), (3,), "a dimension of 3 is not 2 equal parts"),
-        (TensorLayout((2,), ((0,), (-1,))), (4,), "cut in 2 dimensions and has 1"),
+        (TensorLayout((2,), ((0,), (-1,))), (4,), "sharded in 2 dimensions and has 1"),
         (TensorLayout((2,), ((5,),)), (4,), "does not fit the devices 2"),
         (TensorLayout((2, 2), ((0, 0),)), (4, 4), "does not fit the devices 2 x 2"),
         (TensorLayout((2, 2), ((0,),), 4), (8,), "4 shards of the optimizer do not fit"),

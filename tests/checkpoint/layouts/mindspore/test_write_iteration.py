@@ -86,7 +86,8 @@ def test_shards_over_a_part_of_the_copies_are_refused(tmp_path):
         parallel_optimizer_threshold=0,
     )  # fmt: skip
     stages = config.stages({"a.weight": ("F32", (8, 4))})
-    with pytest.raises(CheckpointError, match="2 shards over 4 copies; this form has words for"):
+    problem = "2 shards over 4 replicas; this form only supports shards over all of them"
+    with pytest.raises(CheckpointError, match=problem):
         write_iteration(
             TensorsInMemory({"a.weight": torch.ones(8, 4)}), tmp_path / "out", stages=stages
         )
