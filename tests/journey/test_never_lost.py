@@ -88,7 +88,7 @@ def test_the_command_line_goes_on_after_kill_9_and_after_sigterm(tmp_path):
         process.send_signal(number)
         _, err = process.communicate(timeout=60)
         assert process.returncode == code, err
-    assert "the same command goes on from here" in err
+    assert "saved; run the same command to resume" in err
     process = start("train", project.recipe, popen=cold)
     _, err = process.communicate(timeout=100)
     assert process.returncode == 0, err

@@ -46,7 +46,7 @@ def test_two_processes_write_what_one_writes(parallel, folder, one, tmp_path):
     output = tmp_path / "a.jsonl"
     out = predict(folder, output, folder / "base", *SAMPLED, f"parallel.{parallel}")
     assert output.read_text() == one
-    assert out.splitlines() == [f"{output}: 3 answers (3 cut at generate.max_new_tokens)"]
+    assert out.splitlines() == [f"{output}: 3 answers (3 truncated at generate.max_new_tokens)"]
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
 
 
@@ -80,7 +80,7 @@ def test_more_processes_than_heads_are_one_error(folder, tmp_path):
     save_model(tmp_path / "odd", hidden_size=24, num_attention_heads=3, num_key_value_heads=3)
     err = predict(folder, tmp_path / "a.jsonl", tmp_path / "odd", "parallel.tp=2", code=2)
     (line,) = [line for line in err.splitlines() if line.startswith("error")]
-    assert "parallel.tp: 2 processes cannot share the 3 attention heads of the model evenly" in line
+    assert "parallel.tp: 2 ranks cannot share the 3 attention heads of the model evenly" in line
     assert json.loads((tmp_path / "odd" / "config.json").read_text())["num_attention_heads"] == 3
     assert not (tmp_path / "a.jsonl").exists()
 

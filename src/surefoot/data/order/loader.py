@@ -188,8 +188,7 @@ class Loader:
         return self.order.is_ready(self.epoch, last)
 
     def _window(self, examples: WindowExamples) -> Window:
-        spare = examples.source[0]
-        return self.batching.window(examples, lengths=examples.lengths, spare=spare)
+        return self.batching.window(examples, lengths=examples.lengths, spares=examples.source)
 
     def _ready(self, window: Window) -> Window:
         return window if self.prefetch is None else self.prefetch.ready(window)

@@ -62,19 +62,20 @@ class Batching:
         examples: Sequence[Features],
         *,
         lengths: Index | None = None,
-        spare: Features | None = None,
+        spares: Items | None = None,
     ) -> Window:
         """This rank's micro-batches of the examples of a global window.
 
         Args:
             examples: of all ranks, in the same order on each.
             lengths: the tokens of each, if they are known without reading the examples.
-            spare: a masked example for a rank without examples; the first one by default.
+            spares: the first of them is masked for a rank without examples, and not read otherwise;
+                ``examples`` by default.
         """
         if lengths is None:
             lengths = np.array([num_tokens(example) for example in examples], np.int64)
         groups = self.groups(lengths)
-        return [batch_of(group, examples, self.collate, spare) for group in groups]
+        return [batch_of(group, examples, self.collate, spares) for group in groups]
 
 
 class Items(Protocol):
@@ -83,12 +84,12 @@ class Items(Protocol):
     def __getitem__(self, item: int, /) -> Features: ...
 
 
-def batch_of(group: Index, items: Items, collate: Collate, spare: Features | None = None) -> Batch:
-    """The batch of a group; where there is nothing left for a rank, ``spare`` (by default the
-    first item) without labels.
+def batch_of(group: Index, items: Items, collate: Collate, spares: Items | None = None) -> Batch:
+    """The batch of a group; where there is nothing left for a rank, the first of ``spares``
+    (by default of ``items``) without labels.
     """
     rows = [items[int(item)] for item in group]
-    return collate(rows or [without_labels(items[0] if spare is None else spare)])
+    return collate(rows or [without_labels((items if spares is None else spares)[0])])
 
 
 def without_labels(example: Features) -> Features:
