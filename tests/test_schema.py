@@ -20,7 +20,7 @@ from surefoot.schema import (
     expand,
     json_schema,
     paths,
-    reading,
+    read,
     settings,
     write,
 )
@@ -100,7 +100,7 @@ GOOD = {"train": {"output_dir": "runs/x"}}
 
 def problems(data, cls=Root):
     with pytest.raises(RecipeError) as caught:
-        reading(cls, data)
+        read(cls, data)
     return str(caught.value).splitlines()
 
 
@@ -110,42 +110,42 @@ def train(**fields):
 
 def test_sections_variants_and_defaults_are_read():
     data = {"train": {"output_dir": "runs/x", "steps": 3}, "method": {"lora": {"rank": 4}}}
-    assert reading(Root, data) == Root(
+    assert read(Root, data) == Root(
         train=Train(output_dir=Path("runs/x"), steps=3), method=Lora(rank=4)
     )
 
 
 @pytest.mark.parametrize("short", ["lora", {"lora": None}, {"lora": {}}, Lora()])
 def test_a_variant_may_be_named_alone(short):
-    assert reading(Root, {**GOOD, "method": short}).method == Lora()
+    assert read(Root, {**GOOD, "method": short}).method == Lora()
 
 
 def test_a_section_with_nothing_below_it_has_its_defaults():
-    assert reading(Root, {**GOOD, "other": None}).other == Other()
+    assert read(Root, {**GOOD, "other": None}).other == Other()
 
 
 def test_one_item_stands_for_a_list_of_one():
     data = {**train(sizes=3), "method": {"lora": {"targets": "q_proj"}}}
-    assert reading(Root, data).train.sizes == (3,)
-    assert reading(Root, data).method.targets == ("q_proj",)
+    assert read(Root, data).train.sizes == (3,)
+    assert read(Root, data).method.targets == ("q_proj",)
 
 
 def test_an_integer_does_for_a_number_and_becomes_one():
-    rate = reading(Root, train(rate=1)).train.rate
+    rate = read(Root, train(rate=1)).train.rate
     assert rate == 1.0
     assert type(rate) is float
 
 
 def test_null_unsets_what_may_be_unset():
-    assert reading(Root, {**GOOD, "other": {"limit": None}}).other.limit is None
+    assert read(Root, {**GOOD, "other": {"limit": None}}).other.limit is None
 
 
 def test_dataclasses_and_paths_are_data_too():
     section = Train(output_dir=Path("runs/x"), sizes=(1, 2))
-    assert reading(Root, {"train": section, "other": Other(limit=1)}) == Root(
+    assert read(Root, {"train": section, "other": Other(limit=1)}) == Root(
         train=section, other=Other(limit=1)
     )
-    assert reading(Root, Root(train=section)) == Root(train=section)
+    assert read(Root, Root(train=section)) == Root(train=section)
 
 
 @pytest.mark.parametrize(
@@ -222,7 +222,7 @@ def test_a_key_of_another_section_is_sent_there():
 
 def test_a_key_like_nothing_gets_the_list_of_keys():
     assert problems({**GOOD, "method": {"full": {"x": 1}}}) == [
-        "method.full.x: unknown key; there are none here"
+        "method.full.x: unknown key; no keys are expected here"
     ]
     assert problems({**GOOD, "other": {"zzz": 1}}) == [
         "other.zzz: unknown key; expected one of limit, learning_rate"
@@ -279,7 +279,7 @@ def test_what_is_no_plain_data_is_refused():
 
 def test_the_caller_chooses_the_error():
     with pytest.raises(DataError, match=r"^1 problem\(s\)$"):
-        reading(Root, {}, fail=lambda found: DataError(f"{len(found)} problem(s)"))
+        read(Root, {}, fail=lambda found: DataError(f"{len(found)} problem(s)"))
 
 
 def test_short_forms_are_written_out():
@@ -367,24 +367,24 @@ def near(cls):
 
 @given(ROOTS)
 def test_what_is_written_reads_back_equal(root):
-    assert reading(Root, write(root)) == root
-    assert reading(Root, json.loads(json.dumps(write(root)))) == root
+    assert read(Root, write(root)) == root
+    assert read(Root, json.loads(json.dumps(write(root)))) == root
 
 
 @given(near(Root))
 def test_nonsense_gives_nothing_but_a_recipe_error(data):
     try:
-        value = reading(Root, data)
+        value = read(Root, data)
     except RecipeError as error:
         assert str(error)
     else:
-        assert reading(Root, write(value)) == value
+        assert read(Root, write(value)) == value
 
 
 @given(near(Root))
 def test_the_json_schema_accepts_what_is_read(data):
     try:
-        reading(Root, data)
+        read(Root, data)
     except RecipeError:
         return
     assert conforms(data, json_schema(Root))

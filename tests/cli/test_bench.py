@@ -114,15 +114,17 @@ def test_where_nothing_is_faster_that_is_said(project, capsys):
 
 def test_what_works_where_the_recipe_does_not_is_told(project, capsys):
     out = shown(project, lambda c: figures(10) if c.get(SIZE) == 1 else TrialFailure("no"), capsys)
-    assert "this works, and learns the same" in out
+    assert "this works, with the same result except for rounding:" in out
 
 
 def test_what_there_was_no_time_for_is_named(project, capsys):
     out = shown(project, lambda changes: figures(100), capsys, is_over=lambda: True)
-    assert "not tried: 15 minutes are over" not in out, "nothing was tried, so there is no table"
+    assert "not tried: the limit of 15 minutes is reached" not in out, (
+        "nothing was tried, so there is no table"
+    )
     times = iter([False] * 2 + [True] * 99)
     out = shown(project, lambda changes: figures(100), capsys, is_over=lambda: next(times))
-    assert "not tried: 15 minutes are over" in out
+    assert "not tried: the limit of 15 minutes is reached" in out
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ def test_a_mesh_is_read_in_any_order():
         ("dp_shard=1.5", "got '1.5'"),
         ("dp_shard=²", "whole number"),
         ("dp_shard=2,dp_shard=2", "dp_shard occurs twice"),
-        ("dp_shard=999999", "999,999 processes are more than 65,536"),
+        ("dp_shard=999999", "mesh: 999,999 ranks are more than 65,536"),
         ("dp_shard=9999999999999999999999", "whole number"),
     ],
 )

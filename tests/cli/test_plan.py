@@ -32,7 +32,7 @@ def test_the_screen_tells_all_of_it(recipe):
     done = run(recipe, "--tokens-per-second", 10, "--device", "cpu")
     assert done.exit_code == 0, done.stderr
     out = done.stdout
-    assert "12 (4 epochs), each of 4 × 2 examples a process" in out
+    assert "12 (4 epochs), each of 4 × 2 examples per rank" in out
     assert "about 22 (from a sample of 24 rows)" in out
     assert "at 10 tokens/s (as given)" in out
     for word in ("weights", "gradients", "optimizer", "activations", "at its peak"):
@@ -92,7 +92,7 @@ def test_a_run_that_takes_more_than_there_is_is_told_so(recipe, monkeypatch):
 
     monkeypatch.setattr(psutil, "virtual_memory", Little)
     out = run(recipe, "--device", "cpu").stdout
-    assert "more than the 1 kB that there are" in out
+    assert "more than the available 1 kB" in out
 
 
 def test_saves_by_the_clock_are_said_not_to_be_counted(recipe):

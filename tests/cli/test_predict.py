@@ -103,7 +103,7 @@ def test_what_is_there_is_not_overwritten_without_a_word(folder, run, tmp_path):
         (["/nowhere"], "no folder /nowhere; expected a run, a checkpoint, a model or an adapter"),
         (["x", "generate.top_p=3"], "generate.top_p: must be in (0, 1], got 3"),
         (["x", "generat.top_p=1"], "generate"),
-        (["x", "parallel.pp=2"], "parallel.pp: an answer is written token by token"),
+        (["x", "parallel.pp=2"], "parallel.pp: responses are generated token by token"),
     ],
 )
 def test_a_mistake_is_one_plain_error_and_writes_nothing(args, problem, run, tmp_path):
@@ -117,7 +117,7 @@ def test_a_mistake_is_one_plain_error_and_writes_nothing(args, problem, run, tmp
 @pytest.mark.parametrize(
     ("content", "problem"),
     [
-        (None, "no prompts can be read: No such file or directory"),
+        (None, "prompts cannot be read: No such file or directory"),
         (b"", "contains no prompt; expected one per line"),
         (b"\x89PNG\xff", "is not UTF-8 text"),
         (b"Hi\n" + b"x" * 300, "line 2: no room for a response"),

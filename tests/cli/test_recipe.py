@@ -71,8 +71,11 @@ def test_convert_prints_a_recipe_and_names_what_it_did_not_look_at(tmp_path):
     file.write_text(text)
     result = run("convert", file, "data.datasets=[d]")
     assert result.exit_code == 0
-    assert result.stderr == "not looked at: processor.a\n"
-    assert "no train_dataset: say what to train on" in run("convert", file).stderr
+    assert result.stderr == "not used: processor.a\n"
+    assert (
+        "no train_dataset: set data.dataset_dir and data.datasets to the training data"
+        in run("convert", file).stderr
+    )
     recipe.write_text(result.stdout)
     assert load(recipe).model.path == "m"
     file.write_text("run_mode: eval")

@@ -15,7 +15,7 @@ from surefoot.recipe.prediction import Prediction
 from surefoot.recipe.recipe import Recipe, load, read
 from surefoot.recipe.yaml import parse
 from surefoot.schema import paths
-from surefoot.schema import reading as read_into
+from surefoot.schema import read as read_into
 
 MINIMAL = {
     "model": {"path": "."},

@@ -5,7 +5,7 @@ from surefoot.recipe.from_mindformers.conversion import convert
 from surefoot.recipe.prediction import Prediction
 from surefoot.recipe.recipe import read
 from surefoot.recipe.yaml import parse
-from surefoot.schema import reading as read_into
+from surefoot.schema import read as read_into
 
 FILE = """\
 seed: 7

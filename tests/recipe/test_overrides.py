@@ -7,7 +7,7 @@ from surefoot.errors import RecipeError
 from surefoot.recipe.document import Document
 from surefoot.recipe.overrides import override
 from surefoot.recipe.yaml import parse
-from surefoot.schema import Variants, reading
+from surefoot.schema import Variants, read
 
 
 class Method(Protocol):
@@ -39,7 +39,7 @@ class Root:
 
 def build(text, *overrides):
     document = override(Root, parse(text, "r.yaml"), overrides)
-    return reading(Root, document.data, fail=document.error)
+    return read(Root, document.data, fail=document.error)
 
 
 def refused(text, *overrides):
@@ -98,7 +98,7 @@ def test_from_python_overrides_are_paths_and_values():
         Document({"method": Lora(rank=2), "train": {"name": "x"}}),
         {"method.lora.targets": ("a",), "train": {"steps": 3}},
     )
-    assert reading(Root, document.data) == Root(
+    assert read(Root, document.data) == Root(
         train=Train(steps=3, name="x"), method=Lora(rank=2, targets=("a",))
     )
 

@@ -91,7 +91,7 @@ def test_a_bucket_that_is_not_there_is_said():
 
 
 def test_it_gives_up_in_time_and_says_the_last_answer():
-    with pytest.raises(StoreError, match=r"no success in \d+ tries, the last answer: .*reset"):
+    with pytest.raises(StoreError, match=r"failed after \d+ tries, the last error: .*reset"):
         RetryPolicy(0.3).run("cannot x", failing(*[ConnectionResetError("reset")] * 99))
 
 
@@ -102,4 +102,4 @@ def test_a_name_that_is_taken_is_the_callers_business():
 
 def test_a_long_wait_is_said(caplog):
     RetryPolicy(30).run("cannot x", failing(*[TimeoutError("slow")] * 4))
-    assert "cannot x: TimeoutError: slow; trying again" in caplog.text
+    assert "cannot x: TimeoutError: slow; retrying for up to " in caplog.text

@@ -8,7 +8,7 @@ import torch
 from surefoot.batch import IGNORE_INDEX, Outputs
 from surefoot.data.text.pairs import join
 from surefoot.errors import RecipeError
-from surefoot.schema import reading
+from surefoot.schema import read
 from surefoot.stages.dpo import DPO
 
 PAIRS = [  # lengths of prompt, chosen, rejected; the reference's log-probabilities
@@ -149,4 +149,4 @@ def test_a_pair_without_labels_counts_nothing(stage):
 )
 def test_a_setting_that_means_nothing_is_refused(settings, message):
     with pytest.raises(RecipeError, match=message):
-        reading(DPO, settings)
+        read(DPO, settings)

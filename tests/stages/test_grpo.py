@@ -13,7 +13,7 @@ from surefoot.batch import Outputs
 from surefoot.data.example import Example, Message
 from surefoot.errors import RecipeError, RunError
 from surefoot.generate.generation import Sample
-from surefoot.schema import reading
+from surefoot.schema import read
 from surefoot.schema.locations import FunctionPath
 from surefoot.stages.grpo import GRPO
 from surefoot.training.rewards import scores
@@ -160,4 +160,4 @@ def test_a_reward_that_fails_is_an_error_that_names_it(name, words):
 )
 def test_settings_that_mean_nothing_are_refused(settings):
     with pytest.raises(RecipeError, match=list(settings)[-1] if settings else "reward"):
-        reading(GRPO, settings)
+        read(GRPO, settings)

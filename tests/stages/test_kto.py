@@ -12,7 +12,7 @@ from surefoot.batch import IGNORE_INDEX, Outputs
 from surefoot.data.encoded import Dropped
 from surefoot.data.example import Example, Message
 from surefoot.errors import RecipeError
-from surefoot.schema import reading
+from surefoot.schema import read
 from surefoot.stages.kto import KTO, mismatched
 
 
@@ -118,4 +118,4 @@ def test_rows_without_a_label_are_dropped_and_only_last_answers_are_trained_on()
 @pytest.mark.parametrize("settings", [{"beta": 0}, {"desirable_weight": -1}])
 def test_settings_that_mean_nothing_are_refused(settings):
     with pytest.raises(RecipeError, match=next(iter(settings))):
-        reading(KTO, settings)
+        read(KTO, settings)

@@ -129,7 +129,7 @@ def _hint(root: type, spot: _Spot) -> str:
     known = settings(spot.owner)
     close = _did_you_mean(root, str(spot.path[-1]), known)
     return close or (
-        "; expected one of " + ", ".join(known) if known else ("; there are no choices")
+        "; expected one of " + ", ".join(known) if known else "; no keys are expected here"
     )
 
 

@@ -33,7 +33,7 @@ def check_output(path: Path, *, force: bool) -> None:
     if path.is_dir():
         raise RunError(f"--output {path}: is a folder; expected the name of a file")
     if path.exists() and not force:
-        raise RunError(f"--output {path}: is there already; name another one, or add --force")
+        raise RunError(f"--output {path}: it exists; choose another name, or add --force")
     with raising(RunError, "cannot write the answers"):
         make_folder(path.absolute().parent)
 
