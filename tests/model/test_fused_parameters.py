@@ -31,5 +31,5 @@ def test_parts_that_are_not_rows_in_their_order_are_refused(monkeypatch):
         return {f"{name}.part": tensor[0].flip(0) for name, tensor in state.items()}
 
     monkeypatch.setattr(fused_parameters, "revert_weight_conversion", backwards)
-    with pytest.raises(ModelError, match=r"part: transformers does more than cut .* into rows"):
+    with pytest.raises(ModelError, match=r"part: transformers does more than split .* into rows"):
         fused_parameters.places(tiny.model("mixtral"))

@@ -35,7 +35,10 @@ def test_a_model_without_values_is_enough():
     ("config", "why"),
     [
         (GPT2Config(**SMALL), "wpe is neither embedding, layer nor norm"),
-        (GraniteConfig(**SMALL, embedding_multiplier=2.0), "layer 0 does not get just what enters"),
+        (
+            GraniteConfig(**SMALL, embedding_multiplier=2.0),
+            "layer 0 does not get exactly the input",
+        ),
         (OPTConfig(), "its embedding is not"),
     ],
     ids=lambda value: type(value).__name__,

@@ -72,7 +72,7 @@ class Restless:
         (leaks, "its result differs by"),
         (fails, "no kernel image is available"),
         (nothing, "its result differs by nan"),
-        (Restless(), "it gives other bits in another run"),
+        (Restless(), "its bits differ from run to run (train.deterministic)"),
     ],
 )
 def test_a_kernel_that_cannot_be_trusted_is_dropped_with_its_reason(
