@@ -45,7 +45,7 @@ def test_freeze_tunes_named_modules_inside_and_outside_the_layers():
 @pytest.mark.parametrize(
     ("method", "words"),
     [
-        (Freeze(num_layers=9), "3 layers"),
+        (Freeze(num_layers=9), "num_layers: expected at most 3, the layers of the model, got 9"),
         (Freeze(modules=("mpl",)), "mlp"),
         (Freeze(extra_modules=("head",)), "lm_head"),
         (LoRA(targets=("q_prj",)), "q_proj"),

@@ -41,7 +41,7 @@ def test_ls_lists_a_run(url):
     ]
     assert [line["is_best"] for line in lines] == [True, False, False]
     assert "never committed" in lines[2]["problem"]
-    assert "newest" in surefoot("ls", url).stdout
+    assert "latest" in surefoot("ls", url).stdout
     assert json.loads(surefoot("ls", f"{url}/checkpoint-4", "--json").stdout)[0]["step"] == 4
 
 
