@@ -248,7 +248,9 @@ def test_a_quantized_model_is_for_one_process(models, tmp_path):
     quantized = load(recipe, ["model.quantization_bit=8"])
 
     def work(world):
-        with pytest.raises(RecipeError, match="a quantized model is opened by one process, not 2"):
+        with pytest.raises(
+            RecipeError, match="a quantized model can be opened on one rank only, not on 2"
+        ):
             open_start(quantized, world=world)
 
     ranks.run(2, work, tp=2)

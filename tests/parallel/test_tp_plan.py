@@ -110,7 +110,7 @@ def test_dora_is_refused():
 def test_a_norm_inside_that_the_plan_forgets_is_refused():
     model = tiny.model()
     model.model.layers[0].self_attn.q_norm = torch.nn.LayerNorm(8)
-    with pytest.raises(RecipeError, match=r"says nothing of model.layers.0.self_attn.q_norm"):
+    with pytest.raises(RecipeError, match=r"does not mention model.layers.0.self_attn.q_norm"):
         module_plans(model, 2)
 
 

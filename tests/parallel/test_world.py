@@ -119,5 +119,7 @@ def test_who_loses_another_process_says_that_and_no_more():
             os._exit(3)
         world.wait()
 
-    with pytest.raises(AssertionError, match="LostPeerError: process 0 has lost another one"):
+    with pytest.raises(
+        AssertionError, match="LostPeerError: rank 0: lost the connection to another rank"
+    ):
         ranks.run(2, work)
