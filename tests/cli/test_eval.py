@@ -9,6 +9,7 @@ import surefoot
 from folders import save_data, save_model, save_recipe
 from project import Project, metrics
 from surefoot.cli.main import main
+from surefoot.inference import open_start
 
 
 @pytest.fixture(scope="module")
@@ -177,3 +178,25 @@ def test_of_pairs_the_rewards_are_those_that_training_logged(method, tmp_path):
     assert "said the hen" not in answer["reference"]
     base = json.loads(run(made.recipe, "--json", "--model", "base").stdout)
     assert base["rewards/margins"] == pytest.approx(0, abs=1e-5)
+
+
+def test_what_the_reference_computes_is_kept_for_the_next_evaluation(tmp_path, monkeypatch):
+    made = Project(
+        tmp_path,
+        stage="dpo",
+        method="lora",
+        data={"datasets": ["pairs"], "val_size": 4, "cache_dir": str(tmp_path / "cache")},
+        train={"max_steps": 1},
+        generate={"max_new_tokens": 1},
+    )
+    surefoot.train(made.recipe)
+    opened = []
+
+    def counted(recipe, **options):
+        opened.append(recipe.model.path)
+        return open_start(recipe, **options)
+
+    monkeypatch.setattr("surefoot.inference.auxiliary_outputs.open_start", counted)
+    first, again = (json.loads(run(made.recipe, "--json").stdout) for _ in range(2))
+    assert opened == [str(tmp_path / "model")]
+    assert first == again
