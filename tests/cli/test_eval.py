@@ -9,7 +9,7 @@ import surefoot
 from folders import save_data, save_model, save_recipe
 from project import Project, metrics
 from surefoot.cli.main import main
-from surefoot.inference import open_start
+from surefoot.inference.model_loading import open_start
 
 
 @pytest.fixture(scope="module")

@@ -61,7 +61,7 @@ def spread(world, made, micro_batch, precision, sequence):
     def run():
         with autocast(precision, torch.device("cpu")):
             found = outputs.compute(model, wide, OutputSpec(("logps",)), vocabulary=vocabulary)
-        loss = made.stage.loss(found, micro_batch).total
+        loss = made.stage.loss("policy", found, micro_batch).total
         del found
         loss.backward()
 
