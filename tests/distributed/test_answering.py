@@ -191,7 +191,7 @@ def test_heads_that_processes_cannot_share_are_one_sentence_in_all(tmp_path):
     folders.save_model(tmp_path, hidden_size=24, num_attention_heads=3, num_key_value_heads=3)
 
     def work(world):
-        with pytest.raises(RecipeError, match="2 processes cannot share the 3 attention heads"):
+        with pytest.raises(RecipeError, match="2 ranks cannot share the 3 attention heads"):
             open_model(tmp_path, world=world)
 
     ranks.run(2, work, tp=2)

@@ -20,6 +20,7 @@ from surefoot.checkpoint.section import CheckpointSection
 from surefoot.data.prepared.encoded_data import EncodedData
 from surefoot.data.rows.dataset_report import EncodingReport
 from surefoot.data.section import DataSection
+from surefoot.data.text.codec import Codec
 from surefoot.errors import ModelError
 from surefoot.methods.freeze import Freeze
 from surefoot.methods.full import Full
@@ -31,6 +32,7 @@ from surefoot.network.meta import init_on_meta, select_prompt_sharing
 from surefoot.optim.adamw import AdamW
 from surefoot.parallel.world import ALONE
 from surefoot.recipe.recipe import Recipe
+from surefoot.run.auxiliary import open_ahead
 from surefoot.run.policy import open_policy
 from surefoot.run.trainer_parts import assemble
 from surefoot.stages.sft import SFT
@@ -59,7 +61,9 @@ def begun(world, folder, *, method=None, model=None, tokens=(), packing=False, p
         ),
         optim=AdamW(learning_rate=5e-3),
     )
-    policy = open_policy(recipe, folder, folders.tokenizer(extra=tokens), world)
+    tokenizer = folders.tokenizer(extra=tokens)
+    codec = Codec(tokenizer, None, recipe.data)
+    policy = open_policy(recipe, folder, tokenizer, world)
     saver = Saver(
         output_dir=folder / "out",
         section=CheckpointSection(),
@@ -68,9 +72,9 @@ def begun(world, folder, *, method=None, model=None, tokens=(), packing=False, p
         steps={},
         world=world,
     )
-    made = assemble(
-        recipe, policy, EncodedData(small.examples(), {}, EncodingReport(())), saver, world
-    )
+    examples = EncodedData(small.examples(), {}, EncodingReport(()))
+    ahead = open_ahead(recipe, folder, codec, examples, world)
+    made = assemble(recipe, codec, policy, ahead, saver)
     assert policy.sharing.is_proven == packing, "prompts may be shared"
     return made
 
@@ -96,12 +100,12 @@ def assert_starts_alike(count, folder, parallel, *cases, steps=0):
     expected = []
     for case in cases:
         alone = begun(ALONE, folder, **case)
-        expected.append((contents(alone.models.policy), learn(alone, steps)))
+        expected.append((contents(alone.policy.module), learn(alone, steps)))
 
     def work(world):
         for case, (values, losses) in zip(cases, expected, strict=True):
             made = begun(world, folder, **case)
-            found = contents(made.models.policy)
+            found = contents(made.policy.module)
             assert found.keys() == values.keys()
             assert [name for name in values if found[name] != values[name]] == [], case
             for ours, theirs in zip(learn(made, steps), losses, strict=True):
@@ -243,7 +247,7 @@ def test_adapters_in_float32_beside_a_base_in_bfloat16(parallel, tmp_path):
 
     def work(world):
         made = begun(world, tmp_path, **case)
-        found = {(p.requires_grad, p.dtype) for p in made.models.policy.parameters()}
+        found = {(p.requires_grad, p.dtype) for p in made.policy.module.parameters()}
         assert found == {(True, torch.float32), (False, torch.bfloat16)}
         return learn(made, 2)
 
@@ -263,12 +267,12 @@ def head(folder):
 )
 def test_each_process_reads_what_it_holds_and_no_more(count, parallel, tmp_path, monkeypatch):
     folders.save_model(tmp_path, "qwen2", dtype=torch.bfloat16, **UNEVEN)
-    numel = sum(p.numel() for p in begun(ALONE, tmp_path).models.policy.parameters())
+    numel = sum(p.numel() for p in begun(ALONE, tmp_path).policy.module.parameters())
 
     def work(world):
         monkeypatch.setattr(files, "os", counting := Counting(tmp_path))
         made = begun(world, tmp_path)
-        held = sum(p.to_local().numel() for p in made.models.policy.parameters())
+        held = sum(p.to_local().numel() for p in made.policy.module.parameters())
         assert counting.count == head(tmp_path) + 2 * held  # bytes of bfloat16
         return held
 

@@ -4,7 +4,7 @@ parameters.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import nn
 
@@ -24,6 +24,11 @@ class Learner:
     spec: OutputSpec
     step: Step  # its optimizer is that of ``trained``
     trained: TrainedParameters
+    # What a checkpoint contains of the optimizer. Made once: the ranks of a pipeline make it together.
+    optimizer_state: ShardedState = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.optimizer_state = self.network.optimizer_state(self.trained)
 
     @property
     def module(self) -> nn.Module:
@@ -34,11 +39,6 @@ class Learner:
     def weights(self) -> Weights:
         """What a checkpoint contains of the model."""
         return self.network.weights
-
-    @property
-    def optimizer_state(self) -> ShardedState:
-        """What a checkpoint contains of the optimizer."""
-        return self.network.optimizer_state(self.trained)
 
     def turn(self, step: int) -> None:
         """Make the parameters of ``step`` trainable, with their optimizer."""
