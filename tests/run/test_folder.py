@@ -40,5 +40,5 @@ def test_folders_of_two_machines_are_refused_by_both(tmp_path, monkeypatch):
     monkeypatch.setattr(run_folder, "_SIGHT", 0.2)
     found = ranks.run(2, lambda world: why(world, tmp_path / str(world.rank)))
     for rank, said in enumerate(found):
-        assert f"process 1 does not see the folder {tmp_path / str(rank)} of rank 0" in said
+        assert f"rank 1 does not see the folder {tmp_path / str(rank)} of rank 0" in said
         assert "train.cache_dir" in said

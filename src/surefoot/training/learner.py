@@ -24,7 +24,7 @@ class Learner:
     spec: OutputSpec
     step: Step  # its optimizer is that of ``trained``
     trained: TrainedParameters
-    # What a checkpoint contains of the optimizer. Made once: the ranks of a pipeline make it together.
+    # What a checkpoint contains of the optimizer; the ranks of a pipeline make it together, once.
     optimizer_state: ShardedState = field(init=False)
 
     def __post_init__(self) -> None:
