@@ -131,5 +131,7 @@ def test_layers_and_micro_batches_draw_numbers_of_their_own(tmp_path):
 
 def test_more_stages_than_layers_are_refused_in_one_sentence(tmp_path):
     parallel = {"pp_schedule": "interleaved"}
-    with pytest.raises(AssertionError, match=r"RecipeError: parallel\.pp: 4 stages need as many"):
+    with pytest.raises(
+        AssertionError, match=r"RecipeError: parallel\.pp: 4 pipeline stages need as many"
+    ):
         ranks.run(2, lambda w: trainer(w, tmp_path, parallel=parallel), pp=2)

@@ -134,7 +134,7 @@ def test_dropout_is_that_of_one_process_where_parts_are_equal(tmp_path):
 def test_tokens_that_do_not_divide_are_refused_not_waited_for(tmp_path):
     def forward(world):
         made = trainer(world, tmp_path, parallel=TWO)
-        with pytest.raises(ValueError, match="5 tokens are not 2 equal parts"):
+        with pytest.raises(ValueError, match="5 tokens do not divide into 2 equal shards"):
             made.policy.module(input_ids=torch.arange(5)[None])
         return True
 

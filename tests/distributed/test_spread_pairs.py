@@ -10,24 +10,35 @@ import torch.nn.functional as F
 
 import ranks
 from spread import CLOSE, learn, trainer
-from surefoot.batch import IGNORE_INDEX, Loss
+from surefoot.batch import IGNORE_INDEX, Loss, OutputSpec
 from surefoot.data.store.dataset import in_memory
 from surefoot.data.text.pairs import collate_pairs
 from surefoot.parallel.world import ALONE
+from surefoot.training.stage import as_loaded, as_measured, no_columns, no_problems
 
 
 @dataclass(frozen=True)
 class Prefer:
     """Chosen answers are to be likelier than rejected ones."""
 
-    roles: ClassVar = ("policy",)
-    needs: ClassVar = ("logps",)
+    spec: ClassVar = OutputSpec(("logps",))
+    eval_spec: ClassVar = spec
     uses_template: ClassVar = True
+    encoding: ClassVar = ""
+    heads: ClassVar = ()
+    kept_by: ClassVar = "item"
+    auxiliary: ClassVar = {}
+    passes: ClassVar = 1
+    mini_batches: ClassVar = 1
+    precompute = no_columns
+    prepare = as_loaded
+    metrics = as_measured
+    problems = no_problems
 
     def collate(self, features, *, packing):
         return collate_pairs(features, packing=packing)
 
-    def loss(self, outputs, batch):
+    def loss(self, role, outputs, batch):
         lengths, answer = batch.extras["answer_lengths"], batch.extras["answer"]
         sums = torch.zeros(len(lengths), dtype=outputs.logps.dtype)
         sums = sums.index_add(0, answer, outputs.logps).unflatten(0, (-1, 2))
