@@ -159,7 +159,7 @@ def test_new_tokens_make_room_in_the_embeddings(project):
         (["parallel.dp_shard=3"], Machine(4, on_gpu=False), RecipeError, "--num-processes"),
         (["parallel.pp=4"], Machine(4, on_gpu=False), RecipeError, "need as many layers"),
         ([], Machine(3, on_gpu=False), DataError, "multiple of train.micro_batch_size"),
-        (["method.freeze.num_layers=99"], ALONE, RecipeError, "3 layers"),
+        (["method.freeze.num_layers=99"], ALONE, RecipeError, "expected at most 3, the layers"),
         (["data.datasets=[nosuch]"], ALONE, DataError, "nosuch"),
         (["model.path=/no/such"], ALONE, ModelError, "/no/such"),
         (["data.cutoff_len=4"], ALONE, DataError, "surefoot preview"),

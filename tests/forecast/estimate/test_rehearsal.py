@@ -181,7 +181,7 @@ def test_a_model_that_looks_at_values_says_so(tmp_path):
         assert int(options["input_ids"].sum()) > 0
 
     found.network.module.register_forward_pre_hook(look, with_kwargs=True)
-    with pytest.raises(NotRehearsedError, match="LlamaForCausalLM cannot be rehearsed"):
+    with pytest.raises(NotRehearsedError, match="LlamaForCausalLM cannot run on fake tensors"):
         dry_run_batch(found, batch(made, 10))
 
 
