@@ -32,6 +32,9 @@ from surefoot.stages import STAGES
 from surefoot.stages.sft import SFT
 from surefoot.training.callback import TrainerCallback
 
+# Runs are forked, so that they know the stage; torch refuses a backward pass in a fork of a process
+# that has run one. So these run by themselves, not among the other tests of a worker.
+pytestmark = pytest.mark.proof
 METHODS = {"full": {"method": "full"}, "lora": {"method": {"lora": {"rank": 2}}}}
 HEAD = "value_head/value_head.weight"
 STEPS, SAVED = 7, 3
