@@ -32,8 +32,8 @@ from surefoot.stages import STAGES
 from surefoot.stages.sft import SFT
 from surefoot.training.callback import TrainerCallback
 
-# Runs are forked, so that they know the stage; torch refuses a backward pass in a fork of a process
-# that has run one. So these run by themselves, not among the other tests of a worker.
+# These pass by themselves, and fail in a worker that has run other tests before; the cause is not
+# known yet. Until it is, they run by `pytest -m proof tests/journey/test_heads.py`.
 pytestmark = pytest.mark.proof
 METHODS = {"full": {"method": "full"}, "lora": {"method": {"lora": {"rank": 2}}}}
 HEAD = "value_head/value_head.weight"
