@@ -259,6 +259,19 @@ def test_a_variant_may_have_settings_that_must_be_given():
     ]
 
 
+def test_a_variant_may_be_added_after_a_section_was_read(monkeypatch):
+    @dataclass(frozen=True, kw_only=True)
+    class Late:
+        size: int = 2
+
+    read(Root, GOOD)
+    monkeypatch.setitem(CHOICES, "late", Late)
+    assert read(Root, {**GOOD, "method": {"late": {"size": 3}}}).method == Late(size=3)
+    assert problems({**GOOD, "size": 3}) == [
+        "size: unknown key (did you mean method.late.size?)"
+    ]
+
+
 def test_a_sections_own_complaint_names_the_field_it_starts_with():
     assert problems(train(steps=0)) == ["train.steps: must be at least 1, got 0"]
     assert problems(train(notes="bad")) == ["train.notes: say something nice"]

@@ -32,9 +32,6 @@ from surefoot.stages import STAGES
 from surefoot.stages.sft import SFT
 from surefoot.training.callback import TrainerCallback
 
-# These pass by themselves, and fail in a worker that has run other tests before; the cause is not
-# known yet. Until it is, they run by `pytest -m proof tests/journey/test_heads.py`.
-pytestmark = pytest.mark.proof
 METHODS = {"full": {"method": "full"}, "lora": {"method": {"lora": {"rank": 2}}}}
 HEAD = "value_head/value_head.weight"
 STEPS, SAVED = 7, 3

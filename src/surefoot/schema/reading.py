@@ -14,7 +14,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from ..errors import RecipeError
 from .problem import Problem, explain
-from .setting import Setting, is_section, settings, variant_name
+from .setting import Setting, all_variants, is_section, settings, variant_name
 
 T = TypeVar("T")
 STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
@@ -40,14 +40,15 @@ def read(
     except (TypeError, ValueError) as error:
         raise fail([Problem((), f"not plain data: {error}")]) from None
     try:
-        return typing.cast(T, _adapter(section).validate_json(text)[0])
+        return typing.cast(T, _adapter(section, all_variants(section)).validate_json(text)[0])
     except ValidationError as error:
         found = [explain(section, plain, e) for e in error.errors(include_url=False)]
         raise fail(list(dict.fromkeys(found))) from None
 
 
 @functools.cache
-def _adapter(cls: type) -> TypeAdapter[tuple[Any]]:
+def _adapter(cls: type, _known: tuple[type, ...]) -> TypeAdapter[tuple[Any]]:
+    # Kept for the variants there are: a stage added later needs an adapter that knows it.
     # JSON mode is strict about values, yet takes lists for tuples, text for paths and mappings for
     # dataclasses. The tuple around cls carries the config, which a dataclass cannot be given here.
     one: Any = types.GenericAlias(tuple, (cls,))

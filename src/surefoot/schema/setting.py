@@ -161,12 +161,21 @@ def is_section(value: object) -> bool:
     return dataclasses.is_dataclass(value) and not isinstance(value, type)
 
 
+def all_variants(cls: type) -> tuple[type, ...]:
+    """The dataclasses that may stand under the section ``cls``; variants can be added any time."""
+    found: list[type] = []
+    for setting in settings(cls).values():
+        inner = [setting.section] if setting.section is not None else []
+        for one in (*inner, *(setting.choices or {}).values()):
+            found += [one, *all_variants(one)]
+    return tuple(found)
+
+
 def variant_name(choices: Mapping[str, type], value: object) -> str:
     """The recipe's name of the variant of which ``value`` is an instance."""
     return next(name for name, cls in choices.items() if type(value) is cls)
 
 
-@functools.cache
 def paths(cls: type) -> tuple[Keys, ...]:
     """The path of every setting and variant under the section ``cls``."""
     ways: list[Keys] = []
