@@ -46,3 +46,18 @@ def test_a_rank_may_have_no_example(name, tmp_path):
     expected = losses(ALONE, tmp_path, name, count=7)  # the second window has one
     for found in ranks.run(2, lambda w: losses(w, tmp_path, name, count=7), dp_replicate=2):
         assert found == pytest.approx(expected, rel=close, abs=close)
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("kind", ["tp", "pp"])
+@pytest.mark.parametrize("name", STAGES)
+def test_sharded_weights_change_nothing(name, kind, tmp_path):
+    if (name, kind) == ("grpo", "pp"):
+        pytest.skip("a pipeline cannot generate, and the recipe is refused")
+    close = CLOSE.get(name, 1e-9)
+    expected = losses(ALONE, tmp_path, name, micro_batch_size=3)
+    spread = {kind: 2}
+    for found in ranks.run(
+        2, lambda w: losses(w, tmp_path, name, micro_batch_size=3, **spread), **spread
+    ):
+        assert found == pytest.approx(expected, rel=close, abs=close)
