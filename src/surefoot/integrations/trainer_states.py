@@ -1,6 +1,4 @@
-"""The parts of a Hugging Face Trainer as states, and the settings of a Trainer that are not
-supported.
-"""
+"""The parts of a Hugging Face Trainer as states, and the settings that are not supported."""
 
 from __future__ import annotations
 

@@ -116,7 +116,6 @@ class Archive:
 
     @cached_property
     def _entries(self) -> Mapping[str, zipfile.ZipInfo]:
-        """The archive's files by name, without their folder."""
         try:
             with zipfile.ZipFile(_View(self.file, self.offset, self.length)) as archive:
                 listed = archive.infolist()
@@ -155,7 +154,6 @@ def _unwrapped(record: Any) -> Any:
 
 
 def _strides(shape: tuple[int, ...]) -> list[int]:
-    """The strides of a tensor whose values are contiguous in row-major order."""
     found: list[int] = []
     step = 1
     for n in reversed(shape):

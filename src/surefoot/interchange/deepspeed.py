@@ -66,7 +66,6 @@ def open_deepspeed(folder: Path, *, trust_pickle: bool = False) -> FlatBufferSou
 
 
 def _place(folder: Path) -> Path:
-    """The folder of the checkpoint itself."""
     for name in DEEPSPEED[:2]:
         if files.exists(folder / name):
             with files.open_file(folder / name) as file:
@@ -94,8 +93,6 @@ class _Shut:
 
 @dataclass(frozen=True)
 class _State:
-    """The content of one file."""
-
     archive: Archive
     told: Any
 
@@ -112,9 +109,7 @@ def _open(path: Path) -> _State:
 
 
 def _ranks(place: Path, names: Sequence[str], pattern: re.Pattern[str]) -> dict[int, list[Path]]:
-    """The files of that kind by their part of the model, each in the order of the data-parallel
-    ranks.
-    """
+    """The files of that kind by their part of the model, in order of data-parallel ranks."""
     found: dict[int, dict[int, Path]] = {}
     for match in filter(None, map(pattern.fullmatch, names)):
         part, rank = int(match[2]), int(match[1] or 0)
@@ -175,9 +170,7 @@ def _shapes(told: Any) -> list[dict[str, tuple[int, ...]]]:
 
 
 def _module(state: _State, learned: Mapping[str, Spread]) -> dict[str, Spread]:
-    """All weights of a model: the trained ones (``learned``), and the others as they were saved
-    with it.
-    """
+    """All weights of a model: the trained ones (``learned``), the others as saved with it."""
     shared = state.told.get("shared_params") or {}
     found = dict(learned)
     for name, record in state.told["module"].items():
@@ -192,9 +185,7 @@ def _by_group(
     flat: Sequence[Sequence[Values]],
     paddings: Sequence[Sequence[int]] | None,
 ) -> Iterator[tuple[str, Spread]]:
-    """ZeRO 1 and 2: each group's parameters concatenated, and divided into a part for every
-    rank.
-    """
+    """ZeRO 1 and 2: each group's parameters concatenated, and divided among the ranks."""
     for i, group in enumerate(shapes):
         buffers = [own[i] for own in flat]
         gaps = paddings[i] if paddings is not None else [0] * len(group)
@@ -213,9 +204,7 @@ def _by_rank(
     shapes: Sequence[Mapping[str, tuple[int, ...]]],
     flat: Sequence[Sequence[Values]],
 ) -> Iterator[tuple[str, Spread]]:
-    """ZeRO 3: each parameter divided into a part for every rank, and each rank's parts
-    concatenated.
-    """
+    """ZeRO 3: each parameter divided among the ranks, and each rank's parts concatenated."""
     at = 0
     for name, shape in ((n, s) for group in shapes for n, s in group.items()):
         share = -(-Box.whole(shape).size // len(flat))

@@ -78,7 +78,6 @@ class FlatBufferSource:
 
 
 def _fill(view: memoryview, spread: Spread, first: int) -> None:
-    """Fill ``view`` with the tensor's values from the ``first`` on."""
     item = spread.dtype.itemsize
     bounds = [0, *accumulate(run.count for run in spread.runs)]
     at = bisect_right(bounds, first) - 1

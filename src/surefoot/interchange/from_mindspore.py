@@ -216,9 +216,7 @@ def _differences(progress: MindSporeProgress, trainer: Trainer) -> Iterator[str]
 
 
 def _step(progress: MindSporeProgress, loader: Loader) -> int:
-    """The step of this run after the same number of examples, as MindSpore Transformers counts
-    it.
-    """
+    """The step of this run after the same number of examples, as MindSpore counts them."""
     if progress.batch_size is None:
         return progress.step_num
     return progress.step_num * progress.batch_size // loader.global_batch_size

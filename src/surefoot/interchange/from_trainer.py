@@ -175,9 +175,7 @@ def _numbers(value: object) -> tuple[object, ...] | None:
 
 
 def _scale(saved: object, where: Path) -> dict[str, float] | None:
-    """The state of torch's GradScaler as that of Surefoot's: both multiply the mean loss of a
-    step.
-    """
+    """torch's GradScaler as Surefoot's: both multiply the mean loss of a step."""
     if not saved:
         return None
     scale = saved.get("scale") if isinstance(saved, Mapping) else None
@@ -188,9 +186,7 @@ def _scale(saved: object, where: Path) -> dict[str, float] | None:
 
 
 def _take_random(saved: Any, where: Path, generators: Stateful) -> None:
-    """Set the generators, for code that draws between steps; inside a step they follow from the
-    seed.
-    """
+    """Set the generators, for code that draws between steps; inside, the seed counts."""
     try:
         version, words, gauss = saved["python"]
         name, key, position, has_gauss, cached = saved["numpy"]

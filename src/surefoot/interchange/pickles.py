@@ -61,9 +61,7 @@ def write_pickle(path: Path, content: object) -> None:
 
 
 class Record:
-    """Inert record that replaces an object of another class: its arguments and its state,
-    without behavior.
-    """
+    """Inert record in place of an object: its arguments and its state, without behavior."""
 
     name = ""
 
@@ -150,9 +148,7 @@ class _Records(pickle.Unpickler):
 
 
 def read_record(data: bytes, where: str, *, any_name: bool = False) -> Any:
-    """The content of the pickle ``data``, as records; with ``any_name``, also for names not of
-    torch. Raises ``CheckpointError``, naming ``where``.
-    """
+    """The content of the pickle ``data``, as records; ``any_name``: for names not of torch, too."""
     try:
         reader = _Records(io.BytesIO(data))
         reader.any_name = any_name

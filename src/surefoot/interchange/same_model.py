@@ -1,6 +1,4 @@
-"""Check that a foreign checkpoint's weights belong to the model being trained (names, shapes,
-adapter configuration).
-"""
+"""Check that a foreign checkpoint's weights and adapter settings fit the model of the run."""
 
 from __future__ import annotations
 
@@ -99,9 +97,7 @@ def expect_adamw(optimizer: torch.optim.Optimizer, where: Path) -> None:
 
 
 def _is_base(source: TensorSource, name: str, policy: nn.Module) -> bool:
-    """Whether the tensor belongs to the base: PEFT adds embeddings that are a target or were
-    resized.
-    """
+    """Whether it is the base's: PEFT adds embeddings that are a target or were resized."""
     own = policy.state_dict().get(name)
     if own is None or tuple(own.shape) != source.shapes()[name]:
         return False

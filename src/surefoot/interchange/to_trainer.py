@@ -82,8 +82,6 @@ def save_trainer_checkpoint(
 
 @dataclass
 class _Kept:
-    """Accepts any state."""
-
     state: dict[str, Any] = field(default_factory=dict)
 
     def state_dict(self) -> dict[str, Any]:
@@ -168,7 +166,6 @@ def _generators(saved: Mapping[str, Any]) -> dict[str, object]:
 
 
 def _scaler(saved: Mapping[str, Any]) -> dict[str, object]:
-    """torch's GradScaler."""
     return {
         "scale": float(saved["scale"]),
         "growth_factor": 2.0,

@@ -45,9 +45,7 @@ def is_trainer_checkpoint(folder: Path) -> bool:
 
 
 def refuse_output_dir(folder: Path) -> None:
-    """Raise ``RunError`` if ``folder``, the folder of a new run, contains the Trainer's own
-    checkpoints.
-    """
+    """Raise ``RunError`` if a new run's ``folder`` has the Trainer's own checkpoints."""
     if found := [path for path in named(folder) if is_trainer_checkpoint(path)]:
         raise RunError(
             f"train.output_dir: {folder} contains {found[-1].name} of the Hugging Face Trainer; "

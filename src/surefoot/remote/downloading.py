@@ -64,9 +64,7 @@ def _manifest(store: Store, name: str) -> tuple[bytes, Manifest]:
 
 
 def verify(store: Store, name: str, *, full: bool) -> Report:
-    """Check a checkpoint in the store: lengths and manifest; with ``full`` every byte, for which
-    it is downloaded temporarily. Raises ``StoreError``.
-    """
+    """Check a checkpoint in the store: its lengths; with ``full`` a temporary download of it."""
     report = Report(Path(name), checked="every byte checked" if full else "lengths checked")
     try:
         if not full:
@@ -80,9 +78,7 @@ def verify(store: Store, name: str, *, full: bool) -> Report:
 
 
 def _prepare(folder: Path, manifest: Manifest) -> None:
-    """Reserve the space of all files, so that a full disk is detected before a byte is
-    downloaded.
-    """
+    """Reserve the space of all files, so that a full disk shows before the download."""
     for name, size in manifest.files.items():
         files.make_folder((folder / name).parent)
         with files.create(folder / name) as file:

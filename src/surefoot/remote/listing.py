@@ -50,10 +50,7 @@ def _line(store: Store, there: Contents, name: str) -> tuple[CheckpointLine, Tra
 
 
 def read_manifest(store: Store, there: Contents, name: str) -> tuple[bytes, Manifest]:
-    """The manifest of a checkpoint, as bytes and parsed.
-
-    Raises ``StoreError`` if the store fails, ``CheckpointError`` if the manifest is not valid.
-    """
+    """The manifest of a checkpoint, as bytes and parsed."""
     file = f"{name}/{MANIFEST}"
     where = str(store.address.inside(file))
     if there.files[file] > strict_json.MAX_BYTES:

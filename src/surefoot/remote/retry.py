@@ -65,9 +65,7 @@ class MissingError(StoreError):
 
 @dataclass
 class RetryPolicy:
-    """How long to retry, with growing random pauses, so that many clients do not retry at the
-    same time.
-    """
+    """How long to retry, with growing random pauses, so that many clients do not retry together."""
 
     seconds: float  # of trying, before an operation has failed
     _random: random.Random = field(default_factory=random.SystemRandom, repr=False)

@@ -1,7 +1,4 @@
-"""A folder in an object store: list, read ranges, put, create once, delete.
-
-All calls of fsspec are here, and each is retried if that is useful.
-"""
+"""A folder in an object store. All calls of fsspec are here, retried if that is useful."""
 
 from __future__ import annotations
 

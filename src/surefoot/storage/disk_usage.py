@@ -59,9 +59,7 @@ def added(folders: Iterable[Sequence[DiskUsage]]) -> list[int]:
 
 
 def freed(folders: Iterable[Sequence[DiskUsage]]) -> int:
-    """Bytes that are freed if all ``folders`` are deleted: of files without hard links
-    elsewhere.
-    """
+    """Bytes that are freed if all ``folders`` are deleted: without hard links elsewhere."""
     names = [name for folder in folders for name in folder]
     going = Counter(name.inode for name in names)
     last = {name.inode: name.disk_bytes for name in names if going[name.inode] >= name.num_names}

@@ -30,9 +30,7 @@ class ByteRange:
 
 @dataclass(frozen=True)
 class FileImage:
-    """The positions of everything, from the start of the image, which begins with the file's
-    header.
-    """
+    """The positions of everything in the image, which begins with the file's header."""
 
     spots: Mapping[str, tuple[int, int]]  # start and length of each tensor, or box of one, by key
     stretches: Sequence[ByteRange]  # what is written as it lies

@@ -83,9 +83,7 @@ class InFlightSave:
 
 
 def end(close: Callable[[], None], error: BaseException | None) -> None:
-    """Run ``close`` at the end of a block. If the block ended with ``error``, which has
-    precedence, an error of ``close`` is logged and not raised.
-    """
+    """Run ``close`` at the end of a block; its error is only logged if there is an ``error``."""
     try:
         close()
     except CheckpointError as failure:

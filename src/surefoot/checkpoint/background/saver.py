@@ -185,17 +185,11 @@ class AsyncSaver:
             self._start(replace(job, forget=replaces, share=self.share), live)
 
     def update(self, *, wait: bool = False) -> None:
-        """Bring ``newest`` and ``in_flight`` up to date, or ``wait`` for the save in flight.
-
-        Raises ``CheckpointError`` if the last save failed.
-        """
+        """Bring ``newest`` and ``in_flight`` up to date; raises if the last save failed."""
         self._note(self._flight.wait if wait else self._flight.poll)
 
     def poll(self) -> list[Path]:
-        """The checkpoints committed since the last call of this or ``wait``.
-
-        Raises ``CheckpointError`` if the last save failed.
-        """
+        """The checkpoints committed since the last call; raises if the last save failed."""
         self.update()
         for listener in self.listeners:
             listener.on_poll()
@@ -221,10 +215,7 @@ class AsyncSaver:
     def finish(
         self, metrics: Mapping[int, float] | None = None, protected: Collection[int] = ()
     ) -> None:
-        """Wait for the listeners to finish, and delete what they have protected until then.
-
-        Raises ``CheckpointError`` if one of them failed.
-        """
+        """Wait for the listeners, and delete what they have protected; raises if one failed."""
         for listener in self.listeners:
             listener.finish()
         if self.listeners:
@@ -261,10 +252,7 @@ class AsyncSaver:
         protected: Collection[int],
         coming: int | None = None,
     ) -> list[str]:
-        """The names of the checkpoints to delete, once that of step ``coming`` is committed.
-
-        Rank 0 deletes for all.
-        """
+        """The checkpoints to delete once ``coming`` is committed; rank 0 deletes for all."""
         if self.writers.rank:
             return []
         saved = self._times.of(self._rule, coming=coming)

@@ -77,7 +77,6 @@ def _must_not_be_orphaned() -> None:
 
 
 def _is_orphaned() -> bool:
-    """Whether the training process is dead."""
     poll = select.poll()
     poll.register(sys.stdin.fileno(), select.POLLIN)
     return any(event & select.POLLHUP for _, event in poll.poll(0))

@@ -71,9 +71,7 @@ class Background:
         self._target = job.target
 
     def poll(self) -> Saved | None:
-        """The save that has ended since the last call, if there is one. Raises
-        ``CheckpointError`` if it failed.
-        """
+        """The save that has ended since the last call; raises if it failed."""
         if self._target is None or self._writer is None or not self._writer.has_answer():
             return None
         return self._end(self._target)
@@ -126,9 +124,7 @@ class Background:
         return Saved(**{**told, "path": target})
 
     def _room(self, size: int, ample: int, live: LiveTensors) -> SnapshotBuffer:
-        """The snapshot buffer, allocated again (with the process that maps it) if it is too
-        small.
-        """
+        """The snapshot buffer; a too small one is replaced, with the process that maps it."""
         if self._arena is None or self._arena.size < size:
             self.close()
             self._arena = SnapshotBuffer.create(ample)
@@ -146,8 +142,6 @@ class Background:
 
 
 class _Writer:
-    """The process, and the pipes to it."""
-
     def __init__(self, arena: SnapshotBuffer) -> None:
         home, known = str(Path(surefoot.__file__).parent.parent), os.environ.get("PYTHONPATH")
         # -P and the path: it imports this very package, and nothing that lies about.

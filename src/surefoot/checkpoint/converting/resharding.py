@@ -204,10 +204,7 @@ def shards_of(
 def held_by(
     sources: Mapping[str, TensorSource], mesh: Mesh
 ) -> list[dict[str, dict[str, LocalTensor]]]:
-    """What each rank writes, by role and name: its part of what it would have in a run.
-
-    Tensors of other states are unsharded, and rank 0 writes them.
-    """
+    """What each rank writes, by role and name; rank 0 alone those of other states."""
     held: list[dict[str, dict[str, LocalTensor]]] = [
         {r: {} for r in sources} for _ in range(mesh.size)
     ]

@@ -52,10 +52,7 @@ class PendingCheckpoint:
 
 @contextlib.contextmanager
 def temporary_folder(target: Path, nonce: str | None = None) -> Iterator[PendingCheckpoint]:
-    """A new temporary folder beside ``target``; deleted unless it was committed.
-
-    Its name is random, unless several ranks have agreed on a ``nonce``.
-    """
+    """A temporary folder beside ``target``, deleted unless committed; ranks share a ``nonce``."""
     files.make_folder(target.parent)
     manifest = claim(target, lambda folder: files.create(folder / MANIFEST), nonce)
     part = PendingCheckpoint(manifest.path.parent, manifest)
@@ -161,10 +158,7 @@ def being_written(root: Path) -> list[Path]:
 
 
 def clean(root: Path) -> list[Path]:
-    """Delete the leftovers of killed processes; returns the deleted folders.
-
-    The folder of a process that is still writing is not touched.
-    """
+    """Delete the leftovers of killed processes, not of living ones; returns the folders."""
     removed = []
     with files.raising(CheckpointError, f"cannot clean up in {root}"):
         names = files.list_folder(root) if files.is_folder(root) else []

@@ -56,9 +56,7 @@ class Header:
 
 
 def ranges_of(entry: TensorEntry, box: Box) -> Iterator[tuple[int, int]]:
-    """The position of ``box`` of a stored tensor in its file: first byte and length of every
-    range.
-    """
+    """The first byte and the length of every range of ``box`` of a stored tensor in its file."""
     item = ITEM_SIZES[entry.dtype]
     for first, count in box.runs_in(Box.whole(entry.shape)):
         yield entry.offset + first * item, count * item
@@ -72,10 +70,7 @@ def num_bytes(dtype: str, shape: tuple[int, ...]) -> int:
 def build(
     tensors: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str] | None = None
 ) -> tuple[bytes, Header]:
-    """Lay out a file for ``tensors`` (name -> dtype, shape): its first bytes, and the positions.
-
-    ``metadata`` is free text for the header.
-    """
+    """Lay out a file for ``tensors`` (name -> dtype, shape): its first bytes, and the positions."""
     order = sorted(tensors, key=lambda name: (-ITEM_SIZES[tensors[name][0]], name))
     text: dict[str, Any] = {_METADATA: {"format": "pt", **(metadata or {})}}
     begins, end = {}, 0

@@ -35,9 +35,7 @@ _NAME = re.compile(r"[^./\\\x00-\x1f\x7f][^/\\\x00-\x1f\x7f]{0,200}")
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One box of one tensor, with the hash of its bytes. In ``file``, ``key`` is either the box
-    or the full tensor.
-    """
+    """One box of a tensor, and its hash. In ``file``, ``key`` is the box or the full tensor."""
 
     tensor: str  # "ROLE/...", for one "model/...": unique in the checkpoint
     dtype: str  # safetensors' name for it
@@ -53,9 +51,7 @@ class Piece:
         return num_bytes(self.dtype, self.box.shape)
 
     def inside(self, stored: tuple[int, ...]) -> Box:
-        """The position of the box in the tensor stored under the key, which has the shape
-        ``stored``.
-        """
+        """The box in the tensor under the key, which has the shape ``stored``."""
         return Box.whole(stored) if stored == self.box.shape else self.box
 
 
@@ -301,10 +297,7 @@ def check_consistent(manifest: Manifest, where: str) -> None:
 
 
 def _check_pieces(pieces: Sequence[Piece], where: str, layout: Layout) -> None:
-    """The pieces of one tensor cover it exactly once.
-
-    They are in one tensor of one file or, in layout distributed, each by itself.
-    """
+    """They cover one tensor exactly once, from one place or, if distributed, each from its own."""
     first = pieces[0]
     places = {(piece.file, piece.key) for piece in pieces}
     if layout == "full" and len(places) > 1:

@@ -41,9 +41,7 @@ class RetentionPolicy:
 
 @dataclass(frozen=True)
 class RetentionDecision:
-    """The decision about the checkpoint of ``step``: kept for these reasons, or deleted if there
-    are none.
-    """
+    """The decision about ``step``: kept for these reasons, or deleted if there are none."""
 
     step: int
     why: tuple[str, ...]
@@ -115,9 +113,7 @@ def _is_young(
 
 
 def metrics_in(history: Iterable[object], name: str) -> dict[int, float]:
-    """The values of ``name`` by step, from the records of a log; values that are not numbers are
-    skipped.
-    """
+    """The values of ``name`` by step, from the records of a log; other than numbers are skipped."""
     found: dict[int, float] = {}
     for record in history:
         if isinstance(record, dict):
@@ -177,9 +173,7 @@ class Times:
 
 
 def drop_all(folders: Sequence[Path]) -> None:
-    """Delete checkpoints, each atomically; a ``CheckpointError`` at the first that cannot be
-    deleted.
-    """
+    """Delete checkpoints, each atomically; an error at the first that cannot be deleted."""
     for folder in folders:
         with files.raising(CheckpointError, f"cannot delete an old checkpoint of {folder.parent}"):
             delete(folder)

@@ -1,6 +1,4 @@
-"""Write consecutive bytes to a file, past the page cache: no torch, and no more memory than two
-buffers.
-"""
+"""Write consecutive bytes to a file, past the page cache, with two buffers. No torch."""
 
 from __future__ import annotations
 

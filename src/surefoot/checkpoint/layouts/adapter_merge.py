@@ -149,9 +149,7 @@ def _without_tied(
 
 
 def _with_head(base: TensorSource, touched: Collection[str]) -> TensorSource:
-    """``base``, with the head that is tied to its embeddings as a tensor if the adapter changes
-    it.
-    """
+    """``base``, with the tied head as a tensor of its own if the adapter changes it."""
     shapes = base.shapes()
     tied = [name for name in shapes if name.endswith(_EMBEDDINGS)]
     if HEAD not in touched or HEAD in shapes or len(tied) != 1:

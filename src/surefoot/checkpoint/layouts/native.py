@@ -33,9 +33,7 @@ class Native(Layout):
     is_whole_model = True
 
     def recognise(self, folder: Path) -> bool:
-        """Whether it has a manifest, or the state file of a checkpoint whose manifest is
-        missing.
-        """
+        """Whether it has a manifest or, if that is missing, the state file."""
         return is_native(folder)
 
     def open(self, folder: Path) -> FolderWeights:

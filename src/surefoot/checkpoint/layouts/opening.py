@@ -53,9 +53,7 @@ def open_role(folder: Path, role: str) -> TensorSource | None:
 
 
 def scattered(folder: Path | str) -> dict[str, torch.Tensor] | None:
-    """The weights of a checkpoint that several ranks wrote, or MindSpore, joined under Hugging
-    Face's names; None for any other folder, which ``from_pretrained`` reads itself.
-    """
+    """Weights of several ranks or of MindSpore, joined; None if ``from_pretrained`` reads them."""
     path = Path(folder)
     layout = detect_layout(path)
     if layout is None or not layout.is_assembled or has_model(path):

@@ -1,6 +1,4 @@
-"""Decide which checkpoints of a run a retention policy keeps, and delete the others while
-nothing trains in it.
-"""
+"""Decide which checkpoints of a run to keep, and delete the others while nothing trains."""
 
 from __future__ import annotations
 
@@ -129,9 +127,7 @@ def _named(line: CheckpointLine, verdict: RetentionDecision) -> RetentionDecisio
 
 
 def _metrics(lines: Sequence[CheckpointLine], options: PruneOptions) -> dict[int, float]:
-    """The metric of every evaluated step, from the logs of all checkpoints; the latest has
-    precedence.
-    """
+    """The metric by step, from the logs of all checkpoints; the latest has precedence."""
     history = [row for line in lines for row in state_of(open_checkpoint(line.path)).history]
     found = metrics_in(history, options.metric)
     if not found and options.rule.keep_best and history:

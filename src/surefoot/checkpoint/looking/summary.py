@@ -1,6 +1,4 @@
-"""Summary of a checkpoint for people and tools: read from manifests and headers, not from
-tensors.
-"""
+"""Summary of a checkpoint for people and tools, from manifests and headers."""
 
 from __future__ import annotations
 

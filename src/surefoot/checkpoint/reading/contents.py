@@ -39,9 +39,7 @@ def shown(name: str) -> str:
 
 
 def find_tensor(contents: FolderWeights, name: str) -> str:
-    """The full name of the tensor that a user calls ``name``; suggests near names if there is
-    none.
-    """
+    """The full name of the tensor that a user calls ``name``; an error suggests near names."""
     for full in (_MODEL + name, name):
         if full in contents.tensors:
             return full
@@ -60,27 +58,21 @@ def ascii_only(name: str) -> str:
 
 
 def states_of(folder: Path) -> Mapping[str, Any]:
-    """The states without their tensors, as they are stored; for a foreign folder, the log of the
-    run.
-    """
+    """The states without their tensors, as stored; for a foreign folder, the log of the run."""
     with files.raising(CheckpointError):
         layout = detect_layout(folder)
         return logged_states(folder) if layout is None else layout.states(folder)
 
 
 def small_file(folder: Path, name: str) -> bytes | None:
-    """The content of a companion file, its hash checked in a Surefoot checkpoint; None if there
-    is no such file. Raises ``CheckpointError``.
-    """
+    """The content of a companion file, its hash checked if it has one; None without the file."""
     with files.raising(CheckpointError):
         layout = detect_layout(folder)
         return read_small(folder, name) if layout is None else layout.small_file(folder, name)
 
 
 def plain(skeleton: Any) -> Any:
-    """A stored state as plain data to compare and read: without tensors, with tagged values
-    converted.
-    """
+    """A stored state as plain data: without tensors, with tagged values converted."""
     if isinstance(skeleton, list):
         return [plain(item) for item in skeleton]
     if not isinstance(skeleton, dict):

@@ -1,6 +1,4 @@
-"""Find the checkpoint to resume from: the latest valid one, after orphaned writers have ended
-and leftovers are deleted.
-"""
+"""Find the latest valid checkpoint, after orphaned writers have ended and leftovers are deleted."""
 
 from __future__ import annotations
 

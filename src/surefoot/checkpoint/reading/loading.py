@@ -1,6 +1,4 @@
-"""Load states from a checkpoint: check everything that can be checked, then read directly into
-place.
-"""
+"""Load states from a checkpoint: check all that can be checked, then read directly into place."""
 
 from __future__ import annotations
 
@@ -85,7 +83,6 @@ def load(
 def _file_job(
     checkpoint: CheckpointFolder, role: str, state: ShardedState, skeleton: Mapping[str, Any]
 ) -> _Job:
-    """A state with files of its own."""
     if FileRole(role).is_weights:
         return _weights_job(checkpoint, role, state)
     own = _skeleton_of(checkpoint, role, skeleton)
@@ -189,9 +186,7 @@ def _read(checkpoint: CheckpointFolder, jobs: Sequence[_Job]) -> list[dict[str, 
 def _read_piece(
     checkpoint: CheckpointFolder, piece: Piece, file: TensorFile, into: LocalBox
 ) -> None:
-    """Read the part of ``piece`` that is in the wanted box; a piece that is read completely is
-    checked.
-    """
+    """Read what the wanted box has of ``piece``; a piece that is read completely is checked."""
     common = piece.box & into.box
     if piece.box.size and common is None:
         return

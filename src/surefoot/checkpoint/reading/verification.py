@@ -34,9 +34,7 @@ class Report:
 
 @dataclass(frozen=True)
 class Found:
-    """The checkpoint to resume from, if any, and the later ones that are not valid, with
-    reasons.
-    """
+    """The checkpoint to resume from, if any, and the later invalid ones, with reasons."""
 
     path: Path | None
     passed_over: list[tuple[Path, str]]
@@ -131,9 +129,7 @@ def _problems(
 
 
 def _strays(checkpoint: CheckpointFolder) -> list[str]:
-    """Files in the folder that are not in the manifest: notes of a user, or files for other
-    programs.
-    """
+    """Files that are not in the manifest: notes of a user, or files for other programs."""
     known = {MANIFEST} | {name.split("/")[0] for name in checkpoint.manifest.files}
     with files.raising(CheckpointError):
         strays = [name for name in files.list_folder(checkpoint.path) if name not in known]

@@ -108,10 +108,7 @@ def publish_folder(folder: Path) -> None:
 
 
 def gather(job: Job, folder: Path, written: Written, is_orphan: Callable[[], bool]) -> None:
-    """Wait for the reports of all others, and add their contents to ``written``.
-
-    Raises ``CheckpointError`` if one of them failed or died.
-    """
+    """Add the reports of all others to ``written``; raises if a rank failed or died."""
     for rank in range(1, job.world_size):
         path = folder / _REPORT.format(rank)
         told = _report(path, rank, is_orphan)
@@ -154,10 +151,7 @@ def publish_files(folder: Path, names: Sequence[str]) -> None:
 
 
 def wait_for_files(folder: Path) -> list[str]:
-    """Wait until rank 0 lets this rank write; returns the files of which it writes a part.
-
-    Raises ``CheckpointError`` if rank 0 has died or aborted.
-    """
+    """The files of which this rank writes a part, once rank 0 made them; raises if it died."""
     while not files.exists(folder / _BEGIN):
         if _is_abandoned(folder):
             raise CheckpointError("rank 0 died or aborted before it created the checkpoint files")
@@ -196,9 +190,7 @@ def _refuse_error(job: Job, rank: int, told: Mapping[str, Any]) -> None:
 
 
 def _folder(job: Job, is_orphan: Callable[[], bool]) -> Path | None:
-    """The temporary folder, once rank 0 has locked it; None if another attempt was committed, or
-    has already begun.
-    """
+    """The temporary folder, once rank 0 has locked it; None if another attempt took over."""
     folder, began = _folder_of(job, job.attempt), time.monotonic()
     while not files.exists(folder / _REPORT.format(0)):
         if files.exists(job.target / MANIFEST) or files.exists(_folder_of(job, job.attempt + 1)):
@@ -233,9 +225,7 @@ def _patience(is_orphan: Callable[[], bool]) -> float:
 
 
 def _wait_for(look: Callable[[], T | None], rank: int, is_orphan: Callable[[], bool]) -> T:
-    """The result of ``look`` once there is one. Raises ``CheckpointError`` if the rank never
-    starts.
-    """
+    """The result of ``look`` once there is one; raises if the rank never starts."""
     began = time.monotonic()
     while True:
         try:
@@ -250,7 +240,6 @@ def _wait_for(look: Callable[[], T | None], rank: int, is_orphan: Callable[[], b
 
 
 def _report(path: Path, rank: int, is_orphan: Callable[[], bool]) -> Mapping[str, Any]:
-    """The report of a rank, once it exists."""
     return _wait_for(lambda: _look(path, rank), rank, is_orphan)
 
 

@@ -120,10 +120,7 @@ def _deal(
 
 
 def _divided(box: Box, wanted: float, tolerance: float) -> tuple[Box | None, Box | None]:
-    """A part of about ``wanted`` elements of ``box``, and the rest; None for nothing.
-
-    It is split along the first dimension that is fine enough for the ``tolerance``.
-    """
+    """About ``wanted`` of ``box`` along the first dimension that is fine enough, and the rest."""
     if wanted <= tolerance:
         return None, box
 

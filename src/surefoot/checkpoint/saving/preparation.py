@@ -143,9 +143,7 @@ def _parts(role: str, tensors: Tensors, state: ShardedState | None) -> dict[str,
 
 
 def _refuse_incomplete(parts: ByRole) -> None:
-    """A rank that saves alone must have every tensor in full, because no other rank writes the
-    rest.
-    """
+    """A rank that saves alone must have every tensor in full: no other writes the rest."""
     for role, found in parts.items():
         for name, one in found.items():
             if one.box != Box.whole(one.shape):
@@ -162,9 +160,7 @@ def _described(role: str, parts: Mapping[str, LocalBox]) -> dict[str, tuple[str,
 
 
 def _held(parts: ByRole, tensors: Mapping[str, Described], crew: WriterGroup) -> Holding:
-    """The same for the other ranks. Tensors of other states, such as random generators, differ
-    between ranks, and those of rank 0 are saved.
-    """
+    """The same for the other ranks; other states differ between ranks, and rank 0's are saved."""
     return {
         role: {n: LocalTensor(tensors[role][n][0], p.shape, p.box) for n, p in found.items()}
         for role, found in parts.items()
@@ -280,8 +276,7 @@ def _share(plan: FilePlan, own: Mapping[str, LocalBox], crew: WriterGroup) -> Wr
 
 
 def still_in(role: FileRole, tensors: Described, moments: Collection[str]) -> Collection[str]:
-    """The tensors of a role that no optimizer moves, to have files of their own. ``moments`` are
-    the names of its optimizer's tensors."""
+    """The tensors of a role that no optimizer moves; ``moments`` names its optimizer's tensors."""
     if role.is_adapter or not role.is_weights:
         return ()
     return unchanged_parameters(tensors, trained_names(moments))

@@ -108,9 +108,7 @@ def _heard(said: tuple[Any, Mapping[str, Any]]) -> Heard:
 
 
 def shared_out(held: Sequence[Holding]) -> list[dict[str, dict[str, Box]]]:
-    """What each rank writes of the tensors of all ranks, by role and name (see
-    ``load_balancing``).
-    """
+    """What each rank writes of the tensors of all, by role and name (see ``load_balancing``)."""
     flat = [
         {f"{role}/{name}": one for role, found in tensors.items() for name, one in found.items()}
         for tensors in held

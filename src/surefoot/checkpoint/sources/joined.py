@@ -1,6 +1,4 @@
-"""Join several tensor sources into one, for example weights and Adam moments. Names must not
-overlap.
-"""
+"""Join tensor sources of different names into one, for example weights and Adam moments."""
 
 from __future__ import annotations
 

@@ -114,9 +114,7 @@ class Merged:
         return scaled_OI[:, box.start[1] : box.stop[1]]
 
     def _column_norms(self, name: str, delta: Delta, exact: torch.dtype) -> torch.Tensor:
-        """Norms over the stored rows, block by block; cached, because every block of rows needs
-        them.
-        """
+        """Norms over the stored rows; cached, because every block of rows needs them."""
         if name not in self._norms:
             shape = self.shapes()[name]
             total = torch.zeros(shape[1], dtype=torch.float64)

@@ -84,9 +84,7 @@ class FolderSource:
         return found
 
     def _fill(self, name: str, part: StoredBox, box: Box, target: torch.Tensor) -> None:
-        """Read ``box``, which is inside ``part``, directly into ``target`` if that is
-        contiguous.
-        """
+        """Read ``box``, inside ``part``; directly into ``target`` if that is contiguous."""
         inside = box.moved_into(part.box)
         is_plain = target.is_contiguous()
         values = target if is_plain else torch.empty(box.shape, dtype=target.dtype)
@@ -208,9 +206,7 @@ class ReplacingSource(ABC):
 
 @dataclass(frozen=True)
 class CastSource:
-    """The same values in another floating point dtype. Integers, bools and 8-bit floats are not
-    changed.
-    """
+    """Floating point values in another dtype; integers, bools and 8-bit floats do not change."""
 
     source: TensorSource
     dtype: torch.dtype

@@ -78,9 +78,7 @@ class PipelinedWeights:
 
 @dataclass(frozen=True)
 class PipelinedOptimizer:
-    """The optimizer state of the trainable parameters of some pipeline stages:
-    ``{parameter: {slot: tensor}}``.
-    """
+    """The optimizer state of some pipeline stages: ``{parameter: {slot: tensor}}``."""
 
     own: ShardedState
     elsewhere: Collection[str]  # parameters
@@ -96,9 +94,7 @@ class PipelinedOptimizer:
         return pointer.rpartition(".")[0] in self.copies
 
     def like(self, pointer: str) -> torch.Tensor | None:
-        """A tensor of the state that does not exist yet; on the meta device if it never will on
-        this rank.
-        """
+        """A tensor that does not exist yet; on the meta device if never on this rank."""
         if pointer.rpartition(".")[0] in self.elsewhere:
             return torch.empty((), device="meta")
         return self.own.like(pointer)
@@ -114,9 +110,7 @@ class PipelinedOptimizer:
         return {name: own.get(name) or dict.fromkeys(theirs[name], empty) for name in theirs}
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
-        """Load this rank's tensors from ``state``. Raises ``CheckpointError`` as the optimizer's
-        own.
-        """
+        """Load this rank's tensors from ``state``."""
         self.own.load_state_dict({n: dict(s) for n, s in state.items() if n not in self.elsewhere})
 
 

@@ -203,7 +203,6 @@ class NamedOptimizer:
         self.optimizer.load_state_dict(plain)
 
     def _names(self) -> list[list[str]]:
-        """The names of each group's parameters."""
         known = {id(parameter): name for name, parameter in self.named_parameters}
         groups = [group["params"] for group in self.optimizer.param_groups]
         if odd := [p for params in groups for p in params if id(p) not in known]:

@@ -24,9 +24,7 @@ from .strategy.shapes import Shapes
 def open_mindspore_state(
     folder: Path, *, strategy: Path | None = None, shapes: Shapes | None = None
 ) -> dict[str, TensorLocation]:
-    """All tensors that MindSpore saved, by its names: weights, moments, numbers of the training
-    state.
-    """
+    """Weights, moments and numbers of the training state, by MindSpore's names."""
     return locations(open_boxes(folder, strategy=strategy, shapes=shapes))
 
 

@@ -102,9 +102,7 @@ def as_huggingface(
 def as_mindspore(
     source: TensorSource, family: str | None, heads: AttentionHeads | None
 ) -> TensorSource:
-    """Weights with Hugging Face's names, and their moments, under those of a family; None: the
-    one that MindSpore Transformers uses for such a model.
-    """
+    """Weights and moments with Hugging Face's names under a family's; None: the usual one."""
     if family == KEEP:
         return source
     return to_mindspore(source, family or usual(source.shapes()), heads)
@@ -142,9 +140,7 @@ def naming_of(folder: Path) -> Naming:
 
 
 def moments_of(model: TensorSource, folder: Path) -> list[tuple[str, TensorSource]]:
-    """The moments of ``model``'s weights in a run's checkpoint, and MindSpore's prefixes of
-    their names; none in foreign folders and for adapters.
-    """
+    """The moments in a run's checkpoint of a full model, with MindSpore's prefixes."""
     if not has_manifest(folder) or open_checkpoint(folder).manifest.is_adapter:
         return []
     stored = FolderSource(open_contents(folder, ("optimizer",)))

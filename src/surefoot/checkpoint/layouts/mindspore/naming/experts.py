@@ -91,10 +91,7 @@ _LAYER = r"(model\.layers\.\d+\.)"
 
 
 def stacked(source: TensorSource, experts: Experts) -> TensorSource:
-    """``source``, of Hugging Face's names, with one tensor for all experts of a layer.
-
-    Raises ``CheckpointError`` if one of them is missing, or of another shape.
-    """
+    """Hugging Face's names, with one tensor for all experts of a layer; all must fit together."""
     shapes = source.shapes()
     pattern = re.compile(rf"{_LAYER}{re.escape(experts.name)}\.(\d+)\..*")
     counts: dict[str, int] = {}

@@ -263,7 +263,6 @@ def _groups(
     family: Family,
     name: str,
 ) -> int:
-    """The number of groups of interleaved rows."""
     if missing := [part for part in parts if part not in shapes]:
         raise CheckpointError(f"{name}: cannot be fused with {missing[0]}, which is missing")
     if family.is_contiguous:
@@ -306,7 +305,6 @@ def _needed(heads: AttentionHeads | None, name: str) -> AttentionHeads:
 
 
 def _translated(name: str, family: Family, *, back: bool = False) -> str:
-    """The other name of a tensor."""
     tops, modules, kinds = (
         {new: old for old, new in one.items()} if back else one
         for one in (family.tops, family.modules, _KINDS)

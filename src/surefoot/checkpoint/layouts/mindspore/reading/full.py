@@ -20,10 +20,7 @@ _PART = re.compile(r"part\d{1,6}\.safetensors")
 
 
 def recognise(folder: Path) -> bool:
-    """Whether ``folder`` contains unsharded tensors in MindSpore's form.
-
-    A single file under any other name must name MindSpore in its header.
-    """
+    """Whether it has unsharded tensors; a single file must name MindSpore in its header."""
     names = _tensor_files(folder)
     if not names:
         return False
@@ -33,9 +30,7 @@ def recognise(folder: Path) -> bool:
 
 
 def open_full(folder: Path) -> dict[str, list[DcpChunk]]:
-    """All tensors of the folder; a ``CheckpointError`` if one is missing or the folder belongs
-    to one rank.
-    """
+    """All tensors of the folder; an error if one is missing or the folder belongs to one rank."""
     names = [name for name in _tensor_files(folder) if name != HYPER]
     if FOLDER.fullmatch(folder.name) and any(map(step_of, names)):
         raise CheckpointError(

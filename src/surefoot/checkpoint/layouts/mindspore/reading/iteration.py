@@ -97,9 +97,7 @@ def open_iteration(folder: Path) -> dict[str, list[DcpChunk]]:
 def _loose(
     opened: Mapping[str, tensorfile.TensorFile], known: Collection[str]
 ) -> dict[str, list[DcpChunk]]:
-    """The values outside of the metadata, such as step and learning rate: the same in every
-    file.
-    """
+    """Values outside of the metadata, such as the step: the same in every file."""
     holders: dict[str, list[tuple[int, tensorfile.TensorFile]]] = {}
     for i, file in enumerate(opened.values()):
         for key in file.header.entries:
@@ -179,7 +177,6 @@ def _slices(
 
 
 def _box(number: int, shape: tuple[int, ...], counts: tuple[int, ...], where: str) -> Box:
-    """The slice of that number."""
     uneven = any(c < 1 or n % c for n, c in zip(shape, counts, strict=True))
     if uneven or number >= prod(counts):
         raise CheckpointError(f"{where}: {list(shape)} has no slice {number} of {list(counts)}")

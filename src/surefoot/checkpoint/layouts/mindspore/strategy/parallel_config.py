@@ -66,10 +66,7 @@ class ParallelConfig:
         return self.data_parallel * self.model_parallel * self.pipeline_stage
 
     def stages(self, tensors: Tensors) -> list[Layouts]:
-        """The layout of every tensor of a model and its moments, by pipeline stage.
-
-        Raises ``CheckpointError`` for sizes that do not fit the model.
-        """
+        """The layout of every tensor and its moments, by pipeline stage; sizes must fit."""
         stages: list[dict[str, TensorLayout]] = [{} for _ in range(self.pipeline_stage)]
         last = max((layer for name in tensors if (layer := _layer(name)) is not None), default=-1)
         for name in tensors:

@@ -26,10 +26,7 @@ _ASK = "name the strategy files with --strategy FOLDER"
 
 
 def infer_strategy(opened: Sequence[TensorFile], shapes: Shapes | None, where: Path) -> Strategy:
-    """The one strategy with which these files can have been saved.
-
-    Raises ``CheckpointError`` if there is none, or more than one.
-    """
+    """The one strategy that fits the files; a ``CheckpointError`` if there is none, or several."""
     if shapes is None:
         raise CheckpointError(
             f"{where}: {len(opened)} ranks without strategy files, so the part of each rank is "
@@ -142,7 +139,6 @@ def _boxes(layout: TensorLayout, whole: tuple[int, ...], size: int) -> tuple[Box
 def _boxes_by_strategy(
     found: Strategy, opened: Sequence[TensorFile], shapes: Shapes
 ) -> tuple[object, ...]:
-    """The boxes of every tensor according to a strategy."""
     size = len(opened) // len(found.stages)
     return tuple(
         (name, _boxes(own[name], shapes[weight_of(name)], size))

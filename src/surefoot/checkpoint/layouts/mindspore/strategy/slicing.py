@@ -52,10 +52,7 @@ class TensorLayout:
         return tuple(count * shards for (count, _), (shards, _) in self._cuts(num_dims, 0))
 
     def box(self, shape: tuple[int, ...], device: int) -> Box:
-        """The slice of a full tensor of ``shape`` on one device of the stage.
-
-        Raises ``CheckpointError`` if a dimension cannot be divided into equal parts.
-        """
+        """The slice of a full tensor on one device of the stage; parts must be equal."""
         start, extent = [], []
         for length, (outer, inner) in zip(shape, self._cuts(len(shape), device), strict=True):
             parts = outer[0] * inner[0]

@@ -83,10 +83,7 @@ def rewrite(
     theirs: MindSporeHints,
     progress: Progress | None = None,
 ) -> None:
-    """Write all that MindSpore saved in ``folder`` into the new folder ``target``.
-
-    Raises ``CheckpointError`` as ``open_state`` and ``write`` do.
-    """
+    """Write all that MindSpore saved in ``folder`` into the new folder ``target``."""
     source = _renamed(folder, wanted, theirs)
     write(source, folder, target, wanted, small=_small(folder, theirs), progress=progress)
 

@@ -1,6 +1,4 @@
-"""Write any tensor source in the newer form of MindSpore Transformers 2.x:
-``iteration_00000020``.
-"""
+"""Write any tensor source in the newer form of MindSpore Transformers, ``iteration_00000020``."""
 
 from __future__ import annotations
 

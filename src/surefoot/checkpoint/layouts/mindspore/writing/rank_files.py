@@ -183,9 +183,7 @@ def _box(name: str, layout: TensorLayout, shape: tuple[int, ...], device: int) -
 def once(
     tensors: Mapping[str, Described], held: Sequence[Mapping[str, Box]]
 ) -> list[dict[str, Box]]:
-    """Replicated boxes in one rank only: the largest first, each in the rank with the least so
-    far.
-    """
+    """Replicated boxes in one rank each: the largest first, into the rank with the least so far."""
     holders: dict[tuple[str, Box], list[int]] = {}
     for rank, boxes in enumerate(held):
         for name, box in boxes.items():
