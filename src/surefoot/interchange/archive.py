@@ -85,11 +85,7 @@ class Archive:
         return read_record(self._pickle, self.where, any_name=self.any_name)
 
     def values(self, record: object, name: str) -> Values:
-        """The position of the tensor that ``record`` stands for.
-
-        Raises ``CheckpointError`` if it stands for something else, or is not one block of the
-        archive.
-        """
+        """The position of the tensor that ``record`` stands for, one block of the archive."""
         where = f"{self.where}: {name[:200]}"
         try:
             record = _unwrapped(record)

@@ -91,21 +91,12 @@ class _Shut:
             return file.read(offset, length)
 
 
-@dataclass(frozen=True)
-class _State:
-    archive: Archive
-    told: Any
-
-    def values(self, record: object, name: str) -> Values:
-        """The position of a tensor."""
-        return self.archive.values(record, name)
-
-
-def _open(path: Path) -> _State:
+def _open(path: Path) -> Archive:
     if (size := files.size_of(path)) is None:
         raise CheckpointError(f"{path}: it is missing")
     archive = Archive(_Shut(path), 0, size, str(path), any_name=True)
-    return _State(archive, archive.content)
+    _ = archive.content  # damage of any file is an error before anything is read from another
+    return archive
 
 
 def _ranks(place: Path, names: Sequence[str], pattern: re.Pattern[str]) -> dict[int, list[Path]]:
@@ -132,12 +123,13 @@ def _zero(
             "it to a universal checkpoint with DeepSpeed's ds_to_universal.py first"
         )
     states = [_open(path) for path in models[0]]
-    shapes = _shapes(states[0].told)
+    shapes = _shapes(states[0].content)
     if not shapes:  # without ZeRO: whole in one file
         return _module(states[0], {})
     optims = [_open(path) for path in optimizers.get(0, [])]
-    cuts = [one.told["optimizer_state_dict"] for one in optims]
-    wanted = {_most(one["partition_count"]) for one in cuts}
+    cuts = [one.content["optimizer_state_dict"] for one in optims]
+    counts = [one["partition_count"] for one in cuts]
+    wanted = {int(max(count) if isinstance(count, list) else count) for count in counts}
     if wanted != {len(cuts)}:
         count = max(wanted, default="some")
         raise CheckpointError(
@@ -158,10 +150,6 @@ def _zero(
     return dict(_by_rank(place, shapes, flat)) | dict(_kept(states))
 
 
-def _most(count: Any) -> int:
-    return int(max(count) if isinstance(count, list) else count)
-
-
 def _shapes(told: Any) -> list[dict[str, tuple[int, ...]]]:
     """The shapes of trainable weights, by name, in the order and groups of the buffers."""
     if told.get("ds_autoep_layers") or told.get("num_experts"):
@@ -169,12 +157,12 @@ def _shapes(told: Any) -> list[dict[str, tuple[int, ...]]]:
     return [{n: tuple(shape) for n, shape in d.items()} for d in told["param_shapes"] or []]
 
 
-def _module(state: _State, learned: Mapping[str, Spread]) -> dict[str, Spread]:
+def _module(state: Archive, learned: Mapping[str, Spread]) -> dict[str, Spread]:
     """All weights of a model: the trained ones (``learned``), the others as saved with it."""
-    shared = state.told.get("shared_params") or {}
+    shared = state.content.get("shared_params") or {}
     found = dict(learned)
-    for name, record in state.told["module"].items():
-        if name not in found and shared.get(name) not in state.told["module"]:
+    for name, record in state.content["module"].items():
+        if name not in found and shared.get(name) not in state.content["module"]:
             found[name] = whole(state.values(record, name))
     return found
 
@@ -237,23 +225,23 @@ def _spread(place: Path, name: str, shape: tuple[int, ...], runs: tuple[ValueRan
     return Spread(dtype, shape, runs)
 
 
-def _kept(states: Sequence[_State]) -> Iterator[tuple[str, Spread]]:
+def _kept(states: Sequence[Archive]) -> Iterator[tuple[str, Spread]]:
     """ZeRO 3: the other tensors. Buffers are replicated; frozen weights are sharded."""
-    first = states[0].told
+    first = states[0].content
     for name in first["buffer_names"]:
         yield name, whole(states[0].values(first["module"][name], name))
     for name, shape in (first.get("frozen_param_shapes") or {}).items():
-        parts = [s.values(s.told["frozen_param_fragments"][name], name) for s in states]
+        parts = [s.values(s.content["frozen_param_fragments"][name], name) for s in states]
         runs = _trimmed(
             [[ValueRange(one, 0, one.size)] for one in parts], Box.whole(tuple(shape)).size
         )
-        yield name, _spread(states[0].archive.file.path.parent, name, tuple(shape), runs)
+        yield name, _spread(states[0].file.path.parent, name, tuple(shape), runs)
 
 
 def _universal(place: Path, models: Mapping[int, list[Path]]) -> dict[str, Spread]:
     """A folder for every parameter, unsharded: with its shape, or flat (from ZeRO 3)."""
     states = [_open(path) for path in models[0]]
-    first = states[0].told
+    first = states[0].content
     shapes = {name: shape for group in _shapes(first) for name, shape in group.items()}
     is_cut = len(models) > 1
     found: dict[str, Spread] = {}
@@ -267,9 +255,9 @@ def _universal(place: Path, models: Mapping[int, list[Path]]) -> dict[str, Sprea
                 "such weights in a universal checkpoint"
             )
         state = _open(inner / "fp32.pt")
-        record = state.told["param"] if isinstance(state.told, dict) else state.told
+        record = state.content["param"] if isinstance(state.content, dict) else state.content
         values = state.values(record, name)
-        is_flat = not isinstance(state.told, dict) and name in shapes
+        is_flat = not isinstance(state.content, dict) and name in shapes
         shape = shapes[name] if is_flat else values.shape
         found[name] = _spread(place, name, shape, (ValueRange(values, 0, values.size),))
     if missing := sorted(shapes.keys() - found.keys()):

@@ -52,18 +52,11 @@ class MindSporeProgress:
 
 
 def load_mindspore_checkpoint(folder: Path, trainer: Trainer, *, base: Path) -> None:
-    """Load the state of a training of MindSpore Transformers from ``folder`` into ``trainer``.
+    """Load a training of MindSpore Transformers from ``folder`` into ``trainer``, collectively.
 
-    Args:
-        folder: of any form; a file in ``rank_0`` selects one of several steps.
-        trainer: built from the recipe; a collective call. It is not changed if this raises, unless
-            the files cannot be read to their end.
-        base: the folder of the recipe's model, which contains what the files may lack: heads,
-            shapes.
-
-    Raises:
-        CheckpointError: files that do not belong together, no moments, another model, a method that
-            trains an adapter, or an optimizer other than AdamW.
+    A file in ``rank_0`` selects one of several steps. ``base``, the folder of the recipe's model,
+    contains heads and shapes, which the files may lack. If this raises, ``trainer`` is not changed,
+    unless the files cannot be read to their end.
     """
     _refuse_unlike(folder, trainer)
     is_whole = HuggingFace().recognise(base)

@@ -40,16 +40,10 @@ HYPERPARAMETERS = {"betas": "beta1, beta2", "eps": "epsilon", "weight_decay": "w
 
 
 def load_trainer_checkpoint(folder: Path, trainer: Trainer, *, trust_pickle: bool) -> None:
-    """Load the Trainer's checkpoint ``folder`` into ``trainer``, at its step.
+    """Load the Trainer's checkpoint ``folder``, of a model or a PEFT adapter, into ``trainer``.
 
-    Args:
-        folder: ``checkpoint-N`` as the Trainer wrote it: of a model, or of a PEFT adapter.
-        trainer: built from the recipe; it is not changed if this raises.
-        trust_pickle: whether the user allows its pickles to be read.
-
-    Raises:
-        CheckpointError: pickles that are not trusted, missing or damaged files, or a checkpoint of
-            another model, method or optimizer.
+    Raises ``CheckpointError``, and ``trainer`` is not changed, for untrusted pickles, missing or
+    damaged files, and another model, method or optimizer.
     """
     progress = check_trainer_checkpoint(folder, trust_pickle=trust_pickle)
     policy = trainer.policy.module

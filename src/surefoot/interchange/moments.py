@@ -39,11 +39,7 @@ def _orders(model: nn.Module) -> Iterator[list[list[str]]]:
 
 
 def moments_by_name(saved: object, model: nn.Module, where: Path) -> Moments:
-    """The state of every trainable parameter of ``model``, by its name in the model.
-
-    Raises:
-        CheckpointError: not AdamW's state, or that of other parameters.
-    """
+    """AdamW's state of every trainable parameter of ``model``, by its name in the model."""
     numbers, state = _taken_apart(saved, where)
     shapes = {name: p.shape for name, p in model.named_parameters()}
     reason = ""
@@ -118,13 +114,7 @@ def moments_by_number(
     groups: Sequence[Sequence[str]],
     settings: Sequence[Mapping[str, object]],
 ) -> dict[str, Any]:
-    """The content of ``optimizer.pt``.
-
-    Args:
-        moments: by the parameter's name in the model; empty before the first update.
-        groups: ``trainer_groups`` of the model.
-        settings: learning rate and so on, of each group.
-    """
+    """The content of ``optimizer.pt`` for ``trainer_groups``, each with its settings."""
     names = [name for group in groups for name in group]
     numbers = iter(range(len(names)))
     return {

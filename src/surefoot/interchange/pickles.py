@@ -30,11 +30,7 @@ OF_NUMPY_1 = (_RECONSTRUCT, "numpy.core.multiarray._reconstruct")  # the name it
 
 
 def read_pickle(path: Path) -> object:
-    """The content of ``path``, on the CPU.
-
-    Raises:
-        CheckpointError: it is damaged, or contains more than tensors and plain values.
-    """
+    """The content of ``path``, on the CPU: tensors and plain values, or a ``CheckpointError``."""
     with files.raising(CheckpointError), files.open_file(path):
         pass  # a regular file that may be read
     try:

@@ -34,15 +34,10 @@ SHOWN = ("r", "rank_pattern", "target_modules", "modules_to_save", "peft_type")
 
 
 def open_same(folder: Path, policy: nn.Module, weights: Weights) -> TensorSource:
-    """The weights in ``folder``, if they belong to the model being trained.
+    """The weights in ``folder``, of a Hugging Face model or a PEFT adapter.
 
-    Args:
-        folder: of a Hugging Face model or a PEFT adapter.
-        policy: the model being trained, with its adapter.
-        weights: its weights as checkpoints contain them.
-
-    Raises:
-        CheckpointError: names or shapes differ, or an adapter's settings.
+    Raises ``CheckpointError`` if their names, shapes or adapter settings are not those of
+    ``policy``, the model being trained, and its ``weights``.
     """
     is_adapter = weights.is_adapter
     layout = detect_layout(folder)

@@ -43,19 +43,10 @@ LOGGING_STEPS, SAVE_STEPS = 500, 500  # the Trainer's own defaults; it divides b
 def save_trainer_checkpoint(
     checkpoint: Path, target: Path, *, run: RunSections, base: Path | None = None
 ) -> dict[str, object]:
-    """Write ``checkpoint`` into the new folder ``target``, which appears when all of it is written.
+    """Write ``checkpoint``, which ``run`` saved, into the new folder ``target``, which appears when
+    all of it is written. ``base`` is the model below an adapter.
 
-    Returns the ``TrainingArguments`` with which the Trainer resumes the run.
-
-    Args:
-        checkpoint: a Surefoot checkpoint.
-        target: the argument of ``Trainer.train(resume_from_checkpoint=...)``.
-        run: the settings of the run that saved it.
-        base: the folder of the model below the adapter, if it is the checkpoint of one.
-
-    Raises:
-        CheckpointError: ``target`` exists, or ``checkpoint`` is damaged or not AdamW's.
-        ModelError: the model cannot be built from its configuration.
+    Returns the ``TrainingArguments`` with which the Trainer resumes from ``target``.
     """
     opened = open_checkpoint(checkpoint)
     is_adapter = opened.manifest.is_adapter

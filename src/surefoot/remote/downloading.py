@@ -31,10 +31,7 @@ class DamagedError(CheckpointError):
 def download(store: Store, name: str, root: Path) -> Path:
     """Download the checkpoint ``name`` of the run to ``root/name``, and return that.
 
-    Raises:
-        DamagedError: it is incomplete, or its hashes do not match.
-        StoreError: the store cannot be reached or refuses.
-        CheckpointError: the disk fails, or the folder already exists.
+    Raises ``DamagedError`` if it is incomplete, or its hashes do not match.
     """
     text, manifest = _manifest(store, name)
     size = sum(manifest.files.values())

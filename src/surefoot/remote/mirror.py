@@ -128,11 +128,7 @@ class Mirror:
                 self._start()
 
     def finish(self) -> None:
-        """Wait until everything is uploaded.
-
-        Raises:
-            CheckpointError: it could not be; the same command uploads what is missing.
-        """
+        """Wait until everything is uploaded; a ``CheckpointError`` if it could not be."""
         self._failed.clear()
         self._going.clear()  # no save is on its way any more that would drop them
         self._wait()

@@ -28,11 +28,7 @@ _WORKERS = 4  # files on their way at a time
 def upload(store: Store, folder: Path, *, replace: bool = False) -> int:
     """Upload the checkpoint ``folder``; when this returns, it exists in the store.
 
-    ``replace``: a checkpoint of its name in the store is known to be damaged, and may be replaced.
-
-    Raises:
-        CheckpointError: the local checkpoint is damaged, or the store contains another of its name.
-        StoreError: the store cannot be reached or refuses.
+    An existing one of its name is an error, unless it is the same, or damaged and to ``replace``.
     """
     name = folder.name
     report = verify_checkpoint(folder, full=True)

@@ -34,7 +34,9 @@ class _OrphanedError(Exception):
 
 def main(descriptor: int, size: int) -> None:
     """Serve until the end of the input."""
-    _step_back()
+    # Little of a core that others want, but some: at idle priority a gigabyte took twice as long
+    # during training, and slowed training as much in total.
+    os.nice(19)
     arena = SnapshotBuffer(descriptor, size)
     with contextlib.suppress(_OrphanedError, BrokenPipeError):
         for line in sys.stdin.buffer:
@@ -42,13 +44,6 @@ def main(descriptor: int, size: int) -> None:
                 return  # the process that trains died in the middle of it
             sys.stdout.write(json.dumps(_serve(json.loads(line), arena)) + "\n")
             sys.stdout.flush()
-
-
-def _step_back() -> None:
-    """Use little of a core that others want, but some: at idle priority a gigabyte took twice as
-    long during training, and slowed training as much in total.
-    """
-    os.nice(19)
 
 
 def _serve(told: dict[str, Any], arena: SnapshotBuffer) -> dict[str, object]:
@@ -91,14 +86,7 @@ def _job(told: dict[str, Any], arena: SnapshotBuffer) -> Job:
         for role, name, start, size, share in told["shards"]
     ]
     small = {name: bytes(cut(start, size)) for name, (start, size) in told["small"].items()}
-    apart = {"root", "shards", "small"}
-    plain = [f.name for f in dataclasses.fields(Job) if f.name not in apart]
-    return Job(
-        root=Path(told["root"]),
-        shards=shards,
-        small=small,
-        **{name: told[name] for name in plain},
-    )
+    return Job(**{**told, "root": Path(told["root"]), "shards": shards, "small": small})
 
 
 def _plan(name: str, image: memoryview, file_size: int) -> FilePlan:

@@ -7,6 +7,7 @@ the complete snapshot, so it finishes and commits even if the training process d
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import logging
 import os
@@ -50,12 +51,7 @@ class Background:
         return None if self._writer is None else self._writer.process.pid
 
     def start(self, job: Job, live: LiveTensors) -> None:
-        """Take a snapshot and start to write it; the live tensors may change from then on.
-
-        Raises:
-            MemoryError: there is no room for the snapshot.
-            CheckpointError: the writer process cannot be started.
-        """
+        """Take a snapshot and start to write it. ``MemoryError`` if there is no room for it."""
         assert self._target is None, "a save is already in flight"
         sizes = [image_of(shard).size for shard in job.shards]
         blobs = [len(data) for data in job.small.values()]
@@ -218,27 +214,11 @@ def describe(
 ) -> dict[str, object]:
     """A job as JSON; large values are in the snapshot buffer."""
     starts = zip(job.shards, images.starts, strict=True)
-    return {
-        "root": str(job.root.absolute()),
-        "step": job.step,
-        "kind": job.kind,
-        "created": job.created,
-        "versions": job.versions,
-        "parent": job.parent,
-        "forget": list(job.forget),
-        "layout": job.layout,
-        "share": job.share,
-        "rank": job.rank,
-        "world_size": job.world_size,
-        "mesh": job.mesh,
-        "nonce": job.nonce,
-        "attempt": job.attempt,
-        "name": job.name,
-        "shards": [
-            (s.role, s.plan.name, start, s.plan.header.file_size, _share(s)) for s, start in starts
-        ],
-        "small": small,
-    }
+    shards = [
+        (s.role, s.plan.name, start, s.plan.header.file_size, _share(s)) for s, start in starts
+    ]
+    plain = {field.name: getattr(job, field.name) for field in dataclasses.fields(Job)}
+    return plain | {"root": str(job.root.absolute()), "shards": shards, "small": small}
 
 
 def _share(shard: Shard) -> dict[str, object] | None:

@@ -37,9 +37,7 @@ def write_dcp(
     progress: Progress | None = None,
 ) -> None:
     """Write ``source``, sharded for ``mesh``, into the new folder ``target``, with ``small`` files.
-
-    ``torch.distributed.checkpoint.HuggingFaceStorageReader`` reads it into any mesh, and PyTorch's
-    ``consolidate_safetensors_files`` unshards it. Raises ``CheckpointError``.
+    PyTorch's ``HuggingFaceStorageReader`` reads it, ``consolidate_safetensors_files`` unshards it.
     """
     source = cast(source, dtype)
     with new_folder(target) as folder:

@@ -30,21 +30,8 @@ def write_weights(
     small: Mapping[str, bytes] | None = None,
     progress: Progress | None = None,
 ) -> Saved:
-    """Write ``source`` as a Surefoot checkpoint ``target``, atomically.
-
-    Args:
-        source: weights under Hugging Face's names, or PEFT's.
-        target: the new checkpoint, a folder that does not exist.
-        kind: ``adapter`` for PEFT's weights.
-        layout: ``full``, or ``distributed`` for a folder for every rank of ``mesh``.
-        mesh: the ranks whose boxes are written; only in layout ``distributed``.
-        dtype: float32, float16 or bfloat16; None: unchanged.
-        small: companion files, such as ``config.json``.
-        progress: called with the bytes of each block written.
-
-    Raises:
-        CheckpointError: damaged weights, ``target`` exists, or the disk fails.
-    """
+    """Write ``source``, under Hugging Face's names (of ``kind`` adapter: PEFT's), as a Surefoot
+    checkpoint ``target``, atomically, with ``small`` files. The other options are ``reshard``'s."""
     path = Path(target).absolute()
     refuse_existing(path)
     sources = {"model": cast(source, dtype)}

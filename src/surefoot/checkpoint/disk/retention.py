@@ -63,14 +63,9 @@ def decide(
 ) -> list[RetentionDecision]:
     """Decide about every checkpoint, oldest step first.
 
-    Args:
-        saved: the step of every complete checkpoint, and when it was saved (seconds since 1970,
-            None if that is unknown: then it counts as young).
-        rule: the retention policy.
-        now: the time, in seconds since 1970.
-        metrics: the metric of the best ones, by step; nan is never best.
-        greater: whether greater values are better.
-        protected: steps that are kept in any case, such as the one resumed from.
+    ``saved`` has, by step, when it was saved, in seconds since 1970 like ``now``; one without a
+    time counts as young. ``metrics`` are by step; nan is never best. ``protected`` steps, such as
+    the one resumed from, are always kept.
     """
     steps = sorted(saved)
     newest = steps[-(rule.keep or 1) :] if steps else []

@@ -64,9 +64,6 @@ def merged(base: TensorSource, adapter_folder: Path) -> Merged:
     A base with tied embeddings stores no ``lm_head.weight``. If the adapter has values of its own
     for the head, the result has that tensor, and its configuration must have
     ``tie_word_embeddings: false``.
-
-    Raises ``CheckpointError`` if the adapter was trained on another model, or is of a kind that
-    cannot be merged.
     """
     config = read_config(adapter_folder)
     adapter = FolderSource(open_weights(adapter_folder))

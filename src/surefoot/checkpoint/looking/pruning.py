@@ -85,11 +85,7 @@ def untrained(folder: Path) -> Iterator[None]:
 
 
 def plan_pruning(folder: Path, options: PruneOptions) -> PrunePlan:
-    """Decide whether each complete Surefoot checkpoint of a run is kept.
-
-    Raises:
-        CheckpointError: there is none, or the metric was never logged.
-    """
+    """Decide about each complete Surefoot checkpoint of a run, which must have one."""
     if step_of(folder.resolve()) >= 0:
         raise CheckpointError(f"{folder}: it is a checkpoint; name the folder of its run")
     lines = {

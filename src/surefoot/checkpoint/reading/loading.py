@@ -67,11 +67,11 @@ def load(
     if only is not None and (unknown := sorted(set(only) - set(states))):
         raise ValueError(f"only: no state {unknown[0]!r}; there are {', '.join(states)}")
     checkpoint = open_checkpoint(Path(folder))
-    wanted = adopted({n: states[n] for n in states if only is None or n in only})
+    with_files, rest = adopted({n: states[n] for n in states if only is None or n in only})
     skeleton = checkpoint.skeleton()
     with files.raising(CheckpointError, f"cannot load {folder}"):
-        jobs = [_file_job(checkpoint, n, s, skeleton) for n, s in wanted.files.items()]
-        jobs += [_rest_job(checkpoint, n, s, skeleton) for n, s in wanted.rest.items()]
+        jobs = [_file_job(checkpoint, n, s, skeleton) for n, s in with_files.items()]
+        jobs += [_rest_job(checkpoint, n, s, skeleton) for n, s in rest.items()]
         tensors = _read(checkpoint, jobs)
         trees = [
             job.tree(into, f"{folder}: {job.name}") for job, into in zip(jobs, tensors, strict=True)

@@ -18,6 +18,7 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -111,7 +112,7 @@ def gather(job: Job, folder: Path, written: Written, is_orphan: Callable[[], boo
     """Add the reports of all others to ``written``; raises if a rank failed or died."""
     for rank in range(1, job.world_size):
         path = folder / _REPORT.format(rank)
-        told = _report(path, rank, is_orphan)
+        told = _wait_for(partial(_look, path, rank), rank, is_orphan)
         _refuse_error(job, rank, told)
         written.files |= told["files"]
         written.hashes |= told["hashes"]
@@ -237,10 +238,6 @@ def _wait_for(look: Callable[[], T | None], rank: int, is_orphan: Callable[[], b
         if found is not None:
             return found
         time.sleep(_PAUSE)
-
-
-def _report(path: Path, rank: int, is_orphan: Callable[[], bool]) -> Mapping[str, Any]:
-    return _wait_for(lambda: _look(path, rank), rank, is_orphan)
 
 
 def _look(path: Path, rank: int) -> Mapping[str, Any] | None:

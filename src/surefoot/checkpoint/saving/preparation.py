@@ -27,7 +27,7 @@ from ..state.local_box import LocalBox, local_box_of
 from ..state.protocols import ShardedState, Stateful
 from ..state.roles import MODEL, OPTIMIZER, FileRole, trained_names
 from ..state.roles import STATE as STATE_ROLE
-from ..state.states import AdoptedStates, adopted
+from ..state.states import adopted
 from ..state.tensors import split
 from .job import Job, Shard, WriteShare
 from .load_balancing import LocalTensor
@@ -97,9 +97,9 @@ def prepare(
     in layout ``full``, of its own files in layout ``distributed``. Tensors of other states are
     those of rank 0.
     """
-    all_states = adopted(states)
-    groups, skeleton = _split(all_states)
-    parts = {role: _parts(role, t, all_states.files.get(role)) for role, t in groups.items()}
+    with_files, rest = adopted(states)
+    groups, skeleton = _split(with_files, rest)
+    parts = {role: _parts(role, t, with_files.get(role)) for role, t in groups.items()}
     tensors: Mapping[str, Described]
     tensors, nonce = {role: _described(role, found) for role, found in parts.items()}, None
     if crew.size == 1:
@@ -213,20 +213,22 @@ def _version(name: str) -> str:
         return "unknown"
 
 
-def _split(states: AdoptedStates) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, Any]]:
+def _split(
+    with_files: Mapping[str, ShardedState], rest: Mapping[str, Stateful]
+) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, Any]]:
     """The tensors of each role by their key in the file, and the structure of all states."""
-    if odd := [name for name in states if not name.isidentifier()]:
+    if odd := [name for name in (*with_files, *rest) if not name.isidentifier()]:
         raise CheckpointError(f"a state cannot be called {odd[0]!r}; choose a plain word")
     groups: dict[str, dict[str, torch.Tensor]] = {MODEL: {}, OPTIMIZER: {}}
     skeleton: dict[str, Any] = {}
-    for name, state in states.files.items():
+    for name, state in with_files.items():
         if FileRole(name).is_weights:
             groups[name] = _flat(name, state.state_dict())
         else:
             groups[name], skeleton[name] = split(state.state_dict(), name)
-    rest = {name: state.state_dict() for name, state in states.rest.items()}
-    groups[STATE_ROLE], others = split(rest, STATE_ROLE)
-    return groups, skeleton | others
+    others = {name: state.state_dict() for name, state in rest.items()}
+    groups[STATE_ROLE], structure = split(others, STATE_ROLE)
+    return groups, skeleton | structure
 
 
 def _flat(role: str, tree: Mapping[str, Any]) -> dict[str, torch.Tensor]:
@@ -264,15 +266,11 @@ def _shards(
         if not described:
             continue
         for plan in plan_save(stem, described, limit, apart=apart, boxes=boxes):
-            share = _share(plan, own, crew) if is_joint else None
+            written = {tensor: own[tensor].box for tensor in plan.header.entries if tensor in own}
+            share = WriteShare(written, has_head=crew.rank == 0) if is_joint else None
             if share is None or share.boxes or share.has_head:
                 shards.append(Shard(name, plan, share))
     return shards
-
-
-def _share(plan: FilePlan, own: Mapping[str, LocalBox], crew: WriterGroup) -> WriteShare:
-    boxes = {name: own[name].box for name in plan.header.entries if name in own}
-    return WriteShare(boxes, has_head=crew.rank == 0)
 
 
 def still_in(role: FileRole, tensors: Described, moments: Collection[str]) -> Collection[str]:

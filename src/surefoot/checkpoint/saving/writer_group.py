@@ -63,15 +63,11 @@ class WriterGroup:
     def agree(
         self, held: Holding, optimizers: Mapping[str, Mapping[str, Any]], parent: str | None
     ) -> tuple[SaveDecision, SavePlan]:
-        """Tell the others what this process holds; what is to be done. Every process must call it.
+        """Exchange which boxes each rank has; a collective call. Raises on every rank if these do
+        not fit together.
 
-        Args:
-            held: what is here of the tensors of each role.
-            optimizers: by role their states without tensors, which in a pipeline are of some
-                parameters only.
-            parent: as this process knows it; the first one's counts.
-
-        Raises ``CheckpointError``, in every process, if what they hold does not fit together.
+        ``optimizers`` are states without tensors, in a pipeline of some parameters only. Rank 0's
+        ``parent`` counts.
         """
         said = _said(held, optimizers)
         own = digest(json.dumps(said).encode())

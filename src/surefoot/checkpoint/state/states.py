@@ -9,7 +9,7 @@ and the random generators.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,23 +96,11 @@ class PartialState:
         return self.whole.like(pointer)
 
 
-@dataclass(frozen=True)
-class AdoptedStates:
-    """States as they are saved and loaded."""
-
-    files: Mapping[str, ShardedState]  # by role: those with files of their own
-    rest: Mapping[str, Stateful]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter((*self.files, *self.rest))
-
-
-def adopted(states: Mapping[str, Stateful]) -> AdoptedStates:
-    """``states`` as they are saved and loaded.
-
-    ``model``, ``optimizer`` and every ``FileState`` have files of their own. A plain module has
-    every tensor once.
-    """
+def adopted(
+    states: Mapping[str, Stateful],
+) -> tuple[dict[str, ShardedState], dict[str, Stateful]]:
+    """``model``, ``optimizer`` and every ``FileState``, which have files of their own, by role,
+    and the other states. A plain module has every tensor once."""
     files: dict[str, ShardedState] = {}
     rest: dict[str, Stateful] = {}
     for name, state in states.items():
@@ -125,7 +113,7 @@ def adopted(states: Mapping[str, Stateful]) -> AdoptedStates:
             rest[name] = own
     if STATE in files:
         raise CheckpointError(f"{STATE!r} is the file of all other states; choose another name")
-    return AdoptedStates(files, rest)
+    return files, rest
 
 
 @dataclass(frozen=True)

@@ -59,10 +59,7 @@ NOTHING_MORE = MindSporeHints()
 
 
 def open_state(folder: Path, theirs: MindSporeHints = NOTHING_MORE) -> TensorSource:
-    """All that MindSpore saved, by its names: weights, moments, numbers of the training state.
-
-    Raises ``CheckpointError`` for files that do not belong together, or are not enough.
-    """
+    """All that MindSpore saved, by its names: weights, moments, numbers of the training state."""
     with files.raising(CheckpointError, f"cannot read {folder}"):
         shapes = _shapes(folder, theirs) if theirs.base is not None else None
         found = open_mindspore_state(folder, strategy=theirs.strategy, shapes=shapes)

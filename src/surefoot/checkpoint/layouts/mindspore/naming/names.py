@@ -188,16 +188,7 @@ def usual(names: Mapping[str, Shape]) -> str:
 def to_mindspore(
     source: TensorSource, family: str, heads: AttentionHeads | None = None
 ) -> TensorSource:
-    """Weights with Hugging Face's names under those of a family.
-
-    Args:
-        source: a model; moments with the prefix ``adam_m.`` are converted too.
-        family: a key of ``FAMILIES``.
-        heads: of the model; for families that fuse queries, keys and values.
-
-    Raises:
-        CheckpointError: a name without a counterpart, or sizes that cannot be fused.
-    """
+    """Weights, and moments, with Hugging Face's names under those of a family in ``FAMILIES``."""
     return _each(source, lambda part: _named(part, FAMILIES[family], heads))
 
 

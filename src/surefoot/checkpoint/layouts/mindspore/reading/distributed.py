@@ -28,15 +28,9 @@ def open_distributed(
 ) -> Boxes:
     """The slices of every tensor in the files of one step.
 
-    Args:
-        path: the folder that contains ``rank_0``, one above it, or a file in ``rank_0`` of the
-            step.
-        strategy: the strategy files, if they are not in ``strategy`` beside the ranks.
-        shapes: full shapes by name, to infer the slices if there are no strategy files.
-
-    Raises:
-        CheckpointError: a rank is missing, files of different steps, strategy files that do not fit
-            them, or none and more than one possible layout.
+    ``path`` is the folder that contains ``rank_0``, one above it, or a file of the step in it.
+    ``strategy`` are files that are not beside the ranks. Without any, slices are inferred from the
+    full ``shapes``, if these leave one possible layout.
     """
     found = rank_files(path)
     opened = [tensorfile.open_path(file) for file in found]

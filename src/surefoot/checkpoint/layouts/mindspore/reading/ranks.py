@@ -90,11 +90,7 @@ def steps(folder: Path) -> list[FileStep]:
 
 
 def rank_files(path: Path) -> list[Path]:
-    """One file of every rank, all of one step: that of ``path`` if it is a rank's file, otherwise
-    the latest.
-
-    Raises ``CheckpointError`` if a rank is missing, or the latest files are of different steps.
-    """
+    """One file of every rank, all of one step: that of ``path`` if it is a file, or the latest."""
     root = root_of(path)
     folders = rank_folders(root)
     if not folders:

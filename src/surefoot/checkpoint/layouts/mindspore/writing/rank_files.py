@@ -70,19 +70,7 @@ def write_full(
     part_size: int = PART_SIZE,
     progress: Progress | None = None,
 ) -> None:
-    """Write unsharded tensors into the new folder ``target``, as ``unified_safetensors`` does.
-
-    Args:
-        source: weights and, if there are any, moments and numbers of the training state, by
-            MindSpore's names.
-        target: a folder that does not exist.
-        small: companion files.
-        part_size: of the largest file, in bytes.
-        progress: called with the bytes of each block written.
-
-    Raises:
-        CheckpointError: ``target`` exists, or the disk fails.
-    """
+    """Write unsharded tensors into the new folder ``target``, as ``unified_safetensors`` does."""
     tensors, numbers = sorted_out(source)
     groups = _balanced(tensors, part_size)
     parts = [file_of(PART.format(i), tensors, names, None) for i, names in enumerate(groups)]
@@ -110,20 +98,8 @@ def write_distributed(
     progress: Progress | None = None,
 ) -> None:
     """Write every rank's slices into ``target/checkpoint/rank_N``, its strategy into
-    ``target/strategy``.
-
-    Args:
-        source: as in ``write_full``; numbers of the training state go into every rank's file.
-        target: a folder that does not exist.
-        stages: the layout of every tensor, by pipeline stage.
-        naming: of the ranks' files.
-        remove_redundancy: write replicated slices once.
-        small: companion files.
-        progress: called with the bytes of each block written.
-
-    Raises:
-        CheckpointError: a tensor without a layout, or one that cannot be sharded so.
-    """
+    ``target/strategy``. ``stages`` gives the layout of every tensor by pipeline stage; numbers
+    of the training state go into every rank's file."""
     tensors, numbers = sorted_out(source)
     whole = {name: Box.whole(shape) for name, (_, shape) in numbers.items()}
     metadata = _DEDUPLICATED if remove_redundancy else _FORMAT
