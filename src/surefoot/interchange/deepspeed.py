@@ -18,7 +18,7 @@ import torch
 from ..checkpoint.disk import strict_json
 from ..checkpoint.disk.manifest import is_plain_name
 from ..checkpoint.sources.weights import DEEPSPEED
-from ..errors import CheckpointError
+from ..errors import CheckpointError, counted
 from ..geometry.box import Box
 from ..storage import files
 from .archive import Archive, Values
@@ -133,8 +133,8 @@ def _zero(
     if wanted != {len(cuts)}:
         count = max(wanted, default="some")
         raise CheckpointError(
-            f"{place}: {len(cuts)} files of ranks (…_optim_states.pt), expected {count}; or they "
-            "are of several saves"
+            f"{place}: {counted(len(cuts), 'file')} of ranks (…_optim_states.pt), expected "
+            f"{count}; or they are of several saves"
         )
     is_cut = "zero_pp_rank" in models[0][0].name  # ZeRO 3
     key = "fp32_flat_groups" if is_cut else "single_partition_of_fp32_groups"
@@ -146,7 +146,8 @@ def _zero(
         paddings = cuts[0].get("param_alignment_paddings")
         return _module(states[0], dict(_by_group(place, shapes, flat, paddings)))
     if len(states) != len(flat):
-        raise CheckpointError(f"{place}: {len(states)} files of weights, {len(flat)} of optimizers")
+        found = counted(len(states), "file")
+        raise CheckpointError(f"{place}: {found} of weights, {len(flat)} of optimizers")
     return dict(_by_rank(place, shapes, flat)) | dict(_kept(states))
 
 
@@ -184,7 +185,8 @@ def _by_group(
             at += Box.whole(shape).size + gap
         left = sum(buffer.size for buffer in buffers) - at
         if left >= _ALIGNED * len(buffers):
-            raise CheckpointError(f"{place}: {left} values of group {i} belong to no tensor")
+            extra = counted(left, "value")
+            raise CheckpointError(f"{place}: {extra} of group {i} without a tensor")
 
 
 def _by_rank(
@@ -201,7 +203,8 @@ def _by_rank(
         at += share
     for rank, buffers in enumerate(flat):
         if (size := sum(buffer.size for buffer in buffers)) != at:
-            raise CheckpointError(f"{place}: {size} values of rank {rank}, expected {at}")
+            values = counted(size, "value")
+            raise CheckpointError(f"{place}: {values} of rank {rank}, expected {at:,}")
 
 
 def _trimmed(parts: Sequence[Sequence[ValueRange]], size: int) -> tuple[ValueRange, ...]:
@@ -218,8 +221,8 @@ def _spread(place: Path, name: str, shape: tuple[int, ...], runs: tuple[ValueRan
     size, expected = sum(run.count for run in runs), Box.whole(shape).size
     if size != expected or len({run.values.dtype for run in runs}) > 1:
         raise CheckpointError(
-            f"{place}: {name[:200]}: {size} values found, expected {expected}; is the file of a "
-            "rank of another save?"
+            f"{place}: {name[:200]}: {counted(size, 'value')} found, expected {expected:,}; is the "
+            "file of a rank of another save?"
         )
     dtype = runs[0].values.dtype if runs else torch.float32
     return Spread(dtype, shape, runs)

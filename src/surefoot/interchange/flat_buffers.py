@@ -35,10 +35,9 @@ class Spread:
     runs: tuple[ValueRange, ...]
 
 
-def whole(values: Values, shape: Shape | None = None) -> Spread:
-    """A tensor in one place, flat or with its shape."""
-    run = ValueRange(values, 0, values.size)
-    return Spread(values.dtype, values.shape if shape is None else shape, (run,))
+def whole(values: Values) -> Spread:
+    """A tensor in one place."""
+    return Spread(values.dtype, values.shape, (ValueRange(values, 0, values.size),))
 
 
 def cut(buffers: Sequence[Values], first: int, count: int) -> Iterator[ValueRange]:

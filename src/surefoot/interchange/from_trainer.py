@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ import torch
 from ..callbacks.early_stop import EarlyStop
 from ..checkpoint.state.protocols import Stateful
 from ..data.order.loader import Loader
-from ..errors import CheckpointError
+from ..errors import CheckpointError, counted
 from ..storage import files
 from ..training.trainer import Trainer
 from .moments import Moments, moments_by_name, trainer_groups
@@ -50,12 +49,15 @@ def load_trainer_checkpoint(folder: Path, trainer: Trainer, *, trust_pickle: boo
     source = open_same(folder, policy, trainer.policy.weights)
     saved = read_pickle(folder / OPTIMIZER)
     moments = _moments(folder, trainer, moments_by_name(saved, policy, folder / OPTIMIZER))
-    extras = _Extras(*(_optional(folder / name) for name in (SCHEDULER, SCALER, RANDOM)))
-    scale = _scale(extras.scaler, folder / SCALER)
-    for line in _differences(saved, extras.scheduler, progress, moments, trainer):
+    scheduler, scaler, random = (
+        read_pickle(folder / name) if files.exists(folder / name) else None
+        for name in (SCHEDULER, SCALER, RANDOM)
+    )
+    scale = _scale(scaler, folder / SCALER)
+    for line in _differences(saved, scheduler, progress, moments, trainer):
         logger.warning("%s: %s", folder.name, line)
-    if extras.random is not None:
-        _take_random(extras.random, folder / RANDOM, trainer.states["random"])
+    if random is not None:
+        _take_random(random, folder / RANDOM, trainer.states["random"])
 
     fill_weights(source, trainer.policy.weights)
     trainer.policy.optimizer_state.load_state_dict(moments)
@@ -71,19 +73,6 @@ def check_trainer_checkpoint(folder: Path, *, trust_pickle: bool) -> TrainerProg
     if not trust_pickle:
         raise CheckpointError(_refusal(folder))
     return read_progress(folder)
-
-
-@dataclass(frozen=True)
-class _Extras:
-    """The content of the optional pickles."""
-
-    scheduler: object
-    scaler: object
-    random: object
-
-
-def _optional(path: Path) -> object:
-    return read_pickle(path) if files.exists(path) else None
 
 
 def _refusal(folder: Path) -> str:
@@ -116,13 +105,14 @@ def _differences(
     """Differences between the two runs, for the log."""
     step = progress.global_step
     updates = max(int(values["step"]) for values in moments.values())
+    made = counted(updates, "update")
     if updates > step:
         raise CheckpointError(
-            f"{OPTIMIZER} has made {updates} updates, but trainer_state.json is of step {step}: "
+            f"{OPTIMIZER} has made {made}, but trainer_state.json is of step {step}: "
             "two saves are mixed in this folder; resume from another checkpoint"
         )
     if updates < step:
-        yield f"{OPTIMIZER} has made {updates} updates in {step} steps"
+        yield f"{OPTIMIZER} has made {made} in {counted(step, 'step')}"
     last = scheduler.get("last_epoch") if isinstance(scheduler, Mapping) else None
     if isinstance(last, int) and last != step:
         yield (
@@ -131,8 +121,8 @@ def _differences(
         )
     if progress.max_steps not in (0, trainer.state.max_steps):
         yield (
-            f"the Trainer was to make {progress.max_steps} steps, this run makes "
-            f"{trainer.state.max_steps}"
+            f"the Trainer was to make {counted(progress.max_steps, 'step')}, this run makes "
+            f"{trainer.state.max_steps:,}"
         )
     yield from _other_settings(saved["param_groups"], scheduler, step, trainer)
 
@@ -152,8 +142,8 @@ def _other_settings(
         here = {names[id(p)] for g in ours if g["weight_decay"] for p in g["params"]}
         if odd := sorted(here ^ set(decay)):
             yield (
-                f"weight decay: {len(odd)} parameters differ from the Trainer's, for example "
-                f"{odd[0]}"
+                f"weight decay: {counted(len(odd), 'parameter differs', 'parameters differ')} from "
+                f"the Trainer's, for example {odd[0]}"
             )
     rates = scheduler.get("_last_lr") if isinstance(scheduler, Mapping) else None
     if isinstance(rates, list) and rates and isinstance(rates[0], float):

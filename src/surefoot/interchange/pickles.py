@@ -117,9 +117,7 @@ class _Dict(dict[Any, Any]):
 
 
 class _Records(pickle.Unpickler):
-    """Accepts the names above, torch's types of numbers, sizes and dicts; rejects any other,
-    unless ``any_name`` replaces it by a record.
-    """
+    """Accepts torch's types and the names above; ``any_name``: other names become records."""
 
     any_name = False
 

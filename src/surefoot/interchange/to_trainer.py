@@ -27,7 +27,7 @@ from ..checkpoint.reading.loading import load
 from ..checkpoint.sources.copying import copy
 from ..checkpoint.sources.source import TensorsInMemory, TensorSource
 from ..checkpoint.state.roles import FileRole
-from ..errors import CheckpointError
+from ..errors import CheckpointError, counted
 from ..network.network import Network
 from ..storage import files
 from .arguments import RunSections, group_settings, training_arguments
@@ -102,7 +102,7 @@ def _moments(
     if odd := sorted(saved.keys() ^ set(names.values())) if saved else []:
         raise CheckpointError(
             f"{opened.path}: its optimizer state does not belong to the parameters that its "
-            f"recipe trains: {len(odd)} differ, for example {odd[0]}"
+            f"recipe trains: {counted(len(odd), 'differs', 'differ')}, for example {odd[0]}"
         )
     return {name: saved[ours] for name, ours in names.items() if ours in saved}
 

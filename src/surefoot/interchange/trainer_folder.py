@@ -102,10 +102,7 @@ class TrainerProgress:
 
     @property
     def train_loss_total(self) -> float:
-        """The sum of the losses of all steps: the Trainer logs means since the log before.
-
-        Steps after the last log count as much as those before it.
-        """
+        """The sum of all losses, from logged means; after the last log, as before it."""
         logged = [
             (int(r["step"]), r["loss"])
             for r in self.log_history

@@ -38,7 +38,10 @@ def download(store: Store, name: str, root: Path) -> Path:
     logger.info("downloading %s (%s) from %s", name, readable(size), store.address)
     doing = f"cannot download {name} to {root}"
     with files.raising(CheckpointError, doing), temporary_folder(root / name) as part:
-        _prepare(part.folder, manifest)
+        for file, num_bytes in manifest.files.items():  # so that a full disk shows at once
+            files.make_folder((part.folder / file).parent)
+            with files.create(part.folder / file) as created:
+                created.reserve(num_bytes)
         _fetch_sound(store, name, CheckpointFolder(part.folder, manifest))
         part.commit(root / name, text)
     return root / name
@@ -72,14 +75,6 @@ def verify(store: Store, name: str, *, full: bool) -> Report:
     except DamagedError as error:
         report.problems.append(str(error))
     return report
-
-
-def _prepare(folder: Path, manifest: Manifest) -> None:
-    """Reserve the space of all files, so that a full disk shows before the download."""
-    for name, size in manifest.files.items():
-        files.make_folder((folder / name).parent)
-        with files.create(folder / name) as file:
-            file.reserve(size)
 
 
 def _fetch_sound(store: Store, name: str, checkpoint: CheckpointFolder) -> None:

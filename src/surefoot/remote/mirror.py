@@ -77,9 +77,7 @@ class Mirror:
 
     @property
     def protected(self) -> set[int]:
-        """Steps whose local copies are needed: the one that is being uploaded, and the next if
-        it is later than all in the store.
-        """
+        """Steps whose local copies are needed: in flight, or next and later than all uploaded."""
         waiting = self._next()
         is_ahead = waiting is not None and waiting > max(self._there, default=-1)
         steps = {self._in_flight, waiting if is_ahead else None}

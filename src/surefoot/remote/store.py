@@ -18,11 +18,7 @@ _PART = 16 << 20  # bytes of one part of a large file on its way
 
 
 class Store:
-    """The folder ``address``; names in it are relative, with slashes.
-
-    Raises:
-        StoreError: here and in every method, if the store cannot be used.
-    """
+    """The folder ``address``; names in it are relative. Methods raise ``StoreError``."""
 
     def __init__(self, address: Address, *, seconds: float = 600) -> None:
         self.address = address
@@ -83,10 +79,7 @@ class Store:
         self._patience.run(f"cannot write {self._where(name)}", write)
 
     def create(self, name: str, data: bytes) -> bool:
-        """Write a file that must not exist yet; False if there is one with other content.
-
-        Atomic where the store supports it; elsewhere its existence is checked first.
-        """
+        """Write a file, atomically if the store can; False if there is one with other content."""
 
         def create() -> None:
             self._make_room(name)

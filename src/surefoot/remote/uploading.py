@@ -34,7 +34,8 @@ def upload(store: Store, folder: Path, *, replace: bool = False) -> int:
     report = verify_checkpoint(folder, full=True)
     if not report.ok:
         raise CheckpointError(f"{report.problems[0]}; it is not uploaded")
-    manifest = _manifest(folder)
+    with files.raising(CheckpointError), files.open_inside(folder, MANIFEST) as file:
+        manifest = files.read_all(file, strict_json.MAX_BYTES)
     if f"{name}/{MANIFEST}" in store.list(name):
         there = store.read(f"{name}/{MANIFEST}")
         if there == manifest:
@@ -55,11 +56,6 @@ def _taken(store: Store, name: str) -> CheckpointError:
         f"{store.address.inside(name)}: another checkpoint of this name exists there, and a "
         "checkpoint is never overwritten; does another process train with the same output_dir?"
     )
-
-
-def _manifest(folder: Path) -> bytes:
-    with files.raising(CheckpointError), files.open_inside(folder, MANIFEST) as file:
-        return files.read_all(file, strict_json.MAX_BYTES)
 
 
 def _put(store: Store, folder: Path, wanted: Mapping[str, int]) -> None:

@@ -8,8 +8,9 @@ written row by row.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from ...geometry.box import Box
 from ...storage.files import PAGE
@@ -51,7 +52,7 @@ def image_of(shard: Shard) -> FileImage:
         if (box := shard.share.boxes.get(name)) is None:
             continue
         length = num_bytes(entry.dtype, box.shape)
-        runs = list(_first_two(ranges_of(entry, box)))
+        runs = list(islice(ranges_of(entry, box), 2))
         if len(runs) == 1:
             start = _append(stretches, end, *runs[0])
         else:
@@ -72,7 +73,3 @@ def _append(stretches: list[ByteRange], end: int, offset: int, length: int) -> i
     start = -(-end // PAGE) * PAGE + offset % PAGE
     stretches.append(ByteRange(start, offset, length))
     return start
-
-
-def _first_two(ranges: Iterator[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    return (one for one, _ in zip(ranges, range(2), strict=False))

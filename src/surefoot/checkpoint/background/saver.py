@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, Protocol
@@ -25,7 +26,8 @@ from ..saving.job import Job, Saved
 from ..saving.preparation import LiveTensors, prepare
 from ..saving.writer_group import ALONE, WriterGroup
 from ..state.protocols import Stateful
-from .in_flight import InFlightSave, end
+from .in_flight import end, start_save
+from .writer_process import Background
 
 logger = logging.getLogger(__name__)
 
@@ -103,7 +105,7 @@ class AsyncSaver:
         )
         self._resumed_from = None if self.resumed_from is None else Path(self.resumed_from)
         self.newest = None if self.is_foreign else self._resumed_from
-        self._flight = InFlightSave()
+        self._flight = Background()
         self._lock = None if self.has_lock or self.writers.rank else lock(self._root)
         self._times = Times(self._root)
         self._replaces: Sequence[str] = ()  # names that the save in flight replaces
@@ -225,7 +227,7 @@ class AsyncSaver:
         self._replaces = job.forget
         for listener in self.listeners:
             listener.on_save(job.forget)
-        self._note(lambda: self._flight.start(job, live, in_background=self.in_background))
+        self._note(partial(start_save, self._flight, job, live, in_background=self.in_background))
 
     def _note(self, ask: Callable[[], Saved | None]) -> None:
         """Call ``ask`` for the outcome of a save, and store it."""
@@ -234,7 +236,13 @@ class AsyncSaver:
         except CheckpointError as error:
             self._bear(error)
             return
-        if saved is not None and saved.is_committed:
+        if saved is None:
+            return
+        if saved.problem:
+            logger.warning("%s", saved.problem)
+        figures = saved.path.name, saved.num_bytes, saved.num_shared, saved.seconds
+        logger.debug("%s: %d bytes, %d of them shared, in %.2f s", *figures)
+        if saved.is_committed:
             self.newest = saved.path
             self._done.append(saved.path)
             for listener in self.listeners:

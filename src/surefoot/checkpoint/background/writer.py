@@ -62,11 +62,7 @@ def _serve(told: dict[str, Any], arena: SnapshotBuffer) -> dict[str, object]:
 
 
 def _must_not_be_orphaned() -> None:
-    """Give up if the training process has already died.
-
-    The temporary folder is locked by now. A launch after this moment sees the lock and waits; an
-    earlier one would not have.
-    """
+    """Give up unless the lock, which a launch after this moment sees, came in time."""
     if _is_orphaned():
         raise _OrphanedError
 

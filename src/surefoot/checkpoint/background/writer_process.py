@@ -42,7 +42,8 @@ class Background:
         self._arena: SnapshotBuffer | None = None
         self._is_pinned = False  # whether GPUs copy straight into it
         self._writer: _Writer | None = None
-        self._target: Path | None = None  # of the save in flight
+        self.target: Path | None = None  # of the save in flight
+        self.is_off = False  # after a save that could not be asynchronous
         self._job: dict[str, object] = {}  # sent last, as ``describe`` tells it
 
     @property
@@ -52,7 +53,7 @@ class Background:
 
     def start(self, job: Job, live: LiveTensors) -> None:
         """Take a snapshot and start to write it. ``MemoryError`` if there is no room for it."""
-        assert self._target is None, "a save is already in flight"
+        assert self.target is None, "a save is already in flight"
         sizes = [image_of(shard).size for shard in job.shards]
         blobs = [len(data) for data in job.small.values()]
         starts, size = places([*sizes, *blobs])
@@ -64,19 +65,19 @@ class Background:
             arena.view[start : start + length] = job.small[name]
         self._job = describe(job, images, small)
         self._send(arena)
-        self._target = job.target
+        self.target = job.target
 
     def poll(self) -> Saved | None:
         """The save that has ended since the last call; raises if it failed."""
-        if self._target is None or self._writer is None or not self._writer.has_answer():
+        if self.target is None or self._writer is None or not self._writer.has_answer():
             return None
-        return self._end(self._target)
+        return self._end(self.target)
 
     def wait(self) -> Saved | None:
         """Wait for the save in flight, if there is one. Raises ``CheckpointError`` if it failed."""
         saved = None
-        while saved is None and self._target is not None:
-            saved = self._end(self._target)
+        while saved is None and self.target is not None:
+            saved = self._end(self.target)
         return saved
 
     def close(self) -> None:
@@ -108,13 +109,13 @@ class Background:
         else:
             told, why, can_mend, is_done = {}, self._writer.death(), True, False
             clean(target.parent)
-        attempt = cast("int", self._job["attempt"]) + 1
+        self.target, attempt = None, cast("int", self._job["attempt"]) + 1
         if not is_done and can_mend and attempt < MOST_ATTEMPTS:
             logger.warning("%s; retrying once", why or f"{target.name} is not committed")
             self._job["attempt"] = attempt
             self._send(self._arena)
+            self.target = target
             return None
-        self._target = None
         if why:
             raise CheckpointError(why if told else f"cannot save {target}: {why}")
         return Saved(**{**told, "path": target})

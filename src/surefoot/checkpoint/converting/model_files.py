@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ...errors import CheckpointError, ModelError
+from ...errors import CheckpointError, ModelError, counted
 from ...storage import files
 from ..disk.companions import companions_of
 from ..disk.folder import open_checkpoint
@@ -41,8 +41,8 @@ def named_as(source: TensorSource, base: Path) -> TensorSource:
         found = source.shapes()
     if missing := sorted(wanted - found.keys()):
         raise CheckpointError(
-            f"weights of another model than {base}: of its {len(wanted)} tensors {len(missing)} "
-            f"are missing (for example {missing[0]})"
+            f"weights of another model than {base}: of its {counted(len(wanted), 'tensor')} "
+            f"{counted(len(missing), 'is', 'are')} missing (for example {missing[0]})"
         )
     return source
 

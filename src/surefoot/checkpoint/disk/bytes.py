@@ -79,9 +79,7 @@ def write_file(
 
 
 def write_box(file: files.File, entry: TensorEntry, box: Box, tensor: torch.Tensor) -> str:
-    """Write ``tensor``, which is ``box`` of a stored one, to its position; returns the hash of
-    its values in row-major order. Needs no more memory than one block.
-    """
+    """Write ``box`` of a stored tensor, block by block, to its position; the hash of its values."""
     digest = files.Hash()
     for part in Box.whole(box.shape).blocks(files.BLOCK // tensor.element_size()):
         block = raw(_dense(tensor[part.slices_in(Box.whole(box.shape))]))

@@ -161,7 +161,7 @@ def _entry(value: Any, start: int, where: str) -> TensorEntry:
 def integers(value: object, count: int | None, where: str) -> tuple[int, ...]:
     """``value`` as a tuple of ``count`` sizes: integers of 0 to 2^63 - 1, and none is a bool."""
     found = value if isinstance(value, list) and len(value) <= 64 else [None]
-    if (count is not None and len(found) != count) or not all(map(_is_size, found)):
+    if (count is not None and len(found) != count) or not all(map(is_size, found)):
         raise CheckpointError(f"{where}: expected sizes, found {reprlib.repr(value)}")
     return tuple(found)
 
@@ -174,5 +174,6 @@ def sizes(value: object, where: str) -> tuple[int, ...]:
     return shape
 
 
-def _is_size(value: object) -> bool:
+def is_size(value: object) -> bool:
+    """Whether ``value`` is an integer of 0 to 2^63 - 1."""
     return type(value) is int and 0 <= value < 1 << 63

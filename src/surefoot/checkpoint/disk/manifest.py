@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal, get_args
 
-from ...errors import CheckpointError
+from ...errors import CheckpointError, counted
 from ...geometry.box import Box, is_covered_once
 from ...storage import files
 from . import strict_json
-from .header import ITEM_SIZES, integers, num_bytes, sizes
+from .header import ITEM_SIZES, integers, is_size, num_bytes, sizes
 
 MANIFEST = "manifest.json"
 STATE = "state.json"
@@ -221,9 +221,6 @@ def _check_seal(data: bytes, seal: object, where: str) -> None:
 
 
 def _check_fields(raw: Mapping[str, Any], where: str) -> None:
-    def is_size(value: object) -> bool:
-        return type(value) is int and 0 <= value < 1 << 63
-
     def is_map(kind: Any) -> Any:
         return lambda value: isinstance(value, dict) and all(map(kind, value.values()))
 
@@ -270,11 +267,7 @@ def parse_piece(raw: object, where: str) -> Piece:
 
 
 def check_consistent(manifest: Manifest, where: str) -> None:
-    """Check that names stay in the folder, every piece has its file, and every tensor is covered
-    exactly once.
-
-    Raises ``CheckpointError`` if not.
-    """
+    """Check that names stay in the folder, pieces have files, and tensors are covered once."""
     for name, size in manifest.files.items():
         if not is_plain_name(name) or name == MANIFEST:
             raise CheckpointError(
@@ -309,4 +302,5 @@ def _check_pieces(pieces: Sequence[Piece], where: str, layout: Layout) -> None:
     if 1 < len(places) < len(pieces):
         raise CheckpointError(f"{where} has two pieces in one place")
     if not is_covered_once(Box.whole(first.shape), [piece.box for piece in pieces]):
-        raise CheckpointError(f"{where}: its {len(pieces)} pieces do not cover it exactly once")
+        parts = counted(len(pieces), "piece does", "pieces do")
+        raise CheckpointError(f"{where}: its {parts} not cover it exactly once")

@@ -32,16 +32,14 @@ def open_folder(path: Path | str) -> TensorSource:
 
 
 def open_named(path: Path | str, model: Path | None = None) -> TensorSource:
-    """The same under Hugging Face's names, whatever the layout calls them. ``model`` is the folder
-    of the model that the weights belong to, if it is not around them."""
+    """The same under Hugging Face's names; ``model`` is the weights' model, if not around them."""
     weights = open_weights(Path(path))
     source, view = FolderSource(weights), _VIEWS.get(weights.layout)
     return source if view is None else view(source, Path(path), model)
 
 
 def open_role(folder: Path, role: str) -> TensorSource | None:
-    """The weights that have files of their own beside a model's: ``ROLE.safetensors``, or what the
-    manifest lists. None if there are none. Raises ``CheckpointError``."""
+    """The weights of a ``role`` with files of its own beside a model's; None if there are none."""
     path, tensors = folder / f"{role}.safetensors", dict[str, TensorLocation]()
     with files.raising(CheckpointError, f"cannot read {path}"):
         if has_manifest(folder):

@@ -22,11 +22,7 @@ _MODEL = "model/"
 
 
 def open_contents(folder: Path, roles: Collection[str] | None = None) -> FolderWeights:
-    """Every tensor in a folder of any layout, by its full name; only of ``roles``, if given: model,
-    optimizer, state, of all networks.
-
-    Raises ``CheckpointError`` if the folder is none of weights, or is damaged.
-    """
+    """Every tensor of a folder by its full name, of all networks, or of some ``roles``."""
     layout = expect_layout(folder)
     with files.raising(CheckpointError, f"cannot read {folder}"):
         tensors = layout.open_all(folder, None if roles is None else frozenset(roles))

@@ -42,12 +42,7 @@ def recover_latest(root: Path | str) -> Path | None:
 
 
 def wait_for_orphans(root: Path) -> None:
-    """Wait for a save that outlived its run, so that the run resumes from it and not from the one
-    before.
-
-    No process trains here, so the folder that is still being written is the last snapshot of a
-    killed run.
-    """
+    """Wait for the last snapshot of a killed run, so that the run resumes from it."""
     is_told = False
     while writing := being_written(root):
         if not is_told:

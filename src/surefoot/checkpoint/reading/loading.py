@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from ...errors import CheckpointError
+from ...errors import CheckpointError, counted
 from ...geometry.box import Box
 from ...storage import files
 from ...storage.parallel_work import in_parallel
@@ -116,9 +116,7 @@ def _pieces(checkpoint: CheckpointFolder, role: str, name: str, skeleton: Any) -
     """The pieces of every tensor that a state's skeleton points at."""
     saved = checkpoint.manifest.tensors(role)
     if missing := [pointer for pointer in pointers(skeleton) if pointer not in saved]:
-        raise CheckpointError(
-            f"{checkpoint.path}: {name}: tensor {missing[0][:200]!r} is not there"
-        )
+        raise CheckpointError(f"{checkpoint.path}: {name}: tensor {missing[0][:200]!r} is missing")
     return {pointer: saved[pointer] for pointer in pointers(skeleton)}
 
 
@@ -128,19 +126,17 @@ def _weights_job(checkpoint: CheckpointFolder, role: str, state: ShardedState) -
     unexpected = [name for name in pieces if name not in current]
     if missing or unexpected:
         raise CheckpointError(
-            f"{checkpoint.path}: it is the checkpoint of another {role}: of the {len(current)} "
-            f"tensors of this one {_some(missing)} missing in it, and of its own {len(pieces)} "
-            f"{_some(unexpected)} unknown here"
+            f"{checkpoint.path}: a checkpoint of another {role}, with "
+            f"{counted(len(pieces), 'tensor')} where this run has {len(current):,}: "
+            f"missing in it: {_some(missing)}; unknown to this run: {_some(unexpected)}"
         )
     _check_shapes(checkpoint, role, current, pieces)
     return _Job(role, pieces, current, None, state, is_flat=True)
 
 
 def _some(names: list[str]) -> str:
-    if not names:
-        return "none are"
-    more = f", … ({len(names)} in all)" if len(names) > _SHOWN else ""
-    return f"{', '.join(names[:_SHOWN])}{more} {'is' if len(names) == 1 else 'are'}"
+    more = f", … ({len(names):,} in total)" if len(names) > _SHOWN else ""
+    return f"{', '.join(names[:_SHOWN]) or 'none'}{more}"
 
 
 def _check_shapes(

@@ -51,11 +51,7 @@ class Written:
 def write_own_part(
     job: Job, write_files: Callable[[Path], Written], is_orphan: Callable[[], bool]
 ) -> tuple[int, bool]:
-    """Write the files of a rank other than rank 0, report them, and wait for the commit.
-
-    Returns the bytes, and whether they are committed. Errors are reported too, and rank 0 raises
-    them.
-    """
+    """Write and report the files of a rank that is not rank 0: bytes, whether committed."""
     folder = _folder(job, is_orphan)
     if folder is None:
         return 0, files.exists(job.target / MANIFEST)

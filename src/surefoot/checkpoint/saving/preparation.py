@@ -91,12 +91,7 @@ def prepare(
     max_shard_size: int = 5_000_000_000,
     crew: WriterGroup = ALONE,
 ) -> tuple[Job, LiveTensors]:
-    """What ``save`` would write, and the live tensors, which are not read yet.
-
-    A collective call: each rank of ``crew`` gets its part of the boxes that it has, of shared files
-    in layout ``full``, of its own files in layout ``distributed``. Tensors of other states are
-    those of rank 0.
-    """
+    """What ``save`` would write, and the live tensors, not read yet: of this rank, collectively."""
     with_files, rest = adopted(states)
     groups, skeleton = _split(with_files, rest)
     parts = {role: _parts(role, t, with_files.get(role)) for role, t in groups.items()}
@@ -218,7 +213,7 @@ def _split(
 ) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, Any]]:
     """The tensors of each role by their key in the file, and the structure of all states."""
     if odd := [name for name in (*with_files, *rest) if not name.isidentifier()]:
-        raise CheckpointError(f"a state cannot be called {odd[0]!r}; choose a plain word")
+        raise CheckpointError(f"the state name {odd[0]!r} is not a plain word; choose another")
     groups: dict[str, dict[str, torch.Tensor]] = {MODEL: {}, OPTIMIZER: {}}
     skeleton: dict[str, Any] = {}
     for name, state in with_files.items():
@@ -277,27 +272,14 @@ def still_in(role: FileRole, tensors: Described, moments: Collection[str]) -> Co
     """The tensors of a role that no optimizer moves; ``moments`` names its optimizer's tensors."""
     if role.is_adapter or not role.is_weights:
         return ()
-    return unchanged_parameters(tensors, trained_names(moments))
-
-
-def unchanged_parameters(model: Described, moved: Collection[str]) -> set[str]:
-    """Weights that no optimizer updates, if they are large enough for files of their own, to be
-    shared.
-
-    The optimizer's tensors are named after the weights that it updates.
-    """
-    still = {name for name in model if name not in moved}
-    sizes = {name: num_bytes(*described) for name, described in model.items()}
+    still = tensors.keys() - trained_names(moments)
+    sizes = {name: num_bytes(*described) for name, described in tensors.items()}
     share = sum(sizes[name] for name in still) / max(sum(sizes.values()), 1)
     return still if WORTH_SHARING <= share < 1 else set()
 
 
 def indexes(shards: Sequence[Shard], num_ranks: int) -> dict[str, bytes]:
-    """The ``*.safetensors.index.json`` of every role with several files.
-
-    In layout ``distributed`` it is for the weights only, at the top level, so that
-    ``from_pretrained`` finds them; the manifest covers the rest.
-    """
+    """The index of every role with several files; if distributed, of weights only, at the top."""
     found = {}
     for role in dict.fromkeys(shard.role for shard in shards):
         plans = [shard.plan for shard in shards if shard.role == role]

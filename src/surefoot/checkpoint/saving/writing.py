@@ -154,9 +154,7 @@ def _open_joint(
     is_linked: Callable[[Shard], bool],
     is_orphan: Callable[[], bool],
 ) -> list[Shard]:
-    """Create the files that all ranks write, in addition to its ``own``, and let them start;
-    returns the files that differ from the parent's, as far as any rank can tell.
-    """
+    """Create the files that all ranks write, and let them start; returns those to write."""
     changed = read_changed(job, folder, is_orphan) if job.may_share else set()
     left = [s for s in job.joint_shards if s.plan.name in changed or not is_linked(s)]
     _reserve(folder, [*own, *left])

@@ -9,7 +9,7 @@ from functools import cached_property
 import torch
 
 from ...geometry.box import Box
-from .source import Shape, TensorSource
+from .source import Shape, TensorSource, once
 
 
 @dataclass(frozen=True)
@@ -24,21 +24,15 @@ class JoinedSource:
             f"{prefix}{name}": (part, name) for prefix, part in self.parts for name in part.shapes()
         }
 
-    @cached_property
-    def _shapes(self) -> Mapping[str, Shape]:
-        return {f"{p}{name}": s for p, part in self.parts for name, s in part.shapes().items()}
-
-    @cached_property
-    def _dtypes(self) -> Mapping[str, torch.dtype]:
-        return {f"{p}{name}": d for p, part in self.parts for name, d in part.dtypes().items()}
-
+    @once
     def shapes(self) -> Mapping[str, Shape]:
         """Of all sources."""
-        return self._shapes
+        return {f"{p}{name}": s for p, part in self.parts for name, s in part.shapes().items()}
 
+    @once
     def dtypes(self) -> Mapping[str, torch.dtype]:
         """Of all sources."""
-        return self._dtypes
+        return {f"{p}{name}": d for p, part in self.parts for name, d in part.dtypes().items()}
 
     def read(self, name: str, box: Box) -> torch.Tensor:
         """From the source that contains it."""

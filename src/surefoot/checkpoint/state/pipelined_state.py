@@ -100,12 +100,10 @@ class PipelinedOptimizer:
         return self.own.like(pointer)
 
     def state_dict(self) -> dict[str, dict[str, torch.Tensor]]:
-        """All parameters; the live tensors of this rank. A collective call of the pipeline: only
-        the rank that has created the slots of a parameter knows them.
-        """
+        """The live tensors, and the names of all ranks: a collective call."""
         own: dict[str, dict[str, torch.Tensor]] = self.own.state_dict()
         slots = {name: [*tensors] for name, tensors in own.items()}
-        theirs = _merged(self.exchange.of_stages(slots))
+        theirs = {n: s for part in self.exchange.of_stages(slots) for n, s in part.items()}
         empty = torch.empty((), device="meta")
         return {name: own.get(name) or dict.fromkeys(theirs[name], empty) for name in theirs}
 
@@ -122,7 +120,3 @@ def owners(exchange: Exchange, names: Iterable[str]) -> list[set[str]]:
         found.append(set(theirs) - seen)
         seen |= set(theirs)
     return found
-
-
-def _merged(parts: Iterable[Mapping[str, list[str]]]) -> dict[str, list[str]]:
-    return {name: slots for part in parts for name, slots in part.items()}

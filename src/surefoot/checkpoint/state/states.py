@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from ...errors import CheckpointError
+from ...errors import CheckpointError, counted
 from ...geometry.sharding import Cuts
 from .protocols import ShardedState, Stateful
 from .roles import MODEL, OPTIMIZER, STATE
@@ -195,8 +195,9 @@ class NamedOptimizer:
         groups = [group["params"] for group in self.optimizer.param_groups]
         if odd := [p for params in groups for p in params if id(p) not in known]:
             raise CheckpointError(
-                f"the optimizer updates {len(odd)} parameters that have no name, one of shape "
-                f"{list(odd[0].shape)}; pass the named_parameters() of every module it updates"
+                f"the optimizer updates {counted(len(odd), 'parameter')} without a name, one of "
+                f"shape {list(odd[0].shape)}; pass the named_parameters() of every module it "
+                "updates"
             )
         return [[known[id(p)] for p in params] for params in groups]
 
@@ -208,9 +209,11 @@ class RandomState:
         """Python's, numpy's and torch's generators, and that of the GPU in use."""
         version, words, gauss = random.getstate()
         numpy: dict[str, Any] = np.random.get_state(legacy=False)
+        key, position = numpy["state"]["key"].astype(np.int64), numpy["state"]["pos"]
         state: dict[str, Any] = {
             "python": [version, list(words), gauss],
-            "numpy": {**numpy, "state": _words_to_tensor(numpy["state"])},
+            # The Mersenne twister's 624 words are a tensor: files contain no numpy arrays.
+            "numpy": {**numpy, "state": {"key": torch.from_numpy(key), "pos": int(position)}},
             "torch": torch.get_rng_state(),
         }
         if torch.cuda.is_available():
@@ -221,17 +224,9 @@ class RandomState:
         """Set the generators; that of a device that does not exist here is skipped."""
         version, words, gauss = state["python"]
         random.setstate((version, tuple(words), gauss))
-        numpy = state["numpy"]
-        np.random.set_state({**numpy, "state": _tensor_to_words(numpy["state"])})
+        words = state["numpy"]["state"]
+        key = words["key"].numpy().astype(np.uint32)
+        np.random.set_state({**state["numpy"], "state": {"key": key, "pos": words["pos"]}})
         torch.set_rng_state(state["torch"])
         if "cuda" in state and torch.cuda.is_available():
             torch.cuda.set_rng_state(state["cuda"])
-
-
-def _words_to_tensor(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The Mersenne twister's 624 words as a tensor, because files contain no numpy arrays."""
-    return {"key": torch.from_numpy(state["key"].astype(np.int64)), "pos": int(state["pos"])}
-
-
-def _tensor_to_words(state: Mapping[str, Any]) -> dict[str, Any]:
-    return {"key": state["key"].numpy().astype(np.uint32), "pos": state["pos"]}

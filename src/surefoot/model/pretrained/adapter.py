@@ -10,7 +10,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import PreTrainedModel
 
-from ...errors import ModelError
+from ...errors import ModelError, counted
 from .weights import AdapterWeights
 
 WEIGHTS = "adapter_model.safetensors"
@@ -68,8 +68,8 @@ def _check_names(wrapped: nn.Module, folder: Path, base: str) -> None:
     if missing or unexpected:
         raise ModelError(
             f"{folder}: this is an adapter of another model, not of {base}: {len(unexpected)} "
-            f"of its {len(found)} tensors do not exist in the model and {len(missing)} are "
-            f"missing (for example {(unexpected or missing)[0]})"
+            f"of its {counted(len(found), 'tensor')} unknown to the model, {len(missing)} missing "
+            f"(for example {(unexpected or missing)[0]})"
         )
 
 

@@ -66,7 +66,7 @@ def _opened(origin: Origin, wanted: TargetFormat) -> tuple[TensorSource, Mapping
 
 
 def _is_model(folder: Path) -> bool:
-    """Whether it can be opened as a model: weights alone have no configuration."""
+    """Whether it can be opened as a model: mere weights have no configuration."""
     layout = detect_layout(folder)
     if layout is None or not layout.is_whole_model:
         return False

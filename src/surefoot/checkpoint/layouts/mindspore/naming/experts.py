@@ -40,7 +40,7 @@ class StackedSource(ReplacingSource):
 
     def read_made(self, name: str, box: Box) -> torch.Tensor:
         """From each tile only what is inside ``box``."""
-        found = torch.empty(box.shape, dtype=self._dtypes[name])
+        found = torch.empty(box.shape, dtype=self.dtypes()[name])
         for tile in self.tensors[name][1]:
             if (common := box & tile.box) is not None:
                 values = self._values(tile, common).reshape(common.shape)

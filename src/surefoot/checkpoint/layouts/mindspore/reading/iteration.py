@@ -12,7 +12,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from .....errors import CheckpointError
+from .....errors import CheckpointError, counted
 from .....geometry.box import Box, is_covered_once
 from .....storage import files
 from ....disk import strict_json, tensorfile
@@ -170,7 +170,8 @@ def _slices(
             )
         found.append(DcpChunk(file, shape, box))
     if not is_covered_once(Box.whole(shape), [one.box for one in found]):
-        raise CheckpointError(f"{where}: its {len(found)} slices do not cover {list(shape)}")
+        parts = counted(len(found), "slice does", "slices do")
+        raise CheckpointError(f"{where}: its {parts} not cover {list(shape)}")
     if len({one.file.entry(name).dtype for one in found}) > 1:
         raise CheckpointError(f"{where}: its slices are of different types")
     return found

@@ -90,9 +90,7 @@ class TensorLayout:
         return places[::-1]
 
     def _shard(self, places: list[int], used: set[int]) -> Cut:
-        """The optimizer's shards: over the axes of replicas, taken from the right until they are
-        enough; of the last one taken only an inner part may be needed.
-        """
+        """The optimizer's shards: over axes of replicas, from the right, until they are enough."""
         free = [axis for axis in range(len(places)) if axis not in used]
         copies = prod(self.device_matrix[axis] for axis in free)
         count = copies if self.num_shards == ALL_COPIES else self.num_shards

@@ -57,7 +57,7 @@ class TargetFormat:
     """Of the weights; the optimizer's state stays."""
 
     remove_redundancy: bool = False
-    """Of slices that several ranks hold, write one."""
+    """Write a slice that several ranks share only once."""
 
     iteration: bool = False
     """With --to mindspore: the newer form of MindSpore Transformers 2.x, iteration_N."""
@@ -97,11 +97,7 @@ def write(
     small: Mapping[str, bytes],
     progress: Progress | None = None,
 ) -> None:
-    """Write ``source``, which came from ``folder`` and has MindSpore's names.
-
-    Raises:
-        CheckpointError: sizes that do not fit the model, damaged weights, a disk that fails.
-    """
+    """Write ``source``, which came from ``folder`` and has MindSpore's names."""
     if wanted.iteration:
         write_iteration(
             source,

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import heapq
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 
 from .....errors import CheckpointError
@@ -177,9 +178,9 @@ def once(
 def _balanced(tensors: Mapping[str, Described], part_size: int) -> list[list[str]]:
     """Names for parts of nearly equal bytes: the largest first, each into the smallest."""
     sizes = {name: num_bytes(*tensors[name]) for name in tensors}
-    count = max(1, min(-(-sum(sizes.values()) // part_size), len(sizes)))
-    parts: list[list[str]] = [[] for _ in range(count)]
-    loads = [(0, i) for i in range(count)]  # a heap
+    num_parts = max(1, min(-(-sum(sizes.values()) // part_size), len(sizes)))
+    parts: list[list[str]] = [[] for _ in range(num_parts)]
+    loads = [(0, i) for i in range(num_parts)]  # a heap
     for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
         load, i = loads[0]
         heapq.heapreplace(loads, (load + sizes[name], i))
@@ -216,13 +217,9 @@ def write_file(
 
 def _write_strategies(folder: Path, stages: Sequence[Layouts]) -> None:
     files.new_folder(folder)
-    for rank, data in enumerate(_strategies(stages)):
-        files.write_new(folder / FILE.format(rank), data)
-    files.sync_folder(folder)
-
-
-def _strategies(stages: Sequence[Layouts]) -> Iterator[bytes]:
+    ranks = count()
     for stage, own in enumerate(stages):
         data = dump_strategy(stage, own)
         for _ in range(next(iter(own.values())).num_devices):
-            yield data
+            files.write_new(folder / FILE.format(next(ranks)), data)
+    files.sync_folder(folder)
