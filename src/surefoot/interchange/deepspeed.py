@@ -190,9 +190,7 @@ def _by_group(
 
 
 def _by_rank(
-    place: Path,
-    shapes: Sequence[Mapping[str, tuple[int, ...]]],
-    flat: Sequence[Sequence[Values]],
+    place: Path, shapes: Sequence[Mapping[str, tuple[int, ...]]], flat: Sequence[Sequence[Values]]
 ) -> Iterator[tuple[str, Spread]]:
     """ZeRO 3: each parameter divided among the ranks, and each rank's parts concatenated."""
     at = 0

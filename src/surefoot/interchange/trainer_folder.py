@@ -17,6 +17,7 @@ from ..checkpoint.disk import strict_json, trainer_state
 from ..checkpoint.disk.commit import named, step_of
 from ..checkpoint.disk.manifest import MANIFEST
 from ..checkpoint.disk.manifest import STATE as SKELETON
+from ..checkpoint.disk.retention import number
 from ..errors import CheckpointError, RunError
 from ..storage import files
 
@@ -173,8 +174,8 @@ def _count(content: Mapping[str, Any], name: str, where: Path, default: float | 
 
 def _finite(value: object) -> float | None:
     """Before the first finite metric, the Trainer's best one may be an infinity."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return float(value) if is_number and abs(value) < float("inf") else None  # type: ignore[arg-type]
+    found = number(value)
+    return found if found is not None and math.isfinite(found) else None
 
 
 def _records(found: object, where: Path) -> list[dict[str, float]]:

@@ -82,7 +82,7 @@ def _fetch_sound(store: Store, name: str, checkpoint: CheckpointFolder) -> None:
     wanted, problems = set(checkpoint.manifest.files), {}
     for _ in range(_TRIES):
         _fetch(store, name, checkpoint, wanted)
-        problems = {file: problems_in(checkpoint, file) for file in sorted(wanted)}
+        problems = {file: list(problems_in(checkpoint, file)) for file in sorted(wanted)}
         wanted = {file for file, found in problems.items() if found}
         if not wanted:
             return

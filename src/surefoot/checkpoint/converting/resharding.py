@@ -171,11 +171,7 @@ def with_dtype(config: bytes, dtype: str) -> bytes:
 
 
 def shards_of(
-    sources: Mapping[str, TensorSource],
-    kind: Kind,
-    layout: Layout,
-    mesh: Mesh,
-    max_shard_size: int,
+    sources: Mapping[str, TensorSource], kind: Kind, layout: Layout, mesh: Mesh, max_shard_size: int
 ) -> Iterator[Shard]:
     """The files of every role: of unsharded tensors, or of the boxes of every rank."""
     moments = {name: source.shapes() for name, source in sources.items()}

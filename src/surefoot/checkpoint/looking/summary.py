@@ -172,12 +172,11 @@ def _config_facts(folder: Path) -> dict[str, str]:
         if files.exists(folder / name):
             with files.raising(CheckpointError):
                 config = strict_json.read_object(folder / name)
-            facts |= {key: _plain(config[key]) for key in keys if config.get(key) is not None}
+            told = {key: config[key] for key in keys if config.get(key) is not None}
+            for key, value in told.items():
+                every = value if isinstance(value, list) else [value]
+                facts[key] = _clipped(", ".join(map(str, every)))
     return facts
-
-
-def _plain(value: object) -> str:
-    return _clipped(", ".join(map(str, value)) if isinstance(value, list) else str(value))
 
 
 def _in_words(value: object) -> str:

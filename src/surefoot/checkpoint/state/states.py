@@ -96,9 +96,7 @@ class PartialState:
         return self.whole.like(pointer)
 
 
-def adopted(
-    states: Mapping[str, Stateful],
-) -> tuple[dict[str, ShardedState], dict[str, Stateful]]:
+def adopted(states: Mapping[str, Stateful]) -> tuple[dict[str, ShardedState], dict[str, Stateful]]:
     """``model``, ``optimizer`` and every ``FileState``, which have files of their own, by role,
     and the other states. A plain module has every tensor once."""
     files: dict[str, ShardedState] = {}

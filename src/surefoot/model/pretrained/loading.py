@@ -252,8 +252,8 @@ def grow_embeddings(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) 
     for weight in {id(m.weight): m.weight for m in embeddings if m is not None}.values():
         weight[before:] = weight[:before].float().mean(0).to(weight.dtype)
     logger.info(
-        "resized embeddings: %d new tokens, initialized to the mean of the %d old ones",
-        len(tokenizer) - before,
+        "resized embeddings: %s, initialized to the mean of the %d old ones",
+        counted(len(tokenizer) - before, "new token"),
         before,
     )
     return True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,6 @@ from ...disk.folder import open_checkpoint
 from ...disk.tensorfile import open_path
 from ...disk.trainer_state import NAME as TRAINER_STATE
 from ...reading.contents import open_contents
-from ...sources.copying import described
 from ...sources.joined import JoinedSource
 from ...sources.source import FolderSource, Renamed, TensorsInMemory, TensorSource
 from ...sources.weights import FolderWeights
@@ -35,9 +34,7 @@ from .naming.names import (
 )
 from .reading.opening import form_of, progress_of, role_of
 from .reading.ranks import rank_files, step_of
-from .strategy.parallel_config import ParallelConfig
 from .strategy.shapes import Shapes
-from .strategy.strategy_files import Layouts
 from .writing.rank_files import Naming
 
 logger = logging.getLogger(__name__)
@@ -118,13 +115,6 @@ def _shapes(folder: Path, theirs: MindSporeHints) -> Shapes | None:
     if family in (None, KEEP):
         return base.shapes()
     return to_mindspore(base, family or "", heads_of(theirs.base)).shapes()
-
-
-def stages_for(source: TensorSource, config: ParallelConfig) -> Sequence[Layouts]:
-    """The layout of all sharded tensors in ``source``, for a ``parallel_config``."""
-    return config.stages(
-        {n: one for n, one in described(source).items() if role_of(n, one[1]) != "state"}
-    )
 
 
 def naming_of(folder: Path) -> Naming:

@@ -113,11 +113,7 @@ _FUSED = ("self_attention.linear_qkv", _FC1)
 FAMILIES: dict[str, Family] = {
     "legacy": Family("model.layers.", _LEGACY_TOPS, _LEGACY, experts=MIXTRAL),
     "legacy-fused": Family(
-        "model.layers.",
-        _LEGACY_TOPS,
-        _LEGACY,
-        "attention.w_qkv",
-        "feed_forward.w_gate_hidden",
+        "model.layers.", _LEGACY_TOPS, _LEGACY, "attention.w_qkv", "feed_forward.w_gate_hidden"
     ),
     "mcore": Family("decoder.layers.", _MCORE_TOPS, _MCORE | _APART | _SHARED),
     "mcore-mla": Family("decoder.layers.", _MCORE_TOPS, _PLAIN | _LATENT | _APART | _SHARED),

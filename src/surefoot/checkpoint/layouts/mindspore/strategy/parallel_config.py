@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 
-from .....errors import CheckpointError
+from .....errors import CheckpointError, counted
 from ....disk.header import num_bytes
 from .slicing import ALL_COPIES, TensorLayout
 from .strategy_files import Layouts
@@ -78,8 +78,8 @@ class ParallelConfig:
             return 0
         if num_layers % self.pipeline_stage or not num_layers:
             raise CheckpointError(
-                f"pipeline_stage={self.pipeline_stage}: {num_layers} layers are not as many for "
-                "every stage; give the strategy files of the training instead"
+                f"pipeline_stage={self.pipeline_stage}: {counted(num_layers, 'layer')} cannot be "
+                "divided evenly; give the strategy files of the training instead"
             )
         layer = _layer(name)
         if layer is not None:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from .....errors import CheckpointError
+from .....errors import CheckpointError, counted
 from .....geometry.box import Box
 from ....disk.tensorfile import TensorFile
 from ...dcp_boxes import DcpChunk
@@ -40,13 +40,11 @@ def infer_strategy(opened: Sequence[TensorFile], shapes: Shapes | None, where: P
         if size % mp == 0
         and (found := _strategy(opened, shapes, num_stages, mp, where)) is not None
     ]
-    apart = {_boxes_by_strategy(found, opened, shapes) for found in fitting}
+    devices = counted(size, "device")
     if not fitting:
-        raise CheckpointError(f"{where}: no layout on {size} devices gives these shapes; {_ASK}")
-    if len(apart) > 1:
-        raise CheckpointError(
-            f"{where}: the shapes fit more than one layout on {size} devices; {_ASK}"
-        )
+        raise CheckpointError(f"{where}: no layout on {devices} gives these shapes; {_ASK}")
+    if len({_boxes_by_strategy(found, opened, shapes) for found in fitting}) > 1:
+        raise CheckpointError(f"{where}: the shapes fit more than one layout on {devices}; {_ASK}")
     return fitting[0]
 
 
@@ -119,10 +117,7 @@ def _candidates(weight: str, whole: tuple[int, ...], size: int, mp: int) -> Iter
 
 
 def _agrees(
-    name: str,
-    layout: TensorLayout,
-    whole: tuple[int, ...],
-    held: Sequence[tuple[int, TensorFile]],
+    name: str, layout: TensorLayout, whole: tuple[int, ...], held: Sequence[tuple[int, TensorFile]]
 ) -> bool:
     slices = [Slice(rank, DcpChunk(file, whole, layout.box(whole, rank))) for rank, file in held]
     try:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
-from .....errors import CheckpointError
+from .....errors import CheckpointError, counted
 from .....geometry.box import Box
 
 ALL_COPIES = -1  # as a number of shards: over all devices that hold copies
@@ -39,7 +39,8 @@ class TensorLayout:
         if len(maps) == 1 and len(maps[0]) == num_dims:
             maps = tuple((axis,) for axis in maps[0])
         if len(maps) != num_dims:
-            raise CheckpointError(f"it is sharded in {len(maps)} dimensions and has {num_dims}")
+            sharded = counted(len(maps), "dimension")
+            raise CheckpointError(f"it is sharded in {sharded} and has {num_dims}")
         last = len(self.device_matrix) - 1
         found = tuple(tuple(last - axis for axis in own if axis != _WHOLE) for own in maps)
         flat = [axis for own in found for axis in own]

@@ -180,10 +180,7 @@ def _whole_numbers(value: object, where: str) -> tuple[int, ...]:
 
 
 def _layout(
-    matrix: tuple[int, ...],
-    maps: tuple[tuple[int, ...], ...],
-    shards: tuple[int, int],
-    where: str,
+    matrix: tuple[int, ...], maps: tuple[tuple[int, ...], ...], shards: tuple[int, int], where: str
 ) -> TensorLayout:
     if not matrix or min(matrix) < 1 or prod(matrix) > _MOST_DEVICES:
         raise CheckpointError(f"{where}: {list(matrix)[:8]} is no matrix of devices")

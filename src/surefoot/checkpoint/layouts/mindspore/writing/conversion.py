@@ -21,14 +21,13 @@ from ..mindspore_model import (
     by_role,
     naming_of,
     open_state,
-    stages_for,
 )
 from ..naming.names import KEEP, FamilyName, heads_near
 from ..reading.ranks import model_near
 from ..strategy.parallel_config import ParallelConfig
 from ..strategy.strategy_files import Layouts, open_strategy
 from .iteration_files import write_iteration
-from .rank_files import write_distributed, write_full
+from .rank_files import sorted_out, write_distributed, write_full
 
 Form = Literal["full", "distributed"]
 _CONFIG = "config.json"
@@ -126,7 +125,7 @@ def write(
 def _stages(source: TensorSource, wanted: TargetFormat) -> Sequence[Layouts]:
     if wanted.target_strategy is not None:
         return open_strategy(wanted.target_strategy).stages
-    return stages_for(source, wanted.parallel_config or ParallelConfig())
+    return (wanted.parallel_config or ParallelConfig()).stages(sorted_out(source)[0])
 
 
 def _renamed(folder: Path, wanted: TargetFormat, theirs: MindSporeHints) -> TensorSource:
