@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
 
+from ..checkpoint.background.in_flight import end
 from ..checkpoint.disk.commit import committed, step_of
 from ..errors import CheckpointError, LostPeerError
 from .remote_folder import readable
@@ -62,10 +63,9 @@ class Mirror:
         traceback: TracebackType | None,
     ) -> None:
         try:
-            if error is None:
-                self.finish()
-            elif isinstance(error, Exception) and not isinstance(error, LostPeerError):
-                self._finish_quietly()  # but a run that is started again does not wait for it
+            is_lost = isinstance(error, LostPeerError)  # a run that starts again must not wait
+            if error is None or (isinstance(error, Exception) and not is_lost):
+                end(self.finish, error)
         finally:
             if self._hand is not None:
                 self._hand.close(wait=not self._is_busy)
@@ -154,13 +154,6 @@ class Mirror:
             self._note(answer)
             if not self._failed:
                 self._start()
-
-    def _finish_quietly(self) -> None:
-        """Close after another error, which has precedence."""
-        try:
-            self.finish()
-        except CheckpointError as error:
-            logger.error("%s", error)
 
     def _next(self) -> int | None:
         """The latest checkpoint that is local, not in the store, and may be uploaded."""

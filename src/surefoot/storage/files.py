@@ -337,6 +337,11 @@ def list_folder(path: Path) -> list[str]:
     return sorted(os.listdir(path))
 
 
+def names_in(path: Path) -> list[str]:
+    """The same; none if ``path`` is no folder."""
+    return list_folder(path) if is_folder(path) else []
+
+
 def remove_tree(path: Path) -> None:
     """Delete a file, a link (not its target) or a folder with all its contents. Files that other
     processes add or delete meanwhile are no error."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -51,13 +50,6 @@ CHANGED_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 _ELSEWHERE = "merge it with peft's own merge_and_unload()"
 
 
-@dataclass
-class _Module:
-    """The adapter's tensors of one module of the base, by kind of matrix."""
-
-    roles: dict[str, str] = field(default_factory=dict)
-
-
 def merged(base: TensorSource, adapter_folder: Path) -> Merged:
     """``base`` with the LoRA or DoRA adapter in ``adapter_folder`` merged in.
 
@@ -75,16 +67,16 @@ def merged(base: TensorSource, adapter_folder: Path) -> Merged:
         if name not in shapes:
             raise _other_model(adapter_folder, key, name)
     deltas, added = {}, {}
-    for module, found in modules.items():
+    for module, roles in modules.items():
         name = f"{module}.weight"
         if name not in shapes:
-            raise _other_model(adapter_folder, next(iter(found.roles.values())), name)
+            raise _other_model(adapter_folder, next(iter(roles.values())), name)
         shape = adapter.shapes()[replaced[name]] if name in replaced else shapes[name]
-        deltas[name] = _delta(adapter, adapter_folder, module, found.roles, shape, config)
-        if "bias" in found.roles:
+        deltas[name] = _delta(adapter, adapter_folder, module, roles, shape, config)
+        if "bias" in roles:
             if f"{module}.bias" not in shapes:
-                raise _other_model(adapter_folder, found.roles["bias"], f"{module}.bias")
-            added[f"{module}.bias"] = (found.roles["bias"], deltas[name].scale)
+                raise _other_model(adapter_folder, roles["bias"], f"{module}.bias")
+            added[f"{module}.bias"] = (roles["bias"], deltas[name].scale)
     return Merged(base, adapter, deltas, replaced, added)
 
 
@@ -112,16 +104,16 @@ def read_config(folder: Path) -> Mapping[str, Any]:
     return config
 
 
-def _sort(adapter: TensorSource, folder: Path) -> tuple[dict[str, _Module], dict[str, str]]:
-    """Low-rank tensors by module, and full tensors by the base tensor they replace."""
-    modules: dict[str, _Module] = {}
+def _sort(adapter: TensorSource, folder: Path) -> tuple[dict[str, dict[str, str]], dict[str, str]]:
+    """Low-rank tensors by module and role, and full tensors by the base tensor they replace."""
+    modules: dict[str, dict[str, str]] = {}
     replaced = {}
     for key in adapter.shapes():
         name = key.removeprefix(PREFIX)
         for ending, role in _ROLES.items():
             if name.endswith(f".{ending}"):
                 module = name.removesuffix(f".{ending}")
-                modules.setdefault(module, _Module()).roles[role] = key
+                modules.setdefault(module, {})[role] = key
                 break
         else:
             if "lora_" in name or "token_adapter" in name or name == key:

@@ -39,8 +39,7 @@ def file_name(rank: int) -> str:
 
 def shard_files(folder: Path) -> list[str]:
     """The files of boxes in ``folder``, by their names."""
-    names = files.list_folder(folder) if files.is_folder(folder) else []
-    return [name for name in names if _FILE.fullmatch(name)]
+    return [name for name in files.names_in(folder) if _FILE.fullmatch(name)]
 
 
 def open_boxes(folder: Path) -> dict[str, list[DcpChunk]]:

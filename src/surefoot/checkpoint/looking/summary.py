@@ -143,8 +143,7 @@ def _summarise_plain(contents: FolderWeights) -> Summary:
 def _sizes(contents: FolderWeights) -> dict[str, int]:
     """The files in the folder, and the tensor files in subfolders."""
     folder = contents.folder
-    names = files.list_folder(folder) if files.is_folder(folder) else []
-    sizes = {name: files.size_of(folder / name) for name in names}
+    sizes = {name: files.size_of(folder / name) for name in files.names_in(folder)}
     for place in contents.tensors.values():
         for file in {part.file for part in place.parts} or {place.file}:
             sizes[_inside(file.path, folder)] = file.header.file_size

@@ -43,13 +43,11 @@ def recover_latest(root: Path | str) -> Path | None:
 
 def wait_for_orphans(root: Path) -> None:
     """Wait for the last snapshot of a killed run, so that the run resumes from it."""
-    is_told = False
-    while writing := being_written(root):
-        if not is_told:
-            logger.info(
-                "the previous launch ended during a save: waiting for its writer process to "
-                "finish %s",
-                writing[0].name,
-            )
-            is_told = True
+    if writing := being_written(root):
+        logger.info(
+            "the previous launch ended during a save: waiting for its writer process to finish %s",
+            writing[0].name,
+        )
+    while writing:
         time.sleep(_PAUSE)
+        writing = being_written(root)

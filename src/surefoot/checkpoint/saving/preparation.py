@@ -96,13 +96,14 @@ def prepare(
     groups, skeleton = _split(with_files, rest)
     parts = {role: _parts(role, t, with_files.get(role)) for role, t in groups.items()}
     tensors: Mapping[str, Described]
-    tensors, nonce = {role: _described(role, found) for role, found in parts.items()}, None
+    tensors = {role: _described(role, found) for role, found in parts.items()}
+    nonce: str | None = None
     if crew.size == 1:
         _refuse_incomplete(parts)
     else:
         sharded = {role: skeleton[role] for role in groups if role in skeleton}
-        word, plan = crew.agree(_held(parts, tensors, crew), sharded, parent)
-        nonce, parent, tensors = word.nonce, word.parent, plan.tensors
+        nonce, parent, plan = crew.agree(_held(parts, tensors, crew), sharded, parent)
+        tensors = plan.tensors
         parts = {role: _narrowed(found, plan.mine.get(role, {})) for role, found in parts.items()}
         skeleton |= plan.optimizers
     shards = _shards(parts, tensors, kind, max_shard_size, crew)

@@ -32,14 +32,6 @@ class SavePlan:
     optimizers: Mapping[str, Mapping[str, Any]]  # by role: states without tensors, of all processes
 
 
-@dataclass(frozen=True)
-class SaveDecision:
-    """The decision of rank 0 about one save, which all follow."""
-
-    nonce: str  # of the folder aside
-    parent: str | None
-
-
 @dataclass
 class _Memory:
     """The last plan, and the digests of its inputs."""
@@ -62,12 +54,12 @@ class WriterGroup:
 
     def agree(
         self, held: Holding, optimizers: Mapping[str, Mapping[str, Any]], parent: str | None
-    ) -> tuple[SaveDecision, SavePlan]:
+    ) -> tuple[str, str | None, SavePlan]:
         """Exchange which boxes each rank has; a collective call. Raises on every rank if these do
         not fit together.
 
-        ``optimizers`` are states without tensors, in a pipeline of some parameters only. Rank 0's
-        ``parent`` counts.
+        ``optimizers`` are states without tensors, in a pipeline of some parameters only. Returns
+        rank 0's nonce of the temporary folder, its ``parent``, and the plan.
         """
         said = _said(held, optimizers)
         own = digest(json.dumps(said).encode())
@@ -76,7 +68,8 @@ class WriterGroup:
         if self._memory.plan is None or digests != self._memory.digests:
             self._memory.plan = _plan([_heard(one) for one in self.exchange(said)], self.rank)
             self._memory.digests = digests
-        return SaveDecision(*answers[0][1:]), self._memory.plan
+        _, nonce, parent = answers[0]
+        return nonce, parent, self._memory.plan
 
 
 ALONE = WriterGroup()

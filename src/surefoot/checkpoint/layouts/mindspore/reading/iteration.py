@@ -36,15 +36,15 @@ def recognise(folder: Path) -> bool:
 
 
 def _is_one(folder: Path) -> bool:
-    names = files.list_folder(folder) if files.is_folder(folder) else []
+    names = files.names_in(folder)
     has_files = any(map(_FILE.fullmatch, names))
     return has_files and (COMMON in names or METADATA in names)
 
 
 def iterations(root: Path) -> list[Path]:
     """The iterations in ``root``, oldest first."""
-    names = files.list_folder(root) if files.is_folder(root) else []
-    found = {n: root / name for name in names if (n := number_of(root / name)) is not None}
+    paths = [root / name for name in files.names_in(root)]
+    found = {n: path for path in paths if (n := number_of(path)) is not None}
     return [path for _, path in sorted(found.items()) if _is_one(path)]
 
 
