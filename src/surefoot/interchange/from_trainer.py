@@ -170,7 +170,7 @@ def _scale(saved: object, where: Path) -> dict[str, float] | None:
 
 
 def _take_random(saved: Any, where: Path, generators: Stateful) -> None:
-    """Set the generators, for code that draws between steps; inside, the seed counts."""
+    """Set the generators, for code that draws between steps; inside a step, the seed counts."""
     try:
         version, words, gauss = saved["python"]
         name, key, position, has_gauss, cached = saved["numpy"]

@@ -103,7 +103,7 @@ class TrainerProgress:
 
     @property
     def train_loss_total(self) -> float:
-        """The sum of all losses, from logged means; after the last log, as before it."""
+        """Sum of all losses, from logged means; steps after the last log count as before it."""
         logged = [
             (int(r["step"]), r["loss"])
             for r in self.log_history

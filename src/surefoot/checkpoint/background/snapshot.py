@@ -44,7 +44,7 @@ def _overlapping(groups: Groups) -> Iterator[None]:
 
 
 def pin(arena: SnapshotBuffer) -> bool:
-    """Pin the buffer's pages for direct copies from GPUs; False: it failed, copies are slower."""
+    """Pin the buffer's pages for direct copies from GPUs; if that fails, copies are slower."""
     status = _runtime().cudaHostRegister(_address(arena), arena.size, 0)
     return int(status) == 0
 

@@ -62,7 +62,7 @@ def _serve(told: dict[str, Any], arena: SnapshotBuffer) -> dict[str, object]:
 
 
 def _must_not_be_orphaned() -> None:
-    """Give up unless the lock, which a launch after this moment sees, came in time."""
+    """Give up if the training process is dead: a launch before the lock would not wait for this."""
     if _is_orphaned():
         raise _OrphanedError
 

@@ -290,7 +290,7 @@ def check_consistent(manifest: Manifest, where: str) -> None:
 
 
 def _check_pieces(pieces: Sequence[Piece], where: str, layout: Layout) -> None:
-    """They cover one tensor exactly once, from one place or, if distributed, each from its own."""
+    """Check that pieces cover one tensor once: from one place or, if distributed, each its own."""
     first = pieces[0]
     places = {(piece.file, piece.key) for piece in pieces}
     if layout == "full" and len(places) > 1:

@@ -108,7 +108,7 @@ def _is_young(
 
 
 def metrics_in(history: Iterable[object], name: str) -> dict[int, float]:
-    """The values of ``name`` by step, from the records of a log; other than numbers are skipped."""
+    """The numbers logged as ``name``, by step, from the records of a log."""
     found: dict[int, float] = {}
     for record in history:
         if isinstance(record, dict):

@@ -32,7 +32,7 @@ def open_folder(path: Path | str) -> TensorSource:
 
 
 def open_named(path: Path | str, model: Path | None = None) -> TensorSource:
-    """The same under Hugging Face's names; ``model`` is the weights' model, if not around them."""
+    """The same under Hugging Face's names. ``model``: their model's folder, if not around them."""
     weights = open_weights(Path(path))
     source, view = FolderSource(weights), _VIEWS.get(weights.layout)
     return source if view is None else view(source, Path(path), model)

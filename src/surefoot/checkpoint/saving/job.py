@@ -75,7 +75,7 @@ class Job:
         return self.root / (self.name or f"checkpoint-{self.step}")
 
     def nonce_of(self, attempt: int) -> str | None:
-        """In the name of the temporary folder of one attempt."""
+        """The part of the temporary folder's name on which ranks agree, of one attempt."""
         return None if self.nonce is None else f"{self.nonce}{attempt:x}"
 
 

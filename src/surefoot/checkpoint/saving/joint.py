@@ -51,7 +51,7 @@ class Written:
 def write_own_part(
     job: Job, write_files: Callable[[Path], Written], is_orphan: Callable[[], bool]
 ) -> tuple[int, bool]:
-    """Write and report the files of a rank that is not rank 0: bytes, whether committed."""
+    """Write and report the files of a rank other than 0; the bytes, and if they are committed."""
     folder = _folder(job, is_orphan)
     if folder is None:
         return 0, files.exists(job.target / MANIFEST)

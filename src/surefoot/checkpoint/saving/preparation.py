@@ -91,7 +91,7 @@ def prepare(
     max_shard_size: int = 5_000_000_000,
     crew: WriterGroup = ALONE,
 ) -> tuple[Job, LiveTensors]:
-    """What ``save`` would write, and the live tensors, not read yet: of this rank, collectively."""
+    """What this rank of ``crew`` would write, and its live tensors, unread. A collective call."""
     with_files, rest = adopted(states)
     groups, skeleton = _split(with_files, rest)
     parts = {role: _parts(role, t, with_files.get(role)) for role, t in groups.items()}
@@ -280,7 +280,7 @@ def still_in(role: FileRole, tensors: Described, moments: Collection[str]) -> Co
 
 
 def indexes(shards: Sequence[Shard], num_ranks: int) -> dict[str, bytes]:
-    """The index of every role with several files; if distributed, of weights only, at the top."""
+    """The index of every role with several files; in layout distributed, of the weights only."""
     found = {}
     for role in dict.fromkeys(shard.role for shard in shards):
         plans = [shard.plan for shard in shards if shard.role == role]

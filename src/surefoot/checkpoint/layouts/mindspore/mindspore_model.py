@@ -127,7 +127,7 @@ def naming_of(folder: Path) -> Naming:
 
 
 def moments_of(model: TensorSource, folder: Path) -> list[tuple[str, TensorSource]]:
-    """The moments in a run's checkpoint of a full model, with MindSpore's prefixes."""
+    """The moments in a run's checkpoint, with MindSpore's prefixes; none of an adapter."""
     if not has_manifest(folder) or open_checkpoint(folder).manifest.is_adapter:
         return []
     stored = FolderSource(open_contents(folder, ("optimizer",)))

@@ -91,7 +91,7 @@ _LAYER = r"(model\.layers\.\d+\.)"
 
 
 def stacked(source: TensorSource, experts: Experts) -> TensorSource:
-    """Hugging Face's names, with one tensor for all experts of a layer; all must fit together."""
+    """``source`` with one tensor for all experts of a layer, which must have the same shapes."""
     shapes = source.shapes()
     pattern = re.compile(rf"{_LAYER}{re.escape(experts.name)}\.(\d+)\..*")
     counts: dict[str, int] = {}

@@ -67,7 +67,7 @@ def check_fit(slices: Mapping[str, Sequence[Slice]], strategy: Path) -> None:
 
 
 def _says_much(stored: DcpChunk, name: str, head: bytes) -> bool:
-    """Whether equality is no chance; moments are 0 at the start, and norms 1."""
+    """Whether equal first bytes are unlikely by chance: moments start as 0, norms as 1."""
     item = ITEM_SIZES[stored.file.entry(name).dtype]
     return stored.box.size >= _ELEMENTS and head != head[:item] * (len(head) // item)
 
