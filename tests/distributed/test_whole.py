@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 import ranks
 import tiny
 from spread import UNEVEN, learn, resume, save, trainer
+from surefoot.checkpoint.background.in_flight import start_save
 from surefoot.checkpoint.background.writer_process import Background
 from surefoot.checkpoint.disk.folder import open_checkpoint
 from surefoot.checkpoint.reading.verification import verify
@@ -193,10 +194,8 @@ def test_one_that_cannot_reserve_the_space_stops_all_before_a_byte_is_written(tm
             for shard in job.shards
             for h in [shard.plan.header]
         ]
-        flight = Background()
-        flight.start(
-            replace(job, shards=shards if world.is_main else job.shards), live, in_background=False
-        )
+        job = replace(job, shards=shards if world.is_main else job.shards)
+        start_save(Background(), job, live, in_background=False)
 
     with pytest.raises(AssertionError, match=r"the disk is full"):
         ranks.run(2, work, dp_shard=2)
