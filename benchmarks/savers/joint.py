@@ -70,7 +70,8 @@ def surefoot(
     layout: str, folder: Path, tensors: tuple[Tensors, Any], *, waits: bool = False
 ) -> tuple[Callable[[int], None], Callable[[], int]]:
     """What begins a save, and what waits for it: the bytes that this process has written."""
-    from surefoot.checkpoint.background.in_flight import InFlightSave
+    from surefoot.checkpoint.background.in_flight import start_save
+    from surefoot.checkpoint.background.writer_process import Background
     from surefoot.checkpoint.saving.preparation import prepare
     from surefoot.checkpoint.saving.writer_group import WriterGroup
 
@@ -80,13 +81,13 @@ def surefoot(
         return found
 
     crew = WriterGroup(layout, dist.get_rank(), dist.get_world_size(), {}, exchange)  # type: ignore[arg-type]
-    flight, share = InFlightSave(), [0]
+    flight, share = Background(), [0]
     states = {"model": Held(tensors[0]), "optimizer": Held(tensors[1])}
 
     def begin(step: int) -> None:
         job, live = prepare(folder, step, states, crew=crew)
         share[0] = sum(t.nbytes for group in live.groups.values() for t in group.values())
-        flight.start(job, live, in_background=not waits)
+        start_save(flight, job, live, in_background=not waits)
 
     def wait() -> int:
         flight.wait()

@@ -19,8 +19,8 @@ from safetensors.torch import save_file
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files
 
-from surefoot.checkpoint.converting.dcp_writing import write_dcp
 from surefoot.checkpoint.converting.resharding import reshard
+from surefoot.checkpoint.converting.targets.dcp import write_dcp
 from surefoot.checkpoint.disk.dcp_metadata import explain
 from surefoot.checkpoint.layouts.dcp_boxes import file_name
 from surefoot.checkpoint.layouts.opening import open_folder

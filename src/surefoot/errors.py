@@ -16,6 +16,11 @@ from __future__ import annotations
 from signal import Signals
 
 
+def counted(number: int, one: str, many: str | None = None) -> str:
+    """A number and what it counts, in a message: ``1 tensor``, ``2 tensors``."""
+    return f"{number:,} {one if number == 1 else many or f'{one}s'}"
+
+
 class SurefootError(Exception):
     """Base of the errors that this package raises deliberately. The message says where, what was
     found and what to do.

@@ -23,7 +23,7 @@ def test_what_is_encoded_is_found_by_training(tmp_path, streaming):
     assert done.exit_code == 0, done.output
     lines = done.stdout.splitlines()
     assert lines[0].startswith("sums: 24 rows, 24 examples, ")
-    assert lines[1].startswith("few: 2 rows, 1 examples, ")
+    assert lines[1].startswith("few: 2 rows, 1 example, ")
     assert lines[2] == "few: broken rows: 1"
     recipe = load(path, settings)
     codec = build_codec(recipe, resolve(recipe.model))

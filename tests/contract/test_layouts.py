@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 
 from checkpoint.sample import Holder, same_bits
-from surefoot.checkpoint.converting.dcp_writing import write_dcp
+from surefoot.checkpoint.converting.targets.dcp import write_dcp
 from surefoot.checkpoint.layouts import LAYOUTS
 from surefoot.checkpoint.layouts.detection import detect_layout
 from surefoot.checkpoint.layouts.mindspore.strategy.parallel_config import ParallelConfig

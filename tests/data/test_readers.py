@@ -45,7 +45,7 @@ def test_a_csv_record_of_another_width_is_a_broken_row(folder):
     path.write_text('a,b\n1,2\n"3\n3"\n\n4,5,6\n7,8\n')
     assert list(read_csv(path)) == [
         {"a": "1", "b": "2"},
-        "line 4 has 1 values under 2 names",
+        "line 4 has 1 value under 2 names",
         "line 6 has 3 values under 2 names",
         {"a": "7", "b": "8"},
     ]

@@ -350,7 +350,7 @@ def test_other_tensors_than_the_model_s_are_named_by_every_process(how, tmp_path
     break_it(how, tmp_path / "model.safetensors")
 
     def work(world):
-        with pytest.raises(ModelError, match=rf"1 tensors {how} \(.*model\.(norm|odd)\.weight"):
+        with pytest.raises(ModelError, match=rf"1 tensor {how} \(.*model\.(norm|odd)\.weight"):
             begun(world, tmp_path)
 
     ranks.run(2, work)

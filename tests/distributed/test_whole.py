@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM
 import ranks
 import tiny
 from spread import UNEVEN, learn, resume, save, trainer
-from surefoot.checkpoint.background.in_flight import InFlightSave
+from surefoot.checkpoint.background.in_flight import start_save
+from surefoot.checkpoint.background.writer_process import Background
 from surefoot.checkpoint.disk.folder import open_checkpoint
 from surefoot.checkpoint.reading.verification import verify
 from surefoot.checkpoint.saving.load_balancing import SLACK
@@ -62,7 +63,7 @@ def test_the_files_are_those_that_one_process_writes(count, mesh, changes, tmp_p
         made = trainer(world, tmp_path / "many", **changes)
         learn(made, 2)
         crew = WriterGroup("full", world.rank, world.size, world.axes, world.gathered)
-        flight = InFlightSave()
+        flight = Background()
         job = save_in_background(made, crew, flight)
         learn(made, 1)  # the snapshot does not mind
         flight.wait()
@@ -139,7 +140,7 @@ def test_frozen_weights_share_the_file_of_the_checkpoint_before(layout, tmp_path
             return world.gathered(value)
 
         crew = WriterGroup(layout, world.rank, world.size, world.axes, exchange)
-        flight, found = InFlightSave(), []
+        flight, found = Background(), []
         for parent in (None, "checkpoint-1", "checkpoint-2"):
             learn(made, 1)
             save_in_background(made, crew, flight, parent)
@@ -168,7 +169,7 @@ def test_other_numbers_of_processes_write_frozen_weights_anew(tmp_path):
             resume(made, tmp_path / parent)
         learn(made, 1)
         crew = WriterGroup("full", world.rank, world.size, world.axes, world.gathered)
-        flight = InFlightSave()
+        flight = Background()
         save_in_background(made, crew, flight, parent)
         found = flight.wait()
         world.wait()
@@ -193,10 +194,8 @@ def test_one_that_cannot_reserve_the_space_stops_all_before_a_byte_is_written(tm
             for shard in job.shards
             for h in [shard.plan.header]
         ]
-        flight = InFlightSave()
-        flight.start(
-            replace(job, shards=shards if world.is_main else job.shards), live, in_background=False
-        )
+        job = replace(job, shards=shards if world.is_main else job.shards)
+        start_save(Background(), job, live, in_background=False)
 
     with pytest.raises(AssertionError, match=r"the disk is full"):
         ranks.run(2, work, dp_shard=2)

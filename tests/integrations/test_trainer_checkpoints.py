@@ -373,7 +373,7 @@ def test_steps_between_saves_must_be_some(tmp_path):
 def test_an_adapter_that_its_file_cannot_hold_is_refused(tmp_path):
     model = lora()
     model.base_model.model.lm_head.weight.requires_grad_(True)
-    problem = r"1 trainable parameters are not in a PEFT adapter's file .*lm_head\.weight"
+    problem = r"1 trainable parameter is not in a PEFT adapter's file .*lm_head\.weight"
     with pytest.raises(RunError, match=problem):
         train(tmp_path, model=model)
     named = peft.get_peft_model(tiny.model(), peft.LoraConfig(target_modules=["q_proj"]), "mine")

@@ -153,7 +153,7 @@ def test_another_model_is_refused(full, theirs, tmp_path):
 
 def test_a_model_is_no_adapter_and_an_adapter_no_model(full, lora, tmp_path):
     said = refusal(full.theirs, trainer_of(full, tmp_path, method=LoRA()))
-    assert "holds a full model, but the recipe's method trains an adapter" in said
+    assert "contains a full model, but the recipe's method trains an adapter" in said
     said = refusal(lora.theirs, trainer_of(full, tmp_path, method=Full()))
     assert "set method to lora" in said
 
@@ -327,7 +327,7 @@ def test_moments_go_with_adamw_only(full, tmp_path):
         trainer.policy.step.optimizer.param_groups, lr=0.1
     )
     said = refusal(full.theirs, trainer)
-    assert "holds AdamW's moments, but the recipe's optimizer is SGD" in said
+    assert "contains AdamW's moments, but the recipe's optimizer is SGD" in said
 
 
 def test_nothing_is_said_where_nothing_differs(both, tmp_path, caplog):

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from ..errors import counted
 from ..training.callback import Context, TrainerCallback
 from ..training.control.best_metric import is_better
 from ..training.state import TrainerControl, TrainerState
@@ -40,11 +41,11 @@ class EarlyStop(TrainerCallback):
         if self.num_worse >= self.patience:
             control.should_training_stop = control.should_save = True
             logger.info(
-                "early stop at step %d: %s was no better than %.4g for %d evaluations",
+                "early stop at step %d: %s was no better than %.4g for %s",
                 state.global_step,
                 section.metric_for_best_model,
                 self.best,
-                self.num_worse,
+                counted(self.num_worse, "evaluation"),
             )
 
     def state_dict(self) -> dict[str, float | None]:

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ..errors import counted
 from .table import cell, console, frame, in_bytes, print_json, table
 
 if TYPE_CHECKING:
@@ -108,7 +109,8 @@ def _lines(found: Search, figures: BenchResult, one: SingleRankRecipe) -> Iterat
     if one.num_processes > 1:
         yield "processes", f"measured as one rank of {one.num_processes:,}: {_apart(one)}"
     train = found.recipe.train
-    passes = f"{train.gradient_accumulation_steps:,} × {train.micro_batch_size:,} examples"
+    examples = counted(train.micro_batch_size, "example")
+    passes = f"{train.gradient_accumulation_steps:,} × {examples}"
     yield "step", f"{figures.step_seconds:.3g} s for {passes} (mean of {figures.steps:,})"
     speed = f"{figures.tokens_per_second:,.0f} tokens/s"
     yield "speed", f"{speed}, {figures.trained_tokens_per_second:,.0f} of them trained"
@@ -122,7 +124,7 @@ def _lines(found: Search, figures: BenchResult, one: SingleRankRecipe) -> Iterat
 
 
 def _apart(one: SingleRankRecipe) -> str:
-    share = f"its {one.recipe.train.global_batch_size:,} examples per step"
+    share = f"its {counted(one.recipe.train.global_batch_size, 'example')} per step"
     return f"{share} on the full model, without communication"
 
 

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ..errors import counted
 from .loading import loading
 from .table import cell, console, frame, in_bytes, print_json, table
 
@@ -113,10 +114,11 @@ def _lines(recipe: Recipe, found: Plan, *, is_given: bool) -> Iterator[tuple[str
     source = (
         "all, from the cache"
         if found.rows_read is None
-        else f"from a sample of {found.rows_read:,} rows"
+        else f"from a sample of {counted(found.rows_read, 'row')}"
     )
     yield "examples", f"{'' if found.rows_read is None else 'about '}{found.examples:,} ({source})"
-    passes = f"{course.micro_batches:,} × {recipe.train.micro_batch_size:,} examples per rank"
+    examples = counted(recipe.train.micro_batch_size, "example")
+    passes = f"{course.micro_batches:,} × {examples} per rank"
     yield "steps", f"{course.steps:,} ({course.epochs:.3g} epochs), each of {passes}"
     yield "tokens", f"{course.tokens:,}, {course.trained_tokens:,} trained"
     heavy = found.heaviest
@@ -188,7 +190,7 @@ def _verdict(found: Plan) -> Iterator[Text]:
         yield Text(f"activations are not known: {found.not_known}", style="red")
     if found.rows_read is not None:
         yield Text(
-            f"lengths are those of {found.rows_read:,} rows, because the datasets are not "
+            f"lengths are those of {counted(found.rows_read, 'row')}, because the datasets are not "
             "encoded yet: a longer micro-batch may occur",
             style="dim",
         )

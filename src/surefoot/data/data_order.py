@@ -11,7 +11,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import DataError
+from ..errors import DataError, counted
 
 Index = NDArray[np.int64]
 GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio, the step of splitmix64
@@ -51,7 +51,7 @@ def hold_out(rows: Index, *, num_rows: int, val_size: float, seed: int) -> NDArr
     if count >= len(distinct):
         raise DataError(
             f"data.val_size = {val_size:g} leaves nothing to train on: "
-            f"there are {len(distinct)} usable rows"
+            f"found {counted(len(distinct), 'usable row')}"
         )
     order = permutation(num_rows, seed=seed, stream=-1)
     usable = order[np.isin(order, distinct)]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, counted
 from .box import Box
 
 _INTEGER = re.compile(r"[+-]?[0-9]{1,18}")
@@ -64,8 +64,8 @@ def _spread(parts: list[str], shape: tuple[int, ...], text: str) -> list[str]:
     named = parts[:at] + parts[at + 1 :]
     if len(named) > len(shape):
         raise CheckpointError(
-            f"slice {text!r}: {len(named)} indices, but the tensor has {len(shape)} dimensions "
-            f"{list(shape)}"
+            f"slice {text!r}: {counted(len(named), 'index', 'indices')}, but the tensor has "
+            f"{counted(len(shape), 'dimension')} {list(shape)}"
         )
     if "..." in named:
         raise CheckpointError(f"slice {text!r}: '...' may occur only once")

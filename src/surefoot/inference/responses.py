@@ -12,6 +12,7 @@ from ..data.encoded import Dropped, Truncated
 from ..data.example import Example
 from ..data.text.codec import Codec
 from ..data.text.ranking import answered
+from ..errors import counted
 from ..generate.decode import decoder
 from ..generate.generation import room
 from ..model.precision import autocast, choose
@@ -61,7 +62,8 @@ def generations(
     questions = _questions(opened, recipe, examples)
     full = sum(room(opened.model, question.prompt) == 0 for question in questions)
     if full:
-        logger.warning("%d prompts fill the model's context length and get no response", full)
+        prompts = counted(full, "prompt fills", "prompts fill")
+        logger.warning("%s the model's context length; no response is generated", prompts)
     with autocast(choose(recipe.train.precision), opened.device):
         answers = answers_of(
             opened,

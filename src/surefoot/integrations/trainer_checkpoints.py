@@ -87,9 +87,7 @@ class SurefootCheckpoints(TrainerCallback):  # type: ignore[misc]
         return None if self._asked is None else str(self._asked)
 
     def checked(self, folder: Path | str) -> str:
-        """``folder``, for ``resume_from_checkpoint``. Raises ``CheckpointError`` if it is not
-        valid.
-        """
+        """``folder``, for ``resume_from_checkpoint``; raises if it is not valid."""
         report = verify_checkpoint(Path(folder), full=True)
         if not report.ok:
             raise CheckpointError(report.problems[0])
@@ -197,9 +195,7 @@ class SurefootCheckpoints(TrainerCallback):  # type: ignore[misc]
         return Generators(self._epoch_began or now, now)
 
     def _resumed_from(self, state: Any, parts: TrainerStates) -> Path | None:
-        """The Surefoot checkpoint whose ``trainer_state.json`` the Trainer has read, if there is
-        one.
-        """
+        """The Surefoot checkpoint whose state file the Trainer has read, if any."""
         if state.global_step == 0:
             return None
         mark = mark_of(state.stateful_callbacks)

@@ -25,9 +25,7 @@ _HOLDER, _MARK = "TrainerControl", "surefoot"  # an entry that the Trainer alway
 
 
 def dump(state: Any, trainer: Trainer, best: Path | None) -> bytes:
-    """The file, with the current states of the callbacks. Strict JSON: null for non-finite
-    values.
-    """
+    """The file as strict JSON (null for non-finite values), with the callbacks' current states."""
     callbacks: dict[str, Any] = {}
     for callback in _stateful(trainer):
         callbacks.setdefault(type(callback).__name__, []).append(callback.state())

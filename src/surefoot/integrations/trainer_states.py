@@ -1,6 +1,4 @@
-"""The parts of a Hugging Face Trainer as states, and the settings of a Trainer that are not
-supported.
-"""
+"""The parts of a Hugging Face Trainer as states, and the settings that are not supported."""
 
 from __future__ import annotations
 
@@ -14,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer
 
 from ..checkpoint.state.protocols import Stateful
 from ..checkpoint.state.states import ModuleState, NamedOptimizer
-from ..errors import RunError
+from ..errors import RunError, counted
 from ..model.pretrained import companions
 from ..model.pretrained.weights import AdapterWeights, FullWeights, trained
 
@@ -130,9 +128,10 @@ def _refuse_adapters(model: Any) -> None:
     weights = AdapterWeights(model)
     known = weights.state_dict().keys()
     if lost := [name for name, _ in trained(model, weights) if name not in known]:
+        found = counted(len(lost), "trainable parameter is", "trainable parameters are")
         raise RunError(
-            f"SurefootCheckpoints: {len(lost)} trainable parameters are not in a PEFT adapter's "
-            f"file (for example {lost[0]}); freeze them, or name their module in modules_to_save"
+            f"SurefootCheckpoints: {found} not in a PEFT adapter's file (for example {lost[0]}); "
+            "freeze every such parameter, or name its module in modules_to_save"
         )
 
 

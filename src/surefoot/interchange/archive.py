@@ -85,11 +85,7 @@ class Archive:
         return read_record(self._pickle, self.where, any_name=self.any_name)
 
     def values(self, record: object, name: str) -> Values:
-        """The position of the tensor that ``record`` stands for.
-
-        Raises ``CheckpointError`` if it stands for something else, or is not one block of the
-        archive.
-        """
+        """The position of the tensor that ``record`` stands for, one block of the archive."""
         where = f"{self.where}: {name[:200]}"
         try:
             record = _unwrapped(record)
@@ -116,7 +112,6 @@ class Archive:
 
     @cached_property
     def _entries(self) -> Mapping[str, zipfile.ZipInfo]:
-        """The archive's files by name, without their folder."""
         try:
             with zipfile.ZipFile(_View(self.file, self.offset, self.length)) as archive:
                 listed = archive.infolist()
@@ -155,7 +150,6 @@ def _unwrapped(record: Any) -> Any:
 
 
 def _strides(shape: tuple[int, ...]) -> list[int]:
-    """The strides of a tensor whose values are contiguous in row-major order."""
     found: list[int] = []
     step = 1
     for n in reversed(shape):

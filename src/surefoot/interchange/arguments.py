@@ -30,11 +30,7 @@ class RunSections:
 
 
 def training_arguments(run: RunSections, max_steps: int) -> dict[str, object]:
-    """Keywords of ``TrainingArguments`` with which the Trainer resumes the run.
-
-    The schedules agree after the warmup; during it, the Trainer is one step behind (it starts at
-    0).
-    """
+    """Keywords of ``TrainingArguments`` to resume the run; in the warmup it is one step behind."""
     section = run.train
     found: dict[str, object] = {
         "max_steps": max_steps,

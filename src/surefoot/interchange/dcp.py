@@ -71,9 +71,7 @@ class Pickled:
         return found
 
     def _fill(self, name: str, part: _Part, box: Box, target: torch.Tensor) -> None:
-        """Read ``box``, which is inside ``part``, directly into ``target`` if that is
-        contiguous.
-        """
+        """Read ``box``, inside ``part``; directly into ``target`` if that is contiguous."""
         start, size = self._start(name, self.tensors[name], part), target.dtype.itemsize
         is_plain = target.is_contiguous()
         values = target if is_plain else torch.empty(box.shape, dtype=target.dtype)
@@ -85,7 +83,6 @@ class Pickled:
             target.copy_(values)
 
     def _start(self, name: str, stored: _Stored, part: _Part) -> int:
-        """Where the values begin in the file."""
         key = part.file.path, part.offset
         if key not in self._starts:
             self._starts[key] = _data_offset(name, stored, part)

@@ -18,7 +18,7 @@ import torch
 from ..checkpoint.disk import strict_json
 from ..checkpoint.disk.manifest import is_plain_name
 from ..checkpoint.sources.weights import DEEPSPEED
-from ..errors import CheckpointError
+from ..errors import CheckpointError, counted
 from ..geometry.box import Box
 from ..storage import files
 from .archive import Archive, Values
@@ -66,7 +66,6 @@ def open_deepspeed(folder: Path, *, trust_pickle: bool = False) -> FlatBufferSou
 
 
 def _place(folder: Path) -> Path:
-    """The folder of the checkpoint itself."""
     for name in DEEPSPEED[:2]:
         if files.exists(folder / name):
             with files.open_file(folder / name) as file:
@@ -92,29 +91,16 @@ class _Shut:
             return file.read(offset, length)
 
 
-@dataclass(frozen=True)
-class _State:
-    """The content of one file."""
-
-    archive: Archive
-    told: Any
-
-    def values(self, record: object, name: str) -> Values:
-        """The position of a tensor."""
-        return self.archive.values(record, name)
-
-
-def _open(path: Path) -> _State:
+def _open(path: Path) -> Archive:
     if (size := files.size_of(path)) is None:
         raise CheckpointError(f"{path}: it is missing")
     archive = Archive(_Shut(path), 0, size, str(path), any_name=True)
-    return _State(archive, archive.content)
+    _ = archive.content  # damage of any file is an error before anything is read from another
+    return archive
 
 
 def _ranks(place: Path, names: Sequence[str], pattern: re.Pattern[str]) -> dict[int, list[Path]]:
-    """The files of that kind by their part of the model, each in the order of the data-parallel
-    ranks.
-    """
+    """The files of that kind by their part of the model, in order of data-parallel ranks."""
     found: dict[int, dict[int, Path]] = {}
     for match in filter(None, map(pattern.fullmatch, names)):
         part, rank = int(match[2]), int(match[1] or 0)
@@ -137,17 +123,18 @@ def _zero(
             "it to a universal checkpoint with DeepSpeed's ds_to_universal.py first"
         )
     states = [_open(path) for path in models[0]]
-    shapes = _shapes(states[0].told)
+    shapes = _shapes(states[0].content)
     if not shapes:  # without ZeRO: whole in one file
         return _module(states[0], {})
     optims = [_open(path) for path in optimizers.get(0, [])]
-    cuts = [one.told["optimizer_state_dict"] for one in optims]
-    wanted = {_most(one["partition_count"]) for one in cuts}
+    cuts = [one.content["optimizer_state_dict"] for one in optims]
+    counts = [one["partition_count"] for one in cuts]
+    wanted = {int(max(count) if isinstance(count, list) else count) for count in counts}
     if wanted != {len(cuts)}:
         count = max(wanted, default="some")
         raise CheckpointError(
-            f"{place}: {len(cuts)} files of ranks (…_optim_states.pt), expected {count}; or they "
-            "are of several saves"
+            f"{place}: {counted(len(cuts), 'file')} of ranks (…_optim_states.pt), expected "
+            f"{count}; or they are of several saves"
         )
     is_cut = "zero_pp_rank" in models[0][0].name  # ZeRO 3
     key = "fp32_flat_groups" if is_cut else "single_partition_of_fp32_groups"
@@ -159,12 +146,9 @@ def _zero(
         paddings = cuts[0].get("param_alignment_paddings")
         return _module(states[0], dict(_by_group(place, shapes, flat, paddings)))
     if len(states) != len(flat):
-        raise CheckpointError(f"{place}: {len(states)} files of weights, {len(flat)} of optimizers")
+        found = counted(len(states), "file")
+        raise CheckpointError(f"{place}: {found} of weights, {len(flat)} of optimizers")
     return dict(_by_rank(place, shapes, flat)) | dict(_kept(states))
-
-
-def _most(count: Any) -> int:
-    return int(max(count) if isinstance(count, list) else count)
 
 
 def _shapes(told: Any) -> list[dict[str, tuple[int, ...]]]:
@@ -174,14 +158,12 @@ def _shapes(told: Any) -> list[dict[str, tuple[int, ...]]]:
     return [{n: tuple(shape) for n, shape in d.items()} for d in told["param_shapes"] or []]
 
 
-def _module(state: _State, learned: Mapping[str, Spread]) -> dict[str, Spread]:
-    """All weights of a model: the trained ones (``learned``), and the others as they were saved
-    with it.
-    """
-    shared = state.told.get("shared_params") or {}
+def _module(state: Archive, learned: Mapping[str, Spread]) -> dict[str, Spread]:
+    """All weights of a model: the trained ones (``learned``), the others as saved with it."""
+    shared = state.content.get("shared_params") or {}
     found = dict(learned)
-    for name, record in state.told["module"].items():
-        if name not in found and shared.get(name) not in state.told["module"]:
+    for name, record in state.content["module"].items():
+        if name not in found and shared.get(name) not in state.content["module"]:
             found[name] = whole(state.values(record, name))
     return found
 
@@ -192,9 +174,7 @@ def _by_group(
     flat: Sequence[Sequence[Values]],
     paddings: Sequence[Sequence[int]] | None,
 ) -> Iterator[tuple[str, Spread]]:
-    """ZeRO 1 and 2: each group's parameters concatenated, and divided into a part for every
-    rank.
-    """
+    """ZeRO 1 and 2: each group's parameters concatenated, and divided among the ranks."""
     for i, group in enumerate(shapes):
         buffers = [own[i] for own in flat]
         gaps = paddings[i] if paddings is not None else [0] * len(group)
@@ -205,17 +185,14 @@ def _by_group(
             at += Box.whole(shape).size + gap
         left = sum(buffer.size for buffer in buffers) - at
         if left >= _ALIGNED * len(buffers):
-            raise CheckpointError(f"{place}: {left} values of group {i} belong to no tensor")
+            extra = counted(left, "value")
+            raise CheckpointError(f"{place}: {extra} of group {i} without a tensor")
 
 
 def _by_rank(
-    place: Path,
-    shapes: Sequence[Mapping[str, tuple[int, ...]]],
-    flat: Sequence[Sequence[Values]],
+    place: Path, shapes: Sequence[Mapping[str, tuple[int, ...]]], flat: Sequence[Sequence[Values]]
 ) -> Iterator[tuple[str, Spread]]:
-    """ZeRO 3: each parameter divided into a part for every rank, and each rank's parts
-    concatenated.
-    """
+    """ZeRO 3: each parameter divided among the ranks, and each rank's parts concatenated."""
     at = 0
     for name, shape in ((n, s) for group in shapes for n, s in group.items()):
         share = -(-Box.whole(shape).size // len(flat))
@@ -224,7 +201,8 @@ def _by_rank(
         at += share
     for rank, buffers in enumerate(flat):
         if (size := sum(buffer.size for buffer in buffers)) != at:
-            raise CheckpointError(f"{place}: {size} values of rank {rank}, expected {at}")
+            values = counted(size, "value")
+            raise CheckpointError(f"{place}: {values} of rank {rank}, expected {at:,}")
 
 
 def _trimmed(parts: Sequence[Sequence[ValueRange]], size: int) -> tuple[ValueRange, ...]:
@@ -241,30 +219,30 @@ def _spread(place: Path, name: str, shape: tuple[int, ...], runs: tuple[ValueRan
     size, expected = sum(run.count for run in runs), Box.whole(shape).size
     if size != expected or len({run.values.dtype for run in runs}) > 1:
         raise CheckpointError(
-            f"{place}: {name[:200]}: {size} values found, expected {expected}; is the file of a "
-            "rank of another save?"
+            f"{place}: {name[:200]}: {counted(size, 'value')} found, expected {expected:,}; is the "
+            "file of a rank of another save?"
         )
     dtype = runs[0].values.dtype if runs else torch.float32
     return Spread(dtype, shape, runs)
 
 
-def _kept(states: Sequence[_State]) -> Iterator[tuple[str, Spread]]:
+def _kept(states: Sequence[Archive]) -> Iterator[tuple[str, Spread]]:
     """ZeRO 3: the other tensors. Buffers are replicated; frozen weights are sharded."""
-    first = states[0].told
+    first = states[0].content
     for name in first["buffer_names"]:
         yield name, whole(states[0].values(first["module"][name], name))
     for name, shape in (first.get("frozen_param_shapes") or {}).items():
-        parts = [s.values(s.told["frozen_param_fragments"][name], name) for s in states]
+        parts = [s.values(s.content["frozen_param_fragments"][name], name) for s in states]
         runs = _trimmed(
             [[ValueRange(one, 0, one.size)] for one in parts], Box.whole(tuple(shape)).size
         )
-        yield name, _spread(states[0].archive.file.path.parent, name, tuple(shape), runs)
+        yield name, _spread(states[0].file.path.parent, name, tuple(shape), runs)
 
 
 def _universal(place: Path, models: Mapping[int, list[Path]]) -> dict[str, Spread]:
     """A folder for every parameter, unsharded: with its shape, or flat (from ZeRO 3)."""
     states = [_open(path) for path in models[0]]
-    first = states[0].told
+    first = states[0].content
     shapes = {name: shape for group in _shapes(first) for name, shape in group.items()}
     is_cut = len(models) > 1
     found: dict[str, Spread] = {}
@@ -278,9 +256,9 @@ def _universal(place: Path, models: Mapping[int, list[Path]]) -> dict[str, Sprea
                 "such weights in a universal checkpoint"
             )
         state = _open(inner / "fp32.pt")
-        record = state.told["param"] if isinstance(state.told, dict) else state.told
+        record = state.content["param"] if isinstance(state.content, dict) else state.content
         values = state.values(record, name)
-        is_flat = not isinstance(state.told, dict) and name in shapes
+        is_flat = not isinstance(state.content, dict) and name in shapes
         shape = shapes[name] if is_flat else values.shape
         found[name] = _spread(place, name, shape, (ValueRange(values, 0, values.size),))
     if missing := sorted(shapes.keys() - found.keys()):

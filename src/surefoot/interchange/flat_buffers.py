@@ -35,10 +35,9 @@ class Spread:
     runs: tuple[ValueRange, ...]
 
 
-def whole(values: Values, shape: Shape | None = None) -> Spread:
-    """A tensor in one place, flat or with its shape."""
-    run = ValueRange(values, 0, values.size)
-    return Spread(values.dtype, values.shape if shape is None else shape, (run,))
+def whole(values: Values) -> Spread:
+    """A tensor in one place."""
+    return Spread(values.dtype, values.shape, (ValueRange(values, 0, values.size),))
 
 
 def cut(buffers: Sequence[Values], first: int, count: int) -> Iterator[ValueRange]:
@@ -78,7 +77,6 @@ class FlatBufferSource:
 
 
 def _fill(view: memoryview, spread: Spread, first: int) -> None:
-    """Fill ``view`` with the tensor's values from the ``first`` on."""
     item = spread.dtype.itemsize
     bounds = [0, *accumulate(run.count for run in spread.runs)]
     at = bisect_right(bounds, first) - 1

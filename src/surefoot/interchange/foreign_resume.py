@@ -85,15 +85,8 @@ TRAINERS: Mapping[str, ForeignTrainer] = {
 def detect_trainer(folder: Path, *, trust_pickle: bool, pp: int) -> ForeignTrainer | None:
     """The other trainer that wrote ``folder``; None if Surefoot did.
 
-    Args:
-        folder: what ``checkpoint.resume`` names.
-        trust_pickle: whether the user allows its pickles to be read.
-        pp: number of pipeline stages of the run.
-
-    Raises:
-        CheckpointError: problems that show without a model: pickles that are not trusted, only
-            weights.
-        RecipeError: a pipeline, which cannot resume from a Trainer's checkpoint.
+    Raises for what shows without a model: ``CheckpointError`` for pickles that are not trusted, or
+    mere weights, ``RecipeError`` for a pipeline, which cannot resume from a Trainer's checkpoint.
     """
     with files.raising(CheckpointError):
         found = next((one for one in TRAINERS.values() if one.recognise(folder)), None)

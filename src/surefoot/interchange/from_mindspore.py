@@ -30,11 +30,11 @@ from ..checkpoint.sources.joined import JoinedSource
 from ..checkpoint.sources.source import TensorSource, read_whole
 from ..checkpoint.state.local_box import local_box_of
 from ..data.order.loader import Loader
-from ..errors import CheckpointError
+from ..errors import CheckpointError, counted
 from ..geometry.box import Box
 from ..model.fused_parameters import places
 from ..training.trainer import Trainer
-from .same_model import expect_adamw, fill_weights, shape_in_words
+from .same_model import expect_adamw, fill_weights, other_model
 
 logger = logging.getLogger(__name__)
 _SLOTS = dict(zip(MOMENTS, ("exp_avg", "exp_avg_sq"), strict=True))
@@ -52,18 +52,11 @@ class MindSporeProgress:
 
 
 def load_mindspore_checkpoint(folder: Path, trainer: Trainer, *, base: Path) -> None:
-    """Load the state of a training of MindSpore Transformers from ``folder`` into ``trainer``.
+    """Load a training of MindSpore Transformers from ``folder`` into ``trainer``, collectively.
 
-    Args:
-        folder: of any form; a file in ``rank_0`` selects one of several steps.
-        trainer: built from the recipe; a collective call. It is not changed if this raises, unless
-            the files cannot be read to their end.
-        base: the folder of the recipe's model, which contains what the files may lack: heads,
-            shapes.
-
-    Raises:
-        CheckpointError: files that do not belong together, no moments, another model, a method that
-            trains an adapter, or an optimizer other than AdamW.
+    A file in ``rank_0`` selects one of several steps. ``base``, the folder of the recipe's model,
+    contains heads and shapes, which the files may lack. If this raises, ``trainer`` is not changed,
+    unless the files cannot be read to their end.
     """
     _refuse_unlike(folder, trainer)
     is_whole = HuggingFace().recognise(base)
@@ -129,14 +122,8 @@ def _refuse_other(source: TensorSource, trainer: Trainer, folder: Path) -> None:
     """Reject weights of another model, and moments of other parameters."""
     shapes = source.shapes()
     theirs = {name: shape for name, shape in shapes.items() if not name.startswith(MOMENTS)}
-    ours = {name: tuple(t.shape) for name, t in trainer.policy.weights.state_dict().items()}
-    odd = sorted(ours.keys() ^ theirs.keys()) or [n for n in ours if ours[n] != theirs[n]]
-    if odd:
-        here, there = (shape_in_words(found.get(odd[0])) for found in (ours, theirs))
-        raise CheckpointError(
-            f"{folder}: a checkpoint of another model: {len(odd)} tensors differ; {odd[0]} is "
-            f"{there} in it, {here} in this run"
-        )
+    if problem := other_model(theirs, trainer.policy.weights):
+        raise CheckpointError(f"{folder}: {problem}")
     for name, parameter in _learning(trainer):
         for prefix in MOMENTS:
             found = shapes.get(prefix + name)
@@ -149,9 +136,7 @@ def _refuse_other(source: TensorSource, trainer: Trainer, folder: Path) -> None:
 
 
 def _with_fused_moments(source: TensorSource, trainer: Trainer) -> TensorSource:
-    """``source``, with the moments of experts fused as their parameters are in memory.
-    Parameters in a pipeline have other names, and are not changed.
-    """
+    """``source``, with the moments of experts fused as parameters are, except in pipelines."""
     if trainer.world.pp > 1:
         return source
     shapes = source.shapes()
@@ -207,7 +192,11 @@ def _fill_moments(source: TensorSource, trainer: Trainer, num_updates: int) -> N
 def _differences(progress: MindSporeProgress, trainer: Trainer) -> Iterator[str]:
     """Differences between the two runs, for the log."""
     if progress.num_updates != progress.step_num:
-        yield f"the optimizer has made {progress.num_updates} updates in {progress.step_num} steps"
+        updates, steps = (
+            counted(n, noun)
+            for n, noun in ((progress.num_updates, "update"), (progress.step_num, "step"))
+        )
+        yield f"the optimizer has made {updates} in {steps}"
     step = _step(progress, trainer.windows.loader)
     peak = trainer.policy.step.optimizer.param_groups[0]["lr"]
     now, was = peak * trainer.policy.step.schedule.factor(step), progress.learning_rate
@@ -216,9 +205,7 @@ def _differences(progress: MindSporeProgress, trainer: Trainer) -> Iterator[str]
 
 
 def _step(progress: MindSporeProgress, loader: Loader) -> int:
-    """The step of this run after the same number of examples, as MindSpore Transformers counts
-    it.
-    """
+    """The step of this run after the same number of examples, as MindSpore counts them."""
     if progress.batch_size is None:
         return progress.step_num
     return progress.step_num * progress.batch_size // loader.global_batch_size

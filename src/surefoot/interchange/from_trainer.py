@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ import torch
 from ..callbacks.early_stop import EarlyStop
 from ..checkpoint.state.protocols import Stateful
 from ..data.order.loader import Loader
-from ..errors import CheckpointError
+from ..errors import CheckpointError, counted
 from ..storage import files
 from ..training.trainer import Trainer
 from .moments import Moments, moments_by_name, trainer_groups
@@ -40,28 +39,25 @@ HYPERPARAMETERS = {"betas": "beta1, beta2", "eps": "epsilon", "weight_decay": "w
 
 
 def load_trainer_checkpoint(folder: Path, trainer: Trainer, *, trust_pickle: bool) -> None:
-    """Load the Trainer's checkpoint ``folder`` into ``trainer``, at its step.
+    """Load the Trainer's checkpoint ``folder``, of a model or a PEFT adapter, into ``trainer``.
 
-    Args:
-        folder: ``checkpoint-N`` as the Trainer wrote it: of a model, or of a PEFT adapter.
-        trainer: built from the recipe; it is not changed if this raises.
-        trust_pickle: whether the user allows its pickles to be read.
-
-    Raises:
-        CheckpointError: pickles that are not trusted, missing or damaged files, or a checkpoint of
-            another model, method or optimizer.
+    Raises ``CheckpointError``, and ``trainer`` is not changed, for untrusted pickles, missing or
+    damaged files, and another model, method or optimizer.
     """
     progress = check_trainer_checkpoint(folder, trust_pickle=trust_pickle)
     policy = trainer.policy.module
     source = open_same(folder, policy, trainer.policy.weights)
     saved = read_pickle(folder / OPTIMIZER)
     moments = _moments(folder, trainer, moments_by_name(saved, policy, folder / OPTIMIZER))
-    extras = _Extras(*(_optional(folder / name) for name in (SCHEDULER, SCALER, RANDOM)))
-    scale = _scale(extras.scaler, folder / SCALER)
-    for line in _differences(saved, extras.scheduler, progress, moments, trainer):
+    scheduler, scaler, random = (
+        read_pickle(folder / name) if files.exists(folder / name) else None
+        for name in (SCHEDULER, SCALER, RANDOM)
+    )
+    scale = _scale(scaler, folder / SCALER)
+    for line in _differences(saved, scheduler, progress, moments, trainer):
         logger.warning("%s: %s", folder.name, line)
-    if extras.random is not None:
-        _take_random(extras.random, folder / RANDOM, trainer.states["random"])
+    if random is not None:
+        _take_random(random, folder / RANDOM, trainer.states["random"])
 
     fill_weights(source, trainer.policy.weights)
     trainer.policy.optimizer_state.load_state_dict(moments)
@@ -77,19 +73,6 @@ def check_trainer_checkpoint(folder: Path, *, trust_pickle: bool) -> TrainerProg
     if not trust_pickle:
         raise CheckpointError(_refusal(folder))
     return read_progress(folder)
-
-
-@dataclass(frozen=True)
-class _Extras:
-    """The content of the optional pickles."""
-
-    scheduler: object
-    scaler: object
-    random: object
-
-
-def _optional(path: Path) -> object:
-    return read_pickle(path) if files.exists(path) else None
 
 
 def _refusal(folder: Path) -> str:
@@ -122,13 +105,14 @@ def _differences(
     """Differences between the two runs, for the log."""
     step = progress.global_step
     updates = max(int(values["step"]) for values in moments.values())
+    made = counted(updates, "update")
     if updates > step:
         raise CheckpointError(
-            f"{OPTIMIZER} has made {updates} updates, but trainer_state.json is of step {step}: "
+            f"{OPTIMIZER} has made {made}, but trainer_state.json is of step {step}: "
             "two saves are mixed in this folder; resume from another checkpoint"
         )
     if updates < step:
-        yield f"{OPTIMIZER} has made {updates} updates in {step} steps"
+        yield f"{OPTIMIZER} has made {made} in {counted(step, 'step')}"
     last = scheduler.get("last_epoch") if isinstance(scheduler, Mapping) else None
     if isinstance(last, int) and last != step:
         yield (
@@ -137,8 +121,8 @@ def _differences(
         )
     if progress.max_steps not in (0, trainer.state.max_steps):
         yield (
-            f"the Trainer was to make {progress.max_steps} steps, this run makes "
-            f"{trainer.state.max_steps}"
+            f"the Trainer was to make {counted(progress.max_steps, 'step')}, this run makes "
+            f"{trainer.state.max_steps:,}"
         )
     yield from _other_settings(saved["param_groups"], scheduler, step, trainer)
 
@@ -158,8 +142,8 @@ def _other_settings(
         here = {names[id(p)] for g in ours if g["weight_decay"] for p in g["params"]}
         if odd := sorted(here ^ set(decay)):
             yield (
-                f"weight decay: {len(odd)} parameters differ from the Trainer's, for example "
-                f"{odd[0]}"
+                f"weight decay: {counted(len(odd), 'parameter differs', 'parameters differ')} from "
+                f"the Trainer's, for example {odd[0]}"
             )
     rates = scheduler.get("_last_lr") if isinstance(scheduler, Mapping) else None
     if isinstance(rates, list) and rates and isinstance(rates[0], float):
@@ -175,9 +159,7 @@ def _numbers(value: object) -> tuple[object, ...] | None:
 
 
 def _scale(saved: object, where: Path) -> dict[str, float] | None:
-    """The state of torch's GradScaler as that of Surefoot's: both multiply the mean loss of a
-    step.
-    """
+    """torch's GradScaler as Surefoot's: both multiply the mean loss of a step."""
     if not saved:
         return None
     scale = saved.get("scale") if isinstance(saved, Mapping) else None
@@ -188,9 +170,7 @@ def _scale(saved: object, where: Path) -> dict[str, float] | None:
 
 
 def _take_random(saved: Any, where: Path, generators: Stateful) -> None:
-    """Set the generators, for code that draws between steps; inside a step they follow from the
-    seed.
-    """
+    """Set the generators, for code that draws between steps; inside a step, the seed counts."""
     try:
         version, words, gauss = saved["python"]
         name, key, position, has_gauss, cached = saved["numpy"]

@@ -7,7 +7,7 @@ checked is checked: how many there are in each group, their shapes, and which te
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,23 +31,13 @@ def trainer_groups(model: nn.Module, patterns: Sequence[str] = NO_DECAY) -> list
     return [[n for n in learns if n in decays], [n for n in learns if n not in decays]]
 
 
-def _orders(model: nn.Module) -> Iterator[list[list[str]]]:
-    """Every grouping that a Trainer may have used, the most likely first."""
-    yield trainer_groups(model)
-    yield trainer_groups(model, NO_DECAY_OF_OLD)
-    yield [[name for name, p in model.named_parameters() if p.requires_grad]]  # an optimizer given
-
-
 def moments_by_name(saved: object, model: nn.Module, where: Path) -> Moments:
-    """The state of every trainable parameter of ``model``, by its name in the model.
-
-    Raises:
-        CheckpointError: not AdamW's state, or that of other parameters.
-    """
+    """AdamW's state of every trainable parameter of ``model``, by its name in the model."""
     numbers, state = _taken_apart(saved, where)
     shapes = {name: p.shape for name, p in model.named_parameters()}
     reason = ""
-    for groups in _orders(model):
+    given = [name for name, p in model.named_parameters() if p.requires_grad]  # an own optimizer
+    for groups in (trainer_groups(model), trainer_groups(model, NO_DECAY_OF_OLD), [given]):
         if [len(g) for g in groups if g] != [len(n) for n in numbers if n]:
             continue
         names = [name for group in groups for name in group]
@@ -118,13 +108,7 @@ def moments_by_number(
     groups: Sequence[Sequence[str]],
     settings: Sequence[Mapping[str, object]],
 ) -> dict[str, Any]:
-    """The content of ``optimizer.pt``.
-
-    Args:
-        moments: by the parameter's name in the model; empty before the first update.
-        groups: ``trainer_groups`` of the model.
-        settings: learning rate and so on, of each group.
-    """
+    """The content of ``optimizer.pt`` for ``trainer_groups``, each with its settings."""
     names = [name for group in groups for name in group]
     numbers = iter(range(len(names)))
     return {

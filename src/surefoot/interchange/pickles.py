@@ -30,11 +30,7 @@ OF_NUMPY_1 = (_RECONSTRUCT, "numpy.core.multiarray._reconstruct")  # the name it
 
 
 def read_pickle(path: Path) -> object:
-    """The content of ``path``, on the CPU.
-
-    Raises:
-        CheckpointError: it is damaged, or contains more than tensors and plain values.
-    """
+    """The content of ``path``, on the CPU: tensors and plain values, or a ``CheckpointError``."""
     with files.raising(CheckpointError), files.open_file(path):
         pass  # a regular file that may be read
     try:
@@ -61,9 +57,7 @@ def write_pickle(path: Path, content: object) -> None:
 
 
 class Record:
-    """Inert record that replaces an object of another class: its arguments and its state,
-    without behavior.
-    """
+    """Inert record in place of an object: its arguments and its state, without behavior."""
 
     name = ""
 
@@ -123,9 +117,7 @@ class _Dict(dict[Any, Any]):
 
 
 class _Records(pickle.Unpickler):
-    """Accepts the names above, torch's types of numbers, sizes and dicts; rejects any other,
-    unless ``any_name`` replaces it by a record.
-    """
+    """Accepts torch's types and the names above; ``any_name``: other names become records."""
 
     any_name = False
 
@@ -150,9 +142,7 @@ class _Records(pickle.Unpickler):
 
 
 def read_record(data: bytes, where: str, *, any_name: bool = False) -> Any:
-    """The content of the pickle ``data``, as records; with ``any_name``, also for names not of
-    torch. Raises ``CheckpointError``, naming ``where``.
-    """
+    """The content of the pickle ``data``, as records; ``any_name``: for names not of torch, too."""
     try:
         reader = _Records(io.BytesIO(data))
         reader.any_name = any_name

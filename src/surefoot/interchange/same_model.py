@@ -1,11 +1,10 @@
-"""Check that a foreign checkpoint's weights belong to the model being trained (names, shapes,
-adapter configuration).
-"""
+"""Check that a foreign checkpoint's weights and adapter settings fit the model of the run."""
 
 from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,10 +16,10 @@ from ..checkpoint.disk import strict_json
 from ..checkpoint.layouts.adapter_merge import CHANGED_BASE
 from ..checkpoint.layouts.detection import detect_layout
 from ..checkpoint.layouts.opening import open_folder
-from ..checkpoint.sources.source import TensorSource, read_whole
+from ..checkpoint.sources.source import Shape, TensorSource, read_whole
 from ..checkpoint.sources.weights import ADAPTER, ADAPTER_CONFIG, MODEL
 from ..checkpoint.state.local_box import local_box_of
-from ..errors import CheckpointError
+from ..errors import CheckpointError, counted
 from ..model.pretrained.companions import adapter_files
 from ..network.method import Weights
 from ..storage import files
@@ -36,15 +35,10 @@ SHOWN = ("r", "rank_pattern", "target_modules", "modules_to_save", "peft_type")
 
 
 def open_same(folder: Path, policy: nn.Module, weights: Weights) -> TensorSource:
-    """The weights in ``folder``, if they belong to the model being trained.
+    """The weights in ``folder``, of a Hugging Face model or a PEFT adapter.
 
-    Args:
-        folder: of a Hugging Face model or a PEFT adapter.
-        policy: the model being trained, with its adapter.
-        weights: its weights as checkpoints contain them.
-
-    Raises:
-        CheckpointError: names or shapes differ, or an adapter's settings.
+    Raises ``CheckpointError`` if their names, shapes or adapter settings are not those of
+    ``policy``, the model being trained, and its ``weights``.
     """
     is_adapter = weights.is_adapter
     layout = detect_layout(folder)
@@ -56,28 +50,36 @@ def open_same(folder: Path, policy: nn.Module, weights: Weights) -> TensorSource
     if layout is not None and layout.is_adapter != is_adapter:
         found, kind = ("an adapter", "a full model")[:: 1 if layout.is_adapter else -1]
         raise CheckpointError(
-            f"{folder}: it holds {found}, but the recipe's method trains {kind}; "
+            f"{folder}: it contains {found}, but the recipe's method trains {kind}; "
             f"set method to {'lora' if layout.is_adapter else 'full'}"
         )
     source = open_folder(folder)
     if is_adapter:
         _refuse_drift(folder, policy)
-    wanted = {name: tuple(t.shape) for name, t in weights.state_dict().items()}
     shapes = source.shapes()
     if is_adapter:
-        shapes = {n: s for n, s in shapes.items() if n in wanted or not _is_base(source, n, policy)}
-    odd = sorted(wanted.keys() ^ shapes.keys()) or [n for n in wanted if wanted[n] != shapes[n]]
-    if odd:
-        name = odd[0]
-        here, there = (shape_in_words(found.get(name)) for found in (wanted, shapes))
-        raise CheckpointError(
-            (
-                f"{folder}: a checkpoint of another model: {len(odd)} tensors differ; {name} is "
-                f"{there} in it, {here} in this run"
-            )
-            + (f" ({_targets(folder, policy)})" if is_adapter else "")
-        )
+        own = weights.state_dict()
+        shapes = {n: s for n, s in shapes.items() if n in own or not _is_base(source, n, policy)}
+    if problem := other_model(shapes, weights):
+        hint = f" ({_targets(folder, policy)})" if is_adapter else ""
+        raise CheckpointError(f"{folder}: {problem}{hint}")
     return source
+
+
+def other_model(shapes: Mapping[str, Shape], weights: Weights) -> str | None:
+    """Why tensors of these ``shapes`` are not those of ``weights``, if they are not."""
+    wanted = {name: tuple(t.shape) for name, t in weights.state_dict().items()}
+    odd = sorted(wanted.keys() ^ shapes.keys()) or [n for n in wanted if wanted[n] != shapes[n]]
+    if not odd:
+        return None
+    here, there = (
+        f"of shape {list(found[odd[0]])}" if odd[0] in found else "missing"
+        for found in (wanted, shapes)
+    )
+    return (
+        f"a checkpoint of another model: {counted(len(odd), 'tensor differs', 'tensors differ')}; "
+        f"{odd[0]} is {there} in it, {here} in this run"
+    )
 
 
 @torch.no_grad()
@@ -93,24 +95,17 @@ def expect_adamw(optimizer: torch.optim.Optimizer, where: Path) -> None:
     """Reject an optimizer to which the moments in ``where`` do not belong."""
     if not isinstance(optimizer, torch.optim.AdamW):
         raise CheckpointError(
-            f"{where}: it holds AdamW's moments, but the recipe's optimizer is "
+            f"{where}: it contains AdamW's moments, but the recipe's optimizer is "
             f"{type(optimizer).__name__}; set optim to adamw"
         )
 
 
 def _is_base(source: TensorSource, name: str, policy: nn.Module) -> bool:
-    """Whether the tensor belongs to the base: PEFT adds embeddings that are a target or were
-    resized.
-    """
+    """Whether it is the base's: PEFT adds embeddings that are a target or were resized."""
     own = policy.state_dict().get(name)
     if own is None or tuple(own.shape) != source.shapes()[name]:
         return False
     return torch.equal(read_whole(source, name).to(own.dtype), own.cpu())
-
-
-def shape_in_words(found: tuple[int, ...] | None) -> str:
-    """A tensor's shape in an error; None: it does not exist."""
-    return "missing" if found is None else f"of shape {list(found)}"
 
 
 def _configs(folder: Path, policy: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:

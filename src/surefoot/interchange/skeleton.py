@@ -17,14 +17,8 @@ from ..parallel.world import ALONE
 def open_skeleton(
     folder: Path, adapter: Path | None, section: ModelSection, method: Method
 ) -> Network:
-    """A run's network on the meta device, from its configuration alone.
-
-    Args:
-        folder: with ``config.json``.
-        adapter: the folder with ``adapter_config.json``, if the run trains an adapter.
-        section: the run's settings of the model.
-        method: the run's.
-    """
+    """A run's network on the meta device, from ``config.json`` in ``folder`` and, if the run trains
+    one, the configuration of its ``adapter``."""
     plain = replace(section, adapter=adapter, gradient_checkpointing=False)
     return open_network(folder, plain, None, ALONE, NetworkOptions(method=method), MetaTensors())
 

@@ -14,11 +14,7 @@ from .deepspeed import open_deepspeed
 
 
 def open_source(folder: Path, *, trust_pickle: bool = False) -> TensorSource:
-    """The weights in a folder of any kind, of Surefoot or foreign.
-
-    Raises ``CheckpointError`` if there are none, or they are in pickles that the user does not
-    trust, or that are not supported.
-    """
+    """The weights in a folder of any kind, of Surefoot or foreign."""
     with files.raising(CheckpointError, f"cannot read {folder}"):
         for inner in (folder, folder / FSDP):
             if files.exists(inner / INDEX):

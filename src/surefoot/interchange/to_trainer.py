@@ -27,7 +27,7 @@ from ..checkpoint.reading.loading import load
 from ..checkpoint.sources.copying import copy
 from ..checkpoint.sources.source import TensorsInMemory, TensorSource
 from ..checkpoint.state.roles import FileRole
-from ..errors import CheckpointError
+from ..errors import CheckpointError, counted
 from ..network.network import Network
 from ..storage import files
 from .arguments import RunSections, group_settings, training_arguments
@@ -43,19 +43,10 @@ LOGGING_STEPS, SAVE_STEPS = 500, 500  # the Trainer's own defaults; it divides b
 def save_trainer_checkpoint(
     checkpoint: Path, target: Path, *, run: RunSections, base: Path | None = None
 ) -> dict[str, object]:
-    """Write ``checkpoint`` into the new folder ``target``, which appears when all of it is written.
+    """Write ``checkpoint``, which ``run`` saved, into the new folder ``target``, which appears when
+    all of it is written. ``base`` is the model below an adapter.
 
-    Returns the ``TrainingArguments`` with which the Trainer resumes the run.
-
-    Args:
-        checkpoint: a Surefoot checkpoint.
-        target: the argument of ``Trainer.train(resume_from_checkpoint=...)``.
-        run: the settings of the run that saved it.
-        base: the folder of the model below the adapter, if it is the checkpoint of one.
-
-    Raises:
-        CheckpointError: ``target`` exists, or ``checkpoint`` is damaged or not AdamW's.
-        ModelError: the model cannot be built from its configuration.
+    Returns the ``TrainingArguments`` with which the Trainer resumes from ``target``.
     """
     opened = open_checkpoint(checkpoint)
     is_adapter = opened.manifest.is_adapter
@@ -82,8 +73,6 @@ def save_trainer_checkpoint(
 
 @dataclass
 class _Kept:
-    """Accepts any state."""
-
     state: dict[str, Any] = field(default_factory=dict)
 
     def state_dict(self) -> dict[str, Any]:
@@ -113,7 +102,7 @@ def _moments(
     if odd := sorted(saved.keys() ^ set(names.values())) if saved else []:
         raise CheckpointError(
             f"{opened.path}: its optimizer state does not belong to the parameters that its "
-            f"recipe trains: {len(odd)} differ, for example {odd[0]}"
+            f"recipe trains: {counted(len(odd), 'differs', 'differ')}, for example {odd[0]}"
         )
     return {name: saved[ours] for name, ours in names.items() if ours in saved}
 
@@ -168,7 +157,6 @@ def _generators(saved: Mapping[str, Any]) -> dict[str, object]:
 
 
 def _scaler(saved: Mapping[str, Any]) -> dict[str, object]:
-    """torch's GradScaler."""
     return {
         "scale": float(saved["scale"]),
         "growth_factor": 2.0,

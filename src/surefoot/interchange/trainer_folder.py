@@ -17,6 +17,7 @@ from ..checkpoint.disk import strict_json, trainer_state
 from ..checkpoint.disk.commit import named, step_of
 from ..checkpoint.disk.manifest import MANIFEST
 from ..checkpoint.disk.manifest import STATE as SKELETON
+from ..checkpoint.disk.retention import number
 from ..errors import CheckpointError, RunError
 from ..storage import files
 
@@ -45,9 +46,7 @@ def is_trainer_checkpoint(folder: Path) -> bool:
 
 
 def refuse_output_dir(folder: Path) -> None:
-    """Raise ``RunError`` if ``folder``, the folder of a new run, contains the Trainer's own
-    checkpoints.
-    """
+    """Raise ``RunError`` if a new run's ``folder`` has the Trainer's own checkpoints."""
     if found := [path for path in named(folder) if is_trainer_checkpoint(path)]:
         raise RunError(
             f"train.output_dir: {folder} contains {found[-1].name} of the Hugging Face Trainer; "
@@ -104,10 +103,7 @@ class TrainerProgress:
 
     @property
     def train_loss_total(self) -> float:
-        """The sum of the losses of all steps: the Trainer logs means since the log before.
-
-        Steps after the last log count as much as those before it.
-        """
+        """Sum of all losses, from logged means; steps after the last log count as before it."""
         logged = [
             (int(r["step"]), r["loss"])
             for r in self.log_history
@@ -178,8 +174,8 @@ def _count(content: Mapping[str, Any], name: str, where: Path, default: float | 
 
 def _finite(value: object) -> float | None:
     """Before the first finite metric, the Trainer's best one may be an infinity."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return float(value) if is_number and abs(value) < float("inf") else None  # type: ignore[arg-type]
+    found = number(value)
+    return found if found is not None and math.isfinite(found) else None
 
 
 def _records(found: object, where: Path) -> list[dict[str, float]]:

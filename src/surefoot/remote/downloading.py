@@ -31,17 +31,17 @@ class DamagedError(CheckpointError):
 def download(store: Store, name: str, root: Path) -> Path:
     """Download the checkpoint ``name`` of the run to ``root/name``, and return that.
 
-    Raises:
-        DamagedError: it is incomplete, or its hashes do not match.
-        StoreError: the store cannot be reached or refuses.
-        CheckpointError: the disk fails, or the folder already exists.
+    Raises ``DamagedError`` if it is incomplete, or its hashes do not match.
     """
     text, manifest = _manifest(store, name)
     size = sum(manifest.files.values())
     logger.info("downloading %s (%s) from %s", name, readable(size), store.address)
     doing = f"cannot download {name} to {root}"
     with files.raising(CheckpointError, doing), temporary_folder(root / name) as part:
-        _prepare(part.folder, manifest)
+        for file, num_bytes in manifest.files.items():  # so that a full disk shows at once
+            files.make_folder((part.folder / file).parent)
+            with files.create(part.folder / file) as created:
+                created.reserve(num_bytes)
         _fetch_sound(store, name, CheckpointFolder(part.folder, manifest))
         part.commit(root / name, text)
     return root / name
@@ -64,9 +64,7 @@ def _manifest(store: Store, name: str) -> tuple[bytes, Manifest]:
 
 
 def verify(store: Store, name: str, *, full: bool) -> Report:
-    """Check a checkpoint in the store: lengths and manifest; with ``full`` every byte, for which
-    it is downloaded temporarily. Raises ``StoreError``.
-    """
+    """Check a checkpoint in the store: its lengths; with ``full`` a temporary download of it."""
     report = Report(Path(name), checked="every byte checked" if full else "lengths checked")
     try:
         if not full:
@@ -79,22 +77,12 @@ def verify(store: Store, name: str, *, full: bool) -> Report:
     return report
 
 
-def _prepare(folder: Path, manifest: Manifest) -> None:
-    """Reserve the space of all files, so that a full disk is detected before a byte is
-    downloaded.
-    """
-    for name, size in manifest.files.items():
-        files.make_folder((folder / name).parent)
-        with files.create(folder / name) as file:
-            file.reserve(size)
-
-
 def _fetch_sound(store: Store, name: str, checkpoint: CheckpointFolder) -> None:
     """Download all files, and retry those whose hashes do not match."""
     wanted, problems = set(checkpoint.manifest.files), {}
     for _ in range(_TRIES):
         _fetch(store, name, checkpoint, wanted)
-        problems = {file: problems_in(checkpoint, file) for file in sorted(wanted)}
+        problems = {file: list(problems_in(checkpoint, file)) for file in sorted(wanted)}
         wanted = {file for file, found in problems.items() if found}
         if not wanted:
             return

@@ -19,11 +19,7 @@ from .store import Store
 
 
 def list_store(address: Address, *, seconds: float = 60) -> list[CheckpointLine]:
-    """One line per checkpoint, oldest first, as in ``checkpoint.looking.listing``; nothing is
-    hashed.
-
-    The address of a checkpoint is a list of one. Raises ``StoreError``.
-    """
+    """One line per checkpoint, oldest first; that of a checkpoint is a list of one. No hashes."""
     is_one = step_of(Path(address.name)) >= 0
     store = Store(address.parent if is_one else address, seconds=seconds)
     there = Contents(store.list(address.name if is_one else ""))
@@ -50,10 +46,7 @@ def _line(store: Store, there: Contents, name: str) -> tuple[CheckpointLine, Tra
 
 
 def read_manifest(store: Store, there: Contents, name: str) -> tuple[bytes, Manifest]:
-    """The manifest of a checkpoint, as bytes and parsed.
-
-    Raises ``StoreError`` if the store fails, ``CheckpointError`` if the manifest is not valid.
-    """
+    """The manifest of a checkpoint, as bytes and parsed."""
     file = f"{name}/{MANIFEST}"
     where = str(store.address.inside(file))
     if there.files[file] > strict_json.MAX_BYTES:

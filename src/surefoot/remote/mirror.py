@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
 
+from ..checkpoint.background.in_flight import end
 from ..checkpoint.disk.commit import committed, step_of
 from ..errors import CheckpointError, LostPeerError
 from .remote_folder import readable
@@ -62,10 +63,9 @@ class Mirror:
         traceback: TracebackType | None,
     ) -> None:
         try:
-            if error is None:
-                self.finish()
-            elif isinstance(error, Exception) and not isinstance(error, LostPeerError):
-                self._finish_quietly()  # but a run that is started again does not wait for it
+            is_lost = isinstance(error, LostPeerError)  # a run that starts again must not wait
+            if error is None or (isinstance(error, Exception) and not is_lost):
+                end(self.finish, error)
         finally:
             if self._hand is not None:
                 self._hand.close(wait=not self._is_busy)
@@ -77,9 +77,7 @@ class Mirror:
 
     @property
     def protected(self) -> set[int]:
-        """Steps whose local copies are needed: the one that is being uploaded, and the next if
-        it is later than all in the store.
-        """
+        """Steps whose local copies are needed: in flight, or next and later than all uploaded."""
         waiting = self._next()
         is_ahead = waiting is not None and waiting > max(self._there, default=-1)
         steps = {self._in_flight, waiting if is_ahead else None}
@@ -128,11 +126,7 @@ class Mirror:
                 self._start()
 
     def finish(self) -> None:
-        """Wait until everything is uploaded.
-
-        Raises:
-            CheckpointError: it could not be; the same command uploads what is missing.
-        """
+        """Wait until everything is uploaded; a ``CheckpointError`` if it could not be."""
         self._failed.clear()
         self._going.clear()  # no save is on its way any more that would drop them
         self._wait()
@@ -160,13 +154,6 @@ class Mirror:
             self._note(answer)
             if not self._failed:
                 self._start()
-
-    def _finish_quietly(self) -> None:
-        """Close after another error, which has precedence."""
-        try:
-            self.finish()
-        except CheckpointError as error:
-            logger.error("%s", error)
 
     def _next(self) -> int | None:
         """The latest checkpoint that is local, not in the store, and may be uploaded."""

@@ -124,18 +124,19 @@ def fetch(checkpoint: Address, cache: Path | None = None, *, seconds: float = 60
     """The local copy of a checkpoint of any run, downloaded unless a valid one exists."""
     if step_of(Path(checkpoint.name)) < 0:
         raise CheckpointError(f"{checkpoint}: expected the URL of a checkpoint, …/checkpoint-N")
-    folder = (cache or default_cache()) / checkpoint.parent.slug
-    with files.raising(CheckpointError):
-        files.make_folder(folder)
-    return open_remote_run(checkpoint.parent, folder, seconds=seconds).get(checkpoint.name)
+    return _cached_run(checkpoint.parent, cache, seconds).get(checkpoint.name)
 
 
 def fetch_newest(run: Address, cache: Path | None = None, *, seconds: float = 600) -> Path:
     """The local copy of the latest checkpoint of a run, which must be valid."""
-    folder = (cache or default_cache()) / run.slug
-    with files.raising(CheckpointError):
-        files.make_folder(folder)
-    found = open_remote_run(run, folder, seconds=seconds)
+    found = _cached_run(run, cache, seconds)
     if not found.steps:
         raise CheckpointError(f"{run}: it contains no checkpoint")
     return found.get(f"checkpoint-{max(found.steps)}")
+
+
+def _cached_run(run: Address, cache: Path | None, seconds: float) -> RemoteRun:
+    folder = (cache or default_cache()) / run.slug
+    with files.raising(CheckpointError):
+        files.make_folder(folder)
+    return open_remote_run(run, folder, seconds=seconds)

@@ -65,21 +65,13 @@ class MissingError(StoreError):
 
 @dataclass
 class RetryPolicy:
-    """How long to retry, with growing random pauses, so that many clients do not retry at the
-    same time.
-    """
+    """How long to retry, with growing random pauses, so that many clients do not retry together."""
 
     seconds: float  # of trying, before an operation has failed
     _random: random.Random = field(default_factory=random.SystemRandom, repr=False)
 
     def run(self, what: str, call: Callable[[], T]) -> T:
-        """``call()``, repeated while its errors are temporary.
-
-        Raises:
-            MissingError: the object does not exist.
-            FileExistsError: the name exists, and must not be overwritten.
-            StoreError: the store refuses, or has not answered for too long.
-        """
+        """``call()``, repeated while its errors are temporary; others become ``StoreError``."""
         began, pause, tries = time.monotonic(), _FIRST, 0
         while True:
             try:

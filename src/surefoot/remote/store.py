@@ -1,7 +1,4 @@
-"""A folder in an object store: list, read ranges, put, create once, delete.
-
-All calls of fsspec are here, and each is retried if that is useful.
-"""
+"""A folder in an object store. All calls of fsspec are here, retried if that is useful."""
 
 from __future__ import annotations
 
@@ -14,18 +11,15 @@ from ..storage.address import Address
 from .retry import RetryPolicy, StoreError, status_of
 
 PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs"}  # of each scheme
-_FLAT = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "memory", "oss", "r2", "tos"}
+_S3 = ("s3", "s3a")
+_FLAT = {*_S3, "gs", "gcs", "abfs", "abfss", "az", "adl", "memory", "oss", "r2", "tos"}
 PRECONDITION_FAILED = 412  # HTTP: the file that must not exist does
 _FEW = {"mode": "standard", "max_attempts": 2}  # by botocore; beyond that, ours
 _PART = 16 << 20  # bytes of one part of a large file on its way
 
 
 class Store:
-    """The folder ``address``; names in it are relative, with slashes.
-
-    Raises:
-        StoreError: here and in every method, if the store cannot be used.
-    """
+    """The folder ``address``; names in it are relative. Methods raise ``StoreError``."""
 
     def __init__(self, address: Address, *, seconds: float = 600) -> None:
         self.address = address
@@ -68,7 +62,8 @@ class Store:
 
     def put(self, name: str, path: Path) -> None:
         """Upload a file, as a multipart upload if it is large."""
-        options = {"chunksize": _PART, "max_concurrency": 4} if self._is_s3 else {}
+        is_s3 = self.address.scheme in _S3
+        options = {"chunksize": _PART, "max_concurrency": 4} if is_s3 else {}
 
         def put() -> None:
             self._make_room(name)
@@ -86,10 +81,7 @@ class Store:
         self._patience.run(f"cannot write {self._where(name)}", write)
 
     def create(self, name: str, data: bytes) -> bool:
-        """Write a file that must not exist yet; False if there is one with other content.
-
-        Atomic where the store supports it; elsewhere its existence is checked first.
-        """
+        """Write a file, atomically if the store can; False if there is one with other content."""
 
         def create() -> None:
             self._make_room(name)
@@ -130,10 +122,6 @@ class Store:
             self._patience.run(f"cannot delete {self._where(name)}", delete)
 
     @property
-    def _is_s3(self) -> bool:
-        return self.address.scheme in ("s3", "s3a")
-
-    @property
     def _is_flat(self) -> bool:
         return self.address.scheme in _FLAT
 
@@ -153,11 +141,11 @@ def _open(address: Address) -> tuple[Any, str]:
     """The file system, without a cache of listings, and the folder's path in it."""
     cls = _class_of(address)
     options = {**cls._get_kwargs_from_urls(str(address)), "use_listings_cache": False}
-    if address.scheme in ("s3", "s3a"):
+    if address.scheme in _S3:
         options["config_kwargs"] = {"retries": _FEW}
     try:
         files = cls(**options)
-        if address.scheme in ("s3", "s3a"):
+        if address.scheme in _S3:
             files.retries = 2
     except Exception as error:
         raise StoreError(f"{address}: cannot open the store: {error}") from error

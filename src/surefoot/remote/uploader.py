@@ -39,12 +39,7 @@ class Uploader:
         self._sent: dict[str, Stamp] = {}  # files of the run that are in the store as they are here
 
     def serve(self, task: Mapping[str, Any]) -> dict[str, object]:
-        """Do one task, and return its result.
-
-        Args:
-            task: ``upload``: the name of a checkpoint, or null; ``replace``: whether it replaces a
-                damaged one; ``forget``: names of checkpoints to delete afterwards.
-        """
+        """Do one task: upload a checkpoint, or none, then delete those to ``forget``."""
         began = time.monotonic()
         try:
             done = self._do(task)

@@ -28,17 +28,14 @@ _WORKERS = 4  # files on their way at a time
 def upload(store: Store, folder: Path, *, replace: bool = False) -> int:
     """Upload the checkpoint ``folder``; when this returns, it exists in the store.
 
-    ``replace``: a checkpoint of its name in the store is known to be damaged, and may be replaced.
-
-    Raises:
-        CheckpointError: the local checkpoint is damaged, or the store contains another of its name.
-        StoreError: the store cannot be reached or refuses.
+    An existing one of its name is an error, unless it is the same, or damaged and to ``replace``.
     """
     name = folder.name
     report = verify_checkpoint(folder, full=True)
     if not report.ok:
         raise CheckpointError(f"{report.problems[0]}; it is not uploaded")
-    manifest = _manifest(folder)
+    with files.raising(CheckpointError), files.open_inside(folder, MANIFEST) as file:
+        manifest = files.read_all(file, strict_json.MAX_BYTES)
     if f"{name}/{MANIFEST}" in store.list(name):
         there = store.read(f"{name}/{MANIFEST}")
         if there == manifest:
@@ -59,11 +56,6 @@ def _taken(store: Store, name: str) -> CheckpointError:
         f"{store.address.inside(name)}: another checkpoint of this name exists there, and a "
         "checkpoint is never overwritten; does another process train with the same output_dir?"
     )
-
-
-def _manifest(folder: Path) -> bytes:
-    with files.raising(CheckpointError), files.open_inside(folder, MANIFEST) as file:
-        return files.read_all(file, strict_json.MAX_BYTES)
 
 
 def _put(store: Store, folder: Path, wanted: Mapping[str, int]) -> None:

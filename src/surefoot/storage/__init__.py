@@ -1,3 +1,1 @@
-"""Files and their surroundings: the one seam to the disk, hashes, locks, addresses of object
-stores.
-"""
+"""The one seam to the disk, hashes, locks, addresses of object stores."""

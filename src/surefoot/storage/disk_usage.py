@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import stat
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -38,13 +37,9 @@ def stored(folder: Path) -> list[DiskUsage]:
                     if stat.S_ISDIR(known.st_mode):
                         pending.append(path)
                     elif stat.S_ISREG(known.st_mode):
-                        found.append(_file(known))
+                        inode, blocks = (known.st_dev, known.st_ino), known.st_blocks * _SECTOR
+                        found.append(DiskUsage(inode, known.st_nlink, known.st_size, blocks))
     return found
-
-
-def _file(known: os.stat_result) -> DiskUsage:
-    inode = (known.st_dev, known.st_ino)
-    return DiskUsage(inode, known.st_nlink, known.st_size, known.st_blocks * _SECTOR)
 
 
 def added(folders: Iterable[Sequence[DiskUsage]]) -> list[int]:
@@ -59,9 +54,7 @@ def added(folders: Iterable[Sequence[DiskUsage]]) -> list[int]:
 
 
 def freed(folders: Iterable[Sequence[DiskUsage]]) -> int:
-    """Bytes that are freed if all ``folders`` are deleted: of files without hard links
-    elsewhere.
-    """
+    """Bytes that are freed if all ``folders`` are deleted: without hard links elsewhere."""
     names = [name for folder in folders for name in folder]
     going = Counter(name.inode for name in names)
     last = {name.inode: name.disk_bytes for name in names if going[name.inode] >= name.num_names}

@@ -172,11 +172,7 @@ class File:
             os.fsync(self._descriptor)
 
     def lock(self) -> bool:
-        """Lock the file until it is closed or the process ends, however it ends.
-
-        Returns False if the file system does not support locks. Raises ``BlockingIOError`` if
-        another process has the lock.
-        """
+        """Lock the file while it is open; False without locks, ``BlockingIOError`` if taken."""
         with _naming(self.path):
             try:
                 fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -217,10 +213,7 @@ def open_folder(path: Path) -> File:
 
 
 def open_inside(folder: Path, name: str) -> File:
-    """Open the regular file ``name`` (``a.json``, ``sub/b.txt``) inside ``folder``.
-
-    No symbolic link is followed below ``folder``, so that nothing outside it can be read.
-    """
+    """Open the regular file ``name`` (``sub/b.txt``) inside ``folder``, following no link in it."""
     *folders, last = PurePosixPath(name).parts
     path = folder / name
     try:
@@ -342,6 +335,11 @@ def share(old: Path, new: Path) -> bool:
 def list_folder(path: Path) -> list[str]:
     """The names in ``path``, sorted."""
     return sorted(os.listdir(path))
+
+
+def names_in(path: Path) -> list[str]:
+    """The same; none if ``path`` is no folder."""
+    return list_folder(path) if is_folder(path) else []
 
 
 def remove_tree(path: Path) -> None:

@@ -1,6 +1,4 @@
-"""Lock of a folder: one process saves to it at a time. The lock ends with the process, however
-it ends.
-"""
+"""Lock of a folder, until the process ends: one process saves to it at a time."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 
-from ..errors import RunError
+from ..errors import RunError, counted
 from ..schema.locations import FunctionPath
 
 RewardFunction = Callable[..., Sequence[float | None]]
@@ -37,7 +37,8 @@ def scores(
     except Exception as error:
         raise RunError(f"{reward}: {type(error).__name__}: {error}") from error
     if len(found) != len(completions):
-        raise RunError(f"{reward}: gave {len(found)} rewards for {len(completions)} completions")
+        rewards = counted(len(found), "reward")
+        raise RunError(f"{reward}: gave {rewards} for {counted(len(completions), 'completion')}")
     return [_checked(reward, value) for value in found]
 
 

@@ -9,8 +9,8 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files
 
-from surefoot.checkpoint.converting.dcp_writing import write_dcp
 from surefoot.checkpoint.converting.resharding import reshard
+from surefoot.checkpoint.converting.targets.dcp import write_dcp
 from surefoot.checkpoint.layouts.dcp_boxes import file_name, shard_files
 from surefoot.checkpoint.layouts.opening import open_folder
 from surefoot.checkpoint.looking.summary import summarise

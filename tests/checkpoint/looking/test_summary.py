@@ -34,7 +34,7 @@ def test_a_checkpoint_in_words(tmp_path):
     assert summary.states["many"] == "k0, k1, k2, k3, k4, k5, k6, k7, k8"
     assert summary.states["optimizer"].endswith("… (4 entries)")
     assert summary.pickles == []
-    assert summary.states["empty"] == "{}" and summary.states["wide"] == "1 entries"
+    assert summary.states["empty"] == "{}" and summary.states["wide"] == "1 entry"
 
 
 def test_a_model_of_others_in_words(shared):

@@ -5,6 +5,7 @@ import json
 import sys
 import threading
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -165,7 +166,8 @@ def test_a_report_is_never_half_read(tmp_path):
     with files.create(path) as report:
         report.lock()
         done = []
-        thread = threading.Thread(target=lambda: done.append(joint._report(path, 1, lambda: False)))
+        wait = partial(joint._wait_for, partial(joint._look, path, 1), 1, lambda: False)
+        thread = threading.Thread(target=lambda: done.append(wait()))
         thread.start()
         time.sleep(0.1)
         assert done == []

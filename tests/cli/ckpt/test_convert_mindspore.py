@@ -170,7 +170,7 @@ def refused(tmp_path, *arguments):
         ("model_parallel=2,model_parallel=2", "model_parallel occurs twice"),
         ("vocab_emb_dp=1", "vocab_emb_dp must be true or false, got '1'"),
         ("model_parallel=32", "has 8 rows, which is no multiple of it"),
-        ("pipeline_stage=3", "2 layers are not as many for every stage"),
+        ("pipeline_stage=3", "2 layers cannot be divided evenly"),
     ],
 )
 def test_a_config_that_does_not_fit_is_refused_and_nothing_written(real, tmp_path, config, problem):

@@ -8,8 +8,9 @@ written row by row.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from ...geometry.box import Box
 from ...storage.files import PAGE
@@ -30,9 +31,7 @@ class ByteRange:
 
 @dataclass(frozen=True)
 class FileImage:
-    """The positions of everything, from the start of the image, which begins with the file's
-    header.
-    """
+    """The positions of everything in the image, which begins with the file's header."""
 
     spots: Mapping[str, tuple[int, int]]  # start and length of each tensor, or box of one, by key
     stretches: Sequence[ByteRange]  # what is written as it lies
@@ -53,7 +52,7 @@ def image_of(shard: Shard) -> FileImage:
         if (box := shard.share.boxes.get(name)) is None:
             continue
         length = num_bytes(entry.dtype, box.shape)
-        runs = list(_first_two(ranges_of(entry, box)))
+        runs = list(islice(ranges_of(entry, box), 2))
         if len(runs) == 1:
             start = _append(stretches, end, *runs[0])
         else:
@@ -74,7 +73,3 @@ def _append(stretches: list[ByteRange], end: int, offset: int, length: int) -> i
     start = -(-end // PAGE) * PAGE + offset % PAGE
     stretches.append(ByteRange(start, offset, length))
     return start
-
-
-def _first_two(ranges: Iterator[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    return (one for one, _ in zip(ranges, range(2), strict=False))

@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, Protocol
@@ -25,7 +26,8 @@ from ..saving.job import Job, Saved
 from ..saving.preparation import LiveTensors, prepare
 from ..saving.writer_group import ALONE, WriterGroup
 from ..state.protocols import Stateful
-from .in_flight import InFlightSave, end
+from .in_flight import end, start_save
+from .writer_process import Background
 
 logger = logging.getLogger(__name__)
 
@@ -103,7 +105,7 @@ class AsyncSaver:
         )
         self._resumed_from = None if self.resumed_from is None else Path(self.resumed_from)
         self.newest = None if self.is_foreign else self._resumed_from
-        self._flight = InFlightSave()
+        self._flight = Background()
         self._lock = None if self.has_lock or self.writers.rank else lock(self._root)
         self._times = Times(self._root)
         self._replaces: Sequence[str] = ()  # names that the save in flight replaces
@@ -185,17 +187,11 @@ class AsyncSaver:
             self._start(replace(job, forget=replaces, share=self.share), live)
 
     def update(self, *, wait: bool = False) -> None:
-        """Bring ``newest`` and ``in_flight`` up to date, or ``wait`` for the save in flight.
-
-        Raises ``CheckpointError`` if the last save failed.
-        """
+        """Bring ``newest`` and ``in_flight`` up to date; raises if the last save failed."""
         self._note(self._flight.wait if wait else self._flight.poll)
 
     def poll(self) -> list[Path]:
-        """The checkpoints committed since the last call of this or ``wait``.
-
-        Raises ``CheckpointError`` if the last save failed.
-        """
+        """The checkpoints committed since the last call; raises if the last save failed."""
         self.update()
         for listener in self.listeners:
             listener.on_poll()
@@ -221,10 +217,7 @@ class AsyncSaver:
     def finish(
         self, metrics: Mapping[int, float] | None = None, protected: Collection[int] = ()
     ) -> None:
-        """Wait for the listeners to finish, and delete what they have protected until then.
-
-        Raises ``CheckpointError`` if one of them failed.
-        """
+        """Wait for the listeners, and delete what they have protected; raises if one failed."""
         for listener in self.listeners:
             listener.finish()
         if self.listeners:
@@ -234,7 +227,7 @@ class AsyncSaver:
         self._replaces = job.forget
         for listener in self.listeners:
             listener.on_save(job.forget)
-        self._note(lambda: self._flight.start(job, live, in_background=self.in_background))
+        self._note(partial(start_save, self._flight, job, live, in_background=self.in_background))
 
     def _note(self, ask: Callable[[], Saved | None]) -> None:
         """Call ``ask`` for the outcome of a save, and store it."""
@@ -243,7 +236,13 @@ class AsyncSaver:
         except CheckpointError as error:
             self._bear(error)
             return
-        if saved is not None and saved.is_committed:
+        if saved is None:
+            return
+        if saved.problem:
+            logger.warning("%s", saved.problem)
+        figures = saved.path.name, saved.num_bytes, saved.num_shared, saved.seconds
+        logger.debug("%s: %d bytes, %d of them shared, in %.2f s", *figures)
+        if saved.is_committed:
             self.newest = saved.path
             self._done.append(saved.path)
             for listener in self.listeners:
@@ -261,10 +260,7 @@ class AsyncSaver:
         protected: Collection[int],
         coming: int | None = None,
     ) -> list[str]:
-        """The names of the checkpoints to delete, once that of step ``coming`` is committed.
-
-        Rank 0 deletes for all.
-        """
+        """The checkpoints to delete once ``coming`` is committed; rank 0 deletes for all."""
         if self.writers.rank:
             return []
         saved = self._times.of(self._rule, coming=coming)

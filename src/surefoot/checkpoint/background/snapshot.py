@@ -44,9 +44,7 @@ def _overlapping(groups: Groups) -> Iterator[None]:
 
 
 def pin(arena: SnapshotBuffer) -> bool:
-    """Pin the buffer's pages, so that GPUs copy directly into them; returns whether it worked.
-    Otherwise copies are slower and keep the GPU waiting, but are correct.
-    """
+    """Pin the buffer's pages for direct copies from GPUs; if that fails, copies are slower."""
     status = _runtime().cudaHostRegister(_address(arena), arena.size, 0)
     return int(status) == 0
 

@@ -93,9 +93,7 @@ class FileImages:
         return files.digest(self.tensor(shard, name))
 
     def write(self, shard: Shard, file: files.File) -> dict[str, str]:
-        """Write and flush the file, or this rank's part of it, from the image; returns the
-        hashes by tensor.
-        """
+        """Write and flush the file, or this rank's part of it; the hashes by tensor."""
         with ThreadPoolExecutor(1) as pool:  # the disk works while the core hashes
             names = self.names(shard)
             hashes = pool.submit(lambda: {name: self.hash(shard, name) for name in names})
@@ -126,9 +124,7 @@ def places(sizes: Sequence[int]) -> tuple[list[int], int]:
 
 
 def free_memory() -> int | None:
-    """Bytes that can be allocated without swapping, within the limit of a container; None if
-    unknown.
-    """
+    """Bytes to allocate without swapping, within a container's limit; None if unknown."""
     found = [free for free in (_of_machine(), _of_container()) if free is not None]
     return min(found, default=None)
 

@@ -34,7 +34,9 @@ class _OrphanedError(Exception):
 
 def main(descriptor: int, size: int) -> None:
     """Serve until the end of the input."""
-    _step_back()
+    # Little of a core that others want, but some: at idle priority a gigabyte took twice as long
+    # during training, and slowed training as much in total.
+    os.nice(19)
     arena = SnapshotBuffer(descriptor, size)
     with contextlib.suppress(_OrphanedError, BrokenPipeError):
         for line in sys.stdin.buffer:
@@ -42,13 +44,6 @@ def main(descriptor: int, size: int) -> None:
                 return  # the process that trains died in the middle of it
             sys.stdout.write(json.dumps(_serve(json.loads(line), arena)) + "\n")
             sys.stdout.flush()
-
-
-def _step_back() -> None:
-    """Use little of a core that others want, but some: at idle priority a gigabyte took twice as
-    long during training, and slowed training as much in total.
-    """
-    os.nice(19)
 
 
 def _serve(told: dict[str, Any], arena: SnapshotBuffer) -> dict[str, object]:
@@ -67,17 +62,12 @@ def _serve(told: dict[str, Any], arena: SnapshotBuffer) -> dict[str, object]:
 
 
 def _must_not_be_orphaned() -> None:
-    """Give up if the training process has already died.
-
-    The temporary folder is locked by now. A launch after this moment sees the lock and waits; an
-    earlier one would not have.
-    """
+    """Give up if the training process is dead: a launch before the lock would not wait for this."""
     if _is_orphaned():
         raise _OrphanedError
 
 
 def _is_orphaned() -> bool:
-    """Whether the training process is dead."""
     poll = select.poll()
     poll.register(sys.stdin.fileno(), select.POLLIN)
     return any(event & select.POLLHUP for _, event in poll.poll(0))
@@ -92,14 +82,7 @@ def _job(told: dict[str, Any], arena: SnapshotBuffer) -> Job:
         for role, name, start, size, share in told["shards"]
     ]
     small = {name: bytes(cut(start, size)) for name, (start, size) in told["small"].items()}
-    apart = {"root", "shards", "small"}
-    plain = [f.name for f in dataclasses.fields(Job) if f.name not in apart]
-    return Job(
-        root=Path(told["root"]),
-        shards=shards,
-        small=small,
-        **{name: told[name] for name in plain},
-    )
+    return Job(**{**told, "root": Path(told["root"]), "shards": shards, "small": small})
 
 
 def _plan(name: str, image: memoryview, file_size: int) -> FilePlan:

@@ -7,6 +7,7 @@ the complete snapshot, so it finishes and commits even if the training process d
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import logging
 import os
@@ -41,7 +42,8 @@ class Background:
         self._arena: SnapshotBuffer | None = None
         self._is_pinned = False  # whether GPUs copy straight into it
         self._writer: _Writer | None = None
-        self._target: Path | None = None  # of the save in flight
+        self.target: Path | None = None  # of the save in flight
+        self.is_off = False  # after a save that could not be asynchronous
         self._job: dict[str, object] = {}  # sent last, as ``describe`` tells it
 
     @property
@@ -50,13 +52,8 @@ class Background:
         return None if self._writer is None else self._writer.process.pid
 
     def start(self, job: Job, live: LiveTensors) -> None:
-        """Take a snapshot and start to write it; the live tensors may change from then on.
-
-        Raises:
-            MemoryError: there is no room for the snapshot.
-            CheckpointError: the writer process cannot be started.
-        """
-        assert self._target is None, "a save is already in flight"
+        """Take a snapshot and start to write it. ``MemoryError`` if there is no room for it."""
+        assert self.target is None, "a save is already in flight"
         sizes = [image_of(shard).size for shard in job.shards]
         blobs = [len(data) for data in job.small.values()]
         starts, size = places([*sizes, *blobs])
@@ -68,21 +65,19 @@ class Background:
             arena.view[start : start + length] = job.small[name]
         self._job = describe(job, images, small)
         self._send(arena)
-        self._target = job.target
+        self.target = job.target
 
     def poll(self) -> Saved | None:
-        """The save that has ended since the last call, if there is one. Raises
-        ``CheckpointError`` if it failed.
-        """
-        if self._target is None or self._writer is None or not self._writer.has_answer():
+        """The save that has ended since the last call; raises if it failed."""
+        if self.target is None or self._writer is None or not self._writer.has_answer():
             return None
-        return self._end(self._target)
+        return self._end(self.target)
 
     def wait(self) -> Saved | None:
         """Wait for the save in flight, if there is one. Raises ``CheckpointError`` if it failed."""
         saved = None
-        while saved is None and self._target is not None:
-            saved = self._end(self._target)
+        while saved is None and self.target is not None:
+            saved = self._end(self.target)
         return saved
 
     def close(self) -> None:
@@ -114,21 +109,19 @@ class Background:
         else:
             told, why, can_mend, is_done = {}, self._writer.death(), True, False
             clean(target.parent)
-        attempt = cast("int", self._job["attempt"]) + 1
+        self.target, attempt = None, cast("int", self._job["attempt"]) + 1
         if not is_done and can_mend and attempt < MOST_ATTEMPTS:
             logger.warning("%s; retrying once", why or f"{target.name} is not committed")
             self._job["attempt"] = attempt
             self._send(self._arena)
+            self.target = target
             return None
-        self._target = None
         if why:
             raise CheckpointError(why if told else f"cannot save {target}: {why}")
         return Saved(**{**told, "path": target})
 
     def _room(self, size: int, ample: int, live: LiveTensors) -> SnapshotBuffer:
-        """The snapshot buffer, allocated again (with the process that maps it) if it is too
-        small.
-        """
+        """The snapshot buffer; a too small one is replaced, with the process that maps it."""
         if self._arena is None or self._arena.size < size:
             self.close()
             self._arena = SnapshotBuffer.create(ample)
@@ -146,8 +139,6 @@ class Background:
 
 
 class _Writer:
-    """The process, and the pipes to it."""
-
     def __init__(self, arena: SnapshotBuffer) -> None:
         home, known = str(Path(surefoot.__file__).parent.parent), os.environ.get("PYTHONPATH")
         # -P and the path: it imports this very package, and nothing that lies about.
@@ -224,27 +215,11 @@ def describe(
 ) -> dict[str, object]:
     """A job as JSON; large values are in the snapshot buffer."""
     starts = zip(job.shards, images.starts, strict=True)
-    return {
-        "root": str(job.root.absolute()),
-        "step": job.step,
-        "kind": job.kind,
-        "created": job.created,
-        "versions": job.versions,
-        "parent": job.parent,
-        "forget": list(job.forget),
-        "layout": job.layout,
-        "share": job.share,
-        "rank": job.rank,
-        "world_size": job.world_size,
-        "mesh": job.mesh,
-        "nonce": job.nonce,
-        "attempt": job.attempt,
-        "name": job.name,
-        "shards": [
-            (s.role, s.plan.name, start, s.plan.header.file_size, _share(s)) for s, start in starts
-        ],
-        "small": small,
-    }
+    shards = [
+        (s.role, s.plan.name, start, s.plan.header.file_size, _share(s)) for s, start in starts
+    ]
+    plain = {field.name: getattr(job, field.name) for field in dataclasses.fields(Job)}
+    return plain | {"root": str(job.root.absolute()), "shards": shards, "small": small}
 
 
 def _share(shard: Shard) -> dict[str, object] | None:

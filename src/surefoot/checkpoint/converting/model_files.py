@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ...errors import CheckpointError, ModelError
+from ...errors import CheckpointError, ModelError, counted
 from ...storage import files
 from ..disk.companions import companions_of
 from ..disk.folder import open_checkpoint
@@ -27,9 +27,7 @@ _OF_RUN = {"state.json", "recipe.yaml", "trainer_state.json"}
 
 
 def companions(base: Path, source: TensorSource) -> dict[str, bytes]:
-    """The companions of the weights in ``base``, with the configuration changed to fit
-    ``source``.
-    """
+    """The companions of the weights in ``base``, its configuration changed to fit ``source``."""
     found = companions_of(base, base)
     return found | (configs(base, source) if files.exists(base / _CONFIG) else {})
 
@@ -43,8 +41,8 @@ def named_as(source: TensorSource, base: Path) -> TensorSource:
         found = source.shapes()
     if missing := sorted(wanted - found.keys()):
         raise CheckpointError(
-            f"weights of another model than {base}: of its {len(wanted)} tensors {len(missing)} "
-            f"are missing (for example {missing[0]})"
+            f"weights of another model than {base}: of its {counted(len(wanted), 'tensor')} "
+            f"{counted(len(missing), 'is', 'are')} missing (for example {missing[0]})"
         )
     return source
 
@@ -66,9 +64,7 @@ def configs(
     changes: Mapping[str, object] | None = None,
     stop_token_ids: tuple[int, ...] = (),
 ) -> dict[str, bytes]:
-    """``config.json`` and ``generation_config.json`` of ``folder``, changed to fit the weights
-    in ``source``, with ``changes`` to the first.
-    """
+    """The two configuration files of ``folder`` for ``source``, with ``changes`` to config.json."""
     changes = changes or {}
     config = {**read_config(folder / _CONFIG), **changes}
     inner = config.get("text_config")

@@ -133,7 +133,11 @@ def plan_reshard(
         raise CheckpointError(
             "a mesh needs layout distributed; layout full is the same for every mesh"
         )
-    _refuse_foreign(Path(folder))
+    if not (found := expect_layout(Path(folder))).has_manifest:
+        raise CheckpointError(
+            f"{folder}: weights only ({found.name}), not a Surefoot checkpoint; `surefoot ckpt "
+            "convert --to surefoot` converts it to one, without training state"
+        )
     checkpoint = open_checkpoint(Path(folder))
     manifest = checkpoint.manifest
     sources = open_roles(Path(folder), manifest)
@@ -145,15 +149,6 @@ def plan_reshard(
         small[_CONFIG] = with_dtype(small[_CONFIG], dtype)
     small |= indexes(shards, mesh.size)
     return Resharding(Path(folder), manifest, layout, mesh, sources, shards, small)
-
-
-def _refuse_foreign(folder: Path) -> None:
-    layout = expect_layout(folder)
-    if not layout.has_manifest:
-        raise CheckpointError(
-            f"{folder}: weights only ({layout.name}), not a Surefoot checkpoint; `surefoot ckpt "
-            "convert --to surefoot` converts it to one, without training state"
-        )
 
 
 def open_roles(folder: Path, manifest: Manifest) -> dict[str, TensorSource]:
@@ -176,11 +171,7 @@ def with_dtype(config: bytes, dtype: str) -> bytes:
 
 
 def shards_of(
-    sources: Mapping[str, TensorSource],
-    kind: Kind,
-    layout: Layout,
-    mesh: Mesh,
-    max_shard_size: int,
+    sources: Mapping[str, TensorSource], kind: Kind, layout: Layout, mesh: Mesh, max_shard_size: int
 ) -> Iterator[Shard]:
     """The files of every role: of unsharded tensors, or of the boxes of every rank."""
     moments = {name: source.shapes() for name, source in sources.items()}
@@ -204,10 +195,7 @@ def shards_of(
 def held_by(
     sources: Mapping[str, TensorSource], mesh: Mesh
 ) -> list[dict[str, dict[str, LocalTensor]]]:
-    """What each rank writes, by role and name: its part of what it would have in a run.
-
-    Tensors of other states are unsharded, and rank 0 writes them.
-    """
+    """What each rank writes, by role and name; rank 0 alone those of other states."""
     held: list[dict[str, dict[str, LocalTensor]]] = [
         {r: {} for r in sources} for _ in range(mesh.size)
     ]
@@ -236,8 +224,7 @@ def _planned(
     moments: Collection[str] = (),
     rank: int | None = None,
 ) -> list[Shard]:
-    """The files of one role, with weights that no optimizer moves apart from the others; of one
-    ``rank`` in layout distributed. ``moments`` are the names of the optimizer's tensors."""
+    """The files of one role, if distributed of one ``rank``; ``moments`` as in ``still_in``."""
     tensors = {name: (held[name].dtype, held[name].box.shape) for name in sorted(held)}
     if not tensors:
         return []
@@ -267,20 +254,43 @@ def commit(plan: Resharding, target: Path, progress: Progress | None) -> Saved:
         share=False,
     )
     clean_leftovers(target)
-    return write(job, SourceContent(plan.sources, progress or silent))
+    return write(job, _SourceContent(plan.sources, progress or silent))
+
+
+def write_weights(
+    source: TensorSource,
+    target: Path | str,
+    *,
+    kind: Kind = "full",
+    layout: Layout = "full",
+    mesh: Mesh = ALONE,
+    dtype: str | None = None,
+    small: Mapping[str, bytes] | None = None,
+    progress: Progress | None = None,
+) -> Saved:
+    """Write ``source``, under Hugging Face's names (of ``kind`` adapter: PEFT's), as a Surefoot
+    checkpoint ``target``, atomically, with ``small`` files.
+
+    A run may start from such a weights-only checkpoint, of step 0, but not resume from it.
+    """
+    path = Path(target).absolute()
+    refuse_existing(path)
+    sources = {"model": cast(source, dtype)}
+    shards = list(shards_of(sources, kind, layout, mesh, SHARD_SIZE))
+    manifest = Manifest(step=0, kind=kind, created="", versions={}, files={}, hashes={}, pieces=())
+    others = {**(small or {}), **indexes(shards, mesh.size)}
+    return commit(Resharding(path, manifest, layout, mesh, sources, shards, others), path, progress)
 
 
 @dataclass(frozen=True)
-class SourceContent:
+class _SourceContent:
     """The content of files that are filled from sources."""
 
     sources: Mapping[str, TensorSource]
     progress: Progress
 
     def write(self, shard: Shard, file: files.File) -> Mapping[str, str]:
-        """Write and flush the file; returns the hash of each box's bytes by its tensor's name."""
         return fill(file, self.sources[shard.role], shard.plan, self.progress)
 
     def hash(self, shard: Shard, name: str) -> str:
-        """Not used: nothing is shared with a parent."""
-        raise AssertionError(name)
+        raise AssertionError(name)  # nothing is shared with a parent

@@ -72,18 +72,14 @@ def raw(tensor: torch.Tensor) -> memoryview:
 def write_file(
     file: files.File, plan: FilePlan, tensors: Mapping[str, torch.Tensor]
 ) -> dict[str, str]:
-    """Write and flush the file that ``plan`` describes; returns the hash of each tensor's bytes
-    by name.
-    """
+    """Write and flush the file that ``plan`` describes; the hash of each tensor's bytes by name."""
     with ByteStream(file) as stream:
         stream.write(plan.head)
         return {name: write_tensor(stream, tensors[name]) for name in plan.header.entries}
 
 
 def write_box(file: files.File, entry: TensorEntry, box: Box, tensor: torch.Tensor) -> str:
-    """Write ``tensor``, which is ``box`` of a stored one, to its position; returns the hash of
-    its values in row-major order. Needs no more memory than one block.
-    """
+    """Write ``box`` of a stored tensor, block by block, to its position; the hash of its values."""
     digest = files.Hash()
     for part in Box.whole(box.shape).blocks(files.BLOCK // tensor.element_size()):
         block = raw(_dense(tensor[part.slices_in(Box.whole(box.shape))]))
@@ -94,9 +90,7 @@ def write_box(file: files.File, entry: TensorEntry, box: Box, tensor: torch.Tens
 
 
 def write_tensor(stream: ByteStream, tensor: torch.Tensor, digest: files.Hash | None = None) -> str:
-    """Add the tensor's values in row-major order; returns the hash of all that ``digest`` has
-    been fed.
-    """
+    """Add the tensor's values in row-major order; the hash of all that ``digest`` has been fed."""
     digest = digest or files.Hash()
     for block in _blocks(tensor):
         digest.update(block)
@@ -121,10 +115,7 @@ def _blocks(tensor: torch.Tensor) -> Iterator[memoryview]:
 
 
 def _dense_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The tensor as consecutive contiguous CPU tensors in row-major order.
-
-    A tensor that is not contiguous, or is on a device, is copied about one block at a time.
-    """
+    """The tensor as contiguous CPU tensors in row-major order; copied block by block if needed."""
     is_plain = tensor.device.type == "cpu" and tensor.is_contiguous()
     if is_plain and not (tensor.is_conj() or tensor.is_neg()):
         yield tensor

@@ -52,10 +52,7 @@ class PendingCheckpoint:
 
 @contextlib.contextmanager
 def temporary_folder(target: Path, nonce: str | None = None) -> Iterator[PendingCheckpoint]:
-    """A new temporary folder beside ``target``; deleted unless it was committed.
-
-    Its name is random, unless several ranks have agreed on a ``nonce``.
-    """
+    """A temporary folder beside ``target``, deleted unless committed; ranks share a ``nonce``."""
     files.make_folder(target.parent)
     manifest = claim(target, lambda folder: files.create(folder / MANIFEST), nonce)
     part = PendingCheckpoint(manifest.path.parent, manifest)
@@ -63,10 +60,9 @@ def temporary_folder(target: Path, nonce: str | None = None) -> Iterator[Pending
         with part.manifest:
             yield part
     finally:
-        with contextlib.suppress(
-            OSError
-        ):  # what stopped the save matters more; `clean` tries again
-            files.remove_tree(part.folder)  # of that name nothing is left after a commit
+        # What stopped the save matters more; `clean` tries again. After a commit nothing is left.
+        with contextlib.suppress(OSError):
+            files.remove_tree(part.folder)
 
 
 def refuse_existing(target: Path) -> None:
@@ -124,9 +120,7 @@ def step_of(folder: Path) -> int:
 def named(root: Path) -> list[Path]:
     """The folders under ``root`` with a checkpoint's name, committed or not, oldest step first."""
     with files.raising(CheckpointError):
-        if not files.is_folder(root):
-            return []
-        found = [root / name for name in files.list_folder(root)]
+        found = [root / name for name in files.names_in(root)]
         return sorted((p for p in found if step_of(p) >= 0 and files.is_folder(p)), key=step_of)
 
 
@@ -156,19 +150,15 @@ def is_being_written(folder: Path) -> bool:
 def being_written(root: Path) -> list[Path]:
     """The folders under ``root`` in which a living process is writing a checkpoint."""
     with files.raising(CheckpointError):
-        names = files.list_folder(root) if files.is_folder(root) else []
-        return [root / n for n in names if _PART.fullmatch(n) and is_being_written(root / n)]
+        parts = [root / name for name in files.names_in(root) if _PART.fullmatch(name)]
+        return [part for part in parts if is_being_written(part)]
 
 
 def clean(root: Path) -> list[Path]:
-    """Delete the leftovers of killed processes; returns the deleted folders.
-
-    The folder of a process that is still writing is not touched.
-    """
+    """Delete the leftovers of killed processes, not of living ones; returns the folders."""
     removed = []
     with files.raising(CheckpointError, f"cannot clean up in {root}"):
-        names = files.list_folder(root) if files.is_folder(root) else []
-        for name in names:
+        for name in files.names_in(root):
             remove = _remove if _FORGOTTEN.fullmatch(name) else _remove_if_dead
             if is_leftover(name) and remove(root / name):
                 removed.append(root / name)
@@ -179,8 +169,7 @@ def clean_leftovers(target: Path) -> None:
     """Delete the temporary folders of killed processes that were writing ``target``."""
     start, end = part_of(target, "").name.rsplit(".", 1)
     with files.raising(CheckpointError, f"cannot clean up in {target.parent}"):
-        names = files.list_folder(target.parent) if files.is_folder(target.parent) else []
-        for name in names:
+        for name in files.names_in(target.parent):
             if name.startswith(start) and name.endswith(f".{end}"):
                 _remove_if_dead(target.parent / name)
 

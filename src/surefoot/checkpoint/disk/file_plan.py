@@ -46,12 +46,11 @@ def plan_save(
         names = [
             f"{stem}-{i:05d}-of-{len(groups):05d}.safetensors" for i in range(1, len(groups) + 1)
         ]
-    return [_file(name, group, boxes) for name, group in zip(names, groups, strict=True)]
-
-
-def _file(name: str, group: Tensors, boxes: Boxes | None) -> FilePlan:
-    told = None if boxes is None else explain({key: boxes[key] for key in group})
-    return FilePlan(name, *build(group, told))
+    plans = []
+    for name, group in zip(names, groups, strict=True):
+        told = None if boxes is None else explain({key: boxes[key] for key in group})
+        plans.append(FilePlan(name, *build(group, told)))
+    return plans
 
 
 def _groups(tensors: Tensors, limit: int | None) -> list[dict[str, tuple[str, tuple[int, ...]]]]:

@@ -35,9 +35,7 @@ class CheckpointFolder:
         return data
 
     def tensors(self, name: str) -> tensorfile.TensorFile:
-        """A file of tensors, its length and header checked; the reader of a piece checks its
-        hash.
-        """
+        """A file of tensors, length and header checked; hashes are for the reader of a piece."""
         file = tensorfile.open_inside(self.path, name)
         try:
             self._check_size(name, file.header.file_size)

@@ -56,9 +56,7 @@ class Header:
 
 
 def ranges_of(entry: TensorEntry, box: Box) -> Iterator[tuple[int, int]]:
-    """The position of ``box`` of a stored tensor in its file: first byte and length of every
-    range.
-    """
+    """The first byte and the length of every range of ``box`` of a stored tensor in its file."""
     item = ITEM_SIZES[entry.dtype]
     for first, count in box.runs_in(Box.whole(entry.shape)):
         yield entry.offset + first * item, count * item
@@ -72,10 +70,7 @@ def num_bytes(dtype: str, shape: tuple[int, ...]) -> int:
 def build(
     tensors: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str] | None = None
 ) -> tuple[bytes, Header]:
-    """Lay out a file for ``tensors`` (name -> dtype, shape): its first bytes, and the positions.
-
-    ``metadata`` is free text for the header.
-    """
+    """Lay out a file for ``tensors`` (name -> dtype, shape): its first bytes, and the positions."""
     order = sorted(tensors, key=lambda name: (-ITEM_SIZES[tensors[name][0]], name))
     text: dict[str, Any] = {_METADATA: {"format": "pt", **(metadata or {})}}
     begins, end = {}, 0
@@ -166,7 +161,7 @@ def _entry(value: Any, start: int, where: str) -> TensorEntry:
 def integers(value: object, count: int | None, where: str) -> tuple[int, ...]:
     """``value`` as a tuple of ``count`` sizes: integers of 0 to 2^63 - 1, and none is a bool."""
     found = value if isinstance(value, list) and len(value) <= 64 else [None]
-    if (count is not None and len(found) != count) or not all(map(_is_size, found)):
+    if (count is not None and len(found) != count) or not all(map(is_size, found)):
         raise CheckpointError(f"{where}: expected sizes, found {reprlib.repr(value)}")
     return tuple(found)
 
@@ -179,5 +174,6 @@ def sizes(value: object, where: str) -> tuple[int, ...]:
     return shape
 
 
-def _is_size(value: object) -> bool:
+def is_size(value: object) -> bool:
+    """Whether ``value`` is an integer of 0 to 2^63 - 1."""
     return type(value) is int and 0 <= value < 1 << 63

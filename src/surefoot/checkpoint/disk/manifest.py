@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal, get_args
 
-from ...errors import CheckpointError
+from ...errors import CheckpointError, counted
 from ...geometry.box import Box, is_covered_once
 from ...storage import files
 from . import strict_json
-from .header import ITEM_SIZES, integers, num_bytes, sizes
+from .header import ITEM_SIZES, integers, is_size, num_bytes, sizes
 
 MANIFEST = "manifest.json"
 STATE = "state.json"
@@ -35,9 +35,7 @@ _NAME = re.compile(r"[^./\\\x00-\x1f\x7f][^/\\\x00-\x1f\x7f]{0,200}")
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One box of one tensor, with the hash of its bytes. In ``file``, ``key`` is either the box
-    or the full tensor.
-    """
+    """One box of a tensor, and its hash. In ``file``, ``key`` is the box or the full tensor."""
 
     tensor: str  # "ROLE/...", for one "model/...": unique in the checkpoint
     dtype: str  # safetensors' name for it
@@ -53,9 +51,7 @@ class Piece:
         return num_bytes(self.dtype, self.box.shape)
 
     def inside(self, stored: tuple[int, ...]) -> Box:
-        """The position of the box in the tensor stored under the key, which has the shape
-        ``stored``.
-        """
+        """The box in the tensor under the key, which has the shape ``stored``."""
         return Box.whole(stored) if stored == self.box.shape else self.box
 
 
@@ -225,9 +221,6 @@ def _check_seal(data: bytes, seal: object, where: str) -> None:
 
 
 def _check_fields(raw: Mapping[str, Any], where: str) -> None:
-    def is_size(value: object) -> bool:
-        return type(value) is int and 0 <= value < 1 << 63
-
     def is_map(kind: Any) -> Any:
         return lambda value: isinstance(value, dict) and all(map(kind, value.values()))
 
@@ -274,11 +267,7 @@ def parse_piece(raw: object, where: str) -> Piece:
 
 
 def check_consistent(manifest: Manifest, where: str) -> None:
-    """Check that names stay in the folder, every piece has its file, and every tensor is covered
-    exactly once.
-
-    Raises ``CheckpointError`` if not.
-    """
+    """Check that names stay in the folder, pieces have files, and tensors are covered once."""
     for name, size in manifest.files.items():
         if not is_plain_name(name) or name == MANIFEST:
             raise CheckpointError(
@@ -301,10 +290,7 @@ def check_consistent(manifest: Manifest, where: str) -> None:
 
 
 def _check_pieces(pieces: Sequence[Piece], where: str, layout: Layout) -> None:
-    """The pieces of one tensor cover it exactly once.
-
-    They are in one tensor of one file or, in layout distributed, each by itself.
-    """
+    """Check that pieces cover one tensor once: from one place or, if distributed, each its own."""
     first = pieces[0]
     places = {(piece.file, piece.key) for piece in pieces}
     if layout == "full" and len(places) > 1:
@@ -316,4 +302,5 @@ def _check_pieces(pieces: Sequence[Piece], where: str, layout: Layout) -> None:
     if 1 < len(places) < len(pieces):
         raise CheckpointError(f"{where} has two pieces in one place")
     if not is_covered_once(Box.whole(first.shape), [piece.box for piece in pieces]):
-        raise CheckpointError(f"{where}: its {len(pieces)} pieces do not cover it exactly once")
+        parts = counted(len(pieces), "piece does", "pieces do")
+        raise CheckpointError(f"{where}: its {parts} not cover it exactly once")

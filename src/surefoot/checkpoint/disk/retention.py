@@ -41,9 +41,7 @@ class RetentionPolicy:
 
 @dataclass(frozen=True)
 class RetentionDecision:
-    """The decision about the checkpoint of ``step``: kept for these reasons, or deleted if there
-    are none.
-    """
+    """The decision about ``step``: kept for these reasons, or deleted if there are none."""
 
     step: int
     why: tuple[str, ...]
@@ -65,14 +63,9 @@ def decide(
 ) -> list[RetentionDecision]:
     """Decide about every checkpoint, oldest step first.
 
-    Args:
-        saved: the step of every complete checkpoint, and when it was saved (seconds since 1970,
-            None if that is unknown: then it counts as young).
-        rule: the retention policy.
-        now: the time, in seconds since 1970.
-        metrics: the metric of the best ones, by step; nan is never best.
-        greater: whether greater values are better.
-        protected: steps that are kept in any case, such as the one resumed from.
+    ``saved`` has, by step, when it was saved, in seconds since 1970 like ``now``; one without a
+    time counts as young. ``metrics`` are by step; nan is never best. ``protected`` steps, such as
+    the one resumed from, are always kept.
     """
     steps = sorted(saved)
     newest = steps[-(rule.keep or 1) :] if steps else []
@@ -115,9 +108,7 @@ def _is_young(
 
 
 def metrics_in(history: Iterable[object], name: str) -> dict[int, float]:
-    """The values of ``name`` by step, from the records of a log; values that are not numbers are
-    skipped.
-    """
+    """The numbers logged as ``name``, by step, from the records of a log."""
     found: dict[int, float] = {}
     for record in history:
         if isinstance(record, dict):
@@ -177,9 +168,7 @@ class Times:
 
 
 def drop_all(folders: Sequence[Path]) -> None:
-    """Delete checkpoints, each atomically; a ``CheckpointError`` at the first that cannot be
-    deleted.
-    """
+    """Delete checkpoints, each atomically; an error at the first that cannot be deleted."""
     for folder in folders:
         with files.raising(CheckpointError, f"cannot delete an old checkpoint of {folder.parent}"):
             delete(folder)

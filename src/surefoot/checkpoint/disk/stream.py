@@ -1,6 +1,4 @@
-"""Write consecutive bytes to a file, past the page cache: no torch, and no more memory than two
-buffers.
-"""
+"""Write consecutive bytes to a file, past the page cache, with two buffers. No torch."""
 
 from __future__ import annotations
 
@@ -13,11 +11,7 @@ _BUFFER = 4 << 20  # bytes handed to the disk at a time
 
 
 class ByteStream:
-    """Fills ``file`` from its first byte on; a context that flushes at its end.
-
-    Data is collected in page-aligned buffers, as direct writes need. One is being written while the
-    other is filled.
-    """
+    """Fills ``file``; of two page-aligned buffers, one is written while the other is filled."""
 
     def __init__(self, file: files.File) -> None:
         self._file = file

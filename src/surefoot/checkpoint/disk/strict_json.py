@@ -25,10 +25,7 @@ _NESTING = re.compile(rb"[^\[\]{}]+")
 
 
 def parse(data: bytes, where: str, *, allow_nan: bool = False) -> Any:
-    """Parse ``data``; ``where`` names the file in errors.
-
-    ``allow_nan`` accepts NaN and Infinity, which Python writes and JSON does not support.
-    """
+    """Parse ``data`` of the file ``where``; ``allow_nan`` accepts NaN and Infinity."""
     _bound(data, where)
     constant = float if allow_nan else _no_constant
     try:

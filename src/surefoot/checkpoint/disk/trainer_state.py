@@ -41,9 +41,7 @@ def read(raw: Mapping[str, Any]) -> TrainerStateFile:
     """Convert untrusted plain data."""
     history = raw.get("log_history")
     return TrainerStateFile(
-        _integer(raw.get("global_step")),
-        _best(raw),
-        history if isinstance(history, list) else [],
+        _integer(raw.get("global_step")), _best(raw), history if isinstance(history, list) else []
     )
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -51,22 +50,12 @@ CHANGED_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 _ELSEWHERE = "merge it with peft's own merge_and_unload()"
 
 
-@dataclass
-class _Module:
-    """The adapter's tensors of one module of the base, by kind of matrix."""
-
-    roles: dict[str, str] = field(default_factory=dict)
-
-
 def merged(base: TensorSource, adapter_folder: Path) -> Merged:
     """``base`` with the LoRA or DoRA adapter in ``adapter_folder`` merged in.
 
     A base with tied embeddings stores no ``lm_head.weight``. If the adapter has values of its own
     for the head, the result has that tensor, and its configuration must have
     ``tie_word_embeddings: false``.
-
-    Raises ``CheckpointError`` if the adapter was trained on another model, or is of a kind that
-    cannot be merged.
     """
     config = read_config(adapter_folder)
     adapter = FolderSource(open_weights(adapter_folder))
@@ -78,16 +67,16 @@ def merged(base: TensorSource, adapter_folder: Path) -> Merged:
         if name not in shapes:
             raise _other_model(adapter_folder, key, name)
     deltas, added = {}, {}
-    for module, found in modules.items():
+    for module, roles in modules.items():
         name = f"{module}.weight"
         if name not in shapes:
-            raise _other_model(adapter_folder, next(iter(found.roles.values())), name)
+            raise _other_model(adapter_folder, next(iter(roles.values())), name)
         shape = adapter.shapes()[replaced[name]] if name in replaced else shapes[name]
-        deltas[name] = _delta(adapter, adapter_folder, module, found.roles, shape, config)
-        if "bias" in found.roles:
+        deltas[name] = _delta(adapter, adapter_folder, module, roles, shape, config)
+        if "bias" in roles:
             if f"{module}.bias" not in shapes:
-                raise _other_model(adapter_folder, found.roles["bias"], f"{module}.bias")
-            added[f"{module}.bias"] = (found.roles["bias"], deltas[name].scale)
+                raise _other_model(adapter_folder, roles["bias"], f"{module}.bias")
+            added[f"{module}.bias"] = (roles["bias"], deltas[name].scale)
     return Merged(base, adapter, deltas, replaced, added)
 
 
@@ -115,16 +104,16 @@ def read_config(folder: Path) -> Mapping[str, Any]:
     return config
 
 
-def _sort(adapter: TensorSource, folder: Path) -> tuple[dict[str, _Module], dict[str, str]]:
-    """Low-rank tensors by module, and full tensors by the base tensor they replace."""
-    modules: dict[str, _Module] = {}
+def _sort(adapter: TensorSource, folder: Path) -> tuple[dict[str, dict[str, str]], dict[str, str]]:
+    """Low-rank tensors by module and role, and full tensors by the base tensor they replace."""
+    modules: dict[str, dict[str, str]] = {}
     replaced = {}
     for key in adapter.shapes():
         name = key.removeprefix(PREFIX)
         for ending, role in _ROLES.items():
             if name.endswith(f".{ending}"):
                 module = name.removesuffix(f".{ending}")
-                modules.setdefault(module, _Module()).roles[role] = key
+                modules.setdefault(module, {})[role] = key
                 break
         else:
             if "lora_" in name or "token_adapter" in name or name == key:
@@ -149,9 +138,7 @@ def _without_tied(
 
 
 def _with_head(base: TensorSource, touched: Collection[str]) -> TensorSource:
-    """``base``, with the head that is tied to its embeddings as a tensor if the adapter changes
-    it.
-    """
+    """``base``, with the tied head as a tensor of its own if the adapter changes it."""
     shapes = base.shapes()
     tied = [name for name in shapes if name.endswith(_EMBEDDINGS)]
     if HEAD not in touched or HEAD in shapes or len(tied) != 1:

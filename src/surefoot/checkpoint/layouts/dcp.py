@@ -9,16 +9,10 @@ from ...errors import CheckpointError
 from ...storage import files
 from ..sources.weights import FolderWeights
 from .dcp_boxes import locations, open_boxes, shard_files
-from .huggingface import has_model
+from .huggingface import HuggingFace
 from .layout import Layout
-from .native import is_native
-from .peft import is_peft
-
-
-def is_dcp(folder: Path) -> bool:
-    """Whether it has files of boxes, ``shard-00001-model-00001-of-00001.safetensors``, alone."""
-    is_taken = is_native(folder) or is_peft(folder) or has_model(folder)
-    return not is_taken and bool(shard_files(folder))
+from .native import Native
+from .peft import PEFT
 
 
 @dataclass(frozen=True)
@@ -29,8 +23,9 @@ class DCP(Layout):
     title = "PyTorch DCP"
 
     def recognise(self, folder: Path) -> bool:
-        """Whether it has files of boxes."""
-        return is_dcp(folder)
+        """Whether it has files ``shard-00001-model-00001-of-00001.safetensors`` alone."""
+        is_taken = any(other.recognise(folder) for other in (Native(), PEFT(), HuggingFace()))
+        return not is_taken and bool(shard_files(folder))
 
     def open(self, folder: Path) -> FolderWeights:
         """The tensors, each joined from its boxes."""

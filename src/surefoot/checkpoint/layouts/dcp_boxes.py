@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ...errors import CheckpointError
+from ...errors import CheckpointError, counted
 from ...geometry.box import Box, is_covered_once
 from ...storage import files
 from ..disk import strict_json, tensorfile
@@ -39,8 +39,7 @@ def file_name(rank: int) -> str:
 
 def shard_files(folder: Path) -> list[str]:
     """The files of boxes in ``folder``, by their names."""
-    names = files.list_folder(folder) if files.is_folder(folder) else []
-    return [name for name in names if _FILE.fullmatch(name)]
+    return [name for name in files.names_in(folder) if _FILE.fullmatch(name)]
 
 
 def open_boxes(folder: Path) -> dict[str, list[DcpChunk]]:
@@ -84,8 +83,8 @@ def _whole(folder: Path, name: str, boxes: Sequence[DcpChunk]) -> list[DcpChunk]
     filled = [apart[box] for box in sorted(apart) if box.size] or [*apart.values()][:1]
     if not is_covered_once(Box.whole(shape), [one.box for one in filled]):
         raise CheckpointError(
-            f"{where}: its {len(filled)} boxes do not cover {list(shape)} exactly once; is the "
-            "file of a rank missing, or of another save?"
+            f"{where}: its {counted(len(filled), 'box does', 'boxes do')} not cover {list(shape)} "
+            "exactly once; is the file of a rank missing, or of another save?"
         )
     return filled
 

@@ -68,7 +68,7 @@ def open_weights(folder: Path) -> FolderWeights:
 
 def is_deepspeed(folder: Path) -> bool:
     """Whether ``folder`` is a checkpoint of DeepSpeed, or contains some. By names alone."""
-    names = files.list_folder(folder) if files.is_folder(folder) else []
+    names = files.names_in(folder)
     return any(name in DEEPSPEED or name.endswith(OF_DEEPSPEED) for name in names)
 
 

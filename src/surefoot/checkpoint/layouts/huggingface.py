@@ -11,7 +11,7 @@ from ..disk import strict_json, tensorfile
 from ..disk.manifest import is_plain_name
 from ..sources.weights import MODEL, MODEL_INDEX, FolderWeights, TensorLocation, tensors_in
 from .layout import Layout
-from .native import is_native
+from .native import Native
 
 
 def has_model(folder: Path) -> bool:
@@ -49,7 +49,7 @@ class HuggingFace(Layout):
 
     def recognise(self, folder: Path) -> bool:
         """Whether it has ``model.safetensors`` or its index."""
-        return has_model(folder) and not is_native(folder)
+        return has_model(folder) and not Native().recognise(folder)
 
     def open(self, folder: Path) -> FolderWeights:
         """The weights. Like in transformers, the single file wins over the index."""

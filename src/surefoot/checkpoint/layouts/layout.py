@@ -66,8 +66,7 @@ class Layout(ABC):
         """The weights, by the names in the files; a ``CheckpointError`` if they are damaged."""
 
     def open_all(self, folder: Path, roles: frozenset[str] | None) -> Locations:
-        """Every tensor by its full name, ``role/name``; only of ``roles`` of all networks, if
-        given: model, optimizer, state."""
+        """Every tensor by its full name, ``role/name``, of all networks, or of some ``roles``."""
         if roles is not None and MODEL not in roles:
             return {}
         return {f"{MODEL}/{name}": place for name, place in self.open(folder).tensors.items()}

@@ -16,11 +16,6 @@ from ..state.roles import MODEL, part_of, role_of
 from .layout import Layout, Locations
 
 
-def is_native(folder: Path) -> bool:
-    """Whether it is a Surefoot checkpoint; without a manifest it is a damaged one."""
-    return files.exists(folder / MANIFEST) or files.exists(folder / STATE)
-
-
 @dataclass(frozen=True)
 class Native(Layout):
     """A Surefoot checkpoint."""
@@ -33,10 +28,8 @@ class Native(Layout):
     is_whole_model = True
 
     def recognise(self, folder: Path) -> bool:
-        """Whether it has a manifest, or the state file of a checkpoint whose manifest is
-        missing.
-        """
-        return is_native(folder)
+        """Whether it has a manifest or, if it is damaged, the state file."""
+        return files.exists(folder / MANIFEST) or files.exists(folder / STATE)
 
     def open(self, folder: Path) -> FolderWeights:
         """The model, or the adapter."""

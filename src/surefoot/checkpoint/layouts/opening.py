@@ -32,16 +32,14 @@ def open_folder(path: Path | str) -> TensorSource:
 
 
 def open_named(path: Path | str, model: Path | None = None) -> TensorSource:
-    """The same under Hugging Face's names, whatever the layout calls them. ``model`` is the folder
-    of the model that the weights belong to, if it is not around them."""
+    """The same under Hugging Face's names. ``model``: their model's folder, if not around them."""
     weights = open_weights(Path(path))
     source, view = FolderSource(weights), _VIEWS.get(weights.layout)
     return source if view is None else view(source, Path(path), model)
 
 
 def open_role(folder: Path, role: str) -> TensorSource | None:
-    """The weights that have files of their own beside a model's: ``ROLE.safetensors``, or what the
-    manifest lists. None if there are none. Raises ``CheckpointError``."""
+    """The weights of a ``role`` with files of its own beside a model's; None if there are none."""
     path, tensors = folder / f"{role}.safetensors", dict[str, TensorLocation]()
     with files.raising(CheckpointError, f"cannot read {path}"):
         if has_manifest(folder):
@@ -53,9 +51,7 @@ def open_role(folder: Path, role: str) -> TensorSource | None:
 
 
 def scattered(folder: Path | str) -> dict[str, torch.Tensor] | None:
-    """The weights of a checkpoint that several ranks wrote, or MindSpore, joined under Hugging
-    Face's names; None for any other folder, which ``from_pretrained`` reads itself.
-    """
+    """Weights of several ranks or of MindSpore, joined; None if ``from_pretrained`` reads them."""
     path = Path(folder)
     layout = detect_layout(path)
     if layout is None or not layout.is_assembled or has_model(path):

@@ -9,15 +9,9 @@ from ...errors import CheckpointError
 from ...storage import files
 from ..disk import tensorfile
 from ..sources.weights import ADAPTER, FolderWeights, tensors_in
-from .huggingface import has_model
+from .huggingface import HuggingFace
 from .layout import Layout
-from .native import is_native
-
-
-def is_peft(folder: Path) -> bool:
-    """Whether it has an adapter, and neither a model nor a manifest."""
-    is_taken = is_native(folder) or has_model(folder)
-    return files.exists(folder / ADAPTER) and not is_taken
+from .native import Native
 
 
 @dataclass(frozen=True)
@@ -31,8 +25,9 @@ class PEFT(Layout):
     is_whole_model = True
 
     def recognise(self, folder: Path) -> bool:
-        """Whether it has an adapter and no model."""
-        return is_peft(folder)
+        """Whether it has an adapter, and neither a model nor a manifest."""
+        is_taken = any(other.recognise(folder) for other in (Native(), HuggingFace()))
+        return files.exists(folder / ADAPTER) and not is_taken
 
     def open(self, folder: Path) -> FolderWeights:
         """The adapter's tensors under PEFT's names."""

@@ -36,16 +36,10 @@ def compare(
     parse: Callable[[str, str], object],
     progress: Callable[[str, int], AbstractContextManager[Callable[[int], None]]],
 ) -> Comparison:
-    """What differs between the checkpoints ``a`` and ``b``.
+    """What differs in ``parts`` of the checkpoints ``a`` and ``b``, folders of any layout.
 
-    Args:
-        a, b: folders of any layout.
-        parts: which of ``PARTS`` are compared.
-        parse: the text of a recipe, and its name in errors, to plain data.
-        progress: given a title and a number of bytes, what is called with those that were read.
-
-    Raises:
-        CheckpointError: one of them cannot be read.
+    ``parse`` turns the text of a recipe, and its name in errors, into plain data. ``progress``,
+    given a title and a number of bytes, returns what is called with those that were read.
     """
     contents = open_contents(a, parts), open_contents(b, parts)
     names = contents[0].tensors.keys() | contents[1].tensors.keys()

@@ -67,10 +67,7 @@ class TensorChange:
 def compare_tensors(
     a: Path, b: Path, roles: Collection[str] | None = None, progress: Progress | None = None
 ) -> Iterator[TensorChange]:
-    """Every tensor of both folders, those of ``a`` first. Tensors with equal hashes are not read.
-
-    Raises ``CheckpointError`` if a folder cannot be read, or is found to be damaged.
-    """
+    """Every tensor of both folders, those of ``a`` first; with equal hashes it is not read."""
     one, other = open_contents(a, roles), open_contents(b, roles)
     sources = FolderSource(one), FolderSource(other)
     with files.raising(CheckpointError):
@@ -117,7 +114,6 @@ def _are_equal(name: str, sources: tuple[FolderSource, FolderSource]) -> bool:
 
 
 def _measure(name: str, sources: tuple[FolderSource, FolderSource]) -> TensorDifference:
-    """The difference of the values."""
     total = TensorDifference(0, 0.0, 0.0, 0.0, 0.0)
     for box in blocks(sources[0].shapes()[name]):
         a, b = (in_double(source.read(name, box)) for source in sources)
@@ -126,7 +122,6 @@ def _measure(name: str, sources: tuple[FolderSource, FolderSource]) -> TensorDif
 
 
 def _joined(one: TensorDifference, other: TensorDifference) -> TensorDifference:
-    """The difference of a tensor from those of two of its parts."""
     return TensorDifference(
         one.num_different + other.num_different,
         max(one.max_absolute, other.max_absolute),
@@ -161,10 +156,7 @@ def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def compare_values(a: Path, b: Path) -> Mapping[str, list[ValueChange]]:
-    """Everything except tensors, by role: the states, library versions, and configurations.
-
-    States are compared only if both folders store them in the same way. Raises ``CheckpointError``.
-    """
+    """States (if stored in the same way), library versions and configurations, by role."""
     with files.raising(CheckpointError):
         ours = [has_manifest(folder) for folder in (a, b)]
         found = {"config": differences(_configs(a), _configs(b))}

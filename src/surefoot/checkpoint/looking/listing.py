@@ -45,10 +45,7 @@ class CheckpointLine:
 
 
 def list_run(root: Path) -> list[CheckpointLine]:
-    """The checkpoints under ``root``, oldest first, then other entries. Hashes nothing.
-
-    A folder that is a checkpoint itself is a list of one.
-    """
+    """The checkpoints of a run, oldest first, then other entries; a checkpoint is a list of one."""
     with files.raising(CheckpointError):
         return _list_run(root)
 

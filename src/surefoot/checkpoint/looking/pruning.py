@@ -1,6 +1,4 @@
-"""Decide which checkpoints of a run a retention policy keeps, and delete the others while
-nothing trains in it.
-"""
+"""Decide which checkpoints of a run to keep, and delete the others while nothing trains."""
 
 from __future__ import annotations
 
@@ -87,11 +85,7 @@ def untrained(folder: Path) -> Iterator[None]:
 
 
 def plan_pruning(folder: Path, options: PruneOptions) -> PrunePlan:
-    """Decide whether each complete Surefoot checkpoint of a run is kept.
-
-    Raises:
-        CheckpointError: there is none, or the metric was never logged.
-    """
+    """Decide about each complete Surefoot checkpoint of a run, which must have one."""
     if step_of(folder.resolve()) >= 0:
         raise CheckpointError(f"{folder}: it is a checkpoint; name the folder of its run")
     lines = {
@@ -129,9 +123,7 @@ def _named(line: CheckpointLine, verdict: RetentionDecision) -> RetentionDecisio
 
 
 def _metrics(lines: Sequence[CheckpointLine], options: PruneOptions) -> dict[int, float]:
-    """The metric of every evaluated step, from the logs of all checkpoints; the latest has
-    precedence.
-    """
+    """The metric by step, from the logs of all checkpoints; the latest has precedence."""
     history = [row for line in lines for row in state_of(open_checkpoint(line.path)).history]
     found = metrics_in(history, options.metric)
     if not found and options.rule.keep_best and history:

@@ -1,26 +1,23 @@
-"""Summary of a checkpoint for people and tools: read from manifests and headers, not from
-tensors.
-"""
+"""Summary of a checkpoint for people and tools, from manifests and headers."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import prod
 from pathlib import Path
 
-from ...errors import CheckpointError
+from ...errors import CheckpointError, counted
 from ...storage import files
 from ..disk import strict_json, trainer_state
 from ..disk.folder import CheckpointFolder, open_checkpoint
-from ..disk.manifest import Piece
 from ..layouts import LAYOUTS
 from ..layouts.detection import has_manifest
 from ..layouts.native import Native
 from ..reading.contents import open_contents, states_of
-from ..sources.weights import ADAPTER_CONFIG, FolderWeights, TensorLocation
+from ..sources.weights import ADAPTER_CONFIG, FolderWeights
 
 _WIDTH = 60  # characters in which a state is told
 _WANTED = {  # configuration file -> what is said of it
@@ -104,56 +101,49 @@ def _summarise_native(checkpoint: CheckpointFolder) -> Summary:
         "world size": str(manifest.world_size),
         "versions": ", ".join(" ".join(pair) for pair in sorted(manifest.versions.items())),
     }
-    return Summary(
-        checkpoint.path,
-        Native.name,
-        facts,
-        manifest.files,
-        _groups(manifest.by_tensor()),
-        _states(checkpoint.path),
-    )
+    tensors = {}
+    for name, pieces in manifest.by_tensor().items():
+        size, names = sum(p.num_bytes for p in pieces), sorted({p.file for p in pieces})
+        tensors[name] = Tensor(name, pieces[0].dtype, pieces[0].shape, size, _several(names))
+    groups, states = _groups(tensors), _states(checkpoint.path)
+    return Summary(checkpoint.path, Native.name, facts, manifest.files, groups, states)
 
 
 def _states(folder: Path) -> dict[str, str]:
     return {name: _in_words(value) for name, value in states_of(folder).items()}
 
 
-def _groups(tensors: Mapping[str, Sequence[Piece]]) -> tuple[Group, ...]:
+def _several(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+
+
+def _groups(tensors: Mapping[str, Tensor]) -> tuple[Group, ...]:
+    """Tensors by role, from their full names."""
     found: dict[str, list[Tensor]] = {}
-    for full_name, pieces in sorted(tensors.items()):
+    for full_name, tensor in sorted(tensors.items()):
         role, _, name = full_name.partition("/")
-        size, names = sum(p.num_bytes for p in pieces), sorted({p.file for p in pieces})
-        files_of = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
-        tensor = Tensor(name, pieces[0].dtype, pieces[0].shape, size, files_of)
-        found.setdefault(role, []).append(tensor)
+        found.setdefault(role, []).append(replace(tensor, name=name))
     return tuple(Group(role, tuple(found[role])) for role in sorted(found))
 
 
 def _summarise_plain(contents: FolderWeights) -> Summary:
-    folder = contents.folder
-    groups: dict[str, list[Tensor]] = {}
-    for full_name, place in sorted(contents.tensors.items()):
-        role, _, name = full_name.partition("/")
-        groups.setdefault(role, []).append(_tensor(name, place, folder))
+    folder, tensors = contents.folder, {}
+    for name, place in contents.tensors.items():
+        paths = sorted({part.file.path for part in place.parts}) or [place.file.path]
+        file, entry = _several([_inside(path, folder) for path in paths]), place.entry
+        tensors[name] = Tensor(name, entry.dtype, entry.shape, entry.num_bytes, file)
     try:
         progress, states = _progress(folder), _states(folder)
     except CheckpointError as error:  # a damaged log says nothing against the weights
         progress, states = {"log": f"cannot be read: {error}"}, {}
-    return Summary(
-        folder,
-        contents.layout,
-        progress | _config_facts(folder),
-        _sizes(contents),
-        tuple(Group(role, tuple(groups[role])) for role in sorted(groups)) or (Group("model", ()),),
-        states,
-    )
+    groups, facts = _groups(tensors) or (Group("model", ()),), progress | _config_facts(folder)
+    return Summary(folder, contents.layout, facts, _sizes(contents), groups, states)
 
 
 def _sizes(contents: FolderWeights) -> dict[str, int]:
     """The files in the folder, and the tensor files in subfolders."""
     folder = contents.folder
-    names = files.list_folder(folder) if files.is_folder(folder) else []
-    sizes = {name: files.size_of(folder / name) for name in names}
+    sizes = {name: files.size_of(folder / name) for name in files.names_in(folder)}
     for place in contents.tensors.values():
         for file in {part.file for part in place.parts} or {place.file}:
             sizes[_inside(file.path, folder)] = file.header.file_size
@@ -174,14 +164,6 @@ def _progress(folder: Path) -> dict[str, str]:
     return {name: str(value) for name, value in found.items() if value is not None}
 
 
-def _tensor(name: str, place: TensorLocation, folder: Path) -> Tensor:
-    entry, files_of = place.entry, sorted({part.file.path for part in place.parts})
-    file = _inside(place.file.path, folder)
-    if len(files_of) > 1:
-        file = f"{_inside(files_of[0], folder)} and {len(files_of) - 1} more"
-    return Tensor(name, entry.dtype, entry.shape, entry.num_bytes, file)
-
-
 def _config_facts(folder: Path) -> dict[str, str]:
     """A short description from ``config.json`` or ``adapter_config.json``."""
     facts: dict[str, str] = {}
@@ -189,12 +171,11 @@ def _config_facts(folder: Path) -> dict[str, str]:
         if files.exists(folder / name):
             with files.raising(CheckpointError):
                 config = strict_json.read_object(folder / name)
-            facts |= {key: _plain(config[key]) for key in keys if config.get(key) is not None}
+            told = {key: config[key] for key in keys if config.get(key) is not None}
+            for key, value in told.items():
+                every = value if isinstance(value, list) else [value]
+                facts[key] = _clipped(", ".join(map(str, every)))
     return facts
-
-
-def _plain(value: object) -> str:
-    return _clipped(", ".join(map(str, value)) if isinstance(value, list) else str(value))
 
 
 def _in_words(value: object) -> str:
@@ -203,9 +184,10 @@ def _in_words(value: object) -> str:
         return _clipped(str(value))
     lengths = accumulate(len(key) + 2 for key in value)
     shown = [key for key, length in zip(value, lengths, strict=True) if length <= _WIDTH]
+    every = counted(len(value), "entry", "entries")
     if not shown:
-        return f"{len(value)} entries"
-    rest = [f"… ({len(value)} entries)"] if len(shown) < len(value) else []
+        return every
+    rest = [f"… ({every})"] if len(shown) < len(value) else []
     return ", ".join(shown + rest)
 
 

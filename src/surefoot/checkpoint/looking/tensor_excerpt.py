@@ -28,10 +28,7 @@ class Excerpt:
 
 
 def excerpt(source: TensorSource, name: str, selection: Selection, limit: int) -> Excerpt:
-    """Read the selection, or its edges if it has more than ``limit`` values.
-
-    Raises ``CheckpointError`` if that would need too much memory.
-    """
+    """Read the selection, or its edges if it has over ``limit`` values; these must be few."""
     ranges = [_ranges(count, prod(selection.shape) > limit) for count in selection.counts]
     boxes = prod(len(dim) for dim in ranges)
     size = selection.box.size if boxes == 1 else boxes

@@ -16,10 +16,7 @@ BLOCK = 1 << 18  # elements; 2 MB in 64 bits, so that they stay in the cache
 
 @dataclass(frozen=True)
 class Norms:
-    """Statistics of one tensor, over its finite values; None where there are none.
-
-    The two parts of a complex number count as two values.
-    """
+    """Statistics over the finite values (or their real and imaginary parts); None without any."""
 
     l2: float
     minimum: float | None

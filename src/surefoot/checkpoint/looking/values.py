@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from ...errors import counted
+
 What = Literal["differs", "only in A", "only in B"]
 
 PARTS = ("model", "optimizer", "state", "config", "recipe", "versions")  # of a checkpoint
@@ -51,17 +53,13 @@ def _of_dicts(
 
 def _of_lists(a: list[object], b: list[object], path: str) -> Iterator[ValueChange]:
     if len(a) != len(b):
-        yield ValueChange(path, "differs", _length(a), _length(b))
+        yield ValueChange(path, "differs", counted(len(a), "item"), counted(len(b), "item"))
     elif len(a) > _MANY and not any(isinstance(item, dict | list) for item in a + b):
         if not all(map(_is_same, a, b)):  # a random generator's numbers, say
             yield ValueChange(path, "differs", a, b)
     else:
         for i, (one, other) in enumerate(zip(a, b, strict=True)):
             yield from _differences(one, other, f"{path}[{i}]")
-
-
-def _length(items: list[object]) -> str:
-    return f"{len(items)} item{'' if len(items) == 1 else 's'}"
 
 
 def _is_same(a: object, b: object) -> bool:

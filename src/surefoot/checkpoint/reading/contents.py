@@ -22,11 +22,7 @@ _MODEL = "model/"
 
 
 def open_contents(folder: Path, roles: Collection[str] | None = None) -> FolderWeights:
-    """Every tensor in a folder of any layout, by its full name; only of ``roles``, if given: model,
-    optimizer, state, of all networks.
-
-    Raises ``CheckpointError`` if the folder is none of weights, or is damaged.
-    """
+    """Every tensor of a folder by its full name, of all networks, or of some ``roles``."""
     layout = expect_layout(folder)
     with files.raising(CheckpointError, f"cannot read {folder}"):
         tensors = layout.open_all(folder, None if roles is None else frozenset(roles))
@@ -39,9 +35,7 @@ def shown(name: str) -> str:
 
 
 def find_tensor(contents: FolderWeights, name: str) -> str:
-    """The full name of the tensor that a user calls ``name``; suggests near names if there is
-    none.
-    """
+    """The full name of the tensor that a user calls ``name``; an error suggests near names."""
     for full in (_MODEL + name, name):
         if full in contents.tensors:
             return full
@@ -60,27 +54,21 @@ def ascii_only(name: str) -> str:
 
 
 def states_of(folder: Path) -> Mapping[str, Any]:
-    """The states without their tensors, as they are stored; for a foreign folder, the log of the
-    run.
-    """
+    """The states without their tensors, as stored; for a foreign folder, the log of the run."""
     with files.raising(CheckpointError):
         layout = detect_layout(folder)
         return logged_states(folder) if layout is None else layout.states(folder)
 
 
 def small_file(folder: Path, name: str) -> bytes | None:
-    """The content of a companion file, its hash checked in a Surefoot checkpoint; None if there
-    is no such file. Raises ``CheckpointError``.
-    """
+    """The content of a companion file, its hash checked if it has one; None without the file."""
     with files.raising(CheckpointError):
         layout = detect_layout(folder)
         return read_small(folder, name) if layout is None else layout.small_file(folder, name)
 
 
 def plain(skeleton: Any) -> Any:
-    """A stored state as plain data to compare and read: without tensors, with tagged values
-    converted.
-    """
+    """A stored state as plain data: without tensors, with tagged values converted."""
     if isinstance(skeleton, list):
         return [plain(item) for item in skeleton]
     if not isinstance(skeleton, dict):

@@ -1,6 +1,4 @@
-"""Find the checkpoint to resume from: the latest valid one, after orphaned writers have ended
-and leftovers are deleted.
-"""
+"""Find the latest valid checkpoint, after orphaned writers have ended and leftovers are deleted."""
 
 from __future__ import annotations
 
@@ -44,19 +42,12 @@ def recover_latest(root: Path | str) -> Path | None:
 
 
 def wait_for_orphans(root: Path) -> None:
-    """Wait for a save that outlived its run, so that the run resumes from it and not from the one
-    before.
-
-    No process trains here, so the folder that is still being written is the last snapshot of a
-    killed run.
-    """
-    is_told = False
-    while writing := being_written(root):
-        if not is_told:
-            logger.info(
-                "the previous launch ended during a save: waiting for its writer process to "
-                "finish %s",
-                writing[0].name,
-            )
-            is_told = True
+    """Wait for the last snapshot of a killed run, so that the run resumes from it."""
+    if writing := being_written(root):
+        logger.info(
+            "the previous launch ended during a save: waiting for its writer process to finish %s",
+            writing[0].name,
+        )
+    while writing:
         time.sleep(_PAUSE)
+        writing = being_written(root)

@@ -1,6 +1,4 @@
-"""Load states from a checkpoint: check everything that can be checked, then read directly into
-place.
-"""
+"""Load states from a checkpoint: check all that can be checked, then read directly into place."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from ...errors import CheckpointError
+from ...errors import CheckpointError, counted
 from ...geometry.box import Box
 from ...storage import files
 from ...storage.parallel_work import in_parallel
@@ -69,11 +67,11 @@ def load(
     if only is not None and (unknown := sorted(set(only) - set(states))):
         raise ValueError(f"only: no state {unknown[0]!r}; there are {', '.join(states)}")
     checkpoint = open_checkpoint(Path(folder))
-    wanted = adopted({n: states[n] for n in states if only is None or n in only})
+    with_files, rest = adopted({n: states[n] for n in states if only is None or n in only})
     skeleton = checkpoint.skeleton()
     with files.raising(CheckpointError, f"cannot load {folder}"):
-        jobs = [_file_job(checkpoint, n, s, skeleton) for n, s in wanted.files.items()]
-        jobs += [_rest_job(checkpoint, n, s, skeleton) for n, s in wanted.rest.items()]
+        jobs = [_file_job(checkpoint, n, s, skeleton) for n, s in with_files.items()]
+        jobs += [_rest_job(checkpoint, n, s, skeleton) for n, s in rest.items()]
         tensors = _read(checkpoint, jobs)
         trees = [
             job.tree(into, f"{folder}: {job.name}") for job, into in zip(jobs, tensors, strict=True)
@@ -85,7 +83,6 @@ def load(
 def _file_job(
     checkpoint: CheckpointFolder, role: str, state: ShardedState, skeleton: Mapping[str, Any]
 ) -> _Job:
-    """A state with files of its own."""
     if FileRole(role).is_weights:
         return _weights_job(checkpoint, role, state)
     own = _skeleton_of(checkpoint, role, skeleton)
@@ -119,9 +116,7 @@ def _pieces(checkpoint: CheckpointFolder, role: str, name: str, skeleton: Any) -
     """The pieces of every tensor that a state's skeleton points at."""
     saved = checkpoint.manifest.tensors(role)
     if missing := [pointer for pointer in pointers(skeleton) if pointer not in saved]:
-        raise CheckpointError(
-            f"{checkpoint.path}: {name}: tensor {missing[0][:200]!r} is not there"
-        )
+        raise CheckpointError(f"{checkpoint.path}: {name}: tensor {missing[0][:200]!r} is missing")
     return {pointer: saved[pointer] for pointer in pointers(skeleton)}
 
 
@@ -131,19 +126,17 @@ def _weights_job(checkpoint: CheckpointFolder, role: str, state: ShardedState) -
     unexpected = [name for name in pieces if name not in current]
     if missing or unexpected:
         raise CheckpointError(
-            f"{checkpoint.path}: it is the checkpoint of another {role}: of the {len(current)} "
-            f"tensors of this one {_some(missing)} missing in it, and of its own {len(pieces)} "
-            f"{_some(unexpected)} unknown here"
+            f"{checkpoint.path}: a checkpoint of another {role}, with "
+            f"{counted(len(pieces), 'tensor')} where this run has {len(current):,}: "
+            f"missing in it: {_some(missing)}; unknown to this run: {_some(unexpected)}"
         )
     _check_shapes(checkpoint, role, current, pieces)
     return _Job(role, pieces, current, None, state, is_flat=True)
 
 
 def _some(names: list[str]) -> str:
-    if not names:
-        return "none are"
-    more = f", … ({len(names)} in all)" if len(names) > _SHOWN else ""
-    return f"{', '.join(names[:_SHOWN])}{more} {'is' if len(names) == 1 else 'are'}"
+    more = f", … ({len(names):,} in total)" if len(names) > _SHOWN else ""
+    return f"{', '.join(names[:_SHOWN]) or 'none'}{more}"
 
 
 def _check_shapes(
@@ -189,9 +182,7 @@ def _read(checkpoint: CheckpointFolder, jobs: Sequence[_Job]) -> list[dict[str, 
 def _read_piece(
     checkpoint: CheckpointFolder, piece: Piece, file: TensorFile, into: LocalBox
 ) -> None:
-    """Read the part of ``piece`` that is in the wanted box; a piece that is read completely is
-    checked.
-    """
+    """Read what the wanted box has of ``piece``; a piece that is read completely is checked."""
     common = piece.box & into.box
     if piece.box.size and common is None:
         return

@@ -34,9 +34,7 @@ class Report:
 
 @dataclass(frozen=True)
 class Found:
-    """The checkpoint to resume from, if any, and the later ones that are not valid, with
-    reasons.
-    """
+    """The checkpoint to resume from, if any, and the later invalid ones, with reasons."""
 
     path: Path | None
     passed_over: list[tuple[Path, str]]
@@ -70,7 +68,7 @@ def verify_checkpoint(folder: Path, *, full: bool, progress: Progress | None = N
         problems = [
             problem
             for name in sorted(checkpoint.manifest.files)
-            for problem in _problems(checkpoint, name, full=full, progress=progress or _silent)
+            for problem in problems_in(checkpoint, name, full=full, progress=progress)
         ]
         checked = "every byte checked" if full else "lengths, headers and small files checked"
         return Report(folder, problems, notes, checked)
@@ -103,18 +101,10 @@ def find_latest(root: Path | str) -> Found:
     return Found(None, passed_over)
 
 
-def problems_in(checkpoint: CheckpointFolder, name: str) -> list[str]:
-    """The problem of one file of an opened checkpoint, every byte of it checked."""
-    return list(_problems(checkpoint, name, full=True, progress=_silent))
-
-
-def _silent(num_bytes: int) -> None:
-    """Report no progress."""
-
-
-def _problems(
-    checkpoint: CheckpointFolder, name: str, *, full: bool, progress: Progress
+def problems_in(
+    checkpoint: CheckpointFolder, name: str, *, full: bool = True, progress: Progress | None = None
 ) -> Iterator[str]:
+    """The problems of one file of an opened checkpoint; with ``full`` of every byte of it."""
     try:
         if not is_safetensors(name):
             checkpoint.small(name)
@@ -125,15 +115,14 @@ def _problems(
                     checkpoint.check_stored(file, piece)
                 except CheckpointError as error:
                     yield str(error)
-                progress(piece.num_bytes)
+                if progress is not None:
+                    progress(piece.num_bytes)
     except CheckpointError as error:
         yield str(error)
 
 
 def _strays(checkpoint: CheckpointFolder) -> list[str]:
-    """Files in the folder that are not in the manifest: notes of a user, or files for other
-    programs.
-    """
+    """Files that are not in the manifest: notes of a user, or files for other programs."""
     known = {MANIFEST} | {name.split("/")[0] for name in checkpoint.manifest.files}
     with files.raising(CheckpointError):
         strays = [name for name in files.list_folder(checkpoint.path) if name not in known]

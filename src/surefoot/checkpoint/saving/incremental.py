@@ -1,6 +1,4 @@
-"""Incremental saves: files that would be bitwise equal to the parent's need not be written
-again.
-"""
+"""Incremental saves: files that would equal the parent's are not written again."""
 
 from __future__ import annotations
 
@@ -26,10 +24,7 @@ def parent_of(job: Job) -> CheckpointFolder | None:
 
 
 def equal_file(parent: CheckpointFolder, shard: Shard, content: Content) -> str | None:
-    """The parent's file that contains all that this rank would write of ``shard``, if there is one.
-
-    The file is read again: a bad sector must not be inherited.
-    """
+    """The parent's file with all that this rank would write of ``shard``, checked again."""
     name = _of_same_head(parent, shard)
     if name is None:
         return None
@@ -46,9 +41,7 @@ def equal_file(parent: CheckpointFolder, shard: Shard, content: Content) -> str 
 
 
 def link(parent: CheckpointFolder, name: str, shard: Shard, folder: Path) -> list[Piece] | None:
-    """Give ``shard`` the content of the parent's file ``name``: returns its pieces, or None if
-    the file system cannot do that.
-    """
+    """Give ``shard`` the parent's file ``name``: its pieces, or None if the disk cannot share."""
     new = folder / shard.plan.name
     make_parent(folder, shard.plan.name)
     return list(_renamed(parent, name, shard)) if files.share(parent.path / name, new) else None
@@ -76,9 +69,7 @@ def _counterparts(saved: Mapping[str, tuple[Piece, ...]], shard: Shard) -> list[
 
 
 def make_parent(folder: Path, name: str) -> None:
-    """Create the folder of a rank in ``folder``, but not ``folder`` itself, which may have been
-    given up.
-    """
+    """Create a rank's folder in ``folder``, but not ``folder``, which may have been given up."""
     parent = (folder / name).parent
     if parent != folder and not files.is_folder(parent):
         files.new_folder(parent)

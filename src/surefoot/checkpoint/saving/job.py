@@ -60,12 +60,22 @@ class Job:
         return self.nonce is not None and (self.layout == "full" or self.kind == "adapter")
 
     @property
+    def joint_shards(self) -> list[Shard]:
+        """The files of which several ranks write parts."""
+        return [shard for shard in self.shards if shard.share is not None]
+
+    @property
+    def may_share(self) -> bool:
+        """Whether files may be shared with the parent, on which all ranks agree."""
+        return self.share and self.parent is not None
+
+    @property
     def target(self) -> Path:
         """The folder of the future checkpoint."""
         return self.root / (self.name or f"checkpoint-{self.step}")
 
     def nonce_of(self, attempt: int) -> str | None:
-        """The temporary folder of one attempt."""
+        """The part of the temporary folder's name on which ranks agree, of one attempt."""
         return None if self.nonce is None else f"{self.nonce}{attempt:x}"
 
 

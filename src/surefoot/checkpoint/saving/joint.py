@@ -18,6 +18,7 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -50,11 +51,7 @@ class Written:
 def write_own_part(
     job: Job, write_files: Callable[[Path], Written], is_orphan: Callable[[], bool]
 ) -> tuple[int, bool]:
-    """Write the files of a rank other than rank 0, report them, and wait for the commit.
-
-    Returns the bytes, and whether they are committed. Errors are reported too, and rank 0 raises
-    them.
-    """
+    """Write and report the files of a rank other than 0; the bytes, and if they are committed."""
     folder = _folder(job, is_orphan)
     if folder is None:
         return 0, files.exists(job.target / MANIFEST)
@@ -108,13 +105,10 @@ def publish_folder(folder: Path) -> None:
 
 
 def gather(job: Job, folder: Path, written: Written, is_orphan: Callable[[], bool]) -> None:
-    """Wait for the reports of all others, and add their contents to ``written``.
-
-    Raises ``CheckpointError`` if one of them failed or died.
-    """
+    """Add the reports of all others to ``written``; raises if a rank failed or died."""
     for rank in range(1, job.world_size):
         path = folder / _REPORT.format(rank)
-        told = _report(path, rank, is_orphan)
+        told = _wait_for(partial(_look, path, rank), rank, is_orphan)
         _refuse_error(job, rank, told)
         written.files |= told["files"]
         written.hashes |= told["hashes"]
@@ -154,10 +148,7 @@ def publish_files(folder: Path, names: Sequence[str]) -> None:
 
 
 def wait_for_files(folder: Path) -> list[str]:
-    """Wait until rank 0 lets this rank write; returns the files of which it writes a part.
-
-    Raises ``CheckpointError`` if rank 0 has died or aborted.
-    """
+    """The files of which this rank writes a part, once rank 0 made them; raises if it died."""
     while not files.exists(folder / _BEGIN):
         if _is_abandoned(folder):
             raise CheckpointError("rank 0 died or aborted before it created the checkpoint files")
@@ -196,9 +187,7 @@ def _refuse_error(job: Job, rank: int, told: Mapping[str, Any]) -> None:
 
 
 def _folder(job: Job, is_orphan: Callable[[], bool]) -> Path | None:
-    """The temporary folder, once rank 0 has locked it; None if another attempt was committed, or
-    has already begun.
-    """
+    """The temporary folder, once rank 0 has locked it; None if another attempt took over."""
     folder, began = _folder_of(job, job.attempt), time.monotonic()
     while not files.exists(folder / _REPORT.format(0)):
         if files.exists(job.target / MANIFEST) or files.exists(_folder_of(job, job.attempt + 1)):
@@ -233,9 +222,7 @@ def _patience(is_orphan: Callable[[], bool]) -> float:
 
 
 def _wait_for(look: Callable[[], T | None], rank: int, is_orphan: Callable[[], bool]) -> T:
-    """The result of ``look`` once there is one. Raises ``CheckpointError`` if the rank never
-    starts.
-    """
+    """The result of ``look`` once there is one; raises if the rank never starts."""
     began = time.monotonic()
     while True:
         try:
@@ -247,11 +234,6 @@ def _wait_for(look: Callable[[], T | None], rank: int, is_orphan: Callable[[], b
         if found is not None:
             return found
         time.sleep(_PAUSE)
-
-
-def _report(path: Path, rank: int, is_orphan: Callable[[], bool]) -> Mapping[str, Any]:
-    """The report of a rank, once it exists."""
-    return _wait_for(lambda: _look(path, rank), rank, is_orphan)
 
 
 def _look(path: Path, rank: int) -> Mapping[str, Any] | None:

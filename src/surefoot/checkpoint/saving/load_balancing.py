@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ...errors import CheckpointError
+from ...errors import CheckpointError, counted
 from ...geometry.box import Box, is_covered_once
 from ..disk.header import num_bytes
 
@@ -87,7 +87,7 @@ def _check(name: str, boxes: Mapping[LocalTensor, Holders]) -> None:
         parts = ", ".join(f"{list(h.box.start)}+{list(h.box.shape)}" for h in list(boxes)[:4])
         raise CheckpointError(
             f"{name}: the boxes of all ranks do not cover it exactly once ({parts}, "
-            f"{len(boxes)} boxes in total)"
+            f"{counted(len(boxes), 'box', 'boxes')} in total)"
         )
 
 
@@ -120,10 +120,7 @@ def _deal(
 
 
 def _divided(box: Box, wanted: float, tolerance: float) -> tuple[Box | None, Box | None]:
-    """A part of about ``wanted`` elements of ``box``, and the rest; None for nothing.
-
-    It is split along the first dimension that is fine enough for the ``tolerance``.
-    """
+    """About ``wanted`` of ``box`` along the first dimension that is fine enough, and the rest."""
     if wanted <= tolerance:
         return None, box
 

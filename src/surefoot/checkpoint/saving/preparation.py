@@ -27,7 +27,7 @@ from ..state.local_box import LocalBox, local_box_of
 from ..state.protocols import ShardedState, Stateful
 from ..state.roles import MODEL, OPTIMIZER, FileRole, trained_names
 from ..state.roles import STATE as STATE_ROLE
-from ..state.states import AdoptedStates, adopted
+from ..state.states import adopted
 from ..state.tensors import split
 from .job import Job, Shard, WriteShare
 from .load_balancing import LocalTensor
@@ -91,23 +91,19 @@ def prepare(
     max_shard_size: int = 5_000_000_000,
     crew: WriterGroup = ALONE,
 ) -> tuple[Job, LiveTensors]:
-    """What ``save`` would write, and the live tensors, which are not read yet.
-
-    A collective call: each rank of ``crew`` gets its part of the boxes that it has, of shared files
-    in layout ``full``, of its own files in layout ``distributed``. Tensors of other states are
-    those of rank 0.
-    """
-    all_states = adopted(states)
-    groups, skeleton = _split(all_states)
-    parts = {role: _parts(role, t, all_states.files.get(role)) for role, t in groups.items()}
+    """What this rank of ``crew`` would write, and its live tensors, unread. A collective call."""
+    with_files, rest = adopted(states)
+    groups, skeleton = _split(with_files, rest)
+    parts = {role: _parts(role, t, with_files.get(role)) for role, t in groups.items()}
     tensors: Mapping[str, Described]
-    tensors, nonce = {role: _described(role, found) for role, found in parts.items()}, None
+    tensors = {role: _described(role, found) for role, found in parts.items()}
+    nonce: str | None = None
     if crew.size == 1:
         _refuse_incomplete(parts)
     else:
         sharded = {role: skeleton[role] for role in groups if role in skeleton}
-        word, plan = crew.agree(_held(parts, tensors, crew), sharded, parent)
-        nonce, parent, tensors = word.nonce, word.parent, plan.tensors
+        nonce, parent, plan = crew.agree(_held(parts, tensors, crew), sharded, parent)
+        tensors = plan.tensors
         parts = {role: _narrowed(found, plan.mine.get(role, {})) for role, found in parts.items()}
         skeleton |= plan.optimizers
     shards = _shards(parts, tensors, kind, max_shard_size, crew)
@@ -143,9 +139,7 @@ def _parts(role: str, tensors: Tensors, state: ShardedState | None) -> dict[str,
 
 
 def _refuse_incomplete(parts: ByRole) -> None:
-    """A rank that saves alone must have every tensor in full, because no other rank writes the
-    rest.
-    """
+    """A rank that saves alone must have every tensor in full: no other writes the rest."""
     for role, found in parts.items():
         for name, one in found.items():
             if one.box != Box.whole(one.shape):
@@ -162,9 +156,7 @@ def _described(role: str, parts: Mapping[str, LocalBox]) -> dict[str, tuple[str,
 
 
 def _held(parts: ByRole, tensors: Mapping[str, Described], crew: WriterGroup) -> Holding:
-    """The same for the other ranks. Tensors of other states, such as random generators, differ
-    between ranks, and those of rank 0 are saved.
-    """
+    """The same for the other ranks; other states differ between ranks, and rank 0's are saved."""
     return {
         role: {n: LocalTensor(tensors[role][n][0], p.shape, p.box) for n, p in found.items()}
         for role, found in parts.items()
@@ -217,20 +209,22 @@ def _version(name: str) -> str:
         return "unknown"
 
 
-def _split(states: AdoptedStates) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, Any]]:
+def _split(
+    with_files: Mapping[str, ShardedState], rest: Mapping[str, Stateful]
+) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, Any]]:
     """The tensors of each role by their key in the file, and the structure of all states."""
-    if odd := [name for name in states if not name.isidentifier()]:
-        raise CheckpointError(f"a state cannot be called {odd[0]!r}; choose a plain word")
+    if odd := [name for name in (*with_files, *rest) if not name.isidentifier()]:
+        raise CheckpointError(f"the state name {odd[0]!r} is not a plain word; choose another")
     groups: dict[str, dict[str, torch.Tensor]] = {MODEL: {}, OPTIMIZER: {}}
     skeleton: dict[str, Any] = {}
-    for name, state in states.files.items():
+    for name, state in with_files.items():
         if FileRole(name).is_weights:
             groups[name] = _flat(name, state.state_dict())
         else:
             groups[name], skeleton[name] = split(state.state_dict(), name)
-    rest = {name: state.state_dict() for name, state in states.rest.items()}
-    groups[STATE_ROLE], others = split(rest, STATE_ROLE)
-    return groups, skeleton | others
+    others = {name: state.state_dict() for name, state in rest.items()}
+    groups[STATE_ROLE], structure = split(others, STATE_ROLE)
+    return groups, skeleton | structure
 
 
 def _flat(role: str, tree: Mapping[str, Any]) -> dict[str, torch.Tensor]:
@@ -268,43 +262,25 @@ def _shards(
         if not described:
             continue
         for plan in plan_save(stem, described, limit, apart=apart, boxes=boxes):
-            share = _share(plan, own, crew) if is_joint else None
+            written = {tensor: own[tensor].box for tensor in plan.header.entries if tensor in own}
+            share = WriteShare(written, has_head=crew.rank == 0) if is_joint else None
             if share is None or share.boxes or share.has_head:
                 shards.append(Shard(name, plan, share))
     return shards
 
 
-def _share(plan: FilePlan, own: Mapping[str, LocalBox], crew: WriterGroup) -> WriteShare:
-    boxes = {name: own[name].box for name in plan.header.entries if name in own}
-    return WriteShare(boxes, has_head=crew.rank == 0)
-
-
 def still_in(role: FileRole, tensors: Described, moments: Collection[str]) -> Collection[str]:
-    """The tensors of a role that no optimizer moves, to have files of their own. ``moments`` are
-    the names of its optimizer's tensors."""
+    """The tensors of a role that no optimizer moves; ``moments`` names its optimizer's tensors."""
     if role.is_adapter or not role.is_weights:
         return ()
-    return unchanged_parameters(tensors, trained_names(moments))
-
-
-def unchanged_parameters(model: Described, moved: Collection[str]) -> set[str]:
-    """Weights that no optimizer updates, if they are large enough for files of their own, to be
-    shared.
-
-    The optimizer's tensors are named after the weights that it updates.
-    """
-    still = {name for name in model if name not in moved}
-    sizes = {name: num_bytes(*described) for name, described in model.items()}
+    still = tensors.keys() - trained_names(moments)
+    sizes = {name: num_bytes(*described) for name, described in tensors.items()}
     share = sum(sizes[name] for name in still) / max(sum(sizes.values()), 1)
     return still if WORTH_SHARING <= share < 1 else set()
 
 
 def indexes(shards: Sequence[Shard], num_ranks: int) -> dict[str, bytes]:
-    """The ``*.safetensors.index.json`` of every role with several files.
-
-    In layout ``distributed`` it is for the weights only, at the top level, so that
-    ``from_pretrained`` finds them; the manifest covers the rest.
-    """
+    """The index of every role with several files; in layout distributed, of the weights only."""
     found = {}
     for role in dict.fromkeys(shard.role for shard in shards):
         plans = [shard.plan for shard in shards if shard.role == role]

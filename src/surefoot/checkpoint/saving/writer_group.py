@@ -32,14 +32,6 @@ class SavePlan:
     optimizers: Mapping[str, Mapping[str, Any]]  # by role: states without tensors, of all processes
 
 
-@dataclass(frozen=True)
-class SaveDecision:
-    """The decision of rank 0 about one save, which all follow."""
-
-    nonce: str  # of the folder aside
-    parent: str | None
-
-
 @dataclass
 class _Memory:
     """The last plan, and the digests of its inputs."""
@@ -62,16 +54,12 @@ class WriterGroup:
 
     def agree(
         self, held: Holding, optimizers: Mapping[str, Mapping[str, Any]], parent: str | None
-    ) -> tuple[SaveDecision, SavePlan]:
-        """Tell the others what this process holds; what is to be done. Every process must call it.
+    ) -> tuple[str, str | None, SavePlan]:
+        """Exchange which boxes each rank has; a collective call. Raises on every rank if these do
+        not fit together.
 
-        Args:
-            held: what is here of the tensors of each role.
-            optimizers: by role their states without tensors, which in a pipeline are of some
-                parameters only.
-            parent: as this process knows it; the first one's counts.
-
-        Raises ``CheckpointError``, in every process, if what they hold does not fit together.
+        ``optimizers`` are states without tensors, in a pipeline of some parameters only. Returns
+        rank 0's nonce of the temporary folder, its ``parent``, and the plan.
         """
         said = _said(held, optimizers)
         own = digest(json.dumps(said).encode())
@@ -80,7 +68,8 @@ class WriterGroup:
         if self._memory.plan is None or digests != self._memory.digests:
             self._memory.plan = _plan([_heard(one) for one in self.exchange(said)], self.rank)
             self._memory.digests = digests
-        return SaveDecision(*answers[0][1:]), self._memory.plan
+        _, nonce, parent = answers[0]
+        return nonce, parent, self._memory.plan
 
 
 ALONE = WriterGroup()
@@ -108,9 +97,7 @@ def _heard(said: tuple[Any, Mapping[str, Any]]) -> Heard:
 
 
 def shared_out(held: Sequence[Holding]) -> list[dict[str, dict[str, Box]]]:
-    """What each rank writes of the tensors of all ranks, by role and name (see
-    ``load_balancing``).
-    """
+    """What each rank writes of the tensors of all, by role and name (see ``load_balancing``)."""
     flat = [
         {f"{role}/{name}": one for role, found in tensors.items() for name, one in found.items()}
         for tensors in held

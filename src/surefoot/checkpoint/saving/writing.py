@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from ...errors import CheckpointError
@@ -110,14 +111,14 @@ def write_files(
 ) -> Written:
     """Write and flush all files except the manifest. Space for the large ones is reserved first."""
     written, parent = Written(), parent_of(job)
-    own = [shard for shard in job.shards if shard.share is None]
-    left = [shard for shard in own if not _link(parent, shard, content, folder, written)]
+    is_linked = partial(_link, parent, content, folder, written)
+    left = [shard for shard in job.shards if shard.share is None and not is_linked(shard)]
     if job.is_joint and job.rank == 0:
-        left += _open_joint(job, content, folder, written, left, is_orphan)
+        left += _open_joint(job, folder, left, is_linked, is_orphan)
     else:
         _reserve(folder, left)
     if job.is_joint and job.rank > 0:
-        left += _join(job, content, folder)
+        left += _join(job, content, folder, parent)
     for shard in left:
         path = folder / shard.plan.name
         with _opened(path, shard) as file:
@@ -148,48 +149,31 @@ def _reserve(folder: Path, shards: Sequence[Shard]) -> None:
 
 def _open_joint(
     job: Job,
-    content: Content,
     folder: Path,
-    written: Written,
     own: Sequence[Shard],
+    is_linked: Callable[[Shard], bool],
     is_orphan: Callable[[], bool],
 ) -> list[Shard]:
-    """Create the files that all ranks write, in addition to its ``own``, and let them start;
-    returns the files that differ from the parent's, as far as any rank can tell.
-    """
-    joint, parent = [shard for shard in job.shards if shard.share is not None], parent_of(job)
-    other = read_changed(job, folder, is_orphan) if _may_share(job) else set()
-    left = [
-        shard
-        for shard in joint
-        if shard.plan.name in other or not _link(parent, shard, content, folder, written)
-    ]
+    """Create the files that all ranks write, and let them start; returns those to write."""
+    changed = read_changed(job, folder, is_orphan) if job.may_share else set()
+    left = [s for s in job.joint_shards if s.plan.name in changed or not is_linked(s)]
     _reserve(folder, [*own, *left])
     publish_files(folder, [shard.plan.name for shard in left])
     return left
 
 
-def _join(job: Job, content: Content, folder: Path) -> list[Shard]:
+def _join(job: Job, content: Content, folder: Path, parent: CheckpointFolder | None) -> list[Shard]:
     """Wait until the shared files exist; returns those of which this rank writes a part."""
-    joint, parent = [shard for shard in job.shards if shard.share is not None], parent_of(job)
-    if _may_share(job):
+    joint = job.joint_shards
+    if job.may_share:
         changed = [s for s in joint if parent is None or equal_file(parent, s, content) is None]
         report_changed(job, folder, [shard.plan.name for shard in changed])
     names = wait_for_files(folder)
     return [shard for shard in joint if shard.plan.name in names]
 
 
-def _may_share(job: Job) -> bool:
-    """Whether files may be shared with the parent, on which all ranks agree."""
-    return job.share and job.parent is not None
-
-
 def _link(
-    parent: CheckpointFolder | None,
-    shard: Shard,
-    content: Content,
-    folder: Path,
-    written: Written,
+    parent: CheckpointFolder | None, content: Content, folder: Path, written: Written, shard: Shard
 ) -> bool:
     """Whether ``shard`` is equal to a file of the parent, and has been linked to it."""
     name = None if parent is None else equal_file(parent, shard, content)

@@ -115,9 +115,7 @@ def _remove(path: Path) -> None:
 def fill(
     file: files.File, source: TensorSource, plan: FilePlan, progress: Progress
 ) -> dict[str, str]:
-    """Write and flush a file; returns the hash of the bytes of each of its tensors, or boxes, by
-    name.
-    """
+    """Write and flush a file; the hash of the bytes of each tensor, or box, by name."""
     with ByteStream(file) as stream:
         stream.write(plan.head)
         boxes = explained(plan.header).items()

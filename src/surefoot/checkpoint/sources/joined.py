@@ -1,6 +1,4 @@
-"""Join several tensor sources into one, for example weights and Adam moments. Names must not
-overlap.
-"""
+"""Join tensor sources of different names into one, for example weights and Adam moments."""
 
 from __future__ import annotations
 
@@ -11,7 +9,7 @@ from functools import cached_property
 import torch
 
 from ...geometry.box import Box
-from .source import Shape, TensorSource
+from .source import Shape, TensorSource, once
 
 
 @dataclass(frozen=True)
@@ -26,21 +24,15 @@ class JoinedSource:
             f"{prefix}{name}": (part, name) for prefix, part in self.parts for name in part.shapes()
         }
 
-    @cached_property
-    def _shapes(self) -> Mapping[str, Shape]:
-        return {f"{p}{name}": s for p, part in self.parts for name, s in part.shapes().items()}
-
-    @cached_property
-    def _dtypes(self) -> Mapping[str, torch.dtype]:
-        return {f"{p}{name}": d for p, part in self.parts for name, d in part.dtypes().items()}
-
+    @once
     def shapes(self) -> Mapping[str, Shape]:
         """Of all sources."""
-        return self._shapes
+        return {f"{p}{name}": s for p, part in self.parts for name, s in part.shapes().items()}
 
+    @once
     def dtypes(self) -> Mapping[str, torch.dtype]:
         """Of all sources."""
-        return self._dtypes
+        return {f"{p}{name}": d for p, part in self.parts for name, d in part.dtypes().items()}
 
     def read(self, name: str, box: Box) -> torch.Tensor:
         """From the source that contains it."""

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 
 import torch
 
 from ...geometry.box import Box
-from .source import Shape, TensorSource, read_whole
+from .source import Shape, TensorSource, once, read_whole
 
 _BLOCK = 4 << 20  # elements computed at a time
 
@@ -45,14 +44,11 @@ class Merged:
     _norms: dict[str, torch.Tensor] = field(default_factory=dict, repr=False, compare=False)
     _factors: dict[str, torch.Tensor] = field(default_factory=dict, repr=False, compare=False)
 
-    @cached_property
-    def _shapes(self) -> Mapping[str, Shape]:
-        shapes = self.adapter.shapes()
-        return {**self.base.shapes(), **{name: shapes[new] for name, new in self.replaced.items()}}
-
+    @once
     def shapes(self) -> Mapping[str, Shape]:
         """Those of the base, except for replaced tensors: a resized vocabulary has more rows."""
-        return self._shapes
+        shapes = self.adapter.shapes()
+        return {**self.base.shapes(), **{name: shapes[new] for name, new in self.replaced.items()}}
 
     def dtypes(self) -> Mapping[str, torch.dtype]:
         """Those of the base."""
@@ -114,9 +110,7 @@ class Merged:
         return scaled_OI[:, box.start[1] : box.stop[1]]
 
     def _column_norms(self, name: str, delta: Delta, exact: torch.dtype) -> torch.Tensor:
-        """Norms over the stored rows, block by block; cached, because every block of rows needs
-        them.
-        """
+        """Norms over the stored rows; cached, because every block of rows needs them."""
         if name not in self._norms:
             shape = self.shapes()[name]
             total = torch.zeros(shape[1], dtype=torch.float64)

@@ -7,10 +7,10 @@ over sources. So a conversion is one expression, reads only what it writes, and 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Protocol
+from functools import cached_property, wraps
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -21,6 +21,8 @@ from ..disk.bytes import DTYPES, fill_box, raw
 from .weights import FolderWeights, StoredBox
 
 Shape = tuple[int, ...]
+S = TypeVar("S")
+T = TypeVar("T")
 
 
 class TensorSource(Protocol):
@@ -34,6 +36,20 @@ class TensorSource(Protocol):
 
     def read(self, name: str, box: Box) -> torch.Tensor:
         """The values in one box of one tensor, on the CPU."""
+
+
+def once(method: Callable[[S], T]) -> Callable[[S], T]:
+    """A method of a frozen source whose result is computed once."""
+    name = f"_{method.__name__}"
+
+    @wraps(method)
+    def computed(self: S) -> T:
+        if name not in self.__dict__:
+            self.__dict__[name] = method(self)
+        found: T = self.__dict__[name]
+        return found
+
+    return computed
 
 
 def read_whole(source: TensorSource, name: str) -> torch.Tensor:
@@ -54,21 +70,15 @@ class FolderSource:
         default_factory=dict, repr=False, compare=False
     )  # elements hashed so far, and their hash
 
-    @cached_property
-    def _shapes(self) -> Mapping[str, Shape]:
-        return {name: place.entry.shape for name, place in self.weights.tensors.items()}
-
+    @once
     def shapes(self) -> Mapping[str, Shape]:
         """As stored."""
-        return self._shapes
+        return {name: place.entry.shape for name, place in self.weights.tensors.items()}
 
-    @cached_property
-    def _dtypes(self) -> Mapping[str, torch.dtype]:
-        return {name: DTYPES[place.entry.dtype] for name, place in self.weights.tensors.items()}
-
+    @once
     def dtypes(self) -> Mapping[str, torch.dtype]:
         """As stored."""
-        return self._dtypes
+        return {name: DTYPES[place.entry.dtype] for name, place in self.weights.tensors.items()}
 
     def read(self, name: str, box: Box) -> torch.Tensor:
         """Only the bytes of ``box``, from the file into a new tensor."""
@@ -77,16 +87,14 @@ class FolderSource:
         if len(box.shape) != len(whole.shape) or box not in whole:
             where = f"{self.weights.folder}: {name}"
             raise CheckpointError(f"{where}: {box} is outside of shape {place.entry.shape}")
-        found = torch.empty(box.shape, dtype=self._dtypes[name])
+        found = torch.empty(box.shape, dtype=self.dtypes()[name])
         for part in place.parts or (StoredBox(place.file, place.key, whole, place.hash),):
             if (common := box & part.box) is not None:
                 self._fill(name, part, common, found[common.slices_in(box)])
         return found
 
     def _fill(self, name: str, part: StoredBox, box: Box, target: torch.Tensor) -> None:
-        """Read ``box``, which is inside ``part``, directly into ``target`` if that is
-        contiguous.
-        """
+        """Read ``box``, inside ``part``; directly into ``target`` if that is contiguous."""
         inside = box.moved_into(part.box)
         is_plain = target.is_contiguous()
         values = target if is_plain else torch.empty(box.shape, dtype=target.dtype)
@@ -141,23 +149,17 @@ class Renamed:
     source: TensorSource
     names: Mapping[str, str]
 
-    @cached_property
-    def _shapes(self) -> Mapping[str, Shape]:
+    @once
+    def shapes(self) -> Mapping[str, Shape]:
+        """By new name."""
         shapes = self.source.shapes()
         return {new: shapes[old] for new, old in self.names.items()}
 
-    @cached_property
-    def _dtypes(self) -> Mapping[str, torch.dtype]:
-        dtypes = self.source.dtypes()
-        return {new: dtypes[old] for new, old in self.names.items()}
-
-    def shapes(self) -> Mapping[str, Shape]:
-        """By new name."""
-        return self._shapes
-
+    @once
     def dtypes(self) -> Mapping[str, torch.dtype]:
         """By new name."""
-        return self._dtypes
+        dtypes = self.source.dtypes()
+        return {new: dtypes[old] for new, old in self.names.items()}
 
     def read(self, name: str, box: Box) -> torch.Tensor:
         """By new name."""
@@ -182,24 +184,18 @@ class ReplacingSource(ABC):
     def _made(self) -> Mapping[str, tuple[Shape, Sequence[str]]]:
         return self.made()
 
-    @cached_property
-    def _dtypes(self) -> Mapping[str, torch.dtype]:
+    @once
+    def shapes(self) -> Mapping[str, Shape]:
+        """Of the new tensors, and of those that were not used."""
+        shapes = {**self.source.shapes(), **{n: shape for n, (shape, _) in self._made.items()}}
+        return {name: shapes[name] for name in self.dtypes()}
+
+    @once
+    def dtypes(self) -> Mapping[str, torch.dtype]:
+        """Of a new tensor, that of the first it is made of."""
         dtypes, used = self.source.dtypes(), {n for _, own in self._made.values() for n in own}
         left = {name: dtype for name, dtype in dtypes.items() if name not in used}
         return left | {name: dtypes[own[0]] for name, (_, own) in self._made.items()}
-
-    @cached_property
-    def _shapes(self) -> Mapping[str, Shape]:
-        shapes = {**self.source.shapes(), **{n: shape for n, (shape, _) in self._made.items()}}
-        return {name: shapes[name] for name in self._dtypes}
-
-    def shapes(self) -> Mapping[str, Shape]:
-        """Of the new tensors, and of those that were not used."""
-        return self._shapes
-
-    def dtypes(self) -> Mapping[str, torch.dtype]:
-        """Of a new tensor, that of the first it is made of."""
-        return self._dtypes
 
     def read(self, name: str, box: Box) -> torch.Tensor:
         """As stored, unless it is new."""
@@ -208,9 +204,7 @@ class ReplacingSource(ABC):
 
 @dataclass(frozen=True)
 class CastSource:
-    """The same values in another floating point dtype. Integers, bools and 8-bit floats are not
-    changed.
-    """
+    """Floating point values in another dtype; integers, bools and 8-bit floats do not change."""
 
     source: TensorSource
     dtype: torch.dtype

@@ -78,9 +78,7 @@ class PipelinedWeights:
 
 @dataclass(frozen=True)
 class PipelinedOptimizer:
-    """The optimizer state of the trainable parameters of some pipeline stages:
-    ``{parameter: {slot: tensor}}``.
-    """
+    """The optimizer state of some pipeline stages: ``{parameter: {slot: tensor}}``."""
 
     own: ShardedState
     elsewhere: Collection[str]  # parameters
@@ -96,27 +94,21 @@ class PipelinedOptimizer:
         return pointer.rpartition(".")[0] in self.copies
 
     def like(self, pointer: str) -> torch.Tensor | None:
-        """A tensor of the state that does not exist yet; on the meta device if it never will on
-        this rank.
-        """
+        """A tensor that does not exist yet; on the meta device if never on this rank."""
         if pointer.rpartition(".")[0] in self.elsewhere:
             return torch.empty((), device="meta")
         return self.own.like(pointer)
 
     def state_dict(self) -> dict[str, dict[str, torch.Tensor]]:
-        """All parameters; the live tensors of this rank. A collective call of the pipeline: only
-        the rank that has created the slots of a parameter knows them.
-        """
+        """The live tensors, and the names of all ranks: a collective call."""
         own: dict[str, dict[str, torch.Tensor]] = self.own.state_dict()
         slots = {name: [*tensors] for name, tensors in own.items()}
-        theirs = _merged(self.exchange.of_stages(slots))
+        theirs = {n: s for part in self.exchange.of_stages(slots) for n, s in part.items()}
         empty = torch.empty((), device="meta")
         return {name: own.get(name) or dict.fromkeys(theirs[name], empty) for name in theirs}
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
-        """Load this rank's tensors from ``state``. Raises ``CheckpointError`` as the optimizer's
-        own.
-        """
+        """Load this rank's tensors from ``state``."""
         self.own.load_state_dict({n: dict(s) for n, s in state.items() if n not in self.elsewhere})
 
 
@@ -128,7 +120,3 @@ def owners(exchange: Exchange, names: Iterable[str]) -> list[set[str]]:
         found.append(set(theirs) - seen)
         seen |= set(theirs)
     return found
-
-
-def _merged(parts: Iterable[Mapping[str, list[str]]]) -> dict[str, list[str]]:
-    return {name: slots for part in parts for name, slots in part.items()}

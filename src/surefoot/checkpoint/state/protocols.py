@@ -1,7 +1,4 @@
-"""The ``Stateful`` and ``ShardedState`` protocols: what is saved, and how ranks share it.
-
-This module needs no torch: recipes are read without it.
-"""
+"""The ``Stateful`` and ``ShardedState`` protocols: what is saved, how ranks share it. No torch."""
 
 from __future__ import annotations
 
@@ -40,9 +37,7 @@ class ShardedState(Stateful, Protocol):
     """
 
     def cuts_of(self, pointer: str, /) -> Cuts | None:
-        """The sharding of a tensor over ranks; None if it is a DTensor's own, or the tensor is
-        not sharded.
-        """
+        """The sharding of a tensor; None if it is a DTensor's own, or there is none."""
 
     def is_copy(self, pointer: str, /) -> bool:
         """Whether another pipeline stage has the tensor as well, and writes it."""

@@ -9,7 +9,7 @@ and the random generators.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from ...errors import CheckpointError
+from ...errors import CheckpointError, counted
 from ...geometry.sharding import Cuts
 from .protocols import ShardedState, Stateful
 from .roles import MODEL, OPTIMIZER, STATE
@@ -96,23 +96,9 @@ class PartialState:
         return self.whole.like(pointer)
 
 
-@dataclass(frozen=True)
-class AdoptedStates:
-    """States as they are saved and loaded."""
-
-    files: Mapping[str, ShardedState]  # by role: those with files of their own
-    rest: Mapping[str, Stateful]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter((*self.files, *self.rest))
-
-
-def adopted(states: Mapping[str, Stateful]) -> AdoptedStates:
-    """``states`` as they are saved and loaded.
-
-    ``model``, ``optimizer`` and every ``FileState`` have files of their own. A plain module has
-    every tensor once.
-    """
+def adopted(states: Mapping[str, Stateful]) -> tuple[dict[str, ShardedState], dict[str, Stateful]]:
+    """``model``, ``optimizer`` and every ``FileState``, which have files of their own, by role,
+    and the other states. A plain module has every tensor once."""
     files: dict[str, ShardedState] = {}
     rest: dict[str, Stateful] = {}
     for name, state in states.items():
@@ -125,7 +111,7 @@ def adopted(states: Mapping[str, Stateful]) -> AdoptedStates:
             rest[name] = own
     if STATE in files:
         raise CheckpointError(f"{STATE!r} is the file of all other states; choose another name")
-    return AdoptedStates(files, rest)
+    return files, rest
 
 
 @dataclass(frozen=True)
@@ -203,13 +189,13 @@ class NamedOptimizer:
         self.optimizer.load_state_dict(plain)
 
     def _names(self) -> list[list[str]]:
-        """The names of each group's parameters."""
         known = {id(parameter): name for name, parameter in self.named_parameters}
         groups = [group["params"] for group in self.optimizer.param_groups]
         if odd := [p for params in groups for p in params if id(p) not in known]:
             raise CheckpointError(
-                f"the optimizer updates {len(odd)} parameters that have no name, one of shape "
-                f"{list(odd[0].shape)}; pass the named_parameters() of every module it updates"
+                f"the optimizer updates {counted(len(odd), 'parameter')} without a name, one of "
+                f"shape {list(odd[0].shape)}; pass the named_parameters() of every module it "
+                "updates"
             )
         return [[known[id(p)] for p in params] for params in groups]
 
@@ -221,9 +207,11 @@ class RandomState:
         """Python's, numpy's and torch's generators, and that of the GPU in use."""
         version, words, gauss = random.getstate()
         numpy: dict[str, Any] = np.random.get_state(legacy=False)
+        key, position = numpy["state"]["key"].astype(np.int64), numpy["state"]["pos"]
         state: dict[str, Any] = {
             "python": [version, list(words), gauss],
-            "numpy": {**numpy, "state": _words_to_tensor(numpy["state"])},
+            # The Mersenne twister's 624 words are a tensor: files contain no numpy arrays.
+            "numpy": {**numpy, "state": {"key": torch.from_numpy(key), "pos": int(position)}},
             "torch": torch.get_rng_state(),
         }
         if torch.cuda.is_available():
@@ -234,17 +222,9 @@ class RandomState:
         """Set the generators; that of a device that does not exist here is skipped."""
         version, words, gauss = state["python"]
         random.setstate((version, tuple(words), gauss))
-        numpy = state["numpy"]
-        np.random.set_state({**numpy, "state": _tensor_to_words(numpy["state"])})
+        words = state["numpy"]["state"]
+        key = words["key"].numpy().astype(np.uint32)
+        np.random.set_state({**state["numpy"], "state": {"key": key, "pos": words["pos"]}})
         torch.set_rng_state(state["torch"])
         if "cuda" in state and torch.cuda.is_available():
             torch.cuda.set_rng_state(state["cuda"])
-
-
-def _words_to_tensor(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The Mersenne twister's 624 words as a tensor, because files contain no numpy arrays."""
-    return {"key": torch.from_numpy(state["key"].astype(np.int64)), "pos": int(state["pos"])}
-
-
-def _tensor_to_words(state: Mapping[str, Any]) -> dict[str, Any]:
-    return {"key": state["key"].numpy().astype(np.uint32), "pos": state["pos"]}

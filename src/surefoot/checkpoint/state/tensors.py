@@ -105,14 +105,12 @@ def _leaf(value: object, where: str) -> Skeleton:
     )
 
 
-def _read_dict(pairs: Any, tensors: Mapping[str, torch.Tensor], where: str) -> dict[Any, Any]:
-    return {join(key, tensors, where): join(value, tensors, where) for key, value in pairs}
-
-
 _READERS: dict[str, Callable[[Any, Mapping[str, torch.Tensor], str], Any]] = {
     "$tensor": lambda name, tensors, _: tensors[name],
     "$tuple": lambda items, tensors, where: tuple(join(item, tensors, where) for item in items),
-    "$dict": _read_dict,
+    "$dict": lambda pairs, tensors, where: {
+        join(key, tensors, where): join(value, tensors, where) for key, value in pairs
+    },
     "$int": lambda text, *_: int(text, 16),
     "$float": lambda text, *_: {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}[text],
 }

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
+from ...errors import counted
 from ...storage.address import Address
 from ..table import JSON, print_json, reading
 from .checkpoint_path import PLACE, local
@@ -73,6 +74,7 @@ def _report(target: Path, kind: str, done: Done, *, as_json: bool) -> None:
     if as_json:
         print_json({"path": str(target), "to": kind, "files": written, **done.notes})
         return
-    click.echo(f"wrote {target} ({len(written)} files, {sum(written.values()):,} bytes)")
+    files = counted(len(written), "file")
+    click.echo(f"wrote {target} ({files}, {sum(written.values()):,} bytes)")
     if done.words:
         click.echo(done.words)

@@ -16,6 +16,7 @@ from rich.text import Text
 from ...checkpoint.looking.values import PARTS, ValueChange
 from ...checkpoint.reading.contents import shown
 from ...checkpoint.state.roles import roles_of
+from ...errors import counted
 from ...recipe.yaml import parse
 from ...storage.address import Address
 from ..table import (
@@ -102,7 +103,7 @@ def _print(a: Path, b: Path, found: Comparison, *, everything: bool) -> None:
     for letter, folder in (("A", a), ("B", b)):
         screen.print(mark(letter, "bold", str(folder)), soft_wrap=True)
     if found.is_equal:
-        num = f"{len(found.tensors):,} tensors"
+        num = counted(len(found.tensors), "tensor")
         screen.print(
             mark("✓", "bold green", f"equal: {num}, and everything else that was compared")
         )

@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 from rich.text import Text
 
+from ...errors import counted
 from ...storage.address import Address
 from ..table import JSON, cell, console, fitted, in_bytes, print_json
 from .checkpoint_path import PLACE, local
@@ -93,6 +94,6 @@ def _print(what: str, sizes: Mapping[str, int]) -> None:
     if left:
         names.append(Text(f"… {len(left):,} more (--json lists them)", style="dim"))
         figures.append(cell(in_bytes(sum(sizes[name] for name in left))))
-    names.append(Text(f"{len(sizes):,} files", style="bold"))
+    names.append(Text(counted(len(sizes), "file"), style="bold"))
     figures.append(Text(in_bytes(sum(sizes.values())), style="bold"))
     screen.print(fitted(screen, {what: names, "bytes": figures}, numbers=["bytes"]))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ...errors import DataError
+from ...errors import DataError, counted
 from ..data_order import Index, hold_out
 from ..order.block_shuffle import BlockShuffle
 from ..rows.dataset_report import DatasetReport
@@ -106,7 +106,7 @@ def held_items(stream: ExampleStream, section: DataSection, seed: int) -> Index:
         raise DataError(
             f"data.val_size = {section.val_size:g} leaves nothing to train on: with "
             "data.streaming it holds out rows of the first data.buffer_size examples, which "
-            f"are {count} rows"
+            f"are {counted(count, 'row')}"
         )
     return np.flatnonzero(
         hold_out(numbers, num_rows=count, val_size=section.val_size, seed=seed)

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ...errors import counted
 from ..example import JSON
 from .row_sources import BrokenRow
 
@@ -29,8 +30,9 @@ class DatasetReport:
 
     def lines(self) -> Iterator[str]:
         """The report as text."""
-        counts = f"{self.tokens:,} tokens, {self.trained_tokens:,} trained"
-        yield f"{self.name}: {self.rows:,} rows, {self.items:,} examples, {counts}"
+        rows, examples = counted(self.rows, "row"), counted(self.items, "example")
+        tokens = f"{counted(self.tokens, 'token')}, {self.trained_tokens:,} trained"
+        yield f"{self.name}: {rows}, {examples}, {tokens}"
         if self.broken:
             yield f"{self.name}: broken rows: {len(self.broken):,}"
             yield from shown(self.broken)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ...errors import DataError
+from ...errors import DataError, counted
 from .json_rows import Line, not_utf8, read_json, read_jsonl, text_lines
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def read_csv(path: Path) -> Iterator[Line]:
                 if len(record) == len(names):
                     yield dict(zip(names, record, strict=True))
                 else:
-                    found = f"{len(record)} values under {len(names)} names"
+                    found = f"{counted(len(record), 'value')} under {counted(len(names), 'name')}"
                     yield f"line {records.line_num} has {found}"
         except UnicodeDecodeError as error:
             raise not_utf8(path, f"after line {records.line_num}", error) from None

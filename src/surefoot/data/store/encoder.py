@@ -12,7 +12,7 @@ from itertools import islice
 from typing import TypeVar
 
 from ...batch import IGNORE_INDEX, Features
-from ...errors import DataError
+from ...errors import DataError, counted
 from ..encoded import Dropped, Encoded, Truncated
 from ..example import Example
 from ..rows.dataset_report import DatasetReport
@@ -147,6 +147,6 @@ def no_items_error(report: DatasetReport) -> DataError:
     """The error for a dataset without items."""
     reasons = "; ".join(f"{reason} ({count:,})" for reason, count in report.dropped.items())
     return DataError(
-        f"dataset {report.name!r}: none of its {report.rows:,} rows has trained tokens: "
+        f"dataset {report.name!r}: none of its {counted(report.rows, 'row')} has trained tokens: "
         f"{reasons or 'all are broken'}"
     )

@@ -16,7 +16,7 @@ from ...data.rows.row_sources import BrokenRow
 from ...data.rows.rows import read_examples
 from ...data.store.dataset import EncodedDataset, in_memory, join
 from ...data.text.codec import Codec
-from ...errors import DataError
+from ...errors import DataError, counted
 from ...recipe.recipe import Recipe
 from ...recipe.recipe_data import found
 
@@ -67,7 +67,7 @@ def _sample(recipe: Recipe, codec: Codec, entry: DatasetEntry) -> _Sample:
     items = _encoded(recipe, codec, chosen)
     if not items:
         raise DataError(
-            f"dataset {entry.name!r}: none of {len(chosen):,} rows has trained tokens; "
+            f"dataset {entry.name!r}: none of {counted(len(chosen), 'row')} has trained tokens; "
             "`surefoot preview` shows why"
         )
     return _Sample(items, len(chosen), rows)

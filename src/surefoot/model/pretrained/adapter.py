@@ -10,7 +10,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import PreTrainedModel
 
-from ...errors import ModelError
+from ...errors import ModelError, counted
 from .weights import AdapterWeights
 
 WEIGHTS = "adapter_model.safetensors"
@@ -66,10 +66,12 @@ def _check_names(wrapped: nn.Module, folder: Path, base: str) -> None:
     missing = sorted(wanted - found)
     unexpected = sorted(found - wanted - wrapped.state_dict().keys())
     if missing or unexpected:
+        do = "does" if len(unexpected) == 1 else "do"
         raise ModelError(
             f"{folder}: this is an adapter of another model, not of {base}: {len(unexpected)} "
-            f"of its {len(found)} tensors do not exist in the model and {len(missing)} are "
-            f"missing (for example {(unexpected or missing)[0]})"
+            f"of its {counted(len(found), 'tensor')} {do} not exist in the model and "
+            f"{counted(len(missing), 'is', 'are')} missing (for example "
+            f"{(unexpected or missing)[0]})"
         )
 
 

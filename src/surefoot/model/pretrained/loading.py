@@ -26,7 +26,7 @@ from transformers import (
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils.logging import disable_progress_bar
 
-from ...errors import ModelError
+from ...errors import ModelError, counted
 from ..section import ModelSection
 from .quantized import disable_relayout, quantization
 
@@ -196,7 +196,7 @@ def _check_complete(folder: Path, info: dict[str, object]) -> None:
         names = sorted(str(name) for name in info.get(kind) or ())  # type: ignore[attr-defined]
         if names:
             raise ModelError(
-                f"{folder}: {len(names)} tensors {kind.removesuffix('_keys')} "
+                f"{folder}: {counted(len(names), 'tensor')} {kind.removesuffix('_keys')} "
                 f"({names[0]}): {advice}"
             )
 
@@ -252,8 +252,8 @@ def grow_embeddings(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) 
     for weight in {id(m.weight): m.weight for m in embeddings if m is not None}.values():
         weight[before:] = weight[:before].float().mean(0).to(weight.dtype)
     logger.info(
-        "resized embeddings: %d new tokens, initialized to the mean of the %d old ones",
-        len(tokenizer) - before,
+        "resized embeddings: %s, initialized to the mean of the %d old ones",
+        counted(len(tokenizer) - before, "new token"),
         before,
     )
     return True

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from ...errors import CheckpointError
+from ...errors import CheckpointError, counted
 from ...geometry.sharding import Cuts, FusedSlice
 from ..fused_parameters import FusedPlacement, places, view
 from ..section import ModelSection
@@ -208,6 +208,6 @@ def _check_names(found: Tensors, wanted: Tensors) -> None:
     missing, unexpected = sorted(wanted.keys() - found.keys()), sorted(found.keys() - wanted.keys())
     if missing or unexpected:
         raise CheckpointError(
-            f"weights of another model: {len(missing)} tensors missing, {len(unexpected)} "
-            f"unexpected (for example {(missing or unexpected)[0]})"
+            f"weights of another model: {counted(len(missing), 'tensor')} missing, "
+            f"{len(unexpected)} unexpected (for example {(missing or unexpected)[0]})"
         )

@@ -185,7 +185,7 @@ def test_small_tensors_are_not_sharded_by_the_optimizer():
     ("told", "problem"),
     [
         ({"model_parallel": 3}, "model_parallel=3: 'a.wq.weight' has 4 rows, which is no mult"),
-        ({"pipeline_stage": 2}, "pipeline_stage=2: 1 layers are not as many for every stage"),
+        ({"pipeline_stage": 2}, "pipeline_stage=2: 1 layer cannot be divided evenly"),
         ({"data_parallel": 0}, "data_parallel must be at least 1, got 0"),
         ({"optimizer_weight_shard_size": 0}, "optimizer_weight_shard_size must be at least 1"),
     ],

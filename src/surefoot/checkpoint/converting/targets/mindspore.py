@@ -32,13 +32,7 @@ class MindSporeFolder(TargetFormat, ModelTarget):
         return replace(super().hints, names=None)  # they are the target's
 
     def write(self, origin: Origin, target: Path, progress: Progress) -> Done:
-        """Weights, and of Surefoot's and MindSpore's checkpoints moments and step numbers, under
-        the names of ``adam_m`` and ``adam_v``.
-
-        Raises:
-            CheckpointError: a model whose tensors have no name there, sizes that do not fit it,
-                damaged weights, or ``target`` exists.
-        """
+        """Weights and, of checkpoints of Surefoot and MindSpore, moments and step numbers."""
         check(target, self)
         if MindSpore().recognise(origin.folder):
             theirs = replace(origin.mindspore, names=None)
@@ -72,7 +66,7 @@ def _opened(origin: Origin, wanted: TargetFormat) -> tuple[TensorSource, Mapping
 
 
 def _is_model(folder: Path) -> bool:
-    """Whether it can be opened as a model: weights alone have no configuration."""
+    """Whether it can be opened as a model: mere weights have no configuration."""
     layout = detect_layout(folder)
     if layout is None or not layout.is_whole_model:
         return False

@@ -16,8 +16,7 @@ from ...sources.copying import Progress, cast
 from ...sources.source import TensorSource
 from ..model_files import adapter_files, companions, named_as
 from ..origin import Done, ModelTarget, OptionError, Origin
-from ..resharding import reshard
-from ..weights_only import write_weights
+from ..resharding import reshard, write_weights
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,7 @@ class SurefootCheckpoint(ModelTarget):
         layout = detect_layout(origin.folder)
         if not (named(origin.folder) or (layout is not None and layout.has_manifest)):
             setting = self._write_weights(origin, target, mesh, progress)
-            return Done(notes, f"weights alone: start from them with model.{setting}={target}")
+            return Done(notes, f"weights only: start a run from them with model.{setting}={target}")
         self._refuse_hints()
         reshard(
             origin.folder,

@@ -11,12 +11,12 @@ from ....errors import CheckpointError
 from ....storage import files
 from ...sources.weights import FolderWeights, TensorLocation
 from ...state.roles import MODEL
-from ..dcp import is_dcp
+from ..dcp import DCP
 from ..dcp_boxes import locations
-from ..huggingface import has_model
+from ..huggingface import HuggingFace
 from ..layout import Layout, Locations, SavedFolder
-from ..native import is_native
-from ..peft import is_peft
+from ..native import Native
+from ..peft import PEFT
 from .reading.opening import form_of, open_boxes, progress_of, role_of, saves
 from .strategy.shapes import Shapes
 
@@ -24,9 +24,7 @@ from .strategy.shapes import Shapes
 def open_mindspore_state(
     folder: Path, *, strategy: Path | None = None, shapes: Shapes | None = None
 ) -> dict[str, TensorLocation]:
-    """All tensors that MindSpore saved, by its names: weights, moments, numbers of the training
-    state.
-    """
+    """Weights, moments and numbers of the training state, by MindSpore's names."""
     return locations(open_boxes(folder, strategy=strategy, shapes=shapes))
 
 
@@ -41,8 +39,8 @@ class MindSpore(Layout):
 
     def recognise(self, folder: Path) -> bool:
         """Whether it has files of MindSpore, and no other weights."""
-        is_taken = is_native(folder) or is_peft(folder) or has_model(folder) or is_dcp(folder)
-        return not is_taken and form_of(folder) is not None
+        others: tuple[Layout, ...] = (Native(), PEFT(), HuggingFace(), DCP())
+        return not any(o.recognise(folder) for o in others) and form_of(folder) is not None
 
     def open(self, folder: Path) -> FolderWeights:
         """The weights, each joined from its ranks' slices, without the state of the training."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,6 @@ from ...disk.folder import open_checkpoint
 from ...disk.tensorfile import open_path
 from ...disk.trainer_state import NAME as TRAINER_STATE
 from ...reading.contents import open_contents
-from ...sources.copying import described
 from ...sources.joined import JoinedSource
 from ...sources.source import FolderSource, Renamed, TensorsInMemory, TensorSource
 from ...sources.weights import FolderWeights
@@ -35,9 +34,7 @@ from .naming.names import (
 )
 from .reading.opening import form_of, progress_of, role_of
 from .reading.ranks import rank_files, step_of
-from .strategy.parallel_config import ParallelConfig
 from .strategy.shapes import Shapes
-from .strategy.strategy_files import Layouts
 from .writing.rank_files import Naming
 
 logger = logging.getLogger(__name__)
@@ -59,10 +56,7 @@ NOTHING_MORE = MindSporeHints()
 
 
 def open_state(folder: Path, theirs: MindSporeHints = NOTHING_MORE) -> TensorSource:
-    """All that MindSpore saved, by its names: weights, moments, numbers of the training state.
-
-    Raises ``CheckpointError`` for files that do not belong together, or are not enough.
-    """
+    """All that MindSpore saved, by its names: weights, moments, numbers of the training state."""
     with files.raising(CheckpointError, f"cannot read {folder}"):
         shapes = _shapes(folder, theirs) if theirs.base is not None else None
         found = open_mindspore_state(folder, strategy=theirs.strategy, shapes=shapes)
@@ -102,9 +96,7 @@ def as_huggingface(
 def as_mindspore(
     source: TensorSource, family: str | None, heads: AttentionHeads | None
 ) -> TensorSource:
-    """Weights with Hugging Face's names, and their moments, under those of a family; None: the
-    one that MindSpore Transformers uses for such a model.
-    """
+    """Weights and moments with Hugging Face's names under a family's; None: the usual one."""
     if family == KEEP:
         return source
     return to_mindspore(source, family or usual(source.shapes()), heads)
@@ -125,13 +117,6 @@ def _shapes(folder: Path, theirs: MindSporeHints) -> Shapes | None:
     return to_mindspore(base, family or "", heads_of(theirs.base)).shapes()
 
 
-def stages_for(source: TensorSource, config: ParallelConfig) -> Sequence[Layouts]:
-    """The layout of all sharded tensors in ``source``, for a ``parallel_config``."""
-    return config.stages(
-        {n: one for n, one in described(source).items() if role_of(n, one[1]) != "state"}
-    )
-
-
 def naming_of(folder: Path) -> Naming:
     """The names of the files of ranks that come from ``folder``: after the step it was saved at."""
     if has_manifest(folder):
@@ -142,9 +127,7 @@ def naming_of(folder: Path) -> Naming:
 
 
 def moments_of(model: TensorSource, folder: Path) -> list[tuple[str, TensorSource]]:
-    """The moments of ``model``'s weights in a run's checkpoint, and MindSpore's prefixes of
-    their names; none in foreign folders and for adapters.
-    """
+    """The moments in a run's checkpoint, with MindSpore's prefixes; none of an adapter."""
     if not has_manifest(folder) or open_checkpoint(folder).manifest.is_adapter:
         return []
     stored = FolderSource(open_contents(folder, ("optimizer",)))

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
-from ....errors import TemplateError
+from ....errors import TemplateError, counted
 from ...example import Dicts
 from .render import PROBES, Renderer
 
@@ -99,7 +99,7 @@ class ResponseLocator:
         if len(spans) != len(answers):
             raise TemplateError(
                 f"the chat template has {len(spans)} {{% generation %}} blocks for "
-                f"{len(answers)} responses; each needs exactly one"
+                f"{counted(len(answers), 'response')}; each needs exactly one"
             )
         turns = []
         for index, (start, end) in zip(answers, spans, strict=True):

@@ -13,7 +13,7 @@ from operator import sub
 
 import torch
 
-from .....errors import CheckpointError
+from .....errors import CheckpointError, counted
 from .....geometry.box import Box
 from ....sources.source import ReplacingSource, Shape, TensorSource
 
@@ -40,7 +40,7 @@ class StackedSource(ReplacingSource):
 
     def read_made(self, name: str, box: Box) -> torch.Tensor:
         """From each tile only what is inside ``box``."""
-        found = torch.empty(box.shape, dtype=self._dtypes[name])
+        found = torch.empty(box.shape, dtype=self.dtypes()[name])
         for tile in self.tensors[name][1]:
             if (common := box & tile.box) is not None:
                 values = self._values(tile, common).reshape(common.shape)
@@ -91,10 +91,7 @@ _LAYER = r"(model\.layers\.\d+\.)"
 
 
 def stacked(source: TensorSource, experts: Experts) -> TensorSource:
-    """``source``, of Hugging Face's names, with one tensor for all experts of a layer.
-
-    Raises ``CheckpointError`` if one of them is missing, or of another shape.
-    """
+    """``source`` with one tensor for all experts of a layer, which must have the same shapes."""
     shapes = source.shapes()
     pattern = re.compile(rf"{_LAYER}{re.escape(experts.name)}\.(\d+)\..*")
     counts: dict[str, int] = {}
@@ -160,12 +157,7 @@ def _common_shape(names: list[str], shapes: Mapping[str, Shape]) -> Shape:
 
 
 def _apart(
-    name: str,
-    shape: Shape,
-    layer: str,
-    experts: Experts,
-    stack: Stack,
-    shapes: Mapping[str, Shape],
+    name: str, shape: Shape, layer: str, experts: Experts, stack: Stack, shapes: Mapping[str, Shape]
 ) -> tuple[int, tuple[int, ...]]:
     """The number of experts in a stack, and the part of it that one matrix takes."""
     if not experts.is_flat:
@@ -175,6 +167,7 @@ def _apart(
     router = shapes.get(f"{layer}{experts.router}.weight")
     count = router[0] if router else 0
     if len(shape) != 2 or not count or shape[0] % count or shape[1] % len(stack.parts):
-        told = "whose router is missing" if not router else f"with a router for {count} experts"
+        experts_of = counted(count, "expert")
+        told = f"with a router for {experts_of}" if router else "whose router is missing"
         raise CheckpointError(f"{name[:200]!r} of shape {list(shape)}, {told}, cannot be split")
     return count, (shape[0] // count, shape[1] // len(stack.parts))

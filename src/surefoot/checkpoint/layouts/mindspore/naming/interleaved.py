@@ -45,7 +45,7 @@ class InterleavedSource(ReplacingSource):
 
     def read_made(self, name: str, box: Box) -> torch.Tensor:
         """From each part, only the rows that are in ``box``."""
-        turns, dtype = self.turns[name], self._dtypes[name]
+        turns, dtype = self.turns[name], self.dtypes()[name]
         period = sum(turn.rows for turn in turns)
         found = []
         for first, last in _spans(box.start[0], box.stop[0], period):
@@ -112,7 +112,7 @@ class DeinterleavedSource(ReplacingSource):
                 group, inside = divmod(start, pick.rows)
                 at = group * pick.period + pick.first + inside
                 found.append(self._rows(pick.name, at, stop - start, box))
-        return torch.cat(found) if found else torch.empty(box.shape, dtype=self._dtypes[name])
+        return torch.cat(found) if found else torch.empty(box.shape, dtype=self.dtypes()[name])
 
     def _rows(self, name: str, first: int, count: int, box: Box) -> torch.Tensor:
         return self.source.read(name, Box((first, *box.start[1:]), (count, *box.shape[1:])))

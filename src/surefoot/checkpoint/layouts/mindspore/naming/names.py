@@ -113,11 +113,7 @@ _FUSED = ("self_attention.linear_qkv", _FC1)
 FAMILIES: dict[str, Family] = {
     "legacy": Family("model.layers.", _LEGACY_TOPS, _LEGACY, experts=MIXTRAL),
     "legacy-fused": Family(
-        "model.layers.",
-        _LEGACY_TOPS,
-        _LEGACY,
-        "attention.w_qkv",
-        "feed_forward.w_gate_hidden",
+        "model.layers.", _LEGACY_TOPS, _LEGACY, "attention.w_qkv", "feed_forward.w_gate_hidden"
     ),
     "mcore": Family("decoder.layers.", _MCORE_TOPS, _MCORE | _APART | _SHARED),
     "mcore-mla": Family("decoder.layers.", _MCORE_TOPS, _PLAIN | _LATENT | _APART | _SHARED),
@@ -188,16 +184,7 @@ def usual(names: Mapping[str, Shape]) -> str:
 def to_mindspore(
     source: TensorSource, family: str, heads: AttentionHeads | None = None
 ) -> TensorSource:
-    """Weights with Hugging Face's names under those of a family.
-
-    Args:
-        source: a model; moments with the prefix ``adam_m.`` are converted too.
-        family: a key of ``FAMILIES``.
-        heads: of the model; for families that fuse queries, keys and values.
-
-    Raises:
-        CheckpointError: a name without a counterpart, or sizes that cannot be fused.
-    """
+    """Weights, and moments, with Hugging Face's names under those of a family in ``FAMILIES``."""
     return _each(source, lambda part: _named(part, FAMILIES[family], heads))
 
 
@@ -263,7 +250,6 @@ def _groups(
     family: Family,
     name: str,
 ) -> int:
-    """The number of groups of interleaved rows."""
     if missing := [part for part in parts if part not in shapes]:
         raise CheckpointError(f"{name}: cannot be fused with {missing[0]}, which is missing")
     if family.is_contiguous:
@@ -306,7 +292,6 @@ def _needed(heads: AttentionHeads | None, name: str) -> AttentionHeads:
 
 
 def _translated(name: str, family: Family, *, back: bool = False) -> str:
-    """The other name of a tensor."""
     tops, modules, kinds = (
         {new: old for old, new in one.items()} if back else one
         for one in (family.tops, family.modules, _KINDS)

@@ -67,9 +67,7 @@ def check_fit(slices: Mapping[str, Sequence[Slice]], strategy: Path) -> None:
 
 
 def _says_much(stored: DcpChunk, name: str, head: bytes) -> bool:
-    """Whether slices with these first bytes are unlikely to be equal by chance: moments are 0 at
-    the start, and norms 1.
-    """
+    """Whether equal first bytes are unlikely by chance: moments start as 0, norms as 1."""
     item = ITEM_SIZES[stored.file.entry(name).dtype]
     return stored.box.size >= _ELEMENTS and head != head[:item] * (len(head) // item)
 
@@ -88,7 +86,6 @@ def check_same(name: str, found: Sequence[tuple[int, TensorFile]]) -> None:
 
 
 def _head(file: TensorFile, name: str) -> bytes:
-    """The first bytes of a tensor."""
     entry = file.entry(name)
     count = _BYTES // ITEM_SIZES[entry.dtype]
     for box in Box.whole(entry.shape).blocks(count):

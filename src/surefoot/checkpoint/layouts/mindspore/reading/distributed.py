@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
-from .....errors import CheckpointError
+from .....errors import CheckpointError, counted
 from .....geometry.box import Box, is_covered_once
 from .....storage import files
 from ....disk import tensorfile
@@ -28,15 +27,9 @@ def open_distributed(
 ) -> Boxes:
     """The slices of every tensor in the files of one step.
 
-    Args:
-        path: the folder that contains ``rank_0``, one above it, or a file in ``rank_0`` of the
-            step.
-        strategy: the strategy files, if they are not in ``strategy`` beside the ranks.
-        shapes: full shapes by name, to infer the slices if there are no strategy files.
-
-    Raises:
-        CheckpointError: a rank is missing, files of different steps, strategy files that do not fit
-            them, or none and more than one possible layout.
+    ``path`` is the folder that contains ``rank_0``, one above it, or a file of the step in it.
+    ``strategy`` are files that are not beside the ranks. Without any, slices are inferred from the
+    full ``shapes``, if these leave one possible layout.
     """
     found = rank_files(path)
     opened = [tensorfile.open_path(file) for file in found]
@@ -44,17 +37,23 @@ def open_distributed(
         _refuse_packed(file)
     check_step(opened)
     where = root_of(path)
-    told = _strategy(where, strategy)
-    if told is None:
-        if len(opened) == 1:
-            return {name: [whole(opened[0], name)] for name in opened[0].header.entries}
+    if (found_strategy := strategy or find_strategy(where)) is not None:
+        told = open_strategy(found_strategy)
+    elif len(opened) == 1:
+        return {name: [whole(opened[0], name)] for name in opened[0].header.entries}
+    else:
         told = infer_strategy(opened, shapes, where)
     if told.world_size != len(opened):
         raise CheckpointError(_wrong_world(told, len(opened), where))
     slices, loose = _sort(opened, told)
     check_fit(slices, told.where)
     boxes = {name: _joined(name, own, where) for name, own in slices.items()}
-    return boxes | {name: [_alike(name, own)] for name, own in loose.items()}
+    for name, own in loose.items():
+        first = own[0].stored
+        if first.shape:  # a number differs by stage where it counts what a stage does
+            check_same(name, [(one.rank, one.stored.file) for one in own])
+        boxes[name] = [first]
+    return boxes
 
 
 def find_strategy(root: Path) -> Path | None:
@@ -65,39 +64,26 @@ def find_strategy(root: Path) -> Path | None:
     return None
 
 
-def _strategy(root: Path, given: Path | None) -> Strategy | None:
-    path = given or find_strategy(root)
-    return None if path is None else open_strategy(path)
-
-
 def _wrong_world(told: Strategy, found: int, where: Path) -> str:
     stages = len(told.stages)
     parts = f"{stages} pipeline stages of " if stages > 1 else ""
     return (
-        f"{where}: the files of {found} ranks, but {told.where} is about {told.world_size} "
-        f"({parts}{told.num_devices} devices)"
+        f"{where}: the files of {counted(found, 'rank')}, but {told.where} is about "
+        f"{told.world_size} ({parts}{counted(told.num_devices, 'device')})"
     )
-
-
-@dataclass(frozen=True)
-class _Loose:
-    """A tensor that is not in the strategy, on one rank."""
-
-    rank: int
-    file: tensorfile.TensorFile
 
 
 def _sort(
     opened: Sequence[tensorfile.TensorFile], told: Strategy
-) -> tuple[dict[str, list[Slice]], dict[str, list[_Loose]]]:
-    """The tensors of the strategy, by name, and the others."""
+) -> tuple[dict[str, list[Slice]], dict[str, list[Slice]]]:
+    """The tensors of the strategy, by name, and the others, which are replicated."""
     slices: dict[str, list[Slice]] = {}
-    loose: dict[str, list[_Loose]] = {}
+    loose: dict[str, list[Slice]] = {}
     for rank, file in enumerate(opened):
         layouts, device = told.of_rank(rank)
         for name, entry in file.header.entries.items():
             if name not in layouts:
-                loose.setdefault(name, []).append(_Loose(rank, file))
+                loose.setdefault(name, []).append(Slice(rank, whole(file, name)))
                 continue
             layout = layouts[name]
             try:
@@ -129,14 +115,6 @@ def _joined(name: str, slices: Sequence[Slice], where: Path) -> list[DcpChunk]:
             f"the shape {list(first.shape)}"
         )
     return boxes
-
-
-def _alike(name: str, found: Sequence[_Loose]) -> DcpChunk:
-    """A replicated tensor, the same on each rank."""
-    first = found[0].file
-    if first.entry(name).shape:  # a number differs by stage where it counts what a stage does
-        check_same(name, [(one.rank, one.file) for one in found])
-    return whole(first, name)
 
 
 def _refuse_packed(file: tensorfile.TensorFile) -> None:

@@ -11,7 +11,7 @@ from .....storage import files
 from ....disk import strict_json, tensorfile
 from ....disk.manifest import is_plain_name
 from ...dcp_boxes import DcpChunk
-from .ranks import FOLDER, step_of
+from .ranks import FOLDER, step_of, tensor_files
 
 MAP = "param_name_map.json"
 HYPER = "hyper_param.safetensors"  # of training: step numbers, learning rate, loss scale
@@ -20,11 +20,8 @@ _PART = re.compile(r"part\d{1,6}\.safetensors")
 
 
 def recognise(folder: Path) -> bool:
-    """Whether ``folder`` contains unsharded tensors in MindSpore's form.
-
-    A single file under any other name must name MindSpore in its header.
-    """
-    names = _tensor_files(folder)
+    """Whether it has unsharded tensors; a single file must name MindSpore in its header."""
+    names = tensor_files(folder)
     if not names:
         return False
     if files.exists(folder / MAP) or HYPER in names or all(map(_PART.fullmatch, names)):
@@ -33,10 +30,8 @@ def recognise(folder: Path) -> bool:
 
 
 def open_full(folder: Path) -> dict[str, list[DcpChunk]]:
-    """All tensors of the folder; a ``CheckpointError`` if one is missing or the folder belongs
-    to one rank.
-    """
-    names = [name for name in _tensor_files(folder) if name != HYPER]
+    """All tensors of the folder; an error if one is missing or the folder belongs to one rank."""
+    names = [name for name in tensor_files(folder) if name != HYPER]
     if FOLDER.fullmatch(folder.name) and any(map(step_of, names)):
         raise CheckpointError(
             f"{folder}: the part of one rank; use the folder of all ranks, {folder.parent}"
@@ -64,11 +59,6 @@ def whole(file: tensorfile.TensorFile, name: str) -> DcpChunk:
     """A tensor that is completely in one file."""
     shape = file.entry(name).shape
     return DcpChunk(file, shape, Box.whole(shape))
-
-
-def _tensor_files(folder: Path) -> list[str]:
-    names = files.list_folder(folder) if files.is_folder(folder) else []
-    return [name for name in names if name.endswith(".safetensors")]
 
 
 def _is_mindspore(path: Path) -> bool:

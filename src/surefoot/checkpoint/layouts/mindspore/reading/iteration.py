@@ -12,7 +12,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from .....errors import CheckpointError
+from .....errors import CheckpointError, counted
 from .....geometry.box import Box, is_covered_once
 from .....storage import files
 from ....disk import strict_json, tensorfile
@@ -36,15 +36,15 @@ def recognise(folder: Path) -> bool:
 
 
 def _is_one(folder: Path) -> bool:
-    names = files.list_folder(folder) if files.is_folder(folder) else []
+    names = files.names_in(folder)
     has_files = any(map(_FILE.fullmatch, names))
     return has_files and (COMMON in names or METADATA in names)
 
 
 def iterations(root: Path) -> list[Path]:
     """The iterations in ``root``, oldest first."""
-    names = files.list_folder(root) if files.is_folder(root) else []
-    found = {n: root / name for name in names if (n := number_of(root / name)) is not None}
+    paths = [root / name for name in files.names_in(root)]
+    found = {n: path for path in paths if (n := number_of(path)) is not None}
     return [path for _, path in sorted(found.items()) if _is_one(path)]
 
 
@@ -97,9 +97,7 @@ def open_iteration(folder: Path) -> dict[str, list[DcpChunk]]:
 def _loose(
     opened: Mapping[str, tensorfile.TensorFile], known: Collection[str]
 ) -> dict[str, list[DcpChunk]]:
-    """The values outside of the metadata, such as step and learning rate: the same in every
-    file.
-    """
+    """Values outside of the metadata, such as the step: the same in every file."""
     holders: dict[str, list[tuple[int, tensorfile.TensorFile]]] = {}
     for i, file in enumerate(opened.values()):
         for key in file.header.entries:
@@ -172,14 +170,14 @@ def _slices(
             )
         found.append(DcpChunk(file, shape, box))
     if not is_covered_once(Box.whole(shape), [one.box for one in found]):
-        raise CheckpointError(f"{where}: its {len(found)} slices do not cover {list(shape)}")
+        parts = counted(len(found), "slice does", "slices do")
+        raise CheckpointError(f"{where}: its {parts} not cover {list(shape)}")
     if len({one.file.entry(name).dtype for one in found}) > 1:
         raise CheckpointError(f"{where}: its slices are of different types")
     return found
 
 
 def _box(number: int, shape: tuple[int, ...], counts: tuple[int, ...], where: str) -> Box:
-    """The slice of that number."""
     uneven = any(c < 1 or n % c for n, c in zip(shape, counts, strict=True))
     if uneven or number >= prod(counts):
         raise CheckpointError(f"{where}: {list(shape)} has no slice {number} of {list(counts)}")

@@ -39,13 +39,7 @@ def form_of(path: Path) -> Form | None:
 def open_boxes(
     path: Path, *, strategy: Path | None = None, shapes: Shapes | None = None
 ) -> dict[str, list[DcpChunk]]:
-    """Every tensor by name: weights, the optimizer's moments and numbers of the training state.
-
-    Args:
-        path: the folder, or a file in ``rank_0`` that selects the step.
-        strategy: strategy files that are not beside the ranks.
-        shapes: of full weights, to infer slices if there are no strategy files.
-    """
+    """Every tensor by name: weights, moments, numbers; ``strategy`` and ``shapes`` of ranks."""
     form = form_of(path)
     if form == "ranks":
         return open_distributed(path, strategy=strategy, shapes=shapes)

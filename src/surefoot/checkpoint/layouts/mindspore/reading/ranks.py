@@ -62,39 +62,34 @@ def model_near(folder: Path) -> Path | None:
 
 def rank_folders(folder: Path) -> dict[int, Path]:
     """The folders of the ranks in ``folder``, by rank."""
-    names = files.list_folder(folder) if files.is_folder(folder) else []
+    names = files.names_in(folder)
     found = {int(match[1]): folder / name for name in names if (match := FOLDER.fullmatch(name))}
-    return {rank: path for rank, path in sorted(found.items()) if _tensor_files(path)}
+    return {rank: path for rank, path in sorted(found.items()) if tensor_files(path)}
 
 
 def old_file(folder: Path) -> Path | None:
     """A rank's file in MindSpore's older format, if there are such in ``folder``."""
     root = folder / INNER if files.is_folder(folder / INNER) else folder
-    first = root / "rank_0"
-    names = files.list_folder(first) if files.is_folder(first) else []
-    return next((first / name for name in names if name.endswith(".ckpt")), None)
+    paths = [root / "rank_0" / name for name in files.names_in(root / "rank_0")]
+    return next((path for path in paths if path.suffix == ".ckpt"), None)
 
 
-def _tensor_files(folder: Path) -> list[str]:
-    names = files.list_folder(folder) if files.is_folder(folder) else []
-    return [name for name in names if name.endswith(".safetensors")]
+def tensor_files(folder: Path) -> list[str]:
+    """The names of safetensors files in ``folder``."""
+    return [name for name in files.names_in(folder) if name.endswith(".safetensors")]
 
 
 def steps(folder: Path) -> list[FileStep]:
     """The steps of which every rank has a file, oldest first."""
     found = [
-        {step for name in _tensor_files(path) if (step := step_of(name)) is not None}
+        {step for name in tensor_files(path) if (step := step_of(name)) is not None}
         for path in rank_folders(folder).values()
     ]
     return sorted(set.intersection(*found)) if found else []
 
 
 def rank_files(path: Path) -> list[Path]:
-    """One file of every rank, all of one step: that of ``path`` if it is a rank's file, otherwise
-    the latest.
-
-    Raises ``CheckpointError`` if a rank is missing, or the latest files are of different steps.
-    """
+    """One file of every rank, all of one step: that of ``path`` if it is a file, or the latest."""
     root = root_of(path)
     folders = rank_folders(root)
     if not folders:
@@ -113,7 +108,7 @@ def rank_files(path: Path) -> list[Path]:
 
 def file_at(folder: Path, wanted: FileStep) -> Path:
     """The file of that step in one rank's folder; a ``CheckpointError`` if it has none."""
-    for name in _tensor_files(folder):
+    for name in tensor_files(folder):
         if step_of(name) == wanted:
             return folder / name
     raise CheckpointError(f"{folder}: contains no file of step {wanted}, as other ranks do")
@@ -123,7 +118,7 @@ def _newest(root: Path, folders: Mapping[int, Path]) -> list[Path]:
     """The latest file of every rank; all must be of one step."""
     found: list[tuple[FileStep | None, Path]] = []
     for folder in folders.values():
-        names = _tensor_files(folder)
+        names = tensor_files(folder)
         dated = [(step, name) for name in names if (step := step_of(name)) is not None]
         if len(names) > 1 and len(dated) < len(names):
             raise CheckpointError(

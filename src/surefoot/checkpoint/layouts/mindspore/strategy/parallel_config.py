@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 
-from .....errors import CheckpointError
+from .....errors import CheckpointError, counted
 from ....disk.header import num_bytes
 from .slicing import ALL_COPIES, TensorLayout
 from .strategy_files import Layouts
@@ -66,10 +66,7 @@ class ParallelConfig:
         return self.data_parallel * self.model_parallel * self.pipeline_stage
 
     def stages(self, tensors: Tensors) -> list[Layouts]:
-        """The layout of every tensor of a model and its moments, by pipeline stage.
-
-        Raises ``CheckpointError`` for sizes that do not fit the model.
-        """
+        """The layout of every tensor and its moments, by pipeline stage; sizes must fit."""
         stages: list[dict[str, TensorLayout]] = [{} for _ in range(self.pipeline_stage)]
         last = max((layer for name in tensors if (layer := _layer(name)) is not None), default=-1)
         for name in tensors:
@@ -81,8 +78,8 @@ class ParallelConfig:
             return 0
         if num_layers % self.pipeline_stage or not num_layers:
             raise CheckpointError(
-                f"pipeline_stage={self.pipeline_stage}: {num_layers} layers are not as many for "
-                "every stage; give the strategy files of the training instead"
+                f"pipeline_stage={self.pipeline_stage}: {counted(num_layers, 'layer')} cannot be "
+                "divided evenly; give the strategy files of the training instead"
             )
         layer = _layer(name)
         if layer is not None:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from .....errors import CheckpointError
+from .....errors import CheckpointError, counted
 from .....geometry.box import Box
 from ....disk.tensorfile import TensorFile
 from ...dcp_boxes import DcpChunk
@@ -26,10 +26,7 @@ _ASK = "name the strategy files with --strategy FOLDER"
 
 
 def infer_strategy(opened: Sequence[TensorFile], shapes: Shapes | None, where: Path) -> Strategy:
-    """The one strategy with which these files can have been saved.
-
-    Raises ``CheckpointError`` if there is none, or more than one.
-    """
+    """The one strategy that fits the files; a ``CheckpointError`` if there is none, or several."""
     if shapes is None:
         raise CheckpointError(
             f"{where}: {len(opened)} ranks without strategy files, so the part of each rank is "
@@ -43,13 +40,11 @@ def infer_strategy(opened: Sequence[TensorFile], shapes: Shapes | None, where: P
         if size % mp == 0
         and (found := _strategy(opened, shapes, num_stages, mp, where)) is not None
     ]
-    apart = {_boxes_by_strategy(found, opened, shapes) for found in fitting}
+    devices = counted(size, "device")
     if not fitting:
-        raise CheckpointError(f"{where}: no layout on {size} devices gives these shapes; {_ASK}")
-    if len(apart) > 1:
-        raise CheckpointError(
-            f"{where}: the shapes fit more than one layout on {size} devices; {_ASK}"
-        )
+        raise CheckpointError(f"{where}: no layout on {devices} gives these shapes; {_ASK}")
+    if len({_boxes_by_strategy(found, opened, shapes) for found in fitting}) > 1:
+        raise CheckpointError(f"{where}: the shapes fit more than one layout on {devices}; {_ASK}")
     return fitting[0]
 
 
@@ -122,10 +117,7 @@ def _candidates(weight: str, whole: tuple[int, ...], size: int, mp: int) -> Iter
 
 
 def _agrees(
-    name: str,
-    layout: TensorLayout,
-    whole: tuple[int, ...],
-    held: Sequence[tuple[int, TensorFile]],
+    name: str, layout: TensorLayout, whole: tuple[int, ...], held: Sequence[tuple[int, TensorFile]]
 ) -> bool:
     slices = [Slice(rank, DcpChunk(file, whole, layout.box(whole, rank))) for rank, file in held]
     try:
@@ -142,7 +134,6 @@ def _boxes(layout: TensorLayout, whole: tuple[int, ...], size: int) -> tuple[Box
 def _boxes_by_strategy(
     found: Strategy, opened: Sequence[TensorFile], shapes: Shapes
 ) -> tuple[object, ...]:
-    """The boxes of every tensor according to a strategy."""
     size = len(opened) // len(found.stages)
     return tuple(
         (name, _boxes(own[name], shapes[weight_of(name)], size))

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
-from .....errors import CheckpointError
+from .....errors import CheckpointError, counted
 from .....geometry.box import Box
 
 ALL_COPIES = -1  # as a number of shards: over all devices that hold copies
@@ -39,7 +39,8 @@ class TensorLayout:
         if len(maps) == 1 and len(maps[0]) == num_dims:
             maps = tuple((axis,) for axis in maps[0])
         if len(maps) != num_dims:
-            raise CheckpointError(f"it is sharded in {len(maps)} dimensions and has {num_dims}")
+            sharded = counted(len(maps), "dimension")
+            raise CheckpointError(f"it is sharded in {sharded} and has {num_dims}")
         last = len(self.device_matrix) - 1
         found = tuple(tuple(last - axis for axis in own if axis != _WHOLE) for own in maps)
         flat = [axis for own in found for axis in own]
@@ -52,10 +53,7 @@ class TensorLayout:
         return tuple(count * shards for (count, _), (shards, _) in self._cuts(num_dims, 0))
 
     def box(self, shape: tuple[int, ...], device: int) -> Box:
-        """The slice of a full tensor of ``shape`` on one device of the stage.
-
-        Raises ``CheckpointError`` if a dimension cannot be divided into equal parts.
-        """
+        """The slice of a full tensor on one device of the stage; parts must be equal."""
         start, extent = [], []
         for length, (outer, inner) in zip(shape, self._cuts(len(shape), device), strict=True):
             parts = outer[0] * inner[0]
@@ -93,9 +91,7 @@ class TensorLayout:
         return places[::-1]
 
     def _shard(self, places: list[int], used: set[int]) -> Cut:
-        """The optimizer's shards: over the axes of replicas, taken from the right until they are
-        enough; of the last one taken only an inner part may be needed.
-        """
+        """The optimizer's shards: over axes of replicas, from the right, until they are enough."""
         free = [axis for axis in range(len(places)) if axis not in used]
         copies = prod(self.device_matrix[axis] for axis in free)
         count = copies if self.num_shards == ALL_COPIES else self.num_shards

@@ -54,10 +54,7 @@ class Strategy:
 
 
 def open_strategy(path: Path) -> Strategy:
-    """Read a merged file, the file of a single stage, or a folder with the files of the ranks.
-
-    Raises ``CheckpointError`` for anything else, and for files that contradict each other.
-    """
+    """A merged file, that of a single stage, or a folder of ranks' files, which must agree."""
     with files.raising(CheckpointError, f"cannot read {path}"):
         if files.is_folder(path):
             names = [name for name in files.list_folder(path) if name.endswith(ENDINGS)]
@@ -183,10 +180,7 @@ def _whole_numbers(value: object, where: str) -> tuple[int, ...]:
 
 
 def _layout(
-    matrix: tuple[int, ...],
-    maps: tuple[tuple[int, ...], ...],
-    shards: tuple[int, int],
-    where: str,
+    matrix: tuple[int, ...], maps: tuple[tuple[int, ...], ...], shards: tuple[int, int], where: str
 ) -> TensorLayout:
     if not matrix or min(matrix) < 1 or prod(matrix) > _MOST_DEVICES:
         raise CheckpointError(f"{where}: {list(matrix)[:8]} is no matrix of devices")

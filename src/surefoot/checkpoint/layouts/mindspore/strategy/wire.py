@@ -1,7 +1,4 @@
-"""The wire format of protocol buffers: numbered fields that are integers or bytes. Pure.
-
-MindSpore's strategy files need no more of it, and no length in a file is trusted.
-"""
+"""The wire format of protocol buffers, as far as strategy files need it. No length is trusted."""
 
 from __future__ import annotations
 

@@ -21,14 +21,13 @@ from ..mindspore_model import (
     by_role,
     naming_of,
     open_state,
-    stages_for,
 )
 from ..naming.names import KEEP, FamilyName, heads_near
 from ..reading.ranks import model_near
 from ..strategy.parallel_config import ParallelConfig
 from ..strategy.strategy_files import Layouts, open_strategy
 from .iteration_files import write_iteration
-from .rank_files import write_distributed, write_full
+from .rank_files import sorted_out, write_distributed, write_full
 
 Form = Literal["full", "distributed"]
 _CONFIG = "config.json"
@@ -57,7 +56,7 @@ class TargetFormat:
     """Of the weights; the optimizer's state stays."""
 
     remove_redundancy: bool = False
-    """Of slices that several ranks hold, write one."""
+    """Write a slice that several ranks share only once."""
 
     iteration: bool = False
     """With --to mindspore: the newer form of MindSpore Transformers 2.x, iteration_N."""
@@ -83,10 +82,7 @@ def rewrite(
     theirs: MindSporeHints,
     progress: Progress | None = None,
 ) -> None:
-    """Write all that MindSpore saved in ``folder`` into the new folder ``target``.
-
-    Raises ``CheckpointError`` as ``open_state`` and ``write`` do.
-    """
+    """Write all that MindSpore saved in ``folder`` into the new folder ``target``."""
     source = _renamed(folder, wanted, theirs)
     write(source, folder, target, wanted, small=_small(folder, theirs), progress=progress)
 
@@ -100,11 +96,7 @@ def write(
     small: Mapping[str, bytes],
     progress: Progress | None = None,
 ) -> None:
-    """Write ``source``, which came from ``folder`` and has MindSpore's names.
-
-    Raises:
-        CheckpointError: sizes that do not fit the model, damaged weights, a disk that fails.
-    """
+    """Write ``source``, which came from ``folder`` and has MindSpore's names."""
     if wanted.iteration:
         write_iteration(
             source,
@@ -133,7 +125,7 @@ def write(
 def _stages(source: TensorSource, wanted: TargetFormat) -> Sequence[Layouts]:
     if wanted.target_strategy is not None:
         return open_strategy(wanted.target_strategy).stages
-    return stages_for(source, wanted.parallel_config or ParallelConfig())
+    return (wanted.parallel_config or ParallelConfig()).stages(sorted_out(source)[0])
 
 
 def _renamed(folder: Path, wanted: TargetFormat, theirs: MindSporeHints) -> TensorSource:

@@ -1,6 +1,4 @@
-"""Write any tensor source in the newer form of MindSpore Transformers 2.x:
-``iteration_00000020``.
-"""
+"""Write any tensor source in the newer form of MindSpore Transformers, ``iteration_00000020``."""
 
 from __future__ import annotations
 
@@ -50,22 +48,10 @@ def write_iteration(
     small: Mapping[str, bytes] | None = None,
     progress: Progress | None = None,
 ) -> None:
-    """Write ``target/iteration_N``, N being the step of ``source``, and the file that names it.
-
-    Args:
-        source: weights, moments and numbers of the training state, by MindSpore's names.
-        target: a folder that does not exist.
-        stages: the layout of every tensor, by pipeline stage; None: one rank.
-        prefix: of the files' names.
-        remove_redundancy: write replicated slices once.
-        small: companion files in ``target``.
-        progress: called with the bytes of each block written.
-
-    Raises:
-        CheckpointError: a tensor without a layout, or one that this form cannot describe.
-    """
+    """Write ``target/iteration_N``, N the step; ``stages`` as in ``write_distributed``."""
     tensors, numbers = sorted_out(source)
-    held = _alone(tensors) if stages is None else held_by(tensors, stages)
+    alone = {name: Box.whole(shape) for name, (_, shape) in tensors.items()}
+    held = [alone] if stages is None else held_by(tensors, stages)
     kept = once(tensors, held) if remove_redundancy else held
     common = _common(source, numbers)
     number = common["global_step"] or common["step_num"] or 0
@@ -117,10 +103,6 @@ def _places(planned: Sequence[tuple[int, PlannedFile]]) -> Places:
         for key in file.boxes.items():
             found.setdefault(key, []).append((file.plan.name, rank))
     return found
-
-
-def _alone(tensors: Mapping[str, Described]) -> list[dict[str, Box]]:
-    return [{name: Box.whole(shape) for name, (_, shape) in tensors.items()}]
 
 
 def _common(source: TensorSource, numbers: Mapping[str, Described]) -> dict[str, Any]:

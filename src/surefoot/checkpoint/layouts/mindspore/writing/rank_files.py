@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import heapq
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 
 from .....errors import CheckpointError
@@ -70,19 +71,7 @@ def write_full(
     part_size: int = PART_SIZE,
     progress: Progress | None = None,
 ) -> None:
-    """Write unsharded tensors into the new folder ``target``, as ``unified_safetensors`` does.
-
-    Args:
-        source: weights and, if there are any, moments and numbers of the training state, by
-            MindSpore's names.
-        target: a folder that does not exist.
-        small: companion files.
-        part_size: of the largest file, in bytes.
-        progress: called with the bytes of each block written.
-
-    Raises:
-        CheckpointError: ``target`` exists, or the disk fails.
-    """
+    """Write unsharded tensors into the new folder ``target``, as ``unified_safetensors`` does."""
     tensors, numbers = sorted_out(source)
     groups = _balanced(tensors, part_size)
     parts = [file_of(PART.format(i), tensors, names, None) for i, names in enumerate(groups)]
@@ -110,20 +99,8 @@ def write_distributed(
     progress: Progress | None = None,
 ) -> None:
     """Write every rank's slices into ``target/checkpoint/rank_N``, its strategy into
-    ``target/strategy``.
-
-    Args:
-        source: as in ``write_full``; numbers of the training state go into every rank's file.
-        target: a folder that does not exist.
-        stages: the layout of every tensor, by pipeline stage.
-        naming: of the ranks' files.
-        remove_redundancy: write replicated slices once.
-        small: companion files.
-        progress: called with the bytes of each block written.
-
-    Raises:
-        CheckpointError: a tensor without a layout, or one that cannot be sharded so.
-    """
+    ``target/strategy``. ``stages`` gives the layout of every tensor by pipeline stage; numbers
+    of the training state go into every rank's file."""
     tensors, numbers = sorted_out(source)
     whole = {name: Box.whole(shape) for name, (_, shape) in numbers.items()}
     metadata = _DEDUPLICATED if remove_redundancy else _FORMAT
@@ -183,9 +160,7 @@ def _box(name: str, layout: TensorLayout, shape: tuple[int, ...], device: int) -
 def once(
     tensors: Mapping[str, Described], held: Sequence[Mapping[str, Box]]
 ) -> list[dict[str, Box]]:
-    """Replicated boxes in one rank only: the largest first, each in the rank with the least so
-    far.
-    """
+    """Replicated boxes in one rank each: the largest first, into the rank with the least so far."""
     holders: dict[tuple[str, Box], list[int]] = {}
     for rank, boxes in enumerate(held):
         for name, box in boxes.items():
@@ -203,9 +178,9 @@ def once(
 def _balanced(tensors: Mapping[str, Described], part_size: int) -> list[list[str]]:
     """Names for parts of nearly equal bytes: the largest first, each into the smallest."""
     sizes = {name: num_bytes(*tensors[name]) for name in tensors}
-    count = max(1, min(-(-sum(sizes.values()) // part_size), len(sizes)))
-    parts: list[list[str]] = [[] for _ in range(count)]
-    loads = [(0, i) for i in range(count)]  # a heap
+    num_parts = max(1, min(-(-sum(sizes.values()) // part_size), len(sizes)))
+    parts: list[list[str]] = [[] for _ in range(num_parts)]
+    loads = [(0, i) for i in range(num_parts)]  # a heap
     for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
         load, i = loads[0]
         heapq.heapreplace(loads, (load + sizes[name], i))
@@ -242,13 +217,9 @@ def write_file(
 
 def _write_strategies(folder: Path, stages: Sequence[Layouts]) -> None:
     files.new_folder(folder)
-    for rank, data in enumerate(_strategies(stages)):
-        files.write_new(folder / FILE.format(rank), data)
-    files.sync_folder(folder)
-
-
-def _strategies(stages: Sequence[Layouts]) -> Iterator[bytes]:
+    ranks = count()
     for stage, own in enumerate(stages):
         data = dump_strategy(stage, own)
         for _ in range(next(iter(own.values())).num_devices):
-            yield data
+            files.write_new(folder / FILE.format(next(ranks)), data)
+    files.sync_folder(folder)
