@@ -126,14 +126,14 @@ class Network:
         return TrainedParameters(optim, self.named, trainable, self.cuts, self.trainable)
 
     def optimizer_state(self, trained: TrainedParameters) -> ShardedState:
-        """The state of an optimizer, as checkpoints contain it."""
+        """The state of an optimizer, as checkpoints contain it. A collective call of a pipeline."""
         return self.engine.optimizer_state(trained)
 
-    def states(self, trained: TrainedParameters, role: str = MODEL) -> dict[str, FileState]:
-        """What checkpoints contain of it: the weights, those of each head, and the optimizer state
-        of each. No reader of the model's files finds a tensor there that the model has not."""
-        whole, heads = self.optimizer_state(trained), self.head_weights
-        found: dict[str, ShardedState] = {role: self.weights}
+    def states(self, whole: ShardedState, role: str = MODEL) -> dict[str, FileState]:
+        """What checkpoints contain of it: the weights, those of each head, and of each its part of
+        the ``whole`` optimizer state. No reader of the model's files finds a tensor there that the
+        model has not."""
+        heads, found = self.head_weights, dict[str, ShardedState]({role: self.weights})
         found[FileRole(role).optimizer] = whole
         if heads:
             rest = PartialState(whole, lambda name: self.heads.name_in_file(name) is None)

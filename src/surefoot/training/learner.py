@@ -24,7 +24,8 @@ class Learner:
     spec: OutputSpec
     step: Step  # its optimizer is that of ``trained``
     trained: TrainedParameters
-    # What a checkpoint contains of the optimizer; the ranks of a pipeline make it together, once.
+    # What a checkpoint contains of the optimizer; the ranks of a pipeline make it together, once,
+    # as only rank 0 loads the best weights at the end of a run.
     optimizer_state: ShardedState = field(init=False)
 
     def __post_init__(self) -> None:

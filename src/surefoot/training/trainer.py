@@ -93,7 +93,7 @@ class Trainer:
         files: dict[str, Stateful] = {}
         for role, learner in self.learners.items():
             name = MODEL if role == POLICY else role
-            files |= learner.network.states(learner.trained, name)
+            files |= learner.network.states(learner.optimizer_state, name)
         return {
             **files,
             "scaler": self.policy.step.scaler,
