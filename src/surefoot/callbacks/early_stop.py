@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ..training.callback import Context, TrainerCallback
+from ..training.callback import Context, Metrics, TrainerCallback
 from ..training.control.best_metric import is_better
 from ..training.state import TrainerControl, TrainerState
 
@@ -24,11 +24,7 @@ class EarlyStop(TrainerCallback):
     num_worse: int = 0
 
     def on_evaluate(
-        self,
-        args: Context,
-        state: TrainerState,
-        control: TrainerControl,
-        metrics: Mapping[str, float],
+        self, args: Context, state: TrainerState, control: TrainerControl, metrics: Metrics
     ) -> None:
         """Count evaluations without a better metric."""
         section = args.section

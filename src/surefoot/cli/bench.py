@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from ..forecast.bench.result import BenchResult
     from ..forecast.bench.search import Search, Trial
     from ..forecast.bench.single_rank import SingleRankRecipe
-    from ..forecast.bench.subprocess_trial import TrialFailure
     from ..forecast.other_settings import Changes
 
 PHASES = {
@@ -73,7 +72,8 @@ def bench(
     with Console(stderr=True).status("measuring the recipe") as status:
 
         def tell(changes: Changes) -> None:
-            status.update(_trying(settings(changes)))
+            given = " ".join(settings(changes))
+            status.update(f"trying {given}" if given else "measuring the recipe")
 
         found = find_fastest(one, steps, no_search=no_search, on_try=tell)
     command = ["surefoot", "train", str(recipe), *overrides, *settings(found.best.changes)]
@@ -81,10 +81,6 @@ def bench(
         print_json(as_data(found, one, command))
         return
     show(found, one, command)
-
-
-def _trying(settings: list[str]) -> str:
-    return f"trying {' '.join(settings)}" if settings else "measuring the recipe"
 
 
 def show(found: Search, one: SingleRankRecipe, command: list[str]) -> None:
@@ -154,7 +150,8 @@ def _results(trial: Trial, first: Trial) -> list[str | Text]:
 
     figures = trial.outcome
     if not isinstance(figures, BenchResult):
-        return ["", "", "", Text.assemble(("failed: ", "red"), cell(_first_line(figures)))]
+        first_line = next(iter(figures.reason.splitlines()), "")
+        return ["", "", "", Text.assemble(("failed: ", "red"), cell(first_line))]
     times = gain(trial, first)
     compiling = figures.compiling_seconds
     return [
@@ -163,10 +160,6 @@ def _results(trial: Trial, first: Trial) -> list[str | Text]:
         in_bytes(figures.peak_memory),
         Text(f"{compiling:.0f} s to compile" if compiling else "", style="dim"),
     ]
-
-
-def _first_line(failure: TrialFailure) -> str:
-    return next(iter(failure.reason.splitlines()), "")
 
 
 def _verdict(found: Search, command: list[str]) -> Iterator[Text]:

@@ -1,6 +1,4 @@
-"""Candidate settings: those that change only memory and time, and the result by float rounding;
-``plan`` counts them, and ``bench`` tries them.
-"""
+"""Candidate settings, which change only memory, time and rounding, for ``plan`` and ``bench``."""
 
 from __future__ import annotations
 

@@ -8,15 +8,14 @@ from transformers import PreTrainedTokenizerBase
 
 from ..data.text.codec import Codec
 from ..errors import RecipeError
-from ..model.precision import choose
 from ..model.pretrained.loading import resolve
-from ..network.draft import NetworkOptions
 from ..network.network import Network
 from ..network.open import open_network
 from ..parallel.world import World
 from ..recipe.recipe import Recipe
 from ..recipe.recipe_data import open_codec
 from ..training.precompute import model_of
+from .policy import options_of
 
 
 def open_auxiliary(recipe: Recipe, role: str, codec: Codec, world: World) -> Network:
@@ -25,13 +24,7 @@ def open_auxiliary(recipe: Recipe, role: str, codec: Codec, world: World) -> Net
     base = resolve(model)
     tokenizer = open_codec(replace(recipe, model=model), base).tokenizer
     refuse_other_tokens(recipe, role, tokenizer, codec)
-    options = NetworkOptions(
-        parallel=recipe.parallel,
-        precision=choose(recipe.train.precision),
-        packing=recipe.data.packing,
-        seed=recipe.train.seed,
-        is_trainable=False,
-    )
+    options = replace(options_of(recipe), method=None, heads=(), is_trainable=False)
     return open_network(base, model, tokenizer, world, options)
 
 

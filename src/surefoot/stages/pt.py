@@ -15,6 +15,7 @@ from ..parallel.section import ParallelSection
 from ..schema import Problem
 from ..training.objectives.losses import check_smoothing, negative_log_likelihood, with_perplexity
 from ..training.stage import AuxiliaryModel, as_loaded, no_columns
+from .rules import without_effect
 
 if TYPE_CHECKING:
     from ..data.text.codec import Codec
@@ -69,10 +70,8 @@ class PT:
 
     def problems(self, data: DataSection, parallel: ParallelSection) -> Iterator[Problem]:
         """Plain text is trained on completely; settings of turns would have no effect."""
-        for name in ("train_on_prompt", "mask_history", "default_system"):
-            if getattr(data, name):
-                message = "has no effect with stage pt, which trains on whole texts"
-                yield Problem(("data", name), message)
+        names = ("train_on_prompt", "mask_history", "default_system")
+        return without_effect(data, names, "stage pt, which trains on whole texts")
 
 
 def _text(example: Example) -> str:

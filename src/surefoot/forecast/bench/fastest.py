@@ -27,12 +27,8 @@ def find_fastest(
     on_try: Callable[[Changes], None] = lambda _: None,
 ) -> Search:
     """The recipe itself and, unless ``no_search``, the other settings that were tried; ``on_try``
-    is called with each before it is measured.
-
-    Raises:
-        SurefootError: the recipe cannot be trained, with the error of ``surefoot train``, or all
-            settings failed.
-    """
+    is called with each before it is measured. Raises the error of ``surefoot train``, or
+    ``RunError`` if all settings failed."""
     began = time.monotonic()
     timeout: float | None = None
 
