@@ -31,21 +31,13 @@ def changes(recipe: Recipe, num_processes: int) -> Iterator[SettingsChange]:
     yield from _tensors(recipe, num_processes)
     yield from _pipelines(recipe, num_processes)
     recomputes = not value(recipe, RECOMPUTE)
-    yield SettingsChange(
-        {RECOMPUTE: recomputes},
-        changed(recipe, {RECOMPUTE: recomputes}),
-        "about a fifth slower" if recomputes else "about a fifth faster",
-        not recomputes,
-    )
+    effect = "about a fifth slower" if recomputes else "about a fifth faster"
+    yield _change(recipe, {RECOMPUTE: recomputes}, effect, is_faster=not recomputes)
     num_data_ranks = num_processes // recipe.parallel.tp // recipe.parallel.pp
     if smaller := resized(recipe, 1, 2, num_data_ranks=num_data_ranks):
-        yield SettingsChange(
-            smaller, changed(recipe, smaller), "more and smaller micro-batches", False
-        )
+        yield _change(recipe, smaller, "more and smaller micro-batches")
     if larger := resized(recipe, 2, 1, num_data_ranks=num_data_ranks):
-        yield SettingsChange(
-            larger, changed(recipe, larger), "fewer and larger micro-batches", True
-        )
+        yield _change(recipe, larger, "fewer and larger micro-batches", is_faster=True)
 
 
 def resized(recipe: Recipe, times: int, part: int, *, num_data_ranks: int = 1) -> Changes:
@@ -95,9 +87,8 @@ def _tensors(recipe: Recipe, num_processes: int) -> Iterator[SettingsChange]:
         yield _meshed(recipe, values, "more communication")
     if tp % 2 == 0 and _divides(recipe, 2 * replicate * shard):
         values = {"dp_shard": 2 * shard, "tp": tp // 2}
-        values |= (
-            {"sequence_parallel": False} if recipe.parallel.sequence_parallel and tp == 2 else {}
-        )
+        if recipe.parallel.sequence_parallel and tp == 2:
+            values |= {"sequence_parallel": False}
         yield _meshed(recipe, values, "less communication", is_faster=True)
 
 
@@ -121,4 +112,10 @@ def _meshed(
     recipe: Recipe, values: Changes, effect: str, *, is_faster: bool = False
 ) -> SettingsChange:
     changes = {f"parallel.{name}": value for name, value in values.items()}
-    return SettingsChange(changes, changed(recipe, changes), effect, is_faster)
+    return _change(recipe, changes, effect, is_faster=is_faster)
+
+
+def _change(
+    recipe: Recipe, values: Changes, effect: str, *, is_faster: bool = False
+) -> SettingsChange:
+    return SettingsChange(values, changed(recipe, values), effect, is_faster)

@@ -16,8 +16,7 @@ from ..parallel.section import ParallelSection
 from ..parallel.world import ALONE, World
 from ..recipe.recipe import Recipe
 from ..recipe.recipe_data import open_codec
-from ..run.auxiliary import columns_of, eval_set
-from ..run.auxiliary_models import refuse_other_tokens
+from ..run.auxiliary import columns_of, eval_set, refuse_other_tokens
 from ..run.contexts import context_of
 from ..training.precompute import Precomputation, WindowSet, model_of, with_items, with_windows
 from .evaluation import encoded, ready_to_measure

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
 
 from ..data.order.loader import Loader
 from ..data.prepared.training_data import TrainingData
 from ..data.store.cache import default_folder
 from ..data.store.dataset import EncodedDataset
 from ..data.text.codec import Codec
-from ..model.precision import choose
+from ..errors import RecipeError
 from ..model.pretrained.loading import resolve
 from ..network.network import Network
+from ..network.open import open_network
 from ..parallel.world import World
 from ..recipe.recipe import Recipe
+from ..recipe.recipe_data import open_codec
 from ..training.context import BlankContext
 from ..training.evaluation import EvaluationSet, windows_of
 from ..training.precompute import (
@@ -33,8 +37,8 @@ from ..training.precompute import (
 from ..training.stage import POLICY
 from ..training.windows import windows_of_run
 from . import data_loading
-from .auxiliary_models import open_auxiliary
 from .contexts import context_of
+from .policy import options_of
 
 
 @dataclass(frozen=True)
@@ -109,13 +113,13 @@ def columns_of(
     recipe: Recipe, base: Path, sets: Sequence[WindowSet], world: World
 ) -> Precomputation:
     """The known columns of ``sets``, and what is to be computed."""
-    stage = recipe.stage
+    stage, options = recipe.stage, options_of(recipe)
     models = {role: model_of(one, recipe.model) for role, one in stage.auxiliary.items()}
     found = {
         role: (model, base if model is recipe.model else resolve(model))
         for role, model in models.items()
     }
-    identity = identity_of(stage, found, choose(recipe.train.precision), recipe.data.packing)
+    identity = identity_of(stage, found, options.precision, options.packing)
     return precomputation(stage, identity, recipe.data.cache_dir or default_folder(), sets, world)
 
 
@@ -130,3 +134,25 @@ def eval_set(dataset: EncodedDataset, size: int) -> WindowSet:
     """The examples of an evaluation, and its windows of ``size``."""
     windows = partial(windows_of, len(dataset), size)
     return WindowSet(dataset, windows, f"{dataset.fingerprint} in order, {size}")
+
+
+def open_auxiliary(recipe: Recipe, role: str, codec: Codec, world: World) -> Network:
+    """The frozen model of a role. Raises ``RecipeError`` if its tokens are not the policy's."""
+    model = model_of(recipe.stage.auxiliary[role], recipe.model)
+    base = resolve(model)
+    tokenizer = open_codec(replace(recipe, model=model), base).tokenizer
+    refuse_other_tokens(recipe, role, tokenizer, codec)
+    options = replace(options_of(recipe), method=None, heads=(), is_trainable=False)
+    return open_network(base, model, tokenizer, world, options)
+
+
+def refuse_other_tokens(
+    recipe: Recipe, role: str, tokenizer: PreTrainedTokenizerBase, codec: Codec
+) -> None:
+    """Raise ``RecipeError`` unless the tokens of an auxiliary model are those of the policy."""
+    if tokenizer.get_vocab() != codec.tokenizer.get_vocab():
+        model = model_of(recipe.stage.auxiliary[role], recipe.model)
+        raise RecipeError(
+            f"the {role} {model.path} has a different tokenizer from {recipe.model.path}, so "
+            "their outputs cannot be compared; choose a model with the same tokenizer"
+        )

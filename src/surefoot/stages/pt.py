@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from ..batch import Batch, Features, Loss, Outputs, OutputSpec
+from ..batch import Batch, Loss, Outputs, OutputSpec
 from ..data.encoded import Encoded
 from ..data.example import Example
 from ..data.section import DataSection
-from ..data.text.collation import collate
+from ..data.text.collation import collate as packed_or_padded
 from ..parallel.section import ParallelSection
 from ..schema import Problem
 from ..training.objectives.losses import check_smoothing, negative_log_likelihood, with_perplexity
@@ -34,6 +34,7 @@ class PT:
     auxiliary: ClassVar[Mapping[str, AuxiliaryModel]] = {}
     passes: ClassVar[int] = 1
     mini_batches: ClassVar[int] = 1
+    collate = staticmethod(packed_or_padded)
     precompute = no_columns
     prepare = as_loaded
     metrics = with_perplexity
@@ -59,10 +60,6 @@ class PT:
     def encode(self, examples: Sequence[Example], codec: Codec) -> list[Encoded]:
         """Split each text into consecutive pieces; no token is lost."""
         return codec.encode_documents([_text(example) for example in examples])
-
-    def collate(self, features: Sequence[Features], *, packing: bool) -> Batch:
-        """Pack pieces into one row, or pad them to a rectangle."""
-        return collate(features, packing=packing)
 
     def loss(self, role: str, outputs: Outputs, batch: Batch) -> Loss:
         """Cross entropy of every token but the first of a piece."""
