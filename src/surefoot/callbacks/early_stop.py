@@ -15,8 +15,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class EarlyStop(TrainerCallback):
-    """Stops after ``patience`` evaluations in a row whose metric beats the best by no more than
-    ``threshold``."""
+    """Stops after ``patience`` evaluations in a row, none better by more than ``threshold``."""
 
     patience: int
     threshold: float = 0.0

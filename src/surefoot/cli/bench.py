@@ -102,7 +102,9 @@ def show(found: Search, one: SingleRankRecipe, command: list[str]) -> None:
 def _lines(found: Search, figures: BenchResult, one: SingleRankRecipe) -> Iterator[tuple[str, str]]:
     yield "device", f"{figures.device}, {figures.precision}"
     if one.num_processes > 1:
-        yield "processes", f"measured as one rank of {one.num_processes:,}: {_apart(one)}"
+        share = f"its {one.recipe.train.global_batch_size:,} examples per step on the full model"
+        rank = f"measured as one rank of {one.num_processes:,}"
+        yield "processes", f"{rank}: {share}, without communication"
     train = found.recipe.train
     passes = f"{train.gradient_accumulation_steps:,} × {train.micro_batch_size:,} examples"
     yield "step", f"{figures.step_seconds:.3g} s for {passes} (mean of {figures.steps:,})"
@@ -115,11 +117,6 @@ def _lines(found: Search, figures: BenchResult, one: SingleRankRecipe) -> Iterat
     yield "memory", f"{in_bytes(figures.peak_memory)} at its peak, in the largest step"
     if figures.compiling_seconds:
         yield "compiling", f"{figures.compiling_seconds:.3g} s in the first step"
-
-
-def _apart(one: SingleRankRecipe) -> str:
-    share = f"its {one.recipe.train.global_batch_size:,} examples per step"
-    return f"{share} on the full model, without communication"
 
 
 def _time_table(figures: BenchResult) -> Table:

@@ -11,7 +11,6 @@ SIZE, PACKING = "train.micro_batch_size", "data.packing"
 RECOMPUTE, COMPILE = "model.gradient_checkpointing", "model.compile"
 _MOST_TENSORS = 8  # processes of tp: beyond those of one machine it is too slow
 
-
 Changes = Mapping[str, int | bool]  # by dotted path
 
 

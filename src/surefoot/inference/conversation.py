@@ -24,8 +24,7 @@ class Answer:
 
 
 def finish_reason(length: int, left: int | None, section: GenerateSection) -> FinishReason:
-    """Why a response of ``length`` tokens ended, with ``left`` tokens of context (None: no
-    limit)."""
+    """Why a response of ``length`` tokens ended; ``left``: tokens of context (None: no limit)."""
     if left is not None and length >= left:
         return "context"
     return "length" if length >= section.max_new_tokens else "stop"

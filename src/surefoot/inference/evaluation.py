@@ -63,8 +63,7 @@ def num_batches(recipe: Recipe, num_examples: int) -> int:
 
 
 def encoded(stage: Stage, examples: Sequence[Example], codec: Codec) -> list[Features]:
-    """The examples as ``stage`` reads them; dropped ones are logged. Raises ``DataError`` for
-    none."""
+    """The examples that ``stage`` reads; dropped ones are logged. Raises ``DataError`` for none."""
     outcomes = stage.encode(examples, codec)
     dropped = [outcome for outcome in outcomes if isinstance(outcome, Dropped)]
     if len(dropped) == len(outcomes):
@@ -80,8 +79,7 @@ def encoded(stage: Stage, examples: Sequence[Example], codec: Codec) -> list[Fea
 
 @contextmanager
 def ready_to_measure(opened: LoadedModel, recipe: Recipe) -> Iterator[Network]:
-    """The network of ``opened``, in the recipe's precision and with attention for packed rows while
-    the block lasts."""
+    """While it lasts, the network of ``opened`` has the recipe's precision and packed attention."""
     inner, precision = opened.inner, choose(recipe.train.precision)
     plain = inner.config._attn_implementation
     try:

@@ -86,8 +86,7 @@ class EvaluationReport:
         }
 
     def write_generations(self, path: Path) -> None:
-        """One JSON object per line: origin, prompt, reference, answer, match. Replaces an old file.
-        Raises ``RunError``."""
+        """One JSON object per line; an old file is replaced. Raises ``RunError``."""
         lines = [
             json.dumps(
                 {

@@ -19,8 +19,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, kw_only=True)
 class Freeze:
     """Tune the last (or first) layers, or some modules of them, and any modules outside the
-    layers.
-    """
+    layers."""
 
     saves_base_model: ClassVar[bool] = True
     packages: ClassVar[Sequence[str]] = ()

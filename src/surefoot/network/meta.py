@@ -142,8 +142,7 @@ class ShardLoader:
     tensors: Mapping[str, torch.Tensor]  # by the same names, before they were cut
 
     def of(self, model: nn.Module) -> ShardLoader:
-        """Those of the tensors that ``model`` still has; a tied one may have its other name
-        there."""
+        """Those of the tensors that ``model`` still has, perhaps under another name (tied ones)."""
         names = {id(tensor): name for name, tensor in self.tensors.items()}
         left = {new: names[id(t)] for new, t in kept_tensors(model) if id(t) in names}
         readers = {new: self.readers[old] for new, old in left.items() if old in self.readers}

@@ -143,8 +143,7 @@ def recompute(draft: Draft, tensors: Tensors) -> None:
 
 
 def upcast(draft: Draft, _: Tensors) -> None:
-    """Hold weights that the method trains in float32, in a frozen copy as well: so it computes what
-    the trained one does."""
+    """Hold weights that the method trains in float32, in a frozen copy as in the trained model."""
     if draft.options.method is not None:
         upcast_trained(draft.module, draft.section)
 

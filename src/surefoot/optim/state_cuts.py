@@ -42,8 +42,7 @@ class StateCuts:
         return () if declared.cuts is None else declared.cuts(shape, cuts)
 
     def like(self, pointer: str) -> torch.Tensor | None:
-        """A tensor of the state that does not exist yet, sharded; None if all ranks have a plain
-        one."""
+        """A tensor of the state that does not exist yet; None if all ranks have a plain one."""
         name, _, key = pointer.rpartition(".")
         parameter = self.parameters.get(name)
         if not isinstance(parameter, DTensor):

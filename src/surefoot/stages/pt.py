@@ -24,8 +24,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, kw_only=True)
 class PT:
     """Train on whole texts, split into pieces of at most ``data.cutoff_len`` tokens; no chat
-    template.
-    """
+    template."""
 
     uses_template: ClassVar[bool] = False
     encoding: ClassVar[str] = ""

@@ -23,8 +23,7 @@ UNDESIRABLE = Dropped("marked undesirable (kto_tag: false), which stage: kto tra
 @dataclass(frozen=True, kw_only=True)
 class SFT:
     """Train on the responses of conversations; prompts are masked (see
-    ``data.train_on_prompt``).
-    """
+    ``data.train_on_prompt``)."""
 
     uses_template: ClassVar[bool] = True
     encoding: ClassVar[str] = "2"  # drops undesirable rows

@@ -98,7 +98,7 @@ class TrainerCallback:
         """``Trainer.predict`` is done."""
 
     def on_save(self, args: Context, state: TrainerState, control: TrainerControl) -> None:
-        """The checkpoint of ``state.global_step`` is committed; the loop may be further by now."""
+        """``state.global_step`` is committed; the loop may be some steps further."""
 
     def on_train_end(self, args: Context, state: TrainerState, control: TrainerControl) -> None:
         """The loop has ended, finished or stopped."""
@@ -140,6 +140,4 @@ class Callbacks:
 
     def emit_saved(self, step: int) -> None:
         """``on_save`` for the checkpoint of ``step``, which is committed now."""
-        saved = replace(self.state, global_step=step)
-        for member in self.members:
-            member.on_save(self.args, saved, self.control)
+        replace(self, state=replace(self.state, global_step=step)).emit("on_save")

@@ -65,8 +65,7 @@ class KeptPiece:
         return sum(len(group) for group in self.groups)
 
     def compute(self, stage: Stage, context: StageContext) -> Columns:
-        """The columns that ``stage`` adds. A collective call. Raises ``ModelError`` for NaN,
-        inf."""
+        """The columns that ``stage`` adds. A collective call. Raises ``ModelError`` for NaN."""
         added: list[Features] = []
         for group in self.groups:
             examples = [self.items[int(item)] for item in group]
@@ -213,8 +212,7 @@ NOTHING = KeptWindows({}, {})
 def precomputation(
     stage: Stage, identity: str, root: Path, sets: Sequence[WindowSet], world: World
 ) -> Precomputation:
-    """The known columns of ``sets``, and what is to be computed, by the models of ``identity``;
-    ``root`` is ``data.cache_dir``."""
+    """The known columns of ``sets``, and what the models of ``identity`` are to compute."""
     cut = {"item": _by_item, "window": _by_window}[stage.kept_by]
     pieces = list(cut(root / FOLDER, identity, sets)) if stage.auxiliary else []
     known = [piece.read() for piece in pieces] if world.is_main else None

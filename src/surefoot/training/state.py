@@ -17,8 +17,7 @@ _FORMER = {"packed_attention": "attention", "shared_prompts": "shares_prompts"}
 
 @dataclass
 class Kernels:
-    """Choices between kernels that round differently. They are made once, at the start of a run,
-    and a resume keeps them."""
+    """Choices between kernels that round differently, made once, at the start of a run."""
 
     packed_attention: str | None = None  # the kernel of packed rows; None: not chosen by the run
     shared_prompts: bool | None = None  # whether a packed row holds the prompt of a pair once

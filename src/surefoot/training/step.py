@@ -42,8 +42,7 @@ class StepMetrics:
 
     @property
     def is_usable(self) -> bool:
-        """Whether to continue: all is finite, or fp16's scale, which corrects itself, was too
-        high."""
+        """Whether to continue: all is finite, or fp16's scale was too high and corrects itself."""
         return self.is_finite or (self.scale > 1.0 and abs(self.loss) < float("inf"))
 
 

@@ -58,8 +58,7 @@ class _Progress:
 
 @dataclass(frozen=True)
 class Trainer:
-    """Everything one run needs, assembled in ``run.assembly``. ``fit`` runs it; ``states`` is all
-    that a resume needs."""
+    """Everything one run needs, made by ``run.assembly``; ``states`` is all that a resume needs."""
 
     section: TrainSection
     stage: Stage

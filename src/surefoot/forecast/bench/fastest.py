@@ -47,13 +47,11 @@ def find_fastest(
         if no_search:
             break
     first = search.trials[0].outcome
-    if all(isinstance(trial.outcome, TrialFailure) for trial in search.trials):
-        assert isinstance(first, TrialFailure)
-        hint = (
-            "without --no-search, smaller settings are tried"
-            if no_search
-            else ("so did all other settings")
-        )
+    failed = all(isinstance(trial.outcome, TrialFailure) for trial in search.trials)
+    if failed and isinstance(first, TrialFailure):
+        hint = "so did all other settings"
+        if no_search:
+            hint = "without --no-search, smaller settings are tried"
         raise RunError(f"the recipe could not be measured: {first.reason} ({hint})")
     return search
 

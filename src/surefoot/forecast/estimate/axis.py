@@ -12,8 +12,7 @@ from ...geometry.sharding import chunk
 
 @dataclass(frozen=True)
 class FakeAxis:
-    """An axis (``parallel.collectives.Axis``) without other ranks; the first has the largest
-    shard."""
+    """A ``parallel.collectives.Axis`` without other ranks; the first has the largest shard."""
 
     size: int
     rank: int = 0

@@ -83,8 +83,5 @@ def _encoded(
     recipe: Recipe, codec: Codec, rows: Sequence[Example | BrokenRow]
 ) -> Sequence[Features]:
     outcomes = recipe.stage.encode([row for row in rows if isinstance(row, Example)], codec)
-    items: list[Features] = []
-    for outcome in outcomes:
-        if not isinstance(outcome, Dropped):
-            items += outcome.features if isinstance(outcome, Truncated) else outcome
-    return items
+    kept = (one for one in outcomes if not isinstance(one, Dropped))
+    return [item for one in kept for item in (one.features if isinstance(one, Truncated) else one)]

@@ -52,8 +52,8 @@ def will_be_packed(model: PreTrainedModel) -> list[nn.Module]:
 def pack(
     modules: Sequence[nn.Module], section: ModelSection, mode: FakeTensorMode, compute: torch.dtype
 ) -> None:
-    """Store ``modules``, on fake tensors, in the bits of ``section``. Products of 4 bits are
-    computed in ``compute``."""
+    """Store ``modules`` in the bits of ``section``. Products of 4 bits are computed in
+    ``compute``."""
     is_4_bit = section.quantization_bit == 4
     for module in modules:
         shape = shape_of(module)
