@@ -63,7 +63,7 @@ def num_batches(recipe: Recipe, num_examples: int) -> int:
 
 
 def encoded(stage: Stage, examples: Sequence[Example], codec: Codec) -> list[Features]:
-    """The examples that ``stage`` reads; dropped ones are logged. Raises ``DataError`` for none."""
+    """The examples as ``stage`` reads them; drops are logged. Raises ``DataError`` if all are."""
     outcomes = stage.encode(examples, codec)
     dropped = [outcome for outcome in outcomes if isinstance(outcome, Dropped)]
     if len(dropped) == len(outcomes):

@@ -118,8 +118,8 @@ class GRPO:
         return Prepared(self._with_old(context, found), figures)
 
     def _with_old(self, context: StageContext, found: list[Features]) -> list[Features]:
-        """With the log-probabilities before the first step, unless it is the only one, which has
-        them."""
+        """With the log-probabilities before the first of several steps: in a single step they are
+        those of the step itself."""
         if self.passes * self.mini_batches == 1:
             return found
         outputs = context.compute(POLICY, found)

@@ -98,7 +98,7 @@ class TrainerCallback:
         """``Trainer.predict`` is done."""
 
     def on_save(self, args: Context, state: TrainerState, control: TrainerControl) -> None:
-        """``state.global_step`` is committed; the loop may be some steps further."""
+        """The checkpoint of ``state.global_step`` is committed; the loop may be further by now."""
 
     def on_train_end(self, args: Context, state: TrainerState, control: TrainerControl) -> None:
         """The loop has ended, finished or stopped."""

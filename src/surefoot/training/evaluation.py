@@ -89,8 +89,8 @@ class Evaluation:
 
 
 def prefixed(parts: Mapping[str, Mapping[str, float]], prefix: str) -> dict[str, float]:
-    """``{"": m}`` as ``eval_loss``; several datasets as ``eval_NAME_loss``, their mean as the
-    former."""
+    """``{"": m}`` as ``eval_loss``; several datasets as ``eval_NAME_loss`` and their mean as
+    ``eval_loss``."""
     if list(parts) == [""]:
         return {f"{prefix}_{name}": value for name, value in parts[""].items()}
     named = {f"{prefix}_{part}_{name}": v for part, m in parts.items() for name, v in m.items()}

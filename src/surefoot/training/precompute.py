@@ -65,7 +65,8 @@ class KeptPiece:
         return sum(len(group) for group in self.groups)
 
     def compute(self, stage: Stage, context: StageContext) -> Columns:
-        """The columns that ``stage`` adds. A collective call. Raises ``ModelError`` for NaN."""
+        """The columns that ``stage`` adds. A collective call. Raises ``ModelError`` unless
+        finite."""
         added: list[Features] = []
         for group in self.groups:
             examples = [self.items[int(item)] for item in group]

@@ -121,8 +121,8 @@ class Stage(Protocol):
         """What to train on of a global window: rollouts, advantages, metrics of the window."""
 
     def loss(self, role: str, outputs: Outputs, batch: Batch) -> Loss:
-        """What to minimize on a micro-batch, for a role's trained model. Pure: it calls no
-        model."""
+        """What to minimize on one micro-batch, for the trained model of a role. Pure: no model is
+        called here."""
 
     def metrics(self, means: Mapping[str, float]) -> Mapping[str, float]:
         """The metrics of an evaluation, from its mean ``loss`` and the means of related metrics."""

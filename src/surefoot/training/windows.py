@@ -130,8 +130,8 @@ class Windows:
             )
 
     def _next_part(self) -> Sequence[Features]:
-        """The examples of the next optimizer step; if it is the only one, those that were
-        prepared."""
+        """The examples of the next optimizer step of the window: the very ones that were prepared,
+        if it is the only step."""
         inside, stage = self.inside, self.stage
         examples = inside.examples
         seed = derive(self.seed, *inside.place)

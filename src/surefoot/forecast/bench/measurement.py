@@ -118,8 +118,8 @@ def measure(recipe: Recipe, steps: int, folder: Path) -> BenchResult:
 
 
 def _short(recipe: Recipe, steps: int, folder: Path) -> Recipe:
-    """The same, over soon, in another folder, and not streamed: of rows, what the shuffle looks
-    at."""
+    """The same, over soon and in another folder. What would be streamed is encoded before, as many
+    rows as the shuffle looks at."""
     train = replace(recipe.train, output_dir=folder, max_steps=WARM_UP + steps, report_to=())
     if train.on_nan == "rollback":  # there is nothing to go back to
         train = replace(train, on_nan="stop")

@@ -186,7 +186,7 @@ def _measure_pass(skeleton: DryRunModel, batch: Batch, number: int | None) -> Pa
 def _through_all(
     skeleton: DryRunModel, batch: Batch, live: LiveBytes, hidden: torch.Tensor | None = None
 ) -> Snapshot:
-    """Run all of the model, or the end of a pipeline, forward and backward; what was saved."""
+    """Run the model, or the end of a pipeline, forward and backward; returns what was saved."""
     stage, mode = skeleton.recipe.stage, skeleton.tensors.mode
     here = batch.located().mapped(mode.from_tensor)
     with mode, live:

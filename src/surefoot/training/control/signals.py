@@ -13,7 +13,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class StopSignal:
-    """A context, perhaps nested, in which a signal is a request that ``received`` names."""
+    """A context in which a signal becomes a request, named ``received``. It may be nested."""
 
     def __init__(self) -> None:
         self.received: signal.Signals | None = None

@@ -27,7 +27,7 @@ def group_advantages(rewards_G: Sequence[float | None], epsilon: float = 1e-4) -
 def clipped(
     logps_N: torch.Tensor, old_N: torch.Tensor, advantages_N: torch.Tensor, clip: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """[N] PPO's clipped surrogate (arXiv:1707.06347), to be maximized, and [N] where it is
+    """[N] PPO's clipped surrogate (arXiv:1707.06347), to be maximized, and [N] whether it is
     clipped."""
     ratio_N = (logps_N - old_N).exp()
     free_N = ratio_N * advantages_N

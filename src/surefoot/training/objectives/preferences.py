@@ -43,7 +43,7 @@ def hinge(margins_P: torch.Tensor, beta: float) -> torch.Tensor:
 
 
 def ipo(margins_P: torch.Tensor, beta: float) -> torch.Tensor:
-    """IPO (arXiv:2310.12036): ``(margin - 1 / (2 beta))^2``, of margins per token."""
+    """IPO (arXiv:2310.12036): ``(margin - 1 / (2 beta))^2``, of margins per token, as redefined."""
     return (margins_P - 1 / (2 * beta)) ** 2
 
 
