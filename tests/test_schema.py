@@ -267,9 +267,7 @@ def test_a_variant_may_be_added_after_a_section_was_read(monkeypatch):
     read(Root, GOOD)
     monkeypatch.setitem(CHOICES, "late", Late)
     assert read(Root, {**GOOD, "method": {"late": {"size": 3}}}).method == Late(size=3)
-    assert problems({**GOOD, "size": 3}) == [
-        "size: unknown key (did you mean method.late.size?)"
-    ]
+    assert problems({**GOOD, "size": 3}) == ["size: unknown key (did you mean method.late.size?)"]
 
 
 def test_a_sections_own_complaint_names_the_field_it_starts_with():

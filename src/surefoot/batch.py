@@ -88,13 +88,13 @@ class Batch:
 
     def pinned(self) -> Batch:
         """The same batch in pinned memory, from which a GPU copies while it computes."""
-        return self._mapped(lambda tensor: tensor.pin_memory())
+        return self.mapped(lambda tensor: tensor.pin_memory())
 
     def to(self, device: torch.device) -> Batch:
         """The same batch on ``device``, with its trained positions."""
-        return self.located()._mapped(lambda tensor: tensor.to(device, non_blocking=True))
+        return self.located().mapped(lambda tensor: tensor.to(device, non_blocking=True))
 
-    def _mapped(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
+    def mapped(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
         """With ``function`` applied to each tensor, except those that the host reads to launch
         kernels.
         """
@@ -247,18 +247,14 @@ class Loss:
 
 
 LossFunction = Callable[[Outputs, Batch], Loss]  # pure: what the model said, what it should have
+Hook = Callable[[int], None]  # gets the index of a micro-batch
 
 
 class StepRunner(Protocol):
     """Runs a window through the model, forward and backward, and leaves summed gradients behind."""
 
     def __call__(
-        self,
-        window: Window,
-        loss_function: LossFunction,
-        *,
-        before: Callable[[int], None],
-        after: Callable[[int], None],
+        self, window: Window, loss_of: LossFunction, *, before: Hook, after: Hook
     ) -> list[Loss]:
         """One detached loss per micro-batch; ``before`` and ``after`` are called with each one's
         index.

@@ -10,6 +10,7 @@ import ranks
 import spread
 from kept import everything
 from spread import UNEVEN, learn, trainer
+from surefoot.checkpoint.reading.loading import load
 from surefoot.methods.freeze import Freeze
 from surefoot.methods.lora import LoRA
 from surefoot.model.seeding import seed_everything
@@ -135,3 +136,18 @@ def test_more_stages_than_layers_are_refused_in_one_sentence(tmp_path):
         AssertionError, match=r"RecipeError: parallel\.pp: 4 pipeline stages need as many"
     ):
         ranks.run(2, lambda w: trainer(w, tmp_path, parallel=parallel), pp=2)
+
+
+def test_one_rank_alone_reads_the_weights_of_a_checkpoint(tmp_path):
+    """At the end of a run the first one loads the best weights; the others are elsewhere."""
+
+    def restored(world):
+        made = trainer(world, tmp_path, parallel={"pp": 2}, train=ONES)
+        made.saver.save(made.state, made.states, insist=True)
+        made.saver.collect(wait=True)
+        made.saver.checkpoints.close()
+        if world.is_main:
+            load(made.saver.path_of(0), made.states, only=["model"])
+        return world.rank
+
+    assert ranks.run(2, restored, timeout=30, pp=2) == [0, 1]

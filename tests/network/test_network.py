@@ -82,8 +82,8 @@ def test_logits_are_divided_by_the_temperature(tmp_path, kind, packing):
     def entropy(logits, *_):
         return torch.distributions.Categorical(logits=logits / 0.7).entropy()
 
-    found = network.runner.run(batch, spec)
-    plain = replace(network, runner=replace(network.runner, head=None)).runner.run(batch, spec)
+    runner = network.engine.runner
+    found, plain = runner.run(batch, spec), replace(runner, head=None).run(batch, spec)
     network.inner.set_attn_implementation("eager")
     for outputs in (found, plain):
         torch.testing.assert_close(outputs.logps, at_labels(network, logp))
@@ -99,7 +99,7 @@ def test_values_are_those_of_the_head_at_trained_positions(tmp_path, outputs, pa
     network = opened(tmp_path, packing=packing, **VALUED)
     head = network.heads.values
     batch = collate(FEATURES, packing=packing)
-    found = network.runner.run(batch, OutputSpec(outputs))
+    found = network.engine.runner.run(batch, OutputSpec(outputs))
     network.inner.set_attn_implementation("sdpa")
 
     def value(_, hidden, __):

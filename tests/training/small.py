@@ -130,7 +130,7 @@ def trainer(
         section.max_grad_norm,
         LossScaler(enabled=precision == "fp16"),
     )
-    learner = Learner(network, stage.spec, step, trained)
+    learner = Learner(network, step, trained)
     flow = IntervalCallback(
         Trigger(section.log_steps),
         Trigger(section.eval_steps, section.eval_minutes, section.eval_epoch),

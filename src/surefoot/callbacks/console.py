@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
 from rich.text import Text
 
-from ..training.callback import Context, TrainerCallback
+from ..training.callback import Context, Metrics, TrainerCallback
 from ..training.state import TrainerControl, TrainerState
 
 logger = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ class Screen(TrainerCallback):
         if self.console.is_terminal:
             self._progress = Progress(
                 TextColumn("[bold]step"),
-                _Steps(),
+                TextColumn("{task.completed}/{task.total}"),
                 BarColumn(bar_width=BAR),
                 _Figures(self._figures, self.console),
                 console=self.console,
@@ -54,14 +54,10 @@ class Screen(TrainerCallback):
             self._progress.update(self._progress.task_ids[0], completed=state.global_step)
 
     def on_log(
-        self,
-        args: Context,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: Mapping[str, float],
+        self, args: Context, state: TrainerState, control: TrainerControl, logs: Metrics
     ) -> None:
         """Show the metrics: in the live line, or as a line of their own."""
-        shown = {name: _short(name, value) for name, value in logs.items() if name in FORMATS}
+        shown = {n: FORMATS[n].format(value) for n, value in logs.items() if n in FORMATS}
         if "loss" in logs:
             shown["memory"] = _memory()
             self._figures.update(shown)
@@ -93,18 +89,11 @@ class Screen(TrainerCallback):
             self._progress = None
 
     def _seconds_left(self, state: TrainerState) -> float:
-        """The remaining seconds, from the speed of this launch alone: earlier ones may have run
-        elsewhere.
-        """
+        """Remaining seconds, by the speed of this launch: earlier ones may have run elsewhere."""
         done = state.global_step - self._first_step
         if not done:
             return float("inf")
         return (time.monotonic() - self._started) / done * (state.max_steps - state.global_step)
-
-
-class _Steps(ProgressColumn):
-    def render(self, task: Task) -> Text:
-        return Text(f"{int(task.completed)}/{int(task.total or 0)}")
 
 
 class _Figures(ProgressColumn):
@@ -166,10 +155,6 @@ LABELS = {
     "checkpoint": "saved",
     "left": "left",
 }
-
-
-def _short(name: str, value: float) -> str:
-    return FORMATS[name].format(value)
 
 
 def sparkline(values: list[float], width: int = 12) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ..errors import counted
-from ..training.callback import Context, TrainerCallback
+from ..training.callback import Context, Metrics, TrainerCallback
 from ..training.control.best_metric import is_better
 from ..training.state import TrainerControl, TrainerState
 
@@ -16,8 +16,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class EarlyStop(TrainerCallback):
-    """Stops after ``patience`` evaluations in a row whose metric beats the best by no more than
-    ``threshold``."""
+    """Stops after ``patience`` evaluations in a row, none better by more than ``threshold``."""
 
     patience: int
     threshold: float = 0.0
@@ -25,11 +24,7 @@ class EarlyStop(TrainerCallback):
     num_worse: int = 0
 
     def on_evaluate(
-        self,
-        args: Context,
-        state: TrainerState,
-        control: TrainerControl,
-        metrics: Mapping[str, float],
+        self, args: Context, state: TrainerState, control: TrainerControl, metrics: Metrics
     ) -> None:
         """Count evaluations without a better metric."""
         section = args.section

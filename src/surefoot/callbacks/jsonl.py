@@ -16,7 +16,7 @@ from pathlib import Path
 
 from ..errors import RunError
 from ..storage.files import append_line, make_folder, raising
-from ..training.callback import Context, TrainerCallback
+from ..training.callback import Context, Metrics, TrainerCallback
 from ..training.state import TrainerControl, TrainerState
 
 NAME = "metrics.jsonl"
@@ -46,11 +46,7 @@ class Jsonl(TrainerCallback):
             offset += len(line)
 
     def on_log(
-        self,
-        args: Context,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: Mapping[str, float],
+        self, args: Context, state: TrainerState, control: TrainerControl, logs: Metrics
     ) -> None:
         """Append one line, unless it already exists."""
         record: Record = {name: _finite(value) for name, value in logs.items()}

@@ -1,5 +1,4 @@
-"""``loss.png``: training and evaluation loss over the steps, redrawn at every save and at the
-end."""
+"""``loss.png``: training and evaluation loss over the steps, redrawn at saves and at the end."""
 
 from __future__ import annotations
 

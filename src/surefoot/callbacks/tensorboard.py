@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import RecipeError
-from ..training.callback import Context, TrainerCallback
+from ..training.callback import Context, Metrics, TrainerCallback
 from ..training.state import TrainerControl, TrainerState
 
 if TYPE_CHECKING:
@@ -17,8 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class TensorBoard(TrainerCallback):
-    """Writes every log as scalars; steps that a resume repeats replace the old ones on the
-    board."""
+    """Writes every log as scalars; steps that a resume repeats replace the old ones."""
 
     folder: Path
     _writer: SummaryWriter | None = field(default=None, init=False)
@@ -33,20 +31,14 @@ class TensorBoard(TrainerCallback):
             ) from None
 
     def on_train_begin(self, args: Context, state: TrainerState, control: TrainerControl) -> None:
-        """Open the event file; ``purge_step`` hides what a killed run wrote after its latest
-        checkpoint.
-        """
+        """Open the event file; ``purge_step`` hides what a killed run wrote after its last save."""
         from torch.utils.tensorboard import SummaryWriter
 
         purge = state.global_step + 1 if state.global_step else None
         self._writer = SummaryWriter(str(self.folder), purge_step=purge)
 
     def on_log(
-        self,
-        args: Context,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: Mapping[str, float],
+        self, args: Context, state: TrainerState, control: TrainerControl, logs: Metrics
     ) -> None:
         """``loss`` as ``train/loss``, ``eval_loss`` as ``eval/loss``."""
         if self._writer is None:

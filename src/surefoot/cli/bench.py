@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from ..forecast.bench.result import BenchResult
     from ..forecast.bench.search import Search, Trial
     from ..forecast.bench.single_rank import SingleRankRecipe
-    from ..forecast.bench.subprocess_trial import TrialFailure
     from ..forecast.other_settings import Changes
 
 PHASES = {
@@ -74,7 +73,8 @@ def bench(
     with Console(stderr=True).status("measuring the recipe") as status:
 
         def tell(changes: Changes) -> None:
-            status.update(_trying(settings(changes)))
+            given = " ".join(settings(changes))
+            status.update(f"trying {given}" if given else "measuring the recipe")
 
         found = find_fastest(one, steps, no_search=no_search, on_try=tell)
     command = ["surefoot", "train", str(recipe), *overrides, *settings(found.best.changes)]
@@ -82,10 +82,6 @@ def bench(
         print_json(as_data(found, one, command))
         return
     show(found, one, command)
-
-
-def _trying(settings: list[str]) -> str:
-    return f"trying {' '.join(settings)}" if settings else "measuring the recipe"
 
 
 def show(found: Search, one: SingleRankRecipe, command: list[str]) -> None:
@@ -107,7 +103,10 @@ def show(found: Search, one: SingleRankRecipe, command: list[str]) -> None:
 def _lines(found: Search, figures: BenchResult, one: SingleRankRecipe) -> Iterator[tuple[str, str]]:
     yield "device", f"{figures.device}, {figures.precision}"
     if one.num_processes > 1:
-        yield "processes", f"measured as one rank of {one.num_processes:,}: {_apart(one)}"
+        examples = counted(one.recipe.train.global_batch_size, "example")
+        share = f"its {examples} per step on the full model"
+        rank = f"measured as one rank of {one.num_processes:,}"
+        yield "processes", f"{rank}: {share}, without communication"
     train = found.recipe.train
     examples = counted(train.micro_batch_size, "example")
     passes = f"{train.gradient_accumulation_steps:,} × {examples}"
@@ -121,11 +120,6 @@ def _lines(found: Search, figures: BenchResult, one: SingleRankRecipe) -> Iterat
     yield "memory", f"{in_bytes(figures.peak_memory)} at its peak, in the largest step"
     if figures.compiling_seconds:
         yield "compiling", f"{figures.compiling_seconds:.3g} s in the first step"
-
-
-def _apart(one: SingleRankRecipe) -> str:
-    share = f"its {counted(one.recipe.train.global_batch_size, 'example')} per step"
-    return f"{share} on the full model, without communication"
 
 
 def _time_table(figures: BenchResult) -> Table:
@@ -156,7 +150,8 @@ def _results(trial: Trial, first: Trial) -> list[str | Text]:
 
     figures = trial.outcome
     if not isinstance(figures, BenchResult):
-        return ["", "", "", Text.assemble(("failed: ", "red"), cell(_first_line(figures)))]
+        first_line = next(iter(figures.reason.splitlines()), "")
+        return ["", "", "", Text.assemble(("failed: ", "red"), cell(first_line))]
     times = gain(trial, first)
     compiling = figures.compiling_seconds
     return [
@@ -165,10 +160,6 @@ def _results(trial: Trial, first: Trial) -> list[str | Text]:
         in_bytes(figures.peak_memory),
         Text(f"{compiling:.0f} s to compile" if compiling else "", style="dim"),
     ]
-
-
-def _first_line(failure: TrialFailure) -> str:
-    return next(iter(failure.reason.splitlines()), "")
 
 
 def _verdict(found: Search, command: list[str]) -> Iterator[Text]:

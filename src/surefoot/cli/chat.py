@@ -111,9 +111,7 @@ def _ask_once(conversation: Conversation, text: str) -> None:
 
 
 def _ask_lines(conversation: Conversation) -> None:
-    """Respond to every line by itself; a line without a response gives an empty line, and a
-    reason.
-    """
+    """Respond to every line by itself; one without a response gives an empty line, and a reason."""
     from ..errors import SurefootError
 
     note_plain(conversation)

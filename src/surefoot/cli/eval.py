@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -12,8 +11,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from .loading import loading
-from .progress import progress
+from .loading import loading, start_ranks
+from .table import progress
 
 if TYPE_CHECKING:
     from ..inference import Generation
@@ -63,24 +62,21 @@ def eval_(
     parallel, others = parallel_of(overrides)
     loaded = load(recipe, others)  # what is wrong with it is said before the slow imports
     with loading():
-        from ..parallel.launcher import launch, num_processes, rerun_command
         from ..parallel.section import ParallelSection
         from ..parallel.world import joined
 
-    count = 1 if parallel == ParallelSection() else num_processes(parallel)
-    if count > 1:
-        raise SystemExit(launch(rerun_command(sys.argv[1:]), count))
+    if parallel != ParallelSection():
+        start_ranks(parallel)
     with loading():
         from ..parallel.generation_sharding import with_replicas
 
     parallel = with_replicas(parallel)
     with joined(parallel) as world:
         with loading():
-            from ..inference.run_evaluation import EvaluationOptions, evaluate_run
+            from ..inference.run_evaluation import evaluate_run
 
         shown = partial(progress, is_shown=world.is_main)
-        wanted = EvaluationOptions(**options)  # type: ignore[arg-type]
-        report = evaluate_run(loaded, wanted, world, parallel, progress=shown)
+        report = evaluate_run(loaded, world, parallel, progress=shown, **options)  # type: ignore[arg-type]
     if not world.is_main:
         return
     path = None
@@ -101,8 +97,9 @@ def _print(report: EvaluationReport, written: Path | None) -> None:
     results = report.results
     table = Table("dataset", title=f"{report.model} on held-out data", title_justify="left")
     metrics = [name for name in results[0].metrics if name not in UNSHOWN]
-    for column in ("examples", *map(_heading, metrics)):
-        table.add_column(column, justify="right")
+    for column in ("examples", *metrics):
+        heading = column.removeprefix("rewards/").replace("_", " ")
+        table.add_column(heading, justify="right")
     for result in results:
         values = (f"{result.metrics.get(metric, math.nan):.4f}" for metric in metrics)
         table.add_row(result.name, f"{result.num_examples:,}", *values)
@@ -113,10 +110,6 @@ def _print(report: EvaluationReport, written: Path | None) -> None:
     if answers := report.answers:
         console.print(f"generations: {written}", style="dim", markup=False, soft_wrap=True)
         console.print(match_line(answers), style="bold")
-
-
-def _heading(metric: str) -> str:
-    return metric.removeprefix("rewards/").replace("_", " ")
 
 
 def match_line(answers: Sequence[Generation]) -> str:

@@ -1,10 +1,15 @@
-"""Import heavy packages without garbage collections."""
+"""Import heavy packages without garbage collections, and start the ranks that need them."""
 
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ..parallel.section import ParallelSection
 
 
 @contextmanager
@@ -23,3 +28,12 @@ def loading() -> Iterator[None]:
         gc.freeze()
         if was_on:
             gc.enable()
+
+
+def start_ranks(parallel: ParallelSection) -> None:
+    """If several ranks are to run this command line, start them, and exit as they do."""
+    with loading():
+        from ..parallel.launcher import launch, num_processes, rerun_command
+
+    if (count := num_processes(parallel)) > 1:
+        raise SystemExit(launch(rerun_command(sys.argv[1:]), count, parallel.max_restarts))

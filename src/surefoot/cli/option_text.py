@@ -53,10 +53,8 @@ def parse_parallel_config(text: str) -> ParallelConfig:
 def _pairs(
     text: str, known: Collection[str], *, option: str, odd: str, example: str
 ) -> Iterator[tuple[str, str]]:
-    """Each name and its value; ``odd``, with the name in it, is the error for an unknown one.
-
-    Raises ``CheckpointError`` for an unknown name, or one that occurs twice.
-    """
+    """Each name and its value. Raises ``CheckpointError`` for a name that occurs twice, and
+    ``odd``, with the name in it, for an unknown one."""
     seen = set()
     for item in text.split(","):
         name, _, value = (part.strip() for part in item.partition("="))

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from .loading import loading
-from .progress import progress
+from .loading import loading, start_ranks
+from .table import progress
 
 if TYPE_CHECKING:
     from ..generate.generation import FinishReason
@@ -74,21 +74,18 @@ def predict(
     asked = load(path, overrides)  # what is wrong is said before the slow imports
     found = read_prompts(prompts)
     check_output(output, force=force)
+    start_ranks(asked.parallel)
     with loading():
-        from ..parallel.launcher import launch, num_processes, rerun_command
-
-    if (count := num_processes(asked.parallel)) > 1:
-        raise SystemExit(launch(rerun_command(sys.argv[1:]), count, asked.parallel.max_restarts))
-    with loading():
-        from ..inference.prompt_file import PredictionOptions, answer_prompts
+        from ..inference.prediction import answer_prompts
         from ..parallel.generation_sharding import with_replicas
         from ..parallel.world import joined
 
-    options = PredictionOptions(path, overrides, system, seed)
-    parallel = with_replicas(asked.parallel)
-    with joined(parallel) as world:
+    asked = replace(asked, parallel=with_replicas(asked.parallel))
+    with joined(asked.parallel) as world:
         shown = partial(progress, is_shown=world.is_main)
-        answers = answer_prompts(asked, options, found, world, parallel, progress=shown)
+        answers = answer_prompts(
+            asked, path, overrides, found, world, system=system, seed=seed, progress=shown
+        )
     if world.is_main:
         write_answers(output, found, answers)
         click.echo(summary(answers, output))

@@ -165,9 +165,7 @@ def histogram(lengths: Sequence[int], cutoff_len: int) -> Iterator[str]:
 
 
 def _edges(longest: int, cutoff_len: int) -> list[int]:
-    """The upper bounds of the bars: the last at ``longest``, and one at ``cutoff_len`` if
-    anything is longer.
-    """
+    """The upper bounds of bars: the last at ``longest``, one at ``cutoff_len`` if less."""
     top = min(longest, cutoff_len)
     steps = {top * i // BINS for i in range(1, 2 * BINS)}
     return sorted({step for step in steps if 0 < step < longest} | {longest})

@@ -1,5 +1,4 @@
-"""How commands show what they have found: tables, facts in a frame, figures, JSON, and a bar while
-they read."""
+"""How commands show what they have found: tables, frames, figures, JSON, and bars."""
 
 from __future__ import annotations
 
@@ -41,6 +40,16 @@ def reading(what: str, total: int | None) -> Iterator[Advance]:
     screen = Console(stderr=True)
     with Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal) as bar:
         task = bar.add_task("", total=total)
+        yield lambda count: bar.advance(task, count)
+
+
+@contextmanager
+def progress(title: str, total: int, *, is_shown: bool = True) -> Iterator[Advance]:
+    """A bar for work of known length, if standard error is a terminal; it leaves nothing."""
+    screen = Console(stderr=True)
+    is_off = not (is_shown and screen.is_terminal)
+    with Progress(console=screen, transient=True, disable=is_off) as bar:
+        task = bar.add_task(title, total=total)
         yield lambda count: bar.advance(task, count)
 
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import importlib
-import sys
 from pathlib import Path
 
 import click
 
-from .loading import loading
+from .loading import loading, start_ranks
 
 
 @click.command()
@@ -31,12 +30,7 @@ def train(recipe: Path, overrides: tuple[str, ...], trust_pickle: bool) -> None:
         from surefoot.recipe.recipe import load
 
     loaded = load(recipe, overrides)  # what is wrong with it is said before the slow imports
-    with loading():
-        from surefoot.parallel.launcher import launch, num_processes, rerun_command
-
-    if (count := num_processes(loaded.parallel)) > 1:
-        code = launch(rerun_command(sys.argv[1:]), count, loaded.parallel.max_restarts)
-        raise SystemExit(code)
+    start_ranks(loaded.parallel)
     with loading():
         from surefoot.run.training_run import run
 

@@ -1,6 +1,4 @@
-"""Candidate settings: those that change only memory and time, and the result by float rounding;
-``plan`` counts them, and ``bench`` tries them.
-"""
+"""Candidate settings, which change only memory, time and rounding, for ``plan`` and ``bench``."""
 
 from __future__ import annotations
 
@@ -12,7 +10,6 @@ from ..recipe.recipe import Recipe
 SIZE, PACKING = "train.micro_batch_size", "data.packing"
 RECOMPUTE, COMPILE = "model.gradient_checkpointing", "model.compile"
 _MOST_TENSORS = 8  # processes of tp: beyond those of one machine it is too slow
-
 
 Changes = Mapping[str, int | bool]  # by dotted path
 
@@ -33,21 +30,13 @@ def changes(recipe: Recipe, num_processes: int) -> Iterator[SettingsChange]:
     yield from _tensors(recipe, num_processes)
     yield from _pipelines(recipe, num_processes)
     recomputes = not value(recipe, RECOMPUTE)
-    yield SettingsChange(
-        {RECOMPUTE: recomputes},
-        changed(recipe, {RECOMPUTE: recomputes}),
-        "about a fifth slower" if recomputes else "about a fifth faster",
-        not recomputes,
-    )
+    effect = "about a fifth slower" if recomputes else "about a fifth faster"
+    yield _change(recipe, {RECOMPUTE: recomputes}, effect, is_faster=not recomputes)
     num_data_ranks = num_processes // recipe.parallel.tp // recipe.parallel.pp
     if smaller := resized(recipe, 1, 2, num_data_ranks=num_data_ranks):
-        yield SettingsChange(
-            smaller, changed(recipe, smaller), "more and smaller micro-batches", False
-        )
+        yield _change(recipe, smaller, "more and smaller micro-batches")
     if larger := resized(recipe, 2, 1, num_data_ranks=num_data_ranks):
-        yield SettingsChange(
-            larger, changed(recipe, larger), "fewer and larger micro-batches", True
-        )
+        yield _change(recipe, larger, "fewer and larger micro-batches", is_faster=True)
 
 
 def resized(recipe: Recipe, times: int, part: int, *, num_data_ranks: int = 1) -> Changes:
@@ -97,9 +86,8 @@ def _tensors(recipe: Recipe, num_processes: int) -> Iterator[SettingsChange]:
         yield _meshed(recipe, values, "more communication")
     if tp % 2 == 0 and _divides(recipe, 2 * replicate * shard):
         values = {"dp_shard": 2 * shard, "tp": tp // 2}
-        values |= (
-            {"sequence_parallel": False} if recipe.parallel.sequence_parallel and tp == 2 else {}
-        )
+        if recipe.parallel.sequence_parallel and tp == 2:
+            values |= {"sequence_parallel": False}
         yield _meshed(recipe, values, "less communication", is_faster=True)
 
 
@@ -123,4 +111,10 @@ def _meshed(
     recipe: Recipe, values: Changes, effect: str, *, is_faster: bool = False
 ) -> SettingsChange:
     changes = {f"parallel.{name}": value for name, value in values.items()}
-    return SettingsChange(changes, changed(recipe, changes), effect, is_faster)
+    return _change(recipe, changes, effect, is_faster=is_faster)
+
+
+def _change(
+    recipe: Recipe, values: Changes, effect: str, *, is_faster: bool = False
+) -> SettingsChange:
+    return SettingsChange(values, changed(recipe, values), effect, is_faster)

@@ -16,10 +16,10 @@ from ..parallel.section import ParallelSection
 from ..parallel.world import ALONE, World
 from ..recipe.recipe import Recipe
 from ..recipe.recipe_data import open_codec
-from ..run.auxiliary import columns_of, eval_set
-from ..run.auxiliary_models import refuse_other_tokens
+from ..run.auxiliary import columns_of, eval_set, refuse_other_tokens
+from ..run.contexts import context_of
 from ..training.precompute import Precomputation, WindowSet, model_of, with_items, with_windows
-from .evaluation import context_of, encoded, ready_to_measure
+from .evaluation import encoded, ready_to_measure
 from .held_out_set import held_out
 from .model_loading import PLAINLY, open_start
 
@@ -33,10 +33,7 @@ def auxiliary_columns(
     parallel: ParallelSection = PLAINLY,
 ) -> dict[str, list[Features]]:
     """The columns of each example to evaluate on (see ``held_out``), by the name of the dataset;
-    nothing if the stage has no auxiliary models.
-
-    None of these models is left in memory.
-    """
+    nothing if the stage has no auxiliary models. None of these is left in memory."""
     if not recipe.stage.auxiliary:
         return {}
     with world.main_first():  # which downloads, and fills the cache
@@ -49,7 +46,7 @@ def auxiliary_columns(
     found = columns_of(recipe, base, list(sets.values()), world)
     if not found.is_complete:
         with _networks(recipe, codec, world, parallel) as networks:
-            found.run(context_of(codec, recipe, networks, recipe.train.seed))
+            found.run(context_of(recipe, codec, networks, ALONE, recipe.train.seed))
     return {name: _columns(one, found) for name, one in sets.items()}
 
 

@@ -16,20 +16,15 @@ from .model_loading import LoadedModel
 
 @dataclass(frozen=True)
 class Answer:
-    """A response, and why it ended.
-
-    ``stop``: it was complete. ``length``: ``max_new_tokens``. ``context``: the context length was
-    reached. ``interrupted``: by Ctrl-C.
-    """
+    """A response, and why it ended: ``stop``: it was complete, ``length``: ``max_new_tokens``,
+    ``context``: the context length was reached, ``interrupted``: by Ctrl-C."""
 
     text: str
     finish_reason: FinishReason | Literal["interrupted"]
 
 
 def finish_reason(length: int, left: int | None, section: GenerateSection) -> FinishReason:
-    """Why a response of ``length`` tokens ended, with ``left`` tokens of context (None:
-    unlimited).
-    """
+    """Why a response of ``length`` tokens ended; ``left``: tokens of context (None: no limit)."""
     if left is not None and length >= left:
         return "context"
     return "length" if length >= section.max_new_tokens else "stop"
@@ -37,10 +32,8 @@ def finish_reason(length: int, left: int | None, section: GenerateSection) -> Fi
 
 @dataclass
 class Conversation:
-    """Messages so far. None is ever dropped, and nothing is added.
-
-    Without a chat template there is no conversation: every text is continued by itself.
-    """
+    """Messages so far. None is ever dropped, and nothing is added. Without a chat template there is
+    no conversation: every text is continued by itself."""
 
     opened: LoadedModel
     section: GenerateSection
@@ -61,22 +54,15 @@ class Conversation:
         self.messages.clear()
 
     def set_system(self, text: str | None) -> None:
-        """Set the system message, or remove it.
-
-        Raises:
-            TemplateError: the model has no chat template, so it supports no system message.
-        """
+        """Set or remove the system message. Raises ``TemplateError`` without a chat template."""
         if text and not self.has_template:
             raise TemplateError("this model has no chat template, so it supports no system message")
         self.system = text or None
 
     def ask(self, text: str, on_text: Callable[[str], None] | None = None) -> Answer:
-        """The response to ``text``, passed piece by piece to ``on_text``.
-
-        Raises:
-            RunError: there is no room for a response; ``text`` is not added to the conversation.
-            TemplateError: the template rejects this conversation.
-        """
+        """The response to ``text``, passed piece by piece to ``on_text``. Raises ``RunError`` if
+        there is no room for one, and ``text`` is not added; ``TemplateError`` if the template
+        rejects it."""
         said = Message("user", text)
         ids = self._ids(said)
         left = room(self.opened.model, ids)

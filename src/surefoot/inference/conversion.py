@@ -63,12 +63,8 @@ class FolderToConvert:
 
 
 def convert(folder: Path, target: Path, to: Target, progress: Progress = silent) -> Done:
-    """Write ``folder`` as ``to`` says into the new folder ``target``.
-
-    Tensors go from file to file: no model is built, and memory does not grow with it.
-
-    Raises:
-        CheckpointError, ModelError: damaged weights, a base that is missing, or a write that fails.
-        OptionError: options that mean nothing for this folder.
-    """
+    """Write ``folder`` as ``to`` says into the new folder ``target``, from file to file: no model
+    is built, and memory does not grow with it. Raises ``CheckpointError`` or ``ModelError`` for
+    damaged weights, a base that is missing, or a write that fails, ``OptionError`` for options that
+    mean nothing for this folder."""
     return to.write(FolderToConvert(folder, to.hints), target, progress)

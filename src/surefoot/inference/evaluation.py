@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -15,15 +15,13 @@ from ..data.text.templates import load_template
 from ..errors import DataError
 from ..model.attention.packed import PromptSharing, use_packed
 from ..model.precision import autocast, choose
-from ..model.seeding import derive
 from ..network.network import Network
 from ..parallel.world import ALONE
 from ..recipe.recipe import Recipe
-from ..training.context import NetworkContext, collate_of
-from ..training.evaluation import Evaluation, EvaluationSet
+from ..run.contexts import build_evaluation
+from ..training.evaluation import EvaluationSet
 from ..training.precompute import NOTHING
-from ..training.stage import POLICY, Stage
-from ..training.windows import Place
+from ..training.stage import Stage
 from .model_loading import LoadedModel
 
 logger = logging.getLogger(__name__)
@@ -47,17 +45,15 @@ def measure(
     columns: Sequence[Features] | None = None,
     on_batch: Callable[[], None] | None = None,
 ) -> dict[str, float]:
-    """The metrics of training's evaluations: loss, perplexity and token accuracy, say. All ranks
-    find the same.
-
-    ``columns`` are those that auxiliary models compute for each example, if the stage has any (see
-    ``auxiliary_columns``).
-    """
+    """The metrics of training's evaluations, the same on all ranks: loss, perplexity and token
+    accuracy, say. ``columns`` are those that auxiliary models compute for each example, if the
+    stage has any (see ``auxiliary_columns``)."""
     items = encoded(recipe.stage, examples, opened.codec)
     if columns is not None:
         items = _with_columns(items, columns)
     with ready_to_measure(opened, recipe) as network:
-        found = _evaluation(opened.codec, recipe, network)
+        # ranks that share a network run in step, so each computes all batches
+        found = build_evaluation(recipe, opened.codec, network, ALONE)
         return found.measure(EvaluationSet(items, NOTHING), on_batch or (lambda: None))
 
 
@@ -67,8 +63,7 @@ def num_batches(recipe: Recipe, num_examples: int) -> int:
 
 
 def encoded(stage: Stage, examples: Sequence[Example], codec: Codec) -> list[Features]:
-    """The examples as ``stage`` reads them; what it drops is logged. Raises ``DataError`` if it
-    drops all."""
+    """The examples as ``stage`` reads them; drops are logged. Raises ``DataError`` if all are."""
     outcomes = stage.encode(examples, codec)
     dropped = [outcome for outcome in outcomes if isinstance(outcome, Dropped)]
     if len(dropped) == len(outcomes):
@@ -84,8 +79,7 @@ def encoded(stage: Stage, examples: Sequence[Example], codec: Codec) -> list[Fea
 
 @contextmanager
 def ready_to_measure(opened: LoadedModel, recipe: Recipe) -> Iterator[Network]:
-    """The network of ``opened``, in the recipe's precision and with attention for packed rows while
-    the block lasts."""
+    """While it lasts, the network of ``opened`` has the recipe's precision and packed attention."""
     inner, precision = opened.inner, choose(recipe.train.precision)
     plain = inner.config._attn_implementation
     try:
@@ -94,32 +88,6 @@ def ready_to_measure(opened: LoadedModel, recipe: Recipe) -> Iterator[Network]:
             yield replace(opened.network, sharing=PromptSharing(is_proven))
     finally:
         inner.set_attn_implementation(plain)
-
-
-def context_of(
-    codec: Codec, recipe: Recipe, networks: Mapping[str, Network], seed: int
-) -> NetworkContext:
-    """What the stage computes with. Ranks that share a network run in step, so that each computes
-    all batches."""
-    size, packing = recipe.train.micro_batch_size, recipe.data.packing
-    return NetworkContext(codec, recipe.stage, networks, size, packing, ALONE, seed)
-
-
-def _evaluation(codec: Codec, recipe: Recipe, network: Network) -> Evaluation:
-    section, stage = recipe.train, recipe.stage
-
-    def context(place: Place) -> NetworkContext:
-        return context_of(codec, recipe, {POLICY: network}, derive(section.seed, *place))
-
-    return Evaluation(
-        stage,
-        network,
-        context,
-        collate_of(stage, network.sharing, packing=recipe.data.packing),
-        section.micro_batch_size,
-        section.global_batch_size,
-        ALONE,
-    )
 
 
 def _with_columns(items: Sequence[Features], columns: Sequence[Features]) -> list[Features]:

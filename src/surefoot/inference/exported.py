@@ -64,7 +64,8 @@ def export(
     parts, target = find_parts(path, base=base), Path(out).expanduser().absolute()
     refuse_taken(target)
     source, small = whole_model(parts, dtype=dtype, trust_remote_code=trust_remote_code)
-    total, done = _num_bytes(source), 0
+    dtypes, done = source.dtypes(), 0
+    total = sum(prod(shape) * dtypes[name].itemsize for name, shape in source.shapes().items())
 
     def advance(count: int) -> None:
         nonlocal done
@@ -151,11 +152,9 @@ def _grow(base: TensorSource, names: _Names, rows: int) -> TensorSource:
 
 
 def _merge(base: TensorSource, adapter: Path, names: _Names) -> tuple[TensorSource, bool]:
-    """The merge, and whether it untied the embeddings.
-
-    PEFT may train only one of two tied embeddings, or each for itself; then both are stored. If
-    they are equal (``ensure_weight_tying``), they stay tied.
-    """
+    """The merge, and whether it untied the embeddings. PEFT may train only one of two tied
+    embeddings, or each for itself; then both are stored. If they are equal
+    (``ensure_weight_tying``), they stay tied."""
     stored = base.shapes()
     is_tied = names.head is not None and names.head not in stored and names.embed in stored
     touched = _touched(adapter, names) if is_tied else set()
@@ -180,8 +179,3 @@ def _stop_token_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
         return ()
     section = DataSection(datasets=("none",))
     return Codec(tokenizer, load_template("auto", tokenizer), section).stop_token_ids
-
-
-def _num_bytes(source: TensorSource) -> int:
-    dtypes = source.dtypes()
-    return sum(prod(shape) * dtypes[name].itemsize for name, shape in source.shapes().items())

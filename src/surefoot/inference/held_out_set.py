@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -37,18 +37,11 @@ class HeldOut:
 def held_out(
     recipe: Recipe, codec: Codec, *, dataset: str | None = None, limit: int | None = None
 ) -> list[HeldOut]:
-    """The evaluation examples of a recipe: its ``eval_datasets``, or what ``val_size`` holds out.
-
-    Args:
-        recipe: whose data section decides.
-        codec: determines which rows are usable if the recipe's own model no longer exists.
-        dataset: this one instead; of a training dataset, only what ``val_size`` holds out.
-        limit: at most this many rows of each, from the beginning.
-
-    Raises:
-        RecipeError: there is nothing to evaluate on.
-        DataError: a dataset is missing or broken.
-    """
+    """The evaluation examples of a recipe, at most ``limit`` rows of each set: its
+    ``eval_datasets``, or what ``val_size`` holds out, or ``dataset`` (of a training dataset, only
+    what is held out). ``codec`` determines which rows are usable if the recipe's own model no
+    longer exists. Raises ``RecipeError`` if there is nothing, ``DataError`` if a dataset is missing
+    or broken."""
     codec = _own_codec(recipe, codec)
     section = recipe.data
     names = section.eval_datasets if dataset is None else (dataset,)
@@ -73,9 +66,7 @@ def held_out(
 
 
 def _own_codec(recipe: Recipe, fallback: Codec) -> Codec:
-    """The recipe's own encoding of examples, because another model must not change what is held
-    out.
-    """
+    """The recipe's own encoding: another model must not change what is held out."""
     try:
         folder = resolve(recipe.model)
     except ModelError:
@@ -130,9 +121,6 @@ def _examples(section: DataSection, rows: Rows) -> list[Example]:
                 max_samples=wanted[-1] + 1,
                 max_broken_rows=section.max_broken_rows,
             )
-            found += _picked(every, set(wanted))
+            picked = set(wanted)
+            found += [e for i, e in enumerate(every) if i in picked and isinstance(e, Example)]
     return found
-
-
-def _picked(items: Iterable[object], wanted: set[int]) -> list[Example]:
-    return [item for i, item in enumerate(items) if i in wanted and isinstance(item, Example)]

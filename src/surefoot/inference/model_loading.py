@@ -64,10 +64,7 @@ class LoadedModel:
     @cached_property
     def stop_token_ids(self) -> tuple[int, ...]:
         """Tokens that end a response: the template's, the tokenizer's and the model's own."""
-        own = self.inner.generation_config.eos_token_id
-        found = own if isinstance(own, list) else [own]
-        known = [i for i in found if isinstance(i, int)]
-        return tuple(dict.fromkeys([*self.codec.stop_token_ids, *known]))
+        return tuple(dict.fromkeys([*self.codec.stop_token_ids, *self.network.own_stops]))
 
     @property
     def generate(self) -> GenerateSection:
@@ -135,9 +132,7 @@ def open_model(
 def open_start(
     recipe: Recipe, *, world: World = ALONE, parallel: ParallelSection = PLAINLY
 ) -> LoadedModel:
-    """The initial model of a training: with its tokens and template. ``world`` and ``parallel``
-    as in ``open_model``.
-    """
+    """The initial model of a training, with its tokens and template; else like ``open_model``."""
     if recipe.model.quantization_bit is not None and world.mesh is not None:
         raise RecipeError(
             "model.quantization_bit: a quantized model can be opened on one rank only, not on "

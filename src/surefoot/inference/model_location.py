@@ -1,6 +1,4 @@
-"""Find the folder of a model: for a run, a checkpoint, a model folder, an adapter, a recipe or a
-hub id.
-"""
+"""Find a model: in a run, a checkpoint, a model or adapter folder, by a recipe or a hub id."""
 
 from __future__ import annotations
 

@@ -3,14 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict
 
 from ..data.text.prompts import Prompt
 from ..errors import DataError, TemplateError
 from ..generate.decode import decoder
 from ..generate.generation import context_length, room
 from ..generate.section import GenerateSection
+from ..parallel.world import World
+from ..recipe.prediction import Prediction, load
 from .conversation import Answer, finish_reason
-from .model_loading import LoadedModel
+from .model_loading import LoadedModel, open_model
+
+# A bar for work of a title and a length: entered, it gives what is called with each advance.
+Progress = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
+
+
+def answer_prompts(
+    asked: Prediction,
+    path: str,
+    overrides: Sequence[str],
+    prompts: Sequence[Prompt],
+    world: World,
+    *,
+    system: str | None = None,
+    seed: int = 42,
+    progress: Progress,
+) -> list[Answer]:
+    """The answer to every prompt, in order, in every process of ``world``. ``asked`` is what
+    ``path`` and ``overrides`` say; what they leave open of generation, the model's run says. Raises
+    as ``open_model`` and ``predict`` do."""
+    opened = open_model(**asdict(asked.model), world=world, parallel=asked.parallel)
+    section = load(path, overrides, generate=opened.generate).generate
+    with progress("answers", len(prompts)) as advance:
+        return predict(opened, prompts, section, system=system, seed=seed, on_answered=advance)
 
 
 def predict(
@@ -22,10 +49,8 @@ def predict(
     seed: int = 42,
     on_answered: Callable[[int], None] | None = None,
 ) -> list[Answer]:
-    """The response to every prompt, in order, on every rank of ``opened.world``.
-
-    The batches are divided among the replicas of the model. Without a chat template, texts are
-    continued.
+    """The response to every prompt, in order, on every rank of ``opened.world``. The batches are
+    divided among the replicas of the model. Without a chat template, texts are continued.
 
     Args:
         opened: the model.
@@ -35,37 +60,20 @@ def predict(
         seed: samples depend only on it, the prompts and ``batch_size``.
         on_answered: called with the number of responses of each batch.
 
-    Raises:
-        DataError: a prompt leaves no room for a response, or the model supports no conversations.
+    Raises ``DataError`` if a prompt leaves no room, or the model supports no conversations.
     """
     asked = [_ids(opened, prompt.with_system(system)) for prompt in prompts]
     left = [room(opened.model, ids) for ids in asked]
     _refuse_full(opened, prompts, asked, left)
-    found = answers_of(opened, asked, section, seed=seed, on_answered=on_answered)
-    decode = decoder(opened.tokenizer)
+    stops, decode = opened.stop_token_ids, decoder(opened.tokenizer)
+    found = opened.network.generate(
+        asked, section, seed=seed, stop_token_ids=stops, on_answered=on_answered
+    )
+    answers = [list(one.text_ids) for one in found]
     return [
         Answer(decode(ids), finish_reason(len(ids), space, section))
-        for ids, space in zip(found, left, strict=True)
+        for ids, space in zip(answers, left, strict=True)
     ]
-
-
-def answers_of(
-    opened: LoadedModel,
-    prompts: Sequence[Sequence[int]],
-    section: GenerateSection,
-    *,
-    seed: int,
-    on_answered: Callable[[int], None] | None,
-) -> list[list[int]]:
-    """The responses of all replicas, on every rank; see ``engine.answer``."""
-    found = opened.network.generate(
-        prompts,
-        section,
-        seed=seed,
-        stop_token_ids=opened.stop_token_ids,
-        on_answered=on_answered,
-    )
-    return [list(one.text_ids) for one in found]
 
 
 def _ids(opened: LoadedModel, prompt: Prompt) -> list[int]:

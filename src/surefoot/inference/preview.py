@@ -1,6 +1,4 @@
-"""The tokenized data, and which tokens are trained on: rendered examples with their labels, and
-the statistics of the rows that were read.
-"""
+"""The tokenized data: rendered examples with their labels, and statistics of the rows read."""
 
 from __future__ import annotations
 
@@ -77,11 +75,7 @@ def preview_data(
     limit: int | None = None,
 ) -> list[DatasetStats]:
     """The rows of each dataset of a recipe, or of one ``dataset``: the first ``limit``, and
-    ``count`` of them as examples. Nothing is written to the cache.
-
-    Raises:
-        DataError: a dataset is missing, or cannot be read at all.
-    """
+    ``count`` of them as examples. Nothing is written to the cache. Raises ``DataError``."""
     names = [dataset] if dataset else [*recipe.data.datasets, *recipe.data.eval_datasets]
     return [
         _preview(recipe, codec, name, count=count, limit=limit) for name in dict.fromkeys(names)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,22 +21,10 @@ from .evaluation import adopt, measure, num_batches
 from .held_out_set import HeldOut, held_out
 from .model_loading import LoadedModel, open_model, open_start
 from .model_location import locate
+from .prediction import Progress
 from .responses import Generation, generations
 
 BASE = "base"
-
-# A bar for work of a title and a length: entered, it gives what is called with each advance.
-Progress = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
-
-
-@dataclass(frozen=True)
-class EvaluationOptions:
-    """The model to evaluate, and the data."""
-
-    model: str | None = None  # a checkpoint, any model, or "base"; the run's best or newest
-    base: str | None = None  # of an adapter, if it moved
-    dataset: str | None = None  # in place of the recipe's
-    limit: int | None = None  # examples of each dataset
 
 
 @dataclass(frozen=True)
@@ -79,8 +66,7 @@ class EvaluationReport:
     @property
     def overall(self) -> DatasetResult:
         """All datasets together. As in training, loss and similar metrics are means over the
-        datasets; exact match is over all responses.
-        """
+        datasets; exact match is over all responses."""
         known = set.intersection(*(set(result.metrics) for result in self.results))
         means = {
             metric: sum(result.metrics[metric] for result in self.results) / len(self.results)
@@ -100,9 +86,7 @@ class EvaluationReport:
         }
 
     def write_generations(self, path: Path) -> None:
-        """One JSON object per line: origin, prompt, reference, answer, match. Replaces an old
-        file. Raises ``RunError``.
-        """
+        """One JSON object per line; an old file is replaced. Raises ``RunError``."""
         lines = [
             json.dumps(
                 {
@@ -123,39 +107,42 @@ class EvaluationReport:
 
 def evaluate_run(
     recipe: Recipe,
-    options: EvaluationOptions,
     world: World,
     parallel: ParallelSection,
     *,
     progress: Progress,
+    model: str | None = None,
+    base: str | None = None,
+    dataset: str | None = None,
+    limit: int | None = None,
 ) -> EvaluationReport:
-    """Evaluate a model on the held-out data of a recipe; the same on all ranks.
-
-    Raises:
-        CheckpointError: the run has no such checkpoint.
-        DataError, ModelError, RecipeError: there is nothing to evaluate on, or no model.
-    """
-    where = {"dataset": options.dataset, "limit": options.limit}
-    columns = auxiliary_columns(recipe, world=world, parallel=parallel, **where)  # type: ignore[arg-type]
-    opened, name = _open(recipe, options, world, parallel)
+    """Evaluate ``model`` (a checkpoint, any model, or ``base``; by default the run's best or latest
+    checkpoint) on the held-out data of a recipe, or ``limit`` examples of another ``dataset``; the
+    same on all ranks. ``base`` is that of an adapter, if it moved. Raises ``CheckpointError``,
+    ``DataError``, ``ModelError`` or ``RecipeError`` if there is no such model, or nothing to
+    evaluate it on."""
+    columns = auxiliary_columns(
+        recipe, dataset=dataset, limit=limit, world=world, parallel=parallel
+    )
+    opened, name = _open(recipe, model, base, world, parallel)
     opened = adopt(opened, recipe)
     with world.main_first():  # which fills the cache
-        parts = held_out(recipe, opened.codec, **where)  # type: ignore[arg-type]
+        parts = held_out(recipe, opened.codec, dataset=dataset, limit=limit)
     results = [_evaluate(opened, recipe, part, columns.get(part.name), progress) for part in parts]
     return EvaluationReport(name, results)
 
 
 def _open(
-    recipe: Recipe, options: EvaluationOptions, world: World, parallel: ParallelSection
+    recipe: Recipe, model: str | None, base: str | None, world: World, parallel: ParallelSection
 ) -> tuple[LoadedModel, str]:
     """The model to evaluate, and a short name for it."""
-    if options.model == BASE:
+    if model == BASE:
         return open_start(recipe, world=world, parallel=parallel), BASE
     with world.main_first():  # which downloads what is elsewhere
-        located = locate(_path(recipe.train.output_dir, options.model))
+        located = locate(_path(recipe.train.output_dir, model))
     opened = open_model(
         located.folder,
-        base=options.base,
+        base=base,
         dtype=recipe.model.dtype,
         trust_remote_code=recipe.model.trust_remote_code,
         world=world,

@@ -2,32 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from .. import model as models
 from ..errors import RecipeError
 from ..model.section import ModelSection
 from ..model.targets import children, decoder_layers
 from ..schema import Problem
-from .rules import problems_of_own_weights
+from .rules import all_weights, every_name, problems_of_own_weights
 
 if TYPE_CHECKING:
     from torch import nn
-    from transformers import PreTrainedModel
-
-    from ..network.method import UnshardedWeights
 
 
 @dataclass(frozen=True, kw_only=True)
 class Freeze:
     """Tune the last (or first) layers, or some modules of them, and any modules outside the
-    layers.
-    """
+    layers."""
 
     saves_base_model: ClassVar[bool] = True
     packages: ClassVar[Sequence[str]] = ()
+    weights = all_weights
+    trainable = every_name
 
     num_layers: int = 2
     """Layers to tune: the last ones if positive, the first ones if negative."""
@@ -43,11 +40,8 @@ class Freeze:
             )
 
     def apply(self, model: nn.Module) -> nn.Module:
-        """Freeze everything, then make the chosen modules trainable.
-
-        Raises:
-            RecipeError: a named module does not exist, or there are fewer layers than requested.
-        """
+        """Freeze everything, then make the chosen modules trainable. Raises ``RecipeError`` if one
+        of them does not exist, or there are fewer layers than requested."""
         layers = decoder_layers(model)
         if abs(self.num_layers) > len(layers):
             raise RecipeError(
@@ -69,14 +63,6 @@ class Freeze:
                 raise RecipeError(_no_module("extra_modules", name, sorted(outside)))
             outside[name].requires_grad_(True)
         return model
-
-    def weights(self, module: nn.Module, inner: PreTrainedModel) -> UnshardedWeights:
-        """All weights of the model, frozen ones included."""
-        return models.FullWeights(inner)
-
-    def trainable(self, step: int, names: Sequence[str]) -> Collection[str]:
-        """All that ``apply`` did not freeze, at every step."""
-        return names
 
     def problems(self, model: ModelSection) -> Iterator[Problem]:
         """What must hold for weights that are trained themselves."""

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from .. import model as models
 from ..model.section import ModelSection
 from ..schema import Problem
-from .rules import problems_of_own_weights
+from .rules import all_weights, every_name, problems_of_own_weights
 
 if TYPE_CHECKING:
     from torch import nn
-    from transformers import PreTrainedModel
-
-    from ..network.method import UnshardedWeights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,18 +20,12 @@ class Full:
 
     saves_base_model: ClassVar[bool] = True
     packages: ClassVar[Sequence[str]] = ()
+    weights = all_weights
+    trainable = every_name
 
     def apply(self, model: nn.Module) -> nn.Module:
         """Make every parameter trainable."""
         return model.requires_grad_(True)
-
-    def weights(self, module: nn.Module, inner: PreTrainedModel) -> UnshardedWeights:
-        """All weights of the model."""
-        return models.FullWeights(inner)
-
-    def trainable(self, step: int, names: Sequence[str]) -> Collection[str]:
-        """All, at every step."""
-        return names
 
     def problems(self, model: ModelSection) -> Iterator[Problem]:
         """What must hold for weights that are trained themselves."""

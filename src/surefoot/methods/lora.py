@@ -1,10 +1,8 @@
-"""LoRA (arXiv:2106.09685) through PEFT: low-rank updates beside frozen weights, in PEFT's own
-format.
-"""
+"""LoRA (arXiv:2106.09685) through PEFT: low-rank updates beside frozen weights."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -13,6 +11,7 @@ from ..errors import RecipeError
 from ..model.section import ModelSection
 from ..model.targets import linear_names
 from ..schema import Problem
+from .rules import every_name
 
 if TYPE_CHECKING:
     from torch import nn
@@ -27,6 +26,7 @@ class LoRA:
 
     saves_base_model: ClassVar[bool] = False
     packages: ClassVar[Sequence[str]] = ("peft",)
+    trainable = every_name
 
     rank: int = 8
     """Rank of the update."""
@@ -78,10 +78,6 @@ class LoRA:
     def weights(self, module: nn.Module, inner: PreTrainedModel) -> UnshardedWeights:
         """The adapter alone."""
         return models.AdapterWeights(module)
-
-    def trainable(self, step: int, names: Sequence[str]) -> Collection[str]:
-        """The full adapter, at every step."""
-        return names
 
     def problems(self, model: ModelSection) -> Iterator[Problem]:
         """None: a base that stays frozen may be quantized, and an adapter continued."""

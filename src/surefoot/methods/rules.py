@@ -1,16 +1,33 @@
-"""Settings that a method which trains the model's own weights does not support."""
+"""What methods share, to be assigned or called."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
+from typing import TYPE_CHECKING
 
+from .. import model as models
 from ..model.section import ModelSection
 from ..schema import Problem
 
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PreTrainedModel
+
+    from ..network.method import UnshardedWeights
+
+
+def every_name(_self: object, _step: int, names: Sequence[str]) -> Collection[str]:
+    """All that ``apply`` has left trainable, at every step."""
+    return names
+
+
+def all_weights(_self: object, _module: nn.Module, inner: PreTrainedModel) -> UnshardedWeights:
+    """All weights of the model, frozen ones included."""
+    return models.FullWeights(inner)
+
 
 def problems_of_own_weights(name: str, model: ModelSection) -> Iterator[Problem]:
-    """The problems of method ``name`` with an adapter to continue and with quantized or float16
-    weights."""
+    """The problems of method ``name`` with an adapter, and with quantized or float16 weights."""
     if model.adapter is not None:
         yield Problem(
             ("model", "adapter"),

@@ -38,10 +38,6 @@ class Heads:
         """The head that computes ``Outputs.values``."""
         return self.modules.get("values")
 
-    def is_weight(self, name: str) -> bool:
-        """Whether a parameter, by its name in the model, is of a head."""
-        return self.name_in_file(name) is not None
-
     def name_in_file(self, name: str) -> str | None:
         """The name in its own file of a head's parameter; None for any other parameter."""
         found = (f".{name}".rpartition(f".{HEADS[output]}.") for output in self.modules)
@@ -85,8 +81,7 @@ class HeadWeights:
 
 
 def add_heads(model: PreTrainedModel, outputs: Sequence[str]) -> Heads:
-    """Add a head for each of ``outputs`` to ``model``, in place; all of its values are 0 at first,
-    so that it is the same on all ranks."""
+    """Add a head for each of ``outputs`` to ``model``, in place; on all ranks it begins at 0."""
     made = {}
     weight = model.get_input_embeddings().weight
     width = model.config.get_text_config().hidden_size
@@ -103,10 +98,8 @@ def add_heads(model: PreTrainedModel, outputs: Sequence[str]) -> Heads:
 
 def stored_heads(heads: Heads, folders: Sequence[Path]) -> dict[str, Reader]:
     """What reads the weights of heads, by their names in files, from the first of ``folders`` that
-    has them. Heads that are in none of them start at 0, and the log says so.
-
-    Raises ``ModelError`` if a file is that of another head.
-    """
+    has them; heads that are in none start at 0, and the log says so. Raises ``ModelError`` if a
+    file is that of another head."""
     readers: dict[str, Reader] = {}
     for output, head in heads.modules.items():
         name = HEADS[output]

@@ -8,7 +8,7 @@ sharding, its own box. What a method adds (adapters) has the values that it woul
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -27,7 +27,6 @@ from ..errors import CheckpointError, ModelError
 from ..geometry.box import Box
 from ..geometry.sharding import Cuts
 from ..model.attention import packed
-from ..model.attention.selection import choose, row_of, use
 from ..model.pretrained.loading import device
 from ..model.pretrained.meta import (
     CapturedInit,
@@ -79,11 +78,9 @@ class MetaModel:
         return policy, ShardLoader(readers, dict(kept_tensors(policy)))
 
     def _reader(self, stored: str, tensor: torch.Tensor) -> Reader:
-        """Read ``stored`` as transformers would: in the dtype of ``tensor``, and with new rows
-        if that has more.
-        """
+        """Read ``stored`` as transformers would: in the dtype of ``tensor``, with any new rows."""
         if tuple(tensor.shape) == self.source.shapes()[stored]:
-            return _Cast(partial(self.source.read, stored), tensor.dtype)
+            return partial(_read_as, self.source, stored, tensor.dtype)
         return _ResizedEmbedding(self.source, stored, tuple(tensor.shape), tensor.dtype)
 
 
@@ -94,11 +91,9 @@ def init_on_meta(
     dtype: torch.dtype | Literal["auto"],
     weights: Path | None = None,
 ) -> MetaModel | None:
-    """The meta model in ``base``; None, with a log line, if it can only be loaded in full.
-    ``weights`` is the folder of its weights, if it is another one.
-
-    Raises ``ModelError`` as ``load_model`` does.
-    """
+    """The meta model in ``base``, with weights of the folder ``weights`` if that is given; None,
+    with a log line, if it can only be loaded in full. Raises ``ModelError`` as ``load_model``
+    does."""
     try:
         why = why_not_empty(base, section)
         source = None if why else open_named(weights or base, base)
@@ -147,19 +142,15 @@ class ShardLoader:
     tensors: Mapping[str, torch.Tensor]  # by the same names, before they were cut
 
     def of(self, model: nn.Module) -> ShardLoader:
-        """Those of the tensors that ``model`` still has; a tied tensor may have its other name
-        there.
-        """
+        """Those of the tensors that ``model`` still has, perhaps under another name (tied ones)."""
         names = {id(tensor): name for name, tensor in self.tensors.items()}
         left = {new: names[id(t)] for new, t in kept_tensors(model) if id(t) in names}
         readers = {new: self.readers[old] for new, old in left.items() if old in self.readers}
         return ShardLoader(readers, {new: self.tensors[old] for new, old in left.items()})
 
     def fill(self, model: nn.Module, cuts: Mapping[str, Cuts], world: World) -> None:
-        """Materialize ``model`` on this rank's device, and load its shards.
-
-        Raises ``ModelError`` on every rank if one cannot read.
-        """
+        """Materialize ``model`` on this rank's device, and load its shards. Raises ``ModelError``
+        on every rank if one cannot read."""
         materialize(model, device())
         tensors = dict(kept_tensors(model))
 
@@ -176,42 +167,18 @@ class ShardLoader:
             raise ModelError(problem)
 
 
-def select_packed_attention(
-    model: PreTrainedModel,
-    bounds: Sequence[int],
-    dtype: torch.dtype,
-    known: str | None,
-    world: World,
-) -> str:
-    """Make packed rows of ``model`` use the kernel ``known``, or else the preferred one that
-    passes its self-check on a row of ``dtype`` with these document ``bounds``. Returns its name;
-    all ranks use that of rank 0.
-    """
-    if known is None and world.is_main:
-        known = choose(row_of(model, bounds, device(), dtype))
-    return use(model, world.from_main(known))
-
-
 def select_prompt_sharing(
     sharing: packed.PromptSharing, model: PreTrainedModel, known: bool | None
 ) -> bool:
-    """Whether packed rows of ``model`` share prompts: ``known`` for a resumed run, because the
-    check depends on rounding, at least for experts; otherwise the result of the check.
-    """
+    """Whether packed rows of ``model`` share prompts: as the check says, which depends on rounding,
+    at least for experts; so a resumed run keeps what is ``known``."""
     if known is not None and packed.uses_document_attention(model):
         sharing.is_proven = known
     return sharing.is_proven
 
 
-@dataclass(frozen=True)
-class _Cast:
-    """Values of another dtype."""
-
-    read: Reader
-    dtype: torch.dtype
-
-    def __call__(self, box: Box) -> torch.Tensor:
-        return self.read(box).to(self.dtype)
+def _read_as(source: TensorSource, name: str, dtype: torch.dtype, box: Box) -> torch.Tensor:
+    return source.read(name, box).to(dtype)
 
 
 @dataclass(frozen=True)
@@ -250,9 +217,8 @@ def _piece(values: torch.Tensor, box: Box) -> torch.Tensor:
 def _made_of_others(
     name: str, tensor: torch.Tensor, policy: nn.Module, readers: Mapping[str, Reader]
 ) -> Reader:
-    """The values that PEFT would have derived from those of other tensors: a copy, or the
-    lengths of rows (of a matrix that its update, zero at first, has not changed).
-    """
+    """The values that PEFT would derive from those of other tensors: a copy, or the lengths of rows
+    (of a matrix that its update, zero at first, has not changed)."""
     if (original := name.replace(_COPY, _ORIGINAL)) in readers:
         return readers[original]
     base = name.replace(_MAGNITUDE, _BASE)
@@ -264,10 +230,5 @@ def _made_of_others(
 
 def _row_lengths(read: Reader, columns: int, box: Box) -> torch.Tensor:
     rows = Box((*box.start, 0), (*box.shape, columns))
-    found = [torch.linalg.norm(read(block), dim=1) for block in _whole_rows(rows)]
-    return torch.cat(found)
-
-
-def _whole_rows(box: Box) -> list[Box]:
-    """``box`` in blocks of complete rows."""
-    return list(box.blocks(max(BLOCK, box.shape[1])))
+    blocks = rows.blocks(max(BLOCK, columns))  # of complete rows
+    return torch.cat([torch.linalg.norm(read(block), dim=1) for block in blocks])

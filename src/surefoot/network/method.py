@@ -1,5 +1,4 @@
-"""The ``Method`` protocol: which parameters are trained, and the ``Weights`` protocol: what the
-files of a checkpoint contain of the network."""
+"""The protocols ``Method``, which parameters are trained, and ``Weights``, what files contain."""
 
 from __future__ import annotations
 
@@ -38,13 +37,8 @@ class Weights(ShardedState, Protocol):
     def small_files(
         self, section: ModelSection, folder: Path | None, stop_token_ids: Sequence[int]
     ) -> dict[str, bytes]:
-        """The configuration files beside the weights.
-
-        Args:
-            section: the base model as the recipe names it.
-            folder: where the base model was loaded from.
-            stop_token_ids: tokens that end a response.
-        """
+        """The configuration files beside the weights, for a base model that the recipe names as
+        ``section``, and that was loaded from ``folder``."""
 
 
 class UnshardedWeights(Weights, Protocol):
@@ -69,9 +63,8 @@ class Method(Protocol):
         """Python packages that ``apply`` imports."""
 
     def apply(self, model: PreTrainedModel) -> nn.Module:
-        """Make the model ready to train: freeze, wrap, or leave unchanged. Parameters that
-        require gradients afterwards may be trained at some step.
-        """
+        """Make the model ready to train: freeze, wrap, or leave unchanged. Parameters that require
+        gradients afterwards may be trained at some step."""
 
     def weights(self, module: nn.Module, inner: PreTrainedModel) -> UnshardedWeights:
         """What files contain of ``module``, the result of ``apply``; ``inner`` is what it wraps."""

@@ -5,14 +5,15 @@ Only this folder knows whether it is complete, sharded or a pipeline.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..batch import Batch, Loss, LossFunction, Outputs, OutputSpec, Window
+from ..batch import Batch, Hook, Loss, LossFunction, Outputs, OutputSpec, Window
 from ..checkpoint.state.protocols import ShardedState
 from ..checkpoint.state.roles import MODEL, FileRole
 from ..checkpoint.state.states import FileState, PartialState
@@ -28,8 +29,7 @@ from ..parallel.world import World
 from .draft import NetworkOptions
 from .heads import HEADS, Heads, HeadWeights
 from .method import Weights
-from .rollout import evaluating
-from .runner import Engine, Hook, ModelForward
+from .runner import Engine
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,6 @@ class Network:
     trainable: Sequence[str]  # the names of all ranks'
     num_parameters: int  # of the unsharded model
     num_trainable: int
-    runner: ModelForward
     engine: Engine
     world: World
     options: NetworkOptions
@@ -57,21 +56,15 @@ class Network:
     @torch.no_grad()
     def forward(self, batch: Batch, spec: OutputSpec) -> Outputs:
         """The outputs of ``batch``, which is on the model's device, without gradients. Sharded
-        weights may stay gathered; see ``release``."""
+        weights may stay gathered; see ``evaluating``."""
         return self.engine.forward(batch, spec)
 
     def forward_backward(
-        self,
-        window: Window,
-        loss_function: LossFunction,
-        *,
-        spec: OutputSpec,
-        before: Hook,
-        after: Hook,
+        self, window: Window, loss_of: LossFunction, *, spec: OutputSpec, before: Hook, after: Hook
     ) -> list[Loss]:
         """Run ``window`` and leave its summed gradients in the parameters; one detached loss per
         micro-batch. ``before`` and ``after`` get the index of each."""
-        return self.engine.forward_backward(window, loss_function, spec, before, after)
+        return self.engine.forward_backward(window, loss_of, spec, before, after)
 
     @torch.no_grad()
     def generate(
@@ -83,30 +76,28 @@ class Network:
         stop_token_ids: Sequence[int] = (),
         on_answered: Callable[[int], None] | None = None,
     ) -> list[Sample]:
-        """The responses to all ``prompts``, in order, on every rank. A collective call; batches are
-        divided among ranks, and samples depend on prompts, settings and seed alone.
-
-        Args:
-            prompts: token ids; none may be empty.
-            settings: generation settings, and ``batch_size``.
-            seed: of the samples; torch's own generators are not changed.
-            stop_token_ids: tokens that end a response, in addition to the model's own.
-            on_answered: called with the number of responses of each batch.
-
-        Raises ``RecipeError`` if a model with this sharding cannot generate.
-        """
-        with evaluating(self.module), self.engine.generating(self.inner, self.world):
+        """The responses to all ``prompts`` of token ids, in order, on every rank. A collective
+        call; batches are divided among ranks, and samples depend on prompts, settings and seed
+        alone: torch's own generators are not changed. ``on_answered`` gets the number of responses
+        of each batch. Raises ``RecipeError`` if a model with this sharding cannot generate."""
+        with self.evaluating(), self.engine.generating(self.inner, self.world):
             found = sample(
                 self.module,
                 prompts,
                 settings,
-                stop_token_ids=tuple(dict.fromkeys([*stop_token_ids, *_own_stops(self.inner)])),
+                stop_token_ids=tuple(dict.fromkeys([*stop_token_ids, *self.own_stops])),
                 seed=seed,
                 on_answered=on_answered,
                 share=self._share,
             )
         everywhere = {i: one for part in self.world.gathered(found) for i, one in part.items()}
         return [everywhere[i] for i in range(len(prompts))]
+
+    @property
+    def own_stops(self) -> list[int]:
+        """The tokens that end a response according to the model's own generation configuration."""
+        own = self.inner.generation_config.eos_token_id
+        return [i for i in (own if isinstance(own, list) else [own]) if isinstance(i, int)]
 
     @property
     def _share(self) -> BatchSlice:
@@ -117,23 +108,27 @@ class Network:
             return BatchSlice(world.rank // (world.size // count), count)
         return BatchSlice(world.data_rank, world.num_data_ranks)
 
-    def release(self) -> None:
-        """Free the weights that forward passes without a backward pass have left gathered."""
-        gather_nothing(self.module)
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Evaluation mode: without dropout, and with a key-value cache, which layers that recompute
+        their activations refuse in training mode. Nothing stays gathered afterwards."""
+        was_training = self.module.training
+        self.module.eval()
+        try:
+            yield
+        finally:
+            gather_nothing(self.module)
+            self.module.train(was_training)
 
     def trained(self, optim: Optimizer, trainable: Trainable) -> TrainedParameters:
         """An optimizer of ``named``, or of those of them that are ``trainable`` at a step."""
         return TrainedParameters(optim, self.named, trainable, self.cuts, self.trainable)
 
-    def optimizer_state(self, trained: TrainedParameters) -> ShardedState:
-        """The state of an optimizer, as checkpoints contain it."""
-        return self.engine.optimizer_state(trained)
-
-    def states(self, trained: TrainedParameters, role: str = MODEL) -> dict[str, FileState]:
-        """What checkpoints contain of it: the weights, those of each head, and the optimizer state
-        of each. No reader of the model's files finds a tensor there that the model has not."""
-        whole, heads = self.optimizer_state(trained), self.head_weights
-        found: dict[str, ShardedState] = {role: self.weights}
+    def states(self, whole: ShardedState, role: str = MODEL) -> dict[str, FileState]:
+        """What checkpoints contain of it: the weights, those of each head, and of each its part of
+        the ``whole`` optimizer state. No reader of the model's files finds a tensor there that the
+        model has not."""
+        heads, found = self.head_weights, dict[str, ShardedState]({role: self.weights})
         found[FileRole(role).optimizer] = whole
         if heads:
             rest = PartialState(whole, lambda name: self.heads.name_in_file(name) is None)
@@ -150,27 +145,14 @@ class Network:
         named = ((HEADS[output], head) for output, head in self.heads.modules.items())
         return {name: HeadWeights(name, head, self.cuts) for name, head in named}
 
-    @property
-    def replicas(self) -> Collection[nn.Parameter]:
-        """Parameters that count on another rank, so that no norm counts them twice."""
-        return self.engine.replicas()
-
     def verify_packing(self) -> None:
-        """Check with the current values that no document attends to another in packed rows, and
-        whether two responses may share a prompt. A collective call. Raises ``ModelError``.
-        """
-        with evaluating(self.module):
+        """Check with the current values that packed documents are isolated, and whether two
+        responses may share a prompt. A collective call. Raises ``ModelError``."""
+        with self.evaluating():
             is_proven = check_document_isolation(self.inner, self._logps)
             self.sharing.is_proven = self.world.from_main(is_proven)
-            self.release()
 
     def _logps(self, batch: Batch) -> torch.Tensor:
         found = self.forward(batch.to(device()), OutputSpec(("logps",))).logps
         assert found is not None
         return found
-
-
-def _own_stops(model: PreTrainedModel) -> list[int]:
-    """The tokens that end a response according to the model's own generation configuration."""
-    own = model.generation_config.eos_token_id
-    return [i for i in (own if isinstance(own, list) else [own]) if isinstance(i, int)]

@@ -8,6 +8,7 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from ..errors import RecipeError
+from ..model.attention import packed
 from ..model.fused_lora import enable_fused_lora
 from ..model.head.logprob_head import logprob_head_of
 from ..model.pretrained.compiled import compile_layers
@@ -19,10 +20,9 @@ from ..parallel.sharded_model import layers
 from ..parallel.world import World
 from .draft import Draft, NetworkOptions
 from .heads import add_heads, refuse_heads
-from .method import UnshardedWeights
 from .network import Network
 from .runner import Engine, ModelForward, PipelineEngine, WholeEngine
-from .tensors import REAL, Tensors
+from .tensors import REAL, Tensors, read_heads
 
 Step = Callable[[Draft, Tensors], None]
 
@@ -36,19 +36,11 @@ def open_network(
     tensors: Tensors = REAL,
 ) -> Network:
     """The model in ``base``, ready to compute outputs, and to be trained if the options say so. All
-    ranks call it together.
+    ranks of ``world``, which share it, call it together. The embeddings get rows for tokens that
+    only ``tokenizer`` has; None: they are left alone.
 
-    Args:
-        base: the model's folder.
-        section: which of its settings to use, and the adapter to put on it.
-        tokenizer: the embeddings get rows for tokens that only it has; None: they are left alone.
-        world: the ranks that share the model.
-        options: all else that decides how.
-        tensors: what the model is made of.
-
-    Raises:
-        ModelError: not a causal language model, damaged files, or one that mixes packed documents.
-        RecipeError: the method, the heads or the mesh do not fit the model.
+    Raises ``ModelError`` if it is not a causal language model, has damaged files, or mixes packed
+    documents, ``RecipeError`` if the method, the heads or the mesh do not fit it.
     """
     return finish(Draft(base, section, tokenizer, world, options), STEPS, tensors)
 
@@ -57,7 +49,7 @@ def finish(draft: Draft, steps: Sequence[Step], tensors: Tensors = REAL) -> Netw
     """The network of a draft that still needs ``steps``."""
     for step in steps:
         step(draft, tensors)
-    options, runner = draft.options, tensors.runner(draft)
+    options = draft.options
     named = draft.module.named_parameters()
     weights = draft.weights.sharded(draft.cuts)
     network = Network(
@@ -68,8 +60,7 @@ def finish(draft: Draft, steps: Sequence[Step], tensors: Tensors = REAL) -> Netw
         trainable=draft.trainable,
         num_parameters=draft.num_parameters,
         num_trainable=draft.num_trainable,
-        runner=runner,
-        engine=_engine(draft, runner),
+        engine=_engine(draft, tensors.runner(draft)),
         world=draft.world,
         options=options,
         cuts=draft.cuts,
@@ -104,16 +95,24 @@ def resize_embeddings(draft: Draft, _: Tensors) -> None:
 
 
 def switch_attention(draft: Draft, tensors: Tensors) -> None:
-    """Attend within documents, if rows are packed."""
-    if draft.options.packing:
-        tensors.pack(draft)
+    """Attend within documents, if rows are packed; proven at once, if the values are there."""
+    if draft.options.packing and tensors.have_values and draft.start is None:
+        draft.sharing.is_proven = packed.use_packed(draft.inner)
+    elif draft.options.packing:
+        packed.switch_to_packed(draft.inner)
 
 
 def apply_method(draft: Draft, tensors: Tensors) -> None:
     """Freeze what is not trained, or add an adapter."""
     tensors.adapt(draft)
-    if draft.has_grown and draft.options.is_trainable:
-        _refuse_frozen_new_tokens(draft)
+    if not (draft.has_grown and draft.options.is_trainable):
+        return
+    if not any(p.requires_grad for p in draft.module.get_input_embeddings().parameters()):  # type: ignore[operator]
+        raise RecipeError(
+            "model.new_special_tokens: the embeddings of the new tokens would never learn; "
+            "name them in method.lora.modules_to_save (embed_tokens, lm_head) or in "
+            "method.freeze.extra_modules, or use method: full"
+        )
 
 
 def attach_heads(draft: Draft, tensors: Tensors) -> None:
@@ -121,7 +120,8 @@ def attach_heads(draft: Draft, tensors: Tensors) -> None:
     if draft.options.heads:
         refuse_heads(draft.world)
         draft.heads = add_heads(draft.inner, draft.options.heads)
-        tensors.add(draft)
+        if tensors.have_values:
+            read_heads(draft)
 
 
 def fuse_lora(draft: Draft, _: Tensors) -> None:
@@ -143,8 +143,7 @@ def recompute(draft: Draft, tensors: Tensors) -> None:
 
 
 def upcast(draft: Draft, _: Tensors) -> None:
-    """Hold weights that the method trains in float32, in a frozen copy as well: so it computes what
-    the trained one does."""
+    """Hold weights that the method trains in float32, in a frozen copy as in the trained model."""
     if draft.options.method is not None:
         upcast_trained(draft.module, draft.section)
 
@@ -156,8 +155,14 @@ def fuse_head(draft: Draft, _: Tensors) -> None:
 
 def name_parameters(draft: Draft, _: Tensors) -> None:
     """Note each parameter's name in files."""
-    own = {name for name, _ in draft.inner.named_parameters() if draft.heads.is_weight(name)}
-    draft.weights = _weights(draft).without(own)
+    inner = (name for name, _ in draft.inner.named_parameters())
+    own = {name for name in inner if draft.heads.name_in_file(name) is not None}
+    method, is_adapter = draft.options.method, draft.module is not draft.inner
+    if method is not None:
+        weights = method.weights(draft.module, draft.inner)
+    else:
+        weights = AdapterWeights(draft.module) if is_adapter else FullWeights(draft.inner)
+    draft.weights = weights.without(own)
     names = names_in_files(draft.module, draft.weights)
     draft.names = {here: draft.heads.name_in_file(here) or name for here, name in names.items()}
     named = draft.module.named_parameters()
@@ -201,20 +206,3 @@ ON_THE_MESH: Sequence[Step] = (
     compile_forward,  # last: hooks that gather weights stay outside of what is compiled
 )
 STEPS = (*ON_THE_MODEL, *ON_THE_MESH)
-
-
-def _refuse_frozen_new_tokens(draft: Draft) -> None:
-    if not any(p.requires_grad for p in draft.module.get_input_embeddings().parameters()):  # type: ignore[operator]
-        raise RecipeError(
-            "model.new_special_tokens: the embeddings of the new tokens would never learn; "
-            "name them in method.lora.modules_to_save (embed_tokens, lm_head) or in "
-            "method.freeze.extra_modules, or use method: full"
-        )
-
-
-def _weights(draft: Draft) -> UnshardedWeights:
-    """As the method says; without one, those of the adapter if there is one."""
-    if draft.options.method is not None:
-        return draft.options.method.weights(draft.module, draft.inner)
-    is_adapter = draft.module is not draft.inner
-    return AdapterWeights(draft.module) if is_adapter else FullWeights(draft.inner)

@@ -67,14 +67,7 @@ class PipelinedModel:
         mine = owners(self.world, names)[self.world.pp_rank]
         elsewhere = {name: t for name, t in self.whole.items() if name not in names}
         return PipelinedWeights(
-            own,
-            self.model,
-            elsewhere,
-            names - mine,
-            second,
-            self.world,
-            own.kind,
-            own.small_files,
+            own, self.model, elsewhere, names - mine, second, self.world, own.kind, own.small_files
         )
 
     def optimizer(self, own: TrainedParameters) -> PipelinedOptimizer:
@@ -171,17 +164,9 @@ def to_pipeline(
     world: World,
     section: ParallelSection,
 ) -> PipelinedModel | None:
-    """Keep this rank's stages in ``model``; None if it runs all layers.
-
-    Args:
-        model: complete and ready to be trained; ``names`` are those of its parameters in files.
-        inner: the same without its adapter.
-        weights: its weights in checkpoints.
-        world: over whose axis ``pp`` its layers are divided.
-        section: the number of stages per rank, and whether tokens are sharded over ``tp``.
-
-    Raises ``RecipeError`` if the model cannot be split between its layers.
-    """
+    """Keep this rank's stages in ``model``; None if it runs all layers. ``inner`` is the same
+    without its adapter, ``weights`` are its weights in checkpoints, ``names`` those of its
+    parameters in files. Raises ``RecipeError`` if the model cannot be split between its layers."""
     if world.mesh is None or world.pp == 1:
         return None
     num_stages = world.pp * section.num_parts
@@ -218,22 +203,15 @@ class PipelineDivision:
 def plan_pipeline_stages(
     inner: PreTrainedModel, weights: UnshardedWeights, num_stages: int
 ) -> PipelineDivision:
-    """Plan the pipeline stages of ``inner``, which is complete.
-
-    Raises ``RecipeError`` if it cannot be split.
-    """
-    _refuse_converted(inner, weights)
-    of_stages = parameters_of(inner, num_stages)
-    learns = [any(p.requires_grad for p in stage) for stage in of_stages]
-    return PipelineDivision([any(learns[: i + 1]) for i in range(num_stages)], _shared(of_stages))
-
-
-def _refuse_converted(inner: PreTrainedModel, weights: UnshardedWeights) -> None:
+    """Plan the pipeline stages of ``inner``, which is complete. Raises ``RecipeError``."""
     if weights.is_converted:
         raise RecipeError(
             f"parallel.pp: {type(inner).__name__} fuses tensors of its files at loading, which "
             "a pipeline does not support; leave pp at 1 and use parallel.dp_shard"
         )
+    of_stages = parameters_of(inner, num_stages)
+    learns = [any(p.requires_grad for p in stage) for stage in of_stages]
+    return PipelineDivision([any(learns[: i + 1]) for i in range(num_stages)], _shared(of_stages))
 
 
 def _shared(of_stages: Sequence[Sequence[nn.Parameter]]) -> nn.Parameter | None:

@@ -3,56 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
-from ..errors import RecipeError
 from ..model.attention import packed as attention
-from ..parallel.generation_sharding import full_logits
-from ..parallel.section import ParallelSection
-from ..parallel.world import World
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode: without dropout, and with a key-value cache, which layers that recompute
-    their activations refuse in training mode."""
-    was_training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(was_training)
-
-
-@contextmanager
-def able_to_generate(
-    module: nn.Module, inner: PreTrainedModel, world: World, parallel: ParallelSection
-) -> Iterator[None]:
-    """While it lasts, each rank may generate by itself, or with those of its ``tp``.
-
-    Args:
-        module: the model that is trained, whole or sharded.
-        inner: the same without its adapter.
-        world: the ranks that share it.
-        parallel: how they do.
-
-    Raises ``RecipeError`` under sequence parallelism.
-    """
-    if parallel.sequence_parallel:
-        raise RecipeError(
-            "parallel.sequence_parallel: one token at a time cannot be sharded along the sequence, "
-            "so the model cannot generate; set it to false"
-        )
-    with ExitStack() as stack:
-        stack.enter_context(unpacked(inner))
-        stack.enter_context(full_logits(inner, world))
-        stack.enter_context(_gathered(module, inner, again=parallel.reshard_after_forward))
-        yield
 
 
 @contextmanager
@@ -70,7 +28,7 @@ def unpacked(inner: PreTrainedModel) -> Iterator[None]:
 
 
 @contextmanager
-def _gathered(module: nn.Module, inner: PreTrainedModel, *, again: bool) -> Iterator[None]:
+def gathered(module: nn.Module, inner: PreTrainedModel, *, again: bool) -> Iterator[None]:
     """All weights gathered, so that ranks with other prompts need not run in step. They take the
     memory of the unsharded model meanwhile."""
     parts = [part for part in module.modules() if isinstance(part, FSDPModule)]

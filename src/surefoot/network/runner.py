@@ -7,16 +7,15 @@ The loop and the stages cannot tell one engine from the other.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..batch import Batch, Loss, LossFunction, Outputs, OutputSpec, TrainedPositions, Window
+from ..batch import Batch, Hook, Loss, LossFunction, Outputs, OutputSpec, Window
 from ..checkpoint.state.protocols import ShardedState
 from ..errors import RecipeError
 from ..model.head import outputs
@@ -24,14 +23,13 @@ from ..model.head.logprob_head import LogprobHead
 from ..model.precision import PrecisionName, autocast
 from ..model.pretrained.loading import device
 from ..optim.trained import TrainedParameters
+from ..parallel.generation_sharding import full_logits
 from ..parallel.pipeline.pipeline import Finish, Pipeline, run_forward, run_window
 from ..parallel.section import ParallelSection
 from ..parallel.tensor.sequence_parallel import widened
 from ..parallel.world import World
 from .pipelined import PipelinedModel
-from .rollout import able_to_generate, unpacked
-
-Hook = Callable[[int], None]  # gets the index of a micro-batch
+from .rollout import gathered, unpacked
 
 
 @dataclass(frozen=True)
@@ -45,61 +43,19 @@ class ModelForward:
     values: nn.Linear | None = None  # the head of ``Outputs.values``
     multiple: int = 1  # sequences are padded to a multiple of it
 
-    def run(
-        self,
-        batch: Batch,
-        spec: OutputSpec,
-        *,
-        hidden: torch.Tensor | None = None,
-        at: TrainedPositions | None = None,
-    ) -> Outputs:
-        """The outputs of ``batch``, with gradients if they are enabled.
-
-        Args:
-            batch: on the model's device.
-            spec: which outputs.
-            hidden: enters the last stage of a pipeline in place of embedded tokens.
-            at: the trained positions, where they are known already.
-        """
+    def run(self, batch: Batch, spec: OutputSpec, hidden: torch.Tensor | None = None) -> Outputs:
+        """The outputs of ``batch``, which is on the model's device, with gradients if they are
+        enabled. ``hidden`` enters the last stage of a pipeline in place of embedded tokens."""
         with autocast(self.precision, batch.input_ids.device):
             return outputs.compute(
                 self.model,
                 widened(batch, self.multiple),
                 spec,
-                at,
                 hidden=hidden,
                 vocabulary=self.vocabulary,
                 head=self.head,
                 values=self.values,
             )
-
-
-class Engine(Protocol):
-    """How windows and batches run through a model."""
-
-    def forward(self, batch: Batch, spec: OutputSpec) -> Outputs:
-        """The outputs of ``batch``."""
-
-    def forward_backward(
-        self,
-        window: Window,
-        loss_function: LossFunction,
-        spec: OutputSpec,
-        before: Hook,
-        after: Hook,
-    ) -> list[Loss]:
-        """One detached loss per micro-batch; the gradients are in the parameters."""
-
-    def generating(
-        self, inner: PreTrainedModel, world: World
-    ) -> contextlib.AbstractContextManager[None]:
-        """While it lasts, the model generates; ``inner`` is the model without its adapter."""
-
-    def optimizer_state(self, own: TrainedParameters) -> ShardedState:
-        """The state of this rank's optimizer as that of the full model's."""
-
-    def replicas(self) -> Collection[nn.Parameter]:
-        """Parameters that count on another rank, so that no norm counts them twice."""
 
 
 @dataclass(frozen=True)
@@ -115,19 +71,14 @@ class WholeEngine:
         return self.runner.run(batch, spec)
 
     def forward_backward(
-        self,
-        window: Window,
-        loss_function: LossFunction,
-        spec: OutputSpec,
-        before: Hook,
-        after: Hook,
+        self, window: Window, loss_of: LossFunction, spec: OutputSpec, before: Hook, after: Hook
     ) -> list[Loss]:
         """One micro-batch after the other."""
         losses = []
         for index, batch in enumerate(window):
             before(index)
             here = batch.to(device())
-            loss = loss_function(self.runner.run(here, spec), here)
+            loss = loss_of(self.runner.run(here, spec), here)
             loss.total.backward()  # type: ignore[no-untyped-call]
             losses.append(loss.detach())
             after(index)
@@ -135,14 +86,19 @@ class WholeEngine:
 
     @contextlib.contextmanager
     def generating(self, inner: PreTrainedModel, world: World) -> Iterator[None]:
-        """All weights are gathered meanwhile."""
-        module, precision = self.runner.model, self.runner.precision
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(autocast(precision, inner.device))
-            if self.only_generates:
-                stack.enter_context(unpacked(inner))
-            else:
-                stack.enter_context(able_to_generate(module, inner, world, self.parallel))
+        """All weights of a trained model are gathered meanwhile: each rank generates by itself, or
+        with those of its ``tp``. Raises ``RecipeError`` under sequence parallelism."""
+        if self.parallel.sequence_parallel and not self.only_generates:
+            raise RecipeError(
+                "parallel.sequence_parallel: one token at a time cannot be sharded along the "
+                "sequence, so the model cannot generate; set it to false"
+            )
+        module, again = self.runner.model, self.parallel.reshard_after_forward
+        with autocast(self.runner.precision, inner.device), contextlib.ExitStack() as stack:
+            stack.enter_context(unpacked(inner))
+            if not self.only_generates:
+                stack.enter_context(full_logits(inner, world))
+                stack.enter_context(gathered(module, inner, again=again))
             yield
 
     def optimizer_state(self, own: TrainedParameters) -> ShardedState:
@@ -167,16 +123,11 @@ class PipelineEngine:
         return run_forward(self.pipeline, self._finish(spec), batch)
 
     def forward_backward(
-        self,
-        window: Window,
-        loss_function: LossFunction,
-        spec: OutputSpec,
-        before: Hook,
-        after: Hook,
+        self, window: Window, loss_of: LossFunction, spec: OutputSpec, before: Hook, after: Hook
     ) -> list[Loss]:
         """Several micro-batches at a time."""
         finish = self._finish(spec)
-        return run_window(self.pipeline, finish, window, loss_function, before=before, after=after)
+        return run_window(self.pipeline, finish, window, loss_of, before=before, after=after)
 
     def _finish(self, spec: OutputSpec) -> Finish:
         return self.staging.finish(partial(self.runner.run, spec=spec))
@@ -190,9 +141,12 @@ class PipelineEngine:
         )
 
     def optimizer_state(self, own: TrainedParameters) -> ShardedState:
-        """With the names of what other ranks hold."""
+        """With the names of what other ranks hold. A collective call."""
         return self.staging.optimizer(own)
 
     def replicas(self) -> Collection[nn.Parameter]:
-        """Of a weight that both ends have, the second."""
+        """Of a weight that both ends have, the second: no norm counts it twice."""
         return self.staging.copies()
+
+
+Engine = WholeEngine | PipelineEngine

@@ -19,7 +19,6 @@ from ..checkpoint.layouts.opening import read_named, scattered
 from ..errors import ModelError
 from ..geometry.box import Box
 from ..geometry.sharding import Cuts
-from ..model.attention import packed
 from ..model.pretrained.adapter import attach, attach_empty
 from ..model.pretrained.loading import load_model, training_dtype
 from ..model.section import ModelSection
@@ -46,14 +45,8 @@ class Tensors(Protocol):
     def load(self, draft: Draft) -> None:
         """Set ``draft.inner``."""
 
-    def pack(self, draft: Draft) -> None:
-        """Let the model attend within documents."""
-
     def adapt(self, draft: Draft) -> None:
         """Set ``draft.module``: what the method makes of ``draft.inner``."""
-
-    def add(self, draft: Draft) -> None:
-        """Note where the values of heads come from."""
 
     def divide(self, draft: Draft) -> None:
         """Keep the layers of one rank of a pipeline."""
@@ -84,13 +77,6 @@ class RealTensors:
         stored = scattered(base) if weights is None else read_named(weights, base)
         draft.inner = load_model(base, section, dtype=dtype, weights=stored)
 
-    def pack(self, draft: Draft) -> None:
-        """Prove it at once, if the values are there."""
-        if draft.start is None:
-            draft.sharing.is_proven = packed.use_packed(draft.inner)
-        else:
-            packed.switch_to_packed(draft.inner)
-
     def adapt(self, draft: Draft) -> None:
         """Draw what the method adds, or read it."""
         if draft.options.method is not None:
@@ -102,22 +88,6 @@ class RealTensors:
         draft.module, draft.values = draft.start.apply(method)
         if not draft.options.is_read:
             draft.values = ShardLoader({}, {})
-
-    def add(self, draft: Draft) -> None:
-        """Read heads from the folder that is opened; those that are not there start at 0."""
-        folders = (draft.section.adapter, draft.options.weights, draft.base)
-        known = [folder for folder in folders if folder is not None]
-        stored = stored_heads(draft.heads, known) if draft.options.is_read else {}
-        new, readers = dict[str, nn.Parameter](), dict[str, Reader]()
-        for name, p in draft.module.named_parameters():
-            if (in_file := draft.heads.name_in_file(name)) is not None:
-                new[name] = p
-                readers[name] = stored.get(in_file, partial(_zeros, p.dtype))
-        if (values := draft.values) is not None:
-            draft.values = ShardLoader({**values.readers, **readers}, {**values.tensors, **new})
-            return
-        for name, p in new.items():
-            p.detach().copy_(readers[name](Box.whole(tuple(p.shape))))
 
     def divide(self, draft: Draft) -> None:
         """Keep this rank's."""
@@ -170,17 +140,10 @@ class MetaTensors:
         with torch.device("meta"):
             draft.inner = from_config(draft.base, draft.section)
 
-    def pack(self, draft: Draft) -> None:
-        """There is nothing to prove."""
-        packed.switch_to_packed(draft.inner)
-
     def adapt(self, draft: Draft) -> None:
         """Nothing is drawn: a meta model has no values."""
         with torch.device("meta"):
             draft.module = method_of(draft, attach_empty)(draft.inner)
-
-    def add(self, draft: Draft) -> None:
-        """There are no values."""
 
     def divide(self, draft: Draft) -> None:
         """It stays whole."""
@@ -218,6 +181,23 @@ def from_config(
             f"{base}: cannot build the model from config.json: {str(error).strip().splitlines()[0]}"
         ) from None
     return model
+
+
+def read_heads(draft: Draft) -> None:
+    """Read heads from the folder that is opened; those that are not there start at 0."""
+    folders = (draft.section.adapter, draft.options.weights, draft.base)
+    known = [folder for folder in folders if folder is not None]
+    stored = stored_heads(draft.heads, known) if draft.options.is_read else {}
+    new, readers = dict[str, nn.Parameter](), dict[str, Reader]()
+    for name, p in draft.module.named_parameters():
+        if (in_file := draft.heads.name_in_file(name)) is not None:
+            new[name] = p
+            readers[name] = stored.get(in_file, partial(_zeros, p.dtype))
+    if (values := draft.values) is not None:
+        draft.values = ShardLoader({**values.readers, **readers}, {**values.tensors, **new})
+        return
+    for name, p in new.items():
+        p.detach().copy_(readers[name](Box.whole(tuple(p.shape))))
 
 
 def method_of(draft: Draft, attach_from: Callable[[PreTrainedModel, Path], nn.Module]) -> Method:

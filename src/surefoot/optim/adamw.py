@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, ClassVar
 from .groups import Named, decay_groups
 from .learning_rate import LearningRate, check_learning_rate, schedule_of
 from .optimizer import LIKE_PARAMETER, SCALAR, StateTensor
-from .schedules import Schedule
 
 if TYPE_CHECKING:
     import torch
@@ -24,6 +23,8 @@ class AdamW(LearningRate):
         "exp_avg": LIKE_PARAMETER,
         "exp_avg_sq": LIKE_PARAMETER,
     }
+
+    schedule_over = schedule_of
 
     weight_decay: float = 0.0
     """Decay of matrices per step, times the learning rate."""
@@ -45,8 +46,7 @@ class AdamW(LearningRate):
             raise ValueError(f"epsilon must be positive, got {self.epsilon}")
 
     def build(self, named: Named) -> torch.optim.Optimizer:
-        """The optimizer over ``named`` parameters; every group carries its parameters'
-        ``names``."""
+        """The optimizer over ``named`` parameters; every group carries their ``names``."""
         import torch
 
         return torch.optim.AdamW(
@@ -56,10 +56,6 @@ class AdamW(LearningRate):
             eps=self.epsilon,
             fused=True,
         )
-
-    def schedule_over(self, total_steps: int) -> Schedule:
-        """The learning-rate schedule of a run of ``total_steps``."""
-        return schedule_of(self, total_steps)
 
     def trainer_arguments(self) -> dict[str, object]:
         """Its settings under the names of ``TrainingArguments``."""

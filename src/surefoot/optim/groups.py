@@ -13,9 +13,7 @@ Named: TypeAlias = "Iterable[tuple[str, nn.Parameter]]"
 
 def decay_groups(named: Named, weight_decay: float) -> list[dict[str, object]]:
     """Two parameter groups for a torch optimizer; the second, without decay, contains all vectors.
-
-    Each group also has ``names``, parallel to ``params``, so that its state can be saved by name.
-    """
+    Each also has ``names``, parallel to ``params``, so that its state can be saved by name."""
     groups: list[dict[str, object]] = []
     named = list(named)
     for decays in (True, False):

@@ -30,13 +30,8 @@ def check_learning_rate(settings: LearningRate) -> None:
     """Raise ``ValueError`` that names an invalid setting."""
     if settings.learning_rate <= 0:
         raise ValueError(f"learning_rate must be positive, got {settings.learning_rate}")
-    shares = {
-        "warmup_ratio": settings.warmup_ratio,
-        "min_lr_ratio": settings.min_lr_ratio,
-        "decay_ratio": settings.decay_ratio,
-    }
-    for name, share in shares.items():
-        if not 0 <= share <= 1:
+    for name in ("warmup_ratio", "min_lr_ratio", "decay_ratio"):
+        if not 0 <= (share := getattr(settings, name)) <= 1:
             raise ValueError(f"{name} must be between 0 and 1, got {share}")
     if settings.warmup_steps is not None and settings.warmup_steps < 0:
         raise ValueError(f"warmup_steps must not be negative, got {settings.warmup_steps}")

@@ -1,6 +1,4 @@
-"""The ``Optimizer`` protocol: settings, a torch optimizer built from them, and a declaration of
-its state, so that any state can be saved, resharded and resumed.
-"""
+"""The ``Optimizer`` protocol: settings, a torch optimizer, and a declaration of its state."""
 
 from __future__ import annotations
 
@@ -42,11 +40,9 @@ class Optimizer(Protocol):
 
 @dataclass(frozen=True)
 class StateTensor:
-    """Shape and sharding of one state tensor, as functions of those of its parameter.
-
-    A tensor without dimensions is a plain one, equal on every rank. ``cuts`` is None if the
-    optimizer does not support this tensor for a sharded parameter.
-    """
+    """Shape and sharding of one state tensor, as functions of those of its parameter. A tensor
+    without dimensions is a plain one, equal on every rank. ``cuts`` is None if the optimizer does
+    not support this tensor for a sharded parameter."""
 
     shape: Callable[[Shape], Shape]
     cuts: Callable[[Shape, tuple[AxisShard, ...]], Cuts] | None

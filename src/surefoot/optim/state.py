@@ -1,6 +1,4 @@
-"""The state of a torch optimizer under its parameters' names, which do not depend on order or
-grouping.
-"""
+"""The state of a torch optimizer under its parameters' names, in any order or grouping."""
 
 from __future__ import annotations
 
@@ -17,10 +15,8 @@ State = Mapping[str, Mapping[str, torch.Tensor]]
 @dataclass(frozen=True)
 class NamedState:
     """``{parameter: {exp_avg: ..., exp_avg_sq: ..., step: ...}}`` of an optimizer whose groups have
-    ``names``.
-
-    Learning rate and other settings are not included: they follow from the recipe and the step.
-    """
+    ``names``, without learning rate and other settings, which follow from the recipe and the
+    step."""
 
     optimizer: torch.optim.Optimizer
 

@@ -1,6 +1,4 @@
-"""The sharding of the tensors of an optimizer's state: from the optimizer's declarations and the
-sharding of its parameters.
-"""
+"""The sharding of an optimizer's state: from its declarations and its parameters' sharding."""
 
 from __future__ import annotations
 
@@ -44,9 +42,7 @@ class StateCuts:
         return () if declared.cuts is None else declared.cuts(shape, cuts)
 
     def like(self, pointer: str) -> torch.Tensor | None:
-        """A tensor of the state that does not exist yet, with its sharding; None if every rank
-        has a plain one.
-        """
+        """A tensor of the state that does not exist yet; None if all ranks have a plain one."""
         name, _, key = pointer.rpartition(".")
         parameter = self.parameters.get(name)
         if not isinstance(parameter, DTensor):
@@ -85,8 +81,7 @@ def _zeros(
     own: tuple[AxisShard, ...],
 ) -> DTensor:
     """This rank's part of a tensor of ``shape`` with ``cuts`` along axes of the mesh of
-    ``parameter``, whose own sharding is ``own``.
-    """
+    ``parameter``, whose own sharding is ``own``."""
     mesh = parameter.device_mesh
     axes = mesh.mesh_dim_names or tuple(map(str, range(mesh.ndim)))
     sizes = dict(zip(axes, mesh.shape, strict=True))

@@ -26,11 +26,7 @@ def every_name(_step: int, names: Sequence[str]) -> Collection[str]:
 @dataclass
 class TrainedParameters:
     """The trainable parameters of one network and their optimizer, which is rebuilt whenever they
-    change.
-
-    Its state is the optimizer's; nothing else needs to be saved, because the step determines the
-    parameters.
-    """
+    change. Its state is the optimizer's, because the step determines the parameters."""
 
     optim: Optimizer
     named: Mapping[str, nn.Parameter]  # on this rank, all that may be trained, by names in files
@@ -48,9 +44,7 @@ class TrainedParameters:
         self._become(self._names_at(0))
 
     def at(self, step: int) -> torch.optim.Optimizer:
-        """The optimizer for update number ``step``: a new one, without state, if other
-        parameters are trainable than before.
-        """
+        """The optimizer for update ``step``: a new one if other parameters are trainable."""
         self.check(step)
         names = self._names_at(step)
         if names != self._active:
@@ -58,9 +52,7 @@ class TrainedParameters:
         return self.optimizer
 
     def check(self, step: int) -> None:
-        """Raise ``CheckpointError`` if the loaded state cannot be that of a run after ``step``
-        updates.
-        """
+        """Raise ``CheckpointError`` if the loaded state cannot be that after ``step`` updates."""
         last = self._names_at(max(0, step - 1))
         if self._is_unchecked and self._active != last:
             raise other_parameters(self._active, last)
@@ -71,10 +63,8 @@ class TrainedParameters:
         return NamedState(self.optimizer).state_dict()
 
     def load_state_dict(self, state: State) -> None:
-        """Restore ``state``; its parameters are then the trainable ones.
-
-        Raises ``CheckpointError`` if some of them do not belong to this network.
-        """
+        """Restore ``state``; its parameters are then the trainable ones. Raises ``CheckpointError``
+        if some of them do not belong to this network."""
         names = frozenset(state)
         if names - self.named.keys():
             raise other_parameters(names, self._active)

@@ -52,14 +52,6 @@ class Start:
         logger.info("resuming from %s at step %d", folder.name, trainer.state.global_step)
 
 
-def start_from(folder: Path | None, world: World, *, trust_pickle: bool) -> Start | None:
-    """The checkpoint in ``folder``, and who wrote it; None for a new run."""
-    if folder is None:
-        return None
-    writer = interchange.detect_trainer(folder, trust_pickle=trust_pickle, pp=world.pp)
-    return Start(folder, writer, trust_pickle)
-
-
 def build(
     recipe: Recipe,
     *,
@@ -71,11 +63,12 @@ def build(
     trial: Around | None = None,
 ) -> Trainer:
     """The Trainer of a recipe, with the states of the checkpoint ``resume`` if one is given.
-
     ``trial`` is for measurements of speed: it wraps forward and backward, auxiliary models compute
-    nothing, and there are no callbacks except the given ones.
-    """
-    start = start_from(resume, world, trust_pickle=trust_pickle)
+    nothing, and there are no callbacks except the given ones."""
+    start = None
+    if resume is not None:
+        writer = interchange.detect_trainer(resume, trust_pickle=trust_pickle, pp=world.pp)
+        start = Start(resume, writer, trust_pickle)
     seed_everything(recipe.train.seed)
     use_deterministic_kernels(recipe.train.deterministic)
     keep_freed_memory()

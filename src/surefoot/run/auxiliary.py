@@ -1,27 +1,27 @@
-"""Auxiliary models before the first step: which models compute which columns, and when they are
-in memory.
-"""
+"""Auxiliary models before the first step: which compute which columns, and when."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from ..batch import Batch, Features
+from transformers import PreTrainedTokenizerBase
+
 from ..data.order.loader import Loader
 from ..data.prepared.training_data import TrainingData
 from ..data.store.cache import default_folder
 from ..data.store.dataset import EncodedDataset
 from ..data.text.codec import Codec
-from ..model.precision import choose
+from ..errors import RecipeError
 from ..model.pretrained.loading import resolve
-from ..model.section import ModelSection
 from ..network.network import Network
+from ..network.open import open_network
 from ..parallel.world import World
 from ..recipe.recipe import Recipe
-from ..training.context import BlankContext, NetworkContext
+from ..recipe.recipe_data import open_codec
+from ..training.context import BlankContext
 from ..training.evaluation import EvaluationSet, windows_of
 from ..training.precompute import (
     NOTHING,
@@ -37,7 +37,8 @@ from ..training.precompute import (
 from ..training.stage import POLICY
 from ..training.windows import windows_of_run
 from . import data_loading
-from .auxiliary_models import open_auxiliary
+from .contexts import context_of
+from .policy import options_of
 
 
 @dataclass(frozen=True)
@@ -72,41 +73,28 @@ class Ahead:
             for name, data in self.data.evals.items()
         }
 
-    @property
-    def needs_policy(self) -> bool:
-        """Whether the initial policy has columns to compute."""
-        models = self.recipe.stage.auxiliary.values()
-        return not self.found.is_complete and any(one.model is None for one in models)
-
     def run_without_policy(self) -> None:
-        """Compute all columns that other models compute; these models are freed afterwards."""
-        if not (self.found.is_complete or self.needs_policy):
-            self._run({})
+        """Compute all columns, unless the initial policy computes some."""
+        models = self.recipe.stage.auxiliary.values()
+        if not self.found.is_complete and all(one.model is not None for one in models):
+            self.run(None)
 
-    def run(self, policy: Network) -> None:
-        """Compute the rest with the initial policy."""
-        self._run({POLICY: policy})
+    def run(self, policy: Network | None) -> None:
+        """Compute the rest with the initial policy and other models, which are freed afterwards."""
+        recipe, codec, world = self.recipe, self.codec, self.world
+        networks = {} if policy is None else {POLICY: policy}
+        if not self.found.is_complete:
+            for role, one in recipe.stage.auxiliary.items():
+                is_policy = one.model is None
+                networks[role] = (
+                    networks[POLICY] if is_policy else open_auxiliary(recipe, role, codec, world)
+                )
+        self.found.run(context_of(recipe, codec, networks, world, recipe.train.seed))
 
     def blank(self) -> None:
         """Columns of zeros, for measurements of speed."""
         recipe = self.recipe
         self.found.blank(BlankContext(self.codec, recipe.stage, recipe.data.packing))
-
-    def _run(self, policies: Mapping[str, Network]) -> None:
-        recipe, networks = self.recipe, dict(policies)
-        if not self.found.is_complete:
-            for role, one in recipe.stage.auxiliary.items():
-                networks[role] = (
-                    networks[POLICY]
-                    if one.model is None
-                    else open_auxiliary(recipe, role, self.codec, self.world)
-                )
-        size, packing = recipe.train.micro_batch_size, recipe.data.packing
-        self.found.run(
-            NetworkContext(
-                self.codec, recipe.stage, networks, size, packing, self.world, recipe.train.seed
-            )
-        )
 
 
 def open_ahead(recipe: Recipe, base: Path, codec: Codec, data: TrainingData, world: World) -> Ahead:
@@ -114,7 +102,7 @@ def open_ahead(recipe: Recipe, base: Path, codec: Codec, data: TrainingData, wor
     size = recipe.train.global_batch_size
     held_out = {name: eval_set(dataset, size) for name, dataset in data.evals.items()}
     train = None
-    loader = data_loading.build_loader(recipe, data, _no_batch, world)
+    loader = data_loading.build_loader(recipe, data, data_loading.no_batch, world)
     if recipe.stage.auxiliary and loader.order.is_complete:
         train = _train_set(recipe, data, loader)
     sets = [*([] if train is None else [train]), *held_out.values()]
@@ -125,21 +113,14 @@ def columns_of(
     recipe: Recipe, base: Path, sets: Sequence[WindowSet], world: World
 ) -> Precomputation:
     """The known columns of ``sets``, and what is to be computed."""
-    stage = recipe.stage
+    stage, options = recipe.stage, options_of(recipe)
     models = {role: model_of(one, recipe.model) for role, one in stage.auxiliary.items()}
-    bases = {role: _base(model, recipe, base) for role, model in models.items()}
-    more = choose(recipe.train.precision), recipe.data.packing
-    identity = identity_of(stage, {role: (models[role], bases[role]) for role in models}, *more)
-    root = recipe.data.cache_dir or default_folder()
-    return precomputation(stage, identity, root, sets, world)
-
-
-def _base(model: ModelSection, recipe: Recipe, base: Path) -> Path:
-    return base if model is recipe.model else resolve(model)
-
-
-def _no_batch(_features: Sequence[Features]) -> Batch:
-    raise AssertionError("internal error: only the order of the examples is known here")
+    found = {
+        role: (model, base if model is recipe.model else resolve(model))
+        for role, model in models.items()
+    }
+    identity = identity_of(stage, found, options.precision, options.packing)
+    return precomputation(stage, identity, recipe.data.cache_dir or default_folder(), sets, world)
 
 
 def _train_set(recipe: Recipe, data: TrainingData, loader: Loader) -> WindowSet:
@@ -153,3 +134,25 @@ def eval_set(dataset: EncodedDataset, size: int) -> WindowSet:
     """The examples of an evaluation, and its windows of ``size``."""
     windows = partial(windows_of, len(dataset), size)
     return WindowSet(dataset, windows, f"{dataset.fingerprint} in order, {size}")
+
+
+def open_auxiliary(recipe: Recipe, role: str, codec: Codec, world: World) -> Network:
+    """The frozen model of a role. Raises ``RecipeError`` if its tokens are not the policy's."""
+    model = model_of(recipe.stage.auxiliary[role], recipe.model)
+    base = resolve(model)
+    tokenizer = open_codec(replace(recipe, model=model), base).tokenizer
+    refuse_other_tokens(recipe, role, tokenizer, codec)
+    options = replace(options_of(recipe), method=None, heads=(), is_trainable=False)
+    return open_network(base, model, tokenizer, world, options)
+
+
+def refuse_other_tokens(
+    recipe: Recipe, role: str, tokenizer: PreTrainedTokenizerBase, codec: Codec
+) -> None:
+    """Raise ``RecipeError`` unless the tokens of an auxiliary model are those of the policy."""
+    if tokenizer.get_vocab() != codec.tokenizer.get_vocab():
+        model = model_of(recipe.stage.auxiliary[role], recipe.model)
+        raise RecipeError(
+            f"the {role} {model.path} has a different tokenizer from {recipe.model.path}, so "
+            "their outputs cannot be compared; choose a model with the same tokenizer"
+        )

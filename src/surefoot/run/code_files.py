@@ -18,11 +18,7 @@ NAME = "code.json"  # in a checkpoint: the functions of the recipe, and the hash
 
 
 def code_of(recipe: Recipe) -> dict[str, bytes]:
-    """The file that records the functions of ``recipe``; nothing if it names none.
-
-    Raises:
-        RunError: a function is not there.
-    """
+    """The file that records the functions of ``recipe``, if it names some. Raises ``RunError``."""
     found = {path: _hash(path) for path in functions_in(recipe)}
     return {NAME: json.dumps(found, indent=2, sort_keys=True).encode()} if found else {}
 

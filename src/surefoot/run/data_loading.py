@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 
+from ..batch import Batch, Features
 from ..data.order.loader import Loader
 from ..data.order.micro_batches import Batching, Collate
 from ..data.order.prefetch import for_device
-from ..data.prepared.encoded_data import EncodedData
 from ..data.prepared.streaming_data import StreamingData
 from ..data.prepared.training_data import TrainingData
 from ..data.text.codec import Codec
@@ -35,26 +36,17 @@ def open_data(
     with world.main_first():
         if recipe.data.streaming:
             return stream_data(recipe, codec, base)
-        return prepare_data(recipe, codec), nullcontext()
-
-
-def prepare_data(recipe: Recipe, codec: Codec) -> EncodedData:
-    """Encoded datasets, from the cache if they are in it; dropped rows are logged."""
-    found = prepared(recipe, codec)
-    for line in found.report.lines():
+        found = prepared(recipe, codec)
+    for line in found.report.lines():  # such as those of dropped rows
         logger.info("%s", line)
-    return found
+    return found, nullcontext()
 
 
 def stream_data(
     recipe: Recipe, codec: Codec, base: Path
 ) -> tuple[StreamingData, AbstractContextManager[object]]:
-    """Datasets to read while an encoder worker, one on every machine, encodes them.
-
-    Raises:
-        RecipeError: the recipe counts epochs, whose length is not known yet.
-        DataError: something is missing or broken.
-    """
+    """Datasets to read while an encoder worker, one on every machine, encodes them. Raises
+    ``RecipeError`` if the recipe counts epochs, whose length is not known yet."""
     place = launched()
     if place is not None and place[2]:
         return streamed(recipe, codec, partial(time.sleep, POLL_SECONDS)), nullcontext()
@@ -88,10 +80,14 @@ def build_loader(recipe: Recipe, data: TrainingData, collate: Collate, world: Wo
     )
 
 
+def no_batch(_features: Sequence[Features]) -> Batch:
+    """The collation of a loader of which only the order is read."""
+    raise AssertionError("internal error: only the order of the examples is known here")
+
+
 def packed_bounds(recipe: Recipe, loader: Loader) -> list[int]:
-    """The bounds of the documents of a typical row of the run: its first one; for a stream,
-    which cannot be read in advance, one of documents half as long as they may be.
-    """
+    """The bounds of the documents of a typical row of the run: its first one; for a stream, which
+    cannot be read in advance, one of documents half as long as they may be."""
     if loader.order.is_complete:
         bounds = loader.window_at(0, 0)[0].cu_seqlens
         return [] if bounds is None else [int(bound) for bound in bounds]

@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 import weakref
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -39,7 +40,9 @@ class EncoderWorker:
     def __init__(self, recipe: Recipe, base: Path) -> None:
         """``base`` is the folder of the model that the tokenizer comes from."""
         self._recipe = replace(recipe, model=replace(recipe.model, path=str(base)))
-        self._process: _Process | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._folder = Path()  # of its recipe and output
+        self._end: Callable[[], object] = lambda: None
         self._starts = 0
 
     def __enter__(self) -> EncoderWorker:
@@ -47,82 +50,55 @@ class EncoderWorker:
 
     def __exit__(self, *_: object) -> None:
         """End the process; its finished shards stay in the cache."""
-        if self._process is not None:
-            self._process.end()
+        self._end()
         self._process, self._starts = None, 0
 
     def start(self) -> None:
-        """Start to encode what is not in the cache, unless a worker is already running.
-
-        Raises ``DataError`` if the process cannot be started.
-        """
-        if self._process is None or self._process.code is not None:
-            self._process = _Process(self._recipe)
-            self._starts += 1
+        """Start to encode what is not in the cache, unless a worker is already running. Raises
+        ``DataError`` if the process cannot be started."""
+        if self._process is not None and self._process.poll() is None:
+            return
+        self._end()
+        self._folder = Path(tempfile.mkdtemp(prefix="surefoot-encoder-"))
+        (self._folder / RECIPE).write_text(dump(self._recipe), encoding="utf-8")
+        self._process = _started(self._folder)
+        self._end = weakref.finalize(self, _end, self._process, self._folder, os.getpid())
+        self._starts += 1
 
     def wait(self) -> None:
-        """Wait a little for more.
-
-        Raises ``DataError`` if nothing more will come: the data is broken, or the process was ended
-        repeatedly.
-        """
-        if self._process is not None and self._process.code is not None:
-            if error := self._process.read(ERROR):
+        """Wait a little for more. Raises ``DataError`` if nothing more will come: the data is
+        broken, or the process was ended repeatedly."""
+        if self._process is not None and (code := self._process.poll()) is not None:
+            if error := self._read(ERROR):
                 raise DataError(error)
             if self._starts >= MAX_STARTS:
-                how = self._process.ending
-                raise DataError(f"the encoder process ended {how}")
+                how = f"by {signal.Signals(-code).name}" if code < 0 else f"with code {code}"
+                said = "".join(f": {line}" for line in self._read(LOG).splitlines()[-1:])
+                raise DataError(f"the encoder process ended {how}{said}")
         self.start()  # again, if it was killed, for want of memory say, or its work is gone
         time.sleep(POLL_SECONDS)
 
-
-class _Process:
-    """A started process, and the folder with its recipe and output."""
-
-    def __init__(self, recipe: Recipe) -> None:
-        home, known = str(Path(surefoot.__file__).parent.parent), os.environ.get("PYTHONPATH")
-        self._folder = Path(tempfile.mkdtemp(prefix="surefoot-encoder-"))
-        (self._folder / RECIPE).write_text(dump(recipe), encoding="utf-8")
-        with (self._folder / LOG).open("wb") as log:
-            try:
-                self._process = subprocess.Popen(
-                    [
-                        sys.executable,
-                        "-P",
-                        "-m",
-                        "surefoot.run.encoder_worker",
-                        self._folder / RECIPE,
-                    ],
-                    env={
-                        **os.environ,
-                        LAUNCHER: str(os.getpid()),
-                        "PYTHONPATH": os.pathsep.join([home, known] if known else [home]),
-                    },
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
-                    start_new_session=True,  # Ctrl-C is for the process that trains
-                )
-            except OSError as error:
-                raise DataError(f"cannot start the encoder process: {error}") from error
-        self.end = weakref.finalize(self, _end, self._process, self._folder, os.getpid())
-
-    @property
-    def code(self) -> int | None:
-        """Its exit code; None while it runs."""
-        return self._process.poll()
-
-    @property
-    def ending(self) -> str:
-        """How it ended, for people."""
-        code, said = self._process.wait(), self.read(LOG).splitlines()
-        how = f"by {signal.Signals(-code).name}" if code < 0 else f"with code {code}"
-        return f"{how}: {said[-1]}" if said else how
-
-    def read(self, name: str) -> str:
-        """The content of a file that it has written; empty if there is none."""
+    def _read(self, name: str) -> str:
+        """The content of a file that the process has written; empty if there is none."""
         file = self._folder / name
         return file.read_text(encoding="utf-8", errors="replace") if file.exists() else ""
+
+
+def _started(folder: Path) -> subprocess.Popen[bytes]:
+    home, known = str(Path(surefoot.__file__).parent.parent), os.environ.get("PYTHONPATH")
+    path = os.pathsep.join([home, known] if known else [home])
+    with (folder / LOG).open("wb") as log:
+        try:
+            return subprocess.Popen(
+                [sys.executable, "-P", "-m", "surefoot.run.encoder_worker", folder / RECIPE],
+                env={**os.environ, LAUNCHER: str(os.getpid()), "PYTHONPATH": path},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,  # Ctrl-C is for the process that trains
+            )
+        except OSError as error:
+            raise DataError(f"cannot start the encoder process: {error}") from error
 
 
 def _end(process: subprocess.Popen[bytes], folder: Path, pid: int) -> None:

@@ -50,15 +50,9 @@ class RunFolder:
 
 @contextmanager
 def opened(recipe: Recipe, world: World = ALONE) -> Iterator[RunFolder]:
-    """The run's folder, created if needed, locked against a second run inside the block.
-
-    With several ranks, rank 0 does all that.
-
-    Raises:
-        RunError: it cannot be written, another process trains in it, it contains another run, or
-            not all ranks see it.
-        StoreError: ``output_dir`` is a URL of a store that cannot be used.
-    """
+    """The run's folder, created if needed, locked by rank 0 against a second run inside the block.
+    Raises ``RunError`` if it cannot be written, another process trains in it, it contains another
+    run, or not all ranks see it, ``StoreError`` if ``output_dir`` is a URL that cannot be used."""
     folder = recipe.train.folder
     with _locked(folder) if world.is_main else nullcontext():
         _must_be_shared(folder, world)
@@ -94,9 +88,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _must_be_shared(folder: Path, world: World) -> None:
-    """Each rank writes its part of every checkpoint there, so all must see the files of each
-    other.
-    """
+    """All ranks must see each other's files: each writes its part of every checkpoint there."""
     if world.size == 1:
         return
     mark = folder / f".seen.{world.from_main(new_nonce())}"
@@ -169,9 +161,7 @@ def _is_inside(path: str, folder: Path) -> bool:
 
 
 def write_recipe(folder: RunFolder, recipe: Recipe) -> None:
-    """Write the resolved recipe into the run's folder, and into the store, which also shows
-    before training that it can be written.
-    """
+    """Write the resolved recipe into the run's folder and store, which so prove to be writable."""
     text = dump(recipe).encode()
     with raising(RunError, "recipe"):
         write_aside(folder.path / RECIPE, text)
@@ -180,14 +170,9 @@ def write_recipe(folder: RunFolder, recipe: Recipe) -> None:
 
 
 def resume_point(folder: RunFolder, recipe: Recipe) -> Path | None:
-    """The checkpoint to resume from, or None to start from scratch.
-
-    Checkpoints that fail verification are logged, renamed, and skipped.
-
-    Raises:
-        RunError: ``none`` is set, but the folder contains checkpoints.
-        CheckpointError: the requested checkpoint is missing or damaged.
-    """
+    """The checkpoint to resume from, or None to start from scratch; those that fail verification
+    are logged, renamed, and skipped. Raises ``RunError`` if ``none`` is set, but the folder
+    contains checkpoints, ``CheckpointError`` if the requested one is missing or damaged."""
     for leftover in clean(folder.path):
         logger.info("removed %s, the temporary folder of an interrupted save", leftover.name)
     resume, steps = recipe.checkpoint.resume, _steps(folder)

@@ -15,8 +15,9 @@ from ..data.text.codec import Codec
 from ..data.text.templates import template_mismatch
 from ..model.attention import packed, selection
 from ..model.precision import LossScaler, choose
+from ..model.pretrained.loading import device
 from ..network.draft import NetworkOptions
-from ..network.meta import select_packed_attention, select_prompt_sharing
+from ..network.meta import select_prompt_sharing
 from ..network.network import Network
 from ..network.open import open_network
 from ..parallel.world import ALONE, World
@@ -29,6 +30,7 @@ from . import data_loading
 
 logger = logging.getLogger(__name__)
 Around = Callable[[StepRunner], StepRunner]
+COMPUTED_IN = {"bf16": torch.bfloat16, "fp16": torch.float16}  # otherwise as weights are held
 
 
 def build_codec(recipe: Recipe, base: Path) -> Codec:
@@ -49,9 +51,7 @@ def open_policy(
     *,
     is_read: bool = True,
 ) -> Network:
-    """The model that a recipe trains; on the meta device if not ``is_read``, because a
-    checkpoint has all of its weights.
-    """
+    """The model that a recipe trains; on the meta device if a checkpoint has all of its weights."""
     options = options_of(recipe, is_read=is_read)
     made = open_network(base, recipe.model, tokenizer, world, options)
     share = made.num_trainable / made.num_parameters
@@ -73,48 +73,40 @@ def options_of(recipe: Recipe, *, is_read: bool = True) -> NetworkOptions:
 
 
 def settle_packing(recipe: Recipe, trainer: Trainer, policy: Network, *, is_resumed: bool) -> None:
-    """How packed rows are computed, as in a resumed run: the kernel, and whether prompts are
-    shared.
+    """How packed rows are computed, as in a resumed run: the kernel, which is the preferred one
+    that passes its self-check on rank 0, and whether prompts are shared.
     """
-    kernels = trainer.state.kernels
-    if can_select_attention(recipe, policy, trainer.world):
+    if not recipe.data.packing:
+        return
+    kernels, inner, world = trainer.state.kernels, policy.inner, trainer.world
+    is_free = recipe.model.attention == "auto" and world.pp == 1
+    if is_free and inner.config._attn_implementation == f"{packed.PREFIX}sdpa":
         known = kernels.packed_attention or (selection.BY_DOCUMENT if is_resumed else None)
-        dtype = policy_dtype(recipe, policy)
         bounds = data_loading.packed_bounds(recipe, trainer.windows.loader)
-        chosen = select_packed_attention(policy.inner, bounds, dtype, known, trainer.world)
-        kernels.packed_attention = chosen
-    if recipe.data.packing and policy.awaits_values:
+        if known is None and world.is_main:
+            dtype = COMPUTED_IN.get(policy.options.precision, inner.dtype)
+            known = selection.choose(selection.row_of(inner, bounds, device(), dtype))
+        kernels.packed_attention = selection.use(inner, world.from_main(known))
+    if policy.awaits_values:
         policy.verify_packing()  # it has values only now
-    if recipe.data.packing:
-        known_sharing = kernels.shared_prompts
-        kernels.shared_prompts = select_prompt_sharing(policy.sharing, policy.inner, known_sharing)
+    sharing = select_prompt_sharing(policy.sharing, inner, kernels.shared_prompts)
+    kernels.shared_prompts = sharing
 
 
-def can_select_attention(recipe: Recipe, policy: Network, world: World) -> bool:
-    """Whether the run selects the kernel of its packed rows."""
-    kernel, is_free = policy.inner.config._attn_implementation, recipe.model.attention == "auto"
-    return recipe.data.packing and is_free and world.pp == 1 and kernel == f"{packed.PREFIX}sdpa"
-
-
-def policy_dtype(recipe: Recipe, policy: Network) -> torch.dtype:
-    """The dtype of most of the computation."""
-    held: torch.dtype = policy.inner.dtype
-    types = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": held}
-    return types[choose(recipe.train.precision)]
-
-
-def build_learner(recipe: Recipe, policy: Network, max_steps: int, around: Around) -> Learner:
+def build_learner(
+    recipe: Recipe, policy: Network, max_steps: int, around: Around | None
+) -> Learner:
     """The policy with its optimizer."""
-    world, stage = policy.world, recipe.stage
-    trained = policy.trained(recipe.optim, recipe.method.trainable)
+    world, trained = policy.world, policy.trained(recipe.optim, recipe.method.trainable)
+    run_window: StepRunner = partial(policy.forward_backward, spec=recipe.stage.spec)
     step = Step(
         trained.optimizer,
         recipe.optim.schedule_over(max_steps),
-        around(partial(policy.forward_backward, spec=stage.spec)),
+        around(run_window) if around else run_window,
         recipe.train.max_grad_norm,
         LossScaler(enabled=choose(recipe.train.precision) == "fp16"),
         world.summed,
         world.totals,
-        copies=policy.replicas,
+        copies=policy.engine.replicas(),
     )
-    return Learner(policy, stage.spec, step, trained)
+    return Learner(policy, step, trained)

@@ -15,10 +15,7 @@ from ..training.saver import Saver
 
 def build_saver(recipe: Recipe, policy: Network, codec: Codec, base: Path, world: World) -> Saver:
     """The saver of a run: the folder of its checkpoints, and their companions."""
-    files = {
-        "recipe.yaml": dump(recipe).encode(),
-        **companions.tokenizer_files(codec.tokenizer),
-    }
+    files = {"recipe.yaml": dump(recipe).encode(), **companions.tokenizer_files(codec.tokenizer)}
     files |= policy.weights.small_files(recipe.model, base, codec.stop_token_ids)
     layout = recipe.checkpoint.layout_in(recipe.train.output_dir)
     return Saver(

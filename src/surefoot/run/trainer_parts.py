@@ -5,22 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 
-from ..batch import StepRunner
 from ..data.text.codec import Codec
-from ..model.seeding import derive
 from ..network.network import Network
 from ..recipe.recipe import Recipe
 from ..training.callback import Callbacks, Context, TrainerCallback
-from ..training.context import NetworkContext, collate_of
 from ..training.control.log_accumulator import LogAccumulator
-from ..training.evaluation import Evaluation
 from ..training.saver import Saver
 from ..training.stage import POLICY
 from ..training.state import TrainerControl, TrainerState
 from ..training.trainer import Trainer
-from ..training.windows import Place, Windows, num_steps
+from ..training.windows import Windows, num_steps
 from . import data_loading
 from .auxiliary import Ahead
+from .contexts import build_evaluation
 from .policy import Around, build_learner
 
 
@@ -37,22 +34,16 @@ def assemble(
 ) -> Trainer:
     """Assemble the parts."""
     section, stage, world = recipe.train, recipe.stage, ahead.world
-    collate = collate_of(stage, policy.sharing, packing=recipe.data.packing)
-    loader = data_loading.build_loader(recipe, ahead.data, collate, world)
-
-    def context(place: Place) -> NetworkContext:
-        seed = derive(section.seed, *place)
-        sizes = section.micro_batch_size, recipe.data.packing
-        return NetworkContext(codec, stage, {POLICY: policy}, *sizes, world, seed)
-
-    windows = Windows(loader, stage, context, ahead.kept, section.seed)
+    evaluation = build_evaluation(recipe, codec, policy, world)
+    loader = data_loading.build_loader(recipe, ahead.data, evaluation.collate, world)
+    windows = Windows(loader, stage, evaluation.context, ahead.kept, section.seed)
     max_steps = num_steps(section, windows.steps_per_epoch)
     state = TrainerState(
         max_steps=max_steps,
         num_train_epochs=section.num_epochs,
         train_batch_size=section.micro_batch_size,
     )
-    learner = build_learner(recipe, policy, max_steps, trial or _alone)
+    learner = build_learner(recipe, policy, max_steps, trial)
     control = TrainerControl()
     counts = loader.num_examples, windows.steps_per_epoch
     args = Context(section, policy.module, learner, section.folder, *counts)
@@ -62,15 +53,7 @@ def assemble(
         learners={POLICY: learner},
         windows=windows,
         evals=ahead.evals,
-        evaluation=Evaluation(
-            stage,
-            policy,
-            context,
-            collate,
-            section.micro_batch_size,
-            section.global_batch_size,
-            world,
-        ),
+        evaluation=evaluation,
         saver=saver,
         callbacks=Callbacks(args, state, control, members),
         state=state,
@@ -79,7 +62,3 @@ def assemble(
         world=world,
         feeder=feeder or nullcontext(),
     )
-
-
-def _alone(run_window: StepRunner) -> StepRunner:
-    return run_window

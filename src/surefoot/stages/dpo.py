@@ -17,6 +17,7 @@ from ..schema import Problem
 from ..schema.locations import ModelPath
 from ..training.objectives import preferences
 from ..training.stage import AuxiliaryModel, StageContext, as_loaded, as_measured
+from .rules import without_effect
 
 if TYPE_CHECKING:
     import torch
@@ -102,9 +103,7 @@ class DPO:
         return {"reference": AuxiliaryModel(LOGPS, self.reference)} if self.compares else {}
 
     def encode(self, examples: Sequence[Example], codec: Codec) -> list[Encoded]:
-        """Render both conversations of each row with the chat template; the responses are
-        trained.
-        """
+        """Render both conversations of each row with the template; the responses are trained."""
         return encode_pairs(examples, codec)
 
     def collate(self, features: Sequence[Features], *, packing: bool) -> Batch:
@@ -158,13 +157,9 @@ class DPO:
         return Loss(summed(losses_P), is_there_P.sum(), sums)
 
     def problems(self, data: DataSection, parallel: ParallelSection) -> Iterator[Problem]:
-        """Both responses of a pair are trained, and the prompt is masked; the reference computes
-        all pairs before the first step.
-        """
-        for name in ("train_on_prompt", "mask_history"):
-            if getattr(data, name):
-                message = "has no effect with stage dpo, which trains on last responses"
-                yield Problem(("data", name), message)
+        """Both responses are trained; the reference computes before the first step."""
+        reason = "stage dpo, which trains on last responses"
+        yield from without_effect(data, ("train_on_prompt", "mask_history"), reason)
         if data.streaming and self.compares:
             message = (
                 "stage dpo computes reference log-probabilities of all pairs before the first "

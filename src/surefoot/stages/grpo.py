@@ -1,6 +1,4 @@
-"""Group relative policy optimization: sample responses, reward them, raise those better than
-their group.
-"""
+"""Group relative policy optimization: raise sampled responses that are better than their group."""
 
 from __future__ import annotations
 
@@ -21,6 +19,7 @@ from ..schema import Problem
 from ..schema.locations import FunctionPath
 from ..training.objectives.policy_gradient import clipped, group_advantages
 from ..training.stage import POLICY, AuxiliaryModel, Prepared, StageContext, as_measured, no_columns
+from .rules import without_effect
 
 if TYPE_CHECKING:
     from ..data.text.codec import Codec
@@ -150,16 +149,11 @@ class GRPO:
 
     def problems(self, data: DataSection, parallel: ParallelSection) -> Iterator[Problem]:
         """Responses are the policy's own, which a pipeline cannot sample."""
-        for name in ("train_on_prompt", "mask_history"):
-            if getattr(data, name):
-                message = (
-                    "has no effect with stage grpo, which trains on the policy's own responses"
-                )
-                yield Problem(("data", name), message)
+        reason = "stage grpo, which trains on the policy's own responses"
+        yield from without_effect(data, ("train_on_prompt", "mask_history"), reason)
         if parallel.pp > 1:
-            yield Problem(
-                ("parallel", "pp"), "stage grpo cannot sample from a pipeline; set it to 1"
-            )
+            message = "stage grpo cannot sample from a pipeline; set it to 1"
+            yield Problem(("parallel", "pp"), message)
 
 
 def _with_row(outcome: Encoded, example: Example) -> Encoded:

@@ -17,6 +17,7 @@ from ..schema import Problem
 from ..schema.locations import ModelPath
 from ..training.objectives import preferences
 from ..training.stage import POLICY, AuxiliaryModel, Prepared, StageContext, as_measured
+from .rules import without_effect
 
 if TYPE_CHECKING:
     import torch
@@ -132,19 +133,15 @@ class KTO:
         return Loss(total, is_there_E.sum(), metrics)
 
     def problems(self, data: DataSection, parallel: ParallelSection) -> Iterator[Problem]:
-        """Only the last response is marked; the reference computes all batches before the first
-        step.
-        """
-        for name in ("train_on_prompt", "mask_history"):
-            if getattr(data, name):
-                message = "has no effect with stage kto, which trains on last responses"
-                yield Problem(("data", name), message)
+        """Only the last response is marked; the reference computes before the first step."""
+        reason = "stage kto, which trains on last responses"
+        yield from without_effect(data, ("train_on_prompt", "mask_history"), reason)
         if data.streaming:
             message = (
-                "stage kto computes reference log-probabilities of all batches before the "
-                "first step"
+                "stage kto computes reference log-probabilities of all batches before the first "
+                "step; leave it off"
             )
-            yield Problem(("data", "streaming"), f"{message}; leave it off")
+            yield Problem(("data", "streaming"), message)
 
 
 def log_probabilities(outputs: Outputs, batch: Batch) -> torch.Tensor:
@@ -155,9 +152,8 @@ def log_probabilities(outputs: Outputs, batch: Batch) -> torch.Tensor:
 
 
 def mismatched(examples: Sequence[Features]) -> list[Features]:
-    """Each prompt of a window with the response of the example before it; the first prompt with
-    that of the last. None is longer than the longest example.
-    """
+    """Each prompt of a window with the response of the example before it (the first: of the last),
+    none longer than the longest example."""
     longest = max(len(item["input_ids"]) for item in examples)
     parts = [_split(item) for item in examples]
     found: list[Features] = []

@@ -6,15 +6,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from ..batch import Batch, Features, Loss, Outputs, OutputSpec
+from ..batch import Batch, Loss, Outputs, OutputSpec
 from ..data.encoded import Encoded
 from ..data.example import Example
 from ..data.section import DataSection
-from ..data.text.collation import collate
+from ..data.text.collation import collate as packed_or_padded
 from ..parallel.section import ParallelSection
 from ..schema import Problem
 from ..training.objectives.losses import check_smoothing, negative_log_likelihood, with_perplexity
 from ..training.stage import AuxiliaryModel, as_loaded, no_columns
+from .rules import without_effect
 
 if TYPE_CHECKING:
     from ..data.text.codec import Codec
@@ -23,8 +24,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, kw_only=True)
 class PT:
     """Train on whole texts, split into pieces of at most ``data.cutoff_len`` tokens; no chat
-    template.
-    """
+    template."""
 
     uses_template: ClassVar[bool] = False
     encoding: ClassVar[str] = ""
@@ -33,6 +33,7 @@ class PT:
     auxiliary: ClassVar[Mapping[str, AuxiliaryModel]] = {}
     passes: ClassVar[int] = 1
     mini_batches: ClassVar[int] = 1
+    collate = staticmethod(packed_or_padded)
     precompute = no_columns
     prepare = as_loaded
     metrics = with_perplexity
@@ -59,20 +60,14 @@ class PT:
         """Split each text into consecutive pieces; no token is lost."""
         return codec.encode_documents([_text(example) for example in examples])
 
-    def collate(self, features: Sequence[Features], *, packing: bool) -> Batch:
-        """Pack pieces into one row, or pad them to a rectangle."""
-        return collate(features, packing=packing)
-
     def loss(self, role: str, outputs: Outputs, batch: Batch) -> Loss:
         """Cross entropy of every token but the first of a piece."""
         return negative_log_likelihood(outputs, batch)
 
     def problems(self, data: DataSection, parallel: ParallelSection) -> Iterator[Problem]:
         """Plain text is trained on completely; settings of turns would have no effect."""
-        for name in ("train_on_prompt", "mask_history", "default_system"):
-            if getattr(data, name):
-                message = "has no effect with stage pt, which trains on whole texts"
-                yield Problem(("data", name), message)
+        names = ("train_on_prompt", "mask_history", "default_system")
+        return without_effect(data, names, "stage pt, which trains on whole texts")
 
 
 def _text(example: Example) -> str:

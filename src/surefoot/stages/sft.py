@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from ..batch import Batch, Features, Loss, Outputs, OutputSpec
+from ..batch import Batch, Loss, Outputs, OutputSpec
 from ..data.encoded import Dropped, Encoded
 from ..data.example import Example
-from ..data.text.collation import collate
+from ..data.text.collation import collate as packed_or_padded
 from ..data.text.ranking import RANKED, is_ranked
 from ..training.objectives.losses import check_smoothing, negative_log_likelihood, with_perplexity
 from ..training.stage import AuxiliaryModel, as_loaded, no_columns, no_problems
@@ -23,8 +23,7 @@ UNDESIRABLE = Dropped("marked undesirable (kto_tag: false), which stage: kto tra
 @dataclass(frozen=True, kw_only=True)
 class SFT:
     """Train on the responses of conversations; prompts are masked (see
-    ``data.train_on_prompt``).
-    """
+    ``data.train_on_prompt``)."""
 
     uses_template: ClassVar[bool] = True
     encoding: ClassVar[str] = "2"  # drops undesirable rows
@@ -33,6 +32,7 @@ class SFT:
     auxiliary: ClassVar[Mapping[str, AuxiliaryModel]] = {}
     passes: ClassVar[int] = 1
     mini_batches: ClassVar[int] = 1
+    collate = staticmethod(packed_or_padded)
     precompute = no_columns
     prepare = as_loaded
     metrics = with_perplexity
@@ -62,10 +62,6 @@ class SFT:
         plain = [example for example, why in zip(examples, reasons, strict=True) if not why]
         found = iter(codec.encode_chats(plain))
         return [why or next(found) for why in reasons]
-
-    def collate(self, features: Sequence[Features], *, packing: bool) -> Batch:
-        """Pack examples into one row, or pad them to a rectangle."""
-        return collate(features, packing=packing)
 
     def loss(self, role: str, outputs: Outputs, batch: Batch) -> Loss:
         """Cross entropy of the responses' tokens."""

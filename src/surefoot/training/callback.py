@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
     from .learner import Learner
 
+Metrics = Mapping[str, float]
+
 
 @dataclass(frozen=True)
 class Context:
@@ -41,11 +43,8 @@ class Context:
 
 
 class TrainerCallback:
-    """Does nothing at every event; override the ones you need.
-
-    A callback with ``state_dict`` and ``load_state_dict`` has a state, which is part of every
-    checkpoint, under its class's name.
-    """
+    """Does nothing at every event; override the ones you need. A callback with ``state_dict`` and
+    ``load_state_dict`` has a state, which is part of every checkpoint, under its class's name."""
 
     def on_init_end(self, args: Context, state: TrainerState, control: TrainerControl) -> None:
         """The trainer is built and, on a resume, its states are restored."""
@@ -79,11 +78,7 @@ class TrainerCallback:
         """The last step of an epoch is done."""
 
     def on_log(
-        self,
-        args: Context,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: Mapping[str, float],
+        self, args: Context, state: TrainerState, control: TrainerControl, logs: Metrics
     ) -> None:
         """The metrics since the last log, or of an evaluation."""
 
@@ -93,28 +88,17 @@ class TrainerCallback:
         """One batch of an evaluation has run."""
 
     def on_evaluate(
-        self,
-        args: Context,
-        state: TrainerState,
-        control: TrainerControl,
-        metrics: Mapping[str, float],
+        self, args: Context, state: TrainerState, control: TrainerControl, metrics: Metrics
     ) -> None:
         """An evaluation is done; the best metric is up to date."""
 
     def on_predict(
-        self,
-        args: Context,
-        state: TrainerState,
-        control: TrainerControl,
-        metrics: Mapping[str, float],
+        self, args: Context, state: TrainerState, control: TrainerControl, metrics: Metrics
     ) -> None:
         """``Trainer.predict`` is done."""
 
     def on_save(self, args: Context, state: TrainerState, control: TrainerControl) -> None:
-        """The checkpoint of ``state.global_step`` is committed.
-
-        It was written in the background, so the loop may be some steps further.
-        """
+        """The checkpoint of ``state.global_step`` is committed; the loop may be further by now."""
 
     def on_train_end(self, args: Context, state: TrainerState, control: TrainerControl) -> None:
         """The loop has ended, finished or stopped."""
@@ -129,7 +113,7 @@ class Callbacks:
     control: TrainerControl
     members: Sequence[TrainerCallback] = field(default_factory=list)
 
-    def emit(self, event: str, **details: Mapping[str, float]) -> None:
+    def emit(self, event: str, **details: Metrics) -> None:
         """Call ``event`` of every callback."""
         for member in self.members:
             getattr(member, event)(self.args, self.state, self.control, **details)
@@ -156,6 +140,4 @@ class Callbacks:
 
     def emit_saved(self, step: int) -> None:
         """``on_save`` for the checkpoint of ``step``, which is committed now."""
-        saved = replace(self.state, global_step=step)
-        for member in self.members:
-            member.on_save(self.args, saved, self.control)
+        replace(self, state=replace(self.state, global_step=step)).emit("on_save")

@@ -6,8 +6,7 @@ to ranks and micro-batches, devices, evaluation mode and sums over ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,15 +29,12 @@ from ..network.network import Network
 from ..parallel.world import World
 from ..schema.locations import FunctionPath
 from .rewards import scores
-from .stage import POLICY, Stage
-
-Reduction = Callable[[Outputs, Batch], torch.Tensor]  # a row per example
+from .stage import POLICY, ByColumn, Prompts, Reduction, Stage
 
 
 def collate_of(stage: Stage, sharing: PromptSharing, *, packing: bool) -> Collate:
     """How examples become a micro-batch: as the stage collates them, but with a prompt for each
-    response if the model cannot share prompts.
-    """
+    response if the model cannot share prompts."""
 
     def collate(features: Sequence[Features]) -> Batch:
         batch = stage.collate(features, packing=packing)
@@ -59,16 +55,14 @@ class NetworkContext:
     world: World
     seed: int  # of what is sampled: of this window and no other
 
-    def compute(
-        self, role: str, examples: Sequence[Features], spec: OutputSpec | None = None
-    ) -> list[Outputs]:
+    def compute(self, role: str, examples: Sequence[Features]) -> list[Outputs]:
         """The outputs of a role's model for each example, in its own precision."""
-        spec = spec or spec_of(self.stage, role)
+        spec = spec_of(self.stage, role)
         counts = [num_trained(item) for item in examples]
         ends = np.cumsum([0, *counts])
         found = torch.zeros(len(spec.outputs), int(ends[-1]), dtype=torch.float64)
         dtype = torch.float32
-        for items, outputs, _ in self._batches(role, examples, spec):
+        for items, outputs, _ in self._batches(role, examples):
             spans = [np.arange(ends[i], ends[i + 1]) for i in items]
             at = np.concatenate([np.empty(0, np.int64), *spans])
             for row, name in enumerate(spec.outputs):
@@ -84,7 +78,7 @@ class NetworkContext:
     ) -> NDArray[np.float64]:
         """[examples, ...] the result of ``function`` for each batch, a row per example."""
         found: torch.Tensor | None = None
-        for items, outputs, batch in self._batches(role, examples, spec_of(self.stage, role)):
+        for items, outputs, batch in self._batches(role, examples):
             rows = function(outputs, batch).double().cpu()
             if found is None:
                 found = torch.zeros(len(examples), *rows.shape[1:], dtype=torch.float64)
@@ -92,20 +86,14 @@ class NetworkContext:
         assert found is not None
         return self.world.summed(found).numpy()
 
-    def generate(self, prompts: Sequence[Sequence[int]], settings: GenerateSection) -> list[Sample]:
+    def generate(self, prompts: Prompts, settings: GenerateSection) -> list[Sample]:
         """One sample of the policy for each prompt."""
-        network = self.networks[POLICY]
-        with evaluating(network):
-            return network.generate(
-                prompts, settings, seed=self.seed, stop_token_ids=self.codec.stop_token_ids
-            )
+        return self.networks[POLICY].generate(
+            prompts, settings, seed=self.seed, stop_token_ids=self.codec.stop_token_ids
+        )
 
     def score(
-        self,
-        reward: FunctionPath,
-        prompts: Sequence[Sequence[int]],
-        samples: Sequence[Sample],
-        columns: Mapping[str, Sequence[object]],
+        self, reward: FunctionPath, prompts: Prompts, samples: Sequence[Sample], columns: ByColumn
     ) -> list[float | None]:
         """The reward of each sample, computed on rank 0. Raises ``RunError``."""
         found: list[float | None] | str = []
@@ -127,12 +115,12 @@ class NetworkContext:
 
     @torch.no_grad()
     def _batches(
-        self, role: str, examples: Sequence[Features], spec: OutputSpec
+        self, role: str, examples: Sequence[Features]
     ) -> Iterator[tuple[Index, Outputs, Batch]]:
         """This rank's micro-batches with their examples, perhaps none."""
-        network, world = self.networks[role], self.world
+        network, world, spec = self.networks[role], self.world, spec_of(self.stage, role)
         collate = collate_of(self.stage, network.sharing, packing=self.packing)
-        with evaluating(network):
+        with network.evaluating():
             for items in in_turn(
                 len(examples), self.micro_batch_size, world.data_rank, world.num_data_ranks
             ):
@@ -142,19 +130,16 @@ class NetworkContext:
 
 @dataclass(frozen=True)
 class BlankContext:
-    """A context without any model, for sizes only: outputs are 0, samples have the maximum
-    length, and every second one is rewarded.
-    """
+    """Without any model, for sizes only: outputs are 0, samples have the maximum length, and every
+    second one is rewarded."""
 
     codec: Codec
     stage: Stage
     packing: bool
 
-    def compute(
-        self, role: str, examples: Sequence[Features], spec: OutputSpec | None = None
-    ) -> list[Outputs]:
+    def compute(self, role: str, examples: Sequence[Features]) -> list[Outputs]:
         """Zeros."""
-        return [zeros(num_trained(e), spec or spec_of(self.stage, role)) for e in examples]
+        return [zeros(num_trained(example), spec_of(self.stage, role)) for example in examples]
 
     def reduce(
         self, role: str, examples: Sequence[Features], function: Reduction
@@ -164,17 +149,13 @@ class BlankContext:
         found = function(zeros(batch.num_trained, spec_of(self.stage, role)), batch)
         return found.double().numpy()
 
-    def generate(self, prompts: Sequence[Sequence[int]], settings: GenerateSection) -> list[Sample]:
+    def generate(self, prompts: Prompts, settings: GenerateSection) -> list[Sample]:
         """The longest possible responses."""
         ids = (0,) * settings.max_new_tokens
         return [Sample(ids, (0.0,) * len(ids), "length") for _ in prompts]
 
     def score(
-        self,
-        reward: FunctionPath,
-        prompts: Sequence[Sequence[int]],
-        samples: Sequence[Sample],
-        columns: Mapping[str, Sequence[object]],
+        self, reward: FunctionPath, prompts: Prompts, samples: Sequence[Sample], columns: ByColumn
     ) -> list[float | None]:
         """1 and 0 in turn."""
         return [float(number % 2) for number in range(len(samples))]
@@ -196,16 +177,3 @@ def spec_of(stage: Stage, role: str) -> OutputSpec:
 def zeros(count: int, spec: OutputSpec) -> Outputs:
     """Outputs of ``count`` positions, all 0."""
     return Outputs(**{name: torch.zeros(count) for name in spec.outputs})
-
-
-@contextmanager
-def evaluating(network: Network) -> Iterator[None]:
-    """Evaluation mode inside the block; nothing stays gathered afterwards."""
-    module = network.module
-    was_training = module.training
-    module.eval()
-    try:
-        yield
-    finally:
-        network.release()
-        module.train(was_training)

@@ -6,38 +6,30 @@ prepared by the stage, then assigned to ranks and micro-batches. Each rank measu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from ..batch import Batch
+from ..batch import Batch, Features, Loss
 from ..data.data_order import Index
 from ..data.order.length_balancing import in_turn
-from ..data.order.micro_batches import Collate, Items, batch_of
+from ..data.order.micro_batches import Collate, batch_of
+from ..data.store.dataset import EncodedDataset
 from ..model.pretrained.loading import device
 from ..network.network import Network
 from ..parallel.world import World
-from .context import evaluating
 from .stage import POLICY, Stage, StageContext
 from .windows import Columns, Place
 
 EVALUATION = -1  # in the place of an epoch: seeds of evaluations are their own
 
 
-class EvaluationExamples(Items, Protocol):
-    """Examples by their number."""
-
-    def __len__(self) -> int:
-        """How many there are."""
-
-
 @dataclass(frozen=True)
 class EvaluationSet:
     """Held-out examples, with the precomputed columns of their windows."""
 
-    examples: EvaluationExamples
+    examples: EncodedDataset | Sequence[Features]
     kept: Columns
 
 
@@ -45,16 +37,6 @@ def windows_of(count: int, size: int) -> dict[Place, Index]:
     """The windows of ``count`` examples in order, the last one perhaps smaller."""
     starts = enumerate(range(0, count, size))
     return {(EVALUATION, n): np.arange(start, min(start + size, count)) for n, start in starts}
-
-
-@dataclass
-class _Sums:
-    """Sums over the batches of a rank, and over windows."""
-
-    total: float = 0.0
-    weight: float = 0.0
-    metrics: dict[str, float] = field(default_factory=dict)
-    figures: dict[str, float] = field(default_factory=dict)  # each times the window's examples
 
 
 @dataclass(frozen=True)
@@ -71,38 +53,36 @@ class Evaluation:
 
     def measure(self, held_out: EvaluationSet, after: Callable[[], None]) -> dict[str, float]:
         """``loss`` (nats per unit of weight), its related metrics, and metrics of the windows. The
-        same on all ranks.
-
-        ``after`` is called after every batch and may raise to stop.
-        """
-        sums = _Sums()
-        with evaluating(self.network):
-            for cpu_batch in self._batches(held_out, sums):
+        same on all ranks. ``after`` is called after every batch and may raise to stop."""
+        losses, figures = list[Loss](), dict[str, float]()
+        with self.network.evaluating():
+            for cpu_batch in self._batches(held_out, figures):
                 batch = cpu_batch.to(device())
                 outputs = self.network.forward(batch, self.stage.eval_spec)
-                loss = self.stage.loss(POLICY, outputs, batch)
-                sums.total += float(loss.total)
-                sums.weight += float(loss.weight)
-                for name, value in loss.metrics.items():
-                    sums.metrics[name] = sums.metrics.get(name, 0.0) + float(value)
+                losses.append(self.stage.loss(POLICY, outputs, batch).detach())
                 after()
-        found = [sums.total, sums.weight, *sums.metrics.values()]
-        total, weight, *values = self.world.sums(found)
+        names = list(dict.fromkeys(name for loss in losses for name in loss.metrics))
+        rows = [
+            [loss.total, loss.weight, *(loss.metrics.get(name, 0.0) for name in names)]
+            for loss in losses
+        ]
+        here = [sum(map(float, column)) for column in zip(*rows, strict=True)] or [0.0, 0.0]
+        total, weight, *values = self.world.sums(here)
         means = {"loss": total / weight if weight else float("nan")}
         if weight:
-            means |= {n: value / weight for n, value in zip(sums.metrics, values, strict=True)}
+            means |= {name: value / weight for name, value in zip(names, values, strict=True)}
         count = len(held_out.examples)
-        figures = {name: value / count for name, value in sums.figures.items()}
-        return {**self.stage.metrics(means), **figures}
+        return {**self.stage.metrics(means), **{n: value / count for n, value in figures.items()}}
 
-    def _batches(self, held_out: EvaluationSet, sums: _Sums) -> Iterator[Batch]:
-        """This rank's micro-batches of all windows; metrics of windows are summed."""
+    def _batches(self, held_out: EvaluationSet, figures: dict[str, float]) -> Iterator[Batch]:
+        """This rank's micro-batches of all windows. Metrics of these are added to ``figures``, each
+        times the examples of its window."""
         for place, items in windows_of(len(held_out.examples), self.window_size).items():
             loaded = [held_out.examples[int(item)] for item in items]
             context = self.context(place)
             prepared = self.stage.prepare(context, held_out.kept.added(place, loaded))
             for name, value in prepared.figures.items():
-                sums.figures[name] = sums.figures.get(name, 0.0) + value * len(items)
+                figures[name] = figures.get(name, 0.0) + value * len(items)
             ranks = self.world.data_rank, self.world.num_data_ranks
             for group in in_turn(len(prepared.examples), self.micro_batch_size, *ranks):
                 yield batch_of(group, prepared.examples, self.collate)

@@ -1,6 +1,4 @@
-"""A network that is trained: the outputs for its loss, its optimizer, and its trainable
-parameters.
-"""
+"""A network that is trained: its optimizer, and its trainable parameters."""
 
 from __future__ import annotations
 
@@ -8,7 +6,6 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from ..batch import OutputSpec
 from ..checkpoint.state.protocols import ShardedState
 from ..network.method import Weights
 from ..network.network import Network
@@ -21,14 +18,14 @@ class Learner:
     """One trained network."""
 
     network: Network
-    spec: OutputSpec
     step: Step  # its optimizer is that of ``trained``
     trained: TrainedParameters
-    # What a checkpoint contains of the optimizer; the ranks of a pipeline make it together, once.
+    # What a checkpoint contains of the optimizer; the ranks of a pipeline make it together, once,
+    # as only rank 0 loads the best weights at the end of a run.
     optimizer_state: ShardedState = field(init=False)
 
     def __post_init__(self) -> None:
-        self.optimizer_state = self.network.optimizer_state(self.trained)
+        self.optimizer_state = self.network.engine.optimizer_state(self.trained)
 
     @property
     def module(self) -> nn.Module:
@@ -39,7 +36,3 @@ class Learner:
     def weights(self) -> Weights:
         """What a checkpoint contains of the model."""
         return self.network.weights
-
-    def turn(self, step: int) -> None:
-        """Make the parameters of ``step`` trainable, with their optimizer."""
-        self.step.optimizer = self.trained.at(step)

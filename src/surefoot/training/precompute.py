@@ -65,11 +65,8 @@ class KeptPiece:
         return sum(len(group) for group in self.groups)
 
     def compute(self, stage: Stage, context: StageContext) -> Columns:
-        """The columns that ``stage`` adds. A collective call.
-
-        Raises:
-            ModelError: a value is NaN or infinite.
-        """
+        """The columns that ``stage`` adds. A collective call. Raises ``ModelError`` unless
+        finite."""
         added: list[Features] = []
         for group in self.groups:
             examples = [self.items[int(item)] for item in group]
@@ -129,12 +126,8 @@ class Precomputation:
         return all(columns is not None for columns in self.known)
 
     def run(self, context: StageContext) -> None:
-        """Compute what is missing. A collective call.
-
-        Raises:
-            ModelError: a value is NaN or infinite.
-            DataError: a column cannot be written.
-        """
+        """Compute what is missing. A collective call. Raises ``ModelError`` if a value is NaN or
+        infinite, ``DataError`` if a column cannot be written."""
         if self.is_complete:
             if self.pieces:
                 logger.info("reference log-probabilities: loaded from the cache")
@@ -208,10 +201,10 @@ class KeptWindows:
         if not self.columns:
             return examples
         start = self.starts[place]
-        return [{**item, **self._of(start + i)} for i, item in enumerate(examples)]
-
-    def _of(self, index: int) -> Features:
-        return {name: _item(column, index) for name, column in self.columns.items()}
+        return [
+            {**item, **{name: _item(column, i) for name, column in self.columns.items()}}
+            for i, item in enumerate(examples, start)
+        ]
 
 
 NOTHING = KeptWindows({}, {})
@@ -220,9 +213,7 @@ NOTHING = KeptWindows({}, {})
 def precomputation(
     stage: Stage, identity: str, root: Path, sets: Sequence[WindowSet], world: World
 ) -> Precomputation:
-    """The known columns of ``sets``, and what is to be computed. ``identity`` identifies the
-    models; ``root`` is ``data.cache_dir``.
-    """
+    """The known columns of ``sets``, and what the models of ``identity`` are to compute."""
     cut = {"item": _by_item, "window": _by_window}[stage.kept_by]
     pieces = list(cut(root / FOLDER, identity, sets)) if stage.auxiliary else []
     known = [piece.read() for piece in pieces] if world.is_main else None
@@ -279,13 +270,8 @@ def model_of(auxiliary: AuxiliaryModel, policy: ModelSection) -> ModelSection:
 def identity_of(
     stage: Stage, models: Mapping[str, tuple[ModelSection, Path]], *more: object
 ) -> str:
-    """A text that changes whenever an auxiliary model, or its computation, may have changed.
-
-    Args:
-        stage: whose columns they are.
-        models: by role, with the folder of each.
-        more: other inputs of the outputs: precision, packing.
-    """
+    """A text that changes whenever an auxiliary model, by role with its folder, or its computation
+    may have changed; ``more`` are its other inputs: precision, packing."""
     parts = [_model_identity(role, section, base) for role, (section, base) in models.items()]
     return json.dumps([VERSION, type(stage).__name__, parts, [str(value) for value in more]])
 
@@ -312,12 +298,9 @@ def _key(identity: str, content: str) -> str:
 
 
 def _check(found: Mapping[str, NDArray[np.generic]]) -> bytes:
-    parts = [f"{name} {files.digest(_bytes(found[name]))}" for name in sorted(found)]
+    values = {name: np.ascontiguousarray(found[name]).data.cast("B") for name in sorted(found)}
+    parts = [f"{name} {files.digest(data)}" for name, data in values.items()]
     return files.digest(" ".join(parts).encode()).encode()
-
-
-def _bytes(values: NDArray[np.generic]) -> memoryview:
-    return np.ascontiguousarray(values).data.cast("B")
 
 
 def _ragged(lists: Sequence[Sequence[float]]) -> Ragged:

@@ -21,11 +21,8 @@ def scores(
     columns: Mapping[str, Sequence[object]],
 ) -> list[float | None]:
     """``reward(prompts=…, completions=…, column=…, …)`` of all completions together, as TRL calls
-    it. A function that takes no ``**kwargs`` gets the columns that it names.
-
-    Raises:
-        RunError: the function fails, or gives other than a number or None per completion.
-    """
+    it. A function that takes no ``**kwargs`` gets the columns that it names. Raises ``RunError`` if
+    it fails, or gives other than a number or None per completion."""
     function = load_function(reward)
     given = {"prompts": prompts, "completions": completions, **columns}
     parameters = inspect.signature(function).parameters.values()

@@ -31,10 +31,8 @@ Companions = Mapping[str, bytes]
 
 @dataclass
 class Saver:
-    """Saves a run's states under ``output_dir`` according to its recipe's ``checkpoint`` section.
-
-    A context manager: at the end of the block, however it ended, it waits for the save in flight.
-    """
+    """Saves a run's states under ``output_dir`` as its recipe's ``checkpoint`` section says. A
+    context manager: at the end of the block, however it ended, it waits for the save in flight."""
 
     output_dir: Path
     section: CheckpointSection
@@ -92,15 +90,10 @@ class Saver:
         self.checkpoints.__exit__(kind, error, traceback)
 
     def save(self, state: TrainerState, states: Mapping[str, Stateful], *, insist: bool) -> None:
-        """Save step ``state.global_step``: it is committed once ``collect`` returns it.
-
-        If a save is still in flight, the recipe decides whether to wait or to skip this one; with
-        ``insist`` it is never skipped.
-
-        Raises:
-            CheckpointError: this save or the last one failed, and the recipe says to stop then; no
-                earlier checkpoint was touched.
-        """
+        """Save step ``state.global_step``: it is committed once ``collect`` returns it. If a save
+        is still in flight, the recipe decides whether to wait or to skip this one; with ``insist``
+        it is never skipped. Raises ``CheckpointError`` if this save or the last one failed, and the
+        recipe says to stop then; no earlier checkpoint was touched."""
         began = time.monotonic()
         is_spared = self.world.is_main and self._is_spared(state.global_step, insist)
         if self.world.from_main(is_spared):  # all do what it does
@@ -128,9 +121,7 @@ class Saver:
         return [step_of(path) for path in committed]
 
     def delete_old(self, state: TrainerState) -> None:
-        """Apply the retention policy: the latest, the best, and the one resumed from are never
-        deleted.
-        """
+        """Apply the retention policy, which keeps the latest, the best, and the one resumed."""
         if self.world.is_main:
             self.checkpoints.delete_old(self._metrics(state), _best(state))
 

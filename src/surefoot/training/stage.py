@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, ClassVar, Literal, Protocol, TypeAlias
 
 from ..batch import Batch, Features, Loss, Outputs, OutputSpec
 from ..data.encoded import Encoded
@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from ..data.text.codec import Codec
     from ..generate.generation import Sample
 
+Reduction: TypeAlias = "Callable[[Outputs, Batch], torch.Tensor]"  # a row per example
+Prompts = Sequence[Sequence[int]]  # token ids
+ByColumn = Mapping[str, Sequence[object]]  # the values of the rows of a dataset
 POLICY = "policy"  # the role of the model that the recipe trains
 
 
@@ -51,37 +54,26 @@ class Prepared:
 
 class StageContext(Protocol):
     """What a stage may compute before it trains. Results are global: the same on every rank, one
-    per example, on the host.
-    """
+    per example, on the host."""
 
     @property
     def codec(self) -> Codec:
         """Tokenizer and chat template."""
 
-    def compute(
-        self, role: str, examples: Sequence[Features], spec: OutputSpec | None = None
-    ) -> list[Outputs]:
-        """The outputs of a role's model, by default those of the role's own spec."""
+    def compute(self, role: str, examples: Sequence[Features]) -> list[Outputs]:
+        """The outputs of a role's model for each example, as its spec says."""
 
     def reduce(
-        self,
-        role: str,
-        examples: Sequence[Features],
-        function: Callable[[Outputs, Batch], torch.Tensor],
+        self, role: str, examples: Sequence[Features], function: Reduction
     ) -> NDArray[np.float64]:
-        """[examples, ...] the result of ``function`` for a batch's outputs, a row per example:
-        less to send than the outputs of every token.
-        """
+        """[examples, ...] the result of ``function`` for a batch's outputs, a row per example: less
+        to send than the outputs of every token."""
 
-    def generate(self, prompts: Sequence[Sequence[int]], settings: GenerateSection) -> list[Sample]:
+    def generate(self, prompts: Prompts, settings: GenerateSection) -> list[Sample]:
         """One sampled response of the policy for each prompt."""
 
     def score(
-        self,
-        reward: FunctionPath,
-        prompts: Sequence[Sequence[int]],
-        samples: Sequence[Sample],
-        columns: Mapping[str, Sequence[object]],
+        self, reward: FunctionPath, prompts: Prompts, samples: Sequence[Sample], columns: ByColumn
     ) -> list[float | None]:
         """The reward of each sample, computed on one rank; None if it has none."""
 
@@ -122,9 +114,8 @@ class Stage(Protocol):
         """Turn token lists into one micro-batch, without columns that do not exist yet."""
 
     def precompute(self, context: StageContext, examples: Sequence[Features]) -> Sequence[Features]:
-        """Examples with the columns that auxiliary models compute before the first step. They
-        are cached on disk: by item if they do not depend on other examples, or by global window.
-        """
+        """Examples with the columns that auxiliary models compute before the first step. They are
+        cached on disk: by item if they do not depend on other examples, or by global window."""
 
     def prepare(self, context: StageContext, examples: Sequence[Features]) -> Prepared:
         """What to train on of a global window: rollouts, advantages, metrics of the window."""
@@ -134,9 +125,7 @@ class Stage(Protocol):
         called here."""
 
     def metrics(self, means: Mapping[str, float]) -> Mapping[str, float]:
-        """The metrics of an evaluation, from its mean ``loss`` and the means of its related
-        metrics.
-        """
+        """The metrics of an evaluation, from its mean ``loss`` and the means of related metrics."""
 
     def problems(self, data: DataSection, parallel: ParallelSection) -> Iterator[Problem]:
         """Settings of other sections that this stage does not support."""

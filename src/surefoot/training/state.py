@@ -17,8 +17,7 @@ _FORMER = {"packed_attention": "attention", "shared_prompts": "shares_prompts"}
 
 @dataclass
 class Kernels:
-    """Choices between kernels that round differently. They are made once, at the start of a run,
-    and a resume keeps them."""
+    """Choices between kernels that round differently, made once, at the start of a run."""
 
     packed_attention: str | None = None  # the kernel of packed rows; None: not chosen by the run
     shared_prompts: bool | None = None  # whether a packed row holds the prompt of a pair once
@@ -90,11 +89,8 @@ class TrainerState:
         self, section_steps: Mapping[str, int | None], best: str | None
     ) -> dict[str, object]:
         """The content of ``trainer_state.json``: only the fields of the Hugging Face Trainer.
-
-        Args:
-            section_steps: ``log_steps``, ``eval_steps`` and ``save_steps`` of the recipe.
-            best: path of the best checkpoint.
-        """
+        ``best`` is the path of the best checkpoint; of the recipe are ``log_steps``, ``eval_steps``
+        and ``save_steps``."""
         ours = {known.name for known in fields(self) if known.metadata == _OURS}
         return {name: value for name, value in asdict(self).items() if name not in ours} | {
             "best_model_checkpoint": best,

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ..batch import Batch, Loss, LossFunction, Outputs, StepRunner, Window
+from ..batch import Batch, Hook, Loss, LossFunction, Outputs, StepRunner, Window
 from ..model.precision import LossScaler
 from ..optim.schedules import Schedule
 from ..parallel.grad_norm import global_norm, local
@@ -42,9 +42,7 @@ class StepMetrics:
 
     @property
     def is_usable(self) -> bool:
-        """Whether to continue: the metrics are finite, or fp16's scale was too high, which
-        corrects itself.
-        """
+        """Whether to continue: all is finite, or fp16's scale was too high and corrects itself."""
         return self.is_finite or (self.scale > 1.0 and abs(self.loss) < float("inf"))
 
 
@@ -78,9 +76,7 @@ def all_or_none(steps: Sequence[PendingMetrics]) -> list[PendingMetrics]:
 
 @dataclass
 class Step:
-    """The parts of an optimizer step. ``gradients`` runs the window, ``update`` applies the
-    result.
-    """
+    """The parts of an optimizer step: ``gradients`` runs the window, ``update`` applies it."""
 
     optimizer: torch.optim.Optimizer
     schedule: Schedule
@@ -92,22 +88,14 @@ class Step:
     copies: Collection[torch.Tensor] = frozenset()  # parameters that count in another process
 
     def gradients(
-        self,
-        window: Window,
-        loss_function: LossFunction,
-        *,
-        step: int,
-        before: Callable[[int], None],
-        after: Callable[[int], None],
+        self, window: Window, loss_of: LossFunction, *, step: int, before: Hook, after: Hook
     ) -> PendingMetrics:
-        """Leave the normalized, clipped gradient of ``window`` in the parameters.
-
-        The gradient of the summed loss is divided once, by the weight of all micro-batches
-        together, so accumulation changes it only by float rounding.
-        """
+        """Leave the normalized, clipped gradient of ``window`` in the parameters. It is divided
+        once, by the weight of all micro-batches together, so accumulation changes it only by float
+        rounding."""
         learning_rate, scale = self._set_learning_rate(step), self.scaler.scale
         factor = self._factor(window)
-        losses = self.run_window(window, _scaled(loss_function, factor), before=before, after=after)
+        losses = self.run_window(window, _scaled(loss_of, factor), before=before, after=after)
         tokens = sum(batch.num_tokens for batch in window if batch.num_trained)
         names = list(dict.fromkeys(name for loss in losses for name in loss.metrics))
         total, weight, *rest = self.sums(_added(losses, names, tokens)).unbind()
@@ -136,9 +124,7 @@ class Step:
 
     def _factor(self, window: Window) -> float:
         """The factor of the loss for the backward pass: 1, but in fp16 the scale per trained token.
-
-        A sum over thousands of tokens would overflow fp16 long before the scale is of any use.
-        """
+        A sum over thousands of tokens would overflow fp16 long before the scale is of any use."""
         if not self.scaler.enabled:
             return 1.0
         here = sum(batch.num_trained for batch in window)
@@ -190,12 +176,12 @@ def _on_its_way(found: PendingMetrics) -> PendingMetrics:
     return replace(found, values=values, sent=sent)
 
 
-def _scaled(loss_function: LossFunction, factor: float) -> LossFunction:
+def _scaled(loss_of: LossFunction, factor: float) -> LossFunction:
     if factor == 1.0:
-        return loss_function
+        return loss_of
 
     def scaled(outputs: Outputs, batch: Batch) -> Loss:
-        loss = loss_function(outputs, batch)
+        loss = loss_of(outputs, batch)
         return replace(loss, total=loss.total * factor)
 
     return scaled

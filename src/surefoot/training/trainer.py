@@ -39,9 +39,8 @@ class _BrokenOffError(Exception):
 
 @dataclass(frozen=True)
 class _Taken:
-    """A step whose metrics have not been read yet. They are waited for before anything is
-    logged, measured or saved; until then, the device computes the next step.
-    """
+    """A step whose metrics have not been read yet: the device computes the next step until
+    something is to be logged, measured or saved."""
 
     number: int
     place: Place  # of its window
@@ -59,10 +58,7 @@ class _Progress:
 
 @dataclass(frozen=True)
 class Trainer:
-    """Everything one run needs, assembled in ``run.assembly``. ``fit`` runs it.
-
-    ``states`` is all that a resume needs.
-    """
+    """Everything one run needs, made by ``run.assembly``; ``states`` is all that a resume needs."""
 
     section: TrainSection
     stage: Stage
@@ -87,13 +83,11 @@ class Trainer:
 
     @property
     def states(self) -> dict[str, Stateful]:
-        """The content of a checkpoint. The schedule is a pure function of the step and needs no
-        state.
-        """
+        """The content of a checkpoint. The schedule, a function of the step, needs no state."""
         files: dict[str, Stateful] = {}
         for role, learner in self.learners.items():
             name = MODEL if role == POLICY else role
-            files |= learner.network.states(learner.trained, name)
+            files |= learner.network.states(learner.optimizer_state, name)
         return {
             **files,
             "scaler": self.policy.step.scaler,
@@ -110,11 +104,8 @@ class Trainer:
 
     def fit(self) -> TrainerState:
         """Train until ``max_steps`` or a signal, which both end in a save, or a callback's stop.
-
-        Raises:
-            RunError: the loss is NaN or infinite and ``on_nan`` is stop.
-            CheckpointError: a save failed and ``on_save_error`` is stop.
-        """
+        Raises ``RunError`` for NaN and infinity if ``on_nan`` is stop, ``CheckpointError`` if a
+        save failed and ``on_save_error`` is stop."""
         self.control.should_training_stop = False
         self.policy.module.train()
         self.callbacks.emit("on_train_begin")
@@ -132,9 +123,7 @@ class Trainer:
         return self.state
 
     def predict(self, examples: EvaluationSet) -> dict[str, float]:
-        """Metrics over ``examples`` as ``predict_loss`` and so on; the run is not changed. A
-        collective call.
-        """
+        """Metrics over ``examples`` as ``predict_loss``, …; nothing changes. A collective call."""
         metrics = prefixed({"": self._measure(examples)}, "predict")
         self.callbacks.emit("on_predict", metrics=metrics)
         return metrics
@@ -191,7 +180,7 @@ class Trainer:
         learner, step = self.learners[role], self.state.global_step
         if not learner.network.module.training:
             learner.network.module.train()
-        learner.turn(step)
+        learner.step.optimizer = learner.trained.at(step)
         return learner.step.gradients(
             window,
             partial(self.stage.loss, role),
@@ -212,9 +201,7 @@ class Trainer:
         return True
 
     def _bear(self, figures: StepMetrics, taken: _Taken) -> bool:
-        """Handle a loss or gradient that is NaN or infinite; the update was not applied. True to
-        continue.
-        """
+        """Handle NaN or infinity, for which no update was applied. True to continue."""
         what = f"step {taken.number}: loss {figures.loss / max(1, figures.weight)}, "
         what += f"gradient norm {figures.grad_norm}"
         if self.section.on_nan == "skip":
@@ -275,9 +262,8 @@ class Trainer:
         self._collect()
 
     def _catch_up(self) -> bool:
-        """If any flag is set, wait until the last step's metrics are read; False if they led
-        back to the latest checkpoint, where no flag is set yet.
-        """
+        """If any flag is set, wait for the last step's metrics; False if they led back to the
+        latest checkpoint, where no flag is set yet."""
         control, started = self.control, time.monotonic()
         asked = control.should_log or control.should_evaluate or control.should_save
         if not asked and not self._is_done():

@@ -36,9 +36,7 @@ class Columns(Protocol):
 
 @dataclass
 class WindowState:
-    """The window that is being trained on, the same on every rank of any mesh. Empty between
-    windows.
-    """
+    """The window that is trained on, equal on all ranks of any mesh. Empty between windows."""
 
     place: Place = (0, 0)
     examples: Sequence[Features] = ()
@@ -75,9 +73,7 @@ class StepInput:
 
 @dataclass
 class Windows:
-    """The turns of a run, in order. Its state is the data position, and the position inside a
-    window.
-    """
+    """The turns of a run, in order. Its state is the data position, and that inside a window."""
 
     loader: Loader
     stage: Stage
@@ -106,11 +102,8 @@ class Windows:
             self.loader.skip()
 
     def next_turn(self) -> StepInput:
-        """What the next optimizer step trains on; advances the position.
-
-        Raises:
-            RunError: the stage has found nothing to train on for many windows.
-        """
+        """What the next optimizer step trains on; advances the position. Raises ``RunError`` if
+        there was nothing to train on for many windows."""
         place = self.loader.epoch, self.loader.window
         figures: Mapping[str, float] = {}
         seconds = 0.0
@@ -195,16 +188,12 @@ def inner_steps(count: int, passes: int, mini_batches: int, seed: int) -> list[I
 
 def columns(examples: Sequence[Features]) -> dict[str, dict[str, torch.Tensor]]:
     """Every column of examples as one tensor, and the lengths of its lists."""
-    return {name: _column([item[name] for item in examples]) for name in examples[0]}
-
-
-def _column(lists: Sequence[Sequence[int]]) -> dict[str, torch.Tensor]:
-    arrays = [np.asarray(values) for values in lists]
-    lengths = np.array([len(values) for values in arrays], np.int64)
-    return {
-        "values": torch.from_numpy(np.concatenate(arrays)),
-        "lengths": torch.from_numpy(lengths),
-    }
+    found = {}
+    for name in examples[0]:
+        arrays = [np.asarray(item[name]) for item in examples]
+        lengths = torch.tensor([len(values) for values in arrays])
+        found[name] = {"values": torch.from_numpy(np.concatenate(arrays)), "lengths": lengths}
+    return found
 
 
 def examples_of(found: Mapping[str, Mapping[str, torch.Tensor]]) -> list[Features]:

@@ -64,8 +64,8 @@ def write(
             written = write_files(job, content, part.folder, is_orphan)
             if job.nonce is not None:  # others write their part
                 gather(job, part.folder, written, is_orphan)
-                check_consistent(_manifest(job, written), str(target))
-            part.commit(target, dump(_manifest(job, written)))
+                check_consistent(manifest_of(job, written), str(target))
+            part.commit(target, dump(manifest_of(job, written)))
     size = sum(written.files.values())
     seconds = time.monotonic() - began
     return Saved(target, size, written.num_shared, seconds, _forget(job))
@@ -79,7 +79,8 @@ def _size_of(job: Job) -> int | None:
     return sum(manifest.files.values()) if manifest.created == job.created else None
 
 
-def _manifest(job: Job, written: Written) -> Manifest:
+def manifest_of(job: Job, written: Written) -> Manifest:
+    """The manifest of what has been ``written``."""
     return Manifest(
         step=job.step,
         kind=job.kind,
@@ -123,7 +124,7 @@ def write_files(
         path = folder / shard.plan.name
         with _opened(path, shard) as file:
             file.bypass_cache()
-            _note(written, shard, content.write(shard, file))
+            note(written, shard, content.write(shard, file))
     for name, data in sorted(job.small.items()):
         path = folder / name
         if path.parent != folder:
@@ -185,7 +186,8 @@ def _link(
     return True
 
 
-def _note(written: Written, shard: Shard, hashes: Mapping[str, str]) -> None:
+def note(written: Written, shard: Shard, hashes: Mapping[str, str]) -> None:
+    """Add a file, or the part of it that this rank writes, with the ``hashes`` of its tensors."""
     plan, share = shard.plan, shard.share
     boxes = explained(plan.header)
     if share is None or share.has_head:

@@ -1,6 +1,4 @@
-"""Checkpoints and runs on the command line: local folders, or URLs of folders in an object
-store.
-"""
+"""Checkpoints and runs on the command line: local folders, or URLs in an object store."""
 
 from __future__ import annotations
 
@@ -13,9 +11,7 @@ from ...storage.address import Address, is_address
 
 
 class CheckpointPath(click.Path):
-    """An existing folder, or a URL. If a folder of MindSpore's ranks contains several steps, a
-    file in ``rank_0`` selects the step.
-    """
+    """An existing folder, or a URL; a file in MindSpore's ``rank_0`` selects one of its steps."""
 
     def __init__(self) -> None:
         super().__init__(exists=True, file_okay=False, path_type=Path)

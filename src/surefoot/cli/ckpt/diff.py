@@ -57,11 +57,7 @@ _WIDTH = 60  # characters of a value
 )
 @JSON
 def diff(
-    a: Path | Address,
-    b: Path | Address,
-    parts: tuple[str, ...],
-    everything: bool,
-    as_json: bool,
+    a: Path | Address, b: Path | Address, parts: tuple[str, ...], everything: bool, as_json: bool
 ) -> None:
     """Compare checkpoints A and B of any layout, tensor by tensor.
 
@@ -71,18 +67,17 @@ def diff(
     """
     from ...checkpoint.looking.comparison import compare
 
+    def parsed(text: str, name: str) -> object:
+        return parse(text, name).data
+
     a, b = local(a), local(b)
-    found = compare(a, b, parts=parts or PARTS, parse=_parsed, progress=reading)
+    found = compare(a, b, parts=parts or PARTS, parse=parsed, progress=reading)
     if as_json:
         print_json(_as_json(a, b, found))
     else:
         _print(a, b, found, everything=everything)
     if not found.is_equal:
         raise click.exceptions.Exit(1)
-
-
-def _parsed(text: str, name: str) -> object:
-    return parse(text, name).data
 
 
 def _as_json(a: Path, b: Path, found: Comparison) -> dict[str, object]:

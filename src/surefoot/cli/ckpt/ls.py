@@ -48,7 +48,8 @@ def ls(folder: Path | Address, verify: bool, as_json: bool) -> None:
     else:
         lines = list_run(folder)
         if verify:
-            lines = _verified(lines)
+            with reading("verifying", sum(line.num_bytes or 0 for line in lines)) as advance:
+                lines = [verified(line, advance) for line in lines]
     if as_json:
         print_json([as_dict(line) for line in lines])
     elif not lines:
@@ -65,11 +66,6 @@ def _in_store(address: Address, *, verify: bool) -> list[CheckpointLine]:
 
     lines = list_store(address)
     return [verified_line(address, line) for line in lines] if verify else lines
-
-
-def _verified(lines: list[CheckpointLine]) -> list[CheckpointLine]:
-    with reading("verifying", sum(line.num_bytes or 0 for line in lines)) as advance:
-        return [verified(line, advance) for line in lines]
 
 
 def _print(lines: list[CheckpointLine]) -> None:

@@ -14,30 +14,27 @@ from ..table import JSON, cell, console, fitted, in_bytes, print_json
 from .checkpoint_path import PLACE, local
 from .convert import LAYOUTS, LayoutName
 
-LAYOUT = click.option(
-    "--layout",
-    type=click.Choice(LAYOUTS),
-    help="Layout of the Surefoot checkpoint: full (unsharded tensors), or distributed (one "
-    "folder of shards per rank).",
-)
-MESH = click.option(
-    "--mesh",
-    metavar="AXIS=N[,AXIS=N]",
-    help="The mesh whose shards are written: dp_shard=4, dp_shard=4,tp=2, dp_replicate=2 …",
-)
-DTYPE = click.option(
-    "--dtype",
-    type=click.Choice(("float32", "float16", "bfloat16")),
-    help="Dtype of the weights; the optimizer state is not changed.",
-)
 _SHOWN = 12  # files in a table; --json has all
 
 
 @click.command()
 @click.argument("checkpoint", metavar="SRC", type=PLACE)
-@LAYOUT
-@MESH
-@DTYPE
+@click.option(
+    "--layout",
+    type=click.Choice(LAYOUTS),
+    help="Layout of the Surefoot checkpoint: full (unsharded tensors), or distributed (one "
+    "folder of shards per rank).",
+)
+@click.option(
+    "--mesh",
+    metavar="AXIS=N[,AXIS=N]",
+    help="The mesh whose shards are written: dp_shard=4, dp_shard=4,tp=2, dp_replicate=2 …",
+)
+@click.option(
+    "--dtype",
+    type=click.Choice(("float32", "float16", "bfloat16")),
+    help="Dtype of the weights; the optimizer state is not changed.",
+)
 @JSON
 def plan(
     checkpoint: Path | Address,
@@ -65,11 +62,7 @@ def plan(
         "to": {"layout": found.layout, "mesh": found.mesh.axes},
         "reads": {"num_bytes": sum(found.reads.values()), "files": found.reads},
         "writes": {"num_bytes": sum(found.writes.values()), "files": found.writes},
-        "ranks": {
-            "count": len(ranks),
-            "largest": max(ranks),
-            "mean": sum(ranks) / len(ranks),
-        },
+        "ranks": {"count": len(ranks), "largest": max(ranks), "mean": sum(ranks) / len(ranks)},
     }
     if as_json:
         print_json(facts)

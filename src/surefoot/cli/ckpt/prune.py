@@ -1,6 +1,4 @@
-"""``surefoot ckpt prune``: delete the checkpoints of a run that its retention policy does not
-keep.
-"""
+"""``surefoot ckpt prune``: delete checkpoints that the retention policy does not keep."""
 
 from __future__ import annotations
 

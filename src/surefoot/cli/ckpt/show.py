@@ -106,19 +106,18 @@ def _norms(checkpoint: Path) -> AllNorms:
 
 
 def _as_json(summary: Summary, found: AllNorms) -> dict[str, object]:
+    def norms(group: Group, tensor: Tensor) -> dict[str, object]:
+        own = found.get(f"{group.role}/{tensor.name}")
+        return {"norms": as_dict(own)} if own else {}
+
     groups = [
         {
             "role": group.role,
-            "tensors": [_tensor_as_json(group, tensor, found) for tensor in group.tensors],
+            "tensors": [as_dict(tensor) | norms(group, tensor) for tensor in group.tensors],
         }
         for group in summary.groups
     ]
     return {**as_dict(summary), "groups": groups, "pickles": summary.pickles}
-
-
-def _tensor_as_json(group: Group, tensor: Tensor, found: AllNorms) -> dict[str, object]:
-    norms = found.get(f"{group.role}/{tensor.name}")
-    return as_dict(tensor) | ({"norms": as_dict(norms)} if norms else {})
 
 
 def _facts(summary: Summary) -> Iterator[tuple[str, object]]:

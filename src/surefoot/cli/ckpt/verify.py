@@ -29,7 +29,9 @@ def verify_command(checkpoint: Path | Address, full: bool, as_json: bool) -> Non
     """
     began = time.perf_counter()
     if isinstance(checkpoint, Address):
-        report = _in_store(checkpoint, full=full)
+        from ...remote.check import verify_store
+
+        report = verify_store(checkpoint, full=full)
     else:
         with reading("verifying", _total(checkpoint) if full else 0) as advance:
             report = verify(checkpoint, full=full, progress=advance)
@@ -39,12 +41,6 @@ def verify_command(checkpoint: Path | Address, full: bool, as_json: bool) -> Non
         _print(report, time.perf_counter() - began)
     if not report.ok:
         raise click.exceptions.Exit(1)
-
-
-def _in_store(address: Address, *, full: bool) -> Report:
-    from ...remote.check import verify_store
-
-    return verify_store(address, full=full)
 
 
 def _total(checkpoint: Path) -> int | None:

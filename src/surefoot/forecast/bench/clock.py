@@ -13,7 +13,7 @@ from itertools import pairwise
 
 import torch
 
-from ...batch import Batch, Loss, LossFunction, Outputs, StepRunner, Window
+from ...batch import Batch, Hook, Loss, LossFunction, Outputs, StepRunner, Window
 
 PHASES = ("data", "forward", "backward", "optimizer", "rest")  # a step begins with its data
 
@@ -65,25 +65,17 @@ def split(begun: Sequence[tuple[str, float]]) -> list[dict[str, float]]:
 def timed(
     run_window: StepRunner, turn: Callable[[str], None], note: Callable[[Window], None]
 ) -> StepRunner:
-    """``run_window`` that records when forward and backward begin.
+    """``run_window`` that records when forward and backward begin. A forward pass ends with its
+    loss, a backward pass with its micro-batch; what follows the window, normalizing and clipping
+    the gradient, belongs to the optimizer."""
 
-    A forward pass ends with its loss, a backward pass with its micro-batch; what follows the
-    window, normalizing and clipping the gradient, belongs to the optimizer.
-    """
-
-    def run(
-        window: Window,
-        loss_function: LossFunction,
-        *,
-        before: Callable[[int], None],
-        after: Callable[[int], None],
-    ) -> list[Loss]:
+    def run(window: Window, loss_of: LossFunction, *, before: Hook, after: Hook) -> list[Loss]:
         def begin(index: int) -> None:
             before(index)
             turn("forward")
 
-        def loss_of(outputs: Outputs, batch: Batch) -> Loss:
-            loss = loss_function(outputs, batch)
+        def timed_loss(outputs: Outputs, batch: Batch) -> Loss:
+            loss = loss_of(outputs, batch)
             turn("backward")
             return loss
 
@@ -92,7 +84,7 @@ def timed(
             after(index)
 
         note(window)
-        losses = run_window(window, loss_of, before=begin, after=end)
+        losses = run_window(window, timed_loss, before=begin, after=end)
         turn("optimizer")
         return losses
 

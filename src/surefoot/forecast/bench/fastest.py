@@ -27,12 +27,8 @@ def find_fastest(
     on_try: Callable[[Changes], None] = lambda _: None,
 ) -> Search:
     """The recipe itself and, unless ``no_search``, the other settings that were tried; ``on_try``
-    is called with each before it is measured.
-
-    Raises:
-        SurefootError: the recipe cannot be trained, with the error of ``surefoot train``, or all
-            settings failed.
-    """
+    is called with each before it is measured. Raises the error of ``surefoot train``, or
+    ``RunError`` if all settings failed."""
     began = time.monotonic()
     timeout: float | None = None
 
@@ -51,13 +47,11 @@ def find_fastest(
         if no_search:
             break
     first = search.trials[0].outcome
-    if all(isinstance(trial.outcome, TrialFailure) for trial in search.trials):
-        assert isinstance(first, TrialFailure)
-        hint = (
-            "without --no-search, smaller settings are tried"
-            if no_search
-            else ("so did all other settings")
-        )
+    failed = all(isinstance(trial.outcome, TrialFailure) for trial in search.trials)
+    if failed and isinstance(first, TrialFailure):
+        hint = "so did all other settings"
+        if no_search:
+            hint = "without --no-search, smaller settings are tried"
         raise RunError(f"the recipe could not be measured: {first.reason} ({hint})")
     return search
 

@@ -16,7 +16,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import nn
 
 from ...batch import Window
 from ...data.order.loader import Loader
@@ -24,6 +23,7 @@ from ...model.precision import choose
 from ...model.pretrained.loading import device
 from ...recipe.recipe import Recipe
 from ...run.assembly import build
+from ...run.policy import COMPUTED_IN
 from ...training.callback import Context, TrainerCallback
 from ...training.control.signals import SIGNALS
 from ...training.state import TrainerControl, TrainerState
@@ -84,11 +84,7 @@ class Meter(TrainerCallback):
 
 def measure(recipe: Recipe, steps: int, folder: Path) -> BenchResult:
     """The figures of ``steps`` optimizer steps, or fewer if they are slow. ``folder`` stands for
-    the run's.
-
-    Raises:
-        SurefootError: as ``surefoot train`` would.
-    """
+    the run's. Raises as ``surefoot train`` would."""
     where = device()
     meter = Meter(Clock(where))
     around = partial(timed, turn=meter.clock.turn, note=meter.count)
@@ -103,17 +99,18 @@ def measure(recipe: Recipe, steps: int, folder: Path) -> BenchResult:
     measured = costs[WARM_UP:]
     phases = {name: sum(cost[name] for cost in measured) for name in measured[0]}
     memory, tokens = peak_memory(where), sum(meter.tokens[WARM_UP:])
-    ordinary = sum(phases.values()) / len(measured)
+    ordinary, precision = sum(phases.values()) / len(measured), choose(section.precision)
+    largest = max(trainer.policy.module.parameters(), key=torch.Tensor.numel)
     return BenchResult(
         device=name_of(where),
-        precision=choose(section.precision),
+        precision=precision,
         run_steps=run_steps,
         steps=len(measured),
         tokens=tokens,
         trained_tokens=sum(meter.trained[WARM_UP:]),
         positions=sum(meter.positions[WARM_UP:]),
         flops=trainer.state.total_flos * tokens / max(1, sum(meter.tokens)),
-        gemm_flops=gemm_flops(_dtype(trainer.policy.module, choose(section.precision)), where),
+        gemm_flops=gemm_flops(COMPUTED_IN.get(precision, largest.dtype), where),
         peak_memory=memory,
         compiling_seconds=max(0.0, sum(first.values()) - ordinary) if recipe.model.compile else 0.0,
         phases=phases,
@@ -145,10 +142,3 @@ def _heaviest_window(loader: Loader, run_steps: int) -> int:
     lengths = loader.order.examples.lengths_of(np.arange(int(order.max()) + 1))
     items = heaviest(loader, -(-len(order) // size), lengths, np.zeros_like(lengths))
     return int(np.argmax(order == items[0])) // size
-
-
-def _dtype(model: nn.Module, precision: str) -> torch.dtype:
-    """The dtype of most of the computation."""
-    if precision != "fp32":
-        return torch.bfloat16 if precision == "bf16" else torch.float16
-    return max(model.parameters(), key=torch.Tensor.numel).dtype

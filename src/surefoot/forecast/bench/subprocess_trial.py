@@ -34,10 +34,8 @@ class TrialFailure:
 def measured(
     recipe: Recipe, steps: int, timeout: float | None = None
 ) -> BenchResult | TrialFailure:
-    """The result of ``recipe``, or why it failed; ``timeout`` in seconds.
-
-    Nothing of it remains except the cache of encoded datasets.
-    """
+    """The result of ``recipe``, or why it failed; ``timeout`` in seconds. Nothing of it remains
+    except the cache of encoded datasets."""
     with tempfile.TemporaryDirectory(prefix="surefoot-bench-") as name:
         folder = Path(name)
         (folder / "recipe.yaml").write_text(dump(recipe), encoding="utf-8")

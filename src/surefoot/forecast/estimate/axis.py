@@ -1,6 +1,4 @@
-"""A fake mesh axis, as seen by the first rank. The other ranks do not exist: their messages have
-the right size, which is all that a dry run needs.
-"""
+"""A fake mesh axis: messages of other ranks have the right size, which is all a dry run needs."""
 
 from __future__ import annotations
 
@@ -14,9 +12,7 @@ from ...geometry.sharding import chunk
 
 @dataclass(frozen=True)
 class FakeAxis:
-    """An axis (``parallel.collectives.Axis``) without other ranks; the first rank has the
-    largest shards.
-    """
+    """A ``parallel.collectives.Axis`` without other ranks; the first has the largest shard."""
 
     size: int
     rank: int = 0

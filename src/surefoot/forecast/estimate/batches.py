@@ -8,15 +8,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...batch import IGNORE_INDEX, Batch
+from ...batch import IGNORE_INDEX
 from ...data.data_order import Index
 from ...data.order.full_shuffle import FullShuffle
 from ...data.order.length_balancing import balance_by_length, num_passes, positions, sums
 from ...data.order.loader import Loader
 from ...data.order.micro_batches import Batching
 from ...data.store.dataset import EncodedDataset, EncodedStore
-from ...errors import DataError
 from ...recipe.recipe import Recipe
+from ...run.data_loading import no_batch
 
 _ITEMS = 100_000  # examples whose labels are looked at together
 
@@ -42,18 +42,12 @@ def loader_of(recipe: Recipe, dataset: EncodedDataset, num_processes: int) -> Lo
     return Loader(
         FullShuffle(dataset, recipe.train.seed, recipe.data.shuffle),
         Batching(
-            _no_batch,
+            no_batch,
             micro_batch_size=recipe.train.micro_batch_size,
             packing=recipe.data.packing,
             world_size=num_processes,
         ),
         global_batch_size=recipe.train.global_batch_size,
-    )
-
-
-def _no_batch(_features: object) -> Batch:
-    raise DataError(
-        "internal error: the memory estimate reads the data order only and must not build batches"
     )
 
 
@@ -76,16 +70,10 @@ def course_of(recipe: Recipe, loader: Loader, lengths: Index, trained: Index) ->
 
 
 def heaviest(
-    loader: Loader,
-    steps: int,
-    lengths: Index,
-    trained: Index,
-    *,
-    logit_weight: float = 0.0,
+    loader: Loader, steps: int, lengths: Index, trained: Index, *, logit_weight: float = 0.0
 ) -> Index:
     """[items] The micro-batch that needs the most memory: tokens, padding included, plus trained
-    positions times ``logit_weight``, the cost of one relative to a token.
-    """
+    positions times ``logit_weight``, the cost of one relative to a token."""
     best, found = -1.0, np.arange(0)
     batching, tokens_of = loader.batching, loader.order.examples.lengths_of
     size, ranks, packing = batching.micro_batch_size, batching.world_size, batching.packing
@@ -129,9 +117,7 @@ def shares_prompts(recipe: Recipe) -> bool:
 
 
 def token_counts(recipe: Recipe, dataset: EncodedDataset) -> Index:
-    """[items] The tokens of each item, without padding; a prompt of two responses twice, unless
-    they share it.
-    """
+    """[items] The tokens of each item, without padding; prompts twice, unless they are shared."""
     if shares_prompts(recipe):
         return dataset.lengths
     again: Index = np.concatenate([_prompts(store) for store in dataset.stores])[dataset.index]

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AttentionInterface, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from ...batch import Batch, TrainedPositions, trained_positions
+from ...batch import Batch
 from ...errors import ModelError
 from ...model.head import outputs
 from ...model.precision import autocast
@@ -46,7 +46,7 @@ class NotRehearsedError(ModelError):
 
 @dataclass(frozen=True)
 class DryRunModel:
-    """The model of a recipe on fake tensors, ready to be trained."""
+    """The model of a recipe on fake tensors, ready to be trained, as one rank has it."""
 
     network: Network
     tensors: FakeTensors
@@ -62,16 +62,23 @@ class DryRunModel:
         """Its pipeline stages."""
         return self.tensors.share
 
+    @property
+    def layers(self) -> list[range]:
+        """The layers of its stages, if the run is a pipeline."""
+        return [] if self.share is None else self.share.layers
+
+    @cached_property
+    def weights(self) -> list[Weight]:
+        """Every parameter and buffer, with its optimizer state."""
+        return describe(self)
+
 
 def build(
     recipe: Recipe, base: Path, tokenizer: PreTrainedTokenizerBase, setting: HoldingOptions
 ) -> DryRunModel:
-    """The model in ``base`` as a run has it, from its ``config.json`` alone.
-
-    Raises:
-        ModelError: no configuration of a causal language model.
-        RecipeError: the method names modules that the model does not have, or it cannot be sharded.
-    """
+    """The model in ``base`` as a run has it, from its ``config.json`` alone. Raises ``ModelError``
+    if that is none of a causal language model, ``RecipeError`` if the method or the mesh does not
+    fit."""
     tensors = FakeTensors(setting)
     section = replace(recipe.model, gradient_checkpointing=setting.recomputes)
     options = replace(options_of(recipe), precision=setting.precision)
@@ -126,11 +133,8 @@ def describe(skeleton: DryRunModel) -> list[Weight]:
 
 def dry_run_batch(skeleton: DryRunModel, batch: Batch, number: int | None = None) -> Pass:
     """Run ``batch``, which may be real, forward and backward; in a pipeline, through the stage
-    ``number``.
-
-    Raises ``NotRehearsedError`` if the model cannot run on fake tensors: it reads values, which do
-    not exist, or uses a kernel for which torch has no shapes.
-    """
+    ``number``. Raises ``NotRehearsedError`` if the model reads values, which do not exist, or uses
+    a kernel for which torch has no shapes."""
     was_disabled, _LOGGER.disabled = _LOGGER.disabled, True
     try:
         return _measure_pass(skeleton, batch, number)
@@ -145,8 +149,8 @@ def dry_run_batch(skeleton: DryRunModel, batch: Batch, number: int | None = None
 
 def _measure_pass(skeleton: DryRunModel, batch: Batch, number: int | None) -> Pass:
     batch = widened(batch, skeleton.setting.tp if skeleton.setting.sequence_parallel else 1)
-    own = [*skeleton.network.module.parameters(), *skeleton.network.module.buffers()]
-    grown = 0
+    module, inner, grown = skeleton.network.module, skeleton.network.inner, 0
+    own = [*module.parameters(), *module.buffers()]
 
     def drop(parameter: torch.Tensor) -> None:
         nonlocal grown
@@ -156,13 +160,14 @@ def _measure_pass(skeleton: DryRunModel, batch: Batch, number: int | None) -> Pa
 
     hooks = [
         parameter.register_post_accumulate_grad_hook(drop)  # type: ignore[no-untyped-call]
-        for parameter in skeleton.network.module.parameters()
+        for parameter in module.parameters()
         if parameter.requires_grad
     ]
-    kernel = skeleton.network.inner.config._attn_implementation
-    if _needs_no_mask(skeleton.network.inner, batch):
-        skeleton.network.inner.set_attn_implementation(UNMASKED)
-    live = LiveBytes(own, _width(skeleton), lambda: grown)
+    kernel = inner.config._attn_implementation
+    if _needs_no_mask(inner, batch):
+        inner.set_attn_implementation(UNMASKED)
+    size, vocabulary = inner.config.get_text_config().vocab_size, skeleton.tensors.vocabulary
+    live = LiveBytes(own, size if vocabulary is None else vocabulary.width, lambda: grown)
     try:
         kept = (
             _through_all(skeleton, batch, live)
@@ -170,28 +175,22 @@ def _measure_pass(skeleton: DryRunModel, batch: Batch, number: int | None) -> Pa
             else _through_stage(skeleton, skeleton.share, number, batch, live)
         )
     finally:
-        skeleton.network.inner.set_attn_implementation(kernel)
+        inner.set_attn_implementation(kernel)
         for hook in hooks:
             hook.remove()
     return Pass(
-        kept=kept,
-        at_peak=live.peak,
-        most_activations=live.most_activations,
-        growing=live.growing,
+        kept=kept, at_peak=live.peak, most_activations=live.most_activations, growing=live.growing
     )
 
 
 def _through_all(
     skeleton: DryRunModel, batch: Batch, live: LiveBytes, hidden: torch.Tensor | None = None
 ) -> Snapshot:
-    """Run the full model, or the end of a pipeline, forward and backward; returns what was
-    saved.
-    """
+    """Run the model, or the end of a pipeline, forward and backward; returns what was saved."""
     stage, mode = skeleton.recipe.stage, skeleton.tensors.mode
-    spec = stage.spec
-    at, here = _places(mode, batch), _fake(mode, batch)
+    here = batch.located().mapped(mode.from_tensor)
     with mode, live:
-        found = skeleton.network.runner.run(here, spec, hidden=hidden, at=at)
+        found = skeleton.network.engine.runner.run(here, stage.spec, hidden)
         loss = stage.loss(POLICY, found, here).total
         del found
         kept = live.now
@@ -210,7 +209,7 @@ def _through_stage(
             hidden = own.entering(batch, number)
         if number == own.stages.last:
             return _through_all(skeleton, batch, live, hidden)
-        here = _fake(mode, batch)
+        here = batch.mapped(mode.from_tensor)
         with mode, live:
             with autocast(skeleton.setting.precision, CPU):
                 leaving = outputs.hidden_states(skeleton.network.module, here, hidden)
@@ -220,41 +219,8 @@ def _through_stage(
     return kept
 
 
-def _places(mode: FakeTensorMode, batch: Batch) -> TrainedPositions:
-    """The trained positions of ``batch``, which is real, as fake tensors."""
-    at = trained_positions(batch)
-    return TrainedPositions(
-        mode.from_tensor(at.labels),
-        mode.from_tensor(at.rows),
-        mode.from_tensor(at.columns),
-        mode.from_tensor(at.kept),
-        None if at.among_kept is None else mode.from_tensor(at.among_kept),
-    )
-
-
-def _width(skeleton: DryRunModel) -> int:
-    """Of logits."""
-    if skeleton.tensors.vocabulary is not None:
-        return skeleton.tensors.vocabulary.width
-    return int(skeleton.network.inner.config.get_text_config().vocab_size)
-
-
-def _fake(mode: FakeTensorMode, batch: Batch) -> Batch:
-    mask = batch.attention_mask
-    return replace(
-        batch,
-        input_ids=mode.from_tensor(batch.input_ids),
-        labels=mode.from_tensor(batch.labels),
-        position_ids=mode.from_tensor(batch.position_ids),
-        attention_mask=None if mask is None else mode.from_tensor(mask),
-        extras={name: mode.from_tensor(tensor) for name, tensor in batch.extras.items()},
-    )
-
-
 def _needs_no_mask(model: PreTrainedModel, batch: Batch) -> bool:
-    """Whether transformers would read the mask of ``batch`` and omit it, because it hides
-    nothing.
-    """
+    """Whether transformers would read the mask of ``batch`` and omit it: it hides nothing."""
     if batch.attention_mask is None or model.config._attn_implementation != "sdpa":
         return False
     window = getattr(model.config.get_text_config(), "sliding_window", None)

@@ -32,11 +32,8 @@ class ExampleLengths:
 
 
 def examples_of(recipe: Recipe, codec: Codec) -> ExampleLengths:
-    """The training examples of ``recipe``; nothing is written to the cache.
-
-    Raises:
-        DataError: a dataset is missing or broken, or has no trained tokens.
-    """
+    """The training examples of ``recipe``; nothing is written to the cache. Raises ``DataError`` if
+    a dataset is missing or broken, or has no trained tokens."""
     if not recipe.data.streaming:
         cached = found(recipe, codec, replace(recipe.data, eval_datasets=()))
         if cached is not None:
@@ -44,7 +41,9 @@ def examples_of(recipe: Recipe, codec: Codec) -> ExampleLengths:
     registry = read_registry(recipe.data.dataset_dir)
     samples = [_sample(recipe, codec, registry.entry(name)) for name in recipe.data.datasets]
     stores = [in_memory(sample.items).stores[0] for sample in samples]
-    share = _trained_share(recipe, sum(sample.rows for sample in samples))
+    held_out = recipe.data.val_size  # a share, or a number of examples
+    num_rows = sum(sample.rows for sample in samples)
+    share = max(0.0, 1 - (held_out if held_out < 1 else held_out / num_rows))
     index, start = [], 0
     for store, sample in zip(stores, samples, strict=True):
         count = max(1, round(len(store) * sample.rows / sample.read * share))
@@ -84,14 +83,5 @@ def _encoded(
     recipe: Recipe, codec: Codec, rows: Sequence[Example | BrokenRow]
 ) -> Sequence[Features]:
     outcomes = recipe.stage.encode([row for row in rows if isinstance(row, Example)], codec)
-    items: list[Features] = []
-    for outcome in outcomes:
-        if not isinstance(outcome, Dropped):
-            items += outcome.features if isinstance(outcome, Truncated) else outcome
-    return items
-
-
-def _trained_share(recipe: Recipe, rows: int) -> float:
-    """The examples that ``val_size`` leaves for training."""
-    held = recipe.data.val_size
-    return max(0.0, 1 - (held if held < 1 else held / rows))
+    kept = (one for one in outcomes if not isinstance(one, Dropped))
+    return [item for one in kept for item in (one.features if isinstance(one, Truncated) else one)]

@@ -39,8 +39,7 @@ class _Whole:
 
 def will_be_packed(model: PreTrainedModel) -> list[nn.Module]:
     """The linear layers of a model, not adapted yet, that transformers quantizes: all except the
-    head, tied ones, and those that an architecture keeps exact.
-    """
+    head, tied ones, and those that an architecture keeps exact."""
     left_out = HfQuantizer.get_modules_to_not_convert(model, None, model._keep_in_fp32_modules)
     return [
         module
@@ -53,9 +52,8 @@ def will_be_packed(model: PreTrainedModel) -> list[nn.Module]:
 def pack(
     modules: Sequence[nn.Module], section: ModelSection, mode: FakeTensorMode, compute: torch.dtype
 ) -> None:
-    """Store ``modules``, on fake tensors, in the bits of ``section``. Products of 4 bits are
-    computed in ``compute``.
-    """
+    """Store ``modules`` in the bits of ``section``. Products of 4 bits are computed in
+    ``compute``."""
     is_4_bit = section.quantization_bit == 4
     for module in modules:
         shape = shape_of(module)

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ...model.attention import packed
 from ...model.precision import PrecisionName
 from ...model.pretrained.adapter import attach_empty
 from ...network.draft import Draft
@@ -64,19 +63,12 @@ class FakeTensors:
                 attention=None if kernel == "auto" else kernel,
             )
 
-    def pack(self, draft: Draft) -> None:
-        """Fake tensors have no values to check."""
-        packed.switch_to_packed(draft.inner)
-
     def adapt(self, draft: Draft) -> None:
         """An adapter is not quantized, like the real one."""
         if draft.section.quantization_bit:
             self.quantized = will_be_packed(draft.inner)
         with torch.device("meta"):
             draft.module = method_of(draft, attach_empty)(draft.inner)
-
-    def add(self, draft: Draft) -> None:
-        """Heads have no values."""
 
     def divide(self, draft: Draft) -> None:
         """Keep the layers of one rank of a pipeline."""

@@ -19,16 +19,10 @@ KINDS = ("activations", "logits", "copies")
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A context that counts the storages created in it.
-
-    ``now`` is the current amount, ``peak`` the moment when it was largest, ``most_activations`` the
-    largest amount of these at any moment; existing storages are not counted.
-
-    Args:
-        weights: the parameters and buffers; conversions of them are ``copies``.
-        vocabulary: the width by which logits are recognized.
-        beside: bytes of gradients that grow meanwhile; ``growing`` is the peak with them.
-    """
+    """A context that counts the storages created in it, by kind: conversions of ``weights`` are
+    copies, and logits are as wide as the ``vocabulary``. ``now`` is the current amount, ``peak``
+    the moment when it was largest, ``most_activations`` the largest amount of these at any moment,
+    ``growing`` the peak with the bytes of gradients ``beside``."""
 
     def __init__(
         self,
@@ -64,7 +58,8 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             given = {_place(tensor) for tensor in _tensors((args, kwargs))}
             made = [tensor for tensor in made if _place(tensor) not in given]
         if made:
-            is_copy = _is_conversion(func) and _place(args[0]) in self._weights
+            is_conversion = func is torch.ops.aten._to_copy.default
+            is_copy = is_conversion and _place(args[0]) in self._weights
             for tensor in made:
                 self._note(tensor, "copies" if is_copy else self._kind(tensor))
             self.look()
@@ -98,10 +93,6 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _place(tensor: torch.Tensor) -> int:
     """A key that two tensors share only if they share memory."""
     return int(tensor.untyped_storage()._cdata)
-
-
-def _is_conversion(func: Callable[..., Any]) -> bool:
-    return func is torch.ops.aten._to_copy.default
 
 
 def _tensors(out: object) -> Iterator[torch.Tensor]:

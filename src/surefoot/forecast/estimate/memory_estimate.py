@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from ...batch import Batch
 from ...callbacks.jsonl import NAME as METRICS
 from ...data.text.codec import Codec
 from ...errors import RecipeError
@@ -25,7 +24,6 @@ from .memory_model import Memory, MeshShape
 from .rank_memory import (
     Machine,
     PlanBase,
-    Process,
     Rehearsed,
     memory_of,
     mesh_of,
@@ -97,13 +95,9 @@ class Plan:
 
 
 def make_plan(recipe: Recipe, machine: Machine, tokens_per_second: float | None = None) -> Plan:
-    """The estimate of ``recipe``; no weights are read.
-
-    Raises:
-        RecipeError: the ranks do not form the mesh, or the method does not fit the model.
-        ModelError: no configuration or tokenizer.
-        DataError: a dataset is missing or broken, or batches do not divide.
-    """
+    """The estimate of ``recipe``; no weights are read. Raises ``RecipeError`` if the ranks do not
+    form the mesh, or the method does not fit the model, ``ModelError`` without a configuration or
+    tokenizer, ``DataError`` if a dataset is missing or broken, or batches do not divide."""
     check_alone(recipe.model, machine.num_processes)
     base = resolve(recipe.model, weights=False)
     codec = build_codec(recipe, base)
@@ -115,10 +109,12 @@ def make_plan(recipe: Recipe, machine: Machine, tokens_per_second: float | None 
     course = course_of(recipe, loader, lengths, trained)
     ground = PlanBase(base, codec, machine, examples.dataset, lengths, trained, course.steps)
     held = processes(recipe, ground)
-    alone = whole(recipe, ground) if mesh.tp * mesh.pp > 1 else held[0].skeleton
+    alone = whole(recipe, ground) if mesh.tp * mesh.pp > 1 else held[0]
     found = rehearsed(recipe, ground, held, as_held=True)
     largest, most = memory_of(recipe, machine, held, found.passes)
     options = _options(recipe, ground, held, found) if found.not_known is None else ()
+    batch = found.batch
+    num_rows = len(batch.input_ids) if batch.cu_seqlens is None else len(batch.cu_seqlens) - 1
     return Plan(
         machine=machine,
         mesh=mesh,
@@ -128,20 +124,15 @@ def make_plan(recipe: Recipe, machine: Machine, tokens_per_second: float | None 
         examples=len(examples.dataset),
         rows_read=examples.rows_read,
         course=course,
-        heaviest=_heaviest(found.batch),
+        heaviest=Heaviest(num_rows, batch.input_ids.numel(), batch.num_trained),
         memory=most,
-        place=largest.place,
+        place=largest.setting.place,
         layers=tuple(largest.layers),
         not_known=found.not_known,
         saving=_saving(alone, codec, base, course, machine),
         tokens_per_second=tokens_per_second or measured_speed(recipe.train.folder),
         options=tuple(options),
     )
-
-
-def _heaviest(batch: Batch) -> Heaviest:
-    rows = len(batch.input_ids) if batch.cu_seqlens is None else len(batch.cu_seqlens) - 1
-    return Heaviest(rows, batch.input_ids.numel(), batch.num_trained)
 
 
 def _saving(
@@ -170,9 +161,7 @@ def _saving(
 
 
 def measured_speed(folder: Path) -> float | None:
-    """Tokens per second of all ranks, from the last logs of the run in ``folder``, if there are
-    any.
-    """
+    """Tokens per second of all ranks, from the last logs of the run in ``folder``, if any."""
     try:
         lines = (folder / METRICS).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError):
@@ -191,7 +180,7 @@ def _speed(line: str) -> float | None:
 
 
 def _options(
-    recipe: Recipe, ground: PlanBase, held: Sequence[Process], known: Rehearsed
+    recipe: Recipe, ground: PlanBase, held: Sequence[DryRunModel], known: Rehearsed
 ) -> list[Option]:
     """Settings that need less memory, or are faster and still fit; least memory first."""
     now = memory_of(recipe, ground.machine, held, known.passes)[1].peak
@@ -211,7 +200,7 @@ def _options(
 
 
 def _changed(
-    recipe: Recipe, other: Recipe, ground: PlanBase, held: Sequence[Process], known: Rehearsed
+    recipe: Recipe, other: Recipe, ground: PlanBase, held: Sequence[DryRunModel], known: Rehearsed
 ) -> Memory | None:
     """The memory of ``other``, if that is known; ``held`` and ``known`` belong to ``recipe``."""
     is_cut_alike = _cuts(other) == _cuts(recipe)

@@ -55,10 +55,8 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class Pass:
-    """The memory of the peak micro-batch beside weights, gradients and optimizer.
-
-    All except ``growing`` is without the gradients of weights.
-    """
+    """The memory of the peak micro-batch beside weights, gradients and optimizer; all except
+    ``growing`` is without the gradients of weights."""
 
     kept: Snapshot  # from the forward for the backward pass
     at_peak: Snapshot  # when most is alive
@@ -127,9 +125,8 @@ def memory(
         one: the peak micro-batch, on weights as they are gathered; in a pipeline, the window.
         mesh: the mesh of ranks.
         compute_size: bytes of an element of a gathered weight; 0 if gathered in its own dtype.
-        accumulates: whether a step has several micro-batches. If so, the gradients of the first
-            exist in the backward pass of the second; if not, they are allocated while activations
-            are freed.
+        accumulates: whether a step has several micro-batches, so that gradients of the first exist
+            in the backward pass of the second; else they are allocated as activations are freed.
     """
     is_alone = mesh.num_processes == 1
     count = 1 if is_alone else mesh.dp_shard
@@ -169,9 +166,7 @@ def _of_window(one: Pass, piled: UnreducedGradients, *, accumulates: bool) -> in
     if not accumulates:
         return max(first, one.last + piled.at_last + piled.layer, piled.at_end)
     later = max(
-        one.at_peak.total + between,
-        one.most_activations + piled.at_work,
-        one.last + piled.at_last,
+        one.at_peak.total + between, one.most_activations + piled.at_work, one.last + piled.at_last
     )
     return max(first, piled.gradients + later, piled.at_end)
 
@@ -220,9 +215,8 @@ def gathered(weights: Sequence[Weight], mesh: MeshShape, compute_size: int) -> G
 
 @dataclass(frozen=True)
 class UnreducedGradients:
-    """What FSDP2 has if gradients are summed over ranks only after the last micro-batch: until
-    then they are accumulated unsharded, in the dtype in which they are summed.
-    """
+    """What FSDP2 has if gradients are summed over ranks only after the last micro-batch: until then
+    they are accumulated unsharded, in the dtype in which they are summed."""
 
     gradients: int
     layer: int  # the gradients of one

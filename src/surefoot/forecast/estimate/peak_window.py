@@ -7,8 +7,9 @@ Every micro-batch counts as the peak one.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 from itertools import zip_longest
 
 from ...parallel.pipeline.schedule import Op
@@ -51,10 +52,8 @@ class Route:
 
 def window(passes: Sequence[Pass], ops: Sequence[Op], route: Route) -> Pass:
     """The memory of ``ops``, each of which runs one of ``passes``, the stages of this rank.
-
     ``growing`` is the peak until the first backward pass is over; the peak itself, and
-    ``most_activations``, are those after it, when the gradients of weights exist.
-    """
+    ``most_activations``, are those after it, when the gradients of weights exist."""
     moments = _moments(passes, ops, route)
     first = next((i for i, op in enumerate(ops) if not op.is_forward and route.works(op)), len(ops))
     later = moments[first + 1 :] or moments
@@ -80,18 +79,11 @@ def _moments(passes: Sequence[Pass], ops: Sequence[Op], route: Route) -> list[Pa
         here = under_way | {visit}  # what leaves a stage is kept with what else is of its visit
         waiting = sum(1 for one in sent if one is None or one not in here)
         waiting += coming is not None and route.receives(coming)
-        beside = _sum(passes, under_way - {visit})
+        beside = reduce(_plus, (passes[part].kept for part, _ in under_way - {visit}), _NONE)
         found.append(_with_in_flight(passes[op.part], beside, waiting * route.num_bytes))
         under_way = here if op.is_forward else under_way - {visit}
         if route.sends(op):
             sent.append(visit if op.is_forward else None)
-    return found
-
-
-def _sum(passes: Sequence[Pass], visits: Collection[_Visit]) -> Snapshot:
-    found = _NONE
-    for part, _ in visits:
-        found = _plus(found, passes[part].kept)
     return found
 
 

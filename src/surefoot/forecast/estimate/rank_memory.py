@@ -25,9 +25,9 @@ from ...parallel.pipeline.schedule import order
 from ...recipe.recipe import Recipe
 from ...training.context import blank_examples
 from .batches import heaviest, loader_of, shares_prompts
-from .dry_run import DryRunModel, NotRehearsedError, build, describe, dry_run_batch, held_dtype
+from .dry_run import DryRunModel, NotRehearsedError, build, dry_run_batch, held_dtype
 from .fake_tensors import HoldingOptions
-from .memory_model import Memory, MeshShape, Pass, Snapshot, Weight, memory
+from .memory_model import Memory, MeshShape, Pass, Snapshot, memory
 from .peak_window import Route, window
 
 NOTHING = Pass(Snapshot(0, 0, 0), Snapshot(0, 0, 0), 0, 0)
@@ -55,45 +55,23 @@ class PlanBase:
     steps: int
 
 
-@dataclass(frozen=True)
-class Process:
-    """One rank, and those that are like it."""
-
-    skeleton: DryRunModel  # as it holds it
-    weights: Sequence[Weight]
-
-    @property
-    def place(self) -> int:
-        """Of its stages in the pipeline."""
-        return self.skeleton.setting.place
-
-    @property
-    def layers(self) -> list[range]:
-        """The layers of its stages, if the run is a pipeline."""
-        return [] if self.skeleton.share is None else self.skeleton.share.layers
-
-
-def processes(recipe: Recipe, ground: PlanBase) -> list[Process]:
-    """One rank of each kind.
-
-    Raises ``RecipeError`` if the model cannot be sharded as the recipe says.
-    """
+def processes(recipe: Recipe, ground: PlanBase) -> list[DryRunModel]:
+    """The model of one rank of each kind. Raises ``RecipeError`` if it cannot be sharded."""
     setting = setting_of(recipe, ground.machine)
-    found: list[Process] = []
+    found: list[DryRunModel] = []
     for place in range(setting.pp):
-        skeleton = _build(recipe, ground, replace(setting, place=place))
-        made = Process(skeleton, describe(skeleton))
+        made = _build(recipe, ground, replace(setting, place=place))
         if not any(_kind(made) == _kind(other) for other in found):
             found.append(made)
     return found
 
 
-def _kind(process: Process) -> tuple[object, ...]:
-    share = process.skeleton.share
+def _kind(skeleton: DryRunModel) -> tuple[object, ...]:
+    share, place = skeleton.share, skeleton.setting.place
     learns = [] if share is None else [share.learns[max(0, n - 1) : n + 1] for n in share.numbers]
-    is_end = process.place in (0, process.skeleton.setting.pp - 1)
-    numbers = {weight.layer for weight in process.weights}
-    return process.weights, numbers, learns, is_end and process.place
+    is_end = place in (0, skeleton.setting.pp - 1)
+    numbers = {weight.layer for weight in skeleton.weights}
+    return skeleton.weights, numbers, learns, is_end and place
 
 
 def _build(recipe: Recipe, ground: PlanBase, setting: HoldingOptions) -> DryRunModel:
@@ -170,18 +148,16 @@ class Rehearsed:
 def rehearsed(
     recipe: Recipe,
     ground: PlanBase,
-    held: Sequence[Process],
+    held: Sequence[DryRunModel],
     logit_weight: float | None = None,
     *,
     as_held: bool = False,
 ) -> Rehearsed:
-    """The memory of the peak micro-batch on ranks like ``held``, or why it is not known.
-
-    Which micro-batch needs the most depends on the cost of a trained position relative to a token;
-    if that is not known yet, the micro-batch with the most tokens is used to find it. ``as_held``:
-    whether the recipe is that of ``held``, so that their dry-run models need not be built again.
-    """
-    machine, skeletons = ground.machine, {process.place: process.skeleton for process in held}
+    """The memory of the peak micro-batch on ranks like ``held``, or why it is not known. Which one
+    that is depends on the cost of a trained position relative to a token; unless that is known, the
+    micro-batch with the most tokens is used to find it. ``as_held``: whether the recipe is that of
+    ``held``, so that their dry-run models need not be built again."""
+    machine, skeletons = ground.machine, {one.setting.place: one for one in held}
     gathers = _gathers_bf16(recipe, machine)
     setting = replace(setting_of(recipe, machine), gathered=torch.bfloat16 if gathers else None)
     batch = _batch(recipe, ground, logit_weight or 0.0)
@@ -214,9 +190,8 @@ def _run(
 
 
 def dry_run_window(skeleton: DryRunModel, batch: Batch, count: int) -> Pass:
-    """The memory of a step of ``count`` micro-batches, each of them ``batch``: that of one of
-    them, if they do not overlap in a pipeline. Raises ``NotRehearsedError``.
-    """
+    """The memory of a step of ``count`` micro-batches, each of them ``batch``: that of one of them,
+    if they do not overlap in a pipeline. Raises ``NotRehearsedError``."""
     own = skeleton.share
     if own is None:
         return dry_run_batch(skeleton, batch)
@@ -241,20 +216,20 @@ def _batch(recipe: Recipe, ground: PlanBase, logit_weight: float) -> Batch:
 
 
 def memory_of(
-    recipe: Recipe, machine: Machine, held: Sequence[Process], passes: Mapping[int, Pass]
-) -> tuple[Process, Memory]:
+    recipe: Recipe, machine: Machine, held: Sequence[DryRunModel], passes: Mapping[int, Pass]
+) -> tuple[DryRunModel, Memory]:
     """The rank of ``held`` that needs most, and its memory."""
     mesh = mesh_of(recipe, machine)
     per_pass = recipe.train.micro_batch_size * mesh.num_data_ranks
     found = [
         memory(
-            process.weights,
-            passes[process.place],
+            skeleton.weights,
+            passes[skeleton.setting.place],
             mesh,
             compute_size=2 if _gathers_bf16(recipe, machine) else 0,
             accumulates=recipe.train.global_batch_size > per_pass,
         )
-        for process in held
+        for skeleton in held
     ]
     return max(zip(held, found, strict=True), key=lambda pair: pair[1].peak)
 

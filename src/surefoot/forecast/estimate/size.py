@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ...checkpoint.disk.dcp_metadata import explained
-from ...checkpoint.disk.manifest import MANIFEST, Manifest, Piece, dump
+from ...checkpoint.disk.manifest import dump
 from ...checkpoint.disk.retention import RetentionPolicy, decide
 from ...checkpoint.saving.job import Job
+from ...checkpoint.saving.joint import Written
+from ...checkpoint.saving.writing import manifest_of, note
 from ...checkpoint.state.roles import FileRole
 
 NO_HASH = "0" * 32
@@ -30,13 +31,8 @@ class CheckpointSize:
 
 
 def checkpoint_size(job: Job, frozen: Iterable[str], log: int = 0) -> CheckpointSize:
-    """The size of the checkpoint that ``job`` would write.
-
-    Args:
-        job: what to write; of its tensors only dtype and shape count.
-        frozen: the weights that no optimizer updates.
-        log: bytes of the history of the run at its end.
-    """
+    """The size of the checkpoint that ``job`` would write; ``frozen`` are the weights that no
+    optimizer updates, ``log`` the bytes of the history of the run at its end."""
     weights, optimizer, rest = 0, 0, 0
     still, unchanging = set(frozen), 0
     for shard in job.shards:
@@ -47,54 +43,22 @@ def checkpoint_size(job: Job, frozen: Iterable[str], log: int = 0) -> Checkpoint
         if role.is_weights and shard.plan.header.entries.keys() <= still:
             unchanging += num_bytes
     small = sum(map(len, job.small.values())) + len(_manifest(job)) + log
-    return CheckpointSize(
-        weights,
-        optimizer,
-        rest + small,
-        unchanging if job.share else 0,
-    )
+    return CheckpointSize(weights, optimizer, rest + small, unchanging if job.share else 0)
 
 
 def _manifest(job: Job) -> bytes:
     """The manifest as it will be, but for the values of hashes."""
-    names = [shard.plan.name for shard in job.shards]
-    files = {shard.plan.name: shard.plan.header.file_size for shard in job.shards}
-    files |= {name: len(data) for name, data in job.small.items() if name != MANIFEST}
-    pieces = [
-        Piece(
-            tensor=f"{shard.role}/{name}",
-            dtype=shard.plan.header.entries[name].dtype,
-            shape=shape,
-            box=box,
-            file=shard.plan.name,
-            key=name,
-            hash=NO_HASH,
-        )
-        for shard in job.shards
-        for name, (shape, box) in explained(shard.plan.header).items()
-    ]
-    return dump(
-        Manifest(
-            step=job.step,
-            kind=job.kind,
-            created=job.created,
-            versions=job.versions,
-            files=files,
-            hashes=dict.fromkeys([*names, *job.small], NO_HASH),
-            pieces=pieces,
-            parent=job.parent,
-            layout=job.layout,
-            world_size=job.world_size,
-            mesh=job.mesh,
-        )
-    )
+    written = Written()
+    for shard in job.shards:
+        note(written, shard, dict.fromkeys(shard.plan.header.entries, NO_HASH))
+    written.files |= {name: len(data) for name, data in job.small.items()}
+    written.hashes |= dict.fromkeys(job.small, NO_HASH)
+    return dump(manifest_of(job, written))
 
 
 def snapshot_size(size: CheckpointSize, num_processes: int, *, is_adapter: bool) -> int:
     """Shared memory of the rank with the largest snapshot: its own part of an asynchronous save.
-
-    Rank 0 writes a complete adapter, and all small files.
-    """
+    Rank 0 writes a complete adapter, and all small files."""
     share = size.optimizer + (0 if is_adapter else size.weights)
     return -(-share // num_processes) + (size.weights if is_adapter else 0)
 
@@ -113,10 +77,8 @@ def saved_steps(
 
 def most_at_once(saves: Sequence[int], rule: RetentionPolicy, num_best: int) -> int:
     """The number of checkpoints on the disk at the worst moment, including the one being written.
-
     The best ones (``num_best``) may be older than those that are kept for another reason. Ages
-    (``keep_hours``) are not known: all count as young.
-    """
+    (``keep_hours``) are not known: all count as young."""
     if rule.keep is None:
         return len(saves)
     kept: Mapping[int, float | None] = {}

@@ -1,6 +1,4 @@
-"""The pipeline stages of one rank, and their input: no other rank sends it, so it is created
-here.
-"""
+"""The pipeline stages of one rank, and their input, which no other rank sends."""
 
 from __future__ import annotations
 
@@ -59,11 +57,8 @@ def share(
     num_parts: int,
     dtype: torch.dtype | None,
 ) -> StageShare:
-    """Keep only the stages of the rank ``place`` of ``size`` in ``inner``.
-
-    ``dtype`` is that of gathered weights, if they are gathered. Raises ``RecipeError`` if the model
-    cannot be split between its layers.
-    """
+    """Keep only the stages of the rank ``place`` of ``size`` in ``inner``. ``dtype`` is that of
+    gathered weights, if they are gathered. Raises ``RecipeError`` if the model cannot be split."""
     num_stages = size * num_parts
     division = plan_pipeline_stages(inner, weights, num_stages)
     embedding = inner.get_input_embeddings().weight

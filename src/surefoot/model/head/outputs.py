@@ -65,7 +65,6 @@ def compute(
     model: nn.Module,
     batch: Batch,
     spec: OutputSpec,
-    at: TrainedPositions | None = None,
     *,
     hidden: torch.Tensor | None = None,
     vocabulary: Vocabulary | None = None,
@@ -78,7 +77,6 @@ def compute(
         model: the full model, or the last stage of a pipeline.
         batch: on its device.
         spec: which outputs, and where.
-        at: the trained positions of ``batch``, if they are already known.
         hidden: the input in place of embedded tokens, if it is the last stage of a pipeline.
         vocabulary: of a head that leaves only a shard of the logits on this rank.
         head: the model's, if it is complete and can return more than logits.
@@ -86,8 +84,7 @@ def compute(
 
     Raises ``ModelError`` if the model has no head for the values of ``spec``.
     """
-    if at is None:
-        at = ends(batch) if spec.at == "ends" else batch.at or trained_positions(batch)
+    at = ends(batch) if spec.at == "ends" else batch.at or trained_positions(batch)
 
     def run() -> torch.Tensor:
         found: torch.Tensor = model(

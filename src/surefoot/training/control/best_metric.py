@@ -13,13 +13,8 @@ from ..section import TrainSection
 def record_evaluation(
     section: TrainSection, callbacks: Callbacks, metrics: Mapping[str, float]
 ) -> None:
-    """Log ``metrics``, update the best step, call the callbacks.
-
-    With ``load_best_model_at_end`` a new best is always saved, so that it can be loaded.
-
-    Raises:
-        RunError: ``metric_for_best_model`` is not among the metrics.
-    """
+    """Log ``metrics``, update the best step, call the callbacks. With ``load_best_model_at_end`` a
+    new best is always saved. Raises ``RunError`` if ``metric_for_best_model`` is not among them."""
     state, control = callbacks.state, callbacks.control
     record = {"step": state.global_step, "epoch": state.epoch, **metrics}
     state.log_history.append(record)

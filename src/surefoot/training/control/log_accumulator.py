@@ -1,6 +1,4 @@
-"""Log accumulator: the metrics between two logs. Sums are in TrainerState, so that a log after a
-resume is correct.
-"""
+"""The metrics between two logs; their sums are in TrainerState, so that a resume keeps them."""
 
 from __future__ import annotations
 

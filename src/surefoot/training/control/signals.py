@@ -1,6 +1,4 @@
-"""Graceful shutdown: the first SIGTERM or SIGINT makes the loop finish its step, save and exit;
-a second one exits immediately.
-"""
+"""Graceful shutdown: the first SIGTERM or SIGINT ends the run after its step, the next at once."""
 
 from __future__ import annotations
 
@@ -8,17 +6,14 @@ import logging
 import os
 import signal
 import threading
-from types import FrameType, TracebackType
+from types import FrameType
 
 logger = logging.getLogger(__name__)
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class StopSignal:
-    """A context in which a signal becomes a request; ``received`` is its name, or None.
-
-    It may be nested.
-    """
+    """A context in which a signal becomes a request, named ``received``. It may be nested."""
 
     def __init__(self) -> None:
         self.received: signal.Signals | None = None
@@ -32,12 +27,7 @@ class StopSignal:
         self._depth += 1
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._depth -= 1
         if self._depth:
             return

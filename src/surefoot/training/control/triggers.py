@@ -1,6 +1,4 @@
-"""Interval triggers: when to log, evaluate and save: by steps, by minutes, at the end of an
-epoch, or any of these.
-"""
+"""Interval triggers: when to log, evaluate and save: by steps, minutes, or epochs."""
 
 from __future__ import annotations
 
@@ -35,9 +33,7 @@ class Trigger:
 
 @dataclass
 class IntervalCallback(TrainerCallback):
-    """Sets the flags of the loop when its triggers are due; at the last step, all that are in
-    use.
-    """
+    """Sets the flags of the loop when its triggers are due; at the last step, all in use."""
 
     log: Trigger
     evaluate: Trigger
@@ -50,14 +46,12 @@ class IntervalCallback(TrainerCallback):
         control.should_save |= self.save.is_due(state.global_step)
         if state.global_step >= state.max_steps:
             control.should_log = control.should_save = True
-            control.should_evaluate |= self._evaluates()
+            trigger = self.evaluate
+            is_used = trigger.steps is not None or trigger.minutes is not None or trigger.epoch
+            control.should_evaluate |= is_used
 
     def on_epoch_end(self, args: Context, state: TrainerState, control: TrainerControl) -> None:
         """By epoch."""
         control.should_log |= self.log.epoch
         control.should_evaluate |= self.evaluate.epoch
         control.should_save |= self.save.epoch
-
-    def _evaluates(self) -> bool:
-        trigger = self.evaluate
-        return trigger.steps is not None or trigger.minutes is not None or trigger.epoch

@@ -10,10 +10,8 @@ from ...batch import IGNORE_INDEX, Batch, Loss, Outputs
 
 def negative_log_likelihood(outputs: Outputs, batch: Batch) -> Loss:
     """Cross entropy of the labels, summed over trained positions, in nats: ``-sum log p(label)``.
-
     With label smoothing (arXiv:1512.00567) it is that of smoothed labels, and ``nll`` that of the
-    labels themselves. ``token_accuracy`` counts correct predictions, if these were computed.
-    """
+    labels themselves. ``token_accuracy`` counts correct predictions, if these were computed."""
     assert outputs.total is not None
     is_trained = batch.labels[:, 1:] != IGNORE_INDEX
     metrics = {}

@@ -16,10 +16,8 @@ if TYPE_CHECKING:
 def sums_of_answers(
     logps_N: torch.Tensor, answer_N: torch.Tensor, num_answers: int
 ) -> torch.Tensor:
-    """[responses] log-probability of each response, from the response of each position.
-
-    Computed by sums of rows, because scatter-add has no fixed order on a GPU.
-    """
+    """[responses] log-probability of each response, from the response of each position, by sums of
+    rows: scatter-add has no fixed order on a GPU."""
     import torch
 
     answers_A = torch.arange(num_answers, device=answer_N.device)
@@ -45,16 +43,13 @@ def hinge(margins_P: torch.Tensor, beta: float) -> torch.Tensor:
 
 
 def ipo(margins_P: torch.Tensor, beta: float) -> torch.Tensor:
-    """IPO (arXiv:2310.12036): ``(margin - 1 / (2 beta))^2``, of margins per token, as its
-    authors later defined it.
-    """
+    """IPO (arXiv:2310.12036): ``(margin - 1 / (2 beta))^2``, of margins per token, as redefined."""
     return (margins_P - 1 / (2 * beta)) ** 2
 
 
 def orpo(chosen_P: torch.Tensor, rejected_P: torch.Tensor, beta: float) -> torch.Tensor:
     """ORPO (arXiv:2403.07691): likelihood of the chosen response, and ``beta`` times
-    ``-log sigmoid`` of the log odds ratio.
-    """
+    ``-log sigmoid`` of the log odds ratio."""
     import torch.nn.functional as F
 
     log_odds_P = chosen_P - rejected_P - (_log_complement(chosen_P) - _log_complement(rejected_P))

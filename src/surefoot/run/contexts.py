@@ -1,0 +1,41 @@
+"""What the stage of a recipe computes with before it trains, and how its policy is measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ..data.text.codec import Codec
+from ..model.seeding import derive
+from ..network.network import Network
+from ..parallel.world import World
+from ..recipe.recipe import Recipe
+from ..training.context import NetworkContext, collate_of
+from ..training.evaluation import Evaluation
+from ..training.stage import POLICY
+from ..training.windows import Place
+
+
+def context_of(
+    recipe: Recipe, codec: Codec, networks: Mapping[str, Network], world: World, seed: int
+) -> NetworkContext:
+    """The context of the recipe's stage over ``networks``, by role."""
+    size, packing = recipe.train.micro_batch_size, recipe.data.packing
+    return NetworkContext(codec, recipe.stage, networks, size, packing, world, seed)
+
+
+def build_evaluation(recipe: Recipe, codec: Codec, policy: Network, world: World) -> Evaluation:
+    """How the policy is measured; training computes and collates its windows alike."""
+    section, stage = recipe.train, recipe.stage
+
+    def context(place: Place) -> NetworkContext:
+        return context_of(recipe, codec, {POLICY: policy}, world, derive(section.seed, *place))
+
+    return Evaluation(
+        stage,
+        policy,
+        context,
+        collate_of(stage, policy.sharing, packing=recipe.data.packing),
+        section.micro_batch_size,
+        section.global_batch_size,
+        world,
+    )
