@@ -8,6 +8,7 @@ from click.testing import CliRunner
 import surefoot
 from folders import save_data, save_model, save_recipe
 from project import Project, metrics
+from stage_data import written
 from surefoot.cli.main import main
 from surefoot.inference.model_loading import open_start
 
@@ -189,7 +190,6 @@ def test_what_the_reference_computes_is_kept_for_the_next_evaluation(tmp_path, m
         train={"max_steps": 1},
         generate={"max_new_tokens": 1},
     )
-    surefoot.train(made.recipe)
     opened = []
 
     def counted(recipe, **options):
@@ -197,6 +197,20 @@ def test_what_the_reference_computes_is_kept_for_the_next_evaluation(tmp_path, m
         return open_start(recipe, **options)
 
     monkeypatch.setattr("surefoot.inference.auxiliary_outputs.open_start", counted)
+    assert "no trained model yet" in run(made.recipe).stderr
+    assert not opened, "the reference was asked before a model was found"
+    surefoot.train(made.recipe)
     first, again = (json.loads(run(made.recipe, "--json").stdout) for _ in range(2))
     assert opened == [str(tmp_path / "model")]
     assert first == again
+
+
+def test_of_rollouts_every_metric_is_shown(tmp_path):
+    sections = {"data": {"datasets": ["sums"], "val_size": 4}, "train": {"max_steps": 1}}
+    made = Project(tmp_path, stage=written("grpo"), generate={"max_new_tokens": 2}, **sections)
+    surefoot.train(made.recipe)
+    figures = json.loads(run(made.recipe, "--json").stdout)
+    shown = run(made.recipe).stdout
+    for metric in ("loss", "reward", "reward_std", "completion_length", "completions_clipped"):
+        assert f"│ {metric.replace('_', ' ')} " in shown
+        assert f"{figures[metric]:.4f}" in shown

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from ..inference.run_evaluation import EvaluationReport
 
 UNSHOWN = ("rewards/chosen", "rewards/rejected", "logps/chosen", "logps/rejected", "sft_loss")
+MOST_COLUMNS = 5  # of metrics; with more, a row each
 
 
 @click.command("eval")
@@ -95,14 +96,19 @@ def _print(report: EvaluationReport, written: Path | None) -> None:
 
     console = Console(highlight=False)
     results = report.results
-    table = Table("dataset", title=f"{report.model} on held-out data", title_justify="left")
     metrics = [name for name in results[0].metrics if name not in UNSHOWN]
-    for column in ("examples", *metrics):
-        heading = column.removeprefix("rewards/").replace("_", " ")
-        table.add_column(heading, justify="right")
+    headings = [name.removeprefix("rewards/").replace("_", " ") for name in metrics]
+    lines = [["dataset", "examples", *headings]]
     for result in results:
         values = (f"{result.metrics.get(metric, math.nan):.4f}" for metric in metrics)
-        table.add_row(result.name, f"{result.num_examples:,}", *values)
+        lines.append([result.name, f"{result.num_examples:,}", *values])
+    if len(metrics) > MOST_COLUMNS:
+        lines = [list(row) for row in zip(*lines, strict=True)]
+    table = Table(title=f"{report.model} on held-out data", title_justify="left")
+    for number, heading in enumerate(lines[0]):
+        table.add_column(heading, justify="right" if number else "left")
+    for line in lines[1:]:
+        table.add_row(*line)
     console.print(table)
     for result in results if len(results) > 1 else ():
         if result.answers:

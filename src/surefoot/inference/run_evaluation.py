@@ -20,7 +20,7 @@ from .auxiliary_outputs import auxiliary_columns
 from .evaluation import adopt, measure, num_batches
 from .held_out_set import HeldOut, held_out
 from .model_loading import LoadedModel, open_model, open_start
-from .model_location import locate
+from .model_location import ModelLocation, locate
 from .prediction import Progress
 from .responses import Generation, generations
 
@@ -121,26 +121,29 @@ def evaluate_run(
     same on all ranks. ``base`` is that of an adapter, if it moved. Raises ``CheckpointError``,
     ``DataError``, ``ModelError`` or ``RecipeError`` if there is no such model, or nothing to
     evaluate it on."""
+    with world.main_first():  # which downloads what is elsewhere
+        located = None if model == BASE else locate(_path(recipe.train.output_dir, model))
     columns = auxiliary_columns(
         recipe, dataset=dataset, limit=limit, world=world, parallel=parallel
     )
-    opened, name = _open(recipe, model, base, world, parallel)
-    opened = adopt(opened, recipe)
+    opened = adopt(_open(recipe, located, base, world, parallel), recipe)
     with world.main_first():  # which fills the cache
         parts = held_out(recipe, opened.codec, dataset=dataset, limit=limit)
     results = [_evaluate(opened, recipe, part, columns.get(part.name), progress) for part in parts]
-    return EvaluationReport(name, results)
+    return EvaluationReport(BASE if located is None else located.folder.name, results)
 
 
 def _open(
-    recipe: Recipe, model: str | None, base: str | None, world: World, parallel: ParallelSection
-) -> tuple[LoadedModel, str]:
-    """The model to evaluate, and a short name for it."""
-    if model == BASE:
-        return open_start(recipe, world=world, parallel=parallel), BASE
-    with world.main_first():  # which downloads what is elsewhere
-        located = locate(_path(recipe.train.output_dir, model))
-    opened = open_model(
+    recipe: Recipe,
+    located: ModelLocation | None,
+    base: str | None,
+    world: World,
+    parallel: ParallelSection,
+) -> LoadedModel:
+    """The model to evaluate; without a location, the one before training."""
+    if located is None:
+        return open_start(recipe, world=world, parallel=parallel)
+    return open_model(
         located.folder,
         base=base,
         dtype=recipe.model.dtype,
@@ -148,7 +151,6 @@ def _open(
         world=world,
         parallel=parallel,
     )
-    return opened, located.folder.name
 
 
 def _path(run: Address | Path, model: str | None) -> str:
