@@ -13,9 +13,8 @@ from typing import ClassVar
 
 import numpy as np
 
-from ..data_order import Index, draw, permutation
+from ..data_order import Description, Index, draw, permutation
 from ..store.stream import ExampleStream
-from .example_order import Description
 
 EPOCHS = 1 << 40  # streams of random numbers of one epoch
 

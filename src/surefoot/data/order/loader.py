@@ -15,17 +15,22 @@ from typing import overload
 
 from ...batch import Features, Window
 from ...errors import DataError
-from ..data_order import Index
-from .example_order import Description, EncodedExamples, Order
+from ..data_order import Description, Index
+from ..store.dataset import EncodedDataset
+from ..store.stream import ExampleStream
+from .block_shuffle import BlockShuffle
+from .full_shuffle import FullShuffle
 from .micro_batches import Batching
 from .prefetch import Prefetch
+
+Order = FullShuffle | BlockShuffle  # of the examples of each epoch: positions count from 0 in each
 
 
 @dataclass(frozen=True, eq=False)
 class WindowExamples(Sequence[Features]):
     """The examples of one global window; each is read from its store when it is used."""
 
-    source: EncodedExamples
+    source: EncodedDataset | ExampleStream
     items: Index
 
     def __len__(self) -> int:

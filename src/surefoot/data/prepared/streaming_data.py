@@ -19,7 +19,7 @@ from ..store.dataset import EncodedDataset, join
 from ..store.encoder import Encode
 from ..store.shards import ROWS, encode_shards
 from ..store.stream import ExampleStream, StreamedDataset
-from .encoded_data import entries_of, key_of, prepare_evals
+from .encoded_data import EncodedData, entries_of, key_of, prepare_evals
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,9 @@ class StreamingData:
             "data.streaming: outputs of a model cannot be computed ahead for examples that are "
             "still being encoded; set data.streaming to false"
         )
+
+
+TrainingData = EncodedData | StreamingData  # encoded before the first step, or while it trains
 
 
 def open_stream(
