@@ -273,9 +273,7 @@ def _inner(model: nn.Module) -> PreTrainedModel:
 
 @contextmanager
 def _alone(model: PreTrainedModel, config: GenerationConfig) -> Iterator[None]:
-    """Generate by ``config`` alone: transformers would fill missing settings from the model's
-    own.
-    """
+    """Generate by ``config`` alone, without settings of the model's own."""
     own, model.generation_config = model.generation_config, config
     try:
         yield

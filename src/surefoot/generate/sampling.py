@@ -33,7 +33,5 @@ def generation_config(
 
 
 def padding(stop_token_ids: Sequence[int]) -> int:
-    """The padding id of a batch: masked before a prompt, removed after a response; any id is
-    valid.
-    """
+    """The padding id of a batch: masked before a prompt, removed after a response."""
     return stop_token_ids[0] if stop_token_ids else 0

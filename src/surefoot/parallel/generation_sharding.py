@@ -32,9 +32,8 @@ _SHARDS = "dp_shard"
 
 
 def with_replicas(section: ParallelSection, count: int | None = None) -> ParallelSection:
-    """``section`` for ``world_size`` ranks, all that a launcher has started if not given: the
-    ranks that ``tp`` and ``dp_shard`` leave hold replicas of the model.
-    """
+    """``section`` for ``count`` ranks, by default all that a launcher has started: those that
+    ``tp`` and ``dp_shard`` leave hold replicas of the model."""
     count = count or (launched() or (0, 1, 0))[1]
     shards = section.dp_shard or 1
     copies = section.dp_replicate

@@ -1,6 +1,4 @@
-"""The process group of a run, as one rank sees it: which rank it is, and how the ranks
-communicate.
-"""
+"""The process group of a run, as one rank sees it: its place, and how ranks communicate."""
 
 from __future__ import annotations
 
@@ -82,15 +80,12 @@ class World:
 
     @property
     def draws(self) -> tuple[int, ...]:
-        """Numbers for seeds: dropout differs between shares of the examples, and between layers,
-        but not along ``tp``.
-        """
+        """For seeds: dropout differs between shares of the examples and stages, not on ``tp``."""
         return (self.data_rank, self.pp_rank) if self.pp_rank else (self.data_rank,)
 
     def sums(self, values: Sequence[float]) -> list[float]:
-        """Each value summed in float64 over the shares of the examples: ranks with the same
-        share have the same value, which counts once.
-        """
+        """Each value summed in float64 over the shares of the examples: ranks with the same share
+        have the same value, which counts once."""
         found = self.summed(torch.tensor(values, dtype=torch.float64))
         return cast("list[float]", found.tolist())
 
@@ -104,9 +99,7 @@ class World:
         return self._reduced(values, dist.ReduceOp.SUM)
 
     def largest(self, values: Sequence[float]) -> list[float]:
-        """The maximum of each value over all ranks. They communicate on the host, while devices
-        compute.
-        """
+        """The maximum of each value over all ranks, found on the host, while devices compute."""
         found = self._reduced(torch.tensor(values, dtype=torch.float64), dist.ReduceOp.MAX)
         return cast("list[float]", found.tolist())
 
@@ -223,9 +216,8 @@ def joined(section: ParallelSection) -> Iterator[World]:
 def explain_peer_loss(
     rank: int, received: Callable[[], signal.Signals | None] = lambda: None
 ) -> Iterator[None]:
-    """Convert torch's error about a lost rank to a ``LostPeerError``, which knows whether a
-    signal was ``received`` meanwhile.
-    """
+    """Convert torch's error about a lost rank to a ``LostPeerError``, which knows whether a signal
+    was ``received`` meanwhile."""
     try:
         yield
     except RuntimeError as error:

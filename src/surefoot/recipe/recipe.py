@@ -60,8 +60,7 @@ class Recipe:
 def load(path: Path, overrides: Overrides = ()) -> Recipe:
     """Read the recipe file ``path``, with ``overrides`` applied.
 
-    Raises:
-        RecipeError: with all validation errors, each with file, line and column.
+    Raises ``RecipeError``: with all validation errors, each with file, line and column.
     """
     document = parse(read_text(path), str(path))
     return _build(override(Recipe, document, overrides), path.parent)
@@ -77,8 +76,7 @@ def read(
         overrides: settings with precedence over ``data``; see ``recipe.overrides``.
         base: the folder that paths are relative to.
 
-    Raises:
-        RecipeError: with all validation errors.
+    Raises ``RecipeError``: with all validation errors.
     """
     return _build(override(Recipe, Document(data), overrides), base)
 

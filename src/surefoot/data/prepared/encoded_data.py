@@ -74,8 +74,7 @@ def prepare(
         fingerprint: of all inputs of ``encode`` except ``section``: tokenizer, template, stage.
         seed: determines which rows ``val_size`` holds out.
 
-    Raises:
-        DataError: something is missing or broken, or has no trained tokens.
+    Raises ``DataError``: something is missing or broken, or has no trained tokens.
     """
     entries = entries_of(section)
     loaded = {entry.name: _load(entry, section, encode, fingerprint) for entry in entries}

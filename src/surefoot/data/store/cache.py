@@ -141,9 +141,7 @@ class _Written(NamedTuple):
 
 
 class _Column:
-    """One feature's tokens or bytes, written at once, and their offsets, kept in memory until
-    the end.
-    """
+    """One feature's tokens or bytes, written at once; their offsets are written at the end."""
 
     def __init__(self, folder: Path, name: str, suffix: str) -> None:
         self._folder, self._name, self._suffix = folder, name, suffix

@@ -194,17 +194,13 @@ class Tokenization:
         return Tokens(ids, offsets)
 
     def _parts(self, marked: str) -> Iterator[tuple[str, bool]]:
-        """The parts of a marked text, and whether each is to stay plain; without marks and empty
-        parts.
-        """
+        """The parts of a marked text that are not empty, and whether each is to stay plain."""
         for i, part in enumerate(self._marks.split(marked)):
             if part:
                 yield part, i % 2 == 1
 
     def _after(self, text: str, plain: bool) -> Tokens:
-        """Encode after a letter whose tokens are then removed, so that no space is added in
-        front.
-        """
+        """Encode after a letter, whose tokens are then removed: no space is added in front."""
         rust = self._without_tokens if plain else self._rust
         for guard in GUARDS:
             alone = rust.encode(guard, add_special_tokens=False).ids
@@ -218,9 +214,7 @@ class Tokenization:
         return self._checked(text, plain, rust.encode(text, add_special_tokens=False), 0)
 
     def _checked(self, text: str, plain: bool, found: Encoding, skip: int) -> Tokens:
-        """The ids after the first ``skip`` tokens, those of one letter; no control token if
-        ``plain``.
-        """
+        """The ids after the ``skip`` tokens of one letter; no control token if ``plain``."""
         ids = found.ids[skip:]
         if plain and self._control_ids.intersection(ids):
             raise TemplateError(f"this tokenizer cannot encode {text!r} as plain text")

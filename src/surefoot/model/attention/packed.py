@@ -34,9 +34,8 @@ _FIRST, _PAIR = 4, (2, 3, 4)
 def _mask(
     query_HTE: torch.Tensor, key_HTE: torch.Tensor, window: int | None
 ) -> torch.Tensor | None:
-    """Boolean causal mask [queries, keys], or None if torch's own is the same. Queries are at
-    the end of the keys; with a sliding window they attend only to the last keys before them.
-    """
+    """Boolean causal mask [queries, keys], or None if torch's own is the same. Queries are at the
+    end of the keys; with a sliding window they attend only to the last keys before them."""
     count, length = query_HTE.shape[-2], key_HTE.shape[-2]
     if count == length and (window is None or length <= window):
         return None
@@ -84,9 +83,7 @@ def _eager(
     window: int | None,
     softcap: float | None,
 ) -> torch.Tensor:
-    """The same without a fused kernel: softmax(q kᵀ · scaling) v, scores capped as tanh(s / cap)
-    · cap.
-    """
+    """Without a fused kernel: softmax(q kᵀ · scaling) v, scores capped as tanh(s / cap) · cap."""
     groups = query_HTE.shape[1] // key_HTE.shape[1]
     key, value = (t.repeat_interleave(groups, dim=1) for t in (key_HTE, value_HTE))
     scale = query_HTE.shape[-1] ** -0.5 if scaling is None else scaling
@@ -117,9 +114,7 @@ class Bounds:
 
     @property
     def parts(self) -> Sequence[Sequence[int]]:
-        """For each document, the tokens of prompt, first and second response. A document without
-        branches is all prompt.
-        """
+        """For each document, the tokens of prompt, first and second response; one is all prompt."""
         return self.branches or [(b - a, 0, 0) for a, b in pairwise(self.values)]
 
     @property
@@ -208,8 +203,7 @@ def use_packed(model: PreTrainedModel) -> bool:
     """Switch ``model`` to packed rows, and check that documents are isolated. Returns whether two
     responses may share a prompt.
 
-    Raises:
-        ModelError: attention of the architecture leaks between documents.
+    Raises ``ModelError``: attention of the architecture leaks between documents.
     """
     switch_to_packed(model)
     was_training = model.training
@@ -221,9 +215,7 @@ def use_packed(model: PreTrainedModel) -> bool:
 
 
 def switch_to_packed(model: PreTrainedModel) -> None:
-    """Make ``model`` use this module's attention function for packed rows, if there is one for
-    its kernel.
-    """
+    """Make ``model`` use this module's attention for packed rows, if its kernel has one."""
     kernel = model.config._attn_implementation
     if kernel in KERNELS:
         model.set_attn_implementation(PREFIX + kernel)
@@ -238,9 +230,7 @@ def uses_document_attention(model: PreTrainedModel) -> bool:
 def packed_arguments(
     model: PreTrainedModel, cu_seqlens: torch.Tensor, branches: torch.Tensor | None = None
 ) -> dict[str, object]:
-    """The arguments of ``model`` for a packed row with these document bounds and branches
-    (int32, on the CPU).
-    """
+    """The arguments of ``model`` for a packed row with these bounds and branches, on the CPU."""
     bounds = cu_seqlens.tolist()
     if uses_document_attention(model):
         return {"document_bounds": Bounds(bounds, None if branches is None else branches.tolist())}
@@ -261,9 +251,8 @@ def packed_arguments(
 
 @contextlib.contextmanager
 def maskless(model: PreTrainedModel, length: int) -> Iterator[dict[str, object]]:
-    """The arguments of ``model`` for a row that is one document, so that no mask is built for
-    it: building a mask reads values, which a model on the meta device does not have.
-    """
+    """The arguments of ``model`` for a row that is one document, so that no mask is built: building
+    it reads values, which a model on the meta device does not have."""
     before = model.config._attn_implementation
     if not before.startswith(PREFIX):
         switch_to_packed(model)
@@ -302,8 +291,7 @@ def check_document_isolation(model: PreTrainedModel, run: Callable[[Batch], torc
 
 def _row(vocabulary: int, start: int, *, shares: bool) -> Batch:
     """A document that begins with the token ``start``; a prompt and two responses, with labels,
-    that share the prompt; the same as two documents.
-    """
+    that share the prompt; the same as two documents."""
     tokens = torch.arange(_FIRST + sum(_PAIR))
     first, prompt, one, two = torch.split(tokens, [_FIRST, *_PAIR])
     both = [torch.cat([prompt, one]), torch.cat([prompt, two])]
@@ -336,8 +324,6 @@ def _trained_logits(model: PreTrainedModel, batch: Batch) -> torch.Tensor:
 
 
 def _is_close(first: torch.Tensor, second: torch.Tensor, share: float) -> bool:
-    """Whether two results differ only as much as sums in another order do, by a ``share`` of the
-    largest value: experts multiply as many tokens at once as are routed to them, from all
-    documents.
-    """
+    """Whether two results differ only as sums in another order do, by a ``share`` of the largest:
+    experts multiply as many tokens at once as are routed to them, from all documents."""
     return float((first - second).abs().max()) <= share * float(first.abs().max())

@@ -60,8 +60,7 @@ def row_of(
 
 
 def choose(row: Row, kernels: Mapping[str, RowKernel] | None = None) -> str:
-    """The name of the first kernel in order of preference that passes the self-check on ``row``;
-    logged."""
+    """The name of the first kernel in order of preference that passes the self-check on ``row``."""
     kernels = candidates(row.device) if kernels is None else kernels
     chosen = _first_correct(row, kernels) if kernels else None
     logger.info("packed attention: %s", chosen or f"{BY_DOCUMENT}, one call per document")

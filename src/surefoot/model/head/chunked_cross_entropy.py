@@ -54,8 +54,7 @@ class Head:
         self, hidden_CD: torch.Tensor, labels_C: torch.Tensor, smoothing: float, learns: bool
     ) -> logit_gradients.ChunkGradients:
         """Log-probabilities and logit gradients of one chunk; gradients only if anything
-        ``learns``.
-        """
+        ``learns``."""
         logits_CV = self.linear(hidden_CD)
         return logit_gradients.torch_logit_gradients(
             logits_CV, labels_C, self.softcap, smoothing, learns
@@ -79,9 +78,7 @@ class Scores:
 def totals(
     head: Head, hidden_ND: torch.Tensor, labels_N: torch.Tensor, smoothing: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The sum of the smoothed labels' log-probabilities, and that of the labels themselves,
-    which has no gradient.
-    """
+    """The sums of the log-probabilities of smoothed labels, and of labels (without gradient)."""
     found = _Totals.apply(hidden_ND, head.weight, head.bias, labels_N, head, smoothing)  # type: ignore[no-untyped-call]
     return cast(tuple[torch.Tensor, torch.Tensor], found)
 
@@ -137,10 +134,9 @@ class _Totals(torch.autograd.Function):
 
 
 class _ChunkedLogps(torch.autograd.Function):
-    """The logit gradients of each position are known up to its own factor. The gradients of
-    hidden states can be scaled later. Those of the matrix are sums over positions, so the
-    backward pass recomputes them.
-    """
+    """The logit gradients of each position are known up to its own factor, by which those of hidden
+    states are scaled later. Those of the matrix are sums over positions: the backward pass
+    recomputes them."""
 
     @staticmethod
     def forward(
@@ -187,9 +183,7 @@ class _ChunkedLogps(torch.autograd.Function):
 
 
 class _Scores(torch.autograd.Function):
-    """d logp = onehot - p, d mean = 1 / V - p and d entropy = -p (log p + entropy), times the
-    incoming gradient.
-    """
+    """Gradients: logp: onehot - p, mean: 1 / V - p, entropy: -p (log p + entropy)."""
 
     @staticmethod
     def forward(

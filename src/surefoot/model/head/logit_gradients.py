@@ -28,9 +28,7 @@ def capped(logits_CV: torch.Tensor, softcap: float | None) -> torch.Tensor:
 def uncapped(
     slopes_CV: torch.Tensor, logits_CV: torch.Tensor, softcap: float | None
 ) -> torch.Tensor:
-    """Gradients before the cap from those after it: d(cap tanh(x / cap))/dx = 1 - tanh^2(x /
-    cap).
-    """
+    """Gradients before the cap from those after: d(cap tanh(x / cap))/dx = 1 - tanh^2(x / cap)."""
     return slopes_CV if softcap is None else slopes_CV * (1 - (logits_CV / softcap).square())
 
 

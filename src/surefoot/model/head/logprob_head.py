@@ -31,9 +31,7 @@ _SOFTCAP = "final_logit_softcapping"
 
 @dataclass(frozen=True)
 class LogprobHead:
-    """A head that can return log-probabilities. The model itself must not cap its logits
-    meanwhile.
-    """
+    """A head that returns log-probabilities; the model itself must not cap its logits meanwhile."""
 
     linear: nn.Linear
     config: PretrainedConfig
@@ -143,9 +141,8 @@ def _answering(head: LogprobHead, answer: Callable[[torch.Tensor], torch.Tensor]
 
 @torch.no_grad()
 def logprob_head_of(model: PreTrainedModel) -> LogprobHead | None:
-    """The head of ``model``, if it can be replaced: a plain matrix, whose result the model
-    returns unchanged. Runs the model on two tokens.
-    """
+    """The head of ``model``, if it can be replaced: a plain matrix, whose result the model returns
+    unchanged. Runs the model on two tokens."""
     linear = model.get_output_embeddings()
     if type(linear) is not nn.Linear or "forward" in vars(linear):
         return None

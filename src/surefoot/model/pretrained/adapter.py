@@ -19,8 +19,7 @@ WEIGHTS = "adapter_model.safetensors"
 def attach(model: PreTrainedModel, folder: Path, *, trainable: bool = False) -> nn.Module:
     """``model`` wrapped by PEFT with the adapter in ``folder``.
 
-    Raises:
-        ModelError: no adapter there, a damaged one, or one that was made for another model.
+    Raises ``ModelError``: no adapter there, a damaged one, or one that was made for another model.
     """
     from peft import PeftModel
 

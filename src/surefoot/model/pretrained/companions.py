@@ -1,6 +1,4 @@
-"""The small files beside the weights that every program needs to open a folder: configuration,
-tokenizer, template.
-"""
+"""The small files that open a folder of weights: configuration, tokenizer, template."""
 
 from __future__ import annotations
 

@@ -24,8 +24,7 @@ def load_tokenizer(
 
     Without a padding token, it pads with the end-of-sequence token; padding is always masked.
 
-    Raises:
-        ModelError: files missing or damaged, no Rust tokenizer, or no end-of-sequence token.
+    Raises ``ModelError``: files missing or damaged, no Rust tokenizer, or no end-of-sequence token.
     """
     folder = Path(path)
     if folder.is_dir():

@@ -79,9 +79,8 @@ class FullWeights:
         return places(self.model)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """The live tensors under the names of the model's Hugging Face files. If they are
-        sharded, slices of fused ones are views of the live tensors, too.
-        """
+        """The live tensors under the names of the model's Hugging Face files; of sharded ones,
+        slices of fused tensors are views."""
         left_out = {*self.model.all_tied_weights_keys, *self.apart}
         own = {name: t for name, t in self.model.state_dict().items() if name not in left_out}
         parts = {}
@@ -93,9 +92,7 @@ class FullWeights:
 
     @torch.no_grad()
     def load_state_dict(self, state: Tensors) -> None:
-        """Copy ``state`` into the model. Raises ``CheckpointError`` if it belongs to another
-        model.
-        """
+        """Copy ``state`` into it. Raises ``CheckpointError`` if it is of another model."""
         own = self.model.state_dict()
         left_out = {*self.model.all_tied_weights_keys, *self.apart}
         wanted = {name: own[name] for name in own.keys() - left_out}
@@ -163,9 +160,7 @@ class AdapterWeights:
         return state
 
     def load_state_dict(self, state: Tensors) -> None:
-        """Copy ``state`` into the adapter. Raises ``CheckpointError`` if it belongs to another
-        one.
-        """
+        """Copy ``state`` into it. Raises ``CheckpointError`` if it is of another model."""
         from peft import set_peft_model_state_dict
 
         _check_names(state, self.state_dict())
@@ -192,9 +187,7 @@ def trained(model: nn.Module, weights: InFiles) -> list[tuple[str, nn.Parameter]
 
 
 def names_in_files(model: nn.Module, weights: InFiles) -> dict[str, str]:
-    """For each parameter of ``model`` its name in the weight files, or its own if it has none
-    there.
-    """
+    """For each parameter of ``model`` its name in the weight files, or else its own."""
     in_files = {place(tensor): name for name, tensor in weights.state_dict().items()}
     return {name: in_files.get(place(p), name) for name, p in model.named_parameters()}
 

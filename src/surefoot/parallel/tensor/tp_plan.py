@@ -107,9 +107,7 @@ def module_plans(
 
 
 def cuts_vocabulary(model: PreTrainedModel) -> bool:
-    """Whether the plan of ``model`` shards its head, so that a rank has a shard of each logit
-    row.
-    """
+    """Whether the plan of ``model`` shards its head, and so each row of logits."""
     planned = (model.tp_plan or {}).get(_head(model) or "")
     return _PLANNED.get(planned or "") in ("columns", "columns_gathered")
 
@@ -221,8 +219,7 @@ class _Reader:
 
     def _experts(self, place: str, module: nn.Module) -> ModulePlan:
         """Every expert belongs to one rank: transformers' plan would shard each expert, but then
-        the local part of a fused matrix of gate and up would not be a box.
-        """
+        the local part of a fused matrix of gate and up would not be a box."""
         count = getattr(module, "num_experts", 0)
         own = list(module.parameters())
         if not hasattr(module, "_is_expert_parallel") or any(len(p) != count for p in own):
@@ -282,9 +279,8 @@ class _Reader:
         return place or None
 
     def _on_parts(self, place: str, style: Style) -> bool:
-        """Whether a module there has only a part of the gradient: it sees a shard of the tokens,
-        or all tokens but later computation sees a shard of the heads.
-        """
+        """Whether a module there has only a part of the gradient: it sees a shard of the tokens, or
+        all tokens but later computation sees a shard of the heads."""
         if not self._in_layers(place):
             return False
         block = self._block(place)

@@ -27,8 +27,7 @@ _OWN_FILES = (
 def convert(document: Document) -> Converted:
     """The settings of the keys of ``document``: of a recipe, or of a ``Prediction``.
 
-    Raises:
-        RecipeError: with every unsupported key, each with line, reason and alternative.
+    Raises ``RecipeError``: with every unsupported key, each with line, reason and alternative.
     """
     told = document.data
     if isinstance(told, dict) and told.get("run_mode") == "predict":

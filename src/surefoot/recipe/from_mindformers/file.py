@@ -26,8 +26,7 @@ class ConvertedFile:
 def convert_file(path: Path, overrides: Sequence[str] = ()) -> ConvertedFile:
     """The recipe of ``path``, or what ``surefoot predict`` takes in its place; ``overrides`` win.
 
-    Raises:
-        RecipeError: a key cannot be had here, each with line, reason and way out.
+    Raises ``RecipeError``: a key cannot be had here, each with line, reason and way out.
     """
     found = convert(parse(read_text(path), str(path)))
     kind = Prediction if found.is_prediction else Recipe

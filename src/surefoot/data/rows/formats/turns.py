@@ -197,9 +197,7 @@ def _as_list(value: object) -> list[object]:
 
 
 def _call(value: object, where: str) -> JSON:
-    """``{"name", "arguments"}`` with the arguments as an object, in whatever form they were
-    given.
-    """
+    """``{"name", "arguments"}`` with the arguments as an object, however they were given."""
     call = value.get("function") or value if isinstance(value, Mapping) else value
     if not isinstance(call, Mapping) or not isinstance(call.get("name"), str):
         raise DataError(f"{where}: expected a call with name and arguments, got {shown(value)}")
