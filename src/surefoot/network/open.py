@@ -158,7 +158,7 @@ def name_parameters(draft: Draft, _: Tensors) -> None:
     """Note each parameter's name in files."""
     own = {name for name, _ in draft.inner.named_parameters() if draft.heads.is_weight(name)}
     draft.weights = _weights(draft).without(own)
-    names = names_in_files(draft.module, draft.weights)
+    names = names_in_files(draft.module, draft.weights.state_dict())
     draft.names = {here: draft.heads.name_in_file(here) or name for here, name in names.items()}
     named = draft.module.named_parameters()
     draft.trainable = [draft.names[name] for name, p in named if p.requires_grad]

@@ -17,23 +17,6 @@ import numpy as np
 from ..data_order import Index
 
 
-def assign_to_rank(
-    items: Index,
-    lengths: Index,
-    *,
-    micro_batch_size: int,
-    rank: int,
-    world_size: int,
-    packing: bool,
-) -> list[Index]:
-    """The items of each micro-batch of a rank, in the order of the window."""
-    dealt = balance_by_length(
-        lengths[None], micro_batch_size=micro_batch_size, world_size=world_size, packing=packing
-    )[0]
-    count = num_passes(len(items), micro_batch_size, world_size)
-    return [items[dealt == group] for group in range(rank, count, world_size)]
-
-
 def in_turn(num_items: int, size: int, rank: int, world_size: int) -> Iterator[Index]:
     """The items of each of a rank's micro-batches, ``size`` at a time, in order. Every rank has as
     many micro-batches; the last one may be empty on some."""

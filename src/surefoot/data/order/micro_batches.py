@@ -12,7 +12,7 @@ from ...batch import IGNORE_INDEX, Batch, Features, Window
 from ...errors import DataError
 from ..data_order import Index
 from ..store.dataset import num_tokens
-from .length_balancing import assign_to_rank
+from .length_balancing import balance_by_length, num_passes
 
 Collate = Callable[[Sequence[Features]], Batch]
 
@@ -45,14 +45,12 @@ class Batching:
         Some are empty if fewer examples than ranks are left, because all ranks have the same number
         of micro-batches.
         """
-        return assign_to_rank(
-            np.arange(len(lengths)),
-            lengths,
-            micro_batch_size=self.micro_batch_size,
-            rank=self.rank,
-            world_size=self.world_size,
-            packing=self.packing,
-        )
+        size, ranks = self.micro_batch_size, self.world_size
+        dealt = balance_by_length(
+            lengths[None], micro_batch_size=size, world_size=ranks, packing=self.packing
+        )[0]
+        count = num_passes(len(lengths), size, ranks)
+        return [np.flatnonzero(dealt == group) for group in range(self.rank, count, ranks)]
 
     def window(
         self,

@@ -11,8 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from ...batch import IGNORE_INDEX, Batch, Features
-from .collation import collate
-from .packing import pack
+from .collation import collate, pack
 
 
 def join(chosen: Features, rejected: Features) -> Features:

@@ -39,14 +39,15 @@ def _shares_keys(heads: Heads) -> bool:
 def varlen(heads: Heads, bounds: Bounds, scaling: float | None) -> torch.Tensor:
     """torch's own flash attention for documents of any length."""
     starts, longest = bounds.on(heads[0].device), bounds.longest
-    found = varlen_attn(
+    attend = cast("Callable[..., torch.Tensor]", varlen_attn)
+    found = attend(
         *_tokens_first(heads),
         *(starts, starts, longest, longest),
         scale=scaling,
         window_size=(-1, 0),
         enable_gqa=_shares_keys(heads),
     )
-    return cast("torch.Tensor", found)[None]
+    return found[None]
 
 
 def flash(heads: Heads, bounds: Bounds, scaling: float | None) -> torch.Tensor:

@@ -22,8 +22,7 @@ from transformers.configuration_utils import PretrainedConfig
 from ...batch import Outputs, OutputSpec
 from ...errors import ModelError
 from ..attention.packed import maskless
-from .chunked_cross_entropy import Head, Scores, logps, scores, totals
-from .logit_gradients import wide
+from .chunked_cross_entropy import Head, Scores, logps, scores, totals, wide
 
 logger = logging.getLogger(__name__)
 _SOFTCAP = "final_logit_softcapping"

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import ClassVar, Literal, Protocol
+from typing import ClassVar, Literal
 
 import torch
 from torch import nn
@@ -173,23 +173,16 @@ def _is_same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return here.data_ptr() == there.data_ptr()
 
 
-class InFiles(Protocol):
-    """Tensors by their names in files."""
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """The live tensors."""
-
-
-def trained(model: nn.Module, weights: InFiles) -> list[tuple[str, nn.Parameter]]:
+def trained(model: nn.Module, in_files: Tensors) -> list[tuple[str, nn.Parameter]]:
     """The trainable parameters, each under its name in the weight files if it has one there."""
-    names = names_in_files(model, weights)
+    names = names_in_files(model, in_files)
     return [(names[name], p) for name, p in model.named_parameters() if p.requires_grad]
 
 
-def names_in_files(model: nn.Module, weights: InFiles) -> dict[str, str]:
+def names_in_files(model: nn.Module, in_files: Tensors) -> dict[str, str]:
     """For each parameter of ``model`` its name in the weight files, or else its own."""
-    in_files = {place(tensor): name for name, tensor in weights.state_dict().items()}
-    return {name: in_files.get(place(p), name) for name, p in model.named_parameters()}
+    known = {place(tensor): name for name, tensor in in_files.items()}
+    return {name: known.get(place(p), name) for name, p in model.named_parameters()}
 
 
 def place(tensor: torch.Tensor) -> tuple[int, int, int]:

@@ -19,25 +19,11 @@ from ...errors import RecipeError
 if TYPE_CHECKING:  # half of all imports, and here only a name
     from transformers import PreTrainedModel
 
-Style = Literal[
-    "columns",
-    "columns_gathered",
-    "rows",
-    "rows_of_whole",
-    "some_rows",
-    "groups",
-    "vocabulary",
-    "experts",
-    "whole",
-    "whole_inside",
-    "dropout",
-    "block",
-    "block_of_experts",
-    "first_layer",
-    "entered_layer",
-    "last_layer",
-    "dropout_of_parts",
-]
+_MatrixStyle = Literal["columns", "columns_gathered", "rows", "rows_of_whole", "some_rows"]
+_ModuleStyle = Literal["groups", "vocabulary", "experts", "whole", "whole_inside", "dropout"]
+_BlockStyle = Literal["block", "block_of_experts", "dropout_of_parts"]
+_LayerStyle = Literal["first_layer", "entered_layer", "last_layer"]
+Style = _MatrixStyle | _ModuleStyle | _BlockStyle | _LayerStyle
 _PLANNED: Mapping[str, Style] = {  # transformers' names
     "colwise": "columns",
     "colwise_gather_output": "columns_gathered",
