@@ -17,12 +17,7 @@ from typing import Literal, cast
 import numpy as np
 import torch
 from torch import nn
-from transformers import (
-    GenerationConfig,
-    LogitsProcessor,
-    LogitsProcessorList,
-    PreTrainedModel,
-)
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 from transformers.generation import BaseStreamer
 
 from .decode import Decode, TextStream

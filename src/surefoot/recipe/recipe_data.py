@@ -6,13 +6,11 @@ rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
-from ..data.encoded import Encoded
-from ..data.example import Example
-from ..data.prepared.encoded_data import EncodedData, find, prepare
+from ..data.prepared.encoded_data import EncodedData, Encoding, find, prepare
 from ..data.prepared.streaming_data import StreamingData, encode_stream, open_stream
 from ..data.rows.dataset_report import DatasetReport, EncodingReport
 from ..data.section import DataSection
@@ -44,18 +42,12 @@ def prepared(recipe: Recipe, codec: Codec, section: DataSection | None = None) -
 
     Raises ``DataError``: something is missing or broken, or has no trained tokens.
     """
-    return prepare(
-        section or recipe.data,
-        partial(_encode, recipe, codec),
-        fingerprint=_fingerprint(recipe, codec),
-        seed=recipe.train.seed,
-    )
+    return prepare(_encoding(recipe, codec, section))
 
 
 def found(recipe: Recipe, codec: Codec, section: DataSection | None = None) -> EncodedData | None:
     """The same if all of it is in the cache; nothing is encoded."""
-    section = section or recipe.data
-    return find(section, fingerprint=_fingerprint(recipe, codec), seed=recipe.train.seed)
+    return find(_encoding(recipe, codec, section))
 
 
 def streamed(recipe: Recipe, codec: Codec, more: Callable[[], None]) -> StreamingData:
@@ -63,19 +55,12 @@ def streamed(recipe: Recipe, codec: Codec, more: Callable[[], None]) -> Streamin
 
     Raises ``DataError``: something is missing or broken, or has no trained tokens.
     """
-    return open_stream(
-        recipe.data,
-        partial(_encode, recipe, codec),
-        fingerprint=_fingerprint(recipe, codec),
-        seed=recipe.train.seed,
-        more=more,
-    )
+    return open_stream(_encoding(recipe, codec), more)
 
 
 def encode_all(recipe: Recipe, codec: Codec) -> Iterator[DatasetReport]:
     """Encode what ``streamed`` reads, completely; yields the report so far with each shard."""
-    fingerprint = _fingerprint(recipe, codec)
-    return encode_stream(recipe.data, partial(_encode, recipe, codec), fingerprint=fingerprint)
+    return encode_stream(_encoding(recipe, codec))
 
 
 def encode_datasets(recipe: Recipe, codec: Codec) -> EncodingReport:
@@ -89,11 +74,9 @@ def encode_datasets(recipe: Recipe, codec: Codec) -> EncodingReport:
     return EncodingReport(tuple(latest.values()))
 
 
-def _encode(recipe: Recipe, codec: Codec, examples: Sequence[Example]) -> list[Encoded]:
-    return recipe.stage.encode(examples, codec)
-
-
-def _fingerprint(recipe: Recipe, codec: Codec) -> dict[str, str]:
+def _encoding(recipe: Recipe, codec: Codec, section: DataSection | None = None) -> Encoding:
     # of a stage no setting changes what is encoded
     stage = f"{type(recipe.stage).__name__}{recipe.stage.encoding}"
-    return {"codec": codec.fingerprint, "stage": stage}
+    fingerprint = {"codec": codec.fingerprint, "stage": stage}
+    encode = partial(recipe.stage.encode, codec=codec)
+    return Encoding(section or recipe.data, encode, fingerprint, recipe.train.seed)

@@ -45,10 +45,7 @@ class Codec:
     """
 
     def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        template: Template | None,
-        section: DataSection,
+        self, tokenizer: PreTrainedTokenizerBase, template: Template | None, section: DataSection
     ) -> None:
         """``template`` may be None if only documents are encoded (``stage: pt``)."""
         self.tokenizer = tokenizer

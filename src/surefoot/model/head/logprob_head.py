@@ -77,11 +77,7 @@ class LogprobHead:
         return _outputs(found, held, needs, smoothing)
 
     def _answer(
-        self,
-        hidden_ND: torch.Tensor,
-        labels_N: torch.Tensor,
-        spec: OutputSpec,
-        held: list[Scores],
+        self, hidden_ND: torch.Tensor, labels_N: torch.Tensor, spec: OutputSpec, held: list[Scores]
     ) -> torch.Tensor:
         """What the head returns: the sum of log-probabilities twice, each of them, or rows of
         log-probabilities, entropies and means; then all scores are in ``held``."""

@@ -15,10 +15,7 @@ FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece
 
 
 def load_tokenizer(
-    path: str | Path,
-    *,
-    trust_remote_code: bool = False,
-    new_special_tokens: Sequence[str] = (),
+    path: str | Path, *, trust_remote_code: bool = False, new_special_tokens: Sequence[str] = ()
 ) -> PreTrainedTokenizerBase:
     """Load a tokenizer and add special tokens that it does not have yet.
 
