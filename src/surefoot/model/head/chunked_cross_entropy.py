@@ -55,9 +55,20 @@ class Head:
     def gradients_of(
         self, hidden_CD: torch.Tensor, labels_C: torch.Tensor, smoothing: float, learns: bool
     ) -> ChunkGradients:
-        """Log-probabilities and logit gradients of one chunk; gradients only if anything
-        ``learns``."""
-        return logit_gradients(self.linear(hidden_CD), labels_C, self.softcap, smoothing, learns)
+        """Log-probabilities and logit gradients of one chunk; gradients only if one ``learns``."""
+        logits_CV = self.logits(hidden_CD)
+        # Where nobody looks at the logits again, their place will do; seen to be right on CPUs.
+        room_CV = logits_CV if self.softcap is None and logits_CV.is_cpu else None
+        logps_CV = torch.log_softmax(logits_CV, -1, out=room_CV)
+        logps_C = logps_CV.gather(1, labels_C[:, None])[:, 0]
+        sums_C = logps_CV.sum(-1) if smoothing else torch.zeros_like(logps_C)
+        if not learns:
+            return logps_C, sums_C, None
+        slopes_CV = logps_CV.exp_()
+        slopes_CV = slopes_CV.sub_(smoothing / logits_CV.shape[1]) if smoothing else slopes_CV
+        shares_C1 = torch.full_like(logps_C[:, None], smoothing - 1.0)
+        slopes_CV.scatter_add_(1, labels_C[:, None], shares_C1)
+        return logps_C, sums_C, uncapped(slopes_CV, logits_CV, self.softcap)
 
     def chunks(self, length: int) -> Iterator[slice]:
         """Consecutive chunks of positions."""
@@ -243,29 +254,6 @@ def uncapped(
 ) -> torch.Tensor:
     """Gradients before the cap from those after: d(cap tanh(x / cap))/dx = 1 - tanh^2(x / cap)."""
     return slopes_CV if softcap is None else slopes_CV * (1 - (logits_CV / softcap).square())
-
-
-def logit_gradients(
-    logits_CV: torch.Tensor,
-    labels_C: torch.Tensor,
-    softcap: float | None,
-    smoothing: float,
-    learns: bool,
-) -> ChunkGradients:
-    """``learns``: whether the gradient is wanted. The logits may be overwritten."""
-    logits_CV = capped(logits_CV, softcap)
-    # Where nobody looks at the logits again, their place will do; seen to be right on CPUs.
-    room_CV = logits_CV if softcap is None and logits_CV.is_cpu else None
-    logps_CV = torch.log_softmax(logits_CV, -1, out=room_CV)
-    logps_C = logps_CV.gather(1, labels_C[:, None])[:, 0]
-    sums_C = logps_CV.sum(-1) if smoothing else torch.zeros_like(logps_C)
-    if not learns:
-        return logps_C, sums_C, None
-    slopes_CV = logps_CV.exp_()
-    slopes_CV = slopes_CV.sub_(smoothing / logits_CV.shape[1]) if smoothing else slopes_CV
-    shares_C1 = torch.full_like(logps_C[:, None], smoothing - 1.0)
-    slopes_CV.scatter_add_(1, labels_C[:, None], shares_C1)
-    return logps_C, sums_C, uncapped(slopes_CV, logits_CV, softcap)
 
 
 @dataclass(frozen=True)
