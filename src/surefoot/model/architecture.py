@@ -85,10 +85,8 @@ class _Noted(IdentityStub):
 
 
 def anatomy(model: PreTrainedModel) -> Architecture:
-    """The parts of ``model``.
-
-    Raises ``RecipeError`` if it cannot be split between layers, or if the test failed.
-    """
+    """The parts of ``model``. Raises ``RecipeError`` if it cannot be split between layers, or if
+    the test failed."""
     base = model.base_model
     if base is model:
         raise _refused(model, "it has no base model below its head")

@@ -46,10 +46,8 @@ def shard_for_generation(
     model: PreTrainedModel, world: World, section: ParallelSection
 ) -> dict[str, Cuts]:
     """Shard ``model``, without the wrapper of an adapter, in place; returns the sharding of each
-    parameter, by name. Along ``dp_replicate`` there are full replicas.
-
-    Raises ``RecipeError`` if the architecture cannot be sharded over ``tp``.
-    """
+    parameter, by name. Along ``dp_replicate`` there are full replicas. Raises ``RecipeError`` if
+    the architecture cannot be sharded over ``tp``."""
     if world.mesh is None:
         return {}
     model.requires_grad_(False)  # so that an adapter may have another type than its base

@@ -107,17 +107,11 @@ class World:
         """The objects of the ranks over which the layers are divided, in their order."""
         if self.mesh is None or self.pp == 1:
             return [value]
-        found = [None] * self.pp
-        dist.all_gather_object(found, value, group=self.mesh["pp"].get_group())
-        return found
+        return _gathered(value, self.pp, self.mesh["pp"].get_group())
 
     def gathered(self, value: Any) -> list[Any]:
         """The objects of all ranks, in order."""
-        if self.mesh is None:
-            return [value]
-        found: list[Any] = [None] * self.size
-        dist.all_gather_object(found, value)
-        return found
+        return [value] if self.mesh is None else _gathered(value, self.size)
 
     def from_main(self, value: Any) -> Any:
         """The object of rank 0."""
@@ -152,6 +146,12 @@ class World:
         return values
 
 
+def _gathered(value: Any, count: int, group: dist.ProcessGroup | None = None) -> list[Any]:
+    found: list[Any] = [None] * count
+    dist.all_gather_object(found, value, group=group)
+    return found
+
+
 ALONE = World()
 
 
@@ -176,10 +176,8 @@ def die_with_launcher() -> None:
 @contextlib.contextmanager
 def joined(section: ParallelSection) -> Iterator[World]:
     """Join the process group of this run, if a launcher has started one; otherwise a single rank.
-
     Raises ``RunError`` if the axes of the recipe do not give that many ranks, and ``LostPeerError``
-    if another rank has died.
-    """
+    if another rank has died."""
     found = launched()
     rank, size, local = found or (0, 1, 0)
     try:

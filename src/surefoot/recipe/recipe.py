@@ -58,10 +58,8 @@ class Recipe:
 
 
 def load(path: Path, overrides: Overrides = ()) -> Recipe:
-    """Read the recipe file ``path``, with ``overrides`` applied.
-
-    Raises ``RecipeError``: with all validation errors, each with file, line and column.
-    """
+    """Read the recipe file ``path``, with ``overrides`` applied. Raises ``RecipeError``: with all
+    validation errors, each with file, line and column."""
     document = parse(read_text(path), str(path))
     return _build(override(Recipe, document, overrides), path.parent)
 

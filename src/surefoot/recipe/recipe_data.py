@@ -38,10 +38,8 @@ def open_codec(recipe: Recipe, base: Path) -> Codec:
 
 
 def prepared(recipe: Recipe, codec: Codec, section: DataSection | None = None) -> EncodedData:
-    """The encoded datasets of a recipe, or of another ``section`` read in the same way.
-
-    Raises ``DataError``: something is missing or broken, or has no trained tokens.
-    """
+    """The encoded datasets of a recipe, or of another ``section`` read in the same way. Raises
+    ``DataError``: something is missing or broken, or has no trained tokens."""
     return prepare(_encoding(recipe, codec, section))
 
 
@@ -52,9 +50,7 @@ def found(recipe: Recipe, codec: Codec, section: DataSection | None = None) -> E
 
 def streamed(recipe: Recipe, codec: Codec, more: Callable[[], None]) -> StreamingData:
     """The datasets of a recipe to read while they are encoded; ``more`` waits for the next shard.
-
-    Raises ``DataError``: something is missing or broken, or has no trained tokens.
-    """
+    Raises ``DataError``: something is missing or broken, or has no trained tokens."""
     return open_stream(_encoding(recipe, codec), more)
 
 
@@ -64,10 +60,8 @@ def encode_all(recipe: Recipe, codec: Codec) -> Iterator[DatasetReport]:
 
 
 def encode_datasets(recipe: Recipe, codec: Codec) -> EncodingReport:
-    """Encode all of a recipe's datasets into the cache; what became of their rows.
-
-    Raises ``DataError``: something is missing, broken, or gives nothing to learn.
-    """
+    """Encode all of a recipe's datasets into the cache; what became of their rows. Raises
+    ``DataError``: something is missing, broken, or gives nothing to learn."""
     if not recipe.data.streaming:
         return prepared(recipe, codec).report
     latest = {report.name: report for report in encode_all(recipe, codec)}

@@ -49,11 +49,6 @@ class EncodedData:
         """All datasets."""
         return [self.train, *self.evals.values()]
 
-    @property
-    def num_examples(self) -> int:
-        """Training examples."""
-        return len(self.train)
-
     def order(self, section: DataSection, *, seed: int) -> FullShuffle:
         """A permutation of the training examples for each epoch."""
         return FullShuffle(self.train, seed, section.shuffle)
@@ -86,10 +81,8 @@ class Encoding:
 
 
 def prepare(encoding: Encoding) -> EncodedData:
-    """Encode the datasets of a recipe, or load them from the cache.
-
-    Raises ``DataError``: something is missing or broken, or has no trained tokens.
-    """
+    """Encode the datasets of a recipe, or load them from the cache. Raises ``DataError``: something
+    is missing or broken, or has no trained tokens."""
     entries = entries_of(encoding.section)
     loaded = {entry.name: _load(entry, encoding) for entry in entries}
     _warn_of_both(encoding.section)

@@ -33,12 +33,6 @@ class StreamingData:
         """The evaluation sets."""
         return list(self.evals.values())
 
-    @property
-    def num_examples(self) -> int | None:
-        """Training examples, if all of them are encoded."""
-        length = self.train.length
-        return None if length is None else length - len(self.held)
-
     def order(self, section: DataSection, *, seed: int) -> BlockShuffle:
         """The training examples as they are encoded, shuffled in blocks of ``buffer_size``."""
         size, shuffle = section.buffer_size, section.shuffle
@@ -74,10 +68,8 @@ def open_stream(encoding: Encoding, more: Callable[[], None]) -> StreamingData:
 
 def encode_stream(encoding: Encoding, *, shard_rows: int = ROWS) -> Iterator[DatasetReport]:
     """Encode the training datasets completely, one after another; yields the report of a dataset so
-    far with each of its shards.
-
-    Raises ``DataError`` if something is missing or broken, or has no trained tokens.
-    """
+    far with each of its shards. Raises ``DataError`` if something is missing or broken, or has no
+    trained tokens."""
     section, encode = encoding.section, encoding.encode
     for entry in _training_entries(section):
         folder = _folder(entry, encoding)

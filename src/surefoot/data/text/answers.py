@@ -25,10 +25,8 @@ class AnswerText(Protocol):
 
 
 def check_output(path: Path, *, force: bool) -> None:
-    """Before the work: nothing is overwritten by mistake, and there is a place to write to.
-
-    Raises ``RunError``: ``path`` is a folder, or there already and not to be replaced by ``force``.
-    """
+    """Before the work: nothing is overwritten by mistake, and there is a place to write to. Raises
+    ``RunError``: ``path`` is a folder, or there already and not to be replaced by ``force``."""
     if path.is_dir():
         raise RunError(f"--output {path}: is a folder; expected the name of a file")
     if path.exists() and not force:

@@ -201,10 +201,8 @@ class PromptSharing:
 
 def use_packed(model: PreTrainedModel) -> bool:
     """Switch ``model`` to packed rows, and check that documents are isolated. Returns whether two
-    responses may share a prompt.
-
-    Raises ``ModelError``: attention of the architecture leaks between documents.
-    """
+    responses may share a prompt. Raises ``ModelError``: attention of the architecture leaks between
+    documents."""
     switch_to_packed(model)
     was_training = model.training
     model.eval()

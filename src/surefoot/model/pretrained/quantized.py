@@ -22,10 +22,8 @@ REQUIREMENT = "bitsandbytes>=0.48"  # what pyproject.toml's extra ``qlora`` asks
 
 
 def quantization(section: ModelSection) -> BitsAndBytesConfig | None:
-    """The quantization settings for transformers; None without quantization.
-
-    Raises ``ModelError``: bitsandbytes is not installed.
-    """
+    """The quantization settings for transformers; None without quantization. Raises ``ModelError``:
+    bitsandbytes is not installed."""
     if section.quantization_bit is None:
         return None
     if find_spec("bitsandbytes") is None:

@@ -41,8 +41,7 @@ class FullWeights:
     @property
     def is_converted(self) -> bool:
         """Whether transformers fuses or renames tensors of the files when it loads them."""
-        own = self.model.state_dict().keys() - {*self.model.all_tied_weights_keys, *self.apart}
-        return bool(own != self.state_dict().keys())
+        return self._own().keys() != self.state_dict().keys()
 
     def without(self, names: Collection[str]) -> FullWeights:
         """The weights but for ``names``, which have a file of their own."""
@@ -81,9 +80,7 @@ class FullWeights:
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The live tensors under the names of the model's Hugging Face files; of sharded ones,
         slices of fused tensors are views."""
-        left_out = {*self.model.all_tied_weights_keys, *self.apart}
-        own = {name: t for name, t in self.model.state_dict().items() if name not in left_out}
-        parts = {}
+        own, parts = self._own(), {}
         if any(isinstance(tensor, DTensor) for tensor in own.values()):
             parts = {n: view(own[at.fused], at, self.cuts_of(n)) for n, at in self._fused.items()}
             own = {n: t for n, t in own.items() if n not in {a.fused for a in self._fused.values()}}
@@ -93,9 +90,7 @@ class FullWeights:
     @torch.no_grad()
     def load_state_dict(self, state: Tensors) -> None:
         """Copy ``state`` into it. Raises ``CheckpointError`` if it is of another model."""
-        own = self.model.state_dict()
-        left_out = {*self.model.all_tied_weights_keys, *self.apart}
-        wanted = {name: own[name] for name in own.keys() - left_out}
+        wanted = self._own()
         if state.keys() != wanted.keys():
             wanted = self.state_dict()
             _check_names(state, wanted)
@@ -105,6 +100,11 @@ class FullWeights:
         for name, tensor in wanted.items():
             if tensor is not state[name] and not _is_same(tensor, state[name]):
                 tensor.copy_(state[name])
+
+    def _own(self) -> dict[str, torch.Tensor]:
+        """The live tensors by the names of modules, tied ones once."""
+        left_out = {*self.model.all_tied_weights_keys, *self.apart}
+        return {name: t for name, t in self.model.state_dict().items() if name not in left_out}
 
     def _load_converted(self, state: Tensors) -> None:
         """Let transformers fuse and rename ``state`` as it does when it loads a folder."""

@@ -81,10 +81,8 @@ def module_plans(
     model: PreTrainedModel, size: int, stretches: Sequence[LayerRange] = ()
 ) -> list[ModulePlan]:
     """The plan of every module of ``model`` that has parameters, for ``size`` ranks. In
-    ``stretches``, if given, activations are sharded along the sequence.
-
-    Raises ``RecipeError`` if the architecture has no plan, or this one does not fit it.
-    """
+    ``stretches``, if given, activations are sharded along the sequence. Raises ``RecipeError`` if
+    the architecture has no plan, or this one does not fit it."""
     plan: dict[str, str] = model.tp_plan or {}
     if not any("*" in name for name in plan):
         raise _refused(model, "transformers has no tensor parallel plan for it")

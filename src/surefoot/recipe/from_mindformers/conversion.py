@@ -40,9 +40,7 @@ class ConvertedFile:
 
 def convert_file(path: Path, overrides: Sequence[str] = ()) -> ConvertedFile:
     """The recipe of ``path``, or what ``surefoot predict`` takes in its place; ``overrides`` win.
-
-    Raises ``RecipeError``: a key cannot be had here, each with line, reason and way out.
-    """
+    Raises ``RecipeError``: a key cannot be had here, each with line, reason and way out."""
     found = convert(parse(read_text(path), str(path)))
     kind = Prediction if found.is_prediction else Recipe
     text = emit(override(kind, Document(found.nested()), overrides).data)
@@ -54,18 +52,14 @@ def convert_file(path: Path, overrides: Sequence[str] = ()) -> ConvertedFile:
 
 
 def convert(document: Document) -> Converted:
-    """The settings of the keys of ``document``: of a recipe, or of a ``Prediction``.
-
-    Raises ``RecipeError``: with every unsupported key, each with line, reason and alternative.
-    """
+    """The settings of the keys of ``document``: of a recipe, or of a ``Prediction``. Raises
+    ``RecipeError``: with every unsupported key, each with line, reason and alternative."""
     told = document.data
     if isinstance(told, dict) and told.get("run_mode") == "predict":
         return convert_prediction(document)
     done = apply(document, _RULES, _TOGETHER)
     assert isinstance(told, dict)
-    data = read_data(told)
-    done.settings |= data.settings
-    done.advice += data.advice
+    read_data(told, done)
     return done
 
 

@@ -44,10 +44,8 @@ class Converted:
 
 
 def apply(document: Document, rules: Mapping[str, KeyRule], together: Together) -> Converted:
-    """The settings of the keys of ``document``.
-
-    Raises ``RecipeError``: with every unsupported key, each with line, reason and alternative.
-    """
+    """The settings of the keys of ``document``. Raises ``RecipeError``: with every unsupported key,
+    each with line, reason and alternative."""
     told = document.data
     if not isinstance(told, dict):
         raise document.error([Problem((), "expected the keys of MindSpore Transformers")])

@@ -58,9 +58,7 @@ class Renderer:
 
     def render(self, messages: Dicts, tools: Dicts | None = None, *, prompt: bool = False) -> str:
         """The text of a conversation; with ``prompt``, up to the beginning of the next response.
-
-        Raises ``TemplateError``: the template rejects the conversation.
-        """
+        Raises ``TemplateError``: the template rejects the conversation."""
         return self._render(messages, tools, prompt=prompt)[0]
 
     def render_marked(self, messages: Dicts, tools: Dicts | None = None) -> tuple[str, Spans]:

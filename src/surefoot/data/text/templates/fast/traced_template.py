@@ -80,9 +80,7 @@ class TracedTemplate:
 
     def render(self, messages: Dicts, *, prompt: bool, marks: bool) -> tuple[str, Spans]:
         """The text of a conversation; with ``marks``, also the bounds of its generation blocks.
-
-        Raises what ``render`` raises.
-        """
+        Raises what ``render`` raises."""
         contents = [str(message["content"]) for message in messages]
         start: Hashable = (prompt, *[message["role"] for message in messages])
         ways, way, asked = self._ways, start, 0
