@@ -125,7 +125,7 @@ def trained_positions(batch: Batch) -> TrainedPositions:
 def _kept(
     batch: Batch, labels: np.ndarray, rows: np.ndarray, columns: np.ndarray
 ) -> TrainedPositions:
-    """These positions as tensors, and the columns that the head is asked for."""
+    """These positions as tensors, and the columns that the head computes."""
     import numpy as np
 
     here = batch.labels.new_tensor

@@ -173,7 +173,7 @@ def _arguments(model: PreTrainedModel) -> dict[str, object]:
 
 
 def _check(parts: Architecture, trial: _Trial, entering: torch.Tensor | None) -> None:
-    """Each module must get the output of the previous one, and nothing else that learns."""
+    """Each module must get the output of the previous one, and nothing else from weights."""
     model, now, what = parts.model, entering, "the input of the model"
     layers = [(f"layer {number}", noted) for number, noted in enumerate(trial.layers)]
     for where, noted in [*layers, (parts.norm, trial.norm)]:
