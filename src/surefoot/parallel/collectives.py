@@ -23,6 +23,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from ..geometry.sharding import chunk
 
+Change = Callable[[torch.Tensor], torch.Tensor]
+
 
 class Axis(Protocol):
     """One mesh axis, as seen by one of its ranks."""
@@ -139,9 +141,6 @@ def gather_from_sequence_region(x: torch.Tensor, axis: Axis, dim: int) -> torch.
 def reduce_scatter_to_sequence_region(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
     """This rank's shard, along ``dim``, of the sum of all ranks' ``x``; shards are equal."""
     return _through(x, lambda x: _scatter(x, axis, dim), lambda g: _join(g, axis, dim))
-
-
-Change = Callable[[torch.Tensor], torch.Tensor]
 
 
 def _through(x: torch.Tensor, forward: Change, backward: Change) -> torch.Tensor:

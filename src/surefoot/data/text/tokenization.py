@@ -19,7 +19,7 @@ from tokenizers import Encoding, Tokenizer
 from transformers import PreTrainedTokenizerBase
 
 from ...errors import TemplateError
-from .templates.fast.token_alignment import Known, landmarks_of
+from .templates.fast import Known, token_aligner
 
 OPEN, CLOSE = "\U000f0000", "\U000f0001"  # as transformers has them; no message keeps its own
 GUARDS = ("\n", ":", "x")  # a text is encoded behind the first of these that it does not join
@@ -89,7 +89,7 @@ class Tokenization:
         self._control = re.compile(words)
         self._marks = re.compile(f"{OPEN}({words}){CLOSE}|[{OPEN}{CLOSE}]")
         self._control_ids = frozenset(tokenizer.convert_tokens_to_ids(longest_first))
-        self._landmarks = landmarks_of(self._rust, known)
+        self._landmarks = token_aligner(self._rust, known)
         self._short: dict[str, list[int]] = {}
 
     def spells_control(self, value: object) -> bool:

@@ -12,7 +12,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from ....errors import TemplateError
 from ...example import JSON, Dicts, Message, Spans
-from .fast.traced_template import TracedTemplate
+from .fast import fast_renderer
 
 Probe = Mapping[str, list[dict[str, object]]]  # "messages", "tools"
 
@@ -52,7 +52,7 @@ class Renderer:
         self.has_marks = _MARK.search(source) is not None
         self._names = dict(tokenizer.special_tokens_map)
         added = tokenizer.added_tokens_decoder.values()
-        self._render_messages = TracedTemplate(source, self._names, self._run).render
+        self._render_messages = fast_renderer(source, self._names, self._run)
         self._special = {token.content for token in added if token.special}
         self._added = self._special | {t.content for t in added if _is_markup(t.content)}
 
