@@ -9,7 +9,7 @@ Shapes: H heads, T tokens of the row, E size of a head.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
 from typing import cast
@@ -20,10 +20,9 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
-from .packed import PREFIX, Bounds, by_document, sdpa
+from .packed import PREFIX, Bounds, Heads, by_document, sdpa
 
-Heads = Sequence[torch.Tensor]  # queries, keys and values, [1, H, T, E] each
-# and bounds, scale of the scores (None: E to the power of -1/2): [1, T, H, E]
+# heads, bounds, scale of the scores (None: E to the power of -1/2): [1, T, H, E]
 RowKernel = Callable[[Heads, Bounds, float | None], torch.Tensor]
 
 

@@ -11,10 +11,11 @@ Shapes: H heads, T tokens of the row, E size of a head.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -24,11 +25,24 @@ from transformers import AttentionInterface, PreTrainedModel
 from ...batch import IGNORE_INDEX, Batch
 from ...errors import ModelError
 
-Kernel = Callable[..., torch.Tensor]
+Heads = Sequence[torch.Tensor]  # queries, keys and values, [1, H, T, E] each
 PREFIX = "surefoot_packed_"  # of the names registered with transformers
 # A document, and a prompt with two answers to it, which follow once with the prompt shared and once
 # apart; together 24 tokens, which most numbers of processes divide that share tokens.
 _FIRST, _PAIR = 4, (2, 3, 4)
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """How the scores of queries and keys become weights."""
+
+    scaling: float | None  # None: E to the power of -1/2
+    dropout: float
+    window: int | None
+    softcap: float | None
+
+
+Kernel = Callable[[Heads, Scoring], torch.Tensor]
 
 
 def _mask(
@@ -44,58 +58,43 @@ def _mask(
     return seen if window is None else seen.triu(length - count - window + 1)
 
 
-def sdpa(
-    query_HTE: torch.Tensor,
-    key_HTE: torch.Tensor,
-    value_HTE: torch.Tensor,
-    *,
-    scaling: float | None,
-    dropout: float,
-    window: int | None,
-    softcap: float | None,
-) -> torch.Tensor:
+def sdpa(heads: Heads, scoring: Scoring) -> torch.Tensor:
     """One document, or the end of one, through torch's fused attention."""
-    if softcap is not None:
+    if scoring.softcap is not None:
         raise ModelError(
             "this model caps its attention scores, which sdpa does not support; set "
             "model.attention: eager"
         )
-    mask = _mask(query_HTE, key_HTE, window)
+    query_HTE, key_HTE, value_HTE = heads
+    mask = _mask(query_HTE, key_HTE, scoring.window)
     return F.scaled_dot_product_attention(
         query_HTE,
         key_HTE,
         value_HTE,
         attn_mask=mask,
-        dropout_p=dropout,
+        dropout_p=scoring.dropout,
         is_causal=mask is None,
-        scale=scaling,
+        scale=scoring.scaling,
         enable_gqa=query_HTE.shape[1] != key_HTE.shape[1],
     )
 
 
-def _eager(
-    query_HTE: torch.Tensor,
-    key_HTE: torch.Tensor,
-    value_HTE: torch.Tensor,
-    *,
-    scaling: float | None,
-    dropout: float,
-    window: int | None,
-    softcap: float | None,
-) -> torch.Tensor:
+def _eager(heads: Heads, scoring: Scoring) -> torch.Tensor:
     """Without a fused kernel: softmax(q kᵀ · scaling) v, scores capped as tanh(s / cap) · cap."""
+    query_HTE, key_HTE, value_HTE = heads
+    softcap = scoring.softcap
     groups = query_HTE.shape[1] // key_HTE.shape[1]
     key, value = (t.repeat_interleave(groups, dim=1) for t in (key_HTE, value_HTE))
-    scale = query_HTE.shape[-1] ** -0.5 if scaling is None else scaling
+    scale = query_HTE.shape[-1] ** -0.5 if scoring.scaling is None else scoring.scaling
     scores_HTT = query_HTE @ key.transpose(-1, -2) * scale
     if softcap is not None:
         scores_HTT = torch.tanh(scores_HTT / softcap) * softcap
-    seen = _mask(query_HTE, key_HTE, window)
+    seen = _mask(query_HTE, key_HTE, scoring.window)
     if seen is None:
         seen = scores_HTT.new_ones(scores_HTT.shape[-2:], dtype=torch.bool).tril()
     scores_HTT = scores_HTT.masked_fill(~seen, torch.finfo(scores_HTT.dtype).min)
     weights = F.softmax(scores_HTT, dim=-1, dtype=torch.float32).to(query_HTE.dtype)
-    return F.dropout(weights, p=dropout) @ value
+    return F.dropout(weights, p=scoring.dropout) @ value
 
 
 class Bounds:
@@ -154,12 +153,9 @@ def by_document(kernel: Kernel) -> Callable[..., tuple[torch.Tensor, None]]:
                 "was called outside the training loop (for example generate() in a callback); "
                 "set data.packing: false"
             )
-        settings = {
-            "scaling": kwargs.get("scaling"),
-            "dropout": kwargs.get("dropout") or 0.0,
-            "window": kwargs.get("sliding_window"),
-            "softcap": kwargs.get("softcap"),
-        }
+        told = cast("Mapping[str, Any]", kwargs)
+        dropout, window = told.get("dropout") or 0.0, told.get("sliding_window")
+        scoring = Scoring(told.get("scaling"), dropout, window, told.get("softcap"))
         parts = bounds.parts
         runs = [n for prompt, one, two in parts for n in (prompt + one, two) if n]
         # split, not slices: the backward pass of each slice would fill a whole row with zeros
@@ -167,22 +163,19 @@ def by_document(kernel: Kernel) -> Callable[..., tuple[torch.Tensor, None]]:
         found = []
         for prompt, _, two in parts:
             first = next(pieces)
-            found.append(kernel(*first, **settings))
+            found.append(kernel(first, scoring))
             if two:
-                found.append(kernel(*_after(prompt, first, next(pieces)), **settings))
+                found.append(kernel(_after(prompt, first, next(pieces)), scoring))
         return torch.cat(found, dim=2).transpose(1, 2).contiguous(), None
 
     return attend
 
 
-def _after(
-    prompt: int, first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]
-) -> Iterator[torch.Tensor]:
+def _after(prompt: int, first: Heads, second: Heads) -> Heads:
     """Queries of a second response, with keys and values of the prompt and of itself."""
     query, *own = second
-    yield query
-    for shared, part in zip(first[1:], own, strict=True):
-        yield torch.cat([shared.narrow(2, 0, prompt), part], dim=2)
+    shared = [each.narrow(2, 0, prompt) for each in first[1:]]
+    return [query, *(torch.cat(pair, dim=2) for pair in zip(shared, own, strict=True))]
 
 
 KERNELS: dict[str, Kernel] = {"sdpa": sdpa, "eager": _eager}

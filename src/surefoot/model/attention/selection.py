@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
-from .kernels import Heads, RowKernel, candidates, register
-from .packed import PREFIX, Bounds, by_document, sdpa
+from .kernels import RowKernel, candidates, register
+from .packed import PREFIX, Bounds, Heads, by_document, sdpa
 
 logger = logging.getLogger(__name__)
 BY_DOCUMENT = "sdpa"
