@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import tempfile
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +21,7 @@ from measure import say
 
 from surefoot.data.data_order import Index, permutation
 from surefoot.data.order.length_balancing import balance_by_length, num_passes, positions
-from surefoot.data.prepared.encoded_data import prepare
+from surefoot.data.prepared.encoded_data import Encoding, prepare
 from surefoot.data.section import DataSection
 from surefoot.data.text.codec import Codec
 from surefoot.data.text.templates import load_template
@@ -44,13 +45,9 @@ def lengths_of(name: str, stage: object, data: Path, folder: Path) -> Index:
     )
     tokenizer = load_tokenizer(folder)
     codec = Codec(tokenizer, load_template(section.template, tokenizer), section)
-    found = prepare(
-        section,
-        lambda examples: stage.encode(examples, codec),
-        fingerprint={"codec": codec.fingerprint, "stage": type(stage).__name__},
-        seed=42,
-    )
-    return found.train.lengths
+    fingerprint = {"codec": codec.fingerprint, "stage": type(stage).__name__}
+    encode = partial(stage.encode, codec=codec)
+    return prepare(Encoding(section, encode, fingerprint, 42)).train.lengths
 
 
 def figures(lengths: Index, ranks: int, passes: int, epochs: int, *, packing: bool) -> list[str]:

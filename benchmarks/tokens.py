@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 from datasets import Dataset
 
-from surefoot.data.prepared.encoded_data import prepare
+from surefoot.data.prepared.encoded_data import Encoding, prepare
 from surefoot.data.section import DataSection
 from surefoot.data.text.codec import Codec
 from surefoot.data.text.templates import load_template
@@ -21,12 +22,8 @@ def tokenize(folder: Path, *, cutoff_len: int) -> None:
     )
     tokenizer = load_tokenizer(folder)
     codec = Codec(tokenizer, load_template(section.template, tokenizer), section)
-    found = prepare(
-        section,
-        lambda examples: SFT().encode(examples, codec),
-        fingerprint={"codec": codec.fingerprint},
-        seed=42,
-    ).train
+    encode = partial(SFT().encode, codec=codec)
+    found = prepare(Encoding(section, encode, {"codec": codec.fingerprint}, 42)).train
     rows = [found[index] for index in range(len(found))]
     columns = {name: [list(row[name]) for row in rows] for name in ("input_ids", "labels")}
     columns["attention_mask"] = [[1] * len(ids) for ids in columns["input_ids"]]

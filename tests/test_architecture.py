@@ -15,7 +15,7 @@ LAZY |= {"torch.utils.tensorboard", "fsspec", "pyarrow", "flash_attn"}
 # What a recipe names is read without these; they come with the first call.
 LATER, LATER_FILES = (
     {"torch", "numpy"},
-    {"batch", "optim/adamw", "data/text/collation", "data/text/packing"},
+    {"batch", "optim/adamw", "data/text/collation"},
 )
 LATER_FILES |= {"data/text/pairs", "model/targets", "stages/dpo", "training/objectives/preferences"}
 LAZY_FILES = {"cli", "__init__", "__main__"}

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from functools import partial
 
 from outcome import Item, task
 
-from surefoot.data.prepared.encoded_data import prepare
+from surefoot.data.prepared.encoded_data import Encoding, prepare
 from surefoot.data.section import DataSection
 from surefoot.data.store.dataset import EncodedDataset
 from surefoot.data.text.codec import Codec
@@ -27,8 +28,8 @@ stage = SFT()
 def encode() -> EncodedDataset:
     """Through the cache, which XDG_CACHE_HOME places."""
     fingerprint = {"codec": codec.fingerprint, "stage": repr(stage)}
-    encode = lambda examples: stage.encode(examples, codec)  # noqa: E731
-    return prepare(section, encode, fingerprint=fingerprint, seed=42).train
+    encode = partial(stage.encode, codec=codec)
+    return prepare(Encoding(section, encode, fingerprint, 42)).train
 
 
 def items(dataset: EncodedDataset) -> Iterator[Item]:

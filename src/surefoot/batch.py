@@ -23,9 +23,7 @@ Features = Mapping[str, Sequence[int]]
 
 @dataclass(frozen=True)
 class TrainedPositions:
-    """The trained labels of a batch, in reading order, and the positions where they are
-    predicted: N positions in K columns.
-    """
+    """The trained labels of a batch, in reading order, and where they are predicted: K columns."""
 
     labels: torch.Tensor  # [N]
     rows: torch.Tensor  # [N]
@@ -51,18 +49,12 @@ class Batch:
     labels: torch.Tensor  # [B, T] int64
     position_ids: torch.Tensor  # [B, T] int64, from 0 in every document
     attention_mask: torch.Tensor | None = None  # [B, T] int64, 1 for real tokens; None when packed
-    cu_seqlens: torch.Tensor | None = (
-        None  # [D + 1] int32, on the CPU, 0 first and T last; None when padded
-    )
-    branches: torch.Tensor | None = (
-        None  # [D, 3] int32, on the CPU: tokens of prompt and answers, 0 of what is not there
-    )
-    extras: Mapping[str, torch.Tensor] = field(
-        default_factory=dict
-    )  # what a stage adds for its loss
-    at: TrainedPositions | None = (
-        None  # where its labels are predicted, once that has been looked up
-    )
+    # [D + 1] int32, on the CPU, 0 first and T last; None when padded
+    cu_seqlens: torch.Tensor | None = None
+    # [D, 3] int32, on the CPU: tokens of prompt and answers, 0 of what is not there
+    branches: torch.Tensor | None = None
+    extras: Mapping[str, torch.Tensor] = field(default_factory=dict)  # for the loss of a stage
+    at: TrainedPositions | None = None  # where its labels are predicted, once looked up
 
     @property
     def num_tokens(self) -> int:
@@ -81,9 +73,7 @@ class Batch:
         return int(np.count_nonzero(self.labels.cpu().numpy() != IGNORE_INDEX))
 
     def located(self) -> Batch:
-        """The same batch, with its trained positions. They are counted on the host while the
-        batch is there: counting on a GPU would wait for it.
-        """
+        """With its trained positions, found while it is on the host: a GPU would be waited for."""
         return self if self.at is not None else replace(self, at=trained_positions(self))
 
     def pinned(self) -> Batch:
@@ -95,9 +85,7 @@ class Batch:
         return self.located().mapped(lambda tensor: tensor.to(device, non_blocking=True))
 
     def mapped(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
-        """With ``function`` applied to each tensor, except those that the host reads to launch
-        kernels.
-        """
+        """With ``function`` applied to each tensor but those that the host reads."""
         moved = {n: tensor for n, tensor in _tensors(self).items() if n not in _ON_HOST}
         found = {name: function(tensor) for name, tensor in moved.items()}
         extras = {name: function(tensor) for name, tensor in self.extras.items()}
@@ -129,16 +117,22 @@ def trained_positions(batch: Batch) -> TrainedPositions:
     labels = batch.labels[:, 1:].cpu().numpy()
     rows, columns = np.nonzero(labels != IGNORE_INDEX)
     found = labels[rows, columns]
-
-    def here(values: np.ndarray) -> torch.Tensor:
-        return batch.labels.new_tensor(values)
-
     if batch.branches is not None:
         columns = _before(batch)[columns]
-    if len(labels) == 1:
-        return TrainedPositions(here(found), here(rows), here(columns), here(columns), None)
+    return _kept(batch, found, rows, columns)
+
+
+def _kept(
+    batch: Batch, labels: np.ndarray, rows: np.ndarray, columns: np.ndarray
+) -> TrainedPositions:
+    """These positions as tensors, and the columns that the head computes."""
+    import numpy as np
+
+    here = batch.labels.new_tensor
+    if len(batch.labels) == 1:
+        return TrainedPositions(here(labels), here(rows), here(columns), here(columns), None)
     kept, among_kept = np.unique(columns, return_inverse=True)
-    return TrainedPositions(here(found), here(rows), here(columns), here(kept), here(among_kept))
+    return TrainedPositions(here(labels), here(rows), here(columns), here(kept), here(among_kept))
 
 
 def _before(batch: Batch) -> np.ndarray:
@@ -168,15 +162,7 @@ def ends(batch: Batch) -> TrainedPositions:
         if batch.attention_mask is not None:
             mask = batch.attention_mask.cpu().numpy()
             columns = length - 1 - mask[:, ::-1].argmax(1)
-
-    def here(values: np.ndarray) -> torch.Tensor:
-        return batch.labels.new_tensor(values)
-
-    labels = here(np.zeros_like(columns))
-    if len(batch.input_ids) == 1:
-        return TrainedPositions(labels, here(rows), here(columns), here(columns), None)
-    kept, among_kept = np.unique(columns, return_inverse=True)
-    return TrainedPositions(labels, here(rows), here(columns), here(kept), here(among_kept))
+    return _kept(batch, np.zeros_like(columns), rows, columns)
 
 
 def _last_columns(cu_seqlens: torch.Tensor, branches: torch.Tensor | None) -> np.ndarray:
@@ -204,7 +190,7 @@ class OutputSpec:
     temperature: float = 1.0  # logits are divided by it before log-probabilities are computed
 
     def __post_init__(self) -> None:
-        unknown = sorted(set(self.outputs) - _outputs())
+        unknown = sorted(set(self.outputs) - {known.name for known in fields(Outputs)})
         if unknown:
             raise ValueError(f"outputs: expected fields of Outputs, got {unknown[0]!r}")
         if self.at == "ends" and set(self.outputs) != {"values"}:
@@ -226,10 +212,6 @@ class Outputs:
     entropies: torch.Tensor | None = None  # [N] float32, nats
     values: torch.Tensor | None = None  # [N] float32, from a value head
     predictions: torch.Tensor | None = None  # [N] int64
-
-
-def _outputs() -> set[str]:
-    return {known.name for known in fields(Outputs)}
 
 
 @dataclass(frozen=True)
@@ -256,6 +238,4 @@ class StepRunner(Protocol):
     def __call__(
         self, window: Window, loss_of: LossFunction, *, before: Hook, after: Hook
     ) -> list[Loss]:
-        """One detached loss per micro-batch; ``before`` and ``after`` are called with each one's
-        index.
-        """
+        """One detached loss per micro-batch; ``before`` and ``after`` get the index of each."""

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from surefoot.data.order.loader import Loader
 from surefoot.data.order.micro_batches import Batching
 from surefoot.data.order.prefetch import Prefetch
+from surefoot.data.prepared.encoded_data import Encoding
 from surefoot.data.prepared.streaming_data import encode_stream, open_stream
 from surefoot.data.section import DataSection
 from surefoot.data.text.collation import collate
@@ -52,14 +53,12 @@ def write(folder, **datasets):
 
 def loader(section, *, shard_rows=5, val_size=0, encode=encode, **changes):
     """A loader whose data is encoded when it asks for it, a shard at a time."""
-    shards = encode_stream(section, encode, fingerprint={}, shard_rows=shard_rows)
+    shards = encode_stream(Encoding(section, encode, {}, 1), shard_rows=shard_rows)
     if val_size:
         section = DataSection(**{**vars(section), "val_size": val_size})
     how = {"global_batch_size": 8, "micro_batch_size": 2, "seed": 1, "buffer_size": 6, **changes}
     section = DataSection(**{**vars(section), "buffer_size": how["buffer_size"]})
-    data = open_stream(
-        section, encode, fingerprint={}, seed=how["seed"], more=partial(next, shards, None)
-    )
+    data = open_stream(Encoding(section, encode, {}, how["seed"]), partial(next, shards, None))
     return of(data, section, **how), data
 
 
@@ -190,7 +189,7 @@ def test_windows_made_ahead_are_those_made_on_the_spot_and_wait_for_no_encoding(
         return next(found, None)
 
     def ahead(shards):
-        data = open_stream(section, encode, fingerprint={}, seed=1, more=partial(more, shards))
+        data = open_stream(Encoding(section, encode, {}, 1), partial(more, shards))
         how = {"global_batch_size": 8, "micro_batch_size": 2, "seed": 1, "buffer_size": 6}
         return of(data, section, prefetch=Prefetch(noting), **how)
 
@@ -199,7 +198,7 @@ def test_windows_made_ahead_are_those_made_on_the_spot_and_wait_for_no_encoding(
         return window
 
     made_by = []
-    it = ahead(encode_stream(section, encode, fingerprint={}, shard_rows=5))
+    it = ahead(encode_stream(Encoding(section, encode, {}, 1), shard_rows=5))
     plain, _ = loader(section)
     for _ in range(20):
         assert it.state_dict() == plain.state_dict()
@@ -284,7 +283,6 @@ def test_a_position_in_other_data_is_refused_but_not_for_data_that_was_added(tmp
 def test_nothing_is_computed_ahead_for_examples_that_are_still_encoded(tmp_path):
     _, data = loader(write(tmp_path, d=[1] * 20), val_size=3, buffer_size=15)
     assert [len(each) for each in data.complete] == [3]
-    assert data.num_examples is None
     with pytest.raises(DataError, match="still being encoded"):
         data.changed(lambda dataset: dataset)
 

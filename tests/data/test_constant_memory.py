@@ -7,7 +7,7 @@ from functools import partial
 from surefoot.data.order.block_shuffle import BlockShuffle
 from surefoot.data.order.loader import Loader
 from surefoot.data.order.micro_batches import Batching
-from surefoot.data.prepared.encoded_data import prepare
+from surefoot.data.prepared.encoded_data import Encoding, prepare
 from surefoot.data.prepared.streaming_data import encode_stream, open_stream
 from surefoot.data.section import DataSection
 from surefoot.data.text.collation import collate
@@ -44,9 +44,9 @@ def peak(work):
 
 
 def stream_an_epoch(data):
-    shards = encode_stream(data, encode, fingerprint={}, shard_rows=500)
+    shards = encode_stream(Encoding(data, encode, {}, 1), shard_rows=500)
     more = partial(next, shards, None)
-    stream = open_stream(data, encode, fingerprint={}, seed=1, more=more).train
+    stream = open_stream(Encoding(data, encode, {}, 1), more).train
     batching = Batching(partial(collate, packing=True), micro_batch_size=50)
     it = Loader(BlockShuffle(stream, 1, 500), batching, global_batch_size=50)
     while it.epoch == 0:
@@ -62,7 +62,10 @@ def test_a_stream_takes_the_same_memory_whatever_its_length(tmp_path):
 
 def test_a_whole_dataset_takes_a_few_bytes_of_memory_for_an_example(tmp_path):
     few, many = (section(tmp_path / str(rows), rows) for rows in (FEW, MANY))
-    work = partial(prepare, encode=encode, fingerprint={}, seed=1)
+
+    def work(data):
+        prepare(Encoding(data, encode, {}, 1))
+
     work(section(tmp_path / "warm up", 100))
     bounds = [peak(partial(work, data)) for data in (few, many)]
     assert bounds[1] - bounds[0] < 64 * (MANY - FEW)

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from surefoot.data.order.full_shuffle import FullShuffle
 from surefoot.data.order.length_balancing import (
-    assign_to_rank,
     balance_by_length,
     num_passes,
     positions,
@@ -34,10 +33,10 @@ SIZES = {
 def shares(lengths, *, world_size, **sizes):
     """The items of each pass, by rank."""
     items = np.arange(len(lengths)) + 100
-    return [
-        assign_to_rank(items, lengths, rank=rank, world_size=world_size, **sizes)
-        for rank in range(world_size)
+    ranks = [
+        Batching(collate, rank=rank, world_size=world_size, **sizes) for rank in range(world_size)
     ]
+    return [[items[group] for group in each.groups(lengths)] for each in ranks]
 
 
 def by_number(lengths, *, micro_batch_size, world_size, **_):

@@ -6,8 +6,7 @@ from hypothesis import strategies as st
 
 from surefoot.batch import IGNORE_INDEX
 from surefoot.data.store.dataset import in_memory
-from surefoot.data.text.collation import pad
-from surefoot.data.text.packing import pack
+from surefoot.data.text.collation import pack, pad
 from unpacked import unpack
 
 TOKEN = st.integers(0, 2**31 - 1)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from surefoot.data.encoded import Dropped, Truncated
-from surefoot.data.prepared.encoded_data import find, prepare
+from surefoot.data.prepared.encoded_data import Encoding, find, prepare
 from surefoot.data.rows.row_sources import BrokenRow
 from surefoot.data.section import DataSection
 from surefoot.errors import DataError
@@ -54,7 +54,7 @@ def write(folder, **datasets):
 
 
 def run(section, encode=None, *, seed=1, fingerprint=None):
-    return prepare(section, encode or Encoder(), fingerprint=fingerprint or {}, seed=seed)
+    return prepare(Encoding(section, encode or Encoder(), fingerprint or {}, seed))
 
 
 def texts(dataset):
@@ -257,18 +257,18 @@ def test_a_long_job_tells_how_far_it_is(section, monkeypatch, caplog):
 
 def test_what_is_in_the_cache_is_found_and_nothing_is_encoded_for_it(section):
     both = replace(section, datasets=("one", "two"), val_size=4)
-    assert find(both, fingerprint={}, seed=1) is None
+    assert find(Encoding(both, None, {}, 1)) is None
     run(section)
-    assert find(both, fingerprint={}, seed=1) is None, "only one of two is there"
+    assert find(Encoding(both, None, {}, 1)) is None, "only one of two is there"
     made = run(both)
-    found = find(both, fingerprint={}, seed=1)
+    found = find(Encoding(both, None, {}, 1))
     assert found.train.fingerprint == made.train.fingerprint
     assert found.evals[""].fingerprint == made.evals[""].fingerprint
     assert found.report == made.report
-    assert find(both, fingerprint={"tokenizer": "another"}, seed=1) is None
+    assert find(Encoding(both, None, {"tokenizer": "another"}, 1)) is None
 
 
 def test_a_damaged_folder_of_the_cache_is_not_found(section):
     run(section)
     next(section.cache_dir.glob("*/header.json")).write_text("{}")
-    assert find(section, fingerprint={}, seed=1) is None
+    assert find(Encoding(section, None, {}, 1)) is None

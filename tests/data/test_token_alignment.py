@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken
 
 import tiny_tokenizers
-from surefoot.data.text.templates.fast.token_alignment import landmarks_of
+from surefoot.data.text.templates.fast.token_alignment import token_aligner
 from surefoot.data.text.tokenization import RenderedText, Tokenization
 
 BYTES = ("gpt2", "qwen", "llama3")  # the kinds that lose nothing
@@ -71,9 +71,9 @@ def test_bounds_are_those_of_the_offsets(kind, text, data):
 @pytest.mark.parametrize("kind", tiny_tokenizers.KINDS)
 def test_a_tokenizer_that_may_lose_text_has_no_landmarks(kind):
     rust = tiny_tokenizers.tokenizer(kind).backend_tokenizer
-    assert (landmarks_of(rust, CONTROL) is not None) == (kind in BYTES)
+    assert (token_aligner(rust, CONTROL) is not None) == (kind in BYTES)
     rust.add_tokens([AddedToken("<mask>", lstrip=True)])  # takes white space away
-    assert landmarks_of(rust, CONTROL) is None
+    assert token_aligner(rust, CONTROL) is None
 
 
 @pytest.mark.parametrize("kind", BYTES)
@@ -84,7 +84,7 @@ def test_an_answer_is_found_without_offsets(kind):
         rust.encode(t, add_special_tokens=False).ids for t in (text, text + "Paris.<|im_end|>\n")
     )
     encode = lambda part: rust.encode(part, add_special_tokens=False).ids  # noqa: E731
-    known = landmarks_of(rust, CONTROL).find(text + "Paris.<|im_end|>\n", whole, encode)
+    known = token_aligner(rust, CONTROL).find(text + "Paris.<|im_end|>\n", whole, encode)
     assert known.index(len(text)) == len(before)
     assert whole[known.end(len(text) + len("Paris.<|im_end|>")) - 1] == rust.token_to_id(
         "<|im_end|>"
@@ -96,4 +96,4 @@ def test_a_landmark_inside_a_longer_token_is_none():
     rust.add_tokens([AddedToken("x</s>y", special=True, normalized=False)])
     text = "a</s>b x</s>y c</s>"
     ids = rust.encode(text, add_special_tokens=False).ids
-    assert landmarks_of(rust, CONTROL).find(text, ids, list) is None
+    assert token_aligner(rust, CONTROL).find(text, ids, list) is None

@@ -2,7 +2,7 @@
 
 import pytest
 
-from surefoot.generate.sampling import generation_config, padding
+from surefoot.generate.generation import generation_config, padding
 from surefoot.generate.section import GenerateSection
 
 

@@ -43,9 +43,9 @@ def test_the_order_of_preference_is_fixed(monkeypatch):
     assert not kernels.candidates(CPU)
 
 
-def leaks(query, key, value, bounds, scaling):
+def leaks(heads, bounds, scaling):
     """All documents as one."""
-    return right(query, key, value, Bounds([0, bounds.values[-1]]), scaling)
+    return right(heads, Bounds([0, bounds.values[-1]]), scaling)
 
 
 def fails(*_row):
@@ -95,7 +95,7 @@ def test_varlen_is_dropped_where_it_does_not_run():
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_blocks_are_documents():
     inputs = ROW.inputs()
-    expected, found = (kernel(*inputs, Bounds(ROW.bounds), 0.3) for kernel in (right, flex))
+    expected, found = (kernel(inputs, Bounds(ROW.bounds), 0.3) for kernel in (right, flex))
     torch.testing.assert_close(found, expected)
 
 

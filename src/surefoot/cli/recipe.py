@@ -42,7 +42,7 @@ def convert(path: Path, overrides: tuple[str, ...]) -> None:
     what its datasets need in addition to the recipe, and the keys that were not used. OVERRIDES
     such as data.datasets=[mine] have precedence.
     """
-    from ..recipe.from_mindformers.file import convert_file
+    from ..recipe.from_mindformers.conversion import convert_file
 
     found = convert_file(path, overrides)
     click.echo(found.text, nl=False)

@@ -7,6 +7,7 @@ library's version: a run that is resumed after an upgrade sees the same data.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 from ..errors import DataError, counted
 
 Index = NDArray[np.int64]
+Description = Mapping[str, int | str | bool]  # what an order depends on, for a checkpoint
 GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio, the step of splitmix64
 MASK = 2**64 - 1
 

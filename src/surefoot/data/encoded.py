@@ -1,6 +1,4 @@
-"""The outcome of encoding one example: its features, perhaps truncated, or the reason for
-dropping it.
-"""
+"""The outcome of encoding an example: its features, perhaps truncated, or why it is dropped."""
 
 from __future__ import annotations
 

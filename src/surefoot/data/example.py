@@ -14,9 +14,7 @@ Spans = list[tuple[int, int]]  # first and one past the last character
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One turn. ``learn`` overrides the recipe: True trains on it, False masks it, None follows
-    the recipe.
-    """
+    """One turn. ``learn`` True trains on it, False masks it, None follows the recipe."""
 
     role: Role
     content: str

@@ -39,26 +39,22 @@ class DataSection:
     """Longest example in tokens."""
     on_too_long: Annotated[Literal["truncate", "drop"], BeforeValidator(_current)] = "truncate"
     """``truncate`` shortens a longer conversation: later turns, then the end of the last response;
-    ``drop`` drops it.
-    """
+    ``drop`` drops it."""
     train_on_prompt: bool = False
     """Also train on the tokens of the prompt, not only of the responses."""
     mask_history: bool = False
     """Train only on the last response of a conversation."""
     packing: bool = True
     """Pack the examples of a micro-batch into one row, as documents that do not attend to each
-    other.
-    """
+    other."""
     shuffle: bool = True
     """Shuffle the examples in every epoch, as a function of (train.seed, epoch)."""
     streaming: bool = False
     """Train while the datasets are still being encoded, for large datasets. Needs
-    ``train.max_steps``, unless all of it is in the cache (``surefoot encode``).
-    """
+    ``train.max_steps``, unless all of it is in the cache (``surefoot encode``)."""
     buffer_size: int = 16384
     """With ``streaming``: shuffle within blocks of this many examples. Training starts when the
-    first block is encoded.
-    """
+    first block is encoded."""
     cache_dir: Path | None = None
     """Folder for encoded datasets (default: ``surefoot`` in the user's cache folder)."""
 

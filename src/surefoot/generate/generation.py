@@ -17,16 +17,10 @@ from typing import Literal, cast
 import numpy as np
 import torch
 from torch import nn
-from transformers import (
-    GenerationConfig,
-    LogitsProcessor,
-    LogitsProcessorList,
-    PreTrainedModel,
-)
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 from transformers.generation import BaseStreamer
 
 from .decode import Decode, TextStream
-from .sampling import generation_config, padding
 from .section import GenerateSection
 
 Ids = Sequence[int]
@@ -135,6 +129,34 @@ def _sampled(
         reason = "stop" if is_over else out_of_tokens
         found.append(Sample(tuple(ids[:end]), tuple(logps[:end]), reason))
     return found
+
+
+def generation_config(
+    section: GenerateSection, *, max_new_tokens: int, stop_token_ids: Sequence[int]
+) -> GenerationConfig:
+    """All settings of generation, without those of the model's own files.
+
+    Args:
+        section: temperature and so on; they have no effect unless it samples.
+        max_new_tokens: at most ``section.max_new_tokens``.
+        stop_token_ids: a response ends before the first of these.
+    """
+    stops = list(stop_token_ids)
+    settings: dict[str, object] = {
+        "max_new_tokens": max_new_tokens,
+        "do_sample": section.do_sample,
+        "repetition_penalty": section.repetition_penalty,
+        "eos_token_id": stops or None,
+        "pad_token_id": padding(stop_token_ids),
+    }
+    if section.do_sample:
+        settings |= {name: getattr(section, name) for name in ("temperature", "top_p", "top_k")}
+    return GenerationConfig(**settings)
+
+
+def padding(stop_token_ids: Sequence[int]) -> int:
+    """The padding id of a batch: masked before a prompt, removed after a response."""
+    return stop_token_ids[0] if stop_token_ids else 0
 
 
 class _LogProbabilities(LogitsProcessor):  # type: ignore[misc]
@@ -273,9 +295,7 @@ def _inner(model: nn.Module) -> PreTrainedModel:
 
 @contextmanager
 def _alone(model: PreTrainedModel, config: GenerationConfig) -> Iterator[None]:
-    """Generate by ``config`` alone: transformers would fill missing settings from the model's
-    own.
-    """
+    """Generate by ``config`` alone, without settings of the model's own."""
     own, model.generation_config = model.generation_config, config
     try:
         yield

@@ -46,8 +46,7 @@ class Mesh:
 
     def boxes(self, shape: tuple[int, ...]) -> Iterator[tuple[Sequence[int], Box]]:
         """The non-empty boxes of a tensor, and the ranks that have each. A tensor without
-        dimensions or elements is replicated, and assigned to rank 0.
-        """
+        dimensions or elements is replicated, and assigned to rank 0."""
         whole = Box.whole(shape)
         if not shape or not whole.size:
             yield (0,), whole

@@ -22,9 +22,8 @@ class AxisShard:
 
 @dataclass(frozen=True)
 class FusedSlice:
-    """A tensor inside a fused one, which is the tensor that is sharded. Leading dimensions of
-    the fused tensor that it lacks have size 1.
-    """
+    """A tensor inside a fused one, which is the tensor that is sharded. Leading dimensions of the
+    fused tensor that it lacks have size 1."""
 
     shape: tuple[int, ...]  # of the larger one
     start: tuple[int, ...]  # in it
@@ -40,9 +39,7 @@ def axes(cuts: Cuts) -> set[str]:
 
 
 def chunk(length: int, count: int, index: int) -> tuple[int, int]:
-    """First element and number of elements of chunk ``index`` of ``count``, as in
-    ``torch.chunk``.
-    """
+    """First element and number of elements of chunk ``index``, as in ``torch.chunk``."""
     size = -(-length // count)
     first = min(index * size, length)
     return first, min(size, length - first)

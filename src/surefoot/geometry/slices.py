@@ -42,9 +42,7 @@ class Selection:
 
 def select(text: str, shape: tuple[int, ...]) -> Selection:
     """Parse ``text``, with or without brackets, for a tensor of ``shape``; empty text selects all.
-
-    Raises ``CheckpointError`` if it is not a slice, or does not fit.
-    """
+    Raises ``CheckpointError`` if it is not a slice, or does not fit."""
     inner = text.strip()
     if inner.startswith("[") and inner.endswith("]"):
         inner = inner[1:-1].strip()

@@ -77,9 +77,9 @@ def refuse_unsupported(trainer: Trainer) -> None:
 def parts_of(trainer: Trainer, model: nn.Module, optimizer: Any, scheduler: Any) -> TrainerStates:
     """The states of a run that is about to begin. Raises ``RunError`` for a model of no kind."""
     weights, kind = _weights(model)
-    named = (
-        model.named_parameters() if isinstance(weights, ModuleState) else trained(model, weights)
-    )
+    named = list(model.named_parameters())
+    if not isinstance(weights, ModuleState):
+        named = trained(model, weights.state_dict())
     states: dict[str, Stateful] = {
         "model": weights,
         "optimizer": NamedOptimizer(optimizer, named),
@@ -126,8 +126,8 @@ def _refuse_adapters(model: Any) -> None:
             "called default"
         )
     weights = AdapterWeights(model)
-    known = weights.state_dict().keys()
-    if lost := [name for name, _ in trained(model, weights) if name not in known]:
+    known = weights.state_dict()
+    if lost := [name for name, _ in trained(model, known) if name not in known]:
         found = counted(len(lost), "trainable parameter is", "trainable parameters are")
         raise RunError(
             f"SurefootCheckpoints: {found} not in a PEFT adapter's file (for example {lost[0]}); "

@@ -85,10 +85,8 @@ class _Noted(IdentityStub):
 
 
 def anatomy(model: PreTrainedModel) -> Architecture:
-    """The parts of ``model``.
-
-    Raises ``RecipeError`` if it cannot be split between layers, or if the test failed.
-    """
+    """The parts of ``model``. Raises ``RecipeError`` if it cannot be split between layers, or if
+    the test failed."""
     base = model.base_model
     if base is model:
         raise _refused(model, "it has no base model below its head")
@@ -175,9 +173,7 @@ def _arguments(model: PreTrainedModel) -> dict[str, object]:
 
 
 def _check(parts: Architecture, trial: _Trial, entering: torch.Tensor | None) -> None:
-    """Each module must have received the output of the previous one, and nothing that depends on
-    weights.
-    """
+    """Each module must get the output of the previous one, and nothing else from weights."""
     model, now, what = parts.model, entering, "the input of the model"
     layers = [(f"layer {number}", noted) for number, noted in enumerate(trial.layers)]
     for where, noted in [*layers, (parts.norm, trial.norm)]:

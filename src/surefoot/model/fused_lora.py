@@ -35,9 +35,7 @@ def enable_fused_lora(model: nn.Module) -> None:
 
 
 def disable_fused_lora(model: nn.Module) -> None:
-    """Restore PEFT's own forward passes, for a compiler: it fuses them itself, and would compile
-    separately what is set on each layer.
-    """
+    """Restore PEFT's own forward passes, which a compiler fuses itself."""
     for layer in model.modules():
         forward = vars(layer).get("forward")
         if isinstance(forward, partial) and forward.func is _forward:
@@ -47,9 +45,8 @@ def disable_fused_lora(model: nn.Module) -> None:
 def _forward(
     layer: Linear, theirs: Forward, x: torch.Tensor, *args: object, **named: object
 ) -> torch.Tensor:
-    """The result of PEFT's own forward pass. That pass itself runs unless exactly one plain
-    adapter is active: not for none, several, merged ones or DoRA.
-    """
+    """The result of PEFT's own forward pass, which itself runs unless exactly one plain adapter is
+    active: not for none, several, merged ones or DoRA."""
     active = layer.active_adapters
     name = active[0] if len(active) == 1 else ""
     is_off = layer.disable_adapters or layer.merged or name not in layer.lora_A
@@ -81,9 +78,7 @@ def _is_plain(module: nn.Module) -> bool:
 
 
 class _LowRank(torch.autograd.Function):
-    """dy = g: dx = g W + scale (g B) A, dA = scale (g B)' x, dB = scale g' (A x); W and b are
-    frozen.
-    """
+    """dy = g: dx = g W + scale (g B) A, dA = scale (g B)' x, dB = scale g' (A x)."""
 
     @staticmethod
     def forward(

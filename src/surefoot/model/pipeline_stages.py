@@ -97,10 +97,8 @@ def _without_head(base: nn.Module) -> Callable[..., object]:
 
 
 def parameters_of(model: PreTrainedModel, num_stages: int) -> list[list[nn.Parameter]]:
-    """The parameters of each pipeline stage of a full model; a tied one is in two.
-
-    Raises ``RecipeError`` if the architecture cannot be split.
-    """
+    """The parameters of each pipeline stage of a full model; a tied one is in two. Raises
+    ``RecipeError`` if the architecture cannot be split."""
     parts = anatomy(model)
     layers = list(parts.base.get_submodule(parts.layers).children())
     found = [
@@ -114,9 +112,7 @@ def parameters_of(model: PreTrainedModel, num_stages: int) -> list[list[nn.Param
 
 def keep(model: PreTrainedModel, numbers: Collection[int], num_stages: int) -> Stages:
     """Keep only the modules of the pipeline stages ``numbers`` of ``num_stages`` in ``model``.
-
-    Raises ``RecipeError`` if the architecture cannot be split.
-    """
+    Raises ``RecipeError`` if the architecture cannot be split."""
     parts = anatomy(model)
     runs, last = split(parts.num_layers, num_stages), num_stages - 1
     base = parts.base._modules

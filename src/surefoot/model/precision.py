@@ -1,6 +1,4 @@
-"""The precision of forward and backward: fp32, or autocast to bf16 or fp16; fp16 with a loss
-scaler.
-"""
+"""The precision of forward and backward: fp32, or autocast to bf16 or fp16 with a loss scaler."""
 
 from __future__ import annotations
 

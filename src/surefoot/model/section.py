@@ -21,30 +21,25 @@ class ModelSection:
     """A PEFT adapter to continue training from (with ``method: lora``)."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Type of the weights. ``auto``: trainable weights in float32, frozen ones as stored
-    (float32 on a CPU).
-    """
+    (float32 on a CPU)."""
     attention: Literal["auto", "sdpa", "eager", "flash_attention_2"] = "auto"
     """Attention kernel. ``auto`` takes sdpa where the architecture has it, otherwise eager. Packed
     rows on a GPU use the first of varlen, flash-attn, flex and sdpa that passes a self-check, which
     a resume keeps."""
     new_special_tokens: tuple[str, ...] = ()
     """Tokens to add to the vocabulary. The embeddings are resized; new rows are initialized to
-    the mean of the old ones.
-    """
+    the mean of the old ones."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a fifth slower."""
     compile: bool = False
     """Compile the layers with ``torch.compile``: faster steps after a warm-up of about a minute.
-    Needs a C++ compiler.
-    """
+    Needs a C++ compiler."""
     quantization_bit: Literal[4, 8] | None = None
     """Store the frozen base in 4 or 8 bits (QLoRA, with ``method: lora``). Needs
-    ``pip install 'bitsandbytes>=0.48'``.
-    """
+    ``pip install 'bitsandbytes>=0.48'``."""
     quantization_type: Literal["nf4", "fp4"] = "nf4"
     """The sixteen values of 4 bits: spaced like a normal distribution (nf4), or floating point
-    (fp4).
-    """
+    (fp4)."""
     double_quantization: bool = True
     """Quantize the scales of 4 bits, too: 0.4 bits less for each weight."""
     trust_remote_code: bool = False

@@ -31,9 +31,7 @@ def seed_everything(*parts: int) -> None:
 
 
 def use_deterministic_kernels(wanted: bool) -> None:
-    """Use only kernels that give the same bits every time. An operation without such a kernel
-    warns instead of failing.
-    """
+    """Use only kernels that give the same bits every time; an operation without one warns."""
     if wanted and torch.cuda.is_available():
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it at its start
     torch.use_deterministic_algorithms(wanted, warn_only=True)

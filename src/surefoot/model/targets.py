@@ -12,9 +12,8 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class HasHead(Protocol):
-    """A ``PreTrainedModel``, without importing it: recipes name methods, which import this
-    module, and a recipe is read without transformers and torch.
-    """
+    """A ``PreTrainedModel``, without importing it: recipes name methods, which import this module,
+    and a recipe is read without transformers and torch."""
 
     def get_output_embeddings(self) -> nn.Module | None:
         """The output head."""

@@ -163,7 +163,7 @@ def name_parameters(draft: Draft, _: Tensors) -> None:
     else:
         weights = AdapterWeights(draft.module) if is_adapter else FullWeights(draft.inner)
     draft.weights = weights.without(own)
-    names = names_in_files(draft.module, draft.weights)
+    names = names_in_files(draft.module, draft.weights.state_dict())
     draft.names = {here: draft.heads.name_in_file(here) or name for here, name in names.items()}
     named = draft.module.named_parameters()
     draft.trainable = [draft.names[name] for name, p in named if p.requires_grad]

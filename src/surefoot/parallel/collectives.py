@@ -10,6 +10,7 @@ activations are sharded along the sequence (arXiv:2205.05198).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
@@ -21,6 +22,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from ..geometry.sharding import chunk
+
+Change = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Axis(Protocol):
@@ -107,101 +110,52 @@ def part(length: int, axis: Axis) -> slice:
 
 def copy_to_tp_region(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """``x``, the same on all ranks; its gradient is the sum of theirs."""
-    return cast(torch.Tensor, _Copied.apply(x, axis))  # type: ignore[no-untyped-call]
+    return _through(x, lambda x: x.view_as(x), axis.sum)
 
 
 def reduce_from_tp_region(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """The sum of all ranks' ``x``."""
-    return cast(torch.Tensor, _Summed.apply(x, axis))  # type: ignore[no-untyped-call]
+    return _through(x, axis.sum, lambda gradient: gradient)
 
 
 def gather_from_tp_region(x: torch.Tensor, axis: Axis, length: int, dim: int = -1) -> torch.Tensor:
     """The shards of all ranks, concatenated to ``length`` elements along ``dim``. Later
-    computation is the same on all ranks, and so is its gradient.
-    """
-    return cast(torch.Tensor, _Gathered.apply(x, axis, length, dim))  # type: ignore[no-untyped-call]
+    computation is the same on all ranks, and so is its gradient."""
+    mine = part(length, axis)
+    return _through(x, lambda x: _gather(x, axis, length, dim), lambda g: _take(g, mine, dim))
 
 
 def scatter_to_tp_region(x: torch.Tensor, axis: Axis, dim: int = -1) -> torch.Tensor:
     """This rank's shard, along ``dim``, of ``x``, which is the same on all ranks."""
-    return cast(torch.Tensor, _Taken.apply(x, axis, dim))  # type: ignore[no-untyped-call]
+    length = x.shape[dim]
+    mine = part(length, axis)
+    return _through(x, lambda x: _take(x, mine, dim), lambda g: _gather(g, axis, length, dim))
 
 
 def gather_from_sequence_region(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
     """As ``gather_from_tp_region``, of equal shards; but later computation differs between
-    ranks, so gradients are summed.
-    """
-    return cast(torch.Tensor, _Joined.apply(x, axis, dim))  # type: ignore[no-untyped-call]
+    ranks, so gradients are summed."""
+    return _through(x, lambda x: _join(x, axis, dim), lambda g: _scatter(g, axis, dim))
 
 
 def reduce_scatter_to_sequence_region(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
     """This rank's shard, along ``dim``, of the sum of all ranks' ``x``; shards are equal."""
-    return cast(torch.Tensor, _Scattered.apply(x, axis, dim))  # type: ignore[no-untyped-call]
+    return _through(x, lambda x: _scatter(x, axis, dim), lambda g: _join(g, axis, dim))
 
 
-class _Copied(torch.autograd.Function):
+def _through(x: torch.Tensor, forward: Change, backward: Change) -> torch.Tensor:
+    return cast(torch.Tensor, _Collective.apply(x, forward, backward))  # type: ignore[no-untyped-call]
+
+
+class _Collective(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, axis: Axis) -> torch.Tensor:
-        ctx.axis = axis
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return ctx.axis.sum(gradients[0]), None
-
-
-class _Summed(torch.autograd.Function):
-    @staticmethod
-    def forward(_ctx: Any, x: torch.Tensor, axis: Axis) -> torch.Tensor:
-        return axis.sum(x)
-
-    @staticmethod
-    def backward(_ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return gradients[0], None
-
-
-class _Gathered(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, axis: Axis, length: int, dim: int) -> torch.Tensor:
-        ctx.part, ctx.dim = part(length, axis), dim
-        return _gather(x, axis, length, dim)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        return _take(gradients[0], ctx.part, ctx.dim), None, None, None
-
-
-class _Taken(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
-        ctx.axis, ctx.length, ctx.dim = axis, x.shape[dim], dim
-        return _take(x, part(ctx.length, axis), dim)
+    def forward(ctx: Any, x: torch.Tensor, forward: Change, backward: Change) -> torch.Tensor:
+        ctx.back = backward
+        return forward(x)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return _gather(gradients[0], ctx.axis, ctx.length, ctx.dim), None, None
-
-
-class _Joined(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
-        ctx.axis, ctx.dim = axis, dim
-        return torch.cat(axis.each(x.contiguous()), dim)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return _scatter(gradients[0], ctx.axis, ctx.dim), None, None
-
-
-class _Scattered(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
-        ctx.axis, ctx.dim = axis, dim
-        return _scatter(x, axis, dim)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return torch.cat(ctx.axis.each(gradients[0].contiguous()), ctx.dim), None, None
+        return ctx.back(gradients[0]), None, None
 
 
 def _take(x: torch.Tensor, part: slice, dim: int) -> torch.Tensor:
@@ -218,6 +172,10 @@ def _gather(x: torch.Tensor, axis: Axis, length: int, dim: int) -> torch.Tensor:
         x = F.pad(x, (*[0, 0] * (x.ndim - dim - 1), 0, counts[0] - x.shape[dim]))
     parts = zip(axis.each(x.contiguous()), counts, strict=True)
     return torch.cat([part.narrow(dim, 0, count) for part, count in parts], dim)
+
+
+def _join(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
+    return torch.cat(axis.each(x.contiguous()), dim)
 
 
 def _scatter(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:

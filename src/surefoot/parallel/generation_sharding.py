@@ -32,9 +32,8 @@ _SHARDS = "dp_shard"
 
 
 def with_replicas(section: ParallelSection, count: int | None = None) -> ParallelSection:
-    """``section`` for ``world_size`` ranks, all that a launcher has started if not given: the
-    ranks that ``tp`` and ``dp_shard`` leave hold replicas of the model.
-    """
+    """``section`` for ``count`` ranks, by default all that a launcher has started: those that
+    ``tp`` and ``dp_shard`` leave hold replicas of the model."""
     count = count or (launched() or (0, 1, 0))[1]
     shards = section.dp_shard or 1
     copies = section.dp_replicate
@@ -47,10 +46,8 @@ def shard_for_generation(
     model: PreTrainedModel, world: World, section: ParallelSection
 ) -> dict[str, Cuts]:
     """Shard ``model``, without the wrapper of an adapter, in place; returns the sharding of each
-    parameter, by name. Along ``dp_replicate`` there are full replicas.
-
-    Raises ``RecipeError`` if the architecture cannot be sharded over ``tp``.
-    """
+    parameter, by name. Along ``dp_replicate`` there are full replicas. Raises ``RecipeError`` if
+    the architecture cannot be sharded over ``tp``."""
     if world.mesh is None:
         return {}
     model.requires_grad_(False)  # so that an adapter may have another type than its base

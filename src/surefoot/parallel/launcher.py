@@ -84,9 +84,7 @@ class _ProcessGroup:
         ]
 
     def watch(self) -> int:
-        """Wait for the end of all: 0, or the code of the first that failed, as a shell reports
-        it.
-        """
+        """Wait for all: 0, or the code of the first that failed, as a shell reports it."""
         before = {number: signal.signal(number, self._hand_on) for number in _STOPS}
         try:
             while (code := self._first_failure()) is None:

@@ -14,41 +14,33 @@ class ParallelSection:
 
     num_processes: int | None = None
     """Ranks that ``surefoot train`` and ``predict`` start on this machine; unset, one for each
-    GPU, or one. Under ``torchrun`` or SLURM the existing ranks are used.
-    """
+    GPU, or one. Under ``torchrun`` or SLURM the existing ranks are used."""
     dp_replicate: int = 1
     """Number of replicas of the model, each over ``dp_shard`` ranks. With all ranks: plain data
-    parallelism.
-    """
+    parallelism."""
     dp_shard: int | None = None
     """Number of ranks over which weights, gradients and optimizer states are sharded (FSDP);
-    unset, all that the other axes leave.
-    """
+    unset, all that the other axes leave."""
     tp: int = 1
     """Number of ranks over which every matrix is sharded; they compute the same examples
-    together (tensor parallelism). Best within one machine.
-    """
+    together (tensor parallelism). Best within one machine."""
     sequence_parallel: bool = False
     """Shard activations between the matrices along the sequence, over the ``tp`` ranks: less
-    memory for as much communication.
-    """
+    memory for as much communication."""
     pp: int = 1
     """Number of ranks over which the layers are divided; micro-batches pass from one to the next
-    (pipeline parallelism). The axis for slow connections, between machines.
-    """
+    (pipeline parallelism). The axis for slow connections, between machines."""
     pp_schedule: ScheduleName = "1f1b"
     """Pipeline schedule. ``1f1b``: each backward pass as early as possible; ``interleaved``: the
     same with several stages per rank, which idles less and communicates more; ``gpipe``: all
-    forward passes first.
-    """
+    forward passes first."""
     pp_stages_per_rank: int | None = None
     """Pipeline stages per rank; unset, 2 if ``interleaved``, otherwise 1."""
     reshard_after_forward: bool = True
     """Gather a layer's weights again for the backward pass: less memory, more communication."""
     max_restarts: int = 0
     """How often the ranks of this machine are restarted after one has died; they resume from the
-    latest checkpoint.
-    """
+    latest checkpoint."""
     timeout_minutes: float = 10.0
     """How long a rank waits for another one before it fails."""
 
@@ -77,9 +69,7 @@ class ParallelSection:
         return self.pp_stages_per_rank or (2 if self.pp_schedule == "interleaved" else 1)
 
     def axes(self, world_size: int) -> tuple[int, int, int, int]:
-        """``pp``, ``dp_replicate``, ``dp_shard`` and ``tp`` for ``world_size`` ranks; a
-        ``ValueError`` if their product differs.
-        """
+        """``pp``, ``dp_replicate``, ``dp_shard`` and ``tp``; ``ValueError`` if they do not fit."""
         others = {"pp": self.pp, "dp_replicate": self.dp_replicate, "tp": self.tp}
         shard = self.dp_shard or max(1, world_size // math.prod(others.values()))
         if math.prod(others.values()) * shard != world_size:

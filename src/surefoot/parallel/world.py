@@ -1,6 +1,4 @@
-"""The process group of a run, as one rank sees it: which rank it is, and how the ranks
-communicate.
-"""
+"""The process group of a run, as one rank sees it: its place, and how ranks communicate."""
 
 from __future__ import annotations
 
@@ -82,15 +80,12 @@ class World:
 
     @property
     def draws(self) -> tuple[int, ...]:
-        """Numbers for seeds: dropout differs between shares of the examples, and between layers,
-        but not along ``tp``.
-        """
+        """For seeds: dropout differs between shares of the examples and stages, not on ``tp``."""
         return (self.data_rank, self.pp_rank) if self.pp_rank else (self.data_rank,)
 
     def sums(self, values: Sequence[float]) -> list[float]:
-        """Each value summed in float64 over the shares of the examples: ranks with the same
-        share have the same value, which counts once.
-        """
+        """Each value summed in float64 over the shares of the examples: ranks with the same share
+        have the same value, which counts once."""
         found = self.summed(torch.tensor(values, dtype=torch.float64))
         return cast("list[float]", found.tolist())
 
@@ -104,9 +99,7 @@ class World:
         return self._reduced(values, dist.ReduceOp.SUM)
 
     def largest(self, values: Sequence[float]) -> list[float]:
-        """The maximum of each value over all ranks. They communicate on the host, while devices
-        compute.
-        """
+        """The maximum of each value over all ranks, found on the host, while devices compute."""
         found = self._reduced(torch.tensor(values, dtype=torch.float64), dist.ReduceOp.MAX)
         return cast("list[float]", found.tolist())
 
@@ -114,17 +107,11 @@ class World:
         """The objects of the ranks over which the layers are divided, in their order."""
         if self.mesh is None or self.pp == 1:
             return [value]
-        found = [None] * self.pp
-        dist.all_gather_object(found, value, group=self.mesh["pp"].get_group())
-        return found
+        return _gathered(value, self.pp, self.mesh["pp"].get_group())
 
     def gathered(self, value: Any) -> list[Any]:
         """The objects of all ranks, in order."""
-        if self.mesh is None:
-            return [value]
-        found: list[Any] = [None] * self.size
-        dist.all_gather_object(found, value)
-        return found
+        return [value] if self.mesh is None else _gathered(value, self.size)
 
     def from_main(self, value: Any) -> Any:
         """The object of rank 0."""
@@ -159,6 +146,12 @@ class World:
         return values
 
 
+def _gathered(value: Any, count: int, group: dist.ProcessGroup | None = None) -> list[Any]:
+    found: list[Any] = [None] * count
+    dist.all_gather_object(found, value, group=group)
+    return found
+
+
 ALONE = World()
 
 
@@ -183,10 +176,8 @@ def die_with_launcher() -> None:
 @contextlib.contextmanager
 def joined(section: ParallelSection) -> Iterator[World]:
     """Join the process group of this run, if a launcher has started one; otherwise a single rank.
-
     Raises ``RunError`` if the axes of the recipe do not give that many ranks, and ``LostPeerError``
-    if another rank has died.
-    """
+    if another rank has died."""
     found = launched()
     rank, size, local = found or (0, 1, 0)
     try:
@@ -223,9 +214,8 @@ def joined(section: ParallelSection) -> Iterator[World]:
 def explain_peer_loss(
     rank: int, received: Callable[[], signal.Signals | None] = lambda: None
 ) -> Iterator[None]:
-    """Convert torch's error about a lost rank to a ``LostPeerError``, which knows whether a
-    signal was ``received`` meanwhile.
-    """
+    """Convert torch's error about a lost rank to a ``LostPeerError``, which knows whether a signal
+    was ``received`` meanwhile."""
     try:
         yield
     except RuntimeError as error:

@@ -26,12 +26,10 @@ class PredictModel:
 
     path: str
     """A run's folder (its best or latest checkpoint), a checkpoint, an adapter, a model folder,
-    a hub id, or a recipe.
-    """
+    a hub id, or a recipe."""
     weights: str | None = None
     """The folder of the weights, of any layout, if ``path`` contains only configuration and
-    tokenizer.
-    """
+    tokenizer."""
     adapter: str | None = None
     """An adapter to put on the model of ``path``."""
     base: str | None = None
@@ -52,8 +50,7 @@ class Prediction:
     """How responses are sampled."""
     parallel: ParallelSection = ParallelSection()
     """The mesh of ranks. The ranks that ``tp`` and ``dp_shard`` leave hold replicas of the
-    model, among which the prompts are divided.
-    """
+    model, among which the prompts are divided."""
 
 
 def load(
@@ -66,8 +63,7 @@ def load(
         overrides: see ``recipe.overrides``.
         generate: the settings of the run that trained the model, which are the defaults.
 
-    Raises:
-        RecipeError: with all validation errors.
+    Raises ``RecipeError``: with all validation errors.
     """
     document = override(Prediction, _document(path, generate), overrides)
     found = schema.read(Prediction, document.data, fail=document.error)
@@ -84,8 +80,7 @@ def load(
 def parallel_of(overrides: Sequence[str]) -> tuple[ParallelSection, list[str]]:
     """The mesh of ranks for generation, whatever the model was trained on, as some of the
     ``overrides`` of its recipe set it; and the other overrides. Raises ``RecipeError`` as
-    ``load`` does.
-    """
+    ``load`` does."""
     named = [told for told in overrides if told.partition("=")[0].split(".")[0] == "parallel"]
     return load("", named).parallel, [told for told in overrides if told not in named]
 

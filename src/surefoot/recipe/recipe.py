@@ -58,11 +58,8 @@ class Recipe:
 
 
 def load(path: Path, overrides: Overrides = ()) -> Recipe:
-    """Read the recipe file ``path``, with ``overrides`` applied.
-
-    Raises:
-        RecipeError: with all validation errors, each with file, line and column.
-    """
+    """Read the recipe file ``path``, with ``overrides`` applied. Raises ``RecipeError``: with all
+    validation errors, each with file, line and column."""
     document = parse(read_text(path), str(path))
     return _build(override(Recipe, document, overrides), path.parent)
 
@@ -77,8 +74,7 @@ def read(
         overrides: settings with precedence over ``data``; see ``recipe.overrides``.
         base: the folder that paths are relative to.
 
-    Raises:
-        RecipeError: with all validation errors.
+    Raises ``RecipeError``: with all validation errors.
     """
     return _build(override(Recipe, Document(data), overrides), base)
 
@@ -86,6 +82,8 @@ def read(
 def _build(document: Document, base: Path) -> Recipe:
     recipe = schema.read(Recipe, document.data, fail=document.error)
     problems = [problem for rule in RULES for problem in rule(recipe)]
+    problems += recipe.method.problems(recipe.model)
+    problems += recipe.stage.problems(recipe.data, recipe.parallel)
     if problems:
         raise document.error(problems)
     return _with_places(recipe, base)
@@ -169,9 +167,8 @@ def evaluating_needs_data(recipe: Recipe) -> Iterator[Problem]:
 
 def best_needs_evaluations(recipe: Recipe) -> Iterator[Problem]:
     """The best checkpoint and early stopping need evaluations."""
-    asked = ("load_best_model_at_end", "early_stopping_patience")
     if _evaluates(recipe) is None:
-        for name in asked:
+        for name in ("load_best_model_at_end", "early_stopping_patience"):
             if getattr(recipe.train, name):
                 message = "needs evaluations; set train.eval_steps, eval_minutes or eval_epoch"
                 yield Problem(("train", name), message)
@@ -183,11 +180,6 @@ def the_best_is_known_by_an_evaluation_metric(recipe: Recipe) -> Iterator[Proble
     if _evaluates(recipe) and not name.startswith("eval_"):
         message = f"expected a metric of evaluations such as eval_loss, got {name!r}"
         yield Problem(("train", "metric_for_best_model"), message)
-
-
-def the_method_trains_such_a_model(recipe: Recipe) -> Iterator[Problem]:
-    """What the method says of the model's settings."""
-    return recipe.method.problems(recipe.model)
 
 
 def settings_of_four_bits_need_four_bits(recipe: Recipe) -> Iterator[Problem]:
@@ -207,17 +199,10 @@ def rolling_back_needs_checkpoints(recipe: Recipe) -> Iterator[Problem]:
         yield Problem(("train", "on_nan"), "rollback needs checkpoints; set checkpoint.save_steps")
 
 
-def the_stage_fits(recipe: Recipe) -> Iterator[Problem]:
-    """What the stage itself knows of other sections."""
-    yield from recipe.stage.problems(recipe.data, recipe.parallel)
-
-
 RULES: list[Rule] = [
     evaluating_needs_data,
     best_needs_evaluations,
     the_best_is_known_by_an_evaluation_metric,
-    the_method_trains_such_a_model,
     settings_of_four_bits_need_four_bits,
     rolling_back_needs_checkpoints,
-    the_stage_fits,
 ]

@@ -6,13 +6,11 @@ rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
-from ..data.encoded import Encoded
-from ..data.example import Example
-from ..data.prepared.encoded_data import EncodedData, find, prepare
+from ..data.prepared.encoded_data import EncodedData, Encoding, find, prepare
 from ..data.prepared.streaming_data import StreamingData, encode_stream, open_stream
 from ..data.rows.dataset_report import DatasetReport, EncodingReport
 from ..data.section import DataSection
@@ -40,63 +38,39 @@ def open_codec(recipe: Recipe, base: Path) -> Codec:
 
 
 def prepared(recipe: Recipe, codec: Codec, section: DataSection | None = None) -> EncodedData:
-    """The encoded datasets of a recipe, or of another ``section`` read in the same way.
-
-    Raises:
-        DataError: something is missing or broken, or has no trained tokens.
-    """
-    return prepare(
-        section or recipe.data,
-        partial(_encode, recipe, codec),
-        fingerprint=_fingerprint(recipe, codec),
-        seed=recipe.train.seed,
-    )
+    """The encoded datasets of a recipe, or of another ``section`` read in the same way. Raises
+    ``DataError``: something is missing or broken, or has no trained tokens."""
+    return prepare(_encoding(recipe, codec, section))
 
 
 def found(recipe: Recipe, codec: Codec, section: DataSection | None = None) -> EncodedData | None:
     """The same if all of it is in the cache; nothing is encoded."""
-    section = section or recipe.data
-    return find(section, fingerprint=_fingerprint(recipe, codec), seed=recipe.train.seed)
+    return find(_encoding(recipe, codec, section))
 
 
 def streamed(recipe: Recipe, codec: Codec, more: Callable[[], None]) -> StreamingData:
     """The datasets of a recipe to read while they are encoded; ``more`` waits for the next shard.
-
-    Raises:
-        DataError: something is missing or broken, or has no trained tokens.
-    """
-    return open_stream(
-        recipe.data,
-        partial(_encode, recipe, codec),
-        fingerprint=_fingerprint(recipe, codec),
-        seed=recipe.train.seed,
-        more=more,
-    )
+    Raises ``DataError``: something is missing or broken, or has no trained tokens."""
+    return open_stream(_encoding(recipe, codec), more)
 
 
 def encode_all(recipe: Recipe, codec: Codec) -> Iterator[DatasetReport]:
     """Encode what ``streamed`` reads, completely; yields the report so far with each shard."""
-    fingerprint = _fingerprint(recipe, codec)
-    return encode_stream(recipe.data, partial(_encode, recipe, codec), fingerprint=fingerprint)
+    return encode_stream(_encoding(recipe, codec))
 
 
 def encode_datasets(recipe: Recipe, codec: Codec) -> EncodingReport:
-    """Encode all of a recipe's datasets into the cache; what became of their rows.
-
-    Raises:
-        DataError: something is missing, broken, or gives nothing to learn.
-    """
+    """Encode all of a recipe's datasets into the cache; what became of their rows. Raises
+    ``DataError``: something is missing, broken, or gives nothing to learn."""
     if not recipe.data.streaming:
         return prepared(recipe, codec).report
     latest = {report.name: report for report in encode_all(recipe, codec)}
     return EncodingReport(tuple(latest.values()))
 
 
-def _encode(recipe: Recipe, codec: Codec, examples: Sequence[Example]) -> list[Encoded]:
-    return recipe.stage.encode(examples, codec)
-
-
-def _fingerprint(recipe: Recipe, codec: Codec) -> dict[str, str]:
+def _encoding(recipe: Recipe, codec: Codec, section: DataSection | None = None) -> Encoding:
     # of a stage no setting changes what is encoded
     stage = f"{type(recipe.stage).__name__}{recipe.stage.encoding}"
-    return {"codec": codec.fingerprint, "stage": stage}
+    fingerprint = {"codec": codec.fingerprint, "stage": stage}
+    encode = partial(recipe.stage.encode, codec=codec)
+    return Encoding(section or recipe.data, encode, fingerprint, recipe.train.seed)

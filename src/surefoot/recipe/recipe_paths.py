@@ -1,5 +1,4 @@
-"""The folders and files that a recipe names, found beside the recipe file or in the current
-folder."""
+"""The files that a recipe names, found beside the recipe file or in the current folder."""
 
 from __future__ import annotations
 

@@ -21,9 +21,7 @@ class RecipeLine:
 
 
 def lines(section: object, *, docs: bool = False, indent: str = "") -> Iterator[RecipeLine]:
-    """``section`` as YAML that reads back equal; ``docs`` adds the documentation of each setting
-    above it.
-    """
+    """``section`` as YAML that reads back equal; ``docs`` adds the settings' documentation."""
     cls: type = type(section)
     for name, setting in settings(cls).items():
         value, inner = getattr(section, name), f"{indent}  "

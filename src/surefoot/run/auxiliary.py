@@ -10,7 +10,7 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from ..data.order.loader import Loader
-from ..data.prepared.training_data import TrainingData
+from ..data.prepared.streaming_data import TrainingData
 from ..data.store.cache import default_folder
 from ..data.store.dataset import EncodedDataset
 from ..data.text.codec import Codec

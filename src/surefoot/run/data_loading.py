@@ -16,8 +16,7 @@ from ..batch import Batch, Features
 from ..data.order.loader import Loader
 from ..data.order.micro_batches import Batching, Collate
 from ..data.order.prefetch import for_device
-from ..data.prepared.streaming_data import StreamingData
-from ..data.prepared.training_data import TrainingData
+from ..data.prepared.streaming_data import StreamingData, TrainingData
 from ..data.text.codec import Codec
 from ..model.pretrained.loading import device
 from ..parallel.world import World, launched

@@ -6,26 +6,12 @@ import inspect
 import types
 import typing
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Literal, Union
 
-from ..storage.address import Address
-from .locations import FunctionPath, ModelPath
 from .reading import write_setting
-from .setting import Setting, markdown, settings
+from .setting import WORDS, Setting, markdown, settings
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
-TYPES = {
-    int: "integer",
-    float: "number",
-    bool: "boolean",
-    str: "string",
-    Path: "string",
-    Address: "string",
-    ModelPath: "string",
-    FunctionPath: "string",
-    type(None): "null",
-}
 
 
 def json_schema(cls: type) -> dict[str, Any]:
@@ -83,4 +69,4 @@ def _plain(hint: object) -> dict[str, Any]:
         return {"anyOf": [{"type": "array", "items": item}, item]}
     if origin in (Union, types.UnionType):
         return {"anyOf": [_plain(arg) for arg in args]}
-    return {"type": TYPES[typing.cast(type, hint)]}
+    return {"type": WORDS[typing.cast(type, hint)][1]}

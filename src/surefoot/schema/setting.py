@@ -128,16 +128,16 @@ def markdown(docstring: str) -> str:
     return " ".join(docstring.replace("``", "`").split())
 
 
-WORDS = {
-    int: "an integer",
-    float: "a number",
-    bool: "true or false",
-    str: "text",
-    Path: "a path",
-    Address: "a URL",
-    ModelPath: "a folder or a hub id",
-    FunctionPath: "a function as file.py:name",
-    type(None): "null",
+WORDS = {  # each plain type in words, and in those of a JSON schema
+    int: ("an integer", "integer"),
+    float: ("a number", "number"),
+    bool: ("true or false", "boolean"),
+    str: ("text", "string"),
+    Path: ("a path", "string"),
+    Address: ("a URL", "string"),
+    ModelPath: ("a folder or a hub id", "string"),
+    FunctionPath: ("a function as file.py:name", "string"),
+    type(None): ("null", "null"),
 }
 MANY = {int: "integers", float: "numbers", Path: "paths"}
 
@@ -153,7 +153,7 @@ def describe(hint: object) -> str:
         return " or ".join(describe(arg) for arg in args)
     if isinstance(hint, type) and dataclasses.is_dataclass(hint):
         return "a section (key: value)"
-    return WORDS.get(hint, str(hint)) if isinstance(hint, type) else str(hint)
+    return WORDS[hint][0] if isinstance(hint, type) and hint in WORDS else str(hint)
 
 
 def is_section(value: object) -> bool:

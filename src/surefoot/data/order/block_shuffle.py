@@ -13,9 +13,8 @@ from typing import ClassVar
 
 import numpy as np
 
-from ..data_order import Index, draw, permutation
+from ..data_order import Description, Index, draw, permutation
 from ..store.stream import ExampleStream
-from .example_order import Description
 
 EPOCHS = 1 << 40  # streams of random numbers of one epoch
 
@@ -47,9 +46,7 @@ class BlockShuffle:
         return None if length is None else length - len(self.held_out)
 
     def indices(self, epoch: int, start: int, end: int) -> Index:
-        """The examples at positions from ``start`` to ``end``; fewer, or none, at the end of the
-        data. Waits until their blocks are encoded.
-        """
+        """The examples at positions from ``start`` to ``end``, once encoded; fewer at the end."""
         if not self.shuffle:
             return self._numbers(np.arange(start, max(start, min(end, self.reach(end)))))
         found, position = [_nothing()], start
@@ -72,22 +69,17 @@ class BlockShuffle:
         return self.examples.has(self._block(epoch, last)[1] + len(self.held_out))
 
     def describe(self, epoch: int, position: int) -> Description:
-        """The inputs on which the examples before a position depend; ``shards``: from how many
-        shards they were drawn.
-        """
+        """What the examples before a position depend on; ``shards``: from how many they come."""
         shards = self._shards_before(epoch, position)
         return {"shards": shards, **self._describe(shards)}
 
     def describe_like(self, saved: Description) -> Description:
-        """The same for this order, with as many shards as were saved. Waits until these are
-        encoded, unless they are in the cache.
-        """
+        """The same of this order, once as many shards as were saved are encoded."""
         return self._describe(int(saved.get("shards", 0)))
 
     def _block(self, epoch: int, position: int) -> tuple[int, int]:
-        """Start and end of the block of a position, assuming that the data is long enough;
-        unshuffled, each example is a block.
-        """
+        """Start and end of the block of a position, if the data is that long; unshuffled, of
+        one."""
         if not self.shuffle:
             return position, position + 1
         shift = draw(self.buffer_size, seed=self.seed, stream=epoch) if epoch else 0

@@ -8,9 +8,8 @@ from typing import ClassVar
 import numpy as np
 
 from ...errors import DataError
-from ..data_order import Index, permutation
+from ..data_order import Description, Index, permutation
 from ..store.dataset import EncodedDataset
-from .example_order import Description
 
 
 @dataclass

@@ -17,27 +17,9 @@ import numpy as np
 from ..data_order import Index
 
 
-def assign_to_rank(
-    items: Index,
-    lengths: Index,
-    *,
-    micro_batch_size: int,
-    rank: int,
-    world_size: int,
-    packing: bool,
-) -> list[Index]:
-    """The items of each micro-batch of a rank, in the order of the window."""
-    dealt = balance_by_length(
-        lengths[None], micro_batch_size=micro_batch_size, world_size=world_size, packing=packing
-    )[0]
-    count = num_passes(len(items), micro_batch_size, world_size)
-    return [items[dealt == group] for group in range(rank, count, world_size)]
-
-
 def in_turn(num_items: int, size: int, rank: int, world_size: int) -> Iterator[Index]:
-    """The items of each of a rank's micro-batches, assigned in order, ``size`` at a time. Every
-    rank has the same number of micro-batches; the last one may be empty on some.
-    """
+    """The items of each of a rank's micro-batches, ``size`` at a time, in order. Every rank has as
+    many micro-batches; the last one may be empty on some."""
     for start in range(0, num_items, size * world_size):
         first = start + size * rank
         yield np.arange(first, max(first, min(first + size, num_items)))
@@ -67,9 +49,7 @@ def balance_by_length(
 
 
 def positions(lengths: Index, groups: Index, count: int, *, packing: bool) -> Index:
-    """[W, G] The size of each of ``count`` groups: its tokens, or for padded batches the tokens
-    of its longest item times its number of items.
-    """
+    """[W, G] The size of each group: its tokens; padded, the longest times the number of items."""
     if packing:
         return sums(lengths, groups, count)
     widest = np.zeros((len(lengths), count), np.int64)
@@ -87,8 +67,7 @@ def sums(values: Index, groups: Index, count: int) -> Index:
 def _by_tokens(lengths: Index, count: int) -> Index:
     """[W, N] The longest item first, each to the group with the fewest tokens. The largest group
     has at most 4/3 of the tokens of the optimum (Graham 1969). If a split into equal numbers is
-    better, it is used.
-    """
+    better, it is used."""
     windows, found = np.arange(len(lengths)), np.empty_like(lengths)
     held = np.zeros((len(lengths), count), np.int64)
     for item in np.argsort(-lengths, axis=1, kind="stable").T:
@@ -102,9 +81,7 @@ def _by_tokens(lengths: Index, count: int) -> Index:
 
 
 def _by_width(lengths: Index, count: int) -> Index:
-    """[W, N] Sort, and split into ``count`` rectangles whose largest is as small as possible;
-    binary search finds the smallest size that is sufficient for all.
-    """
+    """[W, N] Sort, and split into ``count`` rectangles of the smallest sufficient size."""
     order = np.argsort(-lengths, axis=1, kind="stable")
     widths = np.maximum(1, np.take_along_axis(lengths, order, axis=1))
     low, high = widths[:, 0], widths[:, 0] * -(-lengths.shape[1] // count)
@@ -120,9 +97,8 @@ def _by_width(lengths: Index, count: int) -> Index:
 
 
 def _ends(widths: Index, most: Index, count: int, *, is_full: bool = False) -> Index:
-    """[W, G] The ends of groups of sorted items with at most ``most`` positions each.
-    ``is_full``: each group leaves an item for every later one, as far as there are enough.
-    """
+    """[W, G] The ends of groups of sorted items with at most ``most`` positions each. ``is_full``:
+    each leaves an item for every later one, as far as there are enough."""
     windows, num_items = np.arange(len(widths)), widths.shape[1]
     found, end = np.empty((len(widths), count), np.int64), np.zeros(len(widths), np.int64)
     for group in range(count):
@@ -134,9 +110,8 @@ def _ends(widths: Index, most: Index, count: int, *, is_full: bool = False) -> I
 
 
 def _in_turn(groups: Index, weights: Index, world_size: int) -> Index:
-    """[W, N] The same groups, numbered from the largest to the smallest. Every second
-    micro-batch goes through the ranks in reverse, so that no rank always has the larger one.
-    """
+    """[W, N] The same groups, numbered from the largest. Every second micro-batch goes through the
+    ranks in reverse, so that no rank always has the larger one."""
     numbers = np.arange(weights.shape[1]).reshape(-1, world_size)
     numbers[1::2] = numbers[1::2, ::-1]
     renamed = np.empty_like(weights)

@@ -15,17 +15,22 @@ from typing import overload
 
 from ...batch import Features, Window
 from ...errors import DataError
-from ..data_order import Index
-from .example_order import Description, EncodedExamples, Order
+from ..data_order import Description, Index
+from ..store.dataset import EncodedDataset
+from ..store.stream import ExampleStream
+from .block_shuffle import BlockShuffle
+from .full_shuffle import FullShuffle
 from .micro_batches import Batching
 from .prefetch import Prefetch
+
+Order = FullShuffle | BlockShuffle  # of the examples of each epoch: positions count from 0 in each
 
 
 @dataclass(frozen=True, eq=False)
 class WindowExamples(Sequence[Features]):
     """The examples of one global window; each is read from its store when it is used."""
 
-    source: EncodedExamples
+    source: EncodedDataset | ExampleStream
     items: Index
 
     def __len__(self) -> int:
@@ -92,8 +97,7 @@ class Loader:
     def progress(self) -> float:
         """Completed epochs, with a fraction. Without one in the first epoch of a stream: its
         length depends on the progress of encoding, and an interrupted run must report the same
-        as one that was not.
-        """
+        as one that was not."""
         steps = self.steps_per_epoch if self.epoch or self.order.is_complete else None
         return self.epoch + (self.window / steps if steps else 0.0)
 
@@ -102,9 +106,7 @@ class Loader:
             yield self.next_window()
 
     def next_examples(self) -> Sequence[Features]:
-        """The examples of the next global window, in order, the same on every rank; advances the
-        position.
-        """
+        """The next global window's examples, the same on every rank; advances the position."""
         at, ahead = (self.epoch, self.window), self.prefetch
         made = None if ahead is None else ahead.take(at)
         self._loaded = (examples := self.examples_at(*at)), made
@@ -112,9 +114,8 @@ class Loader:
         return examples
 
     def deal(self, examples: Sequence[Features]) -> Window:
-        """This rank's micro-batches of a global window's examples. Those of ``next_examples``
-        were prefetched; then the next ones are started.
-        """
+        """This rank's micro-batches of a global window's examples. Those of ``next_examples`` were
+        prefetched; then the next ones are started."""
         loaded, self._loaded = self._loaded, None
         if loaded is None or loaded[0] is not examples:
             return self._ready(self.batching.window(examples))
@@ -124,9 +125,7 @@ class Loader:
         return window
 
     def next_window(self) -> Window:
-        """This rank's micro-batches of the next global window; waits for them, and advances the
-        position.
-        """
+        """This rank's micro-batches of the next global window; advances the position."""
         at = self.epoch, self.window
         try:
             return self.deal(self.next_examples())
@@ -181,9 +180,8 @@ class Loader:
         return {**order, "global_batch_size": self.global_batch_size}
 
     def _is_ready(self) -> bool:
-        """Whether the next window can be built without waiting. Only the main thread may wait:
-        the encoder that it starts ends with the thread that started it.
-        """
+        """Whether the next window can be built without waiting. Only the main thread may wait: the
+        encoder that it starts ends with the thread that started it."""
         last = (self.window + 1) * self.global_batch_size - 1
         return self.order.is_ready(self.epoch, last)
 

@@ -12,16 +12,15 @@ from ...batch import IGNORE_INDEX, Batch, Features, Window
 from ...errors import DataError
 from ..data_order import Index
 from ..store.dataset import num_tokens
-from .length_balancing import assign_to_rank
+from .length_balancing import balance_by_length, num_passes
 
 Collate = Callable[[Sequence[Features]], Batch]
 
 
 @dataclass(frozen=True)
 class Batching:
-    """Assigns examples to micro-batches and ranks by length: a pure function of the examples,
-    the same for loaded ones and for those that a stage made.
-    """
+    """Assigns examples to micro-batches and ranks by length: a pure function of the examples, the
+    same for loaded ones and for those that a stage made."""
 
     collate: Collate
     _: KW_ONLY
@@ -31,9 +30,7 @@ class Batching:
     world_size: int = 1
 
     def check(self, num_examples: int) -> None:
-        """Raise ``DataError`` unless ``num_examples`` divide evenly over ranks and
-        micro-batches.
-        """
+        """Raise ``DataError`` unless ``num_examples`` are full micro-batches for all ranks."""
         if num_examples % (self.micro_batch_size * self.world_size):
             raise DataError(
                 f"train.global_batch_size ({num_examples}) is not a multiple of "
@@ -48,14 +45,12 @@ class Batching:
         Some are empty if fewer examples than ranks are left, because all ranks have the same number
         of micro-batches.
         """
-        return assign_to_rank(
-            np.arange(len(lengths)),
-            lengths,
-            micro_batch_size=self.micro_batch_size,
-            rank=self.rank,
-            world_size=self.world_size,
-            packing=self.packing,
-        )
+        size, ranks = self.micro_batch_size, self.world_size
+        dealt = balance_by_length(
+            lengths[None], micro_batch_size=size, world_size=ranks, packing=self.packing
+        )[0]
+        count = num_passes(len(lengths), size, ranks)
+        return [np.flatnonzero(dealt == group) for group in range(self.rank, count, ranks)]
 
     def window(
         self,
@@ -85,15 +80,12 @@ class Items(Protocol):
 
 
 def batch_of(group: Index, items: Items, collate: Collate, spares: Items | None = None) -> Batch:
-    """The batch of a group; where there is nothing left for a rank, the first of ``spares``
-    (by default of ``items``) without labels.
-    """
+    """The batch of a group; of none, the first of ``spares`` (or ``items``) without labels."""
     rows = [items[int(item)] for item in group]
     return collate(rows or [without_labels((items if spares is None else spares)[0])])
 
 
 def without_labels(example: Features) -> Features:
-    """The same example, fully masked: for a rank without examples, because all ranks of a
-    sharded model must run the same number of passes.
-    """
+    """The same example, fully masked: for a rank without examples, because all ranks of a sharded
+    model must run the same number of passes."""
     return {**example, "labels": [IGNORE_INDEX] * len(example["labels"])}

@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 
 import numpy as np
 import xxhash
@@ -48,11 +49,6 @@ class EncodedData:
         """All datasets."""
         return [self.train, *self.evals.values()]
 
-    @property
-    def num_examples(self) -> int:
-        """Training examples."""
-        return len(self.train)
-
     def order(self, section: DataSection, *, seed: int) -> FullShuffle:
         """A permutation of the training examples for each epoch."""
         return FullShuffle(self.train, seed, section.shuffle)
@@ -63,45 +59,53 @@ class EncodedData:
         return replace(self, train=change(self.train), evals=evals)
 
 
-def prepare(
-    section: DataSection, encode: Encode, *, fingerprint: Mapping[str, str], seed: int
-) -> EncodedData:
-    """Encode the datasets of a recipe, or load them from the cache.
+@dataclass(frozen=True)
+class Encoding:
+    """The datasets of a recipe, and all that determines what is encoded of them."""
 
-    Args:
-        section: which datasets, from where, and how.
-        encode: turns examples into features; one outcome per example.
-        fingerprint: of all inputs of ``encode`` except ``section``: tokenizer, template, stage.
-        seed: determines which rows ``val_size`` holds out.
+    section: DataSection  # which datasets, from where, and how
+    encode: Encode  # turns examples into features; one outcome per example
+    fingerprint: Mapping[str, str]  # of all other inputs of ``encode``: tokenizer, template, stage
+    seed: int  # determines which rows ``val_size`` holds out
 
-    Raises:
-        DataError: something is missing or broken, or has no trained tokens.
-    """
-    entries = entries_of(section)
-    loaded = {entry.name: _load(entry, section, encode, fingerprint) for entry in entries}
-    _warn_of_both(section)
-    return _arranged(section, loaded, seed)
+    @property
+    def root(self) -> Path:
+        """The folder of the cache."""
+        return self.section.cache_dir or default_folder()
+
+    def key(self, entry: DatasetEntry, content: str) -> str:
+        """The fingerprint of all inputs of an encoded dataset."""
+        settings = {name: str(v) for name, v in self.section.cache_settings(SETTINGS).items()}
+        parts = [VERSION, entry.describe(), content, settings, dict(self.fingerprint)]
+        return xxhash.xxh3_128_hexdigest(json.dumps(parts, sort_keys=True).encode())
 
 
-def find(section: DataSection, *, fingerprint: Mapping[str, str], seed: int) -> EncodedData | None:
+def prepare(encoding: Encoding) -> EncodedData:
+    """Encode the datasets of a recipe, or load them from the cache. Raises ``DataError``: something
+    is missing or broken, or has no trained tokens."""
+    entries = entries_of(encoding.section)
+    loaded = {entry.name: _load(entry, encoding) for entry in entries}
+    _warn_of_both(encoding.section)
+    return _arranged(encoding, loaded)
+
+
+def find(encoding: Encoding) -> EncodedData | None:
     """What ``prepare`` would load from the cache; None unless all of it is there."""
-    root, loaded = section.cache_dir or default_folder(), {}
-    for entry in entries_of(section):
-        cached = cache.find(root, key_of(entry, section, fingerprint, entry.source.content_hash()))
+    loaded = {}
+    for entry in entries_of(encoding.section):
+        cached = cache.find(encoding.root, encoding.key(entry, entry.source.content_hash()))
         if cached is None:
             return None
         loaded[entry.name] = _Loaded(cached.store, report_from(cached.report, entry.name))
-    return _arranged(section, loaded, seed)
+    return _arranged(encoding, loaded)
 
 
-def prepare_evals(
-    section: DataSection, encode: Encode, *, fingerprint: Mapping[str, str]
-) -> dict[str, EncodedDataset]:
+def prepare_evals(encoding: Encoding) -> dict[str, EncodedDataset]:
     """Encode only the ``eval_datasets``, or load them from the cache. Raises as ``prepare``."""
+    section = encoding.section
     _warn_of_both(section)
     entries = [entry for entry in entries_of(section) if entry.name in section.eval_datasets]
-    loaded = {entry.name: _load(entry, section, encode, fingerprint) for entry in entries}
-    return {name: join([each.store]) for name, each in loaded.items()}
+    return {entry.name: join([_load(entry, encoding).store]) for entry in entries}
 
 
 def entries_of(section: DataSection) -> list[DatasetEntry]:
@@ -120,12 +124,14 @@ def _warn_of_both(section: DataSection) -> None:
         )
 
 
-def _arranged(section: DataSection, loaded: Mapping[str, _Loaded], seed: int) -> EncodedData:
+def _arranged(encoding: Encoding, loaded: Mapping[str, _Loaded]) -> EncodedData:
     """The datasets, combined and split for training and evaluation."""
+    section = encoding.section
     train = join([loaded[name].store for name in section.datasets])
     evals = {name: join([loaded[name].store]) for name in section.eval_datasets}
     if section.val_size:
-        train, evals[""] = _split([loaded[name] for name in section.datasets], section, seed)
+        parts = [loaded[name] for name in section.datasets]
+        train, evals[""] = _split(parts, section.val_size, encoding.seed)
     reports = tuple(each.report for each in loaded.values())
     return EncodedData(train, evals, EncodingReport(reports, len(evals.get("", ()))))
 
@@ -137,29 +143,25 @@ class _Loaded:
 
 
 def _split(
-    parts: Sequence[_Loaded], section: DataSection, seed: int
+    parts: Sequence[_Loaded], val_size: float, seed: int
 ) -> tuple[EncodedDataset, EncodedDataset]:
     """The training items and the held-out items; all pieces of a row are on the same side."""
     starts = np.cumsum([0, *(part.report.rows for part in parts)])
     rows = [part.store.rows + start for part, start in zip(parts, starts, strict=False)]
-    is_held = hold_out(
-        np.concatenate(rows), num_rows=int(starts[-1]), val_size=section.val_size, seed=seed
-    )
+    every = np.concatenate(rows)
+    is_held = hold_out(every, num_rows=int(starts[-1]), val_size=val_size, seed=seed)
     whole = join([part.store for part in parts])
     train, held = np.flatnonzero(~is_held), np.flatnonzero(is_held)
     return EncodedDataset(whole.stores, train), EncodedDataset(whole.stores, held)
 
 
-def _load(
-    entry: DatasetEntry, section: DataSection, encode: Encode, fingerprint: Mapping[str, str]
-) -> _Loaded:
-    content = entry.source.content_hash()
-    key = key_of(entry, section, fingerprint, content)
+def _load(entry: DatasetEntry, encoding: Encoding) -> _Loaded:
+    section, content = encoding.section, entry.source.content_hash()
 
     def build(writer: Writer) -> JSON:
         limits = section.max_samples, section.max_broken_rows
         rows = read_examples(entry, max_samples=limits[0], max_broken_rows=limits[1])
-        report = Encoder(entry.name, encode, writer).run(rows)
+        report = Encoder(entry.name, encoding.encode, writer).run(rows)
         if not report.items:
             raise no_items_error(report)
         if entry.source.content_hash() != content:
@@ -167,19 +169,10 @@ def _load(
         return asdict(report)
 
     start = time.monotonic()
-    cached = load_or_build(section.cache_dir or default_folder(), key, build)
+    cached = load_or_build(encoding.root, encoding.key(entry, content), build)
     seconds = f"encoded in {time.monotonic() - start:.1f} s"
     logger.info("%s: %s", entry.name, seconds if cached.is_new else "loaded from the cache")
     report = report_from(cached.report, entry.name)
     if len(report.broken) > section.max_broken_rows:
         raise too_many_broken(entry.name, report.broken, section.max_broken_rows)
     return _Loaded(cached.store, report)
-
-
-def key_of(
-    entry: DatasetEntry, section: DataSection, fingerprint: Mapping[str, str], content: str
-) -> str:
-    """The fingerprint of all inputs of the encoded dataset."""
-    settings = {name: str(v) for name, v in section.cache_settings(SETTINGS).items()}
-    parts = [VERSION, entry.describe(), content, settings, dict(fingerprint)]
-    return xxhash.xxh3_128_hexdigest(json.dumps(parts, sort_keys=True).encode())

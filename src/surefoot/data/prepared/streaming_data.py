@@ -14,12 +14,10 @@ from ..order.block_shuffle import BlockShuffle
 from ..rows.dataset_report import DatasetReport
 from ..rows.registry import DatasetEntry
 from ..section import DataSection
-from ..store.cache import default_folder
 from ..store.dataset import EncodedDataset, join
-from ..store.encoder import Encode
 from ..store.shards import ROWS, encode_shards
 from ..store.stream import ExampleStream, StreamedDataset
-from .encoded_data import entries_of, key_of, prepare_evals
+from .encoded_data import EncodedData, Encoding, entries_of, prepare_evals
 
 
 @dataclass(frozen=True)
@@ -35,12 +33,6 @@ class StreamingData:
         """The evaluation sets."""
         return list(self.evals.values())
 
-    @property
-    def num_examples(self) -> int | None:
-        """Training examples, if all of them are encoded."""
-        length = self.train.length
-        return None if length is None else length - len(self.held)
-
     def order(self, section: DataSection, *, seed: int) -> BlockShuffle:
         """The training examples as they are encoded, shuffled in blocks of ``buffer_size``."""
         size, shuffle = section.buffer_size, section.shuffle
@@ -54,43 +46,33 @@ class StreamingData:
         )
 
 
-def open_stream(
-    section: DataSection,
-    encode: Encode,
-    *,
-    fingerprint: Mapping[str, str],
-    seed: int,
-    more: Callable[[], None],
-) -> StreamingData:
-    """The datasets of a recipe, which another process encodes meanwhile (see ``Stream`` for
-    ``more``).
+TrainingData = EncodedData | StreamingData  # encoded before the first step, or while it trains
+
+
+def open_stream(encoding: Encoding, more: Callable[[], None]) -> StreamingData:
+    """The datasets of a recipe, which another process encodes; see ``ExampleStream`` for ``more``.
 
     The ``eval_datasets`` are encoded immediately; the rows that ``val_size`` holds out are waited
     for.
     """
-    parts = [
-        StreamedDataset(entry.name, _folder(entry, section, fingerprint))
-        for entry in _training_entries(section)
-    ]
+    section = encoding.section
+    parts = [StreamedDataset(e.name, _folder(e, encoding)) for e in _training_entries(section)]
     stream = ExampleStream(parts, more, max_broken_rows=section.max_broken_rows)
-    evals = prepare_evals(section, encode, fingerprint=fingerprint)
-    held = held_items(stream, section, seed)
+    evals = prepare_evals(encoding)
+    held = held_items(stream, section, encoding.seed)
     if len(held):
         stores = stream.stores(int(held[-1]) + 1)
         evals[""] = EncodedDataset(join(stores).stores, held)
     return StreamingData(stream, held, evals)
 
 
-def encode_stream(
-    section: DataSection, encode: Encode, *, fingerprint: Mapping[str, str], shard_rows: int = ROWS
-) -> Iterator[DatasetReport]:
+def encode_stream(encoding: Encoding, *, shard_rows: int = ROWS) -> Iterator[DatasetReport]:
     """Encode the training datasets completely, one after another; yields the report of a dataset so
-    far with each of its shards.
-
-    Raises ``DataError`` if something is missing or broken, or has no trained tokens.
-    """
+    far with each of its shards. Raises ``DataError`` if something is missing or broken, or has no
+    trained tokens."""
+    section, encode = encoding.section, encoding.encode
     for entry in _training_entries(section):
-        folder = _folder(entry, section, fingerprint)
+        folder = _folder(entry, encoding)
         yield from encode_shards(entry, section, encode, folder, shard_rows=shard_rows)
 
 
@@ -117,6 +99,5 @@ def _training_entries(section: DataSection) -> list[DatasetEntry]:
     return [entry for entry in entries_of(section) if entry.name in section.datasets]
 
 
-def _folder(entry: DatasetEntry, section: DataSection, fingerprint: Mapping[str, str]) -> Path:
-    root = section.cache_dir or default_folder()
-    return root / f"{key_of(entry, section, fingerprint, entry.source.stamp())}.shards"
+def _folder(entry: DatasetEntry, encoding: Encoding) -> Path:
+    return encoding.root / f"{encoding.key(entry, entry.source.stamp())}.shards"

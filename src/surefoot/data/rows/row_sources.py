@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -52,40 +53,39 @@ class Files:
         """All rows; raises DataError if a file is not of its kind."""
         index = 0
         for path in self.paths:
-            try:
+            with _reading(path):
                 for row in READERS[path.suffix.lower()](path):
-                    if isinstance(row, str):
-                        yield BrokenRow(index, f"{path.name}: {row}")
-                    else:
-                        yield row
+                    yield BrokenRow(index, f"{path.name}: {row}") if isinstance(row, str) else row
                     index += 1
-            except OSError as error:
-                raise DataError(f"cannot read {path}: {error.strerror or error}") from error
 
     def content_hash(self) -> str:
         """Hash of the bytes of all files, with their kinds and boundaries."""
         digest = xxhash.xxh3_128()
         for path in self.paths:
-            try:
+            with _reading(path):
                 digest.update(f"{path.suffix}:{path.stat().st_size}:".encode())
                 with path.open("rb") as file:
                     while chunk := file.read(CHUNK):
                         digest.update(chunk)
-            except OSError as error:
-                raise DataError(f"cannot read {path}: {error.strerror or error}") from error
         return digest.hexdigest()
 
     def stamp(self) -> str:
         """Names, sizes, times and inodes of all files, which change when a file is written."""
-        try:
-            stats = [(path, path.stat()) for path in self.paths]
-        except OSError as error:
-            raise DataError(f"cannot read {error.filename}: {error.strerror or error}") from error
-        traces = [
-            f"{path.absolute()}:{s.st_size}:{s.st_mtime_ns}:{s.st_ctime_ns}:{s.st_ino}"
-            for path, s in stats
-        ]
+        traces = []
+        for path in self.paths:
+            with _reading(path):
+                s = path.stat()
+                times = f"{s.st_mtime_ns}:{s.st_ctime_ns}"
+                traces.append(f"{path.absolute()}:{s.st_size}:{times}:{s.st_ino}")
         return xxhash.xxh3_128_hexdigest("\n".join(traces).encode())
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror or error}") from error
 
 
 @dataclass(frozen=True)

@@ -18,11 +18,8 @@ from .row_sources import BrokenRow
 def read_examples(
     entry: DatasetEntry, *, max_samples: int | None = None, max_broken_rows: int = 0
 ) -> Iterator[Example | BrokenRow]:
-    """One item per row, in order.
-
-    Raises DataError if there are no rows, if a column that the entry lists is in none of them, and
-    at the first broken row above ``max_broken_rows``.
-    """
+    """One item per row, in order. Raises DataError if there are no rows, if a column that the entry
+    lists is in none of them, and at the first broken row above ``max_broken_rows``."""
     found: dict[str, None] = {}  # all columns so far, in the order in which they came
     broken: list[BrokenRow] = []
     rows = iter(entry.source.rows())

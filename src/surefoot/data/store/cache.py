@@ -17,7 +17,6 @@ import contextlib
 import errno
 import json
 import logging
-import os
 import secrets
 import time
 from array import array
@@ -33,6 +32,7 @@ from numpy.typing import NDArray
 from ...batch import Features
 from ...errors import DataError
 from ...storage import files
+from ...storage.address import default_cache
 from ..data_order import Index
 from ..example import JSON
 from .dataset import EncodedStore, Ragged
@@ -58,8 +58,7 @@ class Cached:
 
 def default_folder() -> Path:
     """The default cache, ``surefoot/data`` in ``XDG_CACHE_HOME`` or ``~/.cache``."""
-    root = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(root) if root.startswith("/") else Path.home() / ".cache") / "surefoot" / "data"
+    return default_cache().with_name("data")
 
 
 def load_or_build(root: Path, fingerprint: str, build: Callable[[Writer], JSON]) -> Cached:
@@ -141,9 +140,7 @@ class _Written(NamedTuple):
 
 
 class _Column:
-    """One feature's tokens or bytes, written at once, and their offsets, kept in memory until
-    the end.
-    """
+    """One feature's tokens or bytes, written at once; their offsets are written at the end."""
 
     def __init__(self, folder: Path, name: str, suffix: str) -> None:
         self._folder, self._name, self._suffix = folder, name, suffix

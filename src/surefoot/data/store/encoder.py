@@ -15,9 +15,10 @@ from ...batch import IGNORE_INDEX, Features
 from ...errors import DataError, counted
 from ..encoded import Dropped, Encoded, Truncated
 from ..example import Example
-from ..rows.dataset_report import DatasetReport
+from ..rows.dataset_report import DatasetReport, add
 from ..rows.row_sources import BrokenRow
 from .cache import Writer
+from .dataset import num_tokens
 
 logger = logging.getLogger(__name__)
 
@@ -39,13 +40,10 @@ class Encoder:
     encode: Encode
     writer: Writer
     first_row: int = 0
-    rows: int = 0
-    cut: int = 0
-    items: int = 0
-    tokens: int = 0
-    trained_tokens: int = 0
-    broken: list[BrokenRow] = field(default_factory=list)
-    dropped: Counter[str] = field(default_factory=Counter)
+    report: DatasetReport = field(init=False)  # so far
+
+    def __post_init__(self) -> None:
+        self.report = DatasetReport(name=self.name)
 
     def run(
         self, rows: Iterator[Row], *, max_rows: int | None = None, max_tokens: int | None = None
@@ -58,29 +56,16 @@ class Encoder:
                 self._add(batch, outcomes)
                 if time.monotonic() - told > REPORT_SECONDS:
                     told = time.monotonic()
-                    speed = self.tokens / (told - start)
-                    logger.info("encoding %s: %d rows, %.0f tokens/s", self.name, self.rows, speed)
-        return self.report()
-
-    def report(self) -> DatasetReport:
-        """The report so far."""
-        return DatasetReport(
-            name=self.name,
-            rows=self.rows,
-            broken=tuple(self.broken),
-            dropped=dict(self.dropped.most_common()),
-            cut=self.cut,
-            items=self.items,
-            tokens=self.tokens,
-            trained_tokens=self.trained_tokens,
-        )
+                    count, speed = self.report.rows, self.report.tokens / (told - start)
+                    logger.info("encoding %s: %d rows, %.0f tokens/s", self.name, count, speed)
+        return self.report
 
     def _batches(
         self, rows: Iterator[Row], max_rows: int | None, max_tokens: int | None
     ) -> Iterator[Sequence[Row]]:
         """Rows that are encoded together, up to a limit."""
         left = max_rows
-        while max_tokens is None or self.tokens < max_tokens:
+        while max_tokens is None or self.report.tokens < max_tokens:
             batch = list(islice(rows, BATCH if left is None else min(BATCH, left)))
             if not batch:
                 return
@@ -91,42 +76,34 @@ class Encoder:
         return self.encode([row for row in batch if isinstance(row, Example)])
 
     def _add(self, batch: Sequence[Row], outcomes: Sequence[Encoded]) -> None:
-        start = self.first_row + self.rows
+        start = self.first_row + self.report.rows
         numbers = [i for i, row in enumerate(batch, start) if isinstance(row, Example)]
-        self.rows += len(batch)
-        self.broken += [row for row in batch if isinstance(row, BrokenRow)]
         items: list[Features] = []
         rows: list[int] = []
         for index, outcome in zip(numbers, outcomes, strict=True):
-            found = self._features(outcome)
-            items += found
-            rows += [index] * len(found)
+            if not isinstance(outcome, Dropped):
+                found = outcome.features if isinstance(outcome, Truncated) else outcome
+                items += found
+                rows += [index] * len(found)
         self.writer.add(items, rows)
-        self._count(items)
-
-    def _features(self, outcome: Encoded) -> Sequence[Features]:
-        if isinstance(outcome, Dropped):
-            self.dropped[outcome.reason] += 1
-            return ()
-        if isinstance(outcome, Truncated):
-            self.cut += 1
-            return outcome.features
-        return outcome
-
-    def _count(self, items: Sequence[Features]) -> None:
-        self.items += len(items)
-        for name in items[0] if items else ():
-            column = [item[name] for item in items]
-            if name.endswith("input_ids"):
-                self.tokens += sum(map(len, column))
-            elif name.endswith("labels"):
-                self.trained_tokens += sum(map(_num_trained, column))
+        more = DatasetReport(
+            name=self.name,
+            rows=len(batch),
+            broken=tuple(row for row in batch if isinstance(row, BrokenRow)),
+            dropped=Counter(each.reason for each in outcomes if isinstance(each, Dropped)),
+            cut=sum(isinstance(each, Truncated) for each in outcomes),
+            items=len(items),
+            tokens=sum(map(num_tokens, items)),
+            trained_tokens=sum(map(_num_trained, items)),
+        )
+        self.report = add(self.report, more)
 
 
-def _num_trained(labels: Sequence[int]) -> int:
-    """Number of trained tokens; nothing predicts the first token."""
-    is_first = bool(labels) and labels[0] != IGNORE_INDEX
-    return len(labels) - labels.count(IGNORE_INDEX) - is_first
+def _num_trained(item: Features) -> int:
+    """Number of trained tokens of an item; nothing predicts the first token of a sequence."""
+    every = [labels for name, labels in item.items() if name.endswith("labels")]
+    firsts = sum(bool(labels) and labels[0] != IGNORE_INDEX for labels in every)
+    return sum(len(labels) - labels.count(IGNORE_INDEX) for labels in every) - firsts
 
 
 def _ahead(

@@ -64,11 +64,8 @@ def encode_shards(
     shard_rows: int = ROWS,
 ) -> Iterator[DatasetReport]:
     """Encode what is still missing of a dataset in ``folder``; yields the report so far with every
-    shard.
-
-    Raises ``DataError`` if rows are broken, the source changes meanwhile, or there are no trained
-    tokens.
-    """
+    shard. Raises ``DataError`` if rows are broken, the source changes meanwhile, or there are no
+    trained tokens."""
     limits = section.max_samples, section.max_broken_rows
     rows = _Rows(read_examples(entry, max_samples=limits[0], max_broken_rows=limits[1]))
     stamp, number, total = entry.source.stamp(), 0, DatasetReport(name=entry.name)

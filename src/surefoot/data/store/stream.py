@@ -51,9 +51,7 @@ class ExampleStream:
         *,
         max_broken_rows: int = 0,
     ) -> None:
-        """``more`` is called while the next shard is missing; it waits a little, or raises if
-        nothing encodes any more.
-        """
+        """``more`` is called while a shard is missing; it waits, or raises if nothing encodes."""
         self.parts = parts
         self._more = more
         self._max_broken_rows = max_broken_rows
@@ -76,9 +74,7 @@ class ExampleStream:
         return None if None in wholes else sum(whole.items for whole in wholes if whole)
 
     def reach(self, count: int) -> int:
-        """Wait until there are ``count`` items, or the end of the data; returns how many are
-        known.
-        """
+        """Wait for ``count`` items, or the end of the data; returns how many are known."""
         while not self.has(count):
             self._find_next()
         return self._known
@@ -119,9 +115,7 @@ class ExampleStream:
         return [self._store(shard) for shard in range(self.shards(count))]
 
     def rows(self, count: int) -> Index:
-        """[items] The row of each of the first items, as a unique ascending number, of up to
-        ``count`` items.
-        """
+        """[items] The row of each of up to ``count`` first items, as a unique ascending number."""
         found = [np.empty(0, np.int64)]
         count = min(count, self.reach(count))
         for shard in range(self.shards(count)):

@@ -25,11 +25,8 @@ class AnswerText(Protocol):
 
 
 def check_output(path: Path, *, force: bool) -> None:
-    """Before the work: nothing is overwritten by mistake, and there is a place to write to.
-
-    Raises:
-        RunError: ``path`` is a folder, or there already and not to be replaced by ``force``.
-    """
+    """Before the work: nothing is overwritten by mistake, and there is a place to write to. Raises
+    ``RunError``: ``path`` is a folder, or there already and not to be replaced by ``force``."""
     if path.is_dir():
         raise RunError(f"--output {path}: is a folder; expected the name of a file")
     if path.exists() and not force:
@@ -39,8 +36,7 @@ def check_output(path: Path, *, force: bool) -> None:
 
 
 def write_answers(path: Path, prompts: Sequence[Prompt], answers: Sequence[AnswerText]) -> None:
-    """One JSON object a line: what the prompt's line had, answer,
-    finish_reason. Raises ``RunError``."""
+    """One JSON object a line: the prompt's own, answer, finish_reason. Raises ``RunError``."""
     lines = [
         json.dumps(
             {**prompt.row, "answer": answer.text, "finish_reason": answer.finish_reason},

@@ -45,10 +45,7 @@ class Codec:
     """
 
     def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        template: Template | None,
-        section: DataSection,
+        self, tokenizer: PreTrainedTokenizerBase, template: Template | None, section: DataSection
     ) -> None:
         """``template`` may be None if only documents are encoded (``stage: pt``)."""
         self.tokenizer = tokenizer
@@ -57,9 +54,7 @@ class Codec:
         self._lock = Lock()  # what is Python; a template renders for one thread at a time only
 
     def encode_chats(self, examples: Sequence[Example]) -> list[Encoded]:
-        """Ids and labels of each conversation, truncated to ``cutoff_len``, or why it is
-        dropped.
-        """
+        """Ids and labels of each conversation within ``cutoff_len``, or why it is dropped."""
         with self._lock:
             drafts = [self._draft(example) for example in examples]
             chat = self._chat
@@ -132,9 +127,7 @@ class Codec:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Fingerprint: equal for equal ids and labels; of tokenizer, template and relevant
-        settings.
-        """
+        """Equal for equal ids and labels: of tokenizer, template and relevant settings."""
         fields = ("default_system", "cutoff_len", "on_too_long", "train_on_prompt", "mask_history")
         parts = [
             VERSION,

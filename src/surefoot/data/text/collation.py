@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ...batch import IGNORE_INDEX, Batch, Features
-from .packing import pack
 
 
 def collate(features: Sequence[Features], *, packing: bool, pad_token_id: int = 0) -> Batch:
@@ -15,6 +14,26 @@ def collate(features: Sequence[Features], *, packing: bool, pad_token_id: int = 
     The first label of an example becomes ``IGNORE_INDEX``, because no token before it predicts it.
     """
     return pack(features) if packing else pad(features, pad_token_id)
+
+
+def pack(features: Sequence[Features]) -> Batch:
+    """One row of all examples: positions restart in each, ``cu_seqlens`` contains their bounds."""
+    import numpy as np
+    import torch
+
+    def row(parts: Sequence[np.ndarray]) -> torch.Tensor:
+        return torch.from_numpy(np.concatenate(parts))[None]
+
+    lengths = [len(item["input_ids"]) for item in features]
+    bounds = np.cumsum([0, *lengths], dtype=np.int32)
+    labels = np.concatenate([np.asarray(item["labels"], np.int64) for item in features])
+    labels[bounds[:-1]] = IGNORE_INDEX  # nothing before the first token says what it should be
+    return Batch(
+        input_ids=row([np.asarray(item["input_ids"], np.int64) for item in features]),
+        labels=torch.from_numpy(labels)[None],
+        position_ids=row([np.arange(length) for length in lengths]),
+        cu_seqlens=torch.from_numpy(bounds),
+    )
 
 
 def pad(features: Sequence[Features], pad_token_id: int = 0) -> Batch:
@@ -52,18 +71,7 @@ def with_owners(batch: Batch, features: Sequence[Features]) -> Batch:
 
 
 def with_columns(batch: Batch, features: Sequence[Features], names: Sequence[str]) -> Batch:
-    """The same batch with columns of a value per example, as ``extras`` [E], where they are
-    there."""
-    return _with_values(batch, features, names)
-
-
-def with_token_columns(batch: Batch, features: Sequence[Features], names: Sequence[str]) -> Batch:
-    """The same batch with columns of a value per trained position, as ``extras`` [N], where they
-    are there. An example whose labels were removed has none."""
-    return _with_values(batch, [item for item in features if num_trained(item)], names)
-
-
-def _with_values(batch: Batch, features: Sequence[Features], names: Sequence[str]) -> Batch:
+    """The same batch with columns of values per example, as ``extras`` [E], where there are any."""
     import numpy as np
     import torch
 
@@ -73,6 +81,12 @@ def _with_values(batch: Batch, features: Sequence[Features], names: Sequence[str
             rows = [np.asarray(item[name]) for item in features]
             extras[name] = torch.from_numpy(np.concatenate([np.empty(0), *rows]))
     return replace(batch, extras=extras)
+
+
+def with_token_columns(batch: Batch, features: Sequence[Features], names: Sequence[str]) -> Batch:
+    """The same batch with columns of a value per trained position, as ``extras`` [N], where they
+    are there. An example whose labels were removed has none."""
+    return with_columns(batch, [item for item in features if num_trained(item)], names)
 
 
 def num_trained(item: Features) -> int:

@@ -11,17 +11,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from ...batch import IGNORE_INDEX, Batch, Features
-from .collation import collate
-from .packing import pack
+from .collation import collate, pack
 
 
 def join(chosen: Features, rejected: Features) -> Features:
     """Two conversations (``input_ids``, ``labels``) as a pair. Their common prefix without labels
-    is the prompt; each response keeps at least one token.
-
-    Raises:
-        ValueError: they do not begin with the same token, or one is only that token.
-    """
+    is the prompt; each response keeps at least one token. Raises ``ValueError``: they do not begin
+    with the same token, or one is only that token."""
     both = (chosen, rejected)
     most = min(*(_first_label(item) for item in both), *(len(i["input_ids"]) - 1 for i in both))
     heads = zip(*(item["input_ids"][:most] for item in both), strict=True)

@@ -42,8 +42,7 @@ def read_prompts(path: Path) -> list[Prompt]:
     form, which end in a user turn; its other fields are kept. A line of any other file is a prompt
     as it is.
 
-    Raises:
-        DataError: the file is missing or contains no prompt, or a line is invalid.
+    Raises ``DataError``: the file is missing or contains no prompt, or a line is invalid.
     """
     try:
         found = list(_prompts(path))

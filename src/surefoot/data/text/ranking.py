@@ -31,8 +31,7 @@ def is_ranked(example: Example) -> bool:
 def encode_pairs(examples: Sequence[Example], codec: Codec) -> list[Encoded]:
     """Each ranking row as a pair (see ``pairs``), or why it is dropped. Both responses are
     trained; everything before them is masked. ``cutoff_len`` limits the prompt with either
-    response.
-    """
+    response."""
     pairs = [_conversations(example) for example in examples]
     flat = [conversation for pair in pairs for conversation in pair]
     outcomes = iter(codec.encode_chats(flat))

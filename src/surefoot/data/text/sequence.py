@@ -23,9 +23,7 @@ class RenderedConversation:
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One sequence of token ids and labels. ``answers`` are in reading order: where it may be
-    truncated.
-    """
+    """One sequence of token ids and labels, which may be truncated at its ``answers``, in order."""
 
     ids: list[int]
     labels: list[int]
@@ -42,9 +40,7 @@ class Item:
         return len(self.labels) - self.labels.count(IGNORE_INDEX)
 
     def fit(self, length: int) -> Item | None:
-        """Truncate: complete turns up to the last response that fits; else the first response
-        without its end.
-        """
+        """Truncate to the last response that fits, or else the first response."""
         if len(self.ids) <= length:
             return self
         if ends := [end for _, end in self.answers if end <= length]:
@@ -68,9 +64,7 @@ def whole(rendered: RenderedConversation, tokens: Tokens, tokenization: Tokeniza
 
 
 def split(rendered: RenderedConversation, tokens: Tokens, tokenization: Tokenization) -> list[Item]:
-    """One sequence for all responses whose prompt text is unchanged by later turns, and a
-    separate sequence for each other response.
-    """
+    """One sequence for all responses whose prompt stays the same later, then one for each other."""
     inside = [turn for turn in rendered.turns if turn.text is rendered.text.text]
     spans = [(turn.start, turn.end) for turn in inside]
     found = tokenization.bounds(tokens, rendered.text, spans, behind_prompt=True)

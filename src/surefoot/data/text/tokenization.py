@@ -13,7 +13,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Protocol, TypeVar, cast
+from typing import TypeVar, cast
 
 from tokenizers import Encoding, Tokenizer
 from transformers import PreTrainedTokenizerBase
@@ -39,12 +39,21 @@ class RenderedText:
         return RenderedText(self.text[part], self.marked)
 
 
-class Offsets(Protocol):
-    """For each token, the characters it covers: first, and one past the last."""
+class LazyOffsets:
+    """For each token, the characters it covers, fetched one by one from an encoding."""
 
-    def __len__(self) -> int: ...
+    def __init__(self, encode: Callable[[], Encoding]) -> None:
+        self._encode = encode
 
-    def __getitem__(self, index: int, /) -> tuple[int, int]: ...
+    def __len__(self) -> int:
+        return len(self._encoding)
+
+    def __getitem__(self, index: int, /) -> Bounds:
+        return cast(Bounds, self._encoding.token_to_chars(index))
+
+    @cached_property
+    def _encoding(self) -> Encoding:
+        return self._encode()
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +61,7 @@ class Tokens:
     """Token ids, and their positions in the text."""
 
     ids: list[int]
-    offsets: Offsets
+    offsets: LazyOffsets | list[Bounds]
 
     def index(self, position: int) -> int | None:
         """Number of tokens before a character; None if a token crosses its beginning."""
@@ -144,11 +153,11 @@ class Tokenization:
         """With landmarks, offsets are computed only when they are needed, which is rare."""
         if self._landmarks is None:
             encoded = self._rust.encode_batch(texts, add_special_tokens=False)
-            return (Tokens(each.ids, _Offsets(partial(_same, each))) for each in encoded)
+            return (Tokens(each.ids, LazyOffsets(partial(_same, each))) for each in encoded)
         encode = partial(self._rust.encode, add_special_tokens=False)
         quick = self._rust.encode_batch_fast(texts, add_special_tokens=False)
         pairs = zip(quick, texts, strict=True)
-        return (Tokens(each.ids, _Offsets(partial(encode, text))) for each, text in pairs)
+        return (Tokens(each.ids, LazyOffsets(partial(encode, text))) for each, text in pairs)
 
     def _bounds(
         self,
@@ -182,7 +191,7 @@ class Tokenization:
 
     def _encode_marked(self, text: str) -> Tokens:
         ids: list[int] = []
-        offsets: list[tuple[int, int]] = []
+        offsets: list[Bounds] = []
         position = 0
         for part, plain in self._parts(text):
             start = text.index(part, position)
@@ -194,17 +203,13 @@ class Tokenization:
         return Tokens(ids, offsets)
 
     def _parts(self, marked: str) -> Iterator[tuple[str, bool]]:
-        """The parts of a marked text, and whether each is to stay plain; without marks and empty
-        parts.
-        """
+        """The parts of a marked text that are not empty, and whether each is to stay plain."""
         for i, part in enumerate(self._marks.split(marked)):
             if part:
                 yield part, i % 2 == 1
 
     def _after(self, text: str, plain: bool) -> Tokens:
-        """Encode after a letter whose tokens are then removed, so that no space is added in
-        front.
-        """
+        """Encode after a letter, whose tokens are then removed: no space is added in front."""
         rust = self._without_tokens if plain else self._rust
         for guard in GUARDS:
             alone = rust.encode(guard, add_special_tokens=False).ids
@@ -218,9 +223,7 @@ class Tokenization:
         return self._checked(text, plain, rust.encode(text, add_special_tokens=False), 0)
 
     def _checked(self, text: str, plain: bool, found: Encoding, skip: int) -> Tokens:
-        """The ids after the first ``skip`` tokens, those of one letter; no control token if
-        ``plain``.
-        """
+        """The ids after the ``skip`` tokens of one letter; no control token if ``plain``."""
         ids = found.ids[skip:]
         if plain and self._control_ids.intersection(ids):
             raise TemplateError(f"this tokenizer cannot encode {text!r} as plain text")
@@ -242,23 +245,6 @@ def canonical(tokenizer: PreTrainedTokenizerBase) -> str:
         rust.no_padding()
         rust.no_truncation()
     return str(rust.to_str())
-
-
-class _Offsets:
-    """Offsets of an encoding, fetched one by one."""
-
-    def __init__(self, encode: Callable[[], Encoding]) -> None:
-        self._encode = encode
-
-    def __len__(self) -> int:
-        return len(self._encoding)
-
-    def __getitem__(self, index: int, /) -> tuple[int, int]:
-        return cast(tuple[int, int], self._encoding.token_to_chars(index))
-
-    @cached_property
-    def _encoding(self) -> Encoding:
-        return self._encode()
 
 
 def _same(encoding: Encoding) -> Encoding:

@@ -20,58 +20,43 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
-from .packed import PREFIX, Bounds, by_document, sdpa
+from .packed import PREFIX, Bounds, Heads, by_document, sdpa
 
-# [1, H, T, E] three times, bounds, scale of the scores (None: E to the power of -1/2): [1, T, H, E]
-RowKernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Bounds, float | None], torch.Tensor]
-
-
-def _tokens_first(*rows_1HTE: torch.Tensor) -> list[torch.Tensor]:
-    return [row[0].transpose(0, 1) for row in rows_1HTE]
+# heads, bounds, scale of the scores (None: E to the power of -1/2): [1, T, H, E]
+RowKernel = Callable[[Heads, Bounds, float | None], torch.Tensor]
 
 
-def varlen(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    bounds: Bounds,
-    scaling: float | None,
-) -> torch.Tensor:
+def _tokens_first(heads: Heads) -> list[torch.Tensor]:
+    return [each[0].transpose(0, 1) for each in heads]
+
+
+def _shares_keys(heads: Heads) -> bool:
+    """Whether several query heads attend to one key-value head."""
+    return heads[0].shape[1] != heads[1].shape[1]
+
+
+def varlen(heads: Heads, bounds: Bounds, scaling: float | None) -> torch.Tensor:
     """torch's own flash attention for documents of any length."""
-    starts, longest = bounds.on(query.device), bounds.longest
-    q_THE, k_THE, v_THE = _tokens_first(query, key, value)
-    found = varlen_attn(
-        q_THE,
-        k_THE,
-        v_THE,
-        starts,
-        starts,
-        longest,
-        longest,
+    starts, longest = bounds.on(heads[0].device), bounds.longest
+    attend = cast("Callable[..., torch.Tensor]", varlen_attn)
+    found = attend(
+        *_tokens_first(heads),
+        *(starts, starts, longest, longest),
         scale=scaling,
         window_size=(-1, 0),
-        enable_gqa=query.shape[1] != key.shape[1],
+        enable_gqa=_shares_keys(heads),
     )
-    return cast("torch.Tensor", found)[None]
+    return found[None]
 
 
-def flash(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    bounds: Bounds,
-    scaling: float | None,
-) -> torch.Tensor:
+def flash(heads: Heads, bounds: Bounds, scaling: float | None) -> torch.Tensor:
     """The package flash-attn."""
     from flash_attn import flash_attn_varlen_func
 
-    starts, longest = bounds.on(query.device), bounds.longest
+    starts, longest = bounds.on(heads[0].device), bounds.longest
     found: torch.Tensor = flash_attn_varlen_func(
-        *_tokens_first(query, key, value),
-        starts,
-        starts,
-        longest,
-        longest,
+        *_tokens_first(heads),
+        *(starts, starts, longest, longest),
         softmax_scale=scaling,
         causal=True,
         deterministic=torch.are_deterministic_algorithms_enabled(),
@@ -79,24 +64,11 @@ def flash(
     return found[None]
 
 
-def flex(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    bounds: Bounds,
-    scaling: float | None,
-) -> torch.Tensor:
+def flex(heads: Heads, bounds: Bounds, scaling: float | None) -> torch.Tensor:
     """torch's flex attention with a block mask that skips blocks outside of documents."""
-    attend = cast("Callable[..., object]", _compiled() if query.is_cuda else flex_attention)
-    mask = bounds.kept("blocks", lambda: _blocks(bounds, query.device))
-    found = attend(
-        query,
-        key,
-        value,
-        block_mask=mask,
-        scale=scaling,
-        enable_gqa=query.shape[1] != key.shape[1],
-    )
+    attend = cast("Callable[..., object]", _compiled() if heads[0].is_cuda else flex_attention)
+    mask = bounds.kept("blocks", lambda: _blocks(bounds, heads[0].device))
+    found = attend(*heads, block_mask=mask, scale=scaling, enable_gqa=_shares_keys(heads))
     return cast("torch.Tensor", found).transpose(1, 2)
 
 
@@ -146,7 +118,7 @@ def register(name: str, kernel: RowKernel) -> None:
         if not is_plain or not isinstance(bounds, Bounds) or bounds.branches is not None:
             return otherwise(module, query, key, value, attention_mask, **kwargs)
         scaling = cast("float | None", kwargs.get("scaling"))
-        return kernel(query, key, value, bounds, scaling).contiguous(), None
+        return kernel((query, key, value), bounds, scaling).contiguous(), None
 
     # as in ``attention``: not to be compiled for every number of documents
     AttentionInterface.register(PREFIX + name, torch.compiler.disable(attend))  # type: ignore[no-untyped-call]

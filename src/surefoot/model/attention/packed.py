@@ -11,10 +11,11 @@ Shapes: H heads, T tokens of the row, E size of a head.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -24,19 +25,31 @@ from transformers import AttentionInterface, PreTrainedModel
 from ...batch import IGNORE_INDEX, Batch
 from ...errors import ModelError
 
-Kernel = Callable[..., torch.Tensor]
+Heads = Sequence[torch.Tensor]  # queries, keys and values, [1, H, T, E] each
 PREFIX = "surefoot_packed_"  # of the names registered with transformers
 # A document, and a prompt with two answers to it, which follow once with the prompt shared and once
 # apart; together 24 tokens, which most numbers of processes divide that share tokens.
 _FIRST, _PAIR = 4, (2, 3, 4)
 
 
+@dataclass(frozen=True)
+class Scoring:
+    """How the scores of queries and keys become weights."""
+
+    scaling: float | None  # None: E to the power of -1/2
+    dropout: float
+    window: int | None
+    softcap: float | None
+
+
+Kernel = Callable[[Heads, Scoring], torch.Tensor]
+
+
 def _mask(
     query_HTE: torch.Tensor, key_HTE: torch.Tensor, window: int | None
 ) -> torch.Tensor | None:
-    """Boolean causal mask [queries, keys], or None if torch's own is the same. Queries are at
-    the end of the keys; with a sliding window they attend only to the last keys before them.
-    """
+    """Boolean causal mask [queries, keys], or None if torch's own is the same. Queries are at the
+    end of the keys; with a sliding window they attend only to the last keys before them."""
     count, length = query_HTE.shape[-2], key_HTE.shape[-2]
     if count == length and (window is None or length <= window):
         return None
@@ -45,60 +58,43 @@ def _mask(
     return seen if window is None else seen.triu(length - count - window + 1)
 
 
-def sdpa(
-    query_HTE: torch.Tensor,
-    key_HTE: torch.Tensor,
-    value_HTE: torch.Tensor,
-    *,
-    scaling: float | None,
-    dropout: float,
-    window: int | None,
-    softcap: float | None,
-) -> torch.Tensor:
+def sdpa(heads: Heads, scoring: Scoring) -> torch.Tensor:
     """One document, or the end of one, through torch's fused attention."""
-    if softcap is not None:
+    if scoring.softcap is not None:
         raise ModelError(
             "this model caps its attention scores, which sdpa does not support; set "
             "model.attention: eager"
         )
-    mask = _mask(query_HTE, key_HTE, window)
+    query_HTE, key_HTE, value_HTE = heads
+    mask = _mask(query_HTE, key_HTE, scoring.window)
     return F.scaled_dot_product_attention(
         query_HTE,
         key_HTE,
         value_HTE,
         attn_mask=mask,
-        dropout_p=dropout,
+        dropout_p=scoring.dropout,
         is_causal=mask is None,
-        scale=scaling,
+        scale=scoring.scaling,
         enable_gqa=query_HTE.shape[1] != key_HTE.shape[1],
     )
 
 
-def _eager(
-    query_HTE: torch.Tensor,
-    key_HTE: torch.Tensor,
-    value_HTE: torch.Tensor,
-    *,
-    scaling: float | None,
-    dropout: float,
-    window: int | None,
-    softcap: float | None,
-) -> torch.Tensor:
-    """The same without a fused kernel: softmax(q kᵀ · scaling) v, scores capped as tanh(s / cap)
-    · cap.
-    """
+def _eager(heads: Heads, scoring: Scoring) -> torch.Tensor:
+    """Without a fused kernel: softmax(q kᵀ · scaling) v, scores capped as tanh(s / cap) · cap."""
+    query_HTE, key_HTE, value_HTE = heads
+    softcap = scoring.softcap
     groups = query_HTE.shape[1] // key_HTE.shape[1]
     key, value = (t.repeat_interleave(groups, dim=1) for t in (key_HTE, value_HTE))
-    scale = query_HTE.shape[-1] ** -0.5 if scaling is None else scaling
+    scale = query_HTE.shape[-1] ** -0.5 if scoring.scaling is None else scoring.scaling
     scores_HTT = query_HTE @ key.transpose(-1, -2) * scale
     if softcap is not None:
         scores_HTT = torch.tanh(scores_HTT / softcap) * softcap
-    seen = _mask(query_HTE, key_HTE, window)
+    seen = _mask(query_HTE, key_HTE, scoring.window)
     if seen is None:
         seen = scores_HTT.new_ones(scores_HTT.shape[-2:], dtype=torch.bool).tril()
     scores_HTT = scores_HTT.masked_fill(~seen, torch.finfo(scores_HTT.dtype).min)
     weights = F.softmax(scores_HTT, dim=-1, dtype=torch.float32).to(query_HTE.dtype)
-    return F.dropout(weights, p=dropout) @ value
+    return F.dropout(weights, p=scoring.dropout) @ value
 
 
 class Bounds:
@@ -117,9 +113,7 @@ class Bounds:
 
     @property
     def parts(self) -> Sequence[Sequence[int]]:
-        """For each document, the tokens of prompt, first and second response. A document without
-        branches is all prompt.
-        """
+        """For each document, the tokens of prompt, first and second response; one is all prompt."""
         return self.branches or [(b - a, 0, 0) for a, b in pairwise(self.values)]
 
     @property
@@ -159,12 +153,9 @@ def by_document(kernel: Kernel) -> Callable[..., tuple[torch.Tensor, None]]:
                 "was called outside the training loop (for example generate() in a callback); "
                 "set data.packing: false"
             )
-        settings = {
-            "scaling": kwargs.get("scaling"),
-            "dropout": kwargs.get("dropout") or 0.0,
-            "window": kwargs.get("sliding_window"),
-            "softcap": kwargs.get("softcap"),
-        }
+        told = cast("Mapping[str, Any]", kwargs)
+        dropout, window = told.get("dropout") or 0.0, told.get("sliding_window")
+        scoring = Scoring(told.get("scaling"), dropout, window, told.get("softcap"))
         parts = bounds.parts
         runs = [n for prompt, one, two in parts for n in (prompt + one, two) if n]
         # split, not slices: the backward pass of each slice would fill a whole row with zeros
@@ -172,22 +163,19 @@ def by_document(kernel: Kernel) -> Callable[..., tuple[torch.Tensor, None]]:
         found = []
         for prompt, _, two in parts:
             first = next(pieces)
-            found.append(kernel(*first, **settings))
+            found.append(kernel(first, scoring))
             if two:
-                found.append(kernel(*_after(prompt, first, next(pieces)), **settings))
+                found.append(kernel(_after(prompt, first, next(pieces)), scoring))
         return torch.cat(found, dim=2).transpose(1, 2).contiguous(), None
 
     return attend
 
 
-def _after(
-    prompt: int, first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]
-) -> Iterator[torch.Tensor]:
+def _after(prompt: int, first: Heads, second: Heads) -> Heads:
     """Queries of a second response, with keys and values of the prompt and of itself."""
     query, *own = second
-    yield query
-    for shared, part in zip(first[1:], own, strict=True):
-        yield torch.cat([shared.narrow(2, 0, prompt), part], dim=2)
+    shared = [each.narrow(2, 0, prompt) for each in first[1:]]
+    return [query, *(torch.cat(pair, dim=2) for pair in zip(shared, own, strict=True))]
 
 
 KERNELS: dict[str, Kernel] = {"sdpa": sdpa, "eager": _eager}
@@ -206,11 +194,8 @@ class PromptSharing:
 
 def use_packed(model: PreTrainedModel) -> bool:
     """Switch ``model`` to packed rows, and check that documents are isolated. Returns whether two
-    responses may share a prompt.
-
-    Raises:
-        ModelError: attention of the architecture leaks between documents.
-    """
+    responses may share a prompt. Raises ``ModelError``: attention of the architecture leaks between
+    documents."""
     switch_to_packed(model)
     was_training = model.training
     model.eval()
@@ -221,9 +206,7 @@ def use_packed(model: PreTrainedModel) -> bool:
 
 
 def switch_to_packed(model: PreTrainedModel) -> None:
-    """Make ``model`` use this module's attention function for packed rows, if there is one for
-    its kernel.
-    """
+    """Make ``model`` use this module's attention for packed rows, if its kernel has one."""
     kernel = model.config._attn_implementation
     if kernel in KERNELS:
         model.set_attn_implementation(PREFIX + kernel)
@@ -238,9 +221,7 @@ def uses_document_attention(model: PreTrainedModel) -> bool:
 def packed_arguments(
     model: PreTrainedModel, cu_seqlens: torch.Tensor, branches: torch.Tensor | None = None
 ) -> dict[str, object]:
-    """The arguments of ``model`` for a packed row with these document bounds and branches
-    (int32, on the CPU).
-    """
+    """The arguments of ``model`` for a packed row with these bounds and branches, on the CPU."""
     bounds = cu_seqlens.tolist()
     if uses_document_attention(model):
         return {"document_bounds": Bounds(bounds, None if branches is None else branches.tolist())}
@@ -261,9 +242,8 @@ def packed_arguments(
 
 @contextlib.contextmanager
 def maskless(model: PreTrainedModel, length: int) -> Iterator[dict[str, object]]:
-    """The arguments of ``model`` for a row that is one document, so that no mask is built for
-    it: building a mask reads values, which a model on the meta device does not have.
-    """
+    """The arguments of ``model`` for a row that is one document, so that no mask is built: building
+    it reads values, which a model on the meta device does not have."""
     before = model.config._attn_implementation
     if not before.startswith(PREFIX):
         switch_to_packed(model)
@@ -302,8 +282,7 @@ def check_document_isolation(model: PreTrainedModel, run: Callable[[Batch], torc
 
 def _row(vocabulary: int, start: int, *, shares: bool) -> Batch:
     """A document that begins with the token ``start``; a prompt and two responses, with labels,
-    that share the prompt; the same as two documents.
-    """
+    that share the prompt; the same as two documents."""
     tokens = torch.arange(_FIRST + sum(_PAIR))
     first, prompt, one, two = torch.split(tokens, [_FIRST, *_PAIR])
     both = [torch.cat([prompt, one]), torch.cat([prompt, two])]
@@ -336,8 +315,6 @@ def _trained_logits(model: PreTrainedModel, batch: Batch) -> torch.Tensor:
 
 
 def _is_close(first: torch.Tensor, second: torch.Tensor, share: float) -> bool:
-    """Whether two results differ only as much as sums in another order do, by a ``share`` of the
-    largest value: experts multiply as many tokens at once as are routed to them, from all
-    documents.
-    """
+    """Whether two results differ only as sums in another order do, by a ``share`` of the largest:
+    experts multiply as many tokens at once as are routed to them, from all documents."""
     return float((first - second).abs().max()) <= share * float(first.abs().max())

@@ -17,7 +17,7 @@ import torch
 from transformers import PreTrainedModel
 
 from .kernels import RowKernel, candidates, register
-from .packed import PREFIX, Bounds, by_document, sdpa
+from .packed import PREFIX, Bounds, Heads, by_document, sdpa
 
 logger = logging.getLogger(__name__)
 BY_DOCUMENT = "sdpa"
@@ -60,8 +60,7 @@ def row_of(
 
 
 def choose(row: Row, kernels: Mapping[str, RowKernel] | None = None) -> str:
-    """The name of the first kernel in order of preference that passes the self-check on ``row``;
-    logged."""
+    """The name of the first kernel in order of preference that passes the self-check on ``row``."""
     kernels = candidates(row.device) if kernels is None else kernels
     chosen = _first_correct(row, kernels) if kernels else None
     logger.info("packed attention: %s", chosen or f"{BY_DOCUMENT}, one call per document")
@@ -100,23 +99,15 @@ def use(model: PreTrainedModel, name: str) -> str:
     return name
 
 
-def _by_document(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    bounds: Bounds,
-    scaling: float | None,
-) -> torch.Tensor:
-    module = torch.nn.Identity()
+def _by_document(heads: Heads, bounds: Bounds, scaling: float | None) -> torch.Tensor:
     settings = {"document_bounds": bounds, "scaling": scaling}
-    return by_document(sdpa)(module, query, key, value, None, **settings)[0]
+    return by_document(sdpa)(torch.nn.Identity(), *heads, None, **settings)[0]
 
 
 def _found(kernel: RowKernel, row: Row) -> list[torch.Tensor]:
     """The output of ``kernel`` for ``row``, and the gradients of its inputs."""
     inputs = [tensor.requires_grad_() for tensor in row.inputs()]
-    query, key, value = inputs
-    found = kernel(query, key, value, Bounds(row.bounds), row.head_dim**-0.5)
+    found = kernel(inputs, Bounds(row.bounds), row.head_dim**-0.5)
     found.backward(torch.cos(found.detach()))  # type: ignore[no-untyped-call]
     return [found.detach(), *(tensor.grad for tensor in inputs if tensor.grad is not None)]
 

@@ -21,10 +21,12 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 
-from . import logit_gradients
-from .logit_gradients import capped, uncapped, wide
-
 CHUNK = 384  # positions; with fewer the matrix is read too often, with more caches overflow
+
+# Log-probability of each label [C], the sum of the log-probabilities of all words [C], and, of
+# minus the sum of the smoothed labels' log-probabilities, the gradient with respect to the logits
+# [C, V].
+ChunkGradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -52,14 +54,21 @@ class Head:
 
     def gradients_of(
         self, hidden_CD: torch.Tensor, labels_C: torch.Tensor, smoothing: float, learns: bool
-    ) -> logit_gradients.ChunkGradients:
-        """Log-probabilities and logit gradients of one chunk; gradients only if anything
-        ``learns``.
-        """
-        logits_CV = self.linear(hidden_CD)
-        return logit_gradients.torch_logit_gradients(
-            logits_CV, labels_C, self.softcap, smoothing, learns
-        )
+    ) -> ChunkGradients:
+        """Log-probabilities and logit gradients of one chunk; gradients only if one ``learns``."""
+        logits_CV = self.logits(hidden_CD)
+        # Where nobody looks at the logits again, their place will do; seen to be right on CPUs.
+        room_CV = logits_CV if self.softcap is None and logits_CV.is_cpu else None
+        logps_CV = torch.log_softmax(logits_CV, -1, out=room_CV)
+        logps_C = logps_CV.gather(1, labels_C[:, None])[:, 0]
+        sums_C = logps_CV.sum(-1) if smoothing else torch.zeros_like(logps_C)
+        if not learns:
+            return logps_C, sums_C, None
+        slopes_CV = logps_CV.exp_()
+        slopes_CV = slopes_CV.sub_(smoothing / logits_CV.shape[1]) if smoothing else slopes_CV
+        shares_C1 = torch.full_like(logps_C[:, None], smoothing - 1.0)
+        slopes_CV.scatter_add_(1, labels_C[:, None], shares_C1)
+        return logps_C, sums_C, uncapped(slopes_CV, logits_CV, self.softcap)
 
     def chunks(self, length: int) -> Iterator[slice]:
         """Consecutive chunks of positions."""
@@ -79,9 +88,7 @@ class Scores:
 def totals(
     head: Head, hidden_ND: torch.Tensor, labels_N: torch.Tensor, smoothing: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The sum of the smoothed labels' log-probabilities, and that of the labels themselves,
-    which has no gradient.
-    """
+    """The sums of the log-probabilities of smoothed labels, and of labels (without gradient)."""
     found = _Totals.apply(hidden_ND, head.weight, head.bias, labels_N, head, smoothing)  # type: ignore[no-untyped-call]
     return cast(tuple[torch.Tensor, torch.Tensor], found)
 
@@ -137,10 +144,9 @@ class _Totals(torch.autograd.Function):
 
 
 class _ChunkedLogps(torch.autograd.Function):
-    """The logit gradients of each position are known up to its own factor. The gradients of
-    hidden states can be scaled later. Those of the matrix are sums over positions, so the
-    backward pass recomputes them.
-    """
+    """The logit gradients of each position are known up to its own factor, by which those of hidden
+    states are scaled later. Those of the matrix are sums over positions: the backward pass
+    recomputes them."""
 
     @staticmethod
     def forward(
@@ -187,9 +193,7 @@ class _ChunkedLogps(torch.autograd.Function):
 
 
 class _Scores(torch.autograd.Function):
-    """d logp = onehot - p, d mean = 1 / V - p and d entropy = -p (log p + entropy), times the
-    incoming gradient.
-    """
+    """Gradients: logp: onehot - p, mean: 1 / V - p, entropy: -p (log p + entropy)."""
 
     @staticmethod
     def forward(
@@ -232,6 +236,24 @@ class _Scores(torch.autograd.Function):
             slopes_CV.scatter_add_(1, labels_N[chunk, None], logp_C1)
             found.add(chunk, uncapped(slopes_CV, logits_CV, head.softcap))
         return *found.sums(hidden_ND, weight_VD, bias_V), None, None
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of sums: at least float32."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def capped(logits_CV: torch.Tensor, softcap: float | None) -> torch.Tensor:
+    """The capped logits, in float32 or wider: tanh(x / cap) * cap."""
+    logits_CV = logits_CV.to(wide(logits_CV.dtype))
+    return logits_CV if softcap is None else torch.tanh(logits_CV / softcap) * softcap
+
+
+def uncapped(
+    slopes_CV: torch.Tensor, logits_CV: torch.Tensor, softcap: float | None
+) -> torch.Tensor:
+    """Gradients before the cap from those after: d(cap tanh(x / cap))/dx = 1 - tanh^2(x / cap)."""
+    return slopes_CV if softcap is None else slopes_CV * (1 - (logits_CV / softcap).square())
 
 
 @dataclass(frozen=True)

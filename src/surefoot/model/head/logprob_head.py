@@ -22,8 +22,7 @@ from transformers.configuration_utils import PretrainedConfig
 from ...batch import Outputs, OutputSpec
 from ...errors import ModelError
 from ..attention.packed import maskless
-from .chunked_cross_entropy import Head, Scores, logps, scores, totals
-from .logit_gradients import wide
+from .chunked_cross_entropy import Head, Scores, logps, scores, totals, wide
 
 logger = logging.getLogger(__name__)
 _SOFTCAP = "final_logit_softcapping"
@@ -31,9 +30,7 @@ _SOFTCAP = "final_logit_softcapping"
 
 @dataclass(frozen=True)
 class LogprobHead:
-    """A head that can return log-probabilities. The model itself must not cap its logits
-    meanwhile.
-    """
+    """A head that returns log-probabilities; the model itself must not cap its logits meanwhile."""
 
     linear: nn.Linear
     config: PretrainedConfig
@@ -80,11 +77,7 @@ class LogprobHead:
         return _outputs(found, held, needs, smoothing)
 
     def _answer(
-        self,
-        hidden_ND: torch.Tensor,
-        labels_N: torch.Tensor,
-        spec: OutputSpec,
-        held: list[Scores],
+        self, hidden_ND: torch.Tensor, labels_N: torch.Tensor, spec: OutputSpec, held: list[Scores]
     ) -> torch.Tensor:
         """What the head returns: the sum of log-probabilities twice, each of them, or rows of
         log-probabilities, entropies and means; then all scores are in ``held``."""
@@ -143,9 +136,8 @@ def _answering(head: LogprobHead, answer: Callable[[torch.Tensor], torch.Tensor]
 
 @torch.no_grad()
 def logprob_head_of(model: PreTrainedModel) -> LogprobHead | None:
-    """The head of ``model``, if it can be replaced: a plain matrix, whose result the model
-    returns unchanged. Runs the model on two tokens.
-    """
+    """The head of ``model``, if it can be replaced: a plain matrix, whose result the model returns
+    unchanged. Runs the model on two tokens."""
     linear = model.get_output_embeddings()
     if type(linear) is not nn.Linear or "forward" in vars(linear):
         return None

@@ -109,10 +109,7 @@ def trained(x_BKX: torch.Tensor, at: TrainedPositions) -> torch.Tensor:
 
 
 def _of_logits(
-    logits_Nv: torch.Tensor,
-    labels_N: torch.Tensor,
-    spec: OutputSpec,
-    vocabulary: Vocabulary,
+    logits_Nv: torch.Tensor, labels_N: torch.Tensor, spec: OutputSpec, vocabulary: Vocabulary
 ) -> Outputs:
     if logits_Nv.dtype in (torch.float16, torch.bfloat16):
         logits_Nv = logits_Nv.float()

@@ -17,11 +17,8 @@ WEIGHTS = "adapter_model.safetensors"
 
 
 def attach(model: PreTrainedModel, folder: Path, *, trainable: bool = False) -> nn.Module:
-    """``model`` wrapped by PEFT with the adapter in ``folder``.
-
-    Raises:
-        ModelError: no adapter there, a damaged one, or one that was made for another model.
-    """
+    """``model`` wrapped by PEFT with the adapter in ``folder``. Raises ``ModelError``: no adapter
+    there, a damaged one, or one that was made for another model."""
     from peft import PeftModel
 
     _check(folder)

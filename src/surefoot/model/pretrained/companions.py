@@ -1,6 +1,4 @@
-"""The small files beside the weights that every program needs to open a folder: configuration,
-tokenizer, template.
-"""
+"""The small files that open a folder of weights: configuration, tokenizer, template."""
 
 from __future__ import annotations
 
@@ -31,7 +29,8 @@ def saved_files(processing: Any) -> dict[str, bytes]:
     """What the ``save_pretrained`` of a tokenizer or processor writes."""
     with tempfile.TemporaryDirectory() as folder:
         processing.save_pretrained(folder)
-        return _read_all(Path(folder))
+        written = sorted(Path(folder).iterdir())
+        return {path.name: path.read_bytes() for path in written if path.is_file()}
 
 
 def model_files(
@@ -78,10 +77,6 @@ def adapter_files(model: nn.Module, base: ModelSection | None = None) -> dict[st
         if isinstance(plain.get(name), list):
             plain[name] = sorted(plain[name])
     return {"adapter_config.json": _json(plain)}
-
-
-def _read_all(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.is_file()}
 
 
 def _json(content: object) -> bytes:

@@ -54,9 +54,7 @@ def compile_layers(layers: Sequence[nn.Module], *, backend: str = "inductor") ->
 
 
 def _compile_inside(layer: nn.Module, compiled: Callable[[Function], Function]) -> None:
-    """Compile the function inside activation checkpointing: a graph break in the outer function
-    would leave nothing compiled.
-    """
+    """Compile inside activation checkpointing, whose graph break would leave nothing compiled."""
     recomputed: Function = layer._gradient_checkpointing_func  # type: ignore[assignment]
 
     def run(function: partial[object], *arguments: object) -> object:

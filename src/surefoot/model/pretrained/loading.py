@@ -1,6 +1,4 @@
-"""Load a pretrained model from a folder or a hub: found, checked and loaded in full, or a clear
-error.
-"""
+"""Load a pretrained model from a folder or a hub: checked and complete, or a clear error."""
 
 from __future__ import annotations
 
@@ -177,9 +175,7 @@ def _device_map(*, is_empty: bool, is_quantized: bool) -> dict[str, torch.device
 
 
 def _name(model: PreTrainedModel, folder: Path) -> None:
-    """Settings that a model takes from its folder beside the weights when it is loaded from
-    there.
-    """
+    """Settings that a model takes from its folder when it is loaded from there."""
     model.name_or_path = model.config.name_or_path = str(folder)
     if model.can_generate():
         is_there = (folder / "generation_config.json").is_file()
@@ -209,9 +205,7 @@ def training_dtype(section: ModelSection) -> torch.dtype | Literal["auto"]:
 
 
 def upcast_trained(model: nn.Module, section: ModelSection) -> None:
-    """With ``dtype: auto``, convert the trainable weights to float32, in which small updates are
-    not lost.
-    """
+    """With ``dtype: auto``, trainable weights become float32, which loses no small updates."""
     if section.dtype == "auto":
         for parameter in model.parameters():
             if parameter.requires_grad and parameter.dtype in (torch.float16, torch.bfloat16):

@@ -25,9 +25,7 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 def why_not_empty(folder: Path, section: ModelSection) -> str | None:
-    """Why the model in ``folder`` can only be loaded in full; None if it can be loaded in
-    shards.
-    """
+    """Why the model in ``folder`` can only be loaded in full; None if in shards, too."""
     config = AutoConfig.from_pretrained(folder, trust_remote_code=section.trust_remote_code)
     is_theirs = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
     has_ours = type(config) in AutoModelForCausalLM._model_mapping
@@ -57,9 +55,8 @@ def load_empty(
 
 
 def names_stored(model: PreTrainedModel, stored: Tensors) -> dict[str, str]:
-    """For each tensor of ``model``, once if it is tied, the name of the tensor in the files with
-    its values; those that are fused from several tensors are omitted.
-    """
+    """For each tensor of ``model``, tied ones once, the name in the files of that with its values,
+    unless it is fused from several."""
     prefix = f"{model.base_model_prefix}."  # which files of the bare model do not have
     known: dict[object, list[str]] = {}
     for name, tensor in revert_weight_conversion(model, model.state_dict()).items():
@@ -78,9 +75,7 @@ def kept_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 @torch.no_grad()
 def materialize(model: nn.Module, device: torch.device) -> None:
-    """Move ``model`` to ``device``; tensors on the meta device get uninitialized memory. Tied
-    weights stay tied.
-    """
+    """Move ``model`` to ``device``; meta tensors get memory, and tied weights stay tied."""
     first = {id(p): name for name, p in model.named_parameters()}
     tied = [
         (name, first[id(p)])
@@ -96,8 +91,7 @@ def materialize(model: nn.Module, device: torch.device) -> None:
 
 class CapturedInit(TorchFunctionMode):
     """While it is active, values of tensors that are moved or copied to the meta device are
-    captured: so PEFT initializes an adapter for a meta model with its own random numbers.
-    """
+    captured: so PEFT initializes an adapter for a meta model with its own random numbers."""
 
     def __init__(self) -> None:
         super().__init__()

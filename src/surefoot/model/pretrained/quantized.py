@@ -22,11 +22,8 @@ REQUIREMENT = "bitsandbytes>=0.48"  # what pyproject.toml's extra ``qlora`` asks
 
 
 def quantization(section: ModelSection) -> BitsAndBytesConfig | None:
-    """The quantization settings for transformers; None without quantization.
-
-    Raises:
-        ModelError: bitsandbytes is not installed.
-    """
+    """The quantization settings for transformers; None without quantization. Raises ``ModelError``:
+    bitsandbytes is not installed."""
     if section.quantization_bit is None:
         return None
     if find_spec("bitsandbytes") is None:
@@ -58,8 +55,7 @@ def check_alone(section: ModelSection, num_processes: int) -> None:
 
 def disable_relayout(model: nn.Module) -> None:
     """Keep evaluations on a CPU from changing the layout of the base, as bitsandbytes does with
-    AVX512: that rounds the scales, so later training would differ from that of a resumed run.
-    """
+    AVX512: that rounds the scales, and a resumed run would differ."""
     for module in model.modules():
         if "support_avx512bf16_for_cpu" in vars(module):
             vars(module)["support_avx512bf16_for_cpu"] = False

@@ -15,17 +15,13 @@ FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece
 
 
 def load_tokenizer(
-    path: str | Path,
-    *,
-    trust_remote_code: bool = False,
-    new_special_tokens: Sequence[str] = (),
+    path: str | Path, *, trust_remote_code: bool = False, new_special_tokens: Sequence[str] = ()
 ) -> PreTrainedTokenizerBase:
     """Load a tokenizer and add special tokens that it does not have yet.
 
     Without a padding token, it pads with the end-of-sequence token; padding is always masked.
 
-    Raises:
-        ModelError: files missing or damaged, no Rust tokenizer, or no end-of-sequence token.
+    Raises ``ModelError``: files missing or damaged, no Rust tokenizer, or no end-of-sequence token.
     """
     folder = Path(path)
     if folder.is_dir():

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import ClassVar, Literal, Protocol
+from typing import ClassVar, Literal
 
 import torch
 from torch import nn
@@ -41,8 +41,7 @@ class FullWeights:
     @property
     def is_converted(self) -> bool:
         """Whether transformers fuses or renames tensors of the files when it loads them."""
-        own = self.model.state_dict().keys() - {*self.model.all_tied_weights_keys, *self.apart}
-        return bool(own != self.state_dict().keys())
+        return self._own().keys() != self.state_dict().keys()
 
     def without(self, names: Collection[str]) -> FullWeights:
         """The weights but for ``names``, which have a file of their own."""
@@ -79,12 +78,9 @@ class FullWeights:
         return places(self.model)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """The live tensors under the names of the model's Hugging Face files. If they are
-        sharded, slices of fused ones are views of the live tensors, too.
-        """
-        left_out = {*self.model.all_tied_weights_keys, *self.apart}
-        own = {name: t for name, t in self.model.state_dict().items() if name not in left_out}
-        parts = {}
+        """The live tensors under the names of the model's Hugging Face files; of sharded ones,
+        slices of fused tensors are views."""
+        own, parts = self._own(), {}
         if any(isinstance(tensor, DTensor) for tensor in own.values()):
             parts = {n: view(own[at.fused], at, self.cuts_of(n)) for n, at in self._fused.items()}
             own = {n: t for n, t in own.items() if n not in {a.fused for a in self._fused.values()}}
@@ -93,12 +89,8 @@ class FullWeights:
 
     @torch.no_grad()
     def load_state_dict(self, state: Tensors) -> None:
-        """Copy ``state`` into the model. Raises ``CheckpointError`` if it belongs to another
-        model.
-        """
-        own = self.model.state_dict()
-        left_out = {*self.model.all_tied_weights_keys, *self.apart}
-        wanted = {name: own[name] for name in own.keys() - left_out}
+        """Copy ``state`` into it. Raises ``CheckpointError`` if it is of another model."""
+        wanted = self._own()
         if state.keys() != wanted.keys():
             wanted = self.state_dict()
             _check_names(state, wanted)
@@ -108,6 +100,11 @@ class FullWeights:
         for name, tensor in wanted.items():
             if tensor is not state[name] and not _is_same(tensor, state[name]):
                 tensor.copy_(state[name])
+
+    def _own(self) -> dict[str, torch.Tensor]:
+        """The live tensors by the names of modules, tied ones once."""
+        left_out = {*self.model.all_tied_weights_keys, *self.apart}
+        return {name: t for name, t in self.model.state_dict().items() if name not in left_out}
 
     def _load_converted(self, state: Tensors) -> None:
         """Let transformers fuse and rename ``state`` as it does when it loads a folder."""
@@ -163,9 +160,7 @@ class AdapterWeights:
         return state
 
     def load_state_dict(self, state: Tensors) -> None:
-        """Copy ``state`` into the adapter. Raises ``CheckpointError`` if it belongs to another
-        one.
-        """
+        """Copy ``state`` into it. Raises ``CheckpointError`` if it is of another model."""
         from peft import set_peft_model_state_dict
 
         _check_names(state, self.state_dict())
@@ -178,25 +173,16 @@ def _is_same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return here.data_ptr() == there.data_ptr()
 
 
-class InFiles(Protocol):
-    """Tensors by their names in files."""
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """The live tensors."""
-
-
-def trained(model: nn.Module, weights: InFiles) -> list[tuple[str, nn.Parameter]]:
+def trained(model: nn.Module, in_files: Tensors) -> list[tuple[str, nn.Parameter]]:
     """The trainable parameters, each under its name in the weight files if it has one there."""
-    names = names_in_files(model, weights)
+    names = names_in_files(model, in_files)
     return [(names[name], p) for name, p in model.named_parameters() if p.requires_grad]
 
 
-def names_in_files(model: nn.Module, weights: InFiles) -> dict[str, str]:
-    """For each parameter of ``model`` its name in the weight files, or its own if it has none
-    there.
-    """
-    in_files = {place(tensor): name for name, tensor in weights.state_dict().items()}
-    return {name: in_files.get(place(p), name) for name, p in model.named_parameters()}
+def names_in_files(model: nn.Module, in_files: Tensors) -> dict[str, str]:
+    """For each parameter of ``model`` its name in the weight files, or else its own."""
+    known = {place(tensor): name for name, tensor in in_files.items()}
+    return {name: known.get(place(p), name) for name, p in model.named_parameters()}
 
 
 def place(tensor: torch.Tensor) -> tuple[int, int, int]:

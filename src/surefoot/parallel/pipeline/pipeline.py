@@ -147,9 +147,7 @@ class _Running:
 
     @cached_property
     def final(self) -> Op | None:
-        """The last backward pass of this rank, if anything here or in an earlier stage is
-        trainable.
-        """
+        """The last backward pass of this rank, if anything here or before it is trainable."""
         pipe = self.pipeline
         back = (op for op in reversed(self.ops) if not op.is_forward)
         return next((op for op in back if pipe.learns[pipe.stage(op)]), None)

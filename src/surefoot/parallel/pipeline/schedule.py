@@ -52,8 +52,7 @@ def order(name: ScheduleName, rank: int, size: int, parts: int, count: int) -> l
 def _groups(size: int, count: int) -> list[range]:
     """Number of micro-batches that run through one virtual stage before any runs through the
     next: at least ``size``, if there are so many. With fewer, ranks would wait for each other
-    forever.
-    """
+    forever."""
     whole = max(1, count // size)
     each, more = divmod(count, whole)
     bounds = [each * i + min(i, more) for i in range(whole + 1)]

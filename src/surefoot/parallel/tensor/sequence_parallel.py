@@ -41,9 +41,8 @@ Forward = Callable[..., object]
 
 
 def widened(batch: Batch, multiple: int) -> Batch:
-    """``batch`` with a length that ``multiple`` divides: it is extended by padding, or in a
-    packed row by a document of its own, and this is masked.
-    """
+    """``batch`` with a length that ``multiple`` divides: it is extended by padding, or in a packed
+    row by a document of its own, and this is masked."""
     length = batch.input_ids.shape[1]
     more = -length % multiple
     if not more:
@@ -104,9 +103,8 @@ def last_layer(role: ModulePlan, axis: Axis, _shared: object) -> None:
 
 
 def block(role: ModulePlan, axis: Axis, _shared: object) -> None:
-    """A block gathers the tokens of its input. Later computation differs between ranks, or is
-    the same on all of them if heads are not sharded.
-    """
+    """A block gathers the tokens of its input. Later computation differs between ranks, or is the
+    same on all of them if heads are not sharded."""
 
     def join(x_BtH: torch.Tensor) -> torch.Tensor:
         if role.on_parts:
@@ -118,8 +116,7 @@ def block(role: ModulePlan, axis: Axis, _shared: object) -> None:
 
 def block_of_experts(role: ModulePlan, axis: Axis, _shared: object) -> None:
     """A block that routes tokens to experts needs all of them, and gives the same on all ranks:
-    each takes its shard of the result.
-    """
+    each takes its shard of the result."""
     forward: Forward = role.module.forward
 
     def part(*arguments: object, **named: object) -> object:

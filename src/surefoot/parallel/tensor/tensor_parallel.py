@@ -123,8 +123,7 @@ def _by_columns(role: ModulePlan, axis: Axis, shared: Shared, *, gather: bool = 
 
 def _by_rows(role: ModulePlan, axis: Axis, shared: Shared, *, split: bool = False) -> None:
     """y_BTO = sum of x_BTi W_Oi' over the ranks, + b_O; if requested, x_BTI is split first. Each
-    rank gets the full result, or its shard of the tokens.
-    """
+    rank gets the full result, or its shard of the tokens."""
     module = role.linear()
 
     def forward(x_BTi: torch.Tensor) -> torch.Tensor:
@@ -145,8 +144,7 @@ def _by_rows(role: ModulePlan, axis: Axis, shared: Shared, *, split: bool = Fals
 
 def _some_rows(role: ModulePlan, axis: Axis, shared: Shared) -> None:
     """Fewer key-value heads than ranks: the matrix is replicated, each rank uses the one head to
-    which its queries attend, and gradients are summed.
-    """
+    which its queries attend, and gradients are summed."""
     module, head = role.linear(), role.head
     first = axis.rank * (module.out_features // head) // axis.size * head
     rows = slice(first, first + head)
@@ -162,9 +160,7 @@ def _some_rows(role: ModulePlan, axis: Axis, shared: Shared) -> None:
 
 
 def _by_vocabulary(role: ModulePlan, axis: Axis, shared: Shared) -> None:
-    """Each rank looks up the tokens whose rows it has; the sum over the ranks is the full
-    result.
-    """
+    """Each rank looks up the tokens whose rows it has; the sum over the ranks is complete."""
     module, whole = role.embedding(), role.embedding().forward
     mine = part(module.num_embeddings, axis)
     count = mine.stop - mine.start
@@ -183,9 +179,8 @@ def _by_vocabulary(role: ModulePlan, axis: Axis, shared: Shared) -> None:
 
 
 def _whole(role: ModulePlan, axis: Axis, shared: Shared, *, inside: bool = False) -> None:
-    """The module's own forward pass on replicated parameters. If it sees only a shard of the
-    heads (``inside``), or of the tokens, its gradients are summed.
-    """
+    """The module's own forward pass on replicated parameters. If it sees only a shard of the heads
+    (``inside``), or of the tokens, its gradients are summed."""
     module, whole = role.module, role.module.forward
     inside = inside or role.on_parts
 
@@ -201,8 +196,7 @@ def _whole(role: ModulePlan, axis: Axis, shared: Shared, *, inside: bool = False
 def _experts(role: ModulePlan, axis: Axis, shared: Shared) -> None:
     """Each rank has some of the experts, unsharded, and runs all tokens that are routed to them;
     the sum over the ranks is the full result. For the model's own code, experts of other ranks
-    are the one after the last, which does nothing.
-    """
+    are the one after the last, which does nothing."""
     module, whole = role.module, role.module.forward
     mine = part(role.length, axis)
     count = mine.stop - mine.start
@@ -243,8 +237,7 @@ def _local_parameters(
 
 def _part_of_dropout(role: ModulePlan, axis: Axis, _shared: Shared) -> None:
     """Dropout of a sharded input, with its part of the mask of the full input: all ranks draw
-    equally many numbers, so their generators stay in step.
-    """
+    equally many numbers, so their generators stay in step."""
     module = role.module
     assert isinstance(module, nn.Dropout)
     mine = part(role.length, axis)

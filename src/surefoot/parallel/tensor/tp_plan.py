@@ -19,25 +19,11 @@ from ...errors import RecipeError
 if TYPE_CHECKING:  # half of all imports, and here only a name
     from transformers import PreTrainedModel
 
-Style = Literal[
-    "columns",
-    "columns_gathered",
-    "rows",
-    "rows_of_whole",
-    "some_rows",
-    "groups",
-    "vocabulary",
-    "experts",
-    "whole",
-    "whole_inside",
-    "dropout",
-    "block",
-    "block_of_experts",
-    "first_layer",
-    "entered_layer",
-    "last_layer",
-    "dropout_of_parts",
-]
+_MatrixStyle = Literal["columns", "columns_gathered", "rows", "rows_of_whole", "some_rows"]
+_ModuleStyle = Literal["groups", "vocabulary", "experts", "whole", "whole_inside", "dropout"]
+_BlockStyle = Literal["block", "block_of_experts", "dropout_of_parts"]
+_LayerStyle = Literal["first_layer", "entered_layer", "last_layer"]
+Style = _MatrixStyle | _ModuleStyle | _BlockStyle | _LayerStyle
 _PLANNED: Mapping[str, Style] = {  # transformers' names
     "colwise": "columns",
     "colwise_gather_output": "columns_gathered",
@@ -95,10 +81,8 @@ def module_plans(
     model: PreTrainedModel, size: int, stretches: Sequence[LayerRange] = ()
 ) -> list[ModulePlan]:
     """The plan of every module of ``model`` that has parameters, for ``size`` ranks. In
-    ``stretches``, if given, activations are sharded along the sequence.
-
-    Raises ``RecipeError`` if the architecture has no plan, or this one does not fit it.
-    """
+    ``stretches``, if given, activations are sharded along the sequence. Raises ``RecipeError`` if
+    the architecture has no plan, or this one does not fit it."""
     plan: dict[str, str] = model.tp_plan or {}
     if not any("*" in name for name in plan):
         raise _refused(model, "transformers has no tensor parallel plan for it")
@@ -107,9 +91,7 @@ def module_plans(
 
 
 def cuts_vocabulary(model: PreTrainedModel) -> bool:
-    """Whether the plan of ``model`` shards its head, so that a rank has a shard of each logit
-    row.
-    """
+    """Whether the plan of ``model`` shards its head, and so each row of logits."""
     planned = (model.tp_plan or {}).get(_head(model) or "")
     return _PLANNED.get(planned or "") in ("columns", "columns_gathered")
 
@@ -221,8 +203,7 @@ class _Reader:
 
     def _experts(self, place: str, module: nn.Module) -> ModulePlan:
         """Every expert belongs to one rank: transformers' plan would shard each expert, but then
-        the local part of a fused matrix of gate and up would not be a box.
-        """
+        the local part of a fused matrix of gate and up would not be a box."""
         count = getattr(module, "num_experts", 0)
         own = list(module.parameters())
         if not hasattr(module, "_is_expert_parallel") or any(len(p) != count for p in own):
@@ -282,9 +263,8 @@ class _Reader:
         return place or None
 
     def _on_parts(self, place: str, style: Style) -> bool:
-        """Whether a module there has only a part of the gradient: it sees a shard of the tokens,
-        or all tokens but later computation sees a shard of the heads.
-        """
+        """Whether a module there has only a part of the gradient: it sees a shard of the tokens, or
+        all tokens but later computation sees a shard of the heads."""
         if not self._in_layers(place):
             return False
         block = self._block(place)

@@ -25,9 +25,7 @@ if TYPE_CHECKING:  # half of all imports, and here only a name
 
 @dataclass(frozen=True)
 class VocabParallelLogits:
-    """The operations that ``outputs`` needs of logits, computed by all ranks of ``axis``
-    together.
-    """
+    """What ``outputs`` needs of logits, computed by all ranks of ``axis`` together."""
 
     axis: Axis
     size: int  # of the whole vocabulary

@@ -7,12 +7,18 @@ A key has an equivalent setting, needs none, or is rejected with the reason and 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ...checkpoint.layouts.mindspore.reading.ranks import model_near, root_of
 from ..document import Document
+from ..files import read_text
+from ..overrides import override
+from ..prediction import Prediction
+from ..recipe import Recipe
+from ..yaml import emit, parse
 from .data import read_data
 from .keys import Converted, Found, KeyRule, RefusedKeyError, Together, apply, nothing, only, to
 from .predict import CONVERTER, SAFETENSORS, STRATEGY, UNCUT, convert_prediction, sizes
@@ -24,20 +30,36 @@ _OWN_FILES = (
 )
 
 
-def convert(document: Document) -> Converted:
-    """The settings of the keys of ``document``: of a recipe, or of a ``Prediction``.
+@dataclass(frozen=True)
+class ConvertedFile:
+    """A recipe, and notes about it."""
 
-    Raises:
-        RecipeError: with every unsupported key, each with line, reason and alternative.
-    """
+    text: str  # YAML, ends in a newline
+    notes: Sequence[str]  # what its data sets need beside it, and the keys that were not looked at
+
+
+def convert_file(path: Path, overrides: Sequence[str] = ()) -> ConvertedFile:
+    """The recipe of ``path``, or what ``surefoot predict`` takes in its place; ``overrides`` win.
+    Raises ``RecipeError``: a key cannot be had here, each with line, reason and way out."""
+    found = convert(parse(read_text(path), str(path)))
+    kind = Prediction if found.is_prediction else Recipe
+    text = emit(override(kind, Document(found.nested()), overrides).data)
+    names_data = any(each.startswith("data.datasets") for each in overrides)
+    notes = list(found.advice) if found.is_prediction or not names_data else []
+    if found.left:
+        notes.append(f"not used: {', '.join(found.left)}")
+    return ConvertedFile(text, notes)
+
+
+def convert(document: Document) -> Converted:
+    """The settings of the keys of ``document``: of a recipe, or of a ``Prediction``. Raises
+    ``RecipeError``: with every unsupported key, each with line, reason and alternative."""
     told = document.data
     if isinstance(told, dict) and told.get("run_mode") == "predict":
         return convert_prediction(document)
     done = apply(document, _RULES, _TOGETHER)
     assert isinstance(told, dict)
-    data = read_data(told)
-    done.settings |= data.settings
-    done.advice += data.advice
+    read_data(told, done)
     return done
 
 

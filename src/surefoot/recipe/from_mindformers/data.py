@@ -10,9 +10,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Any
+
+from .keys import Converted
 
 _ROWS = ("HFDataLoader", "CommonDataLoader")
 _FILES = ("json", "csv", "parquet", "text")  # kinds of files that load_dataset is asked for
@@ -24,40 +25,31 @@ _TOKENS = {
 _ADD = "set data.dataset_dir and data.datasets to the training data"
 
 
-@dataclass
-class Data:
-    """The settings of ``data``, and what the user must add."""
-
-    settings: dict[str, object] = field(default_factory=dict)
-    advice: list[str] = field(default_factory=list)
-
-
-def read_data(told: Mapping[str, Any]) -> Data:
-    """The settings of ``train_dataset``."""
+def read_data(told: Mapping[str, Any], done: Converted) -> None:
+    """Add the settings of ``train_dataset``, and what the user must add."""
     section = told.get("train_dataset")
     loader = section.get("data_loader") if isinstance(section, Mapping) else None
     if not isinstance(loader, Mapping):
-        return Data(advice=[f"no train_dataset: {_ADD}"])
+        done.advice.append(f"no train_dataset: {_ADD}")
+        return
     kind = str(loader.get("type"))
     if kind not in _ROWS:
         what = f", {_TOKENS[kind]} with tokens," if kind in _TOKENS else ""
-        return Data(
-            advice=[f"train_dataset: {kind}{what} is not supported; {_ADD}, the rows themselves"]
-        )
-    found = Data()
+        hint = f"{_ADD}, the rows themselves"
+        done.advice.append(f"train_dataset: {kind}{what} is not supported; {hint}")
+        return
     entry = _entry(loader)
     if entry is None:
-        found.advice.append(f"train_dataset: {kind} names neither a dataset nor a file; {_ADD}")
+        done.advice.append(f"train_dataset: {kind} names neither a dataset nor a file; {_ADD}")
     else:
         name, content = entry
-        found.settings["data.datasets"] = [name]
+        done.settings["data.datasets"] = [name]
         line = json.dumps({name: content}, ensure_ascii=False)
-        found.advice.append(f"train_dataset: add {line} to dataset_info.json in data.dataset_dir")
+        done.advice.append(f"train_dataset: add {line} to dataset_info.json in data.dataset_dir")
     if isinstance(loader.get("shuffle"), bool):
-        found.settings["data.shuffle"] = loader["shuffle"]
+        done.settings["data.shuffle"] = loader["shuffle"]
     for handler in loader.get("handler") or ():
-        _take_handler(handler, found)
-    return found
+        _take_handler(handler, done)
 
 
 def _entry(loader: Mapping[str, Any]) -> tuple[str, dict[str, object]] | None:
@@ -86,18 +78,18 @@ def _plain(name: str) -> str:
     return re.sub(r"[^A-Za-z0-9_-]+", "_", name) or "data"
 
 
-def _take_handler(handler: Any, found: Data) -> None:
+def _take_handler(handler: Any, done: Converted) -> None:
     """One processing step from rows to tokens."""
     told = handler if isinstance(handler, Mapping) else {"type": handler}
     kind = str(told.get("type"))
     if type(told.get("seq_length")) is int:
-        found.settings["data.cutoff_len"] = told["seq_length"]
+        done.settings["data.cutoff_len"] = told["seq_length"]
     if kind == "take" and type(told.get("n")) is int:
-        found.settings["data.max_samples"] = told["n"]
+        done.settings["data.max_samples"] = told["n"]
     elif kind == "PackingHandler":
-        found.settings["data.packing"] = True
+        done.settings["data.packing"] = True
     elif kind != "AlpacaInstructDataHandler":
-        found.advice.append(
+        done.advice.append(
             f"train_dataset: {kind} is not converted; the columns of rows, and their meaning, "
             "are set in dataset_info.json"
         )

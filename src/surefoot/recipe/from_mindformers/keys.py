@@ -44,11 +44,8 @@ class Converted:
 
 
 def apply(document: Document, rules: Mapping[str, KeyRule], together: Together) -> Converted:
-    """The settings of the keys of ``document``.
-
-    Raises:
-        RecipeError: with every unsupported key, each with line, reason and alternative.
-    """
+    """The settings of the keys of ``document``. Raises ``RecipeError``: with every unsupported key,
+    each with line, reason and alternative."""
     told = document.data
     if not isinstance(told, dict):
         raise document.error([Problem((), "expected the keys of MindSpore Transformers")])
@@ -73,9 +70,7 @@ def apply(document: Document, rules: Mapping[str, KeyRule], together: Together) 
 
 
 def _keys(told: Mapping[str, Any]) -> Iterator[tuple[Keys, Any]]:
-    """Every key of the top level and of the sections, with its value; callbacks by their
-    settings.
-    """
+    """Every key of the top level and of the sections, with its value; callbacks by setting."""
     for key, value in told.items():
         if key == "callbacks" and isinstance(value, list):
             for i, callback in enumerate(value):

@@ -42,10 +42,8 @@ def sizes(config: Mapping[str, Any]) -> tuple[int, int, int]:
 
 
 def convert_prediction(document: Document) -> Converted:
-    """The settings of the keys of ``document``, and the command for them.
-
-    Raises ``RecipeError`` as ``from_mindformers.convert``.
-    """
+    """The settings of the keys of ``document``, and the command for them. Raises ``RecipeError`` as
+    ``from_mindformers.convert``."""
     done = apply(document, _RULES, _TOGETHER)
     done.is_prediction = True
     told = document.data

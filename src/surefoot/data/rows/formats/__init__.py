@@ -6,26 +6,9 @@ names as defaults. ``main`` is the one column that every row must have.
 
 from __future__ import annotations
 
-from typing import ClassVar, Protocol
-
-from ...example import Example
 from .alpaca import Alpaca
-from .fields import Row
 from .openai import OpenAI
 from .sharegpt import ShareGPT
 
-
-class Format(Protocol):
-    """The form of the rows of a dataset."""
-
-    main: ClassVar[str]  # the field whose column every row needs
-
-    def read(self, row: Row) -> Example:
-        """The row as an Example; raises DataError with the reason if it cannot be read."""
-
-
-FORMATS: dict[str, type[Alpaca] | type[ShareGPT] | type[OpenAI]] = {
-    "alpaca": Alpaca,
-    "openai": OpenAI,
-    "sharegpt": ShareGPT,
-}
+Format = Alpaca | OpenAI | ShareGPT
+FORMATS: dict[str, type[Format]] = {"alpaca": Alpaca, "openai": OpenAI, "sharegpt": ShareGPT}

@@ -12,9 +12,7 @@ from .fields import Row, as_text, label, missing, shown, structure, text, tools
 
 @dataclass(frozen=True, kw_only=True)
 class Alpaca:
-    """``{"instruction", "input", "output", "system", "history"}``; a row with only a prompt is a
-    plain text.
-    """
+    """``{"instruction", "input", "output", ...}``; a row with only a prompt is a plain text."""
 
     main: ClassVar[str] = "prompt"
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar
 
 from ....errors import DataError
 from ...example import JSON, Example, Message, Role
@@ -81,64 +81,40 @@ class Turns:
         return DataError(f"{where}: unknown role {role!r}{hint}")
 
 
-class TurnFormat(Protocol):
-    """A format whose rows contain turns: its columns, keys and roles."""
+@dataclass(frozen=True, kw_only=True)
+class TurnFormat:
+    """The columns of a format whose rows contain turns, and the keys and roles in a turn."""
 
-    @property
-    def messages(self) -> str | None:
-        """The column of the turns."""
+    main: ClassVar[str] = "messages"
 
-    @property
-    def system(self) -> str | None:
-        """The column of the system text."""
-
-    @property
-    def tools(self) -> str | None:
-        """The column of the tools."""
-
-    @property
-    def chosen(self) -> str | None:
-        """The column of the preferred response."""
-
-    @property
-    def rejected(self) -> str | None:
-        """The column of the rejected response."""
-
-    @property
-    def kto_tag(self) -> str | None:
-        """The column of the label."""
-
-    @property
-    def role_tag(self) -> str:
-        """The key of the role in a turn."""
-
-    @property
-    def content_tag(self) -> str:
-        """The key of the text in a turn."""
-
-    @property
-    def user_tag(self) -> str:
-        """The role of the user."""
-
-    @property
-    def assistant_tag(self) -> str:
-        """The role of the assistant."""
-
-    @property
-    def observation_tag(self) -> str:
-        """The role of a tool."""
-
-    @property
-    def function_tag(self) -> str:
-        """The role of a tool call."""
-
-    @property
-    def system_tag(self) -> str:
-        """The role of the system."""
-
-    @property
-    def ranking(self) -> bool:
-        """Whether rows contain two responses."""
+    messages: str | None = "messages"
+    """The turns."""
+    system: str | None = "system"
+    """The system message, if it is not the first turn."""
+    tools: str | None = "tools"
+    """Functions the model may call: a list of schemas, or the same as a JSON string."""
+    chosen: str | None = "chosen"
+    """The chosen response, with ``ranking``: a turn or its text."""
+    rejected: str | None = "rejected"
+    """The rejected response, with ``ranking``: a turn or its text."""
+    kto_tag: str | None = None
+    """Whether the last response is desirable, true or false."""
+    role_tag: str = "role"
+    """Key of a turn's role."""
+    content_tag: str = "content"
+    """Key of a turn's content."""
+    user_tag: str = "user"
+    """Role of the user."""
+    assistant_tag: str = "assistant"
+    """Role of the model."""
+    observation_tag: str = "tool"
+    """Role of a function's result."""
+    function_tag: str = "function_call"
+    """Role of a function call as a turn of its own: JSON with name and arguments, or a list."""
+    system_tag: str = "system"
+    """Role of the system message."""
+    ranking: bool = False
+    """Each row has a chosen and a rejected last response."""
 
 
 def read_turns(form: TurnFormat, row: Row, more: Mapping[str, Role]) -> Example:
@@ -221,9 +197,7 @@ def _as_list(value: object) -> list[object]:
 
 
 def _call(value: object, where: str) -> JSON:
-    """``{"name", "arguments"}`` with the arguments as an object, in whatever form they were
-    given.
-    """
+    """``{"name", "arguments"}`` with the arguments as an object, however they were given."""
     call = value.get("function") or value if isinstance(value, Mapping) else value
     if not isinstance(call, Mapping) or not isinstance(call.get("name"), str):
         raise DataError(f"{where}: expected a call with name and arguments, got {shown(value)}")

@@ -58,10 +58,7 @@ class Renderer:
 
     def render(self, messages: Dicts, tools: Dicts | None = None, *, prompt: bool = False) -> str:
         """The text of a conversation; with ``prompt``, up to the beginning of the next response.
-
-        Raises:
-            TemplateError: the template rejects the conversation.
-        """
+        Raises ``TemplateError``: the template rejects the conversation."""
         return self._render(messages, tools, prompt=prompt)[0]
 
     def render_marked(self, messages: Dicts, tools: Dicts | None = None) -> tuple[str, Spans]:
@@ -125,9 +122,7 @@ class Renderer:
 
 
 def _is_markup(token: str) -> bool:
-    """Whether an added token can be a delimiter of a template, rather than a word or white
-    space.
-    """
+    """Whether an added token can delimit turns, rather than being a word or white space."""
     return len(token) > 2 and not token.isalnum() and not token.isspace()
 
 

@@ -26,9 +26,8 @@ ENDLESS = "a model cannot learn to stop"
 
 @dataclass(frozen=True, slots=True)
 class ResponseSpan:
-    """One response: the text in which it is trained, and its bounds there, end-of-turn token
-    included.
-    """
+    """One response: the text in which it is trained, and its bounds there, closing token
+    included."""
 
     index: int  # of its message
     text: str
@@ -38,10 +37,7 @@ class ResponseSpan:
 
 class ResponseLocator:
     """Locates responses in rendered text; chooses the way once, on short probe conversations.
-
-    Raises:
-        TemplateError: responses cannot be distinguished from prompts.
-    """
+    Raises ``TemplateError``: responses cannot be distinguished from prompts."""
 
     def __init__(self, renderer: Renderer) -> None:
         self._renderer = renderer
@@ -59,11 +55,8 @@ class ResponseLocator:
         self, messages: Dicts, tools: Dicts | None, wanted: Sequence[int]
     ) -> tuple[str, list[ResponseSpan]]:
         """The conversation's text, and the ``wanted`` messages' responses, in it or in texts of
-        their own.
-
-        Raises:
-            TemplateError: the template rejects the conversation, or gives no reliable mask.
-        """
+        their own. Raises ``TemplateError``: the template rejects the conversation, or gives no
+        reliable mask."""
         if self._marks_hold:
             text, turns = self._by_marks(messages, tools)
             turns = [turn for turn in turns if turn.index in wanted]
@@ -77,11 +70,8 @@ class ResponseLocator:
         return text, turns
 
     def content(self, messages: Dicts, tools: Dicts | None, index: int, whole: str) -> ResponseSpan:
-        """The position of the content of any message in the conversation's text.
-
-        Raises:
-            TemplateError: the template moves or changes it.
-        """
+        """The position of the content of any message in the conversation's text. Raises
+        ``TemplateError``: the template moves or changes it."""
         before = self._renderer.render(messages[:index], tools) if index else ""
         after = self._renderer.render(messages[: index + 1], tools)
         content = str(messages[index]["content"])
@@ -134,9 +124,7 @@ class ResponseLocator:
         return end
 
     def _probe_marks(self) -> bool:
-        """Whether marks are around the responses; records how much of the generation prompt they
-        include.
-        """
+        """Whether marks are around the responses; ``_lead`` is what they cover of the prompt."""
         messages = _answered(PROBES["several turns"]["messages"], PLAIN)
         try:
             text, turns = self._by_marks(messages, None)

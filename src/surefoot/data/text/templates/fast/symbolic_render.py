@@ -33,10 +33,8 @@ Test = Callable[[object], bool]
 
 
 class Script:
-    """A template that runs on symbolic texts, for one thread at a time.
-
-    Raises ``jinja2.TemplateError`` if it is not valid.
-    """
+    """A template that runs on symbolic texts, for one thread at a time. Raises
+    ``jinja2.TemplateError`` if it is not valid."""
 
     def __init__(self, source: str) -> None:
         self._environment = _Environment()
@@ -47,10 +45,8 @@ class Script:
     def run(
         self, roles: Sequence[str], contents: Sequence[str], **variables: object
     ) -> SymbolicRun:
-        """Run on a conversation, and record questions and output.
-
-        Raises whatever a template may raise, and ``RefusedError`` if it cannot be followed.
-        """
+        """Run on a conversation, and record questions and output. Raises whatever a template may
+        raise, and ``RefusedError`` if it cannot be followed."""
         run = self._environment.run = SymbolicRun(contents)
         messages = [
             {"role": role, "content": OpaqueText(run, (i,))} for i, role in enumerate(roles)

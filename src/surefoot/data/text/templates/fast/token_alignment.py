@@ -79,7 +79,7 @@ class Landmarks:
         return Known(text, ids, found, encode)
 
 
-def landmarks_of(rust: Tokenizer, words: Collection[str]) -> Landmarks | None:
+def token_aligner(rust: Tokenizer, words: Collection[str]) -> Landmarks | None:
     """The special tokens among ``words``; None if the tokenizer may lose text."""
     added = rust.get_added_tokens_decoder()
     if any(token.lstrip or token.rstrip for token in added.values()) or not _knows_bytes(rust):
