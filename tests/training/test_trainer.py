@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -282,6 +283,31 @@ def test_sigterm_finishes_the_step_saves_and_stops(tmp_path):
     whole = small.trainer(tmp_path / "whole")
     whole.fit()
     small.assert_same_weights(small.weights(second), small.weights(whole))
+
+
+class SignalLate(TrainerCallback):
+    """Sends SIGTERM once it is decided that the step is not to be saved."""
+
+    sent, step = False, 0
+
+    def on_step_end(self, args, state, control):
+        self.step = state.global_step
+        if self.step == 3:
+            while not (Path(args.output_dir) / "checkpoint-2").exists():
+                time.sleep(0.01)
+            time.sleep(0.1)  # until the writer has told of it
+
+    def on_save(self, args, state, control):
+        if self.step % 2 and not self.sent:
+            self.sent = True
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_the_last_step_is_saved_whenever_sigterm_comes(tmp_path):
+    built = small.trainer(tmp_path, late := SignalLate(), save_steps=2)
+    built.fit()
+    assert late.sent
+    assert built.saver.newest == tmp_path / f"checkpoint-{built.state.global_step}"
 
 
 def test_a_second_signal_leaves_at_once(tmp_path):

@@ -52,7 +52,7 @@ class _Progress:
     """Loop variables that are in no checkpoint."""
 
     unread: _Taken | None = None
-    agreed: Signals | None = None  # the signal that any of several ranks has received
+    agreed: Signals | None = None  # the signal on which the ranks have agreed to leave
     rollbacks: int = 0
 
 
@@ -276,12 +276,14 @@ class Trainer:
 
     @property
     def _is_leaving(self) -> bool:
-        """Whether a signal ends the run; with several ranks, one on which they have agreed."""
-        return (self._progress.agreed if self.world.size > 1 else self.stop.received) is not None
+        """Whether a signal ends the run: one that was there when it was last looked for, as it may
+        come between the decision to save and the end of the loop."""
+        return self._progress.agreed is not None
 
     def _agree(self) -> None:
-        """Make all ranks do the same: set the flags that are set on any of them."""
+        """Look for a signal, and make all ranks do the same: set the flags that any has set."""
         if self.world.size == 1:
+            self._progress.agreed = self.stop.received
             return
         names = [known.name for known in fields(self.control)]
         asked = [float(getattr(self.control, name)) for name in names]
