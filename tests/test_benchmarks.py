@@ -2,14 +2,15 @@
 
 import ast
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+import warm
+
 FOLDER = Path(__file__).parent.parent / "benchmarks"
-BENCHMARKS = ["startup.py", "shares.py", "encode.py", "reshard.py", "ranks.py"]
+BENCHMARKS = ["startup.py", "shares.py", "encode.py", "reshard.py", "ranks.py", "commits.py"]
 BENCHMARKS += ["train.py", "overhead.py", "preference.py", "dealing.py", "gpu/train.py"]
 FILES = sorted(f for f in FOLDER.rglob("*.py") if ".venv-peers" not in f.parts)
 RESULTS = (FOLDER / "RESULTS.md").read_text(encoding="utf-8")
@@ -22,8 +23,9 @@ def test_a_file_parses_and_says_what_it_is(file):
 
 @pytest.mark.parametrize("name", BENCHMARKS)
 def test_a_benchmark_is_importable_and_explains_itself_without_its_peers(name):
-    done = subprocess.run(
-        [sys.executable, FOLDER / name, "--help"], capture_output=True, text=True, check=False
+    file = FOLDER / name
+    done = warm.run(
+        [sys.executable, file, "--help"], capture_output=True, text=True, cwd=file.parent
     )
     assert done.returncode == 0, done.stderr
     assert "--repetitions" in done.stdout

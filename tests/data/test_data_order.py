@@ -81,5 +81,7 @@ def test_a_row_that_is_no_longer_usable_moves_at_most_one_other(usable, lost):
 
 @pytest.mark.parametrize("val_size", [3, 10, 0.9])
 def test_holding_out_everything_is_an_error(val_size):
-    with pytest.raises(DataError, match=r"val_size = .* leaves nothing to train on: there are 3"):
+    with pytest.raises(
+        DataError, match=r"val_size = .* leaves nothing to train on: found 3 usable rows"
+    ):
         hold_out(np.array([4, 4, 5, 9]), num_rows=10, val_size=val_size, seed=1)

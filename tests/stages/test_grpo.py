@@ -141,7 +141,7 @@ def test_a_reward_gets_the_columns_that_it_names():
 
 @pytest.mark.parametrize(
     ("name", "words"),
-    [("wrong", "1 rewards for 2"), ("missing", "defines no missing"), ("some", "TypeError")],
+    [("wrong", "1 reward for 2"), ("missing", "defines no missing"), ("some", "TypeError")],
 )
 def test_a_reward_that_fails_is_an_error_that_names_it(name, words):
     with pytest.raises(RunError, match=f"stage_rewards.py:{name}: .*{words}"):
