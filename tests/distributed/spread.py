@@ -19,7 +19,7 @@ from surefoot.data.rows.dataset_report import EncodingReport
 from surefoot.data.section import DataSection
 from surefoot.methods.full import Full
 from surefoot.model.attention import packed
-from surefoot.model.pretrained.loading import recompute_activations
+from surefoot.model.pretrained.loading import device, recompute_activations
 from surefoot.model.section import ModelSection
 from surefoot.model.seeding import seed_everything
 from surefoot.network.open import ON_THE_MESH, Draft, finish
@@ -65,7 +65,7 @@ def trainer(
         optim=AdamW(learning_rate=5e-3, weight_decay=0.1),
         parallel=ParallelSection(**{"tp": world.tp, **(parallel or {})}),
     )
-    inner = tiny.model(kind, **{"num_hidden_layers": 2, **changes})
+    inner = tiny.model(kind, **{"num_hidden_layers": 2, **changes}).to(device())
     sharing = packed.PromptSharing(packing and packed.use_packed(inner))
     seed_everything(0, 1)
     model = method.apply(inner)

@@ -31,6 +31,7 @@ def project(folder, bits, *, method=LORA, **model):
     return Project(folder, model={"quantization_bit": bits, **model}, method=method, optim=optim)
 
 
+@pytest.mark.gpu
 @needs_bitsandbytes
 @pytest.mark.parametrize("bits", [4, 8])
 def test_it_learns_goes_on_to_the_bit_and_merges_into_the_whole_base(bits, tmp_path):

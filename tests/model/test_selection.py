@@ -92,6 +92,23 @@ def test_varlen_is_dropped_where_it_does_not_run():
     assert choose(ROW, {"varlen": varlen}) == BY_DOCUMENT
 
 
+@pytest.mark.parametrize("knows_gqa", [True, False])
+def test_varlen_is_called_as_this_version_of_torch_has_it(knows_gqa, monkeypatch):
+    """torch 2.11 has no ``enable_gqa``."""
+
+    def run(q, k, v, starts, _, longest, *rest, scale, window_size):
+        assert (longest, window_size, rest) == (80, (-1, 0), (80,))
+        heads = [each.transpose(0, 1)[None] for each in (q, k, v)]
+        return right(heads, Bounds(starts.tolist()), scale)[0]
+
+    def newer(*arguments, scale, window_size, enable_gqa=False):
+        assert enable_gqa
+        return run(*arguments, scale=scale, window_size=window_size)
+
+    monkeypatch.setattr(kernels, "varlen_attn", newer if knows_gqa else run)
+    assert choose(ROW, {"varlen": varlen}) == "varlen"
+
+
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_blocks_are_documents():
     inputs = ROW.inputs()

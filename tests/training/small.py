@@ -14,8 +14,9 @@ from surefoot.data.order.loader import Loader
 from surefoot.data.order.micro_batches import Batching
 from surefoot.data.text.collation import collate
 from surefoot.methods.full import Full
-from surefoot.model.attention import packed
+from surefoot.model.attention import packed, selection
 from surefoot.model.precision import LossScaler
+from surefoot.model.pretrained.loading import device
 from surefoot.model.section import ModelSection
 from surefoot.model.seeding import seed_everything
 from surefoot.network.open import ON_THE_MESH, Draft, NetworkOptions, finish
@@ -96,15 +97,17 @@ def trainer(
     keep=None,
     precision="fp32",
     packing=True,
+    attention=selection.BY_DOCUMENT,
     prefetch=None,
     **section,
 ):
     defaults = {"max_steps": 8, "log_steps": 1, "global_batch_size": 4, "micro_batch_size": 2}
     section = TrainSection(output_dir=folder, **{**defaults, **section})
     seed_everything(section.seed)
-    inner = tiny.model(attention_dropout=0.1) if model is None else model
+    inner = (tiny.model(attention_dropout=0.1) if model is None else model).to(device())
     if packing:
         packed.use_packed(inner)
+        selection.use(inner, attention)
     method = method or Full()
     seed_everything(section.seed, 1)
     policy = method.apply(inner)

@@ -28,6 +28,7 @@ from surefoot.training.precompute import NOTHING
 METHODS = {"full": Full(), "freeze": Freeze(num_layers=1), "lora": LoRA(rank=2, dropout=0.2)}
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("packing", [True, False])
 @pytest.mark.parametrize("method", METHODS)
 def test_a_resumed_run_is_bitwise_the_uninterrupted_run(method, packing, tmp_path):
@@ -165,6 +166,7 @@ def test_every_example_is_learnt_once_an_epoch_and_the_epoch_is_counted(tmp_path
     assert state.num_input_tokens_seen == 2 * sum(len(e["input_ids"]) for e in small.examples())
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_half_precision_learns(precision, tmp_path):
     seen = small.Seen()
@@ -175,6 +177,7 @@ def test_half_precision_learns(precision, tmp_path):
     assert all(map(math.isfinite, losses))
 
 
+@pytest.mark.gpu
 def test_fp16_gradients_that_overflow_lower_the_scale_and_move_nothing(tmp_path):
     built = small.trainer(tmp_path, max_steps=1, precision="fp16")
     built.policy.step.scaler.scale = 2.0**40

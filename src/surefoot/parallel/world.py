@@ -181,7 +181,7 @@ def joined(section: ParallelSection) -> Iterator[World]:
     found = launched()
     rank, size, local = found or (0, 1, 0)
     try:
-        shape = section.axes(size)
+        section.axes(size)
     except ValueError as error:
         how = "with `surefoot train` or torchrun, " if found is None else ""
         raise RunError(f"parallel: {error}; start as many, {how}or leave dp_shard unset") from None
@@ -192,6 +192,13 @@ def joined(section: ParallelSection) -> Iterator[World]:
     if size == 1:
         yield ALONE
         return
+    with connected(section, rank, size, local) as world:
+        yield world
+
+
+@contextlib.contextmanager
+def connected(section: ParallelSection, rank: int, size: int, local: int = 0) -> Iterator[World]:
+    """The process group of ``size`` ranks: NCCL between GPUs, gloo between hosts."""
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     if kind == "cuda":
         torch.cuda.set_device(local)
@@ -203,7 +210,7 @@ def joined(section: ParallelSection) -> Iterator[World]:
                 world_size=size,
                 timeout=timedelta(minutes=section.timeout_minutes),
             )
-            mesh = init_device_mesh(kind, shape, mesh_dim_names=AXES)
+            mesh = init_device_mesh(kind, section.axes(size), mesh_dim_names=AXES)
             yield World(rank, size, mesh, dist.new_group(backend="gloo", timeout=_PATIENCE))
     finally:
         if dist.is_initialized():

@@ -21,6 +21,7 @@ from ..training.state import TrainerState
 from ..training.trainer import Trainer
 from .assembly import build as build  # noqa: PLC0414 - part of what a run is, from Python
 from .folder import mirror_of, opened, resume_point, write_recipe
+from .out_of_memory import explain_out_of_memory
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +98,11 @@ def _fit(trainer: Trainer) -> Outcome:
         )
         return Outcome(state)
     told = explain_peer_loss(trainer.world.rank, lambda: trainer.signal)
-    with trainer.stop, told:  # also after the last step: a signal lets the last upload finish
+    with (
+        trainer.stop,
+        told,
+        explain_out_of_memory(trainer),
+    ):  # also after the last step: a signal lets the last upload finish
         trainer.fit()
         _must_be_saved(trainer)
         finish(trainer)

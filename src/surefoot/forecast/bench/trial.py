@@ -13,10 +13,10 @@ from pathlib import Path
 from ...errors import SurefootError
 from ...parallel.world import die_with_launcher
 from ...recipe.recipe import load
+from ...run.out_of_memory import is_out_of_memory
 from .measurement import measure
 
 OUT_OF_MEMORY = "out of memory"
-_SIGNS = ("out of memory", "can't allocate memory", "not enough memory")  # of torch, lower case
 
 
 def main(recipe: Path, steps: int, result: Path) -> None:
@@ -28,8 +28,7 @@ def main(recipe: Path, steps: int, result: Path) -> None:
     except SurefootError as error:
         found = {"failure": str(error), "error": type(error).__name__}
     except (MemoryError, RuntimeError) as error:
-        text = str(error).lower()
-        if not isinstance(error, MemoryError) and not any(sign in text for sign in _SIGNS):
+        if not is_out_of_memory(error):
             raise
         found = {"failure": OUT_OF_MEMORY}
     result.write_text(json.dumps(found))

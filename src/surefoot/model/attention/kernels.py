@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
+from inspect import signature
 from typing import cast
 
 import torch
@@ -20,6 +21,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
+from .deterministic import deterministically
 from .packed import PREFIX, Bounds, Heads, by_document, sdpa
 
 # heads, bounds, scale of the scores (None: E to the power of -1/2): [1, T, H, E]
@@ -39,14 +41,24 @@ def varlen(heads: Heads, bounds: Bounds, scaling: float | None) -> torch.Tensor:
     """torch's own flash attention for documents of any length."""
     starts, longest = bounds.on(heads[0].device), bounds.longest
     attend = cast("Callable[..., torch.Tensor]", varlen_attn)
-    found = attend(
-        *_tokens_first(heads),
-        *(starts, starts, longest, longest),
-        scale=scaling,
-        window_size=(-1, 0),
-        enable_gqa=_shares_keys(heads),
-    )
-    return found[None]
+    shared = {"enable_gqa": _shares_keys(heads)} if _takes_enable_gqa(attend) else {}
+
+    def rows(inside: Heads) -> torch.Tensor:
+        return attend(
+            *_tokens_first(inside),
+            *(starts, starts, longest, longest),
+            scale=scaling,
+            window_size=(-1, 0),
+            **shared,
+        )
+
+    return deterministically(rows, heads)[None]
+
+
+@cache
+def _takes_enable_gqa(attend: Callable[..., torch.Tensor]) -> bool:
+    """Whether shared keys need this argument; torch 2.11 infers them from shapes."""
+    return "enable_gqa" in signature(attend).parameters
 
 
 def flash(heads: Heads, bounds: Bounds, scaling: float | None) -> torch.Tensor:

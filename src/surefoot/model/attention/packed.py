@@ -24,6 +24,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from ...batch import IGNORE_INDEX, Batch
 from ...errors import ModelError
+from .deterministic import deterministically
 
 Heads = Sequence[torch.Tensor]  # queries, keys and values, [1, H, T, E] each
 PREFIX = "surefoot_packed_"  # of the names registered with transformers
@@ -158,15 +159,20 @@ def by_document(kernel: Kernel) -> Callable[..., tuple[torch.Tensor, None]]:
         scoring = Scoring(told.get("scaling"), dropout, window, told.get("softcap"))
         parts = bounds.parts
         runs = [n for prompt, one, two in parts for n in (prompt + one, two) if n]
-        # split, not slices: the backward pass of each slice would fill a whole row with zeros
-        pieces = zip(*(torch.split(t, runs, dim=2) for t in (query, key, value)), strict=True)
-        found = []
-        for prompt, _, two in parts:
-            first = next(pieces)
-            found.append(kernel(first, scoring))
-            if two:
-                found.append(kernel(_after(prompt, first, next(pieces)), scoring))
-        return torch.cat(found, dim=2).transpose(1, 2).contiguous(), None
+
+        def each_alone(heads: Heads) -> torch.Tensor:
+            # split, not slices: the backward pass of a slice would fill a whole row with zeros
+            pieces = zip(*(torch.split(t, runs, dim=2) for t in heads), strict=True)
+            found = []
+            for prompt, _, two in parts:
+                first = next(pieces)
+                found.append(kernel(first, scoring))
+                if two:
+                    found.append(kernel(_after(prompt, first, next(pieces)), scoring))
+            return torch.cat(found, dim=2)
+
+        found = deterministically(each_alone, (query, key, value))
+        return found.transpose(1, 2).contiguous(), None
 
     return attend
 
