@@ -8,12 +8,27 @@ import hypothesis
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before the first product on a GPU
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 hypothesis.settings.register_profile("surefoot", deadline=None)  # a busy machine is no failure
 hypothesis.settings.load_profile("surefoot")
 
 SHARED = Path(__file__).parent.parent.parent / "shared"
+
+
+# On a GPU, torch and Triton warn of much that is of no interest to tests; not so of sums whose
+# order is left to chance.
+CALM = pytest.mark.filterwarnings("default::UserWarning", "error:.*determinis.*:UserWarning")
+
+
+def pytest_itemcollected(item):
+    """Tests that run on a GPU have their own warnings there."""
+    if item.get_closest_marker("gpu"):
+        import torch
+
+        if torch.cuda.is_available():
+            item.add_marker(CALM)
 
 
 def pytest_collection_finish(session):

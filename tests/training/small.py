@@ -18,7 +18,7 @@ from surefoot.model.attention import packed, selection
 from surefoot.model.precision import LossScaler
 from surefoot.model.pretrained.loading import device
 from surefoot.model.section import ModelSection
-from surefoot.model.seeding import seed_everything
+from surefoot.model.seeding import seed_everything, use_deterministic_kernels
 from surefoot.network.open import ON_THE_MESH, Draft, NetworkOptions, finish
 from surefoot.optim.adamw import AdamW
 from surefoot.parallel.world import ALONE
@@ -104,6 +104,8 @@ def trainer(
     defaults = {"max_steps": 8, "log_steps": 1, "global_batch_size": 4, "micro_batch_size": 2}
     section = TrainSection(output_dir=folder, **{**defaults, **section})
     seed_everything(section.seed)
+    if device().type == "cuda":
+        use_deterministic_kernels(section.deterministic)
     inner = (tiny.model(attention_dropout=0.1) if model is None else model).to(device())
     if packing:
         packed.use_packed(inner)
