@@ -5,7 +5,8 @@ algorithm, because some architectures contain one. But while torch only warns, i
 memory-efficient attention add the gradients of the queries in any order, and cuDNN's attention,
 which has no such algorithm, may be selected. Both obey strict mode (torch 2.11, ``sdp_utils.cpp``
 and ``attention_backward.cu``). So strict mode is on while an attention kernel is selected and
-computes, forward and backward, and off everywhere else.
+computes, forward and backward, and off everywhere else. Padded rows go through transformers' own
+attention function, which is not ours to replace.
 """
 
 from __future__ import annotations
@@ -15,9 +16,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
-from torch import nn
-from transformers import AttentionInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 DEVICES = {"cuda"}  # attention of CPUs adds in a fixed order
 
@@ -76,23 +74,3 @@ class _Leave(torch.autograd.Function):
     def backward(_ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
         torch.use_deterministic_algorithms(True)
         return gradients[0]
-
-
-def _padded(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    **kwargs: object,
-) -> tuple[torch.Tensor, None]:
-    """transformers' own attention function of padded rows."""
-
-    def attend(heads: Heads) -> torch.Tensor:
-        found: torch.Tensor = sdpa_attention_forward(module, *heads, attention_mask, **kwargs)[0]
-        return found
-
-    return deterministically(attend, (query, key, value)), None
-
-
-AttentionInterface.register("sdpa", _padded)
