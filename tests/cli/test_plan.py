@@ -105,14 +105,16 @@ def test_saves_by_the_clock_are_said_not_to_be_counted(recipe):
     [
         (["train.micro_batch_sise=2"], "did you mean micro_batch_size"),
         (["--num-processes", "3"], "is not a multiple of train.micro_batch_size"),
-        (["parallel.dp_shard=2", "--num-processes", "4"], "2 processes"),
+        (["parallel.dp_shard=2", "--num-processes", "4"], "but there are 4 processes"),
         (["--tokens-per-second", "0"], "not in the range"),
         (["model.path=/no/such/model"], "/no/such/model"),
+        (["stage.grpo.reward=none.py:reward"], "there is no Python file"),
     ],
 )
 def test_a_mistake_is_told_without_a_traceback(recipe, args, words):
     done = run(recipe, *args)
     assert done.exit_code == 2
+    assert words in done.stderr
     assert "Traceback" not in done.output
 
 

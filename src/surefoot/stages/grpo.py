@@ -102,7 +102,8 @@ class GRPO:
         repeated = [pair for pair in pairs for _ in range(self.group_size)]
         prompts = [[int(x) for x in item["input_ids"]] for item, _ in repeated]
         samples = context.generate(prompts, self._sampling)
-        columns = {name: [row.get(name) for _, row in repeated] for row in rows for name in row}
+        names = dict.fromkeys(name for row in rows for name in row)
+        columns = {name: [row.get(name) for _, row in repeated] for name in names}
         rewards = context.score(self.reward, prompts, samples, columns)
         starts = range(0, len(rewards), self.group_size)
         groups = [rewards[start : start + self.group_size] for start in starts]

@@ -15,6 +15,7 @@ from ...model.precision import PrecisionName
 from ...model.pretrained.loading import resolve
 from ...model.pretrained.quantized import check_alone
 from ...recipe.recipe import Recipe
+from ...run.code_files import code_of
 from ...run.policy import build_codec
 from ..other_settings import changes
 from .batches import RunLength, course_of, loader_of, token_counts, trained_counts
@@ -97,8 +98,10 @@ class Plan:
 def make_plan(recipe: Recipe, machine: Machine, tokens_per_second: float | None = None) -> Plan:
     """The estimate of ``recipe``; no weights are read. Raises ``RecipeError`` if the ranks do not
     form the mesh, or the method does not fit the model, ``ModelError`` without a configuration or
-    tokenizer, ``DataError`` if a dataset is missing or broken, or batches do not divide."""
+    tokenizer, ``DataError`` if a dataset is missing or broken, or batches do not divide,
+    ``RunError`` if a function that the recipe names cannot be loaded."""
     check_alone(recipe.model, machine.num_processes)
+    code_of(recipe)  # a function that is missing is an error here, not when the run begins
     base = resolve(recipe.model, weights=False)
     codec = build_codec(recipe, base)
     mesh = mesh_of(recipe, machine)
