@@ -50,11 +50,11 @@ class Work:
 
 
 NEEDS = {
-    "trainer-liger": ("liger_kernel",),
+    "trainer-liger": ("liger_kernel", "triton"),
     "trl-packing": ("trl",),
-    "trl-packing_liger": ("trl", "liger_kernel"),
+    "trl-packing_liger": ("trl", "liger_kernel", "triton"),
     "trl_dpo-padded": ("trl",),
-    "trl_dpo-liger": ("trl", "liger_kernel"),
+    "trl_dpo-liger": ("trl", "liger_kernel", "triton"),
 }
 LORA = {"method": "lora", "rank": 16, "dtype": "bfloat16"}
 QLORA = {**LORA, "bits": 4}
@@ -101,20 +101,20 @@ WORKS = {
 ORDER: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("full 1.7B, chats", ("surefoot", "trainer-liger", "trainer-padded")),
     ("lora 8B, chats", ("surefoot", "trainer-liger", "trl-packing_liger")),
-    ("dpo 1.7B, prompts of 2k", ("surefoot", "trl_dpo-liger")),
+    ("dpo 1.7B, prompts of 2k", ("surefoot", "trl_dpo-padded", "trl_dpo-liger")),
     ("full 1.7B, chats", ("trl-packing_liger", "surefoot-fast")),
     ("full 1.7B, rows of 2k", ("surefoot", "trainer-liger")),
     ("full 1.7B, rows of 8k", ("surefoot", "trainer-liger")),
     ("full 0.6B, chats", ("surefoot", "trainer-padded", "trainer-liger")),
     ("full 1.7B, rows of 32k", ("surefoot", "trainer-liger")),
-    ("dpo 1.7B, prompts of 16k", ("trl_dpo-liger", "surefoot")),
-    ("dpo 1.7B, prompts of 32k", ("trl_dpo-liger", "surefoot")),
+    ("dpo 1.7B, prompts of 16k", ("trl_dpo-padded", "surefoot")),
+    ("dpo 1.7B, prompts of 32k", ("trl_dpo-padded", "surefoot")),
     ("qlora 8B, chats", ("surefoot", "trainer-liger")),
     ("lora 8B, chats", ("trainer-padded", "trl-packing", "surefoot-fast")),
-    ("dpo 1.7B, prompts of 24k", ("trl_dpo-liger", "surefoot")),
-    ("dpo 1.7B, prompts of 48k", ("surefoot", "trl_dpo-liger")),
-    ("dpo 1.7B, prompts of 64k", ("surefoot", "trl_dpo-liger")),
-    ("dpo 1.7B, prompts of 8k", ("surefoot", "trl_dpo-liger", "trl_dpo-padded")),
+    ("dpo 1.7B, prompts of 24k", ("trl_dpo-padded", "surefoot")),
+    ("dpo 1.7B, prompts of 48k", ("surefoot", "trl_dpo-padded")),
+    ("dpo 1.7B, prompts of 64k", ("surefoot", "trl_dpo-padded")),
+    ("dpo 1.7B, prompts of 8k", ("surefoot", "trl_dpo-padded")),
     ("full 1.7B, chats", ("trl-packing",)),
     ("full 0.6B, chats", ("trl-packing_liger", "surefoot-fast")),
 )
@@ -125,8 +125,8 @@ TITLES = {
     "trainer-liger": "Hugging Face Trainer, padded, Liger's kernels",
     "trl-packing": "TRL SFTTrainer, packing",
     "trl-packing_liger": "TRL SFTTrainer, packing, Liger's kernels",
-    "trl_dpo-padded": "TRL DPOTrainer",
-    "trl_dpo-liger": "TRL DPOTrainer, Liger's fused head",
+    "trl_dpo-padded": "TRL DPOTrainer, padded (its fused head)",
+    "trl_dpo-liger": "TRL DPOTrainer, padded, Liger's layers",
     "limits": "copy to pinned memory, write to the disk",
     "torch": "torch.save",
 }

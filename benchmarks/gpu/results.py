@@ -7,6 +7,7 @@ case that runs. A torn last line is skipped.
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
@@ -92,13 +93,15 @@ def surroundings(device: str, name: str, *, tiny: bool) -> dict[str, object]:
 
 
 def commit() -> str:
-    """The commit of the tree, with a + if the tree differs; of a copy without git, its file."""
-    written = FOLDER / "COMMIT"
+    """The commit of the tree, with a + if the tree differs. A copy without git is given its commit
+    in ``SUREFOOT_COMMIT``."""
+    if "SUREFOOT_COMMIT" in os.environ:
+        return os.environ["SUREFOOT_COMMIT"]
     try:
         name = _git("rev-parse", "--short", "HEAD")
         return name + ("+" if _git("status", "--porcelain", "--untracked-files=no") else "")
     except (OSError, subprocess.CalledProcessError):
-        return written.read_text().strip() if written.exists() else "unknown"
+        return "unknown"
 
 
 def _git(*arguments: str) -> str:

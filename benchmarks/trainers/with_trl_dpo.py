@@ -1,5 +1,5 @@
 """Train with TRL's DPOTrainer, reference log-probabilities computed before. Variants: ``padded``,
-and ``liger``: with Liger's fused head."""
+and ``liger``: with Liger's kernels for the layers. The head is TRL's fused one in both."""
 
 from __future__ import annotations
 
