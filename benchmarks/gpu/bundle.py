@@ -1,4 +1,4 @@
-"""What a bare machine needs beside the tree: wheels in a folder, and a trial of them without network.
+"""What a bare machine needs beside the tree: wheels, and a trial of them without network.
 
     .venv/bin/python benchmarks/gpu/bundle.py                 # downloads into .wheels, checks
     .venv/bin/python benchmarks/gpu/bundle.py try speed       # runs one part here as it will there

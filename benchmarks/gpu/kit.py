@@ -57,7 +57,7 @@ def run_program(
             command, env=env, cwd=cwd, stdout=output, stderr=output, start_new_session=True
         )
         try:
-            return process.wait(timeout=max(1.0, seconds))
+            return process.wait(timeout=max(0.1, seconds))
         except BaseException as error:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-sys.path.insert(1, str(Path(__file__).parents[1] / "trainers"))
+sys.path.append(str(Path(__file__).parents[1] / "trainers"))
 
 import torch
 from task import Task, task

@@ -47,6 +47,7 @@ class Task:
     gb: float = 1.0  # of limits
     before: int = 6  # timed steps before the save
     after: int = 4  # at least so many steps after it
+    fresh: bool = True  # resume in a new process
 
 
 class DoneError(Exception):
@@ -165,7 +166,7 @@ def train(todo: Task) -> dict[str, float]:
     run(todo, steps)
     gc.collect()
     torch.cuda.empty_cache()  # the process that resumes needs the memory
-    return steps.report() | in_a_new_process(todo)
+    return steps.report() | (in_a_new_process(todo) if todo.fresh else resume(todo))
 
 
 def load_seconds(folder: Path, learner: Learner, device: str) -> float:

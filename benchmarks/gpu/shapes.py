@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from itertools import accumulate
 from pathlib import Path
 
-sys.path.insert(1, str(Path(__file__).parents[1]))
+sys.path.append(str(Path(__file__).parents[1]))
 
 import inputs
 import tokens
