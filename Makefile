@@ -31,6 +31,7 @@ proof: $(STAMP)  ## thousands of kills, long fuzzing
 	$(BIN)/pytest -n 2 -m proof
 
 gpu: $(STAMP)  ## prove and measure everything on one GPU; PART=correct, speed, save or profile
+	$(BIN)/pip install --quiet --disable-pip-version-check -r benchmarks/gpu/requirements.txt -c constraints.txt
 	$(BIN)/python benchmarks/gpu/kit.py $(PART)
 
 MINDSPORE := benchmarks/.venv-mindspore

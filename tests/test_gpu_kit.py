@@ -168,7 +168,7 @@ def test_the_page_has_ratios_utilization_and_unequal_losses():
     assert "padded (default) | 1,000 | 0.50 | 10.0 | 2.0 | 12.5000 |" in text
     assert "Liger's kernels | out of memory |" in text
     assert "**First losses differ**: Hugging Face Trainer, padded (default)." in text
-    assert "Longest prompts of pairs that ran: Surefoot 16k tokens." in text
+    assert "Longest prompts that ran, dpo 1.7B: Surefoot 16k tokens." in text
     assert "#### GPU X" in text
 
 
@@ -261,6 +261,8 @@ def test_a_tiny_case_of_each_part_runs_on_the_cpu(part, only, figure, tiny_work)
 def test_what_is_carried_is_pinned():
     assert all(re.fullmatch(r"[\w.-]+==[\w.]+", line) for line in bundle.pins())
     assert not bundle.present() & {line.partition("==")[0] for line in bundle.pins()}
+    installed = (FOLDER / "requirements.txt").read_text().splitlines()[1:]
+    assert set(installed) <= set(bundle.pins())
 
 
 def a_wheel(folder, name, *requires):

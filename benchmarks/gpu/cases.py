@@ -44,7 +44,7 @@ class Work:
     cutoff_len: int
     examples: int  # a step
     micro: int  # examples per micro-batch of a padded peer
-    own_micro: int  # of Surefoot, which packs
+    own_micro: int  # of Surefoot, and of a peer that packs
     seconds: int
     settings: Mapping[str, object] = field(default_factory=dict)
 
@@ -59,62 +59,58 @@ NEEDS = {
 LORA = {"method": "lora", "rank": 16, "dtype": "bfloat16"}
 QLORA = {**LORA, "bits": 4}
 DPO = {"stage": "dpo", "steps": 5, "warmup": 2}
-SHORT = {"steps": 8, "warmup": 3}
+FEW = {"steps": 8, "warmup": 3}
+ONCE = {"stage": "dpo", "steps": 3, "warmup": 1}
+RECOMPUTED = {"recompute": True}
+
+
+def _pairs(k: int) -> Work:
+    """One preference pair a step, with a prompt of so many thousand tokens; 80 GB end near 7k with
+    the prompt in both sequences and near 14k with it once, so the longest are recomputed."""
+    title = "dpo 1.7B" if k <= 16 else "dpo 1.7B recomputed"
+    settings = ONCE if k <= 16 else {**ONCE, **RECOMPUTED}
+    length = (k + 2) * 1024
+    return Work(f"{title}, prompts of {k}k", "1.7B", f"pairs-{k}k", length, 1, 1, 1, 45, settings)
+
+
+# Micro-batches are sized for 80 GB: a padded batch of chats is about four times as large as its
+# tokens, and its logits of 151,936 values take 14 bytes each.
 WORKS = {
     work.name: work
     for work in (
-        Work("full 1.7B, chats", "1.7B", "chats", 2048, 64, 16, 64, 30),
-        Work("full 0.6B, chats", "0.6B", "chats", 2048, 128, 16, 128, 25),
-        Work("lora 8B, chats", "8B", "chats", 2048, 32, 8, 32, 45, LORA),
-        Work("qlora 8B, chats", "8B", "chats", 2048, 32, 8, 32, 60, QLORA),
+        Work("full 1.7B, chats", "1.7B", "chats", 2048, 64, 8, 32, 30),
+        Work("full 0.6B, chats", "0.6B", "chats", 2048, 128, 16, 64, 25),
+        Work("lora 8B, chats", "8B", "chats", 2048, 32, 4, 16, 45, LORA),
+        Work("qlora 8B, chats", "8B", "chats", 2048, 32, 4, 16, 60, QLORA),
         Work("full 1.7B, rows of 2k", "1.7B", "2k", 2048, 8, 2, 4, 30),
-        Work("full 1.7B, rows of 8k", "1.7B", "8k", 8192, 2, 1, 1, 30, SHORT),
-        Work(
-            "full 1.7B, rows of 32k",
-            "1.7B",
-            "32k",
-            32_768,
-            1,
-            1,
-            1,
-            40,
-            {**SHORT, "recompute": True},
-        ),
+        Work("full 1.7B, rows of 8k", "1.7B", "8k", 8192, 2, 1, 1, 30, FEW),
+        Work("full 1.7B, rows of 32k", "1.7B", "32k", 32_768, 1, 1, 1, 40, {**FEW, **RECOMPUTED}),
         Work("dpo 1.7B, prompts of 2k", "1.7B", "pairs-2k", 4096, 4, 1, 2, 45, DPO),
-        *(
-            Work(
-                f"dpo 1.7B, prompts of {k}k",
-                "1.7B",
-                f"pairs-{k}k",
-                (k + 2) * 1024,
-                1,
-                1,
-                1,
-                45,
-                {**DPO, "recompute": True, "steps": 3, "warmup": 1},
-            )
-            for k in (8, 16, 24, 32, 48, 64)
-        ),
+        *map(_pairs, (4, 6, 8, 10, 12, 16, 32, 64, 96)),
     )
 }
 # Name of the work, and who is measured with it; the order is that of the runs.
 ORDER: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("full 1.7B, chats", ("surefoot", "trainer-liger", "trainer-padded")),
     ("lora 8B, chats", ("surefoot", "trainer-liger", "trl-packing_liger")),
-    ("dpo 1.7B, prompts of 2k", ("surefoot", "trl_dpo-padded", "trl_dpo-liger")),
+    ("dpo 1.7B, prompts of 2k", ("surefoot", "trl_dpo-padded")),
     ("full 1.7B, chats", ("trl-packing_liger", "surefoot-fast")),
-    ("full 1.7B, rows of 2k", ("surefoot", "trainer-liger")),
     ("full 1.7B, rows of 8k", ("surefoot", "trainer-liger")),
+    ("full 1.7B, rows of 2k", ("surefoot", "trainer-liger")),
+    ("dpo 1.7B, prompts of 8k", ("surefoot", "trl_dpo-padded")),
+    ("dpo 1.7B, prompts of 12k", ("surefoot",)),
+    ("dpo 1.7B, prompts of 6k", ("trl_dpo-padded", "surefoot")),
     ("full 0.6B, chats", ("surefoot", "trainer-padded", "trainer-liger")),
     ("full 1.7B, rows of 32k", ("surefoot", "trainer-liger")),
-    ("dpo 1.7B, prompts of 16k", ("trl_dpo-padded", "surefoot")),
-    ("dpo 1.7B, prompts of 32k", ("trl_dpo-padded", "surefoot")),
     ("qlora 8B, chats", ("surefoot", "trainer-liger")),
     ("lora 8B, chats", ("trainer-padded", "trl-packing", "surefoot-fast")),
-    ("dpo 1.7B, prompts of 24k", ("trl_dpo-padded", "surefoot")),
-    ("dpo 1.7B, prompts of 48k", ("surefoot", "trl_dpo-padded")),
-    ("dpo 1.7B, prompts of 64k", ("surefoot", "trl_dpo-padded")),
-    ("dpo 1.7B, prompts of 8k", ("surefoot", "trl_dpo-padded")),
+    ("dpo 1.7B, prompts of 10k", ("trl_dpo-padded", "surefoot")),
+    ("dpo 1.7B, prompts of 16k", ("surefoot", "trl_dpo-padded")),
+    ("dpo 1.7B, prompts of 4k", ("trl_dpo-padded", "surefoot")),
+    ("dpo 1.7B recomputed, prompts of 32k", ("trl_dpo-padded", "surefoot")),
+    ("dpo 1.7B recomputed, prompts of 64k", ("trl_dpo-padded", "surefoot")),
+    ("dpo 1.7B recomputed, prompts of 96k", ("surefoot", "trl_dpo-padded")),
+    ("dpo 1.7B, prompts of 2k", ("trl_dpo-liger",)),
     ("full 1.7B, chats", ("trl-packing",)),
     ("full 0.6B, chats", ("trl-packing_liger", "surefoot-fast")),
 )
@@ -143,12 +139,12 @@ def speed() -> list[Case]:
 
 def _speed(work: Work, subject: str) -> Case:
     program, _, variant = subject.partition("-")
-    is_ours = program == "surefoot"
+    micro = work.own_micro if program == "surefoot" or "packing" in variant else work.micro
     settings = {
         "variant": variant,
         "method": "full",
         "batch": work.examples,
-        "micro": work.own_micro if is_ours else work.micro,
+        "micro": micro,
         "steps": 12,
         "warmup": 4,
         "cutoff_len": work.cutoff_len,

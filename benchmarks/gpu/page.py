@@ -145,14 +145,17 @@ def _unequal(work: str, found: Figures) -> list[str]:
 
 def _reach(records: Sequence[Record]) -> list[str]:
     """The longest prompts of preference pairs that fit."""
-    longest: dict[str, int] = {}
+    longest: dict[str, dict[str, int]] = defaultdict(dict)
     for record in records:
-        case, subject = str(record["case"]), str(record["subject"])
-        if case.startswith("dpo") and record["status"] == "ok":
-            length = int(case.rpartition(" ")[2].removesuffix("k"))
-            longest[subject] = max(longest.get(subject, 0), length)
-    listed = [f"{TITLES[name]} {length}k" for name, length in longest.items()]
-    return [f"Longest prompts of pairs that ran: {', '.join(listed)} tokens."] if listed else []
+        task, _, length = str(record["case"]).partition(", prompts of ")
+        if length and record["status"] == "ok":
+            found, subject = longest[task], str(record["subject"])
+            found[subject] = max(found.get(subject, 0), int(length.removesuffix("k")))
+    parts = []
+    for task, found in longest.items():
+        listed = ", ".join(f"{TITLES[name]} {length}k" for name, length in found.items())
+        parts.append(f"Longest prompts that ran, {task}: {listed} tokens.")
+    return parts
 
 
 def _save(records: Sequence[Record]) -> list[str]:

@@ -32,7 +32,9 @@ CHATS = (
     (1, 10, 18, 33, 63, 105, 154, 212, 276, 349, 559),
 )
 LONG = {"2k": 2048, "8k": 8192, "32k": 32_768}  # rows of this many tokens, one document each
-PAIRS = {"tiny": 64} | {f"{k}k": k * 1024 for k in (2, 8, 16, 24, 32, 48, 64)}  # tokens of prompts
+PAIRS = {"tiny": 64} | {
+    f"{k}k": k * 1024 for k in (2, 4, 6, 8, 10, 12, 16, 32, 64, 96)
+}  # tokens of prompts
 ANSWER = 384  # tokens of a response to a long prompt, on average
 NUM_WORDS = 3000  # each is a token of its own
 NUM_ROWS = {"chats": 2000, "2k": 200, "8k": 60, "32k": 20, "tiny": 64}

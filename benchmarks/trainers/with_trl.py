@@ -25,21 +25,21 @@ def completion(row: dict[str, list[int]]) -> dict[str, list[int]]:
 
 def main() -> None:
     """Train, and leave the report. Packed rows have ``cutoff_len`` tokens; there are as many in a
-    step as give about as many tokens as the examples of a step of the others."""
+    micro-batch as have about the tokens of its examples."""
     todo = task()
     meter = Meter(todo)
     rows = load_from_disk(f"{todo.inputs}/tokenized").map(completion, remove_columns=["labels"])
     variant, _, kernels = todo.variant.partition("_")
     is_packed = variant == "packing"
     mean = sum(map(len, rows["input_ids"])) / len(rows)
-    packed = max(1, round(todo.batch * mean / todo.cutoff_len))
-    micro = packed if is_packed else todo.micro_batch_size
+    micro = todo.micro_batch_size
+    packed = max(1, round(micro * mean / todo.cutoff_len))
     trainer = InOrder(
         model=load_model(todo),
         args=SFTConfig(
             **arguments(todo),
-            per_device_train_batch_size=micro,
-            gradient_accumulation_steps=1 if is_packed else todo.batch // micro,
+            per_device_train_batch_size=packed if is_packed else micro,
+            gradient_accumulation_steps=todo.batch // micro,
             gradient_checkpointing=todo.recompute,
             packing=is_packed,
             max_length=todo.cutoff_len,
