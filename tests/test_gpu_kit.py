@@ -185,6 +185,10 @@ def test_the_page_is_written_between_its_markers_without_tiny_runs(tmp_path):
     assert "Tests marked `gpu`: 1 failed." in text
 
 
+def test_what_the_project_requires_is_here():
+    assert results.unmet() == []
+
+
 def test_results_have_the_place_of_the_page():
     text = page.RESULTS.read_text(encoding="utf-8")
     assert text.index(page.START) < text.index(page.END)
@@ -224,13 +228,17 @@ def test_every_test_is_a_result_and_only_those_that_passed_stand(tmp_path):
         '[tool.pytest.ini_options]\nmarkers = ["gpu: needs a GPU"]\n'
     )
     (tmp_path / "test_some.py").write_text(TESTS)
+    (tmp_path / "test_unknown.py").write_text("import no_such_module")
     for _ in range(2):
         a_kit(tmp_path, in_a_warm_process, tiny=True, tests=tmp_path).part("correct")
     found = results.read(tmp_path / "out" / "results.jsonl")
     ended = [(r["case"].rpartition("::")[2], r["status"]) for r in found]
-    assert ended[:3] == [("test_right", "ok"), ("test_wrong", "failed"), ("test_later", "skipped")]
-    assert sorted(ended[3:]) == [("test_later", "skipped"), ("test_wrong", "failed")]
-    assert "seen" in found[1]["error"]
+    again = [("test_later", "skipped"), ("test_unknown.py", "failed"), ("test_wrong", "failed")]
+    assert sorted(ended[:4]) == sorted([("test_right", "ok"), *again])
+    assert sorted(ended[4:]) == again
+    errors = {r["case"].rpartition("::")[2]: r["error"] for r in found}
+    assert "seen" in errors["test_wrong"]
+    assert "no_such_module" in errors["test_unknown.py"]
 
 
 @pytest.fixture(scope="module")

@@ -40,6 +40,7 @@ ROOT = results.ROOT
 PARTS = ("correct", "speed", "save", "profile")
 PREPARING = {"8B": 75, "1.7B": 30}  # seconds to make a model; other models and rows take FEW
 FEW = 20
+WORK = ROOT / "runs" / "gpu-work"
 PATIENCE = 3  # times its seconds is the most that a case may take
 NAME_OF_DEVICE = "import torch; print(torch.cuda.get_device_name())"
 OUT_OF_MEMORY = ("OutOfMemoryError", "CUDA out of memory", "CUDA error: out of memory")
@@ -276,7 +277,9 @@ def parser() -> argparse.ArgumentParser:
     found = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     found.add_argument("part", nargs="?", default="all", choices=("all", *PARTS, "page"))
     found.add_argument("--out", type=Path, default=ROOT / "runs" / "gpu", help="of the results")
-    found.add_argument("--work", type=Path, help="models, rows and runs; by default in --out")
+    found.add_argument(
+        "--work", type=Path, default=ROOT / "runs" / "gpu-work", help="of models, rows"
+    )
     found.add_argument("--minutes", type=float, default=8.0, help="of each part")
     found.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     found.add_argument("--tiny", action="store_true", help="the same in sizes for a CPU")
@@ -289,16 +292,17 @@ def main(arguments: Sequence[str] | None = None, run: Run = run_program) -> None
     """Run the parts, or write the page."""
     options = parser().parse_args(arguments)
     if options.part != "page":
-        work = options.work or options.out / "work"
         kit = Kit(
             options.out.resolve(),
-            work.resolve(),
+            options.work.resolve(),
             options.device,
             options.minutes,
             options.tiny,
             options.tests,
             run,
         )
+        for line in results.unmet():
+            say(f"warning: {line}")
         for part in PARTS if options.part == "all" else (options.part,):
             kit.part(part, options.only)
     if options.part in ("all", "page") and not options.tiny:

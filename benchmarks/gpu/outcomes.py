@@ -42,6 +42,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         item.session.shouldstop = "the time is over"
 
 
+def pytest_collectreport(report: pytest.CollectReport) -> None:
+    """A file that cannot be imported is a failure of its own; the others still run."""
+    if report.failed:
+        text = report.longreprtext[-LONGEST:]
+        _write(test=report.nodeid, outcome="failed", seconds=0.0, message=text)
+
+
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """A test has ended, or failed on the way."""
     if report.when != "call" and report.outcome == "passed":

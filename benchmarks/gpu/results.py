@@ -10,10 +10,13 @@ import json
 import os
 import subprocess
 import time
+import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+
+from packaging.requirements import Requirement
 
 PACKAGES = ("torch", "triton", "transformers", "peft", "trl", "liger-kernel", "bitsandbytes")
 STANDING = ("ok", "out of memory")  # a case with such a result is not run again
@@ -102,6 +105,17 @@ def commit() -> str:
         return name + ("+" if _git("status", "--porcelain", "--untracked-files=no") else "")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
+
+
+def unmet() -> list[str]:
+    """What pyproject.toml requires and this environment lacks, or has in another version."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    found = []
+    for wanted in map(Requirement, project["dependencies"]):
+        here = _version(wanted.name)
+        if here is None or not wanted.specifier.contains(here, prereleases=True):
+            found.append(f"pyproject.toml: {wanted}: found {here or 'none'}")
+    return found
 
 
 def _git(*arguments: str) -> str:
