@@ -51,7 +51,7 @@ def make_model(
 ) -> None:
     """A Qwen2, random (by default of a million parameters), with a byte-level BPE tokenizer of
     these rows. Where they give fewer tokens than ``vocabulary``, the model has room for more."""
-    tokenizer = _tokenizer(rows, min(vocabulary, VOCABULARY))
+    tokenizer = build_tokenizer(rows, min(vocabulary, VOCABULARY))
     tokenizer.save_pretrained(folder)
     torch.manual_seed(0)
     config = Qwen2Config(
@@ -71,7 +71,8 @@ def make_model(
     Qwen2ForCausalLM(config).save_pretrained(folder)
 
 
-def _tokenizer(rows: Sequence[Row], vocabulary: int) -> PreTrainedTokenizerFast:
+def build_tokenizer(rows: Sequence[Row], vocabulary: int) -> PreTrainedTokenizerFast:
+    """Byte-level BPE of these rows, with ChatML."""
     rust = Tokenizer(models.BPE())
     split = pre_tokenizers.Split(Regex(WORDS), behavior="isolated")
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

@@ -4,8 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 from task import Meter, Task
-from transformers import TrainerCallback
+from transformers import (
+    AutoModelForCausalLM,
+    BitsAndBytesConfig,
+    PreTrainedModel,
+    TrainerCallback,
+)
 
 
 def arguments(todo: Task) -> dict[str, Any]:
@@ -22,6 +29,38 @@ def arguments(todo: Task) -> dict[str, Any]:
         "bf16": todo.device == "cuda",
         "disable_tqdm": True,
     }
+
+
+def load_model(todo: Task) -> PreTrainedModel:
+    """The model of the task, without an adapter."""
+    settings: dict[str, Any] = {"dtype": todo.dtype}
+    if todo.bits:
+        settings["quantization_config"] = BitsAndBytesConfig(
+            load_in_4bit=todo.bits == 4,
+            load_in_8bit=todo.bits == 8,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=torch.bfloat16,
+        )
+    if todo.device == "cuda":
+        settings["device_map"] = {"": 0}
+    return AutoModelForCausalLM.from_pretrained(todo.model_path, **settings)
+
+
+def lora(todo: Task) -> LoraConfig:
+    """The adapter of the task."""
+    return LoraConfig(
+        r=todo.rank, lora_alpha=2 * todo.rank, target_modules="all-linear", task_type="CAUSAL_LM"
+    )
+
+
+def with_adapter(model: PreTrainedModel, todo: Task) -> Any:
+    """The model that is trained."""
+    if todo.method != "lora":
+        return model
+    if todo.bits:
+        model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=todo.recompute)
+    return get_peft_model(model, lora(todo))
 
 
 class Watch(TrainerCallback):

@@ -34,6 +34,24 @@ class Task:
     cutoff_len: int
     pad_token_id: int
     device: str = "cpu"  # or cuda, and then in bf16 over weights in float32
+    model: str = ""  # folder of the model, if it is not that of the inputs
+    stage: str = "sft"  # or dpo
+    micro: int = 0  # examples per micro-batch; 0: all of a step
+    rank: int = 8  # of LoRA
+    dtype: str = "float32"  # of the weights that a peer loads; frozen ones may be bfloat16
+    bits: int = 0  # of a quantized base: 4 or 8; 0: not quantized
+    recompute: bool = False  # activation checkpointing
+    deterministic: bool = True  # kernels, of Surefoot
+
+    @property
+    def model_path(self) -> str:
+        """The folder of the model."""
+        return self.model or self.inputs
+
+    @property
+    def micro_batch_size(self) -> int:
+        """Examples per micro-batch."""
+        return self.micro or self.batch
 
 
 def task() -> Task:
@@ -54,7 +72,8 @@ class Meter:
         """Count the real tokens that go into ``model``."""
 
         def count(_module: nn.Module, _args: Any, kwargs: dict[str, Any]) -> None:
-            self.tokens += (kwargs["input_ids"] != self.todo.pad_token_id).sum()
+            if "input_ids" in kwargs:  # a fused head may call the layers alone
+                self.tokens += (kwargs["input_ids"] != self.todo.pad_token_id).sum()
 
         model.register_forward_pre_hook(count, with_kwargs=True)
 
@@ -74,6 +93,7 @@ class Meter:
                 "cpu": cpu,
                 "wall": wall,
                 "tokens": int(self.tokens),
+                "examples": self.todo.batch * (self.todo.steps - self.todo.warmup),
                 "peak_mb": self._peak_mb(),
             }
 

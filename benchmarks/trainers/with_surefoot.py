@@ -2,30 +2,35 @@
 
 from __future__ import annotations
 
-from task import Meter, task
+from task import Meter, Task, task
 
 import surefoot
 from surefoot.training.callback import Context, TrainerCallback
 from surefoot.training.state import TrainerControl, TrainerState
 
-todo = task()
-meter = Meter(todo)
+
+class _MeasuredError(Exception):
+    """All steps are measured: raised to leave the run without its last save."""
 
 
 class Watch(TrainerCallback):
-    """Tells the meter what happens."""
+    """Reports the run's events to the meter."""
+
+    def __init__(self, meter: Meter) -> None:
+        self.meter = meter
 
     def on_train_begin(self, args: Context, state: TrainerState, control: TrainerControl) -> None:
-        """The model is there."""
-        meter.watch(args.model)
+        """The model is ready."""
+        self.meter.watch(args.model)
 
     def on_step_begin(self, args: Context, state: TrainerState, control: TrainerControl) -> None:
         """A step begins."""
-        meter.begin()
+        self.meter.begin()
 
     def on_step_end(self, args: Context, state: TrainerState, control: TrainerControl) -> None:
         """A step has ended."""
-        meter.end()
+        if self.meter.num_steps < self.meter.todo.steps:
+            self.meter.end()
 
     def on_log(
         self,
@@ -34,13 +39,22 @@ class Watch(TrainerCallback):
         control: TrainerControl,
         logs: dict[str, float],
     ) -> None:
-        """Note the loss."""
-        meter.losses.append(logs["loss"])
+        """Note the loss; the last one ends the run."""
+        self.meter.losses.append(logs["loss"])
+        if len(self.meter.losses) == self.meter.todo.steps:
+            raise _MeasuredError
 
 
-surefoot.train(
-    {
-        "model": {"path": todo.inputs},
+def recipe(todo: Task) -> dict[str, object]:
+    """The recipe of a task."""
+    model: dict[str, object] = {"path": todo.model_path}
+    if todo.recompute:
+        model["gradient_checkpointing"] = True
+    if todo.bits:
+        model["quantization_bit"] = todo.bits
+    lora = {"lora": {"rank": todo.rank, "alpha": 2 * todo.rank}}
+    return {
+        "model": model,
         "data": {
             "dataset_dir": todo.inputs,
             "datasets": ["rows"],
@@ -48,18 +62,30 @@ surefoot.train(
             "cutoff_len": todo.cutoff_len,
             "shuffle": False,
         },
-        "method": {"lora": {"rank": 8, "alpha": 16}} if todo.method == "lora" else "full",
-        "stage": "sft",
+        "method": lora if todo.method == "lora" else "full",
+        "stage": todo.stage,
         "optim": {"adamw": {"learning_rate": 1e-4, "schedule": "constant"}},
         "train": {
             "output_dir": todo.output,
-            "max_steps": todo.steps,
+            "max_steps": todo.steps + 2,  # the losses of a step are logged during the next one
             "global_batch_size": todo.batch,
-            "micro_batch_size": todo.batch,
+            "micro_batch_size": todo.micro_batch_size,
+            "deterministic": todo.deterministic,
             "log_steps": 1,
         },
         "checkpoint": {"save_steps": 1_000_000},
-    },
-    callbacks=[Watch()],
-)
-meter.write()
+    }
+
+
+def main() -> None:
+    """Train, and leave the report."""
+    todo = task()
+    meter = Meter(todo)
+    try:
+        surefoot.train(recipe(todo), callbacks=[Watch(meter)])
+    except _MeasuredError:
+        meter.write()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""A pytest plugin: one JSON line for each test as it ends, so that a stopped run loses one test.
+
+Environment variables: ``SUREFOOT_OUTCOMES`` is the file, ``SUREFOOT_DONE`` a JSON file with the
+tests to leave out (``done``) and those to run last (``late``), ``SUREFOOT_DEADLINE`` the second by
+``time.monotonic`` after which no test starts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+LONGEST = 1500  # characters of a message
+
+
+def _write(**record: object) -> None:
+    with Path(os.environ["SUREFOOT_OUTCOMES"]).open("a", encoding="utf-8") as file:
+        file.write(json.dumps(record) + "\n")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what stands already."""
+    known = json.loads(Path(os.environ["SUREFOOT_DONE"]).read_text())
+    done, late = set(known["done"]), set(known["late"])
+    config.hook.pytest_deselected(items=[item for item in items if item.nodeid in done])
+    left = [item for item in items if item.nodeid not in done]
+    items[:] = sorted(left, key=lambda item: item.nodeid in late)
+
+
+def pytest_runtest_logstart(nodeid: str) -> None:
+    """A test that never ends is known by its start."""
+    _write(test=nodeid, outcome="started", seconds=0.0, message="")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Start nothing that would end after the deadline."""
+    if time.monotonic() > float(os.environ["SUREFOOT_DEADLINE"]):
+        item.session.shouldstop = "the time is over"
+
+
+def pytest_collectreport(report: pytest.CollectReport) -> None:
+    """A file that cannot be imported is a failure of its own; the others still run."""
+    if report.failed:
+        text = report.longreprtext[-LONGEST:]
+        _write(test=report.nodeid, outcome="failed", seconds=0.0, message=text)
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """A test has ended, or failed on the way."""
+    if report.when != "call" and report.outcome == "passed":
+        return
+    text = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longreprtext
+    seconds, outcome = report.duration, report.outcome
+    _write(test=report.nodeid, outcome=outcome, seconds=seconds, message=text[-LONGEST:])

@@ -1,0 +1,130 @@
+"""Results as JSON lines: one record for each case that was run, with device, versions and commit.
+
+A record is appended and flushed when its case ends, so that a kit that is stopped loses only the
+case that runs. A torn last line is skipped.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import time
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from packaging.requirements import Requirement
+
+PACKAGES = ("torch", "triton", "transformers", "peft", "trl", "liger-kernel", "bitsandbytes")
+STANDING = ("ok", "out of memory")  # a case with such a result is not run again
+FOLDER = Path(__file__).parent
+ROOT = FOLDER.parents[1]
+Record = dict[str, object]
+
+
+@dataclass
+class Results:
+    """The records of one file, for one device."""
+
+    path: Path
+    surroundings: Mapping[str, object]
+    records: list[Record] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.records = read(self.path)
+
+    def stands(self, key: Sequence[str]) -> bool:
+        """Whether a case has a result of this device that need not be measured again."""
+        same = [r for r in self.records if key_of(r) == tuple(key)]
+        device = self.surroundings["device"]
+        return any(r["device"] == device and r["status"] in STANDING for r in same)
+
+    def append(self, record: Mapping[str, object]) -> Record:
+        """Add a record, with the surroundings, and flush it."""
+        date = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime())
+        full: Record = {**record, "date": date, **self.surroundings}
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        text = self.path.read_bytes() if self.path.exists() else b""
+        with self.path.open("a", encoding="utf-8") as file:
+            if text and not text.endswith(b"\n"):
+                file.write("\n")  # ends a torn line
+            file.write(json.dumps(full) + "\n")
+        self.records.append(full)
+        return full
+
+
+def key_of(record: Mapping[str, object]) -> tuple[str, ...]:
+    """What identifies a case: part, case and subject."""
+    return str(record["part"]), str(record["case"]), str(record["subject"])
+
+
+def read(path: Path) -> list[Record]:
+    """The records of a file; lines that are not complete are skipped."""
+    found: list[Record] = []
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    for line in lines:
+        try:
+            found.append(json.loads(line))
+        except ValueError:
+            continue
+    return found
+
+
+def latest(records: Sequence[Record]) -> dict[tuple[str, ...], Record]:
+    """The latest record of every case; a failure does not replace an earlier result."""
+    found: dict[tuple[str, ...], Record] = {}
+    for record in records:
+        key = key_of(record)
+        if record["status"] in STANDING or found.get(key, record)["status"] not in STANDING:
+            found[key] = record
+    return found
+
+
+def surroundings(device: str, name: str, *, tiny: bool) -> dict[str, object]:
+    """What every record says about where it was measured. Tiny runs have a device of their own,
+    so that they never stand for others."""
+    return {
+        "device": f"{name}, tiny" if tiny else name,
+        "kind": device,
+        "tiny": tiny,
+        "versions": {name: found for name in PACKAGES if (found := _version(name))},
+        "commit": commit(),
+    }
+
+
+def commit() -> str:
+    """The commit of the tree, with a + if the tree differs. A copy without git is given its commit
+    in ``SUREFOOT_COMMIT``."""
+    if "SUREFOOT_COMMIT" in os.environ:
+        return os.environ["SUREFOOT_COMMIT"]
+    try:
+        name = _git("rev-parse", "--short", "HEAD")
+        return name + ("+" if _git("status", "--porcelain", "--untracked-files=no") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def unmet() -> list[str]:
+    """What pyproject.toml requires and this environment lacks, or has in another version."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    found = []
+    for wanted in map(Requirement, project["dependencies"]):
+        here = _version(wanted.name)
+        if here is None or not wanted.specifier.contains(here, prereleases=True):
+            found.append(f"pyproject.toml: {wanted}: found {here or 'none'}")
+    return found
+
+
+def _git(*arguments: str) -> str:
+    command = ["git", "-C", str(ROOT), *arguments]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None

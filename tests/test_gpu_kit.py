@@ -1,0 +1,309 @@
+"""The kit for one GPU: its plan, resume and page; and a tiny case of each part on the CPU."""
+
+import json
+import re
+import subprocess
+import sys
+import time
+import zipfile
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+import warm
+from surefoot.model.seeding import seed_everything
+
+FOLDER = Path(__file__).parent.parent / "benchmarks" / "gpu"
+sys.path.append(str(FOLDER))
+
+bundle, cases, kit, page, profile_case, results, sizes = map(
+    import_module, ("bundle", "cases", "kit", "page", "profile_case", "results", "sizes")
+)
+LOSSES = {"wall": 2.0, "tokens": 4000, "examples": 16, "peak_mb": 2048, "losses": [11.9, 11.8]}
+
+
+class Programs:
+    """Stands for the programs that are run: writes their reports, and what was run."""
+
+    def __init__(self, *, code=0, output=""):
+        self.code, self.output, self.ran = code, output, []
+
+    def __call__(self, command, env, cwd, log, seconds):
+        program, task = Path(command[1]), json.loads(Path(command[2]).read_text())
+        log.write_text(self.output)
+        if program.name == "shapes.py":
+            target = Path(task["target"])
+            target.mkdir(parents=True)
+            (target / "lengths.json").write_text('{"weighted_mean": 200.0}')
+            (target / "ready").touch()
+            return 0
+        self.ran.append(program.name)
+        if self.code == 0:
+            Path(task["report"]).write_text(json.dumps(LOSSES))
+        return self.code
+
+
+def a_kit(folder, run, *, minutes=8.0, tiny=False, tests=None):
+    """A kit on the CPU, in a folder of its own."""
+    found = kit.Kit(folder / "out", folder / "work", "cpu", minutes, tiny, tests or folder, run)
+    found.deadline = time.monotonic() + 60 * minutes
+    return found
+
+
+def case_of(part, *, name="", subject=""):
+    found = cases.CASES[part]()
+    return next(case for case in found if name in case.name and subject in case.subject)
+
+
+def statuses(folder):
+    return [record["status"] for record in results.read(folder / "out" / "results.jsonl")]
+
+
+def test_a_case_whose_result_stands_is_not_run_again(tmp_path):
+    case, run = case_of("speed", subject="surefoot"), Programs()
+    for _ in range(2):
+        a_kit(tmp_path, run).case(case)
+    assert run.ran == ["with_surefoot.py"]
+    (record,) = results.read(tmp_path / "out" / "results.jsonl")
+    assert record["versions"]["torch"]
+    assert record["commit"]
+    assert "CPU" in record["device"]
+    assert re.fullmatch(r"20\d\d-\d\d-\d\d \d\d:\d\d:\d\d", record["date"])
+
+
+def test_a_failure_is_tried_again_and_out_of_memory_is_a_result(tmp_path):
+    case = case_of("speed", subject="surefoot")
+    a_kit(tmp_path, Programs(code=1, output="Traceback\nValueError: no")).case(case)
+    a_kit(tmp_path, Programs(code=None)).case(case)
+    full = Programs(code=1, output="torch.OutOfMemoryError: CUDA out of memory.")
+    a_kit(tmp_path, full).case(case)
+    a_kit(tmp_path, full).case(case)
+    assert statuses(tmp_path) == ["failed", "timeout", "out of memory"]
+
+
+def test_a_result_of_another_device_or_size_does_not_stand(tmp_path):
+    case, run = case_of("speed", subject="surefoot"), Programs()
+    a_kit(tmp_path, run, tiny=True).case(case)
+    a_kit(tmp_path, run).case(case)
+    assert len(run.ran) == 2
+
+
+def test_no_case_is_started_that_would_not_fit(tmp_path):
+    run = Programs()
+    short = a_kit(tmp_path, run, minutes=1.0)
+    short.case(case_of("speed", name="8B", subject="surefoot"))  # its model takes longer to make
+    short.case(case_of("speed", name="limits"))
+    assert run.ran == ["gemm_case.py"]
+
+
+def test_a_torn_line_loses_one_record_only(tmp_path):
+    case, path = case_of("speed", subject="surefoot"), tmp_path / "out" / "results.jsonl"
+    a_kit(tmp_path, Programs()).case(case)
+    path.write_text(path.read_text() + '{"part": "spe')
+    a_kit(tmp_path, Programs()).case(case_of("speed", name="limits"))
+    assert statuses(tmp_path) == ["ok", "ok"]
+
+
+def test_a_program_is_killed_with_all_that_it_started(tmp_path):
+    command = ["sh", "-c", f"sleep 600 & echo $! > {tmp_path}/child; wait"]
+    assert kit.run_program(command, {}, tmp_path, tmp_path / "log", 1.0) is None
+    status = Path(f"/proc/{(tmp_path / 'child').read_text().strip()}/status")
+    assert not status.exists() or "zombie" in status.read_text()
+
+
+def test_parts_fit_into_their_minutes_by_their_first_cases():
+    for part, make in cases.CASES.items():
+        found = make()
+        assert len({case.key for case in found}) == len(found), part
+        assert all(case.program.exists() for case in found)
+        assert all(case.shape in ("", *sizes.SHAPES) for case in found)
+        assert found[0].seconds + found[1].seconds < 480
+
+
+def test_operations_count_every_matrix_of_the_model():
+    shape = sizes.SHAPES["tiny"]
+    config = Qwen3Config(
+        vocab_size=shape.vocabulary,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.intermediate,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_width,
+        tie_word_embeddings=True,
+    )
+    seed_everything(0)
+    matrices = [p for p in Qwen3ForCausalLM(config).parameters() if p.dim() == 2]
+    assert shape.num_weights == sum(p.numel() for p in matrices)
+    assert shape.operations("lora", 0) == 4 * shape.num_weights
+    # two products of width x length^2 / 2 a layer, 2 operations each, forward and twice backward
+    length, width = 100, shape.heads * shape.head_width
+    attention = shape.layers * 2 * 2 * width * length**2 / 2 * 3
+    assert length * shape.operations("full", length) == pytest.approx(
+        6 * shape.num_weights * length + attention
+    )
+
+
+def record(part, case, subject, status="ok", **figures):
+    found = {"part": part, "case": case, "subject": subject, "status": status, "figures": figures}
+    where = {"device": "GPU X", "kind": "cuda", "tiny": False, "commit": "abc", "error": ""}
+    return {**found, **where, "date": "2026-11-22 10:00:00", "versions": {"torch": "2.11"}}
+
+
+def test_the_page_has_ratios_utilization_and_unequal_losses():
+    work = "full 1.7B, chats"
+    slow = {**LOSSES, "wall": 4.0, "losses": [12.5], "operations": 1e10}
+    records = [
+        record("speed", "limits", "limits", tflops=100.0, copy_gb_s=3000.0),
+        record("speed", work, "surefoot", **LOSSES, operations=1e10),
+        record("speed", work, "trainer-padded", **slow),
+        record("speed", work, "trainer-liger", status="out of memory"),
+        record("speed", "dpo 1.7B, prompts of 16k", "surefoot", **LOSSES),
+    ]
+    text = page.render(records)
+    assert "| Surefoot | 2,000 | 1.00 | 20.0 | 2.0 | 11.9000 |" in text
+    assert "padded (default) | 1,000 | 0.50 | 10.0 | 2.0 | 12.5000 |" in text
+    assert "Liger's kernels | out of memory |" in text
+    assert "**First losses differ**: Hugging Face Trainer, padded (default)." in text
+    assert "Longest prompts that ran, dpo 1.7B: Surefoot 16k tokens." in text
+    assert "#### GPU X" in text
+
+
+def test_the_page_is_written_between_its_markers_without_tiny_runs(tmp_path):
+    path = tmp_path / "RESULTS.md"
+    path.write_text(f"before\n{page.START}\nold\n{page.END}\nafter\n")
+    page.write([{**record("speed", "limits", "limits"), "tiny": True}], path)
+    assert page.NOTHING in path.read_text()
+    page.write([record("correct", "tests/gpu/test_a.py::test_b", "pytest", "failed")], path)
+    text = path.read_text()
+    assert text.startswith("before\n")
+    assert text.endswith("\nafter\n")
+    assert "old" not in text
+    assert "Tests marked `gpu`: 1 failed." in text
+
+
+def test_what_the_project_requires_is_here():
+    assert results.unmet() == []
+
+
+def test_results_have_the_place_of_the_page():
+    text = page.RESULTS.read_text(encoding="utf-8")
+    assert text.index(page.START) < text.index(page.END)
+
+
+def test_idle_gaps_are_those_between_all_kernels():
+    work = [("a", 0, 100), ("b", 10, 20), ("c", 103, 110), ("d", 150, 200)]
+    found = [profile_case.Work(name, start, end, end - start) for name, start, end in work]
+    assert profile_case.gaps(found) == [(40, "c", "d")]
+    (first, *_) = profile_case.costliest(found, 2)
+    assert first == {
+        "name": "a",
+        "ms_a_step": 0.05,
+        "percent": pytest.approx(100 * 100 / 167),
+        "calls_a_step": 0.5,
+    }
+
+
+TESTS = """
+import pytest
+pytestmark = pytest.mark.gpu
+def test_right(): pass
+def test_wrong(): assert False, "seen"
+def test_later(): pytest.skip("no such GPU")
+"""
+
+
+def in_a_warm_process(command, env, cwd, log, seconds):
+    """Like ``kit.run_program``."""
+    with log.open("wb") as output:
+        options = {"env": env, "cwd": cwd, "stdout": output, "stderr": output}
+        return warm.run(command, **options, timeout=seconds).returncode
+
+
+def test_every_test_is_a_result_and_only_those_that_passed_stand(tmp_path):
+    (tmp_path / "pyproject.toml").write_text(
+        '[tool.pytest.ini_options]\nmarkers = ["gpu: needs a GPU"]\n'
+    )
+    (tmp_path / "test_some.py").write_text(TESTS)
+    (tmp_path / "test_unknown.py").write_text("import no_such_module")
+    for _ in range(2):
+        a_kit(tmp_path, in_a_warm_process, tiny=True, tests=tmp_path).part("correct")
+    found = results.read(tmp_path / "out" / "results.jsonl")
+    ended = [(r["case"].rpartition("::")[2], r["status"]) for r in found]
+    again = [("test_later", "skipped"), ("test_unknown.py", "failed"), ("test_wrong", "failed")]
+    assert sorted(ended[:4]) == sorted([("test_right", "ok"), *again])
+    assert sorted(ended[4:]) == again
+    errors = {r["case"].rpartition("::")[2]: r["error"] for r in found}
+    assert "seen" in errors["test_wrong"]
+    assert "no_such_module" in errors["test_unknown.py"]
+
+
+@pytest.fixture(scope="module")
+def tiny_work(tmp_path_factory):
+    return tmp_path_factory.mktemp("tiny")
+
+
+@pytest.mark.parametrize(
+    ("part", "only", "figure"),
+    [
+        ("speed", "full 1.7B, chats, surefoot", "operations"),
+        ("save", "full 1.7B, surefoot", "first_step_after_s"),
+        ("profile", "full 1.7B, chats, surefoot", "kernels"),
+    ],
+)
+def test_a_tiny_case_of_each_part_runs_on_the_cpu(part, only, figure, tiny_work):
+    found = a_kit(tiny_work, in_a_warm_process, tiny=True)
+    case = next(c for c in cases.tiny(cases.CASES[part]()) if f"{c.name}, {c.subject}" == only)
+    if part == "save":  # the resume in a process that has imported already
+        case = replace(case, settings={**case.settings, "fresh": False})
+    found.case(case)
+    record = found.stored.records[-1]
+    assert record["status"] == "ok", record["error"]
+    assert record["figures"][figure]
+    assert "Not measured" not in page.render(found.stored.records)
+
+
+def test_what_is_carried_is_pinned():
+    assert all(re.fullmatch(r"[\w.-]+==[\w.]+", line) for line in bundle.pins())
+    assert not bundle.present() & {line.partition("==")[0] for line in bundle.pins()}
+    installed = (FOLDER / "requirements.txt").read_text().splitlines()[1:]
+    assert set(installed) <= set(bundle.pins())
+
+
+def a_wheel(folder, name, *requires):
+    path = folder / f"{name}-1.0-py3-none-any.whl"
+    text = "\n".join(["Metadata-Version: 2.1", *(f"Requires-Dist: {line}" for line in requires)])
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr(f"{name}-1.0.dist-info/METADATA", text)
+    return path
+
+
+def carried(folder):
+    return [a_wheel(folder, line.partition("==")[0].replace("-", "_")) for line in bundle.pins()]
+
+
+def test_a_bundle_that_lacks_something_is_refused(tmp_path):
+    wheels = carried(tmp_path)
+    assert "wheels" in bundle.check(wheels, [], 64, "3.12")
+    more = a_wheel(tmp_path, "more", "absent>=2", "other; python_version < '3'", "x; extra == 'y'")
+    with pytest.raises(SystemExit, match=r"more requires absent>=2\nAdd it to carried\.txt"):
+        bundle.check([*wheels, more], [], 64, "3.12")
+    some = [wheel for wheel in wheels if not wheel.name.startswith("pydantic-")]
+    with pytest.raises(SystemExit, match="Surefoot requires pydantic"):
+        bundle.check(some, [], 64, "3.12")
+
+
+def test_a_bundle_that_is_too_large_names_its_largest_wheel(tmp_path):
+    wheels = carried(tmp_path)
+    with zipfile.ZipFile(tmp_path / "datasets-1.0-py3-none-any.whl", "a") as archive:
+        archive.writestr("large", b"0" * 2**20)
+    with pytest.raises(SystemExit, match=r"expected at most 1\. .* --without datasets"):
+        bundle.check(wheels, [], 1, "3.12")
+
+
+def test_the_script_for_a_bare_machine_is_valid_shell():
+    done = subprocess.run(["sh", "-n", FOLDER / "bare.sh"], capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr
