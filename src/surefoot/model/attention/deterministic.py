@@ -6,7 +6,7 @@ memory-efficient attention add the gradients of the queries in any order, and cu
 which has no such algorithm, may be selected. Both obey strict mode (torch 2.11, ``sdp_utils.cpp``
 and ``attention_backward.cu``). So strict mode is on while an attention kernel is selected and
 computes, forward and backward, and off everywhere else. Padded rows go through transformers' own
-attention function, which is not ours to replace.
+attention function, which stays as it is.
 """
 
 from __future__ import annotations
