@@ -19,8 +19,8 @@ from surefoot.model.seeding import seed_everything
 FOLDER = Path(__file__).parent.parent / "benchmarks" / "gpu"
 sys.path.append(str(FOLDER))
 
-bundle, cases, kit, page, profile_case, results, sizes = map(
-    import_module, ("bundle", "cases", "kit", "page", "profile_case", "results", "sizes")
+bundle, cases, correct, kit, page, profile_case, results, sizes = map(
+    import_module, ("bundle", "cases", "correct", "kit", "page", "profile_case", "results", "sizes")
 )
 LOSSES = {"wall": 2.0, "tokens": 4000, "examples": 16, "peak_mb": 2048, "losses": [11.9, 11.8]}
 
@@ -223,12 +223,18 @@ def in_a_warm_process(command, env, cwd, log, seconds):
         return warm.run(command, **options, timeout=seconds).returncode
 
 
+def test_tests_of_gpus_are_found_in_every_folder():
+    found = {Path(file).name for file in correct.marked(results.ROOT / "tests")}
+    assert {"test_attention.py", "test_trainer.py", "test_qlora.py"} <= found
+    assert "test_step.py" not in found
+
+
 def test_every_test_is_a_result_and_only_those_that_passed_stand(tmp_path):
     (tmp_path / "pyproject.toml").write_text(
         '[tool.pytest.ini_options]\nmarkers = ["gpu: needs a GPU"]\n'
     )
     (tmp_path / "test_some.py").write_text(TESTS)
-    (tmp_path / "test_unknown.py").write_text("import no_such_module")
+    (tmp_path / "test_unknown.py").write_text("import no_such_module\n" + TESTS)
     for _ in range(2):
         a_kit(tmp_path, in_a_warm_process, tiny=True, tests=tmp_path).part("correct")
     found = results.read(tmp_path / "out" / "results.jsonl")

@@ -6,7 +6,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import results
@@ -17,11 +17,17 @@ PART = "correct"
 STATUS = {"passed": "ok", "skipped": "skipped", "failed": "failed", "started": "timeout"}
 
 
-def command(tests: Path) -> list[str]:
+def marked(tests: Path) -> list[str]:
+    """The files below ``tests`` that mark some test ``gpu``, wherever they are."""
+    files = sorted(tests.rglob("test_*.py"))
+    return [str(file) for file in files if "mark.gpu" in file.read_text(encoding="utf-8")]
+
+
+def command(files: Sequence[str]) -> list[str]:
     """Pytest with its plugin. Warnings of other versions than the developers' are no failures."""
     options = ["-p", "outcomes", "-p", "no:cacheprovider", "-m", "gpu", "-W", "default", "-q"]
     options += ["--continue-on-collection-errors"]
-    return [sys.executable, "-m", "pytest", *options, str(tests)]
+    return [sys.executable, "-m", "pytest", *options, *files]
 
 
 def environment(folder: Path, stored: Results, seconds: float) -> dict[str, str]:

@@ -1,8 +1,6 @@
 """What the device reaches: a large product of random matrices in bfloat16, and a copy in memory.
 
-    python benchmarks/gpu/gemm_case.py TASK.json
-
-The values are random because products of zeros or ones draw less power and run faster.
+python benchmarks/gpu/gemm_case.py TASK.json
 """
 
 from __future__ import annotations
@@ -16,7 +14,8 @@ from statistics import median
 
 import torch
 
-SIZES = {"cuda": 8192, "cpu": 512}
+from surefoot.forecast.bench.hardware import gemm_flops
+
 DTYPES = {"cuda": torch.bfloat16, "cpu": torch.float32}
 COPIED = {"cuda": 4 * 2**30, "cpu": 2**24}  # bytes
 REPETITIONS = {"cuda": 30, "cpu": 3}
@@ -39,12 +38,10 @@ def main() -> None:
     """Measure, and leave the report."""
     todo = json.loads(Path(sys.argv[1]).read_text())
     device = todo["device"]
-    size, dtype = SIZES[device], DTYPES[device]
-    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     source = torch.ones(COPIED[device], dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     report = {
-        "tflops": 2 * size**3 / seconds(lambda: a @ b, device) / 1e12,
+        "tflops": gemm_flops(DTYPES[device], torch.device(device)) / 1e12,
         "copy_gb_s": 2 * COPIED[device] / seconds(lambda: target.copy_(source), device) / 1e9,
     }
     Path(todo["report"]).write_text(json.dumps(report))

@@ -117,14 +117,14 @@ class Kit:
 
     def correct(self) -> None:
         """The tests marked ``gpu``."""
-        if not self.tests.exists():
-            say(f"correct: no tests in {self.tests}")
-            return
+        files = correct.marked(self.tests)
+        if not files:
+            raise SystemExit(f"correct: no test in {self.tests} is marked gpu")
         folder = self.work / "correct"
         folder.mkdir(exist_ok=True)
         env = self.environment() | correct.environment(folder, self.stored, self.left - 30)
         log = self.out / "correct.log"
-        code = self.run(correct.command(self.tests), env, ROOT, log, self.left)
+        code = self.run(correct.command(files), env, ROOT, log, self.left)
         count = correct.collect(folder, self.stored)
         say(f"correct: {count}, pytest's exit code {code}")
         if not count and code not in (0, 5):  # 5: every test stands already
@@ -284,7 +284,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     found.add_argument("--tiny", action="store_true", help="the same in sizes for a CPU")
     found.add_argument("--only", default="", help="cases whose `name, subject` contains this")
-    found.add_argument("--tests", type=Path, default=ROOT / "tests" / "gpu")
+    found.add_argument("--tests", type=Path, default=ROOT / "tests")
     return found
 
 

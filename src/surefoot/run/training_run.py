@@ -98,11 +98,8 @@ def _fit(trainer: Trainer) -> Outcome:
         )
         return Outcome(state)
     told = explain_peer_loss(trainer.world.rank, lambda: trainer.signal)
-    with (
-        trainer.stop,
-        told,
-        explain_out_of_memory(trainer),
-    ):  # also after the last step: a signal lets the last upload finish
+    # also after the last step: a signal lets the last upload finish
+    with trainer.stop, told, explain_out_of_memory(trainer):
         trainer.fit()
         _must_be_saved(trainer)
         finish(trainer)

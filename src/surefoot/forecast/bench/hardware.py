@@ -18,9 +18,10 @@ _PROCESS = Path("/proc/self")
 
 
 def gemm_flops(dtype: torch.dtype, device: torch.device) -> float:
-    """The most operations per second that a product of two matrices reaches on this device."""
-    size = _SIZES[device.type]
-    a, b = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
+    """The most operations per second that a product of two matrices reaches on this device. Values
+    are random, as a GPU multiplies ones faster than it ever multiplies weights."""
+    size, draws = _SIZES[device.type], torch.Generator(device).manual_seed(0)  # not the run's own
+    a, b = (torch.randn(size, size, generator=draws, dtype=dtype, device=device) for _ in range(2))
     a @ b  # loads the kernel
     best, began, count = float("inf"), time.perf_counter(), 0
     while count < _FEWEST or time.perf_counter() - began < _SECONDS:
