@@ -11,6 +11,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before the first product on a GPU
 os.environ["HF_HUB_OFFLINE"] = "1"
 
+import forks  # noqa: F401  it makes every fork of a test fit for threads
+
 hypothesis.settings.register_profile("surefoot", deadline=None)  # a busy machine is no failure
 hypothesis.settings.load_profile("surefoot")
 

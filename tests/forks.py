@@ -21,9 +21,16 @@ from pathlib import Path
 from subprocess import DEVNULL, PIPE, TimeoutExpired
 from types import ModuleType, SimpleNamespace
 
+import torch
+
 DEFAULTS = {signal.SIGTERM: signal.SIG_DFL, signal.SIGHUP: signal.SIG_DFL}
 DEFAULTS[signal.SIGINT] = signal.default_int_handler
 STREAMS = (("stdin", "w"), ("stdout", "r"), ("stderr", "r"))  # ours is the other end
+
+
+# Torch makes its pool of threads anew in a fork; where two threads are the first to ask for it
+# there, one of them gets none ("Invalid thread pool!").
+os.register_at_fork(after_in_child=lambda: torch.set_num_threads(torch.get_num_threads()))
 
 
 def put(module, prepare=lambda command: None):
