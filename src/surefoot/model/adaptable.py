@@ -132,15 +132,15 @@ def _left_out(
     """Why a linear layer has no adapter unless it is named, and whether it can have one."""
     if is_head:
         return HEAD, True
-    if _reads_weight(type(parent), name.rpartition(".")[2]):
-        return READ, False
+    kind: type = type(parent)
+    is_read = _reads_weight(kind, name.rpartition(".")[2])
     if name in routers:  # one with a forward pass of its own may return more than a product
-        return ROUTER, type(module).forward is nn.Linear.forward
-    return "", True
+        return ROUTER, not is_read and type(module).forward is nn.Linear.forward
+    return (READ, False) if is_read else ("", True)
 
 
 @cache
-def _reads_weight(parent: type[nn.Module], name: str) -> bool:
+def _reads_weight(parent: type, name: str) -> bool:
     """Whether the code of ``parent`` multiplies by the weight of its linear layer ``name`` instead
     of calling the layer, perhaps in a fused kernel that only GPUs have. Then an adapter of that
     layer has no effect: Mamba's ``dt_proj``, and ``out_proj``, which PEFT refuses."""

@@ -126,7 +126,8 @@ def attach_heads(draft: Draft, tensors: Tensors) -> None:
 
 def fuse_lora(draft: Draft, _: Tensors) -> None:
     """Compute each linear map that has an adapter in one autograd function."""
-    if draft.module is not draft.inner and draft.options.method is not None:
+    is_run = draft.options.method is not None or draft.world.tp > 1  # which cuts modules alone
+    if draft.module is not draft.inner and is_run:
         enable_fused_lora(draft.module)
 
 
