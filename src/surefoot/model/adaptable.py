@@ -53,8 +53,8 @@ def is_added(name: str) -> bool:
 
 def matrices(model: PreTrainedModel) -> list[Matrix]:
     """All matrices of ``model``, in its order."""
-    modules = {plain_name(n): m for n, m in model.named_modules() if not is_added(n)}
-    head, routers = model.get_output_embeddings(), _routers(modules)
+    modules, routers = _modules(model), router_names(model)
+    head = model.get_output_embeddings()
     found = []
     for name, module in modules.items():
         if isinstance(module, nn.Linear | Conv1D):
@@ -96,9 +96,15 @@ def _fused(name: str, module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return [(n, p) for n, p in own if p.ndim == 3]
 
 
-def _routers(modules: Mapping[str, nn.Module]) -> set[str]:
+def _modules(model: PreTrainedModel) -> Mapping[str, nn.Module]:
+    """The modules that ``model`` had before PEFT wrapped some of them."""
+    return {plain_name(n): m for n, m in model.named_modules() if not is_added(n)}
+
+
+def router_names(model: PreTrainedModel) -> set[str]:
     """The names of the routers, and of all modules in them: they are called so, or have as many
     outputs as the experts beside them."""
+    modules = _modules(model)
     counts = {}  # of experts, by the block around them
     for name, module in modules.items():
         for _, parameter in _fused(name, module):

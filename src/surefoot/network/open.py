@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..errors import RecipeError
 from ..model.attention import packed
+from ..model.coverage import coverage
 from ..model.fused_lora import enable_fused_lora
 from ..model.head.logprob_head import logprob_head_of
 from ..model.pretrained.compiled import compile_layers
@@ -60,6 +61,7 @@ def finish(draft: Draft, steps: Sequence[Step], tensors: Tensors = REAL) -> Netw
         trainable=draft.trainable,
         num_parameters=draft.num_parameters,
         num_trainable=draft.num_trainable,
+        coverage=draft.coverage,
         engine=_engine(draft, tensors.runner(draft)),
         world=draft.world,
         options=options,
@@ -170,6 +172,8 @@ def name_parameters(draft: Draft, _: Tensors) -> None:
     draft.trainable = [draft.names[name] for name, p in named if p.requires_grad]
     draft.num_parameters = sum(num_elements(p) for p in draft.module.parameters())
     draft.num_trainable = sum(p.numel() for p in draft.module.parameters() if p.requires_grad)
+    if method is not None and draft.options.is_trainable:
+        draft.coverage = coverage(draft.module, draft.inner)
 
 
 def divide_layers(draft: Draft, tensors: Tensors) -> None:

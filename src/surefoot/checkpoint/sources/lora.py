@@ -101,16 +101,13 @@ class Merged:
     ) -> torch.Tensor:
         """The same for one expert's matrix, or for the matrices of several."""
         a, b = self._factor(delta.a, weight.dtype), self._factor(delta.b, weight.dtype)
-        a_ERI, b_ORE = a.unflatten(0, (at.num_experts, -1)), b.unflatten(1, (-1, at.num_experts))
-        of_all = Box(
-            (0,) * (3 - len(box.shape)) + box.start, (1,) * (3 - len(box.shape)) + box.shape
-        )
-        first, *corner = (one + other for one, other in zip(at.start, of_all.start, strict=True))
-        rows, columns = (
-            slice(start, start + size) for start, size in zip(corner, of_all.shape[1:], strict=True)
-        )
+        a_ERI, b_ORE = a.view(at.num_experts, -1, a.shape[1]), b.view(len(b), -1, at.num_experts)
+        missing = 3 - len(box.shape)  # of one expert, the files may have a matrix
+        start, shape = (0,) * missing + box.start, (1,) * missing + box.shape
+        first, row, column = (one + other for one, other in zip(at.start, start, strict=True))
+        rows, columns = slice(row, row + shape[1]), slice(column, column + shape[2])
         outs, ins = (columns, rows) if delta.is_transposed else (rows, columns)
-        found = weight.reshape(of_all.shape).clone()
+        found = weight.reshape(shape).clone()
         for index, own in enumerate(found):
             update = b_ORE[outs, :, first + index] @ a_ERI[first + index, :, ins]
             own.add_(update.T if delta.is_transposed else update, alpha=delta.scale)
