@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from .. import model as models
 from ..errors import RecipeError
 from ..model.section import ModelSection
 from ..schema import Problem
+from .lora_continued import continued, target_names
 from .rules import every_name
 
 if TYPE_CHECKING:
@@ -17,6 +19,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from ..network.method import UnshardedWeights
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +91,39 @@ class LoRA:
                 "name other targets, or another version of peft"
             )
         return wrapped
+
+    def continued(self, adapter: Mapping[str, object]) -> LoRA:
+        """With the settings of the adapter."""
+        return continued(self, adapter)
+
+    def attach(
+        self, model: PreTrainedModel, attach: Callable[[PreTrainedModel], nn.Module]
+    ) -> nn.Module:
+        """``model`` with the adapter that ``attach`` reads. Raises ``RecipeError`` if it adapts
+        other parameters than the targets."""
+        from ..model.adaptable import adapted
+        from .lora_targets import choose
+
+        try:
+            expected = choose(model, self.targets, self.modules_to_save).all_parameters
+        except RecipeError:  # the names are the adapter's, such as a regular expression
+            expected = set()
+        module = attach(model)
+        config: Any = module.peft_config["default"]  # type: ignore[index]
+        names = target_names(vars(config))
+        if expected != {*adapted(module)} and names != set(self.targets):
+            raise RecipeError(
+                f"method.lora.targets: {', '.join(self.targets)}, but model.adapter adapts "
+                f"{', '.join(sorted(names))}; leave targets out to continue with these"
+            )
+        logger.info(
+            "continuing an adapter: rank %d, alpha %g, dropout %g, targets %s",
+            config.r,
+            config.lora_alpha,
+            config.lora_dropout,
+            ", ".join(sorted(names)),
+        )
+        return module
 
     def weights(self, module: nn.Module, inner: PreTrainedModel) -> UnshardedWeights:
         """The adapter alone."""
