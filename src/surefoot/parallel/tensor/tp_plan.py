@@ -244,7 +244,8 @@ class _Reader:
         wrapper = self.model.get_submodule(base)
         linear = wrapper.get_submodule("base_layer")
         if hasattr(wrapper, "parameter_name") and "forward" not in vars(wrapper):  # fused experts
-            raise _refused(self.model, f"{base} has an adapter, whose update covers all experts")
+            why = f"the adapter of {base} covers all experts (method.lora.targets can leave it out)"
+            raise _refused(self.model, why)
         role = ModulePlan(linear, "whole", on_parts=self._on_parts(base, "whole"))
         role = role if self._planned(base) is None else self._role(base, linear)
         if part == "dropout":
