@@ -1,7 +1,7 @@
 """Where the updates of an adapter go in the files of its base.
 
 The files may have other names than the model in memory, and a tensor for each expert where the
-model has one parameter. PEFT itself says which parameter it adapts, on a model without memory.
+model has one parameter. PEFT itself reports which parameter it adapts, on the meta device.
 """
 
 from __future__ import annotations

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from .. import model as models
 from ..errors import RecipeError
 from ..model.section import ModelSection
 from ..schema import Problem
-from .lora_continued import continued, target_names
+from .adapter_settings import changed_settings, target_names
 from .rules import every_name
 
 if TYPE_CHECKING:
@@ -63,13 +63,10 @@ class LoRA:
         """Wrap ``model`` as PEFT does. Raises ``RecipeError`` if a target is not in it."""
         from peft import LoraConfig, get_peft_model
 
-        from ..model.adaptable import adapted
-        from .lora_targets import choose, patterns
-
         self._check_saved(model)
-        chosen = choose(model, self.targets, self.modules_to_save)
+        chosen = models.choose_targets(model, self.targets, self.modules_to_save)
         self._check_parameters(chosen.parameters)
-        modules, parameters = patterns(model, chosen)
+        modules, parameters = models.target_patterns(model, chosen)
         config = LoraConfig(
             r=self.rank,
             lora_alpha=2 * self.rank if self.alpha is None else self.alpha,
@@ -85,7 +82,7 @@ class LoRA:
             wrapped: nn.Module = get_peft_model(model, config)
         except ValueError as error:
             raise RecipeError(f"method.lora: PEFT cannot adapt this model: {error}") from None
-        if other := chosen.all_parameters ^ {*adapted(wrapped)}:
+        if other := chosen.all_parameters ^ {*models.adapted(wrapped)}:
             raise RecipeError(
                 f"method.lora: PEFT does not adapt exactly what the recipe names: {min(other)}; "
                 "name other targets, or another version of peft"
@@ -94,24 +91,25 @@ class LoRA:
 
     def continued(self, adapter: Mapping[str, object]) -> LoRA:
         """With the settings of the adapter."""
-        return continued(self, adapter)
+        named = {"targets": self.targets, "modules_to_save": self.modules_to_save}
+        found = changed_settings(adapter, self.rank, self.alpha, named)
+        return replace(self, **found)
 
     def attach(
         self, model: PreTrainedModel, attach: Callable[[PreTrainedModel], nn.Module]
     ) -> nn.Module:
         """``model`` with the adapter that ``attach`` reads. Raises ``RecipeError`` if it adapts
         other parameters than the targets."""
-        from ..model.adaptable import adapted
-        from .lora_targets import choose
-
         try:
-            expected = choose(model, self.targets, self.modules_to_save).all_parameters
+            expected = models.choose_targets(
+                model, self.targets, self.modules_to_save
+            ).all_parameters
         except RecipeError:  # the names are the adapter's, such as a regular expression
             expected = set()
         module = attach(model)
         config: Any = module.peft_config["default"]  # type: ignore[index]
         names = target_names(vars(config))
-        if expected != {*adapted(module)} and names != set(self.targets):
+        if expected != {*models.adapted(module)} and names != set(self.targets):
             raise RecipeError(
                 f"method.lora.targets: {', '.join(self.targets)}, but model.adapter adapts "
                 f"{', '.join(sorted(names))}; leave targets out to continue with these"

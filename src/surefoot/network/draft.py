@@ -11,10 +11,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..geometry.sharding import Cuts
 from ..model.attention.packed import PromptSharing
-from ..model.coverage import CoverageRow
 from ..model.head.logprob_head import LogprobHead
 from ..model.precision import PrecisionName
 from ..model.section import ModelSection
+from ..model.trained_weights import CoverageRow
 from ..parallel.section import ParallelSection
 from ..parallel.world import World
 from .heads import Heads

@@ -21,8 +21,8 @@ from ..generate.generation import BatchSlice, Ids, Sample, sample
 from ..generate.section import GenerateSection
 from ..geometry.sharding import Cuts
 from ..model.attention.packed import PromptSharing, check_document_isolation
-from ..model.coverage import CoverageRow
 from ..model.pretrained.loading import device
+from ..model.trained_weights import CoverageRow
 from ..optim.optimizer import Optimizer
 from ..optim.trained import Trainable, TrainedParameters
 from ..parallel.sharded_model import gather_nothing

@@ -9,7 +9,6 @@ from transformers import PreTrainedTokenizerBase
 
 from ..errors import RecipeError
 from ..model.attention import packed
-from ..model.coverage import coverage
 from ..model.fused_lora import enable_fused_lora
 from ..model.head.logprob_head import logprob_head_of
 from ..model.pretrained.compiled import compile_layers
@@ -17,6 +16,7 @@ from ..model.pretrained.loading import grow_embeddings, recompute_activations, u
 from ..model.pretrained.quantized import check_alone, num_elements
 from ..model.pretrained.weights import AdapterWeights, FullWeights, names_in_files
 from ..model.section import ModelSection
+from ..model.trained_weights import coverage
 from ..parallel.sharded_model import layers
 from ..parallel.world import World
 from .draft import Draft, NetworkOptions

@@ -14,9 +14,9 @@ from ..batch import StepRunner
 from ..data.text.codec import Codec
 from ..data.text.templates import template_mismatch
 from ..model.attention import packed, selection
-from ..model.coverage import FULL, table
 from ..model.precision import LossScaler, choose
 from ..model.pretrained.loading import device
+from ..model.trained_weights import FULL, table
 from ..network.draft import NetworkOptions
 from ..network.meta import select_prompt_sharing
 from ..network.network import Network

@@ -1,4 +1,4 @@
-"""The modules and parameters that LoRA adapts, as PEFT is told about them.
+"""The modules and parameters that LoRA adapts, and their names in PEFT's configuration.
 
 PEFT converts the names of linear layers to those of fused experts where transformers has fused
 experts of the same name, and drops every linear layer that is still there: dense layers, shared
@@ -19,8 +19,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..errors import RecipeError
-from ..model.adaptable import ROUTER, Matrix, matrices, names_of_parts
-from ..model.targets import linear_names
+from .adaptable import ROUTER, Matrix, matrices, names_of_parts
+from .targets import linear_names
 
 _KEY = "method.lora.targets"
 # Layers other than linear ones that PEFT can adapt by the name of the module.
@@ -40,7 +40,7 @@ class Targets:
         return {*self.parameters, *(f"{name}.weight" for name in self.modules)}
 
 
-def choose(
+def choose_targets(
     model: PreTrainedModel, targets: Collection[str], modules_to_save: Collection[str] = ()
 ) -> Targets:
     """The targets of ``model`` that the recipe names, except in modules that are trained in full.
@@ -64,7 +64,7 @@ def choose(
     )
 
 
-def patterns(model: nn.Module, targets: Targets) -> tuple[list[str], list[str]]:
+def target_patterns(model: nn.Module, targets: Targets) -> tuple[list[str], list[str]]:
     """The shortest endings of names that match exactly ``targets``, for PEFT's configuration:
     ``q_proj`` instead of the full name in every layer."""
     modules = [name for name, _ in model.named_modules()]

@@ -7,7 +7,7 @@ import tiny
 from surefoot.methods.freeze import Freeze
 from surefoot.methods.full import Full
 from surefoot.methods.lora import LoRA
-from surefoot.model.coverage import FULL, coverage, table
+from surefoot.model.trained_weights import FULL, coverage, table
 
 
 def rows_of(method, model):
