@@ -21,7 +21,7 @@ _BLOCK = 4 << 20  # elements computed at a time
 
 @dataclass(frozen=True, slots=True)
 class ExpertSlice:
-    """Where a tensor in the files lies among the weights of all experts: [E, O, I] in memory."""
+    """The position of a tensor of the files in the weights of all experts: [E, O, I] in memory."""
 
     num_experts: int
     start: tuple[int, int, int] = (0, 0, 0)
