@@ -212,6 +212,9 @@ class Outputs:
     entropies: torch.Tensor | None = None  # [N] float32, nats
     values: torch.Tensor | None = None  # [N] float32, from a value head
     predictions: torch.Tensor | None = None  # [N] int64
+    # scalar, the loss that balances the experts of a mixture times its coefficient, if the model
+    # computes it
+    router_loss: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -226,6 +229,15 @@ class Loss:
         """The same values without their graph."""
         metrics = {name: value.detach() for name, value in self.metrics.items()}
         return Loss(self.total.detach(), self.weight.detach(), metrics)
+
+
+def with_router_loss(loss: Loss, outputs: Outputs) -> Loss:
+    """``loss`` with that of the routers, if the model computes one: once for each unit of weight,
+    so that micro-batches are averaged as their other losses are."""
+    if outputs.router_loss is None:
+        return loss
+    own = outputs.router_loss * loss.weight
+    return Loss(loss.total + own, loss.weight, {**loss.metrics, "router_loss": own})
 
 
 LossFunction = Callable[[Outputs, Batch], Loss]  # pure: what the model said, what it should have

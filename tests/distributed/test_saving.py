@@ -6,10 +6,12 @@ import signal
 from dataclasses import replace
 
 import ranks
-from spread import learn, trainer
+from spread import learn, resume, trainer
+from spread import save as store
 from surefoot.checkpoint.disk.commit import committed
 from surefoot.checkpoint.reading.verification import verify
 from surefoot.checkpoint.section import CheckpointSection
+from surefoot.training import TrainerCallback
 
 
 def begin(world, folder, layout, **section):
@@ -95,3 +97,31 @@ def test_all_go_on_after_a_save_that_failed_if_the_recipe_says_so(tmp_path):
 
     ranks.run(2, work)
     assert steps(tmp_path) == ["checkpoint-1", "checkpoint-3"]
+
+
+class WritesOnMain(TrainerCallback):
+    """As callbacks of the Hugging Face Trainer do."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def on_log(self, args, state, control, logs):
+        if state.is_world_process_zero:
+            with self.path.open("a") as file:
+                file.write("logged\n")
+
+
+def test_a_callback_that_writes_on_rank_0_writes_once(tmp_path):
+    written = tmp_path / "written"
+
+    def work(world):
+        made = trainer(world, tmp_path)
+        callbacks = replace(made.callbacks, members=[WritesOnMain(written)])
+        callbacks.emit("on_log", logs={})
+        path = store(made, tmp_path)
+        again = resume(trainer(world, tmp_path), path)
+        replace(again.callbacks, members=callbacks.members).emit("on_log", logs={})
+        return again.state.is_local_process_zero, again.state.is_world_process_zero
+
+    assert ranks.run(2, work) == [(True, True), (False, False)]
+    assert written.read_text() == "logged\n" * 2, "before and after a resume"

@@ -40,3 +40,14 @@ def test_trainer_state_json_has_the_fields_of_the_hugging_face_trainer_alone():
     assert "kernels" not in written
     assert not {"train_runtime", "pending", "skipped_windows", "interval_loss"} & written.keys()
     assert written["save_steps"] == 5
+
+
+def test_a_resumed_rank_is_the_one_it_is_not_the_one_that_saved():
+    saved = TrainerState(global_step=3).state_dict()
+    state = TrainerState(is_local_process_zero=False, is_world_process_zero=False)
+    state.load_state_dict(saved)
+    assert (state.global_step, state.is_local_process_zero, state.is_world_process_zero) == (
+        3,
+        False,
+        False,
+    )

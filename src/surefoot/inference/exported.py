@@ -13,13 +13,13 @@ from math import prod
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..checkpoint.converting.model_files import configs
 from ..checkpoint.converting.targets.huggingface import refuse_taken
 from ..checkpoint.disk.atomic_folder import new_folder, write_small
 from ..checkpoint.disk.companions import companions_of
-from ..checkpoint.layouts.adapter_merge import PREFIX, merged
+from ..checkpoint.layouts.adapter_merge import PREFIX, Updated, merged
 from ..checkpoint.layouts.opening import open_folder, open_role
 from ..checkpoint.sources.copying import DtypeName, cast, copy
 from ..checkpoint.sources.lora import same_values
@@ -30,6 +30,7 @@ from ..data.text.templates import load_template, saved_source
 from ..errors import ModelError
 from ..model.pretrained.tokenizer import load_tokenizer
 from ..network.heads import HEADS
+from .adapter_places import updated_tensors
 from .model_loading import ModelFolders, find_parts
 from .resized import Grown
 
@@ -118,9 +119,12 @@ def _whole(parts: ModelFolders, trust_remote_code: bool) -> _Whole:
     if parts.adapter is None:
         return _Whole(base, {})
     tokenizer = load_tokenizer(parts.tokenizer, trust_remote_code=trust_remote_code)
-    names = _names(parts.model, trust_remote_code)
+    model = _meta(parts.model, trust_remote_code)
+    names = _names(model)
     old = base.shapes().get(names.embed, (0,))[0]
-    source, is_untied = _merge(_grow(base, names, len(tokenizer)), parts.adapter, names)
+    grown = _grow(base, names, len(tokenizer))
+    updated = updated_tensors(model, parts.adapter)
+    source, is_untied = _merge(grown, parts.adapter, names, updated)
     rows = source.shapes().get(names.embed, (0,))[0]
     changes: dict[str, object] = {"vocab_size": rows} if rows != old else {}
     if is_untied:
@@ -128,14 +132,21 @@ def _whole(parts: ModelFolders, trust_remote_code: bool) -> _Whole:
     return _Whole(source, changes, _stop_token_ids(tokenizer))
 
 
-def _names(folder: Path, trust_remote_code: bool) -> _Names:
-    """The names of the embeddings, from a meta model."""
+def _meta(folder: Path, trust_remote_code: bool) -> PreTrainedModel:
+    """The model in ``folder`` without its values."""
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(
+                config, trust_remote_code=trust_remote_code
+            )
     except (ValueError, OSError, ImportError, KeyError) as error:
         raise ModelError(f"{folder}: cannot read the model: {str(error).splitlines()[0]}") from None
+    return model
+
+
+def _names(model: PreTrainedModel) -> _Names:
+    """The names of the embeddings."""
     modules = {id(module): name for name, module in model.named_modules()}
     head = model.get_output_embeddings()
     embed = modules[id(model.get_input_embeddings())]
@@ -151,7 +162,9 @@ def _grow(base: TensorSource, names: _Names, rows: int) -> TensorSource:
     return Grown(base, frozenset(present), rows)
 
 
-def _merge(base: TensorSource, adapter: Path, names: _Names) -> tuple[TensorSource, bool]:
+def _merge(
+    base: TensorSource, adapter: Path, names: _Names, updated: Mapping[str, Updated]
+) -> tuple[TensorSource, bool]:
     """The merge, and whether it untied the embeddings. PEFT may train only one of two tied
     embeddings, or each for itself; then both are stored. If they are equal
     (``ensure_weight_tying``), they stay tied."""
@@ -159,9 +172,9 @@ def _merge(base: TensorSource, adapter: Path, names: _Names) -> tuple[TensorSour
     is_tied = names.head is not None and names.head not in stored and names.embed in stored
     touched = _touched(adapter, names) if is_tied else set()
     if not touched or names.head is None:
-        return merged(base, adapter), False
+        return merged(base, adapter, updated), False
     everything = {name: name for name in stored}
-    both = merged(Renamed(base, {**everything, names.head: names.embed}), adapter)
+    both = merged(Renamed(base, {**everything, names.head: names.embed}), adapter, updated)
     if len(touched) > 1 and same_values(both, names.embed, names.head):
         return Renamed(both, everything), False
     return both, True

@@ -10,7 +10,7 @@ from ..errors import RecipeError
 from ..model.section import ModelSection
 from ..model.targets import children, decoder_layers
 from ..schema import Problem
-from .rules import all_weights, every_name, problems_of_own_weights
+from .rules import all_weights, attach_any, every_name, problems_of_own_weights, unchanged
 
 if TYPE_CHECKING:
     from torch import nn
@@ -25,6 +25,8 @@ class Freeze:
     packages: ClassVar[Sequence[str]] = ()
     weights = all_weights
     trainable = every_name
+    continued = unchanged
+    attach = attach_any
 
     num_layers: int = 2
     """Layers to tune: the last ones if positive, the first ones if negative."""

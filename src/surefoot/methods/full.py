@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from ..model.section import ModelSection
 from ..schema import Problem
-from .rules import all_weights, every_name, problems_of_own_weights
+from .rules import all_weights, attach_any, every_name, problems_of_own_weights, unchanged
 
 if TYPE_CHECKING:
     from torch import nn
@@ -22,6 +22,8 @@ class Full:
     packages: ClassVar[Sequence[str]] = ()
     weights = all_weights
     trainable = every_name
+    continued = unchanged
+    attach = attach_any
 
     def apply(self, model: nn.Module) -> nn.Module:
         """Make every parameter trainable."""

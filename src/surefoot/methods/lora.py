@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from .. import model as models
 from ..errors import RecipeError
 from ..model.section import ModelSection
-from ..model.targets import linear_names
 from ..schema import Problem
+from .adapter_settings import changed_settings, target_names
 from .rules import every_name
 
 if TYPE_CHECKING:
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from ..network.method import UnshardedWeights
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,9 +39,8 @@ class LoRA:
     dropout: float = 0.0
     """Dropout on the input of the update."""
     targets: tuple[str, ...] = ("all",)
-    """Linear layers to adapt by the last part of their name (``q_proj``); ``all`` is every one
-    except the head.
-    """
+    """What to adapt, by the last part of the name: linear layers (``q_proj``) and experts that are
+    fused in one parameter (``gate_up_proj``). ``all`` is every one except the head and routers."""
     modules_to_save: tuple[str, ...] = ()
     """Modules to train in full and save with the adapter, such as ``embed_tokens`` or
     ``lm_head``."""
@@ -57,23 +59,69 @@ class LoRA:
         if not self.targets:
             raise ValueError("targets must name at least one module, or all")
 
-    def apply(self, model: nn.Module) -> nn.Module:
+    def apply(self, model: PreTrainedModel) -> nn.Module:
         """Wrap ``model`` as PEFT does. Raises ``RecipeError`` if a target is not in it."""
         from peft import LoraConfig, get_peft_model
 
-        self._check(model)
+        self._check_saved(model)
+        chosen = models.choose_targets(model, self.targets, self.modules_to_save)
+        self._check_parameters(chosen.parameters)
+        modules, parameters = models.target_patterns(model, chosen)
         config = LoraConfig(
             r=self.rank,
             lora_alpha=2 * self.rank if self.alpha is None else self.alpha,
             lora_dropout=self.dropout,
-            target_modules="all-linear" if self.targets == ("all",) else sorted(self.targets),
+            target_modules=modules,
+            target_parameters=parameters or None,
             modules_to_save=list(self.modules_to_save) or None,
             use_rslora=self.rslora,
             use_dora=self.dora,
             task_type="CAUSAL_LM",
         )
-        wrapped: nn.Module = get_peft_model(model, config)
+        try:
+            wrapped: nn.Module = get_peft_model(model, config)
+        except ValueError as error:
+            raise RecipeError(f"method.lora: PEFT cannot adapt this model: {error}") from None
+        if other := chosen.all_parameters ^ {*models.adapted(wrapped)}:
+            raise RecipeError(
+                f"method.lora: PEFT does not adapt exactly what the recipe names: {min(other)}; "
+                "name other targets, or another version of peft"
+            )
         return wrapped
+
+    def continued(self, adapter: Mapping[str, object]) -> LoRA:
+        """With the settings of the adapter."""
+        named = {"targets": self.targets, "modules_to_save": self.modules_to_save}
+        found = changed_settings(adapter, self.rank, self.alpha, named)
+        return replace(self, **found)
+
+    def attach(
+        self, model: PreTrainedModel, attach: Callable[[PreTrainedModel], nn.Module]
+    ) -> nn.Module:
+        """``model`` with the adapter that ``attach`` reads. Raises ``RecipeError`` if it adapts
+        other parameters than the targets."""
+        try:
+            expected = models.choose_targets(
+                model, self.targets, self.modules_to_save
+            ).all_parameters
+        except RecipeError:  # the names are the adapter's, such as a regular expression
+            expected = set()
+        module = attach(model)
+        config: Any = module.peft_config["default"]  # type: ignore[index]
+        names = target_names(vars(config))
+        if expected != {*models.adapted(module)} and names != set(self.targets):
+            raise RecipeError(
+                f"method.lora.targets: {', '.join(self.targets)}, but model.adapter adapts "
+                f"{', '.join(sorted(names))}; leave targets out to continue with these"
+            )
+        logger.info(
+            "continuing an adapter: rank %d, alpha %g, dropout %g, targets %s",
+            config.r,
+            config.lora_alpha,
+            config.lora_dropout,
+            ", ".join(sorted(names)),
+        )
+        return module
 
     def weights(self, module: nn.Module, inner: PreTrainedModel) -> UnshardedWeights:
         """The adapter alone."""
@@ -83,15 +131,18 @@ class LoRA:
         """None: a base that stays frozen may be quantized, and an adapter continued."""
         return iter(())
 
-    def _check(self, model: nn.Module) -> None:
-        linear = linear_names(model)
+    def _check_saved(self, model: nn.Module) -> None:
         known = {name.rsplit(".", 1)[-1] for name, _ in model.named_modules()}
-        for name in self.targets:
-            if name != "all" and name not in known:
-                raise RecipeError(
-                    f"method.lora.targets: no module {name!r} in the model; "
-                    f"expected all, or some of {', '.join(linear)}"
-                )
         for name in self.modules_to_save:
             if name not in known:
                 raise RecipeError(f"method.lora.modules_to_save: no module {name!r} in the model")
+
+    def _check_parameters(self, parameters: Sequence[str]) -> None:
+        """PEFT adds the update of a parameter to its values, not to the result of a layer."""
+        for name, is_on in (("dropout", self.dropout > 0), ("dora", self.dora)):
+            if is_on and parameters:
+                raise RecipeError(
+                    f"method.lora.{name}: PEFT has none for {parameters[0]}, which it adapts as a "
+                    f"parameter; leave {name} out, or name in method.lora.targets what it has one "
+                    "for, such as q_proj"
+                )

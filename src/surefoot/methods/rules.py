@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, TypeVar
 
 from .. import model as models
 from ..model.section import ModelSection
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
     from ..network.method import UnshardedWeights
 
+M = TypeVar("M")
+
 
 def every_name(_self: object, _step: int, names: Sequence[str]) -> Collection[str]:
     """All that ``apply`` has left trainable, at every step."""
@@ -24,6 +26,18 @@ def every_name(_self: object, _step: int, names: Sequence[str]) -> Collection[st
 def all_weights(_self: object, _module: nn.Module, inner: PreTrainedModel) -> UnshardedWeights:
     """All weights of the model, frozen ones included."""
     return models.FullWeights(inner)
+
+
+def unchanged(self: M, _adapter: Mapping[str, object]) -> M:
+    """For methods that train no adapter, and refuse one: see ``problems_of_own_weights``."""
+    return self
+
+
+def attach_any(
+    _self: object, model: PreTrainedModel, attach: Callable[[PreTrainedModel], nn.Module]
+) -> nn.Module:
+    """Likewise."""
+    return attach(model)
 
 
 def problems_of_own_weights(name: str, model: ModelSection) -> Iterator[Problem]:

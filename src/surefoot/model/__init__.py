@@ -8,8 +8,17 @@ from typing import TYPE_CHECKING
 from ..lazy_exports import lazy_getattr
 
 if TYPE_CHECKING:
+    from .adaptable import adapted
+    from .lora_targets import choose_targets, target_patterns
     from .pretrained.weights import AdapterWeights, FullWeights
 
-__all__ = ["AdapterWeights", "FullWeights"]
+__all__ = ["AdapterWeights", "FullWeights", "adapted", "choose_targets", "target_patterns"]
 
-__getattr__ = lazy_getattr(__name__, {".pretrained.weights": ("AdapterWeights", "FullWeights")})
+__getattr__ = lazy_getattr(
+    __name__,
+    {
+        ".adaptable": ("adapted",),
+        ".lora_targets": ("choose_targets", "target_patterns"),
+        ".pretrained.weights": ("AdapterWeights", "FullWeights"),
+    },
+)

@@ -3,7 +3,8 @@
 PEFT adds the update to the base's output, and autograd adds the two gradients of x: each is an
 additional pass over memory and another copy. Here the second product of each pair is accumulated
 into the result of the first, forward and backward. The scale is applied where there are only
-``rank`` columns. Modules, names and files remain PEFT's.
+``rank`` columns. Modules, names and files remain PEFT's. PEFT adapts the weights of some linear
+layers as parameters, and would add the whole update to the weight first; these are computed alike.
 
 Shapes: T tokens, I and O the sizes of input and output, R rank.
 """
@@ -20,7 +21,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 if TYPE_CHECKING:  # slow to import, and here only a name
-    from peft.tuners.lora import Linear
+    from peft.tuners.lora import Linear, ParamWrapper
 
 Forward = Callable[..., torch.Tensor]
 
@@ -30,20 +31,28 @@ def enable_fused_lora(model: nn.Module) -> None:
     from peft.tuners.lora import Linear
 
     for layer in model.modules():
-        if type(layer) is Linear and "forward" not in vars(layer):
+        if (type(layer) is Linear or is_parameter(layer)) and "forward" not in vars(layer):
             layer.forward = partial(_forward, layer, layer.forward)
 
 
 def disable_fused_lora(model: nn.Module) -> None:
-    """Restore PEFT's own forward passes, which a compiler fuses itself."""
+    """Restore PEFT's own forward passes, which a compiler fuses itself, but for the weights adapted
+    as parameters: PEFT replaces a module's class while it computes these."""
     for layer in model.modules():
-        forward = vars(layer).get("forward")
+        forward = None if is_parameter(layer) else vars(layer).get("forward")
         if isinstance(forward, partial) and forward.func is _forward:
             del layer.forward
 
 
+def is_parameter(layer: nn.Module) -> bool:
+    """Whether PEFT adapts the weight of a linear layer as a parameter in ``layer``."""
+    from peft.tuners.lora import ParamWrapper
+
+    return isinstance(layer, ParamWrapper) and isinstance(layer.base_layer, nn.Linear)
+
+
 def _forward(
-    layer: Linear, theirs: Forward, x: torch.Tensor, *args: object, **named: object
+    layer: Linear | ParamWrapper, theirs: Forward, x: torch.Tensor, *args: object, **named: object
 ) -> torch.Tensor:
     """The result of PEFT's own forward pass, which itself runs unless exactly one plain adapter is
     active: not for none, several, merged ones or DoRA."""
@@ -95,7 +104,9 @@ class _LowRank(torch.autograd.Function):
         y_TO = F.linear(x_TI, weight_OI, bias_O).addmm_(low_TR, b_OR.t(), alpha=scale)
         ctx.save_for_backward(x, weight_OI, a_RI, b_OR, low_TR)
         ctx.scale = scale
-        return y_TO.view(*x.shape[:-1], -1)
+        # what autograd takes for a view may not be changed in place, as some experts' layers do
+        y: torch.Tensor = torch.ops.aten._unsafe_view(y_TO, [*x.shape[:-1], y_TO.shape[-1]])
+        return y
 
     @staticmethod
     @once_differentiable

@@ -7,6 +7,7 @@ of its slices. No slice is gathered to be saved or loaded.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
@@ -55,6 +56,21 @@ def places(model: PreTrainedModel) -> dict[str, FusedPlacement]:
             )
         start = (first // height, first % height, 0)
         found[name] = FusedPlacement(fused, (experts, height, width), start, (count, width))
+    return found
+
+
+def names_unless_split(model: PreTrainedModel, fused: Collection[str]) -> dict[str, str]:
+    """The names in the files of parameters that are there as they are in memory. Raises
+    ``ModelError`` if one is transposed."""
+    found = {}
+    for name in fused:
+        with torch.device("meta"):
+            parameter = torch.empty(model.get_parameter(name).shape)
+        parts = revert_weight_conversion(model, {name: parameter})
+        for in_files, tensor in parts.items() if len(parts) == 1 else ():
+            if tensor.shape != parameter.shape or not tensor.is_contiguous():
+                raise ModelError(f"{in_files}: transformers transposes it when it is loaded")
+            found[name] = in_files
     return found
 
 

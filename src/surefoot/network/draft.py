@@ -14,6 +14,7 @@ from ..model.attention.packed import PromptSharing
 from ..model.head.logprob_head import LogprobHead
 from ..model.precision import PrecisionName
 from ..model.section import ModelSection
+from ..model.trained_weights import CoverageRow
 from ..parallel.section import ParallelSection
 from ..parallel.world import World
 from .heads import Heads
@@ -60,5 +61,6 @@ class Draft:
     num_parameters: int = 0  # of the unsharded model
     trainable: Sequence[str] = ()  # names in files of all parameters that may be trained
     num_trainable: int = 0
+    coverage: Sequence[CoverageRow] = ()  # of weights by what is trained, if anything is
     staging: PipelinedModel | None = None
     cuts: Mapping[str, Cuts] = field(default_factory=dict)  # by names in files

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from ..checkpoint.state.protocols import ShardedState
@@ -65,6 +65,16 @@ class Method(Protocol):
     def apply(self, model: PreTrainedModel) -> nn.Module:
         """Make the model ready to train: freeze, wrap, or leave unchanged. Parameters that require
         gradients afterwards may be trained at some step."""
+
+    def continued(self, adapter: Mapping[str, object]) -> Method:
+        """The method with the settings of an adapter whose training it continues: the content of
+        ``adapter_config.json``."""
+
+    def attach(
+        self, model: PreTrainedModel, attach: Callable[[PreTrainedModel], nn.Module]
+    ) -> nn.Module:
+        """``model`` with the adapter to continue, which ``attach`` reads. Raises ``RecipeError`` if
+        it has other targets than the method."""
 
     def weights(self, module: nn.Module, inner: PreTrainedModel) -> UnshardedWeights:
         """What files contain of ``module``, the result of ``apply``; ``inner`` is what it wraps."""

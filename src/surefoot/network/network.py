@@ -22,6 +22,7 @@ from ..generate.section import GenerateSection
 from ..geometry.sharding import Cuts
 from ..model.attention.packed import PromptSharing, check_document_isolation
 from ..model.pretrained.loading import device
+from ..model.trained_weights import CoverageRow
 from ..optim.optimizer import Optimizer
 from ..optim.trained import Trainable, TrainedParameters
 from ..parallel.sharded_model import gather_nothing
@@ -43,6 +44,7 @@ class Network:
     trainable: Sequence[str]  # the names of all ranks'
     num_parameters: int  # of the unsharded model
     num_trainable: int
+    coverage: Sequence[CoverageRow]  # of the unsharded model's weights; empty if it is not trained
     engine: Engine
     world: World
     options: NetworkOptions

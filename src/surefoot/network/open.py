@@ -16,6 +16,7 @@ from ..model.pretrained.loading import grow_embeddings, recompute_activations, u
 from ..model.pretrained.quantized import check_alone, num_elements
 from ..model.pretrained.weights import AdapterWeights, FullWeights, names_in_files
 from ..model.section import ModelSection
+from ..model.trained_weights import coverage
 from ..parallel.sharded_model import layers
 from ..parallel.world import World
 from .draft import Draft, NetworkOptions
@@ -60,6 +61,7 @@ def finish(draft: Draft, steps: Sequence[Step], tensors: Tensors = REAL) -> Netw
         trainable=draft.trainable,
         num_parameters=draft.num_parameters,
         num_trainable=draft.num_trainable,
+        coverage=draft.coverage,
         engine=_engine(draft, tensors.runner(draft)),
         world=draft.world,
         options=options,
@@ -126,7 +128,8 @@ def attach_heads(draft: Draft, tensors: Tensors) -> None:
 
 def fuse_lora(draft: Draft, _: Tensors) -> None:
     """Compute each linear map that has an adapter in one autograd function."""
-    if draft.module is not draft.inner and draft.options.method is not None:
+    is_run = draft.options.method is not None or draft.world.tp > 1  # which cuts modules alone
+    if draft.module is not draft.inner and is_run:
         enable_fused_lora(draft.module)
 
 
@@ -169,6 +172,8 @@ def name_parameters(draft: Draft, _: Tensors) -> None:
     draft.trainable = [draft.names[name] for name, p in named if p.requires_grad]
     draft.num_parameters = sum(num_elements(p) for p in draft.module.parameters())
     draft.num_trainable = sum(p.numel() for p in draft.module.parameters() if p.requires_grad)
+    if method is not None and draft.options.is_trainable:
+        draft.coverage = coverage(draft.module, draft.inner)
 
 
 def divide_layers(draft: Draft, tensors: Tensors) -> None:

@@ -169,6 +169,11 @@ def to_pipeline(
     parameters in files. Raises ``RecipeError`` if the model cannot be split between its layers."""
     if world.mesh is None or world.pp == 1:
         return None
+    if getattr(inner.config.get_text_config(), "output_router_logits", False):
+        raise RecipeError(
+            "parallel.pp: output_router_logits is true in config.json, but no stage of a pipeline "
+            "sees the routers of all layers; set it to false, or leave pp at 1"
+        )
     num_stages = world.pp * section.num_parts
     division = plan_pipeline_stages(inner, weights, num_stages)
     in_files = {parameter: names[name] for name, parameter in model.named_parameters()}

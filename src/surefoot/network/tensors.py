@@ -202,12 +202,19 @@ def read_heads(draft: Draft) -> None:
 
 def method_of(draft: Draft, attach_from: Callable[[PreTrainedModel, Path], nn.Module]) -> Method:
     """What makes the model: the adapter to resume from, the method, or neither."""
+    method = draft.options.method
     if draft.section.adapter is not None:
-        folder = draft.section.adapter
-        return lambda model: attach_from(model, folder)
-    if draft.options.method is not None:
-        return draft.options.method.apply
+        attach = partial(_attach, attach_from, draft.section.adapter)
+        return attach if method is None else partial(method.attach, attach=attach)
+    if method is not None:
+        return method.apply
     return lambda model: cast(nn.Module, model)
+
+
+def _attach(
+    attach_from: Callable[[PreTrainedModel, Path], nn.Module], folder: Path, model: PreTrainedModel
+) -> nn.Module:
+    return attach_from(model, folder)
 
 
 def _shard(draft: Draft) -> dict[str, Cuts]:

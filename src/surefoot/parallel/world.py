@@ -40,11 +40,17 @@ class World:
     size: int = 1
     mesh: DeviceMesh | None = None
     patient: dist.ProcessGroup | None = None  # all of them, to wait in for the main one
+    local_rank: int = 0  # among the ranks of its machine
 
     @property
     def is_main(self) -> bool:
         """Whether this is rank 0, which logs, and writes what exists once."""
         return self.rank == 0
+
+    @property
+    def is_local_main(self) -> bool:
+        """Whether this is the first rank of its machine."""
+        return self.local_rank == 0
 
     @property
     def axes(self) -> dict[str, int]:
@@ -211,7 +217,8 @@ def connected(section: ParallelSection, rank: int, size: int, local: int = 0) ->
                 timeout=timedelta(minutes=section.timeout_minutes),
             )
             mesh = init_device_mesh(kind, section.axes(size), mesh_dim_names=AXES)
-            yield World(rank, size, mesh, dist.new_group(backend="gloo", timeout=_PATIENCE))
+            patient = dist.new_group(backend="gloo", timeout=_PATIENCE)
+            yield World(rank, size, mesh, patient, local)
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()

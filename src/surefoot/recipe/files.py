@@ -1,8 +1,10 @@
-"""The text of a recipe file, or the reason why it cannot be read."""
+"""The text of a recipe file, or the reason why it cannot be read, and what an adapter says."""
 
 from __future__ import annotations
 
 import difflib
+import json
+from collections.abc import Mapping
 from pathlib import Path
 
 from ..errors import RecipeError
@@ -29,6 +31,16 @@ def read_text(path: Path) -> str:
     except OSError as error:
         raise RecipeError(f"{path}: cannot be read: {error.strerror}") from None
     return _decode(raw, path)
+
+
+def read_adapter(folder: Path) -> Mapping[str, object] | None:
+    """The settings of the adapter in ``folder``; None if they cannot be read, which is an error
+    when the adapter is."""
+    try:
+        found = json.loads((folder / "adapter_config.json").read_bytes())
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
 
 
 def _decode(raw: bytes, path: Path) -> str:

@@ -6,7 +6,7 @@ only ``train.output_dir`` is always relative to the current folder.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
@@ -27,7 +27,7 @@ from ..stages import STAGES
 from ..training.section import TrainSection
 from ..training.stage import Stage
 from .document import Document
-from .files import read_text
+from .files import read_adapter, read_text
 from .overrides import Overrides, override
 from .recipe_paths import locate_model, with_locations
 from .yaml import emit, parse
@@ -86,7 +86,32 @@ def _build(document: Document, base: Path) -> Recipe:
     problems += recipe.stage.problems(recipe.data, recipe.parallel)
     if problems:
         raise document.error(problems)
-    return _with_places(recipe, base)
+    return with_adapter_settings(_with_places(recipe, base), document.error)
+
+
+def with_adapter_settings(
+    recipe: Recipe, fail: Callable[[Sequence[Problem]], Exception] = schema.recipe_error
+) -> Recipe:
+    """The recipe with the method's settings of the adapter that it continues, if there is one.
+    Raises ``fail(problems)`` if it sets others itself."""
+    adapter = None if recipe.model.adapter is None else read_adapter(recipe.model.adapter)
+    if adapter is None:
+        return recipe
+    found = replace(recipe, method=recipe.method.continued(adapter))
+    usual = replace(recipe, method=type(recipe.method)())
+    own = {change.path for change in changes(recipe, usual)}
+    problems = [
+        Problem(
+            tuple(change.path.split(".")),
+            f"{change.old}, but {change.new} in model.adapter ({recipe.model.adapter}); leave it "
+            "out to continue with the adapter's",
+        )
+        for change in changes(recipe, found)
+        if change.path in own
+    ]
+    if problems:
+        raise fail(problems)
+    return found
 
 
 def _with_places(recipe: Recipe, base: Path) -> Recipe:

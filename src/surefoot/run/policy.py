@@ -16,6 +16,7 @@ from ..data.text.templates import template_mismatch
 from ..model.attention import packed, selection
 from ..model.precision import LossScaler, choose
 from ..model.pretrained.loading import device
+from ..model.trained_weights import FULL, table
 from ..network.draft import NetworkOptions
 from ..network.meta import select_prompt_sharing
 from ..network.network import Network
@@ -56,6 +57,8 @@ def open_policy(
     made = open_network(base, recipe.model, tokenizer, world, options)
     share = made.num_trainable / made.num_parameters
     logger.info("trainable parameters: %s (%.3g %% of all)", f"{made.num_trainable:,}", 100 * share)
+    if {row.trained for row in made.coverage} != {FULL}:
+        logger.info("%s", table(made.coverage))
     return made
 
 

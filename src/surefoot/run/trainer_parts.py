@@ -42,6 +42,8 @@ def assemble(
         max_steps=max_steps,
         num_train_epochs=section.num_epochs,
         train_batch_size=section.micro_batch_size,
+        is_local_process_zero=world.is_local_main,
+        is_world_process_zero=world.is_main,
     )
     learner = build_learner(recipe, policy, max_steps, trial)
     control = TrainerControl()

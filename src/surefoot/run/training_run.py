@@ -14,7 +14,7 @@ from .. import interchange
 from ..checkpoint.reading.loading import load as load_checkpoint
 from ..errors import CheckpointError, RunError
 from ..parallel.world import explain_peer_loss, joined
-from ..recipe.recipe import Recipe, load, read
+from ..recipe.recipe import Recipe, load, read, with_adapter_settings
 from ..storage.files import raising, write_aside
 from ..training.callback import TrainerCallback
 from ..training.state import TrainerState
@@ -124,7 +124,7 @@ def read_recipe(
 ) -> Recipe:
     """The recipe to run, from any of its forms."""
     if isinstance(recipe, Recipe):
-        return read(recipe, overrides) if overrides else recipe
+        return read(recipe, overrides) if overrides else with_adapter_settings(recipe)
     if isinstance(recipe, Mapping):
         return read(recipe, overrides)
     return load(Path(recipe), overrides)

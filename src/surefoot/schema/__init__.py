@@ -7,7 +7,7 @@ declared as ``Annotated[Protocol, Variants(CHOICES)]`` and written ``name`` or
 
 from .jsonschema import json_schema
 from .problem import Problem, dotted
-from .reading import expand, read, write
+from .reading import expand, read, recipe_error, write
 from .setting import (
     Keys,
     Setting,
@@ -33,6 +33,7 @@ __all__ = [
     "markdown",
     "paths",
     "read",
+    "recipe_error",
     "settings",
     "variant_name",
     "write",

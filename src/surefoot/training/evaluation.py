@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..batch import Batch, Features, Loss
+from ..batch import Batch, Features, Loss, with_router_loss
 from ..data.data_order import Index
 from ..data.order.length_balancing import in_turn
 from ..data.order.micro_batches import Collate, batch_of
@@ -59,7 +59,8 @@ class Evaluation:
             for cpu_batch in self._batches(held_out, figures):
                 batch = cpu_batch.to(device())
                 outputs = self.network.forward(batch, self.stage.eval_spec)
-                losses.append(self.stage.loss(POLICY, outputs, batch).detach())
+                loss = self.stage.loss(POLICY, outputs, batch)
+                losses.append(with_router_loss(loss, outputs).detach())
                 after()
         names = list(dict.fromkeys(name for loss in losses for name in loss.metrics))
         rows = [

@@ -77,8 +77,9 @@ class TrainerState:
         return asdict(self)
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Restore ``state``, but keep the length of this run."""
+        """Restore ``state``, but keep the length of this run and the rank of this process."""
         kept = {"max_steps", "num_train_epochs", "train_batch_size", "kernels"}
+        kept |= {"is_local_process_zero", "is_world_process_zero"}  # rank 0 has saved its own
         for known in fields(self):
             if known.name in state and known.name not in kept:
                 setattr(self, known.name, state[known.name])

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
-from ..batch import Batch, Hook, Loss, LossFunction, Outputs, StepRunner, Window
+from ..batch import Batch, Hook, Loss, LossFunction, Outputs, StepRunner, Window, with_router_loss
 from ..model.precision import LossScaler
 from ..optim.schedules import Schedule
 from ..parallel.grad_norm import global_norm, local
@@ -95,7 +96,8 @@ class Step:
         rounding."""
         learning_rate, scale = self._set_learning_rate(step), self.scaler.scale
         factor = self._factor(window)
-        losses = self.run_window(window, _scaled(loss_of, factor), before=before, after=after)
+        scaled = partial(_scaled, loss_of, factor)
+        losses = self.run_window(window, scaled, before=before, after=after)
         tokens = sum(batch.num_tokens for batch in window if batch.num_trained)
         names = list(dict.fromkeys(name for loss in losses for name in loss.metrics))
         total, weight, *rest = self.sums(_added(losses, names, tokens)).unbind()
@@ -176,12 +178,6 @@ def _on_its_way(found: PendingMetrics) -> PendingMetrics:
     return replace(found, values=values, sent=sent)
 
 
-def _scaled(loss_of: LossFunction, factor: float) -> LossFunction:
-    if factor == 1.0:
-        return loss_of
-
-    def scaled(outputs: Outputs, batch: Batch) -> Loss:
-        loss = loss_of(outputs, batch)
-        return replace(loss, total=loss.total * factor)
-
-    return scaled
+def _scaled(loss_of: LossFunction, factor: float, outputs: Outputs, batch: Batch) -> Loss:
+    loss = with_router_loss(loss_of(outputs, batch), outputs)
+    return loss if factor == 1.0 else replace(loss, total=loss.total * factor)

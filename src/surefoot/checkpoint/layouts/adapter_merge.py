@@ -1,7 +1,8 @@
 """Merge a PEFT adapter into the base it was trained on.
 
 PEFT's names carry the module of the base and the role of the tensor:
-``base_model.model.<module>.lora_A.weight`` belongs to the base tensor ``<module>.weight``.
+``base_model.model.<module>.lora_A.weight`` belongs to the base tensor ``<module>.weight``, unless
+transformers gives it another name in memory, or fuses it there with others.
 """
 
 from __future__ import annotations
@@ -9,13 +10,14 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ...errors import CheckpointError
 from ...storage import files
 from ..disk import strict_json
-from ..sources.lora import Delta, Merged, same_values
+from ..sources.lora import Delta, ExpertSlice, Merged, same_values
 from ..sources.source import FolderSource, Renamed, Shape, TensorSource
 from ..sources.weights import ADAPTER_CONFIG
 from .detection import open_weights
@@ -40,7 +42,6 @@ _UNMERGEABLE = (
     "layer_replication",
     "megatron_config",
     "monteclora_config",
-    "target_parameters",
     "trainable_token_indices",
     "use_bdlora",
     "use_qalora",
@@ -50,33 +51,56 @@ CHANGED_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 _ELSEWHERE = "merge it with peft's own merge_and_unload()"
 
 
-def merged(base: TensorSource, adapter_folder: Path) -> Merged:
-    """``base`` with the LoRA or DoRA adapter in ``adapter_folder`` merged in.
+@dataclass(frozen=True)
+class Updated:
+    """What the update of one of PEFT's modules changes."""
+
+    tensors: Mapping[str, ExpertSlice | None]  # names in the files; of experts, where they lie
+    scale: float | None = None  # None: as the configuration says
+    is_transposed: bool = False  # of experts
+
+
+def merged(
+    base: TensorSource, adapter_folder: Path, updated: Mapping[str, Updated] | None = None
+) -> Merged:
+    """``base`` with the LoRA or DoRA adapter in ``adapter_folder`` merged in. ``updated`` are the
+    modules that change other tensors than ``<module>.weight``.
 
     A base with tied embeddings stores no ``lm_head.weight``. If the adapter has values of its own
     for the head, the result has that tensor, and its configuration must have
     ``tie_word_embeddings: false``.
     """
     config = read_config(adapter_folder)
+    if config.get("target_parameters") and updated is None:
+        raise CheckpointError(
+            f"{adapter_folder / ADAPTER_CONFIG}: an adapter with target_parameters cannot be "
+            f"merged without its model; {_ELSEWHERE}"
+        )
     adapter = FolderSource(open_weights(adapter_folder))
     modules, replaced = _sort(adapter, adapter_folder)
     replaced = _without_tied(adapter, replaced, base.shapes())
-    base = _with_head(base, {*replaced, *(f"{module}.weight" for module in modules)})
+    plain = {module: Updated({f"{module}.weight": None}) for module in modules}
+    of = {module: (updated or {}).get(module, usual) for module, usual in plain.items()}
+    base = _with_head(base, {*replaced, *(name for one in of.values() for name in one.tensors)})
     shapes = base.shapes()
     for name, key in replaced.items():
         if name not in shapes:
             raise _other_model(adapter_folder, key, name)
-    deltas, added = {}, {}
+    shapes = {**shapes, **{name: adapter.shapes()[key] for name, key in replaced.items()}}
+    deltas, added = dict[str, Delta](), {}
     for module, roles in modules.items():
-        name = f"{module}.weight"
-        if name not in shapes:
-            raise _other_model(adapter_folder, next(iter(roles.values())), name)
-        shape = adapter.shapes()[replaced[name]] if name in replaced else shapes[name]
-        deltas[name] = _delta(adapter, adapter_folder, module, roles, shape, config)
-        if "bias" in roles:
-            if f"{module}.bias" not in shapes:
-                raise _other_model(adapter_folder, roles["bias"], f"{module}.bias")
-            added[f"{module}.bias"] = (roles["bias"], deltas[name].scale)
+        for name, at in of[module].tensors.items():
+            if name not in shapes:
+                raise _other_model(adapter_folder, next(iter(roles.values())), name)
+            if at is not None:
+                deltas[name] = _of_experts(adapter, adapter_folder, module, roles, of[module], at)
+                continue
+            deltas[name] = _delta(adapter, adapter_folder, module, roles, shapes[name], config)
+            if "bias" in roles:
+                bias = f"{name.removesuffix('.weight')}.bias"
+                if bias not in shapes:
+                    raise _other_model(adapter_folder, roles["bias"], bias)
+                added[bias] = (roles["bias"], deltas[name].scale)
     return Merged(base, adapter, deltas, replaced, added)
 
 
@@ -181,6 +205,31 @@ def _delta(
         )
     return Delta(
         a, b, _scale(module, a_shape[0], config, folder), roles.get("magnitude"), is_transposed
+    )
+
+
+def _of_experts(
+    adapter: TensorSource,
+    folder: Path,
+    module: str,
+    roles: Mapping[str, str],
+    updated: Updated,
+    at: ExpertSlice,
+) -> Delta:
+    if missing := {"a", "b"} - roles.keys():
+        raise CheckpointError(f"{folder}: {module} has no lora_{min(missing).upper()}")
+    (a_rows, _), (_, b_columns) = (adapter.shapes()[roles[role]] for role in ("a", "b"))
+    if a_rows != b_columns or a_rows % at.num_experts or updated.scale is None:
+        raise CheckpointError(
+            f"{folder}: the adapter of {module} has {a_rows} and {b_columns} rows and columns for "
+            f"{at.num_experts} experts; it is of another model"
+        )
+    return Delta(
+        roles["a"],
+        roles["b"],
+        updated.scale,
+        is_transposed=updated.is_transposed,
+        experts=at,
     )
 
 

@@ -2,7 +2,8 @@
 
 Shapes: O outputs, I inputs, R rank. LoRA (Hu et al. 2021): ``W_OI + scale * B_OR @ A_RI``. DoRA
 (Liu et al. 2024) then scales every row to a learned length: ``m_O / ||V_OI|| * V_OI`` with
-``V = W + scale * B A`` and the norm over I.
+``V = W + scale * B A`` and the norm over I. Experts, of which a model may have all E in one tensor,
+have an update each: PEFT stores A as [E R, I] and B as [O, R E].
 """
 
 from __future__ import annotations
@@ -19,6 +20,14 @@ _BLOCK = 4 << 20  # elements computed at a time
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertSlice:
+    """The position of a tensor of the files in the weights of all experts: [E, O, I] in memory."""
+
+    num_experts: int
+    start: tuple[int, int, int] = (0, 0, 0)
+
+
+@dataclass(frozen=True, slots=True)
 class Delta:
     """The update of one weight: names in the adapter, and its settings."""
 
@@ -27,6 +36,7 @@ class Delta:
     scale: float
     magnitude: str | None = None  # [O], DoRA only
     is_transposed: bool = False  # the weight is stored as [I, O]: embeddings, GPT-2's Conv1D
+    experts: ExpertSlice | None = None  # it is an update of experts
 
 
 @dataclass(frozen=True)
@@ -77,6 +87,8 @@ class Merged:
     def _with_update(self, name: str, box: Box, delta: Delta, exact: torch.dtype) -> torch.Tensor:
         """V = W + scale * B A in ``box``."""
         weight = self._plain(name, box).to(exact)
+        if delta.experts is not None:
+            return self._with_experts(weight, box, delta, delta.experts)
         out, inner = (1, 0) if delta.is_transposed else (0, 1)
         a_RI, b_OR = self._factor(delta.a, exact), self._factor(delta.b, exact)
         a_RI = a_RI[:, box.start[inner] : box.stop[inner]]
@@ -84,10 +96,28 @@ class Merged:
         one, other = (a_RI.T, b_OR.T) if delta.is_transposed else (b_OR, a_RI)
         return torch.addmm(weight, one, other, alpha=delta.scale)
 
+    def _with_experts(
+        self, weight: torch.Tensor, box: Box, delta: Delta, at: ExpertSlice
+    ) -> torch.Tensor:
+        """The same for one expert's matrix, or for the matrices of several."""
+        a, b = self._factor(delta.a, weight.dtype), self._factor(delta.b, weight.dtype)
+        a_ERI, b_ORE = a.view(at.num_experts, -1, a.shape[1]), b.view(len(b), -1, at.num_experts)
+        missing = 3 - len(box.shape)  # of one expert, the files may have a matrix
+        start, shape = (0,) * missing + box.start, (1,) * missing + box.shape
+        first, row, column = (one + other for one, other in zip(at.start, start, strict=True))
+        rows, columns = slice(row, row + shape[1]), slice(column, column + shape[2])
+        outs, ins = (columns, rows) if delta.is_transposed else (rows, columns)
+        found = weight.reshape(shape).clone()
+        for index, own in enumerate(found):
+            update = b_ORE[outs, :, first + index] @ a_ERI[first + index, :, ins]
+            own.add_(update.T if delta.is_transposed else update, alpha=delta.scale)
+        return found.view(weight.shape)
+
     def _factor(self, name: str, exact: torch.dtype) -> torch.Tensor:
-        """A or B; the last few are cached, because every block of a weight needs them."""
+        """A or B; the last few are cached, because every block of a weight needs them, and experts
+        take turns with two kinds of weights."""
         if name not in self._factors:
-            while len(self._factors) > 1:
+            while len(self._factors) > 3:
                 del self._factors[next(iter(self._factors))]
             self._factors[name] = read_whole(self.adapter, name).to(exact)
         return self._factors[name]

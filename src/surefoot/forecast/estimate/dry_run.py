@@ -15,7 +15,7 @@ import torch
 from transformers import AttentionInterface, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from ...batch import Batch
+from ...batch import Batch, with_router_loss
 from ...errors import ModelError
 from ...model.head import outputs
 from ...model.precision import autocast
@@ -191,7 +191,7 @@ def _through_all(
     here = batch.located().mapped(mode.from_tensor)
     with mode, live:
         found = skeleton.network.engine.runner.run(here, stage.spec, hidden)
-        loss = stage.loss(POLICY, found, here).total
+        loss = with_router_loss(stage.loss(POLICY, found, here), found).total
         del found
         kept = live.now
         if loss.requires_grad:

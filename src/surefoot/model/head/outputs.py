@@ -9,8 +9,8 @@ Shapes: B rows, T tokens, N trained positions in reading order, V vocabulary.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol, cast
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +21,8 @@ from ...batch import Batch, Outputs, OutputSpec, TrainedPositions, ends, trained
 from ...errors import ModelError
 from ..attention.packed import packed_arguments
 from .logprob_head import LogprobHead
+
+_ROUTER_COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")
 
 
 class Vocabulary(Protocol):
@@ -85,12 +87,13 @@ def compute(
     Raises ``ModelError`` if the model has no head for the values of ``spec``.
     """
     at = ends(batch) if spec.at == "ends" else batch.at or trained_positions(batch)
+    router: list[torch.Tensor | None] = []
 
     def run() -> torch.Tensor:
-        found: torch.Tensor = model(
-            logits_to_keep=at.kept, **_arguments(model, batch, hidden)
-        ).logits
-        return found
+        found = model(logits_to_keep=at.kept, **_arguments(model, batch, hidden))
+        router.append(_router_loss(model, found))
+        logits: torch.Tensor = found.logits
+        return logits
 
     if "values" in spec.outputs and (head is None or values is None):
         raise ModelError(
@@ -99,8 +102,29 @@ def compute(
         )
     if head is None:
         logits_Nv = trained(run(), at)
-        return _of_logits(logits_Nv, at.labels, spec, vocabulary or WholeVocabulary())
-    return head.run(run, lambda x: trained(x, at), at.labels, spec, values)
+        answers = _of_logits(logits_Nv, at.labels, spec, vocabulary or WholeVocabulary())
+    else:
+        answers = head.run(run, lambda x: trained(x, at), at.labels, spec, values)
+    return replace(answers, router_loss=router[0])
+
+
+def _router_loss(model: nn.Module, found: Any) -> torch.Tensor | None:
+    """The loss of a mixture's routers as the model itself would add it to that of labels: only
+    where ``output_router_logits`` is set in its configuration."""
+    loss: torch.Tensor | None = getattr(found, "aux_loss", None)
+    if loss is None:
+        return None
+    inner = _inner(model)
+    places = (inner, inner.config.get_text_config())
+    known = (getattr(place, name, None) for place in places for name in _ROUTER_COEFFICIENTS)
+    coefficient = next((value for value in known if value is not None), None)
+    if coefficient is None:
+        raise ModelError(
+            f"{type(inner).__name__} computes a loss of its routers, but its configuration has no "
+            "coefficient for it; set output_router_logits to false in config.json"
+        )
+    balance: torch.Tensor = coefficient * loss
+    return balance
 
 
 def trained(x_BKX: torch.Tensor, at: TrainedPositions) -> torch.Tensor:

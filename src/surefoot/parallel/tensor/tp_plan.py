@@ -241,7 +241,11 @@ class _Reader:
                     self.model, f"lora_{part} beside {base} is not supported yet (DoRA?)"
                 )
             return
-        linear = self.model.get_submodule(base).get_submodule("base_layer")
+        wrapper = self.model.get_submodule(base)
+        linear = wrapper.get_submodule("base_layer")
+        if hasattr(wrapper, "parameter_name") and "forward" not in vars(wrapper):  # fused experts
+            why = f"the adapter of {base} covers all experts (method.lora.targets can leave it out)"
+            raise _refused(self.model, why)
         role = ModulePlan(linear, "whole", on_parts=self._on_parts(base, "whole"))
         role = role if self._planned(base) is None else self._role(base, linear)
         if part == "dropout":

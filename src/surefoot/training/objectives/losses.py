@@ -26,8 +26,9 @@ def negative_log_likelihood(outputs: Outputs, batch: Batch) -> Loss:
 
 def with_perplexity(_self: object, means: Mapping[str, float]) -> Mapping[str, float]:
     """The metrics of an evaluation whose loss is a likelihood, with the labels' ``perplexity``,
-    even if the loss is of smoothed labels."""
-    perplexity = math.exp(min(means.get("nll", means["loss"]), 700.0))
+    even if the loss is of smoothed labels, or has that of routers in it."""
+    likelihood = means.get("nll", means["loss"] - means.get("router_loss", 0.0))
+    perplexity = math.exp(min(likelihood, 700.0))
     return {"loss": means["loss"], "perplexity": perplexity, **means}
 
 

@@ -1,0 +1,158 @@
+"""The weight matrices of a model that LoRA can adapt, and why it leaves the others alone.
+
+A matrix is the weight of a linear layer, or all matrices of one kind of a layer's experts, which
+transformers fuses into one parameter with three dimensions. Names are those of the model without
+its adapter, so that a model can be read before and after PEFT has wrapped it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.pytorch_utils import Conv1D
+
+HEAD = "the output head"
+ROUTER = "a router"
+READ = "its layer reads the weight itself, past any adapter"
+_WRAPPER = re.compile(r"\.(base_layer|original_module)(?=\.|$)")
+_ADDED = re.compile(r"\.(lora_\w+|modules_to_save)\.")
+_ROUTERS = ("router", "topk")  # in the name or class of a router, or of a module around it
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A weight matrix."""
+
+    name: str  # of the parameter
+    is_fused: bool = False  # all experts' of one kind, in a parameter with three dimensions
+    left_out: str = ""  # why it has no adapter unless it is named; empty if it has one
+    is_adaptable: bool = True  # whether it can have one at all
+
+    @property
+    def target(self) -> str:
+        """The name that recipes and PEFT know it by: of its linear layer, or its own."""
+        return self.name if self.is_fused else self.name.removesuffix(".weight")
+
+
+def plain_name(name: str) -> str:
+    """The name that a module or parameter had before PEFT wrapped it."""
+    return _WRAPPER.sub("", name.removeprefix("base_model.model."))
+
+
+def is_added(name: str) -> bool:
+    """Whether PEFT has added the module or parameter ``name``."""
+    return _ADDED.search(f"{name}.") is not None
+
+
+def matrices(model: PreTrainedModel) -> list[Matrix]:
+    """All matrices of ``model``, in its order."""
+    modules, routers = _modules(model), router_names(model)
+    head = model.get_output_embeddings()
+    found = []
+    for name, module in modules.items():
+        if isinstance(module, nn.Linear | Conv1D):
+            parent = modules[name.rpartition(".")[0]]
+            why, can = _left_out(name, module, parent, routers, is_head=module is head)
+            found.append(Matrix(f"{name}.weight", left_out=why, is_adaptable=can))
+        found += [Matrix(f"{name}.{own}", is_fused=True) for own, _ in _fused(name, module)]
+    return found
+
+
+def adapted(model: nn.Module) -> dict[str, nn.Module]:
+    """PEFT's LoRA layers in ``model`` by the parameter that each adapts."""
+    from peft.tuners.lora import LoraLayer, ParamWrapper
+
+    found: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, LoraLayer):
+            own = module.parameter_name if isinstance(module, ParamWrapper) else "weight"
+            found[f"{plain_name(name)}.{own}"] = module
+    return found
+
+
+def names_of_parts(model: PreTrainedModel, fused: Collection[str]) -> dict[str, set[str]]:
+    """The last part of each fused parameter's name -> the names that its matrices have in files:
+    ``gate_up_proj`` -> ``gate_proj``, ``up_proj``. Empty if the files have it as it is."""
+    shapes = {name: model.get_parameter(name) for name in fused}
+    kinds = {name.rpartition(".")[2]: name for name in reversed(shapes)}  # one of each will do
+    found = {}
+    for kind, name in kinds.items():
+        parts = revert_weight_conversion(model, {name: shapes[name].detach().to("meta")})
+        found[kind] = {part.removesuffix(".weight").rpartition(".")[2] for part in parts} - {kind}
+    return found
+
+
+def _fused(name: str, module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """The fused matrices that ``module`` itself contains."""
+    is_expert = "expert" in type(module).__name__.lower() or "expert" in name.rpartition(".")[2]
+    own = module.named_parameters(recurse=False) if is_expert else ()
+    return [(n, p) for n, p in own if p.ndim == 3]
+
+
+def _modules(model: PreTrainedModel) -> Mapping[str, nn.Module]:
+    """The modules that ``model`` had before PEFT wrapped some of them."""
+    return {plain_name(n): m for n, m in model.named_modules() if not is_added(n)}
+
+
+def router_names(model: PreTrainedModel) -> set[str]:
+    """The names of the routers, and of all modules in them: they are called so, or have as many
+    outputs as the experts beside them."""
+    modules = _modules(model)
+    counts = {}  # of experts, by the block around them
+    for name, module in modules.items():
+        for _, parameter in _fused(name, module):
+            counts[name.rpartition(".")[0]] = len(parameter)
+    return {
+        name
+        for name, module in modules.items()
+        if any(_is_called_router(part, modules[part]) for part in _around(name))
+        or (
+            isinstance(module, nn.Linear)
+            and any(counts.get(part) == module.out_features for part in _around(name))
+        )
+    }
+
+
+def _around(name: str) -> Iterator[str]:
+    """``name``, and the modules around it, up to but without the model."""
+    while name:
+        yield name
+        name = name.rpartition(".")[0]
+
+
+def _is_called_router(name: str, module: nn.Module) -> bool:
+    own = name.rpartition(".")[2].lower()
+    return any(word in own or word in type(module).__name__.lower() for word in _ROUTERS)
+
+
+def _left_out(
+    name: str, module: nn.Module, parent: nn.Module, routers: Collection[str], *, is_head: bool
+) -> tuple[str, bool]:
+    """Why a linear layer has no adapter unless it is named, and whether it can have one."""
+    if is_head:
+        return HEAD, True
+    kind: type = type(parent)
+    is_read = _reads_weight(kind, name.rpartition(".")[2])
+    if name in routers:  # one with a forward pass of its own may return more than a product
+        return ROUTER, not is_read and type(module).forward is nn.Linear.forward
+    return (READ, False) if is_read else ("", True)
+
+
+@cache
+def _reads_weight(parent: type, name: str) -> bool:
+    """Whether the code of ``parent`` multiplies by the weight of its linear layer ``name`` instead
+    of calling the layer, perhaps in a fused kernel that only GPUs have. Then an adapter of that
+    layer has no effect: Mamba's ``dt_proj``, and ``out_proj``, which PEFT refuses."""
+    try:
+        source = inspect.getsource(parent)
+    except (OSError, TypeError):
+        return False
+    used = rf"self\.{re.escape(name)}\.weight\b(?!\s*(\[|\.(dtype|device|shape)))"
+    return re.search(used, source) is not None

@@ -1,0 +1,149 @@
+"""The modules and parameters that LoRA adapts, and their names in PEFT's configuration.
+
+PEFT converts the names of linear layers to those of fused experts where transformers has fused
+experts of the same name, and drops every linear layer that is still there: dense layers, shared
+experts. It leaves parameters alone. So linear layers with such names are adapted as parameters,
+which is the same update under the same names in files.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from peft import LoraConfig
+from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+from torch import nn
+from transformers import PreTrainedModel
+
+from ..errors import RecipeError
+from .adaptable import ROUTER, Matrix, matrices, names_of_parts
+from .targets import linear_names
+
+_KEY = "method.lora.targets"
+# Layers other than linear ones that PEFT can adapt by the name of the module.
+_OTHERS = (nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.MultiheadAttention)
+
+
+@dataclass(frozen=True)
+class Targets:
+    """What PEFT adapts: full names of modules, and of parameters."""
+
+    modules: Sequence[str]
+    parameters: Sequence[str]
+
+    @property
+    def all_parameters(self) -> set[str]:
+        """The parameters that get an update, those of modules included."""
+        return {*self.parameters, *(f"{name}.weight" for name in self.modules)}
+
+
+def choose_targets(
+    model: PreTrainedModel, targets: Collection[str], modules_to_save: Collection[str] = ()
+) -> Targets:
+    """The targets of ``model`` that the recipe names, except in modules that are trained in full.
+    Raises ``RecipeError``: a name that is not in the model, or of what cannot be adapted."""
+    known = matrices(model)
+    chosen: dict[str, bool] = {}  # by parameter: whether PEFT must take it as a parameter
+    for target in targets:
+        if target == "all":
+            chosen |= {m.name: m.is_fused for m in known if not m.left_out}
+        else:
+            chosen |= _named(target, targets, model, known)
+    saved = [re.compile(rf"(^|.*\.){name}($|\..*)") for name in modules_to_save]  # as PEFT does
+    chosen = {n: fused for n, fused in chosen.items() if not any(p.match(n) for p in saved)}
+    if not chosen:
+        raise RecipeError(f"{_KEY}: nothing to adapt: no module in {', '.join(targets)} is left")
+    is_taken = partial(_is_converted, model, {})
+    split = {n: fused or is_taken(n.split(".")[-2]) for n, fused in chosen.items()}
+    return Targets(
+        [name.removesuffix(".weight") for name, apart in split.items() if not apart],
+        [name for name, apart in split.items() if apart],
+    )
+
+
+def target_patterns(model: nn.Module, targets: Targets) -> tuple[list[str], list[str]]:
+    """The shortest endings of names that match exactly ``targets``, for PEFT's configuration:
+    ``q_proj`` instead of the full name in every layer."""
+    modules = [name for name, _ in model.named_modules()]
+    parameters = [name for name, _ in model.named_parameters()]
+    return _endings(targets.modules, modules), _endings(targets.parameters, parameters)
+
+
+def _named(
+    target: str, targets: Collection[str], model: PreTrainedModel, known: Sequence[Matrix]
+) -> dict[str, bool]:
+    """The parameters called ``target`` -> whether PEFT must take them as parameters."""
+    found = {}
+    for matrix in known:
+        if _matches(matrix.target, target):
+            _check_adaptable(matrix, target)
+            found[matrix.name] = matrix.is_fused
+    for fused, parts in names_of_parts(model, [m.name for m in known if m.is_fused]).items():
+        if target in parts:
+            _check_complete(target, fused, parts, targets)
+            found |= {m.name: True for m in known if _matches(m.name, fused)}
+    return found or _of_others(target, model)
+
+
+def _of_others(target: str, model: PreTrainedModel) -> dict[str, bool]:
+    """The same of layers that are not linear: embeddings, convolutions, routers with a matrix."""
+    same = {name: m for name, m in model.named_modules() if _matches(name, target)}
+    weights = {name: getattr(module, "weight", None) for name, module in same.items()}
+    found = {
+        f"{name}.weight": not isinstance(same[name], _OTHERS)
+        for name, weight in weights.items()
+        if isinstance(weight, nn.Parameter) and weight.ndim > 1
+    }
+    if found:
+        return found
+    what = "is no linear layer" if same else "is not in the model"
+    expected = ", ".join(linear_names(model))
+    raise RecipeError(f"{_KEY}: {target!r} {what}; expected all, or some of {expected}")
+
+
+def _matches(name: str, ending: str) -> bool:
+    return name == ending or name.endswith(f".{ending}")
+
+
+def _check_adaptable(matrix: Matrix, target: str) -> None:
+    if not matrix.is_adaptable:
+        does = "it computes more than a product" if matrix.left_out == ROUTER else matrix.left_out
+        raise RecipeError(f"{_KEY}: {target} cannot have an adapter in this model: {does}")
+
+
+def _check_complete(target: str, fused: str, parts: set[str], targets: Collection[str]) -> None:
+    if missing := sorted(parts - {*targets}):
+        raise RecipeError(
+            f"{_KEY}: the experts' {target} is one matrix with {', '.join(missing)} in memory; "
+            f"name {' and '.join(sorted(parts))}, or {fused}"
+        )
+
+
+def _is_converted(model: PreTrainedModel, known: dict[str, bool], name: str) -> bool:
+    """Whether PEFT takes modules called ``name`` for parts of fused experts."""
+    if name not in known:
+        config = LoraConfig(target_modules=[name])
+        try:
+            convert_peft_config_for_transformers(config, model, None)
+        except ValueError:  # one of several parts
+            known[name] = True
+        else:
+            known[name] = name not in (config.target_modules or ())
+    return known[name]
+
+
+def _endings(wanted: Iterable[str], every: Iterable[str]) -> list[str]:
+    """The shortest endings, of whole parts, that only ``wanted`` names have among ``every``."""
+    wanted = list(wanted)
+    own = set(wanted)
+    others = {ending for name in every if name not in own for ending in _parts(name)}
+    return sorted({next((e for e in _parts(n) if e not in others), n) for n in wanted})
+
+
+def _parts(name: str) -> list[str]:
+    """``a.b.c`` -> ``c``, ``b.c``, ``a.b.c``."""
+    words = name.split(".")
+    return [".".join(words[start:]) for start in range(len(words) - 1, -1, -1)]

@@ -1,0 +1,96 @@
+"""Which weights of a model are trained, which are not and why, as shares of all weights."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from .adaptable import ROUTER, adapted, is_added, matrices, plain_name, router_names
+from .pretrained.quantized import num_elements
+
+ADAPTER, FULL = "yes, by an adapter", "yes"
+_VECTORS = "norms, biases and other vectors"
+_NUMBERED = re.compile(r"^(?:.*?\.)?\d+\.")  # up to the number of a layer
+
+
+@dataclass(frozen=True)
+class CoverageRow:
+    """Weights of the same modules in all layers that are all trained, or for one reason are not."""
+
+    modules: str
+    share: float  # of all weights
+    trained: str
+
+
+def coverage(model: nn.Module, inner: PreTrainedModel) -> list[CoverageRow]:
+    """The weights of ``inner``, in its order, the adapter in ``model`` not counted."""
+    updated = adapted(model) if model is not inner else {}
+    why = _reasons(inner, has_adapter=bool(updated))
+    sizes: dict[tuple[str, str], dict[str, int]] = {}
+    for wrapped, parameter in inner.named_parameters():
+        if is_added(wrapped):
+            continue
+        name = plain_name(wrapped)
+        is_full = parameter.requires_grad or ".original_module." in wrapped
+        trained = ADAPTER if name in updated else FULL if is_full else f"no: {why[name]}"
+        place, leaf = _place(name, parameter)
+        group = sizes.setdefault((place, trained), {})
+        group[leaf] = group.get(leaf, 0) + num_elements(parameter)
+    total = sum(sum(group.values()) for group in sizes.values())
+    return [
+        CoverageRow(_label(place, list(group)), sum(group.values()) / total, trained)
+        for (place, trained), group in sizes.items()
+    ]
+
+
+def table(rows: Sequence[CoverageRow]) -> str:
+    """``rows`` as aligned text, a line each below a head."""
+    lines = [("modules", "of all weights", "trained")]
+    lines += [(row.modules, f"{100 * row.share:.2f} %", row.trained) for row in rows]
+    first, second = (max(len(line[column]) for line in lines) for column in (0, 1))
+    return "\n".join(f"  {a:<{first}}  {b:>{second}}  {c}" for a, b, c in lines)
+
+
+def _place(name: str, parameter: nn.Parameter) -> tuple[str, str]:
+    """The module around a weight, without the number of its layer, and its own name there."""
+    if parameter.ndim < 2:
+        return _VECTORS, ""
+    inside = _NUMBERED.sub("", name.removesuffix(".weight"))
+    inside = re.sub(r"\.\d+(?=\.|$)", ".*", inside)
+    place, _, leaf = inside.rpartition(".")
+    return (place, leaf) if inside != name.removesuffix(".weight") else ("", leaf)
+
+
+def _label(place: str, leaves: Sequence[str]) -> str:
+    if leaves == [""]:
+        return place
+    return f"{place}: {', '.join(leaves)}" if place else ", ".join(leaves)
+
+
+def _reasons(inner: PreTrainedModel, *, has_adapter: bool) -> Mapping[str, str]:
+    """Why each weight would be frozen."""
+    known = {matrix.name: matrix.left_out for matrix in matrices(inner)}
+    routers, embeddings = router_names(inner), _embeddings(inner)
+    found = {}
+    for wrapped, parameter in inner.named_parameters():
+        name = plain_name(wrapped)
+        if not has_adapter:
+            found[name] = "not chosen"
+        elif name in known:
+            found[name] = known[name] or "not among the targets"
+        elif name in embeddings:
+            found[name] = "an embedding"
+        elif name.rpartition(".")[0] in routers:
+            found[name] = ROUTER
+        else:
+            found[name] = "not a matrix" if parameter.ndim < 2 else "not a linear map"
+    return found
+
+
+def _embeddings(inner: PreTrainedModel) -> set[str]:
+    modules = {plain_name(n): m for n, m in inner.named_modules() if not is_added(n)}
+    return {f"{name}.weight" for name, m in modules.items() if isinstance(m, nn.Embedding)}
