@@ -12,15 +12,14 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 
 from ...storage import files
+from ...storage.memory import free_memory
 from ..disk.header import ranges_of
 from ..saving.job import Shard
 from .file_image import FileImage, image_of
 
-_MEMORY = Path("/proc/meminfo")
-_GROUP = Path("/sys/fs/cgroup")
+_SPARE = 96 << 20  # bytes for the writer process, and for what the next step may need besides
 _WORTH_BYPASSING = 256 << 10  # bytes; less of a file that others write as well goes to the cache
 
 
@@ -44,8 +43,8 @@ class SnapshotBuffer:
     def create(cls, size: int) -> SnapshotBuffer:
         """Allocate all of it; ``MemoryError`` if not enough memory is available."""
         free = free_memory()
-        if free is not None and size > free:
-            raise MemoryError(f"{size:,} bytes are needed, {free:,} are free")
+        if free is not None and size + _SPARE > free:
+            raise MemoryError(f"{size + _SPARE:,} bytes are needed, {free:,} are free")
         descriptor = os.memfd_create("surefoot-checkpoint", os.MFD_CLOEXEC)
         try:
             os.posix_fallocate(descriptor, 0, size)
@@ -121,29 +120,3 @@ def places(sizes: Sequence[int]) -> tuple[list[int], int]:
         starts.append(end)
         end = -(-(end + size) // files.PAGE) * files.PAGE
     return starts, max(end, files.PAGE)
-
-
-def free_memory() -> int | None:
-    """Bytes to allocate without swapping, within a container's limit; None if unknown."""
-    found = [free for free in (_of_machine(), _of_container()) if free is not None]
-    return min(found, default=None)
-
-
-def _of_machine() -> int | None:
-    try:
-        lines = _MEMORY.read_text().splitlines()
-    except OSError:
-        return None
-    sizes = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
-    return int(sizes[0]) * 1024 if sizes else None
-
-
-def _of_container() -> int | None:
-    try:
-        limit = (_GROUP / "memory.max").read_text().strip()
-        used = int((_GROUP / "memory.current").read_text())
-        pairs = [line.split() for line in (_GROUP / "memory.stat").read_text().splitlines()]
-    except (OSError, ValueError):
-        return None
-    cached = sum(int(size) for name, size in pairs if name in ("active_file", "inactive_file"))
-    return int(limit) - used + cached if limit.isdigit() else None
