@@ -48,6 +48,15 @@ def test_early_stop_goes_on_counting_after_a_resume(tmp_path):
     assert second.fit().global_step == 5
 
 
+def test_a_run_that_has_stopped_early_does_not_resume_unless_it_is_given_more_patience(tmp_path):
+    stopping(tmp_path).fit()
+    again = small.resume(stopping(tmp_path), tmp_path / "checkpoint-5")
+    assert again.fit().global_step == 5
+    more = small.resume(stopping(tmp_path), tmp_path / "checkpoint-5")
+    more.callbacks.members[-1].patience = 5
+    assert more.fit().global_step == 7
+
+
 def test_a_callback_that_is_new_on_a_resume_starts_afresh(tmp_path):
     small.trainer(tmp_path, small.StopAt(4), save_steps=4).fit()
     second = small.resume(stopping(tmp_path), tmp_path / "checkpoint-4")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from ..callbacks.jsonl import NAME as METRICS
 from ..data.text.codec import Codec
 from ..model.pretrained import companions
 from ..network.network import Network
@@ -31,4 +32,5 @@ def build_saver(recipe: Recipe, policy: Network, codec: Codec, base: Path, world
         metric=recipe.train.metric_for_best_model,
         greater=recipe.train.is_greater_better,
         world=world,
+        beside=(METRICS,),
     )

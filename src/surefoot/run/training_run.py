@@ -24,6 +24,7 @@ from .folder import mirror_of, opened, resume_point, write_recipe
 from .out_of_memory import explain_out_of_memory
 
 logger = logging.getLogger(__name__)
+RESULTS = "all_results.json"
 
 
 def train(
@@ -89,7 +90,7 @@ def run(
 
 def _fit(trainer: Trainer) -> Outcome:
     state = trainer.state
-    if state.global_step >= state.max_steps and not state.pending:
+    if trainer.world.from_main(_is_finished(trainer)):
         logger.info(
             "this run is complete: %d of %d steps. To train longer, raise train.num_epochs or "
             "train.max_steps",
@@ -97,6 +98,8 @@ def _fit(trainer: Trainer) -> Outcome:
             state.max_steps,
         )
         return Outcome(state)
+    if state.is_complete:
+        logger.info("the last step is saved, but the run was ended before its results were written")
     told = explain_peer_loss(trainer.world.rank, lambda: trainer.signal)
     # also after the last step: a signal lets the last upload finish
     with trainer.stop, told, explain_out_of_memory(trainer):
@@ -105,6 +108,17 @@ def _fit(trainer: Trainer) -> Outcome:
         finish(trainer)
         trainer.saver.finish_uploads(state)
     return Outcome(state, trainer.signal)
+
+
+def _is_finished(trainer: Trainer) -> bool:
+    """Whether the run has taken its last step, and nothing after it was interrupted."""
+    if not trainer.state.is_complete:
+        return False
+    try:
+        results = json.loads((trainer.section.folder / RESULTS).read_bytes())
+    except (OSError, ValueError):
+        return False
+    return isinstance(results, dict) and results.get("global_step") == trainer.state.global_step
 
 
 def _must_be_saved(trainer: Trainer) -> None:
@@ -133,7 +147,8 @@ def read_recipe(
 def finish(trainer: Trainer) -> None:
     """Write ``all_results.json``; load the best weights if the recipe says so."""
     state, section = trainer.state, trainer.section
-    if trainer.signal is not None or not trainer.world.is_main:
+    is_cut_short = trainer.signal is not None and not state.is_complete
+    if is_cut_short or not trainer.world.is_main:
         return
     best = state.best_global_step
     if section.load_best_model_at_end and best is not None:
@@ -159,4 +174,4 @@ def finish(trainer: Trainer) -> None:
     results.pop("step", None)
     text = json.dumps(results, indent=2, sort_keys=True) + "\n"
     with raising(RunError, "results"):
-        write_aside(section.folder / "all_results.json", text.encode())
+        write_aside(section.folder / RESULTS, text.encode())

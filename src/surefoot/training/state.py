@@ -72,6 +72,11 @@ class TrainerState:
         """``kernels.shared_prompts`` under its former name, until 0.2."""
         return self.kernels.shared_prompts
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether all steps are taken, and what belongs to the last one is done."""
+        return self.global_step >= self.max_steps and not self.pending
+
     def state_dict(self) -> dict[str, object]:
         """All fields as plain data."""
         return asdict(self)

@@ -65,6 +65,8 @@ def write(
             if job.nonce is not None:  # others write their part
                 gather(job, part.folder, written, is_orphan)
                 check_consistent(manifest_of(job, written), str(target))
+            for name in job.beside:  # what they say of these steps must not be lost before them
+                files.sync_file(job.root / name)
             part.commit(target, dump(manifest_of(job, written)))
     size = sum(written.files.values())
     seconds = time.monotonic() - began
