@@ -16,7 +16,6 @@ from ..data.store.dataset import EncodedDataset
 from ..data.text.codec import Codec
 from ..errors import RecipeError
 from ..model.pretrained.loading import resolve
-from ..model.section import ModelSection
 from ..network.network import Network
 from ..network.open import open_network
 from ..parallel.world import World
@@ -121,14 +120,12 @@ def columns_of(
     """The known columns of ``sets``, and what is to be computed."""
     stage, options = recipe.stage, options_of(recipe)
     models = {role: model_of(one, recipe.model) for role, one in stage.auxiliary.items()}
-    found = {role: (model, _folder(role, model, recipe, folders)) for role, model in models.items()}
+    found = {
+        role: (model, folders.get(POLICY if model is recipe.model else role) or resolve(model))
+        for role, model in models.items()
+    }
     identity = identity_of(stage, found, options.precision, options.packing)
     return precomputation(stage, identity, recipe.data.cache_dir or default_folder(), sets, world)
-
-
-def _folder(role: str, model: ModelSection, recipe: Recipe, folders: Mapping[str, Path]) -> Path:
-    known = folders.get(POLICY if model is recipe.model else role)
-    return resolve(model) if known is None else known
 
 
 def _train_set(recipe: Recipe, data: TrainingData, loader: Loader) -> WindowSet:

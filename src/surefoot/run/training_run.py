@@ -58,6 +58,7 @@ class Outcome:
 
     state: TrainerState
     signal: signal.Signals | None = None
+    is_main: bool = True  # whether this is the rank that speaks for all
 
 
 def run(
@@ -97,7 +98,7 @@ def _fit(trainer: Trainer) -> Outcome:
             state.global_step,
             state.max_steps,
         )
-        return Outcome(state)
+        return Outcome(state, None, trainer.world.is_main)
     if state.is_complete:
         logger.info("the last step is saved, but the run was ended before its results were written")
     told = explain_peer_loss(trainer.world.rank, lambda: trainer.signal)
@@ -107,7 +108,7 @@ def _fit(trainer: Trainer) -> Outcome:
         _must_be_saved(trainer)
         finish(trainer)
         trainer.saver.finish_uploads(state)
-    return Outcome(state, trainer.signal)
+    return Outcome(state, trainer.signal, trainer.world.is_main)
 
 
 def _is_finished(trainer: Trainer) -> bool:
@@ -167,6 +168,7 @@ def finish(trainer: Trainer) -> None:
         "save_blocking_seconds": trainer.saver.blocking_seconds,
         "num_input_tokens_seen": state.num_input_tokens_seen,
         "total_flos": state.total_flos,
+        "num_skipped_steps": state.num_skipped_steps,
         "best_metric": state.best_metric,
         "best_global_step": best,
         **(evaluations[-1] if evaluations else {}),

@@ -80,7 +80,7 @@ def _paths(proc: Path) -> Iterator[tuple[str, str]]:
 
 def _upwards(path: str, root: str) -> list[PurePosixPath]:
     """``path`` relative to the ``root`` of a mount, and all folders above it within the mount. A
-    container may see a path that lies outside of its mount: the mount itself remains."""
+    container may see a path outside of its mount: the mount itself remains."""
     known = PurePosixPath(path)
     if ".." in known.parts or not known.is_relative_to(root):
         return [PurePosixPath()]

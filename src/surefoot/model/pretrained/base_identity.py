@@ -96,7 +96,7 @@ def _files(folder: Path, *, has_weights: bool) -> dict[str, Path]:
 
 
 def _weights(folder: Path) -> Iterator[Path]:
-    """The weight files of a folder: those that are loaded, as others may lie beside them."""
+    """The weight files of a folder that are loaded; it may contain others."""
     if (folder / _MANIFEST).is_file():
         yield folder / _MANIFEST
         return
