@@ -13,7 +13,8 @@ from pathlib import Path
 from .. import interchange
 from ..checkpoint.reading.loading import load as load_checkpoint
 from ..errors import CheckpointError, RunError
-from ..parallel.world import explain_peer_loss, joined
+from ..parallel.world import World, explain_peer_loss, joined
+from ..recipe.batch_sizes import with_batch_sizes
 from ..recipe.recipe import Recipe, load, read
 from ..storage.files import raising, write_aside
 from ..training.callback import TrainerCallback
@@ -65,7 +66,17 @@ def run(
     recipe: Recipe, *, callbacks: Sequence[TrainerCallback] = (), trust_pickle: bool = False
 ) -> Outcome:
     """Start or resume a run; see ``train``."""
-    with joined(recipe.parallel) as world, opened(recipe, world) as folder:
+    with joined(recipe.parallel) as world:
+        recipe, note = with_batch_sizes(recipe, world.num_data_ranks)
+        if note is not None:
+            logger.info("%s", note)
+        return _run_on(world, recipe, callbacks, trust_pickle=trust_pickle)
+
+
+def _run_on(
+    world: World, recipe: Recipe, callbacks: Sequence[TrainerCallback], *, trust_pickle: bool
+) -> Outcome:
+    with opened(recipe, world) as folder:
         start = mirror = None
         if world.is_main:
             interchange.refuse_output_dir(folder.path)
