@@ -6,7 +6,11 @@ and the least counts. The paths are those that the kernel names in ``/proc/self`
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import os
 import re
+import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -35,6 +39,24 @@ def free_memory(proc: Path = PROC) -> int | None:
     limits = (_of_group(folder, version) for folder, version in _groups(proc))
     found = [free for free in (_of_machine(proc), *limits) if free is not None]
     return min(found, default=None)
+
+
+@contextlib.contextmanager
+def exclusive(name: str) -> Iterator[None]:
+    """Run the block in one process of this user on this machine at a time; without a place for the
+    lock, in any."""
+    path = Path(tempfile.gettempdir()) / f"surefoot-{name}-{os.getuid()}.lock"
+    try:
+        held = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    except OSError:
+        yield
+        return
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(held, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(held)
 
 
 def _of_machine(proc: Path) -> int | None:

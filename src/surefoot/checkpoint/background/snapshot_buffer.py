@@ -6,15 +6,16 @@ its pages to the disk without another copy. It has no name and is freed with the
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 
 from ...storage import files
-from ...storage.memory import free_memory
+from ...storage.memory import exclusive, free_memory
 from ..disk.header import ranges_of
 from ..saving.job import Shard
 from .file_image import FileImage, image_of
@@ -42,13 +43,17 @@ class SnapshotBuffer:
     @classmethod
     def create(cls, size: int) -> SnapshotBuffer:
         """Allocate all of it; ``MemoryError`` if not enough memory is available."""
-        free = free_memory()
-        if free is not None and size + _SPARE > free:
-            raise MemoryError(f"{size + _SPARE:,} bytes are needed, {free:,} are free")
         descriptor = os.memfd_create("surefoot-checkpoint", os.MFD_CLOEXEC)
         try:
-            os.posix_fallocate(descriptor, 0, size)
+            with _in_turn(size):
+                free = free_memory()
+                if free is not None and size + _SPARE > free:
+                    raise MemoryError(f"{size + _SPARE:,} bytes are needed, {free:,} are free")
+                os.posix_fallocate(descriptor, 0, size)
             return cls(descriptor, size)
+        except MemoryError:
+            os.close(descriptor)
+            raise
         except OSError as error:
             os.close(descriptor)
             raise MemoryError(f"{size:,} bytes of shared memory: {error.strerror}") from error
@@ -111,6 +116,17 @@ class FileImages:
         for name, box in image.scattered.items():
             ranges = ranges_of(shard.plan.header.entries[name], box)
             file.write_ranges(ranges, self.tensor(shard, name))
+
+
+@contextlib.contextmanager
+def _in_turn(size: int) -> Iterator[None]:
+    """Several ranks of a machine allocate at the same moment, and each would see the same memory
+    free. They take turns, unless there is enough for all of them."""
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE") or 1)
+    free = free_memory()
+    is_tight = free is not None and (size + _SPARE) * ranks > free
+    with exclusive("memory") if ranks > 1 and is_tight else contextlib.nullcontext():
+        yield
 
 
 def places(sizes: Sequence[int]) -> tuple[list[int], int]:
