@@ -15,6 +15,8 @@ from __future__ import annotations
 
 from signal import Signals
 
+SKIPPED_STEPS = 3  # exit code of a run that has ended, but has skipped steps (train.on_nan)
+
 
 def counted(number: int, one: str, many: str | None = None) -> str:
     """A number and what it counts, in a message: ``1 tensor``, ``2 tensors``."""

@@ -1,6 +1,7 @@
 """Early stopping, the plot, TensorBoard and the screen, on a real run of the loop."""
 
 import io
+import json
 from dataclasses import replace
 
 import pytest
@@ -9,7 +10,8 @@ from rich.console import Console
 import small
 from surefoot.callbacks.console import LABELS, Screen, duration, fitting, sparkline
 from surefoot.callbacks.early_stop import EarlyStop
-from surefoot.callbacks.plot import Plot
+from surefoot.callbacks.jsonl import Jsonl
+from surefoot.callbacks.plot import Plot, curves, smoothed
 from surefoot.callbacks.tensorboard import TensorBoard
 
 
@@ -48,6 +50,15 @@ def test_early_stop_goes_on_counting_after_a_resume(tmp_path):
     assert second.fit().global_step == 5
 
 
+def test_a_run_that_has_stopped_early_does_not_resume_unless_it_is_given_more_patience(tmp_path):
+    stopping(tmp_path).fit()
+    again = small.resume(stopping(tmp_path), tmp_path / "checkpoint-5")
+    assert again.fit().global_step == 5
+    more = small.resume(stopping(tmp_path), tmp_path / "checkpoint-5")
+    more.callbacks.members[-1].patience = 5
+    assert more.fit().global_step == 7
+
+
 def test_a_callback_that_is_new_on_a_resume_starts_afresh(tmp_path):
     small.trainer(tmp_path, small.StopAt(4), save_steps=4).fit()
     second = small.resume(stopping(tmp_path), tmp_path / "checkpoint-4")
@@ -58,6 +69,23 @@ def test_the_plot_is_a_png_of_both_curves(tmp_path):
     options = {"evals": small.examples(1), "eval_steps": 2, "max_steps": 24}
     small.trainer(tmp_path, Plot(tmp_path / "loss.png"), **options).fit()
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_every_figure_of_the_plot_is_in_the_metrics(tmp_path):
+    options = {"evals": small.examples(1), "eval_steps": 2, "max_steps": 5}
+    state = small.trainer(tmp_path, Jsonl(tmp_path / "metrics.jsonl"), **options).fit()
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    for label, name in (("training", "loss"), ("evaluation", "eval_loss")):
+        logged = [(r["step"], r[name]) for r in records if name in r]
+        assert list(zip(*curves(state)[label], strict=True)) == logged
+
+
+def test_the_smoothed_curve_does_not_lag():
+    falling = [5.0 - step / 100 for step in range(200)]
+    assert smoothed(falling) == pytest.approx(falling)
+    noisy = [value + 0.5 * (-1) ** step for step, value in enumerate(falling)]
+    assert smoothed(noisy)[5:-5] == pytest.approx(falling[5:-5], abs=0.06)
+    assert smoothed([1.0, float("nan"), 3.0, 4.0])[-1] == 4.0
 
 
 def test_tensorboard_holds_every_step_once_after_a_crash_and_a_resume(tmp_path):

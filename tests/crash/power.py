@@ -69,7 +69,7 @@ class Disk(System):
         if dir_fd is not None or not Path(path).is_relative_to(self.root):
             return
         if flags & os.O_CREAT:
-            self._find(Path(path).parent).now[Path(path).name] = FileNode()
+            self._find(Path(path).parent).now.setdefault(Path(path).name, FileNode())
         self.open_nodes[descriptor] = self._find(path)
 
     def _close(self, _, descriptor):
@@ -83,6 +83,9 @@ class Disk(System):
         node = self.open_nodes[descriptor]
         node.now.extend(bytes(max(0, offset + count - len(node.now))))
         node.now[offset : offset + count] = bytes(data[:count])
+
+    def _write(self, count, descriptor, data):
+        self.open_nodes[descriptor].now.extend(bytes(data[:count]))
 
     def _fsync(self, _, descriptor):
         node = self.open_nodes[descriptor]

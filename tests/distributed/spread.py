@@ -87,7 +87,7 @@ def trainer(
         world=world,
     )
     data = EncodedData(examples or small.examples(), {}, EncodingReport(()))
-    ahead = open_ahead(recipe, folder, codec, data, world)
+    ahead = open_ahead(recipe, {"policy": folder}, codec, data, world)
     ahead.run(network)
     return assemble(recipe, codec, network, ahead, saver)
 

@@ -73,7 +73,7 @@ def begun(world, folder, *, method=None, model=None, tokens=(), packing=False, p
         world=world,
     )
     examples = EncodedData(small.examples(), {}, EncodingReport(()))
-    ahead = open_ahead(recipe, folder, codec, examples, world)
+    ahead = open_ahead(recipe, {"policy": folder}, codec, examples, world)
     made = assemble(recipe, codec, policy, ahead, saver)
     assert policy.sharing.is_proven == packing, "prompts may be shared"
     return made

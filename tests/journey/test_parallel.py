@@ -16,6 +16,7 @@ from surefoot.checkpoint.disk.commit import being_written
 from surefoot.checkpoint.layouts.opening import open_folder
 from surefoot.checkpoint.reading.verification import verify
 from surefoot.checkpoint.sources.source import read_whole
+from surefoot.recipe.recipe import load
 
 CLOSE = 2e-5  # of losses and of weights after some steps of Adam: sums in another order
 
@@ -162,8 +163,19 @@ def test_an_adapter_trained_by_two_opens_with_peft(tmp_path):
     assert PeftModel.from_pretrained(base, saved).peft_config["default"].r == 2
 
 
+def test_without_batch_sizes_three_ranks_are_given_some_that_divide(tmp_path):
+    project = Project(tmp_path, train={"max_steps": 1})
+    for name in ("global_batch_size", "micro_batch_size"):
+        del project.sections["train"][name]
+    project.write()
+    err = train(project, *processes(3))
+    assert "train.global_batch_size: 18, train.micro_batch_size: 3 (not set; chosen for 3" in err
+    assert load(project.run / "recipe.yaml").train.micro_batch_size == 3
+
+
 def test_batches_that_do_not_divide_are_refused_in_one_sentence(tmp_path):
-    project = Project(tmp_path, train={"global_batch_size": 4, "micro_batch_size": 4})
+    project = Project(tmp_path, train={"global_batch_size": 2, "micro_batch_size": 2})
     err = train(project, *processes(2), code=2)
     assert err.count("error:") == 1
-    assert "is not a multiple of train.micro_batch_size x data-parallel ranks (4 x 2 = 8)" in err
+    assert "is not a multiple of train.micro_batch_size x data-parallel ranks (2 x 2 = 4)" in err
+    assert "set train.micro_batch_size=1, which computes the same steps" in err

@@ -20,7 +20,7 @@ right = selection._by_document
 def test_where_there_is_nothing_to_choose_from_the_log_says_what_is_used(caplog):
     caplog.set_level(logging.INFO)
     assert choose(ROW) == BY_DOCUMENT
-    assert "packed attention: sdpa, one call per document" in caplog.text
+    assert "attention kernel: sdpa, for rows that pack several documents" in caplog.text
 
 
 def test_the_first_kernel_that_passes_is_used_however_slow_it_is(caplog):
@@ -32,8 +32,8 @@ def test_the_first_kernel_that_passes_is_used_however_slow_it_is(caplog):
 
     assert choose(ROW, {"wrong": leaks, "slow": slow, "quick": right}) == "slow"
     refused, used = caplog.messages
-    assert refused.startswith("packed attention: wrong rejected: its result differs by")
-    assert used == "packed attention: slow"
+    assert refused.startswith("attention kernel: wrong rejected: its result differs by")
+    assert used.startswith("attention kernel: slow,")
 
 
 def test_the_order_of_preference_is_fixed(monkeypatch):
@@ -85,7 +85,7 @@ def test_a_kernel_that_cannot_be_trusted_is_dropped_with_its_reason(
         assert choose(ROW, {"new": kernel}) == BY_DOCUMENT
     finally:
         torch.use_deterministic_algorithms(False)
-    assert f"packed attention: new rejected: {why}" in caplog.text
+    assert f"attention kernel: new rejected: {why}" in caplog.text
 
 
 def test_varlen_is_dropped_where_it_does_not_run():
@@ -143,4 +143,4 @@ def test_a_kernel_that_is_not_here_any_more_gives_way_with_a_warning(caplog):
     model = tiny.model()
     packed.use_packed(model)
     assert selection.use(model, "varlen") == BY_DOCUMENT
-    assert "kernel varlen, used by the checkpoint, is not available" in caplog.text
+    assert "kernel: varlen, used by the checkpoint, is not available" in caplog.text

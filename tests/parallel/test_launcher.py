@@ -1,6 +1,7 @@
 """Processes start together, end together, and the first that fails is the one that is heard."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -53,6 +54,39 @@ def test_a_killed_process_ends_the_others():
     assert launch(command(script), 3) == 128 + signal.SIGKILL
 
 
+@pytest.mark.parametrize(
+    ("ending", "said"),
+    [
+        ("os.kill(os.getpid(), 9)", r"rank 1 was killed by SIGKILL .*memory.* same command"),
+        ("os.kill(os.getpid(), 11)", r"rank 1 was killed by SIGSEGV .*same command to resume"),
+        ("sys.exit(1)", "rank 1 ended with exit code 1; its own message says why"),
+        ("sys.exit(2)", "^$"),  # an error of the user's, which it has explained
+    ],
+)
+def test_the_rank_that_failed_is_named(ending, said, caplog):
+    script = f"""
+    import os, sys, time
+    if os.environ["RANK"] == "1":
+        {ending}
+    time.sleep(60)
+    """
+    launch(command(script), 2)
+    assert re.search(said, "".join(record.message for record in caplog.records))
+
+
+def test_ranks_that_leave_steps_out_have_not_failed():
+    """They end one after another; the others must not be killed meanwhile."""
+    script = """
+    import os, sys, time
+    time.sleep(0.3 * int(os.environ["RANK"]))
+    sys.exit(3)
+    """
+    gang = _ProcessGroup(command(script), 2)
+    assert gang.watch() == 3
+    assert [process.returncode for process in gang.processes] == [3, 3]
+    assert launch(command(script), 2, max_restarts=2) == 3
+
+
 def test_of_two_failures_at_once_the_one_that_was_killed_is_told():
     """The other one may have ended before anybody looked: its connection was closed."""
     script = """
@@ -92,7 +126,10 @@ def test_an_error_of_the_user_is_not_tried_again(tmp_path):
     assert (tmp_path / "tries").read_text() == "x"
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+STOPS = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1]
+
+
+@pytest.mark.parametrize("number", STOPS)
 def test_a_signal_reaches_every_process_once_and_their_code_is_the_answer(tmp_path, number):
     script = f"""
     import os, signal, sys, time
@@ -101,7 +138,7 @@ def test_a_signal_reaches_every_process_once_and_their_code_is_the_answer(tmp_pa
         with open(Path({str(tmp_path)!r}) / os.environ["RANK"], "a") as file:
             file.write(f"{{number}} ")
         sys.exit(128 + number)
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, stop)
     Path({str(tmp_path)!r}, "ready" + os.environ["RANK"]).touch()
     time.sleep(60)

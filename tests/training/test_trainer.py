@@ -238,6 +238,35 @@ def test_skip_leaves_the_step_out_and_goes_on(log_steps, tmp_path):
     assert math.isfinite(state.train_loss_total)
 
 
+def test_every_skipped_step_is_said_with_the_count_and_the_limit(tmp_path, caplog):
+    poisoned(tmp_path, [(0, 1), (1, 0)], on_nan="skip").fit()
+    said = [r.message for r in caplog.records if "skipped" in r.message]
+    assert [line.partition(":")[0] for line in said] == ["step 2", "step 5"]
+    assert "(2 steps so far; the run stops at more than 10, train.max_skipped_steps)" in said[1]
+
+
+def test_more_skipped_steps_than_allowed_stop_the_run_also_over_resumes(tmp_path):
+    places = [(0, 1), (1, 0), (1, 2)]
+    with pytest.raises(RunError, match=r"step 5: .* 2 steps skipped is more than .*\(1\)"):
+        poisoned(tmp_path, places, on_nan="skip", max_skipped_steps=1).fit()
+    more = poisoned(tmp_path, places, on_nan="skip", max_skipped_steps=3)
+    resumed = small.resume(more, tmp_path / "checkpoint-3")
+    assert resumed.state.num_skipped_steps == 1
+    assert resumed.fit().num_skipped_steps == 3
+
+
+@pytest.mark.parametrize(
+    ("on_nan", "cure"),
+    [("stop", "set train.on_nan to skip or rollback"), ("rollback", "set train.on_nan to skip")],
+)
+def test_the_cure_of_a_bad_step_is_another_one_than_what_was_tried(on_nan, cure, tmp_path):
+    built = small.trainer(tmp_path, on_nan=on_nan, max_grad_norm=0.0)
+    next(built.policy.module.parameters()).data.fill_(float("nan"))
+    with pytest.raises(RunError) as stopped:
+        built.fit()
+    assert str(stopped.value).endswith(cure)
+
+
 @pytest.mark.parametrize("log_steps", [1, 8])
 def test_rollback_goes_back_and_leaves_out_the_window(log_steps, tmp_path):
     """Also if nobody looks at the step before the next one has run."""

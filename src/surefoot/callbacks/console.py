@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import resource
@@ -72,9 +73,11 @@ class Screen(TrainerCallback):
             logger.info("step=%d/%d %s", state.global_step, state.max_steps, " ".join(pairs))
         elif "loss" not in logs:
             pairs = [f"{name.removeprefix('eval_')} [bold]{v}[/]" for name, v in shown.items()]
-            self._progress.console.print(
-                f"[cyan]eval[/] at step {state.global_step}: " + "  ".join(pairs), highlight=False
-            )
+            with contextlib.suppress(OSError):  # a closed terminal is not worth stopping for
+                self._progress.console.print(
+                    f"[cyan]eval[/] at step {state.global_step}: " + "  ".join(pairs),
+                    highlight=False,
+                )
 
     def on_save(self, args: Context, state: TrainerState, control: TrainerControl) -> None:
         """Show the name of the checkpoint."""
@@ -85,7 +88,8 @@ class Screen(TrainerCallback):
     def on_train_end(self, args: Context, state: TrainerState, control: TrainerControl) -> None:
         """Leave the last state of the live line on the screen."""
         if self._progress is not None:
-            self._progress.stop()
+            with contextlib.suppress(OSError):
+                self._progress.stop()
             self._progress = None
 
     def _seconds_left(self, state: TrainerState) -> float:

@@ -23,6 +23,16 @@ class EarlyStop(TrainerCallback):
     best: float | None = None
     num_worse: int = 0
 
+    def on_train_begin(self, args: Context, state: TrainerState, control: TrainerControl) -> None:
+        """A run that had stopped already does not resume."""
+        if self.num_worse >= self.patience:
+            control.should_training_stop = True
+            logger.info(
+                "this run has stopped early, at step %d; to train longer, raise "
+                "train.early_stopping_patience",
+                state.global_step,
+            )
+
     def on_evaluate(
         self, args: Context, state: TrainerState, control: TrainerControl, metrics: Metrics
     ) -> None:

@@ -2,20 +2,22 @@
 
 The file of a killed run has lines of steps after its latest checkpoint. When the run resumes, it
 repeats those steps; bitwise equal metrics are not written again. If they differ (another recipe, a
-rollback), the old lines from there on are deleted, and the new ones are appended.
+rollback), the old lines from there on are deleted, and the new ones are appended. Lines of earlier
+steps that are missing or damaged, after a power failure say, are restored from the checkpoint.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..errors import RunError
-from ..storage.files import append_line, make_folder, raising
+from ..storage.files import append_line, make_folder, raising, write_aside
 from ..training.callback import Context, Metrics, TrainerCallback
 from ..training.state import TrainerControl, TrainerState
 
@@ -33,23 +35,23 @@ class Jsonl(TrainerCallback):
     _lines: dict[Key, tuple[int, Record]] = field(default_factory=dict)
 
     def on_train_begin(self, args: Context, state: TrainerState, control: TrainerControl) -> None:
-        """Read the existing lines; an incomplete last line after a crash is deleted."""
-        self._lines, offset = {}, 0
+        """Read the existing lines, and restore those that the log of the run has in addition; an
+        incomplete last line after a crash is deleted."""
         with raising(RunError, "metrics"):
             make_folder(self.path.parent)
-        for line in self.path.read_bytes().splitlines(keepends=True) if self.path.exists() else ():
-            record = _parse(line)
-            if record is None:
-                os.truncate(self.path, offset)
-                break
-            self._lines[_key(record)] = (offset, record)
-            offset += len(line)
+            content = self.path.read_bytes() if self.path.exists() else b""
+            records = _restored(list(_records(content)), state.log_history)
+            lines = [_line(record) for record in records]
+            if (text := b"".join(lines)) != content:
+                write_aside(self.path, text)
+        offsets = itertools.accumulate((len(line) for line in lines), initial=0)
+        self._lines = {_key(r): (at, r) for at, r in zip(offsets, records, strict=False)}
 
     def on_log(
         self, args: Context, state: TrainerState, control: TrainerControl, logs: Metrics
     ) -> None:
         """Append one line, unless it already exists."""
-        record: Record = {name: _finite(value) for name, value in logs.items()}
+        record = _strict(logs)
         key = _key(record)
         if key in self._lines:
             offset, old = self._lines[key]
@@ -61,6 +63,37 @@ class Jsonl(TrainerCallback):
         self._lines[key] = (offset, record)
         with raising(RunError, "metrics"):
             append_line(self.path, json.dumps(record))
+
+
+def _records(content: bytes) -> Iterator[Record]:
+    """The records of the lines before the first one that is incomplete or damaged."""
+    for line in content.splitlines(keepends=True):
+        record = _parse(line)
+        if record is None:
+            return
+        yield record
+
+
+def _restored(found: Sequence[Record], history: Sequence[Metrics]) -> list[Record]:
+    """The records of the run's log so far, and those of ``found`` that it does not have. Of equal
+    ones the found one stays: the clock's figures are those of the first time."""
+    known = {_key(record): record for record in found}
+    logged = [_strict(record) for record in history if "step" in record]
+    records = [_first(known.pop(_key(record), None), record) for record in logged]
+    return sorted([*records, *known.values()], key=_key)
+
+
+def _first(found: Record | None, logged: Record) -> Record:
+    is_same = found is not None and _repeatable(found) == _repeatable(logged)
+    return found if found is not None and is_same else logged
+
+
+def _line(record: Record) -> bytes:
+    return (json.dumps(record) + "\n").encode()
+
+
+def _strict(record: Metrics) -> Record:
+    return {name: _finite(value) for name, value in record.items()}
 
 
 def _parse(line: bytes) -> Record | None:

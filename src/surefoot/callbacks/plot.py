@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ from ..training.state import TrainerControl, TrainerState
 
 logger = logging.getLogger(__name__)
 NAME = "loss.png"
-SMOOTHING = 0.9  # of the exponential mean drawn over the raw curve
+WIDTHS = 40  # of half a smoothing window, in the length of the curve
 
 
 @dataclass
@@ -36,15 +37,11 @@ class Plot(TrainerCallback):
 
         figure = Figure(figsize=(7, 4), layout="constrained")
         axes = figure.subplots()
-        for name, label in (("loss", "training"), ("eval_loss", "evaluation")):
-            points = [(r["step"], r[name]) for r in state.log_history if name in r]
-            if not points:
-                continue
-            steps, losses = zip(*points, strict=True)
-            is_raw = name == "loss" and len(points) > 20
+        for label, (steps, losses) in curves(state).items():
+            is_raw = label == "training" and len(steps) > 20
             axes.plot(steps, losses, alpha=0.35 if is_raw else 1.0, label=label, linewidth=1.5)
             if is_raw:
-                axes.plot(steps, _smooth(losses), color=axes.lines[-1].get_color(), linewidth=1.8)
+                axes.plot(steps, smoothed(losses), color=axes.lines[-1].get_color(), linewidth=1.8)
         axes.set_xlabel("step")
         axes.set_ylabel("loss (nats per token)")
         axes.grid(alpha=0.3)
@@ -58,10 +55,23 @@ class Plot(TrainerCallback):
             logger.warning("could not draw %s", explain(error))
 
 
-def _smooth(values: Sequence[float]) -> list[float]:
-    """Exponential mean with bias correction (as Adam corrects its moments)."""
-    smooth, mean = [], 0.0
-    for count, value in enumerate(values, start=1):
-        mean = SMOOTHING * mean + (1 - SMOOTHING) * value
-        smooth.append(mean / (1 - SMOOTHING**count))
-    return smooth
+def curves(state: TrainerState) -> dict[str, tuple[list[float], list[float]]]:
+    """Steps and losses by the name of the curve: those of ``metrics.jsonl``."""
+    found = {}
+    for name, label in (("loss", "training"), ("eval_loss", "evaluation")):
+        points = [(record["step"], record[name]) for record in state.log_history if name in record]
+        if points:
+            found[label] = ([step for step, _ in points], [loss for _, loss in points])
+    return found
+
+
+def smoothed(values: Sequence[float]) -> list[float]:
+    """Centered means, which do not lag behind the curve. Towards both ends they are of fewer
+    values, and the first and the last one are the values themselves."""
+    width = max(1, len(values) // WIDTHS)
+    means = []
+    for at in range(len(values)):
+        side = min(width, at, len(values) - 1 - at)
+        near = [v for v in values[at - side : at + side + 1] if math.isfinite(v)]
+        means.append(sum(near) / len(near) if near else math.nan)
+    return means

@@ -90,6 +90,9 @@ def plan(
 
 def show(recipe: Recipe, found: Plan, *, is_given: bool) -> None:
     """Print facts, memory, checkpoints and other settings."""
+    from ..recipe.batch_sizes import with_batch_sizes
+
+    recipe, _ = with_batch_sizes(recipe, found.mesh.num_data_ranks)
     screen = console()
     screen.print(frame(recipe.model.path, _lines(recipe, found, is_given=is_given)))
     screen.print(_memory_table(found))

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import shlex
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
+from ..errors import SKIPPED_STEPS, counted
 from .loading import loading, start_ranks
+
+if TYPE_CHECKING:
+    from ..recipe.recipe import Recipe
+    from ..run.training_run import Outcome
+    from ..training.state import TrainerState
+
+_WRITTEN = ("metrics.jsonl", "loss.png", "all_results.json")  # as far as they exist
 
 
 @click.command()
@@ -23,8 +35,9 @@ def train(recipe: Path, overrides: tuple[str, ...], trust_pickle: bool) -> None:
     """Train as RECIPE says; OVERRIDES are dotted fields such as optim.adamw.learning_rate=5e-5.
 
     If train.output_dir contains a checkpoint, training resumes from the latest one that passes
-    verification. On Ctrl-C or SIGTERM it finishes the step, saves, and exits with 128 + the
-    signal's number.
+    verification. On Ctrl-C, SIGTERM, SIGHUP (the terminal was closed) or SIGUSR1 it finishes the
+    step, saves, and exits with 128 + the signal's number. It exits with 3 if it has ended, but
+    has skipped steps, as train.on_nan allows.
     """
     with loading():
         from surefoot.recipe.recipe import load
@@ -38,10 +51,44 @@ def train(recipe: Path, overrides: tuple[str, ...], trust_pickle: bool) -> None:
             importlib.import_module(name)
 
     outcome = run(loaded, trust_pickle=trust_pickle)
+    if outcome.is_main:
+        with contextlib.suppress(OSError):  # the terminal may be closed
+            click.echo("\n".join(_ending(loaded, outcome)), err=True)
     if outcome.signal is not None:
-        click.echo(
-            f"stopped at step {outcome.state.global_step} by {outcome.signal.name}, saved; run "
-            "the same command to resume",
-            err=True,
-        )
         raise SystemExit(128 + outcome.signal)
+    if outcome.state.num_skipped:
+        raise SystemExit(SKIPPED_STEPS)
+
+
+def _ending(recipe: Recipe, outcome: Outcome) -> Iterator[str]:
+    """What a run has come to, and what to type next."""
+    state = outcome.state
+    if outcome.signal is not None and not state.is_complete:
+        yield (
+            f"stopped at step {state.global_step} by {outcome.signal.name}, saved; run the same "
+            "command to resume"
+        )
+        return
+    yield _length(state)
+    if state.best_global_step is not None:
+        metric = recipe.train.metric_for_best_model
+        yield f"best: step {state.best_global_step}, {metric} {state.best_metric:.4g}"
+    if count := state.num_skipped:
+        what = counted(count, "step or batch", "steps or batches")
+        yield f"skipped: {what} whose loss or gradient was NaN or infinite"
+    place, folder = str(recipe.train.output_dir), recipe.train.folder
+    files = [f"checkpoint-{state.global_step}", *_WRITTEN]
+    yield f"{place}: {', '.join(name for name in files if (folder / name).exists())}"
+    quoted = shlex.quote(place)
+    yield f"next: surefoot chat {quoted}"
+    yield f"      surefoot export {quoted} NEW_FOLDER"
+
+
+def _length(state: TrainerState) -> str:
+    """Steps, time, tokens and the last loss, in one line."""
+    from ..callbacks.console import duration
+
+    parts = [f"{counted(state.global_step, 'step')} in {duration(state.train_runtime)}"]
+    parts.append(f"{state.num_input_tokens_seen:,} tokens")
+    losses = [record["loss"] for record in state.log_history if "loss" in record]
+    return "trained: " + ", ".join(parts + [f"loss {value:.4f}" for value in losses[-1:]])

@@ -19,6 +19,7 @@ from ..recipe.recipe_data import open_codec
 from ..run.auxiliary import columns_of, eval_set, refuse_other_tokens
 from ..run.contexts import context_of
 from ..training.precompute import Precomputation, WindowSet, model_of, with_items, with_windows
+from ..training.stage import POLICY
 from .evaluation import encoded, ready_to_measure
 from .held_out_set import held_out
 from .model_loading import PLAINLY, open_start
@@ -43,7 +44,7 @@ def auxiliary_columns(
     items = {one.name: in_memory(encoded(recipe.stage, one.examples, codec)) for one in parts}
     size = recipe.train.global_batch_size
     sets = {name: eval_set(examples, size) for name, examples in items.items()}
-    found = columns_of(recipe, base, list(sets.values()), world)
+    found = columns_of(recipe, {POLICY: base}, list(sets.values()), world)
     if not found.is_complete:
         with _networks(recipe, codec, world, parallel) as networks:
             found.run(context_of(recipe, codec, networks, ALONE, recipe.train.seed))

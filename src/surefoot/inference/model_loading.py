@@ -19,6 +19,7 @@ from ..data.text.codec import Codec
 from ..data.text.templates import Template, load_template, saved_source
 from ..errors import ModelError, RecipeError
 from ..generate.section import GenerateSection
+from ..model.pretrained import base_identity
 from ..model.pretrained.loading import resolve
 from ..model.pretrained.tokenizer import FILES as TOKENIZER_FILES
 from ..model.pretrained.tokenizer import load_tokenizer
@@ -217,7 +218,8 @@ def _on_base(adapter: ModelLocation, base: Path) -> ModelFolders:
 
 
 def _base_of(adapter: ModelLocation, given: str | Path | None) -> Path:
-    """The folder of an adapter's base: the given one, or the one in its files."""
+    """The folder of an adapter's base: the given one, or the one in its files, if these are still
+    what the adapter was trained on."""
     if given is not None:
         located = locate(given)
         if located.is_adapter:
@@ -225,6 +227,16 @@ def _base_of(adapter: ModelLocation, given: str | Path | None) -> Path:
                 f"--base {given}: is an adapter; merge it first with `surefoot export`"
             )
         return located.folder
+    found = _named_base(adapter)
+    if names := base_identity.changes_below(adapter.folder, found):
+        raise ModelError(
+            f"{adapter}: its base model {found} has changed since the adapter was trained "
+            f"({base_identity.some(names)}); restore it, or use it nevertheless with --base {found}"
+        )
+    return found
+
+
+def _named_base(adapter: ModelLocation) -> Path:
     config = read_config(adapter.folder / ADAPTER)
     name = config.get("base_model_name_or_path")
     if isinstance(name, str) and Path(name).is_dir():
@@ -232,6 +244,8 @@ def _base_of(adapter: ModelLocation, given: str | Path | None) -> Path:
     sections = [adapter.recipe.model] if adapter.recipe else []
     if isinstance(name, str) and name and not Path(name).is_absolute():
         sections.append(ModelSection(path=name, revision=config.get("revision")))
+        if sections[0].path == name:  # a commit, where the recipe may have a branch
+            sections[0] = replace(sections[0], revision=config.get("revision"))
     for section in sections:
         try:
             return resolve(section)

@@ -19,13 +19,22 @@ from types import FrameType
 
 import torch
 
+from ..errors import SKIPPED_STEPS
 from .section import ParallelSection
 from .world import LAUNCHER, launched
 
 logger = logging.getLogger(__name__)
 _PAUSE = 0.05  # seconds between two looks
 _GRACE = 5.0  # seconds for a process to end after another one has failed
-_STOPS = (signal.SIGINT, signal.SIGTERM)
+_STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+_ENDED = (0, SKIPPED_STEPS)
+_USER_ERROR = 2
+_WHY = {
+    signal.SIGKILL: " (by hand, by a scheduler, or by the system because memory was short: "
+    "`surefoot plan` estimates what a rank needs)",
+    signal.SIGSEGV: " (a crash in native code)",
+    signal.SIGBUS: " (a mapped file was truncated, or shared memory is full)",
+}
 
 
 def num_processes(section: ParallelSection) -> int:
@@ -40,14 +49,14 @@ def num_processes(section: ParallelSection) -> int:
 def launch(command: Sequence[str], count: int, max_restarts: int = 0) -> int:
     """Run ``command`` in ``count`` ranks that find each other; returns the exit code of the run.
 
-    SIGINT and SIGTERM are forwarded, so that a signal to this process stops the run like a run of
+    Signals that stop a run are forwarded, so that one to this process stops the run like a run of
     one process. If a rank dies, all are restarted, up to ``max_restarts`` times; they resume from
     the latest checkpoint.
     """
     for attempt in range(max_restarts + 1):
         gang = _ProcessGroup(command, count)
         code = gang.watch()
-        if code == 0 or gang.was_stopped or code == 2 or attempt == max_restarts:
+        if code in _ENDED or gang.was_stopped or code == _USER_ERROR or attempt == max_restarts:
             break  # 2: an error of the user's, which another start will not mend
         logger.warning(
             "a rank ended with exit code %d: restarting all ranks (restart %d of %d)",
@@ -85,25 +94,32 @@ class _ProcessGroup:
 
     def watch(self) -> int:
         """Wait for all: 0, or the code of the first that failed, as a shell reports it."""
-        before = {number: signal.signal(number, self._hand_on) for number in _STOPS}
+        heard = [s for s in _STOPS if signal.getsignal(s) != signal.SIG_IGN]  # nohup ignores one
+        before = {number: signal.signal(number, self._hand_on) for number in heard}
         try:
-            while (code := self._first_failure()) is None:
-                if all(process.poll() == 0 for process in self.processes):
-                    return 0
+            while (failed := self._first_failure()) is None:
+                codes = [process.poll() for process in self.processes]
+                if all(code in _ENDED for code in codes):
+                    return max(code or 0 for code in codes)
                 time.sleep(_PAUSE)
-            return code
+            rank, code = failed
+            if not self.was_stopped:
+                _report(rank, code)
+            return 128 - code if code < 0 else code
         finally:
             self._end()
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    def _first_failure(self) -> int | None:
-        codes = [process.poll() for process in self.processes]
-        failed = [code for code in codes if code]
+    def _first_failure(self) -> tuple[int, int] | None:
+        """The rank that failed, and its exit code. Of several at once one that was killed by a
+        signal: the others echo its end."""
+        codes = [(process.poll() or 0, rank) for rank, process in enumerate(self.processes)]
+        failed = [(code, rank) for code, rank in codes if code not in _ENDED]
         if not failed:
             return None
-        code = min(failed)  # of several at once, one killed by a signal: the others echo its end
-        return 128 - code if code < 0 else code
+        code, rank = min(failed)
+        return rank, code
 
     def _hand_on(self, number: int, _frame: FrameType | None) -> None:
         self.was_stopped = True
@@ -120,6 +136,21 @@ class _ProcessGroup:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+
+
+def _report(rank: int, code: int) -> None:
+    """Say which rank ended the run; an error that it could explain, it has explained itself."""
+    if code >= 0:
+        if code != _USER_ERROR:
+            logger.error("rank %d ended with exit code %d; its own message says why", rank, code)
+        return
+    how = f"{signal.Signals(-code).name}{_WHY.get(signal.Signals(-code), '')}"
+    logger.error(
+        "rank %d was killed by %s, so the other ranks are ended. Run the same command to resume "
+        "from the latest checkpoint",
+        rank,
+        how,
+    )
 
 
 def rerun_command(arguments: Sequence[str]) -> list[str]:

@@ -11,7 +11,6 @@ from .. import interchange
 from ..checkpoint.background.saver import SaveListener
 from ..checkpoint.reading.loading import load as load_checkpoint
 from ..model.malloc import keep_freed_memory
-from ..model.pretrained.loading import resolve
 from ..model.seeding import seed_everything, use_deterministic_kernels
 from ..parallel.world import ALONE, World
 from ..recipe.recipe import Recipe
@@ -19,6 +18,7 @@ from ..training.callback import TrainerCallback
 from ..training.trainer import Trainer
 from . import data_loading
 from .auxiliary import open_ahead
+from .base_models import find_bases
 from .code_files import check_code, code_of
 from .policy import Around, build_codec, open_policy, settle_packing
 from .recipe_callbacks import standard_callbacks
@@ -73,10 +73,12 @@ def build(
     use_deterministic_kernels(recipe.train.deterministic)
     keep_freed_memory()
     code = code_of(recipe)
-    base = resolve(recipe.model)
+    bases = find_bases(recipe, None if start is None or start.writer is not None else resume)
+    code |= bases.record() if trial is None and world.is_main else {}
+    base = bases.policy.folder
     codec = build_codec(recipe, base)
     data, feeder = data_loading.open_data(recipe, codec, base, world)
-    ahead = open_ahead(recipe, base, codec, data, world)
+    ahead = open_ahead(recipe, bases.folders, codec, data, world)
     if trial is not None:
         ahead.blank()
     ahead.run_without_policy()
@@ -86,7 +88,7 @@ def build(
     is_read = not (is_kept and ahead.found.is_complete)
     policy = open_policy(recipe, base, codec.tokenizer, world, is_read=is_read)
     ahead.run(policy)
-    saver = build_saver(recipe, policy, codec, base, world)
+    saver = build_saver(recipe, policy, codec, bases.policy, world)
     saver = replace(
         saver,
         resumed_from=resume,

@@ -46,6 +46,7 @@ class Ahead:
     """The columns that are computed before the first step, and the models that compute them."""
 
     recipe: Recipe
+    folders: Mapping[str, Path]  # of the models that are resolved already, by role
     codec: Codec
     world: World
     found: Precomputation
@@ -85,11 +86,11 @@ class Ahead:
         networks = {} if policy is None else {POLICY: policy}
         if not self.found.is_complete:
             for role, one in recipe.stage.auxiliary.items():
-                is_policy = one.model is None
-                networks[role] = (
-                    networks[POLICY] if is_policy else open_auxiliary(recipe, role, codec, world)
-                )
+                networks[role] = networks[POLICY] if one.model is None else self._opened(role)
         self.found.run(context_of(recipe, codec, networks, world, recipe.train.seed))
+
+    def _opened(self, role: str) -> Network:
+        return open_auxiliary(self.recipe, role, self.codec, self.world, self.folders.get(role))
 
     def blank(self) -> None:
         """Columns of zeros, for measurements of speed."""
@@ -97,8 +98,11 @@ class Ahead:
         self.found.blank(BlankContext(self.codec, recipe.stage, recipe.data.packing))
 
 
-def open_ahead(recipe: Recipe, base: Path, codec: Codec, data: TrainingData, world: World) -> Ahead:
-    """The known columns of a run; ``base`` is the folder of the recipe's model."""
+def open_ahead(
+    recipe: Recipe, folders: Mapping[str, Path], codec: Codec, data: TrainingData, world: World
+) -> Ahead:
+    """The known columns of a run; ``folders`` are those of its models by role, at least that of
+    the policy."""
     size = recipe.train.global_batch_size
     held_out = {name: eval_set(dataset, size) for name, dataset in data.evals.items()}
     train = None
@@ -106,17 +110,18 @@ def open_ahead(recipe: Recipe, base: Path, codec: Codec, data: TrainingData, wor
     if recipe.stage.auxiliary and loader.order.is_complete:
         train = _train_set(recipe, data, loader)
     sets = [*([] if train is None else [train]), *held_out.values()]
-    return Ahead(recipe, codec, world, columns_of(recipe, base, sets, world), data, train, held_out)
+    found = columns_of(recipe, folders, sets, world)
+    return Ahead(recipe, folders, codec, world, found, data, train, held_out)
 
 
 def columns_of(
-    recipe: Recipe, base: Path, sets: Sequence[WindowSet], world: World
+    recipe: Recipe, folders: Mapping[str, Path], sets: Sequence[WindowSet], world: World
 ) -> Precomputation:
     """The known columns of ``sets``, and what is to be computed."""
     stage, options = recipe.stage, options_of(recipe)
     models = {role: model_of(one, recipe.model) for role, one in stage.auxiliary.items()}
     found = {
-        role: (model, base if model is recipe.model else resolve(model))
+        role: (model, folders.get(POLICY if model is recipe.model else role) or resolve(model))
         for role, model in models.items()
     }
     identity = identity_of(stage, found, options.precision, options.packing)
@@ -136,10 +141,13 @@ def eval_set(dataset: EncodedDataset, size: int) -> WindowSet:
     return WindowSet(dataset, windows, f"{dataset.fingerprint} in order, {size}")
 
 
-def open_auxiliary(recipe: Recipe, role: str, codec: Codec, world: World) -> Network:
-    """The frozen model of a role. Raises ``RecipeError`` if its tokens are not the policy's."""
+def open_auxiliary(
+    recipe: Recipe, role: str, codec: Codec, world: World, folder: Path | None = None
+) -> Network:
+    """The frozen model of a role, from its ``folder`` if that is known. Raises ``RecipeError`` if
+    its tokens are not the policy's."""
     model = model_of(recipe.stage.auxiliary[role], recipe.model)
-    base = resolve(model)
+    base = folder or resolve(model)
     tokenizer = open_codec(replace(recipe, model=model), base).tokenizer
     refuse_other_tokens(recipe, role, tokenizer, codec)
     options = replace(options_of(recipe), method=None, heads=(), is_trainable=False)

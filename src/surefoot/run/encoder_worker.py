@@ -111,6 +111,7 @@ def _end(process: subprocess.Popen[bytes], folder: Path, pid: int) -> None:
 def main(recipe: Path) -> int:
     """Encode all training datasets; the exit code."""
     die_with_launcher()
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # SLURM sends it to all; it is for the training
     os.nice(NICE)
     try:
         loaded = load(recipe)

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
+from ..callbacks.jsonl import NAME as METRICS
 from ..data.text.codec import Codec
 from ..model.pretrained import companions
+from ..model.pretrained.base_identity import BaseModel
 from ..network.network import Network
 from ..parallel.world import World
 from ..recipe.recipe import Recipe, dump
 from ..training.saver import Saver
 
 
-def build_saver(recipe: Recipe, policy: Network, codec: Codec, base: Path, world: World) -> Saver:
+def build_saver(
+    recipe: Recipe, policy: Network, codec: Codec, base: BaseModel, world: World
+) -> Saver:
     """The saver of a run: the folder of its checkpoints, and their companions."""
     files = {"recipe.yaml": dump(recipe).encode(), **companions.tokenizer_files(codec.tokenizer)}
-    files |= policy.weights.small_files(recipe.model, base, codec.stop_token_ids)
+    files |= policy.weights.small_files(base.at_commit(), base.folder, codec.stop_token_ids)
     layout = recipe.checkpoint.layout_in(recipe.train.output_dir)
     return Saver(
         output_dir=recipe.train.folder,
@@ -31,4 +34,5 @@ def build_saver(recipe: Recipe, policy: Network, codec: Codec, base: Path, world
         metric=recipe.train.metric_for_best_model,
         greater=recipe.train.is_greater_better,
         world=world,
+        beside=(METRICS,),
     )

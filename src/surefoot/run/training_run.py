@@ -13,7 +13,8 @@ from pathlib import Path
 from .. import interchange
 from ..checkpoint.reading.loading import load as load_checkpoint
 from ..errors import CheckpointError, RunError
-from ..parallel.world import explain_peer_loss, joined
+from ..parallel.world import World, explain_peer_loss, joined
+from ..recipe.batch_sizes import with_batch_sizes
 from ..recipe.recipe import Recipe, load, read, with_adapter_settings
 from ..storage.files import raising, write_aside
 from ..training.callback import TrainerCallback
@@ -24,6 +25,7 @@ from .folder import mirror_of, opened, resume_point, write_recipe
 from .out_of_memory import explain_out_of_memory
 
 logger = logging.getLogger(__name__)
+RESULTS = "all_results.json"
 
 
 def train(
@@ -57,13 +59,24 @@ class Outcome:
 
     state: TrainerState
     signal: signal.Signals | None = None
+    is_main: bool = True  # whether this is the rank that speaks for all
 
 
 def run(
     recipe: Recipe, *, callbacks: Sequence[TrainerCallback] = (), trust_pickle: bool = False
 ) -> Outcome:
     """Start or resume a run; see ``train``."""
-    with joined(recipe.parallel) as world, opened(recipe, world) as folder:
+    with joined(recipe.parallel) as world:
+        recipe, note = with_batch_sizes(recipe, world.num_data_ranks)
+        if note is not None:
+            logger.info("%s", note)
+        return _run_on(world, recipe, callbacks, trust_pickle=trust_pickle)
+
+
+def _run_on(
+    world: World, recipe: Recipe, callbacks: Sequence[TrainerCallback], *, trust_pickle: bool
+) -> Outcome:
+    with opened(recipe, world) as folder:
         start = mirror = None
         if world.is_main:
             interchange.refuse_output_dir(folder.path)
@@ -89,14 +102,16 @@ def run(
 
 def _fit(trainer: Trainer) -> Outcome:
     state = trainer.state
-    if state.global_step >= state.max_steps and not state.pending:
+    if trainer.world.from_main(_is_finished(trainer)):
         logger.info(
             "this run is complete: %d of %d steps. To train longer, raise train.num_epochs or "
             "train.max_steps",
             state.global_step,
             state.max_steps,
         )
-        return Outcome(state)
+        return Outcome(state, None, trainer.world.is_main)
+    if state.is_complete:
+        logger.info("the last step is saved, but the run was ended before its results were written")
     told = explain_peer_loss(trainer.world.rank, lambda: trainer.signal)
     # also after the last step: a signal lets the last upload finish
     with trainer.stop, told, explain_out_of_memory(trainer):
@@ -104,7 +119,18 @@ def _fit(trainer: Trainer) -> Outcome:
         _must_be_saved(trainer)
         finish(trainer)
         trainer.saver.finish_uploads(state)
-    return Outcome(state, trainer.signal)
+    return Outcome(state, trainer.signal, trainer.world.is_main)
+
+
+def _is_finished(trainer: Trainer) -> bool:
+    """Whether the run has taken its last step, and nothing after it was interrupted."""
+    if not trainer.state.is_complete:
+        return False
+    try:
+        results = json.loads((trainer.section.folder / RESULTS).read_bytes())
+    except (OSError, ValueError):
+        return False
+    return isinstance(results, dict) and results.get("global_step") == trainer.state.global_step
 
 
 def _must_be_saved(trainer: Trainer) -> None:
@@ -133,7 +159,8 @@ def read_recipe(
 def finish(trainer: Trainer) -> None:
     """Write ``all_results.json``; load the best weights if the recipe says so."""
     state, section = trainer.state, trainer.section
-    if trainer.signal is not None or not trainer.world.is_main:
+    is_cut_short = trainer.signal is not None and not state.is_complete
+    if is_cut_short or not trainer.world.is_main:
         return
     best = state.best_global_step
     if section.load_best_model_at_end and best is not None:
@@ -152,6 +179,7 @@ def finish(trainer: Trainer) -> None:
         "save_blocking_seconds": trainer.saver.blocking_seconds,
         "num_input_tokens_seen": state.num_input_tokens_seen,
         "total_flos": state.total_flos,
+        "num_skipped_steps": state.num_skipped_steps,
         "best_metric": state.best_metric,
         "best_global_step": best,
         **(evaluations[-1] if evaluations else {}),
@@ -159,4 +187,4 @@ def finish(trainer: Trainer) -> None:
     results.pop("step", None)
     text = json.dumps(results, indent=2, sort_keys=True) + "\n"
     with raising(RunError, "results"):
-        write_aside(section.folder / "all_results.json", text.encode())
+        write_aside(section.folder / RESULTS, text.encode())

@@ -278,6 +278,8 @@ def append_line(path: Path, text: str) -> None:
         if (written := os.write(descriptor, line)) < len(line):
             os.ftruncate(descriptor, before)
             raise OSError(errno.ENOSPC, f"only {written} of {len(line)} bytes were written")
+    if not before:  # its name; the bytes are flushed where somebody can wait for it
+        sync_folder(path.parent)
 
 
 def make_folder(path: Path) -> None:

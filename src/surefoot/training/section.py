@@ -12,6 +12,9 @@ from ..storage.address import Address, default_cache
 
 _HALF_A_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:(/|$)")  # as a path, s3:// has lost a slash
 
+_LEAST = {"max_steps": 1, "log_steps": 1, "eval_steps": 1, "early_stopping_patience": 1}
+_LEAST |= {"max_skipped_steps": 0}
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainSection:
@@ -46,8 +49,11 @@ class TrainSection:
     """Clip the global gradient norm to this; 0 turns clipping off."""
     on_nan: Literal["stop", "skip", "rollback"] = "stop"
     """When a loss or gradient is NaN or infinite: stop, skip the step, or roll back to the
-    latest checkpoint and skip the batch.
+    latest checkpoint and skip the batch. A run that has skipped any ends with exit code 3.
     """
+    max_skipped_steps: int = 10
+    """With ``on_nan: skip``, stop the run at more skipped steps than this, counted from its
+    start."""
     log_steps: int | None = 10
     """Log every this many steps."""
     log_minutes: float | None = None
@@ -87,10 +93,10 @@ class TrainSection:
                 f"global_batch_size ({self.global_batch_size}) must be a multiple of "
                 f"micro_batch_size ({self.micro_batch_size})"
             )
-        for name in ("max_steps", "log_steps", "eval_steps", "early_stopping_patience"):
+        for name, least in _LEAST.items():
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
+            if value is not None and value < least:
+                raise ValueError(f"{name} must be at least {least}, got {value}")
         for name in ("log_minutes", "eval_minutes"):
             value = getattr(self, name)
             if value is not None and value <= 0:

@@ -72,6 +72,16 @@ class TrainerState:
         """``kernels.shared_prompts`` under its former name, until 0.2."""
         return self.kernels.shared_prompts
 
+    @property
+    def num_skipped(self) -> int:
+        """Steps and batches that were skipped because a loss or gradient was NaN or infinite."""
+        return self.num_skipped_steps + len(self.skipped_windows)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all steps are taken, and what belongs to the last one is done."""
+        return self.global_step >= self.max_steps and not self.pending
+
     def state_dict(self) -> dict[str, object]:
         """All fields as plain data."""
         return asdict(self)

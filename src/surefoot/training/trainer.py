@@ -14,10 +14,10 @@ from ..checkpoint.reading.loading import load
 from ..checkpoint.state.protocols import Stateful
 from ..checkpoint.state.roles import MODEL
 from ..checkpoint.state.states import RandomState
-from ..errors import RunError
 from ..model.seeding import seed_everything
 from ..parallel.world import ALONE, World
 from .callback import Callbacks
+from .control.bad_steps import MAX_ROLLBACKS, explain, give_up, warn_of_rollback, warn_of_skip
 from .control.best_metric import record_evaluation
 from .control.log_accumulator import LogAccumulator
 from .control.signals import StopSignal
@@ -29,8 +29,6 @@ from .stage import POLICY, Stage
 from .state import TrainerControl, TrainerState
 from .step import PendingMetrics, StepMetrics, all_or_none
 from .windows import Place, StepInput, Windows
-
-MAX_ROLLBACKS = 3  # to one checkpoint: more bad windows than that are no accident
 
 
 class _BrokenOffError(Exception):
@@ -202,28 +200,25 @@ class Trainer:
 
     def _bear(self, figures: StepMetrics, taken: _Taken) -> bool:
         """Handle NaN or infinity, for which no update was applied. True to continue."""
-        what = f"step {taken.number}: loss {figures.loss / max(1, figures.weight)}, "
-        what += f"gradient norm {figures.grad_norm}"
-        if self.section.on_nan == "skip":
-            self.state.num_skipped_steps += 1
-            return True
+        what, state, section = explain(taken.number, figures), self.state, self.section
+        if section.on_nan == "skip":
+            state.num_skipped_steps += 1
+            if state.num_skipped_steps <= section.max_skipped_steps:
+                if self.world.is_main:
+                    warn_of_skip(what, section, state.num_skipped_steps)
+                return True
         self._collect(wait=True)
         newest = self.saver.newest
-        if (
-            self.section.on_nan == "rollback"
-            and newest
-            and self._progress.rollbacks < MAX_ROLLBACKS
-        ):
-            skipped = [*self.state.skipped_windows, taken.place]
-            load(newest, self.states)  # which knows only those that were left out before it
-            self.state.skipped_windows = skipped
-            self._progress.rollbacks += 1
-            return False
-        raise RunError(
-            f"training stopped: {what} is NaN or infinite. Latest checkpoint: "
-            f"{newest or 'no checkpoint has been saved yet'}. Lower the learning rate, inspect "
-            "the data of that step, or set train.on_nan to skip or rollback."
-        )
+        is_back = section.on_nan == "rollback" and self._progress.rollbacks < MAX_ROLLBACKS
+        if not is_back or newest is None:
+            raise give_up(what, section, newest, skipped=state.num_skipped_steps)
+        skipped = [*state.skipped_windows, taken.place]
+        load(newest, self.states)  # which knows only those that were left out before it
+        state.skipped_windows = skipped
+        self._progress.rollbacks += 1
+        if self.world.is_main:
+            warn_of_rollback(what, newest, len(skipped))
+        return False
 
     def _measure(self, examples: EvaluationSet) -> dict[str, float]:
         def after() -> None:

@@ -1,6 +1,8 @@
 """Saves of any loop in the background: what is promised when, and what is left when it fails."""
 
+import contextlib
 import logging
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -14,6 +16,7 @@ import torch
 import warm
 from surefoot.checkpoint import AsyncSaver, CheckpointError, Rule, load, newest, verify
 from surefoot.checkpoint.background import in_flight as flight
+from surefoot.checkpoint.background import snapshot_buffer
 from surefoot.checkpoint.disk.commit import committed
 from surefoot.checkpoint.disk.folder import open_checkpoint
 
@@ -202,6 +205,40 @@ def test_without_room_for_a_snapshot_training_waits_and_is_told_once(tmp_path, c
             saver.save(step, weights(step))
             assert steps(tmp_path)[-1] == step
     assert caplog.text.count("training waits for every save") == 1
+
+
+@pytest.mark.parametrize(("free", "fitting"), [(3.5, 3), (2.5, 2), (40, 4)])
+def test_ranks_that_allocate_at_once_do_not_all_take_the_same_free_memory(
+    free, fitting, tmp_path, monkeypatch
+):
+    """Four ranks, each of which needs a unit, and a machine whose memory is a folder of files."""
+    unit, ranks = snapshot_buffer._SPARE + 4096, 4
+    monkeypatch.setenv("WORLD_SIZE", str(ranks))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    taken = tmp_path / "taken"
+    taken.mkdir()
+    monkeypatch.setattr(
+        snapshot_buffer, "free_memory", lambda: int((free - len(list(taken.iterdir()))) * unit)
+    )
+    together = multiprocessing.get_context("fork").Barrier(ranks)
+
+    def fallocate(descriptor, offset, length):
+        time.sleep(0.05)
+        (taken / str(os.getpid())).touch()
+
+    def rank():
+        monkeypatch.setattr(os, "posix_fallocate", fallocate)
+        monkeypatch.setattr(snapshot_buffer.SnapshotBuffer, "__init__", lambda *_: None)
+        together.wait()
+        with contextlib.suppress(MemoryError):
+            snapshot_buffer.SnapshotBuffer.create(4096)
+
+    started = [multiprocessing.get_context("fork").Process(target=rank) for _ in range(ranks)]
+    for process in started:
+        process.start()
+    for process in started:
+        process.join()
+    assert len(list(taken.iterdir())) == fitting
 
 
 def test_without_shared_memory_training_waits_and_is_told_once(tmp_path, caplog, monkeypatch):

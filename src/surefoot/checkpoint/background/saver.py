@@ -96,6 +96,8 @@ class AsyncSaver:
     """The ranks that save together, and the layout of their checkpoints."""
     listeners: Sequence[SaveListener] = ()
     """What follows the saves; on rank 0 only."""
+    beside: Sequence[str] = ()
+    """Files in ``root``, such as a log, that are flushed to the disk before each commit."""
     newest: Path | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
@@ -184,7 +186,8 @@ class AsyncSaver:
         except CheckpointError as error:
             self._bear(error)
         else:
-            self._start(replace(job, forget=replaces, share=self.share), live)
+            job = replace(job, forget=replaces, share=self.share, beside=self.beside)
+            self._start(job, live)
 
     def update(self, *, wait: bool = False) -> None:
         """Bring ``newest`` and ``in_flight`` up to date; raises if the last save failed."""

@@ -6,21 +6,21 @@ its pages to the disk without another copy. It has no name and is freed with the
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 
 from ...storage import files
+from ...storage.memory import exclusive, free_memory
 from ..disk.header import ranges_of
 from ..saving.job import Shard
 from .file_image import FileImage, image_of
 
-_MEMORY = Path("/proc/meminfo")
-_GROUP = Path("/sys/fs/cgroup")
+_SPARE = 96 << 20  # bytes for the writer process, and for what the next step may need besides
 _WORTH_BYPASSING = 256 << 10  # bytes; less of a file that others write as well goes to the cache
 
 
@@ -43,13 +43,17 @@ class SnapshotBuffer:
     @classmethod
     def create(cls, size: int) -> SnapshotBuffer:
         """Allocate all of it; ``MemoryError`` if not enough memory is available."""
-        free = free_memory()
-        if free is not None and size > free:
-            raise MemoryError(f"{size:,} bytes are needed, {free:,} are free")
         descriptor = os.memfd_create("surefoot-checkpoint", os.MFD_CLOEXEC)
         try:
-            os.posix_fallocate(descriptor, 0, size)
+            with _in_turn(size):
+                free = free_memory()
+                if free is not None and size + _SPARE > free:
+                    raise MemoryError(f"{size + _SPARE:,} bytes are needed, {free:,} are free")
+                os.posix_fallocate(descriptor, 0, size)
             return cls(descriptor, size)
+        except MemoryError:
+            os.close(descriptor)
+            raise
         except OSError as error:
             os.close(descriptor)
             raise MemoryError(f"{size:,} bytes of shared memory: {error.strerror}") from error
@@ -114,6 +118,17 @@ class FileImages:
             file.write_ranges(ranges, self.tensor(shard, name))
 
 
+@contextlib.contextmanager
+def _in_turn(size: int) -> Iterator[None]:
+    """Several ranks of a machine allocate at the same moment, and each would see the same memory
+    free. They take turns, unless there is enough for all of them."""
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE") or 1)
+    free = free_memory()
+    is_tight = free is not None and (size + _SPARE) * ranks > free
+    with exclusive("memory") if ranks > 1 and is_tight else contextlib.nullcontext():
+        yield
+
+
 def places(sizes: Sequence[int]) -> tuple[list[int], int]:
     """The start of each image, aligned to a page, and the size of all of them."""
     starts, end = [], 0
@@ -121,29 +136,3 @@ def places(sizes: Sequence[int]) -> tuple[list[int], int]:
         starts.append(end)
         end = -(-(end + size) // files.PAGE) * files.PAGE
     return starts, max(end, files.PAGE)
-
-
-def free_memory() -> int | None:
-    """Bytes to allocate without swapping, within a container's limit; None if unknown."""
-    found = [free for free in (_of_machine(), _of_container()) if free is not None]
-    return min(found, default=None)
-
-
-def _of_machine() -> int | None:
-    try:
-        lines = _MEMORY.read_text().splitlines()
-    except OSError:
-        return None
-    sizes = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
-    return int(sizes[0]) * 1024 if sizes else None
-
-
-def _of_container() -> int | None:
-    try:
-        limit = (_GROUP / "memory.max").read_text().strip()
-        used = int((_GROUP / "memory.current").read_text())
-        pairs = [line.split() for line in (_GROUP / "memory.stat").read_text().splitlines()]
-    except (OSError, ValueError):
-        return None
-    cached = sum(int(size) for name, size in pairs if name in ("active_file", "inactive_file"))
-    return int(limit) - used + cached if limit.isdigit() else None

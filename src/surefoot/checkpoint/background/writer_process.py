@@ -31,7 +31,8 @@ from .file_image import image_of
 from .snapshot_buffer import FileImages, SnapshotBuffer, places
 
 logger = logging.getLogger(__name__)
-_DEAF = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # meant for the process that trains
+# meant for the process that trains
+_DEAF = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 _SLACK = 1 << 20  # bytes; the log in the state grows from save to save
 
 

@@ -6,6 +6,7 @@ The bytes of tensors come from a ``Content``: live tensors (``preparation``), or
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -65,10 +66,18 @@ def write(
             if job.nonce is not None:  # others write their part
                 gather(job, part.folder, written, is_orphan)
                 check_consistent(manifest_of(job, written), str(target))
+            _flush(job)
             part.commit(target, dump(manifest_of(job, written)))
     size = sum(written.files.values())
     seconds = time.monotonic() - began
     return Saved(target, size, written.num_shared, seconds, _forget(job))
+
+
+def _flush(job: Job) -> None:
+    """Flush the files beside the checkpoints: no step in this one may be missing in them."""
+    for name in job.beside:
+        with contextlib.suppress(FileNotFoundError), files.open_file(job.root / name) as file:
+            file.sync()
 
 
 def _size_of(job: Job) -> int | None:

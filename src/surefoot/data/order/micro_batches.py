@@ -17,6 +17,27 @@ from .length_balancing import balance_by_length, num_passes
 Collate = Callable[[Sequence[Features]], Batch]
 
 
+def fitting_micro_batch(examples: int, most: int) -> int:
+    """The largest micro-batch size up to ``most`` that divides the ``examples`` of a rank."""
+    return max(size for size in range(1, most + 1) if examples % size == 0)
+
+
+def check_divides(num_examples: int, micro_batch_size: int, num_ranks: int) -> None:
+    """Raise ``DataError`` unless ``num_examples`` are full micro-batches for all ranks."""
+    per_pass = micro_batch_size * num_ranks
+    if num_examples % per_pass == 0:
+        return
+    larger = f"train.global_batch_size={-(-num_examples // per_pass) * per_pass}"
+    ways = larger
+    if num_examples % num_ranks == 0:
+        fits = fitting_micro_batch(num_examples // num_ranks, micro_batch_size)
+        ways = f"train.micro_batch_size={fits}, which computes the same steps, or {larger}"
+    raise DataError(
+        f"train.global_batch_size ({num_examples}) is not a multiple of train.micro_batch_size x "
+        f"data-parallel ranks ({micro_batch_size} x {num_ranks} = {per_pass}); set {ways}"
+    )
+
+
 @dataclass(frozen=True)
 class Batching:
     """Assigns examples to micro-batches and ranks by length: a pure function of the examples, the
@@ -31,13 +52,7 @@ class Batching:
 
     def check(self, num_examples: int) -> None:
         """Raise ``DataError`` unless ``num_examples`` are full micro-batches for all ranks."""
-        if num_examples % (self.micro_batch_size * self.world_size):
-            raise DataError(
-                f"train.global_batch_size ({num_examples}) is not a multiple of "
-                f"train.micro_batch_size x data-parallel ranks ({self.micro_batch_size} x "
-                f"{self.world_size} = {self.micro_batch_size * self.world_size}); change one of "
-                "them"
-            )
+        check_divides(num_examples, self.micro_batch_size, self.world_size)
 
     def groups(self, lengths: Index) -> list[Index]:
         """The examples of each of this rank's micro-batches, from the tokens of all examples.

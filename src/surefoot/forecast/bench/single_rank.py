@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, replace
 
+from ...data.order.micro_batches import check_divides
 from ...errors import RecipeError, RunError
 from ...parallel.launcher import num_processes
 from ...parallel.section import ParallelSection
 from ...parallel.world import launched
+from ...recipe.batch_sizes import with_batch_sizes
 from ...recipe.recipe import Recipe
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -32,12 +37,11 @@ def alone(recipe: Recipe) -> SingleRankRecipe:
         _, replicate, shard, _ = recipe.parallel.axes(count)
     except ValueError as error:
         raise RecipeError(f"parallel: {error}") from None
-    train, ranks = recipe.train, replicate * shard
-    if train.global_batch_size % (train.micro_batch_size * ranks):
-        raise RecipeError(
-            f"train.global_batch_size ({train.global_batch_size}) is not a multiple of "
-            f"train.micro_batch_size x data-parallel ranks ({train.micro_batch_size} x "
-            f"{ranks}); change one of them"
-        )
+    ranks = replicate * shard
+    recipe, note = with_batch_sizes(recipe, ranks)
+    if note is not None:
+        logger.info("%s", note)
+    train = recipe.train
+    check_divides(train.global_batch_size, train.micro_batch_size, ranks)
     one = replace(train, global_batch_size=train.global_batch_size // ranks)
     return SingleRankRecipe(replace(recipe, train=one, parallel=ParallelSection()), count)

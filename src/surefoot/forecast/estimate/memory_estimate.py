@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from ...errors import RecipeError
 from ...model.precision import PrecisionName
 from ...model.pretrained.loading import resolve
 from ...model.pretrained.quantized import check_alone
+from ...recipe.batch_sizes import with_batch_sizes
 from ...recipe.recipe import Recipe
 from ...run.code_files import code_of
 from ...run.policy import build_codec
@@ -37,6 +39,8 @@ from .saving import size_of_checkpoint
 from .size import CheckpointSize, disk_needed, most_at_once, saved_steps, snapshot_size
 
 _SPEEDS = 20  # of the last logs
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -102,9 +106,12 @@ def make_plan(recipe: Recipe, machine: Machine, tokens_per_second: float | None 
     ``RunError`` if a function that the recipe names cannot be loaded."""
     check_alone(recipe.model, machine.num_processes)
     code_of(recipe)  # a function that is missing is an error here, not when the run begins
+    mesh = mesh_of(recipe, machine)
+    recipe, note = with_batch_sizes(recipe, mesh.num_data_ranks)
+    if note is not None:
+        logger.info("%s", note)
     base = resolve(recipe.model, weights=False)
     codec = build_codec(recipe, base)
-    mesh = mesh_of(recipe, machine)
     examples = examples_of(recipe, codec)
     lengths = token_counts(recipe, examples.dataset)
     trained = trained_counts(examples.dataset)

@@ -14,6 +14,7 @@ from ...checkpoint.saving.preparation import prepare
 from ...checkpoint.saving.writer_group import WriterGroup
 from ...checkpoint.state.states import RandomState
 from ...data.text.codec import Codec
+from ...model.pretrained.base_identity import BaseModel
 from ...parallel.world import ALONE
 from ...run.saving import build_saver
 from ...training.state import TrainerState
@@ -57,7 +58,7 @@ def size_of_checkpoint(
 ) -> CheckpointSize:
     """The size of a checkpoint of the run, at its end, with ``num_logs`` records in it."""
     recipe, state = skeleton.recipe, optimizer_state(skeleton)
-    saver = build_saver(recipe, skeleton.network, codec, base, ALONE)
+    saver = build_saver(recipe, skeleton.network, codec, BaseModel(recipe.model, base), ALONE)
     job, live = prepare(
         recipe.train.folder,
         0,

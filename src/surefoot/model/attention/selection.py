@@ -63,7 +63,7 @@ def choose(row: Row, kernels: Mapping[str, RowKernel] | None = None) -> str:
     """The name of the first kernel in order of preference that passes the self-check on ``row``."""
     kernels = candidates(row.device) if kernels is None else kernels
     chosen = _first_correct(row, kernels) if kernels else None
-    logger.info("packed attention: %s", chosen or f"{BY_DOCUMENT}, one call per document")
+    logger.info("attention kernel: %s, for rows that pack several documents", chosen or BY_DOCUMENT)
     return chosen or BY_DOCUMENT
 
 
@@ -76,7 +76,7 @@ def _first_correct(row: Row, kernels: Mapping[str, RowKernel]) -> str | None:
             why = (str(error).strip() or type(error).__name__).splitlines()[0]
         if why is None:
             return name
-        logger.info("packed attention: %s rejected: %s", name, why)
+        logger.info("attention kernel: %s rejected: %s", name, why)
     return None
 
 
@@ -88,7 +88,7 @@ def use(model: PreTrainedModel, name: str) -> str:
     kernel = candidates(model.device).get(name)
     if kernel is None:
         logger.warning(
-            "packed attention: kernel %s, used by the checkpoint, is not available; using %s, "
+            "attention kernel: %s, used by the checkpoint, is not available; using %s, "
             "one call per document",
             name,
             BY_DOCUMENT,

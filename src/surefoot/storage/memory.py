@@ -1,0 +1,122 @@
+"""Free memory: that of the machine, within the limits of every cgroup this process belongs to.
+
+A limit may be set on any folder between the process's own cgroup and the root, in version 1 or 2,
+and the least counts. The paths are those that the kernel names in ``/proc/self``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+PROC = Path("/proc")
+_CACHED = ("active_file", "inactive_file")  # pages that the kernel drops when memory is short
+
+
+@dataclass(frozen=True)
+class _Version:
+    """How one version of cgroups names its files."""
+
+    limits: Sequence[str]
+    used: str
+    prefix: str  # in memory.stat, of sums that include the groups below
+
+
+_VERSIONS = {
+    "cgroup2": _Version(("memory.max", "memory.high"), "memory.current", ""),
+    "cgroup": _Version(("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_"),
+}
+
+
+def free_memory(proc: Path = PROC) -> int | None:
+    """Bytes to allocate without swapping and without being killed; None if unknown."""
+    limits = (_of_group(folder, version) for folder, version in _groups(proc))
+    found = [free for free in (_of_machine(proc), *limits) if free is not None]
+    return min(found, default=None)
+
+
+@contextlib.contextmanager
+def exclusive(name: str) -> Iterator[None]:
+    """Run the block in one process of this user on this machine at a time; without a place for the
+    lock, in any."""
+    path = Path(tempfile.gettempdir()) / f"surefoot-{name}-{os.getuid()}.lock"
+    try:
+        held = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    except OSError:
+        yield
+        return
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(held, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(held)
+
+
+def _of_machine(proc: Path) -> int | None:
+    sizes = [line.split()[1] for line in _lines(proc / "meminfo") if line.startswith("MemAvail")]
+    return int(sizes[0]) * 1024 if sizes else None
+
+
+def _of_group(folder: Path, version: _Version) -> int | None:
+    """Bytes that are free within the limits of one cgroup; None if it has none."""
+    words = [_lines(folder / name) for name in version.limits]
+    limits = [int(lines[0]) for lines in words if lines and lines[0].isdigit()]
+    used = _lines(folder / version.used)
+    if not limits or not used:
+        return None
+    pairs = [line.split() for line in _lines(folder / "memory.stat")]
+    sizes = {name: int(size) for name, size in pairs}
+    cached = sum(sizes.get(version.prefix + name, sizes.get(name, 0)) for name in _CACHED)
+    return min(limits) - int(used[0]) + cached
+
+
+def _groups(proc: Path) -> Iterator[tuple[Path, _Version]]:
+    """The folders of the cgroups that limit this process, from its own one up to the mount."""
+    paths = dict(_paths(proc))
+    for line in _lines(proc / "self" / "mountinfo"):
+        before, _, after = line.partition(" - ")
+        _, _, _, root, mount, *_ = before.split()
+        kind, _, options = after.split()
+        if kind not in _VERSIONS or (kind == "cgroup" and "memory" not in options.split(",")):
+            continue
+        for inside in _upwards(paths.get(kind, "/"), _unescaped(root)):
+            yield Path(_unescaped(mount)) / inside, _VERSIONS[kind]
+
+
+def _paths(proc: Path) -> Iterator[tuple[str, str]]:
+    """The path of this process's cgroup for memory, by the kind of file system."""
+    for line in _lines(proc / "self" / "cgroup"):
+        number, controllers, path = line.split(":", 2)
+        if number == "0" and not controllers:
+            yield "cgroup2", path
+        elif "memory" in controllers.split(","):
+            yield "cgroup", path
+
+
+def _upwards(path: str, root: str) -> list[PurePosixPath]:
+    """``path`` relative to the ``root`` of a mount, and all folders above it within the mount. A
+    container may see a path outside of its mount: the mount itself remains."""
+    known = PurePosixPath(path)
+    if ".." in known.parts or not known.is_relative_to(root):
+        return [PurePosixPath()]
+    inside = known.relative_to(root)
+    return [inside, *inside.parents]
+
+
+def _unescaped(text: str) -> str:
+    """A path of mountinfo, in which a space is ``\\040``."""
+    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return []

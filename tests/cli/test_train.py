@@ -1,0 +1,67 @@
+"""How ``surefoot train`` ends: what it says, and with which exit code."""
+
+import json
+import shlex
+
+import pytest
+
+from project import Project, start, surefoot
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory):
+    """A run with an evaluation, to its end."""
+    folder = tmp_path_factory.mktemp("a run")
+    project = Project(folder, data={"val_size": 4}, train={"max_steps": 3, "eval_steps": 2})
+    code, _, err = surefoot("train", project.recipe)
+    assert code == 0, err
+    return project, err
+
+
+def test_the_end_says_how_long_where_the_best_step_and_what_to_type_next(ended):
+    project, err = ended
+    results = json.loads((project.run / "all_results.json").read_text())
+    assert "trained: 3 steps in 0:0" in err
+    assert f"best: step {results['best_global_step']}, eval_loss" in err
+    assert f"{project.run}: checkpoint-3, metrics.jsonl, loss.png, all_results.json" in err
+    assert f"next: surefoot chat {shlex.quote(str(project.run))}" in err
+
+
+def test_the_command_that_it_proposes_works(ended):
+    err = ended[1]
+    line = next(line for line in err.splitlines() if line.startswith("next: "))
+    arguments = shlex.split(line.removeprefix("next: surefoot "))
+    code, _, err = surefoot(*arguments, "--prompt", "What is 1 plus 2?", "--max-new-tokens", "2")
+    assert code == 0, err
+
+
+def test_a_run_that_skipped_steps_says_so_and_ends_with_3(tmp_path):
+    project = Project(
+        tmp_path,
+        method="full",
+        data={"packing": False},
+        train={"max_steps": 6, "on_nan": "skip"},
+        optim={"adamw": {"learning_rate": 1e30, "schedule": "constant"}},
+    )
+    for launch in range(2):  # the second one finds it complete
+        code, _, err = surefoot("train", project.recipe)
+        assert code == 3, err
+        assert "5 steps or batches whose loss or gradient was NaN or infinite" in err
+        assert err.count("the update is skipped") == (0 if launch else 5)
+    code, _, err = surefoot(
+        "train", project.recipe, f"train.output_dir={tmp_path / 'b'}", "train.max_skipped_steps=2"
+    )
+    assert code == 2
+    assert "raise train.max_skipped_steps" in err
+
+
+def test_two_ranks_speak_once(tmp_path):
+    project = Project(tmp_path, train={"max_steps": 400, "log_steps": 10})
+    process = start("train", project.recipe, "parallel.num_processes=2")
+    for line in process.stderr:
+        if "step=10/" in line:
+            process.terminate()
+            break
+    _, err = process.communicate(timeout=100)
+    assert process.returncode == 143, err
+    assert err.count("saved; run the same command to resume") == 1

@@ -1,0 +1,64 @@
+"""A recipe without batch sizes runs on any number of ranks; sizes that it sets are not touched."""
+
+import pytest
+
+from surefoot.data.order.micro_batches import check_divides
+from surefoot.errors import DataError
+from surefoot.recipe.batch_sizes import with_batch_sizes
+from surefoot.recipe.recipe import read
+
+
+def recipe(**train):
+    return read(
+        {
+            "model": {"path": "org/model"},
+            "data": {"datasets": ["x"]},
+            "stage": "sft",
+            "train": {"output_dir": "run", **train},
+        }
+    )
+
+
+@pytest.mark.parametrize("ranks", range(1, 70))
+def test_sizes_that_are_not_set_divide_among_any_number_of_ranks(ranks):
+    fitted, note = with_batch_sizes(recipe(), ranks)
+    train = fitted.train
+    check_divides(train.global_batch_size, train.micro_batch_size, ranks)
+    assert train.micro_batch_size <= 4
+    assert 16 <= train.global_batch_size < 16 + ranks
+    assert (note is None) == (fitted == recipe())
+
+
+def test_what_was_chosen_is_named():
+    assert with_batch_sizes(recipe(), 8)[1] == (
+        "train.micro_batch_size: 2 (not set; chosen for 8 data-parallel ranks)"
+    )
+    assert (
+        "train.global_batch_size: 18, train.micro_batch_size: 3" in with_batch_sizes(recipe(), 3)[1]
+    )
+
+
+def test_a_global_batch_that_is_set_stays():
+    fitted, _ = with_batch_sizes(recipe(global_batch_size=24), 12)
+    assert (fitted.train.global_batch_size, fitted.train.micro_batch_size) == (24, 2)
+    odd = recipe(global_batch_size=24)
+    assert with_batch_sizes(odd, 7) == (odd, None)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "cure"),
+    [
+        ((16, 8, 8), {"micro_batch_size": 2, "global_batch_size": 64}),
+        ((24, 4, 7), {"global_batch_size": 28}),
+    ],
+)
+def test_sizes_that_are_set_and_do_not_divide_are_refused_with_cures_that_work(sizes, cure):
+    size, micro, ranks = sizes
+    given = recipe(global_batch_size=size, micro_batch_size=micro)
+    with pytest.raises(DataError) as refused:
+        fitted = with_batch_sizes(given, ranks)[0].train
+        check_divides(fitted.global_batch_size, fitted.micro_batch_size, ranks)
+    for name, value in cure.items():
+        assert f"train.{name}={value}" in str(refused.value)
+        train = recipe(**{"global_batch_size": size, "micro_batch_size": micro, name: value}).train
+        check_divides(train.global_batch_size, train.micro_batch_size, ranks)
