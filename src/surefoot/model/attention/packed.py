@@ -10,8 +10,7 @@ Shapes: H heads, T tokens of the row, E size of a head.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -246,19 +245,11 @@ def packed_arguments(
     }
 
 
-@contextlib.contextmanager
-def maskless(model: PreTrainedModel, length: int) -> Iterator[dict[str, object]]:
-    """The arguments of ``model`` for a row that is one document, so that no mask is built: building
-    it reads values, which a model on the meta device does not have."""
-    before = model.config._attn_implementation
-    if not before.startswith(PREFIX):
-        switch_to_packed(model)
-    bounds = torch.tensor([0, length], dtype=torch.int32, device="cpu")
-    try:
-        yield packed_arguments(model, bounds)
-    finally:
-        if model.config._attn_implementation != before:
-            model.set_attn_implementation(before)
+def one_document(model: PreTrainedModel, length: int) -> dict[str, object]:
+    """The arguments of ``model`` for a row that is one document."""
+    if not uses_document_attention(model):
+        return {}
+    return packed_arguments(model, torch.tensor([0, length], dtype=torch.int32, device="cpu"))
 
 
 @torch.no_grad()
