@@ -26,7 +26,8 @@ from ..checkpoint.state.local_box import BLOCK, local_box_of
 from ..errors import CheckpointError, ModelError
 from ..geometry.box import Box
 from ..geometry.sharding import Cuts
-from ..model.attention import packed
+from ..model.attention.isolation import PromptSharing
+from ..model.attention.packed import uses_document_attention
 from ..model.pretrained.loading import device
 from ..model.pretrained.meta import (
     CapturedInit,
@@ -174,11 +175,11 @@ class ShardLoader:
 
 
 def select_prompt_sharing(
-    sharing: packed.PromptSharing, model: PreTrainedModel, known: bool | None
+    sharing: PromptSharing, model: PreTrainedModel, known: bool | None
 ) -> bool:
     """Whether packed rows of ``model`` share prompts: as the check says, which depends on rounding,
     at least for experts; so a resumed run keeps what is ``known``."""
-    if known is not None and packed.uses_document_attention(model):
+    if known is not None and uses_document_attention(model):
         sharing.is_proven = known
     return sharing.is_proven
 

@@ -86,10 +86,12 @@ class Ahead:
         if not self.found.is_complete:
             for role, one in recipe.stage.auxiliary.items():
                 is_policy = one.model is None
-                networks[role] = (
-                    networks[POLICY] if is_policy else open_auxiliary(recipe, role, codec, world)
-                )
+                networks[role] = networks[POLICY] if is_policy else self._opened(role)
         self.found.run(context_of(recipe, codec, networks, world, recipe.train.seed))
+
+    def _opened(self, role: str) -> Network:
+        longest = data_loading.longest_document(self.recipe, self.loaded)
+        return open_auxiliary(self.recipe, role, self.codec, self.world, longest)
 
     def blank(self) -> None:
         """Columns of zeros, for measurements of speed."""
@@ -136,13 +138,17 @@ def eval_set(dataset: EncodedDataset, size: int) -> WindowSet:
     return WindowSet(dataset, windows, f"{dataset.fingerprint} in order, {size}")
 
 
-def open_auxiliary(recipe: Recipe, role: str, codec: Codec, world: World) -> Network:
-    """The frozen model of a role. Raises ``RecipeError`` if its tokens are not the policy's."""
+def open_auxiliary(
+    recipe: Recipe, role: str, codec: Codec, world: World, longest: int = 0
+) -> Network:
+    """The frozen model of a role, for documents of up to ``longest`` tokens. Raises ``RecipeError``
+    if its tokens are not the policy's."""
     model = model_of(recipe.stage.auxiliary[role], recipe.model)
     base = resolve(model)
     tokenizer = open_codec(replace(recipe, model=model), base).tokenizer
     refuse_other_tokens(recipe, role, tokenizer, codec)
-    options = replace(options_of(recipe), method=None, heads=(), is_trainable=False)
+    options = options_of(recipe, longest=longest)
+    options = replace(options, method=None, heads=(), is_trainable=False)
     return open_network(base, model, tokenizer, world, options)
 
 
