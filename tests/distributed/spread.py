@@ -18,7 +18,7 @@ from surefoot.data.prepared.encoded_data import EncodedData
 from surefoot.data.rows.dataset_report import EncodingReport
 from surefoot.data.section import DataSection
 from surefoot.methods.full import Full
-from surefoot.model.attention import packed
+from surefoot.model.attention import isolation
 from surefoot.model.pretrained.loading import device, recompute_activations
 from surefoot.model.section import ModelSection
 from surefoot.model.seeding import seed_everything
@@ -66,7 +66,7 @@ def trainer(
         parallel=ParallelSection(**{"tp": world.tp, **(parallel or {})}),
     )
     inner = tiny.model(kind, **{"num_hidden_layers": 2, **changes}).to(device())
-    sharing = packed.PromptSharing(packing and packed.use_packed(inner))
+    sharing = isolation.PromptSharing(packing and isolation.use_packed(inner))
     seed_everything(0, 1)
     model = method.apply(inner)
     if recompute:

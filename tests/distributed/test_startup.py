@@ -25,7 +25,7 @@ from surefoot.errors import ModelError
 from surefoot.methods.freeze import Freeze
 from surefoot.methods.full import Full
 from surefoot.methods.lora import LoRA
-from surefoot.model.attention.packed import PromptSharing, use_packed
+from surefoot.model.attention.isolation import PromptSharing, use_packed
 from surefoot.model.pretrained.loading import load_model
 from surefoot.model.section import ModelSection
 from surefoot.network.meta import init_on_meta, select_prompt_sharing

@@ -8,6 +8,7 @@ from answering import answer
 from surefoot.generate import generation
 from surefoot.generate.section import GenerateSection
 from tiny import KINDS, model
+from zoo import architectures
 
 PROMPTS = [[5, 9, 11], [7], [20, 21, 22, 23, 24, 25, 26], [3, 4], [9, 8, 7, 6, 5]]
 
@@ -34,6 +35,18 @@ def test_batched_greedy_answers_are_those_of_plain_decoding(kind):
     section = GenerateSection(max_new_tokens=8, batch_size=3)
     found = answer(network, PROMPTS, section, stop_token_ids=[])
     assert found == [by_hand(network, prompt, 8) for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize("name", ["rwkv", "minimax", "mamba", "recurrent_gemma"])
+def test_answers_of_recurrent_models_do_not_depend_on_the_size_of_batches(name, caplog):
+    network, counts = architectures.build(name), []
+    section = GenerateSection(max_new_tokens=8, batch_size=3)
+    given = {"stop_token_ids": [], "on_answered": counts.append}
+    found = answer(network, PROMPTS, section, **given)
+    assert found == [answer(network, [p], section, stop_token_ids=[])[0] for p in PROMPTS]
+    is_alone = name != "mamba"
+    assert counts == ([1] * 5 if is_alone else [3, 2])
+    assert ("one by one" in caplog.text) == is_alone
 
 
 def test_an_answer_ends_before_any_of_the_stop_tokens():

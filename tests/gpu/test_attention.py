@@ -10,7 +10,7 @@ from torch import nn
 
 import tiny
 from surefoot.model.attention import deterministic as mode
-from surefoot.model.attention import kernels, packed, selection
+from surefoot.model.attention import isolation, kernels, packed, selection
 from surefoot.model.attention.packed import Bounds, by_document
 
 pytestmark = pytest.mark.gpu
@@ -121,7 +121,7 @@ def test_a_model_of_packed_rows_gives_the_logits_of_its_documents_alone(name, de
     attention = name if name in packed.KERNELS else "sdpa"
     model = tiny.model("qwen3", attention=attention, head_dim=16).to(device)
     exact = tiny.model("qwen3", attention="eager", head_dim=16, dtype=torch.float64).to(device)
-    packed.use_packed(model)
+    isolation.use_packed(model)
     if name not in packed.KERNELS:
         selection.use(model, name)
     documents = [torch.arange(n, device=device) * 7 % 60 + 3 for n in (5, 1, 9, 12)]

@@ -8,7 +8,7 @@ from torch import nn
 
 import tiny
 from surefoot.batch import OutputSpec
-from surefoot.model.attention.packed import use_packed
+from surefoot.model.attention.isolation import use_packed
 from surefoot.model.head import outputs
 from surefoot.model.head.logprob_head import logprob_head_of
 

@@ -6,7 +6,7 @@ from transformers.trainer_pt_utils import LabelSmoother
 
 import tiny
 from surefoot.batch import IGNORE_INDEX, Batch, OutputSpec
-from surefoot.model.attention.packed import use_packed
+from surefoot.model.attention.isolation import use_packed
 from surefoot.model.head import outputs
 
 

@@ -7,7 +7,9 @@ from hypothesis import strategies as st
 
 import tiny
 from surefoot.errors import ModelError
-from surefoot.model.attention.packed import packed_arguments, use_packed
+from surefoot.model.attention.isolation import packed_meanwhile, use_packed
+from surefoot.model.attention.packed import packed_arguments, uses_document_attention
+from zoo import architectures
 
 CASES = [
     ("llama", "sdpa"),
@@ -29,7 +31,8 @@ def packed(model, documents):
     positions = torch.cat([torch.arange(len(d)) for d in documents])[None]
     arguments = packed_arguments(model, bounds)
     row = torch.cat(documents)[None]
-    logits = model(input_ids=row, position_ids=positions, use_cache=False, **arguments).logits[0]
+    given = {"input_ids": row, "position_ids": positions, "use_cache": False, **arguments}
+    logits = model(**given).logits[0]
     return logits.split([len(d) for d in documents])
 
 
@@ -76,3 +79,55 @@ def test_a_recurrent_architecture_is_refused():
     model = MambaForCausalLM(MambaConfig(vocab_size=64, hidden_size=16, num_hidden_layers=2))
     with pytest.raises(ModelError, match=r"data\.packing: false"):
         use_packed(model)
+
+
+LENGTHS = (5, 1, 30, 12)  # beyond every window and chunk
+BY_DOCUMENT = ["gpt_oss", "mistral", "cohere2", "afmoe", "gpt2"]
+BY_MASK = ["qwen2_moe:window", "phimoe:window", "llama4_text", "doge:window", "stablelm"]
+BY_MASK += ["nemotron", "falcon", "gpt_neo", "mpt"]
+
+
+def drawn(lengths):
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(3, 64, (n,), generator=generator) for n in lengths]
+
+
+@pytest.mark.parametrize("name", [*BY_DOCUMENT, *BY_MASK])
+def test_documents_beyond_every_window_have_the_logits_of_padded_rows(name):
+    model, documents = architectures.build(name), drawn(LENGTHS)
+    with torch.no_grad():
+        expected = one_by_one(model, documents)
+        use_packed(model, max(LENGTHS))
+        found = packed(model, documents)
+    assert uses_document_attention(model) == (name in BY_DOCUMENT)
+    for a, b in zip(expected, found, strict=True):
+        torch.testing.assert_close(b, a, rtol=1e-5, atol=1e-5)
+
+
+def test_a_window_that_no_document_of_the_run_exceeds_costs_nothing():
+    model = architectures.build("qwen2_moe:window", sliding_window=100)
+    assert use_packed(model, max(LENGTHS))
+    assert uses_document_attention(model)
+
+
+@pytest.mark.parametrize("name", ["doge", "bloom", "openai-gpt", "falcon:alibi", "lfm2", "rwkv"])
+def test_what_cannot_be_proven_is_refused_and_the_model_stays_as_it_was(name):
+    model, row = architectures.build(name), torch.arange(20)[None]
+    with torch.no_grad():
+        before = model(input_ids=row, use_cache=False).logits
+        with (
+            pytest.raises(ModelError, match=r"cannot train on packed rows: .*data\.packing: false"),
+            packed_meanwhile(model, 30),
+        ):
+            pass
+        assert torch.equal(model(input_ids=row, use_cache=False).logits, before)
+
+
+def test_gradients_reach_attention_sinks_through_packed_rows():
+    model, documents = architectures.build("gpt_oss"), drawn((5, 9))
+    want = gradients(model, one_by_one(model, documents))
+    use_packed(model, 9)
+    have = gradients(model, packed(model, documents))
+    for name in want:
+        torch.testing.assert_close(have[name], want[name], rtol=1e-4, atol=1e-5, msg=name)
+    assert any("sinks" in name and gradient.any() for name, gradient in have.items())

@@ -12,7 +12,7 @@ import tiny
 from surefoot.batch import OutputSpec
 from surefoot.data.text.collation import collate
 from surefoot.errors import RecipeError
-from surefoot.model.attention import packed
+from surefoot.model.attention import isolation
 from surefoot.model.head import outputs
 from surefoot.model.pipeline_stages import keep, parameters_of, split
 
@@ -23,7 +23,7 @@ from surefoot.model.pipeline_stages import keep, parameters_of, split
 def test_stages_compose_to_the_model(kind, packing):
     whole, batch = tiny.model(kind), collate(small.examples(5), packing=packing)
     if packing:
-        packed.use_packed(whole)
+        isolation.use_packed(whole)
     expected = outputs.compute(whole, batch, OutputSpec(("entropies",)))
     hidden = None
     for number in range(3):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import tiny
-from surefoot.model.attention import kernels, packed, selection
+from surefoot.model.attention import isolation, kernels, packed, selection
 from surefoot.model.attention.kernels import flex, register, varlen
 from surefoot.model.attention.packed import Bounds
 from surefoot.model.attention.selection import BY_DOCUMENT, Row, choose
@@ -129,7 +129,7 @@ def test_a_model_gives_the_same_through_a_kernel_and_windows_go_by_document(monk
     positions = torch.cat([torch.arange(11), torch.arange(13)])[None]
     for kind, layers in (("llama", 3), ("mistral", 0)):
         model = tiny.model(kind, **({"sliding_window": 5} if kind == "mistral" else {}))
-        packed.use_packed(model)
+        isolation.use_packed(model)
         asked = {"input_ids": ids, "position_ids": positions, "use_cache": False}
         expected = model(**asked, **packed.packed_arguments(model, bounds)).logits
         model.set_attn_implementation(packed.PREFIX + "counted")
@@ -141,6 +141,6 @@ def test_a_model_gives_the_same_through_a_kernel_and_windows_go_by_document(monk
 
 def test_a_kernel_that_is_not_here_any_more_gives_way_with_a_warning(caplog):
     model = tiny.model()
-    packed.use_packed(model)
+    isolation.use_packed(model)
     assert selection.use(model, "varlen") == BY_DOCUMENT
     assert "kernel: varlen, used by the checkpoint, is not available" in caplog.text

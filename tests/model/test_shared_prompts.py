@@ -15,8 +15,9 @@ from surefoot.data.text.collation import collate
 from surefoot.data.text.pairs import collate_pairs, split, unshared
 from surefoot.errors import ModelError
 from surefoot.model.attention import selection
+from surefoot.model.attention.isolation import use_packed
 from surefoot.model.attention.kernels import register
-from surefoot.model.attention.packed import PREFIX, use_packed
+from surefoot.model.attention.packed import PREFIX
 from surefoot.model.head import outputs
 from surefoot.model.head.logprob_head import logprob_head_of
 from surefoot.model.pretrained.compiled import compile_layers

@@ -92,6 +92,31 @@ def test_an_optimizer_saved_at_any_step_goes_on_to_the_same_bits(name, trainable
 
 
 @pytest.mark.parametrize("name", VARIANTS)
+def test_a_parameter_that_has_had_no_gradient_yet_is_resumed_without_a_state(name, tmp_path):
+    def step(made, idle):
+        for key, parameter in made.named.items():
+            parameter.grad = None if key in idle else torch.sin(parameter.detach())
+        made.optimizer.step()
+
+    whole, cut, other = (
+        TrainedParameters(VARIANTS[name](learning_rate=0.1), parameters()) for _ in range(3)
+    )
+    for made in (whole, cut):
+        step(made, {"a.bias", "b.weight"})
+    model = torch.nn.ParameterDict({k.replace(".", "_"): p for k, p in cut.named.items()})
+    folder = ckpt.save(tmp_path, 1, {"model": model, "optimizer": cut})
+    renamed = {k.replace(".", "_"): p for k, p in other.named.items()}
+    ckpt.load(folder, {"model": torch.nn.ParameterDict(renamed), "optimizer": other})
+    other.check(1)
+    for idle in ({"b.weight"}, {"b.weight"}):  # the bias gets its first one only now
+        step(whole, idle)
+        step(other, idle)
+    for key, parameter in other.named.items():
+        assert torch.equal(parameter, whole.named[key]), key
+    assert torch.equal(other.named["b.weight"], parameters()["b.weight"])
+
+
+@pytest.mark.parametrize("name", VARIANTS)
 def test_a_state_has_the_declared_tensors_in_the_declared_shapes(name):
     optim = VARIANTS[name](learning_rate=0.1)
     made = TrainedParameters(optim, parameters())

@@ -9,7 +9,7 @@ import tiny
 from surefoot.batch import IGNORE_INDEX, OutputSpec
 from surefoot.data.text.collation import collate
 from surefoot.errors import RecipeError
-from surefoot.model.attention import packed
+from surefoot.model.attention import isolation
 from surefoot.model.head import outputs
 from surefoot.parallel.section import ParallelSection
 from surefoot.parallel.tensor.sequence_parallel import block, widened
@@ -42,7 +42,7 @@ def test_what_is_added_trains_nothing_and_divides(lengths, multiple, packing):
 def test_what_is_added_changes_no_log_probability(packing):
     model = tiny.model("mistral", dtype=torch.float64)
     if packing:
-        packed.use_packed(model)
+        isolation.use_packed(model)
     batch = collate(features(7, 6), packing=packing)
     expected = outputs.compute(model, batch, OutputSpec(()))
     found = outputs.compute(model, widened(batch, 8), OutputSpec(()))

@@ -14,7 +14,7 @@ from surefoot.data.order.loader import Loader
 from surefoot.data.order.micro_batches import Batching
 from surefoot.data.text.collation import collate
 from surefoot.methods.full import Full
-from surefoot.model.attention import packed, selection
+from surefoot.model.attention import isolation, selection
 from surefoot.model.precision import LossScaler
 from surefoot.model.pretrained.loading import device
 from surefoot.model.section import ModelSection
@@ -108,7 +108,7 @@ def trainer(
         use_deterministic_kernels(section.deterministic)
     inner = (tiny.model(attention_dropout=0.1) if model is None else model).to(device())
     if packing:
-        packed.use_packed(inner)
+        isolation.use_packed(inner)
         selection.use(inner, attention)
     method = method or Full()
     seed_everything(section.seed, 1)

@@ -9,6 +9,7 @@ divide them.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,7 +24,9 @@ from transformers.generation import BaseStreamer
 from .decode import Decode, TextStream
 from .section import GenerateSection
 
+logger = logging.getLogger(__name__)
 Ids = Sequence[int]
+_PADDABLE = "ignores_padding_of_prompts"  # an attribute of models that have been tried
 FinishReason = Literal["stop", "length", "context"]
 
 
@@ -95,7 +98,8 @@ def sample(
     """
     found: dict[int, Sample] = {}
     allowed = [_allowed(model, prompt, section) for prompt in prompts]
-    batches = _batches([len(p) for p in prompts], allowed, section.batch_size)
+    size = section.batch_size if _ignores_padding(model, prompts, section.batch_size) else 1
+    batches = _batches([len(p) for p in prompts], allowed, size)
     for number, batch in enumerate(batches):
         if share.has(number):
             most, given = allowed[batch[0]], [prompts[i] for i in batch]
@@ -209,6 +213,53 @@ def stream(
     with _seeded(seed, model):
         found = _generate(model, [prompt], config, shown)
     return _before_stop(found[0], stop_token_ids)
+
+
+class _Forced(LogitsProcessor):  # type: ignore[misc]
+    """Keeps the logits [B, V] of each step, and forces the same tokens in every row."""
+
+    def __init__(self) -> None:
+        self.found: list[torch.Tensor] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.found.append(scores.float())
+        forced = torch.full_like(scores, -torch.inf)
+        forced[:, 11 * len(self.found) % scores.shape[1]] = 0.0
+        return forced
+
+
+def _ignores_padding(model: nn.Module, prompts: Sequence[Ids], size: int) -> bool:
+    """Whether a prompt that is padded to share a batch gets the response that it gets alone. Tried
+    once for each model: padding may enter the state of a recurrent one."""
+    if size == 1 or len({len(prompt) for prompt in prompts}) < 2:
+        return True
+    known = vars(_inner(model))
+    if _PADDABLE not in known:
+        known[_PADDABLE] = _is_padded_as_alone(model)
+        if not known[_PADDABLE]:
+            logger.warning(
+                "%s: responses depend on padding, so prompts are answered one by one "
+                "(generate.batch_size has no effect)",
+                type(_inner(model)).__name__,
+            )
+    return bool(known[_PADDABLE])
+
+
+def _is_padded_as_alone(model: nn.Module) -> bool:
+    vocabulary = _inner(model).config.get_text_config().vocab_size
+    short, long = ([(7 * n + 3) % vocabulary for n in range(count)] for count in (3, 16))
+    alone, padded = (_logits_of_first(model, rows) for rows in ([short], [short, long]))
+    # in few bits, sums of another length may differ by more
+    share = 1e-3 if _inner(model).dtype == torch.float32 else 0.1
+    return float((alone - padded).abs().max()) <= share * float(alone.abs().max())
+
+
+def _logits_of_first(model: nn.Module, prompts: Sequence[Ids]) -> torch.Tensor:
+    """[steps, V] of the first prompt; a state that padding has entered may show in later ones."""
+    recorder = _Forced()
+    config = GenerationConfig(max_new_tokens=8, do_sample=False, pad_token_id=0)
+    _generate(model, prompts, config, recorder=recorder)
+    return torch.stack([logits[0] for logits in recorder.found])
 
 
 class _Shown(BaseStreamer):  # type: ignore[misc]

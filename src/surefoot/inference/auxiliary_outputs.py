@@ -46,14 +46,16 @@ def auxiliary_columns(
     sets = {name: eval_set(examples, size) for name, examples in items.items()}
     found = columns_of(recipe, {POLICY: base}, list(sets.values()), world)
     if not found.is_complete:
-        with _networks(recipe, codec, world, parallel) as networks:
+        longest = max(int(dataset.lengths.max(initial=0)) for dataset in items.values())
+        longest = min(longest, recipe.data.cutoff_len)
+        with _networks(recipe, codec, world, parallel, longest) as networks:
             found.run(context_of(recipe, codec, networks, ALONE, recipe.train.seed))
     return {name: _columns(one, found) for name, one in sets.items()}
 
 
 @contextmanager
 def _networks(
-    recipe: Recipe, codec: Codec, world: World, parallel: ParallelSection
+    recipe: Recipe, codec: Codec, world: World, parallel: ParallelSection, longest: int
 ) -> Iterator[dict[str, Network]]:
     """The auxiliary models of the stage, by role; roles of the same model share it."""
     opened: dict[ModelSection, Network] = {}
@@ -63,7 +65,7 @@ def _networks(
             if model not in opened:
                 start = open_start(replace(recipe, model=model), world=world, parallel=parallel)
                 refuse_other_tokens(recipe, role, start.tokenizer, codec)
-                ready = ready_to_measure(start, recipe)
+                ready = ready_to_measure(start, recipe, longest)
                 opened[model] = stack.enter_context(ready)
         yield {role: opened[model] for role, model in roles.items()}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
 from ..batch import Features
@@ -13,7 +13,7 @@ from ..data.example import Example
 from ..data.text.codec import Codec
 from ..data.text.templates import load_template
 from ..errors import DataError
-from ..model.attention.packed import PromptSharing, use_packed
+from ..model.attention.isolation import PromptSharing, packed_meanwhile
 from ..model.precision import autocast, choose
 from ..network.network import Network
 from ..parallel.world import ALONE
@@ -51,7 +51,8 @@ def measure(
     items = encoded(recipe.stage, examples, opened.codec)
     if columns is not None:
         items = _with_columns(items, columns)
-    with ready_to_measure(opened, recipe) as network:
+    longest = min(recipe.data.cutoff_len, max(len(item["input_ids"]) for item in items))
+    with ready_to_measure(opened, recipe, longest) as network:
         # ranks that share a network run in step, so each computes all batches
         found = build_evaluation(recipe, opened.codec, network, ALONE)
         return found.measure(EvaluationSet(items, NOTHING), on_batch or (lambda: None))
@@ -78,16 +79,14 @@ def encoded(stage: Stage, examples: Sequence[Example], codec: Codec) -> list[Fea
 
 
 @contextmanager
-def ready_to_measure(opened: LoadedModel, recipe: Recipe) -> Iterator[Network]:
-    """While it lasts, the network of ``opened`` has the recipe's precision and packed attention."""
-    inner, precision = opened.inner, choose(recipe.train.precision)
-    plain = inner.config._attn_implementation
-    try:
-        is_proven = recipe.data.packing and use_packed(inner)
-        with autocast(precision, opened.device):
-            yield replace(opened.network, sharing=PromptSharing(is_proven))
-    finally:
-        inner.set_attn_implementation(plain)
+def ready_to_measure(opened: LoadedModel, recipe: Recipe, longest: int = 0) -> Iterator[Network]:
+    """While it lasts, the network of ``opened`` has the recipe's precision, and attention for rows
+    of documents of up to ``longest`` tokens."""
+    inner, device = opened.inner, opened.device
+    with ExitStack() as stack:
+        is_proven = recipe.data.packing and stack.enter_context(packed_meanwhile(inner, longest))
+        stack.enter_context(autocast(choose(recipe.train.precision), device))
+        yield replace(opened.network, sharing=PromptSharing(is_proven))
 
 
 def _with_columns(items: Sequence[Features], columns: Sequence[Features]) -> list[Features]:

@@ -112,7 +112,7 @@ def moments_by_number(
     names = [name for group in groups for name in group]
     numbers = iter(range(len(names)))
     return {
-        "state": {i: dict(moments[name]) for i, name in enumerate(names) if name in moments},
+        "state": {i: dict(moments[name]) for i, name in enumerate(names) if moments.get(name)},
         "param_groups": [
             {**setting, "params": [next(numbers) for _ in group]}
             for group, setting in zip(groups, settings, strict=True)

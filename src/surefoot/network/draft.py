@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..geometry.sharding import Cuts
-from ..model.attention.packed import PromptSharing
+from ..model.attention.isolation import PromptSharing
 from ..model.head.logprob_head import LogprobHead
 from ..model.precision import PrecisionName
 from ..model.section import ModelSection
@@ -31,6 +31,7 @@ class NetworkOptions:
     parallel: ParallelSection = field(default_factory=ParallelSection)
     precision: PrecisionName = "fp32"
     packing: bool = False
+    longest: int = 0  # tokens of the longest document in packed rows, as far as it is known
     seed: int = 0  # of the values that the method draws
     heads: Sequence[str] = ()  # outputs that need a head of their own, see ``HEADS``
     is_trainable: bool = True

@@ -26,10 +26,12 @@ from ..checkpoint.state.local_box import BLOCK, local_box_of
 from ..errors import CheckpointError, ModelError
 from ..geometry.box import Box
 from ..geometry.sharding import Cuts
-from ..model.attention import packed
+from ..model.attention.isolation import PromptSharing
+from ..model.attention.packed import uses_document_attention
 from ..model.pretrained.loading import device
 from ..model.pretrained.meta import (
     CapturedInit,
+    fill_buffers,
     kept_tensors,
     load_empty,
     materialize,
@@ -102,14 +104,19 @@ def init_on_meta(
     if source is not None:
         stored = _metas(source)
         model = load_empty(base, section, dtype=dtype, stored=stored)
+        odd_buffer = fill_buffers(model)
         _settle_ties(model, source)
         names = names_stored(model, stored)
         odd = [name for name, _ in kept_tensors(model) if name not in names]
-        if not odd:
+        if not odd and odd_buffer is None:
             known = {tensor: names[name] for name, tensor in kept_tensors(model)}
             aliases = model.named_parameters(remove_duplicate=False)
             return MetaModel(model, source, known, names | {name: known[p] for name, p in aliases})
-        why = f"{odd[0]} has no tensor of its own in the files"
+        why = (
+            f"{odd[0]} has no tensor of its own in the files"
+            if odd
+            else f"nothing initializes its buffer {odd_buffer}, which is in no file"
+        )
     logger.info("%s: every rank loads the full model before sharding: %s", base, why)
     return None
 
@@ -168,11 +175,11 @@ class ShardLoader:
 
 
 def select_prompt_sharing(
-    sharing: packed.PromptSharing, model: PreTrainedModel, known: bool | None
+    sharing: PromptSharing, model: PreTrainedModel, known: bool | None
 ) -> bool:
     """Whether packed rows of ``model`` share prompts: as the check says, which depends on rounding,
     at least for experts; so a resumed run keeps what is ``known``."""
-    if known is not None and packed.uses_document_attention(model):
+    if known is not None and uses_document_attention(model):
         sharing.is_proven = known
     return sharing.is_proven
 

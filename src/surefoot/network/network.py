@@ -20,7 +20,7 @@ from ..checkpoint.state.states import FileState, PartialState
 from ..generate.generation import BatchSlice, Ids, Sample, sample
 from ..generate.section import GenerateSection
 from ..geometry.sharding import Cuts
-from ..model.attention.packed import PromptSharing, check_document_isolation
+from ..model.attention.isolation import PromptSharing, settle_attention
 from ..model.pretrained.loading import device
 from ..model.trained_weights import CoverageRow
 from ..optim.optimizer import Optimizer
@@ -148,11 +148,12 @@ class Network:
         return {name: HeadWeights(name, head, self.cuts) for name, head in named}
 
     def verify_packing(self) -> None:
-        """Check with the current values that packed documents are isolated, and whether two
-        responses may share a prompt. A collective call. Raises ``ModelError``."""
+        """Find, with the current values, an attention that is right for packed rows, and whether
+        two responses may share a prompt. A collective call. Raises ``ModelError``."""
+        world, longest = self.world, self.options.longest
         with self.evaluating():
-            is_proven = check_document_isolation(self.inner, self._logps)
-            self.sharing.is_proven = self.world.from_main(is_proven)
+            is_proven = settle_attention(self.inner, self._logps, longest, world.first_of)
+            self.sharing.is_proven = world.from_main(is_proven)
 
     def _logps(self, batch: Batch) -> torch.Tensor:
         found = self.forward(batch.to(device()), OutputSpec(("logps",))).logps

@@ -8,7 +8,8 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from ..errors import RecipeError
-from ..model.attention import packed
+from ..model.attention.isolation import use_packed
+from ..model.attention.packed import switch_to_packed
 from ..model.fused_lora import enable_fused_lora
 from ..model.head.logprob_head import logprob_head_of
 from ..model.pretrained.compiled import compile_layers
@@ -99,9 +100,9 @@ def resize_embeddings(draft: Draft, _: Tensors) -> None:
 def switch_attention(draft: Draft, tensors: Tensors) -> None:
     """Attend within documents, if rows are packed; proven at once, if the values are there."""
     if draft.options.packing and tensors.have_values and draft.start is None:
-        draft.sharing.is_proven = packed.use_packed(draft.inner)
+        draft.sharing.is_proven = use_packed(draft.inner, draft.options.longest)
     elif draft.options.packing:
-        packed.switch_to_packed(draft.inner)
+        switch_to_packed(draft.inner)
 
 
 def apply_method(draft: Draft, tensors: Tensors) -> None:

@@ -10,22 +10,6 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
-from ..model.attention import packed as attention
-
-
-@contextmanager
-def unpacked(inner: PreTrainedModel) -> Iterator[None]:
-    """An ordinary attention kernel: packed rows have no key-value cache."""
-    before = inner.config._attn_implementation
-    if before.startswith(attention.PREFIX):
-        kernel = before.removeprefix(attention.PREFIX)
-        inner.set_attn_implementation(kernel if kernel in attention.KERNELS else "sdpa")
-    try:
-        yield
-    finally:
-        if inner.config._attn_implementation != before:
-            inner.set_attn_implementation(before)
-
 
 @contextmanager
 def gathered(module: nn.Module, inner: PreTrainedModel, *, again: bool) -> Iterator[None]:

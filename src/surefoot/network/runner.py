@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from ..batch import Batch, Hook, Loss, LossFunction, Outputs, OutputSpec, Window
 from ..checkpoint.state.protocols import ShardedState
 from ..errors import RecipeError
+from ..model.attention.isolation import unpacked
 from ..model.head import outputs
 from ..model.head.logprob_head import LogprobHead
 from ..model.precision import PrecisionName, autocast
@@ -29,7 +30,7 @@ from ..parallel.section import ParallelSection
 from ..parallel.tensor.sequence_parallel import widened
 from ..parallel.world import World
 from .pipelined import PipelinedModel
-from .rollout import gathered, unpacked
+from .rollout import gathered
 
 
 @dataclass(frozen=True)

@@ -21,12 +21,14 @@ class NamedState:
     optimizer: torch.optim.Optimizer
 
     def state_dict(self) -> dict[str, dict[str, torch.Tensor]]:
-        """The live tensors by parameter name; empty before the first step."""
+        """The live tensors by parameter name; empty before the first step. Afterwards a parameter
+        that has had no gradient yet has no tensors, but is there: it is among the trained ones."""
+        if not self.optimizer.state:
+            return {}
         return {
-            name: dict(self.optimizer.state[parameter])
+            name: dict(self.optimizer.state.get(parameter, {}))
             for group in self.optimizer.param_groups
             for name, parameter in zip(group["names"], group["params"], strict=True)
-            if parameter in self.optimizer.state
         }
 
     def load_state_dict(self, state: State) -> None:
@@ -35,7 +37,7 @@ class NamedState:
         if state and state.keys() != set(names):
             raise other_parameters(state, names)
         plain = self.optimizer.state_dict()
-        plain["state"] = {i: dict(state[name]) for i, name in enumerate(names) if name in state}
+        plain["state"] = {i: dict(state[n]) for i, n in enumerate(names) if state.get(n)}
         self.optimizer.load_state_dict(plain)
 
 

@@ -86,7 +86,8 @@ def build(
     # with it before
     is_kept = start is not None and start.has_base and recipe.method.saves_base_model
     is_read = not (is_kept and ahead.found.is_complete)
-    policy = open_policy(recipe, base, codec.tokenizer, world, is_read=is_read)
+    longest = data_loading.longest_document(recipe, data)
+    policy = open_policy(recipe, base, codec.tokenizer, world, is_read=is_read, longest=longest)
     ahead.run(policy)
     saver = build_saver(recipe, policy, codec, bases.policy, world)
     saver = replace(

@@ -86,11 +86,14 @@ class Ahead:
         networks = {} if policy is None else {POLICY: policy}
         if not self.found.is_complete:
             for role, one in recipe.stage.auxiliary.items():
-                networks[role] = networks[POLICY] if one.model is None else self._opened(role)
+                is_policy = one.model is None
+                networks[role] = networks[POLICY] if is_policy else self._opened(role)
         self.found.run(context_of(recipe, codec, networks, world, recipe.train.seed))
 
     def _opened(self, role: str) -> Network:
-        return open_auxiliary(self.recipe, role, self.codec, self.world, self.folders.get(role))
+        longest = data_loading.longest_document(self.recipe, self.loaded)
+        folder = self.folders.get(role)
+        return open_auxiliary(self.recipe, role, self.codec, self.world, longest, folder)
 
     def blank(self) -> None:
         """Columns of zeros, for measurements of speed."""
@@ -142,15 +145,21 @@ def eval_set(dataset: EncodedDataset, size: int) -> WindowSet:
 
 
 def open_auxiliary(
-    recipe: Recipe, role: str, codec: Codec, world: World, folder: Path | None = None
+    recipe: Recipe,
+    role: str,
+    codec: Codec,
+    world: World,
+    longest: int = 0,
+    folder: Path | None = None,
 ) -> Network:
-    """The frozen model of a role, from its ``folder`` if that is known. Raises ``RecipeError`` if
-    its tokens are not the policy's."""
+    """The frozen model of a role, from its ``folder`` if that is known, for documents of up to
+    ``longest`` tokens. Raises ``RecipeError`` if its tokens are not the policy's."""
     model = model_of(recipe.stage.auxiliary[role], recipe.model)
     base = folder or resolve(model)
     tokenizer = open_codec(replace(recipe, model=model), base).tokenizer
     refuse_other_tokens(recipe, role, tokenizer, codec)
-    options = replace(options_of(recipe), method=None, heads=(), is_trainable=False)
+    options = options_of(recipe, longest=longest)
+    options = replace(options, method=None, heads=(), is_trainable=False)
     return open_network(base, model, tokenizer, world, options)
 
 

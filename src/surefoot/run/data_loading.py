@@ -84,6 +84,15 @@ def no_batch(_features: Sequence[Features]) -> Batch:
     raise AssertionError("internal error: only the order of the examples is known here")
 
 
+def longest_document(recipe: Recipe, data: TrainingData) -> int:
+    """Tokens of the longest document in packed rows; of those that are not encoded yet, as many as
+    ``data.cutoff_len`` allows."""
+    if not data.order(recipe.data, seed=recipe.train.seed).is_complete:
+        return recipe.data.cutoff_len
+    longest = max(int(dataset.lengths.max(initial=0)) for dataset in data.complete)
+    return min(recipe.data.cutoff_len, longest)
+
+
 def packed_bounds(recipe: Recipe, loader: Loader) -> list[int]:
     """The bounds of the documents of a typical row of the run: its first one; for a stream, which
     cannot be read in advance, one of documents half as long as they may be."""

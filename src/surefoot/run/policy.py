@@ -51,9 +51,11 @@ def open_policy(
     world: World = ALONE,
     *,
     is_read: bool = True,
+    longest: int = 0,
 ) -> Network:
-    """The model that a recipe trains; on the meta device if a checkpoint has all of its weights."""
-    options = options_of(recipe, is_read=is_read)
+    """The model that a recipe trains; on the meta device if a checkpoint has all of its weights.
+    ``longest`` are the tokens of the longest document in packed rows."""
+    options = options_of(recipe, is_read=is_read, longest=longest)
     made = open_network(base, recipe.model, tokenizer, world, options)
     share = made.num_trainable / made.num_parameters
     logger.info("trainable parameters: %s (%.3g %% of all)", f"{made.num_trainable:,}", 100 * share)
@@ -62,13 +64,14 @@ def open_policy(
     return made
 
 
-def options_of(recipe: Recipe, *, is_read: bool = True) -> NetworkOptions:
+def options_of(recipe: Recipe, *, is_read: bool = True, longest: int = 0) -> NetworkOptions:
     """The options for the model of a recipe."""
     return NetworkOptions(
         method=recipe.method,
         parallel=recipe.parallel,
         precision=choose(recipe.train.precision),
         packing=recipe.data.packing,
+        longest=longest,
         seed=recipe.train.seed,
         heads=recipe.stage.heads,
         is_read=is_read,
@@ -82,6 +85,8 @@ def settle_packing(recipe: Recipe, trainer: Trainer, policy: Network, *, is_resu
     if not recipe.data.packing:
         return
     kernels, inner, world = trainer.state.kernels, policy.inner, trainer.world
+    if policy.awaits_values:
+        policy.verify_packing()  # it has values only now
     is_free = recipe.model.attention == "auto" and world.pp == 1
     if is_free and inner.config._attn_implementation == f"{packed.PREFIX}sdpa":
         known = kernels.packed_attention or (selection.BY_DOCUMENT if is_resumed else None)
@@ -90,8 +95,6 @@ def settle_packing(recipe: Recipe, trainer: Trainer, policy: Network, *, is_resu
             dtype = COMPUTED_IN.get(policy.options.precision, inner.dtype)
             known = selection.choose(selection.row_of(inner, bounds, device(), dtype))
         kernels.packed_attention = selection.use(inner, world.from_main(known))
-    if policy.awaits_values:
-        policy.verify_packing()  # it has values only now
     sharing = select_prompt_sharing(policy.sharing, inner, kernels.shared_prompts)
     kernels.shared_prompts = sharing
 

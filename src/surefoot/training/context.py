@@ -23,7 +23,7 @@ from ..data.text.pairs import unshared
 from ..errors import RunError
 from ..generate.generation import Sample
 from ..generate.section import GenerateSection
-from ..model.attention.packed import PromptSharing
+from ..model.attention.isolation import PromptSharing
 from ..model.pretrained.loading import device
 from ..network.network import Network
 from ..parallel.world import World

@@ -10,10 +10,9 @@ Shapes: H heads, T tokens of the row, E size of a head.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
 from typing import Any, cast
 
@@ -22,15 +21,14 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import AttentionInterface, PreTrainedModel
 
-from ...batch import IGNORE_INDEX, Batch
 from ...errors import ModelError
+from ..valueless import without_values
 from .deterministic import deterministically
 
+logger = logging.getLogger(__name__)
 Heads = Sequence[torch.Tensor]  # queries, keys and values, [1, H, T, E] each
 PREFIX = "surefoot_packed_"  # of the names registered with transformers
-# A document, and a prompt with two answers to it, which follow once with the prompt shared and once
-# apart; together 24 tokens, which most numbers of processes divide that share tokens.
-_FIRST, _PAIR = 4, (2, 3, 4)
+_BY_MASK = "gets_mask_of_packed_rows"  # an attribute of such models
 
 
 @dataclass(frozen=True)
@@ -41,6 +39,7 @@ class Scoring:
     dropout: float
     window: int | None
     softcap: float | None
+    sinks: torch.Tensor | None = None  # [H] a score of each head beside those of the keys
 
 
 Kernel = Callable[[Heads, Scoring], torch.Tensor]
@@ -61,11 +60,12 @@ def _mask(
 
 def sdpa(heads: Heads, scoring: Scoring) -> torch.Tensor:
     """One document, or the end of one, through torch's fused attention."""
-    if scoring.softcap is not None:
-        raise ModelError(
-            "this model caps its attention scores, which sdpa does not support; set "
-            "model.attention: eager"
-        )
+    for name, found in (("caps", scoring.softcap), ("adds sinks to", scoring.sinks)):
+        if found is not None:
+            raise ModelError(
+                f"this model {name} its attention scores, which sdpa does not support; set "
+                "model.attention: eager"
+            )
     query_HTE, key_HTE, value_HTE = heads
     mask = _mask(query_HTE, key_HTE, scoring.window)
     return F.scaled_dot_product_attention(
@@ -94,7 +94,11 @@ def _eager(heads: Heads, scoring: Scoring) -> torch.Tensor:
     if seen is None:
         seen = scores_HTT.new_ones(scores_HTT.shape[-2:], dtype=torch.bool).tril()
     scores_HTT = scores_HTT.masked_fill(~seen, torch.finfo(scores_HTT.dtype).min)
+    if scoring.sinks is not None:  # one more column, whose weight goes to no value
+        sinks_HT1 = scoring.sinks.view(1, -1, 1, 1).expand(*scores_HTT.shape[:-1], 1)
+        scores_HTT = torch.cat([scores_HTT, sinks_HT1.to(scores_HTT.dtype)], dim=-1)
     weights = F.softmax(scores_HTT, dim=-1, dtype=torch.float32).to(query_HTE.dtype)
+    weights = weights[..., : value.shape[-2]]
     return F.dropout(weights, p=scoring.dropout) @ value
 
 
@@ -147,16 +151,17 @@ def by_document(kernel: Kernel) -> Callable[..., tuple[torch.Tensor, None]]:
         **kwargs: object,
     ) -> tuple[torch.Tensor, None]:
         bounds = kwargs.get("document_bounds")
-        if not isinstance(bounds, Bounds) or kwargs.get("s_aux") is not None:
-            raise ModelError(
-                f"data.packing: {type(module).__name__} was called without document boundaries. "
-                "Either this architecture does not pass them to its attention, or the model "
-                "was called outside the training loop (for example generate() in a callback); "
-                "set data.packing: false"
+        if not isinstance(bounds, Bounds):
+            raise BoundsMissingError(
+                f"data.packing: {type(module).__name__} was called without document boundaries: "
+                "the model was called outside the training loop (for example generate() in a "
+                "callback); set data.packing: false"
             )
         told = cast("Mapping[str, Any]", kwargs)
         dropout, window = told.get("dropout") or 0.0, told.get("sliding_window")
-        scoring = Scoring(told.get("scaling"), dropout, window, told.get("softcap"))
+        scoring = Scoring(
+            told.get("scaling"), dropout, window, told.get("softcap"), told.get("s_aux")
+        )
         parts = bounds.parts
         runs = [n for prompt, one, two in parts for n in (prompt + one, two) if n]
 
@@ -191,31 +196,44 @@ for _name, _kernel in KERNELS.items():
     AttentionInterface.register(PREFIX + _name, _attend)
 
 
-@dataclass
-class PromptSharing:
-    """Whether two responses may share a prompt in the rows of a model: only after a check."""
-
-    is_proven: bool = False
+class BoundsMissingError(ModelError):
+    """Attention over packed rows was called without the bounds of their documents."""
 
 
-def use_packed(model: PreTrainedModel) -> bool:
-    """Switch ``model`` to packed rows, and check that documents are isolated. Returns whether two
-    responses may share a prompt. Raises ``ModelError``: attention of the architecture leaks between
-    documents."""
-    switch_to_packed(model)
-    was_training = model.training
-    model.eval()
-    try:
-        return check_document_isolation(model, partial(_trained_logits, model))
-    finally:
-        model.train(was_training)
-
-
+@torch.no_grad()
 def switch_to_packed(model: PreTrainedModel) -> None:
-    """Make ``model`` use this module's attention for packed rows, if its kernel has one."""
+    """Make ``model`` use this module's attention for packed rows, if there is one for its kernel
+    and if its layers pass the bounds of documents on, which is tried without its values."""
     kernel = model.config._attn_implementation
-    if kernel in KERNELS:
-        model.set_attn_implementation(PREFIX + kernel)
+    if kernel not in KERNELS:
+        return
+    model.set_attn_implementation(PREFIX + kernel)
+    if not uses_document_attention(model):  # it does not follow such settings
+        return
+    ids = torch.zeros(1, 2, dtype=torch.int64, device="meta")
+    try:
+        with without_values(model):
+            model(input_ids=ids, use_cache=False, **one_document(model, 2))
+    except BoundsMissingError:
+        model.set_attn_implementation(kernel)
+    except Exception as error:  # the attempt with values will say what is wrong, if anything is
+        logger.debug("%s: not tried without values: %s", type(model).__name__, error)
+
+
+def attend_by_mask(model: PreTrainedModel, *, is_on: bool) -> None:
+    """Whether ``model`` gets the mask of a packed row as an argument: for architectures that build
+    one without looking at positions."""
+    vars(model)[_BY_MASK] = is_on
+
+
+def _row_mask(model: PreTrainedModel, bounds: Sequence[int]) -> torch.Tensor:
+    """[1, 1, T, T] the causal mask of the documents in a row, added to the scores."""
+    lengths = torch.tensor([b - a for a, b in pairwise(bounds)], device=model.device)
+    document_T = torch.repeat_interleave(lengths)
+    seen_TT = (document_T[:, None] == document_T[None]).tril()
+    lowest = torch.finfo(model.dtype).min
+    mask_TT = torch.zeros_like(seen_TT, dtype=model.dtype).masked_fill(~seen_TT, lowest)
+    return mask_TT[None, None]
 
 
 def uses_document_attention(model: PreTrainedModel) -> bool:
@@ -236,6 +254,8 @@ def packed_arguments(
             f"{type(model).__name__}: responses cannot share a prompt with the attention "
             f"{model.config._attn_implementation}; set model.attention: sdpa"
         )
+    if vars(model).get(_BY_MASK):
+        return {"attention_mask": _row_mask(model, bounds)}
     longest = max(b - a for a, b in pairwise(bounds))
     on_device = cu_seqlens.to(model.device)
     return {
@@ -246,81 +266,8 @@ def packed_arguments(
     }
 
 
-@contextlib.contextmanager
-def maskless(model: PreTrainedModel, length: int) -> Iterator[dict[str, object]]:
-    """The arguments of ``model`` for a row that is one document, so that no mask is built: building
-    it reads values, which a model on the meta device does not have."""
-    before = model.config._attn_implementation
-    if not before.startswith(PREFIX):
-        switch_to_packed(model)
-    bounds = torch.tensor([0, length], dtype=torch.int32, device="cpu")
-    try:
-        yield packed_arguments(model, bounds)
-    finally:
-        if model.config._attn_implementation != before:
-            model.set_attn_implementation(before)
-
-
-@torch.no_grad()
-def check_document_isolation(model: PreTrainedModel, run: Callable[[Batch], torch.Tensor]) -> bool:
-    """Check that ``run``, which computes a value for each trained position, gives the same values
-    for other documents when the first one changes. ``model`` is what it runs, completely or in
-    parts.
-
-    Returns whether two responses that share a prompt also get the same values as two documents.
-
-    Raises:
-        ModelError: attention leaks between documents (the layers do not use transformers' attention
-            interface, or are recurrent).
-    """
-    vocabulary, shares = model.config.get_text_config().vocab_size, uses_document_attention(model)
-    found, other = (run(_row(vocabulary, start, shares=shares)) for start in (0, vocabulary // 2))
-    rounding = torch.finfo(found.dtype).eps
-    if not _is_close(found, other, min(32 * rounding, 0.03)):
-        raise ModelError(
-            f"data.packing: attention of {type(model).__name__} leaks between packed examples; "
-            "set data.packing: false"
-        )
-    # sums of another length may round otherwise; other positions alone give some 30,000 roundings
-    shared, apart = found.tensor_split(2)
-    return shares and _is_close(shared, apart, min(256 * rounding, 0.03))
-
-
-def _row(vocabulary: int, start: int, *, shares: bool) -> Batch:
-    """A document that begins with the token ``start``; a prompt and two responses, with labels,
-    that share the prompt; the same as two documents."""
-    tokens = torch.arange(_FIRST + sum(_PAIR))
-    first, prompt, one, two = torch.split(tokens, [_FIRST, *_PAIR])
-    both = [torch.cat([prompt, one]), torch.cat([prompt, two])]
-    documents = [first, *([torch.cat([prompt, one, two])] if shares else ()), *both]
-    token = torch.cat(documents)
-    ids = torch.where(token < _FIRST, token + start, token) % vocabulary
-    positions = token - _FIRST * (token >= _FIRST) - len(one) * (token >= two[0])
-    lengths = torch.tensor([0, *map(len, documents)])
-    branches = torch.tensor([(_FIRST, 0, 0), _PAIR, *((len(d), 0, 0) for d in both)])
-    return Batch(
-        ids[None],
-        torch.where(token < one[0], IGNORE_INDEX, ids)[None],
-        positions[None],
-        cu_seqlens=lengths.cumsum(0).int(),
-        branches=branches.int() if shares else None,
-    )
-
-
-def _trained_logits(model: PreTrainedModel, batch: Batch) -> torch.Tensor:
-    here = batch.to(model.device)
-    assert here.at is not None
-    assert here.cu_seqlens is not None
-    found: torch.Tensor = model(
-        input_ids=here.input_ids,
-        position_ids=here.position_ids,
-        use_cache=False,
-        **packed_arguments(model, here.cu_seqlens, here.branches),
-    ).logits
-    return found[0, here.at.columns]
-
-
-def _is_close(first: torch.Tensor, second: torch.Tensor, share: float) -> bool:
-    """Whether two results differ only as sums in another order do, by a ``share`` of the largest:
-    experts multiply as many tokens at once as are routed to them, from all documents."""
-    return float((first - second).abs().max()) <= share * float(first.abs().max())
+def one_document(model: PreTrainedModel, length: int) -> dict[str, object]:
+    """The arguments of ``model`` for a row that is one document."""
+    if not uses_document_attention(model):
+        return {}
+    return packed_arguments(model, torch.tensor([0, length], dtype=torch.int32, device="cpu"))

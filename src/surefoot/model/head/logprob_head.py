@@ -21,7 +21,8 @@ from transformers.configuration_utils import PretrainedConfig
 
 from ...batch import Outputs, OutputSpec
 from ...errors import ModelError
-from ..attention.packed import maskless
+from ..attention.packed import one_document
+from ..valueless import without_values
 from .chunked_cross_entropy import Head, Scores, logps, scores, totals, wide
 
 logger = logging.getLogger(__name__)
@@ -124,31 +125,37 @@ def _outputs(
 def _answering(head: LogprobHead, answer: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
     config = head.config
     vars(head.linear)["forward"] = answer
-    if head.softcap is not None:
-        setattr(config, _SOFTCAP, None)
+    if head.softcap is not None:  # in its dict: some configurations check types, and None is none
+        vars(config)[_SOFTCAP] = None
     try:
         yield
     finally:
         del vars(head.linear)["forward"]
         if head.softcap is not None:
-            setattr(config, _SOFTCAP, head.softcap)
+            vars(config)[_SOFTCAP] = head.softcap
 
 
 @torch.no_grad()
 def logprob_head_of(model: PreTrainedModel) -> LogprobHead | None:
     """The head of ``model``, if it can be replaced: a plain matrix, whose result the model returns
-    unchanged. Runs the model on two tokens."""
+    unchanged. Runs the model's code on two tokens, without its values, so that the answer is the
+    same whether they are there yet."""
     linear = model.get_output_embeddings()
     if type(linear) is not nn.Linear or "forward" in vars(linear):
         return None
     config = model.config.get_text_config()
     head = LogprobHead(linear, config, getattr(config, _SOFTCAP, None))
-    mark = torch.zeros((), device=linear.weight.device)
-    ids = torch.zeros(1, 2, dtype=torch.int64, device=linear.weight.device)
+    # what a quantized model multiplies by cannot be put aside; it always has its values
+    is_plain = all(type(p) is nn.Parameter for p in model.parameters())
+    device = torch.device("meta") if is_plain else linear.weight.device
+    mark = torch.zeros((), device=device)
+    ids = torch.zeros(1, 2, dtype=torch.int64, device=device)
+    blank = without_values(model) if is_plain else contextlib.nullcontext()
     try:
-        with _answering(head, lambda _: mark), maskless(model, 2) as arguments:
-            found = model(input_ids=ids, use_cache=False, **arguments).logits
-    except (TypeError, ValueError, RuntimeError, AttributeError, ModelError) as error:
+        with _answering(head, lambda _: mark), blank:
+            given = {"input_ids": ids, "attention_mask": None, "use_cache": False}
+            found = model(**given, **one_document(model, 2)).logits
+    except (TypeError, ValueError, RuntimeError, AttributeError, IndexError, ModelError) as error:
         logger.debug("%s: the output head is not replaced: %s", type(model).__name__, error)
         return None
     return head if found is mark else None

@@ -42,16 +42,36 @@ def load_empty(
     """The model in ``folder`` on the meta device, checked against ``stored``, the tensors of its
     files on the meta device.
 
-    Buffers that are in no file already have their values. Raises ``ModelError`` as ``load_model``.
+    Buffers that are in no file get their values from ``fill_buffers``. Raises ``ModelError`` as
+    ``load_model``.
     """
-    model = load_model(folder, section, dtype=dtype, weights=stored)
+    return load_model(folder, section, dtype=dtype, weights=stored)
+
+
+def fill_buffers(model: PreTrainedModel) -> str | None:
+    """Give the buffers of a meta ``model`` that are in no file the values that the architecture
+    initializes them with, on the CPU. Returns the name of one that it does not initialize: such a
+    model must be loaded in full."""
+    found, again = (_initialized_over(model, is_first=is_first) for is_first in (True, False))
+    for name, values in found.items():
+        if not torch.equal(values.nan_to_num(), again[name].nan_to_num()):
+            return name
+    return None
+
+
+def _initialized_over(model: PreTrainedModel, *, is_first: bool) -> dict[str, torch.Tensor]:
+    """The buffers after initialization over one of two fillings: what differs afterwards is what
+    was in memory before."""
+    found = {}
     for name, buffer in list(model.named_non_persistent_buffers()):
         parent, _, leaf = name.rpartition(".")
-        module = model.get_submodule(parent)
-        module._buffers[leaf] = torch.empty_like(buffer, device="cpu")
+        filler = 0 if is_first else 1
+        found[name] = torch.full_like(buffer, filler, device="cpu")
+        model.get_submodule(parent)._buffers[leaf] = found[name]
+    for module in model.modules():  # all: a model may initialize the buffers of its layers
         module._is_hf_initialized = False  # as transformers marks it
     model.initialize_weights()
-    return model
+    return dict(model.named_non_persistent_buffers())
 
 
 def names_stored(model: PreTrainedModel, stored: Tensors) -> dict[str, str]:

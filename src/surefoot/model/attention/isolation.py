@@ -1,0 +1,297 @@
+"""Which attention computes packed rows right in an architecture: found by trying, before training.
+
+Three ways are tried in this order, and the first one that passes is used. One call per document
+sees what the architecture's own mask shows, unless a sliding window or chunks are in the mask alone
+and a document is longer. transformers' own mask of a row tells documents apart by their positions,
+and costs the square of the row. Where an architecture builds its mask without positions, the mask
+of the row is passed to it.
+
+A way passes if nothing of a document depends on the one before it, and if a document in a row has
+the values that it has alone, in transformers' own attention. The document is as long as the longest
+one of the run, so that it exceeds every window that the run will exceed.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+
+from ...batch import IGNORE_INDEX, Batch
+from ...errors import ModelError
+from .packed import (
+    KERNELS,
+    PREFIX,
+    BoundsMissingError,
+    attend_by_mask,
+    by_document,
+    packed_arguments,
+    switch_to_packed,
+    uses_document_attention,
+)
+
+logger = logging.getLogger(__name__)
+Run = Callable[[Batch], torch.Tensor]  # a value, or a row of them, for each trained position
+# A document, and a prompt with two answers to it, which follow once with the prompt shared and once
+# apart; together 24 tokens, which most numbers of processes divide that share tokens.
+_FIRST, _PAIR = 4, (2, 3, 4)
+_UNIT = _FIRST + 2 * sum(_PAIR) + _PAIR[0]
+_SEEN = 8  # trained positions at the end of a long document
+
+
+@dataclass
+class PromptSharing:
+    """Whether two responses may share a prompt in the rows of a model: only after a check."""
+
+    is_proven: bool = False
+
+
+def use_packed(model: PreTrainedModel, longest: int = 0) -> bool:
+    """Switch ``model`` to an attention that is right for packed rows with documents of up to
+    ``longest`` tokens. Returns whether two responses may share a prompt. Raises ``ModelError``: no
+    attention is right in this architecture."""
+    switch_to_packed(model)
+    was_training = model.training
+    model.eval()
+    try:
+        return settle_attention(model, partial(_trained_logits, model), longest)
+    finally:
+        model.train(was_training)
+
+
+@contextmanager
+def packed_meanwhile(model: PreTrainedModel, longest: int = 0) -> Iterator[bool]:
+    """``use_packed``, undone afterwards."""
+    before = model.config._attn_implementation
+    try:
+        yield use_packed(model, longest)
+    finally:
+        model.set_attn_implementation(before)
+        attend_by_mask(model, is_on=False)
+
+
+def plain_attention(model: PreTrainedModel) -> str:
+    """The name of the attention of ``model`` for padded rows."""
+    name: str = model.config._attn_implementation
+    if not name.startswith(PREFIX):
+        return name
+    kernel = name.removeprefix(PREFIX)
+    return kernel if kernel in KERNELS else "sdpa"
+
+
+@contextmanager
+def unpacked(model: PreTrainedModel) -> Iterator[None]:
+    """transformers' own attention meanwhile: packed rows have no key-value cache."""
+    before = model.config._attn_implementation
+    if before.startswith(PREFIX):
+        model.set_attn_implementation(plain_attention(model))
+    try:
+        yield
+    finally:
+        if model.config._attn_implementation != before:
+            model.set_attn_implementation(before)
+
+
+@torch.no_grad()
+def settle_attention(
+    model: PreTrainedModel,
+    run: Run,
+    longest: int = 0,
+    agreed: Callable[[str | None], str | None] = lambda problem: problem,
+) -> bool:
+    """Find the first way that computes packed rows right, and leave it in use.
+
+    Args:
+        model: what ``run`` runs, completely or in parts.
+        run: computes the trained positions of a batch.
+        longest: tokens of the longest document.
+        agreed: makes the problem of one rank that of all.
+
+    Returns whether two responses that share a prompt get the values of two documents.
+
+    Raises:
+        ModelError: no way is right: layers are recurrent, or have masks of their own.
+    """
+    plain, first = plain_attention(model), None
+    if uses_document_attention(model):
+        own, may_share = _attempt(model, run, longest)
+        if (first := agreed(own)) is None:
+            return may_share
+        model.set_attn_implementation(plain)
+        logger.info("packed attention: masks of whole rows: %s", first)
+    for is_on in (False, True):
+        attend_by_mask(model, is_on=is_on)
+        if (problem := agreed(_attempt(model, run, longest)[0])) is None:
+            return False
+        first = first or problem
+    attend_by_mask(model, is_on=False)
+    raise ModelError(
+        f"data.packing: {type(model).__name__} cannot train on packed rows: {first}; set "
+        "data.packing: false"
+    )
+
+
+def _attempt(model: PreTrainedModel, run: Run, longest: int) -> tuple[str | None, bool]:
+    """Why the attention in use is not right for packed rows, None if it is; and whether responses
+    may share prompts."""
+    may_share = False
+    try:
+        is_isolated, may_share = _isolation(model, run)
+        problem = None if is_isolated else "examples in one row would see each other"
+        if problem is None and uses_document_attention(model):
+            problem = _other_mask(model, run, longest)
+        if problem is None and not _is_as_alone(model, run, longest):
+            problem = "an example in a row gets other values than alone"
+    except torch.OutOfMemoryError:
+        raise
+    except BoundsMissingError:
+        problem = "its layers do not pass on where documents begin"
+    except ModelError:  # what an attention cannot do, and the setting that helps
+        raise
+    except (RuntimeError, ValueError, TypeError, IndexError, AttributeError) as error:
+        reason = str(error).strip().splitlines()
+        problem = f"its code fails on them ({reason[0] if reason else type(error).__name__})"
+    return problem, may_share
+
+
+def _isolation(model: PreTrainedModel, run: Run) -> tuple[bool, bool]:
+    """Whether other documents get the same values when the first one changes, and whether two
+    responses that share a prompt get those of two documents."""
+    vocabulary, shares = model.config.get_text_config().vocab_size, uses_document_attention(model)
+    found, other = (run(_row(vocabulary, start, shares=shares)) for start in (0, vocabulary // 2))
+    rounding = torch.finfo(found.dtype).eps
+    is_isolated = _is_close(found, other, min(32 * rounding, 0.03))
+    # sums of another length may round otherwise; other positions alone give some 30,000 roundings
+    shared, apart = found.tensor_split(2)
+    return is_isolated, shares and _is_close(shared, apart, min(256 * rounding, 0.03))
+
+
+def _other_mask(model: PreTrainedModel, run: Run, longest: int) -> str | None:
+    """What hides other tokens than attention by document does: the first layer for which
+    transformers builds another mask of a document alone."""
+    name, other = model.config._attn_implementation, list[str]()
+    compared = PREFIX + "compared"
+    attend = torch.compiler.disable(_comparing(name.removeprefix(PREFIX), other))  # type: ignore[no-untyped-call]
+    AttentionInterface.register(compared, attend)
+    AttentionMaskInterface.register(compared, AttentionMaskInterface()["sdpa"])
+    model.set_attn_implementation(compared)
+    try:
+        run(_long_row(model, longest, is_alone=True, is_bounded=True))
+    finally:
+        model.set_attn_implementation(name)
+    return f"{other[0]} hides tokens by a mask of its own" if other else None
+
+
+def _comparing(kernel: str, other: list[str]) -> Callable[..., tuple[torch.Tensor, None]]:
+    """Attention by document that notes, in ``other``, modules which are given another mask."""
+    attend = by_document(KERNELS.get(kernel, KERNELS["sdpa"]))
+
+    def compare(
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        **kwargs: object,
+    ) -> tuple[torch.Tensor, None]:
+        window = kwargs.get("sliding_window")
+        length = query.shape[-2]
+        is_cut = isinstance(window, int) and window < length
+        if attention_mask is not None or is_cut:
+            seen = torch.ones(length, length, dtype=torch.bool, device=query.device).tril()
+            ours = seen.triu(1 - window) if isinstance(window, int) and is_cut else seen
+            theirs = seen if attention_mask is None else _seen(attention_mask)
+            if theirs is None or not bool((theirs == ours).all()):
+                other.append(type(module).__name__)
+        return attend(module, query, key, value, None, **kwargs)
+
+    return compare
+
+
+def _seen(mask: torch.Tensor) -> torch.Tensor | None:
+    """Which tokens a mask shows; None if it does more than that."""
+    if mask.dtype == torch.bool:
+        return mask
+    is_plain = (mask == 0) | (mask <= torch.finfo(mask.dtype).min / 2)
+    return mask == 0 if bool(is_plain.all()) else None
+
+
+def _is_as_alone(model: PreTrainedModel, run: Run, longest: int) -> bool:
+    """Whether the second document of a row has the values that it has alone."""
+    together = run(_long_row(model, longest, is_alone=False, is_bounded=True))
+    with unpacked(model):
+        alone = run(_long_row(model, longest, is_alone=True, is_bounded=False))
+    error = (together - alone).abs().double().view(len(alone), -1).amax(1)
+    largest, rounding = float(alone.abs().max()), torch.finfo(alone.dtype).eps
+    # in few bits, experts of some tokens are chosen by rounding: most positions must agree
+    worst = error.max() if rounding < 1e-6 else error.median()
+    return float(worst) <= min(512 * rounding, 0.05) * largest
+
+
+def _long_row(model: PreTrainedModel, longest: int, *, is_alone: bool, is_bounded: bool) -> Batch:
+    """A long document, alone or behind another one; its last positions are trained. Its tokens look
+    random, and are the same every time."""
+    config = model.config.get_text_config()
+    units = max(2, -(-longest // _UNIT))
+    most = getattr(config, "max_position_embeddings", None)
+    if isinstance(most, int):  # also of the row, for a model that counts its tokens
+        units = max(1, min(units, most // _UNIT - 1))
+    lengths = [units * _UNIT] if is_alone else [_UNIT, units * _UNIT]
+    parts = [torch.arange(n) for n in lengths]
+    ids = torch.cat([(n * n * 31 + n * 17 + len(n)) % config.vocab_size for n in parts])
+    labels = torch.full_like(ids, IGNORE_INDEX)
+    labels[-_SEEN:] = ids[-_SEEN:]
+    return Batch(
+        ids[None],
+        labels[None],
+        torch.cat(parts)[None],
+        cu_seqlens=torch.tensor([0, *lengths]).cumsum(0).int() if is_bounded else None,
+    )
+
+
+def _row(vocabulary: int, start: int, *, shares: bool) -> Batch:
+    """A document that begins with the token ``start``; a prompt and two responses, with labels,
+    that share the prompt; the same as two documents."""
+    tokens = torch.arange(_FIRST + sum(_PAIR))
+    first, prompt, one, two = torch.split(tokens, [_FIRST, *_PAIR])
+    both = [torch.cat([prompt, one]), torch.cat([prompt, two])]
+    documents = [first, *([torch.cat([prompt, one, two])] if shares else ()), *both]
+    token = torch.cat(documents)
+    ids = torch.where(token < _FIRST, token + start, token) % vocabulary
+    positions = token - _FIRST * (token >= _FIRST) - len(one) * (token >= two[0])
+    lengths = torch.tensor([0, *map(len, documents)])
+    branches = torch.tensor([(_FIRST, 0, 0), _PAIR, *((len(d), 0, 0) for d in both)])
+    return Batch(
+        ids[None],
+        torch.where(token < one[0], IGNORE_INDEX, ids)[None],
+        positions[None],
+        cu_seqlens=lengths.cumsum(0).int(),
+        branches=branches.int() if shares else None,
+    )
+
+
+def _trained_logits(model: PreTrainedModel, batch: Batch) -> torch.Tensor:
+    here = batch.to(model.device)
+    assert here.at is not None
+    bounds = here.cu_seqlens
+    found: torch.Tensor = model(
+        **{
+            "input_ids": here.input_ids,
+            "position_ids": here.position_ids,
+            "use_cache": False,
+            **({} if bounds is None else packed_arguments(model, bounds, here.branches)),
+        }
+    ).logits
+    return found[0, here.at.columns]
+
+
+def _is_close(first: torch.Tensor, second: torch.Tensor, share: float) -> bool:
+    """Whether two results differ only as sums in another order do, by a ``share`` of the largest:
+    experts multiply as many tokens at once as are routed to them, from all documents."""
+    return float((first - second).abs().max()) <= share * float(first.abs().max())
