@@ -31,7 +31,7 @@ REFUSED = {
     "cloud_file_name": "cloud storage is not read; copy the file here and give its file_name",
 }
 WORDS = {str: "text", bool: "true or false", int: "a whole number"}
-MEDIA = ("images", "videos", "audios")
+MEDIA = ("images", "videos", "audios", "image", "video", "audio")
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,7 @@ class DatasetEntry:
     format: Format
     columns: tuple[str, ...]  # the names of columns its rows must have
     num_samples: int | None = None  # use only so many rows, the first ones
+    named: tuple[str, ...] = ()  # columns that the entry mentions, by its names and theirs
 
     def describe(self) -> str:
         """Everything except the content of the files that determines the examples."""
@@ -70,11 +71,13 @@ class Registry:
         for column in RANKING_COLUMNS:
             if names.get(column) and not ranking:
                 raise DataError(f'{where}.columns.{column}: is read only with "ranking": true')
-        settings: dict[str, Any] = {**names, "ranking": ranking}
+        read = {key: column for key, column in names.items() if key not in MEDIA}
+        settings: dict[str, Any] = {**read, "ranking": ranking}
         data_format: Format = FORMATS[kind](**settings)
         source = _source(raw, self.path.parent, where)
         columns = _columns(names, data_format)
-        return DatasetEntry(name, source, data_format, columns, _num_samples(raw, where))
+        named = (*names, *(column for column in names.values() if column))
+        return DatasetEntry(name, source, data_format, columns, _num_samples(raw, where), named)
 
 
 def read_registry(dataset_dir: Path) -> Registry:
@@ -159,9 +162,11 @@ def _names(raw: JSON, key: str, kind: str, where: str) -> dict[str, str | None]:
     names = {field.name for field in fields(FORMATS[kind])} - {"ranking"}
     known = dict.fromkeys(sorted(names & TAGS if key == "tags" else names - TAGS))
     for name, value in listed.items():
-        if name in MEDIA:
-            raise DataError(f"{where}.{name}: only text is supported, not {name}")
-        if name not in known:
+        if name in MEDIA and value is not None:
+            raise DataError(
+                f"{where}.{name}: only text is supported, not {name}; null leaves them out"
+            )
+        if name not in known and name not in MEDIA:
             words = ", ".join(known) or f"no {key}"
             hint = nearest(name, known) or f" ({kind} has {words})"
             raise DataError(f"{where}: unknown name {name!r}{hint}")
