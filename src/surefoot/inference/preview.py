@@ -9,7 +9,7 @@ from itertools import islice, pairwise
 from ..batch import IGNORE_INDEX, Features
 from ..data.encoded import Dropped, Encoded, Truncated
 from ..data.example import Example
-from ..data.rows.registry import read_registry
+from ..data.rows.catalog import Catalog
 from ..data.rows.row_sources import BrokenRow
 from ..data.rows.rows import read_examples
 from ..data.text.codec import Codec
@@ -76,7 +76,8 @@ def preview_data(
 ) -> list[DatasetStats]:
     """The rows of each dataset of a recipe, or of one ``dataset``: the first ``limit``, and
     ``count`` of them as examples. Nothing is written to the cache. Raises ``DataError``."""
-    names = [dataset] if dataset else [*recipe.data.datasets, *recipe.data.eval_datasets]
+    known = map(str, (*recipe.data.datasets, *recipe.data.eval_datasets))
+    names = [dataset] if dataset else [*known]
     return [
         _preview(recipe, codec, name, count=count, limit=limit) for name in dict.fromkeys(names)
     ]
@@ -93,7 +94,7 @@ def _preview(
 ) -> DatasetStats:
     """Encode the rows of a dataset twice: as training will, and without a limit of length."""
     limits = [n for n in (limit, recipe.data.max_samples) if n is not None]
-    entry = read_registry(recipe.data.dataset_dir).entry(name)
+    entry = Catalog(recipe.data).entry(name)
     rows = read_examples(entry, max_samples=recipe.data.max_samples, max_broken_rows=UNLIMITED)
     wanted = islice(rows, min(limits)) if limits else rows
     stats = DatasetStats(name)

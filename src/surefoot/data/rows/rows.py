@@ -77,7 +77,9 @@ def _advice(entry: DatasetEntry, column: str, found: Mapping[str, None]) -> str:
         main = getattr(kind(), kind.main)
         if main in found and not isinstance(entry.format, kind):
             return f' (add "formatting": "{name}" to the entry?)'
-    return ' (add "columns": {"prompt": "text"} to the entry?)' if "text" in found else ""
+    if "text" in found:
+        return ' (add "columns": {"prompt": "text"} to the entry?)'
+    return ' (say which is which: "columns": {"prompt": "...", "response": "..."} in its entry)'
 
 
 def too_many_broken(name: str, broken: Sequence[BrokenRow], limit: int) -> DataError:

@@ -81,8 +81,8 @@ def load_or_build(root: Path, fingerprint: str, build: Callable[[Writer], JSON])
 
 
 def find(root: Path, fingerprint: str, repair: Repair | None = None) -> Cached | None:
-    """The cached dataset of ``fingerprint``; None if it is missing or damaged. ``repair`` makes it
-    anew if it turns out to be damaged while it is read; without it, that is an error."""
+    """The cached dataset of ``fingerprint``; None if it is missing or damaged. ``repair`` builds it
+    again if it turns out to be damaged while it is read; without it, that is an error."""
     folder = root / fingerprint
 
     def give_up(why: str) -> None:

@@ -1,7 +1,7 @@
 """A file of numbers that is hashed block by block: while it is written, and again when a block is
 first read.
 
-Slices are read from the disk, not mapped: a file that is cut short while it is in use is noticed,
+Slices are read from the disk, not mapped: a file that is truncated while it is in use is noticed,
 where a mapping would end the process (SIGBUS).
 """
 
@@ -22,7 +22,7 @@ from ...storage import files
 
 BLOCK = 64 << 10  # bytes: hashed in 5 us; of a shuffled file, an example is in one or two blocks
 Sums = NDArray[np.uint64]
-Repair = Callable[[str], None]  # makes the files of a folder anew, given the reason
+Repair = Callable[[str], None]  # writes the files of a folder again, given the reason
 
 
 class BlockHash:
