@@ -129,9 +129,17 @@ def _add(
         stats.items += len(shown.items)
         stats.tokens += sum(item.tokens for item in shown.items)
         stats.trained_tokens += sum(item.trained_tokens for item in shown.items)
-        stats.lengths += [_num_tokens(item) for item in _items(whole)]
-        if len(stats.shown) < count:
-            stats.shown.append(shown)
+        stats.lengths += [_num_limited(item) for item in _items(whole)]
+        _show(stats, shown, count)
+
+
+def _show(stats: DatasetStats, one: PreviewExample, count: int) -> None:
+    """Keep the first ``count`` examples; one that is dropped makes room for one that is not."""
+    dropped = next((each for each in stats.shown if each.dropped), None)
+    if len(stats.shown) == count and dropped and not one.dropped:
+        stats.shown.remove(dropped)
+    if len(stats.shown) < count:
+        stats.shown.append(one)
 
 
 def _shown(codec: Codec, example: Example, outcome: Encoded, whole: Encoded) -> PreviewExample:
@@ -159,6 +167,14 @@ def _pairs(item: Features) -> Iterator[tuple[Sequence[int], Sequence[int]]]:
 
 def _num_tokens(item: Features) -> int:
     return sum(len(ids) for ids, _ in _pairs(item))
+
+
+def _num_limited(item: Features) -> int:
+    """The tokens that ``cutoff_len`` limits: of a pair, the prompt with its longer response."""
+    if "lengths" not in item:
+        return _num_tokens(item)
+    prompt, *answers = (int(length) for length in item["lengths"])
+    return prompt + max(answers)
 
 
 def _sequence(codec: Codec, item: Features) -> RenderedExample:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, Protocol
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 import xxhash
 
@@ -129,6 +132,7 @@ class _HubDataset(Protocol):
 def _load_huggingface(source: Hub) -> _HubDataset:
     import datasets
 
+    _check_network(source, Path(datasets.config.HF_DATASETS_CACHE))
     try:
         dataset: _HubDataset = datasets.load_dataset(
             source.url, name=source.subset, data_dir=source.folder, split=source.split
@@ -136,6 +140,21 @@ def _load_huggingface(source: Hub) -> _HubDataset:
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         raise _not_loaded(source, error) from error
     return dataset
+
+
+def _check_network(source: Hub, cache: Path) -> None:
+    """Raises ``DataError`` if the hub has no address here, and nothing else could have the dataset:
+    the library would try again and again for half a minute."""
+    from huggingface_hub import constants
+
+    is_here = Path(source.url).exists() or (cache / source.url.replace("/", "___")).exists()
+    host = urlsplit(constants.ENDPOINT).hostname
+    if is_here or getproxies():
+        return
+    try:
+        socket.getaddrinfo(host, None)
+    except OSError as error:
+        raise _not_loaded(source, OSError(f"{host}: {error.strerror}")) from error
 
 
 def _load_modelscope(source: Hub) -> _HubDataset:
