@@ -107,7 +107,7 @@ def test_a_hub_without_an_address_is_said_at_once(tmp_path, monkeypatch):
     monkeypatch.setattr(row_sources.socket, "getaddrinfo", no_host)
     monkeypatch.setattr(row_sources, "getproxies", dict)
     with pytest.raises(DataError, match=r"cannot load dataset a/b .*: Name or service not known"):
-        _check_network(Hub("huggingface", "a/b"), tmp_path)
-    _check_network(Hub("huggingface", str(tmp_path)), tmp_path)
+        _check_network(Hub("huggingface", "a/b"), "https://hub", tmp_path)
+    _check_network(Hub("huggingface", str(tmp_path)), "https://hub", tmp_path)
     (tmp_path / "a___b").mkdir()
-    _check_network(Hub("huggingface", "a/b"), tmp_path)
+    _check_network(Hub("huggingface", "a/b"), "https://hub", tmp_path)

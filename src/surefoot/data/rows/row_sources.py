@@ -132,7 +132,8 @@ class _HubDataset(Protocol):
 def _load_huggingface(source: Hub) -> _HubDataset:
     import datasets
 
-    _check_network(source, Path(datasets.config.HF_DATASETS_CACHE))
+    config = datasets.config
+    _check_network(source, config.HF_ENDPOINT, Path(config.HF_DATASETS_CACHE))
     try:
         dataset: _HubDataset = datasets.load_dataset(
             source.url, name=source.subset, data_dir=source.folder, split=source.split
@@ -142,13 +143,11 @@ def _load_huggingface(source: Hub) -> _HubDataset:
     return dataset
 
 
-def _check_network(source: Hub, cache: Path) -> None:
+def _check_network(source: Hub, hub: str, cache: Path) -> None:
     """Raises ``DataError`` if the hub has no address here, and nothing else could have the dataset:
     the library would try again and again for half a minute."""
-    from huggingface_hub import constants
-
     is_here = Path(source.url).exists() or (cache / source.url.replace("/", "___")).exists()
-    host = urlsplit(constants.ENDPOINT).hostname
+    host = urlsplit(hub).hostname
     if is_here or getproxies():
         return
     try:
