@@ -11,7 +11,13 @@ from folders import save_data, save_recipe
 from project import Project
 from surefoot.cli.main import main
 from surefoot.cli.preview import histogram, show
-from surefoot.inference.preview import DatasetStats, PreviewExample, RenderedExample, TextSpan
+from surefoot.inference.preview import (
+    DatasetStats,
+    PreviewExample,
+    RenderedExample,
+    TextSpan,
+    _num_limited,
+)
 
 LONG = "long " * 40
 
@@ -58,6 +64,14 @@ def test_what_is_cut_left_out_or_broken_is_said_with_the_reason(recipe):
     assert "1 example dropped: the prompt leaves no room" in out
     assert "1 example truncated to data.cutoff_len" in out
     assert "[bold]1+2[/bold]?" in out, "a dataset's text is never markup"
+
+
+def test_one_example_is_one_that_is_trained_on(recipe):
+    swapped = json.loads((recipe.parent / "data" / "sums.json").read_text())
+    save_data(recipe.parent / "data", "swapped", rows=[swapped[2], *swapped[:2]])
+    out = run(recipe, "--dataset", "swapped", "-n", 1).stdout
+    assert "── swapped:1: 26 tokens" in out
+    assert "── swapped:0" not in out
 
 
 def test_the_histogram_shows_where_the_cut_is(recipe):
@@ -159,3 +173,17 @@ def test_of_a_pair_both_answers_are_shown(tmp_path):
         "chosen": "It is 0.<|im_end|>",
         "rejected": "It is 1, said the hen.<|im_end|>",
     }
+
+
+def test_a_long_tail_has_bars_of_its_own():
+    lines = list(histogram([10] * 50 + [1_000, 3_000, 9_000], 100))
+    assert [line.split(" to ")[0].strip() for line in lines if line.endswith(" 1")] == [
+        "801",
+        "1,601",
+        "6,401",
+    ]
+
+
+def test_of_a_pair_the_length_is_that_of_the_prompt_with_its_longer_response():
+    pair = {"input_ids": [0] * 60, "labels": [0] * 60, "lengths": [10, 20, 30]}
+    assert _num_limited(pair) == 40

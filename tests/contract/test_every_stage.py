@@ -10,11 +10,12 @@ import tiny
 from project import Project, assert_same, final_weights, losses, tokenizer
 from stage_data import DATASETS, SETTINGS, stage_of, written
 from surefoot.batch import Outputs
-from surefoot.data.encoded import Dropped, Truncated
+from surefoot.data.encoded import EMPTY, Dropped, Truncated
 from surefoot.data.example import Example, Message
 from surefoot.data.section import DataSection
 from surefoot.data.text.codec import Codec
 from surefoot.data.text.templates import load_template
+from surefoot.errors import DataError
 from surefoot.methods import METHODS
 from surefoot.optim import OPTIMIZERS
 from surefoot.schema import settings
@@ -70,6 +71,58 @@ def test_a_stage_gives_one_outcome_per_example_and_batches_of_what_it_kept(name)
     packed, padded = (stage.collate(items, packing=packing) for packing in (True, False))
     assert packed.num_trained == padded.num_trained > 0
     assert packed.num_tokens <= padded.num_tokens  # a shared prompt is there once
+
+
+ASKED = Message("user", "What is 1 plus 1?")
+IMITATE = ["sft", "pt"]  # stages that train on whatever response a row has
+
+
+@pytest.mark.parametrize("name", IMITATE)
+def test_what_is_marked_bad_is_not_imitated(name):
+    answer = Message("assistant", "5.")
+    rows = [
+        Example((ASKED, answer), label=False),
+        Example((ASKED,), chosen=answer, rejected=answer),
+    ]
+    assert [type(o) for o in stage_of(name).encode(rows, codec())] == [Dropped, Dropped]
+
+
+@pytest.mark.parametrize("name", IMITATE)
+def test_a_mark_that_nothing_reads_stops_it_and_says_how_to_read_it(name):
+    row = Example((ASKED, Message("assistant", "5.")), unread_mark="good", origin="d:7")
+    with pytest.raises(DataError, match=r'd:7: the column \'good\' .* \{"kto_tag": "good"\}'):
+        stage_of(name).encode([row], codec())
+
+
+@pytest.mark.parametrize("name", ["sft", "dpo", "kto"])
+@pytest.mark.parametrize("blank", ["", " \n"])
+def test_an_empty_response_is_dropped_unless_it_is_marked_to_be_trained_on(name, blank):
+    empty, good = Message("assistant", blank), Message("assistant", "2.")
+    wanted = dataclasses.replace(empty, learn=True)
+    ranked = [Example((ASKED,), chosen=good, rejected=one) for one in (empty, wanted)]
+    plain = [Example((ASKED, one), label=True) for one in (empty, wanted)]
+    dropped, kept = stage_of(name).encode(ranked if name == "dpo" else plain, codec())
+    assert dropped == EMPTY
+    assert not isinstance(kept, Dropped)
+
+
+def test_an_empty_response_that_is_masked_is_no_reason():
+    chat = (ASKED, Message("assistant", "", learn=False), ASKED, Message("assistant", "2."))
+    call = Message("assistant", "", tool_calls=({"name": "f", "arguments": {}},))
+    found = stage_of("sft").encode([Example(chat), Example((ASKED, call))], codec())
+    assert found[0] != EMPTY
+    assert found[1] != EMPTY
+
+
+def test_plain_text_under_sft_names_the_stage_for_it():
+    (found,) = stage_of("sft").encode(EXAMPLES[1:2], codec())
+    assert "stage: pt" in found.reason
+
+
+def test_calls_are_not_left_out_of_a_text():
+    call = Message("assistant", "", tool_calls=({"name": "f", "arguments": {}},))
+    (found,) = stage_of("pt").encode([Example((ASKED, call))], codec())
+    assert "stage: sft" in found.reason
 
 
 @pytest.mark.parametrize("name", STAGES)

@@ -38,6 +38,9 @@ def assistant(text, *calls):
     return Message("assistant", text, calls)
 
 
+SILENCE = Message("assistant", "", learn=True)  # not an empty field, but an answer
+
+
 CALL = {"name": "get_weather", "arguments": {"city": "Paris"}}
 CALLS = (CALL, {"name": "get_weather", "arguments": {"city": "Rome"}})
 CONVERSATIONS = {
@@ -45,7 +48,7 @@ CONVERSATIONS = {
     "multi": Example(
         (user("Hi"), assistant("Hello! How can I help?"), user("Add 2 and 3."), assistant("5"))
     ),
-    "spaces": Example((user(" Thanks\n\n"), assistant("  x = 1\n"), user("\tand"), assistant(""))),
+    "spaces": Example((user(" Thanks\n\n"), assistant("  x = 1\n"), user("\tand"), SILENCE)),
     "system": Example((system("You are terse."), user("Name a prime."), assistant("7"))),
     "tools": Example(
         (

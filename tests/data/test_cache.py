@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import warm
-from surefoot.data.store import cache
+from surefoot.data.store import cache, checked_file
 from surefoot.data.store.cache import default_folder, load_or_build
 from surefoot.errors import DataError
 from surefoot.storage import files
@@ -94,12 +94,13 @@ def test_other_items_have_other_content(tmp_path):
     assert one.store.content != two.store.content
 
 
-def test_items_are_mapped_not_read(tmp_path):
+def test_an_item_is_read_when_it_is_used_and_cannot_be_written(tmp_path):
     load_or_build(tmp_path, "key", build)
-    flat = load_or_build(tmp_path, "key", never).store.features["input_ids"].flat
-    assert not flat.flags.writeable
-    assert type(flat) is np.ndarray
-    assert isinstance(flat.base, np.memmap)
+    store = load_or_build(tmp_path, "key", never).store
+    ids = store[0]["input_ids"]
+    assert type(ids) is np.ndarray
+    assert ids.dtype == np.int32
+    assert not ids.flags.writeable
 
 
 def test_a_builder_that_fails_leaves_nothing(tmp_path):
@@ -118,7 +119,7 @@ def test_a_token_that_is_no_int32_is_refused_not_bent(tmp_path):
         load_or_build(tmp_path, "key", lambda w: w.add([{"input_ids": [2**31]}], [0]) or {})
 
 
-FILES = ["header.json", "rows", "input_ids.tokens", "input_ids.offsets", "weight.offsets"]
+FILES = ["header.json", "rows", "input_ids.tokens", "input_ids.offsets", "weight.sums"]
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -139,7 +140,7 @@ def test_a_damaged_folder_is_noticed_and_made_anew(tmp_path, caplog, name, how):
     assert contents(load_or_build(tmp_path, "key", never)) == EXPECTED
 
 
-@pytest.mark.parametrize("name", ["header.json", "rows", "labels.offsets"])
+@pytest.mark.parametrize("name", ["header.json", "rows", "labels.offsets", "labels.sums"])
 def test_every_flipped_byte_of_header_and_indexes_is_noticed(tmp_path, name):
     load_or_build(tmp_path, "key", build)
     path = tmp_path / "key" / name
@@ -149,6 +150,89 @@ def test_every_flipped_byte_of_header_and_indexes_is_noticed(tmp_path, name):
         damaged[at] ^= 0x10
         path.write_bytes(damaged)
         assert load_or_build(tmp_path, "key", build).is_new, f"byte {at}"
+
+
+LONG = [{"input_ids": range(n, n + 5_000), "labels": range(5_000)} for n in range(40)]
+TOKENS = "input_ids.tokens"  # 800,000 bytes: more than a dozen blocks
+
+
+def build_long(writer):
+    for item in LONG:
+        writer.add([item], [0])
+    return {}
+
+
+def flip(path, at):
+    with path.open("r+b") as file:
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ 1]))
+
+
+def is_intact(store):
+    pairs = [(store[n], LONG[n]) for n in range(len(LONG))]
+    return all(list(item[k]) == list(want[k]) for item, want in pairs for k in want)
+
+
+@pytest.mark.parametrize("at", [0, 65_535, 65_536, 500_001, 799_999])
+def test_a_flipped_token_is_noticed_when_it_is_read_and_the_dataset_encoded_again(
+    tmp_path, caplog, at
+):
+    load_or_build(tmp_path, "key", build_long)
+    flip(tmp_path / "key" / TOKENS, at)
+    cached = load_or_build(tmp_path, "key", build_long)
+    assert not cached.is_new
+    assert caplog.messages == [], "not before it is read"
+    assert is_intact(cached.store)
+    assert caplog.messages == [
+        f"{tmp_path / 'key'} is damaged ({TOKENS} does not match its checksum): encoding it again"
+    ]
+    assert is_intact(load_or_build(tmp_path, "key", never).store)
+
+
+def test_of_a_damaged_file_what_is_sound_can_be_read(tmp_path):
+    load_or_build(tmp_path, "key", build_long)
+    flip(tmp_path / "key" / TOKENS, 799_999)
+    store = load_or_build(tmp_path, "key", never).store
+    assert list(store[0]["input_ids"]) == list(LONG[0]["input_ids"])
+
+
+@pytest.mark.parametrize("size", [0, 70_000])
+def test_a_file_cut_short_while_it_is_in_use_is_encoded_again(tmp_path, caplog, size):
+    load_or_build(tmp_path, "key", build_long)
+    cached = load_or_build(tmp_path, "key", build_long)
+    other = load_or_build(tmp_path, "key", build_long)  # another rank
+    assert list(cached.store[20]["input_ids"]) == list(LONG[20]["input_ids"])
+    with (tmp_path / "key" / TOKENS).open("r+b") as file:
+        file.truncate(size)
+    assert is_intact(cached.store)
+    assert is_intact(other.store)
+    assert len(caplog.messages) == 1, "encoded again once, for both"
+
+
+def test_a_dataset_that_gives_other_tokens_now_is_an_error(tmp_path):
+    load_or_build(tmp_path, "key", build_long)
+    flip(tmp_path / "key" / TOKENS, 0)
+    store = load_or_build(tmp_path, "key", build).store
+    with pytest.raises(DataError, match="even after its dataset was encoded again"):
+        store[0]
+
+
+def test_damage_that_cannot_be_mended_at_once_is_mended_by_the_next_start(tmp_path):
+    load_or_build(tmp_path, "key", build_long)
+    flip(tmp_path / "key" / TOKENS, 0)
+    store = cache.find(tmp_path, "key").store
+    with pytest.raises(DataError, match=r"is damaged .* start the same command again to encode"):
+        store[0]
+    assert load_or_build(tmp_path, "key", build_long).is_new
+
+
+def test_a_file_is_hashed_once_then_read(tmp_path, monkeypatch):
+    store = load_or_build(tmp_path, "key", build_long).store
+    assert is_intact(store)
+    monkeypatch.setattr(checked_file.xxhash, "xxh3_64_intdigest", never)
+    assert is_intact(store)
 
 
 def test_a_folder_of_another_version_is_made_anew(tmp_path, monkeypatch):

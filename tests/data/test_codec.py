@@ -19,9 +19,14 @@ TOOL = {"name": "add", "description": "Add", "parameters": {"type": "object", "p
 
 
 def chat(*turns, system=None, **options):
-    """An example of turns that are said by user and assistant in turn."""
-    roles = ("user", "assistant")
-    messages = [Message(roles[i % 2], text) for i, text in enumerate(turns)]
+    """An example of turns that are said by user and assistant in turn; empty responses are to be
+    trained on."""
+    messages = [
+        Message("assistant", text, learn=None if text.strip() else True)
+        if i % 2
+        else Message("user", text)
+        for i, text in enumerate(turns)
+    ]
     if system is not None:
         messages.insert(0, Message("system", system))
     return Example(tuple(messages), **options)

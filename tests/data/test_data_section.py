@@ -3,14 +3,15 @@
 import pytest
 
 from surefoot.data.section import DataSection
+from surefoot.schema.locations import DatasetReference
 
 
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
         ({"datasets": ()}, "name at least one dataset"),
-        ({"datasets": ("a", "b", "a")}, "dataset 'a' is named twice"),
-        ({"eval_datasets": ("b", "b")}, "dataset 'b' is named twice"),
+        ({"datasets": ("a", "b", "a")}, "datasets: 'a' is named twice"),
+        ({"eval_datasets": ("b", "b")}, "eval_datasets: 'b' is named twice"),
         (
             {"eval_datasets": ("b",), "val_size": 0.1},
             "val_size and eval_datasets exclude each other",
@@ -28,6 +29,15 @@ from surefoot.data.section import DataSection
 def test_a_wrong_setting_says_what_is_right(settings, reason):
     with pytest.raises(ValueError, match=reason):
         DataSection(**{"datasets": ("a",), **settings})
+
+
+def test_two_files_of_one_name_need_another_name():
+    one, other = (DatasetReference.of(f"{folder}/x.jsonl") for folder in ("train", "test"))
+    assert (one, other) == ("x.jsonl", "x.jsonl")
+    assert one != other
+    with pytest.raises(ValueError, match=r"'x.jsonl' is another one of datasets; .*\{name: other"):
+        DataSection(datasets=(one,), eval_datasets=(other,))
+    DataSection(datasets=(one,), eval_datasets=(one,))
 
 
 @pytest.mark.parametrize("val_size", [0, 0.5, 1, 1.0, 20])

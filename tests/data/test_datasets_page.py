@@ -28,7 +28,7 @@ def test_the_rows_are_read_by_the_entry_below_them(tmp_path, file, rows, info):
 
 
 def test_every_block_of_rows_has_its_entry():
-    assert len(PAIRS) == PAGE.count('.jsonl"\n') == PAGE.count('title="dataset_info.json"') == 6
+    assert len(PAIRS) == PAGE.count('.jsonl"\n') == PAGE.count('title="dataset_info.json"') == 7
 
 
 @pytest.mark.parametrize("name", FORMATS)

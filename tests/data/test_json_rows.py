@@ -147,3 +147,58 @@ def test_a_file_in_utf16_is_refused(path):
     path.write_text('[{"a": 1}]', encoding="utf-16")
     with pytest.raises(DataError, match="byte 0xff is not UTF-8 text"):
         list(read_json(path))
+
+
+HUGE = "9" * 5000  # digits, more than Python reads
+
+
+def test_an_integer_of_thousands_of_digits_is_a_broken_row(tmp_path):
+    path = tmp_path / "a.json"
+    path.write_text(f'[{{"a": 1}}, {{"a": {HUGE}}}, {{"a": [{HUGE}]}}, {{"a": 2}}]')
+    first, second, third, last = read_json(path)
+    assert (first, last) == ({"a": 1}, {"a": 2})
+    assert second == "row 2: an integer of thousands of digits"
+    assert third.startswith("row 3:")
+
+
+@pytest.mark.parametrize("name", ["a.json", "a.jsonl"])
+def test_a_line_with_a_huge_integer_is_a_broken_row(tmp_path, name):
+    path = tmp_path / name
+    path.write_text(f'{{"a": {HUGE}}}\n{{"a": 2}}\n')
+    first, second = (read_json if name == "a.json" else read_jsonl)(path)
+    assert first.startswith("line 1 is not valid JSON (Exceeds the limit")
+    assert second == {"a": 2}
+
+
+def test_a_line_of_thousands_of_brackets_is_a_broken_row(tmp_path):
+    path = tmp_path / "a.json"
+    path.write_text('{"a":' * 100_000 + "\n" + '{"a": 2}\n')
+    first, second = read_json(path)
+    assert "line 1" in first
+    assert second == {"a": 2}
+
+
+def test_a_list_in_a_file_of_lines_says_how_to_rename_it(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('[\n{"a": 1},\n{"a": 2}\n]\n')
+    with pytest.raises(DataError, match=r"expected one object per line, got a list; .* \.json"):
+        list(read_jsonl(path))
+
+
+@pytest.mark.parametrize("name", ["a.json", "a.jsonl"])
+def test_python_dicts_say_how_to_write_rows(tmp_path, name):
+    path = tmp_path / name
+    path.write_text("{'a': 1}\n{'a': 2}\n")
+    rows = list((read_json if name == "a.json" else read_jsonl)(path))
+    assert all("json.dumps" in row for row in rows)
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-32", "utf-16-be-bom"])
+@pytest.mark.parametrize("read", [read_json, read_jsonl])
+def test_text_in_another_encoding_names_it(tmp_path, read, encoding):
+    path = tmp_path / "a.json"
+    text = '[{"a": "é"}]' if read is read_json else '{"a": "é"}\n'
+    is_big = encoding == "utf-16-be-bom"
+    path.write_bytes(b"\xfe\xff" + text.encode("utf-16-be") if is_big else text.encode(encoding))
+    with pytest.raises(DataError, match=f"iconv -f {encoding[:6].upper()} -t UTF-8"):
+        list(read(path))

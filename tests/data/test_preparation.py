@@ -201,7 +201,7 @@ def test_too_many_broken_rows_stop_the_run_and_leave_no_cache(section, tmp_path)
     write(tmp_path, one=["{"] * 3 + ROWS)
     with pytest.raises(DataError, match=r"more than data.max_broken_rows = 2 rows.*\n  row 0: "):
         run(replace(section, max_broken_rows=2))
-    assert list((tmp_path / "cache").iterdir()) == []
+    assert not (tmp_path / "cache").exists() or list((tmp_path / "cache").iterdir()) == []
 
 
 def test_broken_rows_stop_the_run_even_if_they_are_in_the_cache(section, tmp_path):

@@ -74,10 +74,19 @@ def test_a_path_may_be_absolute(entry, tmp_path):
 
 
 def test_hub_datasets(entry):
-    found = entry(hf_hub_url="a/b", subset="en", split="test", folder="data", om_hub_url="c/d")
+    found = entry(
+        hf_hub_url="a/b",
+        subset="en",
+        split="test",
+        folder="data",
+        om_hub_url="c/d",
+        formatting="alpaca",
+    )
     assert found.source == Hub("huggingface", "a/b", "en", "test", "data")
-    assert entry(ms_hub_url="a/b").source == Hub("modelscope", "a/b")
-    assert entry(hf_hub_url="a/b", ms_hub_url="c/d").source == Hub("huggingface", "a/b")
+    known = {"columns": {"prompt": "q"}}  # else its rows are looked at
+    assert entry(ms_hub_url="a/b", **known).source == Hub("modelscope", "a/b")
+    found = entry(hf_hub_url="a/b", ms_hub_url="c/d", **known)
+    assert found.source == Hub("huggingface", "a/b")
 
 
 @pytest.mark.parametrize(
@@ -105,7 +114,7 @@ def test_hub_datasets(entry):
         ({"file_name": None}, "name: needs a file_name, hf_hub_url or ms_hub_url"),
         ({"file_name": "no.json"}, r"name.file_name: no file or folder .*no.json"),
         ({"file_name": "a.json", "hf_hub_url": "a/b"}, "either file_name or hf_hub_url, not both"),
-        ({"split": "test"}, "name.split: only hub datasets have one"),
+        ({"split": "test"}, "name.file_name: .* has no splits, so not 'test'"),
         ({"subset": "en"}, "name.subset: only hub datasets have one"),
         ({"script_url": "a"}, "name: script_url: dataset scripts are not run; convert"),
         ({"om_hub_url": "a"}, "name: om_hub_url: the OpenMind hub is not read"),
@@ -154,5 +163,5 @@ def test_a_registry_that_cannot_be_read(tmp_path, text, reason):
 
 def test_a_registry_that_is_a_folder_cannot_be_read(tmp_path):
     (tmp_path / "dataset_info.json").mkdir()
-    with pytest.raises(DataError, match=r"cannot read .*dataset_info.json: Is a directory"):
+    with pytest.raises(DataError, match=r"cannot read .*dataset_info.json: it is not a file"):
         read_registry(tmp_path)

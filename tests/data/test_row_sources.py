@@ -1,11 +1,13 @@
 """Files, folders and hub datasets as sources of rows."""
 
 import json
+import socket
 from importlib.util import find_spec
 
 import pytest
 
-from surefoot.data.rows.row_sources import BrokenRow, Files, Hub, find_files
+from surefoot.data.rows import row_sources
+from surefoot.data.rows.row_sources import BrokenRow, Files, Hub, _check_network, find_files
 from surefoot.errors import DataError
 
 
@@ -96,3 +98,16 @@ def test_a_hub_dataset_that_is_not_there_says_what_to_check(tmp_path):
 def test_modelscope_needs_its_library():
     with pytest.raises(DataError, match=r"pip install modelscope"):
         list(Hub("modelscope", "nobody/nothing").rows())
+
+
+def test_a_hub_without_an_address_is_said_at_once(tmp_path, monkeypatch):
+    def no_host(*_):
+        raise socket.gaierror(-2, "Name or service not known")
+
+    monkeypatch.setattr(row_sources.socket, "getaddrinfo", no_host)
+    monkeypatch.setattr(row_sources, "getproxies", dict)
+    with pytest.raises(DataError, match=r"cannot load dataset a/b .*: Name or service not known"):
+        _check_network(Hub("huggingface", "a/b"), "https://hub", tmp_path)
+    _check_network(Hub("huggingface", str(tmp_path)), "https://hub", tmp_path)
+    (tmp_path / "a___b").mkdir()
+    _check_network(Hub("huggingface", "a/b"), "https://hub", tmp_path)

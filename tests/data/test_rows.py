@@ -68,7 +68,8 @@ def test_a_listed_column_that_no_row_has_is_named_with_those_there_are(entry):
 
 def test_an_absent_question_is_told_once_and_not_as_broken_rows(entry):
     with pytest.raises(
-        DataError, match=r"no row has the column 'instruction'; the columns of .* txt$"
+        DataError,
+        match=r"no row has the column 'instruction' \(.*\{\"prompt\": .*; the columns of .* txt$",
     ):
         list(read_examples(entry({"txt": "a"}, {"txt": "b"})))
 
@@ -76,10 +77,14 @@ def test_an_absent_question_is_told_once_and_not_as_broken_rows(entry):
 @pytest.mark.parametrize(
     ("row", "raw", "advice"),
     [
-        ({"messages": []}, {}, 'add "formatting": "openai" to the entry'),
-        ({"conversations": []}, {}, 'add "formatting": "sharegpt" to the entry'),
+        ({"messages": []}, {"formatting": "alpaca"}, 'add "formatting": "openai" to the entry'),
+        (
+            {"conversations": []},
+            {"formatting": "alpaca"},
+            'add "formatting": "sharegpt" to the entry',
+        ),
         (GOOD, {"formatting": "openai"}, 'add "formatting": "alpaca" to the entry'),
-        ({"text": "a"}, {}, 'add "columns": {"prompt": "text"} to the entry'),
+        ({"text": "a"}, {"formatting": "alpaca"}, 'add "columns": {"prompt": "text"} to the entry'),
     ],
 )
 def test_columns_of_another_format_tell_what_to_add_to_the_entry(entry, row, raw, advice):

@@ -5,6 +5,8 @@ from itertools import islice
 
 import pytest
 
+from surefoot.data.prepared.encoded_data import Encoding
+from surefoot.data.prepared.streaming_data import encode_stream, open_stream
 from surefoot.data.rows.registry import read_registry
 from surefoot.data.section import DataSection
 from surefoot.data.store.shards import WHOLE, encode_shards, find_shard, read_whole
@@ -94,6 +96,63 @@ def test_a_damaged_shard_is_made_anew(project, tmp_path, whole):
     list(project(encoder))
     assert encoder.seen == [4, 5, 6, 7]
     assert [find_shard(tmp_path / "out", n).store.content for n in range(3)] == before
+
+
+@pytest.fixture
+def opened(tmp_path):
+    """Opens the stream of a dataset of ten rows, all of it encoded; each row is long."""
+    write(tmp_path, range(10))
+    data = DataSection(datasets=("d",), dataset_dir=tmp_path, cache_dir=tmp_path / "cache")
+
+    def encode(examples):
+        return [
+            [{"input_ids": [int(example.messages[0].content)] * 9_000, "labels": [1] * 9_000}]
+            for example in examples
+        ]
+
+    encoding = Encoding(data, encode, {}, 1)
+    list(encode_stream(encoding))
+    return lambda: open_stream(encoding, fail).train
+
+
+def firsts(stream):
+    return [int(stream[i]["input_ids"][-1]) for i in range(stream.reach(100))]
+
+
+@pytest.mark.parametrize("how", ["flip", "cut"])
+def test_damage_that_is_noticed_while_a_stream_is_read_is_encoded_again(
+    opened, tmp_path, caplog, how
+):
+    (file,) = tmp_path.glob("cache/*.shards/00000000/input_ids.tokens")
+    if how == "flip":
+        data = bytearray(file.read_bytes())
+        data[-1] ^= 1
+        file.write_bytes(data)
+    stream = opened()
+    assert stream.reach(10) == 10
+    assert stream[0]["input_ids"][0] == 0
+    if how == "cut":
+        with file.open("r+b") as opened_file:
+            opened_file.truncate(100)
+    assert firsts(stream) == list(range(10))
+    assert [f"{file.parent} is damaged: encoding it again"] == caplog.messages
+    assert firsts(opened()) == list(range(10))
+
+
+def test_a_shard_that_is_gone_from_a_complete_dataset_is_encoded_again(opened, tmp_path):
+    (file,) = tmp_path.glob("cache/*.shards/00000000/header.json")
+    file.unlink()
+    assert firsts(opened()) == list(range(10))
+
+
+def test_a_damaged_shard_of_a_source_that_has_changed_is_an_error(opened, tmp_path):
+    (file,) = tmp_path.glob("cache/*.shards/00000000/input_ids.tokens")
+    stream = opened()
+    assert stream.reach(10) == 10
+    file.write_bytes(bytes(file.stat().st_size))
+    write(tmp_path, range(12))
+    with pytest.raises(DataError, match=r"shard 0 is damaged, .*d.jsonl has changed since"):
+        firsts(stream)
 
 
 def test_a_source_that_changes_meanwhile_stops_it(project, tmp_path):

@@ -1,10 +1,12 @@
 import pytest
 
 from surefoot.errors import RecipeError
-from surefoot.recipe.from_mindformers.conversion import convert
+from surefoot.recipe.from_mindformers.conversion import convert, convert_file
+from surefoot.recipe.from_mindformers.kinds import LLAMAFACTORY as LLAMAFACTORY_KEYS
 from surefoot.recipe.prediction import Prediction
-from surefoot.recipe.recipe import read
+from surefoot.recipe.recipe import Recipe, read
 from surefoot.recipe.yaml import parse
+from surefoot.schema import dotted, paths
 from surefoot.schema import read as read_into
 
 FILE = """\
@@ -45,6 +47,46 @@ callbacks:
 context:
   mode: 0
 """
+
+
+LLAMAFACTORY = """\
+model_name_or_path: meta-llama/Meta-Llama-3-8B-Instruct
+stage: sft
+do_train: true
+finetuning_type: lora
+lora_rank: 8
+dataset: identity,alpaca_en_demo
+output_dir: saves/llama3-8b/lora/sft
+per_device_train_batch_size: 1
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("a: 1\nb: {c: 2}\n", "not MindSpore Transformers' YAML: it has none of the keys run_mode"),
+        ("model: {path: x}\ndata: {datasets: [d]}\nstage: sft\n", "this is a recipe already"),
+        (LLAMAFACTORY, "this is LLaMA-Factory's YAML, and only MindSpore Transformers' is"),
+    ],
+)
+def test_a_file_of_another_kind_is_refused(tmp_path, text, said):
+    (tmp_path / "file.yaml").write_text(text)
+    with pytest.raises(RecipeError, match=said):
+        convert_file(tmp_path / "file.yaml")
+
+
+def test_the_settings_of_llamafactorys_keys_are_named_with_their_lines(tmp_path):
+    (tmp_path / "file.yaml").write_text(LLAMAFACTORY)
+    with pytest.raises(RecipeError) as caught:
+        convert_file(tmp_path / "file.yaml")
+    assert "file.yaml:5:1 lora_rank: is method.lora.rank in a recipe" in str(caught.value)
+    assert "do_train" not in str(caught.value)
+
+
+def test_the_settings_that_are_named_exist():
+    known = {dotted(path) for path in paths(Recipe)}
+    named = {setting.split(":")[0] for setting in LLAMAFACTORY_KEYS.values()}
+    assert named <= known
 
 
 def settings(text):

@@ -131,7 +131,7 @@ checkpoint: 3
         "recipe.yaml:2:1 learning_rate: unknown key (did you mean optim.adamw.learning_rate?)",
         "recipe.yaml:3:1 num_train_epochs: unknown key (did you mean train.num_epochs?)",
         "recipe.yaml:4:1 cutoff_len: unknown key (did you mean data.cutoff_len?)",
-        "recipe.yaml:6:14 data.datasets[0]: expected text, got 1",
+        "recipe.yaml:6:14 data.datasets[0]: expected a name, a file, a hub id or an entry, got 1",
         "recipe.yaml:7:3 data.template: expected text, got [1]",
         "recipe.yaml:8:1 method: expected one of " + ", ".join(METHODS) + ", got 'lroa' "
         "(did you mean lora?)",
@@ -318,6 +318,7 @@ def test_every_rule_says_what_it_is():
 
 WORDS = st.text(st.characters(codec="utf-8"), min_size=1, max_size=8)
 NAMES = st.lists(WORDS, max_size=3).map(tuple)
+DATASETS = WORDS.filter(lambda word: not set(",/.~") & set(word))
 FOLDERS = st.from_regex(r"/[a-z0-9_][a-z0-9_. -]{0,8}(/[a-z0-9 ]{1,5})?", fullmatch=True).map(Path)
 COUNTS = st.integers(1, 10**6)
 SHARES = st.floats(0, 1)
@@ -333,7 +334,7 @@ RECIPES = st.builds(
     ),
     data=st.builds(
         DataSection,
-        datasets=st.lists(WORDS, min_size=1, max_size=3, unique=True).map(tuple),
+        datasets=st.lists(DATASETS, min_size=1, max_size=3, unique=True).map(tuple),
         dataset_dir=FOLDERS,
         val_size=SHARES,
         max_samples=st.none() | COUNTS,

@@ -1,10 +1,12 @@
 """What a recipe's data is cached under."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from folders import save_data, save_recipe
+from surefoot.errors import TemplateError
 from surefoot.model.pretrained.loading import resolve
 from surefoot.recipe.recipe import load
 from surefoot.recipe.recipe_data import open_codec, prepared
@@ -31,6 +33,16 @@ def test_what_sft_cached_before_it_dropped_undesirable_rows_is_not_used(recipe, 
         earlier.setattr(SFT, "encode", lambda _, examples, codec: codec.encode_chats(examples))
         assert len(prepared(recipe, codec).train) == 5
     assert len(prepared(recipe, codec).train) == 1
+
+
+def test_a_wrong_template_and_wrong_data_are_said_at_once(recipe, tmp_path):
+    (tmp_path / "data" / "sums.json").unlink()
+    wrong = replace(recipe, data=replace(recipe.data, template="chatnl"))
+    with pytest.raises(TemplateError) as caught:
+        open_codec(wrong, resolve(wrong.model))
+    template, data = str(caught.value).splitlines()
+    assert "chatnl" in template
+    assert "no file or folder" in data
 
 
 def test_what_other_stages_cached_is_used():

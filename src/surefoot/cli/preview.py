@@ -167,7 +167,9 @@ def histogram(lengths: Sequence[int], cutoff_len: int) -> Iterator[str]:
 
 
 def _edges(longest: int, cutoff_len: int) -> list[int]:
-    """The upper bounds of bars: the last at ``longest``, one at ``cutoff_len`` if less."""
+    """The upper bounds of bars: one at ``cutoff_len``, doubled from there on, the last at
+    ``longest``."""
     top = min(longest, cutoff_len)
-    steps = {top * i // BINS for i in range(1, 2 * BINS)}
+    steps = {top * i // BINS for i in range(1, BINS + BINS // 2)}
+    steps |= {top << power for power in range(1, (longest // top).bit_length())} if top else set()
     return sorted({step for step in steps if 0 < step < longest} | {longest})

@@ -25,4 +25,5 @@ class Truncated:
     features: Sequence[Features]
 
 
+EMPTY = Dropped('an empty response (only "weight": 1 on its turn trains on that)')
 Encoded = Sequence[Features] | Truncated | Dropped  # a long text may give several items

@@ -21,6 +21,11 @@ class Message:
     tool_calls: tuple[JSON, ...] = ()  # [{"name": ..., "arguments": {...}}] of an assistant turn
     learn: bool | None = None
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether it says nothing, without being marked to be trained on."""
+        return not (self.content.strip() or self.tool_calls) and self.learn is not True
+
 
 @dataclass(frozen=True, slots=True)
 class Example:
@@ -37,5 +42,6 @@ class Example:
     chosen: Message | None = None  # ranking: the better answer
     rejected: Message | None = None  # ranking: the worse one
     label: bool | None = None  # kto: whether the last answer is desirable
+    unread_mark: str | None = None  # a column that seems to say that, but that nothing reads
     columns: JSON = field(default_factory=dict)  # the row itself, for rewards
     origin: str = ""  # "dataset:row", for messages to people

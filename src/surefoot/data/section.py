@@ -9,22 +9,43 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator
 
+from ..schema.locations import DatasetReference
+
 
 def _current(word: object) -> object:
     """``truncate`` for ``cut``, which version 0.1 called it; until 1.0."""
     return "truncate" if word == "cut" else word
 
 
+ANOTHER = "another dataset needs another name: {name: other, file_name: ...}"
+
+
+def _separated(names: object) -> object:
+    """``a,b`` as two names; a file with a comma in its name needs an entry."""
+    if not isinstance(names, list | tuple):
+        return names
+    parts: list[object] = []
+    for name in names:
+        is_several = isinstance(name, str) and "," in name
+        parts += [part.strip() for part in str(name).split(",")] if is_several else [name]
+    return tuple(parts)
+
+
+Datasets = Annotated[tuple[DatasetReference, ...], BeforeValidator(_separated)]
+
+
 @dataclass(frozen=True, kw_only=True)
 class DataSection:
     """Which datasets to train on, and how rows become tokens."""
 
-    datasets: tuple[str, ...]
-    """Names in ``dataset_info.json``, concatenated in this order."""
+    datasets: Datasets
+    """What to train on, concatenated in this order: names in ``dataset_info.json``, files or
+    folders such as ``rows.jsonl``, hub ids such as ``tatsu-lab/alpaca``, or entries such as
+    ``{file_name: rows.csv, columns: {prompt: q, response: a}}``."""
     dataset_dir: Path = Path("data")
     """Folder with ``dataset_info.json``; relative to the recipe file."""
-    eval_datasets: tuple[str, ...] = ()
-    """Datasets to evaluate on. Excludes ``val_size``."""
+    eval_datasets: Datasets = ()
+    """Datasets to evaluate on, named in the same ways. Excludes ``val_size``."""
     val_size: float = 0.0
     """Training rows held out for evaluation: a share below 1, or a number of rows."""
     max_samples: int | None = None
@@ -84,6 +105,12 @@ class DataSection:
                 "train_on_prompt and mask_history exclude each other; keep one of them"
             )
 
+    def reference(self, name: str) -> DatasetReference:
+        """The dataset that the section calls ``name``, or any other one."""
+        known = (DatasetReference.of(each) for each in (*self.datasets, *self.eval_datasets))
+        found = (each for each in known if str(each) == str(name))
+        return next(found, None) or DatasetReference.of(name).located(Path())
+
     def cache_settings(self, names: Sequence[str]) -> dict[str, object]:
         """Settings by name, in the words by which encoded datasets are cached."""
         found = {name: getattr(self, name) for name in names}
@@ -93,10 +120,14 @@ class DataSection:
 
     def _check_names(self) -> None:
         if not self.datasets:
-            raise ValueError("datasets: name at least one dataset of dataset_info.json")
-        for names in (self.datasets, self.eval_datasets):
-            for name in names:
-                if names.count(name) > 1:
-                    raise ValueError(f"dataset {name!r} is named twice")
+            raise ValueError("datasets: name at least one dataset, such as a file of rows")
+        for key in ("datasets", "eval_datasets"):
+            names = [str(name) for name in getattr(self, key)]
+            if twice := next((name for name in names if names.count(name) > 1), None):
+                raise ValueError(f"{key}: {twice!r} is named twice; {ANOTHER}")
+        trained = {str(name): name for name in self.datasets}
+        for name in self.eval_datasets:
+            if str(name) in trained and name != trained[str(name)]:
+                raise ValueError(f"eval_datasets: {name!r} is another one of datasets; {ANOTHER}")
         if self.val_size and self.eval_datasets:
             raise ValueError("val_size and eval_datasets exclude each other; keep one of them")

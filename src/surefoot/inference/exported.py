@@ -30,6 +30,7 @@ from ..data.text.templates import load_template, saved_source
 from ..errors import ModelError
 from ..model.pretrained.tokenizer import load_tokenizer
 from ..network.heads import HEADS
+from ..schema.locations import DatasetReference
 from .adapter_places import updated_tensors
 from .model_loading import ModelFolders, find_parts
 from .resized import Grown
@@ -190,5 +191,5 @@ def _touched(adapter: Path, names: _Names) -> set[str]:
 def _stop_token_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     if not saved_source(tokenizer):
         return ()
-    section = DataSection(datasets=("none",))
+    section = DataSection(datasets=(DatasetReference("none"),))
     return Codec(tokenizer, load_template("auto", tokenizer), section).stop_token_ids

@@ -10,7 +10,7 @@ from functools import partial
 import numpy as np
 
 from ..data.example import Example
-from ..data.rows.registry import read_registry
+from ..data.rows.catalog import Catalog
 from ..data.rows.rows import read_examples
 from ..data.section import DataSection
 from ..data.store.dataset import EncodedDataset
@@ -44,8 +44,8 @@ def held_out(
     or broken."""
     codec = _own_codec(recipe, codec)
     section = recipe.data
-    names = section.eval_datasets if dataset is None else (dataset,)
-    if dataset in section.datasets and dataset not in section.eval_datasets:
+    names = [str(name) for name in section.eval_datasets] if dataset is None else [dataset]
+    if dataset and dataset in section.datasets and dataset not in section.eval_datasets:
         if section.val_size:
             rows = {dataset: _split(recipe, codec)[dataset]}
             return [HeldOut(dataset, _examples(section, _first(rows, limit)))]
@@ -79,7 +79,8 @@ def _own_codec(recipe: Recipe, fallback: Codec) -> Codec:
 
 def _rows_of(recipe: Recipe, codec: Codec, name: str) -> list[int]:
     """The rows of a dataset with trained tokens."""
-    section = replace(recipe.data, datasets=(name,), eval_datasets=(), val_size=0.0)
+    reference = recipe.data.reference(name)
+    section = replace(recipe.data, datasets=(reference,), eval_datasets=(), val_size=0.0)
     (rows,) = _rows(prepared(recipe, codec, section).train)
     return rows
 
@@ -92,7 +93,7 @@ def _split(recipe: Recipe, codec: Codec) -> dict[str, list[int]]:
         numbers = found.train.rows(int(found.held[-1]) + 1)[found.held]
         return dict(names_of_rows(numbers, found.train.parts))
     rows = _rows(prepared(recipe, codec).evals[""])
-    return dict(zip(recipe.data.datasets, rows, strict=True))
+    return dict(zip(map(str, recipe.data.datasets), rows, strict=True))
 
 
 def _rows(dataset: EncodedDataset) -> list[list[int]]:
@@ -112,12 +113,12 @@ def _first(rows: Rows, limit: int | None) -> dict[str, list[int]]:
 
 
 def _examples(section: DataSection, rows: Rows) -> list[Example]:
-    registry = read_registry(section.dataset_dir)
+    catalog = Catalog(section)
     found: list[Example] = []
     for name, wanted in rows.items():
         if wanted:
             every = read_examples(
-                registry.entry(name),
+                catalog.entry(name),
                 max_samples=wanted[-1] + 1,
                 max_broken_rows=section.max_broken_rows,
             )

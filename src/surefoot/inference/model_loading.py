@@ -31,6 +31,7 @@ from ..parallel.section import ParallelSection
 from ..parallel.world import ALONE, World
 from ..recipe.recipe import Recipe
 from ..recipe.recipe_data import open_codec
+from ..schema.locations import DatasetReference
 from .model_location import ADAPTER, ModelLocation, locate
 
 PLAINLY = ParallelSection()
@@ -59,7 +60,9 @@ class LoadedModel:
     @cached_property
     def codec(self) -> Codec:
         """Messages to ids as in training, with the recipe's default system message."""
-        section = self.recipe.data if self.recipe else DataSection(datasets=("none",))
+        section = (
+            self.recipe.data if self.recipe else DataSection(datasets=(DatasetReference("none"),))
+        )
         return Codec(self.tokenizer, self.template, section)
 
     @cached_property

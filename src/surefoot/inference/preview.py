@@ -9,7 +9,7 @@ from itertools import islice, pairwise
 from ..batch import IGNORE_INDEX, Features
 from ..data.encoded import Dropped, Encoded, Truncated
 from ..data.example import Example
-from ..data.rows.registry import read_registry
+from ..data.rows.catalog import Catalog
 from ..data.rows.row_sources import BrokenRow
 from ..data.rows.rows import read_examples
 from ..data.text.codec import Codec
@@ -76,7 +76,8 @@ def preview_data(
 ) -> list[DatasetStats]:
     """The rows of each dataset of a recipe, or of one ``dataset``: the first ``limit``, and
     ``count`` of them as examples. Nothing is written to the cache. Raises ``DataError``."""
-    names = [dataset] if dataset else [*recipe.data.datasets, *recipe.data.eval_datasets]
+    known = map(str, (*recipe.data.datasets, *recipe.data.eval_datasets))
+    names = [dataset] if dataset else [*known]
     return [
         _preview(recipe, codec, name, count=count, limit=limit) for name in dict.fromkeys(names)
     ]
@@ -93,7 +94,7 @@ def _preview(
 ) -> DatasetStats:
     """Encode the rows of a dataset twice: as training will, and without a limit of length."""
     limits = [n for n in (limit, recipe.data.max_samples) if n is not None]
-    entry = read_registry(recipe.data.dataset_dir).entry(name)
+    entry = Catalog(recipe.data).entry(name)
     rows = read_examples(entry, max_samples=recipe.data.max_samples, max_broken_rows=UNLIMITED)
     wanted = islice(rows, min(limits)) if limits else rows
     stats = DatasetStats(name)
@@ -128,9 +129,17 @@ def _add(
         stats.items += len(shown.items)
         stats.tokens += sum(item.tokens for item in shown.items)
         stats.trained_tokens += sum(item.trained_tokens for item in shown.items)
-        stats.lengths += [_num_tokens(item) for item in _items(whole)]
-        if len(stats.shown) < count:
-            stats.shown.append(shown)
+        stats.lengths += [_num_limited(item) for item in _items(whole)]
+        _show(stats, shown, count)
+
+
+def _show(stats: DatasetStats, one: PreviewExample, count: int) -> None:
+    """Keep the first ``count`` examples; one that is dropped makes room for one that is not."""
+    dropped = next((each for each in stats.shown if each.dropped), None)
+    if len(stats.shown) == count and dropped and not one.dropped:
+        stats.shown.remove(dropped)
+    if len(stats.shown) < count:
+        stats.shown.append(one)
 
 
 def _shown(codec: Codec, example: Example, outcome: Encoded, whole: Encoded) -> PreviewExample:
@@ -158,6 +167,14 @@ def _pairs(item: Features) -> Iterator[tuple[Sequence[int], Sequence[int]]]:
 
 def _num_tokens(item: Features) -> int:
     return sum(len(ids) for ids, _ in _pairs(item))
+
+
+def _num_limited(item: Features) -> int:
+    """The tokens that ``cutoff_len`` limits: of a pair, the prompt with its longer response."""
+    if "lengths" not in item:
+        return _num_tokens(item)
+    prompt, *answers = (int(length) for length in item["lengths"])
+    return prompt + max(answers)
 
 
 def _sequence(codec: Codec, item: Features) -> RenderedExample:

@@ -112,10 +112,17 @@ def apply_method(draft: Draft, tensors: Tensors) -> None:
         return
     if not any(p.requires_grad for p in draft.module.get_input_embeddings().parameters()):  # type: ignore[operator]
         raise RecipeError(
-            "model.new_special_tokens: the embeddings of the new tokens would never learn; "
+            f"{_new_tokens(draft)}: the embeddings of the new tokens would never be trained; "
             "name them in method.lora.modules_to_save (embed_tokens, lm_head) or in "
             "method.freeze.extra_modules, or use method: full"
         )
+
+
+def _new_tokens(draft: Draft) -> str:
+    """Where tokens come from that the model has no embeddings for."""
+    if draft.section.new_special_tokens:
+        return "model.new_special_tokens"
+    return f"the tokenizer in {draft.section.path} has more tokens than the model has embeddings"
 
 
 def attach_heads(draft: Draft, tensors: Tensors) -> None:

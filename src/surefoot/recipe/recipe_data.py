@@ -12,10 +12,12 @@ from pathlib import Path
 
 from ..data.prepared.encoded_data import EncodedData, Encoding, find, prepare
 from ..data.prepared.streaming_data import StreamingData, encode_stream, open_stream
+from ..data.rows.catalog import problems_of
 from ..data.rows.dataset_report import DatasetReport, EncodingReport
 from ..data.section import DataSection
 from ..data.text.codec import Codec
 from ..data.text.templates import load_template
+from ..errors import TemplateError
 from ..model.pretrained.tokenizer import load_tokenizer
 from .recipe import Recipe
 
@@ -33,7 +35,11 @@ def open_codec(recipe: Recipe, base: Path) -> Codec:
         new_special_tokens=recipe.model.new_special_tokens,
     )
     uses_template = recipe.stage.uses_template
-    template = load_template(recipe.data.template, tokenizer) if uses_template else None
+    try:
+        template = load_template(recipe.data.template, tokenizer) if uses_template else None
+    except TemplateError as error:
+        more = problems_of(recipe.data)  # so that all are said at once
+        raise TemplateError("\n".join([str(error), *more])) from error
     return Codec(tokenizer, template, recipe.data)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import schema
-from ..schema.locations import FunctionPath, ModelPath
+from ..schema.locations import DatasetReference, FunctionPath, ModelPath
 
 
 def locate_model(name: str, base: Path) -> str:
@@ -27,6 +27,8 @@ def with_locations(section: Any, base: Path) -> Any:
 
 
 def _located(value: Any, base: Path) -> Any:
-    if isinstance(value, ModelPath | FunctionPath):
+    if isinstance(value, ModelPath | FunctionPath | DatasetReference):
         return value.located(base)
+    if isinstance(value, tuple):
+        return tuple(_located(item, base) for item in value)
     return with_locations(value, base) if schema.is_section(value) else value

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from pydantic import GetCoreSchemaHandler
 from pydantic_core import CoreSchema, core_schema
 
+DATA_FILES = (".json", ".jsonl", ".csv", ".parquet", ".txt", ".arrow")
 _FUNCTION = re.compile(r".+\.py:[A-Za-z_][A-Za-z0-9_]*")
 
 
@@ -65,6 +67,80 @@ class FunctionPath(str):
         return core_schema.no_info_after_validator_function(
             cls, core_schema.str_schema(pattern=pattern)
         )
+
+
+class DatasetReference(str):
+    """A dataset by its short name: one of ``dataset_info.json``, a file or folder, a hub id, or an
+    entry in the recipe itself.
+
+    ``source`` is what the recipe says. References with one name are equal only if they mean the
+    same.
+    """
+
+    __slots__ = ("source",)
+    source: str | Mapping[str, object]
+
+    def __new__(
+        cls, name: str, source: str | Mapping[str, object] | None = None
+    ) -> DatasetReference:
+        """``name`` alone is the source, too."""
+        made = super().__new__(cls, name)
+        made.source = name if source is None else source
+        return made
+
+    @classmethod
+    def of(cls, source: object) -> DatasetReference:
+        """What a recipe says, as a reference. Raises ``ValueError``: neither text nor an entry."""
+        if isinstance(source, DatasetReference):
+            return source
+        if isinstance(source, str) and source:
+            is_path = source[0] in "./~" or Path(source).suffix.lower() in DATA_FILES
+            return cls(_last_part(source) if is_path else source, source)
+        if not isinstance(source, Mapping):
+            raise ValueError(f"expected a name, a file, a hub id or an entry, got {source!r}")
+        for key in ("name", "file_name", "hf_hub_url", "ms_hub_url"):
+            if isinstance(text := source.get(key), str) and text:
+                return cls(_last_part(text) if key == "file_name" else text, source)
+        raise ValueError("an entry needs a file_name, hf_hub_url or ms_hub_url")
+
+    def located(self, base: Path) -> DatasetReference:
+        """The same with an absolute path, if it is a file or folder that exists. A word without a
+        slash and a suffix is never a path: it is a name of ``dataset_info.json``."""
+        if not isinstance(self.source, str):
+            file_name = self.source.get("file_name")
+            if not isinstance(file_name, str):
+                return self
+            return DatasetReference(
+                self, {**self.source, "file_name": str(locate(Path(file_name), base))}
+            )
+        path = Path(self.source)
+        if "/" not in self.source and path.suffix.lower() not in DATA_FILES:
+            return self
+        found = locate(path, base)
+        return DatasetReference(found.name, str(found)) if found.exists() else self
+
+    def __eq__(self, other: object) -> bool:
+        is_reference = isinstance(other, DatasetReference)
+        return str.__eq__(self, other) is True and (
+            not is_reference or self.source == other.source  # type: ignore[attr-defined]
+        )
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        return str.__hash__(self)
+
+    @classmethod
+    def __get_pydantic_core_schema__(
+        cls, _source: Any, _handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        """Expect text or an entry."""
+        return core_schema.no_info_plain_validator_function(cls.of)
+
+
+def _last_part(path: str) -> str:
+    return Path(path).name or path
 
 
 def locate(path: Path, base: Path) -> Path:

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from ..errors import RecipeError
+from .locations import DatasetReference
 from .problem import Problem, explain
 from .setting import Setting, all_variants, is_section, settings, variant_name
 
@@ -80,9 +81,19 @@ def _expand_value(setting: Setting | None, value: object) -> object:
         return _expand_variant(setting.choices, value)
     if setting.section is not None:
         return expand(setting.section, value)
-    if typing.get_origin(setting.hint) is tuple and isinstance(value, str | int | float):
-        return [value]
+    if typing.get_origin(setting.hint) is tuple:
+        return _expand_list(setting, value)
     return value
+
+
+def _expand_list(setting: Setting, value: object) -> object:
+    """A list; of one item, if ``value`` is one."""
+    is_dataset = typing.get_args(setting.hint)[0] is DatasetReference
+    if isinstance(value, str | int | float) or (is_dataset and isinstance(value, Mapping)):
+        value = [value]
+    if not isinstance(value, list | tuple):
+        return value
+    return [item.source if isinstance(item, DatasetReference) else item for item in value]
 
 
 def _expand_variant(choices: Mapping[str, type], value: object) -> object:
@@ -109,6 +120,8 @@ def write(value: object) -> Any:
         return {name: write_setting(s, getattr(value, name)) for name, s in settings(cls).items()}
     if isinstance(value, tuple | list):
         return [write(item) for item in value]
+    if isinstance(value, DatasetReference):
+        return value.source
     return str(value) if isinstance(value, Path | str) else value
 
 

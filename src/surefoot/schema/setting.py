@@ -19,7 +19,7 @@ from pydantic import GetCoreSchemaHandler
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from ..storage.address import Address
-from .locations import FunctionPath, ModelPath
+from .locations import DatasetReference, FunctionPath, ModelPath
 
 Keys = tuple[str | int, ...]  # the way to a value: section, variant, field, index in a list
 
@@ -128,7 +128,9 @@ def markdown(docstring: str) -> str:
     return " ".join(docstring.replace("``", "`").split())
 
 
-WORDS = {  # each plain type in words, and in those of a JSON schema
+WORDS: dict[
+    type, tuple[str, str | list[str]]
+] = {  # each plain type in words, and in those of a JSON schema
     int: ("an integer", "integer"),
     float: ("a number", "number"),
     bool: ("true or false", "boolean"),
@@ -137,9 +139,13 @@ WORDS = {  # each plain type in words, and in those of a JSON schema
     Address: ("a URL", "string"),
     ModelPath: ("a folder or a hub id", "string"),
     FunctionPath: ("a function as file.py:name", "string"),
+    DatasetReference: ("a name, a file, a hub id or an entry", ["string", "object"]),
     type(None): ("null", "null"),
 }
-MANY = {int: "integers", float: "numbers", Path: "paths"}
+MANY = {
+    **{int: "integers", float: "numbers", Path: "paths"},
+    DatasetReference: "names, files, hub ids or entries",
+}
 
 
 def describe(hint: object) -> str:

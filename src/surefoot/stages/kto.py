@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from ..batch import IGNORE_INDEX, Batch, Features, Loss, Outputs, OutputSpec
-from ..data.encoded import Dropped, Encoded, Truncated
+from ..data.encoded import EMPTY, Dropped, Encoded, Truncated
 from ..data.example import Example
 from ..data.section import DataSection
 from ..data.text.collation import collate, with_columns, with_owners
@@ -174,7 +174,9 @@ def _split(item: Features) -> tuple[list[int], list[int]]:
 def _why_not(example: Example) -> Dropped | None:
     if is_ranked(example):
         return RANKED
-    return UNLABELED if example.label is None or not example.messages else None
+    if example.label is None or not example.messages:
+        return UNLABELED
+    return EMPTY if example.messages[-1].is_empty else None
 
 
 def _last_answer(example: Example) -> Example:

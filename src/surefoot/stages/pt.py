@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from ..batch import Batch, Loss, Outputs, OutputSpec
-from ..data.encoded import Encoded
+from ..data.encoded import Dropped, Encoded
 from ..data.example import Example
 from ..data.section import DataSection
 from ..data.text.collation import collate as packed_or_padded
+from ..data.text.ranking import not_to_imitate
 from ..parallel.section import ParallelSection
 from ..schema import Problem
 from ..training.objectives.losses import check_smoothing, negative_log_likelihood, with_perplexity
@@ -19,6 +20,8 @@ from .rules import without_effect
 
 if TYPE_CHECKING:
     from ..data.text.codec import Codec
+
+CALLS = Dropped("calls functions, which only a chat template can render (stage: sft)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +61,10 @@ class PT:
 
     def encode(self, examples: Sequence[Example], codec: Codec) -> list[Encoded]:
         """Split each text into consecutive pieces; no token is lost."""
-        return codec.encode_documents([_text(example) for example in examples])
+        reasons = [_why_not(example) for example in examples]
+        plain = [_text(each) for each, why in zip(examples, reasons, strict=True) if not why]
+        found = iter(codec.encode_documents(plain))
+        return [why or next(found) for why in reasons]
 
     def loss(self, role: str, outputs: Outputs, batch: Batch) -> Loss:
         """Cross entropy of every token but the first of a piece."""
@@ -68,6 +74,13 @@ class PT:
         """Plain text is trained on completely; settings of turns would have no effect."""
         names = ("train_on_prompt", "mask_history", "default_system")
         return without_effect(data, names, "stage pt, which trains on whole texts")
+
+
+def _why_not(example: Example) -> Dropped | None:
+    """Why an example is no text to imitate; None if it is."""
+    if any(message.tool_calls for message in example.messages):
+        return CALLS
+    return not_to_imitate(example)
 
 
 def _text(example: Example) -> str:

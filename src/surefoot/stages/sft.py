@@ -7,17 +7,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from ..batch import Batch, Loss, Outputs, OutputSpec
-from ..data.encoded import Dropped, Encoded
+from ..data.encoded import Encoded
 from ..data.example import Example
 from ..data.text.collation import collate as packed_or_padded
-from ..data.text.ranking import RANKED, is_ranked
+from ..data.text.ranking import not_to_imitate
 from ..training.objectives.losses import check_smoothing, negative_log_likelihood, with_perplexity
 from ..training.stage import AuxiliaryModel, as_loaded, no_columns, no_problems
 
 if TYPE_CHECKING:
     from ..data.text.codec import Codec
-
-UNDESIRABLE = Dropped("marked undesirable (kto_tag: false), which stage: kto trains on, not sft")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +56,7 @@ class SFT:
 
     def encode(self, examples: Sequence[Example], codec: Codec) -> list[Encoded]:
         """Render conversations with the chat template; the responses are trained."""
-        reasons = [_why_not(example) for example in examples]
+        reasons = [not_to_imitate(example) for example in examples]
         plain = [example for example, why in zip(examples, reasons, strict=True) if not why]
         found = iter(codec.encode_chats(plain))
         return [why or next(found) for why in reasons]
@@ -66,10 +64,3 @@ class SFT:
     def loss(self, role: str, outputs: Outputs, batch: Batch) -> Loss:
         """Cross entropy of the responses' tokens."""
         return negative_log_likelihood(outputs, batch)
-
-
-def _why_not(example: Example) -> Dropped | None:
-    """Why an example must not be imitated; None if it may."""
-    if is_ranked(example):
-        return RANKED
-    return UNDESIRABLE if example.label is False else None

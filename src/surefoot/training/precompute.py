@@ -75,7 +75,7 @@ class KeptPiece:
             added += [{n: v for n, v in new.items() if n not in old} for new, old in pairs]
         columns = {name: _ragged([item[name] for item in added]) for name in added[0]}
         for name, (values, _) in columns.items():
-            if not np.isfinite(values).all():
+            if not np.isfinite(values[:]).all():
                 raise ModelError(
                     f"the {name}'s log-probabilities are NaN or infinite; check the model and "
                     "train.precision"
@@ -102,7 +102,7 @@ class KeptPiece:
         """Store the columns. Raises ``DataError``."""
         found: dict[str, NDArray[np.generic]] = {}
         for name, (values, offsets) in columns.items():
-            found |= {f"{name}.values": np.ascontiguousarray(values), name: np.diff(offsets)}
+            found |= {f"{name}.values": np.ascontiguousarray(values[:]), name: np.diff(offsets)}
         found["check"] = np.frombuffer(_check(found), np.uint8)
         with files.raising(DataError, "data.cache_dir"):
             files.make_folder(self.folder)
@@ -314,7 +314,7 @@ def _from_lengths(values: NDArray[Any], lengths: NDArray[Any]) -> Ragged:
 
 def _joined(parts: Sequence[Ragged]) -> Ragged:
     lengths = np.concatenate([np.diff(part.offsets) for part in parts])
-    return _from_lengths(np.concatenate([part.flat for part in parts]), lengths)
+    return _from_lengths(np.concatenate([part.flat[:] for part in parts]), lengths)
 
 
 def _item(column: Ragged, index: int) -> Sequence[int]:

@@ -20,8 +20,9 @@ from ...errors import DataError
 from ..data_order import hold_out
 from ..example import JSON
 from ..order.full_shuffle import FullShuffle
+from ..rows.catalog import Catalog, check_rows
 from ..rows.dataset_report import DatasetReport, EncodingReport, report_from
-from ..rows.registry import DatasetEntry, read_registry
+from ..rows.registry import DatasetEntry
 from ..rows.rows import read_examples, too_many_broken
 from ..section import DataSection
 from ..store import cache
@@ -83,8 +84,7 @@ class Encoding:
 def prepare(encoding: Encoding) -> EncodedData:
     """Encode the datasets of a recipe, or load them from the cache. Raises ``DataError``: something
     is missing or broken, or has no trained tokens."""
-    entries = entries_of(encoding.section)
-    loaded = {entry.name: _load(entry, encoding) for entry in entries}
+    loaded = _load_all(entries_of(encoding.section), encoding)
     _warn_of_both(encoding.section)
     return _arranged(encoding, loaded)
 
@@ -105,14 +105,12 @@ def prepare_evals(encoding: Encoding) -> dict[str, EncodedDataset]:
     section = encoding.section
     _warn_of_both(section)
     entries = [entry for entry in entries_of(section) if entry.name in section.eval_datasets]
-    return {entry.name: join([_load(entry, encoding).store]) for entry in entries}
+    return {name: join([each.store]) for name, each in _load_all(entries, encoding).items()}
 
 
 def entries_of(section: DataSection) -> list[DatasetEntry]:
     """Every dataset that a recipe names, once. All entries are checked before any is encoded."""
-    registry = read_registry(section.dataset_dir)
-    names = (*section.datasets, *section.eval_datasets)
-    return [registry.entry(name) for name in dict.fromkeys(names)]
+    return Catalog(section).entries
 
 
 def _warn_of_both(section: DataSection) -> None:
@@ -128,7 +126,7 @@ def _arranged(encoding: Encoding, loaded: Mapping[str, _Loaded]) -> EncodedData:
     """The datasets, combined and split for training and evaluation."""
     section = encoding.section
     train = join([loaded[name].store for name in section.datasets])
-    evals = {name: join([loaded[name].store]) for name in section.eval_datasets}
+    evals = {str(name): join([loaded[name].store]) for name in section.eval_datasets}
     if section.val_size:
         parts = [loaded[name] for name in section.datasets]
         train, evals[""] = _split(parts, section.val_size, encoding.seed)
@@ -155,8 +153,17 @@ def _split(
     return EncodedDataset(whole.stores, train), EncodedDataset(whole.stores, held)
 
 
-def _load(entry: DatasetEntry, encoding: Encoding) -> _Loaded:
-    section, content = encoding.section, entry.source.content_hash()
+def _load_all(entries: Sequence[DatasetEntry], encoding: Encoding) -> dict[str, _Loaded]:
+    """All datasets, by name. Before any is encoded, the first rows of all of them are read."""
+    contents = {entry.name: entry.source.content_hash() for entry in entries}
+    keys = {entry.name: encoding.key(entry, contents[entry.name]) for entry in entries}
+    new = [entry for entry in entries if cache.find(encoding.root, keys[entry.name]) is None]
+    check_rows(new, encoding.section)
+    return {entry.name: _load(entry, encoding, contents[entry.name]) for entry in entries}
+
+
+def _load(entry: DatasetEntry, encoding: Encoding, content: str) -> _Loaded:
+    section = encoding.section
 
     def build(writer: Writer) -> JSON:
         limits = section.max_samples, section.max_broken_rows

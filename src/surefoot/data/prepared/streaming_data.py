@@ -15,7 +15,7 @@ from ..rows.dataset_report import DatasetReport
 from ..rows.registry import DatasetEntry
 from ..section import DataSection
 from ..store.dataset import EncodedDataset, join
-from ..store.shards import ROWS, encode_shards
+from ..store.shards import ROWS, encode_shard_again, encode_shards
 from ..store.stream import ExampleStream, StreamedDataset
 from .encoded_data import EncodedData, Encoding, entries_of, prepare_evals
 
@@ -56,8 +56,20 @@ def open_stream(encoding: Encoding, more: Callable[[], None]) -> StreamingData:
     for.
     """
     section = encoding.section
-    parts = [StreamedDataset(e.name, _folder(e, encoding)) for e in _training_entries(section)]
-    stream = ExampleStream(parts, more, max_broken_rows=section.max_broken_rows)
+    entries = _training_entries(section)
+    parts = [StreamedDataset(entry.name, _folder(entry, encoding)) for entry in entries]
+
+    def repair(part: int, number: int) -> None:
+        entry, folder = entries[part], parts[part].folder
+        if _folder(entry, encoding) != folder:
+            raise DataError(
+                f"{folder}: shard {number} is damaged, and cannot be encoded again: "
+                f"{entry.source} has changed since; start the same command again"
+            )
+        encode_shard_again(entry, section, encoding.encode, folder, number)
+
+    limit = section.max_broken_rows
+    stream = ExampleStream(parts, more, repair=repair, max_broken_rows=limit)
     evals = prepare_evals(encoding)
     held = held_items(stream, section, encoding.seed)
     if len(held):

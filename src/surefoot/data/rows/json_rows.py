@@ -14,6 +14,13 @@ from .formats.fields import Row, shown
 Line = Row | str  # what a reader yields: a row, or the reason why there is none
 CHUNK = 1 << 20  # characters that are read at a time
 BOM = b"\xef\xbb\xbf"  # some editors put it in front of UTF-8 text
+HUGE = "row {}: an integer of thousands of digits"
+MARKS = {  # at the start of text in other encodings
+    b"\xff\xfe\x00\x00": "UTF-32",
+    b"\xff\xfe": "UTF-16",
+    b"\xfe\xff": "UTF-16",
+    b"\x00\x00\xfe\xff": "UTF-32",
+}
 TOKEN = 32  # longer than any JSON token but a string or number
 SPACE = re.compile(r"[ \t\r\n]*")
 WHITE = ("", " ", "\t", "\r", "\n")  # the same, and the end
@@ -33,11 +40,16 @@ def text_lines(path: Path) -> Iterator[tuple[int, str]]:
 
 def read_jsonl(path: Path) -> Iterator[Line]:
     """One object per line. An invalid line, such as an incomplete last one, is a broken row."""
-    for number, line in text_lines(path):
+    for count, (number, line) in enumerate(text_lines(path)):
+        if not count and line.lstrip().startswith("["):
+            hint = "a list of rows belongs into a .json file: rename it"
+            raise DataError(f"{path}: expected one object per line, got a list; {hint}")
         try:
             yield _object(json.loads(line), f"line {number}")
         except (ValueError, RecursionError) as error:
-            yield f"line {number} is not valid JSON ({error})"
+            is_python = line.lstrip().startswith("{'")
+            hint = "; a Python dict? write rows with json.dumps" if is_python else ""
+            yield f"line {number} is not valid JSON ({error}){hint}"
 
 
 def read_json(path: Path) -> Iterator[Line]:
@@ -53,16 +65,23 @@ def read_json(path: Path) -> Iterator[Line]:
     number, line = next(text_lines(path))
     try:
         json.loads(line)
-    except ValueError:
+    except (RecursionError, json.JSONDecodeError) as error:
+        if isinstance(error, RecursionError) or line.lstrip().startswith("{'"):
+            return read_jsonl(path)  # which says what is wrong with each line
         hint = "expected a list of rows, or one row a line"
         raise DataError(f"{path}: line {number} begins a single JSON object; {hint}") from None
+    except ValueError:  # a number of thousands of digits: a broken row
+        return read_jsonl(path)
     return read_jsonl(path)
 
 
 def not_utf8(path: Path, where: str, error: UnicodeDecodeError) -> DataError:
     """The error for a text file in another encoding."""
     found = error.object[error.start]
-    hint = "convert it, for example with: iconv -f ISO-8859-1 -t UTF-8"
+    with path.open("rb") as file:
+        start = file.read(4)
+    kind = next((MARKS[mark] for mark in MARKS if start.startswith(mark)), "ISO-8859-1")
+    hint = f"convert it, for example with: iconv -f {kind} -t UTF-8"
     return DataError(f"{path}: {where}: byte 0x{found:02x} is not UTF-8 text; {hint}")
 
 
@@ -75,7 +94,8 @@ def _read_list(path: Path) -> Iterator[Line]:
         number = 0
         while True:
             number += 1
-            yield _object(window.value(), f"row {number}")
+            value = window.value()
+            yield HUGE.format(number) if window.has_huge else _object(value, f"row {number}")
             if window.take("]"):
                 break
             window.expect(",", "expected ',' or ']' after a row")
@@ -89,7 +109,8 @@ class _Window:
     def __init__(self, file: TextIO, path: Path) -> None:
         self._file, self._path = file, path
         self._text, self._at, self._line = "", 0, 1
-        self._decode = json.JSONDecoder().raw_decode
+        self._decode = json.JSONDecoder(parse_int=self._integer).raw_decode
+        self.has_huge = False  # whether the latest value has an integer that Python cannot read
 
     def take(self, mark: str) -> bool:
         """Skip white space, and ``mark`` if it comes next."""
@@ -118,6 +139,7 @@ class _Window:
         self.at_end()
         size = CHUNK
         while True:
+            self.has_huge = False
             try:
                 value, end = self._decode(self._text, self._at)
             except json.JSONDecodeError as error:
@@ -132,6 +154,13 @@ class _Window:
                     self._at = end
                     return value
             size *= 2  # so that a value of n characters is tried log(n) times, not n
+
+    def _integer(self, digits: str) -> int:
+        try:
+            return int(digits)
+        except ValueError:
+            self.has_huge = True
+            return 0
 
     def error(self, reason: str) -> DataError:
         """The error at the current position."""

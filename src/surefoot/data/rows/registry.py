@@ -16,22 +16,25 @@ from ...errors import DataError
 from ..example import JSON
 from .formats import FORMATS, Format
 from .formats.fields import nearest, shown
+from .recognition import recognized
 from .row_sources import Hub, RowSource, find_files
 
 FILE = "dataset_info.json"
+DEFAULT = "alpaca"  # formatting of an entry that has columns
 TURN_TAGS = ("role_tag", "content_tag", "user_tag", "assistant_tag")
 TAGS = {*TURN_TAGS, "observation_tag", "function_tag", "system_tag"}
 SOURCES = ("file_name", "hf_hub_url", "ms_hub_url")
 HUB_KEYS = ("subset", "folder")  # say which part of a hub dataset is meant
 KEYS = (*SOURCES, *HUB_KEYS, "split", "formatting", "ranking", "num_samples", "columns", "tags")
 RANKING_COLUMNS = ("chosen", "rejected")
+FORM_KEYS = ("formatting", "ranking", "columns", "tags")  # say what rows look like
 REFUSED = {
     "om_hub_url": "the OpenMind hub is not read; use hf_hub_url, ms_hub_url or a local file",
     "script_url": "dataset scripts are not run; convert the dataset to JSON or Parquet",
     "cloud_file_name": "cloud storage is not read; copy the file here and give its file_name",
 }
 WORDS = {str: "text", bool: "true or false", int: "a whole number"}
-MEDIA = ("images", "videos", "audios")
+MEDIA = ("images", "videos", "audios", "image", "video", "audio")
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,7 @@ class DatasetEntry:
     format: Format
     columns: tuple[str, ...]  # the names of columns its rows must have
     num_samples: int | None = None  # use only so many rows, the first ones
+    named: tuple[str, ...] = ()  # columns that the entry mentions, by its names and theirs
 
     def describe(self) -> str:
         """Everything except the content of the files that determines the examples."""
@@ -61,25 +65,37 @@ class Registry:
         if name not in self.entries:
             hint = nearest(name, self.entries) or f" (it has {_listed(self.entries)})"
             raise DataError(f"dataset {name!r} is not in {self.path}{hint}")
-        where = f"{self.path}: {name}"
-        raw = _object(self.entries[name], where)
-        _check_keys(raw, where)
-        kind = _kind(raw, where)
-        names = _names(raw, "columns", kind, where) | _names(raw, "tags", kind, where)
-        ranking = bool(_value(raw, "ranking", bool, where))
-        for column in RANKING_COLUMNS:
-            if names.get(column) and not ranking:
-                raise DataError(f'{where}.columns.{column}: is read only with "ranking": true')
-        settings: dict[str, Any] = {**names, "ranking": ranking}
-        data_format: Format = FORMATS[kind](**settings)
-        source = _source(raw, self.path.parent, where)
-        columns = _columns(names, data_format)
-        return DatasetEntry(name, source, data_format, columns, _num_samples(raw, where))
+        return read_entry(name, self.entries[name], self.path.parent, f"{self.path}: {name}")
+
+
+def read_entry(name: str, entry: object, folder: Path, where: str) -> DatasetEntry:
+    """A dataset as an entry describes it. ``file_name`` is relative to ``folder``; errors begin
+    with ``where``. Without ``formatting``, ``columns`` and the like, the first rows show what they
+    are. Raises ``DataError``: the entry is invalid."""
+    raw = _object(entry, where)
+    _check_keys(raw, where)
+    source, count = _source(raw, folder, where), _num_samples(raw, where)
+    if not any(key in raw for key in FORM_KEYS) and (found := recognized(source)) is not None:
+        return DatasetEntry(name, source, found, _columns({}, found), count)
+    kind = _kind(raw, where)
+    names = _names(raw, "columns", kind, where) | _names(raw, "tags", kind, where)
+    ranking = bool(_value(raw, "ranking", bool, where))
+    for column in RANKING_COLUMNS:
+        if names.get(column) and not ranking:
+            raise DataError(f'{where}.columns.{column}: is read only with "ranking": true')
+    read = {key: column for key, column in names.items() if key not in MEDIA}
+    settings: dict[str, Any] = {**read, "ranking": ranking}
+    data_format: Format = FORMATS[kind](**settings)
+    columns = _columns(names, data_format)
+    named = (*names, *(column for column in names.values() if column))
+    return DatasetEntry(name, source, data_format, columns, count, named)
 
 
 def read_registry(dataset_dir: Path) -> Registry:
     """The registry of a folder; raises DataError if there is none or it is not a JSON object."""
     path = dataset_dir / FILE
+    if path.exists() and not path.is_file():
+        raise DataError(f"cannot read {path}: it is not a file")
     try:
         raw = json.loads(path.read_bytes(), object_pairs_hook=_unique)
     except FileNotFoundError:
@@ -144,7 +160,7 @@ def _num_samples(raw: JSON, where: str) -> int | None:
 
 
 def _kind(raw: JSON, where: str) -> str:
-    kind = _text(raw, "formatting", where) or "alpaca"
+    kind = _text(raw, "formatting", where) or DEFAULT
     if kind not in FORMATS:
         hint = nearest(kind, FORMATS)
         known = ", ".join(FORMATS)
@@ -159,9 +175,11 @@ def _names(raw: JSON, key: str, kind: str, where: str) -> dict[str, str | None]:
     names = {field.name for field in fields(FORMATS[kind])} - {"ranking"}
     known = dict.fromkeys(sorted(names & TAGS if key == "tags" else names - TAGS))
     for name, value in listed.items():
-        if name in MEDIA:
-            raise DataError(f"{where}.{name}: only text is supported, not {name}")
-        if name not in known:
+        if name in MEDIA and value is not None:
+            raise DataError(
+                f"{where}.{name}: only text is supported, not {name}; null leaves them out"
+            )
+        if name not in known and name not in MEDIA:
             words = ", ".join(known) or f"no {key}"
             hint = nearest(name, known) or f" ({kind} has {words})"
             raise DataError(f"{where}: unknown name {name!r}{hint}")
@@ -174,8 +192,8 @@ def _names(raw: JSON, key: str, kind: str, where: str) -> dict[str, str | None]:
 def _columns(names: Mapping[str, str | None], data_format: Format) -> tuple[str, ...]:
     """The columns that rows must have: those listed, and the main one."""
     main = getattr(data_format, data_format.main)
-    listed = [names[name] for name in names if name not in TAGS]
-    return tuple(dict.fromkeys([main, *(name for name in listed if name)]))
+    listed = [main, *(names[name] for name in names if name not in TAGS)]
+    return tuple(dict.fromkeys(name for name in listed if name))
 
 
 def _source(raw: JSON, folder: Path, where: str) -> RowSource:
@@ -188,12 +206,12 @@ def _source(raw: JSON, folder: Path, where: str) -> RowSource:
         return Hub("modelscope", modelscope, subset, split, part)
     if not file_name:
         raise DataError(f"{where}: needs a file_name, hf_hub_url or ms_hub_url to read rows from")
-    for key, is_set in (("subset", subset), ("folder", part), ("split", split != "train")):
+    for key, is_set in (("subset", subset), ("folder", part)):
         if is_set:
             raise DataError(
                 f"{where}.{key}: only hub datasets have one, and this entry has a file_name"
             )
     try:
-        return find_files(folder / file_name)
+        return find_files(folder / file_name, _text(raw, "split", where))
     except DataError as error:
         raise DataError(f"{where}.file_name: {error}") from None

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 import xxhash
 
@@ -15,6 +19,7 @@ from ...errors import DataError
 from .formats.fields import Row
 from .readers import READERS
 
+SAVED, SPLITS = "state.json", "dataset_dict.json"  # of Dataset and DatasetDict.save_to_disk
 CHUNK = 1 << 22  # bytes that are hashed at a time
 
 
@@ -127,6 +132,8 @@ class _HubDataset(Protocol):
 def _load_huggingface(source: Hub) -> _HubDataset:
     import datasets
 
+    config = datasets.config
+    _check_network(source, config.HF_ENDPOINT, Path(config.HF_DATASETS_CACHE))
     try:
         dataset: _HubDataset = datasets.load_dataset(
             source.url, name=source.subset, data_dir=source.folder, split=source.split
@@ -134,6 +141,19 @@ def _load_huggingface(source: Hub) -> _HubDataset:
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         raise _not_loaded(source, error) from error
     return dataset
+
+
+def _check_network(source: Hub, hub: str, cache: Path) -> None:
+    """Raises ``DataError`` if the hub has no address here, and nothing else could have the dataset:
+    the library would try again and again for half a minute."""
+    is_here = Path(source.url).exists() or (cache / source.url.replace("/", "___")).exists()
+    host = urlsplit(hub).hostname
+    if is_here or getproxies():
+        return
+    try:
+        socket.getaddrinfo(host, None)
+    except OSError as error:
+        raise _not_loaded(source, OSError(f"{host}: {error.strerror}")) from error
 
 
 def _load_modelscope(source: Hub) -> _HubDataset:
@@ -158,8 +178,15 @@ def _not_loaded(source: Hub, error: Exception) -> DataError:
     return DataError(f"cannot load dataset {source}: {error}; {hint}")
 
 
-def find_files(path: Path) -> Files:
-    """The file at ``path``, or the files of the folder there, which must be of one kind."""
+def find_files(path: Path, split: str | None = None) -> Files:
+    """The file at ``path``, or the files of the folder there, which must be of one kind, or those
+    of a ``split`` of datasets that were saved to the folder."""
+    if (path / SPLITS).is_file():
+        path = path / _known_split(path, split)
+    elif split not in (None, "train"):
+        raise DataError(f"{path} has no splits, so not {split!r}; leave split out")
+    if (path / SAVED).is_file():
+        return Files(_saved(path))
     paths = [path]
     if path.is_dir():
         paths = sorted(p for p in path.iterdir() if p.is_file() and not p.name.startswith("."))
@@ -167,6 +194,8 @@ def find_files(path: Path) -> Files:
             raise DataError(f"folder {path} contains no files")
     elif not path.exists():
         raise DataError(f"no file or folder {path}")
+    elif not path.is_file():
+        raise DataError(f"{path} is neither a file nor a folder; write its rows to a file first")
     kinds = {p.suffix.lower() for p in paths}
     if len(kinds) > 1:
         raise DataError(
@@ -176,3 +205,36 @@ def find_files(path: Path) -> Files:
         known = ", ".join(kind[1:] for kind in READERS)
         raise DataError(f"{paths[0]}: expected a file of one of the kinds {known}")
     return Files(tuple(paths))
+
+
+def _known_split(folder: Path, split: str | None) -> str:
+    """The name of a split of datasets that were saved to a folder."""
+    known = _listed(folder / SPLITS, "splits")
+    wanted = split or "train"
+    if wanted not in known:
+        raise DataError(
+            f'{folder}: no split {wanted!r}; add "split" to the entry: one of {", ".join(known)}'
+        )
+    return wanted
+
+
+def _saved(folder: Path) -> tuple[Path, ...]:
+    """The files of a dataset that was saved to a folder, in order."""
+    files = _listed(folder / SAVED, "_data_files")
+    names = [each.get("filename") if isinstance(each, dict) else None for each in files]
+    if not names or not all(isinstance(name, str) and Path(name).name == name for name in names):
+        raise DataError(f"{folder / SAVED}: expected the names of the files of a saved dataset")
+    return tuple(folder / str(name) for name in names)
+
+
+def _listed(path: Path, key: str) -> list[Any]:
+    """A list in a small JSON file."""
+    with _reading(path):
+        try:
+            found = json.loads(path.read_bytes())
+        except ValueError as error:
+            raise DataError(f"{path}: not valid JSON: {error}") from None
+    listed = found.get(key) if isinstance(found, dict) else None
+    if not isinstance(listed, list):
+        raise DataError(f"{path}: expected an object with a list {key!r}")
+    return listed

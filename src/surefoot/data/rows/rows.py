@@ -13,6 +13,7 @@ from .formats import FORMATS
 from .formats.fields import Row, nearest
 from .registry import DatasetEntry
 from .row_sources import BrokenRow
+from .unread_columns import check_columns, unread_mark
 
 
 def read_examples(
@@ -27,6 +28,7 @@ def read_examples(
     for index, row in enumerate(islice(rows, limit)):
         if not isinstance(row, BrokenRow):
             found.update(dict.fromkeys(row))
+            check_columns(entry, index, row)
         item = _read(entry, index, row)
         if isinstance(item, BrokenRow):
             broken.append(item)
@@ -43,7 +45,9 @@ def _read(entry: DatasetEntry, index: int, row: Row | BrokenRow) -> Example | Br
     if isinstance(row, BrokenRow):
         return row
     try:
-        return replace(entry.format.read(row), columns=row, origin=f"{entry.name}:{index}")
+        example = entry.format.read(row)
+        mark, origin = unread_mark(entry, row), f"{entry.name}:{index}"
+        return replace(example, columns=row, origin=origin, unread_mark=mark)
     except DataError as error:
         return BrokenRow(index, str(error))
 
@@ -73,7 +77,9 @@ def _advice(entry: DatasetEntry, column: str, found: Mapping[str, None]) -> str:
         main = getattr(kind(), kind.main)
         if main in found and not isinstance(entry.format, kind):
             return f' (add "formatting": "{name}" to the entry?)'
-    return ' (add "columns": {"prompt": "text"} to the entry?)' if "text" in found else ""
+    if "text" in found:
+        return ' (add "columns": {"prompt": "text"} to the entry?)'
+    return ' (say which is which: "columns": {"prompt": "...", "response": "..."} in its entry)'
 
 
 def too_many_broken(name: str, broken: Sequence[BrokenRow], limit: int) -> DataError:

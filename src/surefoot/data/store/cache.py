@@ -1,12 +1,14 @@
-"""The token cache: encoded datasets on disk, one folder each, memory-mapped.
+"""The token cache: encoded datasets on disk, one folder each, read in place.
 
 The name of a folder is the fingerprint of all inputs of its content. It is written to a temporary
 folder and renamed when all of it is on the disk, so it is either complete or absent. Later damage
-is detected, and the dataset is encoded again. Any folder may be deleted at any time.
+is detected, at the latest when the damaged part is first read, and the dataset is encoded again.
+Any folder may be deleted at any time.
 
     <fingerprint>/header.json            names, sizes and hashes of the files below; the report
     <fingerprint>/<feature>.tokens       int32, all items concatenated
     <fingerprint>/<feature>.bytes        uint8, the same for a feature that is text, not tokens
+    <fingerprint>/<feature>.sums         uint64, the hash of each block of the file above
     <fingerprint>/<feature>.offsets      int64, where each item begins, and the end
     <fingerprint>/rows                   int64, the row that each item comes from
 """
@@ -35,13 +37,14 @@ from ...storage import files
 from ...storage.address import default_cache
 from ..data_order import Index
 from ..example import JSON
+from .checked_file import BlockHash, CheckedFile, DamagedFileError, Repair, Sums
 from .dataset import EncodedStore, Ragged
 
 logger = logging.getLogger(__name__)
 
-VERSION = 1  # of the layout of a folder
+VERSION = 2  # of the layout of a folder
 HEADER, ROWS, TOKENS, OFFSETS = "header.json", "rows", ".tokens", ".offsets"
-BYTES = ".bytes"
+BYTES, SUMS = ".bytes", ".sums"
 KINDS: Mapping[str, type[np.int32] | type[np.uint8]] = {TOKENS: np.int32, BYTES: np.uint8}
 MAX_HEADER = 1 << 30  # bytes; it holds a line for every broken row
 POLL_SECONDS = 0.1
@@ -62,31 +65,70 @@ def default_folder() -> Path:
 
 
 def load_or_build(root: Path, fingerprint: str, build: Callable[[Writer], JSON]) -> Cached:
-    """The cached dataset of ``fingerprint``; if there is none, ``build`` writes it.
+    """The cached dataset of ``fingerprint``; if there is none, ``build`` writes it, and again if it
+    turns out to be damaged while it is read.
 
     If several processes need it at the same time, one builds and the others wait for it.
     """
     folder = root / fingerprint
+
+    def repair(_why: str) -> None:
+        with files.raising(DataError, "data.cache_dir"):
+            _loaded_or_built(folder, build, repair, is_checked=True)
+
     with files.raising(DataError, "data.cache_dir"):
-        with contextlib.suppress(_DamagedError):
-            return _open(folder)
-        files.make_folder(root)
-        with _alone(root / f"{fingerprint}.lock") as is_alone:
-            try:
-                return _open(folder)
-            except _DamagedError as error:
-                if files.exists(folder):
-                    logger.warning("%s is damaged (%s): encoding it again", folder, error)
-            if is_alone:
-                _remove_leftovers(folder)
-            return _build(folder, build)
+        return _loaded_or_built(folder, build, repair)
 
 
-def find(root: Path, fingerprint: str) -> Cached | None:
-    """The cached dataset of ``fingerprint``; None if it is missing or damaged."""
+def find(root: Path, fingerprint: str, repair: Repair | None = None) -> Cached | None:
+    """The cached dataset of ``fingerprint``; None if it is missing or damaged. ``repair`` builds it
+    again if it turns out to be damaged while it is read; without it, that is an error."""
+    folder = root / fingerprint
+
+    def give_up(why: str) -> None:
+        with files.raising(DataError, "data.cache_dir"):
+            files.remove_tree(folder)
+        raise DataError(
+            f"{folder} is damaged ({why}), and was removed; start the same command again to "
+            "encode the dataset again"
+        )
+
     with files.raising(DataError, "data.cache_dir"), contextlib.suppress(_DamagedError):
-        return _open(root / fingerprint)
+        return _open(folder, repair or give_up)
     return None
+
+
+def remove_damaged(folder: Path) -> bool:
+    """Remove a dataset from the cache, unless all of its bytes are as written; returns whether it
+    was there and is not any more."""
+    with files.raising(DataError, "data.cache_dir"):
+        try:
+            _checked(_open(folder, _no_repair))
+        except _DamagedError:
+            was_there = files.exists(folder)
+            files.remove_tree(folder)
+            return was_there
+    return False
+
+
+def _loaded_or_built(
+    folder: Path, build: Callable[[Writer], JSON], repair: Repair, *, is_checked: bool = False
+) -> Cached:
+    """The dataset in ``folder``, or what ``build`` writes; ``is_checked`` checks all bytes first,
+    not each block when it is read."""
+    check = _checked if is_checked else _unchecked
+    with contextlib.suppress(_DamagedError):
+        return check(_open(folder, repair))
+    files.make_folder(folder.parent)
+    with _alone(folder.with_name(f"{folder.name}.lock")) as is_alone:
+        try:
+            return check(_open(folder, repair))
+        except _DamagedError as error:
+            if files.exists(folder):
+                logger.warning("%s is damaged (%s): encoding it again", folder, error)
+        if is_alone:
+            _remove_leftovers(folder)
+        return _build(folder, build, repair)
 
 
 class Writer:
@@ -145,7 +187,7 @@ class _Column:
     def __init__(self, folder: Path, name: str, suffix: str) -> None:
         self._folder, self._name, self._suffix = folder, name, suffix
         self._file = files.create(folder / f"{name}{suffix}")
-        self._hash, self._size = files.Hash(), 0
+        self._hash, self._blocks, self._size = files.Hash(), BlockHash(), 0
         self._lengths = array("q")
 
     def close(self) -> None:
@@ -154,8 +196,10 @@ class _Column:
     def add(self, lists: Sequence[Sequence[int]]) -> None:
         lengths = array("q", map(len, lists))
         flat = np.fromiter(chain.from_iterable(lists), KINDS[self._suffix], sum(lengths))
-        self._file.write_at(self._size, flat.data.cast("B"))
-        self._hash.update(flat.data.cast("B"))
+        data = flat.data.cast("B")
+        self._file.write_at(self._size, data)
+        self._hash.update(data)
+        self._blocks.update(data)
         self._size += flat.nbytes
         self._lengths.extend(lengths)
 
@@ -163,10 +207,11 @@ class _Column:
         self._file.sync()
         offsets = np.concatenate([[0], np.cumsum(self._lengths, dtype=np.int64)])
         written = {f"{self._name}{self._suffix}": _Written(self._size, self._hash.hex())}
+        written |= _write_index(self._folder, f"{self._name}{SUMS}", self._blocks.sums())
         return written | _write_index(self._folder, f"{self._name}{OFFSETS}", offsets)
 
 
-def _write_index(folder: Path, name: str, index: Index) -> dict[str, _Written]:
+def _write_index(folder: Path, name: str, index: Index | Sums) -> dict[str, _Written]:
     data = index.tobytes()
     files.write_new(folder / name, data)
     return {name: _Written(len(data), files.digest(data))}
@@ -176,22 +221,46 @@ class _DamagedError(Exception):
     """A folder is missing, or differs from what was written."""
 
 
-def _open(folder: Path) -> Cached:
-    """Map a folder; raises _DamagedError unless its header, sizes and indexes are as written."""
+def _open(folder: Path, repair: Repair, *, named: Path | None = None) -> Cached:
+    """Open a folder, which is called ``named`` later; raises _DamagedError unless its header, sizes
+    and indexes are as written."""
     try:
         header = _read_header(folder / HEADER)
         parts = {name: _Written(*entry) for name, entry in header["files"].items()}
-        arrays = {name: _mapped(folder / name, part) for name, part in parts.items()}
+        indexes = _read_indexes(folder, parts)
+        features = {
+            name: Ragged(
+                _numbers(folder / file, parts[file], indexes[name + SUMS], repair, named),
+                indexes[name + OFFSETS],
+            )
+            for name in header["features"]
+            for file in (f"{name}{suffix}" for suffix in KINDS)
+            if file in parts
+        }
     except FileNotFoundError as error:
         raise _DamagedError(f"no {Path(error.filename).name}") from error
-    features = {
-        name: Ragged(arrays[name + suffix], arrays[name + OFFSETS])
-        for name in header["features"]
-        for suffix in KINDS
-        if name + suffix in arrays
-    }
-    content = files.digest(_canonical(header["files"]))
-    return Cached(EncodedStore(features, arrays[ROWS], content), header["report"])
+    listed = {name: entry for name, entry in header["files"].items() if not name.endswith(SUMS)}
+    content = files.digest(_canonical(listed))  # as it was before blocks had hashes
+    return Cached(EncodedStore(features, indexes[ROWS], content), header["report"])
+
+
+def _unchecked(cached: Cached) -> Cached:
+    return cached
+
+
+def _checked(cached: Cached) -> Cached:
+    """The same, if all of its bytes are as written; raises _DamagedError."""
+    for flat, _ in cached.store.features.values():
+        if isinstance(flat, CheckedFile):
+            try:
+                flat.check()
+            except DamagedFileError as error:
+                raise _DamagedError(str(error)) from error
+    return cached
+
+
+def _no_repair(why: str) -> None:
+    raise _DamagedError(why)
 
 
 def _read_header(path: Path) -> dict[str, Any]:
@@ -208,24 +277,53 @@ def _read_header(path: Path) -> dict[str, Any]:
     return header  # type: ignore[no-any-return]
 
 
-def _mapped(path: Path, written: _Written) -> NDArray[Any]:
-    """The numbers of a file. Indexes are checked by their hash, tokens and bytes by their size."""
-    kind: type[np.generic] = KINDS.get(path.suffix, np.int64)
-    if path.stat().st_size != written.size:
-        raise _DamagedError(f"{path.name} has {path.stat().st_size} bytes, not {written.size}")
-    numbers = np.memmap(path, kind, "r").view(np.ndarray) if written.size else np.empty(0, kind)
-    if kind is np.int64 and files.digest(numbers.data.cast("B")) != written.digest:
+def _read_indexes(folder: Path, parts: Mapping[str, _Written]) -> dict[str, NDArray[Any]]:
+    """Offsets, rows and hashes of blocks, in memory; equal ones once, such as the offsets of tokens
+    and labels."""
+    known: dict[tuple[type[np.generic], _Written], NDArray[Any]] = {}
+    found = {}
+    for name, written in parts.items():
+        if (path := folder / name).suffix in KINDS:
+            continue
+        kind: type[np.generic] = np.uint64 if path.suffix == SUMS else np.int64
+        numbers = np.frombuffer(_read_index(path, written), kind)
+        found[name] = known.setdefault((kind, written), numbers)
+    return found
+
+
+def _read_index(path: Path, written: _Written) -> bytes:
+    with _opened(path, written) as file:
+        try:
+            data = file.read(0, written.size)
+        except OSError as error:
+            raise _DamagedError(f"{path.name}: {error.strerror}") from error
+    if files.digest(data) != written.digest:
         raise _DamagedError(f"{path.name} does not match its checksum")
-    return numbers
+    return data
 
 
-def _build(folder: Path, build: Callable[[Writer], JSON]) -> Cached:
+def _numbers(
+    path: Path, written: _Written, sums: Sums, repair: Repair, named: Path | None
+) -> CheckedFile:
+    """The tokens or bytes of a file, whose blocks are checked when they are read."""
+    file, later = _opened(path, written), (named or path.parent) / path.name
+    return CheckedFile(file, later, KINDS[path.suffix], sums, repair)
+
+
+def _opened(path: Path, written: _Written) -> files.File:
+    file = files.open_file(path)
+    if file.size != written.size:
+        raise _DamagedError(f"{path.name} has {file.size} bytes, not {written.size}")
+    return file
+
+
+def _build(folder: Path, build: Callable[[Writer], JSON], repair: Repair) -> Cached:
     aside = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.part")
     try:
         files.make_folder(aside)
         with Writer(aside) as writer:
             writer.finish(build(writer))
-        built = _open(aside)  # before it gets its name: what is mapped stays, whoever removes it
+        built = _open(aside, repair, named=folder)  # before it gets its name: what is open stays
         _commit(aside, folder)
     finally:
         files.remove_tree(aside)
@@ -240,7 +338,7 @@ def _commit(aside: Path, folder: Path) -> None:
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
             raise
         with contextlib.suppress(_DamagedError):
-            _open(folder)
+            _checked(_open(folder, _no_repair))
             return
         files.remove_tree(folder)
         files.rename(aside, folder)

@@ -19,9 +19,11 @@ from numpy.typing import NDArray
 
 from ...batch import Features
 from ..data_order import Index
+from .checked_file import CheckedFile
 
 # Tokens and lengths; bytes, such as the JSON that a reward reads; precomputed outputs of a model.
-Flat = NDArray[np.int32] | NDArray[np.uint8] | NDArray[np.float32] | NDArray[np.float64]
+Array = NDArray[np.int32] | NDArray[np.uint8] | NDArray[np.float32] | NDArray[np.float64]
+Flat = Array | CheckedFile  # in memory, or in the cache
 FLOATS = (np.dtype(np.float32), np.dtype(np.float64))
 
 
@@ -70,7 +72,7 @@ class EncodedDataset:
         return len(self.index)
 
     def __getitem__(self, item: int) -> Features:
-        """The features of one item: views of the stores, int32."""
+        """The features of one item, int32."""
         at = int(self.index[item])
         store = bisect_right(self._starts, at) - 1
         return self.stores[store][at - self._starts[store]]
@@ -112,12 +114,13 @@ def in_memory(items: Sequence[Features]) -> EncodedDataset:
     for name in items[0] if items else ():
         lists = [item[name] for item in items]
         offsets = np.cumsum([0, *map(len, lists)], dtype=np.int64)
-        features[name] = Ragged(_flat(lists), offsets)
-        digest.update(name.encode() + features[name].flat.tobytes() + offsets.tobytes())
+        flat = _flat(lists)
+        features[name] = Ragged(flat, offsets)
+        digest.update(name.encode() + flat.tobytes() + offsets.tobytes())
     return join([EncodedStore(features, np.arange(len(items)), digest.hexdigest())])
 
 
-def _flat(lists: Sequence[Sequence[int]]) -> Flat:
+def _flat(lists: Sequence[Sequence[int]]) -> Array:
     """All lists end to end. Bytes stay bytes and floats keep their type; the rest are tokens."""
     if isinstance(lists[0], bytes):
         return np.frombuffer(b"".join(map(bytes, lists)), np.uint8)

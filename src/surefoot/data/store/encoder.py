@@ -15,7 +15,7 @@ from ...batch import IGNORE_INDEX, Features
 from ...errors import DataError, counted
 from ..encoded import Dropped, Encoded, Truncated
 from ..example import Example
-from ..rows.dataset_report import DatasetReport, add
+from ..rows.dataset_report import DatasetReport, add, shown
 from ..rows.row_sources import BrokenRow
 from .cache import Writer
 from .dataset import num_tokens
@@ -123,7 +123,8 @@ def _ahead(
 def no_items_error(report: DatasetReport) -> DataError:
     """The error for a dataset without items."""
     reasons = "; ".join(f"{reason} ({count:,})" for reason, count in report.dropped.items())
+    broken = "".join(f"\n{line}" for line in shown(report.broken))
     return DataError(
         f"dataset {report.name!r}: none of its {counted(report.rows, 'row')} has trained tokens: "
-        f"{reasons or 'all are broken'}"
+        f"{reasons or 'all are broken'}{broken}"
     )

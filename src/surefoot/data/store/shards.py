@@ -11,9 +11,10 @@ interruption, encoding resumes with the first missing shard.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 
 from ...errors import DataError
@@ -25,7 +26,10 @@ from ..rows.rows import read_examples
 from ..section import DataSection
 from . import cache
 from .cache import Cached, Writer, load_or_build
+from .checked_file import Repair
 from .encoder import Encode, Encoder, Row, no_items_error
+
+logger = logging.getLogger(__name__)
 
 ROWS, TOKENS = 4096, 1 << 22  # a shard ends with one or the other
 WHOLE = "whole.json"
@@ -40,9 +44,20 @@ class CompleteDataset:
     items: int
 
 
-def find_shard(folder: Path, number: int) -> Cached | None:
-    """A shard of the dataset in ``folder``; None if it is missing or damaged."""
-    return cache.find(folder, _name(number))
+def find_shard(folder: Path, number: int, repair: Repair | None = None) -> Cached | None:
+    """A shard of the dataset in ``folder``; None if it is missing or damaged. See ``cache.find``
+    for ``repair``."""
+    return cache.find(folder, _name(number), repair)
+
+
+def encode_shard_again(
+    entry: DatasetEntry, section: DataSection, encode: Encode, folder: Path, number: int
+) -> None:
+    """Replace a damaged shard. Raises ``DataError`` as ``encode_shards``."""
+    damaged = folder / _name(number)
+    if cache.remove_damaged(damaged):
+        logger.warning("%s is damaged: encoding it again", damaged)
+    next(islice(encode_shards(entry, section, encode, folder), number, None), None)
 
 
 def read_whole(folder: Path) -> CompleteDataset | None:

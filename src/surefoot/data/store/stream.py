@@ -49,11 +49,13 @@ class ExampleStream:
         parts: Sequence[StreamedDataset],
         more: Callable[[], None],
         *,
+        repair: Callable[[int, int], None] | None = None,
         max_broken_rows: int = 0,
     ) -> None:
-        """``more`` is called while a shard is missing; it waits, or raises if nothing encodes."""
+        """``more`` is called while a shard is missing; it waits, or raises if nothing encodes.
+        ``repair`` encodes a damaged shard again, given its dataset's position and its number."""
         self.parts = parts
-        self._more = more
+        self._more, self._repair = more, repair
         self._max_broken_rows = max_broken_rows
         self._ends = array("q")  # [shards] items up to the end of each
         self._chain: list[str] = []  # [shards] hash of the content up to the end of each
@@ -96,7 +98,7 @@ class ExampleStream:
         return bisect_left(self._ends, count) + 1 if count else 0
 
     def __getitem__(self, item: int) -> Features:
-        """The features of one known item: views of its shard, int32."""
+        """The features of one known item, int32."""
         shard = bisect_right(self._ends, item)
         return self._store(shard)[item - self._start(shard)]
 
@@ -132,11 +134,16 @@ class ExampleStream:
 
     def _find_next(self) -> None:
         """Find the next shard, or the end of a dataset; wait a little if neither exists."""
-        folder, number = self._place(len(self._ends))
-        if (cached := find_shard(folder, number)) is not None:
+        shard = len(self._ends)
+        folder, number = self._place(shard)
+        if (cached := self._found(shard)) is not None:
             self._take(cached)
-        elif (whole := read_whole(folder)) is not None and number >= whole.shards:
+        elif (whole := read_whole(folder)) is None:
+            self._more()
+        elif number >= whole.shards:
             self._end_part()
+        elif self._repair is not None:
+            self._repair(self._part(shard), number)
         else:
             self._more()
 
@@ -158,16 +165,29 @@ class ExampleStream:
             self._report = DatasetReport(name=self.parts[len(self._firsts) - 1].name)
 
     def _place(self, shard: int) -> tuple[Path, int]:
-        part = min(bisect_right(self._firsts, shard), len(self.parts)) - 1
+        part = self._part(shard)
         return self.parts[part].folder, shard - self._firsts[part]
+
+    def _found(self, shard: int) -> Cached | None:
+        folder, number = self._place(shard)
+        if self._repair is None:
+            return find_shard(folder, number)
+        part, repair = self._part(shard), self._repair
+        return find_shard(folder, number, lambda _: repair(part, number))
+
+    def _part(self, shard: int) -> int:
+        return min(bisect_right(self._firsts, shard), len(self.parts)) - 1
 
     def _store(self, shard: int) -> EncodedStore:
         with self._lock:
             store = self._stores.get(shard)
         if store is None:
-            folder, number = self._place(shard)
-            cached = find_shard(folder, number)
+            cached = self._found(shard)
+            if cached is None and self._repair is not None:
+                self._repair(self._part(shard), self._place(shard)[1])
+                cached = self._found(shard)
             if cached is None:
+                folder, number = self._place(shard)
                 raise DataError(
                     f"{folder}: shard {number} is missing or damaged; start the same command "
                     "again to encode it again"

@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ...batch import IGNORE_INDEX, Features
 from ...errors import TemplateError
-from ..encoded import Dropped, Encoded, Truncated
+from ..encoded import EMPTY, Dropped, Encoded, Truncated
 from ..example import JSON, Dicts, Example, Message
 from ..section import DataSection
 from .sequence import Item, RenderedConversation, split, whole
@@ -29,9 +29,10 @@ from .templates.render import Renderer, message_dicts, tool_dicts
 from .templates.response_spans import ResponseLocator
 from .tokenization import RenderedText, Tokenization, Tokens, canonical
 
-VERSION = 1  # of what this module makes of an example; part of the fingerprint
+VERSION = 2  # of what this module makes of an example; part of the fingerprint
 
 NOTHING = Dropped("no response to train on in this conversation")
+PLAIN = Dropped("plain text without a response; stage: pt trains on that")
 NO_ROOM = Dropped("the prompt leaves no room for a response within data.cutoff_len")
 TOO_LONG = Dropped("longer than data.cutoff_len (on_too_long: drop)")
 NO_TEXT = Dropped("empty text")
@@ -205,7 +206,9 @@ class Codec:
         messages = self._with_system(example.messages)
         learnt = [i for i in range(len(messages)) if self._is_trained(messages, i)]
         if not learnt:
-            return NOTHING
+            return NOTHING if example.text is None else PLAIN
+        if any(messages[i].is_empty for i in learnt if messages[i].role == "assistant"):
+            return EMPTY
         messages = messages[: learnt[-1] + 1]
         locator, is_whole = self._locator, self.section.train_on_prompt
         counted = range(len(messages)) if is_whole else learnt

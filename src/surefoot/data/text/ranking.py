@@ -1,4 +1,5 @@
-"""Ranking rows: a conversation and two responses to its end, a chosen and a rejected one."""
+"""Ranking rows, a conversation and two responses to its end, and rows with a mark: which responses
+must not be imitated."""
 
 from __future__ import annotations
 
@@ -7,7 +8,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ...batch import IGNORE_INDEX, Features
-from ..encoded import Dropped, Encoded, Truncated
+from ...errors import DataError
+from ..encoded import EMPTY, Dropped, Encoded, Truncated
 from ..example import Example, Message
 from .pairs import join
 
@@ -19,6 +21,7 @@ UNRANKED = Dropped(
     "dataset_info.json)"
 )
 RANKED = Dropped("a ranking row, which only stage: dpo can train on")
+UNDESIRABLE = Dropped("marked undesirable (kto_tag: false), which only stage: kto can train on")
 SAME = Dropped("chosen and rejected are the same within data.cutoff_len")
 NO_ROOM = Dropped("the prompt leaves no room for both responses within data.cutoff_len")
 
@@ -28,14 +31,30 @@ def is_ranked(example: Example) -> bool:
     return example.chosen is not None and example.rejected is not None
 
 
+def not_to_imitate(example: Example) -> Dropped | None:
+    """Why an example must not be imitated; None if it may. Raises ``DataError``: its row seems to
+    say that, in a column that its entry does not read."""
+    if example.unread_mark:
+        raise DataError(
+            f"{example.origin}: the column {example.unread_mark!r} seems to mark good and bad "
+            f'responses; add "columns": {{"kto_tag": "{example.unread_mark}"}} to the entry of '
+            'the dataset to train on the good ones only, or {"kto_tag": null} if it means '
+            "something else"
+        )
+    if is_ranked(example):
+        return RANKED
+    return UNDESIRABLE if example.label is False else None
+
+
 def encode_pairs(examples: Sequence[Example], codec: Codec) -> list[Encoded]:
     """Each ranking row as a pair (see ``pairs``), or why it is dropped. Both responses are
     trained; everything before them is masked. ``cutoff_len`` limits the prompt with either
     response."""
-    pairs = [_conversations(example) for example in examples]
-    flat = [conversation for pair in pairs for conversation in pair]
+    reasons = [_why_no_pair(example) for example in examples]
+    good = [example for example, why in zip(examples, reasons, strict=True) if not why]
+    flat = [conversation for example in good for conversation in _conversations(example)]
     outcomes = iter(codec.encode_chats(flat))
-    return [_pair(next(outcomes), next(outcomes)) if pair else UNRANKED for pair in pairs]
+    return [why or _pair(next(outcomes), next(outcomes)) for why in reasons]
 
 
 def answered(example: Example, answer: Message) -> Example:
@@ -45,11 +64,16 @@ def answered(example: Example, answer: Message) -> Example:
     return replace(example, messages=messages, chosen=None, rejected=None)
 
 
-def _conversations(example: Example) -> list[Example]:
-    """Chosen, rejected; nothing if either is missing."""
+def _why_no_pair(example: Example) -> Dropped | None:
     if example.chosen is None or example.rejected is None:
-        return []
-    return [answered(example, answer) for answer in (example.chosen, example.rejected)]
+        return UNRANKED
+    return EMPTY if example.chosen.is_empty or example.rejected.is_empty else None
+
+
+def _conversations(example: Example) -> list[Example]:
+    """Chosen, rejected."""
+    answers = (example.chosen, example.rejected)
+    return [answered(example, answer) for answer in answers if answer is not None]
 
 
 def _pair(chosen: Encoded, rejected: Encoded) -> Encoded:

@@ -128,7 +128,7 @@ def _prompts(store: EncodedStore) -> Index:
     lengths = store.features.get("lengths")
     if lengths is None:
         return np.zeros(len(store), np.int64)
-    prompts: Index = lengths.flat.reshape(-1, 3)[:, 0].astype(np.int64)
+    prompts: Index = lengths.flat[:].reshape(-1, 3)[:, 0].astype(np.int64)
     return prompts
 
 

@@ -11,7 +11,8 @@ import numpy as np
 from ...batch import Features
 from ...data.encoded import Dropped, Truncated
 from ...data.example import Example
-from ...data.rows.registry import DatasetEntry, read_registry
+from ...data.rows.catalog import Catalog
+from ...data.rows.registry import DatasetEntry
 from ...data.rows.row_sources import BrokenRow
 from ...data.rows.rows import read_examples
 from ...data.store.dataset import EncodedDataset, in_memory, join
@@ -38,8 +39,8 @@ def examples_of(recipe: Recipe, codec: Codec) -> ExampleLengths:
         cached = found(recipe, codec, replace(recipe.data, eval_datasets=()))
         if cached is not None:
             return ExampleLengths(cached.train)
-    registry = read_registry(recipe.data.dataset_dir)
-    samples = [_sample(recipe, codec, registry.entry(name)) for name in recipe.data.datasets]
+    catalog = Catalog(recipe.data)
+    samples = [_sample(recipe, codec, catalog.entry(name)) for name in recipe.data.datasets]
     stores = [in_memory(sample.items).stores[0] for sample in samples]
     held_out = recipe.data.val_size  # a share, or a number of examples
     num_rows = sum(sample.rows for sample in samples)

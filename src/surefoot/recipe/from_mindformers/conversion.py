@@ -21,6 +21,7 @@ from ..recipe import Recipe
 from ..yaml import emit, parse
 from .data import read_data
 from .keys import Converted, Found, KeyRule, RefusedKeyError, Together, apply, nothing, only, to
+from .kinds import check_kind
 from .predict import CONVERTER, SAFETENSORS, STRATEGY, UNCUT, convert_prediction, sizes
 
 _STAGES = {"train": "pt", "finetune": "sft"}
@@ -40,8 +41,11 @@ class ConvertedFile:
 
 def convert_file(path: Path, overrides: Sequence[str] = ()) -> ConvertedFile:
     """The recipe of ``path``, or what ``surefoot predict`` takes in its place; ``overrides`` win.
-    Raises ``RecipeError``: a key cannot be had here, each with line, reason and way out."""
-    found = convert(parse(read_text(path), str(path)))
+    Raises ``RecipeError``: it is another tool's file, or a key cannot be had here, each with line,
+    reason and way out."""
+    document = parse(read_text(path), str(path))
+    check_kind(document)
+    found = convert(document)
     kind = Prediction if found.is_prediction else Recipe
     text = emit(override(kind, Document(found.nested()), overrides).data)
     names_data = any(each.startswith("data.datasets") for each in overrides)

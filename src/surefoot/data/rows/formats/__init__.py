@@ -9,6 +9,12 @@ from __future__ import annotations
 from .alpaca import Alpaca
 from .openai import OpenAI
 from .sharegpt import ShareGPT
+from .trl import TRL
 
-Format = Alpaca | OpenAI | ShareGPT
-FORMATS: dict[str, type[Format]] = {"alpaca": Alpaca, "openai": OpenAI, "sharegpt": ShareGPT}
+Format = Alpaca | OpenAI | ShareGPT | TRL
+FORMATS: dict[str, type[Format]] = {
+    "alpaca": Alpaca,
+    "openai": OpenAI,
+    "sharegpt": ShareGPT,
+    "trl": TRL,
+}

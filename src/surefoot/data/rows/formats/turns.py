@@ -17,6 +17,14 @@ from .fields import Row, as_text, from_json, label, missing, nearest, shown, str
 
 THOUGHT = re.compile(r"\s*<think>.*?</think>\s*", re.DOTALL)
 WRAPPED_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+_THINKING = "write it into {!r}, between the model's own marks"
+_TRAINED = 'write "weight": 0 to mask a turn, "weight": 1 to train on it'
+_MEDIA = "only text is supported"
+UNREAD = {  # keys of a turn that change what it means, and what to do with them
+    **dict.fromkeys(("reasoning_content", "reasoning", "thinking"), _THINKING),
+    **dict.fromkeys(("loss", "train", "training", "train_detail"), _TRAINED),
+    **dict.fromkeys(("images", "videos", "audios", "image", "video", "audio"), _MEDIA),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +70,10 @@ class Turns:
         known = self.roles.get(role) if isinstance(role, str) else None
         if known is None:
             raise self._unknown_role(turn, where)
-        if turn.get("reasoning_content"):
-            hint = f"write it into {self.content!r}, between the model's own marks"
-            raise DataError(f"{where}: 'reasoning_content' is not read; {hint}")
-        calls = _listed_calls(turn.get("tool_calls"), where)
+        for key, hint in UNREAD.items():
+            if turn.get(key) not in (None, "", [], {}):
+                raise DataError(f"{where}: {key!r} is not read; {hint.format(self.content)}")
+        calls = _listed_calls(turn.get("tool_calls") or turn.get("function_call"), where)
         if calls and known != "assistant":
             raise DataError(f"{where}: 'tool_calls' in a turn of the {known}")
         if content is None and calls:
@@ -171,7 +179,7 @@ def _content(value: object, where: str) -> str:
     for part in value:
         if not isinstance(part, Mapping) or part.get("type") != "text":
             raise DataError(f"{where}: only text parts are supported, got {shown(part)}")
-    return "".join(as_text(part.get("text"), where) for part in value)
+    return "".join(as_text(part.get("text", part.get("value")), where) for part in value)
 
 
 def _written_calls(content: str, where: str) -> tuple[str, tuple[JSON, ...]]:

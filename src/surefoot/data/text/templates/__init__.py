@@ -133,7 +133,8 @@ def _check_tokens(found: Bundled, tokenizer: PreTrainedTokenizerBase) -> None:
         raise TemplateError(
             f"template {found.name!r} writes {', '.join(missing)}, which this tokenizer would "
             f"split into pieces; add model.new_special_tokens: [{', '.join(map(repr, missing))}] "
-            "or choose another template"
+            "(and train their embeddings: method full, or with lora method.lora.modules_to_save: "
+            "[embed_tokens, lm_head]), or choose another template, such as alpaca"
         )
 
 

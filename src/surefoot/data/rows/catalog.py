@@ -1,0 +1,113 @@
+"""The datasets of a recipe: names in ``dataset_info.json``, files, hub ids and entries of its own.
+
+All problems are reported at once.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property, partial
+from pathlib import Path
+from typing import TypeVar
+
+from ...errors import DataError
+from ...schema.locations import DATA_FILES, DatasetReference
+from ..section import DataSection
+from .formats.fields import nearest
+from .registry import FILE, DatasetEntry, Registry, read_entry, read_registry
+from .rows import read_examples
+
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+LOOK = 50  # rows that are read to see whether all others can be
+T = TypeVar("T")
+
+
+class Catalog:
+    """Finds the datasets that a ``data`` section names."""
+
+    def __init__(self, section: DataSection) -> None:
+        self._section = section
+
+    @property
+    def entries(self) -> list[DatasetEntry]:
+        """Every dataset of the section, once. Raises ``DataError`` with all that are wrong."""
+        names = (*self._section.datasets, *self._section.eval_datasets)
+        references = dict.fromkeys(map(DatasetReference.of, names))
+        return all_of([partial(self._open, reference) for reference in references])
+
+    def entry(self, name: str) -> DatasetEntry:
+        """The dataset that the section calls ``name``, or any other one. Raises ``DataError``: it
+        is unknown, or its entry is invalid."""
+        return self._open(self._section.reference(name))
+
+    def _open(self, reference: DatasetReference) -> DatasetEntry:
+        name, source = str(reference), reference.source
+        folder = self._section.dataset_dir
+        if not isinstance(source, str):
+            raw = {key: value for key, value in source.items() if key != "name"}
+            return read_entry(name, raw, folder, f"data.datasets: {name}")
+        if self._registry is not None and source in self._registry.entries:
+            return self._registry.entry(source)
+        if (path := Path(source)).is_absolute() and path.exists():
+            return read_entry(name, {"file_name": source}, folder, f"data.datasets: {name}")
+        if path.suffix.lower() not in DATA_FILES and HUB_ID.fullmatch(source):
+            return read_entry(name, {"hf_hub_url": source}, folder, f"data.datasets: {name}")
+        raise self._unknown(source)
+
+    @cached_property
+    def _registry(self) -> Registry | None:
+        """The ``dataset_info.json`` of the section, if there is one."""
+        folder = self._section.dataset_dir
+        return read_registry(folder) if (folder / FILE).exists() else None
+
+    def _unknown(self, source: str) -> DataError:
+        folder = self._section.dataset_dir
+        if (near := folder / source).exists() and source not in (".", ".."):
+            return DataError(f"dataset {source!r}: no such file here; did you mean {near}?")
+        if "/" in source or Path(source).suffix.lower() in DATA_FILES:
+            return DataError(f"dataset {source!r}: no such file or folder")
+        if self._registry is None:
+            return DataError(
+                f"dataset {source!r}: no {FILE} in {folder.absolute()}; set data.dataset_dir to "
+                "the folder that contains it, or name a file such as rows.jsonl or a hub id such "
+                "as tatsu-lab/alpaca"
+            )
+        known = self._registry.entries
+        listed = ", ".join(list(known)[:10]) + (", ..." if len(known) > 10 else "")
+        hint = nearest(source, known) or f" (it has {listed})"
+        return DataError(f"dataset {source!r} is not in {self._registry.path}{hint}")
+
+
+def check_rows(entries: Sequence[DatasetEntry], section: DataSection) -> None:
+    """Read the first rows of each dataset. Raises ``DataError`` with all that cannot be used."""
+
+    def first_rows(entry: DatasetEntry) -> None:
+        limits = min(LOOK, section.max_samples or LOOK), section.max_broken_rows
+        for _ in read_examples(entry, max_samples=limits[0], max_broken_rows=limits[1]):
+            pass
+
+    all_of([partial(first_rows, entry) for entry in entries])
+
+
+def problems_of(section: DataSection) -> list[str]:
+    """What is wrong with the datasets of a section, as far as their first rows show it."""
+    try:
+        check_rows(Catalog(section).entries, section)
+    except DataError as error:
+        return [str(error)]
+    return []
+
+
+def all_of(actions: Iterable[Callable[[], T]]) -> list[T]:
+    """The results of all actions. Raises ``DataError`` with every one that is raised."""
+    found: list[T] = []
+    problems: list[str] = []
+    for action in actions:
+        try:
+            found.append(action())
+        except DataError as error:
+            problems.append(str(error))
+    if problems:
+        raise DataError("\n".join(dict.fromkeys(problems)))
+    return found

@@ -1,0 +1,72 @@
+"""Recognition of a dataset whose entry does not say what its rows look like, by their columns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from itertools import islice
+
+from .formats import Format
+from .formats.alpaca import Alpaca
+from .formats.fields import Row, structure
+from .formats.openai import OpenAI
+from .formats.sharegpt import ShareGPT
+from .formats.trl import TRL
+from .row_sources import BrokenRow, RowSource
+
+LOOK = 20  # rows at most
+RESPONSES = ("output", "response", "completion", "answer")
+PROMPTS = ("instruction", "prompt", "question")
+MARKS = ("label", "kto_tag")
+
+
+def recognized(source: RowSource) -> Format | None:
+    """The format of the rows; None if they are broken, absent, or of no known form. Raises
+    ``DataError``: the source cannot be read."""
+    rows = [row for row in islice(source.rows(), LOOK) if not isinstance(row, BrokenRow)]
+    columns = {name: value for row in reversed(rows) for name, value in row.items()}
+    return _format({name: value for name, value in columns.items() if value is not None})
+
+
+def _format(row: Row) -> Format | None:
+    """The format of rows with these columns."""
+    if row.get("chosen") is not None and row.get("rejected") is not None:
+        return _ranking(row)
+    for name in ("messages", "conversations"):
+        if name in row:
+            return _conversations(row, name)
+    return _single(row)
+
+
+def _ranking(row: Row) -> Format:
+    """The format of rows with two responses."""
+    is_answer = isinstance(row["chosen"], str | dict) or row["chosen"][1:] == []  # type: ignore[index]
+    if "instruction" in row:
+        return Alpaca(ranking=True)
+    for name in ("messages", "conversations"):
+        if name in row and is_answer:
+            return replace(_conversations(row, name), ranking=True)
+    return TRL(prompt="prompt" if "prompt" in row else None, ranking=True)
+
+
+def _conversations(row: Row, name: str) -> OpenAI | ShareGPT:
+    """The format of rows with turns."""
+    turns = structure(row, name)
+    first = turns[0] if isinstance(turns, list) and turns else None
+    is_sharegpt = "from" in first if isinstance(first, Mapping) else name == "conversations"
+    return ShareGPT(messages=name) if is_sharegpt else OpenAI(messages=name)
+
+
+def _single(row: Row) -> Format | None:
+    """The format of rows with one response in a column of its own, or of plain text."""
+    prompt = next((name for name in PROMPTS if name in row), None)
+    response = next((name for name in RESPONSES if name in row), "output")
+    if prompt == "prompt" and response == "completion":
+        mark = next((name for name in MARKS if isinstance(row.get(name), bool)), None)
+        return TRL(kto_tag=mark)
+    if isinstance(row.get("prompt"), list):
+        return TRL()
+    if prompt:
+        query = "context" if "context" in row and "input" not in row else "input"
+        return Alpaca(prompt=prompt, response=response, query=query)
+    return Alpaca(prompt="text", query=None) if "text" in row else None

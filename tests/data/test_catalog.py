@@ -1,0 +1,219 @@
+"""Datasets without ceremony: a file, a folder, a hub id, an entry in the recipe; known columns."""
+
+import json
+import os
+
+import datasets
+import pytest
+
+from surefoot.data.rows import registry
+from surefoot.data.rows.catalog import Catalog, check_rows
+from surefoot.data.rows.row_sources import Hub
+from surefoot.data.rows.rows import read_examples
+from surefoot.errors import DataError, RecipeError
+from surefoot.recipe.recipe import dump, load, read
+
+REST = {"model": {"path": "m"}, "stage": "sft", "train": {"output_dir": "o", "max_steps": 1}}
+QUESTION = {"instruction": "q", "output": "a"}
+
+
+def section(base, *names, **more):
+    return read({**REST, "data": {"datasets": list(names), **more}}, base=base).data
+
+
+def write(path, *rows):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def said(entry):
+    return [[(m.role, m.content) for m in example.messages] for example in read_examples(entry)]
+
+
+ASKED = [[("user", "q"), ("assistant", "a")]]
+TURNS = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+SHAREGPT = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        QUESTION,
+        {"prompt": "q", "completion": "a"},
+        {"prompt": "q", "response": "a"},
+        {"question": "q", "answer": "a"},
+        {"instruction": "q", "response": "a"},
+        {"prompt": TURNS[:1], "completion": TURNS[1:]},
+        {"messages": TURNS},
+        {"messages": TURNS, "prompt": "q", "id": 3},
+        {"conversations": TURNS},
+        {"messages": SHAREGPT},
+        {"conversations": SHAREGPT},
+        {"messages": json.dumps(TURNS)},
+        {**QUESTION, "text": "### q ### a", "messages": None},
+    ],
+    ids=lambda row: "-".join(row),
+)
+def test_a_file_is_a_dataset_whose_columns_are_known(tmp_path, row):
+    write(tmp_path / "my.jsonl", row)
+    (entry,) = Catalog(section(tmp_path, "my.jsonl")).entries
+    assert said(entry) == ASKED
+    assert entry.name == "my.jsonl"
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"instruction": "q", "chosen": "a", "rejected": "b"},
+        {"prompt": "q", "chosen": "a", "rejected": "b"},
+        {"prompt": TURNS[:1], "chosen": TURNS[1:], "rejected": [{**TURNS[1], "content": "b"}]},
+        {"prompt": "q", "chosen": TURNS, "rejected": [TURNS[0], {**TURNS[1], "content": "b"}]},
+        {"chosen": TURNS, "rejected": [TURNS[0], {**TURNS[1], "content": "b"}]},
+        {"messages": TURNS[:1], "chosen": TURNS[1], "rejected": {**TURNS[1], "content": "b"}},
+        {"conversations": SHAREGPT[:1], "chosen": SHAREGPT[1], "rejected": "b"},
+    ],
+    ids=lambda row: "-".join(row),
+)
+def test_two_responses_are_known_by_their_columns(tmp_path, row):
+    write(tmp_path / "my.jsonl", row)
+    (entry,) = Catalog(section(tmp_path, "my.jsonl")).entries
+    (example,) = read_examples(entry)
+    assert [(m.role, m.content) for m in example.messages] == [("user", "q")]
+    assert (example.chosen.content, example.rejected.content) == ("a", "b")
+
+
+def test_texts_and_marked_completions_are_known_too(tmp_path):
+    write(tmp_path / "text.jsonl", {"text": "Once."})
+    write(tmp_path / "kto.jsonl", {"prompt": "q", "completion": "a", "label": False})
+    text, kto = Catalog(section(tmp_path, "text.jsonl", "kto.jsonl")).entries
+    assert [example.text for example in read_examples(text)] == ["Once."]
+    assert [example.label for example in read_examples(kto)] == [False]
+
+
+def test_responses_to_different_prompts_and_without_one_are_broken_rows(tmp_path):
+    other = [{"role": "user", "content": "?"}, TURNS[1]]
+    write(tmp_path / "a.jsonl", *[{"chosen": TURNS, "rejected": other}] * 11)
+    write(tmp_path / "b.jsonl", *[{"chosen": "x", "rejected": "y"}] * 11)
+    data = section(tmp_path, "a.jsonl", "b.jsonl")
+    with pytest.raises(DataError) as caught:
+        check_rows(Catalog(data).entries, data)
+    assert "'chosen' and 'rejected' answer different prompts" in str(caught.value)
+    assert "a response without a prompt; add a column 'prompt'" in str(caught.value)
+
+
+def test_an_entry_may_stand_in_the_recipe(tmp_path):
+    write(tmp_path / "rows" / "x.jsonl", {"q": "q", "a": "a"})
+    entry = {"file_name": "rows/x.jsonl", "columns": {"prompt": "q", "response": "a"}}
+    data = section(tmp_path, entry, eval_datasets=[{**entry, "name": "again"}])
+    assert [each.name for each in Catalog(data).entries] == ["x.jsonl", "again"]
+    assert [said(each) for each in Catalog(data).entries] == [ASKED, ASKED]
+    assert said(Catalog(data).entry("again")) == ASKED
+
+
+def test_a_recipe_with_files_and_entries_reads_back_equal_from_anywhere(tmp_path):
+    write(tmp_path / "x.jsonl", QUESTION)
+    first = read(
+        {**REST, "data": {"datasets": ["x.jsonl", {"name": "y", "file_name": "x.jsonl"}]}},
+        base=tmp_path,
+    )
+    copy = tmp_path / "elsewhere" / "recipe.yaml"
+    copy.parent.mkdir()
+    copy.write_text(dump(first))
+    assert load(copy) == first
+    assert [said(entry) for entry in Catalog(load(copy).data).entries] == [ASKED, ASKED]
+
+
+def test_names_with_commas_are_several(tmp_path):
+    write(tmp_path / "x.jsonl", QUESTION)
+    write(tmp_path / "y.jsonl", QUESTION)
+    data = read({**REST, "data": {"datasets": "x.jsonl, y.jsonl"}}, base=tmp_path).data
+    assert [entry.name for entry in Catalog(data).entries] == ["x.jsonl", "y.jsonl"]
+
+
+def test_a_name_of_dataset_info_is_no_path_even_if_there_is_one(tmp_path):
+    write(tmp_path / "sums" / "1.jsonl", {"instruction": "wrong", "output": "x"})
+    write(tmp_path / "data" / "right.jsonl", QUESTION)
+    write(tmp_path / "data" / "dataset_info.json", {"sums": {"file_name": "right.jsonl"}})
+    assert said(Catalog(section(tmp_path, "sums")).entries[0]) == ASKED
+    assert said(Catalog(section(tmp_path, "./sums")).entries[0])[0][0] == ("user", "wrong")
+
+
+def test_a_folder_that_datasets_saved_is_read(tmp_path):
+    rows = datasets.Dataset.from_list([QUESTION] * 3)
+    rows.save_to_disk(str(tmp_path / "saved"), num_shards=2)
+    both = datasets.DatasetDict({"train": rows, "test": rows.select([0])})
+    both.save_to_disk(str(tmp_path / "both"))
+    data = section(
+        tmp_path,
+        "./saved",
+        "./both",
+        {"name": "tests", "file_name": "both", "split": "test"},
+    )
+    assert [len(said(entry)) for entry in Catalog(data).entries] == [3, 3, 1]
+    wrong = section(tmp_path, {"file_name": "both", "split": "dev"})
+    with pytest.raises(DataError, match=r"no split 'dev'; .* one of train, test"):
+        Catalog(wrong).entries  # noqa: B018
+
+
+def test_a_hub_id_is_a_dataset_of_the_hub(tmp_path, monkeypatch):
+    monkeypatch.setattr(registry, "recognized", lambda source: None)
+    (entry,) = Catalog(section(tmp_path, "tatsu-lab/alpaca")).entries
+    assert entry.source == Hub("huggingface", "tatsu-lab/alpaca")
+    assert entry.name == "tatsu-lab/alpaca"
+
+
+def test_all_problems_of_the_data_are_said_at_once(tmp_path):
+    write(tmp_path / "data" / "dataset_info.json", {"sums": {"file_name": "gone.json"}})
+    write(tmp_path / "data" / "near.jsonl", QUESTION)
+    data = section(tmp_path, "sums", "summs", "no.jsonl", "near.jsonl", {"file_name": "x", "z": 1})
+    with pytest.raises(DataError) as caught:
+        Catalog(data).entries  # noqa: B018
+    lines = str(caught.value).splitlines()
+    assert len(lines) == 5
+    assert "sums.file_name: no file or folder" in lines[0]
+    assert "'summs' is not in" in lines[1]
+    assert "did you mean sums?" in lines[1]
+    assert "'no.jsonl': no such file" in lines[2]
+    assert f"did you mean {tmp_path}/data/near.jsonl?" in lines[3]
+    assert "unknown key 'z'" in lines[4]
+
+
+def test_columns_of_all_datasets_are_checked_before_any_is_encoded(tmp_path):
+    write(tmp_path / "a.jsonl", {"q": 1})
+    write(tmp_path / "b.jsonl", {"r": 1})
+    data = section(tmp_path, "a.jsonl", "b.jsonl")
+    with pytest.raises(DataError) as caught:
+        check_rows(Catalog(data).entries, data)
+    assert [line.split(":")[0] for line in str(caught.value).splitlines()] == [
+        "dataset 'a.jsonl'",
+        "dataset 'b.jsonl'",
+    ]
+    assert '"columns": {"prompt": "...", "response": "..."}' in str(caught.value)
+
+
+def test_without_a_registry_a_name_says_what_else_could_be_named(tmp_path):
+    with pytest.raises(DataError, match=r"no dataset_info.json in .*data; .* rows.jsonl or a hub"):
+        Catalog(section(tmp_path, "sums")).entries  # noqa: B018
+
+
+@pytest.mark.parametrize("named", ["pipe.jsonl", "./folder"])
+def test_a_pipe_is_not_waited_for(tmp_path, named):
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    os.mkfifo(tmp_path / "folder" / "a.jsonl")
+    with pytest.raises(DataError, match=r"is neither a file nor a folder|contains no files"):
+        Catalog(section(tmp_path, named)).entries  # noqa: B018
+
+
+def test_a_registry_that_is_a_pipe_is_not_waited_for(tmp_path):
+    (tmp_path / "data").mkdir()
+    os.mkfifo(tmp_path / "data" / "dataset_info.json")
+    with pytest.raises(DataError, match="is not a file"):
+        Catalog(section(tmp_path, "sums")).entries  # noqa: B018
+
+
+@pytest.mark.parametrize("wrong", [3, [3], [""], [{"columns": {}}]])
+def test_what_names_no_dataset_says_what_does(tmp_path, wrong):
+    with pytest.raises(RecipeError, match=r"data.datasets\[0\]: (expected a name|an entry needs)"):
+        read({**REST, "data": {"datasets": wrong}}, base=tmp_path)
