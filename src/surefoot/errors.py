@@ -7,12 +7,14 @@ traceback.
     │   └── TemplateError   a chat template that is unknown or cannot be masked
     ├── ModelError          a model, tokenizer or adapter: missing, damaged or of another kind
     ├── CheckpointError     a checkpoint: missing, damaged, or without what is needed
+    │   └── DamagedFileError    a file of it is not the one that was saved
     └── RunError            a run that cannot continue: output_dir is in use, the loss is NaN
         └── LostPeerError   another rank of it has died; that rank's error is the cause
 """
 
 from __future__ import annotations
 
+from pathlib import Path
 from signal import Signals
 
 
@@ -45,6 +47,14 @@ class ModelError(SurefootError):
 
 class CheckpointError(SurefootError):
     """A checkpoint is missing, damaged, or lacks what is needed."""
+
+
+class DamagedFileError(CheckpointError):
+    """A file of the checkpoint ``folder`` is not the one that was saved."""
+
+    def __init__(self, folder: Path, message: str) -> None:
+        super().__init__(message)
+        self.folder = folder
 
 
 class RunError(SurefootError):

@@ -12,8 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..checkpoint.disk.commit import clean, committed, new_nonce, step_of
+from ..checkpoint.layouts.detection import has_manifest
 from ..checkpoint.layouts.mindspore.reading.ranks import step_of as rank_step
 from ..checkpoint.reading.latest import recover_latest, wait_for_orphans
+from ..checkpoint.reading.verification import expect_valid
 from ..errors import CheckpointError, RunError
 from ..parallel.world import ALONE, World
 from ..recipe.recipe import Recipe, changes, dump, load
@@ -207,6 +209,8 @@ def _requested_checkpoint(resume: str, folder: RunFolder, recipe: Recipe) -> Pat
         is_step = rank_step(Path(resume).name) is not None and Path(resume).is_file()
         if not is_step and not Path(resume).is_dir():
             raise CheckpointError(f"checkpoint.resume: no checkpoint folder {resume}")
+        if not is_step and has_manifest(Path(resume)):
+            expect_valid(Path(resume))
         return Path(resume)
     asked = Address(resume)
     if folder.away is not None and asked.parent == folder.away.store.address:
