@@ -14,6 +14,7 @@ traceback.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from signal import Signals
 
@@ -21,6 +22,23 @@ from signal import Signals
 def counted(number: int, one: str, many: str | None = None) -> str:
     """A number and what it counts, in a message: ``1 tensor``, ``2 tensors``."""
     return f"{number:,} {one if number == 1 else many or f'{one}s'}"
+
+
+def shortened(message: str) -> str:
+    """``message`` without the middle of lines and values that would fill a terminal: what is wrong
+    stands at the beginning of a line, and what to do at its end."""
+    lines = (_LONG_VALUE.sub(_without_middle, line) for line in message.split("\n"))
+    return "\n".join(_LONG_LINE.sub(_without_middle, line) for line in lines)
+
+
+_LONG_VALUE = re.compile(r"\S{600,}")
+_LONG_LINE = re.compile(r".{2400,}")
+
+
+def _without_middle(found: re.Match[str]) -> str:
+    text = found[0]
+    part = 100 if len(text.split(maxsplit=1)) == 1 else 1000
+    return f"{text[:part]} … ({len(text) - 2 * part:,} more characters) … {text[-part:]}"
 
 
 class SurefootError(Exception):

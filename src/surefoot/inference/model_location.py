@@ -17,6 +17,7 @@ from ..model.section import ModelSection
 from ..recipe.files import SUFFIXES
 from ..recipe.recipe import Recipe, load
 from ..remote import remote_resume as remote
+from ..storage import files
 from ..storage.address import Address, is_address
 
 logger = logging.getLogger(__name__)
@@ -55,9 +56,9 @@ def locate(path: str | Path, damaged: Damaged = NONE_DAMAGED) -> ModelLocation:
     if isinstance(path, str) and is_address(path):
         return _of_address(Address(path))
     local = Path(path).expanduser()
-    if local.is_file():
+    if files.size_of(local) is not None:
         return _of_recipe(local, damaged)
-    if local.is_dir():
+    if files.is_folder(local):
         return _of_folder(local, damaged)
     if str(path).startswith((".", "/", "~")):
         raise ModelError(f"no folder {path}; expected a run, a checkpoint, a model or an adapter")

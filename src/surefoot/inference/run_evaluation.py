@@ -14,6 +14,7 @@ from ..errors import CheckpointError, RunError
 from ..parallel.section import ParallelSection
 from ..parallel.world import World
 from ..recipe.recipe import Recipe
+from ..storage import files
 from ..storage.address import Address
 from ..storage.files import make_folder, raising, write_aside
 from .auxiliary_outputs import auxiliary_columns
@@ -159,7 +160,9 @@ def _open(
 def _path(run: Address | Path, model: str | None) -> str:
     """The model to locate: the run itself, one of its checkpoints, or any other model."""
     if not isinstance(run, Path):
-        is_own = model is not None and model.startswith("checkpoint-") and not Path(model).exists()
+        is_own = (
+            model is not None and model.startswith("checkpoint-") and not files.exists(Path(model))
+        )
         return f"{run}/{model}" if is_own else model or str(run)
     if model is None:
         if not run.is_dir():
@@ -168,9 +171,9 @@ def _path(run: Address | Path, model: str | None) -> str:
                 "--model base"
             )
         return str(run)
-    if (run / model).is_dir():
+    if files.is_folder(run / model):
         return str(run / model)
-    if model.startswith("checkpoint-") and not Path(model).exists():
+    if model.startswith("checkpoint-") and not files.exists(Path(model)):
         known = ", ".join(path.name for path in named(run)) or "no checkpoint"
         raise CheckpointError(f"--model {model}: {run} has {known}")
     return model

@@ -14,6 +14,8 @@ from typing import Any
 from pydantic import GetCoreSchemaHandler
 from pydantic_core import CoreSchema, core_schema
 
+from ..storage import files
+
 _FUNCTION = re.compile(r".+\.py:[A-Za-z_][A-Za-z0-9_]*")
 
 
@@ -27,7 +29,7 @@ class ModelPath(str):
         if not self:
             return self
         found = locate(Path(self), base)
-        return ModelPath(found) if found.exists() else self
+        return ModelPath(found) if files.exists(found) else self
 
     @classmethod
     def __get_pydantic_core_schema__(

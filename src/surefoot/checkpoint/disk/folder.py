@@ -10,6 +10,7 @@ from typing import Any
 from ...errors import CheckpointError, DamagedFileError
 from ...storage import files
 from . import strict_json, tensorfile
+from .commit import check_step
 from .manifest import MANIFEST, STATE, Manifest, Piece, parse
 
 WHAT_TO_DO = "the file is damaged; resume from an earlier checkpoint"
@@ -118,4 +119,6 @@ def open_checkpoint(folder: Path, *, follow: bool = False) -> CheckpointFolder:
         opened = files.open_file(where) if follow else files.open_inside(folder, MANIFEST)
         with opened as file:
             data = files.read_all(file, strict_json.MAX_BYTES)
-    return CheckpointFolder(folder, parse(data, str(where)), follow)
+    manifest = parse(data, str(where))
+    check_step(folder, str(folder), manifest.step)
+    return CheckpointFolder(folder, manifest, follow)

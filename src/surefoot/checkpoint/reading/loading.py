@@ -184,6 +184,7 @@ def _read(
             for name, pieces in job.wanted.items()
             for piece in pieces
         ]
+        parts.sort(key=lambda part: part[1].num_bytes, reverse=True)  # so that all end together
         in_parallel(read, parts, _READERS)
     return found
 

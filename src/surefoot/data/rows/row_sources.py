@@ -12,6 +12,7 @@ from typing import Literal, Protocol
 import xxhash
 
 from ...errors import DataError
+from ...storage import files
 from .formats.fields import Row
 from .readers import READERS
 
@@ -161,11 +162,11 @@ def _not_loaded(source: Hub, error: Exception) -> DataError:
 def find_files(path: Path) -> Files:
     """The file at ``path``, or the files of the folder there, which must be of one kind."""
     paths = [path]
-    if path.is_dir():
+    if files.is_folder(path):
         paths = sorted(p for p in path.iterdir() if p.is_file() and not p.name.startswith("."))
         if not paths:
             raise DataError(f"folder {path} contains no files")
-    elif not path.exists():
+    elif not files.exists(path):
         raise DataError(f"no file or folder {path}")
     kinds = {p.suffix.lower() for p in paths}
     if len(kinds) > 1:
