@@ -7,12 +7,15 @@ traceback.
     │   └── TemplateError   a chat template that is unknown or cannot be masked
     ├── ModelError          a model, tokenizer or adapter: missing, damaged or of another kind
     ├── CheckpointError     a checkpoint: missing, damaged, or without what is needed
+    │   └── DamagedFileError    a file of it is not the one that was saved
     └── RunError            a run that cannot continue: output_dir is in use, the loss is NaN
         └── LostPeerError   another rank of it has died; that rank's error is the cause
 """
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from signal import Signals
 
 SKIPPED_STEPS = 3  # exit code of a run that has ended, but has skipped steps (train.on_nan)
@@ -21,6 +24,23 @@ SKIPPED_STEPS = 3  # exit code of a run that has ended, but has skipped steps (t
 def counted(number: int, one: str, many: str | None = None) -> str:
     """A number and what it counts, in a message: ``1 tensor``, ``2 tensors``."""
     return f"{number:,} {one if number == 1 else many or f'{one}s'}"
+
+
+def shortened(message: str) -> str:
+    """``message`` without the middle of lines and values that would fill a terminal: what is wrong
+    stands at the beginning of a line, and what to do at its end."""
+    lines = (_LONG_VALUE.sub(_without_middle, line) for line in message.split("\n"))
+    return "\n".join(_LONG_LINE.sub(_without_middle, line) for line in lines)
+
+
+_LONG_VALUE = re.compile(r"\S{600,}")
+_LONG_LINE = re.compile(r".{2400,}")
+
+
+def _without_middle(found: re.Match[str]) -> str:
+    text = found[0]
+    part = 100 if len(text.split(maxsplit=1)) == 1 else 1000
+    return f"{text[:part]} … ({len(text) - 2 * part:,} more characters) … {text[-part:]}"
 
 
 class SurefootError(Exception):
@@ -47,6 +67,14 @@ class ModelError(SurefootError):
 
 class CheckpointError(SurefootError):
     """A checkpoint is missing, damaged, or lacks what is needed."""
+
+
+class DamagedFileError(CheckpointError):
+    """A file of the checkpoint ``folder`` is not the one that was saved."""
+
+    def __init__(self, folder: Path, message: str) -> None:
+        super().__init__(message)
+        self.folder = folder
 
 
 class RunError(SurefootError):

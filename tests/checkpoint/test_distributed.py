@@ -19,6 +19,7 @@ from surefoot.checkpoint.disk.file_plan import plan_save
 from surefoot.checkpoint.disk.folder import open_checkpoint
 from surefoot.checkpoint.layouts.opening import open_folder
 from surefoot.checkpoint.looking.summary import summarise
+from surefoot.checkpoint.reading.concurrent_check import ConcurrentCheck
 from surefoot.checkpoint.reading.loading import load
 from surefoot.checkpoint.reading.verification import verify
 from surefoot.checkpoint.saving.job import Shard
@@ -82,6 +83,7 @@ def saved_by_ranks(root, states, cut):
             shards.append(Shard(shard.role, plan))
             boxes[plan.name] = {key: box for key, (_, box) in whole.items()}
     small = {n: data for n, data in job.small.items() if not n.endswith(".index.json")}
+    root.mkdir(parents=True, exist_ok=True)
     return write(replace(job, shards=shards, small=small), Pieces(live.groups, boxes)).path
 
 
@@ -209,6 +211,20 @@ def test_damage_in_one_part_is_found_by_the_source_that_reads_it(tmp_path):
     with pytest.raises(CheckpointError, match=r"rank_00001/model.safetensors: .* is damaged"):
         for name in source.shapes():
             read_whole(source, name)
+
+
+def test_several_ranks_share_the_check_and_one_of_them_finds_the_damage(tmp_path):
+    folder = saved_by_ranks(tmp_path, sample_states(), halves)
+    path = folder / "rank_00001" / "model.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    found = []
+    for rank in range(3):
+        with ConcurrentCheck([folder], rank=rank, num_ranks=3) as check:
+            found.append(check.wait())
+    (damage,) = [one for one in found if one is not None]
+    assert "rank_00001/model.safetensors" in str(damage)
 
 
 def test_a_lost_rank_is_said(tmp_path):

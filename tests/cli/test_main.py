@@ -9,6 +9,7 @@ from click.testing import CliRunner
 import surefoot.cli
 from surefoot import __version__
 from surefoot.cli.main import COMMANDS, main
+from surefoot.data.rows.row_sources import find_files
 from surefoot.errors import DataError
 
 HEAVY = {"torch", "transformers", "peft", "pydantic", "numpy", "rich", "datasets", "asyncio"}
@@ -147,3 +148,25 @@ def test_the_package_runs_as_a_module():
         [sys.executable, "-m", "surefoot", "version"], capture_output=True, text=True, check=True
     )
     assert done.stdout == f"{__version__}\n"
+
+
+def test_a_name_that_is_too_long_for_the_disk_is_one_short_line(tmp_path):
+    name = "x" * 5000
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        f"model: {{path: {name}}}\nmethod: full\nstage: sft\ndata: {{datasets: [a]}}\n"
+        f"train: {{output_dir: {tmp_path}/run, max_steps: 1}}\noptim: adamw\n"
+    )
+    for words, said in (
+        (["chat", name, "--prompt", "a"], "no folder 'xxx"),
+        (["train", str(recipe)], "model.path: no folder 'xxx"),
+        (["train", name + ".yaml"], "xxx"),
+        (["export", name, str(tmp_path / "out")], "no folder 'xxx"),
+        (["ckpt", "show", name], "'xxx"),
+    ):
+        done = run(*words)
+        assert done.exit_code == 2, (words[0], done.exception, done.output)
+        assert said in done.output, (words[0], done.output)
+        assert len(done.output) < 1000, words[0]
+    with pytest.raises(DataError, match="no file or folder"):
+        find_files(tmp_path / name)

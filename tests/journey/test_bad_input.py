@@ -208,6 +208,11 @@ def test_weights_with_a_flipped_bit_are_not_gone_on_from(trained):
     next(iter(tensors.values())).view(-1)[0] += 1
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     code, message = train(trained)
+    assert code == 2
+    assert "it contains no valid checkpoint" in message
+    assert "checkpoint-3/model.safetensors" in message
+    assert folder.is_dir()
+    code, message = train(trained, "checkpoint.resume=none")  # the cure that it names
     assert code == 0
     assert "checkpoint-3 failed verification" in message
     assert "starting from scratch" in message

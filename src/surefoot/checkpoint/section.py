@@ -30,8 +30,9 @@ class CheckpointSection:
     keep_hours: float | None = None
     """Also keep checkpoints saved within this many hours before the latest."""
     resume: str = "auto"
-    """``auto``: the latest valid checkpoint; ``none``: start from scratch; or a folder of
-    Surefoot, of Hugging Face's Trainer, or of MindSpore Transformers.
+    """``auto``: the latest valid checkpoint (an error if there are some and none is valid);
+    ``none``: start from scratch; or a folder of Surefoot, of Hugging Face's Trainer, or of
+    MindSpore Transformers.
     """
     max_shard_size: int = 5_000_000_000
     """Largest weight file in bytes; bigger models are split as Hugging Face splits them."""
@@ -52,7 +53,9 @@ class CheckpointSection:
     """
     share_unchanged: bool = True
     """Weights that did not change since the last checkpoint (frozen ones) share its file, by
-    clone or hard link. Every checkpoint stays complete if another is deleted.
+    clone or hard link. Every checkpoint stays complete if another is deleted. Every so often they
+    are written again, so that damage to one file is not damage to all kept checkpoints: with
+    ``keep: 3`` every second time, with ``keep: 2`` every time.
     """
     remote_timeout_minutes: float = 10.0
     """If ``train.output_dir`` is a URL: how long a transfer is retried while the network or the

@@ -10,7 +10,7 @@ import traceback
 import click
 
 from .. import __version__
-from ..errors import LostPeerError, SurefootError
+from ..errors import LostPeerError, SurefootError, shortened
 from ..log import configure
 from ..terminal_text import visible
 
@@ -79,6 +79,8 @@ class Commands(click.Group):
             if is_echo or os.environ.get("RANK", "0") != "0":
                 time.sleep(_ECHO)
             raise (PeerFailure if is_echo else Failure)(str(error)) from error
+        except click.UsageError as error:
+            raise click.UsageError(shortened(error.format_message()), error.ctx) from error
         except KeyboardInterrupt:
             click.echo(err=True)  # end the line that has the terminal's ^C
             raise click.exceptions.Exit(130) from None  # 128 + SIGINT, as shells have it
@@ -91,7 +93,7 @@ class Failure(click.ClickException):
 
     def show(self, file: object = None) -> None:
         """Print ``error: ...`` on standard error."""
-        lines = self.message.splitlines()
+        lines = shortened(self.message).splitlines()
         before = " " if len(lines) == 1 else "\n  "
         text = "".join(f"{before}{line}" for line in lines)
         click.echo(click.style("error:", fg="red", bold=True) + visible(text), err=True)

@@ -32,7 +32,8 @@ from ..model.pretrained.tokenizer import load_tokenizer
 from ..network.heads import HEADS
 from ..schema.locations import DatasetReference
 from .adapter_places import updated_tensors
-from .model_loading import ModelFolders, find_parts
+from .model_loading import ModelFolders, find_parts, with_valid
+from .model_location import Damaged
 from .resized import Grown
 
 logger = logging.getLogger(__name__)
@@ -63,21 +64,29 @@ def export(
         ModelError: nothing to export there, a missing base, or ``out`` is not empty.
         CheckpointError: damaged weights, an adapter of another model, or a write that fails.
     """
-    parts, target = find_parts(path, base=base), Path(out).expanduser().absolute()
-    refuse_taken(target)
-    source, small = whole_model(parts, dtype=dtype, trust_remote_code=trust_remote_code)
-    dtypes, done = source.dtypes(), 0
-    total = sum(prod(shape) * dtypes[name].itemsize for name, shape in source.shapes().items())
+    target = Path(out).expanduser().absolute()
 
-    def advance(count: int) -> None:
-        nonlocal done
-        done += count
-        if progress is not None:
-            progress(done, total)
+    def write(parts: ModelFolders) -> None:
+        source, small = whole_model(parts, dtype=dtype, trust_remote_code=trust_remote_code)
+        dtypes, done = source.dtypes(), 0
+        total = sum(prod(shape) * dtypes[name].itemsize for name, shape in source.shapes().items())
 
-    with new_folder(target, may_be_empty=True) as folder:
-        copy(source, folder, max_shard_size=max_shard_size, progress=advance)
-        write_small(folder, small)
+        def advance(count: int) -> None:
+            nonlocal done
+            done += count
+            if progress is not None:
+                progress(done, total)
+
+        with new_folder(target, may_be_empty=True) as folder:
+            copy(source, folder, max_shard_size=max_shard_size, progress=advance)
+            write_small(folder, small)
+
+    def find(damaged: Damaged) -> ModelFolders:
+        parts = find_parts(path, base=base, damaged=damaged)
+        refuse_taken(target)
+        return parts
+
+    with_valid(find, write)
     return target
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Literal, cast
+from typing import Literal, TypeVar, cast
 
 import torch
 from torch import nn
@@ -17,7 +18,7 @@ from ..data.example import JSON, Message
 from ..data.section import DataSection
 from ..data.text.codec import Codec
 from ..data.text.templates import Template, load_template, saved_source
-from ..errors import ModelError, RecipeError
+from ..errors import DamagedFileError, ModelError, RecipeError
 from ..generate.section import GenerateSection
 from ..model.pretrained import base_identity
 from ..model.pretrained.loading import resolve
@@ -32,8 +33,9 @@ from ..parallel.world import ALONE, World
 from ..recipe.recipe import Recipe
 from ..recipe.recipe_data import open_codec
 from ..schema.locations import DatasetReference
-from .model_location import ADAPTER, ModelLocation, locate
+from .model_location import ADAPTER, NONE_DAMAGED, Damaged, ModelLocation, locate
 
+logger = logging.getLogger(__name__)
 PLAINLY = ParallelSection()
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
@@ -46,6 +48,7 @@ class LoadedModel:
     tokenizer: PreTrainedTokenizerBase
     template: Template | None  # None: it only continues plain text
     recipe: Recipe | None = None  # of the run that made it
+    folder: Path | None = None  # of the weights, of the adapter if it has one
 
     @property
     def model(self) -> nn.Module:
@@ -124,13 +127,21 @@ def open_model(
         CheckpointError: a damaged checkpoint, or a run that has none.
         RecipeError: the model cannot be sharded by ``parallel``.
     """
-    with world.main_first():  # which downloads what is elsewhere
-        parts = find_parts(path, adapter=adapter, base=base, weights=weights)
-    section = ModelSection(path=str(parts.model), dtype=dtype, trust_remote_code=trust_remote_code)
-    tokenizer = load_tokenizer(parts.tokenizer, trust_remote_code=trust_remote_code)
-    template = load_template("auto", tokenizer) if saved_source(tokenizer) else None
-    network = _open(parts, section, tokenizer, world, parallel)
-    return LoadedModel(network, tokenizer, template, parts.recipe)
+
+    def find(damaged: Damaged) -> ModelFolders:
+        with world.main_first():  # which downloads what is elsewhere
+            return find_parts(path, adapter=adapter, base=base, weights=weights, damaged=damaged)
+
+    def load(parts: ModelFolders) -> LoadedModel:
+        section = ModelSection(
+            path=str(parts.model), dtype=dtype, trust_remote_code=trust_remote_code
+        )
+        tokenizer = load_tokenizer(parts.tokenizer, trust_remote_code=trust_remote_code)
+        template = load_template("auto", tokenizer) if saved_source(tokenizer) else None
+        network = _open(parts, section, tokenizer, world, parallel)
+        return LoadedModel(network, tokenizer, template, parts.recipe, parts.folder)
+
+    return with_valid(find, load)
 
 
 def open_start(
@@ -148,7 +159,7 @@ def open_start(
     parts = ModelFolders(folder, recipe.model.adapter, folder, recipe)
     network = _open(parts, recipe.model, codec.tokenizer, world, parallel)
     template = codec.template if recipe.stage.uses_template else None
-    return LoadedModel(network, codec.tokenizer, template, recipe)
+    return LoadedModel(network, codec.tokenizer, template, recipe, parts.folder)
 
 
 def _open(
@@ -177,6 +188,31 @@ class ModelFolders:
     tokenizer: Path  # the adapter's own if it has one: the template and tokens it was trained with
     recipe: Recipe | None
     weights: Path | None = None  # of the model, if they are elsewhere
+    chosen: frozenset[Path] = frozenset()  # those that were chosen among the checkpoints of a run
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the adapter or, without one, of the model."""
+        return self.adapter or self.model
+
+
+T = TypeVar("T")
+
+
+def with_valid(find: Callable[[Damaged], ModelFolders], use: Callable[[ModelFolders], T]) -> T:
+    """The result of ``use`` for what ``find`` finds. A checkpoint of a run that proves damaged
+    while it is read is logged and skipped, and an earlier one is found; a checkpoint that the user
+    named is an error. All ranks of a world get the same error."""
+    damaged: dict[Path, str] = {}
+    while True:
+        parts = find(damaged)
+        try:
+            return use(parts)
+        except DamagedFileError as error:
+            if error.folder not in parts.chosen:
+                raise
+            logger.warning("%s is skipped: %s", error.folder.name, error)
+            damaged[error.folder] = str(error)
 
 
 def find_parts(
@@ -185,53 +221,62 @@ def find_parts(
     adapter: str | Path | None = None,
     base: str | Path | None = None,
     weights: str | Path | None = None,
+    damaged: Damaged = NONE_DAMAGED,
 ) -> ModelFolders:
-    """The folders of the model, its adapter and its tokenizer; see ``open_model``."""
+    """The folders of the model, its adapter and its tokenizer; see ``open_model``, and ``locate``
+    for ``damaged``."""
     if weights is None:
-        return _parts(locate(path), adapter, base)
-    model, values = resolve(ModelSection(path=str(path)), weights=False), locate(weights)
+        return _parts(locate(path, damaged), adapter, base, damaged)
+    model = resolve(ModelSection(path=str(path)), weights=False)
+    values = locate(weights, damaged)
     if values.is_adapter:
         raise ModelError(f"{values}: is an adapter, not the weights of a full model")
-    return replace(
-        _parts(ModelLocation(model, is_adapter=False), adapter, base), weights=values.folder
-    )
+    parts = _parts(ModelLocation(model, is_adapter=False), adapter, base, damaged)
+    chosen = parts.chosen | _chosen(values)
+    return replace(parts, weights=values.folder, chosen=chosen)
 
 
 def _parts(
-    located: ModelLocation, adapter: str | Path | None, base: str | Path | None
+    located: ModelLocation, adapter: str | Path | None, base: str | Path | None, damaged: Damaged
 ) -> ModelFolders:
     if adapter is not None:
         if located.is_adapter:
             raise ModelError(f"{located}: is an adapter already; --adapter needs a full model")
-        top = locate(adapter)
+        top = locate(adapter, damaged)
         if not top.is_adapter:
             raise ModelError(f"{top}: contains no {ADAPTER}; expected the folder of an adapter")
-        return _on_base(top, located.folder)
+        return _on_base(top, located)
     if located.is_adapter:
-        return _on_base(located, _base_of(located, base))
+        return _on_base(located, _base_of(located, base, damaged))
     if base is not None:
         raise ModelError(f"{located}: is a full model, not an adapter, so it has no --base")
-    return ModelFolders(located.folder, None, located.folder, located.recipe)
+    folder = located.folder
+    return ModelFolders(folder, None, folder, located.recipe, chosen=_chosen(located))
 
 
-def _on_base(adapter: ModelLocation, base: Path) -> ModelFolders:
+def _chosen(*located: ModelLocation) -> frozenset[Path]:
+    return frozenset(one.folder for one in located if one.is_chosen)
+
+
+def _on_base(adapter: ModelLocation, base: ModelLocation) -> ModelFolders:
     has_tokenizer = any((adapter.folder / name).is_file() for name in TOKENIZER_FILES)
-    tokenizer = adapter.folder if has_tokenizer else base
-    return ModelFolders(base, adapter.folder, tokenizer, adapter.recipe)
+    tokenizer = adapter.folder if has_tokenizer else base.folder
+    chosen = _chosen(adapter, base)
+    return ModelFolders(base.folder, adapter.folder, tokenizer, adapter.recipe, chosen=chosen)
 
 
-def _base_of(adapter: ModelLocation, given: str | Path | None) -> Path:
-    """The folder of an adapter's base: the given one, or the one in its files, if these are still
-    what the adapter was trained on."""
+def _base_of(adapter: ModelLocation, given: str | Path | None, damaged: Damaged) -> ModelLocation:
+    """The base of an adapter: the given one, or the one in its files, if these are still what the
+    adapter was trained on."""
     if given is not None:
-        located = locate(given)
+        located = locate(given, damaged)
         if located.is_adapter:
             raise ModelError(
                 f"--base {given}: is an adapter; merge it first with `surefoot export`"
             )
-        return located.folder
+        return located
     found = _named_base(adapter)
-    if names := base_identity.changes_below(adapter.folder, found):
+    if names := base_identity.changes_below(adapter.folder, found.folder):
         raise ModelError(
             f"{adapter}: its base model {found} has changed since the adapter was trained "
             f"({base_identity.some(names)}); restore it, or use it nevertheless with --base {found}"
@@ -239,11 +284,11 @@ def _base_of(adapter: ModelLocation, given: str | Path | None) -> Path:
     return found
 
 
-def _named_base(adapter: ModelLocation) -> Path:
+def _named_base(adapter: ModelLocation) -> ModelLocation:
     config = read_config(adapter.folder / ADAPTER)
     name = config.get("base_model_name_or_path")
     if isinstance(name, str) and Path(name).is_dir():
-        return Path(name)
+        return ModelLocation(Path(name), is_adapter=False)
     sections = [adapter.recipe.model] if adapter.recipe else []
     if isinstance(name, str) and name and not Path(name).is_absolute():
         sections.append(ModelSection(path=name, revision=config.get("revision")))
@@ -251,7 +296,7 @@ def _named_base(adapter: ModelLocation) -> Path:
             sections[0] = replace(sections[0], revision=config.get("revision"))
     for section in sections:
         try:
-            return resolve(section)
+            return ModelLocation(resolve(section), is_adapter=False)
         except ModelError:
             continue
     raise ModelError(

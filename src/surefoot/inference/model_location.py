@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..checkpoint.disk.commit import named, step_of
@@ -16,11 +17,14 @@ from ..model.section import ModelSection
 from ..recipe.files import SUFFIXES
 from ..recipe.recipe import Recipe, load
 from ..remote import remote_resume as remote
+from ..storage import files
 from ..storage.address import Address, is_address
 
 logger = logging.getLogger(__name__)
 RECIPE = "recipe.yaml"
 ADAPTER = "adapter_config.json"
+Damaged = Mapping[Path, str]  # checkpoint -> what is wrong with it
+NONE_DAMAGED: Damaged = {}
 
 
 @dataclass(frozen=True)
@@ -30,18 +34,20 @@ class ModelLocation:
     folder: Path
     is_adapter: bool  # of a base that lies elsewhere
     recipe: Recipe | None = None  # of the run that made it
+    is_chosen: bool = False  # as the best or latest checkpoint of a run
 
     def __str__(self) -> str:
         return str(self.folder)
 
 
-def locate(path: str | Path) -> ModelLocation:
+def locate(path: str | Path, damaged: Damaged = NONE_DAMAGED) -> ModelLocation:
     """The weights at ``path``.
 
     Args:
         path: a run's folder (its best checkpoint if the recipe ends with that one, otherwise the
             latest valid one), a checkpoint, the URL of either, a model or adapter folder, a recipe
             file, a hub id.
+        damaged: checkpoints that are known to be damaged, which a run's folder never means.
 
     Raises:
         ModelError: nothing exists there, or no weights that can be read.
@@ -50,10 +56,10 @@ def locate(path: str | Path) -> ModelLocation:
     if isinstance(path, str) and is_address(path):
         return _of_address(Address(path))
     local = Path(path).expanduser()
-    if local.is_file():
-        return _of_recipe(local)
-    if local.is_dir():
-        return _of_folder(local)
+    if files.size_of(local) is not None:
+        return _of_recipe(local, damaged)
+    if files.is_folder(local):
+        return _of_folder(local, damaged)
     if str(path).startswith((".", "/", "~")):
         raise ModelError(f"no folder {path}; expected a run, a checkpoint, a model or an adapter")
     return _of_folder(_of_hub(str(path)))
@@ -66,7 +72,7 @@ def _of_hub(name: str) -> Path:
         raise ModelError(str(error).removeprefix("model.path: ")) from None
 
 
-def _of_recipe(path: Path) -> ModelLocation:
+def _of_recipe(path: Path, damaged: Damaged) -> ModelLocation:
     if path.suffix not in SUFFIXES:
         raise ModelError(f"{path}: is a file; expected its folder, or a recipe")
     folder = load(path).train.output_dir
@@ -76,7 +82,7 @@ def _of_recipe(path: Path) -> ModelLocation:
         raise CheckpointError(
             f"{path}: its run in {folder} has no checkpoint yet; run `surefoot train {path}` first"
         )
-    return _of_run(folder)
+    return _of_run(folder, damaged)
 
 
 def _of_address(address: Address) -> ModelLocation:
@@ -91,12 +97,12 @@ def _of_address(address: Address) -> ModelLocation:
     return located if best is None else _with_recipe(remote.fetch(address.inside(best)))
 
 
-def _of_folder(folder: Path) -> ModelLocation:
+def _of_folder(folder: Path, damaged: Damaged = NONE_DAMAGED) -> ModelLocation:
     if detect_layout(folder) is not None:
         _check(folder)
         return _with_recipe(folder)
     if named(folder):
-        return _of_run(folder)
+        return _of_run(folder, damaged)
     if (folder / RECIPE).is_file():
         raise CheckpointError(
             f"{folder}: this run has no checkpoint yet; `surefoot train` saves the first one"
@@ -111,19 +117,22 @@ def _check(folder: Path) -> None:
         raise CheckpointError(report.problems[0])
 
 
-def _of_run(run: Path) -> ModelLocation:
+def _of_run(run: Path, damaged: Damaged) -> ModelLocation:
     """The best checkpoint of a run if its recipe ends with that one, otherwise the latest."""
-    newest = _newest(run)
+    newest = _newest(run, damaged)
     located = _with_recipe(newest)
-    if located.recipe is None or not located.recipe.train.load_best_model_at_end:
-        return located
-    best = _best_of_run(newest)
-    return located if best is None else _with_recipe(best)
+    if located.recipe is not None and located.recipe.train.load_best_model_at_end:
+        best = _best_of_run(newest, damaged)
+        located = located if best is None else _with_recipe(best)
+    return replace(located, is_chosen=True)
 
 
-def _newest(run: Path) -> Path:
+def _newest(run: Path, damaged: Damaged) -> Path:
     reasons = []
     for folder in reversed(named(run)):
+        if folder in damaged:
+            reasons.append(damaged[folder])
+            continue
         report = verify(folder, full=False)
         if report.ok:
             return folder
@@ -132,13 +141,13 @@ def _newest(run: Path) -> Path:
     raise CheckpointError(f"{run}: none of its checkpoints is valid; the latest: {reasons[0]}")
 
 
-def _best_of_run(newest: Path) -> Path | None:
+def _best_of_run(newest: Path, damaged: Damaged) -> Path | None:
     """The checkpoint that ``newest`` names as the best of its run, if it exists and is valid."""
     name = _best_step(newest)
     best = newest.with_name(name) if name else newest
     if name is None or not best.is_dir():
         return None
-    if not verify(best, full=False).ok:
+    if best in damaged or not verify(best, full=False).ok:
         logger.warning("the best checkpoint, %s, is damaged: using %s", best.name, newest.name)
         return None
     return best

@@ -14,13 +14,14 @@ from ..errors import CheckpointError, RunError
 from ..parallel.section import ParallelSection
 from ..parallel.world import World
 from ..recipe.recipe import Recipe
+from ..storage import files
 from ..storage.address import Address
 from ..storage.files import make_folder, raising, write_aside
 from .auxiliary_outputs import auxiliary_columns
 from .evaluation import adopt, measure, num_batches
 from .held_out_set import HeldOut, held_out
 from .model_loading import LoadedModel, open_model, open_start
-from .model_location import ModelLocation, locate
+from .model_location import locate
 from .prediction import Progress
 from .responses import Generation, generations
 
@@ -122,29 +123,32 @@ def evaluate_run(
     ``DataError``, ``ModelError`` or ``RecipeError`` if there is no such model, or nothing to
     evaluate it on."""
     with world.main_first():  # which downloads what is elsewhere
-        located = None if model == BASE else locate(_path(recipe.train.output_dir, model))
+        path = None if model == BASE else _path(recipe.train.output_dir, model)
+        if path is not None:
+            locate(path)  # what is missing is said before slow work
     columns = auxiliary_columns(
         recipe, dataset=dataset, limit=limit, world=world, parallel=parallel
     )
-    opened = adopt(_open(recipe, located, base, world, parallel), recipe)
+    opened = adopt(_open(recipe, path, base, world, parallel), recipe)
     with world.main_first():  # which fills the cache
         parts = held_out(recipe, opened.codec, dataset=dataset, limit=limit)
     results = [_evaluate(opened, recipe, part, columns.get(part.name), progress) for part in parts]
-    return EvaluationReport(BASE if located is None else located.folder.name, results)
+    folder = None if path is None else opened.folder
+    return EvaluationReport(BASE if folder is None else folder.name, results)
 
 
 def _open(
     recipe: Recipe,
-    located: ModelLocation | None,
+    path: str | None,
     base: str | None,
     world: World,
     parallel: ParallelSection,
 ) -> LoadedModel:
-    """The model to evaluate; without a location, the one before training."""
-    if located is None:
+    """The model to evaluate; without a path, the one before training."""
+    if path is None:
         return open_start(recipe, world=world, parallel=parallel)
     return open_model(
-        located.folder,
+        path,
         base=base,
         dtype=recipe.model.dtype,
         trust_remote_code=recipe.model.trust_remote_code,
@@ -156,7 +160,9 @@ def _open(
 def _path(run: Address | Path, model: str | None) -> str:
     """The model to locate: the run itself, one of its checkpoints, or any other model."""
     if not isinstance(run, Path):
-        is_own = model is not None and model.startswith("checkpoint-") and not Path(model).exists()
+        is_own = (
+            model is not None and model.startswith("checkpoint-") and not files.exists(Path(model))
+        )
         return f"{run}/{model}" if is_own else model or str(run)
     if model is None:
         if not run.is_dir():
@@ -165,9 +171,9 @@ def _path(run: Address | Path, model: str | None) -> str:
                 "--model base"
             )
         return str(run)
-    if (run / model).is_dir():
+    if files.is_folder(run / model):
         return str(run / model)
-    if model.startswith("checkpoint-") and not Path(model).exists():
+    if model.startswith("checkpoint-") and not files.exists(Path(model)):
         known = ", ".join(path.name for path in named(run)) or "no checkpoint"
         raise CheckpointError(f"--model {model}: {run} has {known}")
     return model

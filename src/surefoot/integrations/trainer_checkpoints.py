@@ -25,7 +25,7 @@ from ..checkpoint.disk.commit import named, step_of
 from ..checkpoint.disk.retention import RetentionPolicy
 from ..checkpoint.reading.latest import recover_latest
 from ..checkpoint.reading.loading import load
-from ..checkpoint.reading.verification import verify_checkpoint
+from ..checkpoint.reading.verification import expect_valid
 from ..checkpoint.state.states import RandomState
 from ..errors import CheckpointError, RunError
 from .trainer_state import STATE, dump, mark_in, mark_of, metric, restore_callbacks
@@ -88,9 +88,7 @@ class SurefootCheckpoints(TrainerCallback):  # type: ignore[misc]
 
     def checked(self, folder: Path | str) -> str:
         """``folder``, for ``resume_from_checkpoint``; raises if it is not valid."""
-        report = verify_checkpoint(Path(folder), full=True)
-        if not report.ok:
-            raise CheckpointError(report.problems[0])
+        expect_valid(Path(folder))
         self._asked = Path(folder)
         return str(folder)
 

@@ -23,6 +23,7 @@ from ..checkpoint.disk.folder import CheckpointFolder, open_checkpoint
 from ..checkpoint.disk.manifest import STATE as OURS
 from ..checkpoint.disk.manifest import is_safetensors
 from ..checkpoint.layouts.opening import open_folder
+from ..checkpoint.reading.concurrent_check import ConcurrentCheck
 from ..checkpoint.reading.loading import load
 from ..checkpoint.sources.copying import copy
 from ..checkpoint.sources.source import TensorsInMemory, TensorSource
@@ -117,7 +118,10 @@ def _write_weights(opened: CheckpointFolder, skeleton: Network, folder: Path) ->
     """
     source: TensorSource = open_folder(opened.path)
     if skeleton.weights.is_converted:
-        model = AutoModelForCausalLM.from_pretrained(opened.path, dtype="auto")
+        with ConcurrentCheck([opened.path]) as check:
+            model = AutoModelForCausalLM.from_pretrained(opened.path, dtype="auto")
+            if (damage := check.wait()) is not None:
+                raise damage
         tied = model.all_tied_weights_keys
         source = TensorsInMemory({n: t for n, t in model.state_dict().items() if n not in tied})
     is_adapter = opened.manifest.is_adapter

@@ -98,7 +98,8 @@ def init_on_meta(
     does."""
     try:
         why = why_not_empty(base, section)
-        source = None if why else open_named(weights or base, base)
+        # ``checked_files`` checks the values, of which each rank reads its boxes only
+        source = None if why else open_named(weights or base, base, is_checked=True)
     except (CheckpointError, ValueError, OSError) as error:  # loading it whole will say more
         why, source = str(error), None
     if source is not None:

@@ -20,6 +20,7 @@ from ..model.section import ModelSection
 from ..model.trained_weights import coverage
 from ..parallel.sharded_model import layers
 from ..parallel.world import World
+from .checked_files import checked_files
 from .draft import Draft, NetworkOptions
 from .heads import add_heads, refuse_heads
 from .network import Network
@@ -42,9 +43,14 @@ def open_network(
     only ``tokenizer`` has; None: they are left alone.
 
     Raises ``ModelError`` if it is not a causal language model, has damaged files, or mixes packed
-    documents, ``RecipeError`` if the method, the heads or the mesh do not fit it.
+    documents, ``DamagedFileError`` if a file is not the one in a folder's manifest, ``RecipeError``
+    if the method, the heads or the mesh do not fit it.
     """
-    return finish(Draft(base, section, tokenizer, world, options), STEPS, tensors)
+    draft = Draft(base, section, tokenizer, world, options)
+    if not tensors.have_values:
+        return finish(draft, STEPS, tensors)
+    with checked_files(draft):
+        return finish(draft, STEPS, tensors)
 
 
 def finish(draft: Draft, steps: Sequence[Step], tensors: Tensors = REAL) -> Network:

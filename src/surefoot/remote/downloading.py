@@ -37,6 +37,8 @@ def download(store: Store, name: str, root: Path) -> Path:
     size = sum(manifest.files.values())
     logger.info("downloading %s (%s) from %s", name, readable(size), store.address)
     doing = f"cannot download {name} to {root}"
+    with files.raising(CheckpointError, doing):
+        files.make_folder(root)
     with files.raising(CheckpointError, doing), temporary_folder(root / name) as part:
         for file, num_bytes in manifest.files.items():  # so that a full disk shows at once
             files.make_folder((part.folder / file).parent)

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ..checkpoint.disk import strict_json, trainer_state
-from ..checkpoint.disk.commit import step_of
+from ..checkpoint.disk.commit import check_step, step_of
 from ..checkpoint.disk.manifest import MANIFEST, Manifest, parse
 from ..checkpoint.disk.trainer_state import TrainerStateFile
 from ..checkpoint.looking.listing import CheckpointLine, line_of
@@ -52,7 +52,9 @@ def read_manifest(store: Store, there: Contents, name: str) -> tuple[bytes, Mani
     if there.files[file] > strict_json.MAX_BYTES:
         raise CheckpointError(f"{where}: {there.files[file]} bytes are too many for a manifest")
     text = store.read(file)
-    return text, parse(text, where)
+    manifest = parse(text, where)
+    check_step(Path(name), str(store.address.inside(name)), manifest.step)
+    return text, manifest
 
 
 def wrong_length(manifest: Manifest, there: Contents, name: str) -> str | None:

@@ -11,8 +11,9 @@ import logging
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..checkpoint.disk.commit import committed, mark_damaged, named, step_of
-from ..checkpoint.reading.verification import verify_checkpoint
+from ..checkpoint.disk.commit import committed, named, step_of
+from ..checkpoint.reading.latest import refuse_damaged, set_aside
+from ..checkpoint.reading.verification import Found, verify_checkpoint
 from ..errors import CheckpointError
 from ..storage import files
 from ..storage.address import Address, default_cache, is_address
@@ -40,18 +41,25 @@ class RemoteRun:
         return set(self.there.committed) - self.damaged
 
     def newest_sound(self) -> Path | None:
-        """The local folder to resume from; None if there is no valid checkpoint anywhere."""
+        """The local folder to resume from; None if there is no checkpoint anywhere. Raises
+        ``CheckpointError`` if there are some, none of which is valid."""
         self._tell_of_uncommitted()
-        here = {step_of(path): path for path in named(self.folder)}
+        passed_over: list[tuple[Path, str]] = []  # local ones
+        lost: list[tuple[Path, str]] = []  # those in the store
+        here, path = {step_of(path): path for path in named(self.folder)}, None
         for step in sorted(here.keys() | self.steps, reverse=True):
-            found = self._kept(here[step]) if step in here else None
-            if found is None and step in self.steps:
-                found = self._downloaded(step)
-            if found is not None:
-                return found
-        if here or self.damaged:
-            logger.warning("no valid checkpoint in %s: starting from scratch", self.store.address)
-        return None
+            path = self._kept(here[step], passed_over) if step in here else None
+            if path is None and step in self.steps:
+                if step in here:  # the one in the store takes its place
+                    set_aside(Found(None, [passed_over.pop()]))
+                path = self._downloaded(step, lost)
+            if path is not None:
+                break
+        if path is None:
+            everything = Found(None, [*passed_over, *lost])
+            refuse_damaged(str(self.store.address), everything, "choose another train.output_dir")
+        set_aside(Found(path, passed_over))
+        return path
 
     def get(self, name: str) -> Path:
         """One checkpoint of the run, downloaded unless a local copy exists. It must be valid."""
@@ -70,21 +78,20 @@ class RemoteRun:
             only = Contents({RECIPE: self.there.files[RECIPE]})
             pull(self.store, self.folder, only, keep=lambda _: False)
 
-    def _kept(self, path: Path) -> Path | None:
+    def _kept(self, path: Path, passed_over: list[tuple[Path, str]]) -> Path | None:
         report = verify_checkpoint(path, full=True)
         if report.ok:
             return path
-        aside = mark_damaged(path)
-        logger.warning(
-            "%s failed verification (%s); renamed to %s", path.name, report.problems[0], aside.name
-        )
+        passed_over.append((path, report.problems[0]))
         return None
 
-    def _downloaded(self, step: int) -> Path | None:
+    def _downloaded(self, step: int, lost: list[tuple[Path, str]]) -> Path | None:
+        name = self.there.committed[step]
         try:
-            found = download(self.store, self.there.committed[step], self.folder)
+            found = download(self.store, name, self.folder)
         except DamagedError as error:
             self.damaged.add(step)
+            lost.append((Path(name), str(error)))
             logger.warning("checkpoint-%d is skipped: %s", step, error)
             return None
         self.bring_run_files()

@@ -35,6 +35,7 @@ class Start:
     folder: Path
     writer: interchange.ForeignTrainer | None  # None: Surefoot
     trust_pickle: bool = False
+    is_verified: bool = False  # whether every byte of it was checked a moment ago
 
     @property
     def has_base(self) -> bool:
@@ -47,7 +48,7 @@ class Start:
         if self.writer is not None:
             self.writer.load(folder, trainer, base=base, trust_pickle=trust)
         else:
-            load_checkpoint(folder, trainer.states)
+            load_checkpoint(folder, trainer.states, is_verified=self.is_verified)
         trainer.policy.trained.check(trainer.state.global_step)
         logger.info("resuming from %s at step %d", folder.name, trainer.state.global_step)
 
@@ -61,14 +62,16 @@ def build(
     world: World = ALONE,
     listeners: Sequence[SaveListener] = (),
     trial: Around | None = None,
+    is_verified: bool = False,
 ) -> Trainer:
-    """The Trainer of a recipe, with the states of the checkpoint ``resume`` if one is given.
+    """The Trainer of a recipe, with the states of the checkpoint ``resume`` if one is given;
+    ``is_verified`` if every byte of that was checked a moment ago.
     ``trial`` is for measurements of speed: it wraps forward and backward, auxiliary models compute
     nothing, and there are no callbacks except the given ones."""
     start = None
     if resume is not None:
         writer = interchange.detect_trainer(resume, trust_pickle=trust_pickle, pp=world.pp)
-        start = Start(resume, writer, trust_pickle)
+        start = Start(resume, writer, trust_pickle, is_verified)
     seed_everything(recipe.train.seed)
     use_deterministic_kernels(recipe.train.deterministic)
     keep_freed_memory()

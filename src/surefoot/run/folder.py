@@ -12,18 +12,26 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..checkpoint.disk.commit import clean, committed, new_nonce, step_of
+from ..checkpoint.layouts.detection import has_manifest
 from ..checkpoint.layouts.mindspore.reading.ranks import step_of as rank_step
-from ..checkpoint.reading.latest import recover_latest, wait_for_orphans
+from ..checkpoint.reading.latest import (
+    recover_latest,
+    refuse_foreign,
+    set_aside,
+    wait_for_orphans,
+)
+from ..checkpoint.reading.verification import expect_valid, find_latest
 from ..errors import CheckpointError, RunError
 from ..parallel.world import ALONE, World
 from ..recipe.recipe import Recipe, changes, dump, load
 from ..remote.mirror import Mirror
 from ..remote.remote_resume import RemoteRun, fetch, is_within, open_remote_run
 from ..storage.address import Address, is_address
-from ..storage.files import raising, write_aside, write_new
+from ..storage.files import is_folder, raising, size_of, write_aside, write_new
 
 logger = logging.getLogger(__name__)
 RECIPE = "recipe.yaml"
+_ANEW = "set checkpoint.resume=none, which renames these checkpoints"
 _SIGHT = 20.0  # seconds for a network disk to show a file to another machine
 # What may differ between two starts of one run: how long, what to report, keep and survive.
 FREE: tuple[str, ...] = (
@@ -173,20 +181,20 @@ def write_recipe(folder: RunFolder, recipe: Recipe) -> None:
 def resume_point(folder: RunFolder, recipe: Recipe) -> Path | None:
     """The checkpoint to resume from, or None to start from scratch; those that fail verification
     are logged, renamed, and skipped. Raises ``RunError`` if ``none`` is set, but the folder
-    contains checkpoints, ``CheckpointError`` if the requested one is missing or damaged."""
+    contains valid checkpoints, ``CheckpointError`` if the requested one is missing or damaged, or
+    if there are checkpoints and none is valid."""
     for leftover in clean(folder.path):
         logger.info("removed %s, the temporary folder of an interrupted save", leftover.name)
     resume, steps = recipe.checkpoint.resume, _steps(folder)
     if resume == "none":
         if steps:
-            raise RunError(
-                f"checkpoint.resume is none, but {recipe.train.output_dir} contains "
-                f"checkpoint-{max(steps)}; choose another train.output_dir"
-            )
+            _start_anew(folder, recipe, max(steps))
         return None
     is_own = is_within(resume, recipe.train.output_dir) or _is_inside(resume, folder.path)
     if resume == "auto" or (steps and not is_own):
-        return recover_latest(folder.path) if folder.away is None else folder.away.newest_sound()
+        if folder.away is not None:
+            return folder.away.newest_sound()
+        return recover_latest(folder.path, start_anew=_ANEW)
     step = step_of(Path(resume))
     if is_own and any(later > step for later in steps):
         raise RunError(
@@ -197,6 +205,21 @@ def resume_point(folder: RunFolder, recipe: Recipe) -> Path | None:
     return _requested_checkpoint(resume, folder, recipe)
 
 
+def _start_anew(folder: RunFolder, recipe: Recipe, latest: int) -> None:
+    """Rename the checkpoints of a local run, none of which is valid. Raises ``RunError`` if one
+    is: nothing that a run can resume from is put away."""
+    found = find_latest(folder.path) if folder.away is None else None
+    if found is None or found.path is not None:
+        name = f"checkpoint-{latest}" if found is None or found.path is None else found.path.name
+        raise RunError(
+            f"checkpoint.resume is none, but {recipe.train.output_dir} contains {name}; choose "
+            "another train.output_dir"
+        )
+    refuse_foreign(found)
+    set_aside(found)
+    logger.warning("no checkpoint in %s is valid: starting from scratch", folder.path)
+
+
 def _steps(folder: RunFolder) -> set[int]:
     """The steps that the run has saved, here or in its store."""
     here = {step_of(path) for path in committed(folder.path)}
@@ -205,9 +228,11 @@ def _steps(folder: RunFolder) -> set[int]:
 
 def _requested_checkpoint(resume: str, folder: RunFolder, recipe: Recipe) -> Path:
     if not is_address(resume):
-        is_step = rank_step(Path(resume).name) is not None and Path(resume).is_file()
-        if not is_step and not Path(resume).is_dir():
+        is_step = rank_step(Path(resume).name) is not None and size_of(Path(resume)) is not None
+        if not is_step and not is_folder(Path(resume)):
             raise CheckpointError(f"checkpoint.resume: no checkpoint folder {resume}")
+        if not is_step and has_manifest(Path(resume)):
+            expect_valid(Path(resume))
         return Path(resume)
     asked = Address(resume)
     if folder.away is not None and asked.parent == folder.away.store.address:

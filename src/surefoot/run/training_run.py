@@ -90,6 +90,7 @@ def _run_on(
             trust_pickle=trust_pickle,
             world=world,
             listeners=() if mirror is None else (mirror,),
+            is_verified=start is not None,
         )
         if not world.is_main:
             return _fit(trainer)

@@ -15,6 +15,8 @@ from typing import Any
 from pydantic import GetCoreSchemaHandler
 from pydantic_core import CoreSchema, core_schema
 
+from ..storage import files
+
 DATA_FILES = (".json", ".jsonl", ".csv", ".parquet", ".txt", ".arrow")
 _FUNCTION = re.compile(r".+\.py:[A-Za-z_][A-Za-z0-9_]*")
 
@@ -29,7 +31,7 @@ class ModelPath(str):
         if not self:
             return self
         found = locate(Path(self), base)
-        return ModelPath(found) if found.exists() else self
+        return ModelPath(found) if files.exists(found) else self
 
     @classmethod
     def __get_pydantic_core_schema__(

@@ -35,6 +35,7 @@ _CREATE = os.O_RDWR | os.O_CLOEXEC | os.O_CREAT | os.O_EXCL
 
 _CLONE = 0x40049409  # FICLONE of linux/fs.h
 
+_ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG)  # nothing has such a name
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EBADF)  # on some network disks
 
 
@@ -182,11 +183,20 @@ class File:
                 return False
         return True
 
+    @property
+    def current_path(self) -> Path | None:
+        """Its path now, after it was renamed perhaps; None if it was removed, or is not known."""
+        try:
+            found = Path(f"/proc/self/fd/{self._descriptor}").readlink()
+        except OSError:
+            return None
+        return found if self.is_at(found) else None
+
     def is_at(self, path: Path) -> bool:
         """Whether ``path`` is the file that is open here."""
         try:
             return os.path.samestat(os.fstat(self._descriptor), os.stat(path))
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return False
 
 
@@ -207,9 +217,9 @@ def open_to_write(path: Path) -> File:
     return _regular(File(os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW), path))
 
 
-def open_folder(path: Path) -> File:
-    """Open a folder, not through a link, to lock it or to identify it later."""
-    return File(os.open(path, _FOLDER | os.O_NOFOLLOW), path)
+def open_folder(path: Path, *, follow: bool = False) -> File:
+    """Open a folder, by default not through a link, to lock it or to identify it later."""
+    return File(os.open(path, _FOLDER | (0 if follow else os.O_NOFOLLOW)), path)
 
 
 def open_inside(folder: Path, name: str) -> File:
@@ -378,7 +388,9 @@ def exists(path: Path) -> bool:
     """Whether the name exists, even as a broken link."""
     try:
         os.lstat(path)
-    except (FileNotFoundError, NotADirectoryError):
+    except OSError as error:
+        if error.errno not in _ABSENT:
+            raise
         return False
     return True
 
@@ -392,9 +404,16 @@ def size_of(path: Path) -> int | None:
     return found.st_size if stat.S_ISREG(found.st_mode) else None
 
 
+def num_names(path: Path) -> int:
+    """How many names (hard links) the file has."""
+    return os.stat(path, follow_symlinks=False).st_nlink
+
+
 def is_folder(path: Path) -> bool:
     """Whether ``path`` is a folder, links followed."""
     try:
         return stat.S_ISDIR(os.stat(path).st_mode)
-    except (FileNotFoundError, NotADirectoryError):
+    except OSError as error:
+        if error.errno not in _ABSENT:
+            raise
         return False

@@ -1,12 +1,15 @@
-"""Run reads, writes or transfers in parallel; the first error ends them."""
+"""Run reads, writes or transfers in parallel, or ahead; the first error ends them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
 T = TypeVar("T")
+R = TypeVar("R")
+_AHEAD = 2  # results that wait to be taken
 
 
 def in_parallel(work: Callable[[T], object], items: Iterable[T], workers: int) -> None:
@@ -16,5 +19,20 @@ def in_parallel(work: Callable[[T], object], items: Iterable[T], workers: int) -
         try:
             for done in running:
                 done.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def ahead(work: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
+    """``work(item)`` for every item, in order, computed in a thread while earlier ones are used."""
+    with ThreadPoolExecutor(1) as pool:
+        running: deque[Future[R]] = deque()
+        try:
+            for item in items:
+                running.append(pool.submit(work, item))
+                if len(running) > _AHEAD:
+                    yield running.popleft().result()
+            while running:
+                yield running.popleft().result()
         finally:
             pool.shutdown(cancel_futures=True)

@@ -10,6 +10,7 @@ from functools import cache
 
 from ..errors import RunError, counted
 from ..schema.locations import FunctionPath
+from ..storage import files
 
 RewardFunction = Callable[..., Sequence[float | None]]
 
@@ -55,7 +56,7 @@ def _checked(reward: FunctionPath, value: object) -> float | None:
 def load_function(path: FunctionPath) -> RewardFunction:
     """The function at ``path``, whose file is run once. Raises ``RunError``."""
     spec = importlib.util.spec_from_file_location(f"_reward_{path.file.stem}", path.file)
-    if spec is None or spec.loader is None or not path.file.is_file():
+    if spec is None or spec.loader is None or files.size_of(path.file) is None:
         raise RunError(f"{path}: there is no Python file {path.file}")
     module = importlib.util.module_from_spec(spec)
     try:

@@ -1,9 +1,11 @@
 """Saves of any loop in the background: what is promised when, and what is left when it fails."""
 
 import contextlib
+import itertools
 import logging
 import multiprocessing
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,7 +18,7 @@ import torch
 import warm
 from surefoot.checkpoint import AsyncSaver, CheckpointError, Rule, load, newest, verify
 from surefoot.checkpoint.background import in_flight as flight
-from surefoot.checkpoint.background import snapshot_buffer
+from surefoot.checkpoint.background import snapshot_buffer, writer_process
 from surefoot.checkpoint.disk.commit import committed
 from surefoot.checkpoint.disk.folder import open_checkpoint
 
@@ -151,6 +153,71 @@ def test_what_did_not_change_is_linked(tmp_path):
         saver.save(3, states)
     assert open_checkpoint(tmp_path / "checkpoint-3").manifest.parent == "checkpoint-2"
     assert all(p.stat().st_nlink == 1 for p in (tmp_path / "checkpoint-3").iterdir())
+
+
+@pytest.mark.parametrize(("keep", "most"), [(2, 1), (3, 2), (5, 4), (None, 8)])
+def test_no_file_is_all_that_the_kept_checkpoints_have(tmp_path, keep, most):
+    states = weights(1)
+    states["optimizer"] = Holder({"a": {"exp_avg": torch.ones(3000)}})
+    own, resumed = {}, None
+    for start in (1, 13):  # also over a resume
+        with AsyncSaver(tmp_path, keep=keep, resumed_from=resumed) as saver:
+            for step in range(start, start + 12):
+                states["model"].state["a"] += 1
+                saver.save(step, states)
+                saver.wait()
+                resumed = saver.newest
+                own[step] = (resumed / "optimizer.safetensors").stat().st_ino
+                kept = {own[n] for n in steps(tmp_path)}
+                assert len(kept) > 1 or len(steps(tmp_path)) <= min(most, 8)
+    assert max(len(list(same)) for _, same in itertools.groupby(own.values())) == most
+
+
+@pytest.mark.parametrize("comes_back", [False, True])
+def test_a_folder_that_is_renamed_under_a_run_is_not_made_anew(tmp_path, comes_back):
+    root, other = tmp_path / "run", tmp_path / "other"
+    with AsyncSaver(root) as saver:
+        saver.save(1, weights(1))
+        saver.wait()
+        root.rename(other)
+        with pytest.raises(CheckpointError, match=rf"{root}: .* renamed to {other}"):
+            saver.save(2, weights(2))
+        assert not root.exists()
+        if comes_back:
+            other.rename(root)
+            saver.save(3, weights(3))
+    assert steps(root if comes_back else other) == ([1, 3] if comes_back else [1])
+
+
+def test_a_folder_that_is_removed_under_a_run_is_not_made_anew(tmp_path):
+    root = tmp_path / "run"
+    with AsyncSaver(root) as saver:
+        saver.save(1, weights(1))
+        saver.wait()
+        shutil.rmtree(root)
+        with pytest.raises(CheckpointError, match="removed, with the checkpoints in it"):
+            saver.save(2, weights(2))
+        root.mkdir()
+        with pytest.raises(CheckpointError, match="removed, with the checkpoints in it"):
+            saver.save(2, weights(2))
+    assert not list(root.iterdir())
+
+
+def test_a_writer_that_hangs_is_named_killed_and_replaced(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(writer_process, "_PAUSE", 0.05)
+    monkeypatch.setattr(writer_process, "_WARNING", 0.2)
+    monkeypatch.setattr(writer_process, "_PATIENCE", 0.6)
+    with AsyncSaver(tmp_path) as saver:
+        saver.save(1, weights(1))
+        saver.wait()
+        pid = saver._flight.pid
+        os.kill(pid, signal.SIGSTOP)
+        saver.save(2, weights(2))
+        assert saver.wait() == [tmp_path / "checkpoint-2"]
+    assert (
+        f"checkpoint-2: the writer process (pid {pid}, stopped) has written nothing" in caplog.text
+    )
+    assert "was killed: it wrote nothing for" in caplog.text
 
 
 def test_only_what_the_rule_keeps_stays(tmp_path):

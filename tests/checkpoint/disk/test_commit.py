@@ -37,10 +37,16 @@ def publish(root, step, content=b"{}"):
 
 
 def test_a_committed_folder_has_its_name_and_its_manifest(tmp_path):
-    target = publish(tmp_path / "new" / "run", 5)
+    target = publish(tmp_path, 5)
     assert names(target.parent) == ["checkpoint-5"]
     assert (target / "manifest.json").read_bytes() == b"{}"
     assert committed(target.parent) == [target]
+
+
+def test_the_folder_around_it_is_never_made(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        publish(tmp_path / "gone", 5)
+    assert names(tmp_path) == []
 
 
 def test_before_the_commit_there_is_no_checkpoint(tmp_path):

@@ -13,7 +13,9 @@ from surefoot.checkpoint.looking import tensor_stats
 from surefoot.checkpoint.looking.diff import compare_tensors, compare_values
 from surefoot.checkpoint.saving.preparation import save
 from surefoot.errors import CheckpointError
+from surefoot.storage.files import digest
 
+from ..disk.test_manifest import sealed
 from ..sample import Holder, sample_states
 
 
@@ -167,3 +169,17 @@ def test_what_is_damaged_is_an_error(tmp_path):
         compare_values(a, b)
     with pytest.raises(CheckpointError, match="contains no weights"):
         list(compare_tensors(tmp_path, b))
+
+
+def test_a_state_file_that_is_no_object_is_an_error(tmp_path):
+    sound = save(tmp_path / "a", 1, sample_states())
+    odd = save(tmp_path / "b", 1, sample_states())
+    text = b'{"$tuple": [1, 2]}'
+    content = json.loads((odd / "manifest.json").read_bytes())
+    (odd / "state.json").write_bytes(text)
+    content["files"]["state.json"] = len(text)
+    content["hashes"]["state.json"] = digest(text)
+    (odd / "manifest.json").write_bytes(sealed(content))
+    for pair in ((sound, odd), (odd, sound)):
+        with pytest.raises(CheckpointError, match=r"b/checkpoint-1/state\.json: expected a state"):
+            compare_values(*pair)

@@ -1,6 +1,9 @@
 """Where a run goes on from, after all that may have happened to the one before."""
 
 import logging
+import signal
+import subprocess
+import sys
 import threading
 import time
 
@@ -10,6 +13,9 @@ from safetensors.torch import save_file
 
 from surefoot.checkpoint import CheckpointError, load, newest, save
 from surefoot.checkpoint.disk.commit import temporary_folder
+from surefoot.checkpoint.looking.listing import list_run
+from surefoot.checkpoint.reading import latest
+from surefoot.checkpoint.reading.verification import verify
 
 from ..sample import blank, same, sample_states
 
@@ -43,6 +49,36 @@ def test_a_damaged_one_is_named_kept_aside_and_passed_over(root, caplog):
     load(found, states)
     assert same(states["model"].state, sample_states(seed=2)["model"].state)
     save(root, 4, sample_states(seed=4))
+    assert newest(root) == root / "checkpoint-4"
+
+
+def damage(folder):
+    path = folder / "model.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+def test_damaged_checkpoints_alone_are_an_error_and_stay_as_they_are(root):
+    for step in (2, 4):
+        damage(root / f"checkpoint-{step}")
+    with pytest.raises(CheckpointError, match="no valid checkpoint to resume from") as raised:
+        newest(root)
+    for step in (2, 4):
+        assert f"checkpoint-{step}: {root}/checkpoint-{step}/model.safetensors" in str(raised.value)
+        assert (root / f"checkpoint-{step}").is_dir()
+
+
+def test_a_checkpoint_under_the_name_of_another_step_is_damaged(root, caplog):
+    (root / "checkpoint-4").rename(root / "checkpoint-9")
+    report = verify(root / "checkpoint-9")
+    assert "that of step 4" in report.problems[0]
+    assert "checkpoint-4 again" in report.problems[0]
+    assert "that of step 4" in str(list_run(root)[-1].problem)
+    with pytest.raises(CheckpointError, match="that of step 4"):
+        load(root / "checkpoint-9", blank(sample_states()))
+    assert newest(root) == root / "checkpoint-2"
+    (root / "checkpoint-9.damaged").rename(root / "checkpoint-4")
     assert newest(root) == root / "checkpoint-4"
 
 
@@ -100,3 +136,25 @@ def test_a_save_that_outlived_its_run_is_waited_for(root, caplog):
     assert newest(root) == root / "checkpoint-4"
     thread.join()
     assert "waiting for its writer process" in caplog.text
+
+
+def test_a_writer_that_hangs_is_named_and_not_waited_for_without_end(root, monkeypatch):
+    monkeypatch.setattr(latest, "_PATIENCE", 0.3)
+    code = (
+        "import sys, time; from pathlib import Path\n"
+        "from surefoot.checkpoint.disk.commit import temporary_folder\n"
+        "with temporary_folder(Path(sys.argv[1]) / 'checkpoint-6'):\n"
+        "    print(flush=True); time.sleep(600)\n"
+    )
+    command = [sys.executable, "-c", code, str(root)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as writer:
+        try:
+            assert writer.stdout.readline()
+            writer.send_signal(signal.SIGSTOP)
+            with pytest.raises(CheckpointError, match=r"\.checkpoint-6\..*\.part") as raised:
+                newest(root)
+        finally:
+            writer.kill()
+    assert f"process {writer.pid}, which is stopped," in str(raised.value)
+    assert f"kill -KILL {writer.pid}" in str(raised.value)
+    assert newest(root) == root / "checkpoint-4"  # the cure

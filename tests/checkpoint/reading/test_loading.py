@@ -5,11 +5,16 @@ import shutil
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import Shard as TorchShard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from surefoot.checkpoint.disk.manifest import dump, parse
 from surefoot.checkpoint.reading.loading import load
 from surefoot.checkpoint.saving.preparation import save
-from surefoot.errors import CheckpointError
+from surefoot.errors import CheckpointError, DamagedFileError
 
 from ..disk.test_manifest import sealed
 from ..sample import Holder, blank, same, same_states, sample_states
@@ -246,3 +251,26 @@ def test_a_checkpoint_from_a_later_minor_version_is_read(folder):
 def test_what_is_dumped_again_is_the_same_checkpoint(folder):
     path = folder / "manifest.json"
     assert dump(parse(path.read_bytes(), "x")) == path.read_bytes()
+
+
+@pytest.fixture
+def half():
+    """What one of two ranks has of a tensor of 8 rows: the upper four."""
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",))
+    yield DTensor.from_local(torch.zeros(4, 8), mesh, [TorchShard(0)], run_check=False)
+    dist.destroy_process_group()
+
+
+def test_a_piece_of_which_only_a_part_is_needed_is_checked_in_full(tmp_path, half):
+    folder = save(tmp_path, 1, {"model": Holder({"w": torch.arange(64.0).reshape(8, 8)})})
+    held = {"model": Holder({"w": half})}
+    load(folder, held)
+    assert torch.equal(half.to_local(), torch.arange(32.0).reshape(4, 8))
+    path = folder / "model.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1  # in a row of the other rank
+    path.write_bytes(data)
+    with pytest.raises(DamagedFileError, match=r"model\.safetensors.* has changed since"):
+        load(folder, held)
+    load(folder, held, is_verified=True)

@@ -12,7 +12,7 @@ from surefoot.checkpoint.layouts.opening import open_folder
 from surefoot.checkpoint.saving.preparation import save
 from surefoot.checkpoint.sources import source as sources
 from surefoot.checkpoint.sources.source import CastSource, Renamed, TensorsInMemory, read_whole
-from surefoot.errors import CheckpointError
+from surefoot.errors import CheckpointError, DamagedFileError
 from surefoot.geometry.box import Box
 
 from ..sample import Holder, num_open, same_bits
@@ -140,18 +140,23 @@ def test_a_damaged_tensor_is_refused_when_its_last_block_is_read_in_order(native
         source.read("w", last)
 
 
-def test_parts_read_out_of_order_are_given_unchecked(native):
+ODD = {
+    "in the middle": Box((3, 0), (2, 5)),
+    "the end": Box((5, 0), (3, 5)),
+    "a column": Box((0, 2), (8, 1)),
+}
+
+
+@pytest.mark.parametrize("box", ODD.values(), ids=ODD)
+def test_a_box_that_is_not_the_next_is_checked_with_all_of_its_tensor(native, box):
+    whole = torch.arange(40.0).reshape(8, 5)
     source = open_folder(native)
-    for box in (
-        Box((3, 0), (2, 5)),
-        Box((0, 0), (3, 5)),
-        Box((5, 0), (3, 5)),
-        Box((0, 2), (8, 1)),
-        Box((0, 0), (0, 5)),
-    ):
-        assert tuple(source.read("w", box).shape) == box.shape
-    for box in Box.whole((8, 5)).blocks(10):  # and in order again
-        source.read("w", box)
+    for one in (box, Box((0, 0), (0, 5)), *Box.whole((8, 5)).blocks(10)):
+        assert torch.equal(source.read("w", one), whole[one.slices_in(Box.whole((8, 5)))])
+    damage(native)  # in the last element
+    with pytest.raises(DamagedFileError, match="w is damaged") as raised:
+        open_folder(native).read("w", box)
+    assert raised.value.folder == native
 
 
 def test_an_empty_tensor_is_whole(tmp_path):

@@ -14,9 +14,10 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from ...errors import CheckpointError
+from ...storage import files
 from ...storage.folder_lock import lock
 from ..disk import retention
 from ..disk.commit import committed, step_of
@@ -30,6 +31,12 @@ from .in_flight import end, start_save
 from .writer_process import Background
 
 logger = logging.getLogger(__name__)
+_MOST_SHARING = 8  # checkpoints that share one file, if more are kept
+
+
+def _opened(root: Path) -> files.File | None:
+    with files.raising(CheckpointError, f"cannot save to {root}"):
+        return files.open_folder(root, follow=True) if files.exists(root) else None
 
 
 class SaveListener(Protocol):
@@ -81,7 +88,8 @@ class AsyncSaver:
     is_foreign: bool = False
     """Whether another trainer wrote ``resumed_from``: then it does not count as ``newest``."""
     share: bool = True
-    """Whether files that are equal in the previous checkpoint are linked."""
+    """Whether files that are equal in the previous checkpoint are linked. Every so often they are
+    written again: among the checkpoints that ``keep`` keeps, two have files of their own."""
     in_background: bool = True
     """Whether saves continue while the loop does, where the system can do that."""
     max_shard_size: int = 5_000_000_000
@@ -108,7 +116,9 @@ class AsyncSaver:
         self._resumed_from = None if self.resumed_from is None else Path(self.resumed_from)
         self.newest = None if self.is_foreign else self._resumed_from
         self._flight = Background()
+        self._num_shared = 0 if self._resumed_from is None else 1  # saves that shared, in a row
         self._lock = None if self.has_lock or self.writers.rank else lock(self._root)
+        self._folder = None if self.writers.rank else _opened(self._root)
         self._times = Times(self._root)
         self._replaces: Sequence[str] = ()  # names that the save in flight replaces
         self._done: list[Path] = []  # committed, and not yet returned to the caller
@@ -144,6 +154,8 @@ class AsyncSaver:
             if self._lock is not None:
                 os.close(self._lock)
             self._lock = None
+            if self._folder is not None:
+                self._folder.close()
 
     def save(
         self,
@@ -172,6 +184,7 @@ class AsyncSaver:
         self.update(wait=True)
         parent = self.newest or self._resumed_from
         try:
+            self._expect_folder()
             job, live = prepare(
                 self._root,
                 step,
@@ -186,7 +199,7 @@ class AsyncSaver:
         except CheckpointError as error:
             self._bear(error)
         else:
-            job = replace(job, forget=replaces, share=self.share, beside=self.beside)
+            job = replace(job, forget=replaces, beside=self.beside, **self._sharing())
             self._start(job, live)
 
     def update(self, *, wait: bool = False) -> None:
@@ -231,6 +244,34 @@ class AsyncSaver:
         for listener in self.listeners:
             listener.on_save(job.forget)
         self._note(partial(start_save, self._flight, job, live, in_background=self.in_background))
+
+    def _expect_folder(self) -> None:
+        """Raise ``CheckpointError`` if ``root`` is no longer the folder that it was at the start:
+        to make it anew would divide the run between two folders. Only a first save makes it."""
+        if self.writers.rank:
+            return
+        if self._folder is None:
+            with files.raising(CheckpointError, f"cannot save to {self._root}"):
+                files.make_folder(self._root)
+            self._folder = _opened(self._root)
+        if self._folder is None or self._folder.is_at(self._root):
+            return
+        there = self._folder.current_path
+        what = "removed, with the checkpoints in it" if there is None else f"renamed to {there}"
+        cure = "start" if there is None else "Give it its name back, and start"
+        raise CheckpointError(
+            f"{self._root}: this folder was {what} while the run was saving to it, so nothing more "
+            f"is saved. {cure.capitalize()} the same command again"
+        )
+
+    def _sharing(self) -> dict[str, Any]:
+        """Whether the next save may share files, and how many checkpoints may share one. A clone
+        has one name only, so saves are counted as well."""
+        keep = self._rule.keep
+        most = _MOST_SHARING if keep is None or keep == 1 else min(_MOST_SHARING, keep - 1)
+        share = self.share and self._num_shared < most
+        self._num_shared = self._num_shared + 1 if share else 1
+        return {"share": share, "most_sharing": most}
 
     def _note(self, ask: Callable[[], Saved | None]) -> None:
         """Call ``ask`` for the outcome of a save, and store it."""

@@ -23,7 +23,8 @@ from typing import cast
 import surefoot
 
 from ...errors import CheckpointError
-from ..disk.commit import clean
+from ...storage.stalls import StallWatch, state_of
+from ..disk.commit import clean, parts_of
 from ..saving.job import MOST_ATTEMPTS, Job, Saved, Shard
 from ..saving.preparation import LiveTensors
 from . import snapshot
@@ -33,6 +34,10 @@ from .snapshot_buffer import FileImages, SnapshotBuffer, places
 logger = logging.getLogger(__name__)
 # meant for the process that trains
 _DEAF = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+_PAUSE = 1.0  # seconds between two looks at a writer process that has not answered
+_WARNING = 60.0  # seconds in which it writes nothing, until a warning
+_PATIENCE = 900.0  # the same, until it is killed
+_LAST_WAIT = 10.0  # seconds for the end of a killed process
 _SLACK = 1 << 20  # bytes; the log in the state grows from save to save
 
 
@@ -103,7 +108,7 @@ class Background:
         """
         assert self._writer is not None
         assert self._arena is not None
-        if answer := self._writer.answer():
+        if answer := self._writer.answer(target):
             told = json.loads(answer)
             why, can_mend = str(told.get("error", "")), self._job["nonce"] is not None
             is_done = not why and told["is_committed"]
@@ -165,6 +170,7 @@ class _Writer:
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self._jobs, self._answers = self.process.stdin, self.process.stdout
+        self.stalled: str | None = None  # why it was killed
         this = weakref.ref(self)
         os.register_at_fork(after_in_child=lambda: _let_go(this()))
 
@@ -180,21 +186,55 @@ class _Writer:
     def has_answer(self) -> bool:
         return bool(select.select([self._answers], [], [], 0)[0])
 
-    def answer(self) -> bytes:
-        """Wait for a line; empty if the process died instead."""
-        line = self._answers.readline()
-        return line if line.endswith(b"\n") else b""
+    def answer(self, target: Path) -> bytes:
+        """Wait for a line about ``target``; empty if the process died instead. One that writes
+        nothing for minutes is killed."""
+        watch, warned = StallWatch(lambda: parts_of(target)), 0.0
+        while not select.select([self._answers], [], [], _PAUSE)[0]:
+            stalled = watch.seconds()
+            if stalled > _PATIENCE:
+                self.stalled = f"it wrote nothing for {stalled:,.0f} s"
+                self.process.kill()
+                break
+            if stalled > warned + _WARNING:
+                warned = stalled
+                self._warn(target, stalled)
+        else:
+            line = self._answers.readline()
+            return line if line.endswith(b"\n") else b""
+        return b""
+
+    def _warn(self, target: Path, stalled: float) -> None:
+        pid = self.process.pid
+        state = state_of(pid)
+        logger.warning(
+            "%s: the writer process (pid %d%s) has written nothing for %.0f s; training waits for "
+            "it. After %.0f s it is killed and replaced; `kill -KILL %d` does that now",
+            target,
+            pid,
+            f", {state}" if state else "",
+            stalled,
+            _PATIENCE,
+            pid,
+        )
 
     def death(self) -> str:
         """How the process ended, for people."""
-        code = self.process.wait()
+        try:
+            code = self.process.wait(None if self.stalled is None else _LAST_WAIT)
+        except subprocess.TimeoutExpired:  # it hangs in the system, where no signal reaches it
+            pid = self.process.pid
+            return f"the writer process for checkpoints (pid {pid}) hangs: {self.stalled}"
+        if self.stalled is not None:
+            return f"the writer process for checkpoints was killed: {self.stalled}"
         how = f"with exit code {code}" if code >= 0 else f"by {signal.Signals(-code).name}"
         hint = "; is memory short?" if code == -signal.SIGKILL else ""
         return f"the writer process for checkpoints ended {how}{hint}"
 
     def close(self) -> None:
         self.let_go()
-        self.process.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(None if self.stalled is None else _LAST_WAIT)
 
     def let_go(self) -> None:
         """Close the pipes."""

@@ -18,12 +18,12 @@ from ...errors import CheckpointError
 from ...geometry.box import Box
 from ...geometry.mesh import Mesh
 from ...storage import files
-from ..disk.commit import clean_leftovers, refuse_existing
+from ..disk.commit import clean_leftovers, refuse_existing, step_of
 from ..disk.file_plan import plan_save
-from ..disk.folder import open_checkpoint
+from ..disk.folder import CheckpointFolder, open_checkpoint
 from ..disk.manifest import Kind, Layout, Manifest, is_safetensors
 from ..layouts.detection import expect_layout
-from ..reading.contents import open_contents
+from ..layouts.native import Native
 from ..saving.job import Job, Saved, Shard
 from ..saving.load_balancing import LocalTensor
 from ..saving.preparation import RANK_FOLDER, indexes, now, still_in, versions
@@ -31,6 +31,7 @@ from ..saving.writer_group import shared_out
 from ..saving.writing import write
 from ..sources.copying import Progress, cast, described, fill, silent
 from ..sources.source import FolderSource, Renamed, TensorSource
+from ..sources.weights import FolderWeights, places
 from ..state.roles import MODEL, FileRole
 
 ALONE = Mesh()
@@ -140,7 +141,7 @@ def plan_reshard(
         )
     checkpoint = open_checkpoint(Path(folder))
     manifest = checkpoint.manifest
-    sources = open_roles(Path(folder), manifest)
+    sources = open_roles(checkpoint)
     sources |= {r: cast(one, dtype) for r, one in sources.items() if FileRole(r).is_weights}
     shards = list(shards_of(sources, manifest.kind, layout, mesh, max_shard_size))
     names = [n for n in manifest.files if not is_safetensors(n) and not n.endswith(_INDEX)]
@@ -151,9 +152,12 @@ def plan_reshard(
     return Resharding(Path(folder), manifest, layout, mesh, sources, shards, small)
 
 
-def open_roles(folder: Path, manifest: Manifest) -> dict[str, TensorSource]:
+def open_roles(checkpoint: CheckpointFolder) -> dict[str, TensorSource]:
     """The tensors of each role of a Surefoot checkpoint, under the names in its files."""
-    stored = FolderSource(open_contents(folder))
+    manifest = checkpoint.manifest
+    with files.raising(CheckpointError, f"cannot read {checkpoint.path}"):
+        tensors = places(checkpoint, manifest.by_tensor())
+    stored = FolderSource(FolderWeights(Native.name, checkpoint.path, tensors))
     return {
         role: Renamed(stored, {name: f"{role}/{name}" for name in manifest.tensors(role)})
         for role in (MODEL, *(role for role in manifest.roles if role != MODEL))
@@ -238,6 +242,11 @@ def _planned(
 def commit(plan: Resharding, target: Path, progress: Progress | None) -> Saved:
     """Write what is planned as the new checkpoint ``target``."""
     manifest = plan.manifest
+    if step_of(target) not in (-1, manifest.step):
+        raise CheckpointError(
+            f"{target}: the checkpoint is that of step {manifest.step}; choose the name "
+            f"checkpoint-{manifest.step}, or one without a step"
+        )
     job = Job(
         root=target.parent,
         name=target.name,
@@ -253,6 +262,8 @@ def commit(plan: Resharding, target: Path, progress: Progress | None) -> Saved:
         mesh=plan.mesh.axes,
         share=False,
     )
+    with files.raising(CheckpointError, f"cannot write {target}"):
+        files.make_folder(target.parent)
     clean_leftovers(target)
     return write(job, _SourceContent(plan.sources, progress or silent))
 

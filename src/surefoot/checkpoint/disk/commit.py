@@ -52,8 +52,8 @@ class PendingCheckpoint:
 
 @contextlib.contextmanager
 def temporary_folder(target: Path, nonce: str | None = None) -> Iterator[PendingCheckpoint]:
-    """A temporary folder beside ``target``, deleted unless committed; ranks share a ``nonce``."""
-    files.make_folder(target.parent)
+    """A temporary folder beside ``target``, deleted unless committed; ranks share a ``nonce``. The
+    folder around it must exist: a run whose folder was removed must not go on in a new one."""
     manifest = claim(target, lambda folder: files.create(folder / MANIFEST), nonce)
     part = PendingCheckpoint(manifest.path.parent, manifest)
     try:
@@ -117,6 +117,16 @@ def step_of(folder: Path) -> int:
     return int(match.group(1)) if match else -1
 
 
+def check_step(folder: Path, where: str, step: int) -> None:
+    """Raise ``CheckpointError`` if ``folder``, shown as ``where``, has the name of another step
+    than its manifest: it was renamed, or the manifest is that of another checkpoint."""
+    if step_of(folder) not in (-1, step):
+        raise CheckpointError(
+            f"{where}: its {MANIFEST} is that of step {step}; if the folder was renamed, give it "
+            f"the name checkpoint-{step} again"
+        )
+
+
 def named(root: Path) -> list[Path]:
     """The folders under ``root`` with a checkpoint's name, committed or not, oldest step first."""
     with files.raising(CheckpointError):
@@ -167,11 +177,19 @@ def clean(root: Path) -> list[Path]:
 
 def clean_leftovers(target: Path) -> None:
     """Delete the temporary folders of killed processes that were writing ``target``."""
-    start, end = part_of(target, "").name.rsplit(".", 1)
     with files.raising(CheckpointError, f"cannot clean up in {target.parent}"):
-        for name in files.names_in(target.parent):
-            if name.startswith(start) and name.endswith(f".{end}"):
-                _remove_if_dead(target.parent / name)
+        for folder in parts_of(target):
+            _remove_if_dead(folder)
+
+
+def parts_of(target: Path) -> list[Path]:
+    """The temporary folders in which ``target`` is written, or was."""
+    start, end = part_of(target, "").name.rsplit(".", 1)
+    return [
+        target.parent / name
+        for name in files.names_in(target.parent)
+        if name.startswith(start) and name.endswith(f".{end}")
+    ]
 
 
 def _remove(folder: Path) -> bool:

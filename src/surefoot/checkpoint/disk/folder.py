@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...errors import CheckpointError
+from ...errors import CheckpointError, DamagedFileError
 from ...storage import files
 from . import strict_json, tensorfile
+from .commit import check_step
 from .manifest import MANIFEST, STATE, Manifest, Piece, parse
 
 WHAT_TO_DO = "the file is damaged; resume from an earlier checkpoint"
@@ -21,22 +22,21 @@ class CheckpointFolder:
 
     path: Path
     manifest: Manifest
+    follow: bool = False  # whether files may be links, as in the hub's cache
 
     def small(self, name: str) -> bytes:
         """The content of a companion or state file, its length and hash checked."""
-        with files.raising(CheckpointError), files.open_inside(self.path, name) as file:
+        with files.raising(CheckpointError), self._open(name) as file:
             size = file.size
             self._check_size(name, size)
             data = file.read(0, size)
         if files.digest(data) != self.manifest.hashes[name]:
-            raise CheckpointError(
-                f"{self.path / name}: its hash is not the manifest's; {WHAT_TO_DO}"
-            )
+            raise self._damaged(f"{self.path / name}: its hash is not the manifest's; {WHAT_TO_DO}")
         return data
 
     def tensors(self, name: str) -> tensorfile.TensorFile:
         """A file of tensors, length and header checked; hashes are for the reader of a piece."""
-        file = tensorfile.open_inside(self.path, name)
+        file = tensorfile.opened(self._open(name))
         try:
             self._check_size(name, file.header.file_size)
             self._check_header(name, file)
@@ -44,6 +44,11 @@ class CheckpointFolder:
             file.close()
             raise
         return file
+
+    def _open(self, name: str) -> files.File:
+        if self.follow:
+            return files.open_file(self.path / name)
+        return files.open_inside(self.path, name)
 
     def skeleton(self) -> Mapping[str, Any]:
         """The state without its tensors; a ``CheckpointError`` if there are only weights."""
@@ -64,7 +69,7 @@ class CheckpointFolder:
     def check_piece(self, piece: Piece, found: str) -> None:
         """Reject a piece if the hash of its bytes differs from the manifest's."""
         if piece.hash != found:
-            raise CheckpointError(
+            raise self._damaged(
                 f"{self.path / piece.file}: {piece.key!r} has changed since it was saved (hash "
                 f"{found[:8]}…, expected {piece.hash[:8]}…); {WHAT_TO_DO}"
             )
@@ -72,16 +77,17 @@ class CheckpointFolder:
     def _check_size(self, name: str, found: int) -> None:
         expected = self.manifest.files.get(name)
         if found != expected:
-            raise CheckpointError(
+            raise self._damaged(
                 f"{self.path / name}: {found} bytes, expected {expected}; {WHAT_TO_DO}"
             )
+
+    def _damaged(self, message: str) -> DamagedFileError:
+        return DamagedFileError(self.path, message)
 
     def _check_header(self, name: str, file: tensorfile.TensorFile) -> None:
         where = self.path / name
         if file.head_hash != self.manifest.hashes[name]:
-            raise CheckpointError(
-                f"{where}: its header is not the one that was saved; {WHAT_TO_DO}"
-            )
+            raise self._damaged(f"{where}: its header is not the one that was saved; {WHAT_TO_DO}")
         pieces = self.manifest.pieces_in(name)
         if odd := sorted(pieces.keys() ^ file.header.entries.keys()):
             raise CheckpointError(
@@ -101,14 +107,18 @@ class CheckpointFolder:
                 )
 
 
-def open_checkpoint(folder: Path) -> CheckpointFolder:
-    """Open ``folder`` by its manifest; a ``CheckpointError`` if it is not a complete checkpoint."""
+def open_checkpoint(folder: Path, *, follow: bool = False) -> CheckpointFolder:
+    """Open ``folder`` by its manifest; a ``CheckpointError`` if it is not a complete checkpoint.
+    With ``follow``, its files may be links."""
     where = folder / MANIFEST
     with files.raising(CheckpointError):
         if not files.exists(where):
             why = f"was never committed: it has no {MANIFEST}"
             why = why if files.exists(folder) else "does not exist"
             raise CheckpointError(f"{folder}: this checkpoint {why}")
-        with files.open_inside(folder, MANIFEST) as file:
+        opened = files.open_file(where) if follow else files.open_inside(folder, MANIFEST)
+        with opened as file:
             data = files.read_all(file, strict_json.MAX_BYTES)
-    return CheckpointFolder(folder, parse(data, str(where)))
+    manifest = parse(data, str(where))
+    check_step(folder, str(folder), manifest.step)
+    return CheckpointFolder(folder, manifest, follow)

@@ -100,6 +100,10 @@ class Manifest:
 
     def by_tensor(self) -> dict[str, tuple[Piece, ...]]:
         """The pieces of each tensor by its full name; together they cover it."""
+        return self._by_tensor
+
+    @cached_property
+    def _by_tensor(self) -> dict[str, tuple[Piece, ...]]:
         return _grouped(self.pieces, lambda piece: piece.tensor)
 
 

@@ -84,15 +84,16 @@ class TensorFile:
 
 def open_path(path: Path) -> TensorFile:
     """Open a file by its path, links followed: the hub's cache consists of links."""
-    return _opened(files.open_file(path))
+    return opened(files.open_file(path))
 
 
 def open_inside(folder: Path, name: str) -> TensorFile:
     """Open a file inside ``folder``, without following links."""
-    return _opened(files.open_inside(folder, name))
+    return opened(files.open_inside(folder, name))
 
 
-def _opened(file: files.File) -> TensorFile:
+def opened(file: files.File) -> TensorFile:
+    """The same of an open file, which is closed if it is none of tensors."""
     try:
         return TensorFile(file)
     except (OSError, CheckpointError):

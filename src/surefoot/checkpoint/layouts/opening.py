@@ -31,10 +31,13 @@ def open_folder(path: Path | str) -> TensorSource:
     return FolderSource(open_weights(Path(path)))
 
 
-def open_named(path: Path | str, model: Path | None = None) -> TensorSource:
-    """The same under Hugging Face's names. ``model``: their model's folder, if not around them."""
+def open_named(
+    path: Path | str, model: Path | None = None, *, is_checked: bool = False
+) -> TensorSource:
+    """The same under Hugging Face's names. ``model``: their model's folder, if not around them;
+    ``is_checked`` as in ``FolderSource``."""
     weights = open_weights(Path(path))
-    source, view = FolderSource(weights), _VIEWS.get(weights.layout)
+    source, view = FolderSource(weights, is_checked), _VIEWS.get(weights.layout)
     return source if view is None else view(source, Path(path), model)
 
 

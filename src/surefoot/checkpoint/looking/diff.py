@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -14,6 +14,7 @@ from ...errors import CheckpointError
 from ...storage import files
 from ..disk import strict_json
 from ..disk.folder import open_checkpoint
+from ..disk.manifest import STATE
 from ..layouts.detection import has_manifest
 from ..reading.contents import open_contents, plain, small_file, states_of
 from ..sources.source import FolderSource
@@ -161,7 +162,7 @@ def compare_values(a: Path, b: Path) -> Mapping[str, list[ValueChange]]:
         ours = [has_manifest(folder) for folder in (a, b)]
         found = {"config": differences(_configs(a), _configs(b))}
         if ours[0] == ours[1]:
-            one, other = plain(dict(states_of(a))), plain(dict(states_of(b)))
+            one, other = (_states(folder) for folder in (a, b))
             optimizers = [n for n in dict.fromkeys((*one, *other)) if FileRole(n).is_optimizer]
             found["optimizer"] = [
                 change
@@ -171,6 +172,15 @@ def compare_values(a: Path, b: Path) -> Mapping[str, list[ValueChange]]:
             found["state"] = differences(one, other)
         if all(ours):
             found["versions"] = differences(_versions(a), _versions(b))
+    return found
+
+
+def _states(folder: Path) -> dict[str, Any]:
+    found = plain(dict(states_of(folder)))
+    if not isinstance(found, dict):
+        raise CheckpointError(
+            f"{folder / STATE}: expected a state by its name, found a {type(found).__name__}"
+        )
     return found
 
 

@@ -56,13 +56,18 @@ class _Job:
 
 
 def load(
-    folder: Path | str, states: Mapping[str, Stateful], *, only: Collection[str] | None = None
+    folder: Path | str,
+    states: Mapping[str, Stateful],
+    *,
+    only: Collection[str] | None = None,
+    is_verified: bool = False,
 ) -> None:
     """Restore every state (of ``only``, if given) from ``folder``.
 
     Existing tensors of the same shape and dtype are read into directly. Names, shapes, lengths and
     headers are checked before anything is changed; the hash of every piece is checked as it is
-    read. Raises ``CheckpointError``.
+    read. A piece of which this rank needs only a part is read in full for its hash, unless the
+    caller has just verified the folder (``is_verified``). Raises ``CheckpointError``.
     """
     if only is not None and (unknown := sorted(set(only) - set(states))):
         raise ValueError(f"only: no state {unknown[0]!r}; there are {', '.join(states)}")
@@ -72,7 +77,7 @@ def load(
     with files.raising(CheckpointError, f"cannot load {folder}"):
         jobs = [_file_job(checkpoint, n, s, skeleton) for n, s in with_files.items()]
         jobs += [_rest_job(checkpoint, n, s, skeleton) for n, s in rest.items()]
-        tensors = _read(checkpoint, jobs)
+        tensors = _read(checkpoint, jobs, is_verified=is_verified)
         trees = [
             job.tree(into, f"{folder}: {job.name}") for job, into in zip(jobs, tensors, strict=True)
         ]
@@ -157,7 +162,9 @@ def _check_shapes(
         )
 
 
-def _read(checkpoint: CheckpointFolder, jobs: Sequence[_Job]) -> list[dict[str, torch.Tensor]]:
+def _read(
+    checkpoint: CheckpointFolder, jobs: Sequence[_Job], *, is_verified: bool
+) -> list[dict[str, torch.Tensor]]:
     """Open and check every file that is needed, then fill the tensors, several at a time."""
     names = sorted({p.file for job in jobs for pieces in job.wanted.values() for p in pieces})
     with ExitStack() as stack:
@@ -167,7 +174,9 @@ def _read(checkpoint: CheckpointFolder, jobs: Sequence[_Job]) -> list[dict[str, 
         def read(part: tuple[_Job, Piece, str, torch.Tensor]) -> None:
             job, piece, name, tensor = part
             into = local_box_of(name, tensor, job.state.cuts_of(name))
-            _read_piece(checkpoint, piece, opened[piece.file], into)
+            is_checked = _read_piece(checkpoint, piece, opened[piece.file], into)
+            if not (is_checked or is_verified):
+                checkpoint.check_stored(opened[piece.file], piece)
 
         parts = [
             (job, piece, name, into[name])
@@ -175,23 +184,25 @@ def _read(checkpoint: CheckpointFolder, jobs: Sequence[_Job]) -> list[dict[str, 
             for name, pieces in job.wanted.items()
             for piece in pieces
         ]
+        parts.sort(key=lambda part: part[1].num_bytes, reverse=True)  # so that all end together
         in_parallel(read, parts, _READERS)
     return found
 
 
 def _read_piece(
     checkpoint: CheckpointFolder, piece: Piece, file: TensorFile, into: LocalBox
-) -> None:
-    """Read what the wanted box has of ``piece``; a piece that is read completely is checked."""
+) -> bool:
+    """Read what the wanted box has of ``piece``; a piece that is read completely is checked.
+    Returns whether no byte was used that is not."""
     common = piece.box & into.box
     if piece.box.size and common is None:
-        return
+        return True
     stored = piece.inside(file.entry(piece.key).shape)
     if common is not None and common != piece.box:
         shift = map(sub, stored.start, piece.box.start)
         inside = Box(tuple(map(add, common.start, shift)), common.shape)
         into.values[common.slices_in(into.box)].copy_(read_box(file, piece.key, inside))
-        return
+        return False
     target = into.values[piece.box.slices_in(into.box)] if piece.box.size else into.values
     if target.is_contiguous() and target.device.type == "cpu":
         found = fill(target, file, piece.key, stored)
@@ -200,6 +211,7 @@ def _read_piece(
         found = fill(values, file, piece.key, stored)
         target.copy_(values)
     checkpoint.check_piece(piece, found)
+    return True
 
 
 def _targets(

@@ -76,6 +76,13 @@ def verify_checkpoint(folder: Path, *, full: bool, progress: Progress | None = N
         return Report(folder, [str(error)])
 
 
+def expect_valid(folder: Path) -> None:
+    """Raise ``CheckpointError`` unless every byte of a Surefoot checkpoint verifies."""
+    report = verify_checkpoint(folder, full=True)
+    if not report.ok:
+        raise CheckpointError(report.problems[0])
+
+
 def _verify_plain(folder: Path) -> Report:
     problems = []
     try:

@@ -40,8 +40,13 @@ def equal_file(parent: CheckpointFolder, shard: Shard, content: Content) -> str 
     return name
 
 
-def link(parent: CheckpointFolder, name: str, shard: Shard, folder: Path) -> list[Piece] | None:
-    """Give ``shard`` the parent's file ``name``: its pieces, or None if the disk cannot share."""
+def link(
+    parent: CheckpointFolder, name: str, shard: Shard, folder: Path, most: int
+) -> list[Piece] | None:
+    """Give ``shard`` the parent's file ``name``: its pieces, or None if the disk cannot share, or
+    if ``most`` checkpoints share the file already: damage to it would be damage to all of them."""
+    if files.num_names(parent.path / name) >= most:
+        return None
     new = folder / shard.plan.name
     make_parent(folder, shard.plan.name)
     return list(_renamed(parent, name, shard)) if files.share(parent.path / name, new) else None

@@ -121,7 +121,7 @@ def write_files(
 ) -> Written:
     """Write and flush all files except the manifest. Space for the large ones is reserved first."""
     written, parent = Written(), parent_of(job)
-    is_linked = partial(_link, parent, content, folder, written)
+    is_linked = partial(_link, parent, content, folder, written, job.most_sharing)
     left = [shard for shard in job.shards if shard.share is None and not is_linked(shard)]
     if job.is_joint and job.rank == 0:
         left += _open_joint(job, folder, left, is_linked, is_orphan)
@@ -183,11 +183,19 @@ def _join(job: Job, content: Content, folder: Path, parent: CheckpointFolder | N
 
 
 def _link(
-    parent: CheckpointFolder | None, content: Content, folder: Path, written: Written, shard: Shard
+    parent: CheckpointFolder | None,
+    content: Content,
+    folder: Path,
+    written: Written,
+    most: int,
+    shard: Shard,
 ) -> bool:
     """Whether ``shard`` is equal to a file of the parent, and has been linked to it."""
     name = None if parent is None else equal_file(parent, shard, content)
-    if parent is None or name is None or (pieces := link(parent, name, shard, folder)) is None:
+    if parent is None or name is None:
+        return False
+    pieces = link(parent, name, shard, folder, most)
+    if pieces is None:
         return False
     _note_file(written, shard)
     written.pieces += pieces

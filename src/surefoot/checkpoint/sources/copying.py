@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -13,6 +13,7 @@ import torch
 from ...errors import CheckpointError
 from ...geometry.box import Box
 from ...storage import files
+from ...storage.parallel_work import ahead
 from ..disk.bytes import dtype_name, write_tensor
 from ..disk.dcp_metadata import explained
 from ..disk.file_plan import FilePlan, plan_save
@@ -115,20 +116,30 @@ def _remove(path: Path) -> None:
 def fill(
     file: files.File, source: TensorSource, plan: FilePlan, progress: Progress
 ) -> dict[str, str]:
-    """Write and flush a file; the hash of the bytes of each tensor, or box, by name."""
+    """Write and flush a planned file; the hash of the bytes of each tensor, or box, by name."""
+    boxes = {name: box for name, (_, box) in explained(plan.header).items()}
+    return fill_boxes(file, source, plan.head, boxes, progress)
+
+
+def fill_boxes(
+    file: files.File,
+    source: TensorSource,
+    head: bytes,
+    boxes: Mapping[str, Box],
+    progress: Progress,
+) -> dict[str, str]:
+    """The same of a file that has these boxes of tensors after its head, in their order. The next
+    block is read, and checked, in a thread while one is hashed and written."""
+    digests, dtypes = {name: files.Hash() for name in boxes}, source.dtypes()
+    blocks = [
+        (name, part)
+        for name, box in boxes.items()
+        for part in box.blocks(_BLOCK // dtypes[name].itemsize)
+    ]
     with ByteStream(file) as stream:
-        stream.write(plan.head)
-        boxes = explained(plan.header).items()
-        return {name: copy_box(stream, source, name, box, progress) for name, (_, box) in boxes}
-
-
-def copy_box(
-    stream: ByteStream, source: TensorSource, name: str, box: Box, progress: Progress
-) -> str:
-    """Add the values of one box of one tensor, block by block; returns the hash of their bytes."""
-    digest = files.Hash()
-    for part in box.blocks(_BLOCK // source.dtypes()[name].itemsize):
-        block = source.read(name, part)
-        write_tensor(stream, block, digest)
-        progress(block.nbytes)
-    return digest.hex()
+        stream.write(head)
+        read = ahead(lambda block: source.read(*block), blocks)
+        for (name, _), values in zip(blocks, read, strict=True):
+            write_tensor(stream, values, digests[name])
+            progress(values.nbytes)
+    return {name: digest.hex() for name, digest in digests.items()}

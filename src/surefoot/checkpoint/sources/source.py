@@ -14,7 +14,7 @@ from typing import Protocol, TypeVar
 
 import torch
 
-from ...errors import CheckpointError
+from ...errors import CheckpointError, DamagedFileError
 from ...geometry.box import Box
 from ...storage import files
 from ..disk.bytes import DTYPES, fill_box, raw
@@ -61,14 +61,17 @@ def read_whole(source: TensorSource, name: str) -> torch.Tensor:
 class FolderSource:
     """The weights of a folder.
 
-    If a hash is known, tensors that are read completely, or block by block in order, are checked
-    against it; a tensor with several parts, part by part.
+    If a hash is known, what is read is checked against it: a tensor that is read completely, or
+    block by block in order, as it is read; one of which other boxes are read, by reading it once in
+    full. A tensor with several parts is checked part by part.
     """
 
     weights: FolderWeights
+    is_checked: bool = False  # whether the caller has somebody else check the values
     _half_read: dict[StoredBox, tuple[int, files.Hash]] = field(
         default_factory=dict, repr=False, compare=False
     )  # elements hashed so far, and their hash
+    _known: set[StoredBox] = field(default_factory=set, repr=False, compare=False)  # read in full
 
     @once
     def shapes(self) -> Mapping[str, Shape]:
@@ -100,7 +103,7 @@ class FolderSource:
         values = target if is_plain else torch.empty(box.shape, dtype=target.dtype)
         with files.raising(CheckpointError):
             fill_box(values, part.file, part.key, part.in_file(box))
-        if part.hash is not None:
+        if part.hash is not None and not self.is_checked and part not in self._known:
             self._check(name, part, inside, values)
         if not is_plain:
             target.copy_(values)
@@ -108,18 +111,25 @@ class FolderSource:
     def _check(self, name: str, part: StoredBox, box: Box, found: torch.Tensor) -> None:
         whole = Box.whole(part.box.shape)
         first, count = next(box.runs_in(whole), (0, 0))
-        if count != box.size:
-            return  # not one run of the file
-        expected, digest = (
-            (0, files.Hash()) if first == 0 else self._half_read.pop(part, (-1, None))
-        )
-        if first != expected or digest is None:
-            return  # out of order
+        begins = first == 0 and count == box.size
+        expected, digest = (0, files.Hash()) if begins else self._half_read.pop(part, (-1, None))
+        if first != expected or count != box.size or digest is None:  # not the next of its bytes
+            with files.raising(CheckpointError):
+                self._compare(name, part, part.file.hash(part.key, part.in_file(part.box)))
+            self._known.add(part)
+            return
         digest.update(raw(found))
         if first + count < whole.size:
             self._half_read[part] = (first + count, digest)
-        elif digest.hex() != part.hash:
-            raise CheckpointError(f"{part.file.path}: {name} is damaged: its hash does not match")
+        else:
+            self._compare(name, part, digest.hex())
+
+    def _compare(self, name: str, part: StoredBox, found: str) -> None:
+        if found != part.hash:
+            raise DamagedFileError(
+                self.weights.folder,
+                f"{part.file.path}: {name} is damaged: its hash does not match",
+            )
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from urllib.request import getproxies
 import xxhash
 
 from ...errors import DataError
+from ...storage import files
 from .formats.fields import Row
 from .readers import READERS
 
@@ -188,11 +189,11 @@ def find_files(path: Path, split: str | None = None) -> Files:
     if (path / SAVED).is_file():
         return Files(_saved(path))
     paths = [path]
-    if path.is_dir():
+    if files.is_folder(path):
         paths = sorted(p for p in path.iterdir() if p.is_file() and not p.name.startswith("."))
         if not paths:
             raise DataError(f"folder {path} contains no files")
-    elif not path.exists():
+    elif not files.exists(path):
         raise DataError(f"no file or folder {path}")
     elif not path.is_file():
         raise DataError(f"{path} is neither a file nor a folder; write its rows to a file first")

@@ -25,6 +25,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils.logging import disable_progress_bar
 
 from ...errors import ModelError, counted
+from ...storage import files
 from ..section import ModelSection
 from .quantized import disable_relayout, quantization
 
@@ -53,8 +54,8 @@ def resolve(section: ModelSection, *, weights: bool = True) -> Path:
         ModelError: no such folder and no such hub model, or a folder without safetensors weights.
     """
     local = Path(section.path)
-    folder = local if local.exists() else fetch(section, weights=weights)
-    if not folder.is_dir():
+    folder = local if files.exists(local) else fetch(section, weights=weights)
+    if not files.is_folder(folder):
         raise ModelError(
             f"model.path: {folder} is a file; expected the folder that contains config.json"
         )

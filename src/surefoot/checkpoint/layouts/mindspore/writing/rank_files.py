@@ -19,8 +19,7 @@ from .....storage import files
 from ....disk.atomic_folder import new_folder, write_small
 from ....disk.file_plan import FilePlan
 from ....disk.header import build, num_bytes
-from ....disk.stream import ByteStream
-from ....sources.copying import Progress, copy_box, described, silent
+from ....sources.copying import Progress, described, fill_boxes, silent
 from ....sources.source import TensorSource
 from ..reading.full import HYPER, MAP, PART
 from ..reading.opening import META, role_of
@@ -209,10 +208,7 @@ def write_file(
     with files.create(folder / file.plan.name) as opened:
         opened.reserve(file.plan.header.file_size)
         opened.bypass_cache()
-        with ByteStream(opened) as stream:
-            stream.write(file.plan.head)
-            for name, box in file.boxes.items():
-                copy_box(stream, source, name, box, progress or silent)
+        fill_boxes(opened, source, file.plan.head, file.boxes, progress or silent)
 
 
 def _write_strategies(folder: Path, stages: Sequence[Layouts]) -> None:
