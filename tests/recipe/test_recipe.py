@@ -213,6 +213,43 @@ def test_folders_are_found_beside_the_recipe(recipe_file, tmp_path):
     assert recipe.train.output_dir == Path("runs/qwen")
 
 
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_path_in_an_override_is_relative_to_the_current_folder(tmp_path, monkeypatch, is_there):
+    for folder in ("recipes/data", "recipes/model", "recipes/adapter"):
+        (tmp_path / folder).mkdir(parents=True)
+        if is_there:
+            (tmp_path / "here" / Path(folder).name).mkdir(parents=True)
+    (tmp_path / "here").mkdir(exist_ok=True)
+    path = tmp_path / "recipes/r.yaml"
+    path.write_text(GOOD)
+    monkeypatch.chdir(tmp_path / "here")
+    arguments = ["data.dataset_dir=data", "model.path=model", "model.adapter=adapter"]
+    mapping = {"data": {"dataset_dir": "data"}, "model": {"path": "model", "adapter": "adapter"}}
+    for overrides in (arguments, mapping):
+        found = load(path, overrides)
+        assert found.data.dataset_dir == tmp_path / "here/data"
+        assert found.model.path == (str(tmp_path / "here/model") if is_there else "model")
+        assert found.model.adapter == tmp_path / "here/adapter"
+    found = load(path, {"data": {"cutoff_len": 9}})  # another setting of the same section
+    assert found.data.dataset_dir == tmp_path / "recipes/data"
+
+
+def test_so_is_a_function_or_a_model_in_the_settings_of_a_stage(tmp_path, monkeypatch):
+    for folder in ("recipes", "here"):
+        (tmp_path / folder / "reference").mkdir(parents=True)
+        (tmp_path / folder / "rewards.py").write_text("")
+    path = tmp_path / "recipes/r.yaml"
+    path.write_text(GOOD)
+    monkeypatch.chdir(tmp_path / "here")
+    grpo = load(path, ["stage.grpo.reward=rewards.py:f"]).stage
+    assert grpo.reward == f"{tmp_path / 'here/rewards.py'}:f"
+    dpo = load(path, ["stage.dpo.reference=reference"]).stage
+    assert dpo.reference == str(tmp_path / "here/reference")
+    path.write_text(GOOD.replace("sft", "{dpo: {reference: reference}}"))
+    dpo = load(path, ["stage.dpo.beta=0.3"]).stage
+    assert dpo.reference == str(tmp_path / "recipes/reference")
+
+
 def test_a_resolved_recipe_means_the_same_in_another_folder(recipe_file, tmp_path, monkeypatch):
     (tmp_path / "data").mkdir()
     recipe = load(recipe_file(GOOD))

@@ -1,7 +1,7 @@
 """The recipe: one YAML file, one frozen tree of sections, and the rules between them.
 
-A path in it is relative to the recipe file if it exists there, otherwise to the current folder;
-only ``train.output_dir`` is always relative to the current folder.
+A path in the file is relative to the file if it exists there, otherwise to the current folder. A
+path in an override is relative to the current folder, and so is ``train.output_dir``.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ..training.stage import Stage
 from .document import Document
 from .files import read_text
 from .overrides import Overrides, override
-from .recipe_paths import locate_model, with_locations
+from .recipe_paths import BaseOf, bases, locate_model, with_locations
 from .yaml import emit, parse
 
 
@@ -86,20 +86,22 @@ def _build(document: Document, base: Path) -> Recipe:
     problems += recipe.stage.problems(recipe.data, recipe.parallel)
     if problems:
         raise document.error(problems)
-    return _with_places(recipe, base)
+    return _with_places(recipe, bases(document, base))
 
 
-def _with_places(recipe: Recipe, base: Path) -> Recipe:
+def _with_places(recipe: Recipe, base_of: BaseOf) -> Recipe:
     """The recipe with absolute paths, so that it means the same wherever it is read again."""
-    recipe = with_locations(recipe, base)
+    recipe = with_locations(recipe, base_of)
     model, data, train = recipe.model, recipe.data, recipe.train
-    adapter = locate(model.adapter, base) if model.adapter else None
+    path = locate_model(model.path, base_of(("model", "path")))
+    adapter = locate(model.adapter, base_of(("model", "adapter"))) if model.adapter else None
+    datasets = locate(data.dataset_dir, base_of(("data", "dataset_dir")))
     run, caches = train.output_dir, (data.cache_dir, train.cache_dir)
     data_cache, run_cache = (path.expanduser().absolute() if path else None for path in caches)
     return replace(
         recipe,
-        model=replace(model, path=locate_model(model.path, base), adapter=adapter),
-        data=replace(data, dataset_dir=locate(data.dataset_dir, base), cache_dir=data_cache),
+        model=replace(model, path=path, adapter=adapter),
+        data=replace(data, dataset_dir=datasets, cache_dir=data_cache),
         train=replace(
             train,
             output_dir=run.expanduser() if isinstance(run, Path) else run,

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from .. import schema
+from ..schema import Keys
 from ..schema.locations import FunctionPath, ModelPath
+from .document import Document
+
+BaseOf = Callable[[Keys], Path]  # the folder that the path in a setting is relative to
+
+
+def bases(document: Document, base: Path) -> BaseOf:
+    """``base``, the folder of the recipe, for what the recipe says; the current folder for what an
+    override says, so that a shell completes the path that is meant."""
+    return lambda path: Path.cwd() if path in document.overridden else base
 
 
 def locate_model(name: str, base: Path) -> str:
@@ -15,18 +26,20 @@ def locate_model(name: str, base: Path) -> str:
     return str(ModelPath(name).located(base))
 
 
-def with_locations(section: Any, base: Path) -> Any:
+def with_locations(section: Any, base_of: BaseOf, path: Keys = ()) -> Any:
     """``section`` with every setting that is a location found, in variants and sections, too."""
-    values: dict[str, Any] = {
-        name: getattr(section, name)
-        for name in schema.settings(type(section))  # type: ignore[arg-type]
-    }
-    found = {name: _located(value, base) for name, value in values.items()}
-    changed = {name: value for name, value in found.items() if value is not values[name]}
+    changed = {}
+    for name, setting in schema.settings(type(section)).items():
+        value, here = getattr(section, name), (*path, name)
+        if setting.choices is not None:
+            here = (*here, schema.variant_name(setting.choices, value))
+        found = _located(value, base_of, here)
+        if found is not value:
+            changed[name] = found
     return replace(section, **changed) if changed else section
 
 
-def _located(value: Any, base: Path) -> Any:
+def _located(value: Any, base_of: BaseOf, path: Keys) -> Any:
     if isinstance(value, ModelPath | FunctionPath):
-        return value.located(base)
-    return with_locations(value, base) if schema.is_section(value) else value
+        return value.located(base_of(path))
+    return with_locations(value, base_of, path) if schema.is_section(value) else value
