@@ -13,6 +13,7 @@ from ..model.fused_lora import enable_fused_lora
 from ..model.head.logprob_head import logprob_head_of
 from ..model.pretrained.compiled import compile_layers
 from ..model.pretrained.loading import grow_embeddings, recompute_activations, upcast_trained
+from ..model.pretrained.positions import check_adapter
 from ..model.pretrained.quantized import check_alone, num_elements
 from ..model.pretrained.weights import AdapterWeights, FullWeights, names_in_files
 from ..model.section import ModelSection
@@ -85,6 +86,7 @@ def _engine(draft: Draft, runner: ModelForward) -> Engine:
 def load(draft: Draft, tensors: Tensors) -> None:
     """Load the model."""
     check_alone(draft.section, draft.world.size)
+    check_adapter(draft.section)
     tensors.load(draft)
 
 

@@ -94,8 +94,8 @@ def _document(path: str, generate: GenerateSection | None) -> Document:
     data = document.data
     is_ours = isinstance(data, Mapping) and not any(name in data for name in _OF_TRAINING)
     if not _is_file(path) or (isinstance(data, Mapping) and not is_ours):
-        told = frozenset({("model", "path")})  # on the command line, not by a file
-        document = Document({"model": {"path": path}}, overridden=told)
+        by_hand = frozenset({("model", "path")})  # on the command line, not by a file
+        document = Document({"model": {"path": path}}, overridden=by_hand)
     if generate is not None and isinstance(document.data, Mapping):
         told = document.data.get("generate") or {}
         if isinstance(told, Mapping):

@@ -29,7 +29,8 @@ def locate_model(name: str, base: Path) -> str:
 def with_locations(section: Any, base_of: BaseOf, path: Keys = ()) -> Any:
     """``section`` with every setting that is a location found, in variants and sections, too."""
     changed = {}
-    for name, setting in schema.settings(type(section)).items():
+    cls: type = type(section)
+    for name, setting in schema.settings(cls).items():
         value, here = getattr(section, name), (*path, name)
         if setting.choices is not None:
             here = (*here, schema.variant_name(setting.choices, value))

@@ -15,6 +15,7 @@ from ..model.pretrained.loading import resolve
 from ..model.seeding import seed_everything, use_deterministic_kernels
 from ..parallel.world import ALONE, World
 from ..recipe.recipe import Recipe
+from ..recipe.recipe_data import settled
 from ..training.callback import TrainerCallback
 from ..training.trainer import Trainer
 from . import data_loading
@@ -74,6 +75,7 @@ def build(
     keep_freed_memory()
     code = code_of(recipe)
     base = resolve(recipe.model)
+    recipe = settled(recipe, base)
     codec = build_codec(recipe, base)
     data, feeder = data_loading.open_data(recipe, codec, base, world)
     ahead = open_ahead(recipe, base, codec, data, world)

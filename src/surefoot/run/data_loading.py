@@ -90,5 +90,5 @@ def packed_bounds(recipe: Recipe, loader: Loader) -> list[int]:
     if loader.order.is_complete:
         bounds = loader.window_at(0, 0)[0].cu_seqlens
         return [] if bounds is None else [int(bound) for bound in bounds]
-    length = recipe.data.cutoff_len // 2
+    length = recipe.data.longest // 2
     return [length * count for count in range(recipe.train.micro_batch_size + 1)]

@@ -13,8 +13,10 @@ from pathlib import Path
 from .. import interchange
 from ..checkpoint.reading.loading import load as load_checkpoint
 from ..errors import CheckpointError, RunError
-from ..parallel.world import explain_peer_loss, joined
+from ..model.pretrained.loading import resolve
+from ..parallel.world import World, explain_peer_loss, joined
 from ..recipe.recipe import Recipe, load, read
+from ..recipe.recipe_data import settled
 from ..storage.files import raising, write_aside
 from ..training.callback import TrainerCallback
 from ..training.state import TrainerState
@@ -63,7 +65,16 @@ def run(
     recipe: Recipe, *, callbacks: Sequence[TrainerCallback] = (), trust_pickle: bool = False
 ) -> Outcome:
     """Start or resume a run; see ``train``."""
-    with joined(recipe.parallel) as world, opened(recipe, world) as folder:
+    with joined(recipe.parallel) as world:
+        with world.main_first():  # which may download
+            recipe = settled(recipe, resolve(recipe.model, weights=False))
+        return _run(recipe, world, callbacks=callbacks, trust_pickle=trust_pickle)
+
+
+def _run(
+    recipe: Recipe, world: World, *, callbacks: Sequence[TrainerCallback], trust_pickle: bool
+) -> Outcome:
+    with opened(recipe, world) as folder:
         start = mirror = None
         if world.is_main:
             interchange.refuse_output_dir(folder.path)
