@@ -102,6 +102,8 @@ def switch_attention(draft: Draft, tensors: Tensors) -> None:
         draft.sharing.is_proven = packed.use_packed(draft.inner)
     elif draft.options.packing:
         packed.switch_to_packed(draft.inner)
+    if draft.options.packing and tensors.have_values:
+        packed.follow_calls(draft.inner)  # a callback may generate
 
 
 def apply_method(draft: Draft, tensors: Tensors) -> None:

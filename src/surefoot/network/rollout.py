@@ -18,8 +18,7 @@ def unpacked(inner: PreTrainedModel) -> Iterator[None]:
     """An ordinary attention kernel: packed rows have no key-value cache."""
     before = inner.config._attn_implementation
     if before.startswith(attention.PREFIX):
-        kernel = before.removeprefix(attention.PREFIX)
-        inner.set_attn_implementation(kernel if kernel in attention.KERNELS else "sdpa")
+        inner.set_attn_implementation(attention.plain_kernel(inner))
     try:
         yield
     finally:

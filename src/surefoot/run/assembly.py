@@ -21,6 +21,7 @@ from ..training.trainer import Trainer
 from . import data_loading
 from .auxiliary import open_ahead
 from .code_files import check_code, code_of
+from .from_python.stages import AS_IN_THE_RECIPE, StageParts
 from .policy import Around, build_codec, open_policy, settle_packing
 from .recipe_callbacks import standard_callbacks
 from .saving import build_saver
@@ -62,10 +63,11 @@ def build(
     world: World = ALONE,
     listeners: Sequence[SaveListener] = (),
     trial: Around | None = None,
+    parts: StageParts = AS_IN_THE_RECIPE,
 ) -> Trainer:
-    """The Trainer of a recipe, with the states of the checkpoint ``resume`` if one is given.
-    ``trial`` is for measurements of speed: it wraps forward and backward, auxiliary models compute
-    nothing, and there are no callbacks except the given ones."""
+    """The Trainer of a recipe, with the states of the checkpoint ``resume`` if one is given, and
+    ``parts`` in place of the stage's. ``trial`` is for measurements of speed: it wraps forward and
+    backward, auxiliary models compute nothing, and there are no callbacks except the given ones."""
     start = None
     if resume is not None:
         writer = interchange.detect_trainer(resume, trust_pickle=trust_pickle, pp=world.pp)
@@ -73,9 +75,10 @@ def build(
     seed_everything(recipe.train.seed)
     use_deterministic_kernels(recipe.train.deterministic)
     keep_freed_memory()
-    code = code_of(recipe)
+    code = code_of(recipe, parts)
     base = resolve(recipe.model)
-    recipe = settled(recipe, base)
+    written = settled(recipe, base)  # by its checkpoints
+    recipe = replace(written, stage=parts.of(written.stage))
     codec = build_codec(recipe, base)
     data, feeder = data_loading.open_data(recipe, codec, base, world)
     ahead = open_ahead(recipe, base, codec, data, world)
@@ -88,7 +91,7 @@ def build(
     is_read = not (is_kept and ahead.found.is_complete)
     policy = open_policy(recipe, base, codec.tokenizer, world, is_read=is_read)
     ahead.run(policy)
-    saver = build_saver(recipe, policy, codec, base, world)
+    saver = build_saver(written, policy, codec, base, world)
     saver = replace(
         saver,
         resumed_from=resume,
