@@ -200,6 +200,15 @@ def test_from_python_overrides_are_a_mapping(recipe_file):
     assert read(recipe, {"method": LoRA(rank=2)}).method == LoRA(rank=2)
 
 
+def test_report_to_none_means_no_tracker(recipe_file):
+    for value in ("none", "[none]", "null", "[]"):
+        assert load(recipe_file(GOOD), [f"train.report_to={value}"]).train.report_to == ()
+    assert load(recipe_file(GOOD), ["train.report_to=tensorboard"]).train.report_to == (
+        "tensorboard",
+    )
+    assert "expected one of tensorboard" in refused(recipe_file(GOOD), "train.report_to=wandb")
+
+
 def test_folders_are_found_beside_the_recipe(recipe_file, tmp_path):
     for folder in ("models/base", "adapter", "data"):
         (tmp_path / folder).mkdir(parents=True)
@@ -258,6 +267,28 @@ def test_a_resolved_recipe_means_the_same_in_another_folder(recipe_file, tmp_pat
     (run / "recipe.yaml").write_text(dump(recipe))
     monkeypatch.chdir(run)
     assert load(Path("recipe.yaml")) == recipe
+
+
+def test_the_folder_of_a_run_or_checkpoint_stands_for_its_recipe(
+    recipe_file, tmp_path, monkeypatch
+):
+    (tmp_path / "data").mkdir()
+    recipe = load(recipe_file(GOOD))
+    run = tmp_path / "moved/qwen"
+    for folder in (run, run / "checkpoint-7"):
+        folder.mkdir(parents=True)
+        (folder / "recipe.yaml").write_text(dump(recipe))
+    monkeypatch.chdir(tmp_path / "moved")
+    for path in ("qwen", run, "qwen/checkpoint-7", "qwen/recipe.yaml"):
+        found = load(Path(path))
+        is_folder = not str(path).endswith(".yaml")
+        expected = run if is_folder else Path("runs/qwen")
+        assert found.train.output_dir.absolute() == expected.absolute()
+        assert dataclasses.replace(found, train=recipe.train) == recipe
+    assert load(run, ["train.output_dir=other"]).train.output_dir == Path("other")
+    remote = dump(recipe).replace("runs/qwen", "s3://bucket/run")
+    (run / "recipe.yaml").write_text(remote)
+    assert load(run).train.output_dir == "s3://bucket/run"
 
 
 def test_changes_are_named_by_path_with_both_values():

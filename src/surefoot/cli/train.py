@@ -20,7 +20,9 @@ from .loading import loading, start_ranks
     "one: tensors and plain values, nothing else.",
 )
 def train(recipe: Path, overrides: tuple[str, ...], trust_pickle: bool) -> None:
-    """Train as RECIPE says; OVERRIDES are dotted fields such as optim.adamw.learning_rate=5e-5.
+    """Train as RECIPE says, a YAML file or the folder of a run.
+
+    OVERRIDES are dotted fields such as optim.adamw.learning_rate=5e-5.
 
     If train.output_dir contains a checkpoint, training resumes from the latest one that passes
     verification. On Ctrl-C or SIGTERM it finishes the step, saves, and exits with 128 + the
@@ -29,6 +31,7 @@ def train(recipe: Path, overrides: tuple[str, ...], trust_pickle: bool) -> None:
     with loading():
         from surefoot.recipe.recipe import load
 
+    _refuse_checkpoint(recipe)
     loaded = load(recipe, overrides)  # what is wrong with it is said before the slow imports
     start_ranks(loaded.parallel)
     with loading():
@@ -45,3 +48,16 @@ def train(recipe: Path, overrides: tuple[str, ...], trust_pickle: bool) -> None:
             err=True,
         )
         raise SystemExit(128 + outcome.signal)
+
+
+def _refuse_checkpoint(path: Path) -> None:
+    """A run's folder means that run. From a checkpoint, a run would resume at a later one."""
+    from surefoot.errors import RecipeError
+    from surefoot.recipe.files import is_checkpoint
+
+    if is_checkpoint(path):
+        raise RecipeError(
+            f"{path}: is a checkpoint. To resume its run, name {path.absolute().parent}; to train "
+            f"from here in another folder, use its recipe with checkpoint.resume={path} and "
+            "train.output_dir"
+        )

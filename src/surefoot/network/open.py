@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -108,7 +109,9 @@ def switch_attention(draft: Draft, tensors: Tensors) -> None:
 
 def apply_method(draft: Draft, tensors: Tensors) -> None:
     """Freeze what is not trained, or add an adapter."""
-    tensors.adapt(draft)
+    with warnings.catch_warnings():  # of PEFT's, about a property that transformers renamed
+        warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)
+        tensors.adapt(draft)
     if not (draft.has_grown and draft.options.is_trainable):
         return
     if not any(p.requires_grad for p in draft.module.get_input_embeddings().parameters()):  # type: ignore[operator]

@@ -5,9 +5,11 @@ from __future__ import annotations
 import difflib
 from pathlib import Path
 
+from ..checkpoint.disk.commit import step_of
 from ..errors import RecipeError
 
 MAX_BYTES = 1_000_000
+RUN_RECIPE = "recipe.yaml"  # in the folder of a run, and in its checkpoints
 SUFFIXES = (".yaml", ".yml", ".json")
 
 
@@ -29,6 +31,19 @@ def read_text(path: Path) -> str:
     except OSError as error:
         raise RecipeError(f"{path}: cannot be read: {error.strerror}") from None
     return _decode(raw, path)
+
+
+def recipe_in(path: Path) -> tuple[Path, Path | None]:
+    """The recipe file that ``path`` means, and the folder of its run if ``path`` is that folder or
+    one of its checkpoints."""
+    if not path.is_dir() or not (path / RUN_RECIPE).is_file():
+        return path, None
+    return path / RUN_RECIPE, path.absolute().parent if is_checkpoint(path) else path
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether ``path`` has the name of a checkpoint, and is a folder."""
+    return path.is_dir() and step_of(path) >= 0
 
 
 def _decode(raw: bytes, path: Path) -> str:
@@ -53,7 +68,8 @@ def _recipes(folder: Path) -> list[str]:
 
 
 def _inside(folder: Path) -> str:
-    found = _recipes(folder)[:3] or _of_newest_checkpoint(folder)
+    found = [name for name in _recipes(folder) if not name.endswith(".json")][:3]
+    found = found or _of_newest_checkpoint(folder)
     return f" such as {', '.join(str(folder / name) for name in found)}" if found else ""
 
 

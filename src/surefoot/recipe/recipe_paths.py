@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from .. import schema
+from ..checkpoint.disk.commit import named
+from ..checkpoint.reading.verification import verify
+from ..errors import RecipeError
 from ..schema import Keys
 from ..schema.locations import FunctionPath, ModelPath
 from .document import Document
+from .files import RUN_RECIPE, read_text
+from .yaml import parse
+
+ADAPTER = "adapter_config.json"
+BEST = "load_best_model_at_end"
 
 BaseOf = Callable[[Keys], Path]  # the folder that the path in a setting is relative to
 
@@ -24,6 +33,23 @@ def bases(document: Document, base: Path) -> BaseOf:
 def locate_model(name: str, base: Path) -> str:
     """A model's folder made absolute; a path that is no folder is not changed: it is a hub id."""
     return str(ModelPath(name).located(base))
+
+
+def adapter_in(folder: Path) -> Path:
+    """The folder of an adapter: of a run, its latest checkpoint, or its best one if the run ends
+    with that."""
+    checkpoints = named(folder)
+    if not checkpoints or (folder / ADAPTER).is_file():
+        return folder
+    valid = (path for path in reversed(checkpoints) if verify(path, full=False).ok)
+    newest = next(valid, checkpoints[-1])  # a damaged one says what is wrong with it
+    try:
+        state = json.loads((newest / "trainer_state.json").read_bytes())
+        ends_with_best = parse(read_text(folder / RUN_RECIPE)).data["train"][BEST]  # type: ignore[index]
+    except (OSError, ValueError, KeyError, TypeError, RecipeError):
+        return newest
+    best = folder / f"checkpoint-{state.get('best_global_step')}"
+    return best if ends_with_best is True and best in checkpoints else newest
 
 
 def with_locations(section: Any, base_of: BaseOf, path: Keys = ()) -> Any:

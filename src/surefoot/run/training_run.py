@@ -7,7 +7,7 @@ import logging
 import signal
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from torch import nn
@@ -45,8 +45,8 @@ class Outcome:
     """
 
     state: TrainerState
-    model: nn.Module  # with its adapter, in evaluation mode
-    tokenizer: PreTrainedTokenizerBase  # with the chat template of the run
+    model: nn.Module = field(repr=False)  # with its adapter, in evaluation mode
+    tokenizer: PreTrainedTokenizerBase = field(repr=False)  # with the chat template of the run
     output_dir: Path
     signal: signal.Signals | None = None
 

@@ -58,6 +58,11 @@ def resolve(section: ModelSection, *, weights: bool = True) -> Path:
         raise ModelError(
             f"model.path: {folder} is a file; expected the folder that contains config.json"
         )
+    if (folder / "adapter_config.json").is_file():
+        raise ModelError(
+            f"model.path: {folder} is an adapter; set model.adapter to it, and model.path to its "
+            "base"
+        )
     if not (folder / "config.json").is_file():
         raise ModelError(
             f"model.path: no config.json in {folder}; expected a Hugging Face model folder"
