@@ -138,8 +138,10 @@ class MetaTensors:
 
     def load(self, draft: Draft) -> None:
         """From the configuration."""
+        kernel = draft.section.attention
+        own = None if kernel in ("auto", "flash_attention_2") else kernel  # which needs a GPU
         with torch.device("meta"):
-            draft.inner = from_config(draft.base, draft.section)
+            draft.inner = from_config(draft.base, draft.section, attention=own)
 
     def adapt(self, draft: Draft) -> None:
         """Nothing is drawn: a meta model has no values."""

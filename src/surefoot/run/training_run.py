@@ -18,6 +18,7 @@ from ..checkpoint.reading.loading import load as load_checkpoint
 from ..errors import CheckpointError, RunError
 from ..model.pretrained.loading import resolve
 from ..model.section import ModelSection
+from ..network.preflight import check_packages, preflight
 from ..parallel.world import World, explain_peer_loss, joined
 from ..recipe.recipe import Recipe, load, read
 from ..recipe.recipe_data import settled
@@ -33,6 +34,7 @@ from .from_python.given import Given
 from .from_python.rows import Rows
 from .from_python.stages import AS_IN_THE_RECIPE, StageParts
 from .out_of_memory import explain_out_of_memory
+from .policy import options_of
 
 logger = logging.getLogger(__name__)
 
@@ -144,6 +146,8 @@ def _run(
             interchange.refuse_output_dir(folder.path)
             start = resume_point(folder, recipe)
             mirror = mirror_of(folder, recipe)
+            if start is None:
+                check_early(recipe, world)
         start = world.from_main(start)
         trainer = build(
             recipe,
@@ -161,6 +165,21 @@ def _run(
             trainer.saver.delete_old(trainer.state)  # a smaller keep makes room before a save
         with mirror or nullcontext():
             return _fit(trainer)
+
+
+def check_early(recipe: Recipe, world: World) -> None:
+    """Raise what is known to be wrong before the data is encoded, which may take hours."""
+    if "tensorboard" in recipe.train.report_to:
+        check_packages(["tensorboard"], "train.report_to: tensorboard")
+    preflight(
+        resolve(recipe.model),
+        recipe.model,
+        options_of(recipe),
+        recipe.optim,
+        num_processes=world.size,
+        tp=world.tp,
+        output_dir=recipe.train.folder,
+    )
 
 
 def _fit(trainer: Trainer) -> Outcome:
