@@ -12,9 +12,14 @@ from surefoot.errors import ModelError, RecipeError, RunError
 from surefoot.methods.full import Full
 from surefoot.methods.lora import LoRA
 from surefoot.network.draft import NetworkOptions
+from surefoot.network.open import open_network
 from surefoot.network.preflight import preflight, size_of_save
+from surefoot.network.tensors import MetaTensors
 from surefoot.optim.adamw import AdamW
+from surefoot.parallel.world import ALONE
 from surefoot.recipe.recipe import load
+
+META = MetaTensors()
 
 
 @pytest.fixture(scope="module")
@@ -56,26 +61,21 @@ def test_a_missing_package_is_refused(project, tmp_path, monkeypatch):
     with pytest.raises(ModelError, match="needs bitsandbytes, which is not installed"):
         checked(project, tmp_path, quantization_bit=4, method=LoRA())
     monkeypatch.setattr("surefoot.network.preflight.find_spec", lambda _: None)
-    with pytest.raises(RecipeError, match=r"train.report_to: tensorboard: needs tensorboard"):
+    with pytest.raises(RecipeError, match=r"train.report_to: tensorboard needs tensorboard"):
         surefoot.train(project, train={"report_to": "tensorboard"})
 
 
-def test_the_size_of_a_checkpoint_is_what_it_will_take(project, tmp_path, monkeypatch):
+def test_the_size_of_a_checkpoint_is_what_it_will_take(project, tmp_path):
     for method in ("full", "lora"):
         run = tmp_path / method
         surefoot.train(project, method=method, train={"output_dir": str(run), "max_steps": 1})
         files = ["model", "adapter_model", "optimizer"]
         paths = [run / "checkpoint-1" / f"{name}.safetensors" for name in files]
         taken = sum(path.stat().st_size for path in paths if path.exists())
-        with monkeypatch.context() as patch:
-            found = []
-            patch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1 << 50))
-            patch.setattr(
-                "surefoot.network.preflight.check_disk", lambda _, size: found.append(size)
-            )
-            checked(project, tmp_path, method={"full": Full(), "lora": LoRA()}[method])
-        assert 0.8 * taken < found[0] <= taken
-    assert size_of_save.__doc__
+        options = NetworkOptions(method={"full": Full(), "lora": LoRA()}[method])
+        section = load(project).model
+        network = open_network(project.parent / "model", section, None, ALONE, options, META)
+        assert 0.8 * taken < size_of_save(network, AdamW(learning_rate=1e-3)) <= taken
 
 
 def test_nothing_is_encoded_or_written_if_the_disk_or_a_target_is_wrong(
@@ -86,7 +86,7 @@ def test_nothing_is_encoded_or_written_if_the_disk_or_a_target_is_wrong(
     with pytest.raises(RecipeError, match=r"method.lora.targets: .*'nope'"):
         surefoot.train(project, **more, method={"lora": {"targets": ["nope"]}})
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
-    with pytest.raises(RunError, match=r"one checkpoint takes .* GiB, and the disk of"):
+    with pytest.raises(RunError, match=r"one checkpoint takes .* MiB, and the disk of"):
         surefoot.train(project, **more)
     assert not cache.exists()
     assert {path.name for path in (tmp_path / "run").iterdir()} <= {".lock"}

@@ -69,15 +69,13 @@ def check_packages(names: Sequence[str], setting: str) -> None:
     """Raise ``RecipeError`` if a package that ``setting`` needs is not installed."""
     for name in names:
         if find_spec(name) is None:
-            raise RecipeError(
-                f"{setting}: needs {name}, which is not installed: pip install {name}"
-            )
+            raise RecipeError(f"{setting} needs {name}, which is not installed: pip install {name}")
 
 
 def size_of_save(network: Network, optim: Optimizer) -> int:
     """The bytes of a checkpoint's weights and optimizer state."""
     weights = network.weights.state_dict().values()
-    total = sum(tensor.numel() * tensor.element_size() for tensor in weights)
+    total: int = sum(tensor.numel() * tensor.element_size() for tensor in weights)
     for parameter in network.named.values():
         for state in optim.state_tensors.values():
             total += prod(state.shape(tuple(parameter.shape))) * parameter.element_size()
@@ -90,6 +88,10 @@ def check_disk(folder: Path, size: int) -> None:
     free = shutil.disk_usage(there).free
     if size > free:
         raise RunError(
-            f"train.output_dir: one checkpoint takes {size / 2**30:,.2f} GiB, and the disk of "
-            f"{there} has {free / 2**30:,.2f} GiB free; free some space, or choose another folder"
+            f"train.output_dir: one checkpoint takes {_readable(size)}, and the disk of {there} has "
+            f"{_readable(free)} free; free some space, or choose another folder"
         )
+
+
+def _readable(size: int) -> str:
+    return f"{size / 2**30:,.1f} GiB" if size >= 2**30 else f"{size / 2**20:,.1f} MiB"
