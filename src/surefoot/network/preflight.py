@@ -88,8 +88,8 @@ def check_disk(folder: Path, size: int) -> None:
     free = shutil.disk_usage(there).free
     if size > free:
         raise RunError(
-            f"train.output_dir: one checkpoint takes {_readable(size)}, and the disk of {there} has "
-            f"{_readable(free)} free; free some space, or choose another folder"
+            f"train.output_dir: one checkpoint takes {_readable(size)}, and the disk of {there} "
+            f"has {_readable(free)} free; free some space, or choose another folder"
         )
 
 
