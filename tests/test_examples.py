@@ -204,3 +204,19 @@ def test_the_batch_script_is_one_that_bash_reads():
     script = CLUSTER / "slurm.sbatch"
     subprocess.run(["bash", "-n", script], check=True)
     assert "srun --kill-on-bad-exit=1 surefoot train" in script.read_text()
+
+
+def test_the_notebook_runs_from_top_to_bottom(tmp_path, monkeypatch):
+    cells = json.loads((EXAMPLES / "from_python.ipynb").read_text())["cells"]
+    assert all(not cell.get("outputs") for cell in cells), "saved without outputs"
+    (tmp_path / "examples").mkdir()
+    (tmp_path / "examples/base-model").symlink_to(EXAMPLES / "base-model")
+    monkeypatch.chdir(tmp_path / "examples")
+    space = {}
+    for number, cell in enumerate(cells):
+        if cell["cell_type"] == "code":
+            exec(compile("".join(cell["source"]), f"cell {number}", "exec"), space)
+    run = space["run"]
+    assert run.global_step == 20
+    assert run.output_dir.resolve() == tmp_path / "runs/from-python"
+    assert 0 <= run.log_history[-1]["eval_surely"] <= 1

@@ -280,7 +280,8 @@ def test_a_sections_own_complaint_names_the_field_it_starts_with():
 
 def test_what_is_no_plain_data_is_refused():
     assert problems(train(notes=object())) == [
-        "not plain data: Object of type object is not JSON serializable"
+        "train.notes: expected plain data, got an object of type object; surefoot.train has "
+        "arguments for objects"
     ]
     loop = {}
     loop["x"] = loop

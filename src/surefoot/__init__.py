@@ -2,17 +2,18 @@
 
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from .run.training_run import train
+from .lazy_exports import lazy_getattr
 
-__all__ = ["__version__", "train"]
+if TYPE_CHECKING:
+    from .run.from_python.stages import StageParts
+    from .run.training_run import Outcome, train
+
+__all__ = ["Outcome", "StageParts", "__version__", "train"]
 __version__ = "0.1.0"
 
-
-def __getattr__(name: str) -> object:
-    """``surefoot.train``, imported on first use: torch takes seconds."""
-    if name == "train":
-        from .run.training_run import train
-
-        return train
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+# torch takes seconds to import
+_HOMES = {
+    ".run.training_run": ("Outcome", "train"),
+    ".run.from_python.stages": ("StageParts",),
+}
+__getattr__ = lazy_getattr(__name__, _HOMES)

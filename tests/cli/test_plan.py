@@ -57,6 +57,12 @@ def test_json_holds_all_of_it(recipe):
     memory = found["memory"]
     assert memory.keys() == {*PARTS, "peak"}
     assert memory["peak"] == sum(memory.values()) - memory["peak"], "several passes a step"
+    process = found["process"]
+    assert process["snapshot"] == found["checkpoint"]["shared_memory"] > 0
+    assert process["imports"] > 100e6, "torch alone"
+    assert process["total"] == memory["peak"] + process["imports"] + process["snapshot"]
+    gpu = as_json(recipe, "--device", "gpu")
+    assert gpu["process"] == {"imports": 0, "snapshot": 0, "total": gpu["memory"]["peak"]}
     assert found["steps"] == 12
     assert found["checkpoint"]["disk"] == 4 * found["checkpoint"]["total"]
     assert found["seconds"] is None

@@ -79,8 +79,8 @@ def test_the_histogram_shows_where_the_cut_is(recipe):
     assert "longest 230" in out
     assert "data.cutoff_len 100" in out
     assert "[[" not in out
-    enough = run(recipe, "data.cutoff_len=300", "-n", 0).stdout
-    assert "no sequence is longer than data.cutoff_len 300" in enough
+    enough = run(recipe, "data.cutoff_len=250", "-n", 0).stdout
+    assert "no sequence is longer than data.cutoff_len 250" in enough
     assert "cut to" not in enough
 
 

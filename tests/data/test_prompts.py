@@ -2,6 +2,8 @@
 
 import json
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from surefoot.data.example import Message
@@ -36,6 +38,59 @@ def test_a_row_has_a_prompt_or_a_conversation_and_keeps_the_rest(tmp_path):
     assert [m.role for m in two.messages] == ["system", "user", "assistant", "user"]
 
 
+ASKED = [Message("system", "s"), Message("user", "a"), Message("assistant", "b")]
+ASKED = (*ASKED, Message("user", "c"))
+SAME = {  # rows of a dataset, as every format has them
+    "openai": {"messages": [{"role": m.role, "content": m.content} for m in ASKED]},
+    "openai, answered": {
+        "messages": [
+            *({"role": m.role, "content": m.content} for m in ASKED),
+            {"role": "assistant", "content": "d"},
+        ]
+    },
+    "sharegpt": {
+        "system": "s",
+        "conversations": [
+            {"from": "human", "value": "a"},
+            {"from": "gpt", "value": "b"},
+            {"from": "human", "value": "c"},
+            {"from": "gpt", "value": "d"},
+        ],
+    },
+    "alpaca": {"system": "s", "history": [["a", "b"]], "instruction": "c", "output": "d"},
+    "pairs": {"system": "s", "history": [["a", "b"]], "instruction": "c", "chosen": "d"},
+    "prompt and completion": {
+        "system": "s",
+        "history": [["a", "b"]],
+        "prompt": "c",
+        "completion": "d",
+    },
+}
+
+
+@pytest.mark.parametrize("kind", SAME)
+def test_every_row_of_a_dataset_is_a_prompt_without_its_response(kind, tmp_path):
+    (found,) = read_prompts(write(tmp_path / "q.jsonl", SAME[kind]))
+    assert found.messages == ASKED
+    assert found.row == SAME[kind]
+
+
+def test_rows_come_from_all_kinds_of_files_that_datasets_have(tmp_path):
+    rows = [{"instruction": "a", "input": "b", "output": "c"}, {"instruction": "d", "input": ""}]
+    (tmp_path / "q.json").write_text(json.dumps(rows))
+    (tmp_path / "q.csv").write_text("instruction,input,output\na,b,c\nd,,\n")
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "q.parquet")
+    for kind in ("json", "csv", "parquet"):
+        found = read_prompts(tmp_path / f"q.{kind}")
+        assert [p.messages[0].content for p in found] == ["a\nb", "d"]
+    (tmp_path / "q.csv").write_text("question\na\n")
+    with pytest.raises(DataError, match=r"q\.csv: row 0: expected one of the keys"):
+        read_prompts(tmp_path / "q.csv")
+    (tmp_path / "q.json").write_text("{")
+    with pytest.raises(DataError, match=r"q\.json"):
+        read_prompts(tmp_path / "q.json")
+
+
 def test_functions_come_along(tmp_path):
     row = {"prompt": "Hi", "tools": [{"name": "add", "description": "", "parameters": {}}]}
     (found,) = read_prompts(write(tmp_path / "q.jsonl", row))
@@ -55,9 +110,9 @@ def test_a_system_message_goes_where_there_is_none(tmp_path):
     [
         ("{", "Expecting property name"),
         ("[1]", "expected an object, got"),
-        ({"text": "a"}, r"expected one of the keys 'prompt' and 'messages' \(keys found: text\)"),
+        ({"text": "a"}, r"expected one of the keys 'messages', .*'prompt' \(keys found: text\)"),
         ({"prompt": "a", "messages": []}, "expected one of the keys"),
-        ({"prompt": 3}, "'prompt': expected text, got int 3"),
+        ({"prompt": 3}, "'prompt': expected text, got"),
         ({"prompt": " "}, "the prompt is empty"),
         ({"prompt": "a", "answer": "b"}, "the key 'answer' is used for the response"),
         ({"messages": []}, "expected a list of turns"),

@@ -51,7 +51,12 @@ def test_a_streaming_run_holds_out_rows_of_its_first_examples(tmp_path):
     save_data(
         tmp_path / "data", "more", [{"instruction": f"m{i}", "output": "x"} for i in range(9)]
     )
-    stream = ["data.streaming=true", "data.val_size=5", "data.buffer_size=28"]
+    stream = [
+        "data.streaming=true",
+        "data.val_size=5",
+        "data.buffer_size=28",
+        "data.cutoff_len=256",
+    ]
     recipe = load(path, ["data.datasets=[sums, more]", *stream])
     codec = open_codec(recipe)
     (part,) = held_out(recipe, codec)

@@ -76,7 +76,7 @@ def test_epochs_count_once_everything_is_encoded(tmp_path):
     project = streaming(tmp_path, data={"val_size": 0}, train=epochs)
     with pytest.raises(RecipeError, match=r"train.max_steps: needed with data.streaming"):
         surefoot.train(project.recipe)
-    state = surefoot.train(encoded(project).recipe)
+    state = surefoot.train(encoded(project).recipe).state
     assert state.global_step == 2 * 15
     assert state.epoch == 2
 

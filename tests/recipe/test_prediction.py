@@ -28,6 +28,22 @@ def test_a_file_says_the_same_and_its_paths_are_beside_it(tmp_path):
     assert (found.model.dtype, found.generate.top_k) == ("bfloat16", 4)
 
 
+def test_a_path_of_the_command_line_is_relative_to_the_current_folder(tmp_path, monkeypatch):
+    for name in ("recipes/qwen", "here/qwen", "recipes/recipes"):
+        (tmp_path / name).mkdir(parents=True)
+    text = "model: {path: qwen}\n"
+    write(tmp_path / "recipes/answers.yaml", text)
+    training = f"{text}data: {{datasets: [a]}}\nstage: sft\n"
+    write(tmp_path / "recipes/run.yaml", training)
+    write(tmp_path / "recipes/recipes/run.yaml", training)
+    monkeypatch.chdir(tmp_path / "here")
+    found = load("../recipes/answers.yaml", ["model.adapter=qwen"]).model
+    assert found.path == str(tmp_path / "recipes/qwen")
+    assert found.adapter == str(tmp_path / "here/qwen")
+    monkeypatch.chdir(tmp_path)
+    assert load("recipes/run.yaml").model.path == str(tmp_path / "recipes/run.yaml")
+
+
 def test_a_recipe_of_a_training_stands_for_its_run(tmp_path):
     text = "model: {path: x}\ndata: {datasets: [a]}\nstage: sft\nparallel: {pp: 2}\n"
     path = write(tmp_path / "recipe.yaml", text)

@@ -200,6 +200,15 @@ def test_from_python_overrides_are_a_mapping(recipe_file):
     assert read(recipe, {"method": LoRA(rank=2)}).method == LoRA(rank=2)
 
 
+def test_report_to_none_means_no_tracker(recipe_file):
+    for value in ("none", "[none]", "null", "[]"):
+        assert load(recipe_file(GOOD), [f"train.report_to={value}"]).train.report_to == ()
+    assert load(recipe_file(GOOD), ["train.report_to=tensorboard"]).train.report_to == (
+        "tensorboard",
+    )
+    assert "expected one of tensorboard" in refused(recipe_file(GOOD), "train.report_to=wandb")
+
+
 def test_folders_are_found_beside_the_recipe(recipe_file, tmp_path):
     for folder in ("models/base", "adapter", "data"):
         (tmp_path / folder).mkdir(parents=True)
@@ -213,6 +222,43 @@ def test_folders_are_found_beside_the_recipe(recipe_file, tmp_path):
     assert recipe.train.output_dir == Path("runs/qwen")
 
 
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_path_in_an_override_is_relative_to_the_current_folder(tmp_path, monkeypatch, is_there):
+    for folder in ("recipes/data", "recipes/model", "recipes/adapter"):
+        (tmp_path / folder).mkdir(parents=True)
+        if is_there:
+            (tmp_path / "here" / Path(folder).name).mkdir(parents=True)
+    (tmp_path / "here").mkdir(exist_ok=True)
+    path = tmp_path / "recipes/r.yaml"
+    path.write_text(GOOD)
+    monkeypatch.chdir(tmp_path / "here")
+    arguments = ["data.dataset_dir=data", "model.path=model", "model.adapter=adapter"]
+    mapping = {"data": {"dataset_dir": "data"}, "model": {"path": "model", "adapter": "adapter"}}
+    for overrides in (arguments, mapping):
+        found = load(path, overrides)
+        assert found.data.dataset_dir == tmp_path / "here/data"
+        assert found.model.path == (str(tmp_path / "here/model") if is_there else "model")
+        assert found.model.adapter == tmp_path / "here/adapter"
+    found = load(path, {"data": {"cutoff_len": 9}})  # another setting of the same section
+    assert found.data.dataset_dir == tmp_path / "recipes/data"
+
+
+def test_so_is_a_function_or_a_model_in_the_settings_of_a_stage(tmp_path, monkeypatch):
+    for folder in ("recipes", "here"):
+        (tmp_path / folder / "reference").mkdir(parents=True)
+        (tmp_path / folder / "rewards.py").write_text("")
+    path = tmp_path / "recipes/r.yaml"
+    path.write_text(GOOD)
+    monkeypatch.chdir(tmp_path / "here")
+    grpo = load(path, ["stage.grpo.reward=rewards.py:f"]).stage
+    assert grpo.reward == f"{tmp_path / 'here/rewards.py'}:f"
+    dpo = load(path, ["stage.dpo.reference=reference"]).stage
+    assert dpo.reference == str(tmp_path / "here/reference")
+    path.write_text(GOOD.replace("sft", "{dpo: {reference: reference}}"))
+    dpo = load(path, ["stage.dpo.beta=0.3"]).stage
+    assert dpo.reference == str(tmp_path / "recipes/reference")
+
+
 def test_a_resolved_recipe_means_the_same_in_another_folder(recipe_file, tmp_path, monkeypatch):
     (tmp_path / "data").mkdir()
     recipe = load(recipe_file(GOOD))
@@ -221,6 +267,28 @@ def test_a_resolved_recipe_means_the_same_in_another_folder(recipe_file, tmp_pat
     (run / "recipe.yaml").write_text(dump(recipe))
     monkeypatch.chdir(run)
     assert load(Path("recipe.yaml")) == recipe
+
+
+def test_the_folder_of_a_run_or_checkpoint_stands_for_its_recipe(
+    recipe_file, tmp_path, monkeypatch
+):
+    (tmp_path / "data").mkdir()
+    recipe = load(recipe_file(GOOD))
+    run = tmp_path / "moved/qwen"
+    for folder in (run, run / "checkpoint-7"):
+        folder.mkdir(parents=True)
+        (folder / "recipe.yaml").write_text(dump(recipe))
+    monkeypatch.chdir(tmp_path / "moved")
+    for path in ("qwen", run, "qwen/checkpoint-7", "qwen/recipe.yaml"):
+        found = load(Path(path))
+        is_folder = not str(path).endswith(".yaml")
+        expected = run if is_folder else Path("runs/qwen")
+        assert found.train.output_dir.absolute() == expected.absolute()
+        assert dataclasses.replace(found, train=recipe.train) == recipe
+    assert load(run, ["train.output_dir=other"]).train.output_dir == Path("other")
+    remote = dump(recipe).replace("runs/qwen", "s3://bucket/run")
+    (run / "recipe.yaml").write_text(remote)
+    assert load(run).train.output_dir == "s3://bucket/run"
 
 
 def test_changes_are_named_by_path_with_both_values():

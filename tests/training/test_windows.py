@@ -87,7 +87,7 @@ def test_a_run_killed_inside_a_window_is_resumed_to_the_same_bits(stage, tmp_pat
 
 def test_steps_of_windows_fill_an_epoch(tmp_path):
     made = Project(tmp_path, stage=written("grpo"), train={"max_steps": None, "num_epochs": 0.5})
-    state = surefoot.train(made.recipe)
+    state = surefoot.train(made.recipe).state
     assert state.max_steps == 0.5 * 6 * 4  # 24 prompts, 4 a window, 4 steps each
 
 

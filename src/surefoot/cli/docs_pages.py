@@ -39,8 +39,8 @@ checkpoint: {save_steps: 200, keep: 3}
 `method`, `stage` and `optim` hold one of several variants: its name alone, or its name with
 settings below it. Where a list is expected, one item will do. Unknown keys are refused.
 
-A path is relative to the recipe file if it exists there, otherwise to the current folder;
-`train.output_dir` is always relative to the current folder.
+A path in the file is relative to the file if it exists there, otherwise to the current folder. A
+path in an override is relative to the current folder, and so is `train.output_dir`.
 
 On the command line `section.setting=value` overrides the file, as in
 `surefoot train recipe.yaml optim.adamw.learning_rate=5e-5`; so does `method.lora.rank=8` when the

@@ -43,7 +43,7 @@ def eval_(
     as_json: bool,
     **options: object,
 ) -> None:
-    """Evaluate the run of RECIPE on data that it was not trained on.
+    """Evaluate the run of RECIPE, its file or folder, on data that it was not trained on.
 
     The data is data.eval_datasets, or the rows that data.val_size holds out. Prints loss,
     perplexity and token accuracy; for stage dpo, how often the chosen response has the higher
@@ -52,14 +52,19 @@ def eval_(
     the expected one, except for white space at the ends. All responses are written to
     generations-CHECKPOINT.jsonl in the run's folder.
 
-    Without --model, the best checkpoint of the run is used if its recipe ends with that one,
-    otherwise the latest. OVERRIDES are dotted fields such as generate.max_new_tokens=64. Those of
+    If RECIPE is the folder of a checkpoint, that one is evaluated. Otherwise, without --model, the
+    best checkpoint of the run is used if its recipe ends with that one, or else the latest.
+
+    OVERRIDES are dotted fields such as generate.max_new_tokens=64. Those of
     parallel set the ranks over which to shard the model, whatever it was trained on, as in
     `surefoot predict`.
     """
+    from ..recipe.files import is_checkpoint
     from ..recipe.prediction import parallel_of
     from ..recipe.recipe import load
 
+    if options["model"] is None and is_checkpoint(recipe):
+        options["model"] = str(recipe)
     parallel, others = parallel_of(overrides)
     loaded = load(recipe, others)  # what is wrong with it is said before the slow imports
     with loading():

@@ -28,6 +28,7 @@ PARTS = {
     "working": "temporary tensors",
     "buffers": "gathered weights, or copies in the dtype of computation",
 }
+SNAPSHOT = "the copy of an asynchronous save"
 _NUMBERS = ("memory", "in total", "size", "a process", "difference")
 
 
@@ -167,12 +168,26 @@ def _memory_table(found: Plan) -> Table:
     for name, size in found.memory.parts().items():
         if size or name in ("weights", "gradients", "optimizer"):
             made.add_row(name, in_bytes(size), Text(PARTS[name], style="dim"))
-    made.add_row("at its peak", in_bytes(found.memory.peak), _peak_note(found), style="bold")
+    has_more = found.total > found.memory.peak
+    made.add_row(
+        "at its peak", in_bytes(found.memory.peak), _peak_note(found, has_more), style="bold"
+    )
+    if has_more:
+        made.add_row("imports", in_bytes(found.imports), Text("Python and packages", style="dim"))
+        made.add_row("snapshot", in_bytes(found.snapshot), Text(SNAPSHOT, style="dim"))
+        made.add_row("in total", in_bytes(found.total), _capacity_note(found), style="bold")
     return made
 
 
-def _peak_note(found: Plan) -> Text:
-    memory, capacity = found.memory, found.machine.capacity
+def _capacity_note(found: Plan) -> Text:
+    capacity = found.machine.capacity
+    if capacity is not None and found.total > capacity:
+        return Text(f"more than the available {in_bytes(capacity)}", style="red")
+    return Text("" if capacity is None else f"of {in_bytes(capacity)}", style="dim")
+
+
+def _peak_note(found: Plan, has_more: bool) -> Text:
+    memory, capacity = found.memory, None if has_more else found.machine.capacity
     if found.not_known is not None:
         return Text("without activations and logits", style="red")
     if capacity is not None and memory.peak > capacity:

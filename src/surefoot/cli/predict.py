@@ -31,7 +31,7 @@ TRUNCATED: dict[FinishReason, str] = {  # why a response is incomplete
     "--prompts",
     required=True,
     type=click.Path(path_type=Path),
-    help="One prompt per line; or, if it ends in .jsonl, an object with prompt or messages.",
+    help="One prompt per line; or rows (JSON, JSON Lines, CSV, Parquet) such as a dataset's.",
 )
 @click.option(
     "--output",

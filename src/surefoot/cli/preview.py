@@ -63,19 +63,20 @@ def preview(
         from ..model.pretrained.loading import resolve
         from ..run.policy import build_codec
 
+    codec = build_codec(loaded, resolve(loaded.model))
     found = preview_data(
         loaded,
-        build_codec(loaded, resolve(loaded.model)),
+        codec,
         dataset=dataset,
         count=count,
         limit=None if all_rows else ROWS,
     )
     if as_json:
-        click.echo(visible(json.dumps(as_data(loaded, found), ensure_ascii=False, indent=2)))
+        click.echo(visible(json.dumps(as_data(codec, found), ensure_ascii=False, indent=2)))
         return
     console = Console(soft_wrap=True, highlight=False)
     for stats in found:
-        show(console, stats, loaded.data.cutoff_len)
+        show(console, stats, codec.section.longest)
 
 
 def show(console: Console, figures: DatasetStats, cutoff_len: int) -> None:

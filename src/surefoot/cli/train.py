@@ -32,7 +32,9 @@ _WRITTEN = ("metrics.jsonl", "loss.png", "all_results.json")  # as far as they e
     "one: tensors and plain values, nothing else.",
 )
 def train(recipe: Path, overrides: tuple[str, ...], trust_pickle: bool) -> None:
-    """Train as RECIPE says; OVERRIDES are dotted fields such as optim.adamw.learning_rate=5e-5.
+    """Train as RECIPE says, a YAML file or the folder of a run.
+
+    OVERRIDES are dotted fields such as optim.adamw.learning_rate=5e-5.
 
     If train.output_dir contains a checkpoint, training resumes from the latest one that passes
     verification. On Ctrl-C, SIGTERM, SIGHUP (the terminal was closed) or SIGUSR1 it finishes the
@@ -42,6 +44,7 @@ def train(recipe: Path, overrides: tuple[str, ...], trust_pickle: bool) -> None:
     with loading():
         from surefoot.recipe.recipe import load
 
+    _refuse_checkpoint(recipe)
     loaded = load(recipe, overrides)  # what is wrong with it is said before the slow imports
     start_ranks(loaded.parallel)
     with loading():
@@ -92,3 +95,16 @@ def _length(state: TrainerState) -> str:
     parts.append(f"{state.num_input_tokens_seen:,} tokens")
     losses = [record["loss"] for record in state.log_history if "loss" in record]
     return "trained: " + ", ".join(parts + [f"loss {value:.4f}" for value in losses[-1:]])
+
+
+def _refuse_checkpoint(path: Path) -> None:
+    """A run's folder means that run. From a checkpoint, a run would resume at a later one."""
+    from surefoot.errors import RecipeError
+    from surefoot.recipe.files import is_checkpoint
+
+    if is_checkpoint(path):
+        raise RecipeError(
+            f"{path}: is a checkpoint. To resume its run, name {path.absolute().parent}; to train "
+            f"from here in another folder, use its recipe with checkpoint.resume={path} and "
+            "train.output_dir"
+        )

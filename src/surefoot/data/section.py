@@ -11,6 +11,8 @@ from pydantic import BeforeValidator
 
 from ..schema.locations import DatasetReference
 
+DEFAULT_CUTOFF = 2048  # tokens
+
 
 def _current(word: object) -> object:
     """``truncate`` for ``cut``, which version 0.1 called it; until 1.0."""
@@ -56,8 +58,8 @@ class DataSection:
     """Chat template: ``auto`` uses the tokenizer's own, otherwise the name of a bundled one."""
     default_system: str | None = None
     """System message for conversations that have none. Nothing is added unless this is set."""
-    cutoff_len: int = 2048
-    """Longest example in tokens."""
+    cutoff_len: int | None = None
+    """Longest example in tokens. Unset: 2,048, or the positions of the model if these are fewer."""
     on_too_long: Annotated[Literal["truncate", "drop"], BeforeValidator(_current)] = "truncate"
     """``truncate`` shortens a longer conversation: later turns, then the end of the last response;
     ``drop`` drops it."""
@@ -81,7 +83,7 @@ class DataSection:
 
     def __post_init__(self) -> None:
         self._check_names()
-        if self.cutoff_len < 4:
+        if self.cutoff_len is not None and self.cutoff_len < 4:
             raise ValueError(f"cutoff_len must be at least 4 tokens, got {self.cutoff_len}")
         if self.val_size < 0:
             raise ValueError(f"val_size must not be negative, got {self.val_size}")
@@ -111,9 +113,16 @@ class DataSection:
         found = (each for each in known if str(each) == str(name))
         return next(found, None) or DatasetReference.of(name).located(Path())
 
+    @property
+    def longest(self) -> int:
+        """``cutoff_len``, or its default for models of any length."""
+        return DEFAULT_CUTOFF if self.cutoff_len is None else self.cutoff_len
+
     def cache_settings(self, names: Sequence[str]) -> dict[str, object]:
         """Settings by name, in the words by which encoded datasets are cached."""
         found = {name: getattr(self, name) for name in names}
+        if "cutoff_len" in found:
+            found["cutoff_len"] = self.longest
         if found.get("on_too_long") == "truncate":
             found["on_too_long"] = "cut"  # as in version 0.1, whose caches stay valid
         return found

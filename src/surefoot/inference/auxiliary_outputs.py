@@ -47,7 +47,7 @@ def auxiliary_columns(
     found = columns_of(recipe, {POLICY: base}, list(sets.values()), world)
     if not found.is_complete:
         longest = max(int(dataset.lengths.max(initial=0)) for dataset in items.values())
-        longest = min(longest, recipe.data.cutoff_len)
+        longest = min(longest, recipe.data.longest)
         with _networks(recipe, codec, world, parallel, longest) as networks:
             found.run(context_of(recipe, codec, networks, ALONE, recipe.train.seed))
     return {name: _columns(one, found) for name, one in sets.items()}

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 from ..batch import Features
 from ..data.encoded import Dropped, Truncated
@@ -18,6 +19,7 @@ from ..model.precision import autocast, choose
 from ..network.network import Network
 from ..parallel.world import ALONE
 from ..recipe.recipe import Recipe
+from ..recipe.recipe_data import fitted
 from ..run.contexts import build_evaluation
 from ..training.evaluation import EvaluationSet
 from ..training.precompute import NOTHING
@@ -28,7 +30,9 @@ logger = logging.getLogger(__name__)
 
 
 def adopt(opened: LoadedModel, recipe: Recipe) -> LoadedModel:
-    """``opened`` with the recipe's settings; with its template, too, if the model has none."""
+    """``opened`` with the recipe's settings; with its template, too, if the model has none. Raises
+    ``RecipeError`` if ``data.cutoff_len`` is more than the model has positions."""
+    recipe = fitted(recipe, opened.inner.config, Path(opened.inner.name_or_path))
     template = opened.template
     if not recipe.stage.uses_template:
         template = None
@@ -51,7 +55,7 @@ def measure(
     items = encoded(recipe.stage, examples, opened.codec)
     if columns is not None:
         items = _with_columns(items, columns)
-    longest = min(recipe.data.cutoff_len, max(len(item["input_ids"]) for item in items))
+    longest = min(recipe.data.longest, max(len(item["input_ids"]) for item in items))
     with ready_to_measure(opened, recipe, longest) as network:
         # ranks that share a network run in step, so each computes all batches
         found = build_evaluation(recipe, opened.codec, network, ALONE)

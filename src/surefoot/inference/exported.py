@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 
@@ -28,7 +28,9 @@ from ..data.section import DataSection
 from ..data.text.codec import Codec
 from ..data.text.templates import load_template, saved_source
 from ..errors import ModelError
+from ..model.pretrained.positions import changed_config, extension_of
 from ..model.pretrained.tokenizer import load_tokenizer
+from ..model.section import ModelSection
 from ..network.heads import HEADS
 from ..schema.locations import DatasetReference
 from .adapter_places import updated_tensors
@@ -136,7 +138,9 @@ def _whole(parts: ModelFolders, trust_remote_code: bool) -> _Whole:
     updated = updated_tensors(model, parts.adapter)
     source, is_untied = _merge(grown, parts.adapter, names, updated)
     rows = source.shapes().get(names.embed, (0,))[0]
-    changes: dict[str, object] = {"vocab_size": rows} if rows != old else {}
+    section = ModelSection(path=str(parts.model), trust_remote_code=trust_remote_code)
+    section = replace(section, **extension_of(parts.adapter))
+    changes = changed_config(parts.model, section) | ({"vocab_size": rows} if rows != old else {})
     if is_untied:
         changes["tie_word_embeddings"] = False
     return _Whole(source, changes, _stop_token_ids(tokenizer))

@@ -22,6 +22,7 @@ from ..errors import DamagedFileError, ModelError, RecipeError
 from ..generate.section import GenerateSection
 from ..model.pretrained import base_identity
 from ..model.pretrained.loading import resolve
+from ..model.pretrained.positions import extension_of
 from ..model.pretrained.tokenizer import FILES as TOKENIZER_FILES
 from ..model.pretrained.tokenizer import load_tokenizer
 from ..model.section import ModelSection
@@ -170,7 +171,8 @@ def _open(
     parallel: ParallelSection,
 ) -> Network:
     """The model: in full, or only this rank's shards."""
-    plain = replace(section, adapter=parts.adapter, compile=False)
+    extended = {} if parts.adapter is None else extension_of(parts.adapter)
+    plain = replace(section, adapter=parts.adapter, compile=False, **extended)
     options = NetworkOptions(
         parallel=parallel, weights=parts.weights, is_trainable=False, only_generates=True
     )

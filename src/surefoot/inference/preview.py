@@ -83,10 +83,10 @@ def preview_data(
     ]
 
 
-def as_data(recipe: Recipe, found: Sequence[DatasetStats]) -> Mapping[str, object]:
+def as_data(codec: Codec, found: Sequence[DatasetStats]) -> Mapping[str, object]:
     """All of it as plain data."""
     datasets = [{**asdict(stats), "lengths": sorted(stats.lengths)} for stats in found]
-    return {"cutoff_len": recipe.data.cutoff_len, "datasets": datasets}
+    return {"cutoff_len": codec.section.cutoff_len, "datasets": datasets}
 
 
 def _preview(

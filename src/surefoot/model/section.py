@@ -26,6 +26,12 @@ class ModelSection:
     """Attention kernel. ``auto`` takes sdpa where the architecture has it, otherwise eager. Packed
     rows on a GPU use the first of varlen, flash-attn, flex and sdpa that passes a self-check, which
     a resume keeps."""
+    max_positions: int | None = None
+    """Positions of the model (default: its own, ``max_position_embeddings``). More of them rescale
+    its rotary embeddings; checkpoints contain them in ``config.json``."""
+    rope_scaling: Literal["yarn", "linear"] = "yarn"
+    """How ``max_positions`` rescales rotary embeddings: YaRN (arXiv:2309.00071), or all frequencies
+    alike (arXiv:2306.15595)."""
     new_special_tokens: tuple[str, ...] = ()
     """Tokens to add to the vocabulary. The embeddings are resized; new rows are initialized to
     the mean of the old ones."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -9,11 +10,12 @@ from transformers import PreTrainedTokenizerBase
 
 from ..errors import RecipeError
 from ..model.attention.isolation import use_packed
-from ..model.attention.packed import switch_to_packed
+from ..model.attention.packed import follow_calls, switch_to_packed
 from ..model.fused_lora import enable_fused_lora
 from ..model.head.logprob_head import logprob_head_of
 from ..model.pretrained.compiled import compile_layers
 from ..model.pretrained.loading import grow_embeddings, recompute_activations, upcast_trained
+from ..model.pretrained.positions import check_adapter
 from ..model.pretrained.quantized import check_alone, num_elements
 from ..model.pretrained.weights import AdapterWeights, FullWeights, names_in_files
 from ..model.section import ModelSection
@@ -94,6 +96,7 @@ def _engine(draft: Draft, runner: ModelForward) -> Engine:
 def load(draft: Draft, tensors: Tensors) -> None:
     """Load the model."""
     check_alone(draft.section, draft.world.size)
+    check_adapter(draft.section)
     tensors.load(draft)
 
 
@@ -109,11 +112,15 @@ def switch_attention(draft: Draft, tensors: Tensors) -> None:
         draft.sharing.is_proven = use_packed(draft.inner, draft.options.longest)
     elif draft.options.packing:
         switch_to_packed(draft.inner)
+    if draft.options.packing and tensors.have_values:
+        follow_calls(draft.inner)  # a callback may generate
 
 
 def apply_method(draft: Draft, tensors: Tensors) -> None:
     """Freeze what is not trained, or add an adapter."""
-    tensors.adapt(draft)
+    with warnings.catch_warnings():  # of PEFT's, about a property that transformers renamed
+        warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)
+        tensors.adapt(draft)
     if not (draft.has_grown and draft.options.is_trainable):
         return
     if not any(p.requires_grad for p in draft.module.get_input_embeddings().parameters()):  # type: ignore[operator]

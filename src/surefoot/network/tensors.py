@@ -13,7 +13,7 @@ from typing import Protocol, cast
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ..checkpoint.layouts.opening import read_named, scattered
 from ..errors import ModelError
@@ -21,6 +21,7 @@ from ..geometry.box import Box
 from ..geometry.sharding import Cuts
 from ..model.pretrained.adapter import attach, attach_empty
 from ..model.pretrained.loading import load_model, training_dtype
+from ..model.pretrained.positions import read_config
 from ..model.section import ModelSection
 from ..model.seeding import seed_everything
 from ..parallel.generation_sharding import shard_for_generation
@@ -137,8 +138,10 @@ class MetaTensors:
 
     def load(self, draft: Draft) -> None:
         """From the configuration."""
+        kernel = draft.section.attention
+        own = None if kernel in ("auto", "flash_attention_2") else kernel  # which needs a GPU
         with torch.device("meta"):
-            draft.inner = from_config(draft.base, draft.section)
+            draft.inner = from_config(draft.base, draft.section, attention=own)
 
     def adapt(self, draft: Draft) -> None:
         """Nothing is drawn: a meta model has no values."""
@@ -169,7 +172,7 @@ def from_config(
     """The model that ``config.json`` in ``base`` describes, on torch's default device, of ``dtype``
     or else of its configuration's. Raises ``ModelError`` if it describes none."""
     try:
-        config = AutoConfig.from_pretrained(base, trust_remote_code=section.trust_remote_code)
+        config = read_config(base, section)
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
             config,
             dtype=dtype or config.dtype or torch.float32,

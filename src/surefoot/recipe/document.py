@@ -19,6 +19,7 @@ class Document:
     name: str = ""
     marks: Mapping[Keys, Mark] = field(default_factory=dict)
     overrides: Mapping[Keys, str] = field(default_factory=dict)  # path -> the argument it came from
+    overridden: frozenset[Keys] = frozenset()  # the settings whose values come from overrides
 
     def error(self, problems: Sequence[Problem]) -> RecipeError:
         """All ``problems`` in reading order, each with its position."""

@@ -7,9 +7,11 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
+from ..checkpoint.disk.commit import step_of
 from ..errors import RecipeError
 
 MAX_BYTES = 1_000_000
+RUN_RECIPE = "recipe.yaml"  # in the folder of a run, and in its checkpoints
 SUFFIXES = (".yaml", ".yml", ".json")
 
 
@@ -43,6 +45,19 @@ def read_adapter(folder: Path) -> Mapping[str, object] | None:
     return found if isinstance(found, dict) else None
 
 
+def recipe_in(path: Path) -> tuple[Path, Path | None]:
+    """The recipe file that ``path`` means, and the folder of its run if ``path`` is that folder or
+    one of its checkpoints."""
+    if not path.is_dir() or not (path / RUN_RECIPE).is_file():
+        return path, None
+    return path / RUN_RECIPE, path.absolute().parent if is_checkpoint(path) else path
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether ``path`` has the name of a checkpoint, and is a folder."""
+    return path.is_dir() and step_of(path) >= 0
+
+
 def _decode(raw: bytes, path: Path) -> str:
     try:
         text = raw.decode("utf-8-sig")
@@ -65,7 +80,8 @@ def _recipes(folder: Path) -> list[str]:
 
 
 def _inside(folder: Path) -> str:
-    found = _recipes(folder)[:3] or _of_newest_checkpoint(folder)
+    found = [name for name in _recipes(folder) if not name.endswith(".json")][:3]
+    found = found or _of_newest_checkpoint(folder)
     return f" such as {', '.join(str(folder / name) for name in found)}" if found else ""
 
 

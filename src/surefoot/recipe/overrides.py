@@ -7,7 +7,7 @@ a section with some of its settings.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from ..errors import RecipeError
 from ..schema import Keys, Setting, expand, settings
@@ -43,8 +43,22 @@ def put(cls: type, document: Document, path: Keys, value: object, origin: str) -
     patch = value
     for key in reversed(path):
         patch = {key: patch}
-    data = _merge_section(cls, expand(cls, document.data), expand(cls, patch))
-    return dataclasses.replace(document, data=data, overrides={**document.overrides, path: origin})
+    expanded = expand(cls, patch)
+    return dataclasses.replace(
+        document,
+        data=_merge_section(cls, expand(cls, document.data), expanded),
+        overrides={**document.overrides, path: origin},
+        overridden=document.overridden | set(_leaves(expanded, ())),
+    )
+
+
+def _leaves(patch: object, path: Keys) -> Iterator[Keys]:
+    """The path of every value in ``patch``."""
+    if not isinstance(patch, Mapping):
+        yield path
+        return
+    for key, value in patch.items():
+        yield from _leaves(value, (*path, key))
 
 
 def _split(argument: str) -> tuple[Keys, object]:

@@ -14,7 +14,7 @@ from ..schema import Problem
 from .document import Document
 from .files import SUFFIXES, read_text
 from .overrides import Overrides, override
-from .recipe_paths import locate_model
+from .recipe_paths import bases, locate_model
 from .yaml import parse
 
 _OF_TRAINING = ("data", "stage", "train")  # sections that a recipe with training must have
@@ -69,10 +69,10 @@ def load(
     found = schema.read(Prediction, document.data, fail=document.error)
     if problems := list(_problems(found)):
         raise document.error(problems)
-    base = Path(path).parent if _is_file(path) else Path()
+    base_of = bases(document, Path(path).parent if _is_file(path) else Path())
     names = ("path", "weights", "adapter", "base")
     told = {name: getattr(found.model, name) for name in names}
-    places = {name: locate_model(value, base) for name, value in told.items() if value}
+    places = {n: locate_model(value, base_of(("model", n))) for n, value in told.items() if value}
     model: PredictModel = replace(found.model, **places)  # type: ignore[arg-type]
     return replace(found, model=model)
 
@@ -94,7 +94,8 @@ def _document(path: str, generate: GenerateSection | None) -> Document:
     data = document.data
     is_ours = isinstance(data, Mapping) and not any(name in data for name in _OF_TRAINING)
     if not _is_file(path) or (isinstance(data, Mapping) and not is_ours):
-        document = Document({"model": {"path": path}})
+        by_hand = frozenset({("model", "path")})  # on the command line, not by a file
+        document = Document({"model": {"path": path}}, overridden=by_hand)
     if generate is not None and isinstance(document.data, Mapping):
         told = document.data.get("generate") or {}
         if isinstance(told, Mapping):

@@ -1,7 +1,7 @@
 """The recipe: one YAML file, one frozen tree of sections, and the rules between them.
 
-A path in it is relative to the recipe file if it exists there, otherwise to the current folder;
-only ``train.output_dir`` is always relative to the current folder.
+A path in the file is relative to the file if it exists there, otherwise to the current folder. A
+path in an override is relative to the current folder, and so is ``train.output_dir``.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ from ..parallel.section import ParallelSection
 from ..schema import Problem, Variants
 from ..schema.locations import locate
 from ..stages import STAGES
+from ..storage.address import is_address
 from ..training.section import TrainSection
 from ..training.stage import Stage
 from .document import Document
-from .files import read_adapter, read_text
-from .overrides import Overrides, override
-from .recipe_paths import locate_model, with_locations
+from .files import read_adapter, read_text, recipe_in
+from .overrides import Overrides, override, put
+from .recipe_paths import BaseOf, adapter_in, bases, locate_model, with_locations
 from .yaml import emit, parse
 
 
@@ -58,10 +59,21 @@ class Recipe:
 
 
 def load(path: Path, overrides: Overrides = ()) -> Recipe:
-    """Read the recipe file ``path``, with ``overrides`` applied. Raises ``RecipeError``: with all
-    validation errors, each with file, line and column."""
-    document = parse(read_text(path), str(path))
-    return _build(override(Recipe, document, overrides), path.parent)
+    """Read the recipe file ``path``, or the recipe of the run or checkpoint in the folder ``path``,
+    with ``overrides`` applied. Raises ``RecipeError``: with all validation errors, each with file,
+    line and column."""
+    file, run = recipe_in(path)
+    document = parse(read_text(file), str(file))
+    if run is not None and not _is_remote(document):  # wherever it was moved to
+        document = put(Recipe, document, ("train", "output_dir"), str(run), str(run))
+    return _build(override(Recipe, document, overrides), file.parent)
+
+
+def _is_remote(document: Document) -> bool:
+    """Whether the run of a recipe is in an object store."""
+    train = document.data.get("train") if isinstance(document.data, Mapping) else None
+    folder = train.get("output_dir") if isinstance(train, Mapping) else None
+    return isinstance(folder, str) and is_address(folder)
 
 
 def read(
@@ -86,7 +98,7 @@ def _build(document: Document, base: Path) -> Recipe:
     problems += recipe.stage.problems(recipe.data, recipe.parallel)
     if problems:
         raise document.error(problems)
-    return with_adapter_settings(_with_places(recipe, base), document.error)
+    return with_adapter_settings(_with_places(recipe, bases(document, base)), document.error)
 
 
 def with_adapter_settings(
@@ -114,17 +126,19 @@ def with_adapter_settings(
     return found
 
 
-def _with_places(recipe: Recipe, base: Path) -> Recipe:
+def _with_places(recipe: Recipe, base_of: BaseOf) -> Recipe:
     """The recipe with absolute paths, so that it means the same wherever it is read again."""
-    recipe = with_locations(recipe, base)
+    recipe = with_locations(recipe, base_of)
     model, data, train = recipe.model, recipe.data, recipe.train
-    adapter = locate(model.adapter, base) if model.adapter else None
+    path = locate_model(model.path, base_of(("model", "path")))
+    adapter = model.adapter and adapter_in(locate(model.adapter, base_of(("model", "adapter"))))
+    datasets = locate(data.dataset_dir, base_of(("data", "dataset_dir")))
     run, caches = train.output_dir, (data.cache_dir, train.cache_dir)
     data_cache, run_cache = (path.expanduser().absolute() if path else None for path in caches)
     return replace(
         recipe,
-        model=replace(model, path=locate_model(model.path, base), adapter=adapter),
-        data=replace(data, dataset_dir=locate(data.dataset_dir, base), cache_dir=data_cache),
+        model=replace(model, path=path, adapter=adapter),
+        data=replace(data, dataset_dir=datasets, cache_dir=data_cache),
         train=replace(
             train,
             output_dir=run.expanduser() if isinstance(run, Path) else run,

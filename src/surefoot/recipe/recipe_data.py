@@ -7,8 +7,11 @@ rows.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+
+from transformers import PretrainedConfig
 
 from ..data.prepared.encoded_data import EncodedData, Encoding, find, prepare
 from ..data.prepared.streaming_data import StreamingData, encode_stream, open_stream
@@ -17,7 +20,8 @@ from ..data.rows.dataset_report import DatasetReport, EncodingReport
 from ..data.section import DataSection
 from ..data.text.codec import Codec
 from ..data.text.templates import load_template
-from ..errors import TemplateError
+from ..errors import RecipeError, TemplateError
+from ..model.pretrained.positions import CONFIG, num_positions, read_config, why_not_extended
 from ..model.pretrained.tokenizer import load_tokenizer
 from .recipe import Recipe
 
@@ -26,6 +30,7 @@ def open_codec(recipe: Recipe, base: Path) -> Codec:
     """The tokenizer of the model in ``base`` with the recipe's new tokens and chat template.
 
     Raises:
+        RecipeError: ``data.cutoff_len`` is more than the model has positions.
         ModelError: the tokenizer is missing or damaged.
         TemplateError: the template is unknown, or needs tokens that the tokenizer does not have.
     """
@@ -40,7 +45,37 @@ def open_codec(recipe: Recipe, base: Path) -> Codec:
     except TemplateError as error:
         more = problems_of(recipe.data)  # so that all are said at once
         raise TemplateError("\n".join([str(error), *more])) from error
-    return Codec(tokenizer, template, recipe.data)
+    return Codec(tokenizer, template, settled(recipe, base).data)
+
+
+def settled(recipe: Recipe, base: Path) -> Recipe:
+    """``recipe`` with the ``data.cutoff_len`` that it has for the model in ``base``. Raises
+    ``RecipeError`` if that is more than the model has positions, ``ModelError`` if
+    ``model.max_positions`` cannot be had."""
+    try:
+        config = read_config(base, recipe.model)
+    except (OSError, ValueError, KeyError):  # said when the model is loaded
+        return recipe
+    return fitted(recipe, config, base)
+
+
+def fitted(recipe: Recipe, config: PretrainedConfig, folder: Path) -> Recipe:
+    """The same for the model with ``config``, which ``folder`` contains."""
+    limit, cutoff = num_positions(config), recipe.data.cutoff_len
+    if cutoff is not None and limit is not None and cutoff > limit:
+        raise RecipeError(
+            f"data.cutoff_len: {cutoff:,} is more than the {limit:,} positions of the model "
+            f"(max_position_embeddings in {folder / CONFIG}); {_cure(config, cutoff, limit)}"
+        )
+    length = recipe.data.longest if limit is None else min(recipe.data.longest, limit)
+    return replace(recipe, data=replace(recipe.data, cutoff_len=length))
+
+
+def _cure(config: PretrainedConfig, cutoff: int, limit: int) -> str:
+    lower = f"set it to {limit} or less"
+    if why_not_extended(config) is not None:
+        return lower
+    return f"{lower}, or set model.max_positions={cutoff}, which rescales rotary embeddings"
 
 
 def prepared(recipe: Recipe, codec: Codec, section: DataSection | None = None) -> EncodedData:
@@ -79,4 +114,5 @@ def _encoding(recipe: Recipe, codec: Codec, section: DataSection | None = None) 
     stage = f"{type(recipe.stage).__name__}{recipe.stage.encoding}"
     fingerprint = {"codec": codec.fingerprint, "stage": stage}
     encode = partial(recipe.stage.encode, codec=codec)
-    return Encoding(section or recipe.data, encode, fingerprint, recipe.train.seed)
+    section = replace(section or recipe.data, cutoff_len=codec.section.cutoff_len)
+    return Encoding(section, encode, fingerprint, recipe.train.seed)

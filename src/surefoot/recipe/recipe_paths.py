@@ -2,12 +2,32 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from .. import schema
+from ..checkpoint.disk.commit import named
+from ..checkpoint.reading.verification import verify
+from ..errors import RecipeError
+from ..schema import Keys
 from ..schema.locations import DatasetReference, FunctionPath, ModelPath
+from .document import Document
+from .files import RUN_RECIPE, read_text
+from .yaml import parse
+
+ADAPTER = "adapter_config.json"
+BEST = "load_best_model_at_end"
+
+BaseOf = Callable[[Keys], Path]  # the folder that the path in a setting is relative to
+
+
+def bases(document: Document, base: Path) -> BaseOf:
+    """``base``, the folder of the recipe, for what the recipe says; the current folder for what an
+    override says, so that a shell completes the path that is meant."""
+    return lambda path: Path.cwd() if path in document.overridden else base
 
 
 def locate_model(name: str, base: Path) -> str:
@@ -15,20 +35,40 @@ def locate_model(name: str, base: Path) -> str:
     return str(ModelPath(name).located(base))
 
 
-def with_locations(section: Any, base: Path) -> Any:
+def adapter_in(folder: Path) -> Path:
+    """The folder of an adapter: of a run, its latest checkpoint, or its best one if the run ends
+    with that."""
+    checkpoints = named(folder)
+    if not checkpoints or (folder / ADAPTER).is_file():
+        return folder
+    valid = (path for path in reversed(checkpoints) if verify(path, full=False).ok)
+    newest = next(valid, checkpoints[-1])  # a damaged one says what is wrong with it
+    try:
+        state = json.loads((newest / "trainer_state.json").read_bytes())
+        ends_with_best = parse(read_text(folder / RUN_RECIPE)).data["train"][BEST]  # type: ignore[index]
+    except (OSError, ValueError, KeyError, TypeError, RecipeError):
+        return newest
+    best = folder / f"checkpoint-{state.get('best_global_step')}"
+    return best if ends_with_best is True and best in checkpoints else newest
+
+
+def with_locations(section: Any, base_of: BaseOf, path: Keys = ()) -> Any:
     """``section`` with every setting that is a location found, in variants and sections, too."""
-    values: dict[str, Any] = {
-        name: getattr(section, name)
-        for name in schema.settings(type(section))  # type: ignore[arg-type]
-    }
-    found = {name: _located(value, base) for name, value in values.items()}
-    changed = {name: value for name, value in found.items() if value is not values[name]}
+    changed = {}
+    cls: type = type(section)
+    for name, setting in schema.settings(cls).items():
+        value, here = getattr(section, name), (*path, name)
+        if setting.choices is not None:
+            here = (*here, schema.variant_name(setting.choices, value))
+        found = _located(value, base_of, here)
+        if found is not value:
+            changed[name] = found
     return replace(section, **changed) if changed else section
 
 
-def _located(value: Any, base: Path) -> Any:
+def _located(value: Any, base_of: BaseOf, path: Keys) -> Any:
     if isinstance(value, ModelPath | FunctionPath | DatasetReference):
-        return value.located(base)
+        return value.located(base_of(path))
     if isinstance(value, tuple):
-        return tuple(_located(item, base) for item in value)
-    return with_locations(value, base) if schema.is_section(value) else value
+        return tuple(_located(item, base_of, path) for item in value)
+    return with_locations(value, base_of, path) if schema.is_section(value) else value

@@ -14,12 +14,14 @@ from ..model.malloc import keep_freed_memory
 from ..model.seeding import seed_everything, use_deterministic_kernels
 from ..parallel.world import ALONE, World
 from ..recipe.recipe import Recipe
+from ..recipe.recipe_data import settled
 from ..training.callback import TrainerCallback
 from ..training.trainer import Trainer
 from . import data_loading
 from .auxiliary import open_ahead
 from .base_models import find_bases
 from .code_files import check_code, code_of
+from .from_python.stages import AS_IN_THE_RECIPE, StageParts
 from .policy import Around, build_codec, open_policy, settle_packing
 from .recipe_callbacks import standard_callbacks
 from .saving import build_saver
@@ -36,6 +38,14 @@ class Start:
     writer: interchange.ForeignTrainer | None  # None: Surefoot
     trust_pickle: bool = False
     is_verified: bool = False  # whether every byte of it was checked a moment ago
+
+    @classmethod
+    def of(
+        cls, folder: Path, world: World, *, trust_pickle: bool = False, is_verified: bool = False
+    ) -> Start:
+        """The checkpoint in ``folder``, by Surefoot or a trainer that is recognized."""
+        writer = interchange.detect_trainer(folder, trust_pickle=trust_pickle, pp=world.pp)
+        return cls(folder, writer, trust_pickle, is_verified)
 
     @property
     def has_base(self) -> bool:
@@ -57,28 +67,25 @@ def build(
     recipe: Recipe,
     *,
     callbacks: Sequence[TrainerCallback] = (),
-    resume: Path | None = None,
-    trust_pickle: bool = False,
+    resume: Path | Start | None = None,
     world: World = ALONE,
     listeners: Sequence[SaveListener] = (),
     trial: Around | None = None,
-    is_verified: bool = False,
+    parts: StageParts = AS_IN_THE_RECIPE,
 ) -> Trainer:
-    """The Trainer of a recipe, with the states of the checkpoint ``resume`` if one is given;
-    ``is_verified`` if every byte of that was checked a moment ago.
-    ``trial`` is for measurements of speed: it wraps forward and backward, auxiliary models compute
-    nothing, and there are no callbacks except the given ones."""
-    start = None
-    if resume is not None:
-        writer = interchange.detect_trainer(resume, trust_pickle=trust_pickle, pp=world.pp)
-        start = Start(resume, writer, trust_pickle, is_verified)
+    """The Trainer of a recipe, with the states of the checkpoint ``resume`` if one is given, and
+    ``parts`` in place of the stage's. ``trial`` is for measurements of speed: it wraps forward and
+    backward, auxiliary models compute nothing, and there are no callbacks except the given ones."""
+    start = Start.of(resume, world) if isinstance(resume, Path) else resume
     seed_everything(recipe.train.seed)
     use_deterministic_kernels(recipe.train.deterministic)
     keep_freed_memory()
-    code = code_of(recipe)
-    bases = find_bases(recipe, None if start is None or start.writer is not None else resume)
+    code = code_of(recipe, parts)
+    bases = find_bases(recipe, None if start is None or start.writer is not None else start.folder)
     code |= bases.record() if trial is None and world.is_main else {}
     base = bases.policy.folder
+    written = settled(recipe, base)  # by its checkpoints
+    recipe = replace(written, stage=parts.of(written.stage))
     codec = build_codec(recipe, base)
     data, feeder = data_loading.open_data(recipe, codec, base, world)
     ahead = open_ahead(recipe, bases.folders, codec, data, world)
@@ -92,10 +99,10 @@ def build(
     longest = data_loading.longest_document(recipe, data)
     policy = open_policy(recipe, base, codec.tokenizer, world, is_read=is_read, longest=longest)
     ahead.run(policy)
-    saver = build_saver(recipe, policy, codec, bases.policy, world)
+    saver = build_saver(written, policy, codec, bases.policy, world)
     saver = replace(
         saver,
-        resumed_from=resume,
+        resumed_from=None if start is None else start.folder,
         is_foreign=start is not None and start.writer is not None,
         companions={**saver.companions, **code},
         listeners=listeners,

@@ -8,18 +8,21 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from .. import schema
+from ..errors import RunError
 from ..recipe.recipe import Recipe
 from ..schema.locations import FunctionPath
 from ..storage import files
 from ..training.rewards import load_function
+from .from_python.stages import AS_IN_THE_RECIPE, GIVEN, StageParts
 
 logger = logging.getLogger(__name__)
 NAME = "code.json"  # in a checkpoint: the functions of the recipe, and the hashes of their files
 
 
-def code_of(recipe: Recipe) -> dict[str, bytes]:
-    """The file that records the functions of ``recipe``, if it names some. Raises ``RunError``."""
-    found = {path: _hash(path) for path in functions_in(recipe)}
+def code_of(recipe: Recipe, parts: StageParts = AS_IN_THE_RECIPE) -> dict[str, bytes]:
+    """The file that records the functions of ``recipe`` and of ``parts``, if there are some. Raises
+    ``RunError``."""
+    found = {str(path): _hash(path) for path in functions_in(recipe)} | parts.code()
     return {NAME: json.dumps(found, indent=2, sort_keys=True).encode()} if found else {}
 
 
@@ -35,11 +38,17 @@ def functions_in(section: object) -> Iterator[FunctionPath]:
 
 
 def check_code(code: Mapping[str, bytes], folder: Path) -> None:
-    """Warn if a function has changed since the checkpoint in ``folder`` was saved."""
+    """Warn if a function has changed since the checkpoint in ``folder`` was saved. Raises
+    ``RunError`` if one that the run was trained with is not given any more."""
     path = folder / NAME
-    if NAME not in code or not path.is_file():
-        return
-    before, now = json.loads(path.read_bytes()), json.loads(code[NAME])
+    before = json.loads(path.read_bytes()) if path.is_file() else {}
+    now = json.loads(code.get(NAME, b"{}"))
+    for role in GIVEN:
+        if role in before and role not in now:
+            raise RunError(
+                f"{folder.name} was trained with a {role} which is missing here; resume it from "
+                "Python with the same `parts`"
+            )
     for name, digest in now.items():
         if before.get(name, digest) != digest:
             logger.warning("%s has changed since %s was saved", name, folder.name)

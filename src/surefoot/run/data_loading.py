@@ -88,9 +88,9 @@ def longest_document(recipe: Recipe, data: TrainingData) -> int:
     """Tokens of the longest document in packed rows; of those that are not encoded yet, as many as
     ``data.cutoff_len`` allows."""
     if not data.order(recipe.data, seed=recipe.train.seed).is_complete:
-        return recipe.data.cutoff_len
+        return recipe.data.longest
     longest = max(int(dataset.lengths.max(initial=0)) for dataset in data.complete)
-    return min(recipe.data.cutoff_len, longest)
+    return min(recipe.data.longest, longest)
 
 
 def packed_bounds(recipe: Recipe, loader: Loader) -> list[int]:
@@ -99,5 +99,5 @@ def packed_bounds(recipe: Recipe, loader: Loader) -> list[int]:
     if loader.order.is_complete:
         bounds = loader.window_at(0, 0)[0].cu_seqlens
         return [] if bounds is None else [int(bound) for bound in bounds]
-    length = recipe.data.cutoff_len // 2
+    length = recipe.data.longest // 2
     return [length * count for count in range(recipe.train.micro_batch_size + 1)]

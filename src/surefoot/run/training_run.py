@@ -7,25 +7,74 @@ import logging
 import signal
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+
+from torch import nn
+from transformers import PreTrainedTokenizerBase
 
 from .. import interchange
 from ..checkpoint.reading.loading import load as load_checkpoint
 from ..errors import CheckpointError, RunError
+from ..model.pretrained.loading import resolve
+from ..model.section import ModelSection
+from ..network.preflight import check_packages, preflight
 from ..parallel.world import World, explain_peer_loss, joined
 from ..recipe.batch_sizes import with_batch_sizes
 from ..recipe.recipe import Recipe, load, read, with_adapter_settings
+from ..recipe.recipe_data import settled
 from ..storage.files import raising, write_aside
 from ..training.callback import TrainerCallback
-from ..training.state import TrainerState
+from ..training.evaluation import EVALUATION
+from ..training.state import Record, TrainerState
 from ..training.trainer import Trainer
+from .assembly import Start
 from .assembly import build as build  # noqa: PLC0414 - part of what a run is, from Python
+from .code_files import code_of
 from .folder import mirror_of, opened, resume_point, write_recipe
+from .from_python.given import Given
+from .from_python.rows import Rows
+from .from_python.stages import AS_IN_THE_RECIPE, StageParts
 from .out_of_memory import explain_out_of_memory
+from .policy import options_of
 
 logger = logging.getLogger(__name__)
 RESULTS = "all_results.json"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended: its state, the trained model, and the signal that stopped it, if one did.
+
+    The model is ready to ``generate``. On several ranks, it is this rank's shards.
+    """
+
+    state: TrainerState
+    model: nn.Module = field(repr=False)  # with its adapter, in evaluation mode
+    tokenizer: PreTrainedTokenizerBase = field(repr=False)  # with the chat template of the run
+    output_dir: Path
+    signal: signal.Signals | None = None
+    is_main: bool = True  # whether this is the rank that speaks for all
+
+    @property
+    def global_step(self) -> int:
+        """Optimizer steps of the run."""
+        return self.state.global_step
+
+    @property
+    def log_history(self) -> list[Record]:
+        """All logs and evaluations."""
+        return self.state.log_history
+
+    @property
+    def best_metric(self) -> float | None:
+        """The value of ``train.metric_for_best_model`` at ``best_global_step``."""
+        return self.state.best_metric
+
+    @property
+    def best_global_step(self) -> int | None:
+        """The step of the best checkpoint."""
+        return self.state.best_global_step
 
 
 def train(
@@ -33,48 +82,70 @@ def train(
     *,
     callbacks: Sequence[TrainerCallback] = (),
     trust_pickle: bool = False,
+    train_dataset: Rows | None = None,
+    eval_dataset: Rows | None = None,
+    model: nn.Module | Mapping[str, object] | ModelSection | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    parts: StageParts = AS_IN_THE_RECIPE,
     **overrides: object,
-) -> TrainerState:
-    """Train the recipe, resuming from its output_dir, and return the final state.
+) -> Outcome:
+    """Train the recipe, resuming from its output_dir; returns the trained model and its state.
 
     Args:
         recipe: a ``Recipe``, the path of a YAML file, or the same as nested mappings.
         callbacks: callbacks in addition to those of the recipe.
         trust_pickle: read the pickles in a checkpoint of Hugging Face's Trainer, if
             ``checkpoint.resume`` names one.
+        train_dataset: rows in place of ``data.datasets``: a ``datasets.Dataset``, or mappings.
+        eval_dataset: rows in place of ``data.eval_datasets``.
+        model: a transformers model, of which a copy is trained; or the section of that name.
+        tokenizer: in place of the model's own.
+        parts: a loss, a collation or metrics in place of the stage's.
         overrides: sections to change, as nested mappings
             (``optim={"adamw": {"learning_rate": 5e-5}}``) or as dotted paths
-            (``**{"optim.adamw.learning_rate": 5e-5}``).
+            (``**{"optim.adamw.learning_rate": 5e-5}``); a stage, method or optimizer may be an
+            instance of a class of your own.
 
     Raises:
         SurefootError: whatever a user can fix; see ``errors``.
     """
-    loaded = read_recipe(recipe, overrides)
-    return run(loaded, callbacks=callbacks, trust_pickle=trust_pickle).state
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """How a run ended: its state, and the signal that stopped it, if one did."""
-
-    state: TrainerState
-    signal: signal.Signals | None = None
-    is_main: bool = True  # whether this is the rank that speaks for all
+    if model is not None and not isinstance(model, nn.Module):
+        overrides, model = {"model": model, **overrides}, None
+    given = Given(
+        train_dataset=train_dataset,
+        eval_dataset=eval_dataset,
+        model=model,
+        tokenizer=tokenizer,
+        parts=parts,
+    )
+    loaded = given.stored(read_recipe(recipe, given.overrides(overrides)))
+    return run(loaded, callbacks=callbacks, trust_pickle=trust_pickle, parts=parts)
 
 
 def run(
-    recipe: Recipe, *, callbacks: Sequence[TrainerCallback] = (), trust_pickle: bool = False
+    recipe: Recipe,
+    *,
+    callbacks: Sequence[TrainerCallback] = (),
+    trust_pickle: bool = False,
+    parts: StageParts = AS_IN_THE_RECIPE,
 ) -> Outcome:
     """Start or resume a run; see ``train``."""
     with joined(recipe.parallel) as world:
         recipe, note = with_batch_sizes(recipe, world.num_data_ranks)
         if note is not None:
             logger.info("%s", note)
-        return _run_on(world, recipe, callbacks, trust_pickle=trust_pickle)
+        code_of(recipe)  # what is missing is an error before anything is loaded
+        with world.main_first():  # which may download
+            recipe = settled(recipe, resolve(recipe.model, weights=False))
+        return _run(recipe, world, callbacks, trust_pickle, parts)
 
 
-def _run_on(
-    world: World, recipe: Recipe, callbacks: Sequence[TrainerCallback], *, trust_pickle: bool
+def _run(
+    recipe: Recipe,
+    world: World,
+    callbacks: Sequence[TrainerCallback],
+    trust_pickle: bool,
+    parts: StageParts,
 ) -> Outcome:
     with opened(recipe, world) as folder:
         start = mirror = None
@@ -82,15 +153,16 @@ def _run_on(
             interchange.refuse_output_dir(folder.path)
             start = resume_point(folder, recipe)
             mirror = mirror_of(folder, recipe)
+            if start is None:
+                check_early(recipe, world)
         start = world.from_main(start)
         trainer = build(
             recipe,
             callbacks=callbacks,
-            resume=start,
-            trust_pickle=trust_pickle,
+            resume=start and Start.of(start, world, trust_pickle=trust_pickle, is_verified=True),
             world=world,
             listeners=() if mirror is None else (mirror,),
-            is_verified=start is not None,
+            parts=parts,
         )
         if not world.is_main:
             return _fit(trainer)
@@ -99,6 +171,21 @@ def _run_on(
             trainer.saver.delete_old(trainer.state)  # a smaller keep makes room before a save
         with mirror or nullcontext():
             return _fit(trainer)
+
+
+def check_early(recipe: Recipe, world: World) -> None:
+    """Raise what is known to be wrong before the data is encoded, which may take hours."""
+    if "tensorboard" in recipe.train.report_to:
+        check_packages(["tensorboard"], "train.report_to: tensorboard")
+    preflight(
+        resolve(recipe.model),
+        recipe.model,
+        options_of(recipe),
+        recipe.optim,
+        num_processes=world.size,
+        tp=world.tp,
+        output_dir=recipe.train.folder,
+    )
 
 
 def _fit(trainer: Trainer) -> Outcome:
@@ -110,7 +197,9 @@ def _fit(trainer: Trainer) -> Outcome:
             state.global_step,
             state.max_steps,
         )
-        return Outcome(state, None, trainer.world.is_main)
+        if trainer.world.is_main:
+            _load_best(trainer)
+        return _outcome(trainer)
     if state.is_complete:
         logger.info("the last step is saved, but the run was ended before its results were written")
     told = explain_peer_loss(trainer.world.rank, lambda: trainer.signal)
@@ -120,7 +209,7 @@ def _fit(trainer: Trainer) -> Outcome:
         _must_be_saved(trainer)
         finish(trainer)
         trainer.saver.finish_uploads(state)
-    return Outcome(state, trainer.signal, trainer.world.is_main)
+    return _outcome(trainer)
 
 
 def _is_finished(trainer: Trainer) -> bool:
@@ -132,6 +221,25 @@ def _is_finished(trainer: Trainer) -> bool:
     except (OSError, ValueError):
         return False
     return isinstance(results, dict) and results.get("global_step") == trainer.state.global_step
+
+
+def _outcome(trainer: Trainer) -> Outcome:
+    """The model of a run that has ended, ready to generate: it ends where its responses do."""
+    codec = trainer.evaluation.context((EVALUATION, 0)).codec
+    learner, tokenizer = trainer.policy, codec.tokenizer
+    network = learner.network
+    config = network.inner.generation_config
+    if network.inner.can_generate() and config is not None:
+        config.eos_token_id = list(dict.fromkeys([*network.own_stops, *codec.stop_token_ids]))
+        config.pad_token_id = tokenizer.pad_token_id
+    return Outcome(
+        trainer.state,
+        learner.module.eval(),
+        tokenizer,
+        trainer.section.folder,
+        trainer.signal,
+        trainer.world.is_main,
+    )
 
 
 def _must_be_saved(trainer: Trainer) -> None:
@@ -163,13 +271,7 @@ def finish(trainer: Trainer) -> None:
     is_cut_short = trainer.signal is not None and not state.is_complete
     if is_cut_short or not trainer.world.is_main:
         return
-    best = state.best_global_step
-    if section.load_best_model_at_end and best is not None:
-        weights = ["model", *trainer.policy.network.head_weights]
-        load_checkpoint(trainer.saver.path_of(best), trainer.states, only=weights)
-        logger.info(
-            "best: checkpoint-%d, %s %.4g", best, section.metric_for_best_model, state.best_metric
-        )
+    best = _load_best(trainer)
     steps = max(1, state.global_step - state.num_skipped_steps)
     evaluations = [record for record in state.log_history if "eval_loss" in record]
     results: dict[str, object] = {
@@ -189,3 +291,16 @@ def finish(trainer: Trainer) -> None:
     text = json.dumps(results, indent=2, sort_keys=True) + "\n"
     with raising(RunError, "results"):
         write_aside(section.folder / RESULTS, text.encode())
+
+
+def _load_best(trainer: Trainer) -> int | None:
+    """Load the best weights if the recipe says so; the step of the best checkpoint."""
+    state, section = trainer.state, trainer.section
+    best = state.best_global_step
+    if section.load_best_model_at_end and best is not None:
+        weights = ["model", *trainer.policy.network.head_weights]
+        load_checkpoint(trainer.saver.path_of(best), trainer.states, only=weights)
+        logger.info(
+            "best: checkpoint-%d, %s %.4g", best, section.metric_for_best_model, state.best_metric
+        )
+    return best

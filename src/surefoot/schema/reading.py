@@ -6,7 +6,7 @@ import functools
 import json
 import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,9 +15,10 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from ..errors import RecipeError
 from .locations import DatasetReference
 from .problem import Problem, explain
-from .setting import Setting, all_variants, is_section, settings, variant_name
+from .setting import Keys, Setting, all_variants, is_section, settings, variant_name
 
 T = TypeVar("T")
+MAX_DEPTH = 32  # a recipe is four levels deep
 STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
 
@@ -39,12 +40,28 @@ def read(
     try:
         text = json.dumps([plain])
     except (TypeError, ValueError) as error:
-        raise fail([Problem((), f"not plain data: {error}")]) from None
+        found = [*_objects(plain)] or [Problem((), f"not plain data: {error}")]
+        raise fail(found) from None
     try:
         return typing.cast(T, _adapter(section, all_variants(section)).validate_json(text)[0])
     except ValidationError as error:
         found = [explain(section, plain, e) for e in error.errors(include_url=False)]
         raise fail(list(dict.fromkeys(found))) from None
+
+
+def _objects(plain: object, path: Keys = ()) -> Iterator[Problem]:
+    """What is in ``plain`` that no recipe can say."""
+    if len(path) > MAX_DEPTH:  # it contains itself
+        return
+    if isinstance(plain, Mapping):
+        for key, value in plain.items():
+            yield from _objects(value, (*path, str(key)))
+    elif isinstance(plain, list | tuple):
+        for index, value in enumerate(plain):
+            yield from _objects(value, (*path, index))
+    elif not isinstance(plain, str | int | float | None):
+        message = f"expected plain data, got an object of type {type(plain).__name__}"
+        yield Problem(path, f"{message}; surefoot.train has arguments for objects")
 
 
 @functools.cache

@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator
 
 from ..checkpoint.disk.retention import more_is_better
 from ..storage.address import Address, default_cache
@@ -14,6 +16,13 @@ _HALF_A_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:(/|$)")  # as a path, s3:// h
 
 _LEAST = {"max_steps": 1, "log_steps": 1, "eval_steps": 1, "early_stopping_patience": 1}
 _LEAST |= {"max_skipped_steps": 0}
+
+
+def _trackers(names: object) -> object:
+    """No tracker for ``none``, as in the Hugging Face Trainer."""
+    if names in (["none"], None):
+        return ()
+    return tuple(names) if isinstance(names, list) else names
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,9 +87,9 @@ class TrainSection:
     """Stop after this many evaluations without a better metric."""
     early_stopping_threshold: float = 0.0
     """By how much a metric must be better to count for early stopping."""
-    report_to: tuple[Literal["tensorboard"], ...] = ()
+    report_to: Annotated[tuple[Literal["tensorboard"], ...], BeforeValidator(_trackers)] = ()
     """Trackers in addition to ``metrics.jsonl``. ``tensorboard`` needs
-    ``pip install tensorboard``.
+    ``pip install tensorboard``; ``none`` is the same as none of them.
     """
 
     def __post_init__(self) -> None:

@@ -93,7 +93,7 @@ def test_a_checkpoint_without_its_recipe_is_told(checkpoint, tmp_path):
 def test_layouts_and_meshes(checkpoint, tmp_path):
     cut = tmp_path / "cut"
     mesh = ("--mesh", "dp_shard=3,dp_replicate=2")
-    done = run("convert", checkpoint, cut, "--layout", "distributed", *mesh, "--json")
+    done = run("convert", checkpoint, cut, *mesh, "--json")
     assert done.exit_code == 0, done.stderr
     told = json.loads(done.stdout)
     assert (told["to"], told["layout"]) == ("surefoot", "distributed")
@@ -205,7 +205,6 @@ def test_an_adapter_becomes_peft(checkpoint, tmp_path):
             [],
             "expected what to write: --to (surefoot, huggingface, peft, dcp, mindspore, trainer)",
         ),
-        (["--mesh", "dp_shard=2"], "--mesh needs --layout distributed"),
         (["--layout", "full", "--mesh", "dp_shard=2"], "--mesh needs --layout distributed"),
         (["--layout", "whole"], "'whole' is not one of 'full', 'distributed'"),
         (["--to", "trainer", "--mesh", "dp_shard=2"], "--mesh cannot be used with --to trainer"),

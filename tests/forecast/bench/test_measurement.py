@@ -26,7 +26,7 @@ def test_the_figures_are_those_of_the_runs_first_steps(project, tmp_path):
     assert sum(found.shares.values()) == pytest.approx(1)
     assert 0 < found.trained_tokens < found.tokens == found.positions
     assert found.compiling_seconds == 0
-    state = surefoot.train(project.recipe)
+    state = surefoot.train(project.recipe).state
     assert found.tokens == metrics(project.run)[-1]["num_input_tokens_seen"]
     assert found.flops == pytest.approx(state.total_flos)
 

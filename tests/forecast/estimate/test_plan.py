@@ -31,7 +31,7 @@ def test_steps_and_tokens_are_those_of_the_run(project):
     before = plan(project, "train.max_steps=null", "train.num_epochs=2", "data.val_size=4")
     state = surefoot.train(
         load(project.recipe, ["train.max_steps=null", "train.num_epochs=2", "data.val_size=4"])
-    )
+    ).state
     after = plan(project, "train.max_steps=null", "train.num_epochs=2", "data.val_size=4")
     assert before.course.steps == after.course.steps == state.global_step == 14
     assert after.course.tokens == state.num_input_tokens_seen
@@ -223,5 +223,5 @@ def test_pairs_are_planned_before_anybody_is_asked_about_them(tmp_path):
     planned = plan(pairs)
     assert planned.not_known is None
     assert not (tmp_path / "cache").exists()
-    state = surefoot.train(pairs.recipe)
+    state = surefoot.train(pairs.recipe).state
     assert plan(pairs).course.tokens == state.num_input_tokens_seen

@@ -100,7 +100,7 @@ class Codec:
             except TemplateError as error:
                 found.append(Dropped(str(error)))
                 continue
-            is_long = len(ids) >= self.section.cutoff_len
+            is_long = len(ids) >= self.section.longest
             items = [{"input_ids": ids, "labels": [IGNORE_INDEX] * len(ids)}]
             found.append(NO_ROOM if is_long or not ids else items)
         return found
@@ -167,7 +167,7 @@ class Codec:
 
     def _pieces(self, ids: list[int]) -> Iterator[Features]:
         """Pieces of at most ``cutoff_len``; none has only one token, which could not be trained."""
-        length = self.section.cutoff_len
+        length = self.section.longest
         bounds = [*range(0, len(ids), length), len(ids)]
         if len(bounds) > 2 and bounds[-1] - bounds[-2] == 1:
             bounds[-2] -= 1
@@ -237,7 +237,7 @@ class Codec:
         items = [item for item in found if item.num_trained_tokens]
         if not items:
             return NOTHING
-        fitted = [item.fit(self.section.cutoff_len) for item in items]
+        fitted = [item.fit(self.section.longest) for item in items]
         pairs = zip(fitted, items, strict=True)
         is_cut = any(fit is not item and _is_cut(fit, item) for fit, item in pairs)
         if is_cut and self.section.on_too_long == "drop":

@@ -1,21 +1,33 @@
-"""A file of prompts: one per line of a text file, one object per line of a JSON Lines file."""
+"""A file of prompts: one per line of a text file, or one per row of a file of rows, among them
+every row that training reads."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from ...errors import DataError
 from ..example import JSON, Message
+from ..rows.formats import Format
+from ..rows.formats.alpaca import Alpaca
 from ..rows.formats.fields import as_text, shown, tools
 from ..rows.formats.openai import OpenAI
+from ..rows.formats.sharegpt import ShareGPT
 from ..rows.json_rows import text_lines
+from ..rows.row_sources import BrokenRow, Files
 
-_ROWS = (".jsonl", ".ndjson")
+_LINES = (".jsonl", ".ndjson")
+_TABLES = (".json", ".csv", ".parquet", ".arrow")
 _ANSWER = ("answer", "finish_reason")  # what is written beside a prompt
-_CONVERSATIONS = OpenAI()
+_KINDS: Mapping[str, Format] = {  # by the column that holds the conversation, or its end
+    "messages": OpenAI(),
+    "conversations": ShareGPT(),
+    "instruction": Alpaca(),
+    "prompt": Alpaca(prompt="prompt", query=None),
+}
 
 
 @dataclass(frozen=True)
@@ -38,11 +50,11 @@ class Prompt:
 def read_prompts(path: Path) -> list[Prompt]:
     """All prompts of a file, in order. Blank lines are ignored.
 
-    A line of a ``.jsonl`` file is an object with ``prompt``, a text, or ``messages``, in OpenAI's
-    form, which end in a user turn; its other fields are kept. A line of any other file is a prompt
-    as it is.
+    A row (of JSON, JSON Lines, CSV, Parquet or Arrow) has ``prompt``, ``messages``,
+    ``conversations`` or ``instruction``, as in a dataset. A response that ends it is not part of
+    the prompt; all fields are kept. A line of any other file is a prompt as it is.
 
-    Raises ``DataError``: the file is missing or contains no prompt, or a line is invalid.
+    Raises ``DataError``: the file is missing or contains no prompt, or a line or row is invalid.
     """
     try:
         found = list(_prompts(path))
@@ -54,13 +66,20 @@ def read_prompts(path: Path) -> list[Prompt]:
 
 
 def _prompts(path: Path) -> Iterator[Prompt]:
-    read = _of_row if path.suffix in _ROWS else _of_text
+    if path.suffix.lower() in _TABLES:
+        for index, row in enumerate(Files((path,)).rows()):
+            yield _read(partial(_of_row, row), f"{path}: row {index}")
+        return
+    read = _of_line if path.suffix in _LINES else _of_text
     for number, line in text_lines(path):
-        origin = f"{path}: line {number}"
-        try:
-            yield read(line, origin)
-        except (DataError, ValueError, RecursionError) as error:
-            raise DataError(f"{origin}: {error}") from None
+        yield _read(partial(read, line), f"{path}: line {number}")
+
+
+def _read(read: Callable[[str], Prompt], origin: str) -> Prompt:
+    try:
+        return read(origin)
+    except (DataError, ValueError, RecursionError) as error:
+        raise DataError(f"{origin}: {error}") from None
 
 
 def _of_text(line: str, origin: str) -> Prompt:
@@ -69,25 +88,30 @@ def _of_text(line: str, origin: str) -> Prompt:
     return Prompt(origin, (Message("user", line),), row={"prompt": line})
 
 
-def _of_row(line: str, origin: str) -> Prompt:
-    row = json.loads(line)
+def _of_line(line: str, origin: str) -> Prompt:
+    return _of_row(json.loads(line), origin)
+
+
+def _of_row(row: object, origin: str) -> Prompt:
+    if isinstance(row, BrokenRow):
+        raise DataError(row.reason)
     if not isinstance(row, dict):
         raise DataError(f"expected an object, got {shown(row)}")
     if taken := [name for name in _ANSWER if name in row]:
         raise DataError(f"the key {taken[0]!r} is used for the response; give it another name")
-    if ("prompt" in row) == ("messages" in row):
-        keys = ", ".join(row) or "none"
-        raise DataError(f"expected one of the keys 'prompt' and 'messages' (keys found: {keys})")
-    return Prompt(origin, _messages(row), tools(row, "tools"), row)
+    given = [name for name in _KINDS if row.get(name) is not None]
+    if len(given) != 1:
+        keys, known = ", ".join(row) or "none", ", ".join(map(repr, _KINDS))
+        raise DataError(f"expected one of the keys {known} (keys found: {keys})")
+    return Prompt(origin, _messages(row, given[0]), tools(row, "tools"), row)
 
 
-def _messages(row: Mapping[str, object]) -> tuple[Message, ...]:
-    if "prompt" in row:
-        text = as_text(row["prompt"], "'prompt'")
-        if not text.strip():
-            raise DataError("the prompt is empty")
-        return (Message("user", text),)
-    messages = _CONVERSATIONS.read(row).messages
+def _messages(row: Mapping[str, object], name: str) -> tuple[Message, ...]:
+    if name == "prompt" and not as_text(row["prompt"], "'prompt'").strip():
+        raise DataError("the prompt is empty")
+    messages = _KINDS[name].read(row).messages
+    if len(messages) > 1 and messages[-1].role == "assistant":
+        messages = messages[:-1]  # the response of a row of a dataset
     if messages[-1].role not in ("user", "tool"):
         raise DataError(f"the last message is of the {messages[-1].role}; expected the user")
     return messages

@@ -92,6 +92,17 @@ class Plan:
     saving: Saving
     tokens_per_second: float | None
     options: tuple[Option, ...]
+    imports: int = 0  # bytes of Python and its packages, where they share a CPU's memory with it
+
+    @property
+    def snapshot(self) -> int:
+        """Bytes of the copy of a save in the memory of a CPU; a GPU has memory of its own."""
+        return 0 if self.machine.on_gpu else self.saving.shared_memory
+
+    @property
+    def total(self) -> int:
+        """The bytes that a process takes at its peak."""
+        return self.memory.peak + self.imports + self.snapshot
 
     @property
     def seconds(self) -> float | None:
@@ -104,6 +115,7 @@ def make_plan(recipe: Recipe, machine: Machine, tokens_per_second: float | None 
     form the mesh, or the method does not fit the model, ``ModelError`` without a configuration or
     tokenizer, ``DataError`` if a dataset is missing or broken, or batches do not divide,
     ``RunError`` if a function that the recipe names cannot be loaded."""
+    imports = 0 if machine.on_gpu else imported()
     check_alone(recipe.model, machine.num_processes)
     code_of(recipe)  # a function that is missing is an error here, not when the run begins
     mesh = mesh_of(recipe, machine)
@@ -142,7 +154,16 @@ def make_plan(recipe: Recipe, machine: Machine, tokens_per_second: float | None 
         saving=_saving(alone, codec, base, course, machine),
         tokens_per_second=tokens_per_second or measured_speed(recipe.train.folder),
         options=tuple(options),
+        imports=imports,
     )
+
+
+def imported() -> int:
+    """The memory of this process, which has imported what training does, and has no model yet."""
+    import psutil
+
+    found: int = psutil.Process().memory_info().rss
+    return found
 
 
 def _saving(
@@ -263,6 +284,11 @@ def as_data(found: Plan) -> dict[str, object]:
         if found.mesh.pp > 1
         else None,
         "memory": _as_data(found.memory),
+        "process": {
+            "imports": found.imports,
+            "snapshot": found.snapshot,
+            "total": found.total,
+        },
         "not_known": found.not_known,
         "checkpoint": {
             "total": saving.size.total,

@@ -32,6 +32,7 @@ from .packed import (
     attend_by_mask,
     by_document,
     packed_arguments,
+    plain_kernel,
     switch_to_packed,
     uses_document_attention,
 )
@@ -76,21 +77,12 @@ def packed_meanwhile(model: PreTrainedModel, longest: int = 0) -> Iterator[bool]
         attend_by_mask(model, is_on=False)
 
 
-def plain_attention(model: PreTrainedModel) -> str:
-    """The name of the attention of ``model`` for padded rows."""
-    name: str = model.config._attn_implementation
-    if not name.startswith(PREFIX):
-        return name
-    kernel = name.removeprefix(PREFIX)
-    return kernel if kernel in KERNELS else "sdpa"
-
-
 @contextmanager
 def unpacked(model: PreTrainedModel) -> Iterator[None]:
     """transformers' own attention meanwhile: packed rows have no key-value cache."""
     before = model.config._attn_implementation
     if before.startswith(PREFIX):
-        model.set_attn_implementation(plain_attention(model))
+        model.set_attn_implementation(plain_kernel(model))
     try:
         yield
     finally:
@@ -118,7 +110,7 @@ def settle_attention(
     Raises:
         ModelError: no way is right: layers are recurrent, or have masks of their own.
     """
-    plain, first = plain_attention(model), None
+    plain, first = plain_kernel(model), None
     if uses_document_attention(model):
         own, may_share = _attempt(model, run, longest)
         if (first := agreed(own)) is None:

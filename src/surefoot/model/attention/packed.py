@@ -153,9 +153,8 @@ def by_document(kernel: Kernel) -> Callable[..., tuple[torch.Tensor, None]]:
         bounds = kwargs.get("document_bounds")
         if not isinstance(bounds, Bounds):
             raise BoundsMissingError(
-                f"data.packing: {type(module).__name__} was called without document boundaries: "
-                "the model was called outside the training loop (for example generate() in a "
-                "callback); set data.packing: false"
+                f"data.packing: {type(module).__name__} was called without document boundaries, "
+                "which this architecture does not pass to its attention; set data.packing: false"
             )
         told = cast("Mapping[str, Any]", kwargs)
         dropout, window = told.get("dropout") or 0.0, told.get("sliding_window")
@@ -234,6 +233,34 @@ def _row_mask(model: PreTrainedModel, bounds: Sequence[int]) -> torch.Tensor:
     lowest = torch.finfo(model.dtype).min
     mask_TT = torch.zeros_like(seen_TT, dtype=model.dtype).masked_fill(~seen_TT, lowest)
     return mask_TT[None, None]
+
+
+def plain_kernel(model: PreTrainedModel) -> str:
+    """The attention of transformers in place of that of packed rows."""
+    kernel: str = model.config._attn_implementation
+    if not kernel.startswith(PREFIX):
+        return kernel
+    kernel = kernel.removeprefix(PREFIX)
+    return kernel if kernel in KERNELS else "sdpa"
+
+
+def follow_calls(model: PreTrainedModel) -> None:
+    """Let ``model`` be called without document boundaries, too, as ``generate`` does: such a call
+    has transformers' own attention, and the next one again that of packed rows."""
+    before: list[str] = []
+
+    def switch(_: nn.Module, _args: object, kwargs: Mapping[str, object]) -> None:
+        before.append(model.config._attn_implementation)
+        if "document_bounds" not in kwargs and uses_document_attention(model):
+            model.set_attn_implementation(plain_kernel(model))
+
+    def restore(*_: object) -> None:
+        kernel = before.pop()
+        if model.config._attn_implementation != kernel:
+            model.set_attn_implementation(kernel)
+
+    model.register_forward_pre_hook(switch, with_kwargs=True)
+    model.register_forward_hook(restore, always_call=True)
 
 
 def uses_document_attention(model: PreTrainedModel) -> bool:

@@ -60,7 +60,8 @@ def model_files(
 
 
 def adapter_files(model: nn.Module, base: ModelSection | None = None) -> dict[str, bytes]:
-    """``adapter_config.json`` as PEFT writes it, but sorted, so that equal runs write equal bytes.
+    """``adapter_config.json`` as PEFT writes it, but sorted, so that equal runs write equal bytes;
+    and ``config.json`` of a base whose positions are extended.
 
     ``base`` names the model as the user did: a hub id rather than the folder of its download.
     """
@@ -76,7 +77,11 @@ def adapter_files(model: nn.Module, base: ModelSection | None = None) -> dict[st
     for name in ("target_modules", "modules_to_save"):
         if isinstance(plain.get(name), list):
             plain[name] = sorted(plain[name])
-    return {"adapter_config.json": _json(plain)}
+    found = {"adapter_config.json": _json(plain)}
+    if base is not None and base.max_positions is not None:
+        inner: Any = model.get_base_model()  # type: ignore[operator]
+        found["config.json"] = _json(json.loads(inner.config.to_json_string(use_diff=True)))
+    return found
 
 
 def _json(content: object) -> bytes:

@@ -15,7 +15,6 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 from safetensors import SafetensorError
 from torch import nn
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     GenerationConfig,
     PreTrainedModel,
@@ -27,6 +26,7 @@ from transformers.utils.logging import disable_progress_bar
 from ...errors import ModelError, counted
 from ...storage import files
 from ..section import ModelSection
+from .positions import read_config
 from .quantized import disable_relayout, quantization
 
 logger = logging.getLogger(__name__)
@@ -58,6 +58,11 @@ def resolve(section: ModelSection, *, weights: bool = True) -> Path:
     if not files.is_folder(folder):
         raise ModelError(
             f"model.path: {folder} is a file; expected the folder that contains config.json"
+        )
+    if (folder / "adapter_config.json").is_file():
+        raise ModelError(
+            f"model.path: {folder} is an adapter; set model.adapter to it, and model.path to its "
+            "base"
         )
     if not (folder / "config.json").is_file():
         raise ModelError(
@@ -134,7 +139,7 @@ def load_model(
     quantized = None if is_empty else quantization(section)
     disable_progress_bar()  # of transformers; the screen is ours
     try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=section.trust_remote_code)
+        config = read_config(folder, section)
         opened = AutoModelForCausalLM
         if weights is not None:  # the general class would look for files
             opened = AutoModelForCausalLM._model_mapping[type(config)]

@@ -135,7 +135,8 @@ class AdapterWeights:
     def small_files(
         self, section: ModelSection, folder: Path | None, stop_token_ids: Sequence[int]
     ) -> dict[str, bytes]:
-        """``adapter_config.json``, which names the base as the recipe does."""
+        """``adapter_config.json``, which names the base as the recipe does; ``config.json`` only if
+        the positions of the base are extended."""
         return adapter_files(self.model, section)
 
     def cuts_of(self, name: str) -> Cuts | None:

@@ -23,22 +23,27 @@ from ..resharding import reshard, write_weights
 class SurefootCheckpoint(ModelTarget):
     """A Surefoot checkpoint: another layout or mesh, or the weights of other tools."""
 
-    layout: Literal["full", "distributed"] = "full"
+    layout: Literal["full", "distributed"] | None = None
     """Layout of the Surefoot checkpoint: full (unsharded tensors), or distributed (one folder of
-    shards per rank).
+    shards per rank), which is the default with a mesh.
     """
 
     mesh: Mesh | None = None
     """The processes whose boxes are written: dp_shard=4, dp_shard=4,tp=2, dp_replicate=2 …"""
 
     def __post_init__(self) -> None:
-        if self.mesh and self.layout != "distributed":
+        if self.mesh and self.layout == "full":
             raise OptionError("--mesh needs --layout distributed; layout full is not sharded")
+
+    @property
+    def written(self) -> Literal["full", "distributed"]:
+        """The layout that is written."""
+        return self.layout or ("distributed" if self.mesh else "full")
 
     def write(self, origin: Origin, target: Path, progress: Progress) -> Done:
         """All of a Surefoot checkpoint; of other folders the weights."""
         mesh = self.mesh or Mesh()
-        notes = {"layout": self.layout, "mesh": mesh.axes}
+        notes = {"layout": self.written, "mesh": mesh.axes}
         layout = detect_layout(origin.folder)
         if not (named(origin.folder) or (layout is not None and layout.has_manifest)):
             setting = self._write_weights(origin, target, mesh, progress)
@@ -47,7 +52,7 @@ class SurefootCheckpoint(ModelTarget):
         reshard(
             origin.folder,
             target,
-            layout=self.layout,
+            layout=self.written,
             mesh=mesh,
             dtype=self.dtype,
             progress=progress,
@@ -70,7 +75,7 @@ class SurefootCheckpoint(ModelTarget):
             source,
             target,
             kind=kind,
-            layout=self.layout,
+            layout=self.written,
             mesh=mesh,
             dtype=self.dtype,
             small=small,

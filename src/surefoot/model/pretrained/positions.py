@@ -1,0 +1,106 @@
+"""The positions that a model has, and more of them by rescaled rotary embeddings.
+
+A model that is extended says so in its ``config.json``. An adapter has none of its own, so one
+that was trained on an extended base gets one, with the positions of that base.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub.errors import StrictDataclassError
+from transformers import AutoConfig, PretrainedConfig
+
+from ...errors import ModelError
+from ..section import ModelSection
+
+CONFIG = "config.json"
+POSITIONS, ROPE = "max_position_embeddings", "rope_parameters"
+
+
+def read_config(folder: Path, section: ModelSection) -> PretrainedConfig:
+    """The configuration of the model in ``folder``, extended to ``section.max_positions``. Raises
+    ``ModelError`` if a value is of a wrong type or its positions cannot be extended, otherwise as
+    ``AutoConfig`` does."""
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=section.trust_remote_code)
+    except StrictDataclassError as error:
+        reason = " ".join(str(error).split())
+        raise ModelError(f"{folder / CONFIG}: {reason}; fetch the model again") from None
+    if section.max_positions is not None:
+        _extend(config, section, folder)
+    return config
+
+
+def num_positions(config: PretrainedConfig) -> int | None:
+    """The longest text that the model has positions for; None if it has no limit."""
+    text = config.get_text_config(decoder=True)
+    if getattr(text, "alibi", False):  # distances alone, without an end
+        return None
+    found = getattr(text, POSITIONS, None)
+    return found if isinstance(found, int) and found > 0 else None
+
+
+def why_not_extended(config: PretrainedConfig) -> str | None:
+    """Why the positions of a model cannot be extended; None if they can."""
+    rope = getattr(config, ROPE, None)
+    if not isinstance(rope, dict) or "rope_theta" not in rope or num_positions(config) is None:
+        return f"its {CONFIG} has no rotary embeddings that are the same in all layers"
+    if rope.get("rope_type", "default") != "default":
+        return f"its {CONFIG} rescales them already (rope_type {rope['rope_type']})"
+    return None
+
+
+def _extend(config: PretrainedConfig, section: ModelSection, folder: Path) -> None:
+    """Rescale the rotary embeddings of ``config``. Nothing is done where it has the positions."""
+    wanted, own = section.max_positions, num_positions(config)
+    if wanted is None or wanted == own:
+        return
+    if reason := why_not_extended(config):
+        raise ModelError(f"model.max_positions: {folder} cannot be extended: {reason}; remove it")
+    assert own is not None
+    if wanted < own:
+        raise ModelError(
+            f"model.max_positions: {wanted:,} is less than the {own:,} positions that {folder} "
+            "has; for shorter examples, set data.cutoff_len"
+        )
+    scaled = {**config.rope_parameters, "rope_type": section.rope_scaling, "factor": wanted / own}
+    if section.rope_scaling == "yarn":
+        scaled["original_max_position_embeddings"] = own
+    config.max_position_embeddings, config.rope_parameters = wanted, scaled
+
+
+def changed_config(folder: Path, section: ModelSection) -> dict[str, object]:
+    """What ``section`` changes in the ``config.json`` of the model in ``folder``."""
+    if section.max_positions is None:
+        return {}
+    config = read_config(folder, section)
+    return {POSITIONS: config.max_position_embeddings, ROPE: config.rope_parameters}
+
+
+def extension_of(adapter: Path) -> dict[str, Any]:
+    """The settings of the base on which an adapter was trained, if it was extended."""
+    try:
+        config = json.loads((adapter / CONFIG).read_bytes())
+        return {
+            "max_positions": int(config[POSITIONS]),
+            "rope_scaling": str(config[ROPE]["rope_type"]),
+        }
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ModelError(
+            f"{adapter / CONFIG}: does not say how the base was extended: {error}"
+        ) from None
+
+
+def check_adapter(section: ModelSection) -> None:
+    """Raise ``ModelError`` if an adapter was trained on a base with other positions."""
+    found = {} if section.adapter is None else extension_of(section.adapter)
+    if any(getattr(section, name) != value for name, value in found.items()):
+        settings = " ".join(f"model.{name}={value}" for name, value in found.items())
+        raise ModelError(
+            f"model.adapter: {section.adapter} was trained on an extended base; set {settings}"
+        )

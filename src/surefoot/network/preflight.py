@@ -1,0 +1,97 @@
+"""What is known of a run before a row is encoded or a weight is read: by ``config.json`` alone."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import replace
+from importlib.util import find_spec
+from math import prod
+from pathlib import Path
+
+import torch
+
+from ..errors import ModelError, RecipeError, RunError
+from ..model.pretrained.quantized import check_alone, quantization
+from ..model.section import ModelSection
+from ..optim.optimizer import Optimizer
+from ..parallel.section import ParallelSection
+from ..parallel.tensor.tp_plan import module_plans
+from ..parallel.world import ALONE
+from .draft import NetworkOptions
+from .network import Network
+from .open import open_network
+from .tensors import MetaTensors
+
+FLASH = "flash_attention_2"
+NOT_ON_META = (RuntimeError, NotImplementedError, AttributeError, IndexError)
+
+
+def preflight(
+    base: Path,
+    section: ModelSection,
+    options: NetworkOptions,
+    optim: Optimizer,
+    *,
+    num_processes: int,
+    tp: int,
+    output_dir: Path,
+) -> None:
+    """Raise the errors that opening the model in ``base`` and its first save would raise, as far as
+    they are known: ``ModelError``, ``RecipeError`` or ``RunError``."""
+    check_device(section)
+    quantization(section)
+    check_alone(section, num_processes)
+    plain = replace(options, parallel=ParallelSection())
+    try:
+        network = open_network(base, section, None, ALONE, plain, MetaTensors())
+    except NOT_ON_META:  # an architecture that needs values when it is made
+        return
+    if tp > 1:
+        module_plans(network.inner, tp)
+    check_disk(output_dir, size_of_save(network, optim))
+
+
+def check_device(section: ModelSection) -> None:
+    """Raise ``ModelError`` if the attention of a recipe needs what this machine has not."""
+    if section.attention != FLASH:
+        return
+    if not torch.cuda.is_available():
+        raise ModelError(f"model.attention: {FLASH} needs a GPU, and there is none; use auto")
+    if find_spec("flash_attn") is None and find_spec("kernels") is None:
+        raise ModelError(
+            f"model.attention: {FLASH} needs the package flash-attn, which is not installed; "
+            "install it, or use auto"
+        )
+
+
+def check_packages(names: Sequence[str], setting: str) -> None:
+    """Raise ``RecipeError`` if a package that ``setting`` needs is not installed."""
+    for name in names:
+        if find_spec(name) is None:
+            raise RecipeError(f"{setting} needs {name}, which is not installed: pip install {name}")
+
+
+def size_of_save(network: Network, optim: Optimizer) -> int:
+    """The bytes of a checkpoint's weights and optimizer state."""
+    weights = network.weights.state_dict().values()
+    total: int = sum(tensor.numel() * tensor.element_size() for tensor in weights)
+    for parameter in network.named.values():
+        for state in optim.state_tensors.values():
+            total += prod(state.shape(tuple(parameter.shape))) * parameter.element_size()
+    return total
+
+
+def check_disk(folder: Path, size: int) -> None:
+    """Raise ``RunError`` if the disk of ``folder`` has no room for one checkpoint."""
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    free = shutil.disk_usage(there).free
+    if size > free:
+        raise RunError(
+            f"train.output_dir: one checkpoint takes {_readable(size)}, and the disk of {there} "
+            f"has {_readable(free)} free; free some space, or choose another folder"
+        )
+
+
+def _readable(size: int) -> str:
+    return f"{size / 2**30:,.1f} GiB" if size >= 2**30 else f"{size / 2**20:,.1f} MiB"

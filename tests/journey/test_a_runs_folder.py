@@ -1,0 +1,70 @@
+"""What chat accepts, the other commands accept, too: the folder of a run, or a checkpoint."""
+
+import json
+import shutil
+
+import pytest
+from click.testing import CliRunner
+
+import surefoot
+from folders import save_model, save_recipe
+from surefoot.cli.main import main
+from surefoot.errors import ModelError
+from surefoot.recipe.recipe import load
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """The folder of a run with two checkpoints, moved away from where it was trained."""
+    folder = tmp_path_factory.mktemp("run")
+    worst_is_best = {"load_best_model_at_end": True, "greater_is_better": True}
+    path = save_recipe(folder, method="lora", train=worst_is_best)
+    assert surefoot.train(path).best_global_step == 2
+    return shutil.move(folder / "run", folder / "moved")
+
+
+def said(*arguments):
+    done = CliRunner().invoke(main, list(map(str, arguments)))
+    return done.exit_code, done.stdout, done.stderr
+
+
+def test_each_command_reads_the_folder_of_a_run(run):
+    for arguments in (["preview", run, "--json"], ["plan", run, "--json"], ["recipe", "show", run]):
+        code, out, err = said(*arguments)
+        assert code == 0, err
+        assert out
+    code, out, err = said("eval", run, "--json")
+    assert json.loads(out)["model"] == "checkpoint-2", "the best"
+    code, out, err = said("eval", run / "checkpoint-4", "--json")
+    assert json.loads(out)["model"] == "checkpoint-4"
+    assert (run / "generations-checkpoint-4.jsonl").exists()
+
+
+def test_train_resumes_the_run_of_a_folder_wherever_it_is(run):
+    code, _, err = said("train", run)
+    assert code == 0
+    assert "this run is complete" in err
+    code, _, err = said("train", run / "checkpoint-2")
+    assert code == 2
+    assert f"is a checkpoint. To resume its run, name {run}" in " ".join(err.split())
+
+
+def test_an_adapter_is_continued_from_the_folder_of_its_run(run, tmp_path):
+    recipe = run.parent / "recipe.yaml"
+    found = load(recipe, [f"model.adapter={run}"])
+    assert found.model.adapter == run / "checkpoint-2", "the best, with which the run has ended"
+    later = [f"model.adapter={run}", "train.output_dir=other"]
+    text = (run / "recipe.yaml").read_text()
+    (run / "recipe.yaml").write_text(text.replace("at_end: true", "at_end: false"))
+    assert load(recipe, later).model.adapter == run / "checkpoint-4"
+    (run / "checkpoint-4/adapter_model.safetensors").rename(tmp_path / "moved")
+    assert load(recipe, later).model.adapter == run / "checkpoint-2", "the latest valid one"
+    (tmp_path / "moved").rename(run / "checkpoint-4/adapter_model.safetensors")
+    (run / "recipe.yaml").write_text(text)
+
+
+def test_an_adapter_in_the_place_of_a_model_is_named(run, tmp_path):
+    save_model(tmp_path / "model")
+    overrides = {"model.path": str(run / "checkpoint-4"), "train.output_dir": str(tmp_path / "new")}
+    with pytest.raises(ModelError, match=r"checkpoint-4 is an adapter; set model.adapter to it"):
+        surefoot.train(run.parent / "recipe.yaml", **overrides)

@@ -1,0 +1,92 @@
+"""What can be known is an error before any row is encoded or any weight is read."""
+
+import shutil
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+import surefoot
+from folders import save_recipe
+from surefoot.errors import ModelError, RecipeError, RunError
+from surefoot.methods.full import Full
+from surefoot.methods.lora import LoRA
+from surefoot.network.draft import NetworkOptions
+from surefoot.network.open import open_network
+from surefoot.network.preflight import preflight, size_of_save
+from surefoot.network.tensors import MetaTensors
+from surefoot.optim.adamw import AdamW
+from surefoot.parallel.world import ALONE
+from surefoot.recipe.recipe import load
+
+META = MetaTensors()
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory):
+    return save_recipe(tmp_path_factory.mktemp("early"))
+
+
+def checked(project, tmp_path, *, tp=1, method=None, num_processes=1, **section):
+    recipe = load(project)
+    preflight(
+        project.parent / "model",
+        replace(recipe.model, **section),
+        NetworkOptions(method=method or Full()),
+        AdamW(learning_rate=1e-3),
+        num_processes=num_processes,
+        tp=tp,
+        output_dir=tmp_path / "run",
+    )
+
+
+def test_what_fits_is_let_through(project, tmp_path):
+    checked(project, tmp_path)
+    checked(project, tmp_path, tp=2, method=LoRA(), attention="eager")
+    assert not (tmp_path / "run").exists()
+
+
+def test_heads_that_ranks_cannot_share_are_refused(project, tmp_path):
+    with pytest.raises(RecipeError, match=r"parallel.tp: 3 ranks cannot share the 4 attention he"):
+        checked(project, tmp_path, tp=3)
+
+
+def test_attention_that_the_device_lacks_is_refused(project, tmp_path):
+    with pytest.raises(ModelError, match=r"model.attention: flash_attention_2 needs"):
+        checked(project, tmp_path, attention="flash_attention_2")
+
+
+def test_a_missing_package_is_refused(project, tmp_path, monkeypatch):
+    monkeypatch.setattr("surefoot.model.pretrained.quantized.find_spec", lambda _: None)
+    with pytest.raises(ModelError, match="needs bitsandbytes, which is not installed"):
+        checked(project, tmp_path, quantization_bit=4, method=LoRA())
+    monkeypatch.setattr("surefoot.network.preflight.find_spec", lambda _: None)
+    with pytest.raises(RecipeError, match=r"train.report_to: tensorboard needs tensorboard"):
+        surefoot.train(project, train={"report_to": "tensorboard"})
+
+
+def test_the_size_of_a_checkpoint_is_what_it_will_take(project, tmp_path):
+    for method in ("full", "lora"):
+        run = tmp_path / method
+        surefoot.train(project, method=method, train={"output_dir": str(run), "max_steps": 1})
+        files = ["model", "adapter_model", "optimizer"]
+        paths = [run / "checkpoint-1" / f"{name}.safetensors" for name in files]
+        taken = sum(path.stat().st_size for path in paths if path.exists())
+        options = NetworkOptions(method={"full": Full(), "lora": LoRA()}[method])
+        section = load(project).model
+        network = open_network(project.parent / "model", section, None, ALONE, options, META)
+        assert 0.8 * taken < size_of_save(network, AdamW(learning_rate=1e-3)) <= taken
+
+
+def test_nothing_is_encoded_or_written_if_the_disk_or_a_target_is_wrong(
+    project, tmp_path, monkeypatch
+):
+    cache = tmp_path / "cache"
+    more = {"data.cache_dir": str(cache), "train.output_dir": str(tmp_path / "run")}
+    with pytest.raises(RecipeError, match=r"method.lora.targets: .*'nope'"):
+        surefoot.train(project, **more, method={"lora": {"targets": ["nope"]}})
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
+    with pytest.raises(RunError, match=r"one checkpoint takes .* MiB, and the disk of"):
+        surefoot.train(project, **more)
+    assert not cache.exists()
+    assert {path.name for path in (tmp_path / "run").iterdir()} <= {".lock"}
