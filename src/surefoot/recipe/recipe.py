@@ -199,10 +199,20 @@ def rolling_back_needs_checkpoints(recipe: Recipe) -> Iterator[Problem]:
         yield Problem(("train", "on_nan"), "rollback needs checkpoints; set checkpoint.save_steps")
 
 
+def rounding_needs_bfloat16_weights(recipe: Recipe) -> Iterator[Problem]:
+    """Weights of other types are never rounded."""
+    optim, default = recipe.optim, OPTIMIZERS["adamw"]().bf16_weights
+    if recipe.model.dtype != "bfloat16" and optim.bf16_weights != default:
+        name = schema.variant_name(OPTIMIZERS, optim)
+        message = "has no effect unless model.dtype is bfloat16"
+        yield Problem(("optim", name, "bf16_weights"), message)
+
+
 RULES: list[Rule] = [
     evaluating_needs_data,
     best_needs_evaluations,
     the_best_is_known_by_an_evaluation_metric,
     settings_of_four_bits_need_four_bits,
     rolling_back_needs_checkpoints,
+    rounding_needs_bfloat16_weights,
 ]
