@@ -42,6 +42,12 @@ def disable_fused_lora(model: nn.Module) -> None:
             del layer.forward
 
 
+def count_fused(model: nn.Module) -> int:
+    """The linear layers in which it is enabled."""
+    forwards = (vars(layer).get("forward") for layer in model.modules())
+    return sum(isinstance(found, partial) and found.func is _forward for found in forwards)
+
+
 def _forward(
     layer: Linear, theirs: Forward, x: torch.Tensor, *args: object, **named: object
 ) -> torch.Tensor:
