@@ -153,6 +153,7 @@ def model():
     return tiny.model("qwen3", dtype=torch.bfloat16, attention_dropout=0.1)
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("mode", MODES)
 def test_a_run_is_resumed_to_the_same_bits(mode, tmp_path):
     def make(folder, *members):

@@ -20,7 +20,8 @@ from ..errors import ModelError
 from ..geometry.box import Box
 from ..geometry.sharding import Cuts
 from ..model.pretrained.adapter import attach, attach_empty
-from ..model.pretrained.loading import load_model, training_dtype
+from ..model.pretrained.float8 import emulates
+from ..model.pretrained.loading import device, load_model, training_dtype
 from ..model.section import ModelSection
 from ..model.seeding import seed_everything
 from ..parallel.generation_sharding import shard_for_generation
@@ -41,6 +42,10 @@ class Tensors(Protocol):
     @property
     def have_values(self) -> bool:
         """Whether there is anything to compute, and random generators with a state."""
+
+    @property
+    def emulates_float8(self) -> bool:
+        """Whether the device has no products in float8."""
 
     def load(self, draft: Draft) -> None:
         """Set ``draft.inner``."""
@@ -63,6 +68,11 @@ class RealTensors:
     file is read for, is on the meta device until it is sharded."""
 
     have_values = True
+
+    @property
+    def emulates_float8(self) -> bool:
+        """Whether this process's device has none. Raises ``ModelError`` for a GPU without them."""
+        return emulates(device())
 
     def load(self, draft: Draft) -> None:
         """Read the files, or their headers."""
@@ -134,6 +144,7 @@ class MetaTensors:
     """On the meta device: names, shapes and types, made from ``config.json`` alone."""
 
     have_values = False
+    emulates_float8 = False
 
     def load(self, draft: Draft) -> None:
         """From the configuration."""

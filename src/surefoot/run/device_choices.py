@@ -201,6 +201,12 @@ CHOICES: tuple[Choice, ...] = (
         OnDevice("NCCL; gloo for values on the host", "torch's default"),
     ),
     Choice(
+        "float8 products",
+        "model.float8",
+        OnDevice("off; emulated if set", "no CPU multiplies float8"),
+        OnDevice("off; torchao if set", "rounding to 8 bits changes how a run learns"),
+    ),
+    Choice(
         "products of a 4-bit base",
         "model.quantization_bit",
         OnDevice("float32", "as precision"),
@@ -234,6 +240,8 @@ def used_by(recipe: Recipe, trainer: Trainer) -> Mapping[str, str]:
         "optimizer": f"{type(rule).__name__}{', fused' if is_fused else ''}",
         "compilation": "on" if recipe.model.compile else "off",
     }
+    if recipe.model.float8 is not None:
+        found["float8"] = recipe.model.float8
     if count := count_fused(module):
         found["LoRA"] = f"fused in {count:,} layers"
     return found

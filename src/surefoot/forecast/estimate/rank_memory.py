@@ -118,6 +118,7 @@ def setting_of(recipe: Recipe, machine: Machine) -> HoldingOptions:
         pp=section.pp,
         num_parts=section.num_parts if section.pp > 1 else 1,
         quantized=torch.bfloat16 if machine.on_gpu else torch.float32,
+        emulates_float8=not machine.on_gpu,
     )
 
 
