@@ -4,6 +4,7 @@ import logging
 import tomllib
 from importlib.util import find_spec
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from project import Project, assert_same, final_weights, losses, model_folder
 from surefoot.errors import ModelError, RecipeError
 from surefoot.forecast.estimate.dry_run import dry_run_batch
 from surefoot.forecast.estimate.live_bytes import LiveBytes
+from surefoot.model.attention import packed
 from surefoot.model.pretrained import float8, loading
 from surefoot.parallel.sharded_model import layers
 from surefoot.recipe.recipe import load
@@ -22,7 +24,7 @@ from surefoot.recipe.recipe import load
 ROOT = Path(__file__).parents[2]
 IS_INSTALLED = find_spec("torchao") is not None
 needs_torchao = pytest.mark.skipif(not IS_INSTALLED, reason="torchao is not installed")
-MANY = ("rowwise", "rowwise_with_gw_hp", "tensorwise")
+MANY = get_args(float8.Scaling)
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
 
 
@@ -100,6 +102,14 @@ def test_plan_runs_the_products_of_a_gpu_that_this_machine_has_not(tmp_path):
     options = {"precision": "bf16", "emulates_float8": False}
     found = dry_run_batch(scene.skeleton(made, **options), scene.batch(made, 20, 12))
     assert found.kept.activations > 0
+
+
+@needs_torchao
+@pytest.mark.parametrize("scaling", MANY)
+def test_documents_of_a_packed_row_do_not_change_each_other(scaling):
+    model = tiny.model("qwen3", **SIZES)
+    float8.use_float8(layers(model), scaling, emulate=True)
+    assert packed.use_packed(model)
 
 
 @pytest.mark.skipif(IS_INSTALLED, reason="torchao is installed")

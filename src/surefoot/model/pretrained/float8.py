@@ -3,6 +3,9 @@
 Inputs, weights and gradients are scaled and rounded to 8 bits for each product (dynamic scaling, so
 there is no state to save). A GPU of compute capability 8.9 or newer multiplies them at up to twice
 the speed of bfloat16. Elsewhere the same rounding is emulated, slowly: to try how a run learns.
+
+Each token has a scale of its own. torchao's recipe with one scale for a tensor is left out: there
+the examples of a packed row would change each other's rounding.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ MULTIPLE = 16  # of both sizes of a matrix, for the kernels
 OLDEST = (8, 9)  # compute capability
 _ROUTERS = {"gate", "router"}  # of experts: small, and what they decide is not continuous
 
-Scaling = Literal["rowwise", "rowwise_with_gw_hp", "tensorwise"]
+Scaling = Literal["rowwise"]  # names of torchao's recipes
 
 
 def use_float8(layers: Sequence[nn.Module], scaling: Scaling, *, emulate: bool) -> int:
