@@ -54,12 +54,15 @@ NEEDS = {
     "trl-packing": ("trl",),
     "trl-packing_liger": ("trl", "liger_kernel", "triton"),
     "trl_dpo-padded": ("trl",),
+    "surefoot-float8": ("torchao",),
+    "surefoot-compile_float8": ("torchao",),
     "trl_dpo-liger": ("trl", "liger_kernel", "triton"),
 }
 LORA = {"method": "lora", "rank": 16, "dtype": "bfloat16"}
 QLORA = {**LORA, "bits": 4}
 DPO = {"stage": "dpo", "steps": 5, "warmup": 2}
 FEW = {"steps": 8, "warmup": 3}
+COMPILING = 60  # seconds more
 ONCE = {"stage": "dpo", "steps": 3, "warmup": 1}
 RECOMPUTED = {"recompute": True}
 
@@ -113,10 +116,16 @@ ORDER: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("dpo 1.7B, prompts of 2k", ("trl_dpo-liger",)),
     ("full 1.7B, chats", ("trl-packing",)),
     ("full 0.6B, chats", ("trl-packing_liger", "surefoot-fast")),
+    ("full 1.7B, chats", ("surefoot-bf16", "surefoot-compile", "surefoot-compile_float8")),
+    ("full 1.7B, chats", ("surefoot-float8",)),
 )
 TITLES = {
     "surefoot": "Surefoot",
     "surefoot-fast": "Surefoot, `train.deterministic: false`",
+    "surefoot-bf16": "Surefoot, bfloat16 weights, stochastic rounding",
+    "surefoot-compile": "Surefoot, compiled layers",
+    "surefoot-compile_float8": "Surefoot, compiled layers, float8 `rowwise`",
+    "surefoot-float8": "Surefoot, float8 `rowwise`",
     "trainer-padded": "Hugging Face Trainer, padded (default)",
     "trainer-liger": "Hugging Face Trainer, padded, Liger's kernels",
     "trl-packing": "TRL SFTTrainer, packing",
@@ -157,7 +166,7 @@ def _speed(work: Work, subject: str) -> Case:
         work.name,
         subject,
         TRAINERS / f"with_{program}.py",
-        work.seconds,
+        work.seconds + (COMPILING if "compile" in variant else 0),
         work.shape,
         work.rows,
         (*needs, "bitsandbytes") if settings.get("bits") else needs,

@@ -45,9 +45,17 @@ class Watch(TrainerCallback):
             raise _MeasuredError
 
 
+MODELS = {  # by variant, what the recipe's model section also has
+    "bf16": {"dtype": "bfloat16"},
+    "compile": {"compile": True},
+    "compile_float8": {"compile": True, "float8": "rowwise"},
+    "float8": {"float8": "rowwise"},
+}
+
+
 def recipe(todo: Task) -> dict[str, object]:
     """The recipe of a task."""
-    model: dict[str, object] = {"path": todo.model_path}
+    model: dict[str, object] = {"path": todo.model_path, **MODELS.get(todo.variant, {})}
     if todo.recompute:
         model["gradient_checkpointing"] = True
     if todo.bits:

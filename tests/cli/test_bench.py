@@ -46,7 +46,13 @@ def test_the_recipe_alone_is_told_on_a_screen_and_one_process_of_several_is_said
     several = ["parallel.num_processes=2", "train.global_batch_size=4"]
     done = run(project.recipe, *several, option)
     assert done.exit_code == 0, done.stderr
-    for words in ("tokens/s", "of them trained", "of the positions", "that a product of matrices"):
+    for words in (
+        "tokens/s",
+        "of them trained",
+        "of the positions",
+        "that a product of matrices",
+        "AdamW",
+    ):
         assert words in done.stdout
     for phase in PHASES:
         assert f"\n{phase} " in done.stdout

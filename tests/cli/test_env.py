@@ -15,6 +15,7 @@ def few(monkeypatch):
     """Only packages that import quickly."""
     monkeypatch.setattr(env, "PACKAGES", {"click": "click", "xxhash": "xxhash.no_such_part"})
     monkeypatch.setattr(env, "OPTIONAL", {"no-such-package": "no_such_package"})
+    monkeypatch.setattr(env, "CHOICES", """print('{"packed attention": "sdpa"}')""")
 
 
 def run(*args):
@@ -27,6 +28,7 @@ def test_env_tells_versions_devices_memory_and_disk(few):
     assert __version__ in result.stdout
     for word in ("python", "memory", "disk", "GiB free", "devices", "bf16"):
         assert word in result.stdout
+    assert "used here\n  packed attention sdpa\n" in result.stdout
 
 
 def test_a_package_that_does_not_load_or_is_not_there_is_named(few):
@@ -40,6 +42,10 @@ def test_a_torch_that_does_not_load_is_no_end_of_the_report():
     assert env.torch_facts("", "OSError: libcudart.so: no such file") == {
         "build": "does not load: OSError: libcudart.so: no such file"
     }
+
+
+def test_choices_that_cannot_be_looked_up_are_no_end_of_the_report():
+    assert env.choice_facts("", "ImportError: no") == {"not known": "ImportError: no"}
 
 
 def test_a_crash_in_a_package_is_told_by_its_exit_code():

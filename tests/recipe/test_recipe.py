@@ -368,6 +368,15 @@ def test_trained_weights_cannot_be_float16():
     small(model=model, method="lora")
 
 
+def test_only_bfloat16_weights_are_rounded():
+    optim = {"adamw": {"bf16_weights": "master"}}
+    for model in ({"path": "m"}, {"path": "m", "dtype": "float32"}):
+        (problem,) = refused_data(model=model, optim=optim)
+        expected = "optim.adamw.bf16_weights: has no effect unless model.dtype is bfloat16"
+        assert problem == expected
+    small(model={"path": "m", "dtype": "bfloat16"}, optim=optim)
+
+
 def test_every_rule_that_is_broken_is_told(recipe_file):
     path = recipe_file(GOOD.replace("num_epochs: 2", "eval_steps: 2, load_best_model_at_end: on"))
     assert "expected true or false, got 'on'" in refused(path)

@@ -118,6 +118,7 @@ def _lines(found: Search, figures: BenchResult, one: SingleRankRecipe) -> Iterat
     peak = f"{figures.gemm_flops / 1e9:,.4g} that a product of matrices reaches on this device"
     yield "arithmetic", f"{flops}, {100 * figures.utilisation:.3g} % of the {peak}"
     yield "memory", f"{in_bytes(figures.peak_memory)} at its peak, in the largest step"
+    yield from figures.used.items()
     if figures.compiling_seconds:
         yield "compiling", f"{figures.compiling_seconds:.3g} s in the first step"
 

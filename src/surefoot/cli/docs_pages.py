@@ -60,6 +60,16 @@ generate: {max_new_tokens: 100}
 parallel: {tp: 2}
 ```
 """
+DEVICES = """# What depends on the device
+
+Surefoot uses other kernels and dtypes on a GPU than on a CPU. Each choice is a fixed rule, never a
+timing: so a run does not round differently because a machine was busy. `surefoot env` shows what a
+recipe with default settings uses on this machine, and `surefoot bench RECIPE` what a recipe uses.
+
+Figures are those of [the results](../../benchmarks/RESULTS.md) or were measured when the code was
+written; S and M are the models there. "not measured" means that no figure supports the choice:
+nothing has been measured on a GPU yet. `make gpu` measures on a GPU.
+"""
 CLI = """# The command line
 
 A mistake that you can put right gives exit code 2 and a message without a traceback; `--verbose`,
@@ -82,7 +92,29 @@ def cli_page() -> str:
     return "\n".join([NOTE, CLI, *_commands()])
 
 
-PAGES = {"recipe.md": recipe_page, "recipe.schema.json": schema_page, "cli.md": cli_page}
+def devices_page() -> str:
+    """Every choice that depends on the device, with its figures."""
+    return "\n".join([NOTE, DEVICES, *_choices()])
+
+
+PAGES = {
+    "recipe.md": recipe_page,
+    "recipe.schema.json": schema_page,
+    "cli.md": cli_page,
+    "devices.md": devices_page,
+}
+
+
+def _choices() -> Iterator[str]:
+    from ..run.device_choices import CHOICES, KINDS
+
+    for kind, title in KINDS.items():
+        yield f"## {title}\n"
+        yield "| what | setting | what is used, in order | why | figure |\n|---|---|---|---|---|"
+        for choice in CHOICES:
+            on, setting = choice.on(kind), f"`{choice.setting}`" if choice.setting else ""
+            yield f"| {choice.name} | {setting} | {on.used} | {on.why} | {on.figure} |"
+        yield ""
 
 
 def _sections() -> Iterator[str]:

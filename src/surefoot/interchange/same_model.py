@@ -22,6 +22,7 @@ from ..checkpoint.state.local_box import local_box_of
 from ..errors import CheckpointError, counted
 from ..model.pretrained.companions import adapter_files
 from ..network.method import Weights
+from ..optim.bf16_weights import rule_of
 from ..storage import files
 
 logger = logging.getLogger(__name__)
@@ -93,10 +94,10 @@ def fill_weights(source: TensorSource, weights: Weights) -> None:
 
 def expect_adamw(optimizer: torch.optim.Optimizer, where: Path) -> None:
     """Reject an optimizer to which the moments in ``where`` do not belong."""
-    if not isinstance(optimizer, torch.optim.AdamW):
+    if not isinstance(rule_of(optimizer), torch.optim.AdamW):
         raise CheckpointError(
             f"{where}: it contains AdamW's moments, but the recipe's optimizer is "
-            f"{type(optimizer).__name__}; set optim to adamw"
+            f"{type(rule_of(optimizer)).__name__}; set optim to adamw"
         )
 
 

@@ -32,7 +32,7 @@ from ..errors import CheckpointError, counted
 from ..network.network import Network
 from ..storage import files
 from .arguments import RunSections, group_settings, training_arguments
-from .moments import moments_by_number, trainer_groups
+from .moments import KEYS, moments_by_number, trainer_groups
 from .pickles import write_pickle
 from .skeleton import open_skeleton, optimizer_names
 from .trainer_folder import OPTIMIZER, RANDOM, SCALER, SCHEDULER, STATE
@@ -105,7 +105,8 @@ def _moments(
             f"{opened.path}: its optimizer state does not belong to the parameters that its "
             f"recipe trains: {counted(len(odd), 'differs', 'differ')}, for example {odd[0]}"
         )
-    return {name: saved[ours] for name, ours in names.items() if ours in saved}
+    kept = {name: saved[ours] for name, ours in names.items() if ours in saved}
+    return {n: {key: t for key, t in state.items() if key in KEYS} for n, state in kept.items()}
 
 
 def _write_weights(opened: CheckpointFolder, skeleton: Network, folder: Path) -> None:

@@ -128,8 +128,14 @@ class LoRA:
         return models.AdapterWeights(module)
 
     def problems(self, model: ModelSection) -> Iterator[Problem]:
-        """None: a base that stays frozen may be quantized, and an adapter continued."""
-        return iter(())
+        """A base that stays frozen may be quantized, and an adapter continued; but float8 is for
+        weights that are trained."""
+        if model.float8 is not None:
+            yield Problem(
+                ("model", "float8"),
+                "method lora trains no linear layer of the model; use method: full or freeze, or "
+                "leave it unset",
+            )
 
     def _check_saved(self, model: nn.Module) -> None:
         known = {name.rsplit(".", 1)[-1] for name, _ in model.named_modules()}

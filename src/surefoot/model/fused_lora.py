@@ -51,6 +51,12 @@ def is_parameter(layer: nn.Module) -> bool:
     return isinstance(layer, ParamWrapper) and isinstance(layer.base_layer, nn.Linear)
 
 
+def count_fused(model: nn.Module) -> int:
+    """The linear layers in which it is enabled."""
+    forwards = (vars(layer).get("forward") for layer in model.modules())
+    return sum(isinstance(found, partial) and found.func is _forward for found in forwards)
+
+
 def _forward(
     layer: Linear | ParamWrapper, theirs: Forward, x: torch.Tensor, *args: object, **named: object
 ) -> torch.Tensor:

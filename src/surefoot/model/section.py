@@ -40,6 +40,10 @@ class ModelSection:
     compile: bool = False
     """Compile the layers with ``torch.compile``: faster steps after a warm-up of about a minute.
     Needs a C++ compiler."""
+    float8: Literal["rowwise"] | None = None
+    """Compute products of trained linear layers in 8-bit floating point, with a scale for each row.
+    Needs a GPU of compute capability 8.9 (a CPU emulates it) and ``pip install 'torchao>=0.18'``.
+    """
     quantization_bit: Literal[4, 8] | None = None
     """Store the frozen base in 4 or 8 bits (QLoRA, with ``method: lora``). Needs
     ``pip install 'bitsandbytes>=0.48'``."""

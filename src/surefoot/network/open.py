@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from ..errors import RecipeError
+from ..errors import RecipeError, counted
 from ..model.attention.isolation import use_packed
 from ..model.attention.packed import follow_calls, switch_to_packed
 from ..model.fused_lora import enable_fused_lora
 from ..model.head.logprob_head import logprob_head_of
 from ..model.pretrained.compiled import compile_layers
+from ..model.pretrained.float8 import use_float8
 from ..model.pretrained.loading import grow_embeddings, recompute_activations, upcast_trained
 from ..model.pretrained.positions import check_adapter
 from ..model.pretrained.quantized import check_alone, num_elements
@@ -29,6 +31,7 @@ from .network import Network
 from .runner import Engine, ModelForward, PipelineEngine, WholeEngine
 from .tensors import REAL, Tensors, read_heads
 
+logger = logging.getLogger(__name__)
 Step = Callable[[Draft, Tensors], None]
 
 
@@ -154,6 +157,14 @@ def fuse_lora(draft: Draft, _: Tensors) -> None:
         enable_fused_lora(draft.module)
 
 
+def compute_in_float8(draft: Draft, tensors: Tensors) -> None:
+    """Multiply what the method trains in float8, in a frozen copy as in the trained model."""
+    if draft.section.float8 is not None and draft.options.method is not None:
+        emulate = tensors.emulates_float8
+        count = use_float8(layers(draft.module), draft.section.float8, emulate=emulate)
+        logger.info("float8: %s", counted(count, "linear layer"))
+
+
 def freeze(draft: Draft, _: Tensors) -> None:
     """Leave nothing trainable in a network that only computes outputs."""
     if not draft.options.is_trainable:
@@ -220,6 +231,7 @@ ON_THE_MODEL: Sequence[Step] = (
     apply_method,  # wraps what is there by now
     attach_heads,  # after the method: PEFT's all-linear would wrap a head, too, and freeze it
     fuse_lora,  # only now are there PEFT's modules
+    compute_in_float8,  # looks at what is trained, which freeze would hide
     recompute,  # looks at what is trained: nothing before the first such layer is recomputed
     upcast,  # likewise
     freeze,  # a frozen copy is like the model that is trained, but for this

@@ -20,7 +20,8 @@ from ..errors import ModelError
 from ..geometry.box import Box
 from ..geometry.sharding import Cuts
 from ..model.pretrained.adapter import attach, attach_empty
-from ..model.pretrained.loading import load_model, training_dtype
+from ..model.pretrained.float8 import emulates
+from ..model.pretrained.loading import device, load_model, training_dtype
 from ..model.pretrained.positions import read_config
 from ..model.section import ModelSection
 from ..model.seeding import seed_everything
@@ -43,6 +44,10 @@ class Tensors(Protocol):
     def have_values(self) -> bool:
         """Whether there is anything to compute, and random generators with a state."""
 
+    @property
+    def emulates_float8(self) -> bool:
+        """Whether the device has no products in float8."""
+
     def load(self, draft: Draft) -> None:
         """Set ``draft.inner``."""
 
@@ -64,6 +69,11 @@ class RealTensors:
     file is read for, is on the meta device until it is sharded."""
 
     have_values = True
+
+    @property
+    def emulates_float8(self) -> bool:
+        """Whether this process's device has none. Raises ``ModelError`` for a GPU without them."""
+        return emulates(device())
 
     def load(self, draft: Draft) -> None:
         """Read the files, or their headers."""
@@ -135,6 +145,7 @@ class MetaTensors:
     """On the meta device: names, shapes and types, made from ``config.json`` alone."""
 
     have_values = False
+    emulates_float8 = False
 
     def load(self, draft: Draft) -> None:
         """From the configuration."""

@@ -1,16 +1,18 @@
-"""The learning rate and its schedule: settings that every optimizer has, declared once."""
+"""The settings that every optimizer has, declared once: the learning rate, its schedule, and how
+bfloat16 weights are updated."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 from .schedules import Schedule, ScheduleName
 
 
 @dataclass(frozen=True, kw_only=True)
 class LearningRate:
-    """Peak learning rate and schedule. An optimizer inherits these fields, and nothing else."""
+    """What all optimizers have. An optimizer inherits these fields, and nothing else."""
 
     learning_rate: float = 5e-5
     """Peak learning rate."""
@@ -24,6 +26,11 @@ class LearningRate:
     """Learning rate at the end, as a share of the peak (not for ``constant``)."""
     decay_ratio: float = 0.1
     """``wsd`` only: share of all steps in the final decay."""
+    bf16_weights: Literal["stochastic", "master", "nearest"] = "stochastic"
+    """How bfloat16 weights (``model.dtype: bfloat16``) are updated. ``stochastic`` rounds each
+    result up or down at random, so that updates are right in the mean. ``master`` updates a float32
+    copy, which checkpoints contain. ``nearest`` rounds to the nearest value: updates below 0.2 % of
+    a weight are lost."""
 
 
 def check_learning_rate(settings: LearningRate) -> None:

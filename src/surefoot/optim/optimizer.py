@@ -25,6 +25,10 @@ class Optimizer(Protocol):
         """Peak learning rate."""
 
     @property
+    def bf16_weights(self) -> str:
+        """How bfloat16 weights are updated; see ``bf16_weights.py``."""
+
+    @property
     def state_tensors(self) -> Mapping[str, StateTensor]:
         """Each tensor that it may keep for a parameter, by its key in torch's state."""
 

@@ -10,7 +10,8 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from ..errors import CheckpointError, RecipeError
 from ..geometry.sharding import AxisShard, Cuts, FusedSlice, local_offset_and_shape
-from .optimizer import Optimizer, StateTensor
+from .bf16_weights import MASTER
+from .optimizer import LIKE_PARAMETER, Optimizer, StateTensor
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class StateCuts:
         return _zeros(shape, _plain(self.of(pointer)), parameter, _plain(self.cuts.get(name)))
 
     def _declared(self, key: str) -> StateTensor:
-        known = self.optim.state_tensors
+        known = {MASTER: LIKE_PARAMETER, **self.optim.state_tensors}
         if key not in known:
             raise CheckpointError(
                 f"optimizer state {key!r}: {type(self.optim).__name__} does not declare its "

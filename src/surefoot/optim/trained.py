@@ -10,6 +10,7 @@ from torch import nn
 
 from ..errors import RecipeError
 from ..geometry.sharding import Cuts
+from .bf16_weights import Bf16Optimizer, build_optimizer
 from .optimizer import Optimizer
 from .state import NamedState, State, other_parameters
 from .state_cuts import StateCuts
@@ -49,6 +50,8 @@ class TrainedParameters:
         names = self._names_at(step)
         if names != self._active:
             self._become(names)
+        if isinstance(self.optimizer, Bf16Optimizer):
+            self.optimizer.number = step
         return self.optimizer
 
     def check(self, step: int) -> None:
@@ -98,5 +101,6 @@ class TrainedParameters:
         for name, parameter in self.named.items():
             parameter.requires_grad_(name in names)
             parameter.grad = None
-        self.optimizer = self.optim.build([(n, p) for n, p in self.named.items() if n in names])
+        active = [(name, p) for name, p in self.named.items() if name in names]
+        self.optimizer = build_optimizer(self.optim, active)
         self._active = names

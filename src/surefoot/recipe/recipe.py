@@ -238,10 +238,33 @@ def rolling_back_needs_checkpoints(recipe: Recipe) -> Iterator[Problem]:
         yield Problem(("train", "on_nan"), "rollback needs checkpoints; set checkpoint.save_steps")
 
 
+def rounding_needs_bfloat16_weights(recipe: Recipe) -> Iterator[Problem]:
+    """Weights of other types are never rounded."""
+    optim, default = recipe.optim, OPTIMIZERS["adamw"]().bf16_weights
+    if recipe.model.dtype != "bfloat16" and optim.bf16_weights != default:
+        name = schema.variant_name(OPTIMIZERS, optim)
+        message = "has no effect unless model.dtype is bfloat16"
+        yield Problem(("optim", name, "bf16_weights"), message)
+
+
+def float8_needs_whole_matrices(recipe: Recipe) -> Iterator[Problem]:
+    """Scales are those of whole rows; and fp16 would scale once more."""
+    if recipe.model.float8 is None:
+        return
+    for name in ("tp", "pp"):
+        if getattr(recipe.parallel, name) > 1:
+            message = "model.float8 supports parallel.dp_shard and dp_replicate only; set it to 1"
+            yield Problem(("parallel", name), message)
+    if recipe.train.precision == "fp16":
+        yield Problem(("train", "precision"), "model.float8 needs bf16 or fp32")
+
+
 RULES: list[Rule] = [
     evaluating_needs_data,
     best_needs_evaluations,
     the_best_is_known_by_an_evaluation_metric,
     settings_of_four_bits_need_four_bits,
     rolling_back_needs_checkpoints,
+    rounding_needs_bfloat16_weights,
+    float8_needs_whole_matrices,
 ]

@@ -57,13 +57,19 @@ sys.stdout.write(json.dumps({
 }))
 """
 
+CHOICES = """
+import json, sys
+from surefoot.run.device_choices import here
+sys.stdout.write(json.dumps(here()))
+"""
+
 Facts = Mapping[str, object]
 
 
 def describe_environment() -> dict[str, Facts]:
     """The whole report, by title."""
     with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
-        said = pool.submit(probe, TORCH)
+        said, chosen = pool.submit(probe, TORCH), pool.submit(probe, CHOICES)
         states = dict(zip(names := [*PACKAGES, *OPTIONAL], pool.map(_state, names), strict=True))
     return {
         "surefoot": {
@@ -73,6 +79,7 @@ def describe_environment() -> dict[str, Facts]:
         },
         "machine": machine(),
         "torch": torch_facts(*said.result()),
+        "used here": choice_facts(*chosen.result()),
         "packages": {name: states[name] for name in PACKAGES},
         "optional": {name: states[name] for name in OPTIONAL},
     }
@@ -94,6 +101,11 @@ def machine() -> Facts:
 def torch_facts(output: str, error: str) -> Facts:
     """Torch's build and devices, or why it cannot be imported."""
     return {"build": f"does not load: {error}"} if error else dict(json.loads(output))
+
+
+def choice_facts(output: str, error: str) -> Facts:
+    """What a recipe with default settings uses on this machine, and why."""
+    return {"not known": error} if error else dict(json.loads(output))
 
 
 def _state(name: str) -> str:

@@ -1,6 +1,7 @@
 """The steps that are measured are the run's own, and leave nothing behind."""
 
 import json
+import re
 
 import pytest
 
@@ -26,6 +27,12 @@ def test_the_figures_are_those_of_the_runs_first_steps(project, tmp_path):
     assert sum(found.shares.values()) == pytest.approx(1)
     assert 0 < found.trained_tokens < found.tokens == found.positions
     assert found.compiling_seconds == 0
+    assert found.used["precision"] == "fp32" and found.used["compilation"] == "off"
+    assert found.used["weights"] == "trained: float32; frozen: float32"
+    assert found.used["attention"] == "sdpa (packed)"
+    assert found.used["output head"] == "chunked cross entropy"
+    assert re.fullmatch(r"fused in \d+ layers", found.used["LoRA"])
+    assert found.used["optimizer"] == "AdamW, fused"
     state = surefoot.train(project.recipe).state
     assert found.tokens == metrics(project.run)[-1]["num_input_tokens_seen"]
     assert found.flops == pytest.approx(state.total_flos)

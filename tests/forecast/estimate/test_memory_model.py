@@ -25,6 +25,8 @@ from surefoot.forecast.estimate.memory_model import (
     memory,
 )
 from surefoot.model.precision import autocast
+from surefoot.optim.adamw import AdamW
+from surefoot.optim.bf16_weights import build_optimizer, update_size
 from surefoot.parallel.section import ParallelSection
 from surefoot.parallel.sharded_model import shard
 from surefoot.parallel.world import AXES, World
@@ -38,7 +40,7 @@ METHODS = ["full", {"freeze": {"num_layers": 2}}, {"lora": {"rank": 3}}]
 def stepped(made, model):
     """The bytes of weights, gradients and optimizer states once a step is taken."""
     learning = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
-    optimizer = made.optim.build(learning)
+    optimizer = build_optimizer(made.optim, learning)
     for _, parameter in learning:
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
@@ -63,8 +65,10 @@ def test_weights_gradients_and_states_are_those_of_a_real_model(tmp_path, kind, 
     assert found.peak == found.weights + found.gradients + found.optimizer
 
 
-def test_weights_in_bfloat16_have_states_in_it_too(tmp_path):
-    made = recipe(tmp_path, model={"dtype": "bfloat16"})
+@pytest.mark.parametrize("mode", ["stochastic", "master", "nearest"])
+def test_weights_in_bfloat16_have_states_as_they_are_updated(mode, tmp_path):
+    optim = {"adamw": {"bf16_weights": mode}}
+    made = recipe(tmp_path, model={"dtype": "bfloat16"}, optim=optim)
     found = memory(
         describe(skeleton(made, dtype=torch.bfloat16)),
         NOTHING,
@@ -73,6 +77,35 @@ def test_weights_in_bfloat16_have_states_in_it_too(tmp_path):
         accumulates=True,
     )
     assert (found.weights, found.gradients, found.optimizer) == stepped(made, policy(made))
+
+
+@pytest.mark.parametrize("mode", ["stochastic", "master"])
+def test_the_memory_of_an_update_of_bfloat16_weights_is_that_of_a_real_one(mode, monkeypatch):
+    monkeypatch.setattr("surefoot.optim.bf16_weights.BUCKET", 3000)
+    monkeypatch.setattr("surefoot.optim.bf16_weights._CHUNK", 64)
+    shapes = [(64, 16), (100, 30), (20, 20), (40, 30), (30,)]
+    named = [
+        (f"{i}", torch.nn.Parameter(torch.ones(shape, dtype=torch.bfloat16)))
+        for i, shape in enumerate(shapes)
+    ]
+    optimizer = build_optimizer(AdamW(bf16_weights=mode), named)
+    for _, parameter in named:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    with LiveBytes([], 0, lambda: 0) as live:
+        optimizer.step()
+    expected = update_size([math.prod(shape) for shape in shapes], mode)
+    assert expected <= live.peak.total <= expected + 64 * 24
+
+
+def test_an_update_counts_where_it_takes_more_than_activations():
+    weight = Weight((10, 10), 2, True, None, state=800)
+    one = Pass(Snapshot(0, 0, 0), Snapshot(50, 0, 0), 50, 50)
+    options = {"compute_size": 0, "accumulates": False}
+    for update, more in ((0, 0), (20, 20), (900, 900)):
+        found = memory([weight], one, MeshShape(), **options, update=update)
+        assert found.peak == 200 + 800 + max(200, 200 + more)
+        assert found.working == max(50, more)
 
 
 def inner(model):

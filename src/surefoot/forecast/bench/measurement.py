@@ -23,6 +23,7 @@ from ...model.precision import choose
 from ...model.pretrained.loading import device
 from ...recipe.recipe import Recipe
 from ...run.assembly import build
+from ...run.device_choices import used_by
 from ...run.policy import COMPUTED_IN
 from ...training.callback import Context, TrainerCallback
 from ...training.control.signals import SIGNALS
@@ -114,6 +115,7 @@ def measure(recipe: Recipe, steps: int, folder: Path) -> BenchResult:
         peak_memory=memory,
         compiling_seconds=max(0.0, sum(first.values()) - ordinary) if recipe.model.compile else 0.0,
         phases=phases,
+        used=used_by(recipe, trainer),
     )
 
 

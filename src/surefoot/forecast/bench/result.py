@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,7 @@ class BenchResult:
     peak_memory: int  # bytes
     compiling_seconds: float  # by which the first step was longer, if ``model.compile`` is on
     phases: Mapping[str, float]  # seconds
+    used: Mapping[str, str] = field(default_factory=dict)  # kernels, dtypes, what a check decided
 
     @property
     def seconds(self) -> float:

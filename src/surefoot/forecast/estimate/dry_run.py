@@ -22,6 +22,7 @@ from ...model.precision import autocast
 from ...model.pretrained.loading import DTYPES
 from ...network.network import Network
 from ...network.open import open_network
+from ...optim.bf16_weights import build_optimizer
 from ...optim.state import NamedState
 from ...parallel.sharded_model import layers
 from ...parallel.tensor.sequence_parallel import widened
@@ -91,7 +92,7 @@ def optimizer_state(skeleton: DryRunModel) -> dict[str, dict[str, torch.Tensor]]
     """The state of the recipe's optimizer after a step, by parameter; fake tensors."""
     named = list(skeleton.network.named.items())
     with skeleton.tensors.mode:
-        optimizer = skeleton.recipe.optim.build(named)
+        optimizer = build_optimizer(skeleton.recipe.optim, named)
         for _, parameter in named:
             parameter.grad = torch.empty_like(parameter)
         optimizer.step()

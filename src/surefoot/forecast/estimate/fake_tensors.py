@@ -37,6 +37,7 @@ class HoldingOptions:
     place: int = 0  # of the process among these
     num_parts: int = 1  # stages of each of them
     quantized: torch.dtype = torch.float32  # of products with quantized weights
+    emulates_float8: bool = True  # as CPUs do
 
 
 @dataclass
@@ -49,6 +50,11 @@ class FakeTensors:
     vocabulary: VocabParallelLogits | None = None  # of logits, where they are cut
     share: StageShare | None = None  # of a pipeline
     have_values: ClassVar[bool] = False
+
+    @property
+    def emulates_float8(self) -> bool:
+        """Whether the machine that is planned for has no products in float8."""
+        return self.setting.emulates_float8
 
     def load(self, draft: Draft) -> None:
         """From ``config.json`` alone, first on the meta device."""

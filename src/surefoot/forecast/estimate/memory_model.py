@@ -116,7 +116,13 @@ class Memory:
 
 
 def memory(
-    weights: Sequence[Weight], one: Pass, mesh: MeshShape, *, compute_size: int, accumulates: bool
+    weights: Sequence[Weight],
+    one: Pass,
+    mesh: MeshShape,
+    *,
+    compute_size: int,
+    accumulates: bool,
+    update: int = 0,
 ) -> Memory:
     """The memory of the largest rank of ``mesh``; in a pipeline, of those with the same stages.
 
@@ -127,6 +133,7 @@ def memory(
         compute_size: bytes of an element of a gathered weight; 0 if gathered in its own dtype.
         accumulates: whether a step has several micro-batches, so that gradients of the first exist
             in the backward pass of the second; else they are allocated as activations are freed.
+        update: bytes that the optimizer takes for a moment, when activations are freed.
     """
     is_alone = mesh.num_processes == 1
     count = 1 if is_alone else mesh.dp_shard
@@ -153,9 +160,9 @@ def memory(
         optimizer=optimizer,
         activations=one.activations,
         logits=one.at_peak.logits,
-        working=one.working,
+        working=max(one.working, update),
         buffers=buffers,
-        peak=held + optimizer + most,
+        peak=held + optimizer + max(most, gradients + update),
     )
 
 

@@ -20,6 +20,7 @@ from ...data.text.codec import Codec
 from ...data.text.pairs import unshared
 from ...errors import RecipeError
 from ...model.precision import PrecisionName
+from ...optim.bf16_weights import update_size
 from ...parallel.launcher import num_processes
 from ...parallel.pipeline.schedule import order
 from ...recipe.recipe import Recipe
@@ -117,6 +118,7 @@ def setting_of(recipe: Recipe, machine: Machine) -> HoldingOptions:
         pp=section.pp,
         num_parts=section.num_parts if section.pp > 1 else 1,
         quantized=torch.bfloat16 if machine.on_gpu else torch.float32,
+        emulates_float8=not machine.on_gpu,
     )
 
 
@@ -228,10 +230,17 @@ def memory_of(
             mesh,
             compute_size=2 if _gathers_bf16(recipe, machine) else 0,
             accumulates=recipe.train.global_batch_size > per_pass,
+            update=_update_size(recipe, skeleton, mesh),
         )
         for skeleton in held
     ]
     return max(zip(held, found, strict=True), key=lambda pair: pair[1].peak)
+
+
+def _update_size(recipe: Recipe, skeleton: DryRunModel, mesh: MeshShape) -> int:
+    """Bytes that an update of bfloat16 weights takes for a moment."""
+    is_bf16 = (one for one in skeleton.weights if one.is_trained and one.item_size == 2)
+    return update_size([one.share(mesh.dp_shard) for one in is_bf16], recipe.optim.bf16_weights)
 
 
 def machine_for(recipe: Recipe, device: str | None) -> Machine:

@@ -1,0 +1,199 @@
+"""Update bfloat16 weights and lose nothing small: stochastic rounding, or a float32 master copy.
+
+bfloat16 has 8 bits of precision. An update below about 0.2 % of a weight vanishes when the sum is
+rounded to the nearest value, and so does nearly all of fine-tuning. So an optimizer never sees
+bfloat16: for each update its parameters and gradients become float32, some at a time. What it makes
+is rounded stochastically (up or down, in proportion to the distance, arXiv:2010.06192), so that
+updates are right in the mean; or it stays as the master copy, of which the weight is the nearest
+bfloat16. The optimizer's own state is float32 either way.
+
+The noise is a function of the update's number, the parameter's name and this rank's place in its
+sharding. So a resumed run rounds as the uninterrupted one, and replicas stay equal.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+
+from .groups import Named
+
+if TYPE_CHECKING:
+    from .optimizer import Optimizer
+
+MASTER = "master"  # its key in the state of a parameter
+BUCKET = 1 << 25  # elements that are float32 at once: 256 MiB with their gradients
+_CHUNK = 1 << 22  # elements that get noise at once
+_LOW = 16  # bits that float32 has and bfloat16 has not
+
+
+def build_optimizer(optim: Optimizer, named: Named) -> torch.optim.Optimizer:
+    """The torch optimizer of ``named`` parameters; bfloat16 ones are updated as ``optim`` says."""
+    named = list(named)
+    rule = optim.build(named)
+    has_bf16 = any(parameter.dtype == torch.bfloat16 for _, parameter in named)
+    if optim.bf16_weights == "nearest" or not has_bf16:
+        return rule
+    return Bf16Optimizer(rule, keeps_master=optim.bf16_weights == MASTER)
+
+
+def rule_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The optimizer that computes the updates of ``optimizer``: itself, or the one inside."""
+    return optimizer.rule if isinstance(optimizer, Bf16Optimizer) else optimizer
+
+
+def update_size(sizes: Sequence[int], bf16_weights: str) -> int:
+    """Bytes that an update of bfloat16 parameters of these ``sizes`` takes for a moment."""
+    if bf16_weights == "nearest":
+        return 0
+    most = max((sum(bucket) for bucket in _buckets(sizes, lambda size: size)), default=0)
+    return most * (4 if bf16_weights == MASTER else 8)
+
+
+class Bf16Optimizer(torch.optim.Optimizer):
+    """The optimizer ``rule``, with its parameter groups and its state, in float32."""
+
+    def __init__(self, rule: torch.optim.Optimizer, *, keeps_master: bool) -> None:
+        super().__init__(rule.param_groups, rule.defaults)
+        self.rule, self.keeps_master = rule, keeps_master
+        self.state = rule.state
+        self.number = 0  # of the next update
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Update all parameters that have gradients. There is no ``closure``."""
+        if hasattr(self, "found_inf"):  # on the device: 1 if nothing is to be updated
+            self.rule.found_inf = self.found_inf  # type: ignore[attr-defined]
+        wanted = [
+            (name, parameter, group)
+            for group in self.param_groups
+            for name, parameter in zip(group["names"], group["params"], strict=True)
+            if parameter.grad is not None
+        ]
+        members = [group["params"] for group in self.param_groups]
+        try:
+            for bucket in _buckets(wanted, lambda each: _local(each[1]).numel()):
+                self._update(bucket)
+        finally:
+            for group, parameters in zip(self.param_groups, members, strict=True):
+                group["params"] = parameters
+
+    def _update(self, bucket: Sequence[tuple[str, nn.Parameter, dict[str, Any]]]) -> None:
+        """Update some parameters: the rule sees float32 tensors in their places."""
+        for group in self.param_groups:
+            group["params"] = []
+        inside = [self._widened(parameter) for _, parameter, _ in bucket]
+        for wide, (_, _, group) in zip(inside, bucket, strict=True):
+            group["params"].append(wide)
+        self.rule.step()
+        for wide, (name, parameter, _) in zip(inside, bucket, strict=True):
+            if wide is not parameter:
+                self._write(name, parameter, wide)
+
+    def _widened(self, parameter: nn.Parameter) -> nn.Parameter:
+        """A bfloat16 parameter in float32, with its gradient and its state; others as they are."""
+        if parameter.dtype != torch.bfloat16:
+            return parameter
+        state = self.state.pop(parameter, {})
+        master = state.pop(MASTER, None)
+        wide = nn.Parameter(parameter.float() if master is None else master)
+        assert parameter.grad is not None
+        wide.grad = parameter.grad.float()
+        if state:
+            self.state[wide] = state
+        return wide
+
+    def _write(self, name: str, parameter: nn.Parameter, wide: nn.Parameter) -> None:
+        """Round the updated ``wide`` into ``parameter``, which gets its state back."""
+        self.state[parameter] = self.state.pop(wide, {})
+        if self.keeps_master:
+            self.state[parameter][MASTER] = wide.detach()
+            parameter.copy_(wide)
+            return
+        noise = _noise(parameter.device).manual_seed(_seed(self.number, name, parameter))
+        round_stochastically(_local(wide), _local(parameter), noise)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore groups and state; tensors of bfloat16 parameters stay float32. A master copy that
+        is not used is dropped, and one that is missing is made from the weight."""
+        super().load_state_dict({**state_dict, "state": {}})
+        self.rule.param_groups, self.rule.state = self.param_groups, self.state
+        places = [(p, group) for group in self.param_groups for p in group["params"]]
+        for number, values in state_dict["state"].items():
+            parameter, group = places[number]
+            self.state[parameter] = {
+                key: value if key == "step" and not group.get("fused") else _at(parameter, value)
+                for key, value in values.items()
+                if key != MASTER or self.keeps_master
+            }
+
+
+def _at(parameter: nn.Parameter, value: torch.Tensor) -> torch.Tensor:
+    """A state tensor where its parameter is, in the dtype in which that is updated."""
+    is_narrow = parameter.dtype == torch.bfloat16 or not value.ndim
+    return value.to(parameter.device, torch.float32 if is_narrow else parameter.dtype)
+
+
+def _buckets(items: Sequence[Any], size_of: Callable[[Any], int]) -> Iterator[list[Any]]:
+    """``items`` in order, in groups of at most ``BUCKET`` elements, or of one."""
+    bucket: list[Any] = []
+    room = BUCKET
+    for item in items:
+        if bucket and size_of(item) > room:
+            yield bucket
+            bucket, room = [], BUCKET
+        bucket.append(item)
+        room -= size_of(item)
+    if bucket:
+        yield bucket
+
+
+def round_stochastically(
+    wide: torch.Tensor, into: torch.Tensor, noise: torch.Generator
+) -> torch.Tensor:
+    """Round float32 ``wide`` to bfloat16 ``into``: to one of the two values around each, to the
+    upper one with the probability that makes the mean right."""
+    is_flat = wide.is_contiguous() and into.is_contiguous()
+    pairs = [(wide, into)]
+    if is_flat:
+        parts = (torch.split(each.view(-1), _CHUNK) for each in (wide, into))
+        pairs = list(zip(*parts, strict=True))
+    for values, rounded in pairs:
+        bits = torch.randint(
+            1 << _LOW, values.shape, generator=noise, device=values.device, dtype=torch.int32
+        )
+        bits.add_(values.view(torch.int32)).bitwise_and_(-(1 << _LOW))
+        # adding to the bits of NaN could overflow to another value
+        rounded.copy_(torch.where(values.isfinite(), bits.view(torch.float32), values))
+    return into
+
+
+@cache
+def _noise(device: torch.device) -> torch.Generator:
+    return torch.Generator(device)
+
+
+def _seed(number: int, name: str, parameter: torch.Tensor) -> int:
+    """The seed of the noise for update ``number`` of this rank's shard of a parameter."""
+    text = f"{number} {_place(parameter)} {name}"
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> 1
+
+
+def _place(parameter: torch.Tensor) -> Sequence[int]:
+    """This rank's coordinates along the axes of the mesh that shard it."""
+    if not isinstance(parameter, DTensor):
+        return ()
+    at = parameter.device_mesh.get_coordinate() or ()
+    placed = zip(at, parameter.placements, strict=True)
+    return [place for place, how in placed if isinstance(how, Shard)]
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
