@@ -8,8 +8,8 @@ import torch
 
 from surefoot.model.attention.kernels import candidates
 from surefoot.recipe.recipe import Recipe
-from surefoot.run import device_choices
-from surefoot.run.device_choices import CHOICES, KINDS, NOT_MEASURED
+from surefoot.run.machine import device_choices
+from surefoot.run.machine.device_choices import CHOICES, KINDS, NOT_MEASURED
 from surefoot.schema import dotted
 from surefoot.schema.setting import paths
 

@@ -106,7 +106,7 @@ PAGES = {
 
 
 def _choices() -> Iterator[str]:
-    from ..run.device_choices import CHOICES, KINDS
+    from ..run.machine.device_choices import CHOICES, KINDS
 
     for kind, title in KINDS.items():
         yield f"## {title}\n"

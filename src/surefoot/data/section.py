@@ -140,3 +140,8 @@ class DataSection:
                 raise ValueError(f"eval_datasets: {name!r} is another one of datasets; {ANOTHER}")
         if self.val_size and self.eval_datasets:
             raise ValueError("val_size and eval_datasets exclude each other; keep one of them")
+
+
+def without_datasets() -> DataSection:
+    """The defaults, where a section is needed and no row is read."""
+    return DataSection(datasets=(DatasetReference("none"),))

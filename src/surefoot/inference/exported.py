@@ -24,7 +24,7 @@ from ..checkpoint.layouts.opening import open_folder, open_role
 from ..checkpoint.sources.copying import DtypeName, cast, copy
 from ..checkpoint.sources.lora import same_values
 from ..checkpoint.sources.source import Renamed, TensorSource
-from ..data.section import DataSection
+from ..data.section import without_datasets
 from ..data.text.codec import Codec
 from ..data.text.templates import load_template, saved_source
 from ..errors import ModelError
@@ -32,7 +32,6 @@ from ..model.pretrained.positions import changed_config, extension_of
 from ..model.pretrained.tokenizer import load_tokenizer
 from ..model.section import ModelSection
 from ..network.heads import HEADS
-from ..schema.locations import DatasetReference
 from .adapter_places import updated_tensors
 from .model_loading import ModelFolders, find_parts, with_valid
 from .model_location import Damaged
@@ -204,5 +203,5 @@ def _touched(adapter: Path, names: _Names) -> set[str]:
 def _stop_token_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     if not saved_source(tokenizer):
         return ()
-    section = DataSection(datasets=(DatasetReference("none"),))
-    return Codec(tokenizer, load_template("auto", tokenizer), section).stop_token_ids
+    template = load_template("auto", tokenizer)
+    return Codec(tokenizer, template, without_datasets()).stop_token_ids

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..checkpoint.converting.model_files import read_config
 from ..data.example import JSON, Message
-from ..data.section import DataSection
+from ..data.section import without_datasets
 from ..data.text.codec import Codec
 from ..data.text.templates import Template, load_template, saved_source
 from ..errors import DamagedFileError, ModelError, RecipeError
@@ -33,7 +33,6 @@ from ..parallel.section import ParallelSection
 from ..parallel.world import ALONE, World
 from ..recipe.recipe import Recipe
 from ..recipe.recipe_data import open_codec
-from ..schema.locations import DatasetReference
 from .model_location import ADAPTER, NONE_DAMAGED, Damaged, ModelLocation, locate
 
 logger = logging.getLogger(__name__)
@@ -64,9 +63,7 @@ class LoadedModel:
     @cached_property
     def codec(self) -> Codec:
         """Messages to ids as in training, with the recipe's default system message."""
-        section = (
-            self.recipe.data if self.recipe else DataSection(datasets=(DatasetReference("none"),))
-        )
+        section = self.recipe.data if self.recipe else without_datasets()
         return Codec(self.tokenizer, self.template, section)
 
     @cached_property

@@ -17,14 +17,13 @@ from ..model.head.logprob_head import logprob_head_of
 from ..model.pretrained.compiled import compile_layers
 from ..model.pretrained.float8 import use_float8
 from ..model.pretrained.loading import grow_embeddings, recompute_activations, upcast_trained
-from ..model.pretrained.positions import check_adapter
 from ..model.pretrained.quantized import check_alone, num_elements
 from ..model.pretrained.weights import AdapterWeights, FullWeights, names_in_files
 from ..model.section import ModelSection
 from ..model.trained_weights import coverage
 from ..parallel.sharded_model import layers
 from ..parallel.world import World
-from .checked_files import checked_files
+from .file_checks import checked_files
 from .draft import Draft, NetworkOptions
 from .heads import add_heads, refuse_heads
 from .network import Network
@@ -99,7 +98,6 @@ def _engine(draft: Draft, runner: ModelForward) -> Engine:
 def load(draft: Draft, tensors: Tensors) -> None:
     """Load the model."""
     check_alone(draft.section, draft.world.size)
-    check_adapter(draft.section)
     tensors.load(draft)
 
 

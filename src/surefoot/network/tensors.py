@@ -22,7 +22,7 @@ from ..geometry.sharding import Cuts
 from ..model.pretrained.adapter import attach, attach_empty
 from ..model.pretrained.float8 import emulates
 from ..model.pretrained.loading import device, load_model, training_dtype
-from ..model.pretrained.positions import read_config
+from ..model.pretrained.positions import check_adapter, read_config
 from ..model.section import ModelSection
 from ..model.seeding import seed_everything
 from ..parallel.generation_sharding import shard_for_generation
@@ -218,6 +218,7 @@ def method_of(draft: Draft, attach_from: Callable[[PreTrainedModel, Path], nn.Mo
     """What makes the model: the adapter to resume from, the method, or neither."""
     method = draft.options.method
     if draft.section.adapter is not None:
+        check_adapter(draft.section)
         attach = partial(_attach, attach_from, draft.section.adapter)
         return attach if method is None else partial(method.attach, attach=attach)
     if method is not None:

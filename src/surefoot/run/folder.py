@@ -188,7 +188,7 @@ def resume_point(folder: RunFolder, recipe: Recipe) -> Path | None:
     resume, steps = recipe.checkpoint.resume, _steps(folder)
     if resume == "none":
         if steps:
-            _start_anew(folder, recipe, max(steps))
+            _start_from_scratch(folder, recipe, max(steps))
         return None
     is_own = is_within(resume, recipe.train.output_dir) or _is_inside(resume, folder.path)
     if resume == "auto" or (steps and not is_own):
@@ -205,7 +205,7 @@ def resume_point(folder: RunFolder, recipe: Recipe) -> Path | None:
     return _requested_checkpoint(resume, folder, recipe)
 
 
-def _start_anew(folder: RunFolder, recipe: Recipe, latest: int) -> None:
+def _start_from_scratch(folder: RunFolder, recipe: Recipe, latest: int) -> None:
     """Rename the checkpoints of a local run, none of which is valid. Raises ``RunError`` if one
     is: nothing that a run can resume from is put away."""
     found = find_latest(folder.path) if folder.away is None else None

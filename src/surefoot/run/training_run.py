@@ -18,7 +18,7 @@ from ..checkpoint.reading.loading import load as load_checkpoint
 from ..errors import CheckpointError, RunError
 from ..model.pretrained.loading import resolve
 from ..model.section import ModelSection
-from ..network.preflight import check_packages, preflight
+from ..network.preflight import check_model, check_packages
 from ..parallel.world import World, explain_peer_loss, joined
 from ..recipe.batch_sizes import with_batch_sizes
 from ..recipe.recipe import Recipe, load, read, with_adapter_settings
@@ -177,7 +177,7 @@ def check_early(recipe: Recipe, world: World) -> None:
     """Raise what is known to be wrong before the data is encoded, which may take hours."""
     if "tensorboard" in recipe.train.report_to:
         check_packages(["tensorboard"], "train.report_to: tensorboard")
-    preflight(
+    check_model(
         resolve(recipe.model),
         recipe.model,
         options_of(recipe),

@@ -1,10 +1,9 @@
 """The one seam for durable bytes: everything that must survive a crash is written and read here.
 
-Every call to the operating system goes through this module's ``os``. So a test can make any one of
-them fail, fall short or be the last call of the process. Functions raise plain ``OSError`` with the
-file's name; ``raising(SomeError)`` turns it into a message for people. File modes follow the umask.
+Every call to the operating system goes through this module's ``os``, never through pathlib. So a
+test can make any one of them fail, fall short or be the last call of the process. Functions raise
+plain ``OSError`` with the file's name; ``raising(SomeError)`` turns it into a message for people.
 """
-# The functions of `os` are the seam; pathlib would go around it.
 # ruff: noqa: PTH102, PTH104, PTH106, PTH108, PTH116, PTH208
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import os
 import secrets
 import stat
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path, PurePosixPath
 
 from .hashes import Hash as Hash  # noqa: PLC0414 - exported from here
@@ -32,7 +31,6 @@ _READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # a pipe of that name must n
 _FOLDER = os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECTORY
 _DIRECT: int = getattr(os, "O_DIRECT", 0)
 _CREATE = os.O_RDWR | os.O_CLOEXEC | os.O_CREAT | os.O_EXCL
-
 _CLONE = 0x40049409  # FICLONE of linux/fs.h
 
 _ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG)  # nothing has such a name
@@ -84,8 +82,8 @@ class File:
             while done < len(view):
                 count = os.preadv(self._descriptor, [view[done : done + BLOCK]], offset + done)
                 if not count:
-                    missing = len(view) - done
-                    raise OSError(errno.ENODATA, f"the file ends {missing} bytes too early")
+                    short = f"the file ends {len(view) - done} bytes too early"
+                    raise OSError(errno.ENODATA, short)
                 done += count
 
     def read(self, offset: int, length: int) -> bytes:
@@ -114,8 +112,7 @@ class File:
 
     def write_at(self, offset: int, data: bytes | memoryview) -> None:
         """Write all of ``data`` at ``offset``."""
-        view = memoryview(data)
-        done = 0
+        view, done = memoryview(data), 0
         with _naming(self.path):
             while done < len(view):
                 count = self._write(view[done:], offset + done)
@@ -124,11 +121,8 @@ class File:
                 done += count
 
     def bypass_cache(self) -> None:
-        """Bypass the page cache for all later writes, where system and disk allow it.
-
-        A checkpoint is not read again soon. In the page cache it would cost another copy, and evict
-        pages that are in use.
-        """
+        """Bypass the page cache for all later writes, where system and disk allow it: there, a
+        checkpoint would cost another copy, and evict pages that are in use."""
         with contextlib.suppress(OSError):
             self._set_direct(True)
 
@@ -186,18 +180,15 @@ class File:
     @property
     def current_path(self) -> Path | None:
         """Its path now, after it was renamed perhaps; None if it was removed, or is not known."""
-        try:
+        with contextlib.suppress(OSError):
             found = Path(f"/proc/self/fd/{self._descriptor}").readlink()
-        except OSError:
-            return None
-        return found if self.is_at(found) else None
+            return found if self.is_at(found) else None
+        return None
 
     def is_at(self, path: Path) -> bool:
         """Whether ``path`` is the file that is open here."""
-        try:
-            return os.path.samestat(os.fstat(self._descriptor), os.stat(path))
-        except (FileNotFoundError, NotADirectoryError):
-            return False
+        found = _status(path, os.stat)
+        return found is not None and os.path.samestat(os.fstat(self._descriptor), found)
 
 
 def create(path: Path) -> File:
@@ -225,7 +216,6 @@ def open_folder(path: Path, *, follow: bool = False) -> File:
 def open_inside(folder: Path, name: str) -> File:
     """Open the regular file ``name`` (``sub/b.txt``) inside ``folder``, following no link in it."""
     *folders, last = PurePosixPath(name).parts
-    path = folder / name
     try:
         with contextlib.ExitStack() as stack:
             parent = os.open(folder, _FOLDER)
@@ -233,11 +223,11 @@ def open_inside(folder: Path, name: str) -> File:
             for part in folders:
                 parent = os.open(part, _FOLDER | os.O_NOFOLLOW, dir_fd=parent)
                 stack.callback(os.close, parent)
-            file = File(os.open(last, _READ | os.O_NOFOLLOW, dir_fd=parent), path)
+            opened = os.open(last, _READ | os.O_NOFOLLOW, dir_fd=parent)
+            return _regular(File(opened, folder / name))
     except OSError as error:
-        error.filename = str(path)  # not just the part of it that was to be opened
+        error.filename = str(folder / name)  # not just the part of it that was to be opened
         raise
-    return _regular(file)
 
 
 def _regular(file: File) -> File:
@@ -249,11 +239,10 @@ def _regular(file: File) -> File:
 
 def read_all(file: File, limit: int) -> bytes:
     """The content of the file, if it has at most ``limit`` bytes."""
-    size = file.size
-    if size > limit:
-        why = f"{size} bytes are more than the {limit} allowed"
-        raise OSError(errno.EINVAL, why, str(file.path))
-    return file.read(0, size)
+    if (size := file.size) <= limit:
+        return file.read(0, size)
+    why = f"{size} bytes are more than the {limit} allowed"
+    raise OSError(errno.EINVAL, why, str(file.path))
 
 
 def write_new(path: Path, data: bytes) -> None:
@@ -265,10 +254,8 @@ def write_new(path: Path, data: bytes) -> None:
 
 
 def write_aside(path: Path, data: bytes) -> None:
-    """Replace the content of ``path`` atomically: after a crash it has the old or the new content.
-
-    The data is written to a temporary file, flushed and renamed, and the folder is flushed.
-    """
+    """Replace the content of ``path`` atomically, through a temporary file that is flushed and
+    renamed: after a crash it has the old or the new content."""
     aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
     try:
         write_new(aside, data)
@@ -329,19 +316,17 @@ def share(old: Path, new: Path) -> bool:
 
     A clone (a file of its own that shares unchanged blocks) where supported, else a hard link.
     """
-    try:
+    with contextlib.suppress(OSError):
         with open_file(old, follow=False) as source, create(new) as target:
             fcntl.ioctl(target._descriptor, _CLONE, source._descriptor)
             target.sync()
         return True
-    except OSError:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(new)
-    try:
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(new)
+    with contextlib.suppress(OSError):
         os.link(old, new, follow_symlinks=False)
-    except OSError:
-        return False
-    return True
+        return True
+    return False
 
 
 def list_folder(path: Path) -> list[str]:
@@ -377,43 +362,40 @@ def remove_tree(path: Path) -> None:
 
 def remove_empty_folder(path: Path) -> bool:
     """Delete the folder ``path`` if it is empty; returns whether it was."""
-    try:
+    with contextlib.suppress(OSError):
         os.rmdir(path)
-    except OSError:
-        return False
-    return True
+        return True
+    return False
 
 
 def exists(path: Path) -> bool:
     """Whether the name exists, even as a broken link."""
+    return _status(path, os.lstat) is not None
+
+
+def is_folder(path: Path) -> bool:
+    """Whether ``path`` is a folder, links followed."""
+    found = _status(path, os.stat)
+    return found is not None and stat.S_ISDIR(found.st_mode)
+
+
+def _status(path: Path, ask: Callable[[Path], os.stat_result]) -> os.stat_result | None:
     try:
-        os.lstat(path)
+        return ask(path)
     except OSError as error:
         if error.errno not in _ABSENT:
             raise
-        return False
-    return True
+        return None
 
 
 def size_of(path: Path) -> int | None:
     """The length of a regular file, links followed; None if there is none."""
-    try:
+    with contextlib.suppress(OSError):
         found = os.stat(path)
-    except OSError:
-        return None
-    return found.st_size if stat.S_ISREG(found.st_mode) else None
+        return found.st_size if stat.S_ISREG(found.st_mode) else None
+    return None
 
 
 def num_names(path: Path) -> int:
     """How many names (hard links) the file has."""
     return os.stat(path, follow_symlinks=False).st_nlink
-
-
-def is_folder(path: Path) -> bool:
-    """Whether ``path`` is a folder, links followed."""
-    try:
-        return stat.S_ISDIR(os.stat(path).st_mode)
-    except OSError as error:
-        if error.errno not in _ABSENT:
-            raise
-        return False

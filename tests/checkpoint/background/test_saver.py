@@ -206,7 +206,7 @@ def test_a_folder_that_is_removed_under_a_run_is_not_made_anew(tmp_path):
 def test_a_writer_that_hangs_is_named_killed_and_replaced(tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(writer_process, "_PAUSE", 0.05)
     monkeypatch.setattr(writer_process, "_WARNING", 0.2)
-    monkeypatch.setattr(writer_process, "_PATIENCE", 0.6)
+    monkeypatch.setattr(writer_process, "_PATIENCE", 3.0)
     with AsyncSaver(tmp_path) as saver:
         saver.save(1, weights(1))
         saver.wait()

@@ -247,7 +247,7 @@ class AsyncSaver:
 
     def _expect_folder(self) -> None:
         """Raise ``CheckpointError`` if ``root`` is no longer the folder that it was at the start:
-        to make it anew would divide the run between two folders. Only a first save makes it."""
+        to make it again would divide the run between two folders. Only a first save makes it."""
         if self.writers.rank:
             return
         if self._folder is None:

@@ -37,7 +37,7 @@ from ...storage import files
 from ...storage.address import default_cache
 from ..data_order import Index
 from ..example import JSON
-from .checked_file import BlockHash, CheckedFile, DamagedFileError, Repair, Sums
+from .checked_file import BlockHash, CheckedFile, DamagedBlockError, Repair, Sums
 from .dataset import EncodedStore, Ragged
 
 logger = logging.getLogger(__name__)
@@ -254,7 +254,7 @@ def _checked(cached: Cached) -> Cached:
         if isinstance(flat, CheckedFile):
             try:
                 flat.check()
-            except DamagedFileError as error:
+            except DamagedBlockError as error:
                 raise _DamagedError(str(error)) from error
     return cached
 

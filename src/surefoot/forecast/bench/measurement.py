@@ -23,7 +23,7 @@ from ...model.precision import choose
 from ...model.pretrained.loading import device
 from ...recipe.recipe import Recipe
 from ...run.assembly import build
-from ...run.device_choices import used_by
+from ...run.machine.device_choices import used_by
 from ...run.policy import COMPUTED_IN
 from ...training.callback import Context, TrainerCallback
 from ...training.control.signals import SIGNALS

@@ -190,7 +190,7 @@ def _after(prompt: int, first: Heads, second: Heads) -> Heads:
 
 KERNELS: dict[str, Kernel] = {"sdpa": sdpa, "eager": _eager}
 for _name, _kernel in KERNELS.items():
-    # Not to be compiled: it would be anew, for every number of documents.
+    # Not to be compiled: it would be compiled again for every number of documents.
     _attend = torch.compiler.disable(by_document(_kernel))  # type: ignore[no-untyped-call]
     AttentionInterface.register(PREFIX + _name, _attend)
 
@@ -216,7 +216,7 @@ def switch_to_packed(model: PreTrainedModel) -> None:
     except BoundsMissingError:
         model.set_attn_implementation(kernel)
     except Exception as error:  # the attempt with values will say what is wrong, if anything is
-        logger.debug("%s: not tried without values: %s", type(model).__name__, error)
+        logger.debug("%s: not tried on blank tensors: %s", type(model).__name__, error)
 
 
 def attend_by_mask(model: PreTrainedModel, *, is_on: bool) -> None:

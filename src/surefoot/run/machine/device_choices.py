@@ -14,18 +14,18 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from ..model.attention.kernels import candidates
-from ..model.attention.selection import BY_DOCUMENT
-from ..model.fused_lora import count_fused
-from ..model.precision import choose
-from ..model.pretrained.loading import device, training_dtype
-from ..model.section import ModelSection
-from ..optim.bf16_weights import rule_of
+from ...model.attention.kernels import candidates
+from ...model.attention.selection import BY_DOCUMENT
+from ...model.fused_lora import count_fused
+from ...model.precision import choose
+from ...model.pretrained.loading import device, training_dtype
+from ...model.section import ModelSection
+from ...optim.bf16_weights import rule_of
 
 if TYPE_CHECKING:  # `surefoot env` does not need them
-    from ..network.network import Network
-    from ..recipe.recipe import Recipe
-    from ..training.trainer import Trainer
+    from ...network.network import Network
+    from ...recipe.recipe import Recipe
+    from ...training.trainer import Trainer
 
 NOT_MEASURED = "not measured"
 KINDS = {"cpu": "CPU", "cuda": "GPU (CUDA)"}

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from .. import __version__
+from ... import __version__
 
 # distribution -> what to import of it
 PACKAGES = {
@@ -59,7 +59,7 @@ sys.stdout.write(json.dumps({
 
 CHOICES = """
 import json, sys
-from surefoot.run.device_choices import here
+from surefoot.run.machine.device_choices import here
 sys.stdout.write(json.dumps(here()))
 """
 

@@ -1,0 +1,1 @@
+"""The machine: what is installed, and what is chosen by its device."""
