@@ -13,7 +13,7 @@ from surefoot.methods.full import Full
 from surefoot.methods.lora import LoRA
 from surefoot.network.draft import NetworkOptions
 from surefoot.network.open import open_network
-from surefoot.network.preflight import check_model, size_of_save
+from surefoot.network.preflight import refuse_early, size_of_save
 from surefoot.network.tensors import MetaTensors
 from surefoot.optim.adamw import AdamW
 from surefoot.parallel.world import ALONE
@@ -29,7 +29,7 @@ def project(tmp_path_factory):
 
 def checked(project, tmp_path, *, tp=1, method=None, num_processes=1, **section):
     recipe = load(project)
-    check_model(
+    refuse_early(
         project.parent / "model",
         replace(recipe.model, **section),
         NetworkOptions(method=method or Full()),

@@ -253,7 +253,7 @@ def test_an_object_where_a_value_belongs_is_named_by_its_key(project):
         surefoot.train(project, **{"data.template": object()})
 
 
-@pytest.mark.parametrize(("packing", "method"), [(True, "full"), (True, "lora"), (False, "full")])
+@pytest.mark.parametrize(("packing", "method"), [(True, "full"), (False, "lora")])
 def test_the_model_generates_in_a_callback_and_afterwards(project, tmp_path, packing, method):
     class Speaker(TrainerCallback):
         said = None

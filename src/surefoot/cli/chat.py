@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 import click
@@ -15,12 +15,22 @@ from .loading import loading
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from ..generate.section import GenerateSection
     from ..inference.conversation import Answer, Conversation
 
 HELP = """\
 /clear          start a new conversation; the system message stays
 /system TEXT    set the system message; without TEXT, remove it
+/retry          generate the last response again
+/set NAME VALUE set max_new_tokens, temperature, top_p, top_k or repetition_penalty
 /exit           exit; so does Ctrl-D. Ctrl-C ends a response early"""
+SETTINGS: Mapping[str, Callable[[str], float]] = {  # of /set
+    "max_new_tokens": int,
+    "temperature": float,
+    "top_p": float,
+    "top_k": int,
+    "repetition_penalty": float,
+}
 _COMMAND = re.compile(r"/([a-z]+)(?:\s+(.*))?", re.DOTALL)
 
 
@@ -170,11 +180,14 @@ def _reply(conversation: Conversation, console: Console, line: str) -> bool:
 
     if not line.strip():
         return True
-    if command := _COMMAND.fullmatch(line.strip()):
+    command = _COMMAND.fullmatch(line.strip())
+    if command and (command[1] != "retry" or not conversation.messages):
         return _obey(conversation, console, command[1], command[2] or "")
-    answer = conversation.ask(
-        line, lambda piece: console.print(Text(visible(piece)), end="", soft_wrap=True)
-    )
+
+    def show(piece: str) -> None:
+        console.print(Text(visible(piece)), end="", soft_wrap=True)
+
+    answer = conversation.retry(show) if command else conversation.ask(line, show)
     console.print()
     if note := note_on(answer):
         console.print(note, style="yellow")
@@ -187,6 +200,11 @@ def _obey(conversation: Conversation, console: Console, command: str, text: str)
     if command == "clear":
         conversation.clear()
         console.print("a new conversation", style="dim")
+    elif command == "retry":
+        console.print("there is no response yet", style="yellow")
+    elif command == "set":
+        conversation.section = changed(conversation.section, text)
+        console.print(text.strip(), style="dim", markup=False)
     elif command == "system":
         conversation.set_system(text.strip())
         console.print(f"system message: {conversation.system or 'none'}", style="dim", markup=False)
@@ -195,6 +213,20 @@ def _obey(conversation: Conversation, console: Console, command: str, text: str)
             console.print(f"no command /{command}; there are", style="yellow")
         console.print(HELP, style="dim", markup=False)
     return True
+
+
+def changed(section: GenerateSection, text: str) -> GenerateSection:
+    """``section`` with a setting such as ``temperature 0.7``. Raises ``RecipeError``."""
+    from ..errors import RecipeError
+    from ..generate.section import with_options
+
+    name, _, value = text.strip().replace("=", " ").partition(" ")
+    if name not in SETTINGS:
+        raise RecipeError(f"/set: expected one of {', '.join(SETTINGS)}, got {name!r}")
+    try:
+        return with_options(section, {name: SETTINGS[name](value)})
+    except ValueError as error:
+        raise RecipeError(f"/set {name}: {error}") from None
 
 
 def note_plain(conversation: Conversation) -> None:

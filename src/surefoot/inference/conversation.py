@@ -75,6 +75,19 @@ class Conversation:
         self.messages += [said, Message("assistant", answer.text)]
         return answer
 
+    def retry(self, on_text: Callable[[str], None] | None = None) -> Answer:
+        """Another response to the last message, in place of the last one. Raises ``RunError`` if
+        there is none yet."""
+        if not self.messages:
+            raise RunError("there is no response yet to generate again")
+        asked, before = self.messages[-2], self.messages[-2:]
+        del self.messages[-2:]
+        try:
+            return self.ask(asked.content, on_text)
+        except RunError:
+            self.messages += before
+            raise
+
     def _ids(self, said: Message) -> list[int]:
         if not self.has_template:
             ids = self.opened.continuation(said.content)

@@ -23,8 +23,8 @@ from ..model.section import ModelSection
 from ..model.trained_weights import coverage
 from ..parallel.sharded_model import layers
 from ..parallel.world import World
-from .file_checks import checked_files
 from .draft import Draft, NetworkOptions
+from .file_checks import checked_files
 from .heads import add_heads, refuse_heads
 from .network import Network
 from .runner import Engine, ModelForward, PipelineEngine, WholeEngine

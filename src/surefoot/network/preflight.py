@@ -27,7 +27,7 @@ FLASH = "flash_attention_2"
 NOT_ON_META = (RuntimeError, NotImplementedError, AttributeError, IndexError)
 
 
-def check_model(
+def refuse_early(
     base: Path,
     section: ModelSection,
     options: NetworkOptions,

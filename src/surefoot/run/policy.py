@@ -15,12 +15,13 @@ from ..data.text.codec import Codec
 from ..data.text.templates import template_mismatch
 from ..model.attention import packed, selection
 from ..model.precision import LossScaler, choose
-from ..model.pretrained.loading import device
+from ..model.pretrained.loading import device, resolve
 from ..model.trained_weights import FULL, table
 from ..network.draft import NetworkOptions
 from ..network.meta import select_prompt_sharing
 from ..network.network import Network
 from ..network.open import open_network
+from ..network.preflight import check_packages, refuse_early
 from ..parallel.world import ALONE, World
 from ..recipe.recipe import Recipe
 from ..recipe.recipe_data import open_codec
@@ -75,6 +76,21 @@ def options_of(recipe: Recipe, *, is_read: bool = True, longest: int = 0) -> Net
         seed=recipe.train.seed,
         heads=recipe.stage.heads,
         is_read=is_read,
+    )
+
+
+def check_early(recipe: Recipe, world: World) -> None:
+    """Raise what is known to be wrong before the data is encoded, which may take hours."""
+    if "tensorboard" in recipe.train.report_to:
+        check_packages(["tensorboard"], "train.report_to: tensorboard")
+    refuse_early(
+        resolve(recipe.model),
+        recipe.model,
+        options_of(recipe),
+        recipe.optim,
+        num_processes=world.size,
+        tp=world.tp,
+        output_dir=recipe.train.folder,
     )
 
 

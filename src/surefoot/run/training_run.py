@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-import signal
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from torch import nn
@@ -18,63 +16,26 @@ from ..checkpoint.reading.loading import load as load_checkpoint
 from ..errors import CheckpointError, RunError
 from ..model.pretrained.loading import resolve
 from ..model.section import ModelSection
-from ..network.preflight import check_model, check_packages
 from ..parallel.world import World, explain_peer_loss, joined
 from ..recipe.batch_sizes import with_batch_sizes
 from ..recipe.recipe import Recipe, load, read, with_adapter_settings
 from ..recipe.recipe_data import settled
 from ..storage.files import raising, write_aside
 from ..training.callback import TrainerCallback
-from ..training.evaluation import EVALUATION
-from ..training.state import Record, TrainerState
 from ..training.trainer import Trainer
 from .assembly import Start
 from .assembly import build as build  # noqa: PLC0414 - part of what a run is, from Python
 from .code_files import code_of
 from .folder import mirror_of, opened, resume_point, write_recipe
 from .from_python.given import Given
+from .from_python.outcome import Outcome, outcome_of
 from .from_python.rows import Rows
 from .from_python.stages import AS_IN_THE_RECIPE, StageParts
 from .out_of_memory import explain_out_of_memory
-from .policy import options_of
+from .policy import check_early
 
 logger = logging.getLogger(__name__)
 RESULTS = "all_results.json"
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """How a run ended: its state, the trained model, and the signal that stopped it, if one did.
-
-    The model is ready to ``generate``. On several ranks, it is this rank's shards.
-    """
-
-    state: TrainerState
-    model: nn.Module = field(repr=False)  # with its adapter, in evaluation mode
-    tokenizer: PreTrainedTokenizerBase = field(repr=False)  # with the chat template of the run
-    output_dir: Path
-    signal: signal.Signals | None = None
-    is_main: bool = True  # whether this is the rank that speaks for all
-
-    @property
-    def global_step(self) -> int:
-        """Optimizer steps of the run."""
-        return self.state.global_step
-
-    @property
-    def log_history(self) -> list[Record]:
-        """All logs and evaluations."""
-        return self.state.log_history
-
-    @property
-    def best_metric(self) -> float | None:
-        """The value of ``train.metric_for_best_model`` at ``best_global_step``."""
-        return self.state.best_metric
-
-    @property
-    def best_global_step(self) -> int | None:
-        """The step of the best checkpoint."""
-        return self.state.best_global_step
 
 
 def train(
@@ -173,21 +134,6 @@ def _run(
             return _fit(trainer)
 
 
-def check_early(recipe: Recipe, world: World) -> None:
-    """Raise what is known to be wrong before the data is encoded, which may take hours."""
-    if "tensorboard" in recipe.train.report_to:
-        check_packages(["tensorboard"], "train.report_to: tensorboard")
-    check_model(
-        resolve(recipe.model),
-        recipe.model,
-        options_of(recipe),
-        recipe.optim,
-        num_processes=world.size,
-        tp=world.tp,
-        output_dir=recipe.train.folder,
-    )
-
-
 def _fit(trainer: Trainer) -> Outcome:
     state = trainer.state
     if trainer.world.from_main(_is_finished(trainer)):
@@ -199,7 +145,7 @@ def _fit(trainer: Trainer) -> Outcome:
         )
         if trainer.world.is_main:
             _load_best(trainer)
-        return _outcome(trainer)
+        return outcome_of(trainer)
     if state.is_complete:
         logger.info("the last step is saved, but the run was ended before its results were written")
     told = explain_peer_loss(trainer.world.rank, lambda: trainer.signal)
@@ -209,7 +155,7 @@ def _fit(trainer: Trainer) -> Outcome:
         _must_be_saved(trainer)
         finish(trainer)
         trainer.saver.finish_uploads(state)
-    return _outcome(trainer)
+    return outcome_of(trainer)
 
 
 def _is_finished(trainer: Trainer) -> bool:
@@ -221,25 +167,6 @@ def _is_finished(trainer: Trainer) -> bool:
     except (OSError, ValueError):
         return False
     return isinstance(results, dict) and results.get("global_step") == trainer.state.global_step
-
-
-def _outcome(trainer: Trainer) -> Outcome:
-    """The model of a run that has ended, ready to generate: it ends where its responses do."""
-    codec = trainer.evaluation.context((EVALUATION, 0)).codec
-    learner, tokenizer = trainer.policy, codec.tokenizer
-    network = learner.network
-    config = network.inner.generation_config
-    if network.inner.can_generate() and config is not None:
-        config.eos_token_id = list(dict.fromkeys([*network.own_stops, *codec.stop_token_ids]))
-        config.pad_token_id = tokenizer.pad_token_id
-    return Outcome(
-        trainer.state,
-        learner.module.eval(),
-        tokenizer,
-        trainer.section.folder,
-        trainer.signal,
-        trainer.world.is_main,
-    )
 
 
 def _must_be_saved(trainer: Trainer) -> None:
