@@ -166,11 +166,13 @@ def test_a_hub_id_is_a_dataset_of_the_hub(tmp_path, monkeypatch):
 def test_all_problems_of_the_data_are_said_at_once(tmp_path):
     write(tmp_path / "data" / "dataset_info.json", {"sums": {"file_name": "gone.json"}})
     write(tmp_path / "data" / "near.jsonl", QUESTION)
-    data = section(tmp_path, "sums", "summs", "no.jsonl", "near.jsonl", {"file_name": "x", "z": 1})
+    wrong = {"file_name": "x", "z": 1}
+    data = section(tmp_path, "sums", "summs", "no.jsonl", "near.jsonl", wrong, "./folder")
     with pytest.raises(DataError) as caught:
         Catalog(data).entries  # noqa: B018
     lines = str(caught.value).splitlines()
-    assert len(lines) == 5
+    assert len(lines) == 6
+    assert "'./folder': no such file or folder" in lines[5]
     assert "sums.file_name: no file or folder" in lines[0]
     assert "'summs' is not in" in lines[1]
     assert "did you mean sums?" in lines[1]
