@@ -8,10 +8,12 @@ import pytest
 
 from surefoot.data.rows import registry
 from surefoot.data.rows.catalog import Catalog, check_rows
+from surefoot.data.rows.readers import READERS
 from surefoot.data.rows.row_sources import Hub
 from surefoot.data.rows.rows import read_examples
 from surefoot.errors import DataError, RecipeError
 from surefoot.recipe.recipe import dump, load, read
+from surefoot.schema.locations import DATA_FILES
 
 REST = {"model": {"path": "m"}, "stage": "sft", "train": {"output_dir": "o", "max_steps": 1}}
 QUESTION = {"instruction": "q", "output": "a"}
@@ -219,3 +221,7 @@ def test_a_registry_that_is_a_pipe_is_not_waited_for(tmp_path):
 def test_what_names_no_dataset_says_what_does(tmp_path, wrong):
     with pytest.raises(RecipeError, match=r"data.datasets\[0\]: (expected a name|an entry needs)"):
         read({**REST, "data": {"datasets": wrong}}, base=tmp_path)
+
+
+def test_a_recipe_knows_a_file_by_the_kinds_that_are_read():
+    assert set(DATA_FILES) == set(READERS)
