@@ -8,10 +8,12 @@ import pytest
 
 from surefoot.data.rows import registry
 from surefoot.data.rows.catalog import Catalog, check_rows
+from surefoot.data.rows.readers import READERS
 from surefoot.data.rows.row_sources import Hub
 from surefoot.data.rows.rows import read_examples
 from surefoot.errors import DataError, RecipeError
 from surefoot.recipe.recipe import dump, load, read
+from surefoot.schema.locations import DATA_FILES
 
 REST = {"model": {"path": "m"}, "stage": "sft", "train": {"output_dir": "o", "max_steps": 1}}
 QUESTION = {"instruction": "q", "output": "a"}
@@ -166,11 +168,13 @@ def test_a_hub_id_is_a_dataset_of_the_hub(tmp_path, monkeypatch):
 def test_all_problems_of_the_data_are_said_at_once(tmp_path):
     write(tmp_path / "data" / "dataset_info.json", {"sums": {"file_name": "gone.json"}})
     write(tmp_path / "data" / "near.jsonl", QUESTION)
-    data = section(tmp_path, "sums", "summs", "no.jsonl", "near.jsonl", {"file_name": "x", "z": 1})
+    wrong = {"file_name": "x", "z": 1}
+    data = section(tmp_path, "sums", "summs", "no.jsonl", "near.jsonl", wrong, "./folder")
     with pytest.raises(DataError) as caught:
         Catalog(data).entries  # noqa: B018
     lines = str(caught.value).splitlines()
-    assert len(lines) == 5
+    assert len(lines) == 6
+    assert "'./folder': no such file or folder" in lines[5]
     assert "sums.file_name: no file or folder" in lines[0]
     assert "'summs' is not in" in lines[1]
     assert "did you mean sums?" in lines[1]
@@ -217,3 +221,7 @@ def test_a_registry_that_is_a_pipe_is_not_waited_for(tmp_path):
 def test_what_names_no_dataset_says_what_does(tmp_path, wrong):
     with pytest.raises(RecipeError, match=r"data.datasets\[0\]: (expected a name|an entry needs)"):
         read({**REST, "data": {"datasets": wrong}}, base=tmp_path)
+
+
+def test_a_recipe_knows_a_file_by_the_kinds_that_are_read():
+    assert set(DATA_FILES) == set(READERS)

@@ -18,7 +18,7 @@ from .formats.fields import nearest
 from .registry import FILE, DatasetEntry, Registry, read_entry, read_registry
 from .rows import read_examples
 
-HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+")
 LOOK = 50  # rows that are read to see whether all others can be
 T = TypeVar("T")
 
