@@ -1,6 +1,8 @@
 """Adapters on experts merge into the files of their base, and open with plain PEFT and
 transformers."""
 
+import json
+
 import pytest
 import torch
 from peft import PeftModel
@@ -10,6 +12,7 @@ import mixtures
 from folders import tokenizer
 from surefoot.inference import export
 from surefoot.methods.lora import LoRA
+from surefoot.model.pretrained.companions import adapter_files
 
 IDS = torch.arange(60, 100).view(4, 10)
 FEW = ["mixtral", "deepseek_v3", "gpt_oss", "jetmoe", "llama4_text"]  # each has its own files
@@ -69,3 +72,16 @@ def test_rank_stabilized_adapters_of_some_experts_matrices_merge(kind, tmp_path)
     base, folder = save_base(tmp_path / "base", kind), tmp_path / "adapter"
     expected = save_adapted(base, folder, targets=("down_proj", "q_proj"), rslora=True)
     assert_same(logits(opened(export(folder, tmp_path / "out"))), expected)
+
+
+def test_equal_adapters_write_equal_settings(tmp_path):
+    """PEFT keeps targets as sets, whose order changes from process to process."""
+    model = LoRA(rank=2).apply(mixtures.model("deepseek_v3"))
+    config = json.loads(adapter_files(model)["adapter_config.json"])
+    assert config["target_parameters"] == [
+        "down_proj",
+        "down_proj.weight",
+        "gate_proj.weight",
+        "gate_up_proj",
+        "up_proj.weight",
+    ]

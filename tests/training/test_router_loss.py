@@ -106,7 +106,11 @@ def test_perplexity_is_of_the_labels_alone():
 
 @pytest.mark.parametrize(
     "parallel",
-    [{}, {"tp": 2}, {"tp": 2, "sequence_parallel": True}],
+    [
+        {},
+        pytest.param({"tp": 2}, marks=pytest.mark.proof),
+        {"tp": 2, "sequence_parallel": True},
+    ],
     ids=["dp_shard", "tp", "sequence"],
 )
 def test_two_ranks_add_what_one_does(parallel, tmp_path):

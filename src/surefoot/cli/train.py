@@ -16,7 +16,7 @@ from .loading import loading, start_ranks
 
 if TYPE_CHECKING:
     from ..recipe.recipe import Recipe
-    from ..run.training_run import Outcome
+    from ..run.from_python.outcome import Outcome
     from ..training.state import TrainerState
 
 _WRITTEN = ("metrics.jsonl", "loss.png", "all_results.json")  # as far as they exist

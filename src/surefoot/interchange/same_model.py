@@ -32,7 +32,7 @@ MEANING = (
     *("layer_replication", "lora_bias", "alora_invocation_tokens", "use_qalora"),
 )
 SETTINGS = {"lora_alpha": ".alpha", "use_rslora": ".rslora", "use_dora": ".dora"}  # in a recipe
-SHOWN = ("r", "rank_pattern", "target_modules", "modules_to_save", "peft_type")
+SHOWN = ("r", "rank_pattern", "target_modules", "target_parameters", "modules_to_save", "peft_type")
 
 
 def open_same(folder: Path, policy: nn.Module, weights: Weights) -> TensorSource:

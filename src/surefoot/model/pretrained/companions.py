@@ -74,7 +74,7 @@ def adapter_files(model: nn.Module, base: ModelSection | None = None) -> dict[st
         plain = json.loads((Path(folder) / "adapter_config.json").read_text())
     if base is not None:
         plain |= {"base_model_name_or_path": base.path, "revision": base.revision}
-    for name in ("target_modules", "modules_to_save"):
+    for name in ("target_modules", "target_parameters", "modules_to_save"):
         if isinstance(plain.get(name), list):
             plain[name] = sorted(plain[name])
     found = {"adapter_config.json": _json(plain)}
