@@ -100,6 +100,23 @@ def test_early_stopping_goes_on_in_the_trainer(tmp_path):
     assert folder.is_dir()
 
 
+def test_a_master_copy_stays_here_and_is_made_again_on_the_way_back(tmp_path):
+    optim = {"adamw": {"learning_rate": 0.003, "bf16_weights": "master"}}
+    recipe = recipe_in(tmp_path, model={"dtype": "bfloat16"}, optim=optim)
+    build(recipe).fit()
+    ours = recipe.train.output_dir / f"checkpoint-{HALF}"
+    save_trainer_checkpoint(ours, tmp_path / "out", run=sections_of(recipe))
+    written = torch.load(tmp_path / "out" / "optimizer.pt", weights_only=True)["state"]
+    assert all(state.keys() == {"step", "exp_avg", "exp_avg_sq"} for state in written.values())
+    again = replace(recipe, train=replace(recipe.train, output_dir=tmp_path / "again"))
+    back = build(again)
+    load_trainer_checkpoint(tmp_path / "out", back, trust_pickle=True)
+    state = back.policy.trained.state_dict()
+    assert all(t.dtype == torch.float32 for each in state.values() for t in each.values())
+    back.fit()
+    assert all("master" in each for each in back.policy.trained.state_dict().values())
+
+
 def test_the_scale_of_fp16_goes_with_it(full, tmp_path):
     recipe = replace(full.recipe, train=replace(full.recipe.train, precision="fp16"))
     folder = convert(full, tmp_path / "out", recipe=recipe)

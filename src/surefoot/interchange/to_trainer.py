@@ -30,9 +30,10 @@ from ..checkpoint.sources.source import TensorsInMemory, TensorSource
 from ..checkpoint.state.roles import FileRole
 from ..errors import CheckpointError, counted
 from ..network.network import Network
+from ..optim.bf16_weights import MASTER
 from ..storage import files
 from .arguments import RunSections, group_settings, training_arguments
-from .moments import KEYS, moments_by_number, trainer_groups
+from .moments import moments_by_number, trainer_groups
 from .pickles import write_pickle
 from .skeleton import open_skeleton, optimizer_names
 from .trainer_folder import OPTIMIZER, RANDOM, SCALER, SCHEDULER, STATE
@@ -106,7 +107,8 @@ def _moments(
             f"recipe trains: {counted(len(odd), 'differs', 'differ')}, for example {odd[0]}"
         )
     kept = {name: saved[ours] for name, ours in names.items() if ours in saved}
-    return {n: {key: t for key, t in state.items() if key in KEYS} for n, state in kept.items()}
+    # the Trainer knows no master copies
+    return {n: {key: t for key, t in s.items() if key != MASTER} for n, s in kept.items()}
 
 
 def _write_weights(opened: CheckpointFolder, skeleton: Network, folder: Path) -> None:

@@ -4,8 +4,8 @@ Inputs, weights and gradients are scaled and rounded to 8 bits for each product 
 there is no state to save). A GPU of compute capability 8.9 or newer multiplies them at up to twice
 the speed of bfloat16. Elsewhere the same rounding is emulated, slowly: to try how a run learns.
 
-Each token has a scale of its own. torchao's recipe with one scale for a tensor is not used: there
-the examples of a packed row would change each other's rounding.
+Each token has a scale of its own. torchao's recipe with one scale for a tensor is not offered:
+there the examples of a packed row would change each other's rounding.
 """
 
 from __future__ import annotations
