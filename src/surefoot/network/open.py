@@ -18,8 +18,8 @@ from ..model.pretrained.weights import AdapterWeights, FullWeights, names_in_fil
 from ..model.section import ModelSection
 from ..parallel.sharded_model import layers
 from ..parallel.world import World
-from .checked_files import checked_files
 from .draft import Draft, NetworkOptions
+from .file_checks import checked_files
 from .heads import add_heads, refuse_heads
 from .network import Network
 from .runner import Engine, ModelForward, PipelineEngine, WholeEngine

@@ -16,7 +16,7 @@ import os
 import secrets
 import stat
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path, PurePosixPath
 
 from .hashes import Hash as Hash  # noqa: PLC0414 - exported from here
@@ -35,7 +35,6 @@ _CREATE = os.O_RDWR | os.O_CLOEXEC | os.O_CREAT | os.O_EXCL
 
 _CLONE = 0x40049409  # FICLONE of linux/fs.h
 
-_ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG)  # nothing has such a name
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EBADF)  # on some network disks
 
 
@@ -183,15 +182,6 @@ class File:
                 return False
         return True
 
-    @property
-    def current_path(self) -> Path | None:
-        """Its path now, after it was renamed perhaps; None if it was removed, or is not known."""
-        try:
-            found = Path(f"/proc/self/fd/{self._descriptor}").readlink()
-        except OSError:
-            return None
-        return found if self.is_at(found) else None
-
     def is_at(self, path: Path) -> bool:
         """Whether ``path`` is the file that is open here."""
         try:
@@ -217,9 +207,9 @@ def open_to_write(path: Path) -> File:
     return _regular(File(os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW), path))
 
 
-def open_folder(path: Path, *, follow: bool = False) -> File:
-    """Open a folder, by default not through a link, to lock it or to identify it later."""
-    return File(os.open(path, _FOLDER | (0 if follow else os.O_NOFOLLOW)), path)
+def open_folder(path: Path) -> File:
+    """Open a folder, not through a link, to lock it or to identify it later."""
+    return File(os.open(path, _FOLDER | os.O_NOFOLLOW), path)
 
 
 def open_inside(folder: Path, name: str) -> File:
@@ -384,13 +374,7 @@ def remove_empty_folder(path: Path) -> bool:
 
 def exists(path: Path) -> bool:
     """Whether the name exists, even as a broken link."""
-    try:
-        os.lstat(path)
-    except OSError as error:
-        if error.errno not in _ABSENT:
-            raise
-        return False
-    return True
+    return _found(os.lstat, path) is not None
 
 
 def size_of(path: Path) -> int | None:
@@ -402,16 +386,15 @@ def size_of(path: Path) -> int | None:
     return found.st_size if stat.S_ISREG(found.st_mode) else None
 
 
-def num_names(path: Path) -> int:
-    """How many names (hard links) the file has."""
-    return os.stat(path, follow_symlinks=False).st_nlink
-
-
 def is_folder(path: Path) -> bool:
     """Whether ``path`` is a folder, links followed."""
+    return (found := _found(os.stat, path)) is not None and stat.S_ISDIR(found.st_mode)
+
+
+def _found(look: Callable[[Path], os.stat_result], path: Path) -> os.stat_result | None:
     try:
-        return stat.S_ISDIR(os.stat(path).st_mode)
+        return look(path)
     except OSError as error:
-        if error.errno not in _ABSENT:
+        if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG):
             raise
-        return False
+        return None

@@ -53,7 +53,7 @@ class PendingCheckpoint:
 @contextlib.contextmanager
 def temporary_folder(target: Path, nonce: str | None = None) -> Iterator[PendingCheckpoint]:
     """A temporary folder beside ``target``, deleted unless committed; ranks share a ``nonce``. The
-    folder around it must exist: a run whose folder was removed must not go on in a new one."""
+    folder around it must exist: a run whose folder was removed must not continue in a new one."""
     manifest = claim(target, lambda folder: files.create(folder / MANIFEST), nonce)
     part = PendingCheckpoint(manifest.path.parent, manifest)
     try:

@@ -7,7 +7,7 @@ torch.
 Replicated boxes are divided among the ranks that have them. The boxes that the same ranks have are
 one group: they are concatenated and split, so that at most one tensor per rank is split, along its
 rows. How much of its group a rank takes depends on what the other groups give it, so each group is
-divided anew until nothing changes: the sum of squares of the loads falls with every division, and
+divided again until nothing changes: the sum of squares of the loads falls with every division, and
 is least where the fullest rank has as little as it can.
 """
 
