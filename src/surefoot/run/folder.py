@@ -31,7 +31,7 @@ from ..storage.files import is_folder, raising, size_of, write_aside, write_new
 
 logger = logging.getLogger(__name__)
 RECIPE = "recipe.yaml"
-_ANEW = "set checkpoint.resume=none, which renames these checkpoints"
+_FROM_SCRATCH = "set checkpoint.resume=none, which renames these checkpoints"
 _SIGHT = 20.0  # seconds for a network disk to show a file to another machine
 # What may differ between two starts of one run: how long, what to report, keep and survive.
 FREE: tuple[str, ...] = (
@@ -188,13 +188,13 @@ def resume_point(folder: RunFolder, recipe: Recipe) -> Path | None:
     resume, steps = recipe.checkpoint.resume, _steps(folder)
     if resume == "none":
         if steps:
-            _start_from_scratch(folder, recipe, max(steps))
+            _set_aside_damaged(folder, recipe, max(steps))
         return None
     is_own = is_within(resume, recipe.train.output_dir) or _is_inside(resume, folder.path)
     if resume == "auto" or (steps and not is_own):
         if folder.away is not None:
             return folder.away.newest_sound()
-        return recover_latest(folder.path, start_anew=_ANEW)
+        return recover_latest(folder.path, from_scratch=_FROM_SCRATCH)
     step = step_of(Path(resume))
     if is_own and any(later > step for later in steps):
         raise RunError(
@@ -205,7 +205,7 @@ def resume_point(folder: RunFolder, recipe: Recipe) -> Path | None:
     return _requested_checkpoint(resume, folder, recipe)
 
 
-def _start_from_scratch(folder: RunFolder, recipe: Recipe, latest: int) -> None:
+def _set_aside_damaged(folder: RunFolder, recipe: Recipe, latest: int) -> None:
     """Rename the checkpoints of a local run, none of which is valid. Raises ``RunError`` if one
     is: nothing that a run can resume from is put away."""
     found = find_latest(folder.path) if folder.away is None else None

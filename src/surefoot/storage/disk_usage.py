@@ -42,6 +42,11 @@ def stored(folder: Path) -> list[DiskUsage]:
     return found
 
 
+def num_names(path: Path) -> int:
+    """How many names (hard links) a file has."""
+    return path.lstat().st_nlink
+
+
 def added(folders: Iterable[Sequence[DiskUsage]]) -> list[int]:
     """Bytes on the disk that each folder adds to those before it: a shared file counts once."""
     seen: set[tuple[int, int]] = set()

@@ -33,7 +33,6 @@ _DIRECT: int = getattr(os, "O_DIRECT", 0)
 _CREATE = os.O_RDWR | os.O_CLOEXEC | os.O_CREAT | os.O_EXCL
 _CLONE = 0x40049409  # FICLONE of linux/fs.h
 
-_ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG)  # nothing has such a name
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EBADF)  # on some network disks
 
 
@@ -177,17 +176,9 @@ class File:
                 return False
         return True
 
-    @property
-    def current_path(self) -> Path | None:
-        """Its path now, after it was renamed perhaps; None if it was removed, or is not known."""
-        with contextlib.suppress(OSError):
-            found = Path(f"/proc/self/fd/{self._descriptor}").readlink()
-            return found if self.is_at(found) else None
-        return None
-
     def is_at(self, path: Path) -> bool:
         """Whether ``path`` is the file that is open here."""
-        found = _status(path, os.stat)
+        found = _found(os.stat, path)
         return found is not None and os.path.samestat(os.fstat(self._descriptor), found)
 
 
@@ -208,9 +199,9 @@ def open_to_write(path: Path) -> File:
     return _regular(File(os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW), path))
 
 
-def open_folder(path: Path, *, follow: bool = False) -> File:
-    """Open a folder, by default not through a link, to lock it or to identify it later."""
-    return File(os.open(path, _FOLDER | (0 if follow else os.O_NOFOLLOW)), path)
+def open_folder(path: Path) -> File:
+    """Open a folder, not through a link, to lock it or to identify it later."""
+    return File(os.open(path, _FOLDER | os.O_NOFOLLOW), path)
 
 
 def open_inside(folder: Path, name: str) -> File:
@@ -370,22 +361,7 @@ def remove_empty_folder(path: Path) -> bool:
 
 def exists(path: Path) -> bool:
     """Whether the name exists, even as a broken link."""
-    return _status(path, os.lstat) is not None
-
-
-def is_folder(path: Path) -> bool:
-    """Whether ``path`` is a folder, links followed."""
-    found = _status(path, os.stat)
-    return found is not None and stat.S_ISDIR(found.st_mode)
-
-
-def _status(path: Path, ask: Callable[[Path], os.stat_result]) -> os.stat_result | None:
-    try:
-        return ask(path)
-    except OSError as error:
-        if error.errno not in _ABSENT:
-            raise
-        return None
+    return _found(os.lstat, path) is not None
 
 
 def size_of(path: Path) -> int | None:
@@ -396,6 +372,15 @@ def size_of(path: Path) -> int | None:
     return None
 
 
-def num_names(path: Path) -> int:
-    """How many names (hard links) the file has."""
-    return os.stat(path, follow_symlinks=False).st_nlink
+def is_folder(path: Path) -> bool:
+    """Whether ``path`` is a folder, links followed."""
+    return (found := _found(os.stat, path)) is not None and stat.S_ISDIR(found.st_mode)
+
+
+def _found(look: Callable[[Path], os.stat_result], path: Path) -> os.stat_result | None:
+    try:
+        return look(path)
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG):
+            raise
+        return None

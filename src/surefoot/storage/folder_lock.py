@@ -1,10 +1,11 @@
-"""Lock of a folder, until the process ends: one process saves to it at a time."""
+"""Lock of a folder, until the process ends: one process saves to it at a time; and its identity."""
 
 from __future__ import annotations
 
 import errno
 import fcntl
 import os
+import weakref
 from pathlib import Path
 
 from ..errors import CheckpointError
@@ -32,3 +33,34 @@ def lock(folder: Path) -> int:
                 f"{folder}: another process is saving here; stop it or choose another folder"
             ) from None
     return descriptor
+
+
+class FolderIdentity:
+    """A folder that is held open, so that it is distinguished from another one of its name."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECTORY)
+        self._close = weakref.finalize(self, os.close, self._descriptor)
+
+    def is_there(self) -> bool:
+        """Whether it still has its name."""
+        return self._is_at(self._path)
+
+    def current_path(self) -> Path | None:
+        """Where it is now, after it was renamed; None if it was removed, or that is not known."""
+        try:
+            found = Path(f"/proc/self/fd/{self._descriptor}").readlink()
+        except OSError:
+            return None
+        return found if self._is_at(found) else None
+
+    def close(self) -> None:
+        """Hold it no longer."""
+        self._close()
+
+    def _is_at(self, path: Path) -> bool:
+        try:
+            return os.path.samestat(os.fstat(self._descriptor), path.stat())
+        except (FileNotFoundError, NotADirectoryError):
+            return False

@@ -18,7 +18,7 @@ from typing import Any, Literal, Protocol
 
 from ...errors import CheckpointError
 from ...storage import files
-from ...storage.folder_lock import lock
+from ...storage.folder_lock import FolderIdentity, lock
 from ..disk import retention
 from ..disk.commit import committed, step_of
 from ..disk.manifest import Kind
@@ -34,9 +34,9 @@ logger = logging.getLogger(__name__)
 _MOST_SHARING = 8  # checkpoints that share one file, if more are kept
 
 
-def _opened(root: Path) -> files.File | None:
+def _opened(root: Path) -> FolderIdentity | None:
     with files.raising(CheckpointError, f"cannot save to {root}"):
-        return files.open_folder(root, follow=True) if files.exists(root) else None
+        return FolderIdentity(root) if files.exists(root) else None
 
 
 class SaveListener(Protocol):
@@ -254,9 +254,9 @@ class AsyncSaver:
             with files.raising(CheckpointError, f"cannot save to {self._root}"):
                 files.make_folder(self._root)
             self._folder = _opened(self._root)
-        if self._folder is None or self._folder.is_at(self._root):
+        if self._folder is None or self._folder.is_there():
             return
-        there = self._folder.current_path
+        there = self._folder.current_path()
         what = "removed, with the checkpoints in it" if there is None else f"renamed to {there}"
         cure = "start" if there is None else "Give it its name back, and start"
         raise CheckpointError(

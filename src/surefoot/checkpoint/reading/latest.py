@@ -22,14 +22,14 @@ MOVE_AWAY = "move all of them to another folder"
 _SHOWN = 3  # checkpoints in a message
 
 
-def recover_latest(root: Path | str, *, start_anew: str = MOVE_AWAY) -> Path | None:
+def recover_latest(root: Path | str, *, from_scratch: str = MOVE_AWAY) -> Path | None:
     """The latest checkpoint under ``root`` whose every byte verifies; None if there are none.
 
     Call it at the start of a run, while no other one saves to ``root``. It waits for a save that
     outlived a killed run, deletes the leftovers of other saves, and renames a checkpoint that does
     not verify, so that its step can be saved again. All of it is logged. Raises ``CheckpointError``
     if there are checkpoints and none is valid, or if there are only foreign ones; nothing is
-    renamed then. ``start_anew`` says what to do to start from scratch.
+    renamed then. ``from_scratch`` says what to do to start from scratch.
     """
     root = Path(root)
     wait_for_orphans(root)
@@ -38,7 +38,7 @@ def recover_latest(root: Path | str, *, start_anew: str = MOVE_AWAY) -> Path | N
     found = find_latest(root)
     if found.path is None:
         refuse_foreign(found)
-        refuse_damaged(str(root), found, start_anew)
+        refuse_damaged(str(root), found, from_scratch)
     set_aside(found)
     return found.path
 
@@ -53,7 +53,7 @@ def refuse_foreign(found: Found) -> None:
             )
 
 
-def refuse_damaged(where: str, found: Found, start_anew: str) -> None:
+def refuse_damaged(where: str, found: Found, from_scratch: str) -> None:
     """Raise ``CheckpointError`` if there are checkpoints, none of which is valid: to train from
     step 0 again is for the user to decide."""
     if found.passed_over:
@@ -63,7 +63,7 @@ def refuse_damaged(where: str, found: Found, start_anew: str) -> None:
         raise CheckpointError(
             f"{where}: it contains no valid checkpoint to resume from ("
             f"{'; '.join([*reasons, *more])}). Restore a file that is named here from a copy; or, "
-            f"to start from scratch, {start_anew}"
+            f"to start from scratch, {from_scratch}"
         )
 
 

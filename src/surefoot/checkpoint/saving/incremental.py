@@ -8,6 +8,7 @@ from pathlib import Path
 
 from ...errors import CheckpointError
 from ...storage import files
+from ...storage.disk_usage import num_names
 from ..disk.folder import CheckpointFolder, open_checkpoint
 from ..disk.manifest import MANIFEST, Piece
 from .job import Content, Job, Shard
@@ -45,7 +46,7 @@ def link(
 ) -> list[Piece] | None:
     """Give ``shard`` the parent's file ``name``: its pieces, or None if the disk cannot share, or
     if ``most`` checkpoints share the file already: damage to it would be damage to all of them."""
-    if files.num_names(parent.path / name) >= most:
+    if num_names(parent.path / name) >= most:
         return None
     new = folder / shard.plan.name
     make_parent(folder, shard.plan.name)
