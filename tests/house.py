@@ -25,6 +25,7 @@ ROWS = [
     ["schema"],
     ["storage", "geometry"],
     ["errors", "log", "batch", "lazy_exports"],
+    ["terminal_text"],
 ]
 WIDTH, HEIGHT, GAP, LINE = 1240, 46, 8, 17  # pixels
 

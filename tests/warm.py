@@ -19,6 +19,7 @@ import forks
 from surefoot.parallel import launcher
 
 IMPORTED = ["surefoot.run.training_run", "surefoot.inference", "torch.distributed.checkpoint"]
+IMPORTED += ["surefoot.remote.uploader", "s3fs"]
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(IMPORTED)
 

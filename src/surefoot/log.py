@@ -12,12 +12,14 @@ import sys
 import warnings
 from typing import TextIO
 
+from .terminal_text import visible
+
 QUIET = ("transformers", "huggingface_hub", "datasets", "peft", "matplotlib", "filelock")
 
 
 class _Ranked(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
-        text = super().format(record)
+        text = visible(super().format(record))
         if record.levelno >= logging.WARNING:
             text = f"{record.levelname.lower()}: {text}"
         rank = os.environ.get("RANK", "0")

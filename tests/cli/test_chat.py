@@ -167,7 +167,7 @@ def test_a_full_window_says_what_to_do_and_the_talk_goes_on(opened):
 
 
 def test_a_model_cannot_command_the_terminal():
-    assert visible("a\x1b[2Jb\x07\tc\n\x9bd é中") == "a\ufffd[2Jb\ufffd\tc\n\ufffdd é中"
+    assert visible("a\x1b[2Jb\x07\tc\n\x9bd é中") == "a\\u001b[2Jb\\u0007\tc\n\\u009bd é中"
 
 
 def test_a_real_terminal_talks_in_turns(folder):

@@ -114,7 +114,8 @@ def test_a_wrong_recipe_is_an_error_without_a_traceback(recipe):
 
 
 def test_on_a_terminal_what_is_learnt_is_green():
-    items = [RenderedExample([TextSpan("question ", False), TextSpan("answer", True)], 5, 2)]
+    spans = [TextSpan("question ", False), TextSpan("answer", True), TextSpan("\x1b[2J", True)]
+    items = [RenderedExample(spans, 5, 2)]
     figures = DatasetStats("sums", rows=1, shown=[PreviewExample("sums:0", 5, False, None, items)])
     console = Console(file=io.StringIO(), force_terminal=True, color_system="standard")
     show(console, figures, 10)
@@ -122,6 +123,7 @@ def test_on_a_terminal_what_is_learnt_is_green():
     assert "\x1b[1;32manswer\x1b[0m" in out
     assert "\x1b[2mquestion \x1b[0m" in out
     assert "[[" not in out
+    assert r"\u001b[2J" in out
 
 
 @pytest.mark.parametrize(("lengths", "cutoff"), [([1], 4), ([5, 5, 5], 4), (range(1, 400), 64)])

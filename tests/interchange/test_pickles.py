@@ -4,6 +4,7 @@ import contextlib
 import pickle
 import resource
 import signal
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,21 @@ def test_a_disk_that_takes_no_more_is_told(tmp_path):
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(CheckpointError, match=r"a\.pt: it does not exist"):
         read_pickle(tmp_path / "a.pt")
+
+
+def test_an_archive_that_would_grow_in_memory_is_refused_unread(tmp_path):
+    write_pickle(tmp_path / "a.pt", {"x": torch.zeros(1000)})
+    with (
+        zipfile.ZipFile(tmp_path / "a.pt") as stored,
+        zipfile.ZipFile(tmp_path / "b.pt", "w", zipfile.ZIP_DEFLATED) as packed,
+    ):
+        for name in stored.namelist():
+            packed.writestr(name, stored.read(name))
+    with pytest.raises(CheckpointError, match=r"b.pt: its entries are compressed"):
+        read_pickle(tmp_path / "b.pt")
+    content = torch.load(tmp_path / "b.pt", weights_only=True)  # the cure that it names
+    torch.save(content, tmp_path / "c.pt")
+    assert torch.equal(read_pickle(tmp_path / "c.pt")["x"], torch.zeros(1000))
 
 
 @QUICK

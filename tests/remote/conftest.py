@@ -1,9 +1,22 @@
 """One S3 server for all tests of a process, a bucket for each, and a proxy that can fail."""
 
+import subprocess
+from types import SimpleNamespace
+
 import fsspec
 import pytest
 
+import warm
+from surefoot.remote import upload_worker
+
 from .stores import Bucket, Proxy, moto, point_at
+
+
+@pytest.fixture(autouse=True)
+def _at_once(monkeypatch):
+    """The process that uploads has imported; one of a process of its own starts as a user's."""
+    started = SimpleNamespace(Popen=warm.Popen, PIPE=subprocess.PIPE)
+    monkeypatch.setattr(upload_worker, "subprocess", started)
 
 
 @pytest.fixture(scope="session")

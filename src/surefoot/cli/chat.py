@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 import sys
-import unicodedata
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import click
 
+from ..terminal_text import visible
 from .loading import loading
 
 if TYPE_CHECKING:
@@ -214,13 +214,6 @@ def note_on(answer: Answer) -> str | None:
         "context": "(truncated: the context length is reached; /clear starts a new conversation)",
         "interrupted": "(interrupted)",
     }[answer.finish_reason]
-
-
-def visible(text: str) -> str:
-    """``text`` without control characters: a model may write escape sequences too."""
-    return "".join(
-        "\ufffd" if unicodedata.category(c) == "Cc" and c not in "\n\t" else c for c in text
-    )
 
 
 def _writer() -> Callable[[str], None]:

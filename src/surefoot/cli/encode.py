@@ -6,6 +6,8 @@ from pathlib import Path
 
 import click
 
+from ..terminal_text import visible
+
 
 @click.command()
 @click.argument("recipe", type=click.Path(path_type=Path))
@@ -27,4 +29,4 @@ def encode(recipe: Path, overrides: tuple[str, ...]) -> None:
     loaded = load(recipe, overrides)
     codec = build_codec(loaded, resolve(loaded.model, weights=False))
     for line in encode_datasets(loaded, codec).lines():
-        click.echo(line)
+        click.echo(visible(line))

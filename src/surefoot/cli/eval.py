@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import click
 
 from .loading import loading, start_ranks
-from .table import progress
+from .table import cell, progress
 
 if TYPE_CHECKING:
     from ..inference import Generation
@@ -106,13 +106,13 @@ def _print(report: EvaluationReport, written: Path | None) -> None:
         lines = [list(row) for row in zip(*lines, strict=True)]
     table = Table(title=f"{report.model} on held-out data", title_justify="left")
     for number, heading in enumerate(lines[0]):
-        table.add_column(heading, justify="right" if number else "left")
+        table.add_column(cell(heading), justify="right" if number else "left")
     for line in lines[1:]:
-        table.add_row(*line)
+        table.add_row(*map(cell, line))
     console.print(table)
     for result in results if len(results) > 1 else ():
         if result.answers:
-            console.print(f"{result.name}: {match_line(result.answers)}", markup=False)
+            console.print(cell(f"{result.name}: {match_line(result.answers)}"))
     if answers := report.answers:
         console.print(f"generations: {written}", style="dim", markup=False, soft_wrap=True)
         console.print(match_line(answers), style="bold")

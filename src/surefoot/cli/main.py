@@ -12,6 +12,7 @@ import click
 from .. import __version__
 from ..errors import LostPeerError, SurefootError
 from ..log import configure
+from ..terminal_text import visible
 
 _ECHO = 10.0  # seconds for the process that has more to say, upon which the launcher ends this one
 # name -> what it does, in the order of help; the command stands in the module of that name
@@ -93,7 +94,7 @@ class Failure(click.ClickException):
         lines = self.message.splitlines()
         before = " " if len(lines) == 1 else "\n  "
         text = "".join(f"{before}{line}" for line in lines)
-        click.echo(click.style("error:", fg="red", bold=True) + text, err=True)
+        click.echo(click.style("error:", fg="red", bold=True) + visible(text), err=True)
 
 
 class PeerFailure(Failure):

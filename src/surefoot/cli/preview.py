@@ -14,6 +14,7 @@ import click
 from rich.console import Console
 from rich.text import Text
 
+from ..terminal_text import one_line, visible
 from .loading import loading
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ def preview(
         limit=None if all_rows else ROWS,
     )
     if as_json:
-        click.echo(json.dumps(as_data(loaded, found), ensure_ascii=False, indent=2))
+        click.echo(visible(json.dumps(as_data(loaded, found), ensure_ascii=False, indent=2)))
         return
     console = Console(soft_wrap=True, highlight=False)
     for stats in found:
@@ -83,16 +84,16 @@ def show(console: Console, figures: DatasetStats, cutoff_len: int) -> None:
         _show_example(console, shown)
     if any(shown.items for shown in figures.shown):
         console.print(_legend(console), end="\n\n")
-    console.print(Text(figures.name, style="bold"))
+    console.print(Text(one_line(figures.name), style="bold"))
     for line in _lines(figures):
-        console.print(f"  {line}", markup=False)
+        console.print(f"  {one_line(line)}", markup=False)
     for line in histogram(figures.lengths, cutoff_len):
         console.print(f"  {line}", markup=False)
     console.print()
 
 
 def _show_example(console: Console, shown: PreviewExample) -> None:
-    console.print(Text(f"── {shown.origin}: {_fate(shown)}", style="bold"))
+    console.print(Text(one_line(f"── {shown.origin}: {_fate(shown)}"), style="bold"))
     for item in shown.items:
         text, answer = Text(), None
         for part in item.parts:
@@ -102,7 +103,8 @@ def _show_example(console: Console, shown: PreviewExample) -> None:
             answer = part.answer
             style = REJECTED if answer == "rejected" else LEARNT
             is_marked = part.learnt and not console.is_terminal
-            words = f"[[{part.text}]]" if is_marked else part.text
+            words = visible(part.text)
+            words = f"[[{words}]]" if is_marked else words
             text.append(words, style=style if part.learnt else "dim")
         console.print(text)
     console.print()

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import click
 
+from ..terminal_text import visible
+
 
 @click.group()
 def recipe() -> None:
@@ -47,7 +49,7 @@ def convert(path: Path, overrides: tuple[str, ...]) -> None:
     found = convert_file(path, overrides)
     click.echo(found.text, nl=False)
     for note in found.notes:
-        click.echo(note, err=True)
+        click.echo(visible(note), err=True)
 
 
 @recipe.command()

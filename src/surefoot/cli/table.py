@@ -17,6 +17,8 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from rich.table import Table
 from rich.text import Text
 
+from ..terminal_text import one_line
+
 FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
@@ -111,8 +113,7 @@ def _cropped(name: Text, room: int) -> Text:
 
 def cell(value: object) -> Text:
     """Any text as it is: no markup, and nothing in it that a terminal could act on."""
-    text = str(value)
-    return Text(text if text.isprintable() else text.encode("unicode_escape").decode("ascii"))
+    return Text(one_line(str(value)))
 
 
 def mark(sign: str, style: str, text: str) -> Text:

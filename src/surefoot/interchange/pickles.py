@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ def read_pickle(path: Path) -> object:
     """The content of ``path``, on the CPU: tensors and plain values, or a ``CheckpointError``."""
     with files.raising(CheckpointError), files.open_file(path):
         pass  # a regular file that may be read
+    _check_stored(path)
     try:
         with safe_globals(), torch.serialization.safe_globals([OF_NUMPY_1]):
             return torch.load(path, map_location="cpu", weights_only=True)
@@ -42,6 +44,20 @@ def read_pickle(path: Path) -> object:
             f"{path}: it is damaged, or contains more than tensors and plain values; nothing in "
             f"it was executed ({reason[:200]}); resume from an earlier checkpoint"
         ) from None
+
+
+def _check_stored(path: Path) -> None:
+    """Raise if ``path`` is an archive that would be larger in memory than on disk."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            entries = archive.infolist()
+    except Exception:  # no archive, as before torch 1.6, or a damaged one: torch says it
+        return
+    if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
+        raise CheckpointError(
+            f"{path}: its entries are compressed, as torch.save never writes them, so they may "
+            "take any amount of memory; if you trust the file, load it and save it again with torch"
+        )
 
 
 def write_pickle(path: Path, content: object) -> None:

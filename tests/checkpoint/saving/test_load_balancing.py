@@ -137,6 +137,12 @@ def test_what_has_one_holder_weighs_on_what_many_hold():
     assert_written_once(holdings, shares)
 
 
+def test_groups_that_form_a_ring_are_balanced_as_one():
+    """Each rank shares one tensor with a neighbour on one axis, another on the other."""
+    tensors = {"a": ("BF16", (400, 12), (TP,)), "b": ("BF16", (400, 22), (SHARD,))}
+    assert_even(on_mesh({"dp_shard": 2, "tp": 2}, tensors))
+
+
 @pytest.mark.parametrize(
     ("second", "why"),
     [

@@ -14,6 +14,7 @@ from typing import Any
 
 from ...errors import CheckpointError
 from ...storage import files
+from ...terminal_text import one_line
 from ..layouts.detection import detect_layout, expect_layout
 from ..layouts.layout import logged_states, read_small
 from ..sources.weights import FolderWeights
@@ -41,16 +42,11 @@ def find_tensor(contents: FolderWeights, name: str) -> str:
             return full
     near = difflib.get_close_matches(name, map(shown, contents.tensors), n=3, cutoff=0.5)
     inside = [known for known in map(shown, contents.tensors) if name in known][:3]
-    hint = " or ".join(map(ascii_only, inside or near))
+    hint = " or ".join(map(one_line, inside or near))
     raise CheckpointError(
         f"{contents.folder}: it contains no tensor {name!r}"
         + (f"; did you mean {hint}?" if hint else "; `surefoot ckpt show --tensors` lists them")
     )
-
-
-def ascii_only(name: str) -> str:
-    """``name`` with control characters escaped."""
-    return name if name.isprintable() else name.encode("unicode_escape").decode("ascii")
 
 
 def states_of(folder: Path) -> Mapping[str, Any]:

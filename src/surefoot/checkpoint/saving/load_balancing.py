@@ -4,10 +4,11 @@ bytes.
 Pure arithmetic over the boxes that each rank has, so that all ranks compute the same result. No
 torch.
 
-Replicated boxes are divided among the ranks that have them. Boxes with the fewest replicas come
-first, because they leave the least choice. The boxes that the same ranks have are concatenated and
-split where each of these ranks has as much as the others, so that at most one tensor per rank is
-split, along its rows.
+Replicated boxes are divided among the ranks that have them. The boxes that the same ranks have are
+one group: they are concatenated and split, so that at most one tensor per rank is split, along its
+rows. How much of its group a rank takes depends on what the other groups give it, so each group is
+divided anew until nothing changes: the sum of squares of the loads falls with every division, and
+is least where the fullest rank has as little as it can.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from ...errors import CheckpointError, counted
 from ...geometry.box import Box, is_covered_once
 from ..disk.header import num_bytes
 
+PASSES = 100  # over all groups, at most; a few suffice unless groups form a ring
 SLACK = 0.01  # of what one process is to write: what a cut may miss to spare a tensor
 
 
@@ -56,9 +58,35 @@ def balance(holdings: Holdings) -> list[dict[str, Box]]:
         for held, ranks in boxes.items():
             writers = ranks if held.box.shape and held.box.size else ranks[:1]
             groups.setdefault(writers, []).append((name, held))
-    for ranks in sorted(groups, key=lambda ranks: (len(ranks), ranks)):
-        _deal(groups[ranks], ranks, loads, found)
+    # The fewest holders come first, because they leave the least choice.
+    groups = {ranks: groups[ranks] for ranks in sorted(groups, key=lambda r: (len(r), r))}
+    plan = _plan(
+        {ranks: sum(held.num_bytes for _, held in groups[ranks]) for ranks in groups}, loads
+    )
+    for ranks, items in groups.items():
+        _take_back(plan[ranks], ranks, loads)  # what was cut otherwise than planned is made good
+        _deal(items, ranks, loads, found)
     return found
+
+
+def _plan(sizes: Mapping[Holders, int], loads: list[int]) -> dict[Holders, list[int]]:
+    """How many bytes of each group each of its ranks takes; they are added to ``loads``."""
+    found = {ranks: [0] * len(ranks) for ranks in sizes}
+    for _ in range(PASSES):
+        before = {**found}
+        for ranks, size in sizes.items():
+            _take_back(found[ranks], ranks, loads)
+            found[ranks] = _shares(size, [loads[rank] for rank in ranks])
+            for rank, share in zip(ranks, found[ranks], strict=True):
+                loads[rank] += share
+        if found == before:
+            break
+    return found
+
+
+def _take_back(shares: Sequence[int], ranks: Holders, loads: list[int]) -> None:
+    for rank, share in zip(ranks, shares, strict=True):
+        loads[rank] -= share
 
 
 def _holders(holdings: Holdings) -> dict[str, dict[LocalTensor, Holders]]:

@@ -17,6 +17,7 @@ from ...checkpoint.looking.summary import Group, Summary, Tensor, summarise
 from ...checkpoint.reading.contents import open_contents, shown, states_of
 from ...errors import CheckpointError
 from ...storage.address import Address
+from ...terminal_text import one_line
 from ..table import (
     JSON,
     as_dict,
@@ -177,5 +178,5 @@ def _alarm(count: int) -> Text:
 def _pairs(title: str, pairs: Iterable[tuple[str, str]]) -> Table:
     made = table(title, "")
     for name, value in pairs:
-        made.add_row(cell(name), Text(value, style="dim") if value.isprintable() else cell(value))
+        made.add_row(cell(name), Text(one_line(value), style="dim"))
     return made

@@ -79,11 +79,15 @@ def load_template(name: str, tokenizer: PreTrainedTokenizerBase) -> Template:
 
 
 def template_mismatch(template: Template, tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """A warning if the model was saved with a template that renders differently; None if not."""
+    """A warning if the model was saved with a template that renders differently; None if not, or if
+    that template cannot be used."""
     saved = saved_source(tokenizer)
     if saved is None or template.name == AUTO or saved == template.source:
         return None
-    renderers = Renderer(template.source, tokenizer), Renderer(saved, tokenizer)
+    try:
+        renderers = Renderer(template.source, tokenizer), Renderer(saved, tokenizer)
+    except TemplateError:
+        return None  # the model's own is not used, and fails
     pairs = {case: [_try(each, probe) for each in renderers] for case, probe in PROBES.items()}
     different = {case: pair for case, pair in pairs.items() if pair[0] != pair[1]}
     if not different:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import cache
 from typing import cast
 
 import jinja2
@@ -13,10 +15,12 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from ....errors import TemplateError
 from ...example import JSON, Dicts, Message, Spans
 from .fast import fast_renderer
+from .limits import try_within_limits
 
 Probe = Mapping[str, list[dict[str, object]]]  # "messages", "tools"
 
 _MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_USUAL = (jinja2.TemplateError, ArithmeticError, LookupError, RuntimeError, TypeError, ValueError)
 _TOOL: dict[str, object] = {
     "type": "function",
     "function": {
@@ -45,13 +49,17 @@ PROBES: Mapping[str, Probe] = {
 
 
 class Renderer:
-    """One template, with the tokenizer's names for the special tokens."""
+    """One template, with the tokenizer's names for the special tokens.
+
+    Raises ``TemplateError``: it needs too much time or memory for a short conversation.
+    """
 
     def __init__(self, source: str, tokenizer: PreTrainedTokenizerBase) -> None:
         self.source = source
         self.has_marks = _MARK.search(source) is not None
         self._names = dict(tokenizer.special_tokens_map)
         added = tokenizer.added_tokens_decoder.values()
+        _try(source, tuple(sorted(self._names.items())))
         self._render_messages = fast_renderer(source, self._names, self._run)
         self._special = {token.content for token in added if token.special}
         self._added = self._special | {t.content for t in added if _is_markup(t.content)}
@@ -116,9 +124,32 @@ class Renderer:
         except jinja2.TemplateSyntaxError as error:
             where = f"line {error.lineno}: {error.message}"
             raise TemplateError(f"the chat template is not valid Jinja, {where}") from error
-        except (jinja2.TemplateError, TypeError, ValueError, LookupError) as error:
+        except jinja2.TemplateError as error:
             raise TemplateError(f"the chat template rejects this conversation: {error}") from error
+        except Exception as error:  # a template is a program: it may raise whatever Python does
+            what = f"{type(error).__name__}: {error}".removesuffix(": ")
+            raise TemplateError(f"the chat template fails on this conversation: {what}") from error
         return cast(str, texts[0]), list(spans[0]) if spans else []
+
+
+@cache
+def _try(source: str, names: tuple[tuple[str, str], ...]) -> None:
+    """Render ``PROBES`` within limits of time and memory. Raises ``TemplateError``."""
+
+    def render() -> None:
+        for probe in PROBES.values():
+            with suppress(
+                ValueError, TypeError, LookupError, ArithmeticError, jinja2.TemplateError
+            ):
+                render_jinja_template(
+                    [probe["messages"]],
+                    tools=probe.get("tools"),
+                    chat_template=source,
+                    add_generation_prompt=True,
+                    **dict(names),
+                )
+
+    try_within_limits(render)
 
 
 def _is_markup(token: str) -> bool:

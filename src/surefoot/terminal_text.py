@@ -1,0 +1,29 @@
+"""Text of others on a terminal: nothing in it that the terminal could act on.
+
+Datasets, models and names of files may contain escape sequences, which move the cursor, set the
+title or answer for the user, and marks that turn the direction of writing. Every error, log line
+and table goes through here.
+"""
+
+from __future__ import annotations
+
+import re
+
+# Control characters (C0, DEL, C1) but tab and newline; separators of lines that are no newline;
+# marks of the direction of writing (Unicode standard annex 9); halves of characters.
+_ACTING = re.compile(
+    "[\0-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u061c\u202a-\u202e\u2066-\u2069\u2028\u2029\ud800-\udfff]"
+)
+
+
+def visible(text: str) -> str:
+    r"""``text``, each character that a terminal would act on written as JSON does: ``\u001b``.
+
+    Tabs and newlines stay. JSON stays the same JSON.
+    """
+    return _ACTING.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+
+
+def one_line(text: str) -> str:
+    r"""The same, with tabs and newlines written as ``\t`` and ``\n``."""
+    return visible(text).replace("\t", "\\t").replace("\n", "\\n")

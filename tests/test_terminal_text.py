@@ -1,0 +1,62 @@
+"""What others have written never acts on a terminal: errors, logs, tables, previews."""
+
+import json
+import logging
+
+import pytest
+from click.testing import CliRunner
+from hypothesis import given
+from hypothesis import strategies as st
+
+from surefoot.cli.main import main
+from surefoot.cli.table import cell
+from surefoot.log import configure
+from surefoot.terminal_text import one_line, visible
+
+HOSTILE = "q\x1b[2J\x1b]0;owned\x07\x9b2J\u202egnp\udc80"
+ACTING = {chr(n) for n in [*range(0x20), *range(0x7F, 0xA0)] if chr(n) != "\n"} | {
+    *"\u202e\u2066\u2028"
+}
+
+
+@given(st.text(st.characters(codec=None)))
+def test_text_that_does_nothing_stays_and_json_stays_the_same(text):
+    shown = visible(text)
+    assert not ACTING - {"\t"} & set(shown)
+    assert visible(shown) == shown
+    assert json.loads(visible(json.dumps(text, ensure_ascii=False))) == text
+    assert not ACTING & set(one_line(text)) and "\n" not in one_line(text)
+
+
+def test_emoji_and_languages_stay():
+    plain = "中文 é 👩‍👩‍👧 עברית\tx\n"
+    assert visible(plain) == plain
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["train", "{folder}/recipe.yaml"],
+        ["preview", "{folder}/recipe.yaml"],
+        ["train", HOSTILE],
+        [HOSTILE],
+        ["train", f"--{HOSTILE}"],
+        ["ckpt", "show", HOSTILE],
+    ],
+)
+def test_errors_name_what_they_name_without_its_escapes(arguments, tmp_path):
+    (tmp_path / "dataset_info.json").write_text(json.dumps({HOSTILE: {"file_name": HOSTILE}}))
+    data = {"datasets": [HOSTILE[:9]], "dataset_dir": "."}
+    recipe = {"model": {"path": HOSTILE[:-1]}, "data": data, HOSTILE[:-1]: 1}
+    (tmp_path / "recipe.yaml").write_text(json.dumps(recipe))
+    found = CliRunner().invoke(main, [word.format(folder=tmp_path) for word in arguments])
+    assert found.exit_code == 2
+    assert not ACTING & set(found.output), found.output
+
+
+def test_a_log_line_too(capsys):
+    configure()
+    logging.getLogger("surefoot.x").info("dataset %s", HOSTILE)
+    assert r"q\u001b[2J" in (text := capsys.readouterr().err)
+    assert not ACTING & set(text)
+    assert str(cell("a\n" + HOSTILE)).startswith(r"a\nq\u001b")
