@@ -64,9 +64,13 @@ def prepare(name, folder):
 
 
 def trained(recipe, folder, **changes):
-    """The losses of a run."""
-    state = surefoot.train(recipe, **{"train.output_dir": str(folder), **changes})
-    return losses_of(state)
+    """The losses of a run; one that is complete is not begun again."""
+    known, steps = folder.with_suffix(".json"), changes.get("train.max_steps", 3)
+    if known.exists() and len(losses := json.loads(known.read_text())) >= steps:
+        return losses
+    losses = losses_of(surefoot.train(recipe, **{"train.output_dir": str(folder), **changes}))
+    known.write_text(json.dumps(losses))
+    return losses
 
 
 def losses_of(state):
@@ -148,12 +152,13 @@ def _told(work):
 
 
 def resume(recipe, folder):
-    """A stopped run ends in the bits of one that was not, padded, packed and with LoRA."""
+    """A stopped run ends in the bits of one that was not; also with LoRA, where that trains."""
     for kind, changes in {"full": {}, "lora": LORA}.items():
-        parts = {**changes, "train.max_steps": 2}
-        trained(recipe, folder / f"{kind}-again", **parts)
-        trained(recipe, folder / f"{kind}-again", **changes)
+        if kind == "lora" and outcome(lora, recipe, folder)[0] != "yes":
+            continue
         trained(recipe, folder / kind, **changes)
+        trained(recipe, folder / f"{kind}-again", **changes, **{"train.max_steps": 2})
+        trained(recipe, folder / f"{kind}-again", **changes)
         whole, again = (weights(folder / name) for name in (kind, f"{kind}-again"))
         assert whole.keys() == again.keys()
         for name, tensor in whole.items():

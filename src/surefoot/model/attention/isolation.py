@@ -108,7 +108,7 @@ def settle_attention(
     """Find the first way that computes packed rows right, and leave it in use.
 
     Args:
-        model: what ``run`` runs, completely or in parts.
+        model: what ``run`` runs, complete or a pipeline stage.
         run: computes the trained positions of a batch.
         longest: tokens of the longest document.
         agreed: makes the problem of one rank that of all.
