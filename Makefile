@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test check proof gpu interop docs clean
+.PHONY: demo test check proof architectures gpu interop docs clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -29,6 +29,9 @@ test: $(STAMP)  ## everything but the long proofs
 proof: $(STAMP)  ## thousands of kills, long fuzzing
 	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[fuzz]' -c constraints.txt
 	$(BIN)/pytest -n 2 -m proof
+
+architectures: $(STAMP)  ## try every architecture, and write the table in docs/architectures.md
+	OMP_NUM_THREADS=1 $(BIN)/python tests/zoo/page.py
 
 gpu: $(STAMP)  ## prove and measure everything on one GPU; PART=correct, speed, save or profile
 	$(BIN)/pip install --quiet --disable-pip-version-check -r benchmarks/gpu/requirements.txt -c constraints.txt

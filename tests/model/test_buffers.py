@@ -1,4 +1,4 @@
-"""A model that starts without values has the buffers that it has when it is read as a whole."""
+"""A model that starts on the meta device has the buffers that it has when it is read in full."""
 
 import pytest
 import torch

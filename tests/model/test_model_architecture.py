@@ -25,7 +25,7 @@ def test_the_parts_are_found_and_left_as_they_were(kind, packing):
     assert dict(model.named_modules()) == before
 
 
-def test_a_model_without_values_is_enough():
+def test_a_model_on_meta_is_enough():
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(tiny.model().config)
     assert anatomy(model).num_layers == 3

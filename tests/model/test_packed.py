@@ -84,7 +84,7 @@ def test_a_recurrent_architecture_is_refused():
 LENGTHS = (5, 1, 30, 12)  # beyond every window and chunk
 BY_DOCUMENT = ["gpt_oss", "mistral", "cohere2", "afmoe", "gpt2"]
 BY_MASK = ["qwen2_moe:window", "phimoe:window", "llama4_text", "doge:window", "stablelm"]
-BY_MASK += ["nemotron", "falcon", "gpt_neo", "mpt"]
+BY_MASK += ["nemotron", "falcon", "xglm"]
 
 
 def drawn(lengths):
@@ -110,7 +110,9 @@ def test_a_window_that_no_document_of_the_run_exceeds_costs_nothing():
     assert uses_document_attention(model)
 
 
-@pytest.mark.parametrize("name", ["doge", "bloom", "openai-gpt", "falcon:alibi", "lfm2", "rwkv"])
+@pytest.mark.parametrize(
+    "name", ["doge", "gpt_neo", "mpt", "bloom", "openai-gpt", "falcon:alibi", "lfm2", "rwkv"]
+)
 def test_what_cannot_be_proven_is_refused_and_the_model_stays_as_it_was(name):
     model, row = architectures.build(name), torch.arange(20)[None]
     with torch.no_grad():

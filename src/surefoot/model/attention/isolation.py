@@ -43,6 +43,7 @@ Run = Callable[[Batch], torch.Tensor]  # a value, or a row of them, for each tra
 # apart; together 24 tokens, which most numbers of processes divide that share tokens.
 _FIRST, _PAIR = 4, (2, 3, 4)
 _UNIT = _FIRST + 2 * sum(_PAIR) + _PAIR[0]
+_MOST = 4096  # tokens before it, where the row is longer than the model's positions
 _SEEN = 8  # trained positions at the end of a long document
 
 
@@ -100,7 +101,7 @@ def settle_attention(
     """Find the first way that computes packed rows right, and leave it in use.
 
     Args:
-        model: what ``run`` runs, completely or sharded.
+        model: what ``run`` runs, complete or a pipeline stage.
         run: computes the trained positions of a batch.
         longest: tokens of the longest document.
         agreed: makes the problem of one rank that of all.
@@ -235,6 +236,8 @@ def _long_row(model: PreTrainedModel, longest: int, *, is_alone: bool, is_bounde
     if isinstance(most, int):  # also of the row, for a model that counts its tokens
         units = max(1, min(units, most // _UNIT - 1))
     lengths = [units * _UNIT] if is_alone else [_UNIT, units * _UNIT]
+    if not is_alone and not uses_document_attention(model) and isinstance(most, int):
+        lengths[0] = min(most, _MOST)  # masks of an architecture may end where its positions do
     parts = [torch.arange(n) for n in lengths]
     ids = torch.cat([(n * n * 31 + n * 17 + len(n)) % config.vocab_size for n in parts])
     labels = torch.full_like(ids, IGNORE_INDEX)

@@ -22,7 +22,7 @@ from torch import nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from ...errors import ModelError
-from ..valueless import without_values
+from ..meta_tensors import on_meta
 from .deterministic import deterministically
 
 logger = logging.getLogger(__name__)
@@ -202,7 +202,7 @@ class BoundsMissingError(ModelError):
 @torch.no_grad()
 def switch_to_packed(model: PreTrainedModel) -> None:
     """Make ``model`` use this module's attention for packed rows, if there is one for its kernel
-    and if its layers pass the bounds of documents on, which is tried without its values."""
+    and if its layers pass the bounds of documents on, which is tried on the meta device."""
     kernel = model.config._attn_implementation
     if kernel not in KERNELS:
         return
@@ -211,12 +211,12 @@ def switch_to_packed(model: PreTrainedModel) -> None:
         return
     ids = torch.zeros(1, 2, dtype=torch.int64, device="meta")
     try:
-        with without_values(model):
+        with on_meta(model):
             model(input_ids=ids, use_cache=False, **one_document(model, 2))
     except BoundsMissingError:
         model.set_attn_implementation(kernel)
     except Exception as error:  # the attempt with values will say what is wrong, if anything is
-        logger.debug("%s: not tried on blank tensors: %s", type(model).__name__, error)
+        logger.debug("%s: not tried on the meta device: %s", type(model).__name__, error)
 
 
 def attend_by_mask(model: PreTrainedModel, *, is_on: bool) -> None:

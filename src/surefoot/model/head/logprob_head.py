@@ -22,7 +22,7 @@ from transformers.configuration_utils import PretrainedConfig
 from ...batch import Outputs, OutputSpec
 from ...errors import ModelError
 from ..attention.packed import one_document
-from ..valueless import without_values
+from ..meta_tensors import on_meta
 from .chunked_cross_entropy import Head, Scores, logps, scores, totals, wide
 
 logger = logging.getLogger(__name__)
@@ -138,7 +138,7 @@ def _answering(head: LogprobHead, answer: Callable[[torch.Tensor], torch.Tensor]
 @torch.no_grad()
 def logprob_head_of(model: PreTrainedModel) -> LogprobHead | None:
     """The head of ``model``, if it can be replaced: a plain matrix, whose result the model returns
-    unchanged. Runs the model's code on two tokens, without its values, so that the answer is the
+    unchanged. Runs the model's code on two tokens, on the meta device, so that the answer is the
     same whether they are there yet."""
     linear = model.get_output_embeddings()
     if type(linear) is not nn.Linear or "forward" in vars(linear):
@@ -150,7 +150,7 @@ def logprob_head_of(model: PreTrainedModel) -> LogprobHead | None:
     device = torch.device("meta") if is_plain else linear.weight.device
     mark = torch.zeros((), device=device)
     ids = torch.zeros(1, 2, dtype=torch.int64, device=device)
-    blank = without_values(model) if is_plain else contextlib.nullcontext()
+    blank = on_meta(model) if is_plain else contextlib.nullcontext()
     try:
         with _answering(head, lambda _: mark), blank:
             given = {"input_ids": ids, "attention_mask": None, "use_cache": False}

@@ -1,6 +1,6 @@
-"""Run a model without its values: what its code does with tensors, whatever they contain.
+"""Run a model's code on the meta device: what it does with tensors, whatever they contain.
 
-Whether a model has memory or is on the meta device, the same fake tensors take the place of its own
+Whether a model has memory or is on the meta device, meta tensors take the place of its own
 meanwhile. So the answer is the same in a first start and in a resumed one, and nothing
 that the model's code does to itself stays.
 """
@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-# What code reads of a fake tensor; control flow that depends on it takes either branch.
+# What code reads of a meta tensor; control flow that depends on it takes either branch.
 _READ = {
     torch.Tensor.item: 0,
     torch.Tensor.__bool__: False,
@@ -27,7 +27,7 @@ _READ = {
 
 
 @contextmanager
-def without_values(model: nn.Module) -> Iterator[None]:
+def on_meta(model: nn.Module) -> Iterator[None]:
     """While it lasts, all tensors of ``model`` are on the meta device, tied ones tied. Afterwards
     its own are back, also where its code has put others in their place."""
     kept = [
@@ -68,7 +68,7 @@ def _restore(changed: dict[str, Any], before: Mapping[str, Any]) -> None:
 
 
 class _Readable(TorchFunctionMode):
-    """Numbers that are read from fake tensors are 0."""
+    """Numbers that are read from meta tensors are 0."""
 
     def __torch_function__(
         self,

@@ -1,4 +1,4 @@
-"""What is found out by running a model without its values is the same wherever they are, and
+"""What is found out by running a model on the meta device is the same wherever they are, and
 leaves the model as it was."""
 
 import pytest
@@ -6,7 +6,7 @@ import torch
 
 import tiny
 from surefoot.model.head.logprob_head import logprob_head_of
-from surefoot.model.valueless import without_values
+from surefoot.model.meta_tensors import on_meta
 from zoo import architectures
 
 READS_VALUES = ["gpt2", "gptj", "gpt_neo", "codegen", "openai-gpt", "jetmoe", "ctrl", "mixtral"]
@@ -27,7 +27,7 @@ def test_the_output_head_is_replaced_or_not_whether_the_model_has_values_or_none
 def test_tied_tensors_are_one_meanwhile_and_afterwards():
     model = tiny.model("qwen2")
     weight = model.lm_head.weight
-    with without_values(model):
+    with on_meta(model):
         assert model.lm_head.weight is model.model.embed_tokens.weight
         assert model.lm_head.weight.is_meta
     assert model.lm_head.weight is weight is model.model.embed_tokens.weight
@@ -42,7 +42,7 @@ def test_what_the_code_of_a_model_puts_into_itself_does_not_stay():
 
     module = Changing()
     table, plain = module.table, module.plain
-    with without_values(module):
+    with on_meta(module):
         assert module.table.is_meta and module.plain.is_meta
         module.table = module.table * 2
         module.register_buffer("longer", torch.zeros(3, device="meta"))
