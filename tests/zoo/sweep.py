@@ -7,6 +7,7 @@ loading. Every cell is ``yes``, ``refused`` (by an error that says what to do, b
 
 import json
 import shutil
+import warnings
 
 import torch
 import torch.nn.functional as F
@@ -192,7 +193,9 @@ CHECKS = dict(zip(COLUMNS, (full, packed, lora, tp, resume, exported), strict=Tr
 def outcome(check, recipe, folder):
     """A cell, and why it is not ``yes``."""
     try:
-        check(recipe, folder)
+        with warnings.catch_warnings():  # of other packages, as a user's run would show them
+            warnings.simplefilter("ignore")
+            check(recipe, folder)
     except SurefootError as error:
         return "refused", str(error)
     except Exception as error:
