@@ -108,11 +108,12 @@ def test_a_damaged_newest_checkpoint_is_passed_over_and_kept(tmp_path):
     assert_no_worse_for_it(project, reference)
 
 
-def test_frozen_weights_lie_on_the_disk_once_and_every_checkpoint_opens_alone(tmp_path):
+def test_frozen_weights_lie_on_the_disk_twice_and_every_checkpoint_opens_alone(tmp_path):
     project = whole(tmp_path, method={"freeze": {"num_layers": 1}}, train={"max_steps": 9})
     found = checkpoints(project.run)
     frozen = [folder / "model-00001-of-00002.safetensors" for folder in found]
-    assert len({path.stat().st_ino for path in frozen}) == 1 or frozen[0].stat().st_nlink == 1
+    # no damage to one file can take all checkpoints
+    assert len({path.stat().st_ino for path in frozen}) == 2 or frozen[0].stat().st_nlink == 1
     weights = final_weights(project.run)
     for folder in found[:-1]:
         shutil.rmtree(folder)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from ..checkpoint.disk.commit import step_of
 from ..errors import RecipeError
+from ..storage import files
 
 MAX_BYTES = 1_000_000
 RUN_RECIPE = "recipe.yaml"  # in the folder of a run, and in its checkpoints
@@ -48,14 +49,14 @@ def read_adapter(folder: Path) -> Mapping[str, object] | None:
 def recipe_in(path: Path) -> tuple[Path, Path | None]:
     """The recipe file that ``path`` means, and the folder of its run if ``path`` is that folder or
     one of its checkpoints."""
-    if not path.is_dir() or not (path / RUN_RECIPE).is_file():
+    if not files.is_folder(path) or not (path / RUN_RECIPE).is_file():
         return path, None
     return path / RUN_RECIPE, path.absolute().parent if is_checkpoint(path) else path
 
 
 def is_checkpoint(path: Path) -> bool:
     """Whether ``path`` has the name of a checkpoint, and is a folder."""
-    return path.is_dir() and step_of(path) >= 0
+    return files.is_folder(path) and step_of(path) >= 0
 
 
 def _decode(raw: bytes, path: Path) -> str:

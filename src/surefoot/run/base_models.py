@@ -47,18 +47,24 @@ class BaseModels:
         now = identify(self.models, self.known)
         for role, one in now.items():
             if role in self.known and (names := changed(self.known[role], one)):
-                raise ModelError(self._refusal(role, names))
+                raise ModelError(self._refusal(role, one.path, names))
         self._compare_adapter(now)
         return {base_identity.NAME: base_identity.dump(now)}
 
-    def _refusal(self, role: str, names: list[str]) -> str:
+    def _refusal(self, role: str, path: str, names: list[str]) -> str:
         assert self.checkpoint is not None
+        before, step = self.known[role].path, self.checkpoint.name
         setting = "model.path" if role == POLICY else f"the {role}"
         key = "model.path" if self.recipe.method.saves_base_model else "model.adapter"
+        other = f"or start a new run from its weights ({key}={self.checkpoint})"
+        if path != before:
+            return (
+                f"{setting}: {path} is another model than that of {step}, {before}, with other "
+                f"files ({some(names)}); name that one, {other}"
+            )
         return (
-            f"{setting}: {self.known[role].path} has changed since {self.checkpoint.name} was "
-            f"saved ({some(names)}), and this run was trained with the former files; restore "
-            f"them, or start a new run from its weights ({key}={self.checkpoint})"
+            f"{setting}: {before} has changed since {step} was saved ({some(names)}), and this "
+            f"run was trained with the former files; restore them, {other}"
         )
 
     def _compare_adapter(self, now: Record) -> None:

@@ -119,7 +119,7 @@ class DatasetReference(str):
         if "/" not in self.source and path.suffix.lower() not in DATA_FILES:
             return self
         found = locate(path, base)
-        return DatasetReference(found.name, str(found)) if found.exists() else self
+        return DatasetReference(found.name, str(found)) if files.exists(found) else self
 
     def __eq__(self, other: object) -> bool:
         is_reference = isinstance(other, DatasetReference)

@@ -13,6 +13,7 @@ from typing import TypeVar
 
 from ...errors import DataError
 from ...schema.locations import DATA_FILES, DatasetReference
+from ...storage import files
 from ..section import DataSection
 from .formats.fields import nearest
 from .registry import FILE, DatasetEntry, Registry, read_entry, read_registry
@@ -49,7 +50,7 @@ class Catalog:
             return read_entry(name, raw, folder, f"data.datasets: {name}")
         if self._registry is not None and source in self._registry.entries:
             return self._registry.entry(source)
-        if (path := Path(source)).is_absolute() and path.exists():
+        if (path := Path(source)).is_absolute() and files.exists(path):
             return read_entry(name, {"file_name": source}, folder, f"data.datasets: {name}")
         if path.suffix.lower() not in DATA_FILES and HUB_ID.fullmatch(source):
             return read_entry(name, {"hf_hub_url": source}, folder, f"data.datasets: {name}")
@@ -63,7 +64,7 @@ class Catalog:
 
     def _unknown(self, source: str) -> DataError:
         folder = self._section.dataset_dir
-        if (near := folder / source).exists() and source not in (".", ".."):
+        if files.exists(near := folder / source) and source not in (".", ".."):
             return DataError(f"dataset {source!r}: no such file here; did you mean {near}?")
         if "/" in source or Path(source).suffix.lower() in DATA_FILES:
             return DataError(f"dataset {source!r}: no such file or folder")

@@ -182,11 +182,11 @@ def _not_loaded(source: Hub, error: Exception) -> DataError:
 def find_files(path: Path, split: str | None = None) -> Files:
     """The file at ``path``, or the files of the folder there, which must be of one kind, or those
     of a ``split`` of datasets that were saved to the folder."""
-    if (path / SPLITS).is_file():
+    if files.exists(path / SPLITS):
         path = path / _known_split(path, split)
     elif split not in (None, "train"):
         raise DataError(f"{path} has no splits, so not {split!r}; leave split out")
-    if (path / SAVED).is_file():
+    if files.exists(path / SAVED):
         return Files(_saved(path))
     paths = [path]
     if files.is_folder(path):
