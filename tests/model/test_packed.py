@@ -72,6 +72,14 @@ def test_changing_one_document_changes_no_other(lengths, changed):
         assert torch.equal(a, b) == (i != which)
 
 
+def test_weights_that_have_diverged_are_not_taken_for_a_leak():
+    model = tiny.model()
+    with torch.no_grad():
+        model.lm_head.weight[0] = float("nan")
+    with pytest.raises(ModelError, match="NaN or infinite values: its weights have diverged"):
+        use_packed(model)
+
+
 def test_a_recurrent_architecture_is_refused():
     from transformers import MambaConfig, MambaForCausalLM
 

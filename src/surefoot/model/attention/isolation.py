@@ -158,6 +158,12 @@ def _isolation(model: PreTrainedModel, run: Run) -> tuple[bool, bool]:
     responses that share a prompt get those of two documents."""
     vocabulary, shares = model.config.get_text_config().vocab_size, uses_document_attention(model)
     found, other = (run(_row(vocabulary, start, shares=shares)) for start in (0, vocabulary // 2))
+    if not bool(found.isfinite().all()):
+        raise ModelError(
+            "the model computes NaN or infinite values: its weights have diverged, or overflow in "
+            "model.dtype; resume from an earlier checkpoint (checkpoint.resume), or start again "
+            "with a lower learning rate or another model.dtype"
+        )
     rounding = torch.finfo(found.dtype).eps
     is_isolated = _is_close(found, other, min(32 * rounding, 0.03))
     # sums of another length may round otherwise; other positions alone give some 30,000 roundings
