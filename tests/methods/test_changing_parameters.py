@@ -98,7 +98,7 @@ def test_a_run_that_trains_one_layer_at_a_time_resumes_to_the_same_bits(recipe, 
     ).fit()
     assert again.layers == {step: watch.layers[step] for step in range(saved + 1, STEPS + 1)}
     whole = losses(tmp_path / "whole")
-    assert losses(tmp_path / "rest") == {n: x for n, x in whole.items() if n > saved}
+    assert losses(tmp_path / "rest") == whole  # the log of the first came with the checkpoint
     assert_same(final_weights(tmp_path / "rest"), final_weights(tmp_path / "whole"))
 
 
