@@ -192,7 +192,9 @@ def test_weights_and_moments_keep_their_precision(dtype, tmp_path):
     made = trainer(ALONE, tmp_path, **changes)
     learn(made, 1)
     path, expected = save(made, tmp_path), everything(made)
-    assert {tensor.dtype for name, tensor in expected.items() if "exp_avg" in name} == {dtype}
+    # those of bfloat16 weights are float32: their updates are rounded at random
+    moments = {torch.bfloat16: torch.float32}.get(dtype, dtype)
+    assert {tensor.dtype for name, tensor in expected.items() if "exp_avg" in name} == {moments}
     found = ranks.run(
         2, lambda world: everything(resume(trainer(world, tmp_path, **changes), path))
     )

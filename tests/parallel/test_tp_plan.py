@@ -73,7 +73,7 @@ def test_experts_that_run_in_their_own_way_are_refused():
     with pytest.raises(RecipeError, match=r"layers.0.mlp.experts runs its experts in .*dp_shard"):
         module_plans(model, 2)
     adapted = LoRA(rank=2).apply(tiny.model("mixtral")).get_base_model()
-    with pytest.raises(RecipeError, match=r"adapters beside them.*dp_shard"):
+    with pytest.raises(RecipeError, match=r"the adapter of .*experts covers all experts.*dp_shard"):
         module_plans(adapted, 2)
 
 

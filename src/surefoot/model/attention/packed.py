@@ -19,6 +19,7 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from transformers import AttentionInterface, PreTrainedModel
 
 from ...errors import ModelError
@@ -209,6 +210,8 @@ def switch_to_packed(model: PreTrainedModel) -> None:
     model.set_attn_implementation(PREFIX + kernel)
     if not uses_document_attention(model):  # it does not follow such settings
         return
+    if any(isinstance(module, FSDPModule) for module in model.modules()):
+        return  # its hooks would take the meta tensors for its own; the attempt with values decides
     ids = torch.zeros(1, 2, dtype=torch.int64, device="meta")
     try:
         with on_meta(model):
