@@ -190,7 +190,7 @@ def test_without_any_sound_checkpoint_it_stops_and_says_so(project, bucket, tmp_
     bucket.put("checkpoint-3/manifest.json", b"{}")
     with pytest.raises(
         CheckpointError,
-        match="no valid checkpoint .*manifest.json.* choose another train.output_dir",
+        match=r"no valid checkpoint .*manifest\.json.* choose another train\.output_dir",
     ):
         train(project, bucket.url, tmp_path / "two")
     assert bucket.get("checkpoint-3/manifest.json") == b"{}"
