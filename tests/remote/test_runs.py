@@ -185,14 +185,14 @@ def test_a_damaged_checkpoint_in_the_store_is_passed_over_and_replaced(
         assert verify(tmp_path / "copy" / f"checkpoint-{step}", full=True).ok
 
 
-def test_without_any_sound_checkpoint_it_starts_anew_and_says_so(
-    project, whole, bucket, tmp_path, caplog
-):
+def test_without_any_sound_checkpoint_it_stops_and_says_so(project, bucket, tmp_path):
     train(project, bucket.url, tmp_path / "one", train__max_steps=3)
     bucket.put("checkpoint-3/manifest.json", b"{}")
-    folder = train(project, bucket.url, tmp_path / "two")
-    assert "no valid checkpoint" in caplog.text
-    assert_is(folder, whole)
+    for _ in range(2):  # and the next launch again
+        with pytest.raises(
+            CheckpointError, match=r"no valid checkpoint .*checkpoint-3/manifest\.json"
+        ):
+            train(project, bucket.url, tmp_path / "two")
 
 
 def test_another_run_is_refused_on_a_fresh_machine(project, bucket, tmp_path):
