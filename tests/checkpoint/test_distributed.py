@@ -83,7 +83,6 @@ def saved_by_ranks(root, states, cut):
             shards.append(Shard(shard.role, plan))
             boxes[plan.name] = {key: box for key, (_, box) in whole.items()}
     small = {n: data for n, data in job.small.items() if not n.endswith(".index.json")}
-    root.mkdir(parents=True, exist_ok=True)
     return write(replace(job, shards=shards, small=small), Pieces(live.groups, boxes)).path
 
 

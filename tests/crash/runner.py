@@ -82,7 +82,6 @@ def life(root, seconds, train, everybody):
 
 def main(root, kills, how):
     rng = random.Random(0)
-    root.mkdir(exist_ok=True)  # a writer process never makes the folder of a run
     newest, train_so, longest = 0, TRAINERS[how], 0.1 if how == "direct" else 0.3
     for _ in range(kills):
         seconds = rng.uniform(0, longest)

@@ -126,7 +126,6 @@ def compare(count, folder, *, parallel, steps=2, close=CLOSE, **changes):
 def save(made, folder, layout="full"):
     """Write what all ranks hold as one checkpoint, now."""
     world = made.world
-    folder.mkdir(exist_ok=True)
     crew = WriterGroup(layout, world.rank, world.size, world.axes, world.gathered)
     states = {name: state for name, state in made.states.items() if name != "random"}
     job, live = prepare(folder, made.state.global_step, states, kind=made.saver.kind, crew=crew)

@@ -115,7 +115,6 @@ class Weights(dict):
 
 
 def save(world, trained, folder, step, layout):
-    folder.mkdir(exist_ok=True)
     crew = WriterGroup(layout, world.rank, world.size, world.axes, world.gathered)
     states = {"model": Weights(trained.named), "optimizer": FileState(trained)}
     job, live = prepare(folder, step, states, crew=crew)

@@ -38,7 +38,6 @@ def background():
 
 
 def begin(background, root, step, states=None, **options):
-    root.mkdir(exist_ok=True)
     job, live = prepare(root, step, states or sample_states(step), kind="full", **options)
     background.start(job, live)
 

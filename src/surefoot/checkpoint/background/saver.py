@@ -271,7 +271,7 @@ class AsyncSaver:
         most = _MOST_SHARING if keep is None or keep == 1 else min(_MOST_SHARING, keep - 1)
         share = self.share and self._num_shared < most
         self._num_shared = self._num_shared + 1 if share else 1
-        return {"share": share, "most_sharing": most}
+        return {"share": share, "most_sharing": most, "makes_root": False}
 
     def _note(self, ask: Callable[[], Saved | None]) -> None:
         """Call ``ask`` for the outcome of a save, and store it."""

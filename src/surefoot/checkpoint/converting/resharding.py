@@ -262,8 +262,6 @@ def commit(plan: Resharding, target: Path, progress: Progress | None) -> Saved:
         mesh=plan.mesh.axes,
         share=False,
     )
-    with files.raising(CheckpointError, f"cannot write {target}"):
-        files.make_folder(target.parent)
     clean_leftovers(target)
     return write(job, _SourceContent(plan.sources, progress or silent))
 

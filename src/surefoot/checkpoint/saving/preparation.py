@@ -77,8 +77,6 @@ def save(
         max_shard_size=max_shard_size,
         crew=WriterGroup(layout),
     )
-    with files.raising(CheckpointError, f"cannot save to {root}"):
-        files.make_folder(Path(root))
     return write(job, live).path
 
 

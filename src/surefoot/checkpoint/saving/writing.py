@@ -57,6 +57,8 @@ def write(
         if job.attempt and (size := _size_of(job)) is not None:  # the writer died after the commit
             return Saved(target, size, 0, time.monotonic() - began, _forget(job))
         refuse_existing(target)
+        if job.makes_root:
+            files.make_folder(job.root)
         with temporary_folder(target, job.nonce_of(job.attempt)) as part:
             if started is not None:
                 started()
