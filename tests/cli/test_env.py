@@ -7,7 +7,7 @@ from click.testing import CliRunner
 
 from surefoot import __version__
 from surefoot.cli.main import main
-from surefoot.run import environment as env
+from surefoot.run.machine import environment as env
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
 """Every command of the page about checkpoints is run, on a run like the one it shows."""
 
 import json
-import shutil
 
 import pytest
 import torch
@@ -49,7 +48,7 @@ def desk(tmp_path, monkeypatch):
         parent = folder.name
     (root / "recipe.yaml").write_text("checkpoint: {keep: 3}")
     for name in ("one", "other"):
-        shutil.copytree(folder, tmp_path / "runs" / name / "checkpoint-300")
+        save(tmp_path / "runs" / name, 300, states, kind="adapter")
     return tmp_path
 
 

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import surefoot
 from project import Project, losses
-from surefoot.errors import ModelError, RecipeError
+from surefoot.errors import CheckpointError, RecipeError
 from surefoot.recipe.recipe import load
 from surefoot.run.training_run import build
 from surefoot.training.callback import TrainerCallback
@@ -164,7 +164,7 @@ def test_an_adapter_that_cannot_be_read_is_named(broken, tmp_path):
     else:
         weights.rename(folder / ("adapter_model.bin" if broken == "pickle" else "other"))
     options = {"model": {"adapter": str(folder)}, "train": {"output_dir": str(tmp_path / "x")}}
-    with pytest.raises(ModelError, match=r"adapter_model\.safetensors"):
+    with pytest.raises(CheckpointError, match=r"adapter_model\.safetensors"):
         surefoot.train(project.recipe, **options)
 
 

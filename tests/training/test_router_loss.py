@@ -13,7 +13,7 @@ import tiny
 from spread import compare, trainer
 from surefoot.batch import IGNORE_INDEX, Batch, OutputSpec
 from surefoot.errors import RecipeError
-from surefoot.model.attention import packed
+from surefoot.model.attention.isolation import use_packed
 from surefoot.model.head import outputs
 from surefoot.model.head.logprob_head import logprob_head_of
 from surefoot.training.objectives.losses import with_perplexity
@@ -92,7 +92,7 @@ def test_the_head_that_returns_log_probabilities_has_it_too():
 def test_packed_rows_have_it():
     model = tiny.model("mixtral", **ROUTED)
     expected = model(input_ids=IDS[:1], labels=IDS[:1]).aux_loss
-    packed.use_packed(model)
+    use_packed(model)
     bounds = torch.tensor([0, 12], dtype=torch.int32)
     batch = Batch(IDS[:1], IDS[:1], torch.arange(12)[None], cu_seqlens=bounds)
     found = outputs.compute(model, batch, OutputSpec(("total",)))

@@ -217,7 +217,7 @@ def _verdict(found: Plan) -> Iterator[Text]:
 def _saving_table(recipe: Recipe, found: Plan) -> Table:
     saving, size = found.saving, found.saving.size
     made = table("checkpoints", "size", "what it is", numbers=_NUMBERS)
-    shared = f", {in_bytes(size.unchanging)} shared by all" if size.unchanging else ""
+    shared = f", {in_bytes(size.unchanging)} shared by several" if size.unchanging else ""
     parts = f"weights {in_bytes(size.weights)}, optimizer {in_bytes(size.optimizer)}"
     made.add_row("one", in_bytes(size.total), Text(f"{parts}{shared}", style="dim"))
     note = f"{saving.at_once:,} of {saving.saves:,} at a time, the one being written included"

@@ -1,5 +1,7 @@
 """A recipe with a tiny model, the real policy of it, and what torch keeps when it really runs."""
 
+from pathlib import Path
+
 import numpy as np
 import torch
 
@@ -45,7 +47,7 @@ def skeleton(made, precision="fp32", dtype=torch.float32, gathered=None, **sprea
 
 def policy(made):
     """The real one, ready to learn."""
-    return open_policy(made, made.model.path, tokenizer(made)).module.train()
+    return open_policy(made, Path(made.model.path), tokenizer(made)).module.train()
 
 
 def features(*lengths, prompt=4, seed=0):

@@ -75,6 +75,10 @@ def test_one_more_than_are_kept_lies_there_while_it_is_written():
     assert most_at_once([7], RetentionPolicy(keep=3), 1) == 1
 
 
-def test_what_never_changes_lies_on_the_disk_once():
+def test_what_never_changes_is_shared_by_several_checkpoints():
     size = CheckpointSize(weights=1000, optimizer=200, rest=10, unchanging=900)
-    assert disk_needed(size, 4) == 900 + 4 * 310
+    assert disk_needed(size, 4, saves=4, most_sharing=8) == 900 + 4 * 310
+    assert disk_needed(size, 4, saves=4, most_sharing=2) == 2 * 900 + 4 * 310
+    assert disk_needed(size, 4, saves=9, most_sharing=2) == 3 * 900 + 4 * 310  # 2, 3 | 4, 5 ...
+    assert disk_needed(size, 4, saves=9, most_sharing=1) == 4 * 900 + 4 * 310
+    assert disk_needed(size, 1, saves=9, most_sharing=8) == 900 + 310

@@ -31,7 +31,6 @@ from .in_flight import end, start_save
 from .writer_process import Background
 
 logger = logging.getLogger(__name__)
-_MOST_SHARING = 8  # checkpoints that share one file, if more are kept
 
 
 def _opened(root: Path) -> FolderIdentity | None:
@@ -267,8 +266,7 @@ class AsyncSaver:
     def _sharing(self) -> dict[str, Any]:
         """Whether the next save may share files, and how many checkpoints may share one. A clone
         has one name only, so saves are counted as well."""
-        keep = self._rule.keep
-        most = _MOST_SHARING if keep is None or keep == 1 else min(_MOST_SHARING, keep - 1)
+        most = self._rule.most_sharing
         share = self.share and self._num_shared < most
         self._num_shared = self._num_shared + 1 if share else 1
         return {"share": share, "most_sharing": most, "makes_root": False}

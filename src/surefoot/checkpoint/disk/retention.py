@@ -19,6 +19,7 @@ from .commit import committed, delete, step_of
 from .folder import open_checkpoint
 
 HOUR = 3600  # seconds
+_MOST_SHARING = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +38,11 @@ class RetentionPolicy:
                 raise ValueError(f"{name} must be at least 1, got {value}")
         if self.keep_hours is not None and not self.keep_hours > 0:
             raise ValueError(f"keep_hours must be positive, got {self.keep_hours}")
+
+    @property
+    def most_sharing(self) -> int:
+        """How many checkpoints may share one file: of those that are kept, two never do."""
+        return _MOST_SHARING if self.keep in (None, 1) else min(_MOST_SHARING, self.keep - 1)
 
 
 @dataclass(frozen=True)

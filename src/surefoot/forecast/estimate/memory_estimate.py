@@ -186,7 +186,7 @@ def _saving(
         size=size,
         saves=len(saves),
         at_once=at_once,
-        disk=disk_needed(size, at_once),
+        disk=disk_needed(size, at_once, len(saves), section.rule().most_sharing),
         shared_memory=copy if section.async_save else 0,
     )
 
@@ -294,7 +294,7 @@ def as_data(found: Plan) -> dict[str, object]:
             "total": saving.size.total,
             "weights": saving.size.weights,
             "optimizer": saving.size.optimizer,
-            "shared_by_all": saving.size.unchanging,
+            "shared_by_several": saving.size.unchanging,
             "saves": saving.saves,
             "at_once": saving.at_once,
             "disk": saving.disk,

@@ -22,7 +22,7 @@ class CheckpointSize:
     weights: int
     optimizer: int
     rest: int  # other states, tokenizer, configuration, manifest
-    unchanging: int  # of files that every checkpoint of the run shares with the first
+    unchanging: int  # of files that checkpoints share
 
     @property
     def total(self) -> int:
@@ -90,6 +90,10 @@ def most_at_once(saves: Sequence[int], rule: RetentionPolicy, num_best: int) -> 
     return min(most + num_best, len(saves))
 
 
-def disk_needed(size: CheckpointSize, count: int) -> int:
-    """Bytes of ``count`` checkpoints on the disk: unchanging files count once."""
-    return size.unchanging + (size.total - size.unchanging) * count
+def disk_needed(size: CheckpointSize, count: int, saves: int, most_sharing: int) -> int:
+    """Bytes of ``count`` of ``saves`` checkpoints on the disk: up to ``most_sharing`` in a row share
+    one copy of the unchanging files."""
+    copies = -(-saves // most_sharing)
+    if count < saves:  # they may begin in the middle of those that share one
+        copies = min(copies, 1 - (1 - count) // most_sharing)
+    return size.unchanging * copies + (size.total - size.unchanging) * count
