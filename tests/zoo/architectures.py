@@ -32,6 +32,7 @@ NO_DROPOUT = dict.fromkeys(
 )
 WINDOW = 8
 MANY_HEADS = {"num_key_value_heads": 4}
+NO_NOISE = {"router_jitter_noise": 0.0, "input_jitter_noise": 0.0}  # of routers, in training
 EXPERTS = {
     "num_experts": 4,
     "num_local_experts": 4,
@@ -251,8 +252,8 @@ SETTINGS = {
     "persimmon": MANY_HEADS,
     "phi": {},
     "phi3": {"sliding_window": WINDOW},
-    "phimoe": EXPERTS,
-    "phimoe:window": {**EXPERTS, "sliding_window": WINDOW},
+    "phimoe": {**EXPERTS, **NO_NOISE},
+    "phimoe:window": {**EXPERTS, **NO_NOISE, "sliding_window": WINDOW},
     "qwen2": {},
     "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 24},
     "qwen2_moe:window": {

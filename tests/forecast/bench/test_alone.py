@@ -2,7 +2,7 @@
 
 import pytest
 
-from surefoot.errors import RecipeError, RunError
+from surefoot.errors import DataError, RunError
 from surefoot.forecast.bench.single_rank import alone
 from surefoot.recipe.recipe import read
 
@@ -38,7 +38,7 @@ def test_a_run_of_one_process_stays_as_it_is():
     ("parallel", "words"), [({"num_processes": 3}, "2 x 3"), ({"num_processes": 16}, "2 x 16")]
 )
 def test_examples_that_do_not_divide_are_refused_as_in_training(parallel, words):
-    with pytest.raises(RecipeError, match=words):
+    with pytest.raises(DataError, match=words):
         alone(recipe(2, **parallel))
 
 

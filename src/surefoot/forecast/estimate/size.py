@@ -91,8 +91,8 @@ def most_at_once(saves: Sequence[int], rule: RetentionPolicy, num_best: int) -> 
 
 
 def disk_needed(size: CheckpointSize, count: int, saves: int, most_sharing: int) -> int:
-    """Bytes of ``count`` of ``saves`` checkpoints on the disk: up to ``most_sharing`` in a row share
-    one copy of the unchanging files."""
+    """Bytes of ``count`` of ``saves`` checkpoints on the disk. One copy of the unchanging files is
+    shared by up to ``most_sharing`` in a row."""
     copies = -(-saves // most_sharing)
     if count < saves:  # they may begin in the middle of those that share one
         copies = min(copies, 1 - (1 - count) // most_sharing)
