@@ -25,8 +25,11 @@ class SingleRankRecipe:
 
 
 def alone(recipe: Recipe) -> SingleRankRecipe:
-    """The share of one rank. Raises ``RecipeError`` if the ranks do not form the mesh,
-    ``DataError`` if they do not divide the batch, ``RunError`` if a launcher has started several."""
+    """The share of one rank.
+
+    Raises ``RecipeError`` if the ranks do not form the mesh, ``DataError`` if they do not divide
+    the batch, ``RunError`` if a launcher has started several.
+    """
     if (found := launched()) is not None and found[1] > 1:
         raise RunError(
             f"surefoot bench measures one rank, but {found[1]} were started; start it without "
