@@ -12,6 +12,14 @@ from surefoot.training.control.signals import INSISTENT, StopSignal
 STOPS = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1]
 
 
+@pytest.fixture(autouse=True)
+def _heard():
+    """A closed terminal is a signal here, even if nohup has started the tests."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
 def in_fork(work):
     """The exit code of ``work`` in a forked process; -N if signal N killed it."""
     if (child := os.fork()) == 0:
