@@ -1,6 +1,7 @@
 """What every test may rely on: one thread, no network, a cache of its own."""
 
 import gc
+import logging
 import os
 from pathlib import Path
 
@@ -46,6 +47,14 @@ def pytest_collection_finish(session):
 def _own_cache(tmp_path_factory, monkeypatch):
     """Encoded datasets of tests go to a temporary folder, never to the user's cache."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+
+
+@pytest.fixture(autouse=True)
+def _log_as_imported():
+    """What a command set for the log of its process ends before the next test."""
+    log = logging.getLogger("surefoot")
+    log.setLevel(logging.NOTSET)
+    log.propagate, log.handlers[:] = True, []
 
 
 @pytest.fixture
