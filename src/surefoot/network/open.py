@@ -21,12 +21,14 @@ from ..model.pretrained.quantized import check_alone, num_elements
 from ..model.pretrained.weights import AdapterWeights, FullWeights, names_in_files
 from ..model.section import ModelSection
 from ..model.trained_weights import coverage
+from ..optim.trained import unsupported_by_pipelines
 from ..parallel.sharded_model import layers
 from ..parallel.world import World
 from .draft import Draft, NetworkOptions
 from .file_checks import checked_files
 from .heads import add_heads, refuse_heads
 from .network import Network
+from .parameter_names import names_by_part
 from .runner import Engine, ModelForward, PipelineEngine, WholeEngine
 from .tensors import REAL, Tensors, read_heads
 
@@ -70,6 +72,7 @@ def finish(draft: Draft, steps: Sequence[Step], tensors: Tensors = REAL) -> Netw
         weights=weights if draft.staging is None else draft.staging.weights(weights),
         named={draft.names[name]: p for name, p in named if p.requires_grad},
         trainable=draft.trainable,
+        blocks=draft.blocks,
         num_parameters=draft.num_parameters,
         num_trainable=draft.num_trainable,
         coverage=draft.coverage,
@@ -203,7 +206,12 @@ def name_parameters(draft: Draft, _: Tensors) -> None:
     draft.num_parameters = sum(num_elements(p) for p in draft.module.parameters())
     draft.num_trainable = sum(p.numel() for p in draft.module.parameters() if p.requires_grad)
     if method is not None and draft.options.is_trainable:
-        draft.coverage = coverage(draft.module, draft.inner)
+        parts = names_by_part(draft.module, draft.inner, draft.names, draft.heads.modules.values())
+        draft.blocks = method.trainable(parts, draft.options.seed)
+        if draft.blocks.switch and draft.options.parallel.pp > 1:
+            raise unsupported_by_pipelines()
+        in_turn = {here for here, name in draft.names.items() if name in draft.blocks.in_turn}
+        draft.coverage = coverage(draft.module, draft.inner, in_turn)
 
 
 def divide_layers(draft: Draft, tensors: Tensors) -> None:
