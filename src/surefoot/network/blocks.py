@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+LONG = 10_000  # steps of a run whose length is not known: all blocks have had their turn
 Chosen = Callable[[int], Sequence[str]]  # the blocks of turn number ..., by label
 
 
@@ -52,7 +53,7 @@ class Blocks:
         """The parameters that update number ``step`` changes, of whichever ``names`` there are."""
         return self.always.union(*(self.blocks[label] for label in self.labels(step)))
 
-    def turns(self, steps: int) -> list[frozenset[str]]:
+    def turns(self, steps: int = LONG) -> list[frozenset[str]]:
         """Each set of parameters that is trained at once in the first ``steps``, in order."""
         starts = range(0, max(1, steps), self.interval) if self.blocks else (0,)
         return list(dict.fromkeys(self.trainable(step) for step in starts))

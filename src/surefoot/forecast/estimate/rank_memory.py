@@ -76,7 +76,7 @@ def _kind(skeleton: DryRunModel) -> tuple[object, ...]:
 
 
 def _build(recipe: Recipe, ground: PlanBase, setting: HoldingOptions) -> DryRunModel:
-    return build(recipe, ground.base, ground.codec.tokenizer, setting)
+    return build(recipe, ground.base, ground.codec.tokenizer, setting, ground.steps)
 
 
 def whole(recipe: Recipe, ground: PlanBase) -> DryRunModel:
