@@ -1,6 +1,7 @@
 """Methods that train other parameters at other steps: a run resumes inside and between them."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -103,6 +104,48 @@ def test_what_remains_trainable_keeps_its_state_when_the_layers_change(whole):
     for step, layers in begun.items():  # a layer that is drawn again goes on, too
         new = {n: c for n, c in watch.moments[step].items() if n not in ENDS}
         assert {int(n.split(".")[2]) for n, count in new.items() if count == 1} == layers
+
+
+def test_float32_masters_are_those_of_the_active_block(project, tmp_path):
+    def run(folder, save_steps, **options):
+        recipe = at(project, tmp_path / folder, BADAM, save_steps)
+        model = replace(recipe.model, dtype="bfloat16")
+        optim = replace(recipe.optim, bf16_weights="master")
+        build(replace(recipe, model=model, optim=optim), **options).fit()
+
+    run("whole", 5)
+    saved = tmp_path / "whole" / "checkpoint-5"
+    masters = {n for n in load_file(saved / "optimizer.safetensors") if n.endswith(".master")}
+    assert masters and all(name.startswith("model.layers.1.") for name in masters)
+    run("rest", 100, resume=saved)
+    assert_same(final_weights(tmp_path / "rest"), final_weights(tmp_path / "whole"))
+
+
+def test_checkpoints_inside_a_block_share_what_it_does_not_train(project, tmp_path):
+    recipe = at(project, tmp_path / "run", BADAM, 1)
+    recipe = replace(recipe, checkpoint=replace(recipe.checkpoint, keep=9))
+    build(recipe, callbacks=[Watch(last=4)]).fit()
+    folders = [tmp_path / "run" / f"checkpoint-{step}" for step in (1, 2, 3, 4)]
+    weights = [{p.stat().st_ino: p.stat().st_size for p in f.glob("model*")} for f in folders]
+    size = sum(weights[0].values())
+    new = [
+        sum(bytes_ for inode, bytes_ in now.items() if inode not in before) / size
+        for before, now in pairwise(weights)
+    ]
+    assert new[0] < 0.4 and new[1] < 0.4  # one layer of three, and no embeddings
+    assert new[2] > 0.9  # at a switch all files change: the frozen file contains other layers
+
+
+def test_the_log_tells_which_block_is_trained_and_seldom(project, tmp_path, caplog):
+    caplog.set_level("INFO", "surefoot")
+    build(at(project, tmp_path / "run", BAdam(switch_interval=1), 100)).fit()
+    lines = [r.getMessage() for r in caplog.records if r.name.endswith("training.learner")]
+    assert lines == ["steps 1 to 1 train layer 0"]
+    table = next(r.getMessage() for r in caplog.records if "of all weights" in r.getMessage())
+    rows = [line.split("%") for line in table.splitlines()[1:]]
+    found = {modules.split()[0].strip(",:"): trained.strip() for modules, trained in rows}
+    assert found["embed_tokens"] == "no: not chosen"  # and lm_head, in the same row
+    assert found["mlp"] == found["self_attn"] == "yes, in turn"
 
 
 def test_one_layer_at_a_time_learns_as_adamw_on_that_layer_alone(project, tmp_path):
