@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from ..errors import RecipeError, counted
 from ..model.section import ModelSection
-from ..network.blocks import Blocks, ParameterNames
+from ..network.blocks import ParameterNames, TrainedBlocks
 from ..schema import Problem
 from .layers import check_interval, drawn, layer_blocks, make_layers_trainable
 from .rules import all_weights, attach_any, problems_of_own_weights, unchanged
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, kw_only=True)
 class BAdam:
     """Tune the weights block by block: one decoder layer at a time, for some steps each. Gradients
-    and optimizer state exist for that block only, and begin anew with each block."""
+    and optimizer state exist for that block only, and each block begins with a new state."""
 
     saves_base_model: ClassVar[bool] = True
     packages: ClassVar[Sequence[str]] = ()
@@ -56,7 +56,7 @@ class BAdam:
         ``ModelError`` if the model has no layers."""
         return make_layers_trainable(model, with_rest=self.embeddings_and_head)
 
-    def trainable(self, names: ParameterNames, seed: int) -> Blocks:
+    def trainable(self, names: ParameterNames, seed: int) -> TrainedBlocks:
         """One block at a time. Raises ``RecipeError`` if ``start_block`` does not exist."""
         blocks = layer_blocks(names.layers)
         if self.embeddings_and_head:
@@ -68,7 +68,7 @@ class BAdam:
                 f"{counted(len(labels), 'block')}, got {self.start_block}"
             )
         always = frozenset(names.added)
-        return Blocks(always, blocks, self.switch_interval, self._chosen(labels, seed))
+        return TrainedBlocks(always, blocks, self.switch_interval, self._chosen(labels, seed))
 
     def problems(self, model: ModelSection) -> Iterator[Problem]:
         """What must hold for weights that are trained themselves."""

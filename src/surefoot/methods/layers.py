@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
@@ -9,8 +10,6 @@ from ..model.targets import decoder_layers
 
 if TYPE_CHECKING:
     from torch import nn
-
-_APART = 0xB10C << 32  # these draws from those of other permutations of the same seed
 
 
 def check_interval(switch_interval: int) -> None:
@@ -36,8 +35,10 @@ def layer_blocks(layers: Iterable[Sequence[str]]) -> dict[str, frozenset[str]]:
 
 
 def drawn(count: int, seed: int, number: int) -> Sequence[int]:
-    """Permutation ``number`` of the numbers below ``count``."""
-    from ..data.data_order import permutation  # which imports numpy
+    """Permutation ``number`` of the numbers below ``count``, by the hash of each: it depends on no
+    library's version."""
 
-    found: list[int] = permutation(count, seed=seed, stream=_APART + number).tolist()
-    return found
+    def key(place: int) -> bytes:
+        return hashlib.blake2b(f"{seed} {number} {place}".encode()).digest()
+
+    return sorted(range(count), key=key)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from ..errors import RecipeError
 from ..model.section import ModelSection
-from ..network.blocks import Blocks, ParameterNames
+from ..network.blocks import ParameterNames, TrainedBlocks
 from ..schema import Problem
 from .layers import check_interval, drawn, layer_blocks, make_layers_trainable
 from .rules import all_weights, attach_any, problems_of_own_weights, unchanged
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, kw_only=True)
 class LISA:
     """Tune the embeddings and the output head at every step, and beside them a few decoder layers,
-    which are drawn anew after some steps. Gradients and optimizer state exist for these only."""
+    which are drawn again after some steps. Gradients and optimizer state exist for these only."""
 
     saves_base_model: ClassVar[bool] = True
     packages: ClassVar[Sequence[str]] = ()
@@ -42,7 +42,7 @@ class LISA:
         """Make everything trainable. Raises ``ModelError`` if the model has no layers."""
         return make_layers_trainable(model, with_rest=True)
 
-    def trainable(self, names: ParameterNames, seed: int) -> Blocks:
+    def trainable(self, names: ParameterNames, seed: int) -> TrainedBlocks:
         """All but the layers, and some of these. Raises ``RecipeError`` if there are fewer."""
         blocks = layer_blocks(names.layers)
         labels, count = list(blocks), self.num_layers
@@ -56,7 +56,7 @@ class LISA:
         def chosen(turn: int) -> Sequence[str]:
             return [labels[i] for i in sorted(drawn(len(labels), seed, turn)[:count])]
 
-        return Blocks(always, blocks, self.switch_interval, chosen)
+        return TrainedBlocks(always, blocks, self.switch_interval, chosen)
 
     def problems(self, model: ModelSection) -> Iterator[Problem]:
         """What must hold for weights that are trained themselves."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from .. import model as models
 from ..model.section import ModelSection
-from ..network.blocks import Blocks, ParameterNames, everything
+from ..network.blocks import ParameterNames, TrainedBlocks, everything
 from ..schema import Problem
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 M = TypeVar("M")
 
 
-def every_name(_self: object, names: ParameterNames, _seed: int) -> Blocks:
+def every_name(_self: object, names: ParameterNames, _seed: int) -> TrainedBlocks:
     """All that ``apply`` has left trainable, at every step."""
     return everything(names)
 

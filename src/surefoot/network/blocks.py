@@ -27,7 +27,7 @@ class ParameterNames:
 
 
 @dataclass(frozen=True)
-class Blocks:
+class TrainedBlocks:
     """Parameters that every update changes, and blocks of parameters that are trained in turn."""
 
     always: frozenset[str]
@@ -59,6 +59,6 @@ class Blocks:
         return list(dict.fromkeys(self.trainable(step) for step in starts))
 
 
-def everything(names: ParameterNames) -> Blocks:
+def everything(names: ParameterNames) -> TrainedBlocks:
     """All parameters, at every step."""
-    return Blocks(frozenset(names.all))
+    return TrainedBlocks(frozenset(names.all))

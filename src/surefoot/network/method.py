@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ..geometry.sharding import Cuts
     from ..model.section import ModelSection
     from ..schema import Problem
-    from .blocks import Blocks, ParameterNames
+    from .blocks import ParameterNames, TrainedBlocks
 
 
 class Weights(ShardedState, Protocol):
@@ -80,7 +80,7 @@ class Method(Protocol):
     def weights(self, module: nn.Module, inner: PreTrainedModel) -> UnshardedWeights:
         """What files contain of ``module``, the result of ``apply``; ``inner`` is what it wraps."""
 
-    def trainable(self, names: ParameterNames, seed: int) -> Blocks:
+    def trainable(self, names: ParameterNames, seed: int) -> TrainedBlocks:
         """Which of the parameters that may be trained each update changes. A pure function of the
         step, so no checkpoint contains it; the optimizer is rebuilt when its answer changes."""
 

@@ -27,7 +27,7 @@ from ..optim.optimizer import Optimizer
 from ..optim.trained import TrainedParameters
 from ..parallel.sharded_model import gather_nothing
 from ..parallel.world import World
-from .blocks import Blocks
+from .blocks import TrainedBlocks
 from .draft import NetworkOptions
 from .heads import HEADS, Heads, HeadWeights
 from .method import Weights
@@ -43,7 +43,7 @@ class Network:
     weights: Weights  # what its weight file contains
     named: Mapping[str, nn.Parameter]  # this rank's that may be trained, by the names in files
     trainable: Sequence[str]  # the names of all ranks'
-    blocks: Blocks  # which of them each update changes
+    blocks: TrainedBlocks  # which of them each update changes
     num_parameters: int  # of the unsharded model
     num_trainable: int
     coverage: Sequence[CoverageRow]  # of the unsharded model's weights; empty if it is not trained

@@ -20,15 +20,13 @@ from ..model.pretrained.loading import grow_embeddings, recompute_activations, u
 from ..model.pretrained.quantized import check_alone, num_elements
 from ..model.pretrained.weights import AdapterWeights, FullWeights, names_in_files
 from ..model.section import ModelSection
-from ..model.trained_weights import coverage
-from ..optim.trained import unsupported_by_pipelines
 from ..parallel.sharded_model import layers
 from ..parallel.world import World
 from .draft import Draft, NetworkOptions
 from .file_checks import checked_files
 from .heads import add_heads, refuse_heads
 from .network import Network
-from .parameter_names import names_by_part
+from .parameter_names import settle_blocks
 from .runner import Engine, ModelForward, PipelineEngine, WholeEngine
 from .tensors import REAL, Tensors, read_heads
 
@@ -206,12 +204,7 @@ def name_parameters(draft: Draft, _: Tensors) -> None:
     draft.num_parameters = sum(num_elements(p) for p in draft.module.parameters())
     draft.num_trainable = sum(p.numel() for p in draft.module.parameters() if p.requires_grad)
     if method is not None and draft.options.is_trainable:
-        parts = names_by_part(draft.module, draft.inner, draft.names, draft.heads.modules.values())
-        draft.blocks = method.trainable(parts, draft.options.seed)
-        if draft.blocks.switch and draft.options.parallel.pp > 1:
-            raise unsupported_by_pipelines()
-        in_turn = {here for here, name in draft.names.items() if name in draft.blocks.in_turn}
-        draft.coverage = coverage(draft.module, draft.inner, in_turn)
+        settle_blocks(draft, method)
 
 
 def divide_layers(draft: Draft, tensors: Tensors) -> None:

@@ -9,7 +9,22 @@ from transformers import PreTrainedModel
 
 from ..errors import ModelError
 from ..model.targets import decoder_layers
+from ..model.trained_weights import coverage
+from ..optim.trained import unsupported_by_pipelines
 from .blocks import ParameterNames
+from .draft import Draft
+from .method import Method
+
+
+def settle_blocks(draft: Draft, method: Method) -> None:
+    """Note which parameters ``method`` trains at which step. Raises ``RecipeError`` if it switches
+    in a pipeline."""
+    parts = names_by_part(draft.module, draft.inner, draft.names, draft.heads.modules.values())
+    draft.blocks = method.trainable(parts, draft.options.seed)
+    if draft.blocks.switch and draft.options.parallel.pp > 1:
+        raise unsupported_by_pipelines()
+    in_turn = {here for here, name in draft.names.items() if name in draft.blocks.in_turn}
+    draft.coverage = coverage(draft.module, draft.inner, in_turn)
 
 
 def names_by_part(
