@@ -11,6 +11,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import tiny
 from project import Project, assert_same, final_weights, losses
 from surefoot.errors import CheckpointError, ModelError, RecipeError
+from surefoot.interchange.to_trainer import save_trainer_checkpoint
 from surefoot.methods.badam import BAdam
 from surefoot.methods.full import Full
 from surefoot.methods.lisa import LISA
@@ -89,6 +90,14 @@ def test_a_run_that_trains_some_layers_at_a_time_resumes_to_the_same_bits(
     assert again.moments == {step: watch.moments[step] for step in range(saved + 1, STEPS + 1)}
     assert losses(tmp_path / "rest") == losses(folder)  # the checkpoint contains the earlier log
     assert_same(final_weights(tmp_path / "rest"), final_weights(folder))
+
+
+def test_the_trainer_cannot_resume_it(project, whole, tmp_path):
+    method, folder, _ = whole
+    recipe, newest = at(project, folder, method, 100), folder / f"checkpoint-{STEPS}"
+    with pytest.raises(CheckpointError, match="blocks of parameters in turn"):
+        save_trainer_checkpoint(newest, tmp_path / "out", run=recipe)
+    assert not (tmp_path / "out").exists()
 
 
 def test_what_remains_trainable_keeps_its_state_when_the_layers_change(whole):
