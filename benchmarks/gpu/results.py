@@ -22,6 +22,7 @@ PACKAGES = ("torch", "triton", "transformers", "peft", "trl", "liger-kernel", "b
 STANDING = ("ok", "out of memory")  # a case with such a result is not run again
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parents[1]
+FOUND = ROOT / "runs" / "gpu"  # where results of other machines are put, and known from
 Record = dict[str, object]
 
 
@@ -38,20 +39,40 @@ class Results:
 
     def stands(self, key: Sequence[str]) -> bool:
         """Whether a case has a result of this device that need not be measured again."""
-        same = [r for r in self.records if key_of(r) == tuple(key)]
+        return self.status(key) in STANDING
+
+    def has_failed(self, key: Sequence[str]) -> bool:
+        """Whether a case was tried without a result."""
+        return self.status(key) in ("failed", "timeout")
+
+    def status(self, key: Sequence[str]) -> str:
+        """The status of a case on this device; empty if it has not been tried."""
         device = self.surroundings["device"]
-        return any(r["device"] == device and r["status"] in STANDING for r in same)
+        found = latest([r for r in self.records if r["device"] == device]).get(tuple(key))
+        return str(found["status"]) if found else ""
+
+    def adopt(self, path: Path) -> None:
+        """Add the records of another file that are not here yet."""
+        if path.resolve() == self.path.resolve():
+            return
+        for record in read(path):
+            if record not in self.records:
+                self._write(record)
 
     def append(self, record: Mapping[str, object]) -> Record:
         """Add a record, with the surroundings, and flush it."""
         date = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime())
-        full: Record = {**record, "date": date, **self.surroundings}
+        return self._write({**record, "date": date, **self.surroundings})
+
+    def _write(self, full: Record) -> Record:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         text = self.path.read_bytes() if self.path.exists() else b""
         with self.path.open("a", encoding="utf-8") as file:
             if text and not text.endswith(b"\n"):
                 file.write("\n")  # ends a torn line
             file.write(json.dumps(full) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
         self.records.append(full)
         return full
 
