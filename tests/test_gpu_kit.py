@@ -149,6 +149,14 @@ def test_a_result_of_another_device_or_size_does_not_stand(tmp_path):
     assert len(run.ran) == 2
 
 
+def test_a_result_of_other_code_does_not_stand(tmp_path, monkeypatch):
+    case, run = case_of("speed", subject="surefoot"), Programs()
+    a_kit(tmp_path, run).case(case)
+    monkeypatch.setattr(results, "code", lambda: "changed")
+    a_kit(tmp_path, run).case(case)
+    assert len(run.ran) == 2
+
+
 def test_no_case_is_started_that_would_not_fit(tmp_path):
     run = Programs()
     short = a_kit(tmp_path, run, minutes=1.0)
@@ -165,11 +173,23 @@ def test_a_torn_line_loses_one_record_only(tmp_path):
     assert statuses(tmp_path) == ["ok", "ok"]
 
 
+def has_ended(process):
+    """Whether a process that was killed is gone within a minute, or waits to be reaped."""
+    status, until = Path(f"/proc/{process}/status"), time.monotonic() + 60
+    while time.monotonic() < until:
+        try:
+            if "zombie" in status.read_text():
+                return True
+        except OSError:
+            return True
+        time.sleep(0.02)
+    return False
+
+
 def test_a_program_is_killed_with_all_that_it_started(tmp_path):
     command = ["sh", "-c", f"sleep 600 & echo $! > {tmp_path}/child; wait"]
     assert kit.run_program(command, {}, tmp_path, tmp_path / "log", 1.0) is None
-    status = Path(f"/proc/{(tmp_path / 'child').read_text().strip()}/status")
-    assert not status.exists() or "zombie" in status.read_text()
+    assert has_ended((tmp_path / "child").read_text().strip())
 
 
 KILLED = """
@@ -190,10 +210,7 @@ def test_a_program_ends_when_the_kit_is_killed(tmp_path):
         time.sleep(0.02)
     process.kill()
     process.wait()
-    status = Path(f"/proc/{child.read_text().strip()}/status")
-    while status.exists() and "zombie" not in status.read_text() and time.monotonic() < until:
-        time.sleep(0.02)
-    assert time.monotonic() < until
+    assert has_ended(child.read_text().strip())
 
 
 def test_parts_fit_into_their_minutes_by_their_first_cases():
@@ -203,6 +220,14 @@ def test_parts_fit_into_their_minutes_by_their_first_cases():
         assert all(case.program.exists() for case in found)
         assert all(case.shape in ("", *sizes.SHAPES) for case in found)
         assert found[0].seconds + found[1].seconds < 480
+
+
+def test_tiny_cases_differ_in_more_than_their_names():
+    for part, make in cases.CASES.items():
+        found = cases.tiny(make())
+        assert {case.program for case in found} == {case.program for case in make()}
+        assert {case.subject for case in found} == {case.subject for case in make()}
+        assert len(found) < len(make()), part
 
 
 def test_operations_count_every_matrix_of_the_model():
@@ -392,7 +417,8 @@ def test_outcomes_that_a_killed_kit_left_are_results_of_its_device_only(tmp_path
     lines = [{"test": "t.py::test_a", "outcome": "passed", "seconds": 1.0, "message": ""}]
     for device, count in (("another", 0), (None, 1)):
         found = a_kit(tmp_path, Programs())
-        head = {"device": device or found.stored.surroundings["device"]}
+        head = {**found.stored.surroundings}
+        head |= {"device": device} if device else {}
         text = "".join(json.dumps(line) + "\n" for line in (head, *lines))
         (tmp_path / "out" / correct.OUTCOMES).write_text(text)
         assert len(a_kit(tmp_path, Programs()).stored.records) == count

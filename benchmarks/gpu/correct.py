@@ -39,12 +39,12 @@ def environment(
 ) -> dict[str, str]:
     """What the plugin reads: the tests that stand or have ``ended`` in an earlier round, those to
     run last, and the deadline."""
-    found = results.latest(of_this_device(stored))
+    found = results.latest([r for r in stored.own() if r["part"] == PART])
     names = {status: [] for status in (*STATUS.values(), "out of memory")}
     for (_, name, _), record in found.items():
         names[str(record["status"])].append(name)
     done = {"done": [*names["ok"], *ended], "late": [*names["failed"], *names["timeout"]]}
-    outcomes.write_text(json.dumps({"device": stored.surroundings["device"], **done}) + "\n")
+    outcomes.write_text(json.dumps({**_place(stored), **done}) + "\n")
     path = os.pathsep.join(filter(None, [str(FOLDER), os.environ.get("PYTHONPATH", "")]))
     return {
         "SUREFOOT_OUTCOMES": str(outcomes),
@@ -59,19 +59,18 @@ def is_complete(code: int | None, found: Mapping[str, str]) -> bool:
     return code in COMPLETE and STATUS["started"] not in found.values()
 
 
-def of_this_device(stored: Results) -> list[results.Record]:
-    """The records of this part."""
-    device = stored.surroundings["device"]
-    return [r for r in stored.records if r["part"] == PART and r["device"] == device]
+def _place(stored: Results) -> dict[str, object]:
+    """What outcomes belong to."""
+    return {name: stored.surroundings[name] for name in ("device", "code")}
 
 
 def collect(outcomes: Path, stored: Results) -> dict[str, str]:
     """Append a record for each test that was started, and remove the file; returns their statuses.
     A test with several failures, as in its call and its end, has the first one. What another device
-    left is dropped."""
+    or other code left is dropped."""
     ended: dict[str, Mapping[str, object]] = {}
     head, *lines = results.read(outcomes) or [{}]
-    is_of_this = head.get("device") == stored.surroundings["device"]
+    is_of_this = {**head, **_place(stored)} == head
     for line in lines if is_of_this else ():
         name = str(line["test"])
         if ended.get(name, {}).get("outcome") in (None, "started", "passed"):

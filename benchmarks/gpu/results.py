@@ -6,6 +6,7 @@ case that runs. A torn last line is skipped.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import subprocess
@@ -46,10 +47,14 @@ class Results:
         return self.status(key) in ("failed", "timeout")
 
     def status(self, key: Sequence[str]) -> str:
-        """The status of a case on this device; empty if it has not been tried."""
-        device = self.surroundings["device"]
-        found = latest([r for r in self.records if r["device"] == device]).get(tuple(key))
+        """The status of a case on this device with this code; empty if it has not been tried."""
+        found = latest(self.own()).get(tuple(key))
         return str(found["status"]) if found else ""
+
+    def own(self) -> list[Record]:
+        """The records of this device and code: what other code has shown is shown no longer."""
+        mine = [self.surroundings[name] for name in ("device", "code")]
+        return [r for r in self.records if [r["device"], r.get("code")] == mine]
 
     def adopt(self, path: Path) -> None:
         """Add the records of another file that are not here yet."""
@@ -113,7 +118,16 @@ def surroundings(device: str, name: str, *, tiny: bool) -> dict[str, object]:
         "tiny": tiny,
         "versions": {name: found for name in PACKAGES if (found := _version(name))},
         "commit": commit(),
+        "code": code(),
     }
+
+
+def code() -> str:
+    """A hash of the package's source, also where there is no git."""
+    found = hashlib.sha256()
+    for path in sorted((ROOT / "src").rglob("*.py")):
+        found.update(path.relative_to(ROOT).as_posix().encode() + b"\0" + path.read_bytes())
+    return found.hexdigest()[:12]
 
 
 def commit() -> str:
