@@ -494,6 +494,14 @@ def test_a_bundle_that_is_too_large_names_its_largest_wheel(tmp_path):
         bundle.check(wheels, [], 1, "3.12")
 
 
+def test_a_copy_without_wheels_is_told_so(tmp_path):
+    environment = {"PATH": "/usr/bin:/bin", "WHEELS": str(tmp_path), "SITE": str(tmp_path / "site")}
+    command = ["sh", FOLDER / "bare.sh", "page"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "bundle.py" in done.stderr
+
+
 def test_the_script_for_a_bare_machine_is_valid_shell():
     done = subprocess.run(["sh", "-n", FOLDER / "bare.sh"], capture_output=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -153,7 +153,7 @@ def speed() -> list[Case]:
     limits = Case("speed", "limits", "limits", FOLDER / "gemm_case.py", 20)
     found = [_speed(WORKS[name], subject) for name, subjects in ORDER for subject in subjects]
     found[HEADS_AFTER:HEADS_AFTER] = [_head(*HEADS[0])]
-    place = HEADS_AFTER + 1 + len(ORDER[1][1])
+    place = HEADS_AFTER + 1 + sum(len(subjects) for _, subjects in ORDER[1:4])
     found[place:place] = [_head(*sizes) for sizes in HEADS[1:]]
     return [limits, *found]
 

@@ -14,7 +14,6 @@ without a GPU. ``page`` writes the tables into RESULTS.md.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
 import os
 import platform
@@ -47,7 +46,8 @@ FEW = 20
 WORK = ROOT / "runs" / "gpu-work"
 PATIENCE = 3  # times its seconds is the most that a case may take
 NAME_OF_DEVICE = "import torch; print(torch.cuda.get_device_name())"
-PR_SET_PDEATHSIG = 1  # of linux/prctl.h
+# A program must not stay on the GPU when the kit is killed: Linux then kills it, too
+BOUND = ["setpriv", "--pdeathsig", "KILL", "--"] if shutil.which("setpriv") else []
 OUT_OF_MEMORY = ("OutOfMemoryError", "CUDA out of memory", "CUDA error: out of memory")
 
 Run = Callable[[Sequence[str], Mapping[str, str], Path, Path, float], int | None]
@@ -60,13 +60,12 @@ def run_program(
     had started, because its time was over."""
     with log.open("wb") as output:
         process = subprocess.Popen(
-            command,
+            [*BOUND, *command],
             env=env,
             cwd=cwd,
             stdout=output,
             stderr=output,
             start_new_session=True,
-            preexec_fn=_end_with_the_kit,
         )
         try:
             return process.wait(timeout=max(0.1, seconds))
@@ -76,11 +75,6 @@ def run_program(
             if isinstance(error, subprocess.TimeoutExpired):
                 return None
             raise
-
-
-def _end_with_the_kit() -> None:
-    """A program must not stay on the GPU when the kit is killed."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 @dataclass
